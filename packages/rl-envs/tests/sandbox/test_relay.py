@@ -128,6 +128,26 @@ except TimeoutError:
     assert _run(opened, f"import socket; socket.create_connection(('127.0.0.1', {echo.port}))").exit_code == 1
 
 
+def test_bytes_that_nobody_takes_are_few(opened: Sandbox) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        source = f"""
+import socket
+with socket.create_connection(("127.0.0.1", {port})) as stream:
+    stream.settimeout(2)
+    sent = 0
+    try:
+        while sent < 2**26:
+            sent += stream.send(bytes(2**16))
+    except TimeoutError:
+        pass
+    print(sent)
+"""
+        silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**17)
+        outcome = _run(opened, source, Relay("127.0.0.1", port))
+    assert 0 < int(outcome.stdout) < 2**21, outcome
+
+
 def test_weaker_isolation_refuses_a_relay() -> None:
     with Sandbox("limits") as sandbox, pytest.raises(SandboxFailed, match="use namespaces"):
         sandbox.run(Program("print(1)", relay=Relay("127.0.0.1", 9)))

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rl_envs.sandbox import tree
+from rl_envs.sandbox import keeper, tree
+from rl_envs.sandbox.program import Limits, Program
 from rl_envs.sandbox.tree import Entry, UnusableTree
 
 ENTRIES = [
@@ -79,3 +80,10 @@ def test_holes_of_sparse_files_count(tmp_path: Path) -> None:
         file.truncate(2**40)
     with pytest.raises(UnusableTree, match="bytes"):
         list(tree.read(str(tmp_path), 2**20))
+
+
+def test_a_snapshot_that_does_not_fit_a_message_is_a_problem_of_the_program(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("file")
+    snapshot, problem = keeper._snapshot(Program(snapshot="."), str(tmp_path), Limits(output_kib=2**17))
+    assert snapshot == b""
+    assert "too many for a message" in problem

@@ -17,10 +17,11 @@ from typing import NoReturn
 
 from rl_envs.sandbox import frames, interpreter, syscalls, tree
 from rl_envs.sandbox.confinement import Confinement, confine
+from rl_envs.sandbox.control_group import ControlGroup
 from rl_envs.sandbox.filesystem import SCRATCH, enter_namespaces, map_user, mount_scratch
 from rl_envs.sandbox.processes import ProcessTable, Usage
 from rl_envs.sandbox.program import Ending, Limits, Program, program_of
-from rl_envs.sandbox.relay import Relay, RelayProcess
+from rl_envs.sandbox.relay import BUFFER_BYTES, Relay, RelayProcess
 from rl_envs.sandbox.scratch import temporary_folder
 
 _STATUS = struct.Struct("=i")
@@ -58,12 +59,14 @@ class Site:
         table: The processes of the machine.
         python_path: Folders that programs import from.
         commands: Folders of commands that programs may execute, the one of Python first.
+        groups: Descriptor of the folder of their control groups; None on a machine without.
     """
 
     confinement: Confinement
     table: ProcessTable
     python_path: tuple[str, ...]
     commands: tuple[str, ...] = ()
+    groups: int | None = None
 
 
 @dataclass
@@ -95,15 +98,20 @@ def keep(connection: socket.socket, site: Site, slot: int) -> None:
     started = time.monotonic()
     program, limits = program_of(header, parts)
     uid = site.confinement.uid(slot)
-    with _scratch(site.confinement, site.table, limits, uid, program.relay) as scratch:
+    with (
+        _group(site, limits) as group,
+        _scratch(site.confinement, site.table, limits, uid, program.relay) as scratch,
+    ):
         _write_files(program, scratch, uid, limits)
         syscalls.adopt_orphans()
         keeper = _Keeper(connection, program, limits, site.table)
-        keeper.start(site, uid, scratch)
+        keeper.start(site, uid, scratch, group)
         try:
             ending, status = keeper.watch(started + limits.wall_s)
         finally:
             site.table.end_descendants()
+        if group is not None and group.is_exhausted():
+            ending, status = "memory", None
         snapshot, problem = _snapshot(program, scratch, limits)
     ending, code, number = _told(ending, status)
     answer = {
@@ -131,7 +139,7 @@ class _Keeper:
         self._unwritten = memoryview(program.stdin)
         self._is_closed = False
 
-    def start(self, site: Site, uid: int, scratch: str) -> None:
+    def start(self, site: Site, uid: int, scratch: str, group: ControlGroup | None) -> None:
         """Start the program's first process, which starts the program itself."""
         stdin, self._stdin = os.pipe()
         stdout, out = os.pipe()
@@ -141,7 +149,7 @@ class _Keeper:
         self._mark = secrets.token_bytes(16)
         self._init = os.fork()
         if self._init == 0:
-            place = _Place(site, uid, scratch, (stdin, out, err), end, self._mark)
+            place = _Place(site, uid, scratch, group, (stdin, out, err), end, self._mark)
             _be_init(place, self._program, self._limits, status)
         for descriptor in (stdin, out, err, status, end):
             os.close(descriptor)
@@ -253,6 +261,7 @@ class _Place:
         site: The place of all programs.
         uid: Its user id.
         scratch: Its scratch folder.
+        group: Its control group; None on a machine without.
         streams: Descriptors of stdin, stdout and stderr.
         end: Descriptor on which a command in Python tells that it came to its end.
         mark: The bytes that it tells.
@@ -261,6 +270,7 @@ class _Place:
     site: Site
     uid: int
     scratch: str
+    group: ControlGroup | None
     streams: tuple[int, int, int]
     end: int
     mark: bytes
@@ -294,6 +304,8 @@ def _be_program(place: _Place, program: Program, limits: Limits, status: int) ->
     site, scratch = place.site, place.scratch
     try:
         os.setsid()
+        if place.group is not None:
+            place.group.join()
         # the last is not inherited by what a command executes
         end = fcntl.fcntl(place.end, fcntl.F_DUPFD_CLOEXEC, _END)
         for number, descriptor in enumerate((*place.streams, status)):
@@ -321,6 +333,15 @@ def _be_program(place: _Place, program: Program, limits: Limits, status: int) ->
 
 
 @contextlib.contextmanager
+def _group(site: Site, limits: Limits) -> Iterator[ControlGroup | None]:
+    if site.groups is None:
+        yield None
+        return
+    with contextlib.closing(ControlGroup(site.groups, limits)) as group:
+        yield group
+
+
+@contextlib.contextmanager
 def _scratch(
     confinement: Confinement, table: ProcessTable, limits: Limits, uid: int, relay: Relay | None
 ) -> Iterator[str]:
@@ -329,6 +350,9 @@ def _scratch(
         process = None if relay is None else RelayProcess(relay)
         _enter_program_namespaces(confinement, table)
         if process is not None:
+            for buffer in ("rmem", "wmem"):
+                with contextlib.suppress(OSError):  # a container without settings; connections are few
+                    table.write(f"sys/net/ipv4/tcp_{buffer}", f"4096 {BUFFER_BYTES} {BUFFER_BYTES}")
             process.listen()
         mount_scratch(limits.scratch_mib, uid, uid, executes=bool(confinement.executable))
         yield SCRATCH
@@ -370,9 +394,12 @@ def _snapshot(program: Program, scratch: str, limits: Limits) -> tuple[bytes, st
         if os.path.realpath(folder) != os.path.normpath(folder) or not os.path.isdir(folder):
             return b"", f"the folder {program.snapshot} is gone"
         most = min(limits.scratch_mib * 2**20, MAX_SNAPSHOT)
-        return tree.pack(tree.read(folder, most)), ""
+        archive = tree.pack(tree.read(folder, most))
     except (tree.UnusableTree, OSError) as error:
         return b"", str(error)
+    if len(archive) + 2 * limits.output_kib * 1024 + frames.MAX_HEADER > frames.MAX_FRAME:
+        return b"", f"its files and their names take {len(archive)} bytes, too many for a message"
+    return archive, ""
 
 
 def _over(usage: Usage, limits: Limits) -> Ending | None:

@@ -19,6 +19,9 @@ MAX_CONNECTIONS = 32
 CONNECT_TIMEOUT_S = 10.0
 """Maximum number of seconds until the address has accepted a connection."""
 
+BUFFER_BYTES = 2**18
+"""Maximum number of bytes of a connection that wait to be sent, or to be received, in the memory of the kernel."""
+
 _CHUNK = 2**16
 _SIOCSIFFLAGS, _SIOCGIFFLAGS, _IFF_UP = 0x8914, 0x8913, 1
 
@@ -112,6 +115,8 @@ def _connect(near: socket.socket, relay: Relay, room: threading.BoundedSemaphore
             socket.create_connection((relay.host, relay.port), CONNECT_TIMEOUT_S) as far,
         ):
             far.settimeout(None)
+            for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+                far.setsockopt(socket.SOL_SOCKET, buffer, BUFFER_BYTES // 2)  # the kernel doubles it
             back = threading.Thread(target=_pipe, args=(far, near), daemon=True)
             back.start()
             _pipe(near, far)

@@ -17,6 +17,7 @@ from dataclasses import replace
 
 from rl_envs.sandbox import frames, landlock, syscalls
 from rl_envs.sandbox.confinement import MAX_SLOTS, Confinement, first_user_id, mapped_ids
+from rl_envs.sandbox.control_group import delegated
 from rl_envs.sandbox.filesystem import command_paths, enter_namespaces, enter_root, map_user, readable_paths
 from rl_envs.sandbox.interpreter import PRELOADED, add_builtins
 from rl_envs.sandbox.keeper import Site, keep
@@ -52,6 +53,7 @@ def _site(isolation: Isolation, python_path: tuple[str, ...], commands: tuple[st
         importlib.import_module(name)
     add_builtins()
     table = ProcessTable()
+    groups = delegated()
     machines_mounts = os.readlink("/proc/self/ns/mnt")
     folders = tuple(command_paths(commands))
     readable = tuple(readable_paths([*python_path, *folders]))
@@ -59,7 +61,7 @@ def _site(isolation: Isolation, python_path: tuple[str, ...], commands: tuple[st
     if isolation == "namespaces":
         _assert_own_mounts(machines_mounts)
         enter_root(readable, folders)
-    return Site(confinement, table, (*library, *python_path), folders)
+    return Site(confinement, table, (*library, *python_path), folders, groups)
 
 
 def _assert_own_mounts(machines_mounts: str) -> None:

@@ -1,0 +1,56 @@
+"""The memory of processes is what they hold, wherever it is."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from rl_envs.sandbox.keeper import _over, _pause
+from rl_envs.sandbox.processes import ProcessTable, Usage
+from rl_envs.sandbox.program import Limits, Outcome
+
+STATUS = b"""Name:	python
+VmSize:	  900000 kB
+VmRSS:	     700 kB
+RssAnon:	       1 kB
+RssFile:	     500 kB
+RssShmem:	      20 kB
+VmPTE:	     300 kB
+VmSwap:	    4000 kB
+HugetlbPages:	   50000 kB
+Threads:	2
+"""
+ENDED = b"Name:	python\nState:	Z (zombie)\nThreads:	2\n"
+
+
+@pytest.mark.parametrize("first", [STATUS, ENDED, b""])
+def test_memory_is_read_from_any_thread_that_lives(first: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"7/task/7/status": first, "7/task/8/status": STATUS}
+    table = ProcessTable()
+    monkeypatch.setattr(table, "_read", files.__getitem__)
+    assert table._memory(7, ["7", "8"]) == 54321 * 1024
+
+
+@pytest.mark.parametrize(
+    ("usage", "ending"),
+    [
+        (Usage(2**30, 20, 1000), None),
+        (Usage(2**30 + 1, 1, 0), "memory"),
+        (Usage(0, 1, 1001), "memory"),
+        (Usage(0, 21, 0), "processes"),
+    ],
+)
+def test_a_program_ends_beyond_each_of_its_limits(usage: Usage, ending: str | None) -> None:
+    limits = Limits(memory_mib=1024, processes=16)
+    assert _over(usage, limits) == ending
+    if ending == "processes":
+        assert Outcome("processes").describe(limits) == "it had more than 16 processes and threads"
+
+
+@pytest.mark.parametrize(("mib", "tasks", "pause"), [(1020, 2, 0.02), (0, 9, 0.02), (1020, 9, 0.002)])
+def test_several_processes_close_to_the_limit_are_looked_at_more_often(
+    mib: int, tasks: int, pause: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    assert _pause(Usage(mib * 2**20, tasks, 0), Limits(memory_mib=1024)) == pause
