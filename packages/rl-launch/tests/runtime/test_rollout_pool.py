@@ -649,7 +649,7 @@ def look_until(now, watch, end, *, every=5, each=lambda: None):
 
 def test_an_engine_that_samples_nothing_is_stalled():
     now, watch = watch_of(Replica())
-    with pytest.raises(WorkerStalled, match=r"rollout worker rank 0 .*no progress for 100 s.*rollout-worker-0\.log"):
+    with pytest.raises(WorkerStalled, match=r"rollout worker rank 0 .*no progress for 100 s"):
         look_until(now, watch, 1000)
     assert 100 < now[0] <= 130
 

@@ -27,7 +27,8 @@ class EnvironmentConfig(Config):
     """Number of processes that run the environment; by default one per CPU of their node, up to 8. Answers that take up
     to the deadline are checked that many at a time."""
     deadline_s: Annotated[float, WhenChanged.RESUME] = Field(default=30.0, gt=0)
-    """Timeout of a call in seconds. A rollout whose call takes longer fails, and the process that hangs is replaced."""
+    """Timeout of a call in seconds. A rollout whose call takes longer fails, and the process that hangs is replaced. If
+    the process that hosts the environment does not answer for 30 s more than this, it is restarted."""
     max_batch: Annotated[int, WhenChanged.RESUME] = Field(default=1, ge=1)
     """Maximum number of conversations in one call of the environment's `step`, which share its deadline. Increase it
     for an environment that answers many at once faster than one after the other, such as one that calls a server."""

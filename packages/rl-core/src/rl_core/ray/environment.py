@@ -21,7 +21,8 @@ _log = logging.getLogger(__name__)
 PATIENCE_S = 0.5
 """How long finished outcomes wait for others of their call, so that one that hangs holds up no other."""
 SILENCE_S = 600.0
-"""How long the environment's process may leave a trivial call unanswered; it may be restarting."""
+"""How long the environment's process may leave a trivial call unanswered; it may be restarting. A run's driver restarts
+one that is silent long before that."""
 
 
 class RemoteEnvironment:

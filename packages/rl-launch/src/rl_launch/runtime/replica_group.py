@@ -167,7 +167,7 @@ class ReplicaGroup:
             raise located
         _log.warning("%s; replacing it and running its %d unfinished groups again", located, num_groups)
         if isinstance(error, WorkerStalled):
-            _log.warning("%s: %s", replica.name, replica.write_stacks())
+            _log.warning("%s", replica.write_stacks())
         self._lose(replica, located)
 
     def sleep(self) -> None:
