@@ -17,25 +17,25 @@ CONFIG = {
         }
     },
 }
-NUM_STEPS = 16
+NUM_STEPS = 32
 
 
 def healthy(step):
     return {
         "step": step,
-        "reward/mean": 0.2 + 0.04 * step,
+        "reward/mean": 0.2 + 0.02 * step,
         "reward/std": 0.4,
         "rollout/failed": 0.0,
         "rollout/groups_without_signal": 3.0,
         "rollout/truncated": 0.02,
-        "policy/nll": 1.0 - 0.02 * step,
-        "policy/kl": 0.001 * step,
+        "policy/nll": 1.0 - 0.01 * step,
+        "policy/kl": 0.0005 * step,
         "policy/clipped": 0.1,
         "mismatch/kl": 1e-4,
         "speculation/tokens_per_step": 1.8,
-        "speculation/acceptance_rate": 0.5 - 0.005 * step,
+        "speculation/acceptance_rate": 0.5 - 0.0025 * step,
         "train/skipped_steps": 0.0,
-        "val/loss": 2.0 - 0.1 * step,
+        "val/loss": 2.0 - 0.05 * step,
     }
 
 
@@ -75,12 +75,12 @@ def test_advice_on_failed_rollouts_leads_to_the_log_of_what_played_them(agent, n
         (lambda step: {"rollout/failed": float(step == 2)}, "1 rollouts failed", "--where status=failed"),
         (
             lambda step: {"reward/mean": 0.0, "reward/std": 0.0, "rollout/groups_without_signal": 10.0},
-            "no rollout of 16 steps has a reward, so",
+            "no rollout of 32 steps has a reward, so",
             "easier prompts",
         ),
         (
             lambda step: {"reward/mean": 1.0, "reward/std": 0.0, "rollout/groups_without_signal": 10.0},
-            "no rollout of 16 steps has a reward other than 1, so",
+            "no rollout of 32 steps has a reward other than 1, so",
             "If all earn the same, correct the reward",
         ),
         (
@@ -89,7 +89,7 @@ def test_advice_on_failed_rollouts_leads_to_the_log_of_what_played_them(agent, n
                 "reward/std": 0.1 * (step == 1),
                 "rollout/groups_without_signal": 10.0,
             },
-            "no rollout of 15 of 16 steps has a reward, so",
+            "no rollout of 31 of 32 steps has a reward, so",
             "rl env run",
         ),
         (lambda step: {"train/skipped_steps": float(step == 3)}, "1 optimizer steps were skipped", "kwargs.lr"),
@@ -119,8 +119,8 @@ def test_advice_on_failed_rollouts_leads_to_the_log_of_what_played_them(agent, n
             "min_tokens_per_step",
         ),
         (
-            lambda step: {"speculation/acceptance_rate": 0.6 - 0.03 * step},
-            "the policy leaves its drafter behind: 52% of the drafted tokens were accepted at first, 16% now",
+            lambda step: {"speculation/acceptance_rate": 0.6 - 0.015 * step},
+            "the policy leaves its drafter behind: 53% of the drafted tokens were accepted at first, 17% now",
             "the section drafter",
         ),
         (lambda step: {"val/loss": 1.0 + abs(step - 4)}, "the validation loss increases", "checkpointing.metric_name"),
@@ -149,6 +149,48 @@ def test_a_phase_that_takes_most_of_the_time(phase, names):
     assert names in one.remedy
 
 
+def test_generation_of_agents_is_not_blamed_on_the_engine():
+    config = {**CONFIG, "grpo": {**CONFIG["grpo"], "agent": {"run": "agent.py:run"}}}
+    rows = [healthy(step) for step in range(1, NUM_STEPS + 1)]
+    (one,) = advice(rows, {"step": 100.0, "generation": 93.0}, config)
+    assert one.found == "generation takes 93% of the time"
+    assert "the start and the work of the agents" in one.remedy
+    assert "colocated" not in one.remedy
+
+
+@pytest.mark.parametrize(("num_steps", "is_found"), [(8, False), (29, False), (30, True), (100, True)])
+def test_a_reward_is_called_flat_after_enough_steps(num_steps, is_found):
+    rows = [{**healthy(step), "reward/mean": 0.3} for step in range(1, num_steps + 1)]
+    assert any("the reward is flat" in each.found for each in advice(rows, HEALTHY_TIMES, CONFIG)) == is_found
+
+
+def test_phases_of_a_few_steps_are_not_judged():
+    assert advice([healthy(step) for step in range(1, 8)], {"step": 100.0, "generation": 95.0}, CONFIG) == []
+
+
+def idle(*parts):
+    """Shares of each side, from pairs of a number of steps and `(trainer, generators)`."""
+    shares = [share for count, share in parts for _ in range(count)]
+    return [
+        {**healthy(step), "idle/trainer": trainer, "idle/generators": generators}
+        for step, (trainer, generators) in enumerate(shares, start=1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        # the start and the tail of a run of 40 steps
+        (idle((4, (0.0, 0.9)), (32, (0.05, 0.05)), (4, (0.9, 0.0))), []),
+        (idle((4, (0.0, 0.9)), (32, (0.4, 0.05)), (4, (0.0, 0.9))), ["training waits for rollouts 40% of the time"]),
+        (idle((18, (0.9, 0.0))), []),
+        (idle((19, (0.9, 0.0))), ["training waits for rollouts 90% of the time"]),
+    ],
+)
+def test_the_balance_is_judged_over_a_window_and_not_at_the_ends(rows, says):
+    assert [each.found for each in advice(rows, HEALTHY_TIMES, CONFIG) if "idle/trainer" in each.metrics] == says
+
+
 def test_waiting_for_rollouts_ahead_of_training_is_told_once():
     grpo = {**CONFIG["grpo"], "async_grpo": {"enabled": True}}
     rows = [{**healthy(step), "idle/trainer": 0.8} for step in range(1, NUM_STEPS + 1)]
@@ -168,7 +210,7 @@ def test_fine_tuning_whose_loss_does_not_move_is_told(last, is_found):
 
 
 def test_n_grams_that_are_accepted_less_often_are_no_drafter_left_behind():
-    rows = [{"step": step, "speculation/acceptance_rate": 0.6 - 0.03 * step} for step in range(1, NUM_STEPS + 1)]
+    rows = [{"step": step, "speculation/acceptance_rate": 0.6 - 0.015 * step} for step in range(1, NUM_STEPS + 1)]
     assert advice(rows, {}, {"policy": {"generation": {"vllm_cfg": {"speculation": {"method": "ngram"}}}}}) == []
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from rl_algos.evaluation.reasons import listed
-from rl_launch.session.tracking.balance import imbalance
+from rl_launch.session.tracking.balance import imbalance, steady
 
 FEWEST_STEPS = 8
-"""Steps before trends are judged."""
+"""Steps before trends are judged, and before the phases are, as the first steps compile and warm up."""
+
+FEWEST_STEPS_OF_REWARDS = 30
+"""Steps before a reward is called flat: learning rates of RL move it by less than its noise in fewer."""
 
 FLAT_REWARD = 0.05
 """The reward is flat if it moves by less than this share of its own spread between the halves of a run."""
@@ -90,7 +93,8 @@ def advice(
         failures: Number of failed rollouts by their reason, as far as records of them are kept.
     """
     found = [each for rule in _RULES for each in rule(rows, config)]
-    slow = [] if _all_equal(rows) else _slow(timings, config)  # a run that learns nothing is in no hurry
+    # a run that learns nothing is in no hurry
+    slow = [] if _all_equal(rows) or len(rows) < FEWEST_STEPS else _slow(timings, config)
     return [*_failed(rows, config, failures or {}), *found, *slow]
 
 
@@ -137,8 +141,8 @@ def _mismatch(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
 
 
 def _waits(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
-    trainer, generators = (_last_quarter(f"idle/{side}", rows) for side in ("trainer", "generators"))
-    found = imbalance(fmean(trainer or [0.0]), fmean(generators or [0.0]), section=_section(config))
+    trainer, generators = (steady(_values(f"idle/{side}", rows)) for side in ("trainer", "generators"))
+    found = imbalance(median(trainer or [0.0]), median(generators or [0.0]), section=_section(config))
     if found is not None:
         yield Advice(*found, metrics=("idle/trainer", "idle/generators"))
 
@@ -210,7 +214,7 @@ def _signal(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
 
 def _flat(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
     values, spread = _values("reward/mean", rows), _values("reward/std", rows)
-    if len(values) < FEWEST_STEPS or not spread or not fmean(spread) or _all_equal(rows):
+    if len(values) < FEWEST_STEPS_OF_REWARDS or not spread or not fmean(spread) or _all_equal(rows):
         return
     half = len(values) // 2
     moved = fmean(values[half:]) - fmean(values[:half])
@@ -364,6 +368,13 @@ def _slow(timings: Mapping[str, float], config: Mapping[str, Any]) -> Iterator[A
         "validation": "validate less often or on fewer prompts: the keys val_period and max_val_samples",
         "data": "tokenise in separate processes: data.num_workers",
     }
+    if _at(config, f"{_section(config)}.agent") is not None:
+        # the engine may have little to do meanwhile
+        remedies["generation"] = (
+            "it includes the start and the work of the agents and their tools. With logger.monitoring_enabled=true, "
+            "running_requests of the replicas shows whether the engine waits for them: then keep the imports of an "
+            f"agent small, or play more rollouts at a time ({_section(config)}.{PROMPTS})"
+        )
     if _at(config, f"{_section(config)}.async_grpo.enabled"):
         # the phase is then a wait, of which metrics say more
         del remedies["generation"]

@@ -43,16 +43,34 @@ def test_durations():
     assert [duration(seconds) for seconds in (5, 187, 3723)] == ["5 s", "3:07", "1:02:03"]
 
 
-def test_a_step_line_says_who_waits_and_what_to_change(caplog):
+def told(caplog, shares, num_steps):
+    """The advice of each step's line, for `(trainer, generators)` by step."""
     progress = Progress("grpo", Console(file=io.StringIO(), force_terminal=False), clock=itertools.count().__next__)
     with caplog.at_level(logging.INFO, logger="rl_launch"):
-        for step in range(1, 14):
-            trainer, generators = (0.5, 0.1) if step <= 5 else (0.0, 0.0)
-            progress.begin(step, 20)
+        for step in range(1, num_steps + 1):
+            trainer, generators = shares(step)
+            progress.begin(step, num_steps)
             progress.finish(step, {"idle/trainer": trainer, "idle/generators": generators}, 2.0)
-    assert all("waits" not in message for message in [*caplog.messages[:2], caplog.messages[-1]])
-    assert "training waits for rollouts 50% of the time: give generation more devices" in caplog.messages[2]
-    assert "async_grpo.max_trajectory_age_steps" in caplog.messages[2]
+    lines = {step: message.partition(" left  ")[2] for step, message in enumerate(caplog.messages, start=1)}
+    return {step: advice for step, advice in lines.items() if advice}
+
+
+def test_the_log_says_once_who_waits_and_what_to_change(caplog):
+    (advice,) = told(caplog, lambda step: (0.5, 0.1), 40).items()
+    assert advice[0] == 15
+    assert "training waits for rollouts 50% of the time: give generation more devices" in advice[1]
+    assert "async_grpo.max_trajectory_age_steps" in advice[1]
+
+
+def test_the_start_and_the_tail_of_a_run_are_no_reason_for_advice(caplog):
+    assert not told(caplog, lambda step: (0.0, 0.9) if step <= 5 else (0.9, 0.0) if step > 36 else (0.1, 0.1), 40)
+    assert not told(caplog, lambda step: (0.5, 0.1), 18)
+
+
+def test_a_side_that_waits_later_is_told_when_the_window_shows_it(caplog):
+    found = told(caplog, lambda step: (0.5, 0.0) if step <= 30 else (0.0, 0.5), 100)
+    assert list(found) == [15, 36]
+    assert "fewer devices" in found[36]
 
 
 class Clock:

@@ -13,8 +13,8 @@ ENDS = 4
 """Steps at either end of a run that are not judged: rollouts do not run ahead in the first ones yet, and none are left
 to run ahead of the last ones."""
 
-WINDOW = 10
-"""Steps that are judged together, by their median."""
+WINDOW = 11
+"""Steps that are judged together, by their median; an odd number, so that it is the share of a step."""
 
 
 def steady(shares: Sequence[float]) -> Sequence[float]:
