@@ -2,6 +2,11 @@
 
 import subprocess
 import sys
+import time
+
+import psutil
+
+from rl_launch.cluster.local_ray import state_of
 
 KEEPER = """
 from rl_launch.cluster import node_keeper, virtual_cluster
@@ -38,3 +43,35 @@ def test_nodes_end_without_a_traceback_if_the_driver_stopped_waiting_for_them(tm
         keeper.wait()
         keeper.stdin.close()
         keeper.stderr.close()
+
+
+DRIVER_OF_A_RAY_THAT_DOES_NOT_START = """
+import subprocess, sys
+keeper = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+keeper.stdout.readline()
+print(keeper.pid, flush=True)
+"""
+
+HANGING = """
+import time
+from rl_launch.cluster import node_keeper, virtual_cluster
+
+class Nodes:
+    def __init__(self, **settings): pass
+    def list_all_nodes(self): return []
+    def add_node(self, **settings): time.sleep(600)
+
+node_keeper.Cluster = Nodes
+node_keeper.END_S = 0.1
+print("ready", flush=True)
+node_keeper.keep([{}])
+"""
+
+
+def test_a_keeper_ends_with_its_driver_while_ray_does_not_start():
+    driver = [sys.executable, "-c", DRIVER_OF_A_RAY_THAT_DOES_NOT_START, HANGING]
+    keeper = psutil.Process(int(subprocess.run(driver, capture_output=True, text=True, check=True).stdout))
+    deadline = time.monotonic() + 60
+    while state_of(keeper) != psutil.STATUS_DEAD:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

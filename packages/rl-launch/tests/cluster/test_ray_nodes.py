@@ -11,7 +11,7 @@ import pytest
 
 from rl_core.errors import ConfigError, RLError
 from rl_core.testing.exhaustive import exhaustive
-from rl_launch.cluster import virtual_cluster  # noqa: F401  # sets what Ray reads when it is imported
+from rl_launch.cluster import ray_nodes, virtual_cluster  # noqa: F401  # sets what Ray reads when it is imported
 from rl_launch.cluster.ray_nodes import MOST_NODES, RayNodes, logical_nodes, one_node
 
 DRIVER = """
@@ -80,6 +80,16 @@ def test_a_run_starts_no_process_that_it_does_not_need_in_a_private_folder_that_
 def test_nodes_that_do_not_start_say_why():
     with pytest.raises(RLError, match=r"Ray did not start in 3 attempts; the last said: .*no_such_setting"):
         RayNodes([{"no_such_setting": 1}])
+
+
+def test_nodes_that_never_answer_are_given_up_and_killed(tmp_path, monkeypatch):
+    keeper = tmp_path / "python"
+    keeper.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 600\n")
+    keeper.chmod(0o755)
+    monkeypatch.setattr(ray_nodes.sys, "executable", str(keeper))
+    with pytest.raises(RLError, match=r"did not start within 1 s \(cluster.process_timeout_s\).*firewall"):
+        RayNodes([{}], timeout_s=1)
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
 
 
 def test_a_rehearsal_has_an_address_and_gpus_for_each_node_up_to_a_bound():

@@ -106,6 +106,7 @@ class DriverWatch:
         # the thread that ends the process keeps it, so that the main thread gets no further than `__exit__`
         self._ending = threading.Lock()
         self._signals, self._wakeup = socket.socketpair()
+        self._woken_before = -1
         self._num_signals = 0
         self._signalled: float | None = None
         self._bound: tuple[float, BaseException | None] | None = None
@@ -118,7 +119,7 @@ class DriverWatch:
         self._signals.setblocking(False)
         self._wakeup.setblocking(False)
         if threading.current_thread() is threading.main_thread():
-            signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
+            self._woken_before = signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
         self._thread.start()
         return self
 
@@ -126,7 +127,7 @@ class DriverWatch:
         self._is_over.set()
         with self._ending:
             if threading.current_thread() is threading.main_thread():
-                signal.set_wakeup_fd(-1)
+                signal.set_wakeup_fd(self._woken_before)
         self._thread.join()
         self._signals.close()
         self._wakeup.close()
