@@ -6,6 +6,8 @@ from pathlib import Path
 from document_checks import ROOT
 from runs import lines_of
 
+from rl_launch.show.terminal import FIRST
+
 GLOSSARY = ROOT / "docs" / "metrics.md"
 _ROW = re.compile(r"^\| (`[^|]+`) \|", re.MULTILINE)
 _PLACEHOLDER = re.compile(r"<\w+>")
@@ -36,3 +38,8 @@ def names_in(*folders: Path) -> list[str]:
 def is_in(source: str, name: str) -> bool:
     """Whether a name, or its part after the slash, is a literal in the source."""
     return any(f'"{_PLACEHOLDER.split(part)[0]}' in source for part in (name, name.partition("/")[2]))
+
+
+def test_the_five_metrics_that_the_glossary_recommends_are_those_of_rl_show():
+    sentence = re.search(r"Look at these five first: (.+?)\.\s", GLOSSARY.read_text(encoding="utf-8"), re.DOTALL)
+    assert tuple(re.findall("`(.+?)`", sentence[1])) == FIRST

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Mapping
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 
 from rl_core.config import Config, changed_to_yaml
@@ -36,12 +37,18 @@ def pages(root: Path) -> dict[str, str]:
         root: Folder of the checkout, whose benchmarks have the curves.
     """
     found, measured = recipes(), _measured(root)
-    rows = ((f"[{code(each.name)}]({each.name}.md)", each.algorithm, prose(each.summary)) for each in found)
-    index = _OPENING + table(("recipe", "algorithm", "about"), rows)
+    index = _OPENING + "\n".join(
+        f"## {purpose}\n\n{table(('recipe', 'algorithm', 'model', 'size', 'about'), map(_row, group))}"
+        for purpose, group in groupby(found, lambda each: each.purpose)
+    )
     return {
         f"{FOLDER}/index.md": index,
         **{f"{FOLDER}/{each.name}.md": _page(each, measured.get(each.name, "")) for each in found},
     }
+
+
+def _row(each: Recipe) -> tuple[str, ...]:
+    return (f"[{code(each.name)}]({each.name}.md)", each.algorithm, prose(each.model), each.size, prose(each.summary))
 
 
 def _page(recipe: Recipe, measured: str) -> str:

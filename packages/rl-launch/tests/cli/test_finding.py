@@ -32,11 +32,25 @@ def refusal(*arguments):
     return answer.stderr
 
 
-def test_recipes_are_listed_with_algorithm_and_summary():
+def test_recipes_are_listed_by_purpose_with_algorithm_model_and_size():
     answer = rl("recipes")
     for name in recipe_names():
-        assert f"{name}  ({read_raw(name).select('algorithm')})" in answer
+        assert f"  {name}  ({read_raw(name).select('algorithm')}, " in answer
     assert "Sums of two numbers by GRPO" in answer
+    purposes = ["To learn and to test, on a CPU:", "On one GPU:", "On one node:", "On a cluster:"]
+    groups = re.split("|".join(map(re.escape, purposes)), answer)
+    assert [purpose for purpose in answer.splitlines() if purpose in purposes] == purposes
+    for group, line in zip(
+        groups[1:],
+        [
+            "grpo-arithmetic  (grpo, tiny-arithmetic-sft, CPU)",
+            "grpo-math-1b  (grpo, Qwen2.5-1.5B, 1 GPU)",
+            "grpo-math-8b  (grpo, Llama-3.1-8B-Instruct, 8 GPUs)",
+            "grpo-math-32b  (grpo, Qwen2.5-32B, 32 GPUs on 4 nodes)",
+        ],
+        strict=True,
+    ):
+        assert f"  {line}\n" in group
 
 
 def test_a_recipe_is_printed_by_its_name():
@@ -46,7 +60,7 @@ def test_a_recipe_is_printed_by_its_name():
 
 
 def test_recipes_are_filtered_by_words():
-    names = [line.partition("  (")[0] for line in rl("recipes", "MEGATRON", "sft").splitlines() if line[0] != " "]
+    names = [line.split()[0] for line in rl("recipes", "MEGATRON", "sft").splitlines() if "  (" in line]
     assert names == ["sft-megatron"]
     assert "no recipe mentions 'grpo-maths-1b'; did you mean grpo-math-1b" in refusal("recipes", "grpo-maths-1b")
 

@@ -13,7 +13,7 @@ from rl_launch.cli import app
 from rl_launch.session.checkpoints.manifest import Manifest
 from rl_launch.session.directory.run_state import RunState
 from rl_launch.show import report_of, show
-from rl_launch.show.terminal import shortened
+from rl_launch.show.terminal import FIRST, shortened
 
 
 def rows(num_steps=12):
@@ -44,28 +44,83 @@ ROLLOUTS = [
 ]
 
 
-def printed(report, width=80):
+def printed(report, width=80, **settings):
     console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    show(report, console)
+    show(report, console, **settings)
     return console.export_text()
 
 
 def test_first_best_and_last_of_each_metric(record):
     report = report_of(record(rows()))
     by_name = {each.name: each for each in report.summaries}
-    reward, loss = by_name["reward/mean"], by_name["train/loss"]
+    reward = by_name["reward/mean"]
     assert (reward.first, reward.best, reward.best_step, reward.last) == (
         0.1,
         pytest.approx(1.2),
         12,
         pytest.approx(1.2),
     )
-    assert (loss.first, loss.best, loss.best_step) == (2.0, pytest.approx(2.0 / 12), 12)
     assert by_name["train/lr"].best is None
     assert [step for step, _ in report.series["policy/nll"]] == [1, 2, *range(4, 13)]
 
 
-def test_samples_are_of_different_prompts_and_failures_are_counted(record):
+@pytest.mark.parametrize(
+    ("others", "name", "has_best"),
+    [
+        ({}, "train/loss", True),  # of SFT
+        ({"policy/nll": 1.0}, "train/loss", False),
+        ({"policy/nll": 1.0}, "val/loss", True),
+        ({}, "mismatch/kl", False),
+        ({}, "mismatch/mean", False),
+        ({}, "rollout/truncated", True),
+    ],
+)
+def test_a_metric_has_a_best_value_if_one_end_is_better(record, others, name, has_best):
+    [found] = [
+        each
+        for each in report_of(record([{"step": step, name: 0.1 * step, **others} for step in (1, 2)])).summaries
+        if each.name == name
+    ]
+    assert (found.best is not None) == has_best
+
+
+GRPO = dict.fromkeys(("weight_version", "train/loss", "val/reward", "mismatch/mean", "policy/nll"), 0.5) | {
+    "rollout/truncated": 0.0,
+    "mismatch/kl": 4e-14,
+}
+
+
+def test_the_table_opens_with_the_metrics_to_look_at_first(record):
+    report = report_of(record([{"step": step, "reward/mean": 0.1 * step, **GRPO} for step in (1, 2)]))
+    table = printed(report).partition("at step")[2]
+    lines = [line.split()[0] for line in table.splitlines()[1:6]]
+    assert lines == list(FIRST)
+    assert "mismatch/kl" not in table
+    assert "3 more metrics: rl show --all" in table
+    assert "constant: val/reward 0.5" in printed(report, lists_all=True)
+    assert "mismatch/kl 4e-14" in " ".join(printed(report, lists_all=True).split())
+
+
+def test_a_run_without_rewards_shows_its_losses(record):
+    report = report_of(record([{"step": step, "val/loss": 1 / step, "train/lr": 1e-4} for step in (1, 2)]))
+    assert "val/loss" in printed(report)
+    assert "train/lr" not in printed(report)
+
+
+def test_samples_are_the_best_and_the_worst_of_the_most_mixed_prompts(record):
+    rewards = {"a": (1.0, 0.2, 0.9), "b": (0.5, 0.4), "c": (9.0, 9.0), "d": (-3.0,)}
+    some = [rollout(name, str(each), each, prompt_id=name) for name, group in rewards.items() for each in group]
+    report = report_of(record(rows(), {12: some}))
+    found = report.rollouts
+    assert [(each.prompt, each.reward) for each in found.best] == [("a", 1.0), ("b", 0.5)]
+    assert [(each.prompt, each.reward) for each in found.worst] == [("a", 0.2), ("b", 0.4)]
+    text = printed(report)
+    assert "best of the most mixed group: reward 1," in text
+    assert "worst of the most mixed group: reward 0.2," in text
+    assert "worst of the second most mixed group: reward 0.4," in text
+
+
+def test_samples_of_prompts_with_equal_rewards_are_of_different_prompts_and_failures_are_counted(record):
     found = report_of(record(rows(), {1: [], 12: ROLLOUTS})).rollouts
     assert (found.step, found.num_rollouts) == (12, 7)
     assert [(each.prompt, each.reward) for each in found.best] == [("3+4=", 1.0), ("6+6=", 0.5)]
@@ -102,11 +157,11 @@ def test_a_report_fits_the_terminal(record, width):
 
 
 def test_a_report_says_what_people_look_for(record):
-    text = printed(report_of(record(rows(), {12: ROLLOUTS})))
+    text = printed(report_of(record(rows(), {12: ROLLOUTS})), lists_all=True)
     assert "step 12" in text
     assert "reward/mean" in text
     words = " ".join(text.split())
-    assert "constant: reward/std 0.3, train/lr 0.0001, policy/nll 1 phase" in words
+    assert "constant: policy/nll 1, reward/std 0.3, train/lr 0.0001 phase" in words
     assert "generation 1:36 80%" in words
     assert "the rest 12 s 10%" in words
     assert "highest reward 1, 1 tokens, stop" in text
@@ -120,7 +175,7 @@ def test_readings_of_single_machines_are_in_the_json_and_not_in_the_table(record
     report = report_of(
         record([row | {name: value * row["step"] for name, value in readings.items()} for row in rows()])
     )
-    text = printed(report)
+    text = printed(report, lists_all=True)
     assert "system/gpu_utilization" in text
     assert "system/node0" not in text
     assert set(readings) <= {each["name"] for each in report.as_json()["summaries"]}

@@ -6,6 +6,7 @@ import re
 import shutil
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from rl_launch.commands.key_search import Search
 
 _WIDEST, _NARROWEST = 100, 16
+_FIRST_PART = re.compile(r"(?<=\w{3}\.) (?=[A-Z])|: ")
 _MOST_FOUND, _MOST_ALSO, _MOST_OTHERS = 20, 6, 12
 """Maximum number of keys that a search shows: with their meaning, of the same meaning, and by name only."""
 
@@ -65,12 +67,15 @@ def settings(heading: str, keys: Sequence[Explanation]) -> str:
 
 
 def recipes(found: Iterable[Recipe]) -> str:
-    """The name, algorithm and summary of each recipe."""
+    """The recipes by purpose, each with its algorithm, model, size and the beginning of its summary."""
     lines = []
-    for recipe in found:
-        lines.append(f"{recipe.name}  ({recipe.algorithm})")
-        lines.extend(_wrapped(recipe.summary, "    "))
-    return "\n".join(lines) + "\n"
+    for purpose, group in groupby(found, lambda recipe: recipe.purpose):
+        lines.append(f"{purpose}:")
+        for recipe in group:
+            lines.append(f"  {recipe.name}  ({recipe.algorithm}, {recipe.model}, {recipe.size})")
+            lines.extend(_wrapped(_FIRST_PART.split(recipe.summary, maxsplit=1)[0].rstrip("."), "    "))
+        lines.append("")
+    return "\n".join(lines) + "rl recipes NAME prints a recipe, rl recipes WORD searches, rl init NAME copies.\n"
 
 
 def choice(each: Choice, command: str) -> str:

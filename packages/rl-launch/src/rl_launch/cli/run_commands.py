@@ -137,6 +137,9 @@ def show(
         int, typer.Option("--limit", min=1, help="Maximum number of rollouts for --where and --sort.")
     ] = 10,
     as_json: AsJson = False,
+    lists_all: Annotated[
+        bool, typer.Option("--all", help="List all metrics instead of the most important ones.")
+    ] = False,
     png: Annotated[
         Path | None, typer.Option("--png", metavar="DIR", help="Also write plots of all metrics to this folder.")
     ] = None,
@@ -171,7 +174,7 @@ def show(
             holding = [Condition.parse(text, "--where", "reward=0 or status=failed") for text in conditions or ()]
             asked = Selection("val" if of_validation else "step", holding, sort, limit)
         if len(found) == 1:
-            _show_one(found[0], step, asked, png, as_json=as_json)
+            _show_one(found[0], step, asked, png, as_json=as_json, lists_all=lists_all)
         elif asked is not None:
             raise ConfigError(f"--val, --where and --sort need a single run, got {len(found)} runs")
         else:
@@ -226,7 +229,9 @@ def sweep(
             raise typer.Exit(1)
 
 
-def _show_one(run: RunFolder, step: int | None, asked: Selection | None, png: Path | None, *, as_json: bool) -> None:
+def _show_one(
+    run: RunFolder, step: int | None, asked: Selection | None, png: Path | None, *, as_json: bool, lists_all: bool
+) -> None:
     from rl_launch import show as showing
     from rl_launch.show.images import Line
 
@@ -236,7 +241,7 @@ def _show_one(run: RunFolder, step: int | None, asked: Selection | None, png: Pa
     else:
         from rich.console import Console
 
-        showing.show(report, Console())
+        showing.show(report, Console(), lists_all=lists_all)
     _write_images([Line("", report.series)], png)
 
 

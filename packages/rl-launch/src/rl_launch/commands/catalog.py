@@ -31,11 +31,32 @@ class Recipe:
         name: As `rl train` takes it.
         algorithm: Algorithm that it trains with.
         summary: The comment at the top of its file.
+        model: Name of its model, without its owner.
+        num_gpus: Number of GPUs; 0 if it is made for a CPU.
+        num_nodes: Number of machines.
     """
 
     name: str
     algorithm: str
     summary: str
+    model: str
+    num_gpus: int
+    num_nodes: int
+
+    @property
+    def purpose(self) -> str:
+        """Title of the group of recipes that it is listed in, one of `PURPOSES`."""
+        return PURPOSES[min(self.num_gpus, 2) if self.num_nodes == 1 else -1]
+
+    @property
+    def size(self) -> str:
+        """Return the machine that it is made for, in words."""
+        gpus = f"{self.num_gpus} GPU{'s' * (self.num_gpus > 1)}"
+        return f"{gpus} on {self.num_nodes} nodes" if self.num_nodes > 1 else gpus if self.num_gpus else "CPU"
+
+
+PURPOSES = ("To learn and to test, on a CPU", "On one GPU", "On one node", "On a cluster")
+"""Groups of recipes, by the machine that they are made for."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +79,22 @@ class Choice:
 
 
 def recipes() -> list[Recipe]:
-    """Every recipe of this package, by name; imports nothing."""
-    return [
-        Recipe(name, str(read_raw(name).select("algorithm")), _summary(RECIPES / f"{name}.yaml"))
-        for name in recipe_names()
-    ]
+    """Every recipe of this package, by purpose and name; imports nothing."""
+    return sorted(map(_recipe, recipe_names()), key=lambda recipe: (PURPOSES.index(recipe.purpose), recipe.name))
+
+
+def _recipe(name: str) -> Recipe:
+    raw = read_raw(name)
+    cluster = raw.select("cluster") or {}
+    num_nodes = int(cluster.get("num_nodes", 1))
+    return Recipe(
+        name,
+        str(raw.select("algorithm")),
+        _summary(RECIPES / f"{name}.yaml"),
+        model=str(raw.select("policy.model_name")).rpartition("/")[2],
+        num_gpus=num_nodes * int(cluster["gpus_per_node"]) if cluster.get("device") == "cuda" else 0,
+        num_nodes=num_nodes,
+    )
 
 
 def shared_settings() -> tuple[Explanation, ...]:

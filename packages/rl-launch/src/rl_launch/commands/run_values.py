@@ -13,7 +13,7 @@ from rl_core.config.tree import format_path, leaves, parse_path
 from rl_core.errors import ConfigError
 from rl_launch.session.directory.run_folder import RunFolder
 from rl_launch.show.condition import Condition
-from rl_launch.show.report import Summary, higher_is_better, summaries_of
+from rl_launch.show.report import Summary, higher_is_better, series_of, summaries_of
 
 _BEST = ":best"
 
@@ -57,7 +57,7 @@ class RunValues:
 
     @cached_property
     def _summaries(self) -> dict[str, Summary]:
-        return {summary.name: summary for summary in summaries_of(self.run.metrics())}
+        return {summary.name: summary for summary in summaries_of(series_of(self.run.metrics()))}
 
 
 FIELDS: dict[str, Callable[[RunValues], Any]] = {

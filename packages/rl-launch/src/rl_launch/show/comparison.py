@@ -158,8 +158,8 @@ def _group(
     runs: Sequence[RunFolder], configs: Sequence[Mapping[str, Any]], keys: Sequence[str], seeds: Sequence[str]
 ) -> RunGroup:
     rows = [run.metrics() for run in runs]
-    summaries = [{summary.name: summary for summary in summaries_of(each)} for each in rows]
     members = [series_of(each) for each in rows]
+    summaries = [{summary.name: summary for summary in summaries_of(each)} for each in members]
     values = {key: configs[0].get(key) for key in keys}
     return RunGroup(
         name=_name(values) if len(keys) <= MOST_NAMED else runs[0].path.name,

@@ -117,7 +117,7 @@ def _charts(comparison: RunComparison, names: Sequence[str], width: int) -> Iter
 
 def _metric(comparison: RunComparison, name: str) -> Table:
     """The groups by one metric, the best first."""
-    higher = higher_is_better(name)
+    higher = higher_is_better(name, {each for group in comparison.groups for each in group.series})
     table = _table("", name, "last", *(["best"] if higher is not None else []))
     outcomes = [(index, group.metrics.get(name)) for index, group in enumerate(comparison.groups)]
     found = [(index, outcome) for index, outcome in outcomes if outcome is not None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import isfinite
 from typing import Any
@@ -39,8 +39,10 @@ _HIGHER_IS_BETTER = (
     "train/mfu",
     "train/flops_per_second",
 )
-_LOWER_IS_BETTER = ("train/loss", "val/loss", "rollout/failed", "rollout/truncated", "mismatch/")
-_NEITHER = ("reward/std", "mismatch/masked_sequences", "mismatch/mean")
+_LOWER_IS_BETTER = ("train/loss", "val/loss", "rollout/failed", "rollout/truncated")
+_NEITHER = ("reward/std",)
+_OF_SURROGATES = "policy/nll"
+"""A metric of runs whose `train/loss` is a surrogate with the right gradient, and whose value means little."""
 
 
 Series = Mapping[str, Sequence[tuple[int, float]]]
@@ -115,8 +117,10 @@ class Rollouts:
     Args:
         step: Step that trained on them, or after which the policy was validated.
         num_rollouts: Total number of rollouts.
-        best: Rollouts with the highest rewards, each of another prompt if there are several.
-        worst: Rollouts with the lowest.
+        best: The best rollout of each of the prompts whose rollouts differ most in reward, the most mixed prompt first;
+            if no prompt has rollouts of different rewards, those with the highest rewards, of different prompts.
+        worst: The worst rollouts of the same prompts, or those with the lowest rewards.
+        are_mixed: True if they are of prompts whose rollouts differ in reward.
         failures: Reasons of failed ones, the most frequent first, each with its count.
         kind: `val` for those of a validation.
         chosen: Those that were asked for, in place of `best` and `worst`; None if none were.
@@ -128,6 +132,7 @@ class Rollouts:
     best: tuple[Sample, ...]
     worst: tuple[Sample, ...]
     failures: Mapping[str, int]
+    are_mixed: bool = False
     kind: Kind = "step"
     chosen: tuple[Sample, ...] | None = None
     num_chosen: int = 0
@@ -190,7 +195,7 @@ def report_of(run: RunFolder, step: int | None = None, selection: Selection | No
         path=str(run.path),
         description=run.description(),
         state=run.state(),
-        summaries=tuple(summary_of(name, points) for name, points in series.items()),
+        summaries=tuple(summaries_of(series)),
         series=series,
         timings=timings,
         rollouts=_rollouts(run, step, selection),
@@ -209,14 +214,19 @@ def series_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[int, fl
     return series
 
 
-def summaries_of(rows: Sequence[Mapping[str, Any]]) -> list[Summary]:
-    """Summaries of all metrics but times, from the lines of `metrics.jsonl`."""
-    return [summary_of(name, points) for name, points in series_of(rows).items()]
+def summaries_of(series: Series) -> list[Summary]:
+    """Return the summaries of the metrics of a run."""
+    return [_summary_of(name, points, series) for name, points in series.items() if points]
 
 
-def higher_is_better(name: str) -> bool | None:
-    """Return whether a higher value of a metric is better; None if neither is."""
-    if name in _NEITHER:
+def higher_is_better(name: str, metrics: Container[str] = ()) -> bool | None:
+    """Return whether a higher value of a metric is better; None if neither is.
+
+    Args:
+        name: Name of the metric.
+        metrics: Names of all metrics of the run.
+    """
+    if name in _NEITHER or (name == "train/loss" and _OF_SURROGATES in metrics):
         return None
     if name.startswith(_HIGHER_IS_BETTER) or (name.startswith("val/") and name.endswith(("/accuracy", "/reward"))):
         return True
@@ -230,9 +240,8 @@ def _exports(run: RunFolder) -> dict[str, str]:
     return {name: str(saved[-1].path / each) for name, each in folders.items() if (saved[-1].path / each).is_dir()}
 
 
-def summary_of(name: str, points: Sequence[tuple[int, float]]) -> Summary:
-    """Return the summary of one metric from its steps and values, of which there is at least one."""
-    higher = higher_is_better(name)
+def _summary_of(name: str, points: Sequence[tuple[int, float]], metrics: Container[str]) -> Summary:
+    higher = higher_is_better(name, metrics)
     step, best = None, None
     if higher is not None:
         step, best = (max if higher else min)(points, key=lambda point: point[1])
@@ -257,14 +266,16 @@ def _rollouts(run: RunFolder, step: int | None, asked: Selection | None) -> Roll
     failed = [record for record in records if record.get("status") == "failed"]
     scored = [record for record in records if record.get("status") != "failed" and record.get("rewards")]
     scored.sort(key=reward_of, reverse=True)
-    best = _of_different_prompts(scored)
+    mixed = _most_mixed(scored)
+    best = [group[0] for group in mixed] or _of_different_prompts(scored)
     rest = [record for record in reversed(scored) if not any(record is other for other in best)]
     chosen = selection.of(records) if selection.is_a_choice else None
     return Rollouts(
         step=shown_step,
         num_rollouts=len(records),
         best=tuple(map(_sample, best)),
-        worst=tuple(map(_sample, _of_different_prompts(rest))),
+        worst=tuple(map(_sample, [group[-1] for group in mixed] or _of_different_prompts(rest))),
+        are_mixed=bool(mixed),
         failures=dict(Counter(str(record.get("failure", "")) for record in failed).most_common(MOST_FAILURES)),
         kind=selection.kind,
         chosen=None if chosen is None else tuple(map(_sample, chosen[: selection.limit])),
@@ -285,6 +296,16 @@ def failures_of(run: RunFolder, rows: Sequence[Mapping[str, Any]]) -> dict[str, 
             if record.get("status") == "failed"
         ]
     )
+
+
+def _most_mixed(scored: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+    """Return the rollouts of the prompts whose rewards differ most, each from the best to the worst."""
+    by_prompt: dict[Any, list[Mapping[str, Any]]] = {}
+    for record in scored:
+        by_prompt.setdefault(record.get("prompt_id"), []).append(record)
+    spread = {prompt: reward_of(group[0]) - reward_of(group[-1]) for prompt, group in by_prompt.items()}
+    ordered = sorted(spread, key=lambda prompt: -spread[prompt])
+    return [by_prompt[prompt] for prompt in ordered if spread[prompt] > 0][:NUM_SAMPLES]
 
 
 def _of_different_prompts(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

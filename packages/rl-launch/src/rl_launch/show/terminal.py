@@ -18,8 +18,8 @@ PLOTTED = (
     "val/accuracy",
     "val/reward",
     "val/loss",
-    "train/loss",
     "policy/nll",
+    "train/loss",
     "policy/kl",
     "rollout/mean_length",
     "train/grad_norm",
@@ -28,6 +28,13 @@ PLOTTED = (
 
 MOST_PLOTS = 4
 
+FIRST = ("reward/mean", "val/reward", "rollout/truncated", "policy/nll", "mismatch/mean")
+"""Metrics to look at first, as docs/metrics.md lists them."""
+
+_WITHOUT_REWARDS = ("val/accuracy", "val/loss", "val/margin", "train/loss", "train/grad_norm")
+"""Those of algorithms that have no rewards."""
+
+_MIXED = ("most mixed", "second most mixed")
 _PROMPT, _RESPONSE = 160, 320
 _MOST_SEGMENTS, _MOST_MESSAGES = 8, 12
 """Maximum number of segments of an agent's rollout that are printed, and of messages of each."""
@@ -35,8 +42,14 @@ _GAP = 2
 _WIDEST = 120
 
 
-def show(report: Report, console: Console) -> None:
-    """Print a report, with no line wider than the console. If rollouts were requested, print only these."""
+def show(report: Report, console: Console, *, lists_all: bool = False) -> None:
+    """Print a report, with no line wider than the console. If rollouts were requested, print only these.
+
+    Args:
+        report: The run.
+        console: Where to print.
+        lists_all: True for a table of all metrics rather than of the most important ones.
+    """
     width = min(console.width, _WIDEST)
     for line in _heading(report):
         console.print(line, style="bold", highlight=False, markup=False, soft_wrap=True)
@@ -51,9 +64,7 @@ def show(report: Report, console: Console) -> None:
     for line in _charts(report, width):
         console.print(line.rstrip(), style="green", highlight=False, markup=False, no_wrap=True, overflow="crop")
     console.print()
-    console.print(_metrics(report), width=width)
-    if constant := _constant(report):
-        console.print(_indented(Text(f"constant: {constant}", style="dim"), 0), width=width)
+    _show_metrics(report, console, width, lists_all=lists_all)
     console.print()
     console.print(_times(report), width=width)
     if report.rollouts is not None:
@@ -89,23 +100,41 @@ def _charts(report: Report, width: int) -> Iterator[str]:
         yield from drawn[-1]
 
 
-def _metrics(report: Report) -> Table:
+def _show_metrics(report: Report, console: Console, width: int, *, lists_all: bool) -> None:
+    listed = _listed(report)
+    if lists_all:
+        constant = [each for each in listed if _is_constant(report, each)]
+        console.print(_metrics([each for each in listed if each not in constant]), width=width)
+        if constant:
+            values = ", ".join(f"{each.name} {each.first:.4g}" for each in constant)
+            console.print(_indented(Text(f"constant: {values}", style="dim"), 0), width=width)
+        return
+    shown = _of(FIRST, listed) or _of(_WITHOUT_REWARDS, listed) or listed
+    console.print(_metrics(shown), width=width)
+    if rest := len(listed) - len(shown):
+        console.print(_indented(Text(f"{rest} more metrics: rl show --all", style="dim"), 0), width=width)
+
+
+def _metrics(summaries: Sequence[Summary]) -> Table:
     table = _table("metric", "first", "best", "at step", "last")
-    for each in _listed(report):
-        if not _is_constant(report, each):
-            best = "" if each.best is None else f"{each.best:.4g}"
-            step = "" if each.best_step is None else str(each.best_step)
-            table.add_row(each.name, f"{each.first:.4g}", best, step, f"{each.last:.4g}")
+    for each in summaries:
+        best = "" if each.best is None else f"{each.best:.4g}"
+        step = "" if each.best_step is None else str(each.best_step)
+        table.add_row(each.name, f"{each.first:.4g}", best, step, f"{each.last:.4g}")
     return table
 
 
-def _constant(report: Report) -> str:
-    return ", ".join(f"{each.name} {each.first:.4g}" for each in _listed(report) if _is_constant(report, each))
-
-
 def _listed(report: Report) -> list[Summary]:
-    """Summaries of all metrics but those of single machines and workers, of which a large run has hundreds."""
-    return [each for each in report.summaries if not (each.name.startswith("system/") and each.name.count("/") > 1)]
+    """Summaries of all metrics, the most important first, but those of single machines and workers, of which a large
+    run has hundreds.
+    """
+    found = [each for each in report.summaries if not (each.name.startswith("system/") and each.name.count("/") > 1)]
+    first = _of((*FIRST, *_WITHOUT_REWARDS), found)
+    return [*first, *(each for each in found if each not in first)]
+
+
+def _of(names: Sequence[str], summaries: Sequence[Summary]) -> list[Summary]:
+    return sorted((each for each in summaries if each.name in names), key=lambda each: names.index(each.name))
 
 
 def _is_constant(report: Report, summary: Summary) -> bool:
@@ -131,6 +160,13 @@ def _show_rollouts(rollouts: Rollouts, console: Console, width: int) -> None:
     if rollouts.chosen is not None:
         console.print(f"  {rollouts.num_chosen} selected, {len(rollouts.chosen)} shown", highlight=False)
         titled = [("", sample) for sample in rollouts.chosen]
+    elif rollouts.are_mixed:
+        groups = zip(_MIXED, rollouts.best, rollouts.worst, strict=False)
+        titled = [
+            (f"{which} of the {group} group: ", sample)
+            for group, *both in groups
+            for which, sample in zip(("best", "worst"), both, strict=True)
+        ]
     else:
         titled = [("highest ", sample) for sample in rollouts.best] + [("lowest ", sample) for sample in rollouts.worst]
     for title, sample in titled:

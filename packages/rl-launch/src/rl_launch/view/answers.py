@@ -87,8 +87,9 @@ def run(catalog: Catalog, given: Parameters) -> Answer:
     """One run: its state, a summary of every metric, and which kinds and steps of rollouts there are."""
     entry = catalog[given.text("id")]
     metrics = entry.metrics
-    summaries = [{**asdict(each), "higher": higher_is_better(each.name)} for each in metrics.summaries()]
-    names = {each["name"] for each in summaries}
+    found = metrics.summaries()
+    names = {each.name for each in found}
+    summaries = [{**asdict(each), "higher": higher_is_better(each.name, names)} for each in found]
     return {
         **_run(entry),
         "metrics": summaries,

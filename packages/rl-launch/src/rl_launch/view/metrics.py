@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rl_launch.session.rollouts.run_files import metrics_row
-from rl_launch.show.report import Summary, summary_of
+from rl_launch.show.report import Summary, summaries_of
 
 Axis = Literal["step", "time", "tokens"]
 AXES: tuple[Axis, ...] = ("step", "time", "tokens")
@@ -91,8 +91,7 @@ class FollowedMetrics:
 
     def summaries(self) -> list[Summary]:
         """Summaries of all metrics that have a value, times included."""
-        found = ((name, self.series(name)) for name in self.columns)
-        return [summary_of(name, points) for name, points in found if points]
+        return summaries_of({name: self.series(name) for name in self.columns})
 
     def axis(self, by: Axis) -> Sequence[float]:
         """The place of each step on an axis: its number, the seconds of all steps until its end, or their tokens in the
