@@ -14,7 +14,7 @@ from rl_launch.session import LoggerConfig, RunSession
 from rl_launch.session.directory.labels import Labels, write_labels
 from rl_launch.session.directory.run_folder import DESCRIPTION
 from rl_launch.session.tracking import writers
-from rl_launch.session.tracking.trackers import check_mlflow_store
+from rl_launch.session.tracking.trackers import WandbWriter, check_mlflow_store
 
 
 @pytest.fixture
@@ -248,6 +248,15 @@ def test_a_run_that_is_restored_after_an_error_has_not_failed(tmp_path, installe
     with pytest.raises(RuntimeError), RunSession(tmp_path, settings(mlflow_enabled=True), restarts=lambda: True):
         raise RuntimeError
     assert mlflow.updates == ["RUNNING", "KILLED"]
+
+
+def test_a_note_of_the_last_step_that_a_power_cut_has_emptied_does_not_turn_a_tracker_off(tmp_path, installed):
+    wandb = installed("wandb", of_kind("wandb"))
+    (tmp_path / "run/logs").mkdir(parents=True)
+    (tmp_path / "run/logs/wandb_step").write_text("")
+    writer = WandbWriter(settings().logger, tmp_path / "run", settings(), Labels())
+    writer.write(1, {})
+    assert len(wandb.made[0].rows) == 1
 
 
 def test_steps_that_a_tracker_was_not_given_come_when_they_are_made_again(tmp_path, installed, monkeypatch):

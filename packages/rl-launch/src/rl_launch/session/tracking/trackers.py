@@ -42,6 +42,7 @@ _MAX_PARAMETER = 500
 """Characters of a parameter that every version of MLflow takes."""
 
 _PARAMETERS_PER_CALL = 100
+_MAX_NAME = 250
 
 _LABELS = "tags"
 """Tag of MLflow that lists the labels which are tags themselves."""
@@ -87,8 +88,9 @@ class WandbWriter:
 
 
 def mlflow_name(metric: str) -> str:
-    """Return the name of a metric with `_` in place of characters that MLflow refuses, as in `pass@4`."""
-    return re.sub(r"[^/\w.\- :]", "_", metric)
+    """Return the name of a metric or tag with `_` in place of characters that MLflow refuses, as in `pass@4`, and of a
+    length that it takes."""
+    return re.sub(r"[^/\w.\- :]", "_", metric)[:_MAX_NAME]
 
 
 def check_mlflow_store(config: LoggerConfig) -> None:
@@ -222,7 +224,10 @@ class _GivenSteps:
 
     def __init__(self, run_dir: Path, tracker: str) -> None:
         self._path = run_dir / "logs" / f"{tracker}_step"
-        self._last = int(self._path.read_text()) if self._path.exists() else -1
+        try:
+            self._last = int(self._path.read_text())
+        except (FileNotFoundError, ValueError):  # a power cut may have left it empty
+            self._last = -1
 
     def is_new(self, step: int) -> bool:
         """Return whether a step is new, and note it. It is noted first, so that no kill makes it a step given twice."""
