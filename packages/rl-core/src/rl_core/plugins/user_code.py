@@ -290,7 +290,7 @@ def limited(seconds: float) -> Iterator[None]:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, *rest)
-        signal.signal(signal.SIGALRM, earlier)
+        signal.signal(signal.SIGALRM, earlier or signal.SIG_DFL)  # None if C code has set it
 
 
 class TookTooLong(BaseException):
