@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 import rl_launch
 from rl_core.errors import ConfigError, DataError
 from rl_launch.api.api import TrainResult, result_of
+from rl_launch.commands.train import Outcome
 from rl_launch.session.checkpoints.manifest import Manifest
 
 
@@ -20,7 +22,12 @@ def score(completion):
 def started(monkeypatch):
     """The runs that would have been started: config and keyword arguments of each."""
     runs = []
-    monkeypatch.setattr("rl_launch.commands.train.train", lambda plan, **given: runs.append((plan.config, given)))
+
+    def train(plan, **given):
+        runs.append((plan.config, given))
+        return Outcome({})
+
+    monkeypatch.setattr("rl_launch.commands.train.train", train)
     monkeypatch.setattr("rl_launch.api.api.result_of", lambda run_dir: run_dir)
     return runs
 
@@ -51,6 +58,19 @@ def test_a_wrong_key_is_a_config_error(started):
     with pytest.raises(ConfigError, match="give a list of strings, or a mapping"):
         rl_launch.train("grpo-arithmetic", "grpo.seed=1")
     assert not started
+
+
+@pytest.mark.parametrize(
+    ("number", "error"),
+    [
+        (signal.SIGINT, pytest.raises(KeyboardInterrupt, match="the same call resumes it")),
+        (signal.SIGTERM, pytest.raises(SystemExit)),
+    ],
+)
+def test_what_follows_an_interrupted_run_does_not_run(monkeypatch, number, error):
+    monkeypatch.setattr("rl_launch.commands.train.train", lambda plan, **given: Outcome({}, number, is_finished=False))
+    with error:
+        rl_launch.train("sft-arithmetic")
 
 
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ class TrainResult:
         best_checkpoint: Hugging Face files of the checkpoint with the best `checkpointing.metric_name`, of the newest
             one if that is not set; None if none was saved.
         adapter: Adapters of that checkpoint in the format of `peft`; None if it has none.
-        finished: True if the run made all its steps or met its goal; a signal or a time limit may have ended it before.
+        finished: True if the run made all its steps or met its goal; a time limit may have ended it before.
     """
 
     run_dir: Path
@@ -112,6 +113,9 @@ def train(
     Raises:
         ConfigError, DataError, RunDirectoryError, WorkerEnvironmentError: Before anything is started.
         RLError: If the run fails.
+        KeyboardInterrupt: If it is interrupted (Ctrl-C, or the interrupt of a notebook), after it has finished its step
+            and saved, so that the cells and statements after this call do not run. The same call resumes it.
+        SystemExit: If SIGTERM ends it, likewise.
     """
     show_logs(verbose=verbose)
     values = _Values.of(config, overrides)
@@ -123,7 +127,10 @@ def train(
     from rl_launch.commands.train import train as run
 
     with values.kept(given.plan.config, given.run_dir):
-        run(given.plan, run_dir=given.run_dir, title=given.name, fresh=fresh, branch_point=given.branch_point)
+        outcome = run(given.plan, run_dir=given.run_dir, title=given.name, fresh=fresh, branch_point=given.branch_point)
+    if outcome.stop_signal == signal.SIGINT:
+        raise KeyboardInterrupt(f"the run in {given.run_dir} was interrupted and has saved; the same call resumes it")
+    outcome.exit_if_stopped()
     return result_of(given.run_dir)
 
 

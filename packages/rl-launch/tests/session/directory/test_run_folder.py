@@ -193,6 +193,19 @@ def test_runs_are_found_in_folders_of_folders(tmp_path):
     found = [run.path.relative_to(tmp_path) for run in find_runs(tmp_path)]
     assert found == [Path("b"), Path("quick/grpo"), Path("quick/sft")]
     assert [run.path for run in find_runs(tmp_path / "b")] == [tmp_path / "b"]
+    assert [run.path for run in find_runs(str(tmp_path))] == [run.path for run in find_runs(tmp_path)]
+
+
+@pytest.mark.parametrize("name", ["nosuch", "file"])
+def test_what_is_not_a_folder_has_no_runs(tmp_path, name):
+    (tmp_path / "file").touch()
+    with pytest.raises(RunDirectoryError, match=f"{name} is not a folder. Pass a run, or a folder that contains runs"):
+        find_runs(str(tmp_path / name))
+
+
+def test_a_run_is_displayed_with_its_state_and_step(tmp_path):
+    counting.run(tmp_path / "mine", counting.config())
+    assert repr(RunFolder(tmp_path / "mine")) == f"RunFolder('{tmp_path / 'mine'}', finished, step 6 of 6)"
 
 
 READERS = {

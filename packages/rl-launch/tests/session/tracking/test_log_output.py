@@ -2,6 +2,7 @@
 
 import io
 import logging
+import warnings
 
 import pytest
 from rich.console import Console
@@ -39,6 +40,17 @@ def test_a_notebook_gets_ordinary_output_of_the_cell(shown, capsys):
     errors = shown(Console(file=io.StringIO(), force_jupyter=True, force_terminal=False))
     assert errors == ""
     assert "step 1/3\n" in capsys.readouterr().out
+
+
+def test_libraries_do_not_ask_for_widgets(shown):
+    console = Console(file=io.StringIO(), force_terminal=False)
+    with warnings.catch_warnings():
+        shown(console)
+        warnings.warn("IProgress not found. Please update jupyter and ipywidgets.", stacklevel=1)
+        logging.getLogger("ray.widgets.util").warning("Missing packages: ['ipywidgets']")
+        warnings.warn("something else", stacklevel=1)
+    assert "something else" in console.file.getvalue()
+    assert "widgets" not in console.file.getvalue()
 
 
 def test_the_drivers_log_starts_over_at_its_limit(tmp_path, monkeypatch):

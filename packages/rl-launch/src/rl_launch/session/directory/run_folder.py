@@ -111,6 +111,11 @@ class RunFolder:
                 "to list the runs."
             )
 
+    def __repr__(self) -> str:
+        state = self.state()
+        steps = f"step {state.step}" + (f" of {state.max_steps}" if state.max_steps else "")
+        return f"RunFolder({str(self.path)!r}, {state.status}, {steps})"
+
     @property
     def logs(self) -> Path:
         """Logs of the driver and its workers."""
@@ -277,9 +282,18 @@ def is_run(path: Path) -> bool:
     return (path / DESCRIPTION).is_file() and (path / CONFIG).is_file()
 
 
-def find_runs(folder: Path) -> list[RunFolder]:
-    """The runs in a folder and the folders below it, or the folder itself if it is one; sorted by path."""
-    return [RunFolder(path) for path in sorted(_runs_below(folder, _DEEPEST))]
+def find_runs(folder: str | Path = RUNS) -> list[RunFolder]:
+    """Return the runs in a folder and the folders below it, or the folder itself if it is one; sorted by path.
+
+    Raises:
+        RunDirectoryError: If there is no such folder.
+    """
+    path = Path(folder).expanduser()
+    if not path.is_dir():
+        raise RunDirectoryError(
+            f"{folder} is not a folder. Pass a run, or a folder that contains runs, such as {RUNS}."
+        )
+    return [RunFolder(each) for each in sorted(_runs_below(path, _DEEPEST))]
 
 
 def _runs_below(folder: Path, depth: int) -> Iterator[Path]:

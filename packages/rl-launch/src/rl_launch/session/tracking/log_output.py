@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -43,6 +44,9 @@ def show_logs(*, verbose: bool = False) -> None:
     root.setLevel(logging.WARNING)
     for name in {"rl_core", "rl_launch", *plugin_packages()}:
         logging.getLogger(name).setLevel(logging.DEBUG if verbose else logging.INFO)
+    # notebooks without ipywidgets are told so by two libraries, whose bars nothing here shows
+    warnings.filterwarnings("ignore", message="IProgress not found")
+    logging.getLogger("ray.widgets").setLevel(logging.ERROR)
     logging.captureWarnings(True)
 
 
