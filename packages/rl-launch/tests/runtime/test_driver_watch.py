@@ -41,10 +41,12 @@ class Cluster:
     """Processes in the place of Ray's, two of which this process started."""
 
     def __init__(self):
+        self.is_given_up = False
         self.children = {name: subprocess.Popen(["sleep", "60"]) for name in (KEEPER, GCS, RAYLET)}
 
     def local_ray(self):
         found = LocalRay({})
+        found.is_given_up = lambda: self.is_given_up
         found.processes = {name: psutil.Process(child.pid) for name, child in self.children.items()}
         return found
 
@@ -77,7 +79,7 @@ def ended(tmp_path, work):
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    for name in ("FROZEN_S", "WITHOUT_GCS_S", "UNWIND_S", "SILENT_CLOSE_S", "_REPORT_S"):
+    for name in ("FROZEN_S", "WITHOUT_GCS_S", "UNWIND_S", "SILENT_CLOSE_S", "_REPORT_S", "_NODE_POLL_S"):
         monkeypatch.setattr(driver_watch, name, 0.2)
     monkeypatch.setattr(driver_watch, "CLOSE_S", 600.0)
     monkeypatch.setattr(driver_watch, "_POLL_S", 0.05)
@@ -112,6 +114,16 @@ def test_a_driver_without_its_ray_says_so_and_can_be_resumed(tmp_path, victim, s
     assert (code, kind) == (os.EX_TEMPFAIL, DevicesLost.__name__)
     assert said in message
     assert message.endswith("The same command resumes the run from checkpoint step_4.")
+
+
+def test_a_driver_whose_node_ray_has_given_up_ends(tmp_path):
+    def work(given):
+        given.cluster.is_given_up = True
+        deaf()
+
+    code, (kind, message) = ended(tmp_path, work)
+    assert (code, kind) == (os.EX_TEMPFAIL, DevicesLost.__name__)
+    assert "given up the driver's node" in message
 
 
 def test_a_run_without_its_control_service_ends_after_its_step(tmp_path, monkeypatch):

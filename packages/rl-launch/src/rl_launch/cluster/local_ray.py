@@ -10,11 +10,13 @@ from contextlib import contextmanager, suppress
 
 import psutil
 import ray._private.worker as ray_worker
+from ray.exceptions import RayError
 
 RAYLET = "Ray's node process (raylet)"
 GCS = "Ray's control service (gcs_server)"
 KEEPER = "the parent of Ray's processes (node_keeper)"
 
+_ANSWER_S = 1.0
 _CREDENTIALS = "iII"
 
 
@@ -42,6 +44,15 @@ class LocalRay:
             ours.close()
             # stays open as long as the process
             self_held.detach()
+
+    def is_given_up(self) -> bool:
+        """Return whether Ray has declared this node dead; False if its control service does not answer in time."""
+        worker = ray_worker.global_worker
+        try:
+            node = worker.core_worker.get_current_node_id()
+            return bool(worker.gcs_client.check_alive([node], timeout=_ANSWER_S) == [False])
+        except (AttributeError, RayError):
+            return False
 
 
 def state_of(process: psutil.Process) -> str:

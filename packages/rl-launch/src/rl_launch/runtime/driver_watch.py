@@ -16,7 +16,7 @@ from typing import Protocol, Self
 
 import psutil
 
-from rl_core.errors import RLError
+from rl_core.errors import WorkerDied
 from rl_launch.cluster.local_ray import GCS, KEEPER, RAYLET, LocalRay, state_of
 from rl_launch.placement.bundles import DevicesLost
 
@@ -41,6 +41,7 @@ CONNECT_MARGIN_S = 30.0
 """How much longer than a start of Ray the start and the connection to it may take together."""
 
 _POLL_S = 0.5
+_NODE_POLL_S = 10.0
 _REPORT_S = 5.0
 _ABANDON_S = 10.0
 _RESUMABLE, _FAILED = os.EX_TEMPFAIL, 1
@@ -111,6 +112,7 @@ class DriverWatch:
         self._signalled: float | None = None
         self._bound: tuple[float, BaseException | None] | None = None
         self._is_closing = False
+        self._looked_at = time.monotonic()
         self._silent: dict[str, float] = {}
         self._reported: set[str] = set()
         self._thread = threading.Thread(target=self._watch, name="driver-watch", daemon=True)
@@ -173,8 +175,8 @@ class DriverWatch:
             self._signalled = time.monotonic()
 
     def _look(self, now: float) -> None:
-        for name, process in self._ray.processes.items() if self._ray else ():
-            self._judge(name, process.pid, state_of(process), now)
+        if self._ray is not None:
+            self._look_at(self._ray, now)
         if self._signalled and now > self._signalled + UNWIND_S and self._run.is_ending(self._num_signals):
             self._end(SystemExit(128 + signal.SIGTERM), _RESUMABLE)
         if self._bound is None:
@@ -185,6 +187,14 @@ class DriverWatch:
         if now > end:
             self._end(error, _code_of(error, is_finished=self._run.is_finished))
 
+    def _look_at(self, ray: LocalRay, now: float) -> None:
+        for name, process in ray.processes.items():
+            self._judge(name, process.pid, state_of(process), now)
+        if not self._is_closing and now > self._looked_at + _NODE_POLL_S:
+            self._looked_at = now
+            if ray.is_given_up():
+                self._give_up("Ray has given up the driver's node: its raylet did not answer")
+
     def _judge(self, name: str, pid: int, state: str, now: float) -> None:
         if state == psutil.STATUS_DEAD:
             self._note_death(name, pid)
@@ -194,13 +204,13 @@ class DriverWatch:
         waited = now - self._silent.setdefault(name, now)
         if state == psutil.STATUS_DEAD:
             if name == GCS and waited > WITHOUT_GCS_S and not self._is_closing:
-                self._end(self._lost(f"{name}, process {pid}, ended, and the step under way did not"), _RESUMABLE)
+                self._give_up(f"{name}, process {pid}, ended, and the step under way did not")
             return
         if waited > _REPORT_S:
             limit = f"; the run ends if it is stopped for {FROZEN_S:g} s" if name == RAYLET else ""
             self._report(f"{name}, process {pid}, is stopped{limit}. To continue it: kill -CONT {pid}")
         if name == RAYLET and waited > FROZEN_S and not self._is_closing:
-            self._end(self._lost(f"{name}, process {pid}, was stopped for {FROZEN_S:g} s"), _RESUMABLE)
+            self._give_up(f"{name}, process {pid}, was stopped for {FROZEN_S:g} s")
 
     def _note_death(self, name: str, pid: int) -> None:
         if self._is_closing:
@@ -224,14 +234,11 @@ class DriverWatch:
         ended = {name: each.pid for name, each in self._ray.processes.items() if state_of(each) == psutil.STATUS_DEAD}
         name = next((each for each in (KEEPER, RAYLET) if each in ended), RAYLET)
         pid = self._ray.processes[name].pid
-        self._end(
-            self._lost(f"{name}, process {pid}, ended: it was killed, by someone or for lack of memory (see dmesg)"),
-            _RESUMABLE,
-        )
+        self._give_up(f"{name}, process {pid}, ended: it was killed, by someone or for lack of memory (see dmesg)")
 
-    def _lost(self, what: str) -> DevicesLost:
+    def _give_up(self, why: str) -> None:
         where = f"checkpoint step_{self._run.saved}" if self._run.saved else "the beginning, as nothing was saved yet"
-        return DevicesLost(f"{what}. The same command resumes the run from {where}.")
+        self._end(DevicesLost(f"{why}. The same command resumes the run from {where}."), _RESUMABLE)
 
     def _end(self, error: BaseException | None, code: int) -> None:
         """End this process."""
@@ -257,4 +264,5 @@ class DriverWatch:
 def _code_of(error: BaseException | None, *, is_finished: bool) -> int:
     if error is None:
         return 0 if is_finished else _RESUMABLE
-    return _FAILED if isinstance(error, RLError) and not isinstance(error, DevicesLost) else _RESUMABLE
+    is_resumable = isinstance(error, DevicesLost | WorkerDied) or not isinstance(error, Exception)
+    return _RESUMABLE if is_resumable else _FAILED
