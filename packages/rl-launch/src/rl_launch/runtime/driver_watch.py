@@ -12,13 +12,17 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 import psutil
 
 from rl_core.errors import WorkerDied
 from rl_launch.cluster.local_ray import GCS, KEEPER, RAYLET, LocalRay, state_of
 from rl_launch.placement.bundles import DevicesLost
+
+if TYPE_CHECKING:
+    from rl_launch.cluster.virtual_cluster import VirtualCluster
+    from rl_launch.session import RunSession
 
 _log = logging.getLogger(__name__)
 
@@ -49,44 +53,6 @@ _STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-class WatchedRun(Protocol):
-    """The part of a run session that the watch uses."""
-
-    @property
-    def saved(self) -> int:
-        """The step of the newest checkpoint; 0 before there is one."""
-        ...
-
-    @property
-    def is_finished(self) -> bool:
-        """True if all steps are made, or the goal is met."""
-        ...
-
-    def interrupt(self, reason: str) -> None:
-        """End after the current step, having saved."""
-        ...
-
-    def is_ending(self, num_signals: int) -> bool:
-        """Return whether the main thread ends at once, or has not taken all of these signals yet."""
-        ...
-
-    def abandon(self, error: BaseException | None) -> None:
-        """Write how the run ended, in a process that ends without leaving the session."""
-        ...
-
-
-class WatchedCluster(Protocol):
-    """The part of a cluster that the watch uses."""
-
-    def local_ray(self) -> LocalRay:
-        """The processes of Ray on this machine."""
-        ...
-
-    def kill(self) -> None:
-        """Kill the processes of a Ray that this process started."""
-        ...
-
-
 class DriverWatch:
     """Ends this process in bounded time if it can make no further step and its main thread does not notice.
 
@@ -99,9 +65,9 @@ class DriverWatch:
         run: The session, which must be entered.
     """
 
-    def __init__(self, run: WatchedRun) -> None:
+    def __init__(self, run: RunSession) -> None:
         self._run = run
-        self._cluster: WatchedCluster | None = None
+        self._cluster: VirtualCluster | None = None
         self._ray: LocalRay | None = None
         self._is_over = threading.Event()
         # the thread that ends the process keeps it, so that the main thread gets no further than `__exit__`
@@ -134,7 +100,7 @@ class DriverWatch:
         self._signals.close()
         self._wakeup.close()
 
-    def watch(self, cluster: WatchedCluster) -> None:
+    def watch(self, cluster: VirtualCluster) -> None:
         """Watch the processes of a cluster too."""
         self._cluster, self._ray = cluster, cluster.local_ray()
 
