@@ -15,7 +15,7 @@ import pytest
 from rl_core.testing.exhaustive import exhaustive, partly_exhaustive
 from rl_envs.repository.config import RepositoryConfig
 from rl_envs.repository.scoring import Score, score
-from rl_envs.repository.solution import SolutionFiles, ignored, installed_modules
+from rl_envs.repository.solution import SolutionFiles, installed_modules
 from rl_envs.repository.task import read_task
 from rl_envs.repository.working_copy import overlaid, texts
 from rl_envs.sandbox.cancellation import Cancellation
@@ -257,7 +257,7 @@ def _scored(files: list[Entry], way: Way, sandbox: Sandbox) -> Score:
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way.hidden == READS], ids=_named)
 def test_files_that_a_test_command_reads_by_itself_do_not_count(way: Way, site: Path) -> None:
-    seen = _rule(way, site).working_copy(way.entries)
+    seen, _ = _rule(way, site).working_copy(way.entries)
     # a module with an ordinary name counts: without the file that has it loaded it does nothing
     strange = {entry for entry in way.entries if entry.path in set(way.files) - {"evil.py"}}
     assert strange.intersection(seen) == (set() if way.is_held else strange)
@@ -270,7 +270,7 @@ def test_all_files_that_do_not_count_together_change_no_verdict(site: Path, sand
         left = texts(REPOSITORY)
         for way in ways:
             left = overlaid(left, [entry for entry in way.entries if entry.path in way.files])
-        found = _scored(_rule(ways[0], site).working_copy(left), ways[0], sandbox)
+        found = _scored(_rule(ways[0], site).working_copy(left)[0], ways[0], sandbox)
         assert (found.num_passed, found.problem.endswith(("code 1", "(failures=1)"))) == (0, True), found
 
 
@@ -278,14 +278,14 @@ def test_all_files_that_do_not_count_together_change_no_verdict(site: Path, sand
     "way", partly_exhaustive(IMPORTED, always=[way for way in IMPORTED if way.name == "replaces os._exit"]), ids=_named
 )
 def test_a_solution_that_tests_import(way: Way, site: Path, sandbox: Sandbox) -> None:
-    assert _scored(_rule(way, site).working_copy(way.entries), way, sandbox).num_passed == (not way.is_held)
+    assert _scored(_rule(way, site).working_copy(way.entries)[0], way, sandbox).num_passed == (not way.is_held)
 
 
 @exhaustive
 @pytest.mark.parametrize("way", [way for way in WAYS if way.hidden == READS and way.works], ids=_named)
 def test_each_way_passes_without_the_rule(way: Way, site: Path, sandbox: Sandbox) -> None:
     assert _scored(way.entries, way, sandbox).num_passed == 1
-    assert _scored(_rule(way, site).working_copy(way.entries), way, sandbox).num_passed == (not way.is_held)
+    assert _scored(_rule(way, site).working_copy(way.entries)[0], way, sandbox).num_passed == (not way.is_held)
 
 
 def test_a_solution_passes(site: Path, sandbox: Sandbox) -> None:
@@ -295,6 +295,6 @@ def test_a_solution_passes(site: Path, sandbox: Sandbox) -> None:
             {"answer.py": "from more.add import add  # a + b", "more/add.py": "add = int.__add__"},
             hidden=hidden,
         )
-        seen = _rule(way, site).working_copy(way.entries)
-        assert ignored(way.entries, seen) == []
+        seen, ignored = _rule(way, site).working_copy(way.entries)
+        assert ignored == []
         assert _scored(seen, way, sandbox).num_passed == 1

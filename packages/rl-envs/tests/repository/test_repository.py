@@ -22,7 +22,7 @@ from rl_envs.repository.environment import RepositoryEnvironment
 from rl_envs.repository.job import AgentUnreachable, check_reached_from, relay_to
 from rl_envs.repository.row_check import check
 from rl_envs.repository.scoring import score
-from rl_envs.repository.solution import SolutionFiles, ignored, installed_modules
+from rl_envs.repository.solution import SolutionFiles, installed_modules
 from rl_envs.repository.task import read_task
 from rl_envs.repository.working_copy import Repositories, RepositoryUnreadable
 from rl_envs.sandbox.cancellation import Cancellation
@@ -114,10 +114,13 @@ def test_rows_of_a_file_find_repositories_beside_it(tmp_path: Path) -> None:
 )
 def test_new_sources_count_unless_a_tool_runs_them_or_they_replace_a_module(path: str, counts: bool) -> None:
     base = [Entry("package/__init__.py", b""), Entry("src/a.py", b""), Entry("tests/test_a.py", b"")]
-    assert (path in {entry.path for entry in _seen(base, [*base, Entry(path, b"new")])}) == counts
+    seen, ignored = _seen(base, [*base, Entry(path, b"new")])
+    assert (path in {entry.path for entry in seen}, ignored) == (counts, [] if counts else [path])
 
 
-def _seen(base: list[Entry], left: list[Entry], solution: tuple[str, ...] = SOURCE_FILES) -> list[Entry]:
+def _seen(
+    base: list[Entry], left: list[Entry], solution: tuple[str, ...] = SOURCE_FILES
+) -> tuple[list[Entry], list[str]]:
     task = read_task(ROW, Path())
     return SolutionFiles(base, task, solution, [*TEST_FILES, *RUN_FILES], installed_modules([])).working_copy(left)
 
@@ -143,10 +146,10 @@ def test_other_files_are_those_of_the_repository() -> None:
     ]
     own = {("tests/test_a.py", b"3"), ("test_b.py", b"4"), ("link.py", None), ("data.json", b"5")}
     solved = {("a.py", b"changed"), ("new.py", b"new")}
-    seen = _seen(base, left)
+    seen, ignored = _seen(base, left)
     assert {(entry.path, entry.content) for entry in seen} == own | solved
-    assert ignored(left, seen) == ["conftest.py", "data.json", "link.py", "other.py", "test_b.py/inside.py", "tests"]
-    wider = {(entry.path, entry.content) for entry in _seen(base, left, (*SOURCE_FILES, "*.json"))}
+    assert ignored == ["conftest.py", "data.json", "link.py", "other.py", "test_b.py/inside.py", "tests"]
+    wider = {(entry.path, entry.content) for entry in _seen(base, left, (*SOURCE_FILES, "*.json"))[0]}
     assert wider == own - {("data.json", b"5")} | solved | {("data.json", b"8")}
 
 

@@ -14,7 +14,7 @@ from rl_core.errors import RLError
 from rl_core.rollouts.agent_run import AgentRun, this_network
 from rl_envs.repository.config import RepositoryConfig
 from rl_envs.repository.scoring import FOLDER, Score, placed, score
-from rl_envs.repository.solution import SolutionFiles, ignored, installed_modules
+from rl_envs.repository.solution import SolutionFiles, installed_modules
 from rl_envs.repository.task import RepositoryTask
 from rl_envs.repository.working_copy import Repositories
 from rl_envs.sandbox import tree
@@ -109,7 +109,7 @@ class AgentJob:
         config = self._config
         installed = installed_modules(config.sandbox.python_path)
         solution = SolutionFiles(base, self._task, config.solution, config.protected, installed)
-        files = solution.working_copy(left)
+        files, ignored = solution.working_copy(left)
         found = score(
             files,
             self._task,
@@ -118,7 +118,7 @@ class AgentJob:
             self._cancellation,
             stop_early=config.reward == "all",
         )
-        return Result(found, "", output, ended, ignored(left, files))
+        return Result(found, "", output, ended, ignored)
 
     def _program(self, base: Sequence[Entry]) -> Program:
         agent = self._agent

@@ -43,45 +43,55 @@ class SolutionFiles:
         protected: Sequence[str],
         installed: frozenset[str],
     ) -> None:
-        self._base, self._solution, self._protected, self._installed = base, solution, protected, installed
-        files = {entry.path for entry in base}
-        self._exam = files.intersection(_executed(task.commands)) | set(task.test_files)
-        self._known = {""}.union(files, *map(parents, files))
-        tests = [path for path in files | self._exam if path.endswith(".py") and self._is_exam(path)]
-        self._folders_of_tests = {""}.union(*map(parents, tests)) if tests else set()
+        self._solution, self._protected, self._installed = solution, protected, installed
+        self._base = {entry.path: entry for entry in base}
+        self._exam = self._base.keys() & set(_executed(task.commands)) | task.test_files.keys()
+        self._known = {""}.union(self._base, *map(parents, self._base))
 
-    def working_copy(self, left: Sequence[Entry]) -> list[Entry]:
-        """Return the files and links that tests see.
+    def working_copy(self, left: Sequence[Entry]) -> tuple[list[Entry], list[str]]:
+        """Return the files and links that tests see, and the paths of changes that do not count.
 
         Args:
             left: Files that the agent left.
         """
-        packages = set(self._packages(left))
-        counting = [entry for entry in left if self._may_count(entry) and not self._takes_place(entry.path, packages)]
-        own = [entry for entry in self._base if not self._may_count(entry)]
-        return overlaid(counting, own)
+        files = {entry.path: entry for entry in left if entry.content is not None or entry.link}
+        packages = set(self._packages(files))
+        changed = [entry for path, entry in files.items() if entry != self._base.get(path)]
+        counting = [entry for entry in changed if self._may_count(entry) and not self._takes_place(entry, packages)]
+        replaced = {entry.path for entry in counting}
+        own = [
+            entry
+            for path, entry in self._base.items()
+            if path not in replaced and (path in files or not self._may_count(entry))
+        ]
+        # Python's caches are left by every agent that runs tests
+        ignored = [entry.path for entry in changed if entry.path not in replaced and "__pycache__" not in entry.path]
+        return overlaid(counting, own), sorted(ignored)
 
-    def _packages(self, left: Iterable[Entry]) -> Iterator[str]:
+    def _packages(self, paths: Iterable[str]) -> Iterator[str]:
         """Yield the folders that are packages. Python may import directly from a folder that was none before."""
-        for folder, name in (posixpath.split(entry.path) for entry in left):
+        for folder, name in map(posixpath.split, paths):
             if name == "__init__.py" and (f"{folder}/{name}" in self._known or folder not in self._known):
                 yield folder
 
     def _may_count(self, entry: Entry) -> bool:
-        """Return whether an entry is a file of a solution by its path."""
-        return entry.content is not None and matches(entry.path, self._solution) and not self._is_exam(entry.path)
+        """Return whether an entry is a file of a solution by its path. Links are those of the repository."""
+        known = self._base.get(entry.path, entry)
+        is_file = entry.content is not None and not known.link
+        return is_file and matches(entry.path, self._solution) and not self._is_exam(entry.path)
 
     def _is_exam(self, path: str) -> bool:
         """Return whether a file belongs to the tests. A package comes before a module with the same name."""
         modules = [path, *(f"{parent}.py" for parent in parents(path))]
         return any(each in self._exam or matches(each, self._protected) for each in modules)
 
-    def _takes_place(self, path: str, packages: set[str]) -> bool:
+    def _takes_place(self, entry: Entry, packages: set[str]) -> bool:
         """Return whether a new file would be imported instead of an installed module, or whenever tests are."""
+        path = entry.path
         folder, name = posixpath.split(path)
         if path in self._known or not name.endswith(".py"):
             return False
-        if name == "__init__.py" and folder in self._folders_of_tests:
+        if name == "__init__.py" and self._has_tests(folder):
             return True
         new = next(each for each in [*parents(path), path] if each not in self._known)
         return any(
@@ -89,6 +99,11 @@ class SolutionFiles:
             for each in [*parents(path), path]
             if each.startswith(new) and posixpath.dirname(each) not in packages
         )
+
+    def _has_tests(self, folder: str) -> bool:
+        below = f"{folder}/" if folder else ""
+        files = {*self._base, *self._exam}
+        return any(path.startswith(below) and path.endswith(".py") and self._is_exam(path) for path in files)
 
 
 def installed_modules(python_path: Iterable[str]) -> frozenset[str]:
@@ -107,18 +122,6 @@ def matches(path: str, patterns: Iterable[str]) -> bool:
 @cache
 def _compiled(patterns: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("|".join(map(fnmatch.translate, patterns)) or r"(?!)")
-
-
-def ignored(left: Iterable[Entry], seen: Iterable[Entry]) -> list[str]:
-    """Return the paths of files that an agent left and that its tests do not see so, without Python's caches."""
-    known = {(entry.path, entry.content, entry.link) for entry in seen}
-    return sorted(
-        entry.path
-        for entry in left
-        if (entry.path, entry.content, entry.link) not in known
-        and (entry.content is not None or entry.link)
-        and "__pycache__" not in entry.path
-    )
 
 
 def _executed(commands: Iterable[Sequence[str]]) -> Iterator[str]:
