@@ -1,5 +1,6 @@
 """Pushes of checkpoints: to a folder through fsspec, and to a stand-in for the hub's API."""
 
+import errno
 import io
 import json
 import logging
@@ -20,6 +21,8 @@ from rl_launch.push.destinations import destination_of
 from rl_launch.push.model_card import base_model
 from rl_launch.push.pusher import Pusher, pusher_of
 from rl_launch.session import CheckpointingConfig, RunSession
+from rl_launch.session.checkpoints.manifest import Manifest
+from rl_launch.session.directory.run_state import RunState
 
 
 @pytest.fixture(autouse=True)
@@ -124,6 +127,24 @@ def test_the_best_checkpoint_is_pushed_when_there_is_another(tmp_path, caplog):
     assert f"pushed to file://{tmp_path}/store: step 2" in caplog.text
     run(tmp_path / "other", push_to=f"file://{tmp_path}/store", higher_is_better=False, **keys)
     assert exported(tmp_path / "store") == weights_at(tmp_path / "other", 6)
+
+
+@pytest.mark.parametrize(("pushed", "step"), [("best", 4), ("last", 6)])
+def test_a_checkpoint_that_cannot_be_read_is_not_pushed_and_the_run_finishes(
+    tmp_path, monkeypatch, caplog, pushed, step
+):
+    read = Manifest.read
+
+    def unreadable(folder):
+        if folder.name == f"step_{step}":
+            raise OSError(errno.EIO, "Input/output error", str(folder))
+        return read(folder)
+
+    monkeypatch.setattr(Manifest, "read", unreadable)
+    keys = {"push_checkpoints": pushed, "metric_name": "val:accuracy"}
+    run(tmp_path / "run", push_to=f"file://{tmp_path}/store", **keys)
+    assert RunState.read(tmp_path / "run").status == "finished"
+    assert f"Input/output error: '{tmp_path}/run/checkpoints/step_{step}'" in caplog.text
 
 
 def test_a_push_removes_what_an_earlier_one_left_and_nothing_else(tmp_path):

@@ -69,7 +69,11 @@ class Pusher:
             case "every":
                 self._ask(self._run, step, checkpoint)
             case "best":
-                best = self._run.best_checkpoint()
+                try:
+                    best = self._run.best_checkpoint()
+                except OSError as error:
+                    self._uploads.refuse(step, str(error))
+                    return
                 if best is not None and best.step == step:
                     self._ask(self._run, step, checkpoint)
             case "last":
@@ -90,7 +94,7 @@ class Pusher:
             try:
                 newest = newest_checkpoint(run.path)
                 self._ask(run, int(newest.name.removeprefix("step_")), newest)
-            except RunDirectoryError as error:
+            except (OSError, RunDirectoryError) as error:
                 _log.warning("nothing was pushed to %s: %s", self._destination.url, error)
         self._uploads.finish(0.0 if at_once else None if is_finished else self._unfinished_wait_s)
         self._report(run)
