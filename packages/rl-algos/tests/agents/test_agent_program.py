@@ -115,6 +115,11 @@ def test_an_agent_that_fails_costs_its_rollout(make_worker, play, tmp_path, body
     ([rollout], _) = asyncio.run(play(make_worker(AgentConfig(run="my_agent.py:run"), function=agent)))
     assert rollout.status == "failed"
     assert reason in rollout.failure
+    # what it had said can be read
+    record = json.loads(rollout_record(PROMPT, 0, rollout).tobytes())
+    assert [turn["text"] for turn in turns_of(record)] == ["5"] * ("chat" in body)
+    assert len(segments_of(record)) == ("chat" in body)
+    assert rollout.num_sampled == 0
 
 
 def of_agents(folder):

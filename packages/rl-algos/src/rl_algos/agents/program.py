@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import re
@@ -80,6 +81,7 @@ class AgentProgram:
         self._logs.mkdir(parents=True, exist_ok=True)
         await self._endpoint.start()
         await self._launcher.start()
+        gc.freeze()  # a collection that visits the modules and the engine halts all rollouts for a tenth of a second
         if self._board is not None:
             served = {"url": self._endpoint.url, "key": self._endpoint.board_key}
             file = self._logs / f"{self._endpoint.url.rpartition(':')[2]}.json"
@@ -121,6 +123,7 @@ class AgentProgram:
 
     async def _played(self, prompt: Prompt, client: GenerationClient) -> Rollout | Sequence[Rollout]:
         session = AgentSession(prompt, client, self._limits, splits=self._split)
+        client.on_failure(session.played)
         async with self._endpoint.opened(session, takes_rewards=self._config.reward == "posted") as address:
             returned = await self._launcher.play(self._task(prompt, address, session.id, client))
             if self._config.scores_last_turn:

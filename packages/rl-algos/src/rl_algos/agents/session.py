@@ -38,8 +38,12 @@ MAX_AGENTS = 64
 _MAX_REFUSALS = 64
 """Maximum number of refused calls that a session remembers."""
 
+LARGE = 2**18
+"""Number of bytes of a request above which few are in memory at a time; one of them is tokenised."""
+
 _WORKERS = ThreadPoolExecutor(4, thread_name_prefix="agent-calls")
-"""Threads that read, render and tokenise requests."""
+_LARGE_WORKER = ThreadPoolExecutor(1, thread_name_prefix="large-agent-calls")
+"""Threads that read, render and tokenise requests. A token takes 200 bytes meanwhile."""
 
 
 @dataclass
@@ -66,6 +70,7 @@ class _Draw:
     Args:
         number: Number of the call among them.
         key: Key by which the client identifies the call; empty if it gave none.
+        prepared: Done when the call is tokenised, or has failed.
         answer: The answer.
         is_delivered: True if it was sent.
         is_abandoned: True if the client hung up before.
@@ -73,6 +78,7 @@ class _Draw:
 
     number: int
     key: str
+    prepared: asyncio.Future[None]
     answer: asyncio.Task[Answer]
     is_delivered: bool = False
     is_abandoned: bool = False
@@ -186,9 +192,13 @@ class AgentSession:
         """
         if size <= SMALL:
             return function(*args)
-        job = asyncio.get_running_loop().run_in_executor(_WORKERS, partial(function, *args))
+        workers = _WORKERS if size <= LARGE else _LARGE_WORKER
+        job = asyncio.get_running_loop().run_in_executor(workers, partial(function, *args))
         self._admission.add(job)
-        return await asyncio.shield(job)
+        try:
+            return await asyncio.shield(job)
+        finally:
+            del job  # an error of it would hold it, and with it the input, in a cycle
 
     async def answer(self, call: Call, *, is_retry: bool = False, key: str = "") -> Answer:
         """Answer a call.
@@ -205,20 +215,26 @@ class AgentSession:
         return await (await self.begin(call, is_retry=is_retry, key=key))
 
     async def begin(self, call: Call, *, is_retry: bool = False, key: str = "") -> Coroutine[Any, Any, Answer]:
-        """Begin to answer a call; see `answer`. Await the returned coroutine at once for the answer."""
+        """Tokenise a call, and begin to answer it; see `answer`. Await the returned coroutine at once."""
         call = self._whole(call)
         self.ignored.update(call.ignored)
         digest = await self.off_loop(call.size, _digest_of, call)
         self._check_open()
         if (refused := self._refused.get((digest, self._num_sampled_calls))) is not None:
-            raise refused.with_traceback(None)
+            raise refused.again()
         draw = self._repeated(digest, is_retry, key)
         if draw is None:
             draws = self._draws[digest]
             number = _first_free({each.number for each in draws})
-            draw = _Draw(number, key, asyncio.create_task(self._answer(call, digest, number)))
+            prepared = asyncio.get_running_loop().create_future()
+            draw = _Draw(number, key, prepared, asyncio.create_task(self._answer(call, digest, number, prepared)))
             draws.append(draw)
         draw.is_abandoned = False
+        try:
+            await asyncio.wait([draw.prepared, draw.answer], return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            draw.is_abandoned = True
+            raise
         return self._awaited(call, digest, draw)
 
     async def _awaited(self, call: Call, digest: str, draw: _Draw) -> Answer:
@@ -230,6 +246,10 @@ class AgentSession:
             # the client hung up: who asks again gets this answer
             draw.is_abandoned = True
             raise
+        except CallRefused as error:
+            self._forget(digest, draw, error)
+            # the frames of the traceback hold the request and, in a cycle, the draw
+            raise error.again() from error.with_traceback(None)
         except Exception as error:
             self._forget(digest, draw, error)
             raise
@@ -246,7 +266,7 @@ class AgentSession:
         if not draws:
             del self._draws[digest]
         if isinstance(error, CallRefused):
-            self._refused[digest, self._num_sampled_calls] = error
+            self._refused[digest, self._num_sampled_calls] = error.again()
             if len(self._refused) > _MAX_REFUSALS:
                 del self._refused[next(iter(self._refused))]
 
@@ -363,6 +383,13 @@ class AgentSession:
                 session._rewards = dict(self._rewards)
         return [session.rollout() for session in called or [self]]
 
+    def played(self) -> list[Rollout]:
+        """Return the rollouts of all agents so far; none if no agent has called the policy."""
+        try:
+            return self.rollouts()
+        except ValueError:
+            return []
+
     def rollout(self) -> Rollout:
         """Return the rollout of one agent so far.
 
@@ -397,8 +424,11 @@ class AgentSession:
         messages = (*call.messages[:own], *self._stored[call.continues], *call.messages[own:])
         return replace(call, messages=messages, continues="", size=max(call.size, SMALL + 1))
 
-    async def _answer(self, call: Call, digest: str, draw: int) -> Answer:
-        prepared = await self.off_loop(call.size, self._prepared, call)
+    async def _answer(self, call: Call, digest: str, draw: int, is_prepared: asyncio.Future[None]) -> Answer:
+        try:
+            prepared = await self.off_loop(call.size, self._prepared, call)
+        finally:
+            is_prepared.set_result(None)
         parent = prepared.parent
         kept = 0 if parent is None else parent.num_tokens
         sampling = self._sampling(call, prepared)

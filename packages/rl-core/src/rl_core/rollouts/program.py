@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -111,6 +111,10 @@ class GenerationClient(Protocol):
 
     def pieces(self, token_ids: np.ndarray) -> list[str]:
         """The text of each token."""
+        ...
+
+    def on_failure(self, played: Callable[[], Sequence[Rollout]]) -> None:
+        """Set a function that returns what was played so far. If the play fails, its record has these turns."""
         ...
 
 

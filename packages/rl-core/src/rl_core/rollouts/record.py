@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
+from itertools import islice, repeat
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,12 +26,14 @@ def rollout_record(prompt: Prompt, index: int, rollout: Rollout) -> np.ndarray:
     """uint8 `[bytes]`, UTF-8 of a JSON object on one line; `index` is the rollout's place in its group.
 
     `weight_spans` count tokens from the start of the rollout. A rollout of several segments has `segments` with the
-    `num_tokens` of each; their tokens lie end to end. The record of an agent always has `segments`, with the `messages`
-    and `tools` that each begins with and its `turns`, instead of `turns` of the whole. If a segment begins as another
-    one, `shared` has the index of that `segment` and the number of its `messages`, turns included, and only further
-    messages are listed. `call` numbers the first turns of segments in the order of time. Rollouts of several agents have `agent`, `peers` and `play`, and those of an
-    opponent `opponent`, which is true. `row` is what the environment was given in addition to the conversation, such as
-    the right answer; values longer than `MOST_CHARACTERS` are cut.
+    `num_tokens` of each; their tokens lie end to end. Rollouts of several agents have `agent`, `peers` and `play`, and
+    those of an opponent `opponent`, which is true. `row` is what the environment was given in addition to the
+    conversation, such as the right answer; values longer than `MOST_CHARACTERS` are cut.
+
+    A rollout of an agent that calls the policy by HTTP has `turns` in its `segments`, of which there is at least one. A
+    segment also has the `messages` and `tools` that it begins with, and `call`, the number of its first turn in the
+    order of time. If it begins as another one, `shared` has the index of that `segment` and the number of `messages`
+    that they share, turns included; only further messages are listed, and the tools are the same.
     """
     described = {
         "prompt_id": prompt.id,
@@ -84,7 +86,7 @@ def segments_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
             "number": numbers[index],
             **{name: _objects(segment.get(name)) for name in ("messages", "tools", "turns")},
             "shared": {
-                "number": numbers.get(shared.get("segment")),
+                "number": numbers.get(shared.get("segment", -1)),
                 "messages": shared.get("messages"),
             }
             if isinstance(shared := segment.get("shared"), dict)
@@ -134,7 +136,8 @@ def _objects(value: Any) -> list[dict[str, Any]]:
 
 def _agent_segments(rollout: Rollout) -> Iterator[dict[str, Any]]:
     cut, turns = _Cut(), iter(rollout.turns)
-    for length, context in zip(rollout.segments or (len(rollout.tokens),), rollout.contexts, strict=True):
+    lengths = rollout.segments or (len(rollout.tokens),) if rollout.status != "failed" else repeat(0)
+    for length, context in zip(lengths, rollout.contexts, strict=rollout.status != "failed"):
         segment: dict[str, Any] = {"num_tokens": length, "call": context.call}
         if context.num_shared:
             segment["shared"] = {"segment": context.shared_with, "messages": context.num_shared}

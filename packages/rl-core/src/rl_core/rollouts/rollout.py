@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -153,7 +153,8 @@ class Rollout:
         images: Digests of the images among the tokens of each segment, in order (`rl_core.images`); those of a rollout
             of one row are one entry. Empty without images.
         contexts: Conversations of the segments of an agent's rollout, for people to read: one per segment, also if
-            there is only one. Empty for other rollouts, whose conversation is the prompt and the turns.
+            there is only one. Empty for other rollouts, whose conversation is the prompt and the turns. Those of a
+            failed rollout have no tokens.
     """
 
     prompt_id: str
@@ -217,27 +218,35 @@ class Rollout:
         return np.split(values, np.cumsum(self.segments)[:-1]) if self.segments else [values]
 
     @classmethod
-    def failed(cls, prompt: Prompt, reason: str, images: tuple[str, ...] = ()) -> Rollout:
+    def failed(
+        cls, prompt: Prompt, reason: str, images: tuple[str, ...] = (), played: Sequence[Rollout] = ()
+    ) -> Rollout:
         """Return a rollout that is not trained on, with the reason.
 
         Args:
             prompt: Its prompt.
             reason: Why it failed.
             images: Digests of the images of the prompt, in order.
+            played: Rollouts so far, of several agents if there are several. Their turns are kept, for people to read.
         """
         length = len(prompt.token_ids)
+        contexts: list[SegmentContext] = []
+        for each in played:
+            begin = len(contexts)
+            contexts += [replace(own, shared_with=begin + own.shared_with) for own in each.contexts]
         return cls(
             prompt_id=prompt.id,
             tokens=np.asarray(prompt.token_ids, dtype=np.int32),
             loss_mask=np.zeros(length, dtype=np.uint8),
             generation_logprobs=np.zeros(length, dtype=np.float32),
             spans=(),
-            turns=(),
+            turns=tuple(turn for each in played for turn in each.turns),
             rewards={},
             stop_reason="abort",
             status="failed",
             failure=reason,
             images=(images,) if images else (),
+            contexts=tuple(contexts),
         )
 
 

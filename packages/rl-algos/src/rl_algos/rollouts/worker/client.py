@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -80,6 +80,7 @@ class PlayClient:
         self._version = 0
         self._opponents = opponents
         self._num_sampled: Counter[str] = Counter()
+        self.played: Callable[[], Sequence[Rollout]] = tuple
 
     @property
     def sampling(self) -> SamplingParams:
@@ -164,6 +165,9 @@ class PlayClient:
         """See `Conversations.release`."""
         if self._conversations is not None:
             await self._conversations.release()
+
+    def on_failure(self, played: Callable[[], Sequence[Rollout]]) -> None:
+        self.played = played
 
     def marked(self, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
         """Mark the rollouts that opponents sampled.

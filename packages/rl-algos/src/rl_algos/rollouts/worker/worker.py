@@ -107,6 +107,7 @@ class RolloutWorker:
         await self._generator.start()
         await self._opponents.start()
         if isinstance(self._program, PreparedProgram):
+            self._services.chat.prepare()
             await self._program.start(self._logs)
         return self._generator.num_ranks
 
@@ -245,13 +246,13 @@ class RolloutWorker:
             async with asyncio.timeout(self._max_seconds) as limit:
                 return client.marked(_rollouts_of(await self._program.run(prompt, client)))
         except TimeoutError as error:
-            return _failed(prompt, self._overdue() if limit.expired() else error)
+            return _failed(prompt, self._overdue() if limit.expired() else error, client)
         except RequestRefused as error:
-            return _failed(prompt, error)
+            return _failed(prompt, error, client)
         except GeneratorError:
             raise
         except Exception as error:  # noqa: BLE001 - a program's failure costs its rollout, not the run
-            return _failed(prompt, error)
+            return _failed(prompt, error, client)
         finally:
             await client.release()
 
@@ -281,7 +282,7 @@ def _numbered(plays: Sequence[Sequence[Rollout]]) -> list[Rollout]:
     return [dataclasses.replace(rollout, play=number) for number, play in enumerate(plays) for rollout in play]
 
 
-def _failed(prompt: Prompt, error: Exception) -> Sequence[Rollout]:
+def _failed(prompt: Prompt, error: Exception, client: PlayClient) -> Sequence[Rollout]:
     reason = f"{type(error).__name__}: {error}"
     _log.warning("rollout of %s failed: %s", prompt, reason)
-    return (Rollout.failed(prompt, reason, image_digests(prompt.messages)),)
+    return (Rollout.failed(prompt, reason, image_digests(prompt.messages), client.played()),)
