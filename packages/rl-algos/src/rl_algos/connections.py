@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 IDLE_S = 30.0
 """Maximum number of seconds for which a connection waits without a complete request."""
 
-TRANSFER_S = 60.0
+TRANSFER_S = 30.0
 """Maximum number of seconds for receiving the body of a request, and for sending a part of an answer."""
 
 MAX_CONNECTIONS = 16_384
@@ -71,22 +71,52 @@ class SparingLog:
             self._num_events, self._next_s = 0, now + _LOG_PERIOD_S
 
 
+class Pace:
+    """Spreads work over the passes of an event loop, so that many requests at once do not halt everything else.
+
+    Work begins in a pass for `budget_s`. More of it waits for the next pass, in order.
+
+    Args:
+        budget_s: Seconds of one pass.
+    """
+
+    def __init__(self, budget_s: float = 0.01) -> None:
+        self._budget_s = budget_s
+        self._begun_s: float | None = None
+
+    async def turn(self) -> None:
+        """Wait until the pass has time for another piece of work."""
+        while True:
+            now = time.perf_counter()
+            if self._begun_s is None:
+                self._begun_s = now
+                asyncio.get_running_loop().call_soon(self._end)  # in the next pass
+            if now - self._begun_s < self._budget_s:
+                return
+            await asyncio.sleep(0)
+
+    def _end(self) -> None:
+        self._begun_s = None
+
+
 class Connections(web.Server):
     """The connections of a server.
 
     Args:
         serve: Answers a request.
         refuse: Makes the answer to what is not a valid request, from a status and a message.
-        max_body: Maximum number of bytes of a request's body.
         limit: Maximum number of connections; by default half of the files that the process may open.
+
+    Attributes:
+        pace: Spreads requests over the passes of the event loop.
     """
 
-    def __init__(self, serve: Handler, refuse: Refuse, *, max_body: int, limit: int | None = None) -> None:
-        super().__init__(self._handle, request_factory=self._request, handler_cancellation=True)
+    def __init__(self, serve: Handler, refuse: Refuse, *, limit: int | None = None) -> None:
+        super().__init__(self._handle, handler_cancellation=True)
         self.refuse = refuse
+        self.pace = Pace()
         self.unread = SparingLog(_log, "%d requests could not be read as HTTP, the last one because of %s")
         self._serve = serve
-        self._max_body = max_body
         self._limit = limit or min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         self._num_open = 0
         self._waiting: dict[web.RequestHandler, float] = {}  # since when, in this order
@@ -122,16 +152,13 @@ class Connections(web.Server):
         handler = request.protocol
         self._waiting.pop(handler, None)
         try:
+            await self.pace.turn()
             if request.headers.get("Content-Encoding", "identity") != "identity":
                 return self.refuse(415, "the body of a request must be sent without Content-Encoding")
             return await self._serve(request)
         finally:
             if handler.transport is not None:
                 self._wait(handler)
-
-    def _request(self, message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
-        loop = asyncio.get_running_loop()
-        return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=self._max_body)
 
     def _wait(self, handler: web.RequestHandler) -> None:
         self._waiting[handler] = time.monotonic()

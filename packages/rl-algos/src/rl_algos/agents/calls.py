@@ -20,8 +20,8 @@ class CallRefused(Exception):
     """A call that is answered with an error.
 
     Args:
-        message: What is wrong with it, for the person who wrote the agent; cut after `MAX_MESSAGE` characters, as it may
-            repeat a part of the request.
+        message: What is wrong with it, for the person who wrote the agent. It is cut after `MAX_MESSAGE` characters,
+            because it may repeat a part of the request.
         status: HTTP status.
         code: Name of the error, as clients compare it.
         param: Field of the request that is at fault; empty for none.
@@ -32,6 +32,10 @@ class CallRefused(Exception):
         self.status = status
         self.code = code
         self.param = param
+
+    def again(self) -> CallRefused:
+        """Return an equal error, which does not hold the frames that this one was raised in, with their requests."""
+        return CallRefused(str(self), status=self.status, code=self.code, param=self.param)
 
 
 @dataclass(frozen=True)

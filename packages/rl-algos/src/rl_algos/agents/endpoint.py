@@ -10,7 +10,7 @@ import math
 import re
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from rl_algos.agents.dialects.chat_completions import ChatCompletions
 from rl_algos.agents.dialects.completions import Completions
 from rl_algos.agents.dialects.messages import Messages
 from rl_algos.agents.dialects.responses import Responses
-from rl_algos.agents.session import AgentSession
+from rl_algos.agents.session import LARGE, AgentSession
 from rl_algos.agents.task_board import TaskBoard
 from rl_algos.connections import TRANSFER_S, Connections, SparingLog, host_name
 
@@ -47,6 +47,9 @@ _ROLLOUT = re.compile(r"/rollouts/([0-9a-f]{16})(?:/agents/([A-Za-z_][A-Za-z0-9_
 
 _WAIT_S = 60.0
 """Maximum number of seconds for which a request for a rollout waits."""
+
+_MAX_LARGE = 8
+"""Maximum number of large bodies in memory at a time."""
 
 _MAX_REWARDS = 100
 """Maximum number of names of rewards, and of characters of each."""
@@ -102,6 +105,7 @@ class AgentEndpoint:
         self._open: dict[str, _Open] = {}
         self._runner: web.ServerRunner | None = None
         self._port = 0
+        self._large = asyncio.Semaphore(_MAX_LARGE)
         self._failures = SparingLog(_log, "%d requests of agents failed, the last one because of %s")
         chat, messages = ChatCompletions(), Messages()
         dialects: dict[str, Dialect] = {
@@ -121,10 +125,10 @@ class AgentEndpoint:
 
     async def start(self) -> None:
         """Listen at a port that is free."""
-        connections = Connections(self._serve, _refusal_of_http, max_body=self._max_body)
-        self._runner = web.ServerRunner(connections, shutdown_timeout=5.0)
+        self._connections = Connections(self._serve, _refusal_of_http)
+        self._runner = web.ServerRunner(self._connections, shutdown_timeout=5.0)
         await self._runner.setup()
-        await web.TCPSite(self._runner, self._host, 0, backlog=4096).start()
+        await web.TCPSite(self._runner, self._host, 0).start()
         self._port = self._runner.addresses[0][1]
 
     @property
@@ -205,8 +209,6 @@ class AgentEndpoint:
                 return error
             case RecursionError():
                 return CallRefused("the request is nested too deeply", code="invalid_json")
-            case web.HTTPRequestEntityTooLarge():
-                return self._too_large()
             case web.RequestPayloadError():
                 return CallRefused("the body of the request is incomplete", code="invalid_body")
         cause = f"{type(error).__name__}: {error}"[:200]
@@ -252,15 +254,25 @@ class AgentEndpoint:
         call = await session.off_loop(len(sent), lambda: asked.dialect.read({**_parsed(sent, brackets), **set_by_us}))
         return replace(call, size=len(sent))
 
+    def _room_for(self, request: web.BaseRequest) -> AbstractAsyncContextManager[None]:
+        """Context in which a body is in memory, of which a few may be large."""
+        is_small = request.content_length is not None and request.content_length <= LARGE
+        return nullcontext() if is_small else self._large
+
     async def _body(self, request: web.BaseRequest) -> Mapping[str, Any]:
         return _parsed(await self._received(request), self._max_brackets)
 
-    async def _received(self, request: web.BaseRequest) -> bytes:
+    async def _received(self, request: web.BaseRequest) -> bytearray:
         if (request.content_length or 0) > self._max_body:
             raise self._too_large()
+        body = bytearray()  # `request.read` would keep it until the next request of the connection
         try:
             async with asyncio.timeout(TRANSFER_S):
-                return await request.read()
+                async for part in request.content.iter_any():
+                    body += part
+                    if len(body) > self._max_body:
+                        raise self._too_large()
+            return body
         except TimeoutError:
             raise CallRefused(
                 f"the request did not arrive within {TRANSFER_S:g} s", status=408, code="timeout"
@@ -271,7 +283,7 @@ class AgentEndpoint:
         with nullcontext() if self._board is None else self._board.calling(asked.rollout):
             headers = asked.request.headers
             is_retry = headers.get(_RETRIES, "0") not in ("", "0")
-            async with session.admitted():
+            async with session.admitted(), self._room_for(asked.request):
                 call = await self._call(asked, session)
                 answering = await session.begin(call, is_retry=is_retry, key=headers.get(_KEY, ""))
             send = self._stream if call.is_streamed else self._send
@@ -282,6 +294,7 @@ class AgentEndpoint:
     ) -> web.StreamResponse:
         answer = await answering
         try:
+            await self._connections.pace.turn()
             body = await session.off_loop(_size(call, answer), lambda: json.dumps(asked.dialect.answer(call, answer)))
             response = web.Response(text=body, content_type="application/json")
             await _within_limit(response.prepare(asked.request))
@@ -300,8 +313,10 @@ class AgentEndpoint:
         is_delivered = False
         try:
             while not (await asyncio.wait([waiting], timeout=HEARTBEAT_S))[0]:
+                await self._connections.pace.turn()
                 await stream.write(dialect.heartbeat)
             answer = waiting.result()
+            await self._connections.pace.turn()
             size = _size(call, answer)
             await stream.write(await session.off_loop(size, lambda: _all_written(dialect.events(call, answer))))
             await stream.end()
@@ -316,11 +331,12 @@ class AgentEndpoint:
             waiting.cancel()
             if waiting.done() and not waiting.cancelled() and waiting.exception() is None:
                 session.delivered(waiting.result(), is_delivered=is_delivered)
+            del waiting  # see `AgentSession.off_loop`
         return stream.response
 
     async def _count_tokens(self, asked: _Asked) -> web.StreamResponse:
         session = self._session(asked)
-        async with session.admitted():
+        async with session.admitted(), self._room_for(asked.request):
             num_tokens = await session.num_tokens(await self._call(asked, session, max_tokens=1))
         return web.json_response({"input_tokens": num_tokens})
 
@@ -445,7 +461,7 @@ def _reward_of(name: str, value: Any) -> float:
     raise CallRefused(f"the reward {name!r} must be a finite number, got {value!r:.60}", param="reward")
 
 
-def _parsed(sent: bytes, max_brackets: int) -> Mapping[str, Any]:
+def _parsed(sent: bytearray, max_brackets: int) -> Mapping[str, Any]:
     """Return the object of a request.
 
     Args:

@@ -53,6 +53,10 @@ class Chat:
         """See `rl_algos.token_bytes.characters_per_token`."""
         return characters_per_token(self._tokenizer)
 
+    def prepare(self) -> None:
+        """Compute what depends on the tokenizer alone, and would halt other rollouts for a second when first used."""
+        _ = self.characters_per_token, special_tokens(self._tokenizer).renamed
+
     def read(self, token_ids: np.ndarray, tools: Sequence[Mapping[str, Any]] = ()) -> Reply:
         """The turn of these tokens.
 
