@@ -48,6 +48,40 @@ def test_keys_of_a_section_that_nobody_switched_on_are_refused(key):
     assert f"has no effect without {section}.enabled=true" in str(refused.value)
 
 
+BY_HF = "policy.generation.backend=hf"
+BY_MEGATRON = "policy.megatron_cfg.enabled=true"
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        (
+            [BY_HF, "policy.generation.vllm_cfg.speculation.method=ngram"],
+            "vllm_cfg.speculation .*Set .*backend=vllm, or",
+        ),
+        ([BY_HF, "policy.generation.vllm_cfg.enforce_eager=true"], f"with {BY_HF}"),
+        ([BY_MEGATRON, "policy.dtensor_cfg.tensor_parallel_size=2"], f"with {BY_MEGATRON}.*Set policy.dtensor_cfg.ena"),
+    ],
+)
+def test_keys_of_a_backend_are_refused_where_another_is_chosen(keys, says):
+    with pytest.raises(ConfigError, match=rf"has no effect {says}" if says.startswith("with") else says):
+        read_plan("grpo-math-1b", [*ON_CPU, *keys])
+
+
+def test_keys_of_a_recipes_backend_stay_when_another_is_chosen_over_them(tmp_path):
+    """`rl train RECIPE policy.generation.backend=hf` is how a backend is changed."""
+    (tmp_path / "own.yaml").write_text(
+        "defaults: grpo-math-1b\npolicy: {generation: {backend: vllm, vllm_cfg: {enforce_eager: true}}}\n"
+    )
+    (tmp_path / "over.yaml").write_text("defaults: own.yaml\npolicy: {generation: {backend: hf}}\n")
+    (tmp_path / "wrong.yaml").write_text("defaults: over.yaml\npolicy: {generation: {vllm_cfg: {max_num_seqs: 8}}}\n")
+    for source, overrides in ((tmp_path / "own.yaml", [BY_HF]), (tmp_path / "over.yaml", [])):
+        assert read_plan(source, [*ON_CPU, *overrides]).config.policy.generation.backend == "hf"
+    with pytest.raises(ConfigError, match=r"vllm_cfg\.max_num_seqs .*wrong\.yaml:2.*has no effect") as refused:
+        read_plan(tmp_path / "wrong.yaml", ON_CPU)
+    assert "enforce_eager" not in str(refused.value)
+
+
 def test_an_unknown_key_of_such_a_section_is_named_as_that():
     with pytest.raises(ConfigError, match=r"policy\.lora_cfg\.dimm.*policy\.lora_cfg\.dim\?"):
         read_plan("grpo-arithmetic", [*ON_CPU, "policy.lora_cfg.dimm=16"])
@@ -60,7 +94,7 @@ def test_an_unknown_key_of_such_a_section_is_named_as_that():
         ["policy.megatron_cfg={enabled: false, fp8_cfg: {fp8: e4m3}}"],
         ["policy.lora_cfg.dim=8"],  # as it is by default
         ["policy.dtensor_cfg.compile=false"],  # the backend that trains if none is enabled
-        ["policy.megatron_cfg.enabled=true", "policy.dtensor_cfg.recompute=full"],
+        ["policy.megatron_cfg.enabled=true", "policy.dtensor_cfg={enabled: false, recompute: full}"],
     ],
 )
 def test_a_section_that_is_switched_off_keeps_its_keys(overrides):

@@ -15,6 +15,7 @@ from rl_core.config.renames import Upgrade, upgraded
 from rl_core.config.schema import Config
 from rl_core.config.tree import (
     DATASET,
+    DEFAULT,
     MAX_DEPTH,
     MISSING,
     Entry,
@@ -88,6 +89,15 @@ class RawConfig:
     def origin(self, key: str) -> Origin:
         """Place at which a key was written; `default` if it was not."""
         return self.entry.origin_at(parse_path(key))
+
+    def layer(self, key: str) -> int:
+        """Return the place of a key's origin in the order in which layers are laid over one another: 0 for a default,
+        then every file, then values that are given with the command or in code."""
+        origin = self.origin(key)
+        if origin == DEFAULT:
+            return 0
+        source = Path(origin.source).resolve()
+        return next((place for place, file in enumerate(self.files, start=1) if file == source), len(self.files) + 1)
 
     def with_values(self, values: Mapping[str, Any], source: str) -> RawConfig:
         """The same with plain nested values laid over it, whose origin is named `source`."""

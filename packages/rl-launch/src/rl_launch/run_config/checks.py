@@ -46,7 +46,7 @@ from rl_launch.placement.topology import (
     weight_sync_problems,
 )
 from rl_launch.push.destinations import destination_of
-from rl_launch.root_config import DRAFT_HEAD, DRAFTER, POLICY, ClusterConfig, RunConfig
+from rl_launch.root_config import DRAFT_HEAD, DRAFTER, POLICY, ClusterConfig, RunConfig, section_of
 from rl_launch.run_config.plan import RunPlan, plugin_of
 from rl_launch.run_config.profiling_checks import profiled_rank_checks, profiling_checks
 from rl_launch.session.callbacks.callback_classes import callback_problems
@@ -208,6 +208,21 @@ def _switch_checks(plan: RunPlan) -> Iterator[Problem]:
             if name in type(section).model_fields and is_changed(section, name):
                 remedy = f"Set {key}.enabled=true, or remove this key"
                 yield Problem.unused(f"{key}.{name}", f"without {key}.enabled=true", remedy=remedy)
+
+
+def _unused_backend_checks(plan: RunPlan) -> Iterator[Problem]:
+    """Yield the keys of backends that the run does not use, unless their choice was made over them: a recipe has keys
+    of its own backend, which the command line may change."""
+    assert plan.raw is not None, "checks run on a config that was read"
+    for path, choice, other in plan.unused_backends():
+        section = section_of(plan.config, path)
+        if getattr(section, "enabled", None) is False or not plan.raw.is_written(path):
+            continue
+        for name in type(section).model_fields:
+            key = f"{path}.{name}"
+            if is_changed(section, name) and plan.raw.layer(key) >= plan.raw.layer(choice):
+                value = str(section_of(plan.config, choice)).replace("True", "true")
+                yield Problem.unused(key, f"with {choice}={value}", remedy=f"Set {other}, or remove this key")
 
 
 def _sections(
@@ -433,6 +448,7 @@ MODEL_CHECKS: tuple[Check, ...] = (_model_fact_checks, _backend_checks, _replay_
 
 BACKEND_CHECKS: tuple[Check, ...] = (
     *MODEL_CHECKS,
+    _unused_backend_checks,
     _lora_sync_checks,
     _drafter_checks,
     _draft_head_checks,

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, cast
 
 from rl_core.config import Config, Origin, RawConfig, Resolved
 from rl_core.devices import Device
-from rl_core.plugins import Algorithm, AlgorithmPlugin, algorithm_named, implementation_of
+from rl_core.plugins import (
+    GENERATORS,
+    POLICIES,
+    Algorithm,
+    AlgorithmPlugin,
+    algorithm_named,
+    implementation_of,
+    plugins,
+)
 from rl_launch.backends import SINGLE_MODEL, Backends, backends_of, model_keys
 from rl_launch.cluster.device import resolve_device
-from rl_launch.root_config import RunConfig, section_of
+from rl_launch.root_config import POLICY, RunConfig, section_of
 
 
 @dataclass(frozen=True)
@@ -50,6 +59,24 @@ class RunPlan:
         """The config with the origins of its values."""
         assert self.raw is not None, "the plan of a config that was read"
         return Resolved(self.root, self.raw)
+
+    def unused_backends(self) -> Iterator[tuple[str, str, str]]:
+        """Yield the sections of backends and engines that the run does not use, by dotted key, each with the key that
+        chooses another, and the override that would choose this one."""
+        used = {model.section: model.plugin.key for model in self.backends.models.values()}
+        for section in used.keys() & set(self.model_sections):
+            for each in plugins(POLICIES).values():
+                if each.key != used[section]:
+                    yield (
+                        f"{section}.{each.key}",
+                        f"{section}.{used[section]}.enabled",
+                        f"{section}.{each.key}.enabled=true",
+                    )
+        generation = self.backends.generation
+        for each in plugins(GENERATORS).values() if generation is not None else ():
+            if generation is not None and each.key != generation.plugin.key:
+                choice = f"{POLICY}.generation.backend"
+                yield f"{POLICY}.generation.{each.key}", choice, f"{choice}={each.name}"
 
     @cached_property
     def algorithm(self) -> Algorithm[Any, Any, Any]:

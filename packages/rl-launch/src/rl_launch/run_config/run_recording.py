@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from rl_core.config import Config, load, resolve
 from rl_core.errors import ConfigError
-from rl_core.plugins import ENVIRONMENTS, GENERATORS, POLICIES, names, plugins
-from rl_launch.root_config import POLICY, RunConfig
+from rl_core.plugins import ENVIRONMENTS, names
+from rl_launch.root_config import RunConfig
 from rl_launch.run_config.plan import RunPlan
 from rl_launch.run_config.reading import check_environments, of_this_version
 from rl_launch.run_config.root_types import type_of
@@ -33,8 +33,11 @@ class RunRecording(Recording):
         """The tree without the sections of plugins that the run does not use; the backend that trains a model is
         named as enabled."""
         plan = RunPlan.of(config)
-        for path in self._unused(plan):
-            tree = _without(tree, path)
+        for key, *_ in plan.unused_backends():
+            tree = _without(tree, tuple(key.split(".")))
+        for name in names(ENVIRONMENTS) if self._environments is not None else ():
+            if name not in self._environments:
+                tree = _without(tree, (_ENV, name))
         for model in plan.backends.models.values():
             tree = _with(tree, (*model.section.split("."), model.plugin.key, "enabled"), True)
         return tree
@@ -49,23 +52,6 @@ class RunRecording(Recording):
         check_environments(raw)
         raw = of_this_version(raw, type_of(raw), path)
         return resolve(raw, type_of(raw)).config
-
-    def _unused(self, plan: RunPlan) -> Iterator[tuple[str, ...]]:
-        backends = plan.backends
-        used = {(*model.section.split("."), model.plugin.key) for model in backends.models.values()}
-        trained = {model.section for model in backends.models.values()}
-        for section in trained & set(plan.model_sections):
-            for each in plugins(POLICIES).values():
-                if (path := (*section.split("."), each.key)) not in used:
-                    yield path
-        if backends.generation is not None:
-            for each in plugins(GENERATORS).values():
-                if each.key != backends.generation.plugin.key:
-                    yield (POLICY, "generation", each.key)
-        if self._environments is not None:
-            for name in names(ENVIRONMENTS):
-                if name not in self._environments:
-                    yield (_ENV, name)
 
 
 def recorded_environments(path: Path) -> list[str] | None:
