@@ -290,8 +290,18 @@ def test_every_token_and_draft_is_counted(bench: SpeculationBench) -> None:
     assert counts.num_tokens == num_tokens == 320
     assert counts.num_draft_tokens <= 3 * counts.num_drafts
     assert list(counts.num_accepted) == sorted(counts.num_accepted, reverse=True)
-    # a completion may end within a draft, whose other accepted tokens are left out
-    assert counts.num_steps <= num_tokens <= counts.num_steps + sum(counts.num_accepted)
+    # a completion that ends within a draft has an accepted token, and not one more, in its last step
+    assert num_tokens <= counts.num_steps + sum(counts.num_accepted) <= num_tokens + 8
+
+
+def test_what_is_drafted_past_the_end_of_a_completion_is_not_counted(bench: SpeculationBench) -> None:
+    before = bench.counts()
+    requests = [GenerationRequest(prompt(9, seed), SamplingParams(2, temperature=0), seed) for seed in range(8)]
+    assert all(len(each.token_ids) == 2 for each in bench.generate(requests))
+    counts = bench.counts().since(before)
+    # the prompt gives the first token, so one draft of three is verified for the second, which ends the completion
+    assert counts.num_accepted[1:] == (0,) * (len(counts.num_accepted) - 1)
+    assert sum(counts.num_accepted) <= counts.num_draft_tokens <= 3 * 8 - 2 * sum(counts.num_accepted)
 
 
 def test_a_request_with_min_p_is_refused(bench: SpeculationBench) -> None:

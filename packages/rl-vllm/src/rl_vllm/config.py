@@ -72,6 +72,7 @@ OWNED_ARGUMENTS = {
     "pipeline_parallel_size": "set `vllm_cfg.pipeline_parallel_size`",
     "prefill_context_parallel_size": "a replica has tensor_parallel_size x pipeline_parallel_size ranks",
     "quantization": _QUANTIZATION,
+    "per_request_spec_decode_metrics": "the generator counts drafts by them, and reports through `health`",
     "quantization_config": _QUANTIZATION,
     "runner": _TASK,
     "seed": "every request carries its own seed",

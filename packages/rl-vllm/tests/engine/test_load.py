@@ -27,5 +27,4 @@ def test_the_newest_step_counts_and_drafts_add_up():
         drafts.observe_draft(num_draft_tokens=5, num_accepted_tokens=accepted)
         logger.record(stats(1, 0, 0, 0.5, drafts), None, engine_idx=0)
     assert load.newest == {"num_running": 1, "num_waiting": 0, "kv_cache_usage": 0.5}
-    assert (load.drafts.num_drafts, load.drafts.num_draft_tokens) == (2, 10)
-    assert load.drafts.num_accepted == [2, 1, 1, 1, 0]
+    assert load.drafts.read() == (2, 10, (2, 1, 1, 1, 0))

@@ -144,6 +144,7 @@ def engine_arguments(
         override_generation_config=mending.get("override_generation_config", {}),
         seed=0,
         speculative_config=drafting,
+        per_request_spec_decode_metrics="none" if drafting is None else "detailed",
         disable_log_stats=True,
         **(_adapter_arguments(model) if applies_adapters else {}),
         **{

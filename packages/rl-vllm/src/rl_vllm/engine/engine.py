@@ -34,13 +34,14 @@ class Engine(ABC):
 
     Args:
         processor: VLLM's, which the tokens of every step pass through.
-        drafts: Counts of its drafts, if it decodes speculatively.
+        drafts: Counts of its drafts.
+        speculates: True if it decodes speculatively.
 
     Attributes:
         adapter: That requests are computed with; set by `use_adapter`.
     """
 
-    def __init__(self, processor: OutputProcessor, drafts: DraftCounts) -> None:
+    def __init__(self, processor: OutputProcessor, drafts: DraftCounts, *, speculates: bool) -> None:
         self.adapter: LoRARequest | None = None
         self._num_sampled = self._num_steps = 0
         self._drafts = drafts
@@ -50,6 +51,9 @@ class Engine(ABC):
         def count(outputs: Sequence[EngineCoreOutput], *args: Any, **kwargs: Any) -> Any:
             self._num_sampled += sum(len(output.new_token_ids) for output in outputs)
             self._num_steps += sum(bool(output.new_token_ids) for output in outputs)
+            if speculates:
+                for output in outputs:
+                    drafts.see(processor.request_states.get(output.request_id), output)
             return process(outputs, *args, **kwargs)
 
         # vLLM's own statistics cost more, and their interface is not stable
@@ -67,10 +71,7 @@ class Engine(ABC):
         Args:
             break_even: See `SpeculationCounts`.
         """
-        drafts = self._drafts
-        accepted = tuple(drafts.num_accepted)
-        counts = (self._num_sampled, self._num_steps, drafts.num_drafts, drafts.num_draft_tokens)
-        return SpeculationCounts(*counts, accepted, break_even)
+        return SpeculationCounts(self._num_sampled, self._num_steps, *self._drafts.read(), break_even)
 
     def use_adapter(self, version: int | None) -> None:
         """Compute later requests with the adapters that were received with a weight version, or with none."""

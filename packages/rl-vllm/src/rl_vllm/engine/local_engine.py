@@ -43,8 +43,9 @@ class LocalEngine(Engine):
 
     def __init__(self, thread: StepThread[SteppedEngine], engine: SteppedEngine) -> None:
         drafts = DraftCounts()
-        super().__init__(engine.vllm.output_processor, drafts)
-        if engine.vllm.vllm_config.speculative_config is not None:
+        speculates = engine.vllm.vllm_config.speculative_config is not None
+        super().__init__(engine.vllm.output_processor, drafts, speculates=speculates)
+        if speculates:
             drafts.follow(engine.vllm.engine_core.engine_core.scheduler)
         self._thread = thread
         self._engine = engine

@@ -32,7 +32,8 @@ class ProcessEngine(Engine):
     """vLLM's asynchronous engine, whose ranks and scheduler are other processes. They end when this one does."""
 
     def __init__(self, engine: AsyncLLM, roots: Sequence[BaseProcess], output: EngineOutput, load: Load) -> None:
-        super().__init__(engine.output_processor, load.drafts)
+        speculates = engine.vllm_config.speculative_config is not None
+        super().__init__(engine.output_processor, load.drafts, speculates=speculates)
         above = [psutil.Process(root.pid) for root in roots]
         self._engine = engine
         self._roots = roots

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from vllm.config import LoadConfig
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.engine.output_processor import RequestState
+from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from rl_vllm.config import SpeculationConfig
@@ -29,26 +35,64 @@ def speculative_config(speculation: SpeculationConfig | None) -> dict[str, Any] 
 
 
 class DraftCounts:
-    """Counts of the drafts that an engine has verified, from vLLM's own statistics.
-
-    Attributes:
-        num_drafts: Drafts.
-        num_draft_tokens: Their tokens.
-        num_accepted: Drafts whose first, second, ... token was accepted.
+    """Counts of the drafts that an engine has verified, from vLLM's own statistics, without what was drafted past the
+    end of a completion: vLLM accepts such tokens and then discards them.
     """
 
     def __init__(self) -> None:
-        self.num_drafts = 0
-        self.num_draft_tokens = 0
-        self.num_accepted: list[int] = []
+        self._num_drafts = 0
+        self._num_draft_tokens = 0
+        self._num_accepted: list[int] = []
+        self._num_past_end = 0
+        self._accepted_past_end: Counter[int] = Counter()
+        self._received: WeakKeyDictionary[RequestState, tuple[int, int]] = WeakKeyDictionary()
+        self._read: list[int] = []
+
+    def read(self) -> tuple[int, int, tuple[int, ...]]:
+        """Return the number of drafts, of their tokens, and of drafts whose first, second, ... token was accepted.
+
+        None of them decreases: statistics of a step and ends of completions arrive one after the other.
+        """
+        accepted = [count - self._accepted_past_end[place] for place, count in enumerate(self._num_accepted)]
+        found = [self._num_drafts, self._num_draft_tokens - self._num_past_end, *accepted]
+        self._read = [max(pair) for pair in zip_longest(found, self._read, fillvalue=0)]
+        num_drafts, num_tokens, *counts = self._read
+        return num_drafts, num_tokens, tuple(counts)
+
+    def see(self, state: RequestState | None, output: EngineCoreOutput) -> None:
+        """Follow the tokens that a request gets, until it ends with statistics of its own."""
+        if state is None or not output.new_token_ids:
+            return
+        steps, tokens = self._received.get(state, (0, 0))
+        self._received[state] = received = steps + 1, tokens + len(output.new_token_ids)
+        if output.spec_decode_metrics is not None:
+            self.cut(output.spec_decode_metrics, *received)
+
+    def cut(self, metrics: RequestSpecDecodeMetrics, num_steps: int, num_tokens: int) -> None:
+        """Leave out what was drafted past the end of a completion.
+
+        A step yields the accepted tokens and one more. What a request lacks of that in the sum over its steps was
+        discarded from its last one.
+
+        Args:
+            metrics: Statistics of the request.
+            num_steps: Steps in which it got tokens.
+            num_tokens: Tokens that it got.
+        """
+        num_discarded = sum(metrics.per_step_accepted) + num_steps - num_tokens
+        if num_discarded <= 0:
+            return
+        accepted, drafted = metrics.per_step_accepted[-1], metrics.per_step_drafted[-1]
+        num_received = accepted + 1 - num_discarded
+        self._num_past_end += drafted - num_received
+        self._accepted_past_end.update(range(num_received, accepted))
 
     def take(self, stats: SpecDecodingStats) -> None:
         """Add the statistics of a step."""
-        self.num_drafts += stats.num_drafts
-        self.num_draft_tokens += stats.num_draft_tokens
-        self.num_accepted += [0] * (len(stats.num_accepted_tokens_per_pos) - len(self.num_accepted))
-        for position, count in enumerate(stats.num_accepted_tokens_per_pos):
-            self.num_accepted[position] += count
+        self._num_drafts += stats.num_drafts
+        self._num_draft_tokens += stats.num_draft_tokens
+        counts = zip_longest(self._num_accepted, stats.num_accepted_tokens_per_pos, fillvalue=0)
+        self._num_accepted = [before + count for before, count in counts]
 
     def follow(self, scheduler: Scheduler) -> None:
         """Add the drafts of a scheduler of this process, which makes no statistics of its own."""
