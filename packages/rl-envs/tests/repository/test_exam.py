@@ -35,6 +35,7 @@ REPOSITORY = {
     "checks.py": "assert 'a + b' in open('answer.py').read()\n",
     "run.sh": "grep 'a + b' answer.py\n",
     "Makefile": "test:\n\tpython3 checks.py\n",
+    "README.md": ">>> 'a + b' in open('answer.py').read()\nTrue\n",
     "package.json": '{"scripts": {"test": "jest"}}',
     "sum.test.js": "test('sum', () => expect(require('./sum').add(2, 3)).toBe(5))",
 }
@@ -162,6 +163,9 @@ WAYS = [
         "python -m checks",
     ),
     _elsewhere("script of the command", {"run.sh": "true"}, "bash run.sh"),
+    Way("file of unittest's pattern", {"exam_more.py": TAMPER}, f"{UNITTEST} discover -p *_*.py"),
+    Way("file of pytest's option", {"exam_more.py": TAMPER}, f"{PYTEST} -o 'python_files=exam_*.py test_*.py'"),
+    Way("examples in a document", {"README.md": ""}, "python -m doctest README.md"),
     # settings of other tools
     _elsewhere(".coveragerc", {".coveragerc": "[run]\nplugins = evil\n"}, f"{PYTEST} --cov"),
     _elsewhere(".env of pytest-dotenv", {".env": "PYTEST_ADDOPTS=--collect-only"}, PYTEST),

@@ -100,7 +100,8 @@ def test_rows_of_a_file_find_repositories_beside_it(tmp_path: Path) -> None:
         ("package/new/__init__.py", True),
         ("package/types.py", True),
         ("new/json/decoder.js", True),
-        ("docs/page.md", True),
+        ("docs/page.html", True),
+        ("docs/page.md", False),
         ("testing/a.py", False),
         ("src/test_a.py", False),
         ("src/tests/deep/data.py", False),
@@ -123,6 +124,28 @@ def _seen(
 ) -> tuple[list[Entry], list[str]]:
     task = read_task(ROW, Path())
     return SolutionFiles(base, task, solution, [*TEST_FILES, *RUN_FILES], installed_modules([])).working_copy(left)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"pyproject.toml": '[tool.pytest.ini_options]\npython_files = ["exam_*.py",\n "quiz.py"]\nname = "x"'},
+        {"pytest.ini": "[pytest]\npython_files =\n    exam_*.py\n    quiz.py\naddopts = -q"},
+        {"setup.cfg": "[tool:pytest]\npython_files = exam_*.py quiz.py\n"},
+    ],
+)
+def test_files_that_the_settings_of_pytest_name_as_tests_are_protected(settings: dict[str, str]) -> None:
+    base = [Entry("quiz.py", b"old"), *(Entry(path, text.encode()) for path, text in settings.items())]
+    left = [*base[1:], Entry("quiz.py", b"new"), Entry("exam_more.py", b""), Entry("x.py", b"")]
+    assert _seen(base, left)[1] == ["exam_more.py", "quiz.py"]
+
+
+def test_the_subject_of_a_command_is_not_its_test() -> None:
+    base = [Entry(f"{name}.py", b"") for name in ("answer", "plugin", "check")]
+    left = [Entry(entry.path, b"new") for entry in base]
+    commands = ["python -m pytest --cov answer -p plugin check.py::test", "python -c 'import answer'", "mypy answer.py"]
+    rule = SolutionFiles(base, read_task({**ROW, "tests": commands}, Path()), SOURCE_FILES, [], installed_modules([]))
+    assert rule.working_copy(left)[1] == ["check.py", "plugin.py"]
 
 
 def test_other_files_are_those_of_the_repository() -> None:

@@ -12,14 +12,34 @@ from rl_envs.sandbox.config import SandboxConfig
 
 _SOURCES = """
 bash c cc cjs clj cljs cpp cs css cts cu cuh cxx d dart el elm erl ex f90 fish fs fsx gleam go graphql h hh hpp
-hrl hs htm html hxx j2 java jinja jl js jsx kt less lisp lua m md mjs ml mli mm mts nim pas php pl pm proto pxd py pyi
-pyx r rb rkt rs rst sass scala scm scss sh sql svelte swift tcl tex ts tsx v vb vhd vhdl vue zig zsh
+hrl hs htm html hxx j2 java jinja jl js jsx kt less lisp lua m mjs ml mli mm mts nim pas php pl pm proto pxd py pyi
+pyx r rb rkt rs sass scala scm scss sh sql svelte swift tcl ts tsx v vb vhd vhdl vue zig zsh
 """
 SOURCE_FILES = tuple(f"*.{suffix}" for suffix in _SOURCES.split())
-"""Patterns of program sources and documents: suffixes that no configuration of a test command has."""
+"""Patterns of program sources: suffixes that settings of test commands do not have."""
 TEST_FILES = (
-    *("test*", "*_test.*", "*_tests.*", "*[.-]test.*", "*Test.*", "*Tests.*", "*_tests/*", "__tests__/*"),
-    *("*[._-]spec.*", "*Spec.*", "spec/*", "features/steps/*", "features/environment.py"),
+    *(
+        "test*",
+        "Test*",
+        "*_test.*",
+        "*_tests.*",
+        "*[.-]test.*",
+        "*Test.*",
+        "*Tests.*",
+        "*_tests/*",
+        "*Test/*",
+        "*Tests/*",
+    ),
+    *(
+        "__tests__/*",
+        "*[._-]spec.*",
+        "*Spec.*",
+        "spec/*",
+        "e2e/*",
+        "t/*",
+        "features/steps/*",
+        "features/environment.py",
+    ),
 )
 """Patterns of tests."""
 RUN_FILES = (
@@ -64,9 +84,9 @@ class RepositoryConfig(EnvironmentConfig):
     """Reward of a working copy: `all` is 1 if every test command succeeds, and the commands end at the first that
     fails; `share` is the fraction that succeed."""
     solution: list[str] = [*SOURCE_FILES]
-    """Patterns of files whose changes by an agent count: program sources and documents. Other files configure tools
-    and are those of the repository. A pattern matches a path in the repository, the end of a path after a slash, or all
-    files of a folder (`data/*`). Add patterns of other files that belong to solutions, such as `CMakeLists.txt`."""
+    """Patterns of files whose changes by an agent count: program sources. Other files configure tools, and are those of
+    the repository. A pattern matches a path in the repository, the end of a path after a slash, or all files of a
+    folder (`data/*`). Add patterns of other files that belong to solutions, such as `CMakeLists.txt`."""
     protected: list[str] = [*TEST_FILES, *RUN_FILES]
     """Patterns of files that do not count although they match `solution`: tests, and sources that tools run by
     themselves. An agent that may change the tests can pass them."""

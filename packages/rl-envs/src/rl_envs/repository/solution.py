@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 from rl_envs.repository.scoring import is_python
@@ -16,12 +17,14 @@ from rl_envs.repository.task import RepositoryTask
 from rl_envs.repository.working_copy import overlaid
 from rl_envs.sandbox.tree import Entry, parents
 
-TEST_PROGRAMS = ("pytest", "unittest")
-"""Modules whose arguments are tests."""
+PYTEST_SETTINGS = ("pytest.toml", ".pytest.toml", "pytest.ini", ".pytest.ini", "pyproject.toml", "tox.ini", "setup.cfg")
+"""Names of files in which a repository sets which files are tests."""
 INTERPRETERS = ("bash", "bun", "dash", "deno", "node", "perl", "php", "ruby", "sh", "zsh")
 """Commands whose first argument is the program that they run."""
 MISSED_MODULES = ("org",)
 """Modules that Python's library tries to import, and does not have."""
+_PYTHON_FILES = re.compile(r"python_files\s*=\s*(\[[^]]*\]|.*(?:\n[ \t]+.*)*)")
+_PATTERN = re.compile(r"[^\s,\[\]\"']+")
 
 
 class SolutionFiles:
@@ -43,7 +46,8 @@ class SolutionFiles:
         protected: Sequence[str],
         installed: frozenset[str],
     ) -> None:
-        self._solution, self._protected, self._installed = solution, protected, installed
+        self._solution, self._installed = solution, installed
+        self._protected = (*protected, *_test_patterns(base, task.commands))
         self._base = {entry.path: entry for entry in base}
         self._exam = self._base.keys() & set(_executed(task.commands)) | task.test_files.keys()
         self._known = {""}.union(self._base, *map(parents, self._base))
@@ -124,21 +128,42 @@ def _compiled(patterns: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("|".join(map(fnmatch.translate, patterns)) or r"(?!)")
 
 
+def _test_patterns(base: Iterable[Entry], commands: Iterable[Sequence[str]]) -> Iterator[str]:
+    """Yield the patterns of test files that the repository's settings of pytest and the commands have."""
+    for entry in base:
+        if posixpath.basename(entry.path) in PYTEST_SETTINGS and entry.content is not None:
+            for found in _PYTHON_FILES.findall(entry.content.decode(errors="replace")):
+                yield from _PATTERN.findall(found)
+    for command in commands:
+        for option, value in pairwise(command):
+            if option in ("-p", "--pattern") and "unittest" in command:
+                yield value
+            yield from (each for found in _PYTHON_FILES.findall(value) for each in _PATTERN.findall(found))
+
+
 def _executed(commands: Iterable[Sequence[str]]) -> Iterator[str]:
     """Yield the paths that a file may have which a command executes."""
     for command in commands:
         program, *arguments = command
         match arguments:
-            case ["-m", module, *tests] if module in TEST_PROGRAMS:
-                names = tests
+            case ["-m", "unittest", *names]:
+                pass
+            case ["-m", "pytest", *rest]:
+                names = _named_by_pytest(rest)
             case ["-m", module, *_]:
                 names = [module]
             case [file, *_] if posixpath.basename(program) in INTERPRETERS or is_python(command):
                 names = [file]
             case _:
-                names = [program, *(arguments if posixpath.basename(program) in TEST_PROGRAMS else [])]
+                names = [program, *(_named_by_pytest(arguments) if posixpath.basename(program) == "pytest" else [])]
         for name in names:
             yield posixpath.normpath(name.partition("::")[0])
             yield f"{name.replace('.', '/')}/__main__.py"
             parts = name.split(".")
             yield from ("/".join(parts[: end + 1]) + ".py" for end in range(len(parts)))
+
+
+def _named_by_pytest(arguments: Sequence[str]) -> list[str]:
+    """Return the files and plugins among the arguments of pytest."""
+    plugins = [value for option, value in pairwise(arguments) if option == "-p"]
+    return [*plugins, *(each for each in arguments if ".py" in each)]
