@@ -120,7 +120,7 @@ FAULTS = [
             Fault(run, KILL, ROLLOUT_WORKER, REPLACED),
             Fault(run, STOP, ROLLOUT_WORKER, REPLACED),
             Fault(run, KILL, ENVIRONMENT_HOST, NONE),
-            Fault(run, STOP, ENVIRONMENT_HOST, "its host has not answered for", is_exact=False),
+            Fault(run, STOP, ENVIRONMENT_HOST, "its host has not answered for"),
             Fault(run, KILL, ENVIRONMENT_PROCESS, RESTARTED, is_exact=False),
             Fault(run, STOP, ENVIRONMENT_PROCESS, RESTARTED, is_exact=False),
         )

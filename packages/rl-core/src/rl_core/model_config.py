@@ -359,7 +359,8 @@ class ModelConfig(Config):
     memory than 1,024 elsewhere; otherwise 1,024."""
     worker_timeout_s: Annotated[float, WhenChanged.RESUME] = Field(default=3600.0, gt=0)
     """Timeout in seconds of one call of the model's workers, such as an optimizer step, a pass over a batch or a save.
-    After it every rank writes the stacks of its threads to its log, and the run is restored as if a worker had died."""
+    After it every rank is asked to write the stacks of its threads to its log, and the run is restored as if a worker
+    had died. A phase of a weight sync takes at most this time too, and 600 s."""
     optimizer: OptimizerConfig = OptimizerConfig()
     scheduler: list[SchedulerConfig] = []
     """Learning-rate schedules in order; with an empty list the learning rate is constant."""
@@ -709,7 +710,7 @@ class GenerationConfig(Config):
     devices."""
     stall_timeout_s: Annotated[float, WhenChanged.RESUME] = Field(default=600.0, gt=0)
     """Timeout in seconds for a replica that has work but makes no progress (no token, no finished group). After it the
-    stacks of its threads are written to its log, and it is replaced."""
+    replica is asked to write the stacks of its threads to its log, and replaced."""
     canary_tolerance: Annotated[float | None, WhenChanged.RESUME] = Field(default=None, gt=0)
     """Mean difference between the engine's logprobs and the policy's for the same prompts that is accepted after any
     weight sync. If unset, 0.001 in float32 and 0.1 in bfloat16. More is accepted, with a warning, if the first version

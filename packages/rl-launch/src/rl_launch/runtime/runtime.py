@@ -52,7 +52,7 @@ from rl_launch.runtime.replicas import Replicas
 from rl_launch.runtime.role_envs import role_specs
 from rl_launch.runtime.rollout_pool import RolloutPool
 from rl_launch.runtime.weight_sync import WeightSync
-from rl_launch.runtime.weight_transfer import WeightTransfer
+from rl_launch.runtime.weight_transfer import SYNC_TIMEOUT_S, WeightTransfer
 from rl_launch.runtime.written_versions import WrittenVersions
 from rl_launch.session.config import ProfilingConfig
 from rl_launch.worker_envs.driver_envs import DriverEnvs
@@ -398,10 +398,13 @@ class Runtime:
                 gives_way=self.topology.takes_turns(role) and self.topology.takes_turns(GENERATION),
                 bucket_bytes=self.topology.device.bucket_bytes,
                 sends_changes=self.topology.weight_sync_encoding == "changes",
+                timeout_s=timeout_s,
             )
 
+        timeout_s = min(SYNC_TIMEOUT_S, self._config.policy.worker_timeout_s)
         return WeightSync(
             way(POLICY),
+            timeout_s=timeout_s,
             canary=canary,
             residency=residency,
             drafter=way(DRAFTER) if DRAFTER in senders else None,

@@ -17,7 +17,7 @@ from rl_core.weights import Manifest, WeightForm, WeightUpdate
 from rl_launch.placement.residency import Residency
 from rl_launch.placement.topology import GENERATION
 from rl_launch.runtime.canary import CANARY, Canary
-from rl_launch.runtime.weight_transfer import WEIGHT_SYNC, Receiver, WeightTransfer, started
+from rl_launch.runtime.weight_transfer import SYNC_TIMEOUT_S, WEIGHT_SYNC, Receiver, WeightTransfer, started
 
 _log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class WeightSync:
         residency: Residency | None,
         drafter: WeightTransfer | None = None,
         sends_adapters: bool = False,
-        timeout_s: float = 600.0,
+        timeout_s: float = SYNC_TIMEOUT_S,
     ) -> None:
         self._policy = policy
         self._drafter = drafter

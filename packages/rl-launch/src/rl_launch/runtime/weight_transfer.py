@@ -25,6 +25,9 @@ _log = logging.getLogger(__name__)
 WEIGHT_SYNC = "weight sync"
 """Track of its spans in the driver."""
 
+SYNC_TIMEOUT_S = 600.0
+"""Maximum time in seconds for one phase of a weight sync; `policy.worker_timeout_s` may be shorter."""
+
 GRACE_S = 30.0
 """After a first failure in a transfer, how long the other side may take to end, so that both are heard."""
 
@@ -77,7 +80,7 @@ class WeightTransfer:
         bucket_bytes: int,
         tenant: str = "",
         sends_changes: bool = False,
-        timeout_s: float = 600.0,
+        timeout_s: float = SYNC_TIMEOUT_S,
     ) -> None:
         self.model = model
         self.bucket_bytes = bucket_bytes
