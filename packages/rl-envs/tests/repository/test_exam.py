@@ -292,6 +292,16 @@ def test_each_way_passes_without_the_rule(way: Way, site: Path, sandbox: Sandbox
     assert _scored(_rule(way, site).working_copy(way.entries)[0], way, sandbox).num_passed == (not way.is_held)
 
 
+@exhaustive
+@pytest.mark.parametrize("way", [way for way in WAYS if way.command.startswith(("bash run", "make"))], ids=_named)
+def test_each_way_with_a_program_of_the_machine_passes_without_the_rule(way: Way, site: Path, sandbox: Sandbox) -> None:
+    if shutil.which(way.command.split()[0]) is None:
+        pytest.skip(f"needs {way.command}")
+    with Sandbox("namespaces", limits=LIMITS, commands=["/usr/bin", "/bin"]) as machine:
+        assert _scored(way.entries, way, machine).num_passed == 1
+        assert _scored(_rule(way, site).working_copy(way.entries)[0], way, machine).num_passed == 0
+
+
 def test_a_solution_passes(site: Path, sandbox: Sandbox) -> None:
     for hidden in (READS, IMPORTS):
         way = Way(
