@@ -667,3 +667,24 @@ def test_a_rollout_that_takes_too_long_is_abandoned_with_its_agent(make_worker, 
 def test_keys_that_contradict_the_place_of_an_agent_are_refused(settings, key):
     with pytest.raises(ValueError, match=key):
         AgentConfig(**settings)
+
+
+def test_rollouts_that_no_agent_has_taken_are_counted(make_worker, tmp_path):
+    async def main():
+        worker = make_worker(AgentConfig(external=True, reward="posted"), max_seconds=20)
+        await worker.start()
+        await worker.begin([(0, RolloutTask(prompt(), SamplingParams(8), (1, 2)))])
+        while await worker.num_untaken() < 2:
+            await asyncio.sleep(0.01)
+        [file] = (tmp_path / "agents").glob("*.json")
+        served = json.loads(file.read_text())
+        headers = {"Authorization": f"Bearer {served['key']}"}
+        async with (
+            aiohttp.ClientSession(headers=headers) as http,
+            http.post(f"{served['url']}/rollouts", json={}) as took,
+        ):
+            assert took.status == 200
+        assert await worker.num_untaken() == 1
+        await worker.close()
+
+    asyncio.run(main())

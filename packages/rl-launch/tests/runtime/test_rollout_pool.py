@@ -19,6 +19,7 @@ from rl_launch.runtime import replica as replica_module
 from rl_launch.runtime.replica import FinishedCall, ProgressWatch
 from rl_launch.runtime.restart_budget import MAX_DEATHS
 from rl_launch.runtime.rollout_pool import RolloutPool
+from rl_launch.session.stop import StepAbandoned
 
 SAMPLING = SamplingParams(4)
 
@@ -46,7 +47,7 @@ class Replica:
         self.failure = None
         self.shares, self.finished_prompts, self.events, self.pauses = [], [], [], []
         self.under_way, self.held = [], set()
-        self.num_sampled = 0
+        self.num_sampled = self.num_untaken = 0
         self.num_starts = 1
         self.log = f"rollout-worker-{index}.log"
 
@@ -93,7 +94,7 @@ class Replica:
         def answer():
             if self.failure is not None:
                 raise self.failure
-            return {"num_requests": 1, "num_sampled": self.num_sampled}
+            return self.num_untaken if method == "num_untaken" else {"num_requests": 1, "num_sampled": self.num_sampled}
 
         return Call(answer)
 
@@ -795,3 +796,22 @@ def test_a_replica_that_dies_during_an_update_leaves_its_groups_to_the_others():
     done = dict(pool.next_done() for _ in tickets)
     assert [done[ticket] for ticket in tickets] == groups(4)
     assert (joining.replaced, pool.num_replicas) == ([replicas[1]], 1)
+
+
+def test_rollouts_that_nobody_takes_are_waited_for_until_a_signal():
+    replica = Replica()
+    replica.held = {"p0"}
+    pool = make_pool([replica])
+    asked = []
+
+    def is_asked_to_end():
+        asked.append(1)
+        if len(asked) == 3:
+            replica.num_untaken = 1  # an agent that has ended without a word
+        return len(asked) > 1
+
+    pool.is_asked_to_end = is_asked_to_end
+    pool.submit(tasks(1))
+    with pytest.raises(StepAbandoned, match="1 rollouts that no agent has taken"):
+        pool.next_done()
+    assert len(asked) == 3

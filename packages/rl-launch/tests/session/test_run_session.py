@@ -34,7 +34,7 @@ from rl_core.testing.fakes import FakeModel, FakeWeights
 from rl_launch.session import RunSession, newest_checkpoint
 from rl_launch.session.directory.run_folder import RunFolder
 from rl_launch.session.rollouts.run_files import MOST_STEPS, RolloutFiles
-from rl_launch.session.stop import StopRequest
+from rl_launch.session.stop import StepAbandoned, StopRequest
 
 
 @pytest.fixture
@@ -202,6 +202,17 @@ def test_what_is_left_is_saved_before_the_models_go(tmp_path):
                     break
         model.save = lambda path, *, wait=True: pytest.fail("the model is gone")
     assert newest_checkpoint(tmp_path).name == "step_3"
+
+
+def test_a_step_that_waits_for_what_may_never_come_is_left_on_a_signal_and_the_steps_before_it_are_saved(tmp_path):
+    with RunSession(tmp_path, counting.config()) as session, session.with_models():
+        for step in session.steps(6, models={"policy": counting.CountingModel()}, state={}):
+            if step == 4:
+                os.kill(os.getpid(), signal.SIGTERM)
+                raise StepAbandoned("8 rollouts that no agent has taken")
+    assert newest_checkpoint(tmp_path).name == "step_3"
+    state = RunFolder(tmp_path).state()
+    assert (state.status, state.reason, session.stop_signal) == ("interrupted", "SIGTERM", signal.SIGTERM)
 
 
 def test_the_time_limit_leaves_room_for_a_save_that_is_under_way():

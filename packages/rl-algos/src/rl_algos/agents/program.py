@@ -89,6 +89,11 @@ class AgentProgram:
             file.write_text(json.dumps(served), encoding="utf-8")
             _log.info("agents take rollouts at %s/rollouts; the key is in %s", self._endpoint.url, file)
 
+    @property
+    def num_untaken(self) -> int:
+        """See `rl_core.rollouts.program.OfferingProgram`."""
+        return 0 if self._board is None else self._board.num_waiting
+
     async def close(self) -> None:
         """End all agents, and stop serving."""
         await self._launcher.close()

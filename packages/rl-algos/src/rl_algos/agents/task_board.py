@@ -51,6 +51,11 @@ class TaskBoard:
         self._taken: dict[str, _Offer] = {}
         self._changed = asyncio.Condition()
 
+    @property
+    def num_waiting(self) -> int:
+        """Number of rollouts that no agent has taken."""
+        return len(self._waiting)
+
     async def play(self, described: Mapping[str, Any], address: Address) -> None:
         """Offer a rollout, and wait until the agent that took it has ended it.
 

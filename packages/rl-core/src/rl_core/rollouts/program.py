@@ -132,6 +132,16 @@ class RolloutProgram(Protocol):
 
 
 @runtime_checkable
+class OfferingProgram(RolloutProgram, Protocol):
+    """A program whose rollouts are taken by programs elsewhere, which may never come."""
+
+    @property
+    def num_untaken(self) -> int:
+        """Number of rollouts that nobody has taken."""
+        ...
+
+
+@runtime_checkable
 class PreparedProgram(RolloutProgram, Protocol):
     """A program that needs something before its first rollout, and frees it after the last."""
 

@@ -173,6 +173,7 @@ def _run(
             observe_steps(session, runtime, config.profiling, held)
         if runtime.rollout_pool is not None:
             session.write_rollouts_by(runtime.rollout_pool.write_rollouts)
+            runtime.rollout_pool.is_asked_to_end = lambda: session.stop_signal is not None
             session.read_token_texts_from(TokenTexts(run.tokenizer))
         with session.with_models(), monitoring.watching(runtime):
             algorithm.run(config, components, session)

@@ -23,6 +23,7 @@ from rl_launch.runtime.environment_watch import EnvironmentWatch
 from rl_launch.runtime.replica import FinishedCall, ProgressWatch, Replica
 from rl_launch.runtime.replica_group import ReplicaGroup, WeightSender
 from rl_launch.runtime.speculation_watch import SpeculationWatch
+from rl_launch.session.stop import StepAbandoned
 
 _log = logging.getLogger(__name__)
 
@@ -64,6 +65,8 @@ class RolloutPool:
 
     Attributes:
         on_group: Called with every group that has ended; None if nobody listens.
+        is_asked_to_end: Whether a signal has asked for the end of the run. The pool then does not wait for rollouts
+            that agents elsewhere have not taken.
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class RolloutPool:
         self._done: deque[tuple[Ticket, RolloutGroup]] = deque()
         self._submitted_ns: dict[Ticket, int] = {}
         self.on_group: GroupListener | None = None
+        self.is_asked_to_end: Callable[[], bool] = lambda: False
 
     def submit(self, tasks: Sequence[RolloutTask]) -> list[Ticket]:
         """Roll out groups. They start in this order as the replicas have room.
@@ -105,6 +109,7 @@ class RolloutPool:
 
         Raises:
             GeneratorError, WorkerDied: If replicas die again and again, with the cause.
+            StepAbandoned: If the run is asked to end, and nobody has taken some of the rollouts.
         """
         assert self._done or self._dispatch.num_groups, "every group that was submitted has been taken"
         while not self._done:
@@ -113,6 +118,8 @@ class RolloutPool:
             self._check_progress(self._dispatch.busy)
             if self._environments is not None:
                 self._environments.check()
+            if not self._done and self.is_asked_to_end():
+                self._check_taken()
         return self._done.popleft()
 
     def adopt(self, update: WeightUpdate, *, in_flight: bool = False) -> None:
@@ -215,7 +222,7 @@ class RolloutPool:
         if replica is None:
             raise WorkerDied("no rollout worker is alive that could write rollouts")
         call = replica.call("write_rollouts", path, rows.part, rows.row, advantages, *refs_of(rows))
-        fetch(call, replica.origin("writing rollouts"), WRITE_TIMEOUT_S)
+        fetch(call, replica.origin("writing rollouts"), min(WRITE_TIMEOUT_S, self._stall_timeout_s))
 
     def close(self) -> None:
         """End all engines, then their processes."""
@@ -310,6 +317,17 @@ class RolloutPool:
                 self._watches[replica].check()
             except (GeneratorError, WorkerDied) as error:
                 self._fail(replica, error)
+
+    def _check_taken(self) -> None:
+        num_untaken = 0
+        for replica in self._dispatch.busy - self._group.lost:
+            try:
+                num_untaken += fetch(replica.call("num_untaken"), replica.origin("rollouts"), IDLE_TIMEOUT_S)
+            except (GeneratorError, WorkerDied) as error:
+                # a dead one is noticed and replaced by the next call that needs it
+                _log.debug("%s", error)
+        if num_untaken:
+            raise StepAbandoned(f"{num_untaken} rollouts that no agent has taken")
 
     def _fail(self, replica: Replica, error: RLError) -> None:
         """Lose a replica; its other calls fail soon after it is killed."""

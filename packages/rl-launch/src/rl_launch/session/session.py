@@ -44,7 +44,7 @@ from rl_launch.session.save_protocol import SaveProtocol
 from rl_launch.session.status_file import StatusFile
 from rl_launch.session.step_clock import StepClock
 from rl_launch.session.step_metrics import StepMetrics
-from rl_launch.session.stop import StopRequest
+from rl_launch.session.stop import StepAbandoned, StopRequest
 from rl_launch.session.tracking.log_output import logged_to, shared_console
 from rl_launch.session.tracking.progress import Progress
 from rl_launch.session.tracking.writers import check_writers, open_writers
@@ -197,6 +197,8 @@ class RunSession:
         outlives its models needs it around the loop."""
         try:
             yield
+        except StepAbandoned as abandoned:
+            _logger.warning("step %d is abandoned, because it waits for %s", self._done + 1, abandoned)
         except BaseException as error:
             self._settle(error)
             raise

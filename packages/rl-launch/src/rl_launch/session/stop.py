@@ -14,6 +14,17 @@ _logger = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
+class StepAbandoned(BaseException):
+    """Leaves the step in progress of a run that was asked to end: the session saves the last complete step.
+
+    Args:
+        why: What the step waits for, which may never come.
+    """
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why)
+
+
 class StopRequest:
     """True if a signal, a time limit or the loop has asked to end after the step in progress.
 

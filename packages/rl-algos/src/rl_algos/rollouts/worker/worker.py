@@ -31,7 +31,7 @@ from rl_core.rollouts.delivery import Delivery, Taken, score_canary, take_over
 from rl_core.rollouts.generation import Generator
 from rl_core.rollouts.group import RECORD, GroupReport, parts_of
 from rl_core.rollouts.pool import RolloutTask, RolloutTurns
-from rl_core.rollouts.program import PreparedProgram, RolloutProgram
+from rl_core.rollouts.program import OfferingProgram, PreparedProgram, RolloutProgram
 from rl_core.rollouts.record import write_records
 from rl_core.rollouts.rollout import Prompt, Rollout, has_images, has_routing
 from rl_core.weights import Manifest
@@ -150,6 +150,10 @@ class RolloutWorker:
         """Turns so far of the groups that have not been taken, by number; groups without any are left out."""
         found = {number: tuple(client.turns for client in clients) for number, clients in self._clients.items()}
         return {number: turns for number, turns in found.items() if any(each.completions for each in turns)}
+
+    async def num_untaken(self) -> int:
+        """Return the number of rollouts that wait for a program elsewhere to take them."""
+        return self._program.num_untaken if isinstance(self._program, OfferingProgram) else 0
 
     async def idle_time(self) -> tuple[float, float]:
         """Seconds since the last call, or the first group, without a rollout under way, and all seconds since then."""
