@@ -39,6 +39,13 @@ class ScriptedPolicy:
         self._reply, self._pool, self._chat = reply, pool, Chat(TOKENIZER)
         self._opened: set[str] = set()
 
+    @property
+    def characters_per_token(self) -> float:
+        return self._chat.characters_per_token
+
+    def on_failure(self, played: Callable[[], Sequence[Rollout]]) -> None:
+        """See `GenerationClient`; failures are raised here."""
+
     async def generate(
         self, token_ids: np.ndarray, sampling: SamplingParams | None = None, *, draw: int | None = None
     ) -> Completion:
