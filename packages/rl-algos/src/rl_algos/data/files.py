@@ -6,6 +6,7 @@ import csv
 import os
 from array import array
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -25,9 +26,13 @@ COMPRESSIONS = (".gz", ".bz2", ".zst", ".lz4")
 
 _IN_MEMORY_BYTES = 32 << 20
 """A Parquet file of at most this size is held as a table; a larger one is unpacked to the cache and mapped."""
-_UNPACKED_BYTES = 1 << 30
+_UNPACKED_BYTES = 1 << 28
 """Any file may grow to this size when it is unpacked, and a large one by `_UNPACKED_TIMES`."""
 _UNPACKED_TIMES = 500
+_ROW_BYTES = 1 << 28
+"""Maximum size of a row, which several large images fit into."""
+_ROW_VALUES = 1 << 24
+"""Maximum number of values of a row. Nulls and truth values take no bytes in a file, and eight each in a list."""
 _LONGEST_FIELD = 1 << 28
 """Maximum number of characters of a CSV field."""
 _MARKS = {b"\xff\xfe\x00\x00": "UTF-32", b"\x00\x00\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
@@ -82,6 +87,7 @@ class JsonLines(FileRows):
 
     def row(self, index: int) -> Row:
         start, end = self._starts[index], self._starts[index + 1]
+        _check_row(end - start)
         line = os.pread(_opened(self._path, self._identity).fileno(), end - start, start)
         return json_row(line.partition(b"\n")[0].removeprefix(_BOM).rstrip(b"\r"))  # blank lines may follow
 
@@ -126,9 +132,33 @@ class ArrowRows(FileRows):
     def row(self, index: int) -> Row:
         which = bisect_right(self._ends, index)
         first = self._ends[which - 1] if which else 0
-        row: Row = self._batches[which].slice(index - first, 1).to_pylist()[0]
+        table = self._batches[which].slice(index - first, 1)
+        _check_row(table.nbytes, sum(map(_num_values, table.columns)))
+        row: Row = table.to_pylist()[0]
         # every struct has the fields of all others, with nulls
         return {name: without_nulls(value) for name, value in row.items()}
+
+
+def _check_row(num_bytes: int, num_values: int = 0) -> None:
+    """Refuse a row that no model reads, before it is in memory as Python objects."""
+    if num_bytes > _ROW_BYTES or num_values > _ROW_VALUES:
+        raise DataError(
+            f"the row has {num_bytes:,} bytes and {num_values:,} values; the limits are {_ROW_BYTES:,} and "
+            f"{_ROW_VALUES:,}"
+        )
+
+
+def _num_values(column: Any) -> int:
+    """Return the number of values of an array of Arrow, with those of its lists and structs."""
+    from pyarrow import types
+
+    kind = column.type
+    if types.is_struct(kind):
+        return sum(map(_num_values, column.flatten()))
+    if types.is_map(kind):
+        return _num_values(column.keys) + _num_values(column.items)
+    is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    return _num_values(column.flatten()) if is_list else len(column)
 
 
 @dataclass(frozen=True)
@@ -254,6 +284,8 @@ def _unpacked(path: Path, name: str) -> Path:
                 while block := source.read(1 << 20):
                     file.write(block)
                     _check_growth(path, name, file.tell())
+        except DataError:
+            raise
         except (OSError, ValueError) as error:
             raise DataError(f"{name}: not a {path.suffix} file, or damaged: {error}") from None
 
@@ -272,12 +304,14 @@ def _check_encoding(path: Path, name: str) -> None:
 
 
 def _check_growth(path: Path, name: str, num_bytes: int) -> None:
-    """Refuse a small file that holds far more than it seems to, before it fills memory or disk."""
+    """Refuse a small file that holds far more than it seems to, before it fills memory or disk. Rows that are held in
+    memory take about ten times the size of their text there."""
     size = path.stat().st_size
-    if num_bytes > max(_UNPACKED_BYTES, _UNPACKED_TIMES * size):
+    held = 5 if kind_of(path.name) in (".json", ".csv", ".tsv") else 1
+    if num_bytes > max(_UNPACKED_BYTES, _UNPACKED_TIMES * size) // held:
         raise DataError(
-            f"{name}: it has {size:,} bytes and unpacks to more than {num_bytes:,}, which looks like a damaged or "
-            "hostile file. If it is valid, unpack it yourself and pass the result"
+            f"{name}: too large: it has {size:,} bytes and unpacks to {num_bytes:,} or more, which looks like a "
+            "damaged or hostile file. If it is valid, unpack it yourself and pass the result"
         )
 
 
@@ -334,7 +368,7 @@ def _check_header(reader: csv.DictReader[str], name: str) -> None:
         columns = list(reader.fieldnames or ())
     except csv.Error as error:
         raise DataError(f"{name}, line 1: not CSV: {error}") from None
-    twice = next((column for column in columns if columns.count(column) > 1), None)
+    twice = next((column for column, count in Counter(columns).items() if count > 1), None)
     if twice is not None:
         raise DataError(f"{name}, line 1: there are two columns {twice!r} with different values; rename one of them")
 
@@ -358,14 +392,16 @@ def _parquet(path: Path, name: str) -> FileRows:
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            if _declared_bytes(file) <= _IN_MEMORY_BYTES:
-                held = _held_batches(file)
+            declared, batch_size = _declared_bytes(file), _batch_size(file, path.stat().st_size)
+            _check_growth(path, name, declared)
+            if declared <= _IN_MEMORY_BYTES:
+                held = _held_batches(file, batch_size)
                 if held is not None:
                     return ArrowRows(held, name)
 
             def write(out: IO[bytes]) -> None:
                 with pyarrow.ipc.new_file(out, file.schema_arrow) as writer:
-                    for batch in file.iter_batches(batch_size=_BATCH):
+                    for batch in file.iter_batches(batch_size=batch_size):
                         writer.write_batch(batch)
                         _check_growth(path, name, out.tell())
 
@@ -376,15 +412,29 @@ def _parquet(path: Path, name: str) -> FileRows:
 
 
 def _declared_bytes(file: Any) -> int:
-    """Uncompressed size of a Parquet file, as its row groups say."""
-    metadata = file.metadata
-    return sum(metadata.row_group(index).total_byte_size for index in range(metadata.num_row_groups))
+    """Uncompressed size of a Parquet file, as its metadata say. A null or a repeated value may take no byte there, and
+    takes four or more in memory."""
+    groups = (file.metadata.row_group(index).total_byte_size for index in range(file.metadata.num_row_groups))
+    return max(sum(groups), 4 * sum(chunk.num_values for chunk in _chunks(file)))
 
 
-def _held_batches(file: Any) -> list[Any] | None:
+def _batch_size(file: Any, num_bytes: int) -> int:
+    """Rows of a Parquet file to read at once: fewer if the file is much smaller than its columns, in which a value that
+    is stored once may be repeated in each row."""
+    largest = max((chunk.total_uncompressed_size for chunk in _chunks(file)), default=0)
+    return _BATCH if largest < _DENSE_TIMES * num_bytes else max(1, min(_BATCH, _ROW_BYTES // largest))
+
+
+def _chunks(file: Any) -> Iterator[Any]:
+    """Metadata of the columns in the row groups of a Parquet file."""
+    groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
+    return (group.column(column) for group in groups for column in range(group.num_columns))
+
+
+def _held_batches(file: Any, batch_size: int) -> list[Any] | None:
     """All batches; None if they turn out larger than the file says, as repeated values do."""
     batches, num_bytes = [], 0
-    for batch in file.iter_batches(batch_size=_BATCH):
+    for batch in file.iter_batches(batch_size=batch_size):
         batches.append(batch)
         num_bytes += batch.nbytes
         if num_bytes > 8 * _IN_MEMORY_BYTES:
@@ -432,5 +482,7 @@ _TEXT: Mapping[str, Callable[[Path, str], FileRows]] = {
 _READERS: Mapping[str, Callable[[Path, str], FileRows]] = {**_TEXT, ".parquet": _parquet, ".arrow": _arrow}
 _BOM = b"\xef\xbb\xbf"
 _BATCH = 256
-"""Rows of a Parquet file that are read at once."""
+"""Maximum number of rows of a Parquet file that are read at once."""
+_DENSE_TIMES = 16
+"""How much larger than a Parquet file its largest column usually is."""
 _COMPRESSION = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
