@@ -76,6 +76,7 @@ def test_a_value_that_is_stored_once_and_repeated_is_refused_before_it_fills_the
     monkeypatch.setattr(files, "_check_growth", lambda *given: (read.append(given[2]), measured(*given)))
     monkeypatch.setattr(files, "_ROW_BYTES", 2 * size)
     monkeypatch.setattr(files, "_UNPACKED_BYTES", 10 * size)
+    monkeypatch.setattr(files, "_IN_MEMORY_BYTES", size)
     with pytest.raises(DataError, match=r"a\.parquet: too large: "):
         files.read(tmp_path / "a.parquet")
     steps = [after - before for before, after in itertools.pairwise(read)]
