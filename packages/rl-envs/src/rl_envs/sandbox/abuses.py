@@ -379,9 +379,10 @@ hold_in_children(hold)""",
         endings=("exit", "memory"),
     ),
     Abuse(
-        "the memory of processes whose first thread has ended",
+        "the memory of processes that hide",
         """
 def hold(ready):
+    libc.prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: /proc may show it to root only
     def fill():
         time.sleep(0.2)
         kept = bytearray(b"x") * (150 * 2**20)
@@ -390,7 +391,7 @@ def hold(ready):
     threading.Thread(target=fill).start()
     call((60, 93), 0)  # exit, of this thread
 hold_in_children(hold)""",
-        endings=("exit", "memory"),
+        endings=("exit", "memory", "processes"),
     ),
     Abuse(
         "shared memory that is not resident",
@@ -417,7 +418,7 @@ time.sleep(2)""",
         endings=("memory",),
     ),
     Abuse(
-        "huge pages, of the machine's pool or given up in part",
+        "huge pages of a pool, or given up in part",
         """
 must_be_denied(mapped, None, 2**21, 3, 0x40022)
 libc.prctl(42, 0, 0, 0, 0) == 1 or breach("it has huge pages")
@@ -579,7 +580,7 @@ for limit in (resource.RLIMIT_AS, resource.RLIMIT_CPU, resource.RLIMIT_NOFILE, r
         "must_be_denied(lambda: call((206, 0), 60_000, bytes(8)))\nmust_be_denied(lambda: call((294, 26), 0))",
     ),
     Abuse(
-        "flush the machine's disks, or drop its files from memory",
+        "flush the machine's disks or drop its cached files",
         """
 must_be_denied(lambda: call((162, 81)))
 # no such file: only the kernel would find out

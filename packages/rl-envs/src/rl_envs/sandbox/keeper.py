@@ -167,14 +167,17 @@ class _Keeper:
             poll.register(descriptor, select.POLLIN)
         if not self._is_closed and self._unwritten:
             poll.register(self._stdin, select.POLLOUT)
-        look = time.monotonic() + _FIRST_LOOK_S
+        look, unseen = time.monotonic() + _FIRST_LOOK_S, frozenset[int]()
         while True:
             if (now := time.monotonic()) >= deadline:
                 return "deadline", None
             if now >= look:
-                usage = self._table.usage()
+                usage = self._table.usage(self._init)
                 if ending := _over(usage, self._limits):
                     return ending, None
+                if usage.unseen & unseen:  # a process that cannot be counted
+                    return "processes", None
+                unseen = usage.unseen
                 look = now + _pause(usage, self._limits)
             for descriptor, _ in poll.poll(max(1, 1000 * (min(deadline, look) - now))):
                 if descriptor == self._status:
@@ -290,7 +293,6 @@ def _be_init(place: _Place, program: Program, limits: Limits, status: int) -> No
             os.close(descriptor)
         if place.site.confinement.isolation == "namespaces":
             syscalls.drop_capabilities()
-        syscalls.hide_from_tracers()
         while True:
             pid, code = os.wait()
             if pid == child:
@@ -415,7 +417,7 @@ def _pause(usage: Usage, limits: Limits) -> float:
     One process is held by the limit of its address space.
     """
     room = limits.memory_mib * 2**20 - usage.memory
-    fillers = min(usage.tasks - 1, os.cpu_count() or 1)
+    fillers = min(usage.tasks, os.cpu_count() or 1)
     return _LOOK_S if fillers < 2 else min(_LOOK_S, max(_SHORTEST_LOOK_S, room / (fillers * _FILL_RATE)))
 
 

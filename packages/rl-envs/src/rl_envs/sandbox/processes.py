@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 
 _HELD = (b"RssAnon:", b"RssShmem:", b"VmSwap:", b"VmPTE:", b"HugetlbPages:")
@@ -24,11 +24,13 @@ class Usage:
         memory: Bytes that are not a file's, including the kernel's for these processes.
         tasks: Number of processes and threads.
         locks: Number of locks of records of files.
+        unseen: Process ids that end now, or that the machine hides from this user (`hidepid`).
     """
 
     memory: int
     tasks: int
     locks: int
+    unseen: frozenset[int] = frozenset()
 
 
 class ProcessTable:
@@ -42,17 +44,19 @@ class ProcessTable:
 
     def descendants(self) -> Iterator[int]:
         """Process ids of children, their children and so on."""
-        return (pid for pid, _ in self._descendants())
+        return (pid for pid, _ in self._tree(os.getpid()) if pid != os.getpid())
 
-    def usage(self) -> Usage:
-        """What all descendants hold together; memory that several share counts for each."""
-        memory = tasks = 0
-        pids = set()
-        for pid, threads in self._descendants():
-            pids.add(pid)
-            tasks += len(threads)
-            memory += self._memory(pid, threads) + self._descriptors(pid) * self._descriptor_bytes
-        return Usage(memory + tasks * _TASK_BYTES, tasks, self._locks(pids))
+    def usage(self, first: int) -> Usage:
+        """What a process's descendants hold together; memory that several share counts for each."""
+        found = dict(self._tree(first))
+        unseen = frozenset(pid for pid, threads in found.items() if not threads)
+        del found[first]
+        tasks = sum(map(len, found.values()))
+        memory = sum(
+            self._memory(pid, threads) + self._descriptors(pid) * self._descriptor_bytes
+            for pid, threads in found.items()
+        )
+        return Usage(memory + tasks * _TASK_BYTES, tasks, self._locks(found), unseen)
 
     def end_descendants(self) -> None:
         """Kill all descendants, also those that come in between, and wait for their end.
@@ -78,17 +82,15 @@ class ProcessTable:
         finally:
             os.close(descriptor)
 
-    def _descendants(self) -> Iterator[tuple[int, list[str]]]:
-        """Processes and their threads, which have children of their own."""
-        waiting = self._children(os.getpid(), self._entries(f"{os.getpid()}/task"))
+    def _tree(self, first: int) -> Iterator[tuple[int, list[str]]]:
+        """Yield a process and its descendants, each with its threads, which have children of their own."""
+        waiting = [first]
         while waiting:
             pid = waiting.pop()
             threads = self._entries(f"{pid}/task")
             yield pid, threads
-            waiting += self._children(pid, threads)
-
-    def _children(self, pid: int, threads: list[str]) -> list[int]:
-        return [int(child) for thread in threads for child in self._read(f"{pid}/task/{thread}/children").split()]
+            for thread in threads:
+                waiting += map(int, self._read(f"{pid}/task/{thread}/children").split())
 
     def _memory(self, pid: int, threads: list[str]) -> int:
         """Bytes of a process, as one of its threads shows them: one that has ended, even the first, shows none."""
@@ -105,7 +107,7 @@ class ProcessTable:
         except OSError:  # it ended
             return 0
 
-    def _locks(self, pids: set[int]) -> int:
+    def _locks(self, pids: Container[int]) -> int:
         """Number of locks of records of files, among the first on the list of the machine."""
         try:
             descriptor = os.open("locks", os.O_RDONLY, dir_fd=self._proc)

@@ -40,7 +40,7 @@ class Limits:
 
     @property
     def most_tasks(self) -> int:
-        """Maximum number of processes and threads, those of the program's sandbox included: it has up to four."""
+        """Maximum number of processes and threads of a program's user; those of its sandbox are up to four."""
         return self.processes + 4
 
 
