@@ -26,7 +26,7 @@ RANK = "ray::WorkerHost"
 ROLLOUT_WORKER = "ray::AsyncWorkerHost"
 ENVIRONMENT_HOST = "ray::RestartingHost"
 ENVIRONMENT_PROCESS = "environments.process"
-SANDBOX_KEEPER = "rl_envs.sandbox.keeper"
+SANDBOX = "rl_envs.sandbox.zygote"
 AGENT = "example_agent.py"
 ENGINE = "VLLM::EngineCore"
 
@@ -135,8 +135,8 @@ FAULTS = [
     Fault("sft", STOP, DASHBOARD_AGENT, NONE),
     Fault("sft", KILL, RUNTIME_ENV_AGENT, NONE),
     Fault("sft", STOP, RUNTIME_ENV_AGENT, NONE),
-    Fault("agents", KILL, SANDBOX_KEEPER, NONE, is_exact=False),
-    Fault("agents", STOP, SANDBOX_KEEPER, NONE, is_exact=False),
+    Fault("agents", KILL, SANDBOX, NONE, is_exact=False),
+    Fault("agents", STOP, SANDBOX, NONE, is_exact=False),
 ]
 
 
