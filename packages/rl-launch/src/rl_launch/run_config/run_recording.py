@@ -35,8 +35,8 @@ class RunRecording(Recording):
         plan = RunPlan.of(config)
         for key, *_ in plan.unused_backends():
             tree = _without(tree, tuple(key.split(".")))
-        for name in names(ENVIRONMENTS) if self._environments is not None else ():
-            if name not in self._environments:
+        for name in names(ENVIRONMENTS):
+            if self._environments is not None and name not in self._environments:
                 tree = _without(tree, (_ENV, name))
         for model in plan.backends.models.values():
             tree = _with(tree, (*model.section.split("."), model.plugin.key, "enabled"), True)
