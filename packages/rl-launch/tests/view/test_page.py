@@ -147,6 +147,43 @@ def test_a_new_step_and_a_new_run_appear_by_themselves(view, page, root):
     page.wait("document.querySelectorAll('tbody tr').length === 3")
 
 
+def test_ticks_of_steps_are_whole(view, page, root):
+    made_run(root / "short", 3)
+    page.wait("RlView.ask('runs').then((found) => found.runs.some((run) => run.id === 'short'))")
+    view("#/run/short/metrics", "document.querySelectorAll('.u-wrap').length >= 2")
+    ticks = page.js("uPlot.sync('rl-view').plots.flatMap((plot) => plot.axes[0]._splits)")
+    assert len(ticks) > 2
+    assert [tick for tick in ticks if tick != int(tick)] == []
+
+
+def test_a_config_begins_with_what_was_set_and_is_searched_in_whole(view, page, root):
+    keys = "[...document.querySelectorAll('tbody tr td:first-child')].map((each) => each.textContent).join(' ')"
+    origins = {"grpo.max_num_steps": "command line"} | dict.fromkeys(("policy.model_name", "algorithm"), "default")
+    (made_run(root / "set") / "origins.json").write_text(json.dumps(origins))
+    page.wait("RlView.ask('runs').then((found) => found.runs.some((run) => run.id === 'set'))")
+    view("#/run/set/config", f"{keys}.includes('grpo.max_num_steps')")
+    assert "policy.model_name" not in page.js(keys)
+    view("#/run/set/config?defaults=1", f"{keys}.includes('policy.model_name')")
+    view("#/run/set/config?key=model", f"{keys} === 'policy.model_name'")
+
+
+def test_the_chosen_tab_is_in_view_on_a_narrow_screen(view, page):
+    page.size(390)
+    chosen = "document.querySelector('.tabs [aria-current]').getBoundingClientRect()"
+    try:
+        for tab in ("checkpoints", "metrics", "logs"):
+            view(f"#/run/one/{tab}", f"document.querySelector('.tabs [aria-current]')?.textContent === '{tab}'")
+            page.wait(f"{chosen}.left >= 0 && {chosen}.right <= innerWidth")
+    finally:
+        page.size(1440)
+
+
+def test_an_unknown_run_leads_back_to_all_runs(view, page):
+    view("#/run/nosuch/metrics", HAS_TEXT.format("'There is no run or evaluation nosuch'"))
+    page.js("document.querySelector('main .problem a').click()")
+    page.wait("document.querySelectorAll('tbody tr').length >= 2")
+
+
 def test_the_segments_of_an_agent_are_shown_one_after_the_other(view, page, root):
     add_step(made_run(root / "agents"), 4, [agent_rollout()])
     page.wait("RlView.ask('runs').then((found) => found.runs.some((run) => run.id === 'agents'))")

@@ -18,6 +18,8 @@
   const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const faint = (color) => `${color}40`;
   const cursor = uPlot.sync('rl-view');
+  // distances between the ticks of steps, of which there are no halves
+  const WHOLE = Array.from({ length: 30 }, (_, place) => [1, 2, 5][place % 3] * 10 ** Math.floor(place / 3));
 
   // lines: [{ label, color, x, y }]
   RlView.Plot = ({ lines, by, isLog, smoothing, low, high, onRange, height = 190, theme }) => {
@@ -51,7 +53,7 @@
           x: { time: false, range: (_, min, max) => (data.aligned[0].length > 1 ? [low ?? min, high ?? max] : [data.aligned[0][0] - 1, data.aligned[0][0] + 1]) },
           y: isLog ? { distr: 3 } : {},
         },
-        axes: [{ ...axis, size: 26, values: xValues, space: 60 }, { ...axis, size: 54, values: (_, ticks) => ticks.map((value) => RlView.number(value)) }],
+        axes: [{ ...axis, size: 26, values: xValues, space: 60, ...(by === 'step' ? { incrs: WHOLE } : {}) }, { ...axis, size: 54, values: (_, ticks) => ticks.map((value) => RlView.number(value)) }],
         hooks: {
           setSelect: [(self) => {
             if (self.select.width < 4) return;

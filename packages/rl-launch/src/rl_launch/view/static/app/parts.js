@@ -43,7 +43,9 @@
   };
   RlView.marked = marked;
 
-  RlView.Problem = ({ text }) => html`<p class="problem" role="alert">${text}</p>`;
+  RlView.Problem = ({ text, link = null }) => html`<p class="problem" role="alert">${text}${link && html` <a href=${link.href}>${link.text}</a>`}</p>`;
+  // The chosen link of a strip that may be wider than the page; for `ref`, which is called before the link is on the page.
+  RlView.intoView = (link) => link && requestAnimationFrame(() => link.scrollIntoView({ block: 'nearest', inline: 'center' }));
   RlView.Empty = ({ children }) => html`<p class="empty">${children}</p>`;
   RlView.Status = ({ status, reason = '' }) => html`<span class=${`status status-${status}`} title=${reason}>${status}</span>`;
 

@@ -32,7 +32,7 @@
         <button class="quiet close" onClick=${close} aria-label="close the rollout">×</button></header>
       <${Facts} record=${record} />
       ${group.length > 1 && html`<div class="members" role="group" aria-label="group">${group.map((member) => html`<a href=${link({ open: keyOf(member), token: '' })} aria-current=${member.row === answer.row ? 'true' : undefined} class=${member.status === 'failed' ? 'failed' : ''} title=${`rollout ${member.position ?? member.row}`}>${member.status === 'failed' ? '×' : RlView.number(member.reward)}</a>`)}</div>`}
-      <nav class="tabs small" aria-label="views of the rollout">${views.map(([name, title]) => html`<a href=${link({ as: name === 'turns' ? '' : name, token: '' })} aria-current=${view === name ? 'page' : undefined}>${title}</a>`)}
+      <nav class="tabs small" aria-label="views of the rollout">${views.map(([name, title]) => html`<a href=${link({ as: name === 'turns' ? '' : name, token: '' })} ref=${view === name ? RlView.intoView : undefined} aria-current=${view === name ? 'page' : undefined}>${title}</a>`)}
         ${!RlView.isExport && html`<a href=${`api/raw?${new URLSearchParams({ id, kind, step: answer.step, row: answer.row })}`} download>raw line, ${RlView.bytes(answer.bytes)}</a>`}</nav>
       ${view === 'group' ? html`<${Group} id=${id} kind=${kind} group=${group} current=${answer.row} />`
         : view === 'tokens' ? html`<${RlView.Tokens} id=${id} kind=${kind} step=${answer.step} row=${answer.row} query=${query} version=${version} />`

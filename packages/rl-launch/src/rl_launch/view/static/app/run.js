@@ -11,7 +11,7 @@
     const entry = runs.answer?.runs.find((run) => run.id === id);
     const other = runs.answer?.others.find((each) => each.id === id);
     const { answer: run, problem } = RlView.useAnswer('run', entry ? { id } : null, version);
-    if (runs.answer && !entry && !other) return html`<${RlView.Problem} text=${`There is no ${id} in the folders of this page.`} />`;
+    if (runs.answer && !entry && !other) return html`<${RlView.Problem} text=${`There is no run or evaluation ${id} in the folders of this page.`} link=${{ href: '#/runs', text: 'All runs' }} />`;
     if (problem && !run) return html`<${RlView.Problem} text=${problem} />`;
     if (!runs.answer || (entry && !run)) return html`<${RlView.Empty}>Reading ${id}…</${RlView.Empty}>`;
     const tabs = entry ? TABS : other ? ['rollouts', ...(other.sort === 'evaluation' ? ['logs'] : [])] : [tab];
@@ -26,7 +26,7 @@
           <span class="muted">${shown.algorithm} · ${RlView.shortModel(shown.model)} · <time title=${shown.changed}>${RlView.age(shown.changed)}</time></span>`}
       </header>
       ${shown?.reason && shown.status !== 'finished' && html`<p class="note">${shown.status}: ${shown.reason}${shown.resume && html`. To resume: <code>${shown.resume}</code>`}</p>`}
-      <nav class="tabs" aria-label="views of this run">${tabs.map((each) => html`<a href=${RlView.address(['run', id, each])} aria-current=${each === current ? 'page' : undefined}>${each}</a>`)}</nav>
+      <nav class="tabs" aria-label="views of this run">${tabs.map((each) => html`<a href=${RlView.address(['run', id, each])} ref=${each === current ? RlView.intoView : undefined} aria-current=${each === current ? 'page' : undefined}>${each}</a>`)}</nav>
       <${PAGES[current]} id=${id} run=${run} query=${query} theme=${theme} version=${version} />`;
   };
 
@@ -136,9 +136,11 @@
     if (problem && !answer) return html`<${RlView.Problem} text=${problem} />`;
     if (!answer) return html`<${RlView.Empty}>Reading the config…</${RlView.Empty}>`;
     const search = (query.get('key') ?? '').toLowerCase();
-    const onlySet = query.get('set') === '1';
+    const isSet = (each) => each.origin !== 'default';
+    // what is searched for is searched in all keys
+    const hasDefaults = search || query.get('defaults') === '1' || !answer.values.some(isSet);
     const differs = (each) => other && JSON.stringify(each.value) !== JSON.stringify(each.other ?? null);
-    const rows = answer.values.filter((each) => `${each.key} ${RlView.shown(each.value)}`.toLowerCase().includes(search) && (!onlySet || each.origin !== 'default') && (!other || query.get('same') === '1' || differs(each)));
+    const rows = answer.values.filter((each) => `${each.key} ${RlView.shown(each.value)}`.toLowerCase().includes(search) && (other ? query.get('same') === '1' || differs(each) : hasDefaults || isSet(each)));
     const columns = [
       { name: 'key', title: 'key', className: 'code name', cell: (each) => each.key },
       { name: 'value', title: 'value', className: 'code wrap', cell: (each) => html`<${RlView.Untrusted} text=${each.value === null ? 'null' : RlView.shown(each.value)} />`, value: (each) => each.value },
@@ -148,7 +150,7 @@
     const sort = query.get('sort') ?? '';
     return html`<section class="panel"><div class="bar">
         <${RlView.TextField} label="find" name="key" query=${query} wide placeholder="key or value" />
-        <${RlView.Toggle} label="only what was set" name="set" query=${query} />
+        ${!other && html`<${RlView.Toggle} label="defaults too" name="defaults" query=${query} />`}
         ${!RlView.isExport && html`<${RlView.Choice} label="compare with" name="other" query=${query} all="no other run" options=${(runs.answer?.runs ?? []).map((run) => run.id).filter((each) => each !== id)} />`}
         ${other && html`<${RlView.Toggle} label="equal values too" name="same" query=${query} />`}
         <span class="muted count">${rows.length} of ${answer.values.length} keys</span></div>
@@ -163,7 +165,7 @@
     const name = query.get('log') ?? logs.find((each) => each.name === 'driver.log')?.name ?? logs[0]?.name ?? '';
     if (problem && !answer) return html`<${RlView.Problem} text=${problem} />`;
     if (answer && !logs.length) return html`<${RlView.Empty}>There are no logs.</${RlView.Empty}>`;
-    return html`<section class="panel logs"><nav class="files" aria-label="logs">${logs.map((each) => html`<a href=${RlView.address(['run', id, 'logs'], { log: each.name })} aria-current=${each.name === name ? 'page' : undefined}>${each.name}<span class="muted">${RlView.bytes(each.size)}</span></a>`)}</nav>
+    return html`<section class="panel logs"><nav class="files" aria-label="logs">${logs.map((each) => html`<a href=${RlView.address(['run', id, 'logs'], { log: each.name })} ref=${each.name === name ? RlView.intoView : undefined} aria-current=${each.name === name ? 'page' : undefined}>${each.name}<span class="muted">${RlView.bytes(each.size)}</span></a>`)}</nav>
       ${name && html`<${Log} key=${name} id=${id} name=${name} query=${query} />`}</section>`;
   };
   // A log is followed by its position: only what was added is sent. One that has started over is shown from its beginning.
