@@ -256,6 +256,7 @@ def trained(once, sft, request):
             saves,
             "grpo.max_num_steps=8",
             "env.repository.deadline_s=10",
+            "env.repository.sandbox.wall_s=30",
         ),
     }
 
