@@ -12,7 +12,6 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from rl_core.config.tree import mapped
 from rl_core.rollouts.rollout import Prompt, Rollout, Turn
 
 MOST_CHARACTERS = 4000
@@ -160,15 +159,17 @@ class _Cut:
         self._room = MAX_CONTEXT
 
     def of(self, value: Any) -> Any:
-        """Return nested plain values with shorter strings."""
-        return mapped(json.loads(json.dumps(value, default=_foreign)), lambda _, each: self._string(each))
-
-    def _string(self, value: Any) -> Any:
-        if not isinstance(value, str):
-            return value
-        most = max(min(MAX_STRING, self._room), MIN_STRING)
-        self._room -= min(len(value), most)
-        return _beginning(value, most)
+        """Return nested values with shorter strings."""
+        match value:
+            case str():
+                most = max(min(MAX_STRING, self._room), MIN_STRING)
+                self._room -= min(len(value), most)
+                return _beginning(value, most)
+            case Mapping():
+                return {str(key): self.of(item) for key, item in value.items()}
+            case list() | tuple():
+                return [self.of(item) for item in value]
+        return value
 
 
 def _turn(turn: Turn) -> dict[str, Any]:
