@@ -123,6 +123,7 @@ def test_advice_on_failed_rollouts_leads_to_the_log_of_what_played_them(agent, n
             "the policy leaves its drafter behind: 53% of the drafted tokens were accepted at first, 17% now",
             "the section drafter",
         ),
+        (lambda step: {"rollout/ignored/top_p": 1.0}, "agents set top_p, without effect", "generation.temperature"),
         (lambda step: {"val/loss": 1.0 + abs(step - 4)}, "the validation loss increases", "checkpointing.metric_name"),
     ],
 )

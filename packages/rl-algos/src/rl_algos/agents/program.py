@@ -69,7 +69,6 @@ class AgentProgram:
         self._endpoint = AgentEndpoint(config.host, self._board, max_tokens)
         self._launcher = _launcher(config, function, self._board, files or {})
         self._logs = Path()
-        self._told: set[str] = set()
 
     async def start(self, logs: Path) -> None:
         """Serve the policy, and prepare the agent.
@@ -142,21 +141,12 @@ class AgentProgram:
             named = [name for name in missing if name]
             raise AgentFailed(_NO_REWARD[self._config.reward] + (f" (agents: {', '.join(named)})" if named else ""))
         rollouts = session.rollouts()
-        self._tell_ignored(session)
         return rollouts[0] if len(rollouts) == 1 else rollouts
 
     def _task(self, prompt: Prompt, address: Address, conversation_id: str, client: GenerationClient) -> Task:
         name = re.sub(r"[^\w.-]", "_", prompt.id)[-80:]
         log = self._logs / f"{name}-{address.rollout}.log"
         return Task(prompt, address, log, conversation_id, client.step)
-
-    def _tell_ignored(self, session: AgentSession) -> None:
-        """Log once which fields of requests have no effect."""
-        for name in sorted(session.ignored - self._told):
-            self._told.add(name)
-            _log.warning(
-                "agents set %s, which has no effect: policy.generation decides how completions are drawn", name
-            )
 
 
 _NO_REWARD: dict[Literal["returned", "posted", "environment"], str] = {

@@ -21,6 +21,7 @@ from jinja2 import TemplateError
 
 from rl_algos.agents.calls import Answer, Call, CallRefused, Choice, FinishReason, Limits
 from rl_algos.agents.tree import CallTree, Node, conversation_digests
+from rl_algos.rollouts.ignored_fields import ignored_info
 from rl_core.rollouts.environment import ToolCall
 from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.program import GenerationClient
@@ -403,7 +404,7 @@ class AgentSession:
         if not self._answered:
             raise ValueError("the agent ended without a completion of the policy, so there is nothing to train on")
         rollout = self._tree.rollout(self._prompt, self._rewards, is_truncated=self._is_truncated)
-        return replace(rollout, agent=self._agent) if self._agent else rollout
+        return replace(rollout, agent=self._agent, info={**rollout.info, **ignored_info(self.ignored)})
 
     def _check_open(self) -> None:
         if self._is_closed:

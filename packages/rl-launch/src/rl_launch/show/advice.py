@@ -61,6 +61,8 @@ PROMPTS = "num_prompts_per_step"
 STALE_DRAFTER = 0.7
 """A drafter is left behind if its rate of accepted tokens falls below this share of the rate at first."""
 
+_IGNORED = "rollout/ignored/"
+
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -118,6 +120,16 @@ def _failed(rows: Rows, config: Mapping[str, Any], failures: Mapping[str, int]) 
         metrics=("rollout/failed",),
         where=("status=failed",),
     )
+
+
+def _ignored(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
+    metrics = sorted({name for row in rows for name in row if name.startswith(_IGNORED)})
+    if metrics:
+        yield Advice(
+            f"agents set {', '.join(name.removeprefix(_IGNORED) for name in metrics)}, without effect",
+            "set policy.generation.temperature and the keys next to it instead; agents must work without forced calls",
+            metrics=tuple(metrics),
+        )
 
 
 def _skipped(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
@@ -350,6 +362,7 @@ _RULES: tuple[Callable[[Rows, Mapping[str, Any]], Iterator[Advice]], ...] = (
     _truncated,
     _speculation,
     _overfit,
+    _ignored,
 )
 
 

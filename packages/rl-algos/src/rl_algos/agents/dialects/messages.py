@@ -10,7 +10,7 @@ from rl_algos.agents.calls import Answer, Call, CallRefused, Choice, Event
 from rl_algos.agents.fields import Fields, check_conversation, function_tools, text_of_part, text_of_parts, tool_call
 from rl_core.rollouts.rollout import Message
 
-PREFILL = "messages[-1] (beginning of the turn)"
+PREFILL = "prefill"
 """Name of a last message of the assistant among the fields without effect: the policy writes its whole turn."""
 
 _ROLES = ("user", "assistant", "system")

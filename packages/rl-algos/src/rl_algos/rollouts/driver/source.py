@@ -15,6 +15,7 @@ from rl_algos.rollouts.driver.ledger import Ledger
 from rl_algos.rollouts.driver.saved_groups import group_from, group_state
 from rl_algos.rollouts.driver.saved_turns import turns_from, turns_state
 from rl_algos.rollouts.driver.staleness import staleness_metrics
+from rl_algos.rollouts.ignored_fields import IgnoredFieldsWatch
 from rl_core.errors import DataError
 from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.group import RolloutGroup
@@ -107,6 +108,7 @@ class PacedRolloutSource:
         self._num_ahead = max_staleness * prompts_per_step
         self._in_flight = in_flight
         self._failures = FailureWatch(max_failed_share, section=section)
+        self._ignored = IgnoredFieldsWatch()
         self._ledger = Ledger()
         self._version = 0
         self._drawings: list[_Drawing] = []
@@ -129,6 +131,7 @@ class PacedRolloutSource:
         self._collected_at = self._clock()
         self._waited_s += self._collected_at - asked_at
         groups = [self._draws[number].collect() for number in chosen]
+        self._ignored.check(groups)
         self._failures.check(groups)
         return groups
 

@@ -8,6 +8,7 @@ from itertools import compress
 
 import numpy as np
 
+from rl_algos.rollouts.ignored_fields import PREFIX
 from rl_algos.rollouts.training.batch import Advantages
 from rl_algos.rollouts.training.rewards import varies
 from rl_core.data.ragged import Ragged
@@ -151,9 +152,13 @@ def _named_rewards(rewards: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _reported(infos: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Numbers that the environments reported, averaged over the rollouts that have them."""
+    """Numbers that the environments reported, and fields that agents set without effect, averaged over the rollouts
+    that have them."""
     values: dict[str, list[float]] = {}
     for info in infos:
         for name, value in info.items():
             values.setdefault(name, []).append(float(value))
-    return {f"environment/{name}": float(np.mean(seen)) for name, seen in sorted(values.items())}
+    return {
+        f"{'rollout' if name.startswith(PREFIX) else 'environment'}/{name}": float(np.mean(seen))
+        for name, seen in sorted(values.items())
+    }
