@@ -20,7 +20,8 @@ def groups(tmp_path, monkeypatch):
             (tmp_path / folder / "pids.max").write_text(f"{most}\n")
             (tmp_path / folder / "pids.current").write_text(f"{used}\n")
         monkeypatch.setattr(process_limit, "_CONTROL_GROUPS", tmp_path)
-        monkeypatch.setattr(process_limit, "_lines", lambda _path: ["5:cpu:/other", line])
+        (tmp_path / "groups").write_text(f"5:cpu:/other\n{line}\n")
+        monkeypatch.setattr(process_limit, "_GROUPS_OF_THIS", tmp_path / "groups")
 
     monkeypatch.setattr(process_limit.os, "getuid", lambda: 0)
     return set_groups
@@ -57,7 +58,5 @@ def test_the_limit_of_a_user_counts_its_threads_and_not_for_the_administrator(gr
 def test_a_run_that_would_be_refused_threads_is_refused_with_limit_and_remedy(groups):
     groups("8:pids:/job", {"pids/job": (400, 20)})
     check_process_limit(1, 2)
-    with pytest.raises(
-        ConfigError, match=r"pids.max allows 400 .* 20 exist.* at least 600 more.*--pids-limit"
-    ):
+    with pytest.raises(ConfigError, match=r"pids.max allows 400 .* 20 exist.* at least 600 more.*--pids-limit"):
         check_process_limit(1, 10)

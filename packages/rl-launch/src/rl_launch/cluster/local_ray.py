@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
+import stat
 import struct
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 import psutil
 import ray._private.worker as ray_worker
@@ -77,22 +78,12 @@ def _raylet() -> psutil.Process | None:
 
 def _connections_to(pid: int) -> Iterator[int]:
     """Descriptors of this process that are connected to a Unix socket of another."""
-    for entry in os.listdir("/proc/self/fd"):
-        with suppress(OSError), _duplicate(int(entry)) as found:
-            if found.family == socket.AF_UNIX and _peer(found) == pid:
-                yield int(entry)
-
-
-@contextmanager
-def _duplicate(descriptor: int) -> Iterator[socket.socket]:
-    copy = os.dup(descriptor)
-    try:
-        found = socket.socket(fileno=copy)
-    except OSError:
-        os.close(copy)
-        raise
-    with found:
-        yield found
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                with socket.socket(fileno=os.dup(descriptor)) as found:
+                    if found.family == socket.AF_UNIX and _peer(found) == pid:
+                        yield descriptor
 
 
 def _peer(connected: socket.socket) -> int:

@@ -14,6 +14,7 @@ import psutil
 from rl_core.errors import ConfigError
 
 _CONTROL_GROUPS = Path("/sys/fs/cgroup")
+_GROUPS_OF_THIS = Path("/proc/self/cgroup")
 
 NODE_THREADS = 150
 """Threads of the driver, and of Ray's processes on one node of few cores."""
@@ -75,7 +76,7 @@ def remedy(limit: ProcessLimit) -> str:
 
 
 def _of_control_groups() -> Iterator[ProcessLimit]:
-    for line in _lines(Path("/proc/self/cgroup")):
+    for line in _GROUPS_OF_THIS.read_text().splitlines() if _GROUPS_OF_THIS.exists() else ():
         _, controllers, path = line.split(":", 2)
         if controllers not in ("", "pids"):
             continue
@@ -98,10 +99,3 @@ def _of_user() -> Iterator[ProcessLimit]:
     own = (each.info for each in psutil.process_iter(["uids", "num_threads"]))
     used = sum(info["num_threads"] or 0 for info in own if info["uids"] and info["uids"].real == user)
     yield ProcessLimit("RLIMIT_NPROC (ulimit -u)", most, used)
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []
