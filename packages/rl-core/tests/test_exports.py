@@ -55,9 +55,7 @@ def test_a_package_beside_another_version_of_rl_core_is_refused_at_its_first_nam
     if fits:
         assert package.Square
         return
-    with pytest.raises(
-        ImportError, match=rf"a-package 0\.2\.0 needs rl-core.*, but {present} is here: .*install"
-    ):
+    with pytest.raises(ImportError, match=rf"a-package 0\.2\.0 needs rl-core.*, but {present} is here: .*install"):
         _ = package.Square
 
 
