@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -10,12 +11,15 @@ from typing import get_args
 
 import pytest
 
-from rl_envs.sandbox import preflight
+from rl_envs.sandbox import landlock, preflight
 from rl_envs.sandbox.confinement import FIRST_UID, MAX_SLOTS, first_user_id
+from rl_envs.sandbox.filesystem import devices
+from rl_envs.sandbox.processes import ProcessTable
 from rl_envs.sandbox.program import Isolation, Limits, Outcome, Program, program_of, request_of
 from rl_envs.sandbox.remote import RemoteSandbox, RemoteSandboxFailed
 from rl_envs.sandbox.sandbox import Sandbox, SandboxUnavailable
 from rl_envs.sandbox.server import SandboxServer
+from rl_envs.sandbox.session import Session
 
 
 def test_a_program_reads_its_input_and_its_files_and_writes_its_output(sandbox: Sandbox) -> None:
@@ -204,3 +208,31 @@ def test_a_server_that_does_not_answer_is_an_error(server: SandboxServer) -> Non
         RemoteSandbox(server.url + "/elsewhere").run(Program(""))
     with pytest.raises(ValueError, match="http"):
         RemoteSandbox("file:///etc/passwd")
+
+
+def test_a_session_whose_output_nobody_takes_ends_at_its_limit(sandbox: Sandbox) -> None:
+    flood = """
+import os, threading, time
+def flood():
+    time.sleep(0.3)
+    for descriptor in range(3, 16):
+        try:
+            os.write(descriptor, b"x" * 900_000)
+        except OSError:
+            pass
+threading.Thread(target=flood).start()
+"""
+    with Session(sandbox, Limits(cpu_s=20.0, wall_s=2.0, output_kib=1024)) as session:
+        assert session.execute(flood, timeout_s=60) == ""
+        assert sandbox._zygote is not None
+        table, deadline = ProcessTable(), time.monotonic() + 60
+        while len(list(table._tree(sandbox._zygote.pid))) > 2:  # the session's keeper waits to answer
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+@pytest.mark.parametrize("version", [0, 6])
+def test_zeros_can_be_read_where_landlock_forbids_to_share_them(version: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(landlock, "version", lambda: version)
+    assert ("/dev/zero" in devices()) == bool(version)
+    assert devices()[0] == "/dev/null"

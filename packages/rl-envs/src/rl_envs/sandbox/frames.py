@@ -27,13 +27,18 @@ class StreamClosed(ConnectionError):
 
 def write(connection: socket.socket, header: Mapping[str, Any], parts: Sequence[bytes] = ()) -> None:
     """Send one message; blocks until the other side has taken it."""
+    connection.sendall(encoded(header, parts))
+
+
+def encoded(header: Mapping[str, Any], parts: Sequence[bytes] = ()) -> bytes:
+    """Return the bytes of one message."""
     head = json.dumps({**header, "parts": [len(part) for part in parts]}).encode()
     if len(head) > MAX_HEADER:
         raise ValueError(f"a program may have fewer files: their names take {len(head)} bytes, more than {MAX_HEADER}")
     size = len(head) + sum(map(len, parts))
     if size > MAX_FRAME:
         raise ValueError(f"a program, its input and its files may have {MAX_FRAME} bytes together, got {size}")
-    connection.sendall(b"".join((_LENGTH.pack(len(head)), head, *parts)))
+    return b"".join((_LENGTH.pack(len(head)), head, *parts))
 
 
 def read(connection: socket.socket) -> tuple[dict[str, Any], list[bytes]]:

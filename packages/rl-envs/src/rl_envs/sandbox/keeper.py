@@ -123,8 +123,8 @@ def keep(connection: socket.socket, site: Site, slot: int) -> None:
         "snapshot_problem": problem,
     }
     outputs = [bytes(output.data[: output.limit]) for output in (keeper.stdout, keeper.stderr)]
-    connection.setblocking(True)
     with contextlib.suppress(ConnectionError):
+        keeper.send_rest()
         frames.write(connection, answer, [*([b"", b""] if program.interactive else outputs), snapshot])
 
 
@@ -137,6 +137,7 @@ class _Keeper:
         self._limits = limits
         self._table = table
         self._unwritten = memoryview(program.stdin)
+        self._unsent = bytearray()
         self._is_closed = False
 
     def start(self, site: Site, uid: int, scratch: str, group: ControlGroup | None) -> None:
@@ -161,7 +162,7 @@ class _Keeper:
 
     def watch(self, deadline: float) -> tuple[Ending, int | None]:
         """Serve its streams until it ends or is at a limit; returns the status of `waitpid` if it ended by itself."""
-        poll = select.poll()
+        self._poll = poll = select.poll()
         ends = {self._status: self._status, self._connection.fileno(): self._connection.fileno()}
         for descriptor in (self.stdout.descriptor, self.stderr.descriptor, *ends):
             poll.register(descriptor, select.POLLIN)
@@ -179,13 +180,15 @@ class _Keeper:
                     return "processes", None
                 unseen = usage.unseen
                 look = now + _pause(usage, self._limits)
-            for descriptor, _ in poll.poll(max(1, 1000 * (min(deadline, look) - now))):
+            for descriptor, events in poll.poll(max(1, 1000 * (min(deadline, look) - now))):
                 if descriptor == self._status:
                     return self._ended()
                 if descriptor == self._stdin:
                     self._feed(poll)
                 elif descriptor == self._connection.fileno():
-                    if not self._take_input(poll):
+                    if events & select.POLLOUT:
+                        self._send()
+                    if events & ~select.POLLOUT and not self._take_input(poll):
                         return "deadline", None  # nobody waits for it
                 elif self._take_output(poll, descriptor):
                     return "output", None
@@ -220,10 +223,22 @@ class _Keeper:
         return output.overflows
 
     def _pass_on(self, output: Output, chunk: bytes) -> None:
-        """Of an interactive program, send stdout on at once; its limit holds for each answer."""
+        """Of an interactive program, send stdout on; its limit holds for each answer."""
         if self._program.interactive and output is self.stdout and chunk:
-            with contextlib.suppress(ConnectionError):
-                frames.write(self._connection, {"output": True}, [chunk])
+            self._unsent += frames.encoded({"output": True}, [chunk])
+            self._poll.modify(self._connection.fileno(), select.POLLIN | select.POLLOUT)
+
+    def _send(self) -> None:
+        """Send on as much as the other side takes now. A keeper that waited for it would not look at the limits."""
+        with contextlib.suppress(BlockingIOError, ConnectionError):
+            del self._unsent[: self._connection.send(self._unsent, socket.MSG_DONTWAIT)]
+        if not self._unsent:
+            self._poll.modify(self._connection.fileno(), select.POLLIN)
+
+    def send_rest(self) -> None:
+        """Send on what the other side has not taken yet; call it when all processes have ended."""
+        self._connection.setblocking(True)
+        self._connection.sendall(self._unsent)
 
     def _take_input(self, poll: select.poll) -> bool:
         """Take more input for an interactive program; returns False if the other side closed the connection."""
