@@ -137,6 +137,7 @@ WAYS = [
     Way("another test in a folder", {"tests/deep/test_more.py": TAMPER}),
     Way("tests.py for unittest", {"tests.py": TAMPER}, UNITTEST),
     Way("testing.py for unittest", {"testing.py": TAMPER}, UNITTEST),
+    Way("testmore.py for unittest", {"testmore.py": TAMPER}, UNITTEST),
     Way("package instead of a hidden test", {"test_answer/__init__.py": "def test(): pass\n"}, UNITTEST, works=False),
     Way(
         "package instead of a test that is named", {"check/__init__.py": ""}, f"{UNITTEST} check", test_file="check.py"

@@ -140,6 +140,16 @@ def test_files_that_the_settings_of_pytest_name_as_tests_are_protected(settings:
     assert _seen(base, left)[1] == ["exam_more.py", "quiz.py"]
 
 
+def test_a_word_that_begins_with_test_is_not_a_test() -> None:
+    left = [
+        Entry(path, b"") for path in ("testimonials/views.py", "src/Testimonial.vue", "attestation.go", "contest.py")
+    ]
+    rule = SolutionFiles(
+        [], read_task({**ROW, "tests": "python -m pytest"}, Path()), SOURCE_FILES, TEST_FILES, installed_modules([])
+    )
+    assert rule.working_copy(left)[1] == []
+
+
 def test_the_subject_of_a_command_is_not_its_test() -> None:
     base = [Entry(f"{name}.py", b"") for name in ("answer", "plugin", "check")]
     left = [Entry(entry.path, b"new") for entry in base]

@@ -18,18 +18,8 @@ pyx r rb rkt rs sass scala scm scss sh sql svelte swift tcl ts tsx v vb vhd vhdl
 SOURCE_FILES = tuple(f"*.{suffix}" for suffix in _SOURCES.split())
 """Patterns of program sources: suffixes that settings of test commands do not have."""
 TEST_FILES = (
-    *(
-        "test*",
-        "Test*",
-        "*_test.*",
-        "*_tests.*",
-        "*[.-]test.*",
-        "*Test.*",
-        "*Tests.*",
-        "*_tests/*",
-        "*Test/*",
-        "*Tests/*",
-    ),
+    *("test[!a-z]*", "tests[!a-z]*", "Test[!a-z]*", "Tests[!a-z]*", "Test*.java", "*IT.java", "*.cy.*", "*Specs.*"),
+    *("*_test.*", "*_tests.*", "*[.-]test.*", "*Test.*", "*Tests.*", "*TestCase.*", "*_tests/*", "*Test/*", "*Tests/*"),
     *(
         "__tests__/*",
         "*[._-]spec.*",

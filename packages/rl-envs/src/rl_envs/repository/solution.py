@@ -19,6 +19,8 @@ from rl_envs.sandbox.tree import Entry, parents
 
 PYTEST_SETTINGS = ("pytest.toml", ".pytest.toml", "pytest.ini", ".pytest.ini", "pyproject.toml", "tox.ini", "setup.cfg")
 """Names of files in which a repository sets which files are tests."""
+UNITTEST_FILES = "test*.py"
+"""Pattern of the files that `unittest` and `manage.py test` search for tests."""
 INTERPRETERS = ("bash", "bun", "dash", "deno", "node", "perl", "php", "ruby", "sh", "zsh")
 """Commands whose first argument is the program that they run."""
 MISSED_MODULES = ("org",)
@@ -135,6 +137,8 @@ def _test_patterns(base: Iterable[Entry], commands: Iterable[Sequence[str]]) -> 
             for found in _PYTHON_FILES.findall(entry.content.decode(errors="replace")):
                 yield from _PATTERN.findall(found)
     for command in commands:
+        if {"unittest", "test"} & set(command):
+            yield UNITTEST_FILES
         for option, value in pairwise(command):
             if option in ("-p", "--pattern") and "unittest" in command:
                 yield value
