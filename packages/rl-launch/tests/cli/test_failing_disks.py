@@ -75,7 +75,8 @@ def test_a_disk_that_refuses_writes_ends_a_run_with_one_message_and_a_resume_is_
         assert error.startswith(f"error: {ERRORS[number]}, most likely the disk of {tmp_path / 'runs'}")
         assert error.endswith("run the same command again to resume from the newest checkpoint.")
         assert f"{os.strerror(number)}: '{tmp_path / 'runs'}" in said
-        assert lines[-1] == "code 1"
+        assert "metrics.jsonl'" in said
+        assert lines[-2:] == ["in step 5 of 6", "code 1"]
 
 
 @pytest.mark.parametrize(

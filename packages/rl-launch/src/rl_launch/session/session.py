@@ -6,7 +6,7 @@ import logging
 import shutil
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -429,7 +429,9 @@ class RunSession:
         try:
             yield
         finally:
-            stop_writing_stacks(path)
+            # a failing disk refuses this too, which must not hide the error that ended the run
+            with suppress(OSError):
+                stop_writing_stacks(path)
             shutil.rmtree(folder, ignore_errors=True)
 
     def _note_end(self, error: BaseException | None) -> None:
