@@ -26,6 +26,7 @@ from rl_envs.sandbox.tree import Entry
 PYTEST, UNITTEST = "python -m pytest -q", "python -m unittest"
 LIMITS = Limits(cpu_s=30.0, wall_s=120.0, scratch_mib=4)
 CONFIG = RepositoryConfig()
+READS_TOML = pytest.version_tuple >= (9,)
 
 REPOSITORY = {
     "answer.py": "def add(a, b):\n    return 0\n",
@@ -118,9 +119,13 @@ def _elsewhere(name: str, files: Mapping[str, str], command: str) -> Way:
 
 WAYS = [
     # settings of pytest
-    Way("pytest.toml", {"pytest.toml": '[pytest]\naddopts = ["--collect-only"]\n'}),
-    Way(".pytest.toml", {".pytest.toml": '[pytest]\naddopts = ["--collect-only"]\n'}),
-    Way("pytest.toml with a plugin", {"pytest.toml": '[pytest]\naddopts = ["-p", "evil"]\n', "evil.py": TAMPER}),
+    Way("pytest.toml", {"pytest.toml": '[pytest]\naddopts = ["--collect-only"]\n'}, works=READS_TOML),
+    Way(".pytest.toml", {".pytest.toml": '[pytest]\naddopts = ["--collect-only"]\n'}, works=READS_TOML),
+    Way(
+        "pytest.toml with a plugin",
+        {"pytest.toml": '[pytest]\naddopts = ["-p", "evil"]\n', "evil.py": TAMPER},
+        works=READS_TOML,
+    ),
     Way("pytest.ini", {"pytest.ini": f"[pytest]\n{COLLECT_ONLY}"}),
     Way(".pytest.ini", {".pytest.ini": f"[pytest]\n{COLLECT_ONLY}"}),
     Way("pyproject.toml", {"pyproject.toml": "[tool.pytest.ini_options]\naddopts = '--collect-only'\n"}),

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from itertools import pairwise
-from pathlib import Path
 
 from rl_envs.repository.scoring import is_python
 from rl_envs.repository.task import RepositoryTask
@@ -114,7 +113,7 @@ class SolutionFiles:
 
 def installed_modules(python_path: Iterable[str]) -> frozenset[str]:
     """Return the names of the modules of Python's library and of folders with packages."""
-    folders = [os.listdir(folder) for folder in python_path if Path(folder).is_dir()]
+    folders = [os.listdir(folder) for folder in python_path if os.path.isdir(folder)]
     found = {name.partition(".")[0] for names in folders for name in names}
     return sys.stdlib_module_names.union(found, MISSED_MODULES)
 
