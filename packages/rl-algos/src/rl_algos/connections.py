@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import resource
 import time
 from collections.abc import Awaitable, Callable
@@ -29,18 +28,9 @@ MAX_CONNECTIONS = 16_384
 """Maximum number of connections, if the limit of open files allows it."""
 
 _LOG_PERIOD_S = 60.0
-_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?")
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 Refuse = Callable[[int, str], web.StreamResponse]
-
-
-def host_name(request: web.BaseRequest) -> str:
-    """Return the name or address that a request was sent to, without port and brackets; empty if its `Host` header is
-    missing, repeated or malformed."""
-    sent = request.headers.getall("Host", [])
-    found = _HOST.fullmatch(sent[0]) if len(sent) == 1 else None
-    return "" if found is None else found[1].strip("[]").lower()
 
 
 class SparingLog:

@@ -4,10 +4,13 @@ import http.client
 import json
 import socket
 import threading
+import time
+from contextlib import suppress
 
 import pytest
 from made_runs import made_run, rollout
 
+from rl_launch.view import server as server_module
 from rl_launch.view import static_files
 from rl_launch.view.catalog import Catalog
 from rl_launch.view.server import ViewServer
@@ -60,7 +63,10 @@ def test_a_program_may_send_the_token(server):
     assert [run["id"] for run in json.loads(content)["runs"]] == ["one"]
 
 
-@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example:80", "0.0.0.0", "", "[::2]"])
+MALFORMED = ["[::1].evil.com", "[::1", "127.0.0.1:80:80", "evil.com@127.0.0.1", "127.0.0.1/", "localhost:", "[::1]x:80"]
+
+
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example:80", "0.0.0.0", "", "[::2]", *MALFORMED])
 def test_a_name_that_resolves_to_this_machine_is_refused(server, host):
     assert get(server, "/api/runs", Host=host)[0] == 403
 
@@ -170,3 +176,42 @@ def test_hostile_rollouts_are_plain_values(server, tmp_path):
     assert status == 200
     assert headers["Content-Type"] == "application/json"
     assert json.loads(content)["record"]["turns"][0]["text"].startswith("<script>alert(1)</script>\x1b[31m\u202e")
+
+
+def raw(server, sent, *, timeout_s=10):
+    """Send bytes; return what is answered until the connection is closed."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=timeout_s) as connection:
+        connection.sendall(sent)
+        answered = b""
+        with suppress(ConnectionResetError):
+            while some := connection.recv(2**16):
+                answered += some
+        return answered
+
+
+@pytest.mark.parametrize(
+    "sent", [b"BREW / HTTP/1.1\r\n\r\n", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\xff" * 70_000 + b"\n"]
+)
+def test_what_is_no_request_is_refused_in_plain_text_with_the_policy(server, sent):
+    head, _, body = raw(server, sent).partition(b"\r\n\r\n")
+    assert head.split()[1] in (b"400", b"414", b"501", b"505")
+    assert b"Content-Type: text/plain" in head
+    assert b"Content-Security-Policy: default-src 'self'" in head
+    assert b"<" not in body
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nX: "])
+def test_a_connection_without_a_complete_request_is_closed(server, monkeypatch, sent):
+    monkeypatch.setattr(server_module, "IDLE_S", 0.2)
+    assert raw(server, sent) == b""
+
+
+def test_open_connections_take_few_threads_and_shut_nobody_out(server, monkeypatch):
+    monkeypatch.setattr(server_module, "MAX_CONNECTIONS", 8)
+    before = threading.active_count()
+    held = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(40)]
+    assert get(server, "/api/runs")[0] == 200
+    while threading.active_count() - before > 10:  # those that were hung up end soon
+        time.sleep(0.01)
+    for connection in held:
+        connection.close()

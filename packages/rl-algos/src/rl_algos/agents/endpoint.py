@@ -24,7 +24,8 @@ from rl_algos.agents.dialects.messages import Messages
 from rl_algos.agents.dialects.responses import Responses
 from rl_algos.agents.session import LARGE, AgentSession
 from rl_algos.agents.task_board import TaskBoard
-from rl_algos.connections import TRANSFER_S, Connections, SparingLog, host_name
+from rl_algos.connections import TRANSFER_S, Connections, SparingLog
+from rl_algos.host_header import host_name
 
 _log = logging.getLogger(__name__)
 
@@ -227,7 +228,7 @@ class AgentEndpoint:
         """Refuse requests to another name than this server's, such as those of a page in a browser whose name was bound
         to this address."""
         own = request.transport.get_extra_info("sockname")[0] if request.transport is not None else ""
-        name = host_name(request)
+        name = host_name(request.headers.getall("Host", []))
         if name not in (self._host.lower(), own, "localhost"):
             raise CallRefused(
                 f"the host {name[:100]!r} is not served; use the URL that the agent is given",

@@ -3,6 +3,8 @@
 Requests must name a loopback address as their host, because a foreign page that has its name resolve to 127.0.0.1 sends
 its own. A request from a page must come from this one. The token is in the address that the user opens, which answers
 with a cookie and redirects; programs may send it as `Authorization: Bearer TOKEN`.
+
+A connection without a complete request is closed after `IDLE_S`, and earlier if there are too many.
 """
 
 from __future__ import annotations
@@ -11,14 +13,18 @@ import hmac
 import json
 import logging
 import secrets
+import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from rl_algos.host_header import host_name
 from rl_core.config.tree import mapped
 from rl_core.errors import ConfigError, RLError
 from rl_launch.view import static_files
@@ -30,6 +36,12 @@ from rl_launch.view.parameters import Parameters
 HOST = "127.0.0.1"
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
+IDLE_S = 20.0
+"""Maximum number of seconds for which a connection waits without a complete request, or does not read its answer."""
+
+MAX_CONNECTIONS = 128
+"""Maximum number of connections, each of which has a thread."""
+
 _EVENT_PERIOD_S = 0.5
 _HEARTBEAT_S = 15.0
 _MOST_PARAMETERS = 200
@@ -85,6 +97,41 @@ class ViewServer:
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     allow_reuse_address = True
+    request_queue_size = 128
+
+    def __init__(self, *args: Any) -> None:
+        self._open: set[socket.socket] = set()
+        self._waiting: dict[socket.socket, float] = {}  # since when, in this order
+        super().__init__(*args)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer a connection in a thread; the one that has waited longest makes room for it."""
+        if len(self._open) >= MAX_CONNECTIONS:
+            _hang_up(next(iter(list(self._waiting)), request))
+        self._open.add(request)
+        self.wait(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Forget a connection, and close it."""
+        self._open.discard(request)
+        self.begin(request)
+        super().shutdown_request(request)
+
+    def wait(self, connection: socket.socket) -> None:
+        """Note that a connection waits for a request."""
+        self._waiting[connection] = time.monotonic()
+
+    def begin(self, connection: socket.socket) -> None:
+        """Note that the headers of a request are complete."""
+        self._waiting.pop(connection, None)
+
+    def service_actions(self) -> None:
+        """Close the connections that have waited too long; called several times a second."""
+        late = time.monotonic() - IDLE_S
+        for connection in [each for each, since in list(self._waiting.items()) if since < late]:
+            self.begin(connection)
+            _hang_up(connection)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         # a browser that closes a connection is not an error
@@ -99,8 +146,16 @@ class _Refusal(Exception):
         self.status, self.message, self.headers = status, message, dict(headers or {})
 
 
+def _hang_up(connection: socket.socket) -> None:
+    """End a connection; its thread closes it."""
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
 class _Handler(BaseHTTPRequestHandler):
     view: ViewServer
+    server: _Server
+    timeout = IDLE_S
     protocol_version = "HTTP/1.1"
     server_version = "rl-view"
     sys_version = ""
@@ -119,11 +174,24 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_POST = do_PUT = do_DELETE = do_PATCH = do_OPTIONS = do_TRACE = do_CONNECT = _refuse_method  # noqa: N815
 
+    def handle_one_request(self) -> None:
+        """Wait for a request, and answer it."""
+        self.server.wait(self.connection)
+        super().handle_one_request()
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Answer what is not a request, as refusals are answered."""
+        self.close_connection = True
+        self.request_version = self.protocol_version  # what cannot be read is taken for a version without headers
+        status = HTTPStatus(code)
+        self._send(status, f"{status.phrase}\n".encode(), "text/plain; charset=utf-8")
+
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the parameter of http.server's
         """Log requests for debugging only; without the query, which may contain the token."""
-        _log.debug("%s %s", self.command, urlsplit(self.path).path)
+        _log.debug("%s", self.command)
 
     def _answer(self) -> None:
+        self.server.begin(self.connection)
         try:
             self._route()
         except _Refusal as refusal:
@@ -154,11 +222,11 @@ class _Handler(BaseHTTPRequestHandler):
             self._send_file(url.path.removeprefix("/"))
 
     def _check_host(self) -> None:
-        host = self.headers.get("Host", "")
-        if len(self.headers.get_all("Host", [])) != 1 or _hostname(host) not in _LOOPBACK:
+        sent = self.headers.get_all("Host", [])
+        if host_name(sent) not in _LOOPBACK:
             raise _Refusal(HTTPStatus.FORBIDDEN, "the host of the address must be 127.0.0.1 or localhost")
         origin = self.headers.get("Origin")
-        if origin is not None and origin != f"http://{host}":
+        if origin is not None and origin != f"http://{sent[0]}":
             raise _Refusal(HTTPStatus.FORBIDDEN, "requests of other pages are not answered")
 
     def _check_token(self) -> None:
@@ -261,9 +329,3 @@ def as_json(answer: Any) -> bytes:
 
 def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not abs(value) < float("inf") else value
-
-
-def _hostname(host: str) -> str:
-    if host.startswith("["):
-        return host[1 : host.find("]")]
-    return host.rpartition(":")[0] if ":" in host else host
