@@ -6,14 +6,15 @@ from rollouts_builder import make_group, make_prompt, make_rollout
 
 from rl_algos.rollouts.driver.reward_watch import PATIENCE, RewardWatch
 from rl_core.rollouts.group import RolloutGroup
-from rl_core.rollouts.rollout import Turn
+from rl_core.rollouts.rollout import SegmentContext, Turn
 
 
-def answered(prompt_id, *texts):
+def answered(prompt_id, *texts, contexts=()):
     """A group whose rollouts end with these texts and earn nothing."""
     prompt = make_prompt(prompt_id)
     return RolloutGroup.of(
-        prompt, [replace(make_rollout(prompt, 0.0), turns=(Turn(text, None, {}),)) for text in texts]
+        prompt,
+        [replace(make_rollout(prompt, 0.0), turns=(Turn(text, None, {}),), contexts=contexts) for text in texts],
     )
 
 
@@ -23,11 +24,13 @@ def said(caplog):
     return lambda: [record.getMessage() for record in caplog.records]
 
 
-def test_rollouts_that_earn_nothing_are_reported_once_with_what_they_answered(said):
+@pytest.mark.parametrize("contexts", [(), (SegmentContext((), (), num_turns=1, call=1),)], ids=["turns", "agent"])
+def test_rollouts_that_earn_nothing_are_reported_once_with_what_they_answered(said, contexts):
     watch = RewardWatch()
     for step in range(PATIENCE + 3):
         assert len(said()) == (step >= PATIENCE)
-        watch.observe([answered("a", "left", "left", "go right"), answered("b", "left")])
+        first = answered("a", "left", "left", "go right", contexts=contexts)
+        watch.observe([first, answered("b", "left", contexts=contexts)])
     (message,) = said()
     assert message.startswith(f"all {4 * PATIENCE} rollouts of {PATIENCE} steps in a row have the same reward, 0,")
     assert "most often they end with 'left' (3x), 'go right' (1x)." in message

@@ -15,7 +15,7 @@ from rl_algos.rollouts.training.rewards import (
     trained_rewards,
 )
 from rl_core.rollouts.group import RolloutGroup
-from rl_core.rollouts.rollout import Turn
+from rl_core.rollouts.rollout import SegmentContext, Turn
 
 
 def test_scaling_maps_the_ends_of_the_range_and_clamps_outside():
@@ -108,3 +108,8 @@ def test_penalties_of_text_look_at_every_turn():
     rollouts = [dataclasses.replace(make_rollout(PROMPT, 1.0), turns=each) for each in turns]
     found = shaped([group_of(*rollouts)], malformed_thinking_penalty=0.25, invalid_tool_call_penalty=0.5)
     assert found == [1.0, 0.25, 0.75]
+    agents = [
+        dataclasses.replace(each, contexts=(SegmentContext((), (), num_turns=len(each.turns), call=1),))
+        for each in rollouts
+    ]
+    assert shaped([group_of(*agents)], malformed_thinking_penalty=0.25, invalid_tool_call_penalty=0.5) == found

@@ -11,6 +11,7 @@ import numpy as np
 
 from rl_core.errors import RLError
 from rl_core.rollouts.group import RECORD, RolloutGroup
+from rl_core.rollouts.record import turns_of
 
 PATIENCE = 3
 """Successive steps with equal rewards before the warning."""
@@ -74,7 +75,7 @@ def commonest(groups: Iterable[RolloutGroup], number: int = _MOST_RESPONSES) -> 
     try:
         for group in groups:
             for record in group.records.ragged(RECORD):
-                turns = json.loads(record.tobytes())["turns"]
+                turns = turns_of(json.loads(record.tobytes()))
                 found.update([_shortened(turns[-1]["text"])] if turns else [])
     except RLError:
         return []

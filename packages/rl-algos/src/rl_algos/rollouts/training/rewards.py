@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from rl_algos.rollouts.config import PolicyGradientConfig, RewardScalingConfig, 
 from rl_algos.rollouts.training.segments import whole_rollouts
 from rl_core.data.batch import TOKENS
 from rl_core.rollouts.group import LOSS_MASK, RECORD, RolloutGroup
+from rl_core.rollouts.record import turns_of
 from rl_core.rollouts.thoughts import only_thoughts
 
 EFFORT = "effort"
@@ -162,7 +163,7 @@ def _repeated(groups: Sequence[RolloutGroup], size: int) -> np.ndarray:
     return np.array(shares)
 
 
-def _turns(groups: Sequence[RolloutGroup]) -> list[list[Mapping[str, Any]]]:
+def _turns(groups: Sequence[RolloutGroup]) -> list[list[dict[str, Any]]]:
     """The turns of each rollout, as its record has them."""
     records = [json.loads(record.tobytes()) for group in groups for record in group.records.ragged(RECORD)]
-    return [record["turns"] for record in records]
+    return [turns_of(record) for record in records]
