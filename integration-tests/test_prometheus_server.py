@@ -125,7 +125,11 @@ def test_every_rule_is_evaluated_and_none_that_should_not_fire_does(query):
         assert time.monotonic() < end
         time.sleep(0.2)
     assert {rule["name"]: rule.get("lastError") for rule in rules if rule["health"] != "ok"} == {}
-    assert {rule["name"] for rule in rules if rule["state"] == "firing"} <= {"OptimizerStepsAreSkipped", "ReplicaRestarts", "RolloutsFail"}
+    assert {rule["name"] for rule in rules if rule["state"] == "firing"} <= {
+        "OptimizerStepsAreSkipped",
+        "ReplicaRestarts",
+        "RolloutsFail",
+    }
 
 
 def test_prometheus_finds_no_fault_with_the_names(endpoint):
