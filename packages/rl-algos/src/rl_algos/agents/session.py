@@ -232,7 +232,8 @@ class AgentSession:
             draws.append(draw)
         draw.is_abandoned = False
         try:
-            await asyncio.wait([draw.prepared, draw.answer], return_when=asyncio.FIRST_COMPLETED)
+            ready: list[asyncio.Future[Any]] = [draw.prepared, draw.answer]
+            await asyncio.wait(ready, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
             draw.is_abandoned = True
             raise
