@@ -83,9 +83,10 @@ def main() -> None:
     if not arguments.no_abuses:
         print("\nWays out that each level leaves open:")
         isolations = get_args(Isolation)
-        for name, found in abuses.table(isolations):
-            shown = (f"{isolation}: {how}" for isolation, how in zip(isolations, found, strict=True) if how)
-            print(f"{name}: {'; '.join(shown) or 'contained by all'}", flush=True)
+        with abuses.opened(isolations) as sandboxes:
+            for name, entries in abuses.table(sandboxes):
+                open_at = [level for level, entry in zip(isolations, entries, strict=True) if entry == abuses.BREACHED]
+                print(f"{name}: {', '.join(open_at) or 'contained by all'}", flush=True)
 
 
 if __name__ == "__main__":

@@ -829,13 +829,13 @@ def _user_of(sandbox: Sandbox) -> str:
 
 def attempt(abuse: Abuse, sandbox: Sandbox, given: Mapping[str, Any]) -> str:
     """Return by which ways an abuse got out, or what it left or removed outside; empty if it is contained."""
-    before = abandoned()
+    before, had_spare = abandoned(), os.path.exists(given["spare"])
     if breaches := abuse.breaches(sandbox.run(abuse.program(given), abuse.limits)):
         return breaches
     # twice: another process may be about to lock its folder
     if left := (abandoned() - before) & abandoned():
         return f"it left {', '.join(left)}"
-    return "" if os.path.exists(given["spare"]) else "files outside were removed"
+    return "files outside were removed" if had_spare and not os.path.exists(given["spare"]) else ""
 
 
 def main() -> None:
