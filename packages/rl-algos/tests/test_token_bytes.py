@@ -1,9 +1,15 @@
 """Texts of single tokens, whatever the tokenizer."""
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rl_algos.token_bytes import TokenTexts
+from rl_algos.tiny_model import make_tokenizer
+from rl_algos.token_bytes import TokenTexts, characters_per_token
 
 
 def byte_level():
@@ -39,3 +45,52 @@ def test_a_tokenizer_whose_bytes_are_not_known_gives_what_it_decodes():
     texts = TokenTexts(PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]"))
     assert [texts.text(number) for number in range(3)] == [b"a", b"##b", b"[UNK]"]
     assert texts.is_special(2)
+
+
+def pretrained(model, *, normalizer=None, pre_tokenizer=None, added=()):
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, pre_tokenizer
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+    made.add_tokens(list(added))
+    return made
+
+
+def bpe(**settings):
+    return models.BPE({"a": 0, "b": 1, " ": 2, "aa": 3, "<unk>": 4, "é": 5}, [("a", "a")], **settings)
+
+
+BOUNDED = {
+    "byte level": byte_level(),
+    "unknown ones are tokens each": pretrained(bpe(unk_token="<unk>")),
+    "composed": pretrained(bpe(unk_token="<unk>"), normalizer=normalizers.NFC()),
+    "single characters": make_tokenizer(),
+}
+
+
+@pytest.mark.parametrize("kind", BOUNDED)
+@given(text=st.text(alphabet="aab é\u0301e\n世😀", max_size=60))
+def test_no_text_has_more_characters_than_its_tokens_can_stand_for(kind, text):
+    tokenizer = BOUNDED[kind]
+    characters = characters_per_token(tokenizer)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert len(text) <= characters * len(ids)
+
+
+UNBOUNDED = {
+    "unknown words": pretrained(models.WordLevel({"<unk>": 0}, unk_token="<unk>")),
+    "unknown ones dropped": pretrained(bpe()),
+    "unknown runs": pretrained(bpe(unk_token="<unk>", fuse_unk=True)),
+    "pieces": pretrained(models.WordPiece({"[UNK]": 0}, unk_token="[UNK]")),
+    "spaces dropped": pretrained(bpe(unk_token="<unk>"), pre_tokenizer=pre_tokenizers.WhitespaceSplit()),
+    "split and removed": pretrained(bpe(unk_token="<unk>"), pre_tokenizer=pre_tokenizers.Split(" ", "removed")),
+    "stripped": pretrained(
+        bpe(unk_token="<unk>"), normalizer=normalizers.Sequence([normalizers.NFC(), normalizers.Strip()])
+    ),
+    "runs replaced": pretrained(bpe(unk_token="<unk>"), normalizer=normalizers.Replace(Regex(" +"), " ")),
+    "spaces swallowed": pretrained(bpe(unk_token="<unk>"), added=[AddedToken("<x>", rstrip=True)]),
+}
+
+
+@pytest.mark.parametrize("kind", UNBOUNDED)
+def test_a_tokenizer_that_drops_characters_has_no_bound(kind):
+    assert characters_per_token(UNBOUNDED[kind]) == math.inf

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tokenizers import models
@@ -42,9 +42,8 @@ def characters_per_token(tokenizer: Any) -> float:
     backend = tokenizer.backend_tokenizer
     steps = [*_steps(backend.normalizer, "normalizers"), *_steps(backend.pre_tokenizer, "pretokenizers")]
     added = tokenizer.added_tokens_decoder.values()
-    splits = any(step.get("pattern") == {"Regex": r"[\s\S]"} and step["behavior"] == "Isolated" for step in steps)
     if (
-        not (splits or _bounds_unknown(backend.model))
+        not _keeps_unknown(backend.model, steps)
         or not all(map(_keeps_characters, steps))
         or any(token.lstrip or token.rstrip for token in added)
     ):
@@ -54,9 +53,14 @@ def characters_per_token(tokenizer: Any) -> float:
     return max(map(len, tokenizer.get_vocab())) * (4 if composes else 1)
 
 
-def _bounds_unknown(model: Any) -> bool:
-    """Return whether a token for unknown characters stands for one of them."""
-    return isinstance(model, models.BPE) and (model.unk_token is None or not model.fuse_unk or model.byte_fallback)
+def _keeps_unknown(model: Any, steps: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether each character that is not in the vocabulary has a token, or tokens of its bytes."""
+    is_bpe = isinstance(model, models.BPE)
+    if is_bpe and (model.byte_fallback or any(step["type"] == "ByteLevel" for step in steps)):
+        return True
+    splits = any(step.get("pattern") == {"Regex": r"[\s\S]"} and step["behavior"] == "Isolated" for step in steps)
+    is_single = (is_bpe and not model.fuse_unk) or (splits and isinstance(model, models.BPE | models.WordLevel))
+    return is_single and model.unk_token is not None
 
 
 def _steps(component: Any, parts: str) -> Iterator[Mapping[str, Any]]:
