@@ -27,7 +27,6 @@ ROLLOUT_WORKER = "ray::AsyncWorkerHost"
 ENVIRONMENT_HOST = "ray::RestartingHost"
 ENVIRONMENT_PROCESS = "environments.process"
 SANDBOX = "rl_envs.sandbox.zygote"
-AGENT = "example_agent.py"
 ENGINE = "VLLM::EngineCore"
 
 OUT_OF_MEMORY = "a full control group"
@@ -127,7 +126,6 @@ FAULTS = [
     ),
     Fault("engines", KILL, ENGINE, REPLACED),
     Fault("engines", STOP, ENGINE, REPLACED),
-    Fault("agents", KILL, AGENT, NONE, is_exact=False),
     Fault("sft", OUT_OF_MEMORY, RANK, RESTARTS),
     Fault("grpo", OUT_OF_MEMORY, ROLLOUT_WORKER, REPLACED),
     Fault("agents", OUT_OF_MEMORY, ENVIRONMENT_PROCESS, RESTARTED, is_exact=False),
