@@ -10,6 +10,7 @@ from rl_core.testing.exhaustive import partly_exhaustive
 from rl_core.testing.isolation import loaded_by_command
 from rl_launch.cli import app
 from rl_launch.cli.failure import reported
+from rl_launch.commands.train import Outcome
 from rl_launch.recipes import recipe_names
 
 RL = "rl_launch.cli.app:main"
@@ -29,6 +30,16 @@ def test_help_answers_at_once():
     answer = rl("--help")
     assert answer.returncode == 0
     assert all(command in answer.stdout for command in ("train", "quickstart", "config"))
+
+
+@pytest.mark.parametrize(("is_finished", "code"), [(True, 0), (False, 75)])
+def test_a_run_ends_with_the_commands_to_type_next(monkeypatch, tmp_path, is_finished, code):
+    monkeypatch.setattr("rl_launch.commands.train.train", lambda plan, **given: Outcome({}, is_finished=is_finished))
+    answer = CliRunner().invoke(app, ["train", "sft-tiny", f"run_dir={tmp_path}/my run"])
+    assert answer.exit_code == code
+    # a pipe gets the folder only
+    assert answer.stdout == f"{tmp_path}/my run\n"
+    assert f"next: rl show '{tmp_path}/my run', or rl view" in answer.stderr
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def test_the_table_opens_with_the_metrics_to_look_at_first(record):
     lines = [line.split()[0] for line in table.splitlines()[1:6]]
     assert lines == list(FIRST)
     assert "mismatch/kl" not in table
-    assert "3 more metrics: rl show --all" in table
+    assert "3 more metrics: rl show RUN --all" in table
     assert "constant: val/reward 0.5" in printed(report, lists_all=True)
     assert "mismatch/kl 4e-14" in " ".join(printed(report, lists_all=True).split())
 

@@ -112,7 +112,7 @@ def _show_metrics(report: Report, console: Console, width: int, *, lists_all: bo
     shown = _of(FIRST, listed) or _of(_WITHOUT_REWARDS, listed) or listed
     console.print(_metrics(shown), width=width)
     if rest := len(listed) - len(shown):
-        console.print(_indented(Text(f"{rest} more metrics: rl show --all", style="dim"), 0), width=width)
+        console.print(_indented(Text(f"{rest} more metrics: rl show RUN --all", style="dim"), 0), width=width)
 
 
 def _metrics(summaries: Sequence[Summary]) -> Table:
