@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+from collections import Counter
 from contextlib import suppress
 
 import aiohttp
@@ -16,7 +17,7 @@ from rl_algos import connections
 from rl_algos.agents import endpoint as endpoint_module
 from rl_algos.agents.calls import Call, CallRefused
 from rl_algos.agents.session import MAX_AGENTS, SMALL
-from rl_algos.connections import Connections, SparingLog
+from rl_algos.connections import Connections, Pace, SparingLog
 
 USER = {"role": "user", "content": "Hi"}
 
@@ -260,6 +261,27 @@ def test_events_are_counted_and_logged_at_most_once_a_minute(caplog, monkeypatch
         "1 events, the last because of it",
         "100 events, the last because of that",
     ]
+
+
+def test_many_requests_at_once_are_spread_over_the_passes_of_the_loop(monkeypatch):
+    now, passes, begun = [0.0], [0], Counter()
+    monkeypatch.setattr(connections.time, "perf_counter", lambda: now[0])
+
+    async def work(pace):
+        await pace.turn()
+        begun[passes[0]] += 1
+        now[0] += 0.004
+
+    async def main():
+        pace = Pace(budget_s=0.01)
+        working = asyncio.gather(*[work(pace) for _ in range(50)])
+        while not working.done():
+            await asyncio.sleep(0)
+            passes[0] += 1
+
+    asyncio.run(main())
+    assert begun.total() == 50
+    assert max(begun.values()) == 3
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST / HTTP/1.1\r\n", b"GET /rollouts HTTP/1.1\r\nHost: 127.0.0.1\r\nX"])
