@@ -115,7 +115,8 @@ def test_a_program_and_its_folder_go_when_its_keeper_is_killed(isolation: Isolat
     source = "import ctypes, time\nctypes.CDLL(None).prctl(1, 0, 0, 0, 0)\nopen('file', 'w').close()\ntime.sleep(60)"
     with opened, ThreadPoolExecutor(1) as pool:
         running = pool.submit(opened.run, Program(source))
-        assert (zygote := opened._zygote) is not None
+        zygote = opened._zygote
+        assert zygote is not None
         keeper, first, program = _wait_until(lambda: _chain(zygote.pid))
         folder = os.readlink(f"/proc/{program}/cwd")
         os.kill(keeper, signal.SIGKILL)
