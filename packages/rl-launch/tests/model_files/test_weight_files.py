@@ -10,6 +10,10 @@ from rl_launch.model_files.weight_files import Header, weight_file_problems
 SHARDS = {"model-1.safetensors": {"a": (2, 3), "b": (4,)}, "model-2.safetensors": {"c": (5,)}}
 
 
+def header_of(text):
+    return len(text).to_bytes(8, "little") + text.encode()
+
+
 @pytest.fixture
 def sharded(tmp_path):
     for file, shapes in SHARDS.items():
@@ -61,7 +65,16 @@ def test_tensors_that_a_shard_does_not_hold_are_named(sharded):
     assert problem.endswith("places b in model-1.safetensors, which does not contain it")
 
 
-@pytest.mark.parametrize("index", ["", "{", "[]", "{}", '{"weight_map": 3}'])
+@pytest.mark.parametrize("file", ["../model-2.safetensors", "/etc/passwd", "a/b.safetensors"])
+def test_a_file_outside_of_the_folder_is_not_read(sharded, file):
+    (sharded / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
+    (problem,) = weight_file_problems(sharded)
+    assert problem.endswith(f"lists {file}, which is not in the folder. Download the model again")
+
+
+@pytest.mark.parametrize(
+    "index", ["", "{", "[]", "{}", '{"weight_map": 3}', "[" * 100_000, '{"a": ' + "9" * 5000 + "}"]
+)
 def test_an_index_that_is_not_one_is_named(sharded, index):
     (sharded / "model.safetensors.index.json").write_text(index)
     (problem,) = weight_file_problems(sharded)
@@ -75,6 +88,15 @@ def test_an_index_that_is_not_one_is_named(sharded, index):
         (b"\xff" * 64, "is not a safetensors file"),
         ((2).to_bytes(8, "little") + b"[]", "its header is not valid"),
         ((8).to_bytes(8, "little") + b'{"a": 1}', "its header is not valid"),
+        ((1 << 40).to_bytes(8, "little") + b"{}", "is not a safetensors file"),
+        (header_of("[" * 100_000), "its header is not valid"),
+        (header_of('{"a": {"shape": [1], "data_offsets": [0, ' + "9" * 5000 + "]}}"), "its header is not valid"),
+        (header_of('{"a": {"shape": [1], "data_offsets": [-8, 0]}}'), "its header is not valid"),
+        (header_of('{"a": {"shape": [1], "data_offsets": [8, 4]}}'), "its header is not valid"),
+        (
+            header_of('{"a": {"shape": [2], "data_offsets": [0, 8]}, "b": {"shape": [2], "data_offsets": [4, 12]}}'),
+            "its header is not valid",
+        ),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "run `git lfs pull`"),
     ],
 )

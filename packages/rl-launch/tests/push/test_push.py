@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import logging
+import re
 import sys
 import threading
 from pathlib import Path
@@ -303,3 +304,25 @@ def test_configs_of_pushed_files_name_no_folder_of_this_machine(tmp_path, api):
     assert json.loads((adapter / "adapter_config.json").read_text()) == written
     assert "library_name: peft" in files["README.md"]
     assert str(tmp_path) not in "".join(files.values())
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("s3://key:hunter2@bucket/folder", "contains a password"),
+        ("hf://user:hunter2@owner/name", "contains a password"),
+        ("abfs://c/f?sig=hunter2", "contains a password"),
+        ("s3://bucket/f?AWS_SECRET=hunter2", "contains a password"),
+        ("hf://../..", "allowed: hf://OWNER/NAME"),
+        ("hf://owner/.name", "allowed: hf://OWNER/NAME"),
+        ("memory://folder", "ends with the process"),
+        ("zip://a::file:///tmp/b.zip", "chains"),
+        ("simplecache::s3://bucket/f", "chains"),
+        ("file:///a\nb", "control characters"),
+        ("file:///a\0b", "control characters"),
+    ],
+)
+def test_a_target_that_hides_something_is_refused_and_no_secret_is_shown(url, says):
+    with pytest.raises(ValueError, match=re.escape(says)) as refused:
+        destination_of(url)
+    assert "hunter2" not in str(refused.value)

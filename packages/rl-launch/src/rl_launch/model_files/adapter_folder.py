@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.config import Problem
+from rl_core.config.tree import reason
 from rl_core.errors import ConfigError
 from rl_core.model_config import LoraConfig
 from rl_launch.model_files.foreign_folders import foreign_kind
@@ -53,12 +54,14 @@ class AdapterFolder:
             said: dict[str, Any] = json.loads((path / ADAPTER_CONFIG).read_text(encoding="utf-8"))
             kind = str(said.get("peft_type") or _LORA)
             dim, alpha = (int(said["r"]), float(said["lora_alpha"])) if kind == _LORA else (0, 0.0)
+            adapted = [str(name) for name in said.get("target_parameters") or ()]
         except FileNotFoundError:
             raise ConfigError(
                 f"{path} has no {ADAPTER_CONFIG}; pass a folder that was saved by peft or by a run"
             ) from None
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ConfigError(f"{path / ADAPTER_CONFIG} is not the config of a low-rank adapter: {error!r}") from None
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
+            what = f"{type(error).__name__}: {reason(error)[:200]}"
+            raise ConfigError(f"{path / ADAPTER_CONFIG} is not the config of a low-rank adapter: {what}") from None
         if kind != _LORA:
             raise ConfigError(_other_type(path, kind))
         if odd := _unsupported(said):
@@ -77,7 +80,7 @@ class AdapterFolder:
             raise ConfigError(
                 f"{path} adapts the head ({heads[0]}), which cannot have an adapter here; merge it with peft"
             )
-        parameters = tuple(name for name in said.get("target_parameters") or () if not name.endswith(_OF_LINEAR))
+        parameters = tuple(name for name in adapted if not name.endswith(_OF_LINEAR))
         linear = tuple(layer for layer in layers if not _is_of_parameters(layer, parameters))
         base = str(said.get("base_model_name_or_path") or "")
         return cls(path, base, dim, alpha, bool(said.get("use_rslora")), linear, parameters)

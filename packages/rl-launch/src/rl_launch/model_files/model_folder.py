@@ -10,6 +10,7 @@ from typing import Any
 
 from rl_algos import hub
 from rl_core.config import Problem, nearest_as_remedy
+from rl_core.config.tree import reason as in_words
 from rl_core.errors import ConfigError
 from rl_core.model_config import language_fields
 from rl_launch.model_files.absent_run import absent_run, run_of_path
@@ -173,7 +174,7 @@ def _unreadable(key: str, path: Path) -> Iterator[Problem]:
     try:
         is_object = isinstance(json.loads(path.read_text(encoding="utf-8")), dict)
         reason = "" if is_object else "it is not a JSON object"
-    except (OSError, ValueError) as error:
-        reason = str(error)
+    except (OSError, ValueError, RecursionError) as error:
+        reason = in_words(error)
     if reason:
         yield Problem(key, f"{path} is not a valid Hugging Face config: {reason}", remedy="Save the model again")

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rl_core.config.tree import reason
+
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
@@ -54,10 +56,13 @@ class Header:
             entries: dict[str, Any] = json.loads(text)
             entries.pop("__metadata__", None)
             shapes = {name: tuple(entry["shape"]) for name, entry in entries.items()}
-            end = max((int(entry["data_offsets"][1]) for entry in entries.values()), default=0)
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError):
+            places = sorted(tuple(map(int, entry["data_offsets"])) for entry in entries.values())
+            ends = [0, *(end for _, end in places)]
+            if any(begin != before or end < begin for (begin, end), before in zip(places, ends, strict=False)):
+                raise ValueError
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
             raise ValueError(f"{path.name} is not a safetensors file: its header is not valid") from None
-        return cls(shapes, _LENGTH_BYTES + length + end)
+        return cls(shapes, _LENGTH_BYTES + length + ends[-1])
 
     @classmethod
     def checked(cls, path: Path) -> Header:
@@ -86,10 +91,13 @@ def weight_file_problems(folder: Path) -> Iterator[str]:
 def _index_problems(folder: Path) -> Iterator[str]:
     try:
         file_of: dict[str, str] = dict(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        yield f"{INDEX} is not a valid index of weights: {error!r}"
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        yield f"{INDEX} is not a valid index of weights: {type(error).__name__}: {reason(error)}"
         return
     files = sorted({str(file) for file in file_of.values()})
+    if outside := [file for file in files if Path(file).name != file]:
+        yield f"{INDEX} lists {_few(outside)}, which {_is(outside)} not in the folder. Download the model again"
+        return
     if (folder / SINGLE).is_file() and SINGLE not in files:
         yield (
             f"it has both {SINGLE} and {INDEX}, which does not list that file, so there may be two models. Remove the "

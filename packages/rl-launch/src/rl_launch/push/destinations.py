@@ -14,7 +14,8 @@ from rl_core.config import did_you_mean
 from rl_core.errors import ConfigError
 from rl_core.install_command import install_command
 
-_HUB = re.compile(r"hf://(?P<name>[\w.-]+/[\w.-]+)")
+_HUB = re.compile(r"hf://(?P<name>\w[\w.-]*/\w[\w.-]*)", re.ASCII)
+_PASSWORD = re.compile(r"://[^/@]*:[^/@]*@|[?&;](?:[\w-]*(?:key|token|secret|password|sig|signature))=", re.IGNORECASE)
 _LIBRARIES = {
     "s3": "s3fs",
     "s3a": "s3fs",
@@ -25,6 +26,8 @@ _LIBRARIES = {
     "az": "adlfs",
 }
 
+_LOST = ("memory", "data")
+"""Schemes of fsspec that keep nothing."""
 _ALLOWED = "hf://OWNER/NAME for the Hugging Face hub, s3://BUCKET/FOLDER, gs://... or abfs://..., or file:///FOLDER"
 _RECORD = "pushed.json"
 """File in a store that lists what was pushed there."""
@@ -83,6 +86,13 @@ def destination_of(url: str, *, private: bool = True, by_step: bool = False) -> 
     Raises:
         ValueError: If it is neither.
     """
+    if _PASSWORD.search(url):
+        raise ValueError(
+            "the address contains a password, which logs would show. Give credentials in the environment or in the "
+            "files of the store's library"
+        )
+    if not url.isprintable() or "::" in url:
+        raise ValueError(f"got {url!r}: control characters and chains (`::`) are not accepted; allowed: {_ALLOWED}")
     if match := _HUB.fullmatch(url):
         return HubRepository(match["name"], private=private)
     scheme, found, path = url.partition("://")
@@ -94,6 +104,8 @@ def destination_of(url: str, *, private: bool = True, by_step: bool = False) -> 
     if scheme not in (known := {*known_implementations, *registry}):
         near = did_you_mean(scheme, known)
         raise ValueError(f"got {url!r}, whose scheme {scheme!r} is unknown{near}; allowed: {_ALLOWED}")
+    if scheme in _LOST:
+        raise ValueError(f"got {url!r}: what is pushed to {scheme}:// ends with the process; allowed: {_ALLOWED}")
     return StoreFolder(url.rstrip("/"), by_step=by_step)
 
 
@@ -244,9 +256,11 @@ def _recorded(system: Any, target: str) -> Mapping[str, int]:
     """Return the files of an earlier push into a folder, with their sizes; none of files that somebody else wrote."""
     try:
         files: Mapping[str, int] = json.loads(system.cat_file(f"{target}/{_RECORD}"))["files"]
-    except (FileNotFoundError, KeyError, TypeError, ValueError):
+        return {
+            name: int(size) for name, size in files.items() if ".." not in name.split("/") and not os.path.isabs(name)
+        }
+    except (FileNotFoundError, KeyError, TypeError, ValueError, AttributeError, RecursionError):
         return {}
-    return {name: size for name, size in files.items() if ".." not in name.split("/") and not os.path.isabs(name)}
 
 
 def _first_line(error: Exception) -> str:

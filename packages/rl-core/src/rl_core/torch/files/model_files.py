@@ -319,6 +319,8 @@ def head_advice(names: Iterable[str]) -> str:
 def _files_of_tensors(folder: Path) -> dict[str, str]:
     if (folder / INDEX).is_file():
         file_of = dict(json.loads((folder / INDEX).read_text())["weight_map"])
+        if outside := [file for file in file_of.values() if Path(file).name != file]:
+            raise ValueError(f"{folder / INDEX} lists {outside[0]!r}, which is not in the folder")
         if (folder / SINGLE).is_file() and SINGLE not in file_of.values():
             raise ValueError(two_models(folder))
         return file_of
