@@ -15,7 +15,7 @@ from rl_algos.data.row_images import PLACE, images_column
 from rl_core.errors import DataError
 from rl_core.rollouts.rollout import Message
 
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 
 
 def geometry3k(row: Mapping[str, Any], settings: DatasetConfig) -> Example:

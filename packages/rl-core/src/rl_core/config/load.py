@@ -43,8 +43,8 @@ _MAX_EXPANSIONS = 1000
 
 _SUFFIXES = (".yaml", ".yml")
 _REFERENCE = re.compile(r"\$\{(\.*)([^\s${}:]+)\}")
-_NOT_FOUND = re.compile(r"Interpolation key '(.+?)' not found")
-_VARIABLE = re.compile(r"Environment variable '(.+?)' not found")
+_NOT_FOUND = re.compile(r"Interpolation key '([^']+)' not found")
+_VARIABLE = re.compile(r"Environment variable '([^']+)' not found")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 _MAX_NUMBER = 400
 """Longest text that is compared as a number."""
-_NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,9})?", re.ASCII)
+_NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,9})?", re.ASCII)
 _NOT_FINITE = {"nan": "nan", "inf": "inf", "infinity": "inf"}
 
 

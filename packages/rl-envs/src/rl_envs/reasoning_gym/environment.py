@@ -14,7 +14,7 @@ from rl_core.rollouts.environment import Conversation, StepResult
 from rl_envs.math.extraction import last_box
 from rl_envs.reasoning_gym.config import AnswerFormat, ReasoningGymConfig
 
-_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 SHOWN = 200
 """Maximum number of characters of an extracted answer that are reported."""
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from rl_core.config.tree import COMMAND_LINE, natural, read_value
 from rl_core.errors import ConfigError
 
-_CONDITION = re.compile(r"([^=!<>]+?)\s*(!=|<=|>=|=|<|>)\s*(.*)", re.DOTALL)
+_CONDITION = re.compile(r"([^=!<>]*[^=!<>\s])\s*(!=|<=|>=|=|<|>)\s*(.*)", re.DOTALL)
 _ORDERS: dict[str, Callable[[Any, Any], bool]] = {
     "<": lambda one, other: one < other,
     "<=": lambda one, other: one <= other,

@@ -316,8 +316,9 @@ def _bases(folder: Path, role: Role, layers: set[str], *, is_whole: bool) -> Ite
 
 def _prefixes(model: nn.Module, layers: set[str]) -> tuple[str, str]:
     """Return the start of the names of layers of a language model, and of the same layers in a model that has it."""
-    own = re.match(r"(.*?)\w+\.\d+\.", min(layers))
-    start = own[1] if own else ""
+    first = min(layers)
+    own = re.search(r"(?<!\w)\w+\.\d+\.", first)
+    start = first[: own.start()] if own else ""
     modules = dict(model.named_modules())
     rests = [layer.removeprefix(start).split(".base_layer")[0] for layer in layers if layer.startswith(start)]
     found = [
