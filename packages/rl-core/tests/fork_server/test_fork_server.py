@@ -221,7 +221,7 @@ def test_a_package_that_was_installed_is_seen(machine: Machine) -> None:
 def test_processes_share_a_server_if_their_libraries_would_import_alike(
     machine: Machine, variables: Mapping[str, str], is_shared: bool
 ) -> None:
-    reads = "os.environ.copy(), shutil.get_terminal_size(), dict(os.environ.items())"
+    reads = "os.environ.copy(), shutil.get_terminal_size(), dict(os.environ), list(os.environ.items()), {**os.environ}"
     text = f"import os, shutil\nvalue, *_ = os.environ.get('TORCH_SETTING'), {reads}"
     module = machine.add("engine", text)
     code = f"import engine, os; print(engine.value, *(os.environ.get(name) for name in {list(variables)!r}))"

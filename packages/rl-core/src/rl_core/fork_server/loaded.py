@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import ItemsView, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -75,20 +76,26 @@ CUDA's compiler, which only processes with GPUs need and which have no server.""
 
 @contextmanager
 def _recorded_reads() -> Iterator[set[str]]:
-    """Record the names of environment variables that Python code reads one by one; copies of all do not count."""
+    """Record the names of environment variables that Python code reads by name; copies of all do not count."""
     read = set[str]()
+    copied = deque[str]()
     kind = type(os.environ)
 
     class Recorded(kind):  # type: ignore[misc, valid-type]
+        def __iter__(self) -> Iterator[str]:
+            copied.clear()
+            for key in super().__iter__():
+                copied.append(key)
+                yield key
+
         def __getitem__(self, key: str) -> str:
-            read.add(key)
+            # whoever copies all variables asks for their values in order
+            if copied and copied[0] == key:
+                copied.popleft()
+            else:
+                copied.clear()
+                read.add(key)
             return str(super().__getitem__(key))
-
-        def copy(self) -> dict[str, str]:
-            return {self.decodekey(key): self.decodevalue(value) for key, value in self._data.items()}
-
-        def items(self) -> ItemsView[str, str]:
-            return self.copy().items()
 
     os.environ.__class__ = Recorded
     try:
