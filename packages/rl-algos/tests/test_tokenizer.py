@@ -137,3 +137,20 @@ def test_a_prompt_shows_what_system_and_user_say(folder, template, messages, lef
             encode_prompt(loaded, messages)
     else:
         assert len(encode_prompt(loaded, messages))
+
+
+@pytest.mark.parametrize(
+    "content", ["x", "[]", "[" * 100_000, '{"version": ' + "9" * 5000 + "}", '{"model": {"type": "?"}}']
+)
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_hostile_file_of_a_tokenizer_is_one_error(tmp_path, tokenizer, name, content):
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / name).write_text(content)
+    if name == "tokenizer_config.json" and content.startswith("{") and "version" not in content:
+        content = '{"chat_template": 5}'
+        (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+        (tmp_path / name).write_text(content)
+    with pytest.raises(
+        ConfigError, match=r"policy\.model_name: .*(no tokenizer\.json that can be read|is not a string)"
+    ):
+        load_tokenizer(TokenizerConfig(), str(tmp_path))

@@ -51,8 +51,10 @@ def load_tokenizer(
         raise ConfigError(f"{key}: {name!r} is {problem}")
     try:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(name)
-    except (OSError, ValueError) as error:
+    except Exception as error:
         raise ConfigError(_no_tokenizer(name, key, error)) from error
+    if not isinstance(tokenizer.chat_template, str | dict | None):
+        raise ConfigError(f"{key}: the chat template of {name!r} is not a string. Set policy.tokenizer.chat_template")
     if tokenizer.eos_token_id is None:
         raise ConfigError(
             f"{key}: the tokenizer of {name!r} has no end-of-sequence token, so no completion would end; "
@@ -324,12 +326,17 @@ def require_chat_template(tokenizer: PreTrainedTokenizerFast) -> None:
         )
 
 
+def _said(error: Exception) -> str:
+    """Return the first line of an error of a library, or its type if it is empty."""
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+
+
 def _no_tokenizer(name: str, key: str, error: Exception) -> str:
     folder = Path(name).expanduser()
     if folder.is_dir():
         there = ", ".join(sorted(entry.name for entry in folder.iterdir())) or "nothing"
         return (
-            f"{key}: the folder {name!r} has no {_FILES} that can be read (it holds {there}); "
+            f"{key}: the folder {name!r} has no {_FILES} that can be read (it holds {there}): {_said(error)}; "
             f"save a fast tokenizer there with `save_pretrained`, or name another tokenizer in policy.tokenizer.name"
         )
     if _is_local(name):
