@@ -66,7 +66,7 @@ def export(workspace: Path, wanted: Iterable[Wanted]) -> str:
     if done.returncode:
         raise RuntimeError(f"uv export failed in {workspace}:\n{done.stderr}")
     # hashes are on lines of their own, continued from the requirement's
-    lines = re.sub(r" *\\\n *", " ", done.stdout).splitlines()
+    lines = re.sub(r"(?<! ) *\\\n *", " ", done.stdout).splitlines()
     return "".join(f"{_plain(line)}\n" for line in lines if line.strip())
 
 

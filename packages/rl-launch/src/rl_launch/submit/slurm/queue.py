@@ -52,7 +52,7 @@ def status(job: str) -> JobStatus:
         if _UNKNOWN.search(str(error)):
             return _from_accounting(job)
         raise
-    tasks = [dict(re.findall(r"(\w+)=(\S*)", line)) for line in shown.splitlines() if line.startswith("JobId=")]
+    tasks = [dict(re.findall(r"\b(\w+)=(\S*)", line)) for line in shown.splitlines() if line.startswith("JobId=")]
     tasks.sort(key=lambda task: (task["JobState"] not in ("RUNNING", "COMPLETING"), task["JobState"] not in _ACTIVE))
     found = tasks[0]
     details = {name: found.get(field, "") for name, field in _DETAILS.items()}
