@@ -112,7 +112,9 @@ def test_a_model_that_does_not_answer_leaves_the_stacks_of_its_ranks_in_their_lo
     for rank, worker in enumerate(workers):
         worker.call.remote("hang_in_a_named_function", str(tmp_path / f"{rank}.hangs"))
     _await(lambda: all((tmp_path / f"{rank}.hangs").exists() for rank in range(2)))
-    with pytest.raises(WorkerStalled, match=r"policy rank 0 on here .*asked 2 of 2 processes to write the stacks.*policy-0\.log"):
+    with pytest.raises(
+        WorkerStalled, match=r"policy rank 0 on here .*asked 2 of 2 processes to write the stacks.*policy-0\.log"
+    ):
         model.call_all("coordinates")
     _await(lambda: all("hang_in_a_named_function" in _text(tmp_path / f"{rank}.log") for rank in range(2)))
 

@@ -5,7 +5,7 @@ import pytest
 from safetensors_files import write_weights
 
 from rl_algos.data.config import DatasetConfig
-from rl_core.config import explain, load, resolve, to_yaml
+from rl_core.config import as_written, changed_as_written, explain, load, resolve, to_yaml, tree_to_yaml
 from rl_core.devices import CPU
 from rl_core.errors import ConfigError
 from rl_core.model_config import GenerationConfig, ModelConfig
@@ -80,6 +80,16 @@ def test_keys_of_a_recipes_backend_stay_when_another_is_chosen_over_them(tmp_pat
     with pytest.raises(ConfigError, match=r"vllm_cfg\.max_num_seqs .*wrong\.yaml:2.*has no effect") as refused:
         read_plan(tmp_path / "wrong.yaml", ON_CPU)
     assert "enforce_eager" not in str(refused.value)
+
+
+def test_a_printed_config_reads_back_to_the_same_run(tmp_path):
+    """Sections of backends that the run does not use are left out of it."""
+    for keys in ([BY_HF], [BY_MEGATRON]):
+        plan = read_plan("grpo-math-1b", [*ON_CPU, *keys])
+        for tree in (as_written(plan.root), changed_as_written(plan.root)):
+            (tmp_path / "printed.yaml").write_text(tree_to_yaml(plan.without_unused(tree)))
+            again = read_plan(tmp_path / "printed.yaml", [])
+            assert again.without_unused(as_written(again.root)) == plan.without_unused(as_written(plan.root))
 
 
 def test_an_unknown_key_of_such_a_section_is_named_as_that():

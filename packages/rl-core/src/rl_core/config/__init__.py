@@ -19,7 +19,17 @@ YAML 1.2 (`no` is text, `1e-5` a number) and reach a text field as typed.
 """
 
 from rl_core.config.changes import RuledChange, changed_keys, keys_when_changed, rule_of, with_absolute_paths
-from rl_core.config.dump import ABSENT, Change, as_written, changed_to_yaml, diff, to_override, to_yaml, tree_to_yaml
+from rl_core.config.dump import (
+    ABSENT,
+    Change,
+    as_written,
+    changed_as_written,
+    changed_to_yaml,
+    diff,
+    to_override,
+    to_yaml,
+    tree_to_yaml,
+)
 from rl_core.config.explain import Explanation, explain, explain_all
 from rl_core.config.json_schema import JsonSchema
 from rl_core.config.keys import all_keys
@@ -68,6 +78,7 @@ __all__ = [
     "as_written",
     "assemble",
     "by_another_name",
+    "changed_as_written",
     "changed_keys",
     "changed_to_yaml",
     "chosen",

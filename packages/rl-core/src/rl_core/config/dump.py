@@ -50,7 +50,14 @@ def to_yaml(config: Config) -> str:
 
 def changed_to_yaml(config: Config) -> str:
     """The keys of a config whose values differ from their defaults, as YAML that loads back to an equal config."""
-    return tree_to_yaml(_changed(config, None, as_written(config)))
+    return tree_to_yaml(changed_as_written(config))
+
+
+def changed_as_written(config: Config) -> dict[str, Any]:
+    """The keys of a config whose values differ from their defaults, as nested plain values like `as_written`'s."""
+    found = _changed(config, None, as_written(config))
+    assert isinstance(found, dict), "a whole config is no interpolation"
+    return found
 
 
 def _changed(section: Config, default: Any, written: Any) -> Any:

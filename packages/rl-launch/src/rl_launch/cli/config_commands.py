@@ -38,11 +38,12 @@ def show(
 ) -> None:
     """Print the whole config of a run as YAML, including defaults."""
     with reported():
-        from rl_core.config import changed_to_yaml, to_yaml
+        from rl_core.config import as_written, changed_as_written, tree_to_yaml
         from rl_launch.run_config.reading import read_plan
 
-        config = read_plan(recipe, overrides or ()).root
-        sys.stdout.write(changed_to_yaml(config) if changed else to_yaml(config))
+        plan = read_plan(recipe, overrides or ())
+        tree = changed_as_written(plan.root) if changed else as_written(plan.root)
+        sys.stdout.write(tree_to_yaml(plan.without_unused(tree)))
 
 
 @app.command()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rl_core.config import to_yaml
+from rl_core.config import as_written, tree_to_yaml
 from rl_core.errors import ConfigError
 from rl_core.model import HEADLESS_ROLES
 from rl_core.model_config import LoraConfig
@@ -286,7 +286,8 @@ class _Conversion:
             (folder / POLICY).mkdir()
             model.save(str(folder / POLICY))
             written = model.finish_save() or ()
-        (folder / CONFIG).write_text(to_yaml(stated.plan.root), encoding="utf-8")
+        tree = stated.plan.without_unused(as_written(stated.plan.root))
+        (folder / CONFIG).write_text(tree_to_yaml(tree), encoding="utf-8")
         Manifest.of(folder, 0, {}, written={POLICY: written}, own=[CONFIG]).write(folder)
         return replace(stated, checkpoint=folder)
 

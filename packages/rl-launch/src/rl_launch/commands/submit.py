@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rl_core.config import as_written
 from rl_core.devices import CUDA, Device, device_named
 from rl_core.errors import ConfigError, ConfigProblems, RunDirectoryError
 from rl_launch.cluster.device import AUTO
@@ -98,6 +99,7 @@ def plan_job(target: str, recipe: str, overrides: Sequence[str], *, profile: str
         device=device,
         settings=settings,
         config=plan.config,
+        tree=plan.without_unused(as_written(plan.root)),
     )
     try:
         return PlannedJob(TARGETS[target], plan, request, TARGETS[target].render(request))

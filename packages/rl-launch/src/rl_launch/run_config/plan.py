@@ -78,6 +78,13 @@ class RunPlan:
                 choice = f"{POLICY}.generation.backend"
                 yield f"{POLICY}.generation.{each.key}", choice, f"{choice}={each.name}"
 
+    def without_unused(self, tree: dict[str, Any]) -> dict[str, Any]:
+        """Return the config as a tree of plain values, without the sections of `unused_backends`. It reads back to
+        the same run, whereas keys of an unused backend next to the choice of another are refused."""
+        for key, *_ in self.unused_backends():
+            tree = without(tree, tuple(key.split(".")))
+        return tree
+
     @cached_property
     def algorithm(self) -> Algorithm[Any, Any, Any]:
         """What the algorithm does; imported at first use."""
@@ -114,3 +121,13 @@ def plugin_of(config: RunConfig) -> AlgorithmPlugin:
     """Return the plugin of a resolved config's algorithm; `SINGLE_MODEL` for a model without a run."""
     has_algorithm = "algorithm" in type(cast(Config, config)).model_fields
     return algorithm_named(config.algorithm) if has_algorithm else SINGLE_MODEL
+
+
+def without(tree: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+    """Return nested plain values without the key at a path."""
+    head, *rest = path
+    if head not in tree:
+        return tree
+    if rest:
+        return {**tree, head: without(tree[head], tuple(rest))}
+    return {key: value for key, value in tree.items() if key != head}

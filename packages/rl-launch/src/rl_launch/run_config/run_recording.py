@@ -10,7 +10,7 @@ from rl_core.config import Config, load, resolve
 from rl_core.errors import ConfigError
 from rl_core.plugins import ENVIRONMENTS, names
 from rl_launch.root_config import RunConfig
-from rl_launch.run_config.plan import RunPlan
+from rl_launch.run_config.plan import RunPlan, without
 from rl_launch.run_config.reading import check_environments, of_this_version
 from rl_launch.run_config.root_types import type_of
 from rl_launch.session.directory.recording import Recording
@@ -33,11 +33,10 @@ class RunRecording(Recording):
         """The tree without the sections of plugins that the run does not use; the backend that trains a model is
         named as enabled."""
         plan = RunPlan.of(config)
-        for key, *_ in plan.unused_backends():
-            tree = _without(tree, tuple(key.split(".")))
+        tree = plan.without_unused(tree)
         for name in names(ENVIRONMENTS):
             if self._environments is not None and name not in self._environments:
-                tree = _without(tree, (_ENV, name))
+                tree = without(tree, (_ENV, name))
         for model in plan.backends.models.values():
             tree = _with(tree, (*model.section.split("."), model.plugin.key, "enabled"), True)
         return tree
@@ -60,15 +59,6 @@ def recorded_environments(path: Path) -> list[str] | None:
         return list(load(path).select(_ENV) or {})
     except ConfigError:
         return None
-
-
-def _without(tree: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
-    head, *rest = path
-    if head not in tree:
-        return tree
-    if rest:
-        return {**tree, head: _without(tree[head], tuple(rest))}
-    return {key: value for key, value in tree.items() if key != head}
 
 
 def _with(tree: dict[str, Any], path: tuple[str, ...], value: Any) -> dict[str, Any]:

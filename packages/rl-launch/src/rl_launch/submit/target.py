@@ -29,6 +29,7 @@ class JobRequest(Generic[S]):
         device: Kind of device of the models.
         settings: Settings of the target.
         config: Config of the run.
+        tree: The config as nested plain values, which read back to the same run.
     """
 
     name: str
@@ -40,6 +41,7 @@ class JobRequest(Generic[S]):
     device: Device
     settings: S
     config: RunConfig
+    tree: Mapping[str, Any]
 
     @property
     def jobs(self) -> Path:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from rl_core.config import as_written
 from rl_core.devices import CUDA
 from rl_launch.run_config.reading import read_plan
 from rl_launch.submit.kubernetes.config import KubernetesConfig
@@ -50,4 +51,5 @@ def request_of(settings=SITE, recipe="grpo-math-8b", overrides=(), run_dir="/sha
         device=device,
         settings=KubernetesConfig.model_validate(settings),
         config=plan.config,
+        tree=plan.without_unused(as_written(plan.root)),
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_core.config import assemble, load, resolve
+from rl_core.config import as_written, assemble, load, resolve
 from rl_core.devices import CPU, CUDA, REHEARSAL
 from rl_core.errors import ConfigError
 from rl_launch.run_config.reading import read_plan
@@ -33,6 +33,7 @@ def request(*settings, **changes):
         "gpus_per_node": 8,
         "device": CUDA,
         "config": PLAN.config,
+        "tree": as_written(PLAN.root),
     }
     root = resolve(load({}, [f"slurm.{each}" for each in settings]), PROFILE).config
     references = {path[1:]: text for path, text in root.references.items()}

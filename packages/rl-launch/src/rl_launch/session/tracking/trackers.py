@@ -18,10 +18,8 @@ from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from rl_core.callback import EndStatus
-from rl_core.config import Config, as_written, changed_to_yaml
+from rl_core.config import Config, as_written, changed_as_written
 from rl_core.errors import ConfigError
 from rl_core.install_command import install_command
 from rl_launch.session.config import LoggerConfig
@@ -131,7 +129,7 @@ class MLflowWriter:
         self._client.update_run(self._run_id, status="RUNNING", name=name)
         known = self._client.get_run(self._run_id).data
         self._set_tags({"run_dir": str(run_dir), "group": labels.group, _NOTES: labels.notes}, labels, known.tags)
-        self._log_parameters(_flattened(yaml.safe_load(changed_to_yaml(settings))), known.params)
+        self._log_parameters(_flattened(changed_as_written(settings)), known.params)
         if is_new:
             self._log_config(settings)
 

@@ -154,7 +154,7 @@ def _train(request: JobRequest[KubernetesConfig]) -> list[str]:
 
 def _files(request: JobRequest[KubernetesConfig]) -> dict[str, str]:
     scripts = {name: files(__package__).joinpath(name).read_text(encoding="utf-8") for name in _SCRIPTS}
-    return scripts | (recipe_files(cast(Config, request.config)) if _is_file(request) else {})
+    return scripts | (recipe_files(cast(Config, request.config), request.tree) if _is_file(request) else {})
 
 
 def _is_file(request: JobRequest[KubernetesConfig]) -> bool:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_core.config import Config, as_written, tree_to_yaml
+from rl_core.config import Config, tree_to_yaml
 from rl_core.plugins.user_code import is_in_file
 from rl_launch.session.directory.user_files import copies_of
 
 FILE_NAME = "recipe.yaml"
 
 
-def recipe_files(config: Config) -> dict[str, str]:
+def recipe_files(config: Config, written: Mapping[str, Any]) -> dict[str, str]:
     """Return the texts of the files that hold a config, by name; `file.py:NAME` in it names a file next to it."""
     copies = copies_of(config)
     names = {file.path: name for name, file in copies.items()}
-    tree = tree_to_yaml(_beside(as_written(config), names))
+    tree = tree_to_yaml(_beside(dict(written), names))
     return {FILE_NAME: tree, **{name: file.text for name, file in copies.items()}}
 
 
