@@ -210,7 +210,7 @@ def _image_processor(model_name: str, vision: VisionConfig, *, limits_pixels: bo
             "size in the preprocessor_config.json of the model"
         )
     try:
-        processor = AutoImageProcessor.from_pretrained(model_name, backend="pil")
+        processor = AutoImageProcessor.from_pretrained(model_name, backend="pil", trust_remote_code=False)
     except (OSError, ValueError, ImportError) as error:
         raise ConfigError(
             f"policy.vision.enabled: the image processor of {model_name!r} cannot be read: {error}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from transformers import AutoTokenizer
@@ -37,5 +38,6 @@ class HFGenerator(LocalGenerator[HFDecoder]):
             size = model.logprob_chunk_size
             return HFDecoder(module, kinds, backend, device, chunk_size=size, recorder=recorder, images=images)
 
-        load_tokenizer: Any = AutoTokenizer.from_pretrained  # its `decode` gives a string for one sequence
+        # its `decode` gives a string for one sequence
+        load_tokenizer: Any = partial(AutoTokenizer.from_pretrained, trust_remote_code=False)
         super().__init__(load, load_tokenizer, model, placement)

@@ -8,6 +8,7 @@ filters, and knows no stop strings. Its dynamic engine needs flash-attn, and a G
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from transformers import AutoTokenizer
@@ -33,7 +34,8 @@ class MegatronGenerator(LocalGenerator[MegatronDecoder]):
         if device.kernels == "cpu":
             cpu_shim.install()
         reports = placement.reports_routing
-        load_tokenizer: Any = AutoTokenizer.from_pretrained  # its `decode` gives a string for one sequence
+        # its `decode` gives a string for one sequence
+        load_tokenizer: Any = partial(AutoTokenizer.from_pretrained, trust_remote_code=False)
         super().__init__(
             lambda: MegatronDecoder(backend, model, device, reports_routing=reports),
             load_tokenizer,
