@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -52,13 +53,13 @@ def attempts() -> list[Attempt]:
     return found
 
 
-def checked(tmp_path: Path, code: str, name: str, **settings: object) -> Conformance:
+def checked(tmp_path: Path, code: str, name: str, *, rows: Sequence[Attempt] = (), **settings: object) -> Conformance:
     file = tmp_path / "mine.py"
     file.write_text(code)
     kind = type("Environments", (Config,), {"__annotations__": {"mine": EnvironmentConfig}})
     section = EnvironmentConfig(type=f"{file}:{name}", **settings)
     instance = instance_of(kind(mine=section), "mine")
-    return check(instance, attempts(), tools_of(instance))
+    return check(instance, rows or attempts(), tools_of(instance))
 
 
 def failed(found: Conformance) -> list[str]:
@@ -90,6 +91,29 @@ def test_rewards_that_never_differ_hold_and_are_warned_of(tmp_path: Path) -> Non
     assert finding.name == "rewards"
     assert finding.said == "finite, and all 6 responses earn the same: reward 0 to 0"
     assert "--response TEXT" in finding.remedy
+
+
+UNTEXTUAL = "`answer` is an int in rows.jsonl; compare with str(answer)"
+CONSTANT = {
+    "a part": ("{'right': float(response == answer), 'short': 0.2 * (len(response) < 5)}", "right", UNTEXTUAL),
+    "two parts": ("{'a': 1.0, 'b': 0.0, 'c': -0.01 * len(response)}", "a and b are", UNTEXTUAL),
+    "a part next to one that pays": (
+        "{'right': float(str(answer) in response), 'polite': 0.0}",
+        "but polite is the same for all 3 responses",
+        "--response TEXT",
+    ),
+    "the whole": ("float(response == answer)", "all 3 responses earn the same", UNTEXTUAL),
+}
+
+
+@pytest.mark.parametrize("name", partly_exhaustive(CONSTANT, always=["a part", "a part next to one that pays"]))
+def test_a_part_that_never_differs_is_warned_of_with_the_type_of_the_answer(tmp_path: Path, name: str) -> None:
+    code, says, remedy = CONSTANT[name]
+    rows = attempts_on("rows.jsonl, line 1", "0", [], {"id": 3, "answer": 4})
+    found = checked(tmp_path, f"def score(response, answer):\n    return {code}\n", "score", rows=rows)
+    [finding] = [finding for finding in found.findings if finding.status == "warned"]
+    assert says in finding.said
+    assert remedy in finding.remedy
 
 
 AGENTS = """
@@ -132,6 +156,7 @@ def test_a_form_that_alone_earns_the_most_is_named(tmp_path: Path) -> None:
     only = r"of each row's responses only '\\boxed{4}' earns the most"
     assert reward("'boxed' in response") == f"finite: reward 0 to 1; {only}"
     assert reward("answer in response") == "finite: reward 0 to 1"
+    assert reward("answer in response) - 0.001 * len(response") == "finite: reward 0 to 0.999"
     assert reward("answer == '4' and response == answer") == "finite: reward 0 to 1"
 
 

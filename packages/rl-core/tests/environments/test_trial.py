@@ -159,3 +159,26 @@ def test_a_function_that_takes_strings_for_messages_gets_its_own_remedy(reason, 
     question = ({"role": "user", "content": "1+2="},)
     attempt: Attempt = attempts_on("rows.jsonl, line 3", "rows:train:2", question, {}, is_text=is_text)[0]
     assert mentions in raised_remedy(reason, attempt)
+
+
+ROW = {"id": 3, "answer": 4, "gold": ["4"], "text": "4"}
+INT = "`answer` is an int in rows.jsonl; compare with str(answer)"
+
+
+@pytest.mark.parametrize(
+    ("reason", "remedy"),
+    [
+        ("TypeError: 'in <string>' requires string as left operand, not int (at r.py:2)", INT),
+        ("AttributeError: 'int' object has no attribute 'strip'", INT),
+        ("TypeError: expected string or bytes-like object, got 'int'", INT),
+        (
+            "AttributeError: 'list' object has no attribute 'lower'",
+            "`gold` is a list in rows.jsonl; compare with the text in it",
+        ),
+        ("TypeError: int() argument must be a string, not 'NoneType'", "a reward is a number"),
+        ("ValueError: invalid literal for int", "a reward is a number"),
+    ],
+)
+def test_an_error_about_the_type_of_a_column_names_the_column(reason, remedy):
+    attempt = attempts_on("rows.jsonl, line 3", "rows:train:2", [], ROW)[0]
+    assert raised_remedy(reason, attempt).startswith(remedy)

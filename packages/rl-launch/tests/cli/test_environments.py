@@ -159,6 +159,9 @@ def test_a_check_tries_the_answer_in_common_forms_and_the_users_own_response():
     found = json.loads(rl("check", "rewards.py:boxed", "--data", "rows.jsonl", "--json").stdout)
     earned = {each["response"]: each["rewards"]["reward"] for each in found["samples"][:5]}
     assert earned == {"The answer is 1.": 0.0, "1": 0.0, "": 0.0, "\\boxed{1}": 1.0, "<answer>1</answer>": 0.0}
+    answer = rl("check", "rewards.py:boxed", "--data", "rows.jsonl")
+    assert "  note: ask for this form in the prompt" in answer.stdout
+    assert "remedy" not in answer.stdout
     answer = rl("check", "rewards.py:directed", "--data", "rows.jsonl")
     assert answer.exit_code == 0
     assert "warn  rewards" in answer.stdout

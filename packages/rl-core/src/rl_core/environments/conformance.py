@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from rl_core.environments.instance import EnvironmentInstance
 from rl_core.environments.pool import EnvironmentPool
-from rl_core.environments.trial import Attempt, raised_remedy, run_quietly
+from rl_core.environments.trial import Attempt, compared_as_text, raised_remedy, run_quietly
 from rl_core.errors import WorkerDied, WorkerError
 from rl_core.rollouts.environment import (
     Conversation,
@@ -331,35 +331,66 @@ def _rewards(plays: Sequence[_Play]) -> Finding:
     found = _failures(plays, "rewards", ("answer",), f"finite: {said}")
     if found.status == "failed" or len(plays) < 2:
         return found
-    if any(min(each) != max(each) for each in values.values()):
-        form = _only_form(plays)
-        if not form:
-            return found
+    if any(play.has_agents for play in plays):
+        varies = any(min(each) != max(each) for each in values.values())
+        return found if varies else replace(found, said=f"{found.said}; in each play all agents gave the same response")
+    constant = [name for name, each in values.items() if len(each) > 1 and min(each) == max(each)]
+    if constant:
+        return _constant(plays, constant, said, is_all=len(constant) == len(values))
+    if form := _only_form(plays):
         said = f"{found.said}; of each row's responses only {form} earns the most"
         return replace(found, said=said, remedy="ask for this form in the prompt, or let the reward read others")
-    if any(play.has_agents for play in plays):
-        return replace(found, said=f"{found.said}; in each play all agents gave the same response")
+    return found
+
+
+def _constant(plays: Sequence[_Play], names: Sequence[str], said: str, *, is_all: bool) -> Finding:
+    """Return the warning about rewards that are the same for all responses."""
+    what = f"all {len(plays)} responses earn the same"
+    if not is_all:
+        what = f"{' and '.join(names)} {'are' if len(names) > 1 else 'is'} the same for all {len(plays)} responses"
     remedy = "pass a response that must earn more with --response TEXT; if it earns the same, correct the reward"
-    return Finding("rewards", f"finite, and all {len(plays)} responses earn the same: {said}", "warned", remedy)
+    mismatch = "" if _pays_answers(plays) else compared_as_text(plays[0].attempt)
+    return Finding("rewards", f"finite, {'and' if is_all else 'but'} {what}: {said}", "warned", mismatch or remedy)
 
 
-def _only_form(plays: Sequence[_Play]) -> str:
-    """The first row's response of the most reward, if each row has just one such response, which is the same form in
-    all; empty if not.
-    """
+def _pays_answers(plays: Sequence[_Play]) -> bool:
+    """Return whether a response to some row earns more than the empty response."""
+    return any(
+        max(map(_total, row)) > _total(play)
+        for row in _rows(plays)
+        for play in row
+        if not play.attempt.conversation.completion
+    )
+
+
+def _rows(plays: Sequence[_Play]) -> list[list[_Play]]:
+    """Return the plays of each row."""
     rows: dict[str, list[_Play]] = {}
     for play in plays:
         rows.setdefault(play.attempt.conversation.id.rpartition("/")[0], []).append(play)
-    num_forms = max(map(len, rows.values()))
-    whole = [row for row in rows.values() if len(row) == num_forms and all(play.answers for play in row)]
+    return list(rows.values())
+
+
+def _total(play: _Play) -> float:
+    return play.sample().rewards.get("reward", 0.0) if play.answers else 0.0
+
+
+def _only_form(plays: Sequence[_Play]) -> str:
+    """The first row's response of the most reward, if in each row just the same form earns it, and all others clearly
+    less; empty if not.
+    """
+    rows = _rows(plays)
+    num_forms = max(map(len, rows))
+    whole = [row for row in rows if len(row) == num_forms and all(play.answers for play in row)]
     if num_forms < MIN_FORMS or not whole:
         return ""
     best = set()
     for row in whole:
-        totals = [play.sample().rewards.get("reward", 0.0) for play in row]
-        if totals.count(max(totals)) > 1:
+        totals = [_total(play) for play in row]
+        *_, second, most = sorted(totals)
+        if second >= (min(totals) + most) / 2:
             return ""
-        best.add(totals.index(max(totals)))
+        best.add(totals.index(most))
     return f"{whole[0][best.pop()].attempt.conversation.completion!r:.60}" if len(best) == 1 else ""
 
 

@@ -33,6 +33,7 @@ _SLOW = "trying the environment %s on the first rows takes more than %g s: its p
 _REMEDY = "a reward is a number for every response, such as 0.0 for one that it cannot read"
 _MESSAGES_EXPECTED = re.compile("string indices must be integers|'str' object has no attribute")
 """Errors of a function that takes strings for messages."""
+_WRONG_TYPE = re.compile("TypeError|AttributeError")
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,11 @@ class Attempt:
 
     place: str
     conversation: Conversation
+
+    @property
+    def source(self) -> str:
+        """The file of the row, or its place if it is not from a file."""
+        return self.place.rpartition(", ")[0] or self.place
 
     def __str__(self) -> str:
         return f"{self.place}, with the response {self.conversation.completion!r:.60}"
@@ -172,12 +178,29 @@ def raised_remedy(reason: str, attempt: Attempt) -> str:
         attempt: The conversation that it was called with.
     """
     if not attempt.conversation.is_text or not _MESSAGES_EXPECTED.search(reason):
-        return _REMEDY
-    source = attempt.place.rpartition(", ")[0] or attempt.place
+        return compared_as_text(attempt, reason) or _REMEDY
     return (
-        f"prompts and completions are strings here, because the prompts of {source} are strings. Use them as strings, "
-        "or write the prompts as messages (a list of role and content) to get messages"
+        f"prompts and completions are strings here, because the prompts of {attempt.source} are strings. Use them as "
+        "strings, or write the prompts as messages (a list of role and content) to get messages"
     )
+
+
+def compared_as_text(attempt: Attempt, reason: str = "") -> str:
+    """Return the remedy for a column that is not text and that a reward compares with text; empty if there is none.
+
+    Args:
+        attempt: The conversation with the row.
+        reason: The error that names the type; without one, the column is `answer`.
+    """
+    if reason and not _WRONG_TYPE.search(reason):
+        return ""
+    for name, value in sorted(attempt.conversation.info.items(), key=lambda column: column[0] != "answer"):
+        kind = type(value).__name__
+        named = re.search(rf"\b{kind}\b(?!\()", reason) if reason else name == "answer"
+        if named and isinstance(value, int | float | list | dict):
+            text = f"str({name})" if isinstance(value, int | float) else "the text in it"
+            return f"`{name}` is a{'n' * (kind == 'int')} {kind} in {attempt.source}; compare with {text}"
+    return ""
 
 
 def _sentence(text: str) -> str:

@@ -44,7 +44,7 @@ def _check_rows(given: GivenEnvironment) -> None:
 
 
 def as_text(found: Conformance, sought: Sequence[SoughtText] = ()) -> str:
-    """A line for every check, with the remedy below one that failed, and sample rewards.
+    """A line for every check, with the remedy below one that failed or a note below one that holds, and sample rewards.
 
     Args:
         found: Findings of the checks, and sample rewards.
@@ -54,7 +54,7 @@ def as_text(found: Conformance, sought: Sequence[SoughtText] = ()) -> str:
     for finding in found.findings:
         lines.append(f"{_MARKS[finding.status]}  {finding.name:10}  {finding.said}")
         if finding.remedy:
-            lines.append(f"{'':18}remedy: {finding.remedy}")
+            lines.append(f"{'':18}{'note' if finding.status == 'ok' else 'remedy'}: {finding.remedy}")
         if sought and finding.name == "rewards" and finding.remedy and finding.status != "failed":
             lines.append(f"{'':18}its code looks for:")
             lines += [f"{'':20}{each}" for each in sought]
