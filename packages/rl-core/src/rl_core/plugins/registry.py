@@ -14,8 +14,6 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
-
 from rl_core.errors import ConfigError, PluginError
 from rl_core.exports import public_alternatives
 from rl_core.plugins.algorithm import Algorithm
@@ -89,6 +87,9 @@ def _load(entry: EntryPoint) -> Any:
 
 def _problem(entry: EntryPoint, found: Any) -> str:
     """Return why an object is not the plugin that its entry point promises; empty if it is."""
+    # an environment's process imports this module, and loads no plugin
+    from pydantic import BaseModel
+
     kind = TYPES[entry.group]
     if not isinstance(found, kind):
         return f"must be an rl_core.plugins.{kind.__name__}, got {type(found).__name__}"
