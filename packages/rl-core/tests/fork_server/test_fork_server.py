@@ -17,8 +17,8 @@ import pytest
 
 from rl_core.fork_server import command
 from rl_core.fork_server.address import connected
-from rl_core.fork_server.request import Request, send_request
 from rl_core.fork_server.loaded import Imported
+from rl_core.fork_server.request import Request, send_request
 from rl_core.fork_server.server import MAX_SERVERS, Server, listen
 
 IDLE_S = 60.0
