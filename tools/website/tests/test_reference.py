@@ -15,7 +15,7 @@ from conftest import ROOT
 from rl_core.config import all_keys
 from rl_core.errors import RLError
 from rl_launch.cli.app import app
-from rl_launch.commands.documentation import address_of
+from rl_launch.commands.documentation import page_of
 from rl_launch.commands.explain import explain_anywhere, roots_of_all
 from rl_launch.recipes import recipe_names
 from rl_launch.submit.profile import PROFILE
@@ -52,7 +52,7 @@ def test_an_entry_has_type_default_documentation_and_what_a_change_means(pages):
 
 @pytest.mark.parametrize("key", ["grpo.seed", "policy", "run_dir", "env.math.type", "data.train.settings.seed"])
 def test_the_address_that_the_command_line_prints_is_on_the_site(pages, key):
-    page, _, anchor = address_of(explain_anywhere(key)[0].explanation).partition(".html#")
+    page, _, anchor = page_of(explain_anywhere(key)[0].explanation).partition(".html#")
     assert anchor in _ID.findall(pages[f"{page}.md"])
 
 

@@ -201,7 +201,7 @@ def test_explain_shows_the_default_of_an_optimizer_argument():
             answer,
             re.MULTILINE,
         )
-    assert "in the default of policy.optimizer.kwargs, which is replaced as a whole" in answer
+    assert "this default applies if no entry of policy.optimizer.kwargs is set" in answer
     changed = rl("config", "explain", "sft-arithmetic", "policy.optimizer.kwargs.lr")
     assert "sft-arithmetic.yaml:" in changed
 
@@ -219,6 +219,8 @@ def test_explain_finds_keys_by_words_of_their_descriptions():
     answer = rl("config", "explain", "learning_rate")
     assert "  policy.optimizer.kwargs = " in answer
     assert "  policy.scheduler = " in answer
+    assert answer.count("  policy.optimizer.kwargs = ") == 5
+    assert answer.count("comes from the algorithm and is ten times") == 1
     assert rl("config", "explain", "--search", "learning", "rate").splitlines()[1:] == answer.splitlines()[2:]
 
 
@@ -293,6 +295,11 @@ def test_explain_refuses_what_it_cannot_explain(words, message):
 )
 def test_a_key_of_another_system_is_explained_by_what_it_is_here(words, says):
     assert says in rl("config", "explain", *words)
+
+
+def test_words_that_no_key_is_about_lead_to_their_guide():
+    assert rl("config", "explain", "freeze").endswith("\nguide: docs/freezing.md\n")
+    assert "no such key. See docs/freezing.md" in refusal("config", "explain", "policy.freeze_layers")
 
 
 def test_a_name_that_is_a_key_here_is_not_explained_as_one_of_others():

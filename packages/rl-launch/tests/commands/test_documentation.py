@@ -2,11 +2,12 @@
 
 from dataclasses import replace
 from email.message import Message
+from pathlib import Path
 
 import pytest
 
 from rl_launch.commands import documentation
-from rl_launch.commands.documentation import address_of
+from rl_launch.commands.documentation import address_of, guide_about, page_of
 from rl_launch.commands.explain import explain_anywhere
 
 
@@ -25,15 +26,27 @@ def explanation(key):
     ],
 )
 def test_a_key_has_a_place(key, place):
-    assert address_of(explanation(key)) == f"reference/config/{place}"
+    assert page_of(explanation(key)) == f"reference/config/{place}"
 
 
-def test_a_key_that_the_documentation_lacks_has_none():
-    assert address_of(replace(explanation("env.math.type"), key="env.mine.type")) == ""
-
-
-def test_the_address_in_the_metadata_comes_first(monkeypatch):
+def test_a_documented_key_has_an_address_below_the_address_in_the_metadata(monkeypatch):
     message = Message()
     message["Project-URL"] = "Documentation, https://example.org/rl/"
     monkeypatch.setattr(documentation, "metadata", lambda name: message)
     assert address_of(explanation("grpo.seed")) == "https://example.org/rl/reference/config/grpo.html#grpo.seed"
+    assert address_of(replace(explanation("env.math.type"), key="env.mine.type")) == ""
+
+
+def test_without_an_address_in_the_metadata_there_is_none(monkeypatch):
+    monkeypatch.setattr(documentation, "metadata", lambda name: Message())
+    assert address_of(explanation("grpo.seed")) == ""
+
+
+@pytest.mark.parametrize("words", ["freeze", "policy.freeze_layers", "frozen layers", "Freezing", "requires_grad"])
+def test_freezing_has_a_guide(words):
+    assert guide_about(words) == "docs/freezing.md"
+    assert (Path(__file__).parents[4] / guide_about(words)).is_file()
+
+
+def test_other_words_have_no_guide():
+    assert guide_about("frequency") == guide_about("temperature") == ""

@@ -69,6 +69,7 @@ def explain(
     """
     with reported():
         from rl_core.errors import ConfigError
+        from rl_launch.commands.documentation import guide_about
         from rl_launch.commands.explain import (
             explain_anywhere,
             explain_destinations,
@@ -95,7 +96,8 @@ def explain(
                 raise ConfigError(f"no key has {key!r} in its name or description")
             found, problems = explain_in(source, key, overrides) if source else (explain_anywhere(key), "")
             sys.stdout.write("\n".join(map(explanation_text.explained, found)))
-        except ConfigError:
+        except ConfigError as error:
+            guide = guide_about(key)
             result = search(key, source, overrides) if key and "." not in key else None
             is_own = result is not None and any(each.is_named(key) for each in result.best)
             elsewhere = [] if searches or not key or is_own else foreign_meanings(key, source)
@@ -107,7 +109,9 @@ def explain(
                 for each in explain_destinations(elsewhere):
                     sys.stdout.write(f"\n{explanation_text.explained(each)}")
             else:
-                raise
+                raise ConfigError(f"{error}. See {guide}" if guide else str(error)) from None
+            if guide:
+                sys.stdout.write(f"guide: {guide}\n")
         if problems:
             sys.stderr.write(f"note: rl train would refuse this config: {problems}\n")
 

@@ -6,6 +6,7 @@ import re
 import shutil
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,7 @@ def explained(each: Explained) -> str:
         lines.extend(_wrapped(f"allowed: {explanation.type}", "  "))
         lines.append("  must be set" if explanation.required else f"  default: {_short(explanation.default)}")
         if explanation.part_of:
-            lines.extend(_wrapped(f"in the default of {explanation.part_of}, which is replaced as a whole", "  "))
+            lines.extend(_wrapped(f"this default applies if no entry of {explanation.part_of} is set", "  "))
         if explanation.when_changed is not None:
             lines.extend(_wrapped(f"once a run has begun: {explanation.when_changed.value}", "  "))
     if each.condition:
@@ -46,8 +47,12 @@ def explained(each: Explained) -> str:
 def found_keys(text: str, search: Search) -> str:
     """The keys that a search found, the best with their values and meaning, others by name."""
     lines = [f"keys found by {text!r}:"]
+    documented = None
     for each in search.best[:_MOST_FOUND]:
-        lines.extend(_keys([each.explanation], "  ", [each.condition]))
+        found = each.explanation
+        # a key whose default depends on the algorithm is there several times
+        again = documented == (documented := (found.key, found.doc))
+        lines.extend(_keys([replace(found, doc="") if again else found], "  ", [each.condition]))
         if each.also:
             lines.extend(_wrapped(f"also {_some(each.also, _MOST_ALSO)}", "      "))
     others = [each.explanation.key for each in (*search.best[_MOST_FOUND:], *search.others)]

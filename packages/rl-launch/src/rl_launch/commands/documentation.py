@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from importlib.metadata import metadata
 
@@ -11,6 +12,8 @@ from rl_launch.commands.key_search import every_key
 _FOLDER = "reference/config"
 _UNNAMED = "index"
 """Page of keys that are in no section."""
+_GUIDES = {r"(?i)fr[eo]{1,2}z|requires_?grad": "docs/freezing.md"}
+"""Guides by a pattern of what users look for."""
 
 
 def page_of(explanation: Explanation) -> str:
@@ -23,15 +26,19 @@ def page_of(explanation: Explanation) -> str:
 
 
 def address_of(explanation: Explanation) -> str:
-    """Return the address of a config key in the documentation: below the address of the documentation in the metadata
-    of this package, or relative to the site's root if they have none. Empty if the documentation does not have the key,
-    such as those of your own environments.
+    """Return the address of a config key in the documentation. Empty if the metadata of this package has no address of
+    the documentation, or if the documentation does not have the key, such as those of your own environments.
     """
-    if _without_places(explanation.key) not in _documented():
-        return ""
     urls = dict(url.split(", ", 1) for url in metadata("rl-launch").get_all("Project-URL") or ())
     base = urls.get("Documentation", "").rstrip("/")
-    return f"{base}/{page_of(explanation)}" if base else page_of(explanation)
+    return f"{base}/{page_of(explanation)}" if base and _without_places(explanation.key) in _documented() else ""
+
+
+def guide_about(words: str) -> str:
+    """Return the guide about something that users look for among the keys and that no key sets; empty if there is
+    none.
+    """
+    return next((guide for found, guide in _GUIDES.items() if re.search(found, words)), "")
 
 
 @cache
