@@ -198,7 +198,8 @@ def _resolved(block: Block, recipe: str | Path, overrides) -> None:
 
 def _read_profile(block: Block, name: str, overrides: Sequence[str]) -> None:
     try:
-        read_profile(name, overrides)
+        for target in TARGETS:
+            read_profile(target, name, overrides)
     except ConfigError as error:
         raise DocumentError(f"{block.place}: {error}") from None
 

@@ -146,3 +146,12 @@ def test_every_key_of_a_config_is_explained_with_its_value(folder: Path, root: t
     found = {each.key: each for each in explain_all(root, values_of(load("recipe.yaml"), root))}
     assert (found["grpo.seed"].value, str(found["grpo.seed"].origin)) == (7, "recipe.yaml:1")
     assert found["env.mine.num_workers"].value == 2
+
+
+def test_a_section_around_a_reference_to_a_variable_does_not_show_its_value(
+    run: Callable[..., Resolved[Any]], root: type[Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WHERE", "secret")
+    found = run(overrides=["policy.model_name=${oc.env:WHERE}/m"])
+    assert explain(root, "policy", found).value["model_name"] == "${oc.env:WHERE}/m"
+    assert "secret" not in str(explain(root, "", found))

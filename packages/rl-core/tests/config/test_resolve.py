@@ -196,3 +196,15 @@ def test_a_path_that_the_locale_cannot_decode_names_the_locale():
     assert "LC_ALL" in problem.remedy
     # a lone surrogate of a file is another fault
     assert locale_problem("\ud83d") is locale_problem("läufe") is None
+
+
+def test_a_section_that_is_not_used_may_be_wrong_and_be_referred_to() -> None:
+    class Queue(Config):
+        size: int = 1
+
+    written = {"one": {"size": "${other.size}"}, "other": {"size": 3, "unknown": "${oc.env:NOT_SET_ANYWHERE}"}}
+    root = assemble("Root", {"one": Queue})
+    config: Any = resolve(load(written), root, unused=["other"]).config
+    assert config.one.size == 3
+    with pytest.raises(ConfigError, match="other"):
+        resolve(load(written), root)

@@ -53,8 +53,9 @@ class ClusterConfig(Config):
     """Timeout in seconds for a new node after a node is lost, if the remaining devices are not sufficient."""
     process_timeout_s: float = Field(default=300.0, gt=0)
     """Timeout in seconds for the first response of a process or node."""
-    worker_envs_timeout_s: float = Field(default=3600.0, gt=0)
-    """Timeout in seconds for building worker environments on the nodes other than the driver's node."""
+    worker_envs_timeout_s: float = Field(default=10800.0, gt=0)
+    """Timeout in seconds for building worker environments on the nodes other than the driver's node. To compile
+    Transformer Engine takes an hour and more."""
     fork_server_s: float | None = Field(default=None, ge=0)
     """Time in seconds for which a Python interpreter with an imported engine is kept. It forks the next worker in a
     fraction of the import time, and serves the next check of a config for at most 120 seconds. With 0 every process

@@ -115,7 +115,41 @@ def test_what_slurm_refuses_is_reported_in_its_words_and_nothing_is_recorded(que
     answer = rl("slurm", *CPU, f"run_dir={tmp_path / 'run'}")
     assert answer.exit_code == 1
     assert "invalid partition specified: gpu" in answer.output
-    assert newest_submission(tmp_path / "run") is None
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "own").mkdir()
+    rl("slurm", *CPU, f"run_dir={tmp_path / 'own'}")
+    assert list((tmp_path / "own").iterdir()) == []
+
+
+HUB = ("dpo-helpsteer3",)
+
+
+def test_inputs_that_are_not_here_are_named_and_refused_for_nodes_without_a_network(queue, tmp_path, monkeypatch):
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    own = (*HUB, f"run_dir={tmp_path / 'run'}", f"slurm.env_vars.HF_HOME={tmp_path / 'hf'}", "--dry-run")
+    warned = rl("slurm", *own)
+    assert warned.exit_code == 0
+    assert warned.stdout.startswith("#!/bin/bash\n")
+    assert "warning: policy.model_name, data.train" in warned.stderr
+    assert "nodes without a network will not find it" in warned.stderr
+    refused = rl("slurm", *own, "slurm.env_vars.HF_HUB_OFFLINE=1")
+    assert refused.exit_code == 2
+    assert "policy.model_name" in refused.stderr
+    assert f"not among the downloads in {tmp_path / 'hf' / 'hub'}" in refused.stderr
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert rl("slurm", *own).exit_code == 2
+    assert rl("slurm", *own, "slurm.env_vars.HF_HUB_OFFLINE=0").exit_code == 0
+    in_container = rl("slurm", *own, "slurm.container={runtime: apptainer, image: i}")
+    assert in_container.exit_code == 0
+    assert in_container.stderr.startswith(f"warning: slurm.env_vars.HF_HOME: {tmp_path / 'hf'} is below no mount")
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
+
+
+def test_keys_of_another_queue_are_refused(queue):
+    answer = rl("slurm", *CPU, "kubernetes.image=x")
+    assert answer.exit_code == 2
+    assert "rl submit slurm takes keys of slurm only" in answer.output
 
 
 def test_without_slurm_the_remedy_is_another_machine_or_a_dry_run(queue, tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ from rl_core.config.keys import DEEPEST, Key, all_keys, described, value_at
 from rl_core.config.messages import by_another_name, did_you_mean
 from rl_core.config.resolve import Resolved, Values
 from rl_core.config.schema import Config, WhenChanged, plain
+from rl_core.config.secrets import with_references
 from rl_core.config.tree import DEFAULT, Origin, format_path, parse_path
 from rl_core.errors import ConfigError
 
@@ -109,9 +110,10 @@ def _explained(key: Key, values: Values | None, around: Explanation | None) -> E
     value, origin = default, DEFAULT
     if values is not None:
         value, origin = value_at(values.tree, key.path), values.raw.entry.origin_at(key.path)
-        # the value of an environment variable, or of one in a section around the key, is not shown
-        references, sections = values.references, [key.path[:end] for end in range(len(key.path) + 1)]
-        value = next((references[path] for path in sections if path in references), value)
+        # the value of an environment variable, or of one around or below the key, is not shown
+        around_key = [key.path[:end] for end in range(len(key.path))]
+        value = with_references(value, values.references, key.path)
+        value = next((values.references[path] for path in around_key if path in values.references), value)
     return Explanation(
         key=format_path(key.path),
         doc=doc,

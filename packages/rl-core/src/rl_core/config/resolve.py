@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
 
@@ -81,6 +81,7 @@ def resolve(
     *,
     checks: Sequence[Callable[[C], Iterable[Problem]]] = (),
     hint: Hint | None = None,
+    unused: Collection[str] = (),
 ) -> Resolved[C]:
     """Interpolate and validate what the user wrote, over the defaults of a config type.
 
@@ -90,12 +91,15 @@ def resolve(
         checks: Run on the valid config; each yields a `Problem` per key that does not go with the rest. If unknown keys
             and nulls are all that is wrong, they run on the config without those.
         hint: Explains unknown keys that it knows, in place of the nearest ones.
+        unused: Sections that are left out of the config and not checked. Interpolations may refer to what they contain.
 
     Raises:
         ConfigProblems: Listing every problem: key, origin, what was given, what is allowed, the nearest key.
     """
     written = raw.entry.plain()
-    tree, unresolved = interpolate(*_over_defaults(Key((), root), written, None))
+    given, everything = _over_defaults(Key((), root), written, None)
+    written, given = ({key: value for key, value in tree.items() if key not in unused} for tree in (written, given))
+    tree, unresolved = interpolate(given, everything)
     wrong = {path: Problem(format_path(path), reason) for path, reason in unresolved.items()}
     for path, value in leaves(written).items():
         if isinstance(value, Unset):

@@ -160,17 +160,17 @@ def profile(
     ] = None,
     name: Profile = "",
 ) -> None:
-    """Print every key of a profile with its value, where that was set, and its meaning."""
-    with reported():
-        from rl_core.config import explain
-        from rl_launch.cli.explanation_text import settings
-        from rl_launch.submit.profile import PROFILE, profiles_folder, read_profile
+    """Print every key of a profile with its value, where that was set, and its meaning.
 
-        found = read_profile(name, overrides or ())
-        read = ", ".join(map(str, found.raw.files)) or f"no file; the default is {profiles_folder() / 'submit.yaml'}"
-        sys.stdout.write(f"{read}\n")
-        for section in explain(PROFILE, "", found).children:
-            sys.stdout.write(settings(section.key, explain(PROFILE, section.key, found).children))
+    References to environment variables are printed as they are written.
+    """
+    with reported():
+        from rl_launch.cli.explanation_text import settings
+        from rl_launch.submit.profile import explain_profile, profiles_folder
+
+        files, keys = explain_profile(name, overrides or ())
+        read = ", ".join(map(str, files)) or f"no file; the default is {profiles_folder() / 'submit.yaml'}"
+        sys.stdout.write(settings(read, keys))
 
 
 def _submit(
@@ -180,6 +180,8 @@ def _submit(
         from rl_launch.commands.submit import plan_job, submit
 
         job = plan_job(target, recipe, overrides, profile=profile)
+        for warning in job.warnings:
+            sys.stderr.write(f"warning: {warning}\n")
         if output is not None:
             output.expanduser().write_text(job.text, encoding="utf-8")
             sys.stdout.write(f"{output}\n")

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_core.config import as_written
+from rl_algos import hub
+from rl_core.config import as_written, refusal
 from rl_core.devices import CUDA, Device, device_named
-from rl_core.errors import ConfigError, ConfigProblems, RunDirectoryError
+from rl_core.errors import ConfigError, ConfigProblems, RLError, RunDirectoryError
 from rl_launch.cluster.device import AUTO
 from rl_launch.commands.preparation import check_run_dir
 from rl_launch.commands.start import run_of
 from rl_launch.commands.train import finished_metrics
 from rl_launch.root_config import ClusterConfig
+from rl_launch.run_config.inputs import input_problems
 from rl_launch.run_config.plan import RunPlan
 from rl_launch.session.directory.row_files import JOBS
 from rl_launch.session.directory.run_folder import RunFolder, is_run
@@ -38,12 +42,14 @@ class PlannedJob:
         plan: Plan of the run.
         request: The run, as the target takes it.
         text: The file that describes the job.
+        warnings: What may go wrong on the nodes, as sentences.
     """
 
     target: Target
     plan: RunPlan
     request: JobRequest[Any]
     text: str
+    warnings: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,9 @@ def plan_job(target: str, recipe: str, overrides: Sequence[str], *, profile: str
         RunDirectoryError: If the run directory cannot be used, or holds a finished run.
     """
     of_profile = [each for each in overrides if belongs_to_profile(each)]
+    for each in of_profile:
+        if not each.startswith(f"{target}."):
+            raise ConfigError(f"{each}: rl submit {target} takes keys of {target} only. Remove it")
     settings = settings_of(target, profile, of_profile)
     own = [each for each in overrides if not belongs_to_profile(each)]
     given = run_of(recipe, own)
@@ -101,8 +110,10 @@ def plan_job(target: str, recipe: str, overrides: Sequence[str], *, profile: str
         config=plan.config,
         tree=plan.without_unused(as_written(plan.root)),
     )
+    shared = TARGETS[target].shared_variables(request)
+    warnings = (*TARGETS[target].warnings(request), *(() if shared is None else _absent_inputs(plan, recipe, shared)))
     try:
-        return PlannedJob(TARGETS[target], plan, request, TARGETS[target].render(request))
+        return PlannedJob(TARGETS[target], plan, request, TARGETS[target].render(request), warnings)
     except ConfigProblems as error:
         raise refused(error.problems, target, profile, of_profile) from None
 
@@ -122,11 +133,17 @@ def submit(job: PlannedJob) -> Submission:
                 f"{run_dir} is submitted as job {id} already ({status.state}). Wait for it, or end it with "
                 f"rl submit cancel {run_dir}."
             )
+    made = next((folder for folder in (run_dir, job.request.jobs) if not folder.exists()), None)
     make_folder(run_dir, job.plan.config.logger.run_dir_access)
     job.request.jobs.mkdir(exist_ok=True)
     file = job.request.jobs / job.target.file_name
     file.write_text(job.text, encoding="utf-8")
-    submission = Submission.now(job.target.name, job.target.submit(file, job.request))
+    try:
+        submission = Submission.now(job.target.name, job.target.submit(file, job.request))
+    except RLError:
+        if made is not None:
+            shutil.rmtree(made)
+        raise
     submission.write(run_dir)
     return submission
 
@@ -234,6 +251,36 @@ def _lines_from(path: Path, start: int) -> tuple[list[str], int]:
         file.seek(start)
         whole, _, _ = file.read().rpartition(b"\n")
     return whole.decode(errors="replace").splitlines(), start + len(whole) + bool(whole)
+
+
+def _absent_inputs(plan: RunPlan, recipe: str, variables: Mapping[str, str]) -> Iterator[str]:
+    """Yield the warning that nodes without a network will not find a model or data.
+
+    Args:
+        plan: The run.
+        recipe: Its name, for the remedy.
+        variables: Environment variables of the job.
+
+    Raises:
+        ConfigProblems: If the job is set to offline mode.
+    """
+    before = dict(os.environ)
+    os.environ.update(variables)
+    is_offline = hub.is_offline()
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    try:
+        absent = list(input_problems(plan))
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    if absent and is_offline:
+        raise refusal(absent, plan.resolved.raw)
+    if absent:
+        keys = ", ".join(problem.key for problem in absent)
+        yield (
+            f"{keys}: not found on this machine, so nodes without a network will not find it. "
+            f"HF_HUB_OFFLINE=1 rl doctor {recipe} shows what to download"
+        )
 
 
 def _device(cluster: ClusterConfig) -> Device:

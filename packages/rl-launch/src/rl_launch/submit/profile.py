@@ -11,25 +11,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rl_core.config import (
     Config,
+    Explanation,
     Origin,
     Problem,
     RawConfig,
     Resolved,
     assemble,
+    explain,
     load,
     nearest_as_remedy,
     refusal,
     resolve,
     tree_to_yaml,
+    values_of,
 )
-from rl_core.config.tree import MISSING
+from rl_core.config.tree import MISSING, format_path
 from rl_core.errors import ConfigError, ConfigProblems
 from rl_launch.submit.targets import TARGETS
 
@@ -39,19 +42,56 @@ DEFAULT = "submit"
 PROFILE: type[Config] = assemble("Profile", {name: target.settings for name, target in TARGETS.items()})
 """Type of a profile."""
 
+_SECTIONS: Mapping[str, type[Config]] = {
+    name: assemble("Profile", {name: target.settings}) for name, target in TARGETS.items()
+}
+"""Type of a profile with the section of one target, for each. Its messages suggest no keys of the other sections."""
 
-def read_profile(name: str, overrides: Sequence[str] = ()) -> Resolved[Any]:
-    """Read a profile and set keys of it.
+
+def read_profile(target: str, name: str, overrides: Sequence[str] = ()) -> Resolved[Any]:
+    """Read the section of a target in a profile and set keys of it. The other sections are not checked: they may refer
+    to environment variables that are not set here.
 
     Args:
+        target: Name of the target.
         name: Name of a file in the folder of profiles, without its ending, or a path that ends in `.yaml`. Empty for
             the default profile, if there is one.
         overrides: Keys to set, such as `slurm.partition=gpu`.
 
     Raises:
-        ConfigError: If the profile does not exist, or is not valid; lists all problems.
+        ConfigError: If the profile does not exist, or the section is not valid; lists all problems.
     """
-    return resolve(_raw(name, overrides), PROFILE)
+    return resolve(_raw(name, overrides), _SECTIONS[target], unused=TARGETS.keys() - {target})
+
+
+def explain_profile(name: str, overrides: Sequence[str] = ()) -> tuple[Sequence[Path], Sequence[Explanation]]:
+    """Return the files of a profile, and its sections and keys in order. References to environment variables are shown
+    as they are written, and the variables need not be set.
+
+    Args:
+        name: See `read_profile`.
+        overrides: Keys to set.
+
+    Raises:
+        ConfigError: If the profile has problems other than those of variables.
+    """
+    raw = _raw(name, overrides)
+    values = values_of(raw, PROFILE)
+    referring = {format_path(path) for path in values.references}
+    for target in TARGETS:
+        try:
+            read_profile(target, name, overrides)
+        except ConfigProblems as error:
+            if any(problem.key not in referring for problem in error.problems):
+                raise
+
+    def below(key: str) -> Iterator[Explanation]:
+        for child in explain(PROFILE, key, values).children:
+            yield child
+            if child.type == "section":
+                yield from below(child.key)
+
+    return raw.files, list(below(""))
 
 
 def refused(problems: Sequence[Problem], target: str, name: str, overrides: Sequence[str] = ()) -> ConfigProblems:
@@ -82,7 +122,7 @@ def settings_of(target: str, name: str, overrides: Sequence[str] = ()) -> Any:
         name: See `read_profile`.
         overrides: Keys to set.
     """
-    profile = read_profile(name, overrides).config
+    profile = read_profile(target, name, overrides).config
     references = {path[1:]: text for path, text in profile.references.items() if path[0] == target}
     return getattr(profile, target).with_references(references)
 

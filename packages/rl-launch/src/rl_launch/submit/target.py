@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -90,6 +90,14 @@ class Target(Protocol):
         Raises:
             ConfigProblems: If the settings do not go with the run.
         """
+        ...
+
+    def warnings(self, request: JobRequest[Any]) -> Iterable[str]:
+        """Return what may go wrong on the nodes, as sentences."""
+        ...
+
+    def shared_variables(self, request: JobRequest[Any]) -> Mapping[str, str] | None:
+        """Return the environment variables of a job that reads the files of this machine; None if it reads others."""
         ...
 
     def submit(self, file: Path, request: JobRequest[Any]) -> tuple[str, ...]:

@@ -51,6 +51,17 @@ def test_a_job_has_a_pod_for_each_node_with_its_gpus_and_a_head_without():
     assert "nvidia.com/gpu" not in head["containers"][0]["resources"]["limits"]
 
 
+def test_resources_of_networks_are_numbers_or_quantities():
+    efa = {"vpc.amazonaws.com/efa": 32, "hugepages-2Mi": "5120Mi"}
+    head, worker = pods_of(job_of(settings={**SITE, "rdma": efa}))
+    resources = worker["containers"][0]["resources"]
+    assert resources["limits"].items() >= {"vpc.amazonaws.com/efa": "32", "hugepages-2Mi": "5120Mi"}.items()
+    assert resources["requests"] == resources["limits"]
+    assert not efa.keys() & head["containers"][0]["resources"]["limits"].keys()
+    assert "hugepages-2Mi" in refused(rdma={"hugepages-2Mi": "5 GB"})
+    assert "vpc.amazonaws.com/efa" in refused(rdma={"vpc.amazonaws.com/efa": -1})
+
+
 def test_without_gpus_the_workers_ask_for_none():
     _, worker = pods_of(job_of(device=CPU))
     assert worker["containers"][0]["resources"]["limits"] == {"cpu": "96", "memory": "1200Gi"}

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from rl_core.config import as_written, assemble, load, resolve
+from rl_core.config import as_written, assemble, load, resolve, to_override
 from rl_core.devices import CPU, CUDA, REHEARSAL
-from rl_core.errors import ConfigError
+from rl_core.errors import ConfigError, ConfigProblems
 from rl_launch.run_config.reading import read_plan
 from rl_launch.submit.slurm.config import SlurmConfig
+from rl_launch.submit.slurm.container import outside_mounts
 from rl_launch.submit.slurm.script import LIMIT_KEY, job_name, render
 from rl_launch.submit.target import JobRequest
 
@@ -68,6 +69,7 @@ CASES = {
     "spaces": request(
         "setup=module load cuda",
         "env_vars.A=it's",
+        "env_vars.B=a ${oc.env:HOME,b}",
         run_dir=Path("/s/a run"),
         train=("rl", "train", "/s/a b.yaml", "x=[1, 2]"),
     ),
@@ -177,6 +179,63 @@ def test_a_secret_is_taken_from_the_shell_that_submits(monkeypatch):
     assert variables(script, "HF_TOKEN", "CACHE") == ["hf_secret", "/scratch of north/hf"]
 
 
+VALUES = {
+    "default": ("${oc.env:TEST_V,none}", "none", "given"),
+    "empty": ("${oc.env:TEST_V,''}", "", "given"),
+    "quoted": ("""${oc.env:TEST_V,"a 'b' $HOME `c` \\\\"}""", "a 'b' $HOME `c` \\", "given"),
+    "number": ("${oc.env:TEST_V,1}", "1", "given"),
+    "truth value": ("${oc.env:TEST_V,true}", "True", "given"),
+    "text around": ("it's /${oc.env:TEST_V,x}/ $5", "it's /x/ $5", "it's /given/ $5"),
+    "no reference": ("\\${TEST_V}", "${TEST_V}", "${TEST_V}"),
+}
+
+
+@pytest.mark.parametrize(("written", "unset", "set_"), VALUES.values(), ids=list(VALUES))
+def test_bash_reads_a_value_as_the_config_does(written, unset, set_, monkeypatch):
+    monkeypatch.delenv("TEST_V", raising=False)
+    setting = to_override("env_vars.A", written)
+    case = request(setting)
+    assert case.settings.env_vars == {"A": unset}
+    script = render(case)
+    assert variables(script, "A") == [unset]
+    monkeypatch.setenv("TEST_V", "given")
+    assert request(setting).settings.env_vars == {"A": set_}
+    assert variables(script, "A") == [set_]
+
+
+@pytest.mark.parametrize(
+    "written",
+    ["${oc.env:TEST_V,${oc.env:TEST_W}}", "${slurm.env_vars.B}", "\\${oc.env:TEST_V} ${oc.env:TEST_V}"],
+)
+def test_a_value_that_bash_cannot_compute_is_refused(written, monkeypatch):
+    monkeypatch.setenv("TEST_V", "given")
+    monkeypatch.setenv("TEST_W", "given")
+    with pytest.raises(ConfigProblems, match=r"slurm\.env_vars\.A.*allowed: \$\{oc\.env:NAME\}") as caught:
+        render(request(to_override("env_vars.A", written), "env_vars.B=${oc.env:TEST_V}"))
+    assert "given" not in str(caught.value)
+
+
+def test_a_secret_that_the_job_does_not_get_ends_it_with_a_remedy(monkeypatch):
+    monkeypatch.setenv("TEST_TOKEN", "hf_secret")
+    script = render(request("env_vars.TEST_TOKEN=${oc.env:TEST_TOKEN}"))
+    monkeypatch.delenv("TEST_TOKEN")
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        variables(script, "TEST_TOKEN")
+    assert "TEST_TOKEN: is not set in this job. Submit with --export=ALL" in caught.value.stderr
+
+
+def test_the_setup_may_read_variables_that_are_not_set_and_the_rest_of_the_script_may_not():
+    script = render(request("setup=A=before$NO_SUCH_VARIABLE"))
+    assert variables(script, "A") == ["before"]
+    with pytest.raises(subprocess.CalledProcessError):
+        variables(script, "NO_SUCH_VARIABLE")
+
+
+def test_steps_get_the_variables_of_the_script_if_the_job_gets_none_of_the_shell(monkeypatch):
+    monkeypatch.setenv("SLURM_EXPORT_ENV", "NONE")
+    assert variables(render(request("sbatch_options=[--export=NONE]")), "SLURM_EXPORT_ENV") == ["ALL"]
+
+
 def test_the_driver_runs_in_the_environment_that_submits_it_unless_it_has_a_container():
     assert "export PATH=" in render(request())
     assert "export PATH=" not in render(CASES["pyxis"])
@@ -200,6 +259,24 @@ def test_containers_see_the_run_the_job_and_what_the_user_mounts():
         assert array(render(CASES["apptainer"]), name)[-7:] == [
             "apptainer", "exec", "--nv", "--bind", own, "--cleanenv", "/i/r l.sif"
         ]  # fmt: skip
+
+
+def test_variables_of_the_profile_replace_those_of_an_image():
+    chosen = request("container={runtime: pyxis, image: i}", "env_vars={RL_HOME: /models/rl, NCCL_DEBUG: INFO}")
+    for name in ("on_first", "on_others"):
+        assert "--container-env=RL_HOME,NCCL_DEBUG" in array(render(chosen), name)
+    assert "--container-env" not in render(CASES["pyxis"])
+
+
+def test_caches_that_no_mount_of_the_container_has():
+    mounts = "mounts: [/models, '/data:/cache:ro', /shared/a]"
+    paths = "{RL_HOME: /models/rl, HF_HOME: /data/hf, HF_HUB_CACHE: /cache/hub, XDG_CACHE_HOME: /shared/ab, OTHER: /x}"
+    container = f"container={{runtime: apptainer, image: i, {mounts}}}"
+    assert outside_mounts(request(container, f"env_vars={paths}")) == {
+        "HF_HOME": "/data/hf",
+        "XDG_CACHE_HOME": "/shared/ab",
+    }
+    assert outside_mounts(request(f"env_vars={paths}")) == {}
 
 
 def test_paths_are_not_read_by_bash():

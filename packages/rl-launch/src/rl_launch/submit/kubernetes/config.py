@@ -155,9 +155,9 @@ class KubernetesConfig(Config):
     """The pods of the models: one for each of `cluster.num_nodes`."""
     gpu_resource: str = "nvidia.com/gpu"
     """Resource of which each worker gets `cluster.gpus_per_node`."""
-    rdma: dict[str, int] = {}
-    """RDMA resources of each worker, such as `rdma/hca_shared_devices_a: 1`. The container runtime of the nodes must
-    not limit locked memory."""
+    rdma: dict[str, int | str] = {}
+    """RDMA resources of each worker, such as `rdma/hca_shared_devices_a: 1`, and others that the network needs, such as
+    `hugepages-2Mi: 5120Mi`. The container runtime of the nodes must not limit locked memory."""
     queue: QueueConfig = QueueConfig()
     env_vars: dict[str, str] = {}
     """Environment variables of all pods, such as `HF_HOME: /shared/huggingface`. They are readable in the manifest."""
@@ -183,6 +183,15 @@ class KubernetesConfig(Config):
         if path is not None and (not path.startswith("/") or ".." in path.split("/")):
             raise ProblemError(Problem("", "must be an absolute path without ..", got=path))
         return path
+
+    @field_validator("rdma")
+    @classmethod
+    def _are_quantities(cls, resources: dict[str, int | str]) -> dict[str, int | str]:
+        wrong = {name: value for name, value in resources.items() if not _QUANTITY.fullmatch(str(value))}
+        if wrong:
+            allowed = "a number or a quantity of Kubernetes, such as 5120Mi"
+            raise ProblemError(*(Problem(name, got=value, allowed=allowed) for name, value in wrong.items()))
+        return resources
 
     @field_validator("env_vars")
     @classmethod

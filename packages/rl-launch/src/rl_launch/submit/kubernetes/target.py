@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -34,6 +34,14 @@ class KubernetesTarget:
     def render(self, request: JobRequest[KubernetesConfig]) -> str:
         """See `Target.render`."""
         return to_text(manifests(request))
+
+    def warnings(self, request: JobRequest[KubernetesConfig]) -> Iterable[str]:
+        """See `Target.warnings`."""
+        return ()
+
+    def shared_variables(self, request: JobRequest[KubernetesConfig]) -> Mapping[str, str] | None:
+        """See `Target.shared_variables`. The pods read their volumes."""
+        return None
 
     def submit(self, file: Path, request: JobRequest[KubernetesConfig]) -> tuple[str, ...]:
         """See `Target.submit`. A job of the same run that is over is replaced.

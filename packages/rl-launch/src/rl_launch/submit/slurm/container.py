@@ -11,6 +11,9 @@ from pathlib import Path
 from rl_launch.submit.slurm.config import ContainerConfig, SlurmConfig
 from rl_launch.submit.target import JobRequest
 
+_CACHES = ("RL_HOME", "HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "XDG_CACHE_HOME")
+"""Environment variables with the folders of downloads and worker environments."""
+
 
 @dataclass(frozen=True)
 class InContainer:
@@ -37,9 +40,12 @@ def _without(container: ContainerConfig, mounts: Sequence[str], request: JobRequ
 
 def _by_pyxis(container: ContainerConfig, mounts: Sequence[str], request: JobRequest[SlurmConfig]) -> InContainer:
     image = shlex.quote(str(container.image))
+    # without this option a variable of the image would be kept instead
+    names = ",".join(request.settings.env_vars)
+    chosen = [f"--container-env={names}"] if names else []
     options = map(shlex.quote, container.options)
     return InContainer(
-        step_options=(f"--container-image={image}", f'--container-mounts="{",".join(mounts)}"', *options)
+        step_options=(f"--container-image={image}", f'--container-mounts="{",".join(mounts)}"', *chosen, *options)
     )
 
 
@@ -55,6 +61,20 @@ _RUNTIMES: Mapping[str, Callable[[ContainerConfig, Sequence[str], JobRequest[Slu
     "pyxis": _by_pyxis,
     "apptainer": _by_apptainer,
 }
+
+
+def outside_mounts(request: JobRequest[SlurmConfig]) -> dict[str, str]:
+    """Return the environment variables of a job that name folders of caches which no mount of its container has; their
+    values by name."""
+    container = request.settings.container
+    if container.image is None:
+        return {}
+    mounted = [request.run_dir, Path.home(), *(Path(mount.split(":")[:2][-1]) for mount in container.mounts)]
+    return {
+        name: value
+        for name, value in request.settings.env_vars.items()
+        if name in _CACHES and not any(map(Path(value).is_relative_to, mounted))
+    }
 
 
 def _mounts(request: JobRequest[SlurmConfig]) -> list[str]:

@@ -4,6 +4,9 @@
 # shellcheck disable=SC2317,SC2329  # functions are called by traps and in other shells
 set -uo pipefail
 
+# With --export=NONE Slurm would also give the steps no variable of this script.
+export SLURM_EXPORT_ENV=ALL
+
 @SETTINGS@
 
 job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}

@@ -10,12 +10,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 
-from rl_core.config import as_written
+from rl_core.config import Problem, load, refusal
+from rl_core.config.load import interpolate
 from rl_launch.submit.slurm.config import SlurmConfig
 from rl_launch.submit.slurm.container import in_container
 from rl_launch.submit.target import JobRequest
 
-_REFERENCE = re.compile(r"\$\{oc\.env:(\w+)\}")
+_REFERENCE = re.compile(r"(?<!\\)(\$\{oc\.env:\w+(?:,[^{}]*)?\})")
+_NAME = re.compile(r"(?<=:)\w+")
+_UNSET = "_RL_NO_SUCH_VARIABLE"
+_NOT_SET = "is not set in this job. Submit with --export=ALL, or set it in slurm.setup instead of slurm.env_vars"
 _GRES = "--gres="
 _STEP = "srun --overlap --whole"
 _NUM_NAME_CHARACTERS = 24
@@ -157,17 +161,38 @@ def _settings(request: JobRequest[SlurmConfig]) -> Iterator[str]:
     if settings.container.image is None:
         yield f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH"
     yield f"ray_options=({' '.join(map(shlex.quote, settings.ray_options))})"
-    written = as_written(settings)["env_vars"]
-    yield from (f"export {name}={_value(text)}" for name, text in written.items())
+    yield from (f"export {name}={_value(name, settings)}" for name in settings.env_vars)
     if settings.setup.strip():
-        yield settings.setup.strip()
+        # modules and environments read variables that are not set
+        yield f"set +u\n{settings.setup.strip()}\nset -u"
 
 
-def _value(text: str) -> str:
-    """A value for bash, in which interpolations of environment variables are bash's own."""
+def _value(name: str, settings: SlurmConfig) -> str:
+    """Return the value of an environment variable for bash, in which references to variables are those of bash.
+
+    Raises:
+        ConfigProblems: If it is computed from variables in another way, which bash does not know.
+    """
+    text = settings.references.get(("env_vars",)) or settings.references.get(("env_vars", name))
+    if text is None:
+        return shlex.quote(settings.env_vars[name])
     parts = _REFERENCE.split(text)
-    words = [f'"${{{part}}}"' if place % 2 else part and shlex.quote(part) for place, part in enumerate(parts)]
-    return "".join(words) or "''"
+    if any("${" in part for part in parts[::2]):
+        allowed = "${oc.env:NAME} and ${oc.env:NAME,DEFAULT} with a plain default, and text around them"
+        reason = "cannot be written as a reference of bash"
+        raise refusal([Problem(f"slurm.env_vars.{name}", reason, got=text, allowed=allowed)], load({}))
+    return "".join(_in_bash(part) if place % 2 else shlex.quote(part) for place, part in enumerate(parts) if part)
+
+
+def _in_bash(reference: str) -> str:
+    """Return a reference to an environment variable, which may have a default, as bash's own."""
+    (name,) = _NAME.findall(reference.partition(",")[0])
+    unset = {"value": _NAME.sub(_UNSET, reference, count=1)}
+    default = interpolate(unset, unset)[0]["value"]
+    if default is None:
+        return f'"${{{name}?{_NOT_SET}}}"'
+    escaped = re.sub(r'([\\"$`}])', r"\\\1", default)
+    return f'"${{{name}-{escaped}}}"'
 
 
 def _commands(request: JobRequest[SlurmConfig]) -> Iterator[str]:

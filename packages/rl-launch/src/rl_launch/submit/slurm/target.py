@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -12,6 +12,7 @@ from typing import ClassVar
 from rl_core.config import Config
 from rl_launch.submit.slurm import queue
 from rl_launch.submit.slurm.config import SlurmConfig
+from rl_launch.submit.slurm.container import outside_mounts
 from rl_launch.submit.slurm.script import render
 from rl_launch.submit.target import JobRequest, JobStatus
 
@@ -33,6 +34,18 @@ class SlurmTarget:
     def render(self, request: JobRequest[SlurmConfig]) -> str:
         """See `Target.render`."""
         return render(request)
+
+    def warnings(self, request: JobRequest[SlurmConfig]) -> Iterable[str]:
+        """See `Target.warnings`."""
+        for name, path in outside_mounts(request).items():
+            yield (
+                f"slurm.env_vars.{name}: {path} is below no mount of the container, so its files are lost with the "
+                "container. Add the folder to slurm.container.mounts"
+            )
+
+    def shared_variables(self, request: JobRequest[SlurmConfig]) -> Mapping[str, str] | None:
+        """See `Target.shared_variables`. A container may have a cache of its image."""
+        return request.settings.env_vars if request.settings.container.image is None else None
 
     def submit(self, file: Path, request: JobRequest[SlurmConfig]) -> tuple[str, ...]:
         """See `Target.submit`."""
