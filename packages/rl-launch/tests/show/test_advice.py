@@ -42,6 +42,13 @@ def healthy(step):
 HEALTHY_TIMES = {"step": 100.0, "generation": 50.0, "training": 40.0}
 
 
+def collapsed(step, after, reward):
+    """A step of a run whose rewards are all 0 after some steps."""
+    if step <= after:
+        return {"reward/mean": reward}
+    return {"reward/mean": 0.0, "reward/std": 0.0, "rollout/groups_without_signal": 10.0}
+
+
 def found(change=lambda step: {}, timings=HEALTHY_TIMES):
     rows = [{**healthy(step), **change(step)} for step in range(1, NUM_STEPS + 1)]
     return advice(rows, timings, CONFIG)
@@ -103,10 +110,26 @@ def test_advice_on_failed_rollouts_leads_to_the_log_of_what_played_them(agent, n
             "loss_fn.importance.high",
         ),
         (lambda step: {"rollout/groups_without_signal": 8.0}, "80% of the groups", "grpo.use_dynamic_sampling"),
+        (
+            lambda step: collapsed(step, after=16, reward=0.6),
+            "the run collapsed: reward/mean was 0.6 at step 1, is 0 in the last 8 steps, and all groups have equal",
+            "rl train --from RUN:STEP policy.optimizer.kwargs.lr",
+        ),
+        (lambda step: collapsed(step, after=4, reward=0.6), "the run collapsed: reward/mean was 0.6", "--from"),
+        (lambda step: collapsed(step, after=NUM_STEPS - 8, reward=0.6), "the run collapsed", "--from"),
+        (
+            lambda step: collapsed(step, after=16, reward=0.6) | {"reward/mean": 0.3 + 0.02 * step},
+            "100% of the groups have equal rewards",
+            "easy nor too hard, or raise grpo.num_generations_per_prompt",
+        ),
         (lambda step: {"reward/mean": 0.3}, "the reward is flat", "grpo.num_generations_per_prompt"),
         (lambda step: {"reward/mean": 0.9 - 0.04 * step}, "the reward falls", "policy.optimizer.kwargs.lr"),
         (lambda step: {"policy/nll": 1.0 / step**2}, "the entropy collapsed", "loss_fn.surrogate.clip_high"),
-        (lambda step: {"policy/kl": 0.05 * step}, "from its reference", "loss_fn.kl.weight"),
+        (
+            lambda step: {"policy/kl": 0.05 * step},
+            "policy/kl grew from 0.23 to 1.4 (means of the first and the last 8 steps)",
+            "loss_fn.kl.weight",
+        ),
         (lambda step: {"policy/clipped": 0.5}, "50% of the tokens are clipped", "policy.train_global_batch_size"),
         (
             lambda step: {"rollout/truncated": 0.4},
@@ -256,3 +279,14 @@ def test_every_key_that_a_remedy_names_exists():
     free = {"policy.optimizer.kwargs.lr", "env.NAME.deadline_s", "env.NAME.memory_limit_gib"}
     assert len(each) == 18
     assert keys - free <= known
+
+
+@pytest.mark.parametrize("after", [4, 16])
+def test_dynamic_sampling_is_not_advised_where_all_groups_are_equal(after):
+    assert not any("dynamic_sampling" in each.remedy for each in found(lambda step: collapsed(step, after, 0.6)))
+
+
+def test_the_advice_on_a_collapse_has_a_lower_rate_than_the_config():
+    config = {**CONFIG, "policy": {**CONFIG["policy"], "optimizer": {"kwargs": {"lr": 3e-5}}}}
+    rows = [{**healthy(step), **collapsed(step, 16, 0.6)} for step in range(1, NUM_STEPS + 1)]
+    assert advice(rows, HEALTHY_TIMES, config)[0].remedy.endswith("policy.optimizer.kwargs.lr=1e-05")

@@ -11,7 +11,7 @@ from rl_launch.cli import app
 from rl_launch.session.directory.run_folder import RunFolder
 from rl_launch.show.chart import Curve, overlay
 from rl_launch.show.comparison import comparison_of
-from rl_launch.show.comparison_text import letter, show_comparison
+from rl_launch.show.comparison_text import compared_metrics, letter, show_comparison
 
 CONFIG = """\
 algorithm: sft
@@ -124,6 +124,15 @@ def test_curves_in_one_chart_share_its_axes_and_end_in_their_letters():
     assert lines[-1].plain.split() == ["1", "step", "9"]
     assert {len(line.plain) for line in lines} == {50}
     assert any(span.style == "red" for line in lines for span in line.spans)
+
+
+def test_runs_with_rewards_are_compared_by_its_parts_and_not_by_losses(make):
+    runs = [make(name, lr=1, seed=seed, losses=()) for seed, name in enumerate(("x", "y"))]
+    names = ("train/loss", "policy/nll", "reward/mean", "val/reward", "reward/short", "reward/correct", "policy/kl")
+    for run in runs:
+        (run.path / "metrics.jsonl").write_text(json.dumps({"step": 1, **dict.fromkeys(names, 0.5)}) + "\n")
+    found = compared_metrics(comparison_of(runs))
+    assert found == ["reward/mean", "val/reward", "reward/short", "reward/correct", "policy/kl"]
 
 
 def test_groups_have_letters():

@@ -101,6 +101,23 @@ def test_the_table_opens_with_the_metrics_to_look_at_first(record):
     assert "mismatch/kl 4e-14" in " ".join(printed(report, lists_all=True).split())
 
 
+def test_the_parts_of_the_reward_follow_it_in_the_table(record):
+    parts = {"reward/correct": 0.5, "reward/short": 0.2}
+    report = report_of(
+        record([{"step": step, "reward/std": 0.1, "reward/mean": 0.7, **GRPO, **parts} for step in (1, 2)])
+    )
+    table = printed(report).partition("at step")[2]
+    mean, *others = FIRST
+    lines = [line.split()[0] for line in table.splitlines()[1 : 1 + len(FIRST) + len(parts)]]
+    assert lines == [mean, *parts, *others]
+
+
+def test_rollouts_of_which_none_is_selected_lead_to_other_steps(record):
+    run = record(rows(), {12: ROLLOUTS})
+    answer = CliRunner().invoke(app, ["show", str(run.path), "--where", "reward>5"])
+    assert "0 selected; --step N selects from another step" in answer.stdout
+
+
 def test_a_run_without_rewards_shows_its_losses(record):
     report = report_of(record([{"step": step, "val/loss": 1 / step, "train/lr": 1e-4} for step in (1, 2)]))
     assert "val/loss" in printed(report)

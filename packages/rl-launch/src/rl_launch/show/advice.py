@@ -25,6 +25,15 @@ UNMOVED_LOSS = 0.01
 NO_SIGNAL = 0.6
 """Share of groups whose rewards are all equal, beyond which most generation is wasted."""
 
+ALL_EQUAL = 0.95
+"""Share of groups with equal rewards, beyond which sampling until groups differ finds hardly any."""
+
+COLLAPSED_REWARD = 0.25
+"""The reward has collapsed if it lost more than this share of the spread that it had."""
+
+FEWEST_WITH_SIGNAL = 3
+"""Steps with different rewards that a run had before it can have collapsed."""
+
 COLLAPSED_ENTROPY = 0.2
 """The entropy has collapsed if the last quarter of a run has less than this share of the first."""
 
@@ -170,6 +179,43 @@ def _off_policy(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
         )
 
 
+def _rewards(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
+    """Return the advice on rewards: a run that collapsed needs none on its rewards since then."""
+    collapsed = list(_collapsed(rows, config))
+    yield from collapsed or (each for rule in (_nothing_earned, _signal, _flat) for each in rule(rows, config))
+
+
+def _collapsed(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
+    num_recent = min(_quarter(rows), FEWEST_STEPS)
+    recent = rows[-num_recent:]
+    rewards = _values("reward/mean", recent)
+    before = [row for row in rows[:-num_recent] if row.get("reward/std") and row.get("reward/mean") is not None]
+    if len(before) < FEWEST_WITH_SIGNAL or not rewards or _share_without_signal(recent, config) <= ALL_EQUAL:
+        return
+    lost = fmean(row["reward/mean"] for row in before) - fmean(rewards)
+    if lost <= COLLAPSED_REWARD * fmean(row["reward/std"] for row in before):
+        return
+    best = max(before, key=lambda row: row["reward/mean"])
+    lr = _at(config, "policy.optimizer.kwargs.lr")
+    lower = f"policy.optimizer.kwargs.lr={lr / 3:.1g}" if isinstance(lr, int | float) else "policy.optimizer.kwargs.lr"
+    yield Advice(
+        f"the run collapsed: reward/mean was {best['reward/mean']:.3g} at step {best['step']}, is "
+        f"{fmean(rewards):.3g} in the last {len(rewards)} steps, and all groups have equal rewards",
+        f"branch from a checkpoint of about step {best['step']} with a lower learning rate: rl train --from RUN:STEP "
+        f"{lower}",
+        metrics=("reward/mean", "reward/std"),
+    )
+
+
+def _share_without_signal(rows: Rows, config: Mapping[str, Any]) -> float:
+    """Return the share of the groups with equal rewards in some steps."""
+    groups, prompts = _values("rollout/groups_without_signal", rows), _at(config, f"{_section(config)}.{PROMPTS}")
+    if groups and isinstance(prompts, int):
+        return min(fmean(groups) / prompts, 1.0)
+    spread = _values("reward/std", rows)
+    return float(bool(spread) and not any(spread))
+
+
 def _nothing_earned(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
     if not _all_equal(rows):
         return
@@ -208,20 +254,17 @@ def _num_equal(rows: Rows) -> int:
 
 
 def _signal(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
-    groups = _last_quarter("rollout/groups_without_signal", rows)
-    section = _section(config)
-    prompts = _at(config, f"{section}.{PROMPTS}")
+    share, section = _share_without_signal(rows[-_quarter(rows) :], config), _section(config)
     rewards = _last_quarter("reward/mean", rows)
-    if _all_equal(rows):
+    if share <= NO_SIGNAL or not rewards or _all_equal(rows):
         return
-    if groups and rewards and isinstance(prompts, int) and fmean(groups) > NO_SIGNAL * prompts:
-        share = min(fmean(groups) / prompts, 1.0)
-        yield Advice(
-            f"{share:.0%} of the groups have equal rewards and teach nothing (reward/mean {fmean(rewards):.2g})",
-            f"choose prompts that are neither too easy nor too hard, raise {section}.num_generations_per_prompt, or "
-            f"sample until groups differ: {section}.use_dynamic_sampling=true",
-            metrics=("rollout/groups_without_signal", "reward/mean"),
-        )
+    sample = f", or sample until groups differ: {section}.use_dynamic_sampling=true" if share <= ALL_EQUAL else ""
+    yield Advice(
+        f"{share:.0%} of the groups have equal rewards and teach nothing (reward/mean {fmean(rewards):.2g})",
+        f"choose prompts that are neither too easy nor too hard,{' or' * (not sample)} raise "
+        f"{section}.num_generations_per_prompt{sample}",
+        metrics=("rollout/groups_without_signal", "reward/mean"),
+    )
 
 
 def _flat(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
@@ -261,7 +304,7 @@ def _entropy(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
     first, last = _first_quarter("policy/nll", rows), _last_quarter("policy/nll", rows)
     if len(rows) >= FEWEST_STEPS and first and fmean(last) < COLLAPSED_ENTROPY * fmean(first):
         yield Advice(
-            f"the entropy collapsed: policy/nll {fmean(first):.2g} at first, {fmean(last):.2g} now",
+            f"the entropy collapsed: policy/nll {fmean(first):.2g} at first, {fmean(last):.2g} now {_means(last)}",
             "widen the upper clip (loss_fn.surrogate.clip_high=0.28), lower policy.optimizer.kwargs.lr, or hold the "
             "policy to its reference with loss_fn.kl.weight",
             metrics=("policy/nll",),
@@ -273,7 +316,8 @@ def _kl(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
     first = _first_quarter("policy/kl", rows)
     if values and fmean(values) > LARGE_KL and fmean(values) > fmean(first):
         yield Advice(
-            f"the policy drifts from its reference: policy/kl grew from {fmean(first):.2g} to {fmean(values):.2g}",
+            f"the policy drifts from its reference: policy/kl grew from {fmean(first):.2g} to {fmean(values):.2g} "
+            f"{_means(values)}",
             "raise loss_fn.kl.weight, or lower policy.optimizer.kwargs.lr",
             metrics=("policy/kl",),
         )
@@ -327,7 +371,7 @@ def _speculation(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
         follow = f"Raise {drafter}.optimizer.kwargs.lr" if trains else f"Add the section {drafter}, so that it trains"
         yield Advice(
             f"the policy leaves its drafter behind: {fmean(first):.0%} of the drafted tokens were accepted at first, "
-            f"{fmean(last):.0%} now",
+            f"{fmean(last):.0%} now {_means(last)}",
             f"what is sampled stays exact, but slower. {follow}, or lower num_tokens",
             metrics=(rate, "speculation/tokens_per_step"),
         )
@@ -352,10 +396,8 @@ _RULES: tuple[Callable[[Rows, Mapping[str, Any]], Iterator[Advice]], ...] = (
     _mismatch,
     _waits,
     _off_policy,
-    _nothing_earned,
-    _signal,
+    _rewards,
     _unmoved,
-    _flat,
     _entropy,
     _kl,
     _clipped,
@@ -421,7 +463,13 @@ def _values(name: str, rows: Rows) -> list[float]:
     return [row[name] for row in rows if row.get(name) is not None]
 
 
-def _quarter(values: list[float]) -> int:
+def _means(quarter: Sequence[float]) -> str:
+    """Return what two numbers are that a quarter at each end of a run has."""
+    steps = f"{len(quarter)} steps" if len(quarter) > 1 else "step"
+    return f"(means of the first and the last {steps})"
+
+
+def _quarter(values: Sequence[Any]) -> int:
     return max(1, len(values) // 4)
 
 

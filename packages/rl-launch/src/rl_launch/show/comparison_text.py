@@ -13,13 +13,16 @@ from rl_core.config import show
 from rl_launch.show.chart import Curve, overlay
 from rl_launch.show.comparison import MOST_NAMED, Estimate, RunComparison, RunGroup
 from rl_launch.show.report import higher_is_better
-from rl_launch.show.terminal import MOST_PLOTS, PLOTTED
+from rl_launch.show.terminal import MOST_PLOTS, PLOTTED, reward_parts
 
 COLORS = ("green", "magenta", "cyan", "yellow", "blue", "red")
 """Colors of the curves, in turn."""
 
 MOST_CURVES = 12
 """Maximum number of curves in one plot."""
+
+_REWARDS = ("reward/mean", "val/reward", "val/accuracy")
+_OF_UPDATES = ("policy/nll", "train/loss")
 
 _GAP = 2
 _WIDEST = 120
@@ -51,9 +54,15 @@ def show_comparison(comparison: RunComparison, console: Console) -> None:
 
 
 def compared_metrics(comparison: RunComparison) -> list[str]:
-    """Return the metrics to show, most important first."""
-    found = {name for group in comparison.groups for name in group.series}
-    return [name for name in PLOTTED if name in found][:MOST_PLOTS]
+    """Return the metrics to show, most important first. Runs with rewards are compared by all parts of the reward, and
+    not by their losses, which say nothing about which is better.
+    """
+    found = dict.fromkeys(name for group in comparison.groups for name in group.series)
+    parts = reward_parts(found)
+    left_out = _OF_UPDATES if "reward/mean" in found else ()
+    metrics = [name for name in PLOTTED if name in found and name not in left_out][:MOST_PLOTS]
+    place = sum(name in _REWARDS for name in metrics)
+    return [*metrics[:place], *parts, *metrics[place:]]
 
 
 def letter(index: int) -> str:

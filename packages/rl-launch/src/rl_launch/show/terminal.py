@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Console
 from rich.padding import Padding
@@ -29,10 +29,12 @@ PLOTTED = (
 MOST_PLOTS = 4
 
 FIRST = ("reward/mean", "val/reward", "rollout/truncated", "policy/nll", "mismatch/mean")
-"""Metrics to look at first, as docs/metrics.md lists them."""
+"""Metrics to look at first, as docs/metrics.md lists them. The parts of the reward follow its mean."""
 
 _WITHOUT_REWARDS = ("val/accuracy", "val/loss", "val/margin", "train/loss", "train/grad_norm")
 """Those of algorithms that have no rewards."""
+
+_WHOLE_REWARD = ("reward/mean", "reward/std")
 
 _MIXED = ("most mixed", "second most mixed")
 _PROMPT, _RESPONSE = 160, 320
@@ -82,6 +84,11 @@ def plotted(report: Report) -> list[str]:
     return [name for name in PLOTTED if len(report.series.get(name, ())) > 1][:MOST_PLOTS]
 
 
+def reward_parts(metrics: Iterable[str]) -> list[str]:
+    """Return the metrics of the named parts of the reward, of those given."""
+    return [name for name in metrics if name.startswith("reward/") and name not in _WHOLE_REWARD]
+
+
 def _heading(report: Report) -> list[str]:
     state, known = report.state, report.description
     steps = f"step {state.step}/{state.max_steps}" if state.max_steps else f"step {state.step}"
@@ -109,7 +116,9 @@ def _show_metrics(report: Report, console: Console, width: int, *, lists_all: bo
             values = ", ".join(f"{each.name} {each.first:.4g}" for each in constant)
             console.print(_indented(Text(f"constant: {values}", style="dim"), 0), width=width)
         return
-    shown = _of(FIRST, listed) or _of(_WITHOUT_REWARDS, listed) or listed
+    mean, *others = FIRST
+    parts = reward_parts(report.series)
+    shown = _of((mean, *parts, *others), listed) or _of(_WITHOUT_REWARDS, listed) or listed
     console.print(_metrics(shown), width=width)
     if rest := len(listed) - len(shown):
         console.print(_indented(Text(f"{rest} more metrics: rl show RUN --all", style="dim"), 0), width=width)
@@ -158,7 +167,8 @@ def _show_rollouts(rollouts: Rollouts, console: Console, width: int) -> None:
     what = "Validation rollouts after step" if rollouts.kind == "val" else "Rollouts of step"
     console.print(f"\n{what} {rollouts.step}: {rollouts.num_rollouts}", style="bold", highlight=False)
     if rollouts.chosen is not None:
-        console.print(f"  {rollouts.num_chosen} selected, {len(rollouts.chosen)} shown", highlight=False)
+        others = f", {len(rollouts.chosen)} shown" if rollouts.chosen else "; --step N selects from another step"
+        console.print(f"  {rollouts.num_chosen} selected{others}", highlight=False)
         titled = [("", sample) for sample in rollouts.chosen]
     elif rollouts.are_mixed:
         groups = zip(_MIXED, rollouts.best, rollouts.worst, strict=False)

@@ -56,10 +56,10 @@ class RunState:
     step: int = 0
     max_steps: int = 0
     reason: str = ""
-    goals: Mapping[str, Any] = field(default_factory=dict)
+    goals: Mapping[str, Any] = field(default_factory=dict, repr=False)
     best: Best | None = None
-    saved: int | None = None
-    at: str = ""
+    saved: int | None = field(default=None, repr=False)
+    at: str = field(default="", repr=False)
 
     def write(self, folder: Path) -> None:
         """Write it into a run directory, atomically."""
