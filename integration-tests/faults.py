@@ -99,8 +99,6 @@ FAULTS = [
         for run in ("sft", "grpo", "agents")
         for fault in (
             Fault(run, KILL, RAYLET, RAY_ENDED, UNFINISHED),
-            # SFT sends nothing through it, and may be finished by the time that it is given up
-            Fault(run, STOP, RAYLET, RAY_STOPPED, 0 if run == "sft" else UNFINISHED),
             Fault(run, KILL, KEEPER, RAY_ENDED, UNFINISHED),
             Fault(run, STOP, KEEPER, "node_keeper.*is stopped"),
             Fault(run, KILL, GCS, "gcs_server.*ended; the run saves and ends", UNFINISHED),
@@ -116,6 +114,8 @@ FAULTS = [
         fault
         for run in ("grpo", "agents")
         for fault in (
+            # SFT sends nothing through it, and may be finished by the time that it is given up
+            Fault(run, STOP, RAYLET, RAY_STOPPED, UNFINISHED),
             Fault(run, KILL, ROLLOUT_WORKER, REPLACED),
             Fault(run, STOP, ROLLOUT_WORKER, REPLACED),
             Fault(run, KILL, ENVIRONMENT_HOST, NONE),
@@ -129,9 +129,10 @@ FAULTS = [
     Fault("sft", OUT_OF_MEMORY, RANK, RESTARTS),
     Fault("grpo", OUT_OF_MEMORY, ROLLOUT_WORKER, REPLACED),
     Fault("agents", OUT_OF_MEMORY, ENVIRONMENT_PROCESS, RESTARTED, is_exact=False),
-    Fault("sft", KILL, DASHBOARD_AGENT, NONE),
+    # the raylet ends with its agents
+    Fault("sft", KILL, DASHBOARD_AGENT, RAY_ENDED, UNFINISHED),
     Fault("sft", STOP, DASHBOARD_AGENT, NONE),
-    Fault("sft", KILL, RUNTIME_ENV_AGENT, NONE),
+    Fault("sft", KILL, RUNTIME_ENV_AGENT, RAY_ENDED, UNFINISHED),
     Fault("sft", STOP, RUNTIME_ENV_AGENT, NONE),
     Fault("agents", KILL, SANDBOX, NONE, is_exact=False),
     Fault("agents", STOP, SANDBOX, NONE, is_exact=False),

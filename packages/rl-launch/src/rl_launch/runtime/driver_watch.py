@@ -200,7 +200,10 @@ class DriverWatch:
         ended = {name: each.pid for name, each in self._ray.processes.items() if state_of(each) == psutil.STATUS_DEAD}
         name = next((each for each in (KEEPER, RAYLET) if each in ended), RAYLET)
         pid = self._ray.processes[name].pid
-        self._give_up(f"{name}, process {pid}, ended: it was killed, by someone or for lack of memory (see dmesg)")
+        killed = "it or one of its agents" if name == RAYLET else "it"
+        self._give_up(
+            f"{name}, process {pid}, ended: {killed} was killed, by someone or for lack of memory (see dmesg)"
+        )
 
     def _give_up(self, why: str) -> None:
         where = f"checkpoint step_{self._run.saved}" if self._run.saved else "the beginning, as nothing was saved yet"
