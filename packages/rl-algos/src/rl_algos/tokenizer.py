@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import numpy as np
-from jinja2 import TemplateError, TemplateRuntimeError
+from jinja2 import Environment, TemplateError, TemplateRuntimeError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import cached_file
 
@@ -115,6 +116,11 @@ def _check_rendering_ends(tokenizer: PreTrainedTokenizerFast) -> None:
     """
     if tokenizer.chat_template is None:
         return
+    if _has_powers(tokenizer.chat_template):
+        raise ConfigError(
+            f"policy.tokenizer.chat_template: the chat template of {tokenizer.name_or_path!r} computes powers (`**`), "
+            "which may take forever and cannot be interrupted. Write the number instead, or set this key to another one"
+        )
     failures: list[MemoryError] = []
 
     def rendered() -> None:
@@ -135,6 +141,18 @@ def _check_rendering_ends(tokenizer: PreTrainedTokenizerFast) -> None:
             f"policy.tokenizer.chat_template: rendering a short conversation {why}; check the chat template of "
             f"{tokenizer.name_or_path!r}, or set this key to another one"
         )
+
+
+def _has_powers(template: str) -> bool:
+    """Return whether a template has the operator of powers, which is also written before keyword arguments."""
+    try:
+        tokens = [(kind, text) for _, kind, text in Environment().lex(template) if kind != "whitespace"]
+    except TemplateSyntaxError:
+        return False
+    return any(
+        token == ("operator", "**") and before not in {("operator", "("), ("operator", ",")}
+        for before, token in pairwise(tokens)
+    )
 
 
 def generation_ends(tokenizer: Any) -> tuple[int, ...]:
