@@ -7,6 +7,7 @@ from typing import get_args
 import pytest
 
 from rl_core.model_config import LoraConfig, ModelConfig, OptimizerConfig
+from rl_core.model_size import ModelSize
 from rl_core.testing.isolation import fork_problem
 from rl_megatron.config import Fp8Config, MegatronConfig
 from rl_megatron.plugin import PLUGIN, num_ranks
@@ -159,3 +160,31 @@ def test_a_fork_server_can_import_what_a_worker_and_a_generator_do():
 def test_8_bit_products_are_a_precision_that_the_loss_must_correct_for():
     assert MegatronConfig(fp8_cfg={"enabled": True}).reduced_precision == "megatron_cfg.fp8_cfg.enabled=true"
     assert not MegatronConfig().reduced_precision
+
+
+@pytest.mark.parametrize(("data", "tensor", "stages"), [(1, 1, 1), (2, 4, 8), (4, 4, 8)])
+@pytest.mark.parametrize(("reduces_wide", "each"), [(True, 6), (False, 4)])
+def test_only_the_optimizer_is_spread_over_data_parallel_ranks(data, tensor, stages, reduces_wide, each):
+    backend = MegatronConfig(
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=stages,
+        distributed_data_parallel_config={"grad_reduce_in_fp32": reduces_wide},
+    )
+    ranks, model = data * tensor * stages, ModelConfig(model_name="model")
+    found = PLUGIN.memory(model, backend, ModelSize(layers=64e9), ranks, trains=True)
+    assert ranks * found.device == 64e9 * (each * data + 12)
+    # gradients are dropped while others use the device
+    assert ranks * found.kept == 64e9 * (2 * data + 12)
+
+
+def test_experts_are_split_over_expert_parallel_ranks():
+    backend = MegatronConfig(expert_model_parallel_size=8)
+    found = PLUGIN.memory(ModelConfig(model_name="model"), backend, ModelSize(0, experts=8e9), 32, trains=True)
+    assert found.device == 1e9 * (6 + 12 / 4)
+
+
+def test_adapters_and_models_that_do_not_train_need_only_the_weights():
+    size, backend = ModelSize(layers=8e9), MegatronConfig(tensor_model_parallel_size=2)
+    adapters = ModelConfig(model_name="model", lora_cfg=LoraConfig(enabled=True))
+    for model, trains in ((adapters, True), (ModelConfig(model_name="model"), False)):
+        assert PLUGIN.memory(model, backend, size, 4, trains=trains).device == 8e9

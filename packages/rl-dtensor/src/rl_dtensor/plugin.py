@@ -7,17 +7,19 @@ from typing import Any
 
 from rl_core.config import Problem
 from rl_core.devices import DEVICES
-from rl_core.model_config import local_hf_config, local_whole_config, optimizer_problems
+from rl_core.model_config import ModelConfig, local_hf_config, local_whole_config, optimizer_problems
+from rl_core.model_size import MOMENTS, WIDE_BYTES, ModelSize, RankMemory
 from rl_core.optimizer_arguments import OF_WHOLE_PARAMETERS
 from rl_core.plugins import BackendPlugin, Requirement
 from rl_core.run_config import RunConfig
 from rl_core.selfcheck.cases import MeshCase, at_most_two
+from rl_core.weights import ITEM_BYTES
 from rl_dtensor.config import DTensorConfig
 from rl_dtensor.draft_head.settings import draft_head_problems
 from rl_dtensor.model.low_precision_checks import low_precision_problems
 from rl_dtensor.model.settings import device_problems, kernel_problems
 from rl_dtensor.model.vision.settings import vision_problems
-from rl_dtensor.parallel.sizes import combination_problems, num_ranks, shape_problems
+from rl_dtensor.parallel.sizes import AxisSizes, combination_problems, num_ranks, shape_problems
 
 SIZES = {
     "tensor_parallel_size": "tp",
@@ -116,6 +118,19 @@ def mesh_case(section: Any) -> MeshCase:
     )
 
 
+def memory_of(model: ModelConfig, backend: DTensorConfig, size: ModelSize, ranks: int, *, trains: bool) -> RankMemory:
+    """Return the memory of the rank with the most parameters; see `rl_core.plugins.BackendPlugin.memory`."""
+    sizes = AxisSizes.of(backend, ranks)
+    sharded = (size.dense_of_stage(sizes.pp) + size.experts / sizes.pp) / (sizes.tp * sizes.fsdp)
+    trains_all = trains and not model.lora_cfg.enabled
+    weights = sharded * (WIDE_BYTES if trains_all else ITEM_BYTES[model.precision])
+    state = weights + (sharded * WIDE_BYTES * (1 + MOMENTS) if trains_all else 0)
+    # gradients are dropped while others use the device
+    kept = weights + (sharded * WIDE_BYTES * MOMENTS if trains_all else 0)
+    trained = weights if trains_all else 0
+    return RankMemory(0, 0, trained, host=state) if backend.cpu_offload else RankMemory(state, kept, trained)
+
+
 PLUGIN = BackendPlugin(
     name="dtensor",
     key="dtensor_cfg",
@@ -133,6 +148,7 @@ PLUGIN = BackendPlugin(
     preflight="rl_dtensor.preflight:check",
     selfcheck="rl_dtensor.selfcheck:cases_of",
     mesh_case=mesh_case,
+    memory=memory_of,
     replay_key="moe_router_replay",
     trains_draft_heads=True,
     held_families=HELD_FAMILIES,

@@ -8,12 +8,15 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_core.model_config import ModelConfig, SequencePackingConfig
+from rl_core.model_size import size_of_fields
 from rl_core.torch.training.recompute import LayerActivations, RecomputePlan, smallest_plan
 from rl_dtensor.config import DTensorConfig
+from rl_dtensor.ledger.shapes import config_of
 from rl_dtensor.model.attention import ROWS
 from rl_dtensor.model.build import decoder_layers
-from rl_dtensor.model.recompute_choice import plans_of, recompute_plan
+from rl_dtensor.model.recompute_choice import RankParameters, plans_of, recompute_plan
 from rl_dtensor.parallel.sizes import AxisSizes
+from rl_dtensor.plugin import PLUGIN
 
 SIZES = {
     "num_hidden_layers": 2,
@@ -96,3 +99,21 @@ def test_a_model_that_needs_data_is_recomputed_whole(alone, caplog):
     hf.model.layers[1].mlp.register_forward_pre_hook(lambda *_: torch.zeros(1, device="meta").item())
     assert planned(10**9, hf) == RecomputePlan(num_full=2)
     assert "their activations cannot be counted (RuntimeError: Tensor.item()" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["Llama-70B", "Qwen3-30B-A3B", "Qwen3-8B"])
+@pytest.mark.parametrize("world", [32, 64])
+def test_the_driver_counts_a_rank_as_its_worker_does(name, world):
+    config = config_of(name)
+    config.num_hidden_layers = 4
+    config._attn_implementation = ROWS
+    with torch.device("meta"):
+        hf = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    size = size_of_fields(config.to_dict())
+    assert size.count == pytest.approx(sum(each.numel() for each in hf.parameters()), rel=1e-3)
+    backend = DTensorConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
+    sizes = AxisSizes.of(backend, world)
+    here = RankParameters.of(hf, decoder_layers(hf), config.num_hidden_layers // 2, sizes)
+    found = PLUGIN.memory(ModelConfig(model_name=name), backend, size, world, trains=True)
+    assert found.device == pytest.approx(16 * here.sharded, rel=1e-3)
+    assert found.kept == pytest.approx(12 * here.sharded, rel=1e-3)

@@ -12,6 +12,7 @@ from rl_core.install_command import install_command
 from rl_launch.cluster.process_limit import ProcessLimit
 from rl_launch.doctor import CHECKS, Check, examine
 from rl_launch.doctor.gpus import GpuDriver
+from rl_launch.doctor.model_needs import ModelNeeds
 from rl_launch.worker_envs import Availability
 from rl_launch.worker_envs.availability import TorchBuild
 
@@ -183,6 +184,64 @@ def test_gpus_in_use_are_a_warning():
     said = finding("gpus", FakeMachine(num_gpus=2, gpu_driver=busy), **ON_GPUS)
     assert said.status == "warning"
     assert "memory of 1 is in use" in said.found
+
+
+@pytest.mark.parametrize(
+    ("need_gib", "machine", "status", "found"),
+    [
+        (29, DRIVEN, "ok", "about 29 GiB of 140 GiB on each GPU"),
+        (139, DRIVEN, "warning", "about 139 GiB of 140 GiB on each GPU"),
+        (139, FakeMachine(), "ok", "about 139 GiB on each GPU"),
+        (None, DRIVEN, "ok", "not estimated: the number of parameters of org/model is not known here"),
+    ],
+)
+def test_the_memory_of_a_model_is_compared_with_the_gpus_that_are_known(need_gib, machine, status, found):
+    device_bytes = need_gib and need_gib * 2**30
+    model = ModelNeeds("policy", "policy", "org/model", "70.6B parameters by config.json", 64, device_bytes)
+    said = finding("memory of policy", machine, models=(model,), **ON_GPUS)
+    assert said.status == status
+    assert said.found.startswith(found)
+    assert ("lora_cfg" in said.remedy) == (status == "warning")
+    assert not any(each.name == "memory of policy" for each in report(machine, models=(model,)).findings)
+
+
+@pytest.mark.parametrize(
+    ("machine", "status"), [(DRIVEN, "warning"), (FakeMachine(), "ok"), (replace(DRIVEN, memory_bytes=2**40), "ok")]
+)
+def test_models_that_wait_in_host_memory_are_compared_with_a_machine_that_has_the_gpus(machine, status):
+    models = (
+        ModelNeeds("policy", "policy", "m", host_bytes=30 * 2**30),
+        ModelNeeds("critic", "value", "m", "", 1, 0, 2**33),
+    )
+    said = finding("memory", machine, models=models, **ON_GPUS)
+    assert said.status == status
+    assert "models take about 38 GiB of host memory on each node (estimate)" in said.found
+    on_cpu = finding("memory", machine, models=models)
+    assert on_cpu.status == ("ok" if machine.memory_bytes == 2**40 else "warning")
+    assert "on this machine" in on_cpu.found
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "count", "status", "found"),
+    [
+        (
+            52,
+            5,
+            "warning",
+            "a checkpoint takes about 12 GiB, and the run keeps up to 5, the one being written included",
+        ),
+        (61, 5, "ok", "keeps up to 5"),
+        (13, None, "ok", "keeps all of them"),
+        (11, None, "warning", "keeps all of them"),
+        (6, 0, "ok", "6.0 GiB of 100 GiB free at /there"),
+    ],
+)
+def test_the_disk_of_runs_must_hold_all_checkpoints_of_a_run(free_gib, count, status, found):
+    models = (ModelNeeds("policy", "policy", "m", checkpoint_bytes=12 * 2**30), ModelNeeds("teacher", "teacher", "m"))
+    machine = FakeMachine(disks={"runs": space(free_gib)})
+    said = finding("disk of runs", machine, models=models, num_checkpoints=count)
+    assert said.status == status
+    assert found in said.found
 
 
 def test_torch_must_fit_the_device_and_its_driver():

@@ -11,6 +11,7 @@ from rl_core.selfcheck.cases import MeshCase, at_most_two
 from rl_megatron.checks import CHECKS
 from rl_megatron.config import KEY, MegatronConfig
 from rl_megatron.families.supported import num_key_heads
+from rl_megatron.rank_memory import memory_of
 
 TRANSFORMER_ENGINE = Requirement("rl-megatron", extras={"cuda": ("te",)})
 
@@ -92,6 +93,7 @@ PLUGIN = BackendPlugin(
     preflight="rl_megatron.preflight:check",
     selfcheck="rl_megatron.selfcheck:cases_of",
     mesh_case=mesh_case,
+    memory=memory_of,
     replay_key="moe_router_replay",
     held_families=HELD_FAMILIES,
 )

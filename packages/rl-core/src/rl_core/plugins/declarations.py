@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rl_core.devices import Device
     from rl_core.model import ModelSpec
     from rl_core.model_config import ModelConfig
+    from rl_core.model_size import RankMemory
     from rl_core.selfcheck.cases import MeshCase
 
 SectionNames = Callable[[str], tuple[str, ...]]
@@ -132,6 +133,9 @@ class BackendPlugin:
             `FamilyCase` for each mesh, layout of rows and kind of training on a tiny model of its family, on CPU, and
             raises `ConfigError` if there is no such family.
         mesh_case: Function from the section of a model to the case that its mesh comes down to at a small size.
+        memory: Function of a training backend, from the model's section, the backend's config, the size of the model,
+            the number of ranks, and whether the model trains (`trains=`), to the memory of the rank with the most
+            parameters; None if it is not estimated.
         replay_key: Boolean key of a training backend's config by which its passes send tokens to the experts that the
             generator chose; empty if it has none. The generator then reports them.
         routing_problem: For a generator: function from its config and the device to why its completions cannot
@@ -167,6 +171,7 @@ class BackendPlugin:
     preflight: str = ""
     selfcheck: str = ""
     mesh_case: Callable[[Any], MeshCase] | None = None
+    memory: Callable[..., RankMemory] | None = None
     replay_key: str = ""
     routing_problem: Callable[[Any, Device], str] = reports_no_routing
     adapter_problem: Callable[[Any, ModelConfig, Device], str] = applies_no_adapters

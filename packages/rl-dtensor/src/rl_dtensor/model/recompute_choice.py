@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rl_core.model_config import ModelConfig
+from rl_core.model_size import MOMENTS
 from rl_core.torch.training.recompute import (
     WIDE,
     ActivationMemory,
@@ -22,7 +23,7 @@ from rl_core.torch.training.recompute import (
 )
 from rl_dtensor.config import DTensorConfig
 from rl_dtensor.model.activations import activations_of
-from rl_dtensor.parallel.accumulation import MOMENTS, GradientMemory
+from rl_dtensor.parallel.accumulation import GradientMemory
 from rl_dtensor.parallel.experts import expert_modules
 from rl_dtensor.parallel.fsdp import LAYERS_AHEAD
 from rl_dtensor.parallel.mesh import Mesh

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from rl_core.model_size import MOMENTS
 from rl_dtensor.config import GradientAccumulation
 from rl_dtensor.parallel.fsdp import local
 from rl_dtensor.parallel.mesh import Mesh
@@ -22,8 +23,6 @@ _log = logging.getLogger(__name__)
 SHARE = 0.5
 """Largest share of a device's memory that parameters, optimizer state and whole gradients may take if the choice is
 left to this backend; activations, gathered layers and logits need the rest."""
-MOMENTS = 2
-"""Averages that the usual optimizers keep of each parameter."""
 
 
 class Accumulation:

@@ -22,6 +22,8 @@ NUM_PORTS = 32
 
 _ENGINES = ("policy", "generation")
 _IN_USE = 0.1
+_PLANNED = 0.9
+"""Share of a GPU's memory that the state of a model may take."""
 _SMALLEST_STORE = 80 * 2**20
 """Size of the smallest object store of Ray, which is placed in /tmp if /dev/shm has less."""
 _PROCESS_BYTES = 96 * 2**20
@@ -252,9 +254,19 @@ def disk(machine: Machine, needs: Needs) -> Iterator[Finding]:
     if builds and cache is not None:
         remedy = "Free some (uv cache prune), or set UV_CACHE_DIR to a folder with space on RL_HOME's file system."
         yield _room("disk of uv's cache", machine.space(cache), least=least, ample=ample, remedy=remedy)
-    remedy = "Free some, or set run_dir to a folder with space that you may write to."
-    yield _room("disk of runs", machine.space(needs.runs), least=0.25, ample=5.0, remedy=remedy)
+    remedy = "Free some, lower checkpointing.keep_top_k, or set run_dir to a folder with space that you may write to."
+    needed, note = _checkpoints(needs)
+    yield _room("disk of runs", machine.space(needs.runs), least=0.25, ample=needed / GIB, remedy=remedy, note=note)
     yield _ray_disk(machine.space(machine.ray_folder))
+
+
+def _checkpoints(needs: Needs) -> tuple[float, str]:
+    """Return the bytes that the checkpoints of a run take at most, or a first few, and the same in words."""
+    size, count = sum(model.checkpoint_bytes for model in needs.models), needs.num_checkpoints
+    if not size or count == 0:
+        return 5.0 * GIB, ""
+    kept = "keeps all of them" if count is None else f"keeps up to {count}, the one being written included"
+    return size * (count or 1), f"a checkpoint takes about {_size(size)}, and the run {kept}"
 
 
 def _ray_disk(space: Space) -> Finding:
@@ -265,7 +277,7 @@ def _ray_disk(space: Space) -> Finding:
     return _room(name, space, least=0.25, ample=2.0, remedy=remedy)
 
 
-def _room(name: str, space: Space, *, least: float, ample: float, remedy: str) -> Finding:
+def _room(name: str, space: Space, *, least: float, ample: float, remedy: str, note: str = "") -> Finding:
     """A finding on free space.
 
     Args:
@@ -274,15 +286,17 @@ def _room(name: str, space: Space, *, least: float, ample: float, remedy: str) -
         least: Free GiB below which a run fails.
         ample: Free GiB below which the finding is a warning.
         remedy: Remedy to show if there is too little.
+        note: What will be written there, in words.
     """
     free = f"{_size(space.free_bytes)} of {_size(space.total_bytes)} free at {space.folder}"
+    written = f"; {note}" if note else ""
     if not space.is_writable:
         return Finding(name, "missing", f"{space.folder} is not writable", remedy)
     if space.free_bytes < least * GIB:
         return Finding(name, "missing", f"{free}; {_size(least * GIB)} are needed", remedy)
     if space.free_bytes < ample * GIB:
-        return Finding(name, "warning", f"{free}; this is too little for larger models", remedy)
-    return Finding(name, "ok", free)
+        return Finding(name, "warning", free + (written or "; this is too little for larger models"), remedy)
+    return Finding(name, "ok", free + written)
 
 
 def scoring(machine: Machine, needs: Needs) -> Iterator[Finding]:
@@ -319,15 +333,52 @@ def process_limit(machine: Machine, needs: Needs) -> Iterator[Finding]:
 def memory(machine: Machine, needs: Needs) -> Iterator[Finding]:
     """Memory, for Ray, the engines and the driver with the smallest of models."""
     whole, free = machine.memory_bytes, machine.available_bytes
-    found = f"{_size(free)} of {_size(whole)} available"
+    needed = sum(model.host_bytes for model in needs.models)
+    on = "each node" if needs.device.runs_on_gpus else "this machine"
+    note = f"; models take about {_size(needed)} of host memory on {on} (estimate)" if needed else ""
+    # a login node need not have the memory of the nodes that it submits to
+    runs_here = not needs.device.runs_on_gpus or machine.num_gpus >= needs.ranks_per_node
+    found = f"{_size(free)} of {_size(whole)} available{note}"
     if problem := processes_problem(whole, needs):
         yield Finding("memory", "missing", f"{found}; {problem}", f"Lower {ranks_keys(needs)}.")
     elif whole < 3.5 * GIB:
         yield Finding("memory", "missing", f"{found}; 4 GiB are needed", "Run on a machine with more memory.")
+    elif runs_here and needed > whole:
+        remedy = (
+            f"Use machines with more memory, more nodes, or a smaller model ({needs.models[0].section}.model_name)."
+        )
+        yield Finding("memory", "warning", found, remedy)
     elif free < 5 * GIB:
         yield Finding("memory", "warning", found, "End other programs; otherwise the system may kill parts of the run.")
     else:
         yield Finding("memory", "ok", found)
+
+
+def models(machine: Machine, needs: Needs) -> Iterator[Finding]:
+    """Memory of each GPU that a model needs, as far as the config and the model's own config determine it."""
+    if not needs.device.runs_on_gpus:
+        return
+    capacity = _gpu_bytes(machine)
+    for model in needs.models:
+        name = f"memory of {model.role}"
+        if model.device_bytes is None:
+            yield Finding(name, "ok", f"not estimated: the number of parameters of {model.name} is not known here")
+            continue
+        of = f" of {_size(capacity)}" if capacity else ""
+        need = f"about {_size(model.device_bytes)}{of} on each GPU for weights, gradients and optimizer state"
+        found = f"{need}, plus activations (estimate for {model.basis}, {model.ranks} GPU{'s' * (model.ranks > 1)})"
+        fits = capacity is None or model.device_bytes <= _PLANNED * capacity
+        remedy = f"Use more GPUs, or train adapters ({model.section}.lora_cfg.enabled=true)."
+        yield Finding(name, "ok", found) if fits else Finding(name, "warning", found, remedy)
+
+
+def _gpu_bytes(machine: Machine) -> int | None:
+    """Return the memory of the smallest GPU here; None if it is not known."""
+    try:
+        driver = machine.gpu_driver
+    except OSError:
+        return None
+    return min((gpu.memory_bytes for gpu in driver.gpus if gpu.memory_bytes), default=None) if driver else None
 
 
 def processes_problem(memory_bytes: int, needs: Needs) -> str:
@@ -361,7 +412,7 @@ def ranks_keys(needs: Needs) -> str:
 
 def _size(num_bytes: float) -> str:
     gib = num_bytes / GIB
-    return f"{gib:.0f} GiB" if gib >= 10 else f"{gib:.1f} GiB" if gib >= 1 else f"{num_bytes / 2**20:.0f} MiB"
+    return f"{gib:,.0f} GiB" if gib >= 10 else f"{gib:.1f} GiB" if gib >= 1 else f"{num_bytes / 2**20:.0f} MiB"
 
 
 CHECKS = (
@@ -377,6 +428,7 @@ CHECKS = (
     Check("ports", ports),
     Check("disk", disk),
     Check("memory", memory),
+    Check("memory of models", models),
     Check("cores", cores),
     Check("open files", open_files),
     Check("processes", process_limit),

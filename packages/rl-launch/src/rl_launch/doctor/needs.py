@@ -10,6 +10,7 @@ from rl_core.config import RawConfig
 from rl_core.devices import CPU, CUDA, Device, device_named
 from rl_core.environments.instance import EnvironmentInstance, instance_of
 from rl_launch.cluster.device import AUTO
+from rl_launch.doctor.model_needs import ModelNeeds, checkpoints_of, models_of
 from rl_launch.run_config.plan import RunPlan
 from rl_launch.run_config.reading import read_plan
 from rl_launch.runtime.role_envs import role_specs
@@ -30,6 +31,8 @@ class Needs:
         runs: Folder of its runs.
         environments: Environments that score its completions, as far as the config names them.
         num_engines: Processes of this machine that generate.
+        models: Estimated memory and disk of its models.
+        num_checkpoints: Maximum number of checkpoints at a time; None if all are kept, 0 if none is saved.
     """
 
     recipe: str
@@ -41,6 +44,8 @@ class Needs:
     runs: Path
     environments: tuple[EnvironmentInstance, ...] = ()
     num_engines: int = 0
+    models: tuple[ModelNeeds, ...] = ()
+    num_checkpoints: int | None = 0
 
     @property
     def num_ranks(self) -> int:
@@ -84,6 +89,8 @@ def needs_of_plan(plan: RunPlan, name: str, *, num_gpus: int) -> Needs:
         runs=Path(config.run_dir).expanduser().parent if config.run_dir else Path("runs"),
         environments=tuple(environments),
         num_engines=_engines(plan, device),
+        models=tuple(models_of(plan, device)),
+        num_checkpoints=checkpoints_of(plan),
     )
 
 

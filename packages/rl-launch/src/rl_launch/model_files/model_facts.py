@@ -39,8 +39,7 @@ def model_problems(
         is_trained_from: True if a training backend reads the model. A generator can read model types and quantised
             files that no training backend can read.
     """
-    folder = _folder(model.model_name)
-    fields = local_hf_config(model.model_copy(update={"model_name": folder}))
+    folder, fields = _folder(model.model_name), hf_fields(model)
     if not fields:
         return
     name = f"{key}.model_name"
@@ -101,10 +100,16 @@ def _head_problems(key: str, name: str, folder: str) -> Iterator[Problem]:
         )
 
 
+def hf_fields(model: ModelConfig) -> dict[str, Any]:
+    """Return the fields of the language model's config, with overrides, from a folder or the hub's cache; empty if it
+    is not on this machine."""
+    return local_hf_config(model.model_copy(update={"model_name": _folder(model.model_name)}))
+
+
 def longest_of(name: str) -> int | None:
     """Return the maximum number of tokens in a row for a model on this machine; None if it is not on this machine or
     has no limit."""
-    return num_positions(local_hf_config(ModelConfig(model_name=_folder(name))))
+    return num_positions(hf_fields(ModelConfig(model_name=name)))
 
 
 def check_tokenizer(tokenizer: Any, model: ModelConfig) -> None:
@@ -113,7 +118,7 @@ def check_tokenizer(tokenizer: Any, model: ModelConfig) -> None:
     Raises:
         ConfigError: If an id is too large; contains both numbers.
     """
-    rows = local_hf_config(model.model_copy(update={"model_name": _folder(model.model_name)})).get("vocab_size")
+    rows = hf_fields(model).get("vocab_size")
     largest = max(tokenizer.get_vocab().values(), default=0)
     if isinstance(rows, int) and largest >= rows:
         raise ConfigError(

@@ -39,8 +39,8 @@ class CheckpointingConfig(Config):
     state is copied to host memory, which must have room for it. A checkpoint becomes valid when it is complete, at the
     end of a later step."""
     keep_top_k: int | None = Field(default=3, gt=0)
-    """Number of checkpoints to keep: the newest and the best by `metric_name`, or the newest ones without a metric.
-    Null keeps all checkpoints."""
+    """Number of checkpoints to keep: the best N by `metric_name`, and always the newest; without a metric the newest N.
+    Null keeps all checkpoints. Plan disk for N + 2, because another one is being written."""
     metric_name: str | None = None
     """Metric that ranks checkpoints, such as `val:accuracy`. A checkpoint of a step without a value ranks last."""
     higher_is_better: bool = True

@@ -12,7 +12,6 @@ from transformers import PreTrainedConfig
 
 from rl_core.model_config import ModelConfig
 from rl_core.torch.training.recompute import (
-    WIDE,
     ActivationMemory,
     ActivationsUnknown,
     RecomputePlan,
@@ -26,10 +25,8 @@ from rl_megatron.config import MegatronConfig
 from rl_megatron.conversion.splits import padded_vocab
 from rl_megatron.model.activations import LayerShape, LayerShapes
 from rl_megatron.parallel.mesh import Mesh
+from rl_megatron.rank_memory import rank_memory
 from rl_megatron.transformer_fields import RECOMPUTED_WITH_TE
-
-MOMENTS = 2
-"""Tensors that optimizers such as Adam keep of each parameter."""
 
 
 def recompute_fields(
@@ -223,13 +220,13 @@ class RankParameters:
             backend: Settings of this backend, which choose the dtype of gradients.
             trains_all: True if all weights train, rather than adapters.
         """
-        if not trains_all:
-            return round((self.dense + self.experts) * self.itemsize)
-        is_wide = backend.distributed_data_parallel_config.grad_reduce_in_fp32
-        whole = self.itemsize + (WIDE if is_wide else self.itemsize)
-        # parameters in float32 are themselves what the optimizer steps
-        state = WIDE * (MOMENTS + (self.itemsize < WIDE))
-        return round(
-            (self.dense + self.experts) * whole
-            + state * (self.dense / self.dense_ranks + self.experts / self.expert_ranks)
+        counted = rank_memory(
+            backend,
+            dense=self.dense,
+            experts=self.experts,
+            dense_ranks=self.dense_ranks,
+            expert_ranks=self.expert_ranks,
+            itemsize=self.itemsize,
+            trains_all=trains_all,
         )
+        return round(counted.device)
