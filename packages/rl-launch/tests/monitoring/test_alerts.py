@@ -68,7 +68,7 @@ HEALTHY = {
 }
 """Series of two hours in which nothing is wrong, by their names in the endpoint."""
 
-FREE, USED = "rl_run_dir_free_bytes", 'rl_node_memory_used_bytes{node="node0"}'
+FREE, SAVED, USED = "rl_run_dir_free_bytes", "rl_checkpoint_bytes", 'rl_node_memory_used_bytes{node="node0"}'
 
 
 def gone(minute, **changed):
@@ -150,6 +150,20 @@ FIRES = {
         {FREE: each_minute(([300 * GIGABYTE] * 6 + [5 * GIGABYTE], MINUTES))},
         110,
     ),
+    "room for less than one and a half checkpoints of a large model": (
+        "RunDirectoryIsAlmostFull",
+        {
+            FREE: always(1400 * GIGABYTE),
+            "rl_run_dir_size_bytes": always(5000 * GIGABYTE),
+            SAVED: always(988 * GIGABYTE),
+        },
+        10,
+    ),
+    "almost no room, with checkpoints of a tiny model": (
+        "RunDirectoryIsAlmostFull",
+        {FREE: always(0.9 * GIGABYTE), SAVED: always(0.01 * GIGABYTE)},
+        10,
+    ),
     "little memory": ("NodeMemoryIsAlmostFull", {USED: always(98 * GIGABYTE)}, 10),
     "little memory in every other minute": (
         "NodeMemoryIsAlmostFull",
@@ -214,6 +228,11 @@ SILENT = {
     ),
     "a first start": ("RunWasRestored", {"rl_run_starts_total": each_minute((GONE, 20), (1, 1))}),
     "enough room": ("RunDirectoryIsAlmostFull", {FREE: always(60 * GIGABYTE)}),
+    "room for two checkpoints": ("RunDirectoryIsAlmostFull", {SAVED: always(150 * GIGABYTE)}),
+    "a small share of a large file system, with small checkpoints": (
+        "RunDirectoryIsAlmostFull",
+        {FREE: always(18 * GIGABYTE), SAVED: always(7 * GIGABYTE)},
+    ),
     "enough memory": ("NodeMemoryIsAlmostFull", {USED: always(94 * GIGABYTE)}),
     "GPUs that wait a while": (
         "GpusAreIdle",
@@ -260,8 +279,17 @@ def test_no_alert_fires_on_a_run_without_a_fault(series, tmp_path):
     _evaluate(tmp_path, series, {alert: dict.fromkeys(range(1, MINUTES, 7), False) for alert in ALERTS})
 
 
-def _evaluate(folder, series, expected):
-    """Have promtool compare which alerts fire on series, with what is expected by alert and minute."""
+@needs_promtool
+@pytest.mark.parametrize(("state", "severity", "other"), [(0, "critical", "warning"), (2, "warning", "critical")])
+def test_only_a_driver_that_did_not_report_its_end_is_critical(state, severity, other, tmp_path):
+    series = gone(31, rl_run_state=each_minute((0, 30), (state, 1)))
+    _evaluate(tmp_path, series, {"DriverIsGone": {60: True}}, severity)
+    _evaluate(tmp_path, series, {"DriverIsGone": {60: False}}, other)
+
+
+def _evaluate(folder, series, expected, severity=".+"):
+    """Have promtool compare which alerts of a severity fire on series, with what is expected by alert and minute."""
+    firing = f'alertstate="firing", severity=~"{severity}", run="mine"'
     test = {
         "interval": "1m",
         "input_series": [
@@ -269,7 +297,7 @@ def _evaluate(folder, series, expected):
         ],
         "promql_expr_test": [
             {
-                "expr": f'count(ALERTS{{alertname="{alert}", alertstate="firing", run="mine"}}) or vector(0)',
+                "expr": f'count(ALERTS{{alertname="{alert}", {firing}}}) or vector(0)',
                 "eval_time": f"{minute}m",
                 "exp_samples": [{"labels": "{}", "value": float(fires)}],
             }

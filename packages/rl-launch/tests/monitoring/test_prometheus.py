@@ -17,6 +17,7 @@ from rl_core.usage.process import ProcessUsage
 from rl_launch.monitoring.prometheus import PrometheusEndpoint, exported_name
 from rl_launch.monitoring.quantities import readings_of_engine, readings_of_process
 from rl_launch.monitoring.readings import Readings
+from rl_launch.session.checkpoints.manifest import Manifest
 from rl_launch.session.config import LoggerConfig
 from rl_launch.session.observer import ObservedRun
 
@@ -98,6 +99,18 @@ def test_a_scrape_has_the_last_step_the_state_and_the_newest_readings(config, en
     assert found["rl_engine_kv_cache_usage_ratio", (("replica", "1"),)] == 0.5
     # metrics of the step that have labelled readings are not exported twice
     assert not [name for name, _ in found if name.startswith("rl_system")]
+
+
+def test_the_size_of_the_newest_checkpoint_is_known_after_a_save_and_after_a_resume(config, endpoint, tmp_path):
+    assert ("rl_checkpoint_bytes", ()) not in scraped(config)
+    for step, size in ((1, 100), (2, 300)):
+        folder = tmp_path / "checkpoints" / f"step_{step}"
+        folder.mkdir(parents=True)
+        Manifest(step, {}, {"policy/rank_0": (size, None), "hf/model.safetensors": (7, None)}).write(folder)
+        endpoint.saved(step)
+        assert scraped(config)["rl_checkpoint_bytes", ()] == size + 7
+    endpoint.begin(ObservedRun("my run", tmp_path, {}, 2))
+    assert scraped(config)["rl_checkpoint_bytes", ()] == 307
 
 
 def test_a_restored_run_is_counted(config, endpoint, tmp_path):

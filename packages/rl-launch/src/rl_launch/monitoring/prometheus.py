@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_core.callback import EndStatus, RunEnd
@@ -20,6 +21,8 @@ from rl_core.errors import ConfigError
 from rl_core.install_command import install_command
 from rl_launch.monitoring.quantities import Reading
 from rl_launch.monitoring.readings import PREFIX, Readings
+from rl_launch.session.checkpoints.checkpoints import saved_checkpoints
+from rl_launch.session.checkpoints.manifest import Manifest
 from rl_launch.session.config import LoggerConfig
 from rl_launch.session.observer import ObservedRun, RunObserver
 
@@ -34,6 +37,7 @@ _STATE = {
     "rl_max_steps": "Number of steps of the run",
     "rl_last_step_timestamp_seconds": "Time at which the last step was complete, or the first one began",
     "rl_checkpoint_step": "Step of the newest checkpoint",
+    "rl_checkpoint_bytes": "Size of the newest checkpoint",
     "rl_run_state": "0 while the run is driven, 1 if it finished, 2 if it was interrupted, 3 if it failed",
 }
 _END_STATES: Mapping[EndStatus, float] = {"finished": 1, "interrupted": 2, "failed": 3}
@@ -124,6 +128,7 @@ class PrometheusEndpoint(RunObserver):
             self._run = run
             self._num_sessions += 1
             self._state = {"rl_run_start_timestamp_seconds": time.time(), "rl_step": run.step, "rl_run_state": 0}
+            self._state |= _newest_size(run.run_dir)
             self._end_is_read.clear()
 
     def start(self, max_steps: int, history: Sequence[Mapping[str, Any]]) -> None:
@@ -141,8 +146,10 @@ class PrometheusEndpoint(RunObserver):
                 self._counts[count] += count.of_step(metrics.get(count.metric, 0.0))
 
     def saved(self, step: int) -> None:
+        assert self._run is not None, "a run that saves has begun"
+        size = _newest_size(self._run.run_dir)
         with self._lock:
-            self._state["rl_checkpoint_step"] = step
+            self._state |= {"rl_checkpoint_step": step, **size}
 
     def end(self, state: RunEnd) -> None:
         with self._lock:
@@ -216,6 +223,16 @@ class PrometheusEndpoint(RunObserver):
             return
         for (name, meaning), value in zip(_DISK.items(), (usage.free, usage.total), strict=True):
             yield _labelled(GaugeMetricFamily(name, meaning, labels=["run"]), run.name, value)
+
+
+def _newest_size(run_dir: Path) -> dict[str, float]:
+    """Return the metric with the size of the newest checkpoint; empty if there is none that can be read."""
+    try:
+        *_, (_, newest) = saved_checkpoints(run_dir / "checkpoints")
+        files = Manifest.read(newest).files
+    except (OSError, ValueError):
+        return {}
+    return {"rl_checkpoint_bytes": sum(size for size, _ in files.values())}
 
 
 def check_prometheus(config: LoggerConfig) -> None:

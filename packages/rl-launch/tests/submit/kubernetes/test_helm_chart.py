@@ -16,6 +16,7 @@ VALUES = [
         },
         id="claims-and-submitters",
     ),
+    pytest.param({"networkPolicy": {"prometheusNamespace": "monitoring"}}, id="prometheus"),
     pytest.param({"serviceAccount": {"create": False}, "networkPolicy": {"enabled": False}}, id="nothing-fixed"),
 ]
 
@@ -31,6 +32,34 @@ def test_the_chart_renders_objects_that_kubernetes_accepts(values):
     )
     for each in objects:
         validator.validate(each, validator.latest_version(), strict=True)
+
+
+@pytest.mark.parametrize(
+    ("values", "admitted"),
+    [
+        ({}, {("kuberay-operator", 8265)}),
+        (
+            {"prometheusNamespace": "monitoring", "prometheusPort": 9500},
+            {("kuberay-operator", 8265), ("monitoring", 9500)},
+        ),
+    ],
+)
+def test_other_namespaces_reach_only_the_ports_that_are_meant_for_them(values, admitted):
+    chart = pytest.importorskip("helm_python.chart").Chart.load(str(CHART))
+    rendered = chart.render(values={"networkPolicy": values}, name="rl")
+    policy = next(
+        each
+        for text in rendered.values()
+        for each in yaml.safe_load_all(text)
+        if each and each["kind"] == "NetworkPolicy"
+    )
+    _, *others = policy["spec"]["ingress"]
+    assert {
+        (source["namespaceSelector"]["matchLabels"]["kubernetes.io/metadata.name"], port["port"])
+        for rule in others
+        for source in rule["from"]
+        for port in rule["ports"]
+    } == admitted
 
 
 def test_the_chart_has_a_queue_of_kueue_if_asked():
