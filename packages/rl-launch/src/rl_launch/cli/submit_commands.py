@@ -38,7 +38,7 @@ Profile = Annotated[
         "--profile", metavar="NAME|FILE.yaml", help="Settings of the site: ~/.config/rl/NAME.yaml (default: submit)."
     ),
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, print the job's file, and submit nothing.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Check the config, print the job's file, and submit nothing.")]
 Output = Annotated[
     Path | None,
     typer.Option("--output", "-o", metavar="FILE", help="Write the job's file to FILE, and submit nothing."),

@@ -120,10 +120,11 @@ class SlurmConfig(Config):
     to clients (/proc/sys/net/ipv4/ip_local_port_range)."""
     env_vars: dict[str, str] = {}
     """Environment variables of the job. The job also has those of the shell that submits it. A secret is given as
-    `HF_TOKEN: ${oc.env:HF_TOKEN}`, and is then taken from that shell and not written into the script."""
+    `HF_TOKEN: ${oc.env:HF_TOKEN}`, and is then taken from that shell (`--export=ALL`) and not written into the script.
+    With pyxis they replace variables of the image."""
     setup: str = ""
-    """Lines of bash that prepare the environment, such as `module load cuda`. They run on the first node; the variables
-    that they export reach the others."""
+    """Lines of bash that prepare the environment, such as `module load gcc`. They run on the first node, after
+    `env_vars` are set; the variables that they export reach the others."""
     sbatch_options: list[str] = []
     """Further options of sbatch, such as `--mail-type=FAIL` or `--constraint=nvlink`."""
     ray_options: list[str] = []
