@@ -224,6 +224,14 @@ def test_a_secret_that_the_job_does_not_get_ends_it_with_a_remedy(monkeypatch):
     assert "TEST_TOKEN: is not set in this job. Submit with --export=ALL" in caught.value.stderr
 
 
+def test_the_setup_has_no_secret_in_it(monkeypatch):
+    monkeypatch.setenv("TEST_TOKEN", "hf_secret")
+    with pytest.raises(ConfigProblems, match=r"slurm\.setup.*Write \$NAME") as caught:
+        render(request("setup=login ${oc.env:TEST_TOKEN}"))
+    assert "hf_secret" not in str(caught.value)
+    assert "\nlogin $TEST_TOKEN\n" in render(request("setup=login $TEST_TOKEN"))
+
+
 def test_the_setup_may_read_variables_that_are_not_set_and_the_rest_of_the_script_may_not():
     script = render(request("setup=A=before$NO_SUCH_VARIABLE"))
     assert variables(script, "A") == ["before"]

@@ -162,6 +162,9 @@ def _settings(request: JobRequest[SlurmConfig]) -> Iterator[str]:
         yield f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH"
     yield f"ray_options=({' '.join(map(shlex.quote, settings.ray_options))})"
     yield from (f"export {name}={_value(name, settings)}" for name in settings.env_vars)
+    if ("setup",) in settings.references:
+        reason, remedy = "would have the value of a variable in the script", "Write $NAME, which bash reads in the job"
+        raise refusal([Problem("slurm.setup", reason, remedy=remedy)], load({}))
     if settings.setup.strip():
         # modules and environments read variables that are not set
         yield f"set +u\n{settings.setup.strip()}\nset -u"
