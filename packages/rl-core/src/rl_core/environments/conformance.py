@@ -291,7 +291,7 @@ def _single_play_findings(plays: Sequence[_Play], instance: EnvironmentInstance)
     yield _answers(plays)
     slowest, deadline = max(play.slowest_s for play in plays), instance.config.deadline_s
     yield _failures(plays, "deadline", ("deadline",), f"the slowest call took {slowest:.2f} s of {deadline:g} s")
-    yield _rewards(plays)
+    yield _rewards(plays, is_own=instance.is_own)
 
 
 def _failures(plays: Sequence[_Play], name: str, faults: tuple[Fault, ...], holds: str) -> Finding:
@@ -319,7 +319,7 @@ def _answers(plays: Sequence[_Play]) -> Finding:
     return found
 
 
-def _rewards(plays: Sequence[_Play]) -> Finding:
+def _rewards(plays: Sequence[_Play], *, is_own: bool) -> Finding:
     """The finding about the rewards that were seen."""
     values: dict[str, list[float]] = {}
     for play in plays:
@@ -336,7 +336,9 @@ def _rewards(plays: Sequence[_Play]) -> Finding:
         return found if varies else replace(found, said=f"{found.said}; in each play all agents gave the same response")
     constant = [name for name, each in values.items() if len(each) > 1 and min(each) == max(each)]
     if constant:
-        return _constant(plays, constant, said, is_all=len(constant) == len(values))
+        warning = _constant(plays, constant, said, is_all=len(constant) == len(values))
+        mismatch = compared_as_text(plays[0].attempt) if is_own and not _pays_answers(plays) else ""
+        return replace(warning, remedy=mismatch or warning.remedy)
     if form := _only_form(plays):
         said = f"{found.said}; of each row's responses only {form} earns the most"
         return replace(found, said=said, remedy="ask for this form in the prompt, or let the reward read others")
@@ -349,8 +351,7 @@ def _constant(plays: Sequence[_Play], names: Sequence[str], said: str, *, is_all
     if not is_all:
         what = f"{' and '.join(names)} {'are' if len(names) > 1 else 'is'} the same for all {len(plays)} responses"
     remedy = "pass a response that must earn more with --response TEXT; if it earns the same, correct the reward"
-    mismatch = "" if _pays_answers(plays) else compared_as_text(plays[0].attempt)
-    return Finding("rewards", f"finite, {'and' if is_all else 'but'} {what}: {said}", "warned", mismatch or remedy)
+    return Finding("rewards", f"finite, {'and' if is_all else 'but'} {what}: {said}", "warned", remedy)
 
 
 def _pays_answers(plays: Sequence[_Play]) -> bool:

@@ -11,7 +11,7 @@ import pytest
 from rl_core.errors import RunDirectoryError
 from rl_launch.session import RunSession
 from rl_launch.session.directory.run_folder import RunFolder, find_runs
-from rl_launch.session.directory.run_state import Best, BestSoFar
+from rl_launch.session.directory.run_state import Best, BestSoFar, RunState
 from rl_launch.session.rollouts.run_files import MetricsFile
 
 
@@ -229,3 +229,13 @@ def test_a_file_that_cannot_be_read_is_named_and_is_not_taken_for_an_empty_one(t
     file.symlink_to("/proc/self/mem")  # can be opened, and its first read is an input/output error
     with pytest.raises(OSError, match=f"(Input/output error|Invalid argument): '{file}'"):
         READERS[case](RunFolder(tmp_path))
+
+
+def test_a_state_displays_how_far_the_run_has_come():
+    state = RunState(
+        "finished", 12, 12, goals={"sft.max_num_steps": 12}, best=Best("val/loss", 0.4, 12), saved=12, at="x"
+    )
+    assert repr(state) == (
+        "RunState(status='finished', step=12, max_steps=12, reason='', "
+        "best=Best(metric='val/loss', value=0.4, step=12))"
+    )
