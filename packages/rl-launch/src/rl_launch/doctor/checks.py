@@ -335,7 +335,7 @@ def memory(machine: Machine, needs: Needs) -> Iterator[Finding]:
     whole, free = machine.memory_bytes, machine.available_bytes
     needed = sum(model.host_bytes for model in needs.models)
     on = "each node" if needs.device.runs_on_gpus else "this machine"
-    note = f"; models take about {_size(needed)} of host memory on {on} (estimate)" if needed else ""
+    note = f"; models take about {_size(needed)} of host memory on {on} (estimate)" if needed >= GIB else ""
     # a login node need not have the memory of the nodes that it submits to
     runs_here = not needs.device.runs_on_gpus or machine.num_gpus >= needs.ranks_per_node
     found = f"{_size(free)} of {_size(whole)} available{note}"
