@@ -203,11 +203,11 @@ def estimated_by_layers(rank: Rank, modules: list[str]) -> list[Any]:
 def num_parameters(rank: Rank) -> tuple[int, float]:
     """Parameters of a rank's weight matrices, and the estimate of them."""
     from rl_megatron.model.activations import LayerShapes
-    from rl_megatron.model.recompute import RankParameters
+    from rl_megatron.model.recompute import rank_parameters
 
     worker = rank.held[HELD]
     reading, mesh = worker._model.reading, worker._mesh
     found = sum(each.numel() for each in reading.parameters() if each.dim() > 1)
     layers = LayerShapes(reading.config, has_te=False, longest=1).layers()
-    estimate = RankParameters.of(reading.hf, reading.config, layers[-len(layers) // mesh.layout["pp"] :], mesh)
+    estimate = rank_parameters(reading.hf, reading.config, layers[-len(layers) // mesh.layout["pp"] :], mesh)
     return found, estimate.dense + estimate.experts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rl_core.devices import Device
 from rl_core.model_size import RankMemory, size_of_fields, size_of_name
@@ -75,15 +75,12 @@ def _needs(role: str, model: ModelBackend, topology: Topology) -> ModelNeeds:
         return needs
     memory = model.plugin.memory(model.config, model.backend, size, needs.ranks, trains=model.spec.trains)
     each = _MERGED_BYTES if model.config.lora_cfg.enabled else _CHECKPOINT_BYTES
-    return ModelNeeds(
-        role,
-        model.section,
-        needs.name,
-        f"{size.count / 10**9:.1f}B parameters by {source}",
-        needs.ranks,
-        memory.device,
-        _on_host(role, model, memory, topology),
-        size.count * each if model.spec.trains else 0,
+    return replace(
+        needs,
+        basis=f"{size.count / 10**9:.1f}B parameters by {source}",
+        device_bytes=memory.device,
+        host_bytes=_on_host(role, model, memory, topology),
+        checkpoint_bytes=size.count * each if model.spec.trains else 0,
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.transformer import TransformerConfig
@@ -25,7 +24,7 @@ from rl_megatron.config import MegatronConfig
 from rl_megatron.conversion.splits import padded_vocab
 from rl_megatron.model.activations import LayerShape, LayerShapes
 from rl_megatron.parallel.mesh import Mesh
-from rl_megatron.rank_memory import rank_memory
+from rl_megatron.rank_memory import RankParameters
 from rl_megatron.transformer_fields import RECOMPUTED_WITH_TE
 
 
@@ -73,10 +72,11 @@ def recompute_fields(
             log_unknown(problem)
         return whole
     held = shapes[-layers_per_rank(shape) :]
-    parameters = RankParameters.of(hf, shape, held, mesh)
+    parameters = rank_parameters(hf, shape, held, mesh)
+    state = parameters.memory(backend, trains_all=not config.lora_cfg.enabled)
     memory = ActivationMemory(
         capacity,
-        parameters.num_bytes(backend, trains_all=not config.lora_cfg.enabled) + logit_bytes(config, parameters.vocab),
+        round(state.device) + logit_bytes(config, parameters.vocab),
         max_tokens(config, mesh.layout["cp"]),
         passes_kept(mesh.layout["pp"], chunks),
     )
@@ -162,71 +162,32 @@ def plans_of(layers: Sequence[LayerShape], modules: Sequence[str]) -> list[Recom
     return sorted(costs, key=lambda plan: (costs[plan], plan.num_full))
 
 
-@dataclass(frozen=True)
-class RankParameters:
-    """Numbers of parameters of a rank.
+def rank_parameters(
+    hf: PreTrainedConfig, config: TransformerConfig, layers: Sequence[LayerShape], mesh: Mesh
+) -> RankParameters:
+    """Count the parameters of the last pipeline rank.
 
     Args:
-        dense: In its layers outside of experts, and at the ends of the model.
-        experts: In its experts.
-        dense_ranks: Ranks over which the optimizer's state of the former is spread.
-        expert_ranks: Ranks over which the state of the latter is.
-        itemsize: Bytes of each in the dtype that the model computes in.
-        vocab: Tokens that its part of the head has.
+        hf: Hugging Face config of the model.
+        config: Megatron's.
+        layers: Layers of that rank.
+        mesh: Mesh of the run.
     """
-
-    dense: float
-    experts: float
-    dense_ranks: int
-    expert_ranks: int
-    itemsize: int
-    vocab: int
-
-    @classmethod
-    def of(
-        cls, hf: PreTrainedConfig, config: TransformerConfig, layers: Sequence[LayerShape], mesh: Mesh
-    ) -> RankParameters:
-        """Count the parameters of the last pipeline rank.
-
-        Args:
-            hf: Hugging Face config of the model.
-            config: Megatron's.
-            layers: Layers of that rank.
-            mesh: Mesh of the run.
-        """
-        sizes = mesh.layout
-        tensor, stages = sizes["tp"], sizes["pp"]
-        shard = padded_vocab(hf.vocab_size, tensor) // tensor
-        has_both_ends = stages == 1 and not hf.tie_word_embeddings
-        dense = shard * config.hidden_size * (2 if has_both_ends else 1)
-        experts = 0.0
-        for layer in layers:
-            dense += layer.whole.weights
-            experts += layer.whole.expert_weights
-        ranks = sizes["world"] // stages
-        return cls(
-            dense,
-            experts,
-            ranks // tensor,
-            max(1, ranks // (sizes["ep"] * sizes["etp"])),
-            config.params_dtype.itemsize,
-            shard,
-        )
-
-    def num_bytes(self, backend: MegatronConfig, *, trains_all: bool) -> int:
-        """Return the bytes of parameters, gradients and optimizer state.
-
-        Args:
-            backend: Settings of this backend, which choose the dtype of gradients.
-            trains_all: True if all weights train, rather than adapters.
-        """
-        counted = rank_memory(
-            backend,
-            dense=self.dense,
-            experts=self.experts,
-            dense_ranks=self.dense_ranks,
-            expert_ranks=self.expert_ranks,
-            itemsize=self.itemsize,
-            trains_all=trains_all,
-        )
-        return round(counted.device)
+    sizes = mesh.layout
+    tensor, stages = sizes["tp"], sizes["pp"]
+    shard = padded_vocab(hf.vocab_size, tensor) // tensor
+    has_both_ends = stages == 1 and not hf.tie_word_embeddings
+    dense = shard * config.hidden_size * (2 if has_both_ends else 1)
+    experts = 0.0
+    for layer in layers:
+        dense += layer.whole.weights
+        experts += layer.whole.expert_weights
+    ranks = sizes["world"] // stages
+    return RankParameters(
+        dense,
+        experts,
+        ranks // tensor,
+        max(1, ranks // (sizes["ep"] * sizes["etp"])),
+        config.params_dtype.itemsize,
+        shard,
+    )
