@@ -127,8 +127,8 @@ def check(
     The environment must start, find the fields that it requests, return finite rewards for every response within its
     deadline, and handle malformed tool calls. It must return the same results when the calls are repeated, reordered,
     batched, or mixed with other conversations. The responses are the answer of a row in common forms, an empty string,
-    and the --response values. A warning is printed if a reward is the same for all of them. Ten sample rewards are shown.
-    The exit code is 1 if a check fails.
+    and the --response values. A warning is printed if a reward is the same for all of them. Ten sample rewards are
+    shown. The exit code is 1 if a check fails.
 
     With --json: {"schema": 1, "holds", "checks": [{"name", "status": "ok"|"warned"|"failed"|"skipped", "said",
     "remedy"}, ...], "samples": [{"place", "response", "rewards", "num_turns", "done"}, ...]}.
