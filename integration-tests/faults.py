@@ -89,7 +89,7 @@ class Fault:
 
 RAY_ENDED = r"Ray's node process \(raylet\), process \d+, ended|the parent of Ray's processes .* ended"
 RAY_STOPPED = r"Ray's node process \(raylet\), process \d+, is stopped"
-RESTARTS = "restarting from checkpoint step_"
+RESTARTS = "restarting from (checkpoint step_|the beginning)"
 RESTARTED = r"restart\(s\) of its processes"
 REPLACED = "replacing it|was interrupted"
 
