@@ -12,12 +12,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from rl_core.fork_server import command
+from rl_core.fork_server import server as server_module
 from rl_core.fork_server.address import connected
-from rl_core.fork_server.loaded import Imported
 from rl_core.fork_server.request import Request, send_request
 from rl_core.fork_server.server import MAX_SERVERS, Server, listen
 
@@ -248,8 +249,13 @@ def test_a_variable_that_an_import_reads_starts_the_server_over(machine: Machine
 
 
 @pytest.fixture
-def server() -> Iterator[tuple[Server, Path, list[float]]]:
-    """A server in this process that stays for 600 seconds, its address, and its clock."""
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Server, Path, list[float]]]:
+    """A server in this process that stays for 600 seconds, its address, and its clock.
+
+    It forks whatever other tests have imported and started in this process.
+    """
+    forkable = SimpleNamespace(refusal="", differs=lambda variables: False)
+    monkeypatch.setattr(server_module, "Imported", lambda modules: forkable)
     folder = Path(tempfile.mkdtemp(dir="/tmp"))
     listener = listen(folder / "server")
     assert listener is not None
@@ -276,8 +282,6 @@ def test_a_process_gives_a_server_its_whole_time_again(
 ) -> None:
     served, address, now = server
     process = subprocess.Popen(["sleep", "60"])
-    # folders of this process's imports change while other tests run
-    monkeypatch.setattr(Imported, "differs", lambda *_: False)
     now[0] = 500.0
     with connected(address) as connection:  # type: ignore[union-attr]
         send_request(connection, Request.of_this_process(["-c", "pass"]))
