@@ -58,7 +58,9 @@ def kill_and_resume(run, num_kills, steps, *arguments, **variables):
         assert not alive
         num_starts = run.num_starts
         run = Run.start(run.folder, *arguments, **variables)
-        run.await_start(num_starts + 1)
+        run.await_start(num_starts + 1, or_end=True)
+        if run.process.poll() is not None:
+            break  # it was killed after its last step
     return run
 
 
