@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import json
 import logging
 import multiprocessing
@@ -39,6 +38,7 @@ from measurement import surroundings, table
 from rl_algos.agents.calls import Limits
 from rl_algos.agents.endpoint import AgentEndpoint
 from rl_algos.agents.session import AgentSession
+from rl_algos.connections import collect_rarely
 from rl_algos.rollouts.worker.chat import Chat
 from rl_algos.tiny_model import END, make_tokenizer
 from rl_core.rollouts.generation import SamplingParams
@@ -403,7 +403,7 @@ async def _flooded(pipe: Connection, passes: PassWatch, callbacks: CallbackWatch
             prompt = Prompt(f"p{number}", (), np.zeros(0, np.int32), "agent")
             session = AgentSession(prompt, NullClient(chat), Limits(MAX_TOKENS))
             addresses.append(await stack.enter_async_context(endpoint.opened(session)))
-        gc.freeze()  # as `AgentProgram` does
+        collect_rarely()  # as `AgentProgram` does
         await asyncio.sleep(0.1)  # the pass that has prepared the rollouts is not one of the flood
         passes.worst_s = callbacks.worst_s = 0.0
         pipe.send(([(address.base_url, address.api_key) for address in addresses], _resident_mib()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import re
@@ -24,6 +23,7 @@ from rl_algos.agents.launchers import (
 )
 from rl_algos.agents.session import AgentSession
 from rl_algos.agents.task_board import LeaseExpired, TaskBoard
+from rl_algos.connections import collect_rarely
 from rl_algos.rollouts.agent_config import AgentConfig
 from rl_core.errors import EnvironmentFailed
 from rl_core.images import image_digests
@@ -80,7 +80,7 @@ class AgentProgram:
         self._logs.mkdir(parents=True, exist_ok=True)
         await self._endpoint.start()
         await self._launcher.start()
-        gc.freeze()  # a collection that visits the modules and the engine halts all rollouts for a tenth of a second
+        collect_rarely()
         if self._board is not None:
             served = {"url": self._endpoint.url, "key": self._endpoint.board_key}
             file = self._logs / f"{self._endpoint.url.rpartition(':')[2]}.json"
