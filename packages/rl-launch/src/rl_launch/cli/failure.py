@@ -38,6 +38,7 @@ _REFUSALS_OF_FILES = _REFUSALS | {
     errno.EHOSTDOWN: ("a network file system did not answer", "Check the mount"),
 }
 """Errors that mean the same only if they are those of a file."""
+
 UNFINISHED = os.EX_TEMPFAIL
 """Exit code, 75, of a run that has ended before its last step and that the same command resumes."""
 

@@ -157,7 +157,8 @@ class CallbackConfig(Config):
     """Action if a hook raises an exception. `warn` reports it with file and line and turns the callback off. `stop`
     ends the run after the step, with a checkpoint and exit code 1."""
     timeout_s: float = Field(default=3600.0, gt=0)
-    """Time limit in seconds of one call of a hook. A hook that takes longer is interrupted, like one that raises."""
+    """Time limit in seconds of one call of a hook. A hook that takes longer is interrupted, like one that raises.
+    There is no limit if `rl_launch.train` is called outside of the main thread, where nothing can be interrupted."""
     settings: dict[str, Any] = {}
     """Settings of the class: its fields if it is a dataclass, otherwise keyword-only parameters of its constructor."""
 
