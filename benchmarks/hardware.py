@@ -14,13 +14,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from ledger.shapes import config_of
 from measurement import table
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rl_core.model_config import ModelConfig
 from rl_core.torch.training.recompute import ActivationMemory, LayerActivations, max_tokens, smallest_plan
 from rl_dtensor.config import DTensorConfig
-from rl_dtensor.ledger.shapes import config_of
 from rl_dtensor.model.activations import activations_of
 from rl_dtensor.model.attention import ROWS
 from rl_dtensor.model.build import decoder_layers

@@ -15,18 +15,18 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from ledger.attention import attention_costs
+from ledger.costs import Costs
+from ledger.head import head_costs
+from ledger.layout import layout_costs
+from ledger.pipeline import bubble
+from ledger.shapes import SHAPES, config_of
+from ledger.step import Workload, layer_costs, model_costs
 from measurement import table
 
 from rl_core.data.microbatch import plan_microbatches, shard
-from rl_core.torch.ledger.costs import Costs
 from rl_core.torch.training.flops import attention_shapes
 from rl_dtensor.config import DTensorConfig
-from rl_dtensor.ledger.attention import attention_costs
-from rl_dtensor.ledger.head import head_costs
-from rl_dtensor.ledger.layout import layout_costs
-from rl_dtensor.ledger.pipeline import bubble
-from rl_dtensor.ledger.shapes import SHAPES, config_of
-from rl_dtensor.ledger.step import Workload, layer_costs, model_costs
 
 NODE = 8
 """Ranks of a node."""

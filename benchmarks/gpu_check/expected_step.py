@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from ledger.step import Workload, model_costs
 from transformers import AutoConfig
 
 from gpu_check.expected import Chip
 from gpu_check.setup import Shape
 from rl_core.torch.training.flops import AttentionShape
 from rl_dtensor.config import DTensorConfig
-from rl_dtensor.ledger.step import Workload, model_costs
 
 ADAMW_BYTES = 28
 """Read and written for each parameter by AdamW in float32: parameter and both moments twice, the gradient once."""

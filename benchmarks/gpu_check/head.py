@@ -89,7 +89,7 @@ def _memory(setup: Setup, report: Report, states: Tensor, weight: Tensor, target
 def _expected(chip: Chip, states: Tensor, weight: Tensor, flops: float, chunk: int) -> float | None:
     """Expected TFLOP/s of both passes, by the bytes that the ledger counts; None if rl-dtensor cannot be imported."""
     try:
-        from rl_dtensor.ledger.head import head_costs
+        from ledger.head import head_costs
     except ModuleNotFoundError:
         return None
     costs = head_costs(states.shape[1], len(weight), len(states), chunk_size=chunk, entropy=True).training

@@ -14,7 +14,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from gpu_check.report import Report
 from gpu_check.setup import Setup
-from rl_core.selfcheck.cases import MeshCase
+from rl_core.plugins import MeshCase
 from rl_core.selfcheck.pooled_model import PooledModel
 from rl_core.selfcheck.rank_pool import RankPool, preload
 from rl_core.selfcheck.torch.selfcheck import SelfCheck, case_on, read_files

@@ -1,6 +1,8 @@
-"""Processes that all tests of this package share, and how many of their cases run."""
+"""Processes that all tests of this package share, how many of their cases run, and the ledger of the benchmarks."""
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +12,11 @@ from rl_core.testing.exhaustive import pytest_addoption, pytest_collection_modif
 __all__ = ["pytest_addoption", "pytest_collection_modifyitems", "pytest_configure"]
 
 preload("rl_dtensor.worker", "peft")
+
+BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
+
+sys.path.append(str(BENCHMARKS))
+collect_ignore = [] if BENCHMARKS.is_dir() else ["test_ledger.py", "model/test_recompute_choice.py"]
 
 
 @pytest.fixture(scope="session")

@@ -9,17 +9,17 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+from ledger.attention import attention_costs
+from ledger.head import head_costs
+from ledger.layout import layout_costs
+from ledger.pipeline import bubble
+from ledger.shapes import SHAPES, config_of
+from ledger.step import Workload, layer_costs, pass_costs
 
 from rl_core.data.microbatch import plan_microbatches, shard
 from rl_core.testing.exhaustive import partly_exhaustive
 from rl_core.torch.training.flops import attention_shapes
 from rl_dtensor.config import DTensorConfig
-from rl_dtensor.ledger.attention import attention_costs
-from rl_dtensor.ledger.head import head_costs
-from rl_dtensor.ledger.layout import layout_costs
-from rl_dtensor.ledger.pipeline import bubble
-from rl_dtensor.ledger.shapes import SHAPES, config_of
-from rl_dtensor.ledger.step import Workload, layer_costs, pass_costs
 
 TOKENS = 8192
 KB, MB = TOKENS * 10**3, TOKENS * 10**6

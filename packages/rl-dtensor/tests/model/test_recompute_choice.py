@@ -5,13 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from ledger.shapes import config_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_core.model_config import ModelConfig, SequencePackingConfig
 from rl_core.model_size import size_of_fields
 from rl_core.torch.training.recompute import LayerActivations, RecomputePlan, smallest_plan
 from rl_dtensor.config import DTensorConfig
-from rl_dtensor.ledger.shapes import config_of
 from rl_dtensor.model.attention import ROWS
 from rl_dtensor.model.build import decoder_layers
 from rl_dtensor.model.recompute_choice import RankParameters, plans_of, recompute_plan

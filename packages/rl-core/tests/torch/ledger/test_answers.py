@@ -1,10 +1,9 @@
 """Code that reads the device runs on tensors without data."""
 
 import torch
+from ledger.answers import Answers
+from ledger.counter import CostCounter
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-
-from rl_core.torch.ledger.answers import Answers
-from rl_core.torch.ledger.counter import CostCounter
 
 META = torch.device("meta")
 

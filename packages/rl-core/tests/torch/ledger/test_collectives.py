@@ -4,12 +4,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from ledger.costs import Collective, Traffic, Work
+from ledger.counter import CostCounter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
-
-from rl_core.torch.ledger.costs import Collective, Traffic, Work
-from rl_core.torch.ledger.counter import CostCounter
 
 RANKS = 8
 

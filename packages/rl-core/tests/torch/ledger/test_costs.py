@@ -1,6 +1,6 @@
 """Costs add up, and a part can be taken from a whole."""
 
-from rl_core.torch.ledger.costs import Collective, Costs, Traffic, Work
+from ledger.costs import Collective, Costs, Traffic, Work
 
 GATHER, REDUCE = Collective("all_gather", 8, 8), Collective("all_reduce", 8, 64)
 ONE = Costs(Work(1, 10), 100, Work(2, 20), Work(1, 5), {"item": 1}, {GATHER: Traffic(1, 7)}, 50)

@@ -1,11 +1,10 @@
 """The counter sees all that is computed under it, forward and backward."""
 
 import torch
+from ledger.costs import Work
+from ledger.counter import CostCounter
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-
-from rl_core.torch.ledger.costs import Work
-from rl_core.torch.ledger.counter import CostCounter
 
 META = torch.device("meta")
 

@@ -1,8 +1,7 @@
 """Live memory is that of the storages that are there."""
 
 import torch
-
-from rl_core.torch.ledger.counter import CostCounter
+from ledger.counter import CostCounter
 
 META = torch.device("meta")
 SIZE = 1000 * 4

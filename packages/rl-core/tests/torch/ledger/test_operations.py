@@ -3,10 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-
-from rl_core.torch.ledger.costs import Costs, Work
-from rl_core.torch.ledger.counter import CostCounter
-from rl_core.torch.ledger.operations import num_bytes, register_cost
+from ledger.costs import Costs, Work
+from ledger.counter import CostCounter
+from ledger.operations import num_bytes, register_cost
 
 META = torch.device("meta")
 

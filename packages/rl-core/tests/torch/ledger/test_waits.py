@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 import torch
-
-from rl_core.torch.ledger.answers import Answers
-from rl_core.torch.ledger.counter import CostCounter
+from ledger.answers import Answers
+from ledger.counter import CostCounter
 
 META = torch.device("meta")
 NUMBERS = torch.empty(4, device=META, dtype=torch.int64)

@@ -8,14 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ledger.answers import Answers
+from ledger.costs import Costs
+from ledger.counter import CostCounter
 from rl_core.data.batch import TOKENS, Batch
 from rl_core.data.ragged import Ragged
 from rl_core.model import LOGPROBS
 from rl_core.torch.heads.logprobs import Head
 from rl_core.torch.heads.split_reads import split_language_reads
-from rl_core.torch.ledger.answers import Answers
-from rl_core.torch.ledger.costs import Costs
-from rl_core.torch.ledger.counter import CostCounter
 from rl_core.torch.rows import to_rows
 from rl_dtensor.model.layout import Alignment, lay_out
 

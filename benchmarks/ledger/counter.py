@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rl_core.torch.ledger.collectives import collective_of
-from rl_core.torch.ledger.costs import Collective, Costs, Traffic
-from rl_core.torch.ledger.memory import LiveBytes
-from rl_core.torch.ledger.operations import NOTHING, costs_of, tensors_in
-from rl_core.torch.ledger.waits import TO_DEVICE, crosses, waits_of
+from ledger.collectives import collective_of
+from ledger.costs import Collective, Costs, Traffic
+from ledger.memory import LiveBytes
+from ledger.operations import NOTHING, costs_of, tensors_in
+from ledger.waits import TO_DEVICE, crosses, waits_of
 
 WHOLE = "Global"
 """Name under which the costs of all modules, and of what is outside of any, are."""
@@ -38,7 +38,7 @@ class CostCounter(TorchDispatchMode):
 
     Operations of autograd functions and those that the backward pass runs count as well. A custom operation is one
     kernel that reads its arguments and writes its results once, unless its costs are registered
-    (`rl_core.torch.ledger.operations.register_cost`).
+    (`ledger.operations.register_cost`).
 
     Args:
         device: Type of the device whose costs are counted: `meta`, or `cpu` for fake tensors on it. Work of other

@@ -8,8 +8,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed._tools.fake_collectives import CollectiveOp, collective_ops, sync_ops
 
-from rl_core.torch.ledger.costs import Collective, Traffic
-from rl_core.torch.ledger.operations import num_bytes, tensors_in
+from ledger.costs import Collective, Traffic
+from ledger.operations import num_bytes, tensors_in
 
 NAMES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "gather", "scatter", "reduce")
 """Names of collectives, each before those that it contains."""

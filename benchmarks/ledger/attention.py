@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from rl_core.torch.ledger.costs import Costs
-from rl_core.torch.ledger.counter import CostCounter
+from ledger.costs import Costs
+from ledger.counter import CostCounter
 from rl_core.torch.training.flops import AttentionShape
 from rl_dtensor.model.kernels import Attend, Softmax, varlen
 from rl_dtensor.model.layout import Segment, Segments

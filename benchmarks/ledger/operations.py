@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from rl_core.torch.ledger.costs import Costs, Work
+from ledger.costs import Costs, Work
 
 Formula = Callable[..., Costs]
 """Costs of an operation from its arguments, and its result as the keyword `out`."""

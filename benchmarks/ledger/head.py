@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from ledger.counter import CostCounter
+from ledger.step import PassCosts
 from rl_core.torch.heads.logprobs import Head, head_reads
-from rl_core.torch.ledger.counter import CostCounter
-from rl_dtensor.ledger.step import PassCosts
 
 
 def head_costs(

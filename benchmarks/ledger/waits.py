@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_core.torch.ledger.operations import tensors_in
+from ledger.operations import tensors_in
 
 _aten = torch.ops.aten
 

@@ -20,15 +20,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedConfig
 
+from ledger.answers import Answers
+from ledger.costs import Costs
+from ledger.counter import CostCounter
 from rl_core.data.batch import TOKENS, Batch
 from rl_core.data.ragged import Ragged
 from rl_core.model import LOGPROBS, ModelSpec, Read, Rendezvous
 from rl_core.model_config import ModelConfig, num_experts_of
 from rl_core.torch.files.model_files import WeightFiles
 from rl_core.torch.kernels.devices import as_on_gpus
-from rl_core.torch.ledger.answers import Answers
-from rl_core.torch.ledger.costs import Costs
-from rl_core.torch.ledger.counter import CostCounter
 from rl_core.torch.rows import to_rows
 from rl_core.torch.training.backend import Microbatch, Pass
 from rl_dtensor.config import DTensorConfig

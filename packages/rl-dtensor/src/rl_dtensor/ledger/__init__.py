@@ -1,1 +1,0 @@
-"""The costs of training a model on this backend, counted without a GPU, without its weights and without other ranks."""
