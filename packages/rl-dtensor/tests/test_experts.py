@@ -7,7 +7,7 @@ from transformers import AutoConfig
 
 from rl_core.model import ModelSpec
 from rl_core.model_config import ModelConfig
-from rl_core.selfcheck.cases import MeshCase
+from rl_core.plugins import MeshCase
 from rl_core.selfcheck.losses import TokenLoss
 from rl_core.selfcheck.pooled_model import PooledModel
 from rl_core.testing.exhaustive import partly_exhaustive

@@ -10,7 +10,7 @@ from itertools import product
 import pytest
 from transformers import AutoConfig
 
-from rl_core.selfcheck.cases import MeshCase
+from rl_core.plugins import MeshCase
 from rl_core.selfcheck.torch.selfcheck import case_on
 from rl_core.testing.exhaustive import partly_exhaustive
 from rl_dtensor.plugin import HELD_FAMILIES

@@ -8,7 +8,7 @@ from layouts import SHARED_KEYS_LAYOUTS, write_family
 from rl_core.errors import WorkerError
 from rl_core.model import ModelSpec
 from rl_core.model_config import ModelConfig
-from rl_core.selfcheck.cases import MeshCase
+from rl_core.plugins import MeshCase
 from rl_core.selfcheck.pooled_model import PooledModel
 from rl_core.testing.exhaustive import exhaustive
 from rl_megatron.selfcheck import CHECK

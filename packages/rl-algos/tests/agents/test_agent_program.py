@@ -18,13 +18,13 @@ from rl_algos.grpo.config import GRPOConfig
 from rl_algos.rollouts.agent_config import AgentConfig
 from rl_algos.rollouts.training.batch import build_batch
 from rl_algos.rollouts.training.segments import ROLLOUT
-from rl_core.plugins.user_code import FromFile
 from rl_core.rollouts.environment import EnvironmentFailure, StepResult
 from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.group import RolloutGroup
 from rl_core.rollouts.pool import RolloutTask
 from rl_core.rollouts.record import rollout_record, segments_of, turns_of
 from rl_core.rollouts.rollout import Prompt
+from rl_core.user_code import FromFile
 
 CLIENT = """
 import json, os, urllib.request

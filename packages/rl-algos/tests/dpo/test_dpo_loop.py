@@ -19,10 +19,10 @@ from rl_core.data.batch import Batch
 from rl_core.errors import DataError
 from rl_core.metrics import Metric
 from rl_core.plugins import resolve
-from rl_core.plugins.user_code import implementation_name
 from rl_core.run import Components
 from rl_core.testing.fakes import FakeModel, FakeRun
 from rl_core.torch.rows import to_rows
+from rl_core.user_code import implementation_name
 
 
 class UnigramPolicy(FakeModel):

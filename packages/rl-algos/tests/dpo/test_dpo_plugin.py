@@ -9,9 +9,10 @@ from rl_algos.dpo import algorithm
 from rl_algos.dpo.loss import LOSSES, loss_of
 from rl_algos.dpo.plugin import PLUGIN, dpo_section
 from rl_algos.losses.preference import CPO, DPO, ORPO, KTOLoss, PreferenceLoss, SimPO
+from rl_core.algorithm import implementation_of
 from rl_core.config import ProblemError
 from rl_core.model_config import ModelConfig
-from rl_core.plugins import ALGORITHMS, implementation_of, plugin
+from rl_core.plugins import ALGORITHMS, plugin
 
 HELD_OUT = {"validation": [{"data_path": "b.jsonl"}, {"data_path": "c.jsonl"}]}
 

@@ -18,9 +18,9 @@ from rl_algos.policy_gradient.plugin import loss_fn_section
 from rl_algos.rollouts.training.batch import build_batch, with_advantages
 from rl_core.config import assemble, load, resolve, settings_of
 from rl_core.plugins import resolve as resolve_name
-from rl_core.plugins.user_code import implementation_name
 from rl_core.testing.documents import read_document
 from rl_core.torch.rows import to_rows
+from rl_core.user_code import implementation_name
 
 
 @pytest.fixture(scope="module")

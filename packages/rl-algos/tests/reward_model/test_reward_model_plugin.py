@@ -7,8 +7,9 @@ from rl_algos.losses.reward import BradleyTerryLoss, RegressionLoss
 from rl_algos.reward_model.algorithm import RewardModel, objective_of
 from rl_algos.reward_model.config import RewardModelConfig
 from rl_algos.reward_model.plugin import PLUGIN
+from rl_core.algorithm import implementation_of
 from rl_core.model_config import ModelConfig
-from rl_core.plugins import ALGORITHMS, implementation_of, plugin
+from rl_core.plugins import ALGORITHMS, plugin
 
 
 def config(**rm):

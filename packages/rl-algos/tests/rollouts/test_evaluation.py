@@ -22,7 +22,7 @@ from rl_core.config import Config, assemble
 from rl_core.environments.config import EnvironmentConfig
 from rl_core.errors import ConfigError, DataError
 from rl_core.model_config import GenerationConfig, ModelConfig
-from rl_core.plugins.user_code import FromFile
+from rl_core.user_code import FromFile
 
 POLICY = assemble("Policy", {"generation": GenerationConfig}, base=ModelConfig)
 ENVIRONMENTS = assemble("Environments", {"math": EnvironmentConfig})

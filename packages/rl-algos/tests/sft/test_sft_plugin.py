@@ -2,9 +2,10 @@ import pytest
 
 from rl_algos.sft.algorithm import SFT
 from rl_algos.sft.plugin import PLUGIN
+from rl_core.algorithm import implementation_of
 from rl_core.config import assemble, load, resolve
 from rl_core.model_config import ModelConfig
-from rl_core.plugins import ALGORITHMS, implementation_of, plugin
+from rl_core.plugins import ALGORITHMS, plugin
 
 ROOT = assemble("Root", {**PLUGIN.sections, "policy": ModelConfig})
 TRAIN = "data.train={dataset_name: arithmetic}"

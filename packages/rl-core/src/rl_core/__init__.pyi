@@ -54,8 +54,8 @@ from rl_core.model_config import ModelConfig as ModelConfig
 from rl_core.model_config import OptimizerConfig as OptimizerConfig
 from rl_core.model_config import SchedulerConfig as SchedulerConfig
 from rl_core.model_config import TokenizerConfig as TokenizerConfig
-from rl_core.plugins.algorithm import Algorithm as Algorithm
-from rl_core.plugins.algorithm import AlgorithmEvaluation as AlgorithmEvaluation
+from rl_core.algorithm import Algorithm as Algorithm
+from rl_core.algorithm import AlgorithmEvaluation as AlgorithmEvaluation
 from rl_core.plugins.declarations import AlgorithmPlugin as AlgorithmPlugin
 from rl_core.plugins.declarations import BackendPlugin as BackendPlugin
 from rl_core.plugins.declarations import DatasetPlugin as DatasetPlugin
@@ -66,7 +66,7 @@ from rl_core.plugins.declarations import Preload as Preload
 from rl_core.plugins.declarations import Requirement as Requirement
 from rl_core.plugins.declarations import RolloutNeeds as RolloutNeeds
 from rl_core.plugins.declarations import TrainingDefaults as TrainingDefaults
-from rl_core.plugins.registry import resolve as resolve
+from rl_core.user_code import resolve as resolve
 from rl_core.problems import Problem as Problem
 from rl_core.rollouts.agent_run import AgentRun as AgentRun
 from rl_core.rollouts.environment import Conversation as Conversation

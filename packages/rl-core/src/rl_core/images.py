@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from PIL.ImageFile import ImageFile
 
-    from rl_core.rollouts.rollout import Message
-
 IMAGES = "images"
 """Column of a batch, uint8 `[images of the row, DIGEST_BYTES]`: the digests of each row's images in the order of their
 tokens. Its rows have other lengths than those of `tokens`."""
@@ -201,7 +199,7 @@ def digest_of(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=DIGEST_BYTES).hexdigest()
 
 
-def image_refs(messages: Sequence[Message]) -> Iterator[ImageRef]:
+def image_refs(messages: Sequence[Mapping[str, Any]]) -> Iterator[ImageRef]:
     """Yield the images of messages, in order."""
     for message in messages:
         content = message.get("content")
@@ -259,6 +257,6 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:120] or type(error).__name__
 
 
-def image_digests(messages: Sequence[Message]) -> tuple[str, ...]:
+def image_digests(messages: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     """Return the digests of the images of messages, in order."""
     return tuple(ref.digest for ref in image_refs(messages))

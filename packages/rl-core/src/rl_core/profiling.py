@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
-from rl_core.plugins import resolve
+from rl_core.user_code import resolve
 
 Tool = Literal["torch", "memory", "nsys", "py-spy"]
 

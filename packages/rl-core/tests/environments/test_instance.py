@@ -9,7 +9,7 @@ from rl_core.config import ProblemError, assemble
 from rl_core.environments.config import EnvironmentConfig
 from rl_core.environments.instance import environment_types, instance_of, problem_with
 from rl_core.plugins import EnvironmentPlugin, Requirement
-from rl_core.plugins.user_code import FromFile
+from rl_core.user_code import FromFile
 
 
 class JudgeConfig(EnvironmentConfig):

@@ -12,8 +12,8 @@ from rl_core.environments.config import EnvironmentConfig
 from rl_core.environments.instance import EnvironmentInstance
 from rl_core.environments.trial import Attempt, Trial, attempts_on, raised_remedy, try_out
 from rl_core.plugins import Requirement
-from rl_core.plugins.user_code import FromFile
 from rl_core.testing.exhaustive import partly_exhaustive
+from rl_core.user_code import FromFile
 
 
 @pytest.fixture

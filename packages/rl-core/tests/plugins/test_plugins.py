@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import rl_core.plugins.registry
+from rl_core.algorithm import implementation_of
 from rl_core.environments.config import EnvironmentConfig
 from rl_core.errors import ConfigError, PluginError
 from rl_core.model import ModelSpec
@@ -25,7 +26,6 @@ from rl_core.plugins import (
     Requirement,
     algorithm_named,
     export_suffixes,
-    implementation_of,
     load_problem,
     names,
     plugin,
@@ -216,7 +216,7 @@ OTHER = 3
 def test_an_algorithm_in_a_file_finds_its_class_from_the_folder_of_the_file(tmp_path: Path) -> None:
     (tmp_path / "algorithm.py").write_text(ALGORITHM)
     (tmp_path / "beside.py").write_text(
-        "from rl_core.plugins import Algorithm\n\nclass Mine(Algorithm):\n"
+        "from rl_core import Algorithm\n\nclass Mine(Algorithm):\n"
         "    def load(self, config):\n        return 'loaded'\n"
     )
     found = algorithm_named(f"{tmp_path}/algorithm.py:PLUGIN")

@@ -10,9 +10,9 @@ from rl_core.devices import DEVICES
 from rl_core.model_config import ModelConfig, local_hf_config, local_whole_config, optimizer_problems
 from rl_core.model_size import MOMENTS, WIDE_BYTES, ModelSize, RankMemory
 from rl_core.optimizer_arguments import OF_WHOLE_PARAMETERS
-from rl_core.plugins import BackendPlugin, Requirement
+from rl_core.plugins import BackendPlugin, MeshCase, Requirement
 from rl_core.run_config import RunConfig
-from rl_core.selfcheck.cases import MeshCase, at_most_two
+from rl_core.selfcheck.cases import at_most_two
 from rl_core.weights import ITEM_BYTES
 from rl_dtensor.config import DTensorConfig
 from rl_dtensor.draft_head.settings import draft_head_problems

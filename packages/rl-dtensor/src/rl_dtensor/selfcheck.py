@@ -16,7 +16,8 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCa
 from rl_core.errors import ConfigError
 from rl_core.model import ModelSpec, Rendezvous
 from rl_core.model_config import LoraConfig, ModelConfig
-from rl_core.selfcheck.cases import FamilyCase, MeshCase
+from rl_core.plugins import MeshCase
+from rl_core.selfcheck.cases import FamilyCase
 from rl_core.selfcheck.pooled_model import PooledModel
 from rl_core.selfcheck.rank_pool import RankPool, free_port
 from rl_core.selfcheck.torch.received import receive

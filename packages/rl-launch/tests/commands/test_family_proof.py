@@ -9,8 +9,7 @@ import pytest
 from rl_core.config import Config
 from rl_core.errors import ConfigError
 from rl_core.model_config import ModelConfig
-from rl_core.plugins import BackendPlugin, Requirement
-from rl_core.selfcheck.cases import MeshCase
+from rl_core.plugins import BackendPlugin, MeshCase, Requirement
 from rl_dtensor.config import DTensorConfig
 from rl_dtensor.plugin import PLUGIN as DTENSOR
 from rl_launch.commands.family_proof import prove_family

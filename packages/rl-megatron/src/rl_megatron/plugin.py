@@ -6,8 +6,8 @@ from math import lcm
 from typing import Any
 
 from rl_core.model_config import local_hf_config
-from rl_core.plugins import BackendPlugin, Requirement
-from rl_core.selfcheck.cases import MeshCase, at_most_two
+from rl_core.plugins import BackendPlugin, MeshCase, Requirement
+from rl_core.selfcheck.cases import at_most_two
 from rl_megatron.checks import CHECKS
 from rl_megatron.config import KEY, MegatronConfig
 from rl_megatron.families.supported import num_key_heads
@@ -25,18 +25,7 @@ def num_ranks(config: MegatronConfig) -> int:
 
 
 HELD_FAMILIES = frozenset(
-    {
-        "llama",
-        "mistral",
-        "qwen2",
-        "qwen3",
-        "qwen2_moe",
-        "qwen3_moe",
-        "qwen3_next",
-        "mixtral",
-        "deepseek_v3",
-        "glm4_moe",
-    }
+    {"llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "qwen3_next", "mixtral", "deepseek_v3", "glm4_moe"}
 )
 """Model types that the tests of this package train on every layout."""
 

@@ -13,7 +13,8 @@ from transformers import AutoConfig, PreTrainedConfig
 from rl_core.errors import ConfigError
 from rl_core.model import ModelSpec, Rendezvous
 from rl_core.model_config import LoraConfig, ModelConfig
-from rl_core.selfcheck.cases import FamilyCase, MeshCase
+from rl_core.plugins import MeshCase
+from rl_core.selfcheck.cases import FamilyCase
 from rl_core.selfcheck.pooled_model import PooledModel
 from rl_core.selfcheck.rank_pool import RankPool
 from rl_core.selfcheck.torch.selfcheck import SelfCheck, all_cases, read_files, write_random

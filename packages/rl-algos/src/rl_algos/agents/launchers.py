@@ -20,10 +20,10 @@ from rl_algos.agents import host
 from rl_algos.agents.address import Address
 from rl_algos.agents.task_board import TaskBoard
 from rl_core.errors import RLError
-from rl_core.plugins.user_code import FromFile
 from rl_core.rollouts.agent_run import AGENT_FAILURE, AGENT_OUTPUT, AgentRun, service_variables, this_network
 from rl_core.rollouts.environment import Conversation, StepResult
 from rl_core.rollouts.rollout import Prompt
+from rl_core.user_code import FromFile
 
 _LAST_LINES = 3
 _LAST_BYTES = 4096

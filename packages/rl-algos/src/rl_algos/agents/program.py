@@ -27,10 +27,10 @@ from rl_algos.connections import collect_rarely
 from rl_algos.rollouts.agent_config import AgentConfig
 from rl_core.errors import EnvironmentFailed
 from rl_core.images import image_digests
-from rl_core.plugins.user_code import FromFile
 from rl_core.rollouts.environment import Conversation
 from rl_core.rollouts.program import GenerationClient
 from rl_core.rollouts.rollout import Prompt, Rollout
+from rl_core.user_code import FromFile
 
 _log = logging.getLogger(__name__)
 

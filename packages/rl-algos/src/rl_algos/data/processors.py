@@ -18,7 +18,7 @@ from rl_algos.data.problems import dapo_math, gsm8k, math_problem, numina_cot, o
 from rl_core.config import did_you_mean
 from rl_core.errors import ConfigError, DataError
 from rl_core.plugins import resolve
-from rl_core.plugins.user_code import is_in_file, place_of, raised_at
+from rl_core.user_code import is_in_file, place_of, raised_at
 
 PROCESSORS: Mapping[str, Processor] = {
     "clevr_count": clevr_count,

@@ -8,7 +8,7 @@ from typing import Any
 
 from rl_core.config import Problem, ProblemError, nearest_as_remedy
 from rl_core.plugins import Requirement, requirement_of, resolve
-from rl_core.plugins.user_code import is_in_file
+from rl_core.user_code import is_in_file
 
 PATH = "your own class as package.module:Class or file.py:Class"
 """How messages describe such a path."""

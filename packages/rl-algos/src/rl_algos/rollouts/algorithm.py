@@ -12,9 +12,10 @@ from rl_algos.rollouts.config import EvaluationRoot, RolloutRoot, rollout_config
 from rl_algos.rollouts.data import RolloutData
 from rl_algos.rollouts.evaluation import RolloutEvaluation
 from rl_algos.rollouts.setup import needs
+from rl_core.algorithm import Algorithm
 from rl_core.config import Problem
 from rl_core.environments.trial import Attempt
-from rl_core.plugins import Algorithm, RolloutNeeds
+from rl_core.plugins import RolloutNeeds
 
 C = TypeVar("C", bound=RolloutRoot)
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rl_algos.data import examples, inputs
 from rl_algos.data.config import DataRoot
 from rl_algos.data.examples import Datasets
+from rl_core.algorithm import Algorithm
 from rl_core.config import Problem
-from rl_core.plugins import Algorithm
 
 if TYPE_CHECKING:
     from rl_algos.supervised.data import SupervisedData

@@ -3,7 +3,7 @@ import pytest
 from rl_algos.rollouts.worker.program import MultiTurnProgram
 from rl_algos.rollouts.worker.programs import PROGRAMS, program_named
 from rl_core.plugins import resolve
-from rl_core.plugins.user_code import FromFile
+from rl_core.user_code import FromFile
 
 
 def test_installed_programs_are_found_by_name():

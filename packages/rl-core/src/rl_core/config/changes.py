@@ -12,7 +12,7 @@ from rl_core.config.dump import ABSENT, Change, as_written, tree_changes
 from rl_core.config.keys import Key, value_at
 from rl_core.config.schema import Config, NamesPath, WhenChanged
 from rl_core.config.tree import KeyPath, format_path, leaves, mapped
-from rl_core.plugins.user_code import is_in_file
+from rl_core.user_code import is_in_file
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from rl_core.config.tree import (
     read_value,
 )
 from rl_core.errors import ConfigError
-from rl_core.plugins.user_code import beside
+from rl_core.user_code import beside
 
 Search = Callable[[str], Path | None] | Sequence[Path]
 """How a recipe name becomes a file: folders that hold `NAME.yaml`, or a function that returns the file or None."""

@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 from rl_core.environments.messages import STACKS
-from rl_core.plugins.user_code import is_own
+from rl_core.user_code import is_own
 
 
 class GatherRunner:

@@ -15,7 +15,7 @@ from rl_core.environments.rewards import RewardPart, RewardSum
 from rl_core.environments.tools import schemas
 from rl_core.exports import public_alternatives
 from rl_core.plugins import ENVIRONMENTS, EnvironmentPlugin, Requirement, load_problem, plugin, requirement_of, resolve
-from rl_core.plugins.user_code import FromFile, is_in_file
+from rl_core.user_code import FromFile, is_in_file
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ import numpy as np
 
 from rl_core.environments.rewards import RewardSum
 from rl_core.errors import WorkerError
-from rl_core.plugins.user_code import FromFile
 from rl_core.rollouts.environment import EnvironmentFailure, Fault, KeptState, StepResult
+from rl_core.user_code import FromFile
 
 LENGTH = struct.Struct("!Q")
 """Before every message: its number of bytes."""

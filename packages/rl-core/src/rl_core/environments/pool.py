@@ -15,8 +15,8 @@ from rl_core.environments.child import ChildSpec
 from rl_core.environments.config import EnvironmentConfig
 from rl_core.environments.rewards import RewardSum
 from rl_core.environments.worker import Backlog, Call, Home, Turn, Worker, fail_all
-from rl_core.plugins.user_code import FromFile
 from rl_core.rollouts.environment import Conversation, EnvironmentFailure, StepResult
+from rl_core.user_code import FromFile
 
 logger = logging.getLogger(__name__)
 

@@ -39,7 +39,6 @@ from rl_core.environments.reward_function import as_environment
 from rl_core.environments.rewards import RewardSum, SummedRewards
 from rl_core.errors import WorkerError
 from rl_core.plugins import resolve
-from rl_core.plugins.user_code import FromFile, calls_of, place_of, raised_at
 from rl_core.rollouts.environment import (
     Conversation,
     Environment,
@@ -51,6 +50,7 @@ from rl_core.rollouts.environment import (
     UnusableAnswer,
 )
 from rl_core.stacks import write_stacks_of_child
+from rl_core.user_code import FromFile, calls_of, place_of, raised_at
 
 if TYPE_CHECKING:
     from rl_core.config import Config

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rl_core.environments.reward_log import merged_info
-from rl_core.plugins.user_code import FromFile
 from rl_core.rollouts.environment import (
     Conversation,
     Environment,
@@ -15,6 +14,7 @@ from rl_core.rollouts.environment import (
     StepResult,
     UnusableAnswer,
 )
+from rl_core.user_code import FromFile
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """Plugins, found by entry point and never imported by name."""
 
-from rl_core.plugins.algorithm import Algorithm, AlgorithmEvaluation
 from rl_core.plugins.declarations import (
     ALGORITHMS,
     DATASETS,
@@ -13,6 +12,7 @@ from rl_core.plugins.declarations import (
     DatasetPlugin,
     DatasetTask,
     EnvironmentPlugin,
+    MeshCase,
     ModelNeed,
     OpponentNeed,
     Preload,
@@ -32,14 +32,13 @@ from rl_core.plugins.declarations import (
 )
 from rl_core.plugins.registry import (
     algorithm_named,
-    implementation_of,
     load_problem,
     names,
     plugin,
     plugin_packages,
     plugins,
-    resolve,
 )
+from rl_core.user_code import resolve
 
 __all__ = [
     "ALGORITHMS",
@@ -48,13 +47,12 @@ __all__ = [
     "GENERATORS",
     "KINDS",
     "POLICIES",
-    "Algorithm",
-    "AlgorithmEvaluation",
     "AlgorithmPlugin",
     "BackendPlugin",
     "DatasetPlugin",
     "DatasetTask",
     "EnvironmentPlugin",
+    "MeshCase",
     "ModelNeed",
     "OpponentNeed",
     "Preload",
@@ -66,7 +64,6 @@ __all__ = [
     "algorithm_named",
     "applies_no_adapters",
     "export_suffixes",
-    "implementation_of",
     "load_problem",
     "names",
     "no_defaults",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import packages_distributions
 from typing import TYPE_CHECKING, Any
 
-from rl_core.plugins.user_code import FromFile
+from rl_core.user_code import FromFile
 
 if TYPE_CHECKING:
     from rl_core.config import Config, Problem
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from rl_core.model import ModelSpec
     from rl_core.model_config import ModelConfig
     from rl_core.model_size import RankMemory
-    from rl_core.selfcheck.cases import MeshCase
 
 SectionNames = Callable[[str], tuple[str, ...]]
 """From the dotted key of a section of a config to the names of those within it; none if there is no such section."""
@@ -107,6 +106,33 @@ class Preload:
 
 
 @dataclass(frozen=True)
+class MeshCase:
+    """One way to train a model: a mesh, the layout of rows on it, and the weights that train.
+
+    Args:
+        mesh: Its name, `tp2 x pp2`.
+        num_ranks: Its ranks.
+        settings: Settings of the backend's config.
+        is_packed: True if rows are packed, rather than padded.
+        has_adapters: True if adapters train, rather than all weights.
+    """
+
+    mesh: str
+    num_ranks: int
+    settings: Mapping[str, Any]
+    is_packed: bool
+    has_adapters: bool
+
+    @property
+    def layout(self) -> str:
+        """`packed, full`, or the like."""
+        return f"{'packed' if self.is_packed else 'padded'}, {'adapters' if self.has_adapters else 'full'}"
+
+    def __str__(self) -> str:
+        return f"{self.mesh}, {self.layout}"
+
+
+@dataclass(frozen=True)
 class BackendPlugin:
     """Declaration of a training backend or a generation engine, without heavy imports.
 
@@ -129,7 +155,7 @@ class BackendPlugin:
         preflight: `"package.module:function"`, called in the worker's environment before Ray starts, with that section
             as plain data; returns problems as text that begins with a key of the section.
         selfcheck: `"package.module:function"` of a training backend, called in the worker's environment with a model's
-            folder or hub name, and with None or the one `rl_core.selfcheck.cases.MeshCase` to check; yields a
+            folder or hub name, and with None or the one `rl_core.plugins.MeshCase` to check; yields a
             `FamilyCase` for each mesh, layout of rows and kind of training on a tiny model of its family, on CPU, and
             raises `ConfigError` if there is no such family.
         mesh_case: Function from the section of a model to the case that its mesh comes down to at a small size.

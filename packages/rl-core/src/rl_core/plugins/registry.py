@@ -15,10 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import ConfigError, PluginError
-from rl_core.exports import public_alternatives
-from rl_core.plugins.algorithm import Algorithm
 from rl_core.plugins.declarations import ALGORITHMS, KINDS, TYPES, AlgorithmPlugin, DatasetPlugin
-from rl_core.plugins.user_code import FromFile, beside, is_in_file, load_module
+from rl_core.user_code import FromFile, beside, is_in_file, resolve
 
 _log = logging.getLogger(__name__)
 
@@ -158,56 +156,8 @@ def _algorithm_in_file(name: str) -> AlgorithmPlugin:
     return replace(found, implementation=beside(found.implementation, folder))
 
 
-def implementation_of(algorithm: AlgorithmPlugin) -> Algorithm[Any, Any, Any]:
-    """Import and make what an algorithm's plugin names.
-
-    Raises:
-        ConfigError: If there is no such class, or it is not an `Algorithm`.
-    """
-    try:
-        found = resolve(algorithm.implementation)
-    except ValueError as error:
-        raise ConfigError(f"algorithm: implementation of {algorithm.name}: {error}") from None
-    if not isinstance(found, type) or not issubclass(found, Algorithm):
-        raise ConfigError(
-            f"algorithm: implementation of {algorithm.name}: {algorithm.implementation} must be a subclass of "
-            "rl_core.Algorithm"
-        )
-    made: Algorithm[Any, Any, Any] = found()
-    return made
-
-
 def plugin_packages() -> list[str]:
     """Top-level packages that offer plugins, sorted; imports none of them."""
     return sorted(
         {entry.value.partition(":")[0].partition(".")[0] for group in KINDS for entry in entry_points(group=group)}
     )
-
-
-def resolve(path: str) -> Any:
-    """Return the object at `"package.module:Name"`, or at `"file.py:Name"` in a user's file.
-
-    Raises:
-        ValueError: If the text is not of that form, the module has no such name, or the file cannot be read or run.
-        ModuleNotFoundError: If the module, or something it imports, is not installed.
-    """
-    module, _, attribute = path.rpartition(":")
-    if not module or not attribute:
-        raise ValueError(f"expected 'package.module:Name' or 'file.py:Name', got {path!r}")
-    try:
-        target: Any = load_module(module)
-    except ModuleNotFoundError as error:
-        if hint := _public_instead(module, attribute):
-            raise ModuleNotFoundError(f"{error}{hint}", name=error.name) from error
-        raise
-    try:
-        for part in attribute.split("."):
-            target = getattr(target, part)
-    except AttributeError:
-        raise ValueError(f"{module!r} has no {attribute!r}{_public_instead(module, attribute)}") from None
-    return target
-
-
-def _public_instead(module: str, attribute: str) -> str:
-    alternatives = public_alternatives(module, attribute.partition(".")[0])
-    return f"; use {' or '.join(alternatives)}" if alternatives else ""

@@ -4,36 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 Verdict = Literal["exact", "off", "refused"]
-
-
-@dataclass(frozen=True)
-class MeshCase:
-    """One way to train a model: a mesh, the layout of rows on it, and the weights that train.
-
-    Args:
-        mesh: Its name, `tp2 x pp2`.
-        num_ranks: Its ranks.
-        settings: Settings of the backend's config.
-        is_packed: True if rows are packed, rather than padded.
-        has_adapters: True if adapters train, rather than all weights.
-    """
-
-    mesh: str
-    num_ranks: int
-    settings: Mapping[str, Any]
-    is_packed: bool
-    has_adapters: bool
-
-    @property
-    def layout(self) -> str:
-        """`packed, full`, or the like."""
-        return f"{'packed' if self.is_packed else 'padded'}, {'adapters' if self.has_adapters else 'full'}"
-
-    def __str__(self) -> str:
-        return f"{self.mesh}, {self.layout}"
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,10 @@ from rl_algos.data.hub_datasets import DATASETS as ON_HUB
 from rl_algos.data.hub_datasets import PREFERENCES
 from rl_algos.data.pass_rates import pass_rates, reason_to_leave_out
 from rl_algos.data.preview import Refusal, RowReader, Text
+from rl_core.algorithm import Algorithm, implementation_of
 from rl_core.config import assemble, did_you_mean, load, resolve
 from rl_core.errors import ConfigError, DataError
-from rl_core.plugins import ALGORITHMS, DATASETS, Algorithm, algorithm_named, implementation_of, names
+from rl_core.plugins import ALGORITHMS, DATASETS, algorithm_named, names
 from rl_launch.commands.explain import names_config
 from rl_launch.model_files.local_models import MADE_HERE, TINY, untrained_model
 from rl_launch.recipes import recipe_names

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import ConfigError, RLError
-from rl_core.plugins import BackendPlugin
-from rl_core.selfcheck.cases import FamilyCase, MeshCase
+from rl_core.plugins import BackendPlugin, MeshCase
+from rl_core.selfcheck.cases import FamilyCase
 from rl_launch.doctor.family import cases, described
 from rl_launch.doctor.family_table import FamilyTable, kind_of
 from rl_launch.model_files.model_folder import hf_config_fields

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from rl_algos.data.config import DataConfig
+from rl_core.algorithm import AlgorithmEvaluation
 from rl_core.config import locale_problem, option
 from rl_core.devices import Device
 from rl_core.environments.trial import Trial
 from rl_core.errors import ConfigError, ConfigProblems, DataChanged, RunDirectoryError
-from rl_core.plugins import AlgorithmEvaluation, RolloutNeeds
+from rl_core.plugins import RolloutNeeds
 from rl_launch.cluster.device import check_devices
 from rl_launch.cluster.ray_address import check_ray_address
 from rl_launch.commands.family_proof import prove_family
@@ -52,7 +53,7 @@ from rl_launch.session.directory.writable import check_writable
 from rl_launch.session.tracking.trackers import check_mlflow_store
 from rl_launch.session.tracking.writers import check_writers
 from rl_launch.worker_envs import availability_of, check_home
-from rl_launch.worker_envs.driver_envs import DriverEnvs
+from rl_launch.worker_envs.provision import DriverEnvs
 
 
 @dataclass

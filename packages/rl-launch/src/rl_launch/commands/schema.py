@@ -11,7 +11,7 @@ from rl_core.config import Config, JsonSchema, load
 from rl_core.config.json_schema import DIALECT, required
 from rl_core.errors import ConfigError
 from rl_core.plugins import ALGORITHMS, DATASETS, plugin, plugins
-from rl_core.plugins.user_code import is_in_file
+from rl_core.user_code import is_in_file
 from rl_launch.commands.catalog import tasks_of
 from rl_launch.commands.explain import names_config
 from rl_launch.run_config.reading import read_raw

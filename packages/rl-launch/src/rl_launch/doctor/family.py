@@ -14,8 +14,8 @@ from typing import Any
 from rl_algos import hub
 from rl_algos.requirement import LOSSES
 from rl_core.errors import ConfigError, RLError
-from rl_core.plugins import POLICIES, BackendPlugin, plugin
-from rl_core.selfcheck.cases import FamilyCase, MeshCase
+from rl_core.plugins import POLICIES, BackendPlugin, MeshCase, plugin
+from rl_core.selfcheck.cases import FamilyCase
 from rl_launch.model_files.model_folder import MODEL_FILES, folder_problems
 from rl_launch.model_files.run_models import model_of_run
 from rl_launch.worker_envs import provision, worker_env
@@ -29,7 +29,7 @@ import json, sys
 from dataclasses import asdict
 from rl_core.errors import ConfigError
 from rl_core.plugins import resolve
-from rl_core.selfcheck.cases import MeshCase
+from rl_core.plugins import MeshCase
 try:
     only = json.loads(sys.argv[3])
     for case in resolve(sys.argv[1])(sys.argv[2], MeshCase(**only) if only else None):

@@ -9,8 +9,8 @@ from importlib.resources import files
 from typing import Any
 
 from rl_core.config import Config
-from rl_core.plugins import BackendPlugin
-from rl_core.selfcheck.cases import FamilyCase, MeshCase
+from rl_core.plugins import BackendPlugin, MeshCase
+from rl_core.selfcheck.cases import FamilyCase
 
 NO_KIND = frozenset(
     {"_name_or_path", "architectures", "dtype", "model_type", "torch_dtype", "transformers_version", "use_cache"}

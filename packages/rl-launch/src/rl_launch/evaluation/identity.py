@@ -13,8 +13,8 @@ from rl_algos.rollouts.driver.evaluation_plan import EvaluationPlan
 from rl_core.config import as_written
 from rl_core.environments.instance import instance_of
 from rl_core.environments.rewards import RewardSum
-from rl_core.plugins.user_code import FromFile
 from rl_core.rollouts.rollout import Prompt
+from rl_core.user_code import FromFile
 from rl_launch.root_config import RunConfig
 
 _WEIGHTS = ("*.safetensors", "*.json")

@@ -7,17 +7,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, cast
 
+from rl_core.algorithm import Algorithm, implementation_of
 from rl_core.config import Config, Origin, RawConfig, Resolved
 from rl_core.devices import Device
-from rl_core.plugins import (
-    GENERATORS,
-    POLICIES,
-    Algorithm,
-    AlgorithmPlugin,
-    algorithm_named,
-    implementation_of,
-    plugins,
-)
+from rl_core.plugins import GENERATORS, POLICIES, AlgorithmPlugin, algorithm_named, plugins
 from rl_launch.backends import SINGLE_MODEL, Backends, backends_of, model_keys
 from rl_launch.cluster.device import resolve_device
 from rl_launch.root_config import POLICY, RunConfig, section_of

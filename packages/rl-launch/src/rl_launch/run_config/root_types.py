@@ -33,7 +33,7 @@ from rl_core.plugins import (
     names,
     plugins,
 )
-from rl_core.plugins.user_code import is_in_file
+from rl_core.user_code import is_in_file
 from rl_launch.root_config import POLICY, ClusterConfig, EnvironmentsConfig, RootConfig
 from rl_launch.session.config import CheckpointingConfig, LoggerConfig, ProfilingConfig
 

@@ -9,12 +9,12 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rl_core.algorithm import AlgorithmEvaluation
 from rl_core.devices import CPU
 from rl_core.environments.instance import instance_of
 from rl_core.environments.trial import Trial, Verdict, try_out
 from rl_core.errors import ConfigError, WorkerEnvironmentError
-from rl_core.plugins import AlgorithmEvaluation
-from rl_core.plugins.user_code import FromFile
+from rl_core.user_code import FromFile
 from rl_launch.run_config.plan import RunPlan
 from rl_launch.runtime.role_envs import environment_role
 from rl_launch.worker_envs.driver import missing

@@ -10,7 +10,7 @@ from typing import Any
 
 from rl_core.config import did_you_mean
 from rl_core.plugins import resolve
-from rl_core.plugins.user_code import FromFile, is_in_file
+from rl_core.user_code import FromFile, is_in_file
 
 DEFAULT_PROGRAM = "multi_turn"
 

@@ -25,7 +25,6 @@ from rl_core.errors import GeneratorError, RequestRefused
 from rl_core.images import image_digests
 from rl_core.model_config import TokenizerConfig, VisionConfig
 from rl_core.plugins import resolve
-from rl_core.plugins.user_code import FromFile
 from rl_core.profiling import ProfileOrder, ProfileReport
 from rl_core.rollouts.delivery import Delivery, Taken, score_canary, take_over
 from rl_core.rollouts.generation import Generator
@@ -34,6 +33,7 @@ from rl_core.rollouts.pool import RolloutTask, RolloutTurns
 from rl_core.rollouts.program import OfferingProgram, PreparedProgram, RolloutProgram
 from rl_core.rollouts.record import write_records
 from rl_core.rollouts.rollout import Prompt, Rollout, has_images, has_routing
+from rl_core.user_code import FromFile
 from rl_core.weights import Manifest
 
 _log = logging.getLogger(__name__)

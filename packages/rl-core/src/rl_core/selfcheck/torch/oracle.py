@@ -15,10 +15,10 @@ from rl_core.data.batch import TOKENS, Batch
 from rl_core.model import Loss, Read, Role, read_columns
 from rl_core.model_config import OptimizerConfig
 from rl_core.plugins import resolve
-from rl_core.plugins.user_code import implementation_name
 from rl_core.token_filter import TokenFilter
 from rl_core.torch.loss import Rows
 from rl_core.torch.rows import to_rows
+from rl_core.user_code import implementation_name
 
 
 class Oracle:

@@ -24,7 +24,8 @@ from rl_core.data.ragged import Ragged
 from rl_core.errors import WorkerDied, WorkerError
 from rl_core.model import ModelSpec
 from rl_core.model_config import LoraConfig, ModelConfig, OptimizerConfig, SequencePackingConfig
-from rl_core.selfcheck.cases import FamilyCase, MeshCase
+from rl_core.plugins import MeshCase
+from rl_core.selfcheck.cases import FamilyCase
 from rl_core.selfcheck.losses import TokenLoss
 from rl_core.selfcheck.pooled_model import PooledModel
 from rl_core.selfcheck.rank_pool import RankPool

@@ -15,8 +15,8 @@ from rl_core.images import IMAGES
 from rl_core.metrics import Metric, Reduction
 from rl_core.model import UNDIVIDED, Loss, read_columns
 from rl_core.plugins import resolve
-from rl_core.plugins.user_code import implementation_name
 from rl_core.torch.loss import LossSums, MetricSum, Rows
+from rl_core.user_code import implementation_name
 
 Compute = Callable[[Loss, Mapping[str, Tensor], Rows], LossSums]
 """A loss implementation: the loss, the columns of its reads, and the rows with the loss's columns."""

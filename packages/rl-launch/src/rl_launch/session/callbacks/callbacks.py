@@ -12,7 +12,7 @@ from typing import Any
 
 from rl_core.callback import CallbackRun, RunEnd
 from rl_core.errors import CallbackFailed
-from rl_core.plugins.user_code import limited, raised_at
+from rl_core.user_code import limited, raised_at
 from rl_launch.session.callbacks.callback_classes import MadeCallback
 
 _logger = logging.getLogger(__name__)

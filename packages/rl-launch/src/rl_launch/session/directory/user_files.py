@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.config import Config, plain
-from rl_core.plugins.user_code import SourceFile, is_in_file
+from rl_core.user_code import SourceFile, is_in_file
 
 FOLDER = "code"
 """In a run directory."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.config import Config, tree_to_yaml
-from rl_core.plugins.user_code import is_in_file
+from rl_core.user_code import is_in_file
 from rl_launch.session.directory.user_files import copies_of
 
 FILE_NAME = "recipe.yaml"

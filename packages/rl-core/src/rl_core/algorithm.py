@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
-if TYPE_CHECKING:
-    from rl_core.config import Problem
-    from rl_core.environments.trial import Attempt
-    from rl_core.plugins.declarations import RolloutNeeds
-    from rl_core.run import Components, Run
+from rl_core.environments.trial import Attempt
+from rl_core.errors import ConfigError
+from rl_core.plugins import AlgorithmPlugin, RolloutNeeds
+from rl_core.problems import Problem
+from rl_core.run import Components, Run
+from rl_core.user_code import resolve
 
 C = TypeVar("C")
 """The resolved config."""
@@ -110,3 +111,22 @@ class Algorithm(Generic[C, L, P]):
         """Return the `rl_algos.data.preview.RowReader` by which `rl data show` reads single rows as `load` and
         `prepare` do. Rows of an algorithm that does not define it cannot be shown."""
         raise NotImplementedError(f"{type(self).__name__} must define row_reader to have its rows shown")
+
+
+def implementation_of(algorithm: AlgorithmPlugin) -> Algorithm[Any, Any, Any]:
+    """Import and make what an algorithm's plugin names.
+
+    Raises:
+        ConfigError: If there is no such class, or it is not an `Algorithm`.
+    """
+    try:
+        found = resolve(algorithm.implementation)
+    except ValueError as error:
+        raise ConfigError(f"algorithm: implementation of {algorithm.name}: {error}") from None
+    if not isinstance(found, type) or not issubclass(found, Algorithm):
+        raise ConfigError(
+            f"algorithm: implementation of {algorithm.name}: {algorithm.implementation} must be a subclass of "
+            "rl_core.Algorithm"
+        )
+    made: Algorithm[Any, Any, Any] = found()
+    return made

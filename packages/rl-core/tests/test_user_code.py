@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from rl_core.plugins import resolve
-from rl_core.plugins.user_code import FromFile, SourceFile, beside, implementation_name, place_of
+from rl_core.user_code import FromFile, SourceFile, beside, implementation_name, place_of
 
 LOSS = """
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ def test_an_instance_of_a_file_is_the_same_in_a_process_that_has_no_such_file(wr
     path.unlink()
     script = (
         "import pickle, sys; from rl_core.plugins import resolve\n"
-        "from rl_core.plugins.user_code import implementation_name\n"
+        "from rl_core.user_code import implementation_name\n"
         "loss = pickle.load(open(sys.argv[1], 'rb'))\n"
         "print(loss.weight, resolve(implementation_name(loss, loss.implementation))(loss, 7.0))\n"
     )

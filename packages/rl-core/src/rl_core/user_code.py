@@ -29,9 +29,9 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
-from rl_core.exports import has_public_names
+from rl_core.exports import has_public_names, public_alternatives
 
-_PACKAGE = str(Path(__file__).parents[1])
+_PACKAGE = str(Path(__file__).parent)
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 _NAMED = re.compile(r"(?P<file>\S[^:]*\.py):(?P<name>[A-Za-z_][\w.]*)")
 
@@ -233,6 +233,35 @@ def load_module(name: str) -> ModuleType:
         ModuleNotFoundError: If the module, or something it imports, is not installed.
     """
     return SourceFile.read(name).load() if name.endswith(".py") else importlib.import_module(name)
+
+
+def resolve(path: str) -> Any:
+    """Return the object at `"package.module:Name"`, or at `"file.py:Name"` in a user's file.
+
+    Raises:
+        ValueError: If the text is not of that form, the module has no such name, or the file cannot be read or run.
+        ModuleNotFoundError: If the module, or something it imports, is not installed.
+    """
+    module, _, attribute = path.rpartition(":")
+    if not module or not attribute:
+        raise ValueError(f"expected 'package.module:Name' or 'file.py:Name', got {path!r}")
+    try:
+        target: Any = load_module(module)
+    except ModuleNotFoundError as error:
+        if hint := _public_instead(module, attribute):
+            raise ModuleNotFoundError(f"{error}{hint}", name=error.name) from error
+        raise
+    try:
+        for part in attribute.split("."):
+            target = getattr(target, part)
+    except AttributeError:
+        raise ValueError(f"{module!r} has no {attribute!r}{_public_instead(module, attribute)}") from None
+    return target
+
+
+def _public_instead(module: str, attribute: str) -> str:
+    alternatives = public_alternatives(module, attribute.partition(".")[0])
+    return f"; use {' or '.join(alternatives)}" if alternatives else ""
 
 
 def implementation_name(owner: Any, path: str) -> str:
