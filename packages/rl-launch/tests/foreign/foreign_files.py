@@ -102,21 +102,6 @@ TRL_GRPO = {
     "log_completions": True,
 }
 
-VERL = """
-MODEL=Qwen/Qwen3-8B
-python3 -m verl.trainer.main_ppo \\
-    algorithm.adv_estimator=grpo \\
-    data.train_files=/data/train.parquet data.val_files=/data/test.parquet \\
-    data.train_batch_size=64 data.max_prompt_length=256 data.max_response_length=512 \\
-    actor_rollout_ref.model.path=$MODEL \\
-    actor_rollout_ref.model.use_remove_padding=True \\
-    actor_rollout_ref.actor.ppo_mini_batch_size=16 \\
-    actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.002 \\
-    actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean \\
-    actor_rollout_ref.rollout.n=5 actor_rollout_ref.rollout.name=vllm \\
-    trainer.logger='["console","wandb"]' trainer.test_freq=5 trainer.save_freq=-1 trainer.total_training_steps=40
-"""
-
 
 def changed(base, **values):
     """A copy of nested values with others at dotted keys, whose dots are written `__`."""

@@ -41,11 +41,15 @@ FILES = {
     "NUL": (".yaml", "a: 1\nb: \0", ".yaml:2: not valid YAML: special characters are not allowed"),
     "surrogate": (".yaml", 'a: 1\nb: "\\ud800"', f".yaml:2: a string has {HALF}"),
     "latin-1": (".yaml", b"a: \xe9", "not a text file in UTF-8"),
-    "interpolations": (".yaml", doubled(60, "a{0}: ${{a{1}}}${{a{1}}}", "a0: x"), "leads to too many interpolations"),
-    "a chain": (".yaml", doubled(2000, "a{0}: ${{a{1}}}", "a0: x"), "leads to too many interpolations"),
+    "interpolations": (
+        ".yaml",
+        doubled(60, "a{0}: ${{a{1}}}${{a{1}}}", "a0: x"),
+        "leads to more than 1,000 inter",
+    ),
+    "a chain": (".yaml", doubled(2000, "a{0}: ${{a{1}}}", "a0: x"), COSTLY),
     "an interpolation in itself": (".yaml", "a: " + "${add:" * 3000 + "1" + "}" * 3000, "too many interpolations"),
-    "a product of a string": (".yaml", "a: ${mul:99999999999,xx}", "cannot be computed from 99999999999, 'xx'"),
-    "powers": (".yaml", doubled(40, "a{0}: ${{mul:${{a{1}}},${{a{1}}}}}", "a0: 9999999"), "cannot be computed from"),
+    "a product of a string": (".yaml", "a: ${mul:99999999999,xx}", "only numbers can be computed with"),
+    "powers": (".yaml", doubled(40, "a{0}: ${{mul:${{a{1}}},${{a{1}}}}}", "a0: 9999999"), "cannot be resolved"),
     "JSON depth": (".json", '{"a":' * 5000 + "1" + "}" * 5000, DEEP),
     "JSON digits": (".json", f'{{"a": {NINES}}}', LONG),
     "JSON surrogate": (".json", '{"a": "\\ud800"}', f"a: a string has {HALF}"),
@@ -70,8 +74,6 @@ FILES = {
     ),
     "variables that double": (".sh", "A=xx\n" + "A=$A$A\n" * 40 + "python m a.b=$A", "hold more than 524,288 bytes"),
     "a large shell script": (".sh", "python m a.b=" + "x" * 600_000, LARGE),
-    "a deep key": (".sh", f"python m {'.'.join('a' * 5000)}=1", DEEP),
-    "a key below a value": (".sh", "python m a.b=1 a.b.c=2", "a.b.c is below b, which has a value"),
 }
 """Suffix, content and a part of the message, by name."""
 
@@ -81,7 +83,7 @@ def test_a_hostile_file_is_refused_in_one_message(tmp_path, suffix, content, say
     path = tmp_path / f"theirs{suffix}"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ConfigError) as refused:
-        import_config(path, "verl" if suffix == ".sh" else "trl", algorithm="" if suffix == ".py" else "grpo")
+        import_config(path, "trl", algorithm="" if suffix == ".py" else "grpo")
     assert says in str(refused.value)
     assert str(path) in str(refused.value)
     assert len(str(refused.value).splitlines()[0]) < 500

@@ -208,10 +208,10 @@ def test_fusions_that_are_turned_off_stay_off(tmp_path):
 
 
 def test_other_fields_of_megatron_are_passed_on_or_refused_by_name(tmp_path):
-    found = imported(tmp_path, **megatron(cp_comm_type="p2p", context_parallel_size=2, kv_channels=64))
+    found = imported(tmp_path, **megatron(cp_comm_type="p2p", context_parallel_size=2, moe_z_loss_coeff=0.1))
     assert found.recipe["policy"]["megatron_cfg"]["megatron_kwargs"]["cp_comm_type"] == "p2p"
     (feature,) = found.features
-    assert "kv_channels: cannot be set here: it follows from the model" in feature
+    assert "moe_z_loss_coeff: cannot be set here: padding would count in this loss" in feature
 
 
 def test_a_setting_that_sampling_may_not_have_is_refused_rather_than_dropped(tmp_path):

@@ -58,8 +58,7 @@ def explain(
         ),
     ] = None,
     searches: Annotated[
-        bool,
-        typer.Option("--search", "-s", help="Search for keys with all these words in their name or description."),
+        bool, typer.Option("--search", "-s", help="Search for keys with all these words in their name or description.")
     ] = False,
 ) -> None:
     """Explain a key: its meaning, allowed values and default. With a recipe, also its value and where it was set.
@@ -121,7 +120,7 @@ def import_foreign(
     file: Annotated[
         Path, typer.Argument(metavar="FILE", help="The config: YAML, JSON, a shell script, or a Python script of TRL.")
     ],
-    system: Annotated[str, typer.Option("--from", metavar="SYSTEM", help="nemo-rl, trl or verl.")],
+    system: Annotated[str, typer.Option("--from", metavar="SYSTEM", help="nemo-rl or trl.")],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the recipe to this file.")
     ] = None,
@@ -180,8 +179,7 @@ def schema(
     recipe: Annotated[
         str | None,
         typer.Argument(
-            metavar="[RECIPE|FILE.yaml|ALGORITHM]",
-            help="The algorithm, or a recipe with it (default: all algorithms).",
+            metavar="[RECIPE|FILE.yaml|ALGORITHM]", help="The algorithm, or a recipe with it (default: all algorithms)."
         ),
     ] = None,
     output: Annotated[

@@ -26,10 +26,9 @@ from rl_core.config.tree import KeyPath, leaves, mapped, parse_path
 from rl_core.errors import ConfigError, ConfigProblems
 from rl_core.plugins import algorithm_named
 from rl_core.problems import show
-from rl_launch.foreign import nemo_rl, trl, verl
-from rl_launch.foreign.interpolation import interpolated
+from rl_launch.foreign import nemo_rl, trl
 from rl_launch.foreign.lines import Line
-from rl_launch.foreign.source import read, read_overrides
+from rl_launch.foreign.source import interpolated, read
 from rl_launch.foreign.translation import Answer, Translation
 from rl_launch.foreign.trl.command import read_command
 from rl_launch.foreign.trl.script import read_script
@@ -89,7 +88,7 @@ def import_config(path: Path, system: str, *, algorithm: str = "", gpus: int | N
 
     Args:
         path: The file. Files that it inherits from are next to it.
-        system: `nemo-rl`, `trl` or `verl`.
+        system: `nemo-rl` or `trl`.
         algorithm: Name of the algorithm, if the file does not contain it.
         gpus: Number of GPUs, if the file does not contain it.
 
@@ -197,18 +196,9 @@ def _of_trl(path: Path, algorithm: str, gpus: int | None) -> Translation:
     return config
 
 
-def _of_verl(path: Path, algorithm: str, gpus: int | None) -> Translation:
-    values = interpolated(read_overrides(path, verl.BASES), str(path))
-    config = _started(values, "verl", algorithm or verl.algorithm_of(values), path)
-    with _well_typed(config, path):
-        verl.translate(config, path.parent)
-    return config
-
-
 _TRANSLATORS: Mapping[str, Callable[[Path, str, int | None], Translation]] = {
     "nemo-rl": _of_nemo_rl,
     "trl": _of_trl,
-    "verl": _of_verl,
 }
 """Functions that translate a file, by system. They take the algorithm and the number of GPUs in case the file does not
 contain them."""

@@ -1,24 +1,48 @@
-"""Files of other systems as nested plain values, with the place of each."""
+"""Files of other systems as nested plain values, with their interpolations computed."""
 
 from __future__ import annotations
 
 import json
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from rl_core.config.tree import MAX_DEPTH, TOO_DEEP, BoundedLoader, bounded, parsed, read_text, reason
+from rl_core.config.load import interpolate
+from rl_core.config.tree import (
+    MAX_DEPTH,
+    MAX_DIGITS,
+    TOO_DEEP,
+    BoundedLoader,
+    bounded,
+    format_path,
+    leaves,
+    mapped,
+    parsed,
+    read_text,
+    reason,
+)
 from rl_core.errors import ConfigError
-from rl_launch.foreign.scalars import FLOAT, scalar
-from rl_launch.foreign.shell import read_commands
 
 REPLACES = "_override_"
 """A key that has a section of NeMo RL replace the inherited one in place of merging with it."""
-_KEY = re.compile(r"[A-Za-z_]\w*(\.\w+)+")
+
+_ARITHMETIC: Mapping[str, Callable[..., Any]] = {
+    "add": lambda *values: sum(values),
+    "sub": lambda left, right: left - right,
+    "mul": lambda left, right: left * right,
+    "div": lambda left, right: left / right if left % right else left // right,
+    "max": max,
+    "min": min,
+}
+"""Resolvers that other systems register with OmegaConf, in addition to `eval`."""
+_PREFIX = "imported."
+"""Resolvers are registered under this prefix, because OmegaConf has one set of them for the whole process."""
+_REGISTERED = re.compile(r"\$\{(?=(?:oc\.env|eval|" + "|".join(_ARITHMETIC) + "):)")
 
 
 class _Loader(BoundedLoader):
@@ -30,89 +54,86 @@ class _Loader(BoundedLoader):
     }
 
 
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(f"^{FLOAT.pattern}$"), list("-+.0123456789"))
+_FLOAT = re.compile(r"^[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?$")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
 
 
-def read(path: Path, bases: Mapping[str, dict[str, Any]] | None = None) -> dict[str, Any]:
-    """The values of a YAML, JSON or TOML file, over those of the files that its `defaults` name.
+def read(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """Return the values of a YAML, JSON or TOML file, over those of the files that its `defaults` name.
 
     Args:
         path: The file.
-        bases: Values of files that the system brings along, by name, if they are not beside the file.
+        chain: Files whose `defaults` lead to it.
 
     Raises:
         ConfigError: If a file does not exist or cannot be read, or `defaults` form a circle.
     """
-    return _merged(path, (), bases or {})
-
-
-def read_overrides(path: Path, bases: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """The values of a YAML file, or the `key=value` words of a shell script, as Hydra takes them.
-
-    Args:
-        path: The file.
-        bases: As `read` takes them.
-
-    Raises:
-        ConfigError: If the file cannot be read, or has no such words.
-    """
-    if path.suffix in (".yaml", ".yml", ".json"):
-        return read(path, bases)
-    found: dict[str, Any] = {}
-    for word in (word for command in read_commands(path) for word in command.words):
-        key, equals, value = word.lstrip("+").partition("=")
-        if equals and _KEY.fullmatch(key):
-            *sections, last = key.split(".")
-            at = found
-            for name in sections:
-                at = at.setdefault(name, {})
-                if not isinstance(at, dict):
-                    raise ConfigError(f"{path}: {key} is below {name}, which has a value. Remove one of them")
-            at[last] = _value(value)
-    if not found:
-        raise ConfigError(f"{path}: the file contains no `section.key=value` arguments")
-    checked: dict[str, Any] = bounded(found, str(path))
-    return checked
-
-
-def _value(text: str) -> Any:
-    """The value of a Hydra override: a list in brackets, or a scalar."""
-    if text[:1] == "[" and text[-1:] == "]":
-        return [scalar(each.strip().strip("'\"")) for each in text[1:-1].split(",") if each.strip()]
-    return scalar(text.strip("'\""))
-
-
-def _merged(path: Path, chain: tuple[Path, ...], bases: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     if path.resolve() in chain or len(chain) == MAX_DEPTH:
         raise ConfigError(f"{path}: circular `defaults`, or a chain of more than {MAX_DEPTH}. Remove one of them")
     own = _values(path)
-    parents = own.pop("defaults", None)
+    named = own.pop("defaults", None)
     merged: dict[str, Any] = {}
-    for parent in _parents(path, parents):
+    for parent in named if isinstance(named, list) else [] if named is None else [named]:
+        if not isinstance(parent, str):
+            raise ConfigError(
+                f"{path}: `defaults` names groups of Hydra ({parent}), whose values are not in the file; import the "
+                "whole config, as the script prints it with `--cfg job`"
+            )
+        if parent == "_self_":  # the file itself always comes last here
+            continue
         file = path.parent / parent
         file = file if file.suffix else file.with_suffix(".yaml")
-        if not file.is_file() and parent in bases:
-            merged = _over(merged, bases[parent])
-            continue
         if not file.is_file():
             raise ConfigError(
                 f"{path}: inherits from {parent}, and there is no file {file}; put that file there, or import a file "
                 "that inherits from none"
             )
-        merged = _over(merged, _merged(file, (*chain, path.resolve()), bases))
-    return _without_marks(_over(merged, own))
+        merged = _over(merged, read(file, (*chain, path.resolve())))
+    found: dict[str, Any] = _without_marks(_over(merged, own))
+    return found
 
 
-def _parents(path: Path, named: Any) -> list[str]:
-    """File names in `defaults`; `_self_` is the file itself, which always comes last here."""
-    several = named if isinstance(named, list) else [] if named is None else [named]
-    groups = [each for each in several if not isinstance(each, str)]
-    if groups:
-        raise ConfigError(
-            f"{path}: `defaults` names groups of Hydra ({groups[0]}), whose values are not in the file; import the "
-            "whole config, as the script prints it with `--cfg job`"
-        )
-    return [each for each in several if each != "_self_"]
+def interpolated(values: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return the values with every interpolation computed by OmegaConf. Interpolations of environment variables are
+    kept, because they belong to the machine and not to the recipe.
+
+    Args:
+        values: Nested plain values.
+        name: Name of the file, for messages.
+
+    Raises:
+        ConfigError: If interpolations cannot be computed; lists all of them.
+    """
+    _register()
+    prefix = f"${{{_PREFIX}"
+    tree = mapped(values, lambda _, value: _REGISTERED.sub(prefix, value) if isinstance(value, str) else value)
+    # OmegaConf's parser calls itself for each level of a string
+    deep = [path for path, value in leaves(tree).items() if isinstance(value, str) and value.count("${") > MAX_DEPTH]
+    if deep:
+        raise ConfigError(f"{name}: {format_path(deep[0])}: has too many interpolations. Write the value instead")
+    found, problems = interpolate(tree, tree)
+    if problems:
+        lines = [f"{name}: {format_path(path)}: {text}" for path, text in problems.items()]
+        raise ConfigError("\n".join(lines).replace(prefix, "${"))
+    return found
+
+
+@cache
+def _register() -> None:
+    from omegaconf import OmegaConf  # its grammar takes 60 ms to import
+
+    def arithmetic(compute: Callable[..., Any], *values: Any) -> Any:
+        if not all(isinstance(value, int | float) for value in values):
+            raise TypeError("only numbers can be computed with. Write the value instead")
+        result = compute(*values)
+        if isinstance(result, int) and abs(result) >= 10**MAX_DIGITS:
+            raise OverflowError("the result has too many digits. Write the value instead")
+        return result
+
+    for name, compute in _ARITHMETIC.items():
+        OmegaConf.register_resolver(_PREFIX + name, partial(arithmetic, compute))
+    OmegaConf.register_resolver(f"{_PREFIX}eval", lambda value: value)
+    OmegaConf.register_resolver(f"{_PREFIX}oc.env", lambda *words: f"${{oc.env:{','.join(map(str, words))}}}")
 
 
 def _over(below: Any, above: Any) -> Any:

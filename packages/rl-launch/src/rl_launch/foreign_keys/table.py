@@ -19,7 +19,10 @@ SYSTEMS = {
     "openrlhf": "OpenRLHF",
     "prime-rl": "prime-rl",
 }
-"""Systems with a table, by their name for `--from`."""
+"""Systems with a table of keys, by the name that commands take."""
+
+IMPORTED = ("nemo-rl", "trl")
+"""Systems whose whole files `rl config import --from` converts."""
 
 ALGORITHM = "{algorithm}"
 """Placeholder for the section of the algorithm in a key of this project."""

@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rl_core.config.tree import is_too_long, natural, read_scalar
 from rl_core.errors import ConfigError
 from rl_launch.foreign.lines import Fate, Line
-from rl_launch.foreign.scalars import scalar
 from rl_launch.foreign.shell import Command, read_commands
 from rl_launch.foreign.source import read
 from rl_launch.foreign.trl.calls import OTHERS
@@ -128,13 +128,19 @@ def read_flags(words: Iterable[str]) -> dict[str, Any]:
         if word.startswith("--") and len(word) > 2:
             name, equals, value = word[2:].partition("=")
             name = name.replace("-", "_")
-            found[name] = scalar(value) if equals else True
+            found[name] = _scalar(value) if equals else True
             name = None if equals else name
         elif name is not None:
             earlier = found[name]
             several = earlier if isinstance(earlier, list) else [earlier]
-            found[name] = scalar(word) if earlier is True else [*several, scalar(word)]
+            found[name] = _scalar(word) if earlier is True else [*several, _scalar(word)]
     return found
+
+
+def _scalar(word: str) -> Any:
+    if word.lower() == "none":
+        return None
+    return word if not word or is_too_long(word) else natural(read_scalar(word))
 
 
 def _accounted(command: Command) -> Line:

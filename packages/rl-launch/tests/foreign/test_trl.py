@@ -1,14 +1,13 @@
-"""Configs of TRL and verl become recipes that this project's own checks accept."""
+"""Configs of TRL become recipes that this project's own checks accept."""
 
 import json
 from operator import attrgetter
 
 import pytest
-from foreign_files import TRL_GRPO, VERL, written
+from foreign_files import TRL_GRPO, written
 
 from rl_core.errors import ConfigError
 from rl_launch.foreign.importing import import_config
-from rl_launch.foreign_keys.table import Kind
 from rl_launch.run_config.reading import read_plan
 
 
@@ -230,56 +229,9 @@ def test_passes_over_the_same_rollouts(tmp_path):
     assert (once.grpo.num_iterations, twice.grpo.num_iterations) == (1, 2)
     # TRL counts optimizer steps
     assert twice.grpo.max_num_steps == once.grpo.max_num_steps // 2
-    size = "actor_rollout_ref.actor.ppo_mini_batch_size=16"
-    verl = VERL.replace(size, f"{size} actor_rollout_ref.actor.ppo_epochs=3")
-    assert config_of(import_config(written(tmp_path, verl, "run.sh"), "verl")).grpo.num_iterations == 3
 
 
-def test_verl_scripts(tmp_path):
-    found = import_config(written(tmp_path, VERL, "run.sh"), "verl")
-    config = config_of(found)
-    assert config.policy.model_name == "Qwen/Qwen3-8B"
-    assert config.policy.train_global_batch_size == 80  # 16 prompts of 5 rollouts
-    assert config.loss_fn.aggregation.name == "sequence-mean"
-    assert (config.loss_fn.kl.weight, config.loss_fn.kl.estimator) == (0.002, "k3")
-    assert config.loss_fn.surrogate.dual_clip == 3.0  # verl's default
-    assert config.checkpointing.save_period == 0
-    assert config.logger.wandb_enabled
-    kinds = {each.key: each.kind for each in found.answers}
-    assert kinds["actor_rollout_ref.model.use_remove_padding"] is Kind.NOT_NEEDED
-
-
-def test_verl_yaml_with_a_critic(tmp_path):
-    values = {
-        "actor_rollout_ref": {"model": {"path": "x/y"}, "actor": {"clip_ratio": 0.3, "ppo_epochs": 2}},
-        "critic": {"model": {"path": "x/c"}, "optim": {"lr": 1e-5}},
-        "algorithm": {"adv_estimator": "gae", "lam": 0.9},
-        "data": {"train_files": "/data/t.parquet"},
-        "trainer": {"total_epochs": 2, "n_gpus_per_node": 8},
-    }
-    config = config_of(import_config(written(tmp_path, values), "verl"))
-    assert config.algorithm == "ppo"
-    assert config.value.model_name == "x/c"
-    assert (config.ppo.gae_lambda, config.ppo.num_ppo_epochs, config.loss_fn.surrogate.clip_high) == (0.9, 2, 0.3)
-    assert config.loss_fn.kl.weight == 0
-
-
-def test_verl_yaml_relies_on_verls_own_config(tmp_path):
-    values = {
-        "hydra": {"searchpath": ["file://verl/trainer/config"]},
-        "defaults": ["ppo_megatron_trainer", "_self_"],
-        "algorithm": {"adv_estimator": "grpo"},
-        "actor_rollout_ref": {"model": {"path": "x/y"}, "rollout": {"n": 4}},
-        "data": {"train_files": "/data/t.parquet"},
-    }
-    assert config_of(import_config(written(tmp_path, values), "verl")).policy.megatron_cfg.enabled
-    values["actor_rollout_ref"]["model"]["enable_gradient_checkpointing"] = True
-    assert config_of(import_config(written(tmp_path, values), "verl")).policy.megatron_cfg.recompute == "full"
-    with pytest.raises(ConfigError, match="--cfg job"):
-        import_config(written(tmp_path, {**values, "defaults": [{"actor": "dp_actor"}]}), "verl")
-
-
-@pytest.mark.parametrize("system", ["openrlhf", "prime-rl"])
+@pytest.mark.parametrize("system", ["verl", "openrlhf", "prime-rl"])
 def test_systems_whose_keys_are_only_explained(tmp_path, system):
     with pytest.raises(ConfigError, match="`rl config explain KEY` answers a key of"):
         import_config(written(tmp_path, TRL_GRPO), system)
@@ -288,16 +240,6 @@ def test_systems_whose_keys_are_only_explained(tmp_path, system):
 def test_a_system_that_is_not_known_is_answered_with_those_that_are(tmp_path):
     with pytest.raises(ConfigError, match="did you mean nemo-rl"):
         import_config(written(tmp_path, TRL_GRPO), "nemorl")
-
-
-def test_settings_of_a_clip_that_a_surrogate_does_not_have_are_not_needed(tmp_path):
-    mode = "actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov actor_rollout_ref.actor.clip_ratio_high=0.3"
-    found = import_config(
-        written(tmp_path, VERL.replace("    data.train", f"    {mode} data.train", 1), "run.sh"), "verl"
-    )
-    assert config_of(found).loss_fn.surrogate.model_dump() == {"name": "kl-cov", "share": 2e-3, "weight": 1.0}
-    kinds = {each.key: each.kind for each in found.answers}
-    assert kinds["actor_rollout_ref.actor.clip_ratio_high"] is Kind.NOT_NEEDED
 
 
 @pytest.mark.parametrize(
@@ -331,7 +273,7 @@ def test_trl_losses(tmp_path, fields, surrogate, aggregation):
 
 
 @pytest.mark.parametrize(
-    ("path", "model"),
+    ("path", "data"),
     [
         ("$HOME/data/t.parquet", "~/data/t.parquet"),
         ("${HOME}/data/t.parquet", "~/data/t.parquet"),
@@ -340,29 +282,13 @@ def test_trl_losses(tmp_path, fields, surrogate, aggregation):
         ("${SCRATCH:-/tmp}/t.parquet", "/tmp/t.parquet"),
     ],
 )
-def test_variables_of_the_shell_are_expanded(tmp_path, path, model):
-    script = "export DATA=/data\n" + VERL.replace("/data/train.parquet", path)
-    found = import_config(written(tmp_path, script, "run.sh"), "verl")
-    assert found.recipe["data"]["train"]["data_path"] == model
+def test_variables_of_the_shell_are_expanded(tmp_path, path, data):
+    script = f"export DATA=/data\ntrl sft --model_name_or_path x/y --dataset_name {path} --max_steps 3"
+    found = import_config(written(tmp_path, script, "run.sh"), "trl")
+    assert found.recipe["data"]["train"]["data_path"] == data
 
 
-def test_variables_in_lists_and_quotes_are_expanded(tmp_path):
-    script = 'A=$HOME/a.parquet\nB="$HOME/b c.parquet"  # don\'t\n' + VERL.replace(
-        "data.train_files=/data/train.parquet", "data.train_files=\"['$A', '$B']\""
-    )
-    found = import_config(written(tmp_path, script, "run.sh"), "verl")
-    assert [each["data_path"] for each in found.recipe["data"]["train"]] == ["~/a.parquet", "~/b c.parquet"]
-
-
-def test_steps_of_verl_are_counted_from_the_rows(tmp_path):
-    (tmp_path / "t.jsonl").write_text('{"prompt": "x"}\n' * 640)
-    schedule = (
-        "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1 actor_rollout_ref.actor.optim.warmup_style=cosine"
-    )
-    script = VERL.replace("/data/train.parquet", f"t.jsonl {schedule} trainer.total_epochs=3").replace(
-        "trainer.total_training_steps=40", ""
-    )
-    found = import_config(written(tmp_path, script, "run.sh"), "verl")
-    warmup, cosine = found.recipe["policy"]["scheduler"][:2]
-    assert (warmup["kwargs"]["total_iters"], cosine["kwargs"]["T_max"]) == (3, 27)  # of 10 steps in 3 epochs
-    assert any("30 steps, counted from the rows" in note for note in found.notes)
+def test_variables_in_quotes_are_expanded(tmp_path):
+    script = 'B="$HOME/b c.parquet"  # don\'t\ntrl sft --model_name_or_path x/y --dataset_name "$B" --max_steps 3'
+    found = import_config(written(tmp_path, script, "run.sh"), "trl")
+    assert found.recipe["data"]["train"]["data_path"] == "~/b c.parquet"

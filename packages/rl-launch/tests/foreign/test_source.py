@@ -3,7 +3,7 @@
 import pytest
 
 from rl_core.errors import ConfigError
-from rl_launch.foreign.interpolation import interpolated
+from rl_launch.foreign.source import interpolated
 
 
 @pytest.mark.parametrize(
@@ -18,6 +18,7 @@ from rl_launch.foreign.interpolation import interpolated
         ("${max:${a.b}, 9}", 9),
         ("x-${a.b}-y", "x-3-y"),
         ("${oc.env:HOME}/data", "${oc.env:HOME}/data"),
+        ("${oc.env:PORT,80}", "${oc.env:PORT,80}"),
         ("${oc.select:a.gone, 7}", 7),
         ("${oc.select:a.b, 7}", 3),
         ("${a.list}", [1, 3]),
@@ -37,10 +38,10 @@ def test_values(text, value):
     ("text", "words"),
     [
         ("${gone.key}", "gone.key"),
-        ("${x}", "circular"),
+        ("${x}", "leads back to itself"),
         ("${times:2}", "'times'"),
-        ("${mul:a, }", "'a'"),
-        ("${open", "brace"),
+        ("${mul:a, 2}", "only numbers"),
+        ("${open", "not a valid interpolation"),
     ],
 )
 def test_what_cannot_be_computed_is_named(text, words):
