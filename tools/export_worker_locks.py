@@ -9,8 +9,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-from rl_launch.worker_envs.checkout import Checkout
-from rl_launch.worker_envs.pins import export, export_name
+from rl_launch.worker_envs.plan import Checkout, export, export_name
 from rl_launch.worker_envs.spec import Wanted
 
 ROOT = Path(__file__).parents[1]

@@ -12,7 +12,7 @@ from rl_launch.doctor.gpus import Gpu, GpuDriver
 from rl_launch.doctor.machine import Space, Tool
 from rl_launch.doctor.needs import Needs
 from rl_launch.worker_envs import Availability
-from rl_launch.worker_envs.availability import TorchBuild
+from rl_launch.worker_envs.provision import TorchBuild
 from rl_launch.worker_envs.spec import Wanted, WorkerEnvSpec
 
 GIB = 2**30

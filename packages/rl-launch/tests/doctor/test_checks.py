@@ -14,7 +14,7 @@ from rl_launch.doctor import CHECKS, Check, examine
 from rl_launch.doctor.gpus import GpuDriver
 from rl_launch.doctor.model_needs import ModelNeeds
 from rl_launch.worker_envs import Availability
-from rl_launch.worker_envs.availability import TorchBuild
+from rl_launch.worker_envs.provision import TorchBuild
 
 ON_GPUS = {"device": CUDA, "ranks_per_node": 2}
 DRIVEN = FakeMachine(num_gpus=2, gpu_driver=GpuDriver("580.65", "13.0", (H200, H200)))

@@ -7,7 +7,7 @@ import pytest
 
 from rl_core.plugins import Requirement
 from rl_launch.worker_envs import availability_of, local_plan, worker_env
-from rl_launch.worker_envs.availability import TorchBuild
+from rl_launch.worker_envs.provision import TorchBuild
 
 LIGHT = worker_env(Requirement("rl-envs", imports=("math_verify",)), "cpu")
 TRAINER = worker_env(Requirement("rl-dtensor", {"cpu": ("worker",)}, ("torch",)), "cpu")

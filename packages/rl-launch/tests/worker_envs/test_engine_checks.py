@@ -10,8 +10,7 @@ import pytest
 from rl_core.config import Config
 from rl_core.errors import WorkerEnvironmentError
 from rl_launch.worker_envs import engine_problems
-from rl_launch.worker_envs.engine_checks import kept_check_processes
-from rl_launch.worker_envs.passed_checks import PassedChecks
+from rl_launch.worker_envs.engine_checks import has_passed, keep_passed, kept_check_processes
 
 
 class Root(Config):
@@ -115,12 +114,11 @@ def test_kept_checks_share_a_process_that_ends_with_them():
 
 
 def test_a_record_that_another_user_wrote_does_not_count(tmp_path, monkeypatch):
-    passed = PassedChecks(tmp_path / "checks")
-    passed.add("one")
-    assert passed.has("one")
-    assert stat.S_IMODE((tmp_path / "checks").stat().st_mode) == 0o700
+    keep_passed("one")
+    assert has_passed("one")
+    assert stat.S_IMODE((tmp_path / "home" / "checks").stat().st_mode) == 0o700
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    assert not passed.has("one")
+    assert not has_passed("one")
 
 
 def test_checks_of_several_runs_share_what_they_import(tmp_path, monkeypatch):

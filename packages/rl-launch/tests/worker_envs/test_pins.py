@@ -8,8 +8,7 @@ from rl_algos.requirement import LOSSES
 from rl_core.plugins import Requirement
 from rl_core.testing.exhaustive import exhaustive
 from rl_launch.worker_envs import ROLLOUT_WORKER, worker_env
-from rl_launch.worker_envs.pins import by_name, export, shipped_pins
-from rl_launch.worker_envs.plan import portable_plan
+from rl_launch.worker_envs.plan import by_name, export, portable_plan, shipped_pins
 
 ROOT = Path(__file__).parents[4]
 

@@ -11,8 +11,8 @@ from rl_core.errors import WorkerEnvironmentError
 from rl_core.plugins import Requirement
 from rl_core.testing.exhaustive import exhaustive
 from rl_launch.worker_envs import node_build, provision, worker_env
-from rl_launch.worker_envs.checkout import find_checkout
 from rl_launch.worker_envs.node_build import find_uv
+from rl_launch.worker_envs.plan import find_checkout
 
 MATH = worker_env(Requirement("rl-envs", imports=("math_verify",)), "cpu")
 PROBE = """

@@ -94,8 +94,7 @@ def _show_versions(asked: bool) -> None:
 @app.callback()
 def root(
     version: Annotated[
-        bool,
-        typer.Option("--version", callback=_show_versions, is_eager=True, help="Print the installed versions."),
+        bool, typer.Option("--version", callback=_show_versions, is_eager=True, help="Print the installed versions.")
     ] = False,
 ) -> None:
     """Post-training of language models."""
@@ -115,9 +114,7 @@ def train(
     start: Annotated[
         str,
         typer.Option(
-            "--from",
-            metavar="RUN[:STEP]",
-            help="Branch from a checkpoint of another run (default: its newest one).",
+            "--from", metavar="RUN[:STEP]", help="Branch from a checkpoint of another run (default: its newest one)."
         ),
     ] = "",
     fresh: Annotated[bool, typer.Option("--fresh", help="Fail if run_dir already contains a run.")] = False,
@@ -211,8 +208,7 @@ def convert(
         bool, typer.Option("--adapter", help="Write only the adapters, or with --to keep them separate.")
     ] = False,
     verify: Annotated[
-        bool,
-        typer.Option("--verify/--no-verify", help="Load the result and compare its logprobs with the source."),
+        bool, typer.Option("--verify/--no-verify", help="Load the result and compare its logprobs with the source.")
     ] = True,
     verify_with: Annotated[
         str | None,
@@ -251,13 +247,7 @@ def convert(
     """
     with reported():
         from rl_core.errors import ConfigError
-        from rl_launch.commands.convert import (
-            HUGGING_FACE,
-            Verification,
-            named_source,
-            to_checkpoint,
-            to_hugging_face,
-        )
+        from rl_launch.commands.convert import HUGGING_FACE, Verification, named_source, to_checkpoint, to_hugging_face
         from rl_launch.session import show_logs
 
         if quantize is not None:

@@ -150,10 +150,7 @@ def model(
 
 
 @app.command()
-def run(
-    folder: Annotated[str, typer.Argument(metavar="DIR", help="A run directory.")],
-    as_json: Json = False,
-) -> None:
+def run(folder: Annotated[str, typer.Argument(metavar="DIR", help="A run directory.")], as_json: Json = False) -> None:
     """Verify from a run directory that every prompt was trained once, dropped for a reason, or is pending. The exit
     code is 1 if there are contradictions.
 

@@ -166,12 +166,7 @@ def _continued(text: str, indent: str) -> list[str]:
 
 def _lines(text: str, indent: str, further: str) -> list[str]:
     return textwrap.wrap(
-        text,
-        _width(),
-        initial_indent=indent,
-        subsequent_indent=further,
-        break_long_words=False,
-        break_on_hyphens=False,
+        text, _width(), initial_indent=indent, subsequent_indent=further, break_long_words=False, break_on_hyphens=False
     )
 
 

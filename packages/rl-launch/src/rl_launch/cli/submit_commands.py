@@ -48,11 +48,7 @@ Run = Annotated[Path, typer.Argument(metavar="RUN", help="Run directory of a sub
 
 @app.command()
 def slurm(
-    recipe: Recipe,
-    overrides: Overrides = None,
-    profile: Profile = "",
-    dry_run: DryRun = False,
-    output: Output = None,
+    recipe: Recipe, overrides: Overrides = None, profile: Profile = "", dry_run: DryRun = False, output: Output = None
 ) -> None:
     """Submit a training run to Slurm, which continues it in further attempts until it is finished.
 
@@ -64,11 +60,7 @@ def slurm(
 
 @app.command()
 def kubernetes(
-    recipe: Recipe,
-    overrides: Overrides = None,
-    profile: Profile = "",
-    dry_run: DryRun = False,
-    output: Output = None,
+    recipe: Recipe, overrides: Overrides = None, profile: Profile = "", dry_run: DryRun = False, output: Output = None
 ) -> None:
     """Submit a training run to Kubernetes as a RayJob of KubeRay, which continues it in a new cluster if one is lost.
 
@@ -78,10 +70,7 @@ def kubernetes(
 
 
 @app.command()
-def status(
-    run: Run,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
+def status(run: Run, as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
     """Show the state of a submitted run: its job in the queue, and how far the run has come.
 
     With --json: {"schema": 1, "target", "submitted", "jobs": {ID: {"state", "is_waiting", "is_over", "details": {NAME:

@@ -314,10 +314,7 @@ class _Conversion:
                 policy = _local(source).policy
                 fields = {**hf_config_fields(policy.model_name), **policy.hf_config_overrides}
                 self._probe = Probe.of(
-                    fields,
-                    role=source.role,
-                    precision=policy.precision,
-                    max_length=policy.max_total_sequence_length,
+                    fields, role=source.role, precision=policy.precision, max_length=policy.max_total_sequence_length
                 )
                 self._expected = self._probe.results(model)
             yield model

@@ -237,7 +237,7 @@ def _config_of(source: str, overrides: Sequence[str], model: str, algorithm: str
         raise ConfigError(f"--algorithm: got {algorithm!r}{did_you_mean(algorithm, known)}; known: {', '.join(known)}")
     _check_shown(algorithm)
     raw = load({"algorithm": algorithm, "policy": {"model_name": model or TINY}, **values}, overrides)
-    return resolve(raw, type_of(raw)).config
+    return resolve(raw, type_of(raw, of_run=True)).config
 
 
 def _check_shown(algorithm: str) -> None:

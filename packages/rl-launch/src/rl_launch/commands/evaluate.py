@@ -123,10 +123,7 @@ def _roll_out(
     check_placement(plan, device)
     envs = provision_workers(plan, rollouts.needs, device)
     try_in(envs.interpreters, untried)
-    with (
-        VirtualCluster.of(plan.config.cluster, device) as cluster,
-        Runtime(plan, envs, cluster, place.logs) as runtime,
-    ):
+    with VirtualCluster.of(plan.config.cluster, device) as cluster, Runtime(plan, envs, cluster, place.logs) as runtime:
         pool = runtime.evaluation_pool(rollouts.needs)
         started = time.monotonic()
         found = roll_out(rollouts, pool, place, done, Console(stderr=True))

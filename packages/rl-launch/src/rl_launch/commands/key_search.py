@@ -160,9 +160,7 @@ def _joined(found: Sequence[FoundKey]) -> tuple[FoundKey, ...]:
             groups.append([each])
     return tuple(
         FoundKey(
-            group[0].explanation,
-            group[0].condition,
-            tuple(dict.fromkeys(other.explanation.key for other in group[1:])),
+            group[0].explanation, group[0].condition, tuple(dict.fromkeys(other.explanation.key for other in group[1:]))
         )
         for group in groups
     )

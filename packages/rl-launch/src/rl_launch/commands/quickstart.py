@@ -161,8 +161,7 @@ class Quickstart:
         self._console.print(f"These results:                  {self._summary}", soft_wrap=True)
         self._console.print(f"It took {self.seconds['total']:.0f} s. Next, change something and train again:")
         self._console.print(
-            f"  rl train grpo-arithmetic policy.model_name={self.model} grpo.normalize_rewards=false",
-            soft_wrap=True,
+            f"  rl train grpo-arithmetic policy.model_name={self.model} grpo.normalize_rewards=false", soft_wrap=True
         )
 
     @property

@@ -13,8 +13,7 @@ from rl_core.errors import ConfigError, RLError
 from rl_core.plugins import POLICIES, BackendPlugin, plugin, plugins
 from rl_launch.cluster.device import resolve_device
 from rl_launch.root_config import POLICY, ClusterConfig
-from rl_launch.worker_envs.driver_envs import DriverEnvs
-from rl_launch.worker_envs.provision import Mode
+from rl_launch.worker_envs.provision import DriverEnvs, Mode
 from rl_launch.worker_envs.spec import worker_env
 from rl_launch.worker_envs.variables import worker_process_environment
 

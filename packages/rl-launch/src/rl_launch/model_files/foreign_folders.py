@@ -60,9 +60,7 @@ FOREIGN_KINDS = (
         "Load it with from_flax=True or from_tf=True of transformers 4 and save it with `save_pretrained`",
     ),
     ForeignKind(
-        "a pickled adapter",
-        ("adapter_model.bin",),
-        "Load it with peft and save it with safe_serialization=True",
+        "a pickled adapter", ("adapter_model.bin",), "Load it with peft and save it with safe_serialization=True"
     ),
     ForeignKind(
         "a model with pickled weights",

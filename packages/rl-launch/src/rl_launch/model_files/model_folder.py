@@ -23,10 +23,7 @@ Needed = tuple[tuple[str, ...], str]
 
 MODEL_FILES: Sequence[Needed] = (
     (("config.json",), "Save the model there with `save_pretrained`"),
-    (
-        (SINGLE, INDEX),
-        "Save the model there with `save_pretrained`, which writes safetensors",
-    ),
+    ((SINGLE, INDEX), "Save the model there with `save_pretrained`, which writes safetensors"),
 )
 
 TOKENIZER_FILES: Needed = (

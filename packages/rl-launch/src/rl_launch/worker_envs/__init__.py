@@ -1,11 +1,10 @@
 """Worker environments: the packages that each worker needs, and an interpreter that has them."""
 
-from rl_launch.worker_envs.availability import Availability, availability_of
 from rl_launch.worker_envs.driver import missing
 from rl_launch.worker_envs.engine_checks import engine_problems
 from rl_launch.worker_envs.node_build import BuiltEnv, EnvPlan, build, default_root
 from rl_launch.worker_envs.plan import local_plan, portable_plan
-from rl_launch.worker_envs.provision import Mode, check_home, homes, provision
+from rl_launch.worker_envs.provision import Availability, Mode, availability_of, check_home, homes, provision
 from rl_launch.worker_envs.spec import ROLLOUT_WORKER, Wanted, WorkerEnvSpec, worker_env
 from rl_launch.worker_envs.variables import chosen_variables, worker_variables
 

@@ -1,21 +1,30 @@
-"""Checks of a config that need an engine, run in a worker's environment before anything is started."""
+"""Checks of a config that need an engine, run in a worker's environment before anything is started.
+
+A check imports its engine, which takes seconds of processor time, so checks that found no problem are remembered
+between runs. The answer follows from the section of the config, the files that it names, the environment and the
+machine. A record is an empty file, named by the digest of all four.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import platform
 import select
 import subprocess
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from tempfile import TemporaryFile
-from typing import NamedTuple
+from typing import Any
 
 from rl_core.config import Config, plain
 from rl_core.errors import WorkerEnvironmentError
 from rl_core.fork_server import command as forked_command
-from rl_launch.worker_envs.passed_checks import PassedChecks, record_of
-from rl_launch.worker_envs.variables import forwarded_variables, worker_variables
+from rl_launch.worker_envs.node_build import default_root
+from rl_launch.worker_envs.variables import OF_THE_MACHINE, forwarded_variables, worker_variables
 
 _CHECK = """
 import json, os, sys
@@ -28,6 +37,14 @@ for line in sys.stdin:
     answers.flush()
 """
 _TIMEOUT_S = 300.0
+
+_KEPT_S = 30 * 24 * 3600.0
+_TEXTS = (".json", ".jinja", ".txt", ".yaml", ".yml", ".py")
+"""Ends of the names of files whose contents count; of others, such as weights, the size does."""
+_DRIVERS = ("/proc/driver/nvidia/version", "/sys/module/amdgpu/version")
+
+_Start = tuple[tuple[str, ...], tuple[tuple[str, str], ...]]
+"""The interpreter or its fork server, and the variables that differ from the driver's."""
 
 _kept: dict[_Start, list[_CheckProcess]] | None = None
 """Idle processes by how they were started, while checks are to share them."""
@@ -42,7 +59,7 @@ def engine_problems(
     imports: Sequence[str] = (),
     fork_server_s: float = 0.0,
 ) -> list[str]:
-    """The problems that a backend's `preflight` finds in a model's section of a resolved config.
+    """Return the problems that a backend's `preflight` finds in a model's section of a resolved config.
 
     A check imports its engine, which takes seconds. One that has found no problem is not repeated for the same section,
     model and environment, in this process or a later one.
@@ -61,26 +78,29 @@ def engine_problems(
     """
     if variables is None:
         variables = {**worker_variables(python), **forwarded_variables()}
-    passed, record = PassedChecks(), record_of(python, check, section, variables)
-    if passed.has(record):
+    record = record_of(python, check, section, variables)
+    if has_passed(record):
         return []
-    start = _Start(tuple(forked_command(python, imports, fork_server_s)), tuple(sorted(variables.items())))
-    process = _taken(start) or _CheckProcess(python, start)
+    start = (tuple(forked_command(python, imports, fork_server_s)), tuple(sorted(variables.items())))
+    idle = (_kept or {}).get(start)
+    process = idle.pop() if idle else _CheckProcess(python, start)
     try:
         problems = process.ask(check, section)
     except BaseException:
         process.close()
         raise
-    _put_back(start, process)
+    if _kept is None:
+        process.close()
+    else:
+        _kept.setdefault(start, []).append(process)
     if not problems:
-        passed.add(record)
+        keep_passed(record)
     return problems
 
 
 @contextmanager
 def kept_check_processes() -> Iterator[None]:
-    """Context in which checks with the same interpreter and variables share a process, so that their engine is imported
-    once.
+    """Share a process between checks with the same interpreter and variables, so that their engine is imported once.
 
     The process stays until the context ends, with the memory that the engine takes; on GPUs that may be memory of the
     GPU.
@@ -95,25 +115,19 @@ def kept_check_processes() -> Iterator[None]:
             process.close()
 
 
-class _Start(NamedTuple):
-    """The interpreter or what stands in for it, and the variables that differ from the driver's."""
-
-    command: tuple[str, ...]
-    variables: tuple[tuple[str, str], ...]
-
-
 class _CheckProcess:
     """A process of a worker's environment that makes checks one after another."""
 
     def __init__(self, python: str, start: _Start) -> None:
         self._python = python
         self._errors = TemporaryFile()  # noqa: SIM115  # open as long as the process
+        command, variables = start
         self._process = subprocess.Popen(
-            [*start.command, "-c", _CHECK],
+            [*command, "-c", _CHECK],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            env={**os.environ, **dict(start.variables)},
+            env={**os.environ, **dict(variables)},
         )
 
     def ask(self, check: str, section: Config) -> list[str]:
@@ -147,14 +161,92 @@ class _CheckProcess:
                     stream.close()
 
 
-def _taken(start: _Start) -> _CheckProcess | None:
-    """A kept process that no other thread has, for one check; None if there is none."""
-    idle = (_kept or {}).get(start)
-    return idle.pop() if idle else None
+def records_folder() -> Path:
+    """Return the folder of the records, which is made when the first one is written."""
+    return default_root().parent / "checks"
 
 
-def _put_back(start: _Start, process: _CheckProcess) -> None:
-    if _kept is None:
-        process.close()
-    else:
-        _kept.setdefault(start, []).append(process)
+def has_passed(record: str) -> bool:
+    """Return whether this user wrote a record that is recent enough."""
+    try:
+        facts = (records_folder() / record).lstat()
+    except OSError:
+        return False
+    return facts.st_uid == os.geteuid() and time.time() - facts.st_mtime < _KEPT_S
+
+
+def keep_passed(record: str) -> None:
+    """Write a record. Where it cannot be written, the check is made again next time."""
+    folder = records_folder()
+    with suppress(OSError):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for old in folder.iterdir():
+            if time.time() - old.lstat().st_mtime >= _KEPT_S:
+                old.unlink(missing_ok=True)
+        (folder / record).touch()
+
+
+def record_of(python: str, check: str, section: Config, variables: Mapping[str, str]) -> str:
+    """Return the name of the record of a check.
+
+    Args:
+        python: Interpreter of the worker's environment.
+        check: `"package.module:function"`.
+        section: Section of a resolved config. Folders and files that it names count by their contents, so that a model
+            that was moved is the same model.
+        variables: Environment variables of the check's process that differ from the driver's. Those that describe the
+            machine do not count.
+    """
+    whole = hashlib.blake2b(digest_size=20)
+    for part in (
+        check,
+        json.dumps(_by_content(plain(section)), sort_keys=True),
+        json.dumps(sorted(item for item in variables.items() if item[0] not in OF_THE_MACHINE)),
+        platform.node(),
+        *(path.read_text() for path in map(Path, _DRIVERS) if path.is_file()),
+        *_environment(python),
+    ):
+        whole.update(part.encode() + b"\0")
+    return whole.hexdigest()
+
+
+def _by_content(value: Any) -> Any:
+    """Return plain values, with the digest of the contents of a folder or file in place of its name."""
+    if isinstance(value, dict):
+        return {key: _by_content(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_by_content(each) for each in value]
+    if isinstance(value, str) and os.sep in value:
+        path = Path(value).expanduser()
+        files = [path] if path.is_file() else sorted(path.iterdir()) if path.is_dir() else []
+        if files:
+            return [(file.name, _content(file)) for file in files]
+    return value
+
+
+def _content(path: Path) -> str:
+    facts = path.stat()
+    if path.is_file() and path.suffix in _TEXTS:
+        return hashlib.blake2b(path.read_bytes(), digest_size=20).hexdigest()
+    return str(facts.st_size)
+
+
+def _environment(python: str) -> Iterator[str]:
+    """Yield the contents of an environment: interpreter, distributions, and the sources that it imports in place."""
+    yield python
+    yield str(Path(python).resolve())
+    for site in sorted(Path(python).parent.parent.glob("lib/python*/site-packages")):
+        for entry in sorted(site.iterdir()):
+            if entry.suffix in (".dist-info", ".pth"):
+                yield f"{entry.name} {entry.stat().st_mtime_ns}"
+            if entry.suffix == ".pth":
+                yield from _sources(entry.read_text(encoding="utf-8").splitlines())
+    yield from _sources(os.environ.get("PYTHONPATH", "").split(os.pathsep))
+
+
+def _sources(folders: list[str]) -> Iterator[str]:
+    for folder in folders:
+        if folder.startswith(os.sep) and Path(folder).is_dir():
+            for file in sorted(each for each in Path(folder).rglob("*.py*") if each.suffix in (".py", ".pyi")):
+                facts = file.stat()
+                yield f"{file} {facts.st_size} {facts.st_mtime_ns}"

@@ -13,39 +13,18 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 # settings of an outer `uv run`, a virtual environment or a project must not affect the environments built here
 _FOREIGN = {
-    "CONDA_PREFIX",
-    "PYTHONDONTWRITEBYTECODE",
-    "PYTHONHOME",
-    "PYTHONPYCACHEPREFIX",
-    "UV_BUILD_CONSTRAINT",
-    "UV_COMPILE_BYTECODE",
-    "UV_CONSTRAINT",
-    "UV_EXCLUDE",
-    "UV_FROZEN",
-    "UV_ISOLATED",
-    "UV_LOCKED",
-    "UV_NO_DEV",
-    "UV_NO_EDITABLE",
-    "UV_NO_SYNC",
-    "UV_ONLY_DEV",
-    "UV_OVERRIDE",
-    "UV_PROJECT",
-    "UV_PROJECT_ENVIRONMENT",
-    "UV_PYTHON",
-    "UV_REQUIRE_HASHES",
-    "UV_RUN_RECURSION_DEPTH",
-    "UV_SYSTEM_PYTHON",
-    "UV_WORKING_DIR",
-    "UV_WORKING_DIRECTORY",
-    "VIRTUAL_ENV",
+    *("CONDA_PREFIX", "PYTHONDONTWRITEBYTECODE", "PYTHONHOME", "PYTHONPYCACHEPREFIX", "VIRTUAL_ENV"),
+    *("UV_BUILD_CONSTRAINT", "UV_COMPILE_BYTECODE", "UV_CONSTRAINT", "UV_EXCLUDE", "UV_FROZEN", "UV_ISOLATED"),
+    *("UV_LOCKED", "UV_NO_DEV", "UV_NO_EDITABLE", "UV_NO_SYNC", "UV_ONLY_DEV", "UV_OVERRIDE", "UV_PROJECT"),
+    *("UV_PROJECT_ENVIRONMENT", "UV_PYTHON", "UV_REQUIRE_HASHES", "UV_RUN_RECURSION_DEPTH", "UV_SYSTEM_PYTHON"),
+    *("UV_WORKING_DIR", "UV_WORKING_DIRECTORY"),
 }
 
 _MARKER = "complete.json"
@@ -138,7 +117,7 @@ class EnvPlan:
 
 @dataclass(frozen=True)
 class BuiltEnv:
-    """An environment that passed its preflight.
+    """An environment that has passed its preflight.
 
     Args:
         python: Its interpreter.
@@ -183,7 +162,7 @@ class EnvReport:
     sources: Mapping[str, str]
 
     def differences(self, driver: EnvReport) -> list[str]:
-        """The differences from the driver's environment, in words."""
+        """Return the differences from the driver's environment, in words."""
         problems = list(self.missing)
         if self.python != driver.python:
             problems.append(f"it runs Python {self.python}, the driver {driver.python}")
@@ -197,7 +176,7 @@ class EnvReport:
 
 
 def default_root() -> Path:
-    """The folder of environments: `envs` under `RL_HOME`, or else under the user's cache folder."""
+    """Return the folder of environments: `envs` in `RL_HOME`, or else in the user's cache folder."""
     home = os.environ.get("RL_HOME")
     if home:
         return Path(home).expanduser() / "envs"
@@ -206,7 +185,7 @@ def default_root() -> Path:
 
 
 def build(plan: EnvPlan, root: str | None = None) -> BuiltEnv:
-    """Build the environment unless it is complete; two processes that need the same one wait for one another.
+    """Build the environment unless it is complete. A second process that needs the same one waits for the first.
 
     Raises:
         EnvBuildError: If a command fails; contains its last lines.
@@ -214,29 +193,35 @@ def build(plan: EnvPlan, root: str | None = None) -> BuiltEnv:
     started = time.monotonic()
     base = Path(root) if root else default_root()
     env = base / plan.folder
-    python = env / "bin" / "python"
-    if _is_complete(env, python):
-        return BuiltEnv(str(python), time.monotonic() - started, cached=True)
-    with _exclusively(base, plan.folder):
-        if _is_complete(env, python):
-            return BuiltEnv(str(python), time.monotonic() - started, cached=True)
+    if python := find_built(plan, root):
+        return BuiltEnv(python, time.monotonic() - started, cached=True)
+    base.mkdir(parents=True, exist_ok=True)
+    with (base / f"{plan.folder}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if python := find_built(plan, root):
+            return BuiltEnv(python, time.monotonic() - started, cached=True)
         # an interrupted build has no marker
         shutil.rmtree(env, ignore_errors=True)
+        python = str(env / "bin" / "python")
         try:
             _install(plan, env, base / f"{plan.folder}.files")
-            preflight(plan, str(python))
-            _mark(env, plan)
+            preflight(plan, python)
+            aside = env / f"{_MARKER}.part"
+            facts = {"name": plan.name, "digest": plan.digest, "imports": list(plan.imports)}
+            aside.write_text(json.dumps(facts) + "\n")
+            aside.replace(env / _MARKER)
         except BaseException:
             shutil.rmtree(env, ignore_errors=True)
             raise
-    return BuiltEnv(str(python), time.monotonic() - started, cached=False)
+    return BuiltEnv(python, time.monotonic() - started, cached=False)
 
 
 def find_built(plan: EnvPlan, root: str | None = None) -> str | None:
-    """The interpreter of a complete environment; None if it has not been built."""
+    """Return the interpreter of a complete environment; None if it has not been built."""
     env = (Path(root) if root else default_root()) / plan.folder
     python = env / "bin" / "python"
-    return str(python) if _is_complete(env, python) else None
+    # the interpreter is a link to one outside, which may have been removed
+    return str(python) if (env / _MARKER).is_file() and python.exists() else None
 
 
 def preflight(plan: EnvPlan, python: str) -> None:
@@ -245,7 +230,7 @@ def preflight(plan: EnvPlan, python: str) -> None:
     The imports also write the bytecode, so that the workers start fast.
 
     Raises:
-        EnvBuildError: naming the problems.
+        EnvBuildError: If it cannot; lists the problems.
     """
     want = json.dumps({"python": plan.python, "ray": plan.ray, "imports": list(plan.imports)})
     problems = _answer(python, _PREFLIGHT, want, "preflight ")
@@ -259,10 +244,7 @@ def report(identity: EnvIdentity, python: str) -> EnvReport:
     Raises:
         EnvBuildError: If it does not start.
     """
-    asked = json.dumps(
-        {"modules": identity.modules, "distributions": identity.distributions, "packages": identity.packages}
-    )
-    found = _answer(python, _REPORT, asked, "report ")
+    found = _answer(python, _REPORT, json.dumps(asdict(identity)), "report ")
     return EnvReport(found["python"], tuple(found["missing"]), found["versions"], found["sources"])
 
 
@@ -272,7 +254,7 @@ def clean_environment() -> dict[str, str]:
 
 
 def find_uv() -> str:
-    """The uv executable: of the installed package, or on the PATH.
+    """Find the uv executable: of the installed package, or on the PATH.
 
     Raises:
         EnvBuildError: If there is none.
@@ -288,7 +270,7 @@ def find_uv() -> str:
 
 
 def base_python(minor: str) -> str:
-    """The interpreter that environments are made from: the one this process's own environment was made from.
+    """Return the interpreter that environments are made from: the one that made this process's own environment.
 
     Raises:
         EnvBuildError: If this process runs another minor version.
@@ -300,15 +282,11 @@ def base_python(minor: str) -> str:
 
 
 def _answer(python: str, script: str, argument: str, mark: str) -> Any:
-    """The JSON that a script prints after a mark, run by an interpreter of another environment."""
+    """Run a script by an interpreter of another environment, and return the JSON that it prints after a mark."""
+    command = [python, "-c", script, argument]
     try:
         done = subprocess.run(
-            [python, "-c", script, argument],
-            capture_output=True,
-            text=True,
-            env=clean_environment(),
-            timeout=600,
-            check=False,
+            command, capture_output=True, text=True, env=clean_environment(), timeout=600, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise EnvBuildError(f"its interpreter does not start: {error}") from None
@@ -334,39 +312,16 @@ def _install(plan: EnvPlan, env: Path, files: Path) -> None:
             "files": str(files),
         }
         variables = {key: value.format(**filled) for key, value in plan.variables.items()}
-        for command in plan.commands:
-            _execute([part.format(**filled) for part in command], plan.cwd or str(files), variables)
+        options: Any = {"cwd": plan.cwd or str(files), "env": {**clean_environment(), **variables}}
+        for words in plan.commands:
+            command = [part.format(**filled) for part in words]
+            done = subprocess.run(command, **options, capture_output=True, text=True, check=False)
+            if done.returncode:
+                shown, text = " ".join(["uv", *command[1:3]]), _tail(done.stderr or done.stdout)
+                raise EnvBuildError(f"{shown} ended with exit code {done.returncode}:\n{text}")
     finally:
         shutil.rmtree(files, ignore_errors=True)
 
 
-def _execute(command: list[str], cwd: str, variables: Mapping[str, str]) -> None:
-    environment = {**clean_environment(), **variables}
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        shown = " ".join(["uv", *command[1:3]])
-        raise EnvBuildError(f"{shown} ended with exit code {done.returncode}:\n{_tail(done.stderr or done.stdout)}")
-
-
-def _is_complete(env: Path, python: Path) -> bool:
-    # the interpreter is a link to one outside, which may have been removed
-    return (env / _MARKER).is_file() and python.exists()
-
-
-def _mark(env: Path, plan: EnvPlan) -> None:
-    aside = env / f"{_MARKER}.part"
-    aside.write_text(json.dumps({"name": plan.name, "digest": plan.digest, "imports": list(plan.imports)}) + "\n")
-    aside.replace(env / _MARKER)
-
-
-@contextmanager
-def _exclusively(base: Path, name: str) -> Iterator[None]:
-    base.mkdir(parents=True, exist_ok=True)
-    with (base / f"{name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def _tail(text: str, lines: int = 20) -> str:
-    kept = [line for line in text.strip().splitlines() if line.strip()]
-    return "\n".join(kept[-lines:]) or "it printed nothing"
+def _tail(text: str) -> str:
+    return "\n".join([line for line in text.strip().splitlines() if line.strip()][-20:]) or "it printed nothing"

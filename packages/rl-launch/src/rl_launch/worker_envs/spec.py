@@ -45,22 +45,20 @@ class WorkerEnvSpec:
     @property
     def name(self) -> str:
         """Short name, for folders and logs: `rl-vllm.cpu`."""
-        first = self.wanted[0]
-        return ".".join((first.distribution, *first.extras))
+        return ".".join((self.wanted[0].distribution, *self.wanted[0].extras))
 
     def covers(self, other: WorkerEnvSpec) -> bool:
         """Return whether a worker of `other` can run here and would not find any engine other than its own."""
         mine = {wanted.distribution: set(wanted.extras) for wanted in self.wanted}
         return (
             self.wanted[0] == other.wanted[0]
-            and all(set(w.extras) <= mine.get(w.distribution, {"\0"}) for w in other.wanted)
-            and all(w.distribution in mine for w in other.wanted)
+            and all(w.distribution in mine and set(w.extras) <= mine[w.distribution] for w in other.wanted)
             and set(other.imports) <= set(self.imports)
         )
 
 
 def worker_env(requirement: Requirement, extras_for: str, *, also: Iterable[Requirement] = ()) -> WorkerEnvSpec:
-    """The environment of a worker: its own requirement, ray and the worker hosts, and the code that is sent to it.
+    """Return the environment of a worker: its own requirement, ray and the worker hosts, and the code sent to it.
 
     Args:
         requirement: Requirement of the worker class.
@@ -72,11 +70,10 @@ def worker_env(requirement: Requirement, extras_for: str, *, also: Iterable[Requ
     for each in (requirement, *also, _HOST):
         extras.setdefault(normalised(each.distribution), set()).update(each.extras.get(extras_for, ()))
         imports.update(each.imports)
-    return WorkerEnvSpec(
-        tuple(Wanted(name, tuple(sorted(names))) for name, names in extras.items()), tuple(sorted(imports))
-    )
+    wanted = tuple(Wanted(name, tuple(sorted(names))) for name, names in extras.items())
+    return WorkerEnvSpec(wanted, tuple(sorted(imports)))
 
 
 def normalised(distribution: str) -> str:
-    """A distribution's name as package indexes compare it."""
+    """Return a distribution's name as package indexes compare it."""
     return re.sub(r"[-_.]+", "-", distribution).lower()

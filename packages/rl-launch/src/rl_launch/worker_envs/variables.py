@@ -12,30 +12,12 @@ from pathlib import Path
 from rl_core.images import STORE_VARIABLE
 from rl_launch.worker_envs.node_build import default_root
 
-# an outer `uv run` sets these, by which a worker would use the driver's project
+# An outer `uv run` sets these variables, and a worker that has them would use the driver's project.
 _LEAKING = ("UV", "UV_PROJECT", "UV_PROJECT_ENVIRONMENT", "UV_RUN_RECURSION_DEPTH")
 
 FORWARDED_PREFIXES = (
-    "CUDA_",
-    "FI_",
-    "GLOO_",
-    "GOMP_",
-    "HF_",
-    "KMP_",
-    "MALLOC_",
-    "MKL_",
-    "NCCL_",
-    "NVTE_",
-    "OMP_",
-    "PYTORCH_",
-    "TOKENIZERS_",
-    "TORCHDYNAMO_",
-    "TORCHINDUCTOR_",
-    "TORCH_",
-    "TRANSFORMERS_",
-    "TRITON_",
-    "UCX_",
-    "VLLM_",
+    *("CUDA_", "FI_", "GLOO_", "GOMP_", "HF_", "KMP_", "MALLOC_", "MKL_", "NCCL_", "NVTE_", "OMP_", "PYTORCH_"),
+    *("TOKENIZERS_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCH_", "TRANSFORMERS_", "TRITON_", "UCX_", "VLLM_"),
 )
 """Prefixes of the driver's variables that its workers get on every node."""
 
@@ -49,7 +31,7 @@ _SECRET = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|KEY)(_|$)
 
 
 def worker_variables(python: str) -> dict[str, str]:
-    """A worker's environment variables that differ from the driver's, for Ray's `env_vars`.
+    """Return a worker's environment variables that differ from the driver's, for Ray's `env_vars`.
 
     Ray can empty a variable but not remove it.
 
@@ -59,23 +41,17 @@ def worker_variables(python: str) -> dict[str, str]:
     variables = {name: "" for name in _LEAKING if os.environ.get(name)}
     if python != sys.executable:
         # bytecode may be written into a built environment, and its preflight has already done so
-        return {
-            **variables,
-            "VIRTUAL_ENV": str(Path(python).parent.parent),
-            "PYTHONDONTWRITEBYTECODE": "",
-            "PYTHONPYCACHEPREFIX": "",
-        }
+        own = str(Path(python).parent.parent)
+        return variables | {"VIRTUAL_ENV": own, "PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": ""}
     if os.environ.get("PYTHONDONTWRITEBYTECODE") and not _is_compiled():
         # importing an engine from source takes more than twice as long, in every worker
-        variables["PYTHONDONTWRITEBYTECODE"] = ""
-        variables["PYTHONPYCACHEPREFIX"] = os.environ.get("PYTHONPYCACHEPREFIX") or str(
-            default_root().parent / "pycache"
-        )
+        cache = os.environ.get("PYTHONPYCACHEPREFIX") or str(default_root().parent / "pycache")
+        variables |= {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": cache}
     return variables
 
 
 def chosen_variables(*sections: Mapping[str, str]) -> dict[str, str]:
-    """The variables that the user set for a worker.
+    """Return the variables that the user set for a worker.
 
     Args:
         sections: `env_vars` of the config that apply to it, from the most general to its own. The later win, and all of
@@ -88,9 +64,9 @@ def chosen_variables(*sections: Mapping[str, str]) -> dict[str, str]:
 
 
 def forwarded_variables() -> dict[str, str]:
-    """The driver's variables that its workers get on every node: settings of the engines' libraries.
+    """Return the driver's variables that its workers get on every node: settings of the engines' libraries.
 
-    Secrets are left out: a token that workers need is named in `cluster.env_vars`. Variables that describe only the
+    Secrets are left out: a token that workers need is listed in `cluster.env_vars`. Variables that describe only the
     driver's machine are left out as well.
     """
     return {
@@ -103,7 +79,7 @@ def forwarded_variables() -> dict[str, str]:
 
 
 def worker_process_environment(python: str) -> dict[str, str]:
-    """All environment variables of a process that is started with a worker's interpreter."""
+    """Return all environment variables of a process that is started with a worker's interpreter."""
     return {**os.environ, **worker_variables(python)}
 
 

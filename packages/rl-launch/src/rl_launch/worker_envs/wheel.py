@@ -18,7 +18,7 @@ from urllib.parse import unquote, urlparse
 from rl_core.errors import WorkerEnvironmentError
 from rl_launch.worker_envs.node_build import clean_environment, find_uv
 
-# written by the installer, not part of the wheel
+# The installer writes these files; they are not part of the wheel.
 _INSTALLERS = ("INSTALLER", "RECORD", "REQUESTED", "direct_url.json", "uv_build.json", "uv_cache.json")
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 
@@ -37,7 +37,7 @@ class Wheel:
 
 
 def installed_wheel(distribution: str) -> Wheel:
-    """The wheel of an installed pure-Python distribution.
+    """Return the wheel of an installed pure-Python distribution.
 
     Built from its source folder if it is editable, else assembled from its files.
 
@@ -50,20 +50,11 @@ def installed_wheel(distribution: str) -> Wheel:
 
 
 def source_folder(distribution: importlib.metadata.Distribution) -> Path | None:
-    """The source folder of an editable distribution; None if it is not editable."""
-    url = _direct_url(distribution)
+    """Return the source folder of an editable distribution; None if it is not editable."""
+    url = json.loads(distribution.read_text("direct_url.json") or "{}")
     if not url.get("dir_info", {}).get("editable"):
         return None
     return Path(unquote(urlparse(url["url"]).path))
-
-
-def is_from_index(distribution: importlib.metadata.Distribution) -> bool:
-    """Return whether it was installed by name from an index, rather than from a folder, a file or an address."""
-    return not _direct_url(distribution)
-
-
-def _direct_url(distribution: importlib.metadata.Distribution) -> dict:
-    return json.loads(distribution.read_text("direct_url.json") or "{}")
 
 
 def _built(folder: Path) -> Wheel:
@@ -85,25 +76,15 @@ def _repacked(distribution: importlib.metadata.Distribution) -> Wheel:
             f"{name} {version} cannot be copied to workers: it is not a pure-Python wheel with a list of its files; "
             "install it with pip or uv, or use cluster.worker_envs=shared"
         )
-    contents = {
-        file.as_posix(): Path(str(file.locate())).read_bytes() for file in distribution.files if not _is_foreign(file)
-    }
+    contents: dict[str, bytes] = {}
+    for file in distribution.files:
+        in_metadata = file.parts[0].endswith(".dist-info") and len(file.parts) == 2
+        is_installers = in_metadata and file.name in _INSTALLERS
+        if file.parts[0] != ".." and "__pycache__" not in file.parts and not is_installers:
+            contents[file.as_posix()] = Path(str(file.locate())).read_bytes()
     metadata = next(file.parts[0] for file in distribution.files if file.name == "METADATA")
-    return Wheel(
-        f"{name.replace('-', '_')}-{version}-{'.'.join(pythons)}-none-any.whl", _zipped(contents, f"{metadata}/RECORD")
-    )
-
-
-def _is_foreign(file: importlib.metadata.PackagePath) -> bool:
-    outside = file.parts[0] == ".."
-    in_metadata = file.parts[0].endswith(".dist-info") and len(file.parts) == 2
-    return outside or "__pycache__" in file.parts or (in_metadata and file.name in _INSTALLERS)
-
-
-def _zipped(contents: dict[str, bytes], record: str) -> bytes:
-    lines = io.StringIO()
+    lines, archive, record = io.StringIO(), io.BytesIO(), f"{metadata}/RECORD"
     writer = csv.writer(lines, lineterminator="\n")
-    archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_STORED) as target:
         for path in sorted(contents):
             digest = base64.urlsafe_b64encode(hashlib.sha256(contents[path]).digest()).rstrip(b"=").decode()
@@ -111,4 +92,4 @@ def _zipped(contents: dict[str, bytes], record: str) -> bytes:
             target.writestr(zipfile.ZipInfo(path, _EPOCH), contents[path])
         writer.writerow((record, "", ""))
         target.writestr(zipfile.ZipInfo(record, _EPOCH), lines.getvalue())
-    return archive.getvalue()
+    return Wheel(f"{name.replace('-', '_')}-{version}-{'.'.join(pythons)}-none-any.whl", archive.getvalue())
