@@ -25,11 +25,10 @@ from rl_core.ray.calls import DECISION_S, translate
 from rl_launch.cluster import node_task
 from rl_launch.cluster.node_task import NodeFacts, all_differences, built, facts_of_this_node, listing, meet
 from rl_launch.worker_envs import node_build
-from rl_launch.worker_envs.driver_envs import DriverEnvs
-from rl_launch.worker_envs.identity import identity_of
+from rl_launch.worker_envs.driver import identity_of
 from rl_launch.worker_envs.node_build import BuiltEnv, report
 from rl_launch.worker_envs.plan import portable_plan
-from rl_launch.worker_envs.provision import homes
+from rl_launch.worker_envs.provision import DriverEnvs, homes
 from rl_launch.worker_envs.spec import WorkerEnvSpec
 
 _log = logging.getLogger(__name__)

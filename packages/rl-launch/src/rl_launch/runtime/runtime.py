@@ -55,8 +55,8 @@ from rl_launch.runtime.weight_sync import WeightSync
 from rl_launch.runtime.weight_transfer import SYNC_TIMEOUT_S, WeightTransfer
 from rl_launch.runtime.written_versions import WrittenVersions
 from rl_launch.session.config import ProfilingConfig
-from rl_launch.worker_envs.driver_envs import DriverEnvs
 from rl_launch.worker_envs.engine_checks import engine_problems
+from rl_launch.worker_envs.provision import DriverEnvs
 
 _log = logging.getLogger(__name__)
 
