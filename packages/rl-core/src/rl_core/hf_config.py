@@ -75,7 +75,13 @@ def num_positions(fields: Mapping[str, Any]) -> int | None:
 
     Scaled rotary embeddings reach further than `max_position_embeddings` of some configs says (Qwen2.5 with YaRN).
     """
-    if _has_relative_positions(fields):
+    attention = fields.get("attn_config")
+    if (
+        fields.get("model_type") in _RELATIVE
+        or bool(fields.get("alibi"))
+        or fields.get("position_embedding_type") in ("alibi", "nope")
+        or (isinstance(attention, Mapping) and bool(attention.get("alibi")))
+    ):
         return None
     stated = next((fields[name] for name in _POSITIONS if isinstance(fields.get(name), int)), None)
     if stated is None or stated <= 0:
@@ -132,16 +138,6 @@ def other_task(fields: Mapping[str, Any], *, has_scalar_head: bool) -> str:
     task = architecture.rpartition("For")[2] if "For" in architecture else ""
     is_other = task in _OTHER_TASKS or (task == _CLASSIFIER and not has_scalar_head)
     return architecture if is_other else ""
-
-
-def _has_relative_positions(fields: Mapping[str, Any]) -> bool:
-    attention = fields.get("attn_config")
-    return (
-        fields.get("model_type") in _RELATIVE
-        or bool(fields.get("alibi"))
-        or fields.get("position_embedding_type") in ("alibi", "nope")
-        or (isinstance(attention, Mapping) and bool(attention.get("alibi")))
-    )
 
 
 def _scaled(rope: Mapping[str, Any], stated: int) -> int:

@@ -128,14 +128,23 @@ class ImageStore:
         with self._refusals():
             image = self._opened(data)
             width, height = image.size
-            turned = _orientation(image) in _TURNED
+            value = image.getexif().get(_ORIENTATION, 1)
+            turned = (value if isinstance(value, int) else 1) in _TURNED
             is_kept = path.is_file() and path.stat().st_size == len(data)
             if not is_kept:
                 # reads the whole file, of a JPEG at an eighth of its size
                 image.draft("RGB", (max(width // 8, 1), max(height // 8, 1)))
                 image.load()
         if not is_kept:
-            _write(path, data)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+                try:
+                    file.write(data)
+                    file.flush()
+                    Path(file.name).replace(path)
+                except BaseException:
+                    Path(file.name).unlink(missing_ok=True)
+                    raise
         return ImageRef(digest, *((height, width) if turned else (width, height)))
 
     def open(self, digest: str) -> Image:
@@ -153,12 +162,32 @@ class ImageStore:
         if digest_of(data) != digest:
             raise ImageError(f"the file of the image {digest} in {self.folder} is damaged; remove it")
         with self._refusals():
-            return _upright_rgb(self._opened(data))
+            image = self._opened(data)
+            from PIL import ImageOps
+
+            image = ImageOps.exif_transpose(image)
+            if image.mode.startswith("I;16"):  # 16 bits of grey, which `convert` would cut off at 255
+                return image.point(lambda value: value / 256).convert("L").convert("RGB")
+            if image.mode in _TRANSPARENT or "transparency" in image.info:
+                image = image.convert("RGBA")
+                white = _pillow().new("RGBA", image.size, (255, 255, 255, 255))
+                image = _pillow().alpha_composite(white, image)
+            return image.convert("RGB")
 
     def _opened(self, data: bytes) -> ImageFile:
         """Return the image of a file, of which no pixel is decoded yet: its size is checked first."""
         image: ImageFile = _pillow().open(BytesIO(data), formats=FORMATS)
-        self._check_header(image)
+        width, height = image.size
+        if width < 1 or height < 1:
+            raise ImageError(f"the image has no pixels: its size is {width} x {height}")
+        if width * height > self.limits.max_pixels:
+            raise ImageError(self._too_large(f"{width} x {height}"))
+        # the second frame of an MPO file is a preview, or the picture of a second lens
+        num_frames = getattr(image, "n_frames", 1)
+        if image.format != "MPO" and num_frames > 1:
+            raise ImageError(f"the image is animated or has pages: it has {num_frames} frames; keep one of them")
+        if image.mode not in (*_PLAIN, *_TRANSPARENT):
+            raise ImageError(f"the image has pixels of the mode {image.mode!r}; convert it to RGB")
         return image
 
     @contextmanager
@@ -175,19 +204,6 @@ class ImageStore:
             raise ImageError(self._too_large("far too many")) from None
         except Exception as error:  # noqa: BLE001 - decoders raise errors of any kind for damaged files
             raise ImageError(f"the image is truncated or damaged ({_one_line(error)})") from None
-
-    def _check_header(self, image: ImageFile) -> None:
-        width, height = image.size
-        if width < 1 or height < 1:
-            raise ImageError(f"the image has no pixels: its size is {width} x {height}")
-        if width * height > self.limits.max_pixels:
-            raise ImageError(self._too_large(f"{width} x {height}"))
-        # the second frame of an MPO file is a preview, or the picture of a second lens
-        num_frames = getattr(image, "n_frames", 1)
-        if image.format != "MPO" and num_frames > 1:
-            raise ImageError(f"the image is animated or has pages: it has {num_frames} frames; keep one of them")
-        if image.mode not in (*_PLAIN, *_TRANSPARENT):
-            raise ImageError(f"the image has pixels of the mode {image.mode!r}; convert it to RGB")
 
     def _too_large(self, size: str) -> str:
         limit = self.limits.max_pixels
@@ -220,37 +236,6 @@ def _pillow() -> Any:
         raise ImportError(f"images need pillow: {install_command('rl-core[vision]')}; {error}") from error
     warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
     return Image
-
-
-def _orientation(image: Image) -> int:
-    value = image.getexif().get(_ORIENTATION, 1)
-    return value if isinstance(value, int) else 1
-
-
-def _upright_rgb(image: Image) -> Image:
-    from PIL import ImageOps
-
-    image = ImageOps.exif_transpose(image)
-    if image.mode.startswith("I;16"):  # 16 bits of grey, which `convert` would cut off at 255
-        return image.point(lambda value: value / 256).convert("L").convert("RGB")
-    if image.mode in _TRANSPARENT or "transparency" in image.info:
-        image = image.convert("RGBA")
-        white = _pillow().new("RGBA", image.size, (255, 255, 255, 255))
-        image = _pillow().alpha_composite(white, image)
-    return image.convert("RGB")
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Write a file that is complete once it has its name, whoever else writes it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-        try:
-            file.write(data)
-            file.flush()
-            Path(file.name).replace(path)
-        except BaseException:
-            Path(file.name).unlink(missing_ok=True)
-            raise
 
 
 def _one_line(error: Exception) -> str:

@@ -555,7 +555,13 @@ def _argument_problems(model: ModelConfig) -> Iterator[Problem]:
                     allowed=", ".join(sorted(known[name])),
                 )
             elif key.endswith("optimizer") and (reason := _value_problem(name, argument, value)):
-                yield Problem(f"{key}.kwargs.{argument}", reason, got=value, remedy=_with_a_point(value))
+                is_with_comma = isinstance(value, str) and re.fullmatch(r"\d+,\d+", value)
+                yield Problem(
+                    f"{key}.kwargs.{argument}",
+                    reason,
+                    got=value,
+                    remedy=(f"Write {value.replace(',', '.')}, with a point" if is_with_comma else ""),
+                )
 
 
 def _value_problem(optimizer: str, argument: str, value: Any) -> str:
@@ -570,11 +576,6 @@ def _value_problem(optimizer: str, argument: str, value: Any) -> str:
     if (argument in NUMBERS or argument == "eps") and not _is_from_0_on(value):
         return "must be a number that is finite and not negative"
     return ""
-
-
-def _with_a_point(value: Any) -> str:
-    is_with_comma = isinstance(value, str) and re.fullmatch(r"\d+,\d+", value)
-    return f"Write {value.replace(',', '.')}, with a point" if is_with_comma else ""
 
 
 def _is_from_0_on(value: Any) -> bool:

@@ -44,7 +44,7 @@ UNSUPPORTED: Mapping[str, str] = {
 
 OF_WHOLE_PARAMETERS: Mapping[str, str] = {
     "torch.optim.Adafactor": "computes norms, and averages of rows and columns, of each whole parameter, but the "
-    "optimizer of a rank receives a part of it",
+    "optimizer of a rank receives a part of it"
 }
 """Optimizer classes that cannot step parameters of which each rank has a part, each with the reason."""
 

@@ -30,7 +30,9 @@ def fenced_blocks(text: str) -> Iterator[tuple[str, str]]:
                 fence = opening["fence"]
                 num_quotes = opening["before"].count(">")
                 indent = len(_unquoted(opening["before"], num_quotes).expandtabs(4))
-                language = _language(opening["info"])
+                info = opening["info"]
+                found = _LANGUAGE.match(info)
+                language = "" if found is None else found[1].lower()
             continue
         content = _unquoted(line, num_quotes)
         if _closes(content, fence, indent):
@@ -40,11 +42,6 @@ def fenced_blocks(text: str) -> Iterator[tuple[str, str]]:
             body.append(_dedented(content, indent) + "\n")
     if fence:
         yield language, "".join(body).rstrip("\n") + "\n"
-
-
-def _language(info: str) -> str:
-    found = _LANGUAGE.match(info)
-    return "" if found is None else found[1].lower()
 
 
 def _unquoted(line: str, num_quotes: int) -> str:

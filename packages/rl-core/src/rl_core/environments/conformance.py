@@ -146,9 +146,7 @@ class _Play:
         self.has_agents = self.has_agents or bool(outcome.agent or outcome.next_agent)
         said = self.attempt.conversation.messages[-1]
         self.conversation = replace(
-            self.conversation,
-            messages=(*self.conversation.messages, *found, said),
-            turn=self.conversation.turn + 1,
+            self.conversation, messages=(*self.conversation.messages, *found, said), turn=self.conversation.turn + 1
         )
 
     def sample(self) -> Sample:
@@ -336,32 +334,24 @@ def _rewards(plays: Sequence[_Play], *, is_own: bool) -> Finding:
         return found if varies else replace(found, said=f"{found.said}; in each play all agents gave the same response")
     constant = [name for name, each in values.items() if len(each) > 1 and min(each) == max(each)]
     if constant:
-        warning = _constant(plays, constant, said, is_all=len(constant) == len(values))
-        mismatch = compared_as_text(plays[0].attempt) if is_own and not _pays_answers(plays) else ""
-        return replace(warning, remedy=mismatch or warning.remedy)
+        is_all, count = len(constant) == len(values), len(plays)
+        be = "are" if len(constant) > 1 else "is"
+        what = f"and all {count} responses earn the same" if is_all else ""
+        what = what or f"but {' and '.join(constant)} {be} the same for all {count} responses"
+        remedy = "pass a response that must earn more with --response TEXT; if it earns the same, correct the reward"
+        # A response that earns more than the empty one shows that the reward reads answers.
+        pays_answers = any(
+            max(map(_total, row)) > _total(play)
+            for row in _rows(plays)
+            for play in row
+            if not play.attempt.conversation.completion
+        )
+        mismatch = compared_as_text(plays[0].attempt) if is_own and not pays_answers else ""
+        return Finding("rewards", f"finite, {what}: {said}", "warned", mismatch or remedy)
     if form := _only_form(plays):
         said = f"{found.said}; of each row's responses only {form} earns the most"
         return replace(found, said=said, remedy="ask for this form in the prompt, or let the reward read others")
     return found
-
-
-def _constant(plays: Sequence[_Play], names: Sequence[str], said: str, *, is_all: bool) -> Finding:
-    """Return the warning about rewards that are the same for all responses."""
-    what = f"all {len(plays)} responses earn the same"
-    if not is_all:
-        what = f"{' and '.join(names)} {'are' if len(names) > 1 else 'is'} the same for all {len(plays)} responses"
-    remedy = "pass a response that must earn more with --response TEXT; if it earns the same, correct the reward"
-    return Finding("rewards", f"finite, {'and' if is_all else 'but'} {what}: {said}", "warned", remedy)
-
-
-def _pays_answers(plays: Sequence[_Play]) -> bool:
-    """Return whether a response to some row earns more than the empty response."""
-    return any(
-        max(map(_total, row)) > _total(play)
-        for row in _rows(plays)
-        for play in row
-        if not play.attempt.conversation.completion
-    )
 
 
 def _rows(plays: Sequence[_Play]) -> list[list[_Play]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from functools import partial
 from typing import Any, get_type_hints
@@ -14,7 +14,16 @@ from rl_core.environments.config import EnvironmentConfig
 from rl_core.environments.rewards import RewardPart, RewardSum
 from rl_core.environments.tools import schemas
 from rl_core.exports import public_alternatives
-from rl_core.plugins import ENVIRONMENTS, EnvironmentPlugin, Requirement, load_problem, plugin, requirement_of, resolve
+from rl_core.plugins import (
+    ENVIRONMENTS,
+    EnvironmentPlugin,
+    Requirement,
+    load_problem,
+    plugin,
+    plugins,
+    requirement_of,
+    resolve,
+)
 from rl_core.user_code import FromFile, is_in_file
 
 
@@ -47,28 +56,35 @@ class EnvironmentInstance:
         return str(self.environment) if is_in_file(self.name) else self.name
 
 
-def environment_types(written: Any, installed: Mapping[str, EnvironmentPlugin]) -> dict[str, type[Config]]:
-    """The types of the sections `env.<name>`: of every installed environment, and of each that has a `type`.
+def environment_types(
+    written: Any, installed: Mapping[str, EnvironmentPlugin], named: Collection[str] | None = None
+) -> dict[str, type[Config]]:
+    """Return the types of the sections `env.<name>`: those that the user wrote, and those of installed environments.
 
     Args:
-        written: What the user wrote under `env`, as plain values.
+        written: Plain values of the section `env`, as the user wrote them.
         installed: Environments by name.
+        named: Names of the installed environments that get a section without being written; None for all of them.
 
     Raises:
         ProblemError: If no environment fits a section.
     """
-    types: dict[str, type[Config]] = {name: found.config for name, found in installed.items()}
+    types: dict[str, type[Config]] = {
+        name: found.config for name, found in installed.items() if named is None or name in named
+    }
     problems = []
     for name, section in written.items() if isinstance(written, Mapping) else ():
         kind = section.get("type") if isinstance(section, Mapping) else None
         try:
             if isinstance(kind, str):
                 types[name] = _section_type(kind, installed)
-            elif isinstance(section, Mapping) and section.get("rewards") and name not in types:
+            elif name in installed:
+                types[name] = installed[name].config
+            elif isinstance(section, Mapping) and section.get("rewards"):
                 types[name] = EnvironmentConfig
-            elif name not in types:
+            else:
                 reason = load_problem(ENVIRONMENTS, name)
-                reason = reason or f"{unknown_environment(name, types)}, given as `type` here"
+                reason = reason or f"{unknown_environment(name, {**installed, **types})}, given as `type` here"
                 problems.append(Problem(name, reason))
         except (ValueError, ImportError) as error:
             problems.append(Problem(f"{name}.type", str(error)))
@@ -78,16 +94,19 @@ def environment_types(written: Any, installed: Mapping[str, EnvironmentPlugin]) 
 
 
 def instance_of(settings: Config, name: str) -> EnvironmentInstance:
-    """The environment that a dataset names.
+    """Return the environment that a dataset names. An installed one without a section has its default settings.
 
     Args:
         settings: The section `env` of a resolved config.
-        name: One of its keys, or `file.py:function`, `package.module:function` or a class instead of the function.
+        name: One of its keys or of the installed environments, or `file.py:function`, `package.module:function` or a class instead of the function.
 
     Raises:
         ValueError: If its file cannot be read or has no such name.
     """
-    section = getattr(settings, name) if name in type(settings).model_fields else EnvironmentConfig()
+    if name in type(settings).model_fields:
+        section = getattr(settings, name)
+    else:
+        section = EnvironmentConfig() if ":" in name else plugin(ENVIRONMENTS, name).config()
     if section.rewards:
         return _with_rewards(name, section)
     return _single(name, section.type or name, section)
@@ -215,11 +234,11 @@ def problem_with(name: str, settings: Config) -> str:
         name: As `instance_of` takes it.
         settings: The section `env` of a resolved config.
     """
-    known = sorted(type(settings).model_fields)
-    if name in known:
+    if name in type(settings).model_fields:
         return _problem_with_rewards(name, getattr(settings, name))
     if ":" not in name:
-        return unknown_environment(name, known)
+        known = environment_names(settings)
+        return "" if name in known else unknown_environment(name, known)
     try:
         if is_in_file(name):
             FromFile.read(name)
@@ -253,6 +272,11 @@ def _problem_with_rewards(name: str, section: Any) -> str:
     except (ValueError, ImportError) as error:
         return str(error)
     return ""
+
+
+def environment_names(settings: Config) -> list[str]:
+    """Return the names that data may use for an environment: installed ones, and the sections of `env`, sorted."""
+    return sorted({*plugins(ENVIRONMENTS), *type(settings).model_fields})
 
 
 def unknown_environment(name: str, known: Mapping[str, Any] | list[str]) -> str:

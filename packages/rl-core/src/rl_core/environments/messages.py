@@ -437,20 +437,17 @@ class _Reader:
             raise MalformedAnswer("nested too deep")
         self._depth += 1
         try:
-            return self._read(code, data)
+            if code == _INTEGER and len(data) <= MAX_INTEGER_BITS // 8 + 1:
+                return int.from_bytes(data, "little", signed=True)
+            if code == _TUPLE and isinstance(items := self.unpack(data), list):
+                return tuple(items)
+            if code == _ARRAY:
+                match self.unpack(data):
+                    case [str(kind), list(shape), bytes(values)]:
+                        return _read_array(kind, shape, values)
+            raise MalformedAnswer(f"extension {code} holds a value of another type")
         finally:
             self._depth -= 1
-
-    def _read(self, code: int, data: bytes) -> Any:
-        if code == _INTEGER and len(data) <= MAX_INTEGER_BITS // 8 + 1:
-            return int.from_bytes(data, "little", signed=True)
-        if code == _TUPLE and isinstance(items := self.unpack(data), list):
-            return tuple(items)
-        if code == _ARRAY:
-            match self.unpack(data):
-                case [str(kind), list(shape), bytes(values)]:
-                    return _read_array(kind, shape, values)
-        raise MalformedAnswer(f"extension {code} holds a value of another type")
 
 
 def _read_array(kind: str, shape: list[Any], values: bytes) -> np.ndarray:

@@ -82,7 +82,13 @@ def _bytes_of(image: Any) -> bytes:
     if isinstance(image, bytes | bytearray | memoryview):
         return bytes(image)
     if isinstance(image, str):
-        return _decoded(image)
+        kind, comma, data = image.partition(",")
+        if not comma or not kind.endswith(";base64"):
+            raise ImageError(f"the data URL {image[:40]!r} must begin with data:image/FORMAT;base64,")
+        try:
+            return base64.b64decode(data, validate=True)
+        except binascii.Error as error:
+            raise ImageError(f"the data URL {image[:40]!r} is not valid base64: {error}") from None
     if is_image(image):
         file = io.BytesIO()
         image.save(file, format="PNG")
@@ -90,16 +96,6 @@ def _bytes_of(image: Any) -> bytes:
     raise ImageError(
         f"an image part has a {type(image).__qualname__}; give the bytes of a file, a data URL, or an image of pillow"
     )
-
-
-def _decoded(url: str) -> bytes:
-    kind, comma, data = url.partition(",")
-    if not comma or not kind.endswith(";base64"):
-        raise ImageError(f"the data URL {url[:40]!r} must begin with data:image/FORMAT;base64,")
-    try:
-        return base64.b64decode(data, validate=True)
-    except binascii.Error as error:
-        raise ImageError(f"the data URL {url[:40]!r} is not valid base64: {error}") from None
 
 
 def _part(value: Any) -> Mapping[str, Any] | None:

@@ -116,7 +116,12 @@ class EnvironmentProcess:
             reason = f"environment {self._name} ended its process with {_describe(error)}; return a reward instead"
         except Exception as error:  # noqa: BLE001  # an environment's failure becomes a report
             fault, reason = "raised", f"environment {self._name} raised {_describe(error)}"
-            self._print(error)
+            frames = calls_of(error)
+            key = (
+                f"{type(error).__qualname__} {frames[-1].filename}:{frames[-1].lineno}" if frames else str(type(error))
+            )
+            lines = [*traceback.format_list(frames[:TRACEBACK_FRAMES]), *traceback.format_exception_only(error)]
+            self._print_once(key, f"environment {self._name} raised:", *"".join(lines).splitlines())
         shared = f", in a call that {len(payloads)} conversations shared" if len(payloads) > 1 else ""
         failure = EnvironmentFailure(f"{reason}{shared}", fault)
         self.abandon([conversation.id for conversation in conversations])
@@ -195,13 +200,6 @@ class EnvironmentProcess:
 
     def _unusable(self, error: Exception) -> str:
         return f"environment {self._name}{self._place}: {error}"
-
-    def _print(self, error: Exception) -> None:
-        """Print the traceback of each distinct failure once; the log has it."""
-        frames = calls_of(error)
-        key = f"{type(error).__qualname__} {frames[-1].filename}:{frames[-1].lineno}" if frames else str(type(error))
-        lines = [*traceback.format_list(frames[:TRACEBACK_FRAMES]), *traceback.format_exception_only(error)]
-        self._print_once(key, f"environment {self._name} raised:", *"".join(lines).splitlines())
 
     def _print_once(self, key: str, *lines: str) -> None:
         if key in self._printed:
@@ -289,7 +287,13 @@ def _built(target: Any, name: str, config: Config | None) -> Environment:
         if plays_one(target):
             saves = _saves(target, target.__name__)
             return ConversationEnvironment(partial(_made, target, config), target.__name__, saves=saves)
-        return _instance(target, config)
+        built: Environment = _made(target, config)
+        if not _has_steps(built):
+            if callable(built):  # a reward that keeps something between calls
+                return as_environment(built)
+            lacks = "it lacks the method `step` or `close`, or, as a reward, `__call__`"
+            raise ValueError(f"{target.__name__} is not an environment: {lacks}")
+        return built
     if _has_steps(target):
         environment: Environment = target
         return environment
@@ -303,18 +307,6 @@ def _built(target: Any, name: str, config: Config | None) -> Environment:
         made: Environment = target()
         return made
     return as_environment(target)
-
-
-def _instance(kind: type, config: Config | None) -> Environment:
-    """The environment of a class."""
-    built: Environment = _made(kind, config)
-    if not _has_steps(built):
-        if callable(built):  # a reward that keeps something between calls
-            return as_environment(built)
-        raise ValueError(
-            f"{kind.__name__} is not an environment: it lacks the method `step` or `close`, or, as a reward, `__call__`"
-        )
-    return built
 
 
 def _made(kind: type, config: Config | None) -> Any:

@@ -28,7 +28,9 @@ _OF_MANY: Mapping[str, Callable[[Conversation], Any]] = {
     _RESPONSES: lambda conversation: conversation.completion,
     "completions": lambda conversation: _completion(conversation),
     "prompts": lambda conversation: _whole_prompt(conversation),
-    "completion_ids": lambda conversation: _token_ids(conversation),
+    "completion_ids": lambda conversation: (
+        None if conversation.completion_ids is None else conversation.completion_ids.tolist()
+    ),
 }
 _OF_TEXTS: Mapping[str, Callable[[Conversation], Any]] = {
     "completions": _OF_ONE["completion"],
@@ -142,7 +144,11 @@ class _RewardFunction:
         self._score = score
         self._name = getattr(score, "__name__", type(score).__name__)
         self._arguments = Arguments(score, self._name)
-        self._gather = GatherRunner() if _is_async(score) else None
+        self._gather = (
+            GatherRunner()
+            if (inspect.iscoroutinefunction(score) or inspect.iscoroutinefunction(type(score).__call__))
+            else None
+        )
 
     def step(self, conversations: Sequence[Conversation], states: Sequence[Any]) -> list[StepResult]:
         if not conversations:
@@ -191,11 +197,6 @@ def _parameters(score: Callable[..., Any]) -> list[inspect.Parameter]:
     return parameters
 
 
-def _is_async(score: Callable[..., Any]) -> bool:
-    """Return whether a function, or the `__call__` of an object, is `async`."""
-    return inspect.iscoroutinefunction(score) or inspect.iscoroutinefunction(type(score).__call__)
-
-
 def _shown(value: Any) -> str:
     return f"{value!r:.80}"
 
@@ -221,10 +222,6 @@ def _whole_prompt(conversation: Conversation) -> Any:
     """The prompt as in TRL: messages, or a string."""
     messages = conversation.prompt_messages
     return messages[-1]["content"] if conversation.is_text and messages else [dict(message) for message in messages]
-
-
-def _token_ids(conversation: Conversation) -> list[int] | None:
-    return None if conversation.completion_ids is None else conversation.completion_ids.tolist()
 
 
 def _prompt(conversation: Conversation) -> str:

@@ -7,13 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rl_core.environments.reward_log import merged_info
-from rl_core.rollouts.environment import (
-    Conversation,
-    Environment,
-    SavingEnvironment,
-    StepResult,
-    UnusableAnswer,
-)
+from rl_core.rollouts.environment import Conversation, Environment, SavingEnvironment, StepResult, UnusableAnswer
 from rl_core.user_code import FromFile
 
 

@@ -71,7 +71,13 @@ class Tool:
         try:
             checked = self._arguments.model_validate(dict(arguments))
         except ValidationError as error:
-            raise MalformedCall(_problems(error)) from None
+            found = error.errors(include_url=False, include_context=False, include_input=False)
+            shown = [
+                f"{'.'.join(map(str, each['loc']))[:_MAX_NAME] or 'arguments'}: {each['msg'][:_MAX_PROBLEM]}"
+                for each in found[:_MAX_PROBLEMS]
+            ]
+            more = len(found) - len(shown)
+            raise MalformedCall("; ".join([*shown, *([f"and {more} more"] if more else [])])) from None
         given = {name: getattr(checked, name) for name in self._names}
         return self.function(**given, **{name: offered[name] for name in self.offered})
 
@@ -94,17 +100,6 @@ def schemas(tools: Any) -> tuple[Mapping[str, Any], ...]:
     if isinstance(tools, str | Mapping) or not isinstance(tools, list | tuple):
         raise ValueError(f"tools must be a list of functions, got {tools!r:.80}")
     return tuple(tool if isinstance(tool, Mapping) else Tool(tool).schema for tool in tools)
-
-
-def _problems(error: ValidationError) -> str:
-    """The problems of arguments for the policy, which may have written any number of names of any length."""
-    found = error.errors(include_url=False, include_context=False, include_input=False)
-    shown = [
-        f"{'.'.join(map(str, each['loc']))[:_MAX_NAME] or 'arguments'}: {each['msg'][:_MAX_PROBLEM]}"
-        for each in found[:_MAX_PROBLEMS]
-    ]
-    more = len(found) - len(shown)
-    return "; ".join([*shown, *([f"and {more} more"] if more else [])])
 
 
 def _parameters(function: Any, name: str) -> dict[str, tuple[Any, Any]]:

@@ -20,7 +20,7 @@ from rl_core.environments import child, worker
 from rl_core.environments.instance import EnvironmentInstance
 from rl_core.environments.pool import EnvironmentPool
 from rl_core.errors import WorkerDied, WorkerError
-from rl_core.rollouts.environment import Conversation, EnvironmentFailure, StepResult
+from rl_core.rollouts.environment import Conversation, EnvironmentFailure
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +154,13 @@ async def _attempt_all(pool: EnvironmentPool, trial: Trial, verdict: Verdict) ->
         num_attempts[attempt.place] = num_attempts.get(attempt.place, 0) + 1
         [outcome] = await pool.step([attempt.conversation])
         if not isinstance(outcome, EnvironmentFailure):
-            _note_sum(outcome, trial, verdict)
+            names = list(outcome.reward) if isinstance(outcome.reward, Mapping) else []
+            said = (
+                f"environment {trial.instance.label} returns {', '.join(names)}: their sum is trained on. To train on "
+                "the score only, call it `reward`; record other numbers with log_metric"
+            )
+            if "score" in names and len(names) > 1 and "reward" not in names and said not in verdict.warnings:
+                verdict.warnings.append(said)
             continue
         told = f"{outcome.reason.removesuffix('.')}. It was tried on {attempt}"
         if outcome.fault != "raised":
@@ -205,17 +211,6 @@ def compared_as_text(attempt: Attempt, reason: str = "") -> str:
 
 def _sentence(text: str) -> str:
     return f" {text[:1].upper()}{text[1:]}."
-
-
-def _note_sum(outcome: StepResult, trial: Trial, verdict: Verdict) -> None:
-    """Warn of rewards by name in which `score` is added to others, as elsewhere it is the reward and they are not."""
-    names = list(outcome.reward) if isinstance(outcome.reward, Mapping) else []
-    said = (
-        f"environment {trial.instance.label} returns {', '.join(names)}: their sum is trained on. To train on the "
-        "score only, call it `reward`; record other numbers with log_metric"
-    )
-    if "score" in names and len(names) > 1 and "reward" not in names and said not in verdict.warnings:
-        verdict.warnings.append(said)
 
 
 def attempts_on(

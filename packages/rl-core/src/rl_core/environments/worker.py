@@ -391,12 +391,7 @@ class Backlog:
     """
 
     def __init__(
-        self,
-        *,
-        deadline_s: float,
-        num_workers: int,
-        wake: Callable[[], None],
-        room: Callable[[], int] | None = None,
+        self, *, deadline_s: float, num_workers: int, wake: Callable[[], None], room: Callable[[], int] | None = None
     ) -> None:
         self._deadline_s = deadline_s
         self._room = room

@@ -39,7 +39,12 @@ def main() -> None:
     status = _forked(command, chosen.modules, chosen.idle)
     if status is None:
         os.execv(sys.executable, [sys.executable, *command])
-    _end_with(status)
+    if status >= 0:
+        sys.exit(status)
+    # of SIGKILL it cannot be set
+    with suppress(OSError):
+        signal.signal(-status, signal.SIG_DFL)
+    os.kill(os.getpid(), -status)
 
 
 def _forked(command: list[str], modules: str, idle: str) -> int | None:
@@ -101,15 +106,6 @@ def _wait(pid: int, connection: socket.socket) -> int:
     # readable when the process has ended; the server tells how, unless it has died
     select.select([process], [], [])
     return int(str(receive_answer(connection).get("status", 1)))
-
-
-def _end_with(status: int) -> None:
-    if status >= 0:
-        sys.exit(status)
-    # of SIGKILL it cannot be set
-    with suppress(OSError):
-        signal.signal(-status, signal.SIG_DFL)
-    os.kill(os.getpid(), -status)
 
 
 if __name__ == "__main__":

@@ -33,18 +33,13 @@ def import_all(modules: Sequence[str]) -> str:
         return f"{', '.join(modules)} imports {_NEVER}"
     if any(_target(link).startswith(_GPU_MEMORY) for link in Path("/proc/self/fd").iterdir()):
         return f"{', '.join(modules)} initialises CUDA"
-    if (threads := _threads_that_outlive_forks()) > 1:
-        return f"{', '.join(modules)} starts {threads - 1} threads"
-    return ""
-
-
-def _threads_that_outlive_forks() -> int:
-    """Threads of this process after a fork, before which libraries that allow for it, such as OpenBLAS, end theirs."""
     pid = os.fork()
     if not pid:
         os._exit(0)
     os.waitpid(pid, 0)
-    return len(os.listdir("/proc/self/task"))
+    if (threads := len(os.listdir("/proc/self/task"))) > 1:
+        return f"{', '.join(modules)} starts {threads - 1} threads"
+    return ""
 
 
 class Imported:

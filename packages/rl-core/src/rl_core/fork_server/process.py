@@ -25,7 +25,8 @@ def become(request: Request, streams: Sequence[int]) -> None:
     os.environ.update(request.variables)
     os.chdir(request.directory)
     os.umask(request.umask)
-    _draw_seeds()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
     first, *arguments = request.command
     if first == "-c":
         code, *arguments = arguments
@@ -38,11 +39,3 @@ def become(request: Request, streams: Sequence[int]) -> None:
     sys.argv = [first, *arguments]
     sys.path.insert(0, os.path.dirname(os.path.abspath(first)))
     runpy.run_path(first, run_name="__main__")
-
-
-def _draw_seeds() -> None:
-    """Seed NumPy's global generator anew, which is drawn when it is imported. Python's own sees to itself; torch's
-    starts from the same seed in every process.
-    """
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()

@@ -124,7 +124,9 @@ class Server:
         connection, _ = listener.accept()
         connection.settimeout(_REQUEST_TIMEOUT_S)
         try:
-            if _user_of(connection) != os.geteuid():
+            credentials = struct.Struct("3i")
+            found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size)
+            if int(credentials.unpack(found)[1]) != os.geteuid():
                 raise PermissionError("the request of another user")
             request, streams = receive_request(connection)
         except (OSError, ValueError):
@@ -146,22 +148,18 @@ class Server:
         if not pid:
             # said here, before the command begins: a launcher that hears of no process starts another
             send_answer(connection, pid=os.getpid())
-            self._forget(connection)
+            self._selector.close()
+            connection.close()
+            if self._listener is not None:
+                self._listener.close()
+            for process, other in self._processes.items():
+                os.close(process)
+                other[1].close()
             return request, streams
         for each in streams:
             os.close(each)
         self._watch(pid, connection)
         return None
-
-    def _forget(self, connection: socket.socket) -> None:
-        """Close, in a fork, what belongs to the server."""
-        self._selector.close()
-        connection.close()
-        if self._listener is not None:
-            self._listener.close()
-        for process, other in self._processes.items():
-            os.close(process)
-            other[1].close()
 
     def _watch(self, pid: int, connection: socket.socket) -> None:
         process = os.pidfd_open(pid)
@@ -200,12 +198,6 @@ class Server:
     def _is_reachable(self) -> bool:
         """Return whether the address still leads here, and not to nothing or to a server that took it over."""
         return self._address.exists() and self._address.stat().st_ino == self._socket
-
-
-def _user_of(connection: socket.socket) -> int:
-    credentials = struct.Struct("3i")
-    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size)
-    return int(credentials.unpack(found)[1])
 
 
 def _memory_is_short() -> bool:

@@ -58,7 +58,7 @@ def gather(refs: Sequence[ray.ObjectRef], origins: Sequence[Origin], timeout_s: 
     answers: dict[ray.ObjectRef, Any] = {}
     while len(answers) < len(origin_of):
         waiting = [ref for ref in refs if ref not in answers]
-        ready = wait(waiting, _left(end))
+        ready = wait(waiting, None if end is None else max(0.0, end - time.monotonic()))
         if not ready:
             raise stalled(timeout_s or 0.0, origin_of[waiting[0]], num_others=len(waiting) - 1)
         for ref, outcome in zip(ready, outcomes(ready, [origin_of[ref] for ref in ready]), strict=True):
@@ -119,7 +119,7 @@ def settle(
     end = time.monotonic() + timeout_s
     waiting = list(refs)
     while waiting:
-        ready = wait(waiting, _left(end))
+        ready = wait(waiting, None if end is None else max(0.0, end - time.monotonic()))
         if not ready and failures:
             break
         if not ready:
@@ -180,10 +180,6 @@ def translate(error: RayError, origin: Origin) -> RLError:
         if isinstance(error, kind):
             return WorkerDied(f"{said}: {_reason(error)}", origin)
     return WorkerError(type(error).__qualname__, str(error), "", origin)
-
-
-def _left(end: float | None) -> float | None:
-    return None if end is None else max(0.0, end - time.monotonic())
 
 
 def stalled(timeout_s: float, origin: Origin, *, num_others: int = 0) -> WorkerStalled:

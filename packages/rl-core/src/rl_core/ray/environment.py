@@ -97,7 +97,10 @@ class RemoteEnvironment:
         try:
             sent: Any = self._actor.call.remote("step_within", PATIENCE_S, conversations, self._client)
         except Exception as error:  # noqa: BLE001 - whatever cannot be sent, such as lists within lists
-            await self._call_singly(calls, error)
+            if len(calls) == 1:
+                self._settle(calls, [EnvironmentFailure(self._reason(error))])
+            else:
+                await asyncio.gather(*(self._call([each]) for each in calls))
             return
         waiting = calls
         try:
@@ -111,13 +114,6 @@ class RemoteEnvironment:
             for _, answer in waiting:
                 answer.cancel()
             raise
-
-    async def _call_singly(self, calls: list[_Waiting], error: Exception) -> None:
-        """Call again for each conversation alone, so that one which cannot be sent fails by itself."""
-        if len(calls) == 1:
-            self._settle(calls, [EnvironmentFailure(self._reason(error))])
-        else:
-            await asyncio.gather(*(self._call([each]) for each in calls))
 
     @staticmethod
     def _settle(calls: list[_Waiting], outcomes: Sequence[StepResult | EnvironmentFailure | None]) -> list[_Waiting]:
@@ -143,16 +139,13 @@ class RemoteEnvironment:
             async with asyncio.timeout(self._silence_s):
                 await self._actor.call.remote("renew", self._client)
         except TimeoutError:
-            self._give_up()
+            failure = EnvironmentFailure(f"environment {self._name} has not answered for {self._silence_s:g} s")
+            _log.warning("%s; %d rollouts that wait for it fail", failure.reason, len(self._unanswered))
+            for answer in list(self._unanswered):
+                answer.set_result(failure)
         except RayError as error:
             # a call under way reports it, and the pool of a restarted process knows no conversation
             _log.debug("environment %s: the lease was not renewed: %s", self._name, error)
-
-    def _give_up(self) -> None:
-        failure = EnvironmentFailure(f"environment {self._name} has not answered for {self._silence_s:g} s")
-        _log.warning("%s; %d rollouts that wait for it fail", failure.reason, len(self._unanswered))
-        for answer in list(self._unanswered):
-            answer.set_result(failure)
 
     def _reason(self, error: Exception) -> str:
         if isinstance(error, RayError):

@@ -242,16 +242,16 @@ def log_to(path: str) -> None:
     """
     write_stacks_on_signal(path)
     log = Path(path)
-    write_stacks_of(log.stem, log.parent / STACKS_FOLDER, node=_node_id())
+    write_stacks_of(
+        log.stem,
+        log.parent / STACKS_FOLDER,
+        node=ray.get_runtime_context().get_node_id() if ray.is_initialized() else "",
+    )
     handler = logging.FileHandler(path, delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.getLogger().addHandler(handler)
     for package in ("rl_core", *plugin_packages()):
         logging.getLogger(package).setLevel(logging.INFO)
-
-
-def _node_id() -> str:
-    return ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""
 
 
 def redirect_output(path: str) -> None:

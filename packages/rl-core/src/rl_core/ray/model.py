@@ -13,7 +13,7 @@ import numpy as np
 import ray
 from ray.actor import ActorHandle
 
-from rl_core.data.batch import Batch, RemoteColumn, RemoteRows, RowStore
+from rl_core.data.batch import Batch, RemoteColumn, RemoteRows
 from rl_core.data.microbatch import PAIR, shard
 from rl_core.data.shuffle import Shard, plan_shuffle
 from rl_core.errors import Origin, RLError, WorkerDied, WorkerError, WorkerStalled
@@ -294,11 +294,14 @@ class RemoteModel:
         is_plain = tuple(name for name in batch if name != IMAGES) == self._columns
         if key is not None and is_plain and key in self._sent:
             return self._sent[key]
-        plan = plan_shuffle(batch, rows, self._num_pickers(int(batch.lengths.sum())))
+        num_tokens = int(batch.lengths.sum())
+        plan = plan_shuffle(batch, rows, min(MOST_PICKERS, len(self._workers), 1 + num_tokens // TOKENS_PER_PICKER))
         chunks: list[Any] = []
         for number, (picks, stores) in enumerate(zip(plan.picks, plan.stores, strict=True)):
             picker = self._workers[number * len(self._workers) // len(plan.picks)]
-            refs: Any = picker.pick.options(num_returns=len(rows)).remote(picks, *(_ref(store) for store in stores))
+            refs: Any = picker.pick.options(num_returns=len(rows)).remote(
+                picks, *((store.ref if isinstance(store, StoredRows) else ray.put(store.fetch())) for store in stores)
+            )
             chunks.append([refs] if len(rows) == 1 else refs)
         # a shard without remote columns may be large; the ranks that share it then share one copy of it
         shared = len(self._workers) > len(rows)
@@ -309,9 +312,6 @@ class RemoteModel:
         if key is not None and is_plain:
             self._sent[key] = sent
         return sent
-
-    def _num_pickers(self, num_tokens: int) -> int:
-        return min(MOST_PICKERS, len(self._workers), 1 + num_tokens // TOKENS_PER_PICKER)
 
     def _call_shards(self, method: str, batch: Batch, *args: Any) -> list[Any]:
         shards = self._send(batch, self._rows_per_shard(batch))
@@ -328,21 +328,18 @@ class RemoteModel:
             raise WorkerStalled(f"{error.args[0]}; {self.write_stacks()}", error.origin) from None
         except WorkerError:
             # ranks that lose a peer fail with an error of their own before Ray says that the peer is dead
-            self._raise_deaths(phase)
+            signs: dict[Any, Origin] = dict(
+                zip([worker.health.remote() for worker in self._workers], self._origins(phase), strict=True)
+            )
+            answered, _ = ray.wait(list(signs), num_returns=len(signs), timeout=DEATH_NOTICE_S)
+            for sign in answered:
+                try:
+                    fetch(sign, signs[sign])
+                except WorkerDied:
+                    raise
+                except RLError:
+                    continue
             raise
-
-    def _raise_deaths(self, phase: str) -> None:
-        signs: dict[Any, Origin] = dict(
-            zip([worker.health.remote() for worker in self._workers], self._origins(phase), strict=True)
-        )
-        answered, _ = ray.wait(list(signs), num_returns=len(signs), timeout=DEATH_NOTICE_S)
-        for sign in answered:
-            try:
-                fetch(sign, signs[sign])
-            except WorkerDied:
-                raise
-            except RLError:
-                continue
 
     def _leaders(self) -> list[int]:
         leaders = [rank for rank, place in enumerate(self._coordinates) if place.leads]
@@ -350,7 +347,3 @@ class RemoteModel:
 
     def _origins(self, phase: str) -> list[Origin]:
         return [Origin(self._role, rank, node, phase, self._section) for rank, node in enumerate(self._nodes)]
-
-
-def _ref(store: RowStore) -> ray.ObjectRef:
-    return store.ref if isinstance(store, StoredRows) else ray.put(store.fetch())

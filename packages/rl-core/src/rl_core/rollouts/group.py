@@ -14,15 +14,7 @@ from rl_core.data.image_column import image_column
 from rl_core.data.ragged import Ragged
 from rl_core.images import IMAGES
 from rl_core.rollouts.record import rollout_record
-from rl_core.rollouts.rollout import (
-    Prompt,
-    Rollout,
-    Status,
-    StopReason,
-    WeightSpan,
-    has_images,
-    unknown_routing,
-)
+from rl_core.rollouts.rollout import Prompt, Rollout, Status, StopReason, WeightSpan, has_images, unknown_routing
 
 LOSS_MASK = "loss_mask"
 GENERATION_LOGPROBS = "generation_logprobs"

@@ -34,6 +34,9 @@ def rollout_record(prompt: Prompt, index: int, rollout: Rollout) -> np.ndarray:
     order of time. If it begins as another one, `shared` has the index of that `segment` and the number of `messages`
     that they share, turns included; only further messages are listed, and the tools are the same.
     """
+    starts = np.flatnonzero(np.diff(rollout.weight_versions, prepend=-1))
+    ends = np.append(starts, len(rollout.weight_versions))[1:]
+    runs = zip(starts.tolist(), ends.tolist(), strict=True)
     described = {
         "prompt_id": prompt.id,
         "dataset": prompt.dataset,
@@ -48,7 +51,13 @@ def rollout_record(prompt: Prompt, index: int, rollout: Rollout) -> np.ndarray:
         "stop_reason": rollout.stop_reason,
         "num_sampled": rollout.num_sampled,
         "weight_versions": sorted({span.version for span in rollout.spans}),
-        "weight_spans": _weight_spans(rollout.weight_versions),
+        "weight_spans": (
+            [
+                {"start": start, "end": end, "version": int(rollout.weight_versions[start])}
+                for start, end in runs
+                if rollout.weight_versions[start] >= 0
+            ]
+        ),
         "info": rollout.info,
     }
     if rollout.contexts:
@@ -84,10 +93,7 @@ def segments_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
             **segment,
             "number": numbers[index],
             **{name: _objects(segment.get(name)) for name in ("messages", "tools", "turns")},
-            "shared": {
-                "number": numbers.get(shared.get("segment", -1)),
-                "messages": shared.get("messages"),
-            }
+            "shared": {"number": numbers.get(shared.get("segment", -1)), "messages": shared.get("messages")}
             if isinstance(shared := segment.get("shared"), dict)
             else None,
         }
@@ -113,20 +119,6 @@ def append_records(file: BinaryIO, records: Iterable[tuple[np.ndarray, float | N
 
 
 _BUFFER_BYTES = 2**20
-
-
-def _weight_spans(versions: np.ndarray) -> list[dict[str, int]]:
-    """Runs of tokens that were sampled with one weight version: `start` and `end` in the rollout, and `version`.
-
-    Args:
-        versions: Int32 `[tokens]`, negative for tokens that were not sampled.
-    """
-    starts = np.flatnonzero(np.diff(versions, prepend=-1))
-    ends = np.append(starts, len(versions))[1:]
-    runs = zip(starts.tolist(), ends.tolist(), strict=True)
-    return [
-        {"start": start, "end": end, "version": int(versions[start])} for start, end in runs if versions[start] >= 0
-    ]
 
 
 def _objects(value: Any) -> list[dict[str, Any]]:

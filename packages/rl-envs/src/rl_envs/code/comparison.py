@@ -18,7 +18,10 @@ def same_text(output: str, expected: str, tolerance: float) -> bool:
     """Return whether two outputs agree line by line, without regard to space at the end of lines and of the text; or,
     where they differ, word by word as numbers.
     """
-    lines, others = _lines(output), _lines(expected)
+    lines, others = (
+        [line.rstrip() for line in output.rstrip().splitlines()],
+        [line.rstrip() for line in expected.rstrip().splitlines()],
+    )
     if lines == others:
         return True
     if len(lines) != len(others):
@@ -49,10 +52,6 @@ def _same_float(value: float, expected: float, tolerance: float) -> bool:
         return both_nan or value == expected or math.isclose(value, expected, rel_tol=tolerance, abs_tol=tolerance)
     except OverflowError:  # a whole number beyond the floats
         return False
-
-
-def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
 def _same_words(words: list[str], others: list[str], tolerance: float) -> bool:

@@ -9,7 +9,7 @@ from rl_core.rollouts.environment import Conversation, StepResult
 from rl_envs.code.cases import read_tests
 from rl_envs.code.config import CodeConfig
 from rl_envs.code.extraction import program_in
-from rl_envs.code.grading import Verdict, grade
+from rl_envs.code.grading import grade
 from rl_envs.sandbox.sandbox import open_sandbox
 
 SHOWN = 300
@@ -47,17 +47,13 @@ class CodeEnvironment:
             tolerance=config.tolerance,
             stop_early=config.reward == "all",
         )
-        return StepResult(reward=self._reward(verdict), info=_report(verdict))
-
-    def _reward(self, verdict: Verdict) -> float:
         share = verdict.num_passed / verdict.num_tests
-        return share if self._config.reward == "share" else float(share == 1.0)
-
-
-def _report(verdict: Verdict) -> dict[str, Any]:
-    return {
-        "accuracy": float(verdict.num_passed == verdict.num_tests),
-        "has_code": 1.0,
-        "tests_passed": verdict.num_passed,
-        "problem": verdict.problem[:SHOWN],
-    }
+        return StepResult(
+            reward=(share if self._config.reward == "share" else float(share == 1.0)),
+            info={
+                "accuracy": float(verdict.num_passed == verdict.num_tests),
+                "has_code": 1.0,
+                "tests_passed": verdict.num_passed,
+                "problem": verdict.problem[:SHOWN],
+            },
+        )

@@ -47,17 +47,19 @@ def _livecodebench(row: Row) -> dict[str, Any]:
     if any(test["testtype"] == "functional" for test in tests):
         if not function:
             raise ValueError("its tests call a function that `metadata` does not name")
-        info = {"function": function, "tests": [_functional(test) for test in tests]}
+        info = {
+            "function": function,
+            "tests": [
+                {
+                    "arguments": [json.loads(line) for line in test["input"].split("\n") if line.strip()],
+                    "result": json.loads(test["output"]),
+                }
+                for test in tests
+            ],
+        }
     else:
         info = {"tests": [{"input": test["input"], "output": test["output"]} for test in tests]}
     return _problem(row["question_content"], row.get("starter_code"), info)
-
-
-def _functional(test: Row) -> dict[str, Any]:
-    return {
-        "arguments": [json.loads(line) for line in test["input"].split("\n") if line.strip()],
-        "result": json.loads(test["output"]),
-    }
 
 
 def _private_tests(text: str) -> list[Any]:

@@ -33,23 +33,10 @@ GUESS_NUMBER = EnvironmentPlugin(
     requirement=_REQUIREMENT,
 )
 NUMBERS = DatasetPlugin(
-    name="guess_number",
-    load="rl_envs.games.dataset:numbers",
-    requirement=_REQUIREMENT,
-    settings=GuessNumberSettings,
+    name="guess_number", load="rl_envs.games.dataset:numbers", requirement=_REQUIREMENT, settings=GuessNumberSettings
 )
-NIM = EnvironmentPlugin(
-    name="nim",
-    config=NimConfig,
-    environment="rl_envs.games.nim:Nim",
-    requirement=_REQUIREMENT,
-)
-PILES = DatasetPlugin(
-    name="nim",
-    load="rl_envs.games.dataset:piles",
-    requirement=_REQUIREMENT,
-    settings=NimSettings,
-)
+NIM = EnvironmentPlugin(name="nim", config=NimConfig, environment="rl_envs.games.nim:Nim", requirement=_REQUIREMENT)
+PILES = DatasetPlugin(name="nim", load="rl_envs.games.dataset:piles", requirement=_REQUIREMENT, settings=NimSettings)
 PROPOSED_SUMS = EnvironmentPlugin(
     name="proposed_sums",
     config=ProposedSumsConfig,

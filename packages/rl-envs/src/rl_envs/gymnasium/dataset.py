@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -26,22 +26,16 @@ def load(settings: Mapping[str, Any], split: str) -> list[dict[str, Any]]:
         raise ConfigError(f"gymnasium is not installed: {install_command('rl-envs[gymnasium]')}")
     seeds = (next(draws(f"{config.seed}/{split}/{index}")) % 2**31 for index in range(config.size))
     try:
-        return _rows(config, seeds)
+        from rl_envs.gymnasium.game import Game
+
+        rows, shown = [], config.show
+        for seed in seeds:
+            game = Game.start(config.id, config.config, seed, actions=config.actions, show=shown)
+            game.environment.close()
+            shown = game.shown
+            asked = "\n\n".join(part for part in (config.instructions, game.rules, game.text) if part)
+            info = {"id": config.id, "config": config.config, "seed": seed, "actions": config.actions, "show": shown}
+            rows.append({"messages": [{"role": "user", "content": asked}], "info": info, "environment": "gymnasium"})
+        return rows
     except ValueError as error:
         raise ConfigError(str(error)) from None
-
-
-def _rows(config: GymnasiumSettings, seeds: Iterable[int]) -> list[dict[str, Any]]:
-    from rl_envs.gymnasium.game import Game
-
-    rows, shown = [], config.show
-    for seed in seeds:
-        game = Game.start(config.id, config.config, seed, actions=config.actions, show=shown)
-        game.environment.close()
-        shown = game.shown
-        asked = "\n\n".join(part for part in (config.instructions, game.rules, game.text) if part)
-        info = {"id": config.id, "config": config.config, "seed": seed, "actions": config.actions, "show": shown}
-        rows.append(
-            {"messages": [{"role": "user", "content": asked}], "info": info, "environment": "gymnasium"},
-        )
-    return rows

@@ -3,11 +3,7 @@
 from rl_core.plugins import DatasetPlugin, EnvironmentPlugin, Requirement
 from rl_envs.gymnasium.config import GymnasiumConfig, GymnasiumSettings
 
-_REQUIREMENT = Requirement(
-    "rl-envs",
-    extras={"cpu": ("gymnasium",), "cuda": ("gymnasium",)},
-    imports=("gymnasium",),
-)
+_REQUIREMENT = Requirement("rl-envs", extras={"cpu": ("gymnasium",), "cuda": ("gymnasium",)}, imports=("gymnasium",))
 
 PLUGIN = EnvironmentPlugin(
     name="gymnasium",
@@ -17,8 +13,5 @@ PLUGIN = EnvironmentPlugin(
 )
 
 DATASET = DatasetPlugin(
-    name="gymnasium",
-    load="rl_envs.gymnasium.dataset:load",
-    requirement=_REQUIREMENT,
-    settings=GymnasiumSettings,
+    name="gymnasium", load="rl_envs.gymnasium.dataset:load", requirement=_REQUIREMENT, settings=GymnasiumSettings
 )

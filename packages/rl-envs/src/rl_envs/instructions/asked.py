@@ -86,12 +86,13 @@ def _typed(name: str, key: str, value: Any, kind: str) -> Any:
     is_relation = key.endswith("relation")
     if kind == "str" and isinstance(value, str) and (value in RELATIONS if is_relation else value.strip()):
         return value
-    if kind == "list[str]" and isinstance(value, list | tuple) and value and all(_is_word(word) for word in value):
+    if (
+        kind == "list[str]"
+        and isinstance(value, list | tuple)
+        and value
+        and all((isinstance(word, str) and bool(word.strip())) for word in value)
+    ):
         return list(value)
     wanted = {"int": "a whole number", "str": "a string that is not empty", "list[str]": "a list of texts"}[kind]
     wanted = f"one of {', '.join(RELATIONS)}" if is_relation else wanted
     raise ValueError(f"{key!r} of instruction {name!r} must be {wanted}, got {value!r:.80}")
-
-
-def _is_word(value: Any) -> bool:
-    return isinstance(value, str) and bool(value.strip())

@@ -148,10 +148,7 @@ def _capital_words(response: str, capital_frequency: int, capital_relation: str)
 
 WORD_ENDS = ".,?!'\""
 """Characters that end the first word of a paragraph."""
-_POSTSCRIPTS = {
-    "P.S.": re.compile(r"p\.\s?s\.", re.IGNORECASE),
-    "P.P.S": re.compile(r"p\.\s?p\.\s?s", re.IGNORECASE),
-}
+_POSTSCRIPTS = {"P.S.": re.compile(r"p\.\s?s\.", re.IGNORECASE), "P.P.S": re.compile(r"p\.\s?p\.\s?s", re.IGNORECASE)}
 """Patterns of the markers that IFEval asks for, which may be anywhere in a line."""
 
 CHECKS: Mapping[str, Check] = {

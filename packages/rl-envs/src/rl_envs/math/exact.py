@@ -134,7 +134,13 @@ class _Reader:
         return value if sign == "+" else -value
 
     def _power(self) -> Fraction:
-        base = self._postfix()
+        value = self._atom()
+        while self._kind() == "bang":
+            self._take()
+            if value.denominator != 1 or not 0 <= value <= MAX_FACTORIAL:
+                raise NotExact("not a factorial within bounds")
+            value = Fraction(math.factorial(int(value)))
+        base = value
         if self._kind() != "power":
             return base
         self._take()
@@ -145,15 +151,6 @@ class _Reader:
         if abs(exponent) * size > MAX_BITS:
             raise NotExact("too large")
         return base ** int(exponent)
-
-    def _postfix(self) -> Fraction:
-        value = self._atom()
-        while self._kind() == "bang":
-            self._take()
-            if value.denominator != 1 or not 0 <= value <= MAX_FACTORIAL:
-                raise NotExact("not a factorial within bounds")
-            value = Fraction(math.factorial(int(value)))
-        return value
 
     def _atom(self) -> Fraction:
         kind, text = self._kind(), self._take()

@@ -309,7 +309,9 @@ def _words(text: str, _: int) -> Form | None:
         return Letters("".join(sorted(re.findall(r"(?<![A-Za-z])[A-Z](?![A-Za-z])", plain))), are_apart=True)
     if _CAPITALS.fullmatch(plain) and plain.casefold() not in (*_SYNONYMS, *_SHORT_WORDS):
         return Letters(plain, are_apart=False)
-    if _WORDS.fullmatch(plain) is None or (text == plain and _is_product(plain)):
+    if _WORDS.fullmatch(plain) is None or (
+        text == plain and (len(plain) == 1 or (plain not in _SHORT_WORDS and _VARIABLES.fullmatch(plain) is not None))
+    ):
         return None
     folded = re.sub(r"[ .]+", " ", plain.casefold().strip(" ."))
     if (number := _spoken_number(folded)) is not None:
@@ -336,11 +338,6 @@ def _spoken_number(words: str) -> Number | None:
     return None
 
 
-def _is_product(text: str) -> bool:
-    """Return whether letters are variables side by side rather than a word."""
-    return len(text) == 1 or (text not in _SHORT_WORDS and _VARIABLES.fullmatch(text) is not None)
-
-
 def _union(text: str, depth: int) -> Form | None:
     parts = _split(text, re.compile(r"\\cup(?![A-Za-z])|\bU\b|\\text\s*\{\s*(?:U|union)\s*\}|\bunion\b"))
     return Union(tuple(_read(part, depth + 1) for part in parts)) if len(parts) > 1 else None
@@ -359,18 +356,19 @@ def _alternatives(text: str, depth: int) -> Form | None:
     if len(parts := _split(text, _AND)) == 2:
         one, other = (_read(part.strip(" ,"), depth + 1) for part in parts)
         if isinstance(one, Interval) and isinstance(other, Interval):
-            return _between(one, other)
+            low, high = (one, other) if one.low is not None else (other, one)
+            if (
+                low.low is None
+                or high.high is None
+                or low.high is not None
+                or high.low is not None
+                or low.name != high.name
+            ):
+                return None
+            if isinstance(low.low, Number) and isinstance(high.high, Number) and low.low.value >= high.high.value:
+                return None
+            return Interval(low.low, high.high, (low.is_open[0], high.is_open[1]), low.name)
     return None
-
-
-def _between(one: Interval, other: Interval) -> Form | None:
-    """The interval of two inequalities that bound it from both sides."""
-    low, high = (one, other) if one.low is not None else (other, one)
-    if low.low is None or high.high is None or low.high is not None or high.low is not None or low.name != high.name:
-        return None
-    if isinstance(low.low, Number) and isinstance(high.high, Number) and low.low.value >= high.high.value:
-        return None
-    return Interval(low.low, high.high, (low.is_open[0], high.is_open[1]), low.name)
 
 
 def _inequality(text: str, depth: int) -> Form | None:

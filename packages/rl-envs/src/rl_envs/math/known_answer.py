@@ -53,12 +53,7 @@ def _text(answer: Any) -> str:
     is_nan = isinstance(answer, str) and answer.strip().lower() == "nan"  # as CSV files have it
     if is_nan or (isinstance(answer, float) and not math.isfinite(answer)):
         raise ValueError(f"an answer must be a finite number, got {answer!r}")
-    text = final_answer(_digits(answer) if isinstance(answer, int) else str(answer))
+    text = final_answer(f"{Decimal(answer):f}" if isinstance(answer, int) else str(answer))
     if not text:
         raise ValueError("the answer in the prompt's info is empty")
     return text
-
-
-def _digits(number: int) -> str:
-    """A whole number of any size; `str` refuses those of more than 4,300 digits."""
-    return f"{Decimal(number):f}"

@@ -134,11 +134,7 @@ def _parsed(text: str) -> Any:
         return None
     if not isinstance(expression, sympy.Basic | sympy.MatrixBase) or expression.has(*_UNREAD):
         return None
-    return _exact(expression)
-
-
-def _exact(expression: Any) -> Any:
-    """The expression with decimals as fractions, and with the constants that mathematics writes as letters."""
+    expression = expression
     letters = {each: _CONSTANTS[each.name] for each in expression.free_symbols if each.name in _CONSTANTS}
     expression = expression.xreplace(letters)
     floats = expression.atoms(sympy.Float)
@@ -150,21 +146,19 @@ def _same(mine: Any, theirs: Any) -> bool | None:
         if isinstance(mine, kind) or isinstance(theirs, kind):
             return compare(mine, theirs) if isinstance(mine, kind) and isinstance(theirs, kind) else False
     if isinstance(mine, sympy.Expr) and isinstance(theirs, sympy.Expr):
-        return _same_value(mine, theirs)
+        mine = mine
+        theirs = theirs
+        if mine == theirs:
+            return True
+        mine, theirs = _real_roots(mine), _real_roots(theirs)
+        if _differ_somewhere(mine, theirs):
+            return False
+        # both may be defined for positive values only
+        positive = _positive(mine) & _positive(theirs)
+        positives = {symbol: sympy.Symbol(symbol.name, positive=True) for symbol in positive}
+        difference = (mine - theirs).xreplace(positives)
+        return True if any(prove(difference) == 0 for prove in _PROOFS) else None
     return True if mine == theirs else None
-
-
-def _same_value(mine: Any, theirs: Any) -> bool | None:
-    if mine == theirs:
-        return True
-    mine, theirs = _real_roots(mine), _real_roots(theirs)
-    if _differ_somewhere(mine, theirs):
-        return False
-    # both may be defined for positive values only
-    positive = _positive(mine) & _positive(theirs)
-    positives = {symbol: sympy.Symbol(symbol.name, positive=True) for symbol in positive}
-    difference = (mine - theirs).xreplace(positives)
-    return True if any(prove(difference) == 0 for prove in _PROOFS) else None
 
 
 def _by_exponentials(difference: Any) -> Any:

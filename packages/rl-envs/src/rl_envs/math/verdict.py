@@ -65,18 +65,13 @@ def judge(found: str, known: str, answer_format: AnswerFormat) -> bool | None:
     if answer_format == "choice" or mine == theirs:
         return mine == theirs
     if answer_format == "numeric":
-        return _same_number(found, known)
+        known_number = read_number(known)
+        if known_number is None:
+            raise ValueError(f"answer_format numeric needs a number as answer, got {known!r}")
+        return _same(read(found), known_number) if is_number(found) else None
     if (decimal := _decimal_comma(known, found)) is not None and _same(read(decimal), read(found)):
         return None
     return _same(read(_decimal_comma(found, known) or found), read(known))
-
-
-def _same_number(found: str, known: str) -> bool | None:
-    """Compare numbers, or an equation that gives one; None if an answer is not a number as a whole."""
-    known_number = read_number(known)
-    if known_number is None:
-        raise ValueError(f"answer_format numeric needs a number as answer, got {known!r}")
-    return _same(read(found), known_number) if is_number(found) else None
 
 
 def _decimal_comma(text: str, other: str) -> str | None:
@@ -331,7 +326,10 @@ def _merged(parts: Iterable[Form]) -> list[tuple[_Bound | None, _Bound | None]] 
             form = Interval(single, single, (False, False)) if isinstance(single, Number) else _as_interval(single)
             if not isinstance(form, Interval):
                 return None
-            ends = [None if end is None else _exact(end) for end in (form.low, form.high)]
+            ends = [
+                None if end is None else (end.value if isinstance(end, Number) and not end.units else None)
+                for end in (form.low, form.high)
+            ]
             if any(end is None and given is not None for end, given in zip(ends, (form.low, form.high), strict=True)):
                 return None
             low, high = (None if e is None else (e, o) for e, o in zip(ends, form.is_open, strict=True))
@@ -354,10 +352,6 @@ def _touch(high: _Bound | None, low: _Bound | None) -> bool:
     return low[0] < high[0] or (low[0] == high[0] and not (low[1] and high[1]))
 
 
-def _exact(form: Form) -> Fraction | None:
-    return form.value if isinstance(form, Number) and not form.units else None
-
-
 def _same_interval(mine: Interval, theirs: Form) -> bool | None:
     theirs = _as_interval(theirs)
     if not isinstance(theirs, Interval):
@@ -372,7 +366,11 @@ def _same_interval(mine: Interval, theirs: Form) -> bool | None:
 
 def _same_collection(mine: Collection, theirs: Form) -> bool | None:
     if not isinstance(theirs, Collection):
-        return False if isinstance(theirs, Number) and _has_two(mine) else None
+        return (
+            False
+            if isinstance(theirs, Number) and any(_same(mine.items[0], other) is False for other in mine.items[1:])
+            else None
+        )
     named = [_by_name(each) for each in (mine, theirs)]
     if (named[0] is None) != (named[1] is None):
         return _same_named(mine, theirs) if named[0] is not None else _same_named(theirs, mine)
@@ -388,11 +386,6 @@ def _same_collection(mine: Collection, theirs: Form) -> bool | None:
 
 def _same_items(mine: tuple[Form, ...], theirs: tuple[Form, ...]) -> bool | None:
     return len(mine) == len(theirs) and all_of(_same(one, other) for one, other in zip(mine, theirs, strict=True))
-
-
-def _has_two(collection: Collection) -> bool:
-    """Return whether a collection has two values that are certainly different."""
-    return any(_same(collection.items[0], other) is False for other in collection.items[1:])
 
 
 def _by_name(collection: Collection) -> tuple[Form, ...] | None:

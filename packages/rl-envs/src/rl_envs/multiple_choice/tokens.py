@@ -151,7 +151,16 @@ def _roles(found: re.Match[str]) -> str:
         case "marks":
             return "X" if _CUE_MARK.search(found[0]) else ""
         case "word":
-            return _word_roles(found[0].lower().replace("’", "'"))
+            word = found[0].lower().replace("’", "'")
+            if word in ("i.e", "namely"):
+                return "e"
+            stem, mark, ending = word.rpartition("'")
+            if not mark:
+                return "mn" if word == "cannot" else _KINDS.get(word, "x")
+            if ending == "t":
+                return "cn" if stem in ("isn", "aren", "wasn", "weren") else "mn"
+            follows = {"s": "c", "re": "c", "m": "c", "d": "m", "ll": "m"}.get(ending, "")
+            return _KINDS.get(stem, "x") + follows
         case "phrase":
             return _PHRASES[found[0].lower()]
         case "cjk":
@@ -159,18 +168,6 @@ def _roles(found: re.Match[str]) -> str:
         case "sign":
             return _SIGNS.get(found[0], "e")
     return "x"
-
-
-def _word_roles(word: str) -> str:
-    if word in ("i.e", "namely"):
-        return "e"
-    stem, mark, ending = word.rpartition("'")
-    if not mark:
-        return "mn" if word == "cannot" else _KINDS.get(word, "x")
-    if ending == "t":
-        return "cn" if stem in ("isn", "aren", "wasn", "weren") else "mn"
-    follows = {"s": "c", "re": "c", "m": "c", "d": "m", "ll": "m"}.get(ending, "")
-    return _KINDS.get(stem, "x") + follows
 
 
 def _letter_role(found: re.Match[str], text: str, before: str) -> str:

@@ -62,7 +62,24 @@ def rows(settings: ReasoningGymSettings, split: str) -> list[dict[str, Any]]:
         repeats = split == "validation" and question in seen
         if is_for_validation(question, settings.validation_fraction) == (split == "validation") and not repeats:
             seen.add(question)
-            found.append(_row(entry, settings))
+            content = f"{str(entry['question']).rstrip()}\n\n{INSTRUCTIONS[settings.answer_format]}"
+            info = {
+                "task": settings.task,
+                "task_config": repr(_literal(settings.config)),
+                "entry": repr(_literal(entry)),
+                "answer_format": settings.answer_format,
+            }
+            answer = entry["answer"]
+            found.append(
+
+                    {
+                        "messages": [{"role": "user", "content": content}],
+                        "answer": None if answer is None else str(answer),
+                        "info": info,
+                        "environment": "reasoning_gym",
+                    }
+
+            )
             if len(found) == settings.size:
                 return found
     raise DataError(
@@ -111,23 +128,6 @@ def _check(settings: ReasoningGymSettings) -> None:
         raise ConfigError(
             f"reasoning_gym task {settings.task!r} refuses its config {settings.config}: {error}"
         ) from None
-
-
-def _row(entry: Mapping[str, Any], settings: ReasoningGymSettings) -> dict[str, Any]:
-    content = f"{str(entry['question']).rstrip()}\n\n{INSTRUCTIONS[settings.answer_format]}"
-    info = {
-        "task": settings.task,
-        "task_config": repr(_literal(settings.config)),
-        "entry": repr(_literal(entry)),
-        "answer_format": settings.answer_format,
-    }
-    answer = entry["answer"]
-    return {
-        "messages": [{"role": "user", "content": content}],
-        "answer": None if answer is None else str(answer),
-        "info": info,
-        "environment": "reasoning_gym",
-    }
 
 
 def _literal(value: Any) -> Any:

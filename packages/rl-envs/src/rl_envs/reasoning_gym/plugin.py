@@ -4,9 +4,7 @@ from rl_core.plugins import DatasetPlugin, EnvironmentPlugin, Requirement
 from rl_envs.reasoning_gym.config import ReasoningGymConfig, ReasoningGymSettings
 
 _REQUIREMENT = Requirement(
-    "rl-envs",
-    extras={"cpu": ("reasoning-gym",), "cuda": ("reasoning-gym",)},
-    imports=("reasoning_gym",),
+    "rl-envs", extras={"cpu": ("reasoning-gym",), "cuda": ("reasoning-gym",)}, imports=("reasoning_gym",)
 )
 
 PLUGIN = EnvironmentPlugin(

@@ -42,8 +42,4 @@ def _row(line: str, path: Path, number: int) -> dict[str, Any]:
     info = {name: row[name] for name in FIELDS if name in row}
     if isinstance(info.get("repository"), str):
         info["repository"] = str(path.parent / Path(info["repository"]).expanduser())
-    return {
-        "messages": [{"role": "user", "content": row["issue"]}],
-        "info": info,
-        "environment": "repository",
-    }
+    return {"messages": [{"role": "user", "content": row["issue"]}], "info": info, "environment": "repository"}

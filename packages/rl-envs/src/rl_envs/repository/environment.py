@@ -8,7 +8,7 @@ from pathlib import Path
 from rl_core.rollouts.agent_run import AGENT_FAILURE, AGENT_OUTPUT
 from rl_core.rollouts.environment import Conversation, StepResult, UnusableAnswer
 from rl_envs.repository.config import RepositoryConfig
-from rl_envs.repository.job import AgentJob, Result
+from rl_envs.repository.job import AgentJob
 from rl_envs.repository.task import read_task
 from rl_envs.repository.working_copy import Repositories
 from rl_envs.sandbox.sandbox import open_sandbox
@@ -44,21 +44,15 @@ class RepositoryEnvironment:
 
     def _asked(self, conversation: Conversation, job: AgentJob | None) -> StepResult:
         if job is None:
-            job = self._started(conversation)
+            if conversation.agent_run is None:
+                raise UnusableAnswer("it runs agents and does not score responses; set `agent: {place: environment}`")
+            task = read_task(conversation.info, Path(self._config.folder))
+            # the rest of the row may have the solution
+            prompt = {"id": conversation.id, "messages": list(conversation.messages), "info": {}, "tools": []}
+            job = AgentJob(conversation.agent_run, task, prompt, self._runner, self._repositories, self._config)
         result = job.result
         if result is None:
             return StepResult(done=False, observation=_AT_WORK, state=job)
-        return self._scored(result)
-
-    def _started(self, conversation: Conversation) -> AgentJob:
-        if conversation.agent_run is None:
-            raise UnusableAnswer("it runs agents and does not score responses; set `agent: {place: environment}`")
-        task = read_task(conversation.info, Path(self._config.folder))
-        # the rest of the row may have the solution
-        prompt = {"id": conversation.id, "messages": list(conversation.messages), "info": {}, "tools": []}
-        return AgentJob(conversation.agent_run, task, prompt, self._runner, self._repositories, self._config)
-
-    def _scored(self, result: Result) -> StepResult:
         told = {AGENT_FAILURE: result.failure, AGENT_OUTPUT: result.output[-MAX_OUTPUT:], "ended": result.ended}
         if result.score is None:
             return StepResult(info=told)

@@ -110,14 +110,7 @@ class AgentJob:
         installed = installed_modules(config.sandbox.python_path)
         solution = SolutionFiles(base, self._task, config.solution, config.protected, installed)
         files, ignored = solution.working_copy(left)
-        found = score(
-            files,
-            self._task,
-            self._runner,
-            limits,
-            self._cancellation,
-            stop_early=config.reward == "all",
-        )
+        found = score(files, self._task, self._runner, limits, self._cancellation, stop_early=config.reward == "all")
         return Result(found, "", output, ended, ignored)
 
     def _program(self, base: Sequence[Entry]) -> Program:

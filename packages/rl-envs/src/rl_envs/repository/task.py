@@ -101,11 +101,10 @@ def _command(given: Any) -> tuple[str, ...]:
 
 def _files(name: str, given: Any) -> dict[str, str]:
     if not isinstance(given, Mapping) or not all(
-        isinstance(path, str) and isinstance(text, str) and _is_path(path) for path, text in given.items()
+        isinstance(path, str)
+        and isinstance(text, str)
+        and (bool(path) and posixpath.normpath(path) == path and not path.startswith(("/", "..")) and path != ".")
+        for path, text in given.items()
     ):
         raise UnusableAnswer(f"`{name}` must be an object of relative paths and strings, got {given!r:.80}")
     return dict(given)
-
-
-def _is_path(path: str) -> bool:
-    return bool(path) and posixpath.normpath(path) == path and not path.startswith(("/", "..")) and path != "."

@@ -40,7 +40,11 @@ class RewardModelEnvironment:
 
     def _result(self, score: float, baseline: float) -> StepResult:
         value = round(score - baseline, DECIMALS)
-        reward = round(_logistic(value), DECIMALS) if self._config.reward == "probability" else value
+        reward = (
+            round(1 / (1 + math.exp(-value)) if value >= 0 else math.exp(value) / (1 + math.exp(value)), DECIMALS)
+            if self._config.reward == "probability"
+            else value
+        )
         info = {"score": round(score, DECIMALS)}
         if self._config.compare_with:
             info |= {"score_to_beat": round(baseline, DECIMALS), "accuracy": float(value > 0)}
@@ -69,7 +73,3 @@ def _final(message: Message, opened: str = "") -> Message:
     if message.get("role") != "assistant" or not isinstance(content, str):
         return message
     return {**message, "content": final_text(content, opened)}
-
-
-def _logistic(x: float) -> float:
-    return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))

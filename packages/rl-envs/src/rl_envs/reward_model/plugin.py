@@ -8,8 +8,6 @@ PLUGIN = EnvironmentPlugin(
     config=RewardModelConfig,
     environment="rl_envs.reward_model.environment:RewardModelEnvironment",
     requirement=Requirement(
-        "rl-envs",
-        extras={"cpu": ("reward-model",), "cuda": ("reward-model",)},
-        imports=("torch", "transformers"),
+        "rl-envs", extras={"cpu": ("reward-model",), "cuda": ("reward-model",)}, imports=("torch", "transformers")
     ),
 )

@@ -63,7 +63,10 @@ def calculate(expression: str) -> str:
         return f"error: an expression may have {MAX_CHARACTERS} characters"
     text = expression.strip().replace("^", "**").replace("×", "*").replace("÷", "/").replace("−", "-")
     try:
-        return _shown(_value(ast.parse(text, mode="eval").body))
+        number = _value(ast.parse(text, mode="eval").body)
+        if isinstance(number, float) and number.is_integer() and abs(number) < 2**53:
+            number = int(number)
+        return repr(number)
     except (SyntaxError, ValueError, TypeError, ArithmeticError, RecursionError, MemoryError) as error:
         return f"error: {error.msg if isinstance(error, SyntaxError) else error}"
 
@@ -74,7 +77,13 @@ def _value(node: ast.expr) -> int | float:
             return _bounded(number)
         case ast.BinOp(left, op, right) if type(op) in _BINARY:
             a, b = _value(left), _value(right)
-            _check_size(op, a, b)
+            if (
+                isinstance(op, ast.Pow)
+                and isinstance(a, int)
+                and isinstance(b, int)
+                and abs(b) * a.bit_length() > MAX_BITS
+            ):
+                raise ValueError("the number is too large")
             return _bounded(_BINARY[type(op)](a, b))
         case ast.UnaryOp(op, operand) if type(op) in _UNARY:
             return _bounded(_UNARY[type(op)](_value(operand)))
@@ -87,21 +96,9 @@ def _value(node: ast.expr) -> int | float:
     )
 
 
-def _check_size(op: ast.operator, a: float, b: float) -> None:
-    """Refuse a power that would take long to compute."""
-    if isinstance(op, ast.Pow) and isinstance(a, int) and isinstance(b, int) and abs(b) * a.bit_length() > MAX_BITS:
-        raise ValueError("the number is too large")
-
-
 def _bounded(number: Any) -> int | float:
     if not isinstance(number, int | float):
         raise ValueError("the result is not a real number")
     if isinstance(number, int) and number.bit_length() > MAX_BITS:
         raise ValueError("the number is too large")
     return number
-
-
-def _shown(number: int | float) -> str:
-    if isinstance(number, float) and number.is_integer() and abs(number) < 2**53:
-        number = int(number)
-    return repr(number)
