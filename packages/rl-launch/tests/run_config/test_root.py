@@ -5,7 +5,7 @@ import pytest
 from safetensors_files import write_weights
 
 from rl_algos.data.config import DatasetConfig
-from rl_core.config import as_written, changed_as_written, explain, load, resolve, to_yaml, tree_to_yaml
+from rl_core.config import all_keys, as_written, changed_as_written, explain, load, resolve, to_yaml, tree_to_yaml
 from rl_core.devices import CPU
 from rl_core.errors import ConfigError
 from rl_core.model_config import GenerationConfig, ModelConfig
@@ -584,3 +584,13 @@ def test_a_plan_keeps_variables_of_the_environment_as_they_were_written(monkeypa
     for written in (to_yaml(plan.root), to_yaml(with_local_models(plan).root)):
         assert "hf_secret_value" not in written
         assert "oc.env:MY_TOKEN" in written
+
+
+def test_a_run_has_the_environments_that_its_data_names_and_those_that_are_written():
+    assert list(type(read_plan("grpo-math-1b").config.env).model_fields) == ["math"]
+    written = read_plan("grpo-math-1b", ["env.code.deadline_s=3"]).config.env
+    assert set(type(written).model_fields) == {"math", "code"}
+    assert written.code.deadline_s == 3
+    # the rows of a dataset name the environment of the same name
+    assert list(type(read_plan("grpo-sliding-puzzle").config.env).model_fields) == ["sliding_puzzle"]
+    assert "env.code.deadline_s" in set(all_keys(type_of(read_raw("grpo-math-1b")), {}))

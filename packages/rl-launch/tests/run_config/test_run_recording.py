@@ -159,3 +159,9 @@ def test_a_recipe_with_keys_of_an_earlier_version_is_refused(tmp_path):
     (tmp_path / "mine.yaml").write_text(OF_VERSION_0_1)
     with pytest.raises(ConfigProblems, match=r"5 keys are those of an earlier .*rl config upgrade \S+mine\.yaml"):
         read_plan(str(tmp_path / "mine.yaml"))
+
+
+def test_an_environment_that_only_rows_name_is_kept_with_its_settings(tmp_path):
+    path = record(tmp_path, config(), "math", "nim")
+    assert set(yaml.safe_load(path.read_text())["env"]) == {"math", "nim"}
+    assert changes(path, config()) == {}

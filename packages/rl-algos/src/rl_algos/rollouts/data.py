@@ -20,7 +20,14 @@ from rl_algos.rollouts.agent_config import SCORED_BY_AGENT, AgentConfig
 from rl_algos.rollouts.config import EvaluationRoot, PolicyGradientConfig, RolloutRoot, rollout_config
 from rl_algos.rollouts.training.rewards import EFFORT
 from rl_core.config import Config
-from rl_core.environments.instance import instance_of, problem_with, row_check_of, tools_of, unknown_environment
+from rl_core.environments.instance import (
+    environment_names,
+    instance_of,
+    problem_with,
+    row_check_of,
+    tools_of,
+    unknown_environment,
+)
 from rl_core.environments.trial import Attempt, attempts_on
 from rl_core.errors import DataError
 from rl_core.images import image_refs
@@ -143,12 +150,12 @@ def check_environments(config: RolloutRoot, datasets: Datasets, *, also: Collect
     Raises:
         DataError: Naming the row, and the environments that there are.
     """
-    known = set(type(config.env).model_fields)
+    known = environment_names(config.env)
     for dataset in (*datasets.train, *datasets.validation):
         for name, row_id in dataset.environments().items():
             # what `env_name` says has been checked; a row may not name a file, as data must not choose code
             if not dataset.settings.env_name and name not in known and name not in also:
-                raise DataError(f"{dataset.place(row_id)}: {unknown_environment(name, sorted(known))}, as env_name")
+                raise DataError(f"{dataset.place(row_id)}: {unknown_environment(name, known)}, as env_name")
         for row_id in dataset.examples if _effort_levels(config) else ():
             if problem := _effort_problem(config, dataset.examples[row_id]):
                 raise DataError(f"{dataset.place(row_id)}: {problem}")
@@ -246,7 +253,7 @@ def prompt_reader(config: RolloutRoot, check: RowCheck | None = None, *, needs_e
         check: Raises a `DataError` for an example that cannot be used.
         needs_environment: True if every prompt is scored.
     """
-    known = sorted(type(config.env).model_fields)
+    known = environment_names(config.env)
     total, new = config.policy.max_total_sequence_length, config.policy.generation.max_new_tokens
     own = config.data.max_input_seq_length
     room, room_key = total - new, "policy.max_total_sequence_length less policy.generation.max_new_tokens"

@@ -21,7 +21,7 @@ from rl_algos.rollouts.driver.source import evaluation_tasks
 from rl_algos.rollouts.setup import program_needs, validation_sampling
 from rl_algos.rollouts.worker.programs import DEFAULT_PROGRAM
 from rl_core.config import option
-from rl_core.environments.instance import problem_with, unknown_environment
+from rl_core.environments.instance import environment_names, problem_with, unknown_environment
 from rl_core.environments.trial import Attempt
 from rl_core.errors import ConfigError, DataError
 from rl_core.rollouts.generation import SamplingParams
@@ -152,7 +152,7 @@ class RolloutEvaluation:
         except DataError as error:
             raise DataError(with_section(str(error), keys)) from None
         datasets = [dataset.answered() for dataset in loaded]
-        known = sorted(type(self._config.env).model_fields)
+        known = environment_names(self._config.env)
         for dataset in datasets:
             given = dataset.settings.env_name
             if given is not None and (problem := problem_with(given, self._config.env)):

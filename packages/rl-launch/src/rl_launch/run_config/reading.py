@@ -60,7 +60,7 @@ def _read(raw: RawConfig, source: str | Path | Mapping[str, Any]) -> RunPlan:
         check_environments(raw)
     checks = PlanChecks(raw)
     try:
-        resolved = resolve(raw, root_type(algorithm, raw), checks=[checks], hint=hint)
+        resolved = resolve(raw, root_type(algorithm, raw, of_run=True), checks=[checks], hint=hint)
     except ConfigProblems as error:
         remarks = hints.remarks(raw.name) if raw.files else []
         if raw.files and len(keys := raw.upgraded(root_type(algorithm, raw), is_whole=False)[1].renamed) > 2:
@@ -133,7 +133,7 @@ def read_model_plan(source: Path | Mapping[str, Any], overrides: Sequence[str] =
         raw = of_this_version(raw, kind, source) if isinstance(source, Path) else raw
     else:
         raw = of_this_version(raw, type_of(raw), source) if isinstance(source, Path) else raw
-        kind = type_of(raw)
+        kind = type_of(raw, of_run=True)
     checks = PlanChecks(raw, (), (model_checks,))
     return checks.planned(resolve(raw, kind, checks=[checks]))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -38,14 +38,20 @@ from rl_launch.root_config import POLICY, ClusterConfig, EnvironmentsConfig, Roo
 from rl_launch.session.config import CheckpointingConfig, LoggerConfig, ProfilingConfig
 
 
-def type_of(raw: RawConfig) -> type[RootConfig]:
-    """Return the root type for the `algorithm` of a config."""
-    return root_type(algorithm_of(raw), raw)
+def type_of(raw: RawConfig, *, of_run: bool = False) -> type[RootConfig]:
+    """Return the root type for the `algorithm` of a config; see `root_type`."""
+    return root_type(algorithm_of(raw), raw, of_run=of_run)
 
 
-def root_type(algorithm: AlgorithmPlugin, raw: RawConfig) -> type[RootConfig]:
+def root_type(algorithm: AlgorithmPlugin, raw: RawConfig, *, of_run: bool = False) -> type[RootConfig]:
     """Return the root type of a run: sections of the algorithm, of installed backends and environments, and of the
     runtime.
+
+    Args:
+        algorithm: Algorithm of the config.
+        raw: Values that the user wrote.
+        of_run: True to have only the environments that the config names, as a run does; False for all installed ones,
+            to explain and complete their keys.
 
     Raises:
         ConfigError: If a section selects something that does not exist.
@@ -60,17 +66,40 @@ def root_type(algorithm: AlgorithmPlugin, raw: RawConfig) -> type[RootConfig]:
         "cluster": ClusterConfig,
     }
     if algorithm.generates:
-        sections["env"] = environments_type(raw)
+        sections["env"] = environments_type(raw, set(_named_environments(raw)) if of_run else None)
     return assemble("Root", sections, base=RootConfig)  # type: ignore[return-value]  # a subclass of its base
 
 
-def environments_type(raw: RawConfig) -> type[Config]:
-    """Return the type of the section `env`: the installed environments, and the environments that the user added.
+def environments_type(raw: RawConfig, named: Collection[str] | None = None) -> type[Config]:
+    """Return the type of the section `env`: the environments that the user wrote there, and installed ones.
+
+    Args:
+        raw: Values that the user wrote.
+        named: Names of the installed environments to include without being written; None for all of them.
 
     Raises:
         ConfigError: If an environment has a type that does not exist.
     """
-    return _section("env", _environments_type, raw)
+
+    def environments(written: Any) -> type[Config]:
+        types = environment_types(written, plugins(ENVIRONMENTS), named)
+        return assemble("Environments", types, base=EnvironmentsConfig)
+
+    return _section("env", environments, raw)
+
+
+def _named_environments(raw: RawConfig) -> Iterator[str]:
+    """Yield the names in a run's data and evaluation that may be environments. The rows of an installed dataset often
+    name the environment with the dataset's own name."""
+    trees: list[Any] = [_value_written(raw, "data"), _value_written(raw, "eval")]
+    for tree in trees:
+        if isinstance(tree, Mapping):
+            yield from (str(tree[key]) for key in ("env_name", "dataset_name") if key in tree)
+            trees += [value for value in tree.values() if not isinstance(value, str)]
+        elif isinstance(tree, list):
+            trees += tree
+        elif isinstance(tree, str):  # a task, such as `reasoning_gym/TASK`
+            yield tree.partition("/")[0]
 
 
 def _section(key: str, kind: Any, raw: RawConfig) -> type[Config]:
@@ -81,10 +110,6 @@ def _section(key: str, kind: Any, raw: RawConfig) -> type[Config]:
     except ProblemError as error:
         raise refusal([problem.at(f"{key}.{problem.key}") for problem in error.problems], raw) from None
     return chosen
-
-
-def _environments_type(written: Any) -> type[Config]:
-    return assemble("Environments", environment_types(written, plugins(ENVIRONMENTS)), base=EnvironmentsConfig)
 
 
 def algorithm_of(raw: RawConfig) -> AlgorithmPlugin:

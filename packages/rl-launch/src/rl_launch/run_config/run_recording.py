@@ -6,9 +6,9 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from rl_core.config import Config, load, resolve
+from rl_core.config import Config, load, plain, resolve
 from rl_core.errors import ConfigError
-from rl_core.plugins import ENVIRONMENTS, names
+from rl_core.plugins import ENVIRONMENTS, names, plugin
 from rl_launch.root_config import RunConfig
 from rl_launch.run_config.plan import RunPlan, without
 from rl_launch.run_config.reading import check_environments, of_this_version
@@ -34,9 +34,12 @@ class RunRecording(Recording):
         named as enabled."""
         plan = RunPlan.of(config)
         tree = plan.without_unused(tree)
-        for name in names(ENVIRONMENTS):
-            if self._environments is not None and name not in self._environments:
+        for name in names(ENVIRONMENTS) if self._environments is not None else ():
+            if name not in self._environments:
                 tree = without(tree, (_ENV, name))
+            elif name not in tree[_ENV]:
+                # Only rows name it. The recorded defaults keep the run as it is if a later version has others.
+                tree = _with(tree, (_ENV, name), plain(plugin(ENVIRONMENTS, name).config()))
         for model in plan.backends.models.values():
             tree = _with(tree, (*model.section.split("."), model.plugin.key, "enabled"), True)
         return tree
@@ -50,7 +53,7 @@ class RunRecording(Recording):
         raw = load(path)
         check_environments(raw)
         raw = of_this_version(raw, type_of(raw), path)
-        return resolve(raw, type_of(raw)).config
+        return resolve(raw, type_of(raw, of_run=True)).config
 
 
 def recorded_environments(path: Path) -> list[str] | None:
