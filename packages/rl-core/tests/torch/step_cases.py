@@ -16,8 +16,7 @@ from rl_core.model import LOGPROBS
 from rl_core.selfcheck.rank_pool import Rank
 from rl_core.torch.loss import LossSums, MetricSum, Rows
 from rl_core.torch.rows import to_rows
-from rl_core.torch.training.loss_pass import LossPass
-from rl_core.torch.training.step import plan_together
+from rl_core.torch.training.step import LossPass, plan_together
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import pytest
 from collective_error_cases import FILE, wait, work, write
 
 from rl_core.errors import RLError
-from rl_core.torch.training.background_save import BackgroundSave, plain_errors
+from rl_core.torch.training.checkpoint_files import BackgroundSave, plain_errors
 
 LOST = "no such shelf"
 

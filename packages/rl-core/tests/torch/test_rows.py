@@ -5,13 +5,23 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged
 from rl_core.images import DIGEST_BYTES, IMAGES
 from rl_core.model import ENTROPY, SCORES, VALUES, logprobs_at, topk
 from rl_core.torch.heads.reads import check_reads, score_reads, value_reads
-from rl_core.torch.rows import idle_rows, packed, padded, to_rows
+from rl_core.torch.rows import (
+    idle_rows,
+    mix_each_row,
+    packed,
+    padded,
+    to_rows,
+    zigzag_order,
+    zigzag_slices,
+    zigzag_tokens,
+)
 
 CPU = torch.device("cpu")
 rows_of_tokens = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=6), min_size=1, max_size=6)
@@ -117,3 +127,52 @@ def test_images_are_replaced_by_the_columns_that_a_model_makes_of_them():
     assert rows["pixels"].shape == (5, 3)
     assert rows["bits"].dtype == torch.int16
     assert set(rows.columns) == {"tokens", "pixels", "bits"}
+
+
+def test_each_rank_has_a_slice_from_the_start_and_its_mirror_from_the_end():
+    assert zigzag_slices(12, 3, 0) == ((0, 2), (10, 12))
+    assert zigzag_tokens(12, 3, 1).tolist() == [2, 3, 8, 9]
+    assert zigzag_tokens(7, 1, 0).tolist() == list(range(7))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_ranks_have_every_token_once_and_attend_to_as_many(size):
+    length = 2 * size * 3
+    assert zigzag_order(length, size).sort().values.tolist() == list(range(length))
+    seen = [int((zigzag_tokens(length, size, rank) + 1).sum()) for rank in range(size)]
+    assert len(set(seen)) == 1
+    joined = torch.cat([zigzag_tokens(length, size, rank) for rank in range(size)])
+    assert torch.equal(zigzag_order(length, size), joined)
+
+
+def test_a_row_that_cannot_be_cut_into_equal_slices_is_refused():
+    with pytest.raises(ValueError, match="10 tokens cannot be cut into 4 equal slices"):
+        zigzag_tokens(10, 2, 0)
+
+
+LENGTHS = (5, 1, 17, 2, 16, 33, 3)
+
+
+def test_rows_end_to_end_are_mixed_as_rows_alone_and_so_are_gradients():
+    torch.manual_seed(0)
+    gru = nn.GRU(4, 3, batch_first=True).double()
+    tokens = torch.randn(sum(LENGTHS), 4, dtype=torch.float64, requires_grad=True)
+    mixed = mix_each_row(lambda rows: gru(rows)[0], tokens, LENGTHS)
+    seen = torch.randn_like(mixed)
+    found = torch.autograd.grad(mixed, [tokens, *gru.parameters()], seen)
+    alone = torch.cat([gru(row)[0] for row in tokens.split(LENGTHS)])
+    assert torch.allclose(mixed, alone, atol=1e-13)
+    for ours, expected in zip(found, torch.autograd.grad(alone, [tokens, *gru.parameters()], seen), strict=True):
+        assert torch.allclose(ours, expected, atol=1e-12)
+
+
+def test_less_than_half_of_what_is_mixed_is_padding():
+    sizes = []
+
+    def mix(rows):
+        sizes.append(rows.shape[:2].numel())
+        return rows
+
+    lengths = (*LENGTHS, 1000, *[7] * 50)
+    mix_each_row(mix, torch.zeros(sum(lengths), 4), lengths)
+    assert sum(sizes) < 2 * sum(lengths)

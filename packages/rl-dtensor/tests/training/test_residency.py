@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rl_core.devices import CPU
-from rl_core.torch.residency.host_offload import HostOffload
+from rl_core.torch.residency import HostOffload
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -74,11 +74,7 @@ class RankPool:
         self._port: socket.socket | None = None
 
     def run(
-        self,
-        function: Callable[..., Any] | str,
-        args: Sequence[tuple[Any, ...]],
-        *,
-        timeout_s: float = 300.0,
+        self, function: Callable[..., Any] | str, args: Sequence[tuple[Any, ...]], *, timeout_s: float = 300.0
     ) -> list[Any]:
         """Call `function(rank, *args[i])` on rank i for all i; the results in rank order.
 

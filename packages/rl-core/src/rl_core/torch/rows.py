@@ -141,3 +141,58 @@ def padded(rows: Rows, pad_token_id: int = 0) -> ModelInputs:
     position, places, mask = to_device([position, places, mask], rows.offsets.device)
     input_ids = rows[TOKENS][places].where(mask.bool(), pad_token_id)
     return ModelInputs(input_ids, position, tuple(lengths.tolist()), mask)
+
+
+def zigzag_slices(length: int, size: int, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return start and end of the two slices of a row that a context-parallel rank has.
+
+    A row is cut into `2 * size` equal slices; each rank has one from the start and its mirror from the end, so that
+    causal attention costs every rank the same. Megatron and Transformer Engine have the same convention.
+
+    Raises:
+        ValueError: If the row cannot be cut into equal slices.
+    """
+    if length % (2 * size):
+        raise ValueError(f"{length} tokens cannot be cut into {2 * size} equal slices")
+    width = length // (2 * size)
+    mirror = 2 * size - 1 - rank
+    return (rank * width, (rank + 1) * width), (mirror * width, (mirror + 1) * width)
+
+
+def zigzag_tokens(length: int, size: int, rank: int) -> Tensor:
+    """Return the int64 indices of a rank's tokens; a single rank has any number of them."""
+    if size == 1:
+        return torch.arange(length)
+    return torch.cat([torch.arange(*part) for part in zigzag_slices(length, size, rank)])
+
+
+def zigzag_order(length: int, size: int) -> Tensor:
+    """Return int64 `[length]`, indices of the tokens of all ranks, one rank after another."""
+    return torch.cat([zigzag_tokens(length, size, rank) for rank in range(size)])
+
+
+def mix_each_row(mix: Callable[[Tensor], Tensor], tokens: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Mix the tokens of each row by a token mixer that carries a state (linear attention, Mamba).
+
+    Rows of similar lengths are mixed together, so that less than half of what is computed is padding, however different
+    the rows are.
+
+    Args:
+        mix: Function from `[rows, longest, inputs]` to `[rows, longest, outputs]`. Rows are padded on the right, which
+            no token of them may see.
+        tokens: `[tokens, inputs]` of rows end to end.
+        lengths: Lengths of the rows, in their order.
+
+    Returns:
+        `[tokens, outputs]`.
+    """
+    rows = tokens.split(list(lengths))
+    similar: dict[int, list[int]] = {}
+    for place, row in enumerate(rows):
+        similar.setdefault((len(row) - 1).bit_length(), []).append(place)
+    mixed = list(rows)
+    for places in similar.values():
+        padded = torch.nn.utils.rnn.pad_sequence([rows[place] for place in places], batch_first=True)
+        for place, row in zip(places, mix(padded), strict=True):
+            mixed[place] = row[: len(rows[place])]
+    return torch.cat(mixed)

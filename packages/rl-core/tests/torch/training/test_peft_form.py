@@ -5,7 +5,7 @@ import json
 import pytest
 
 from rl_core.model_config import LoraConfig, ModelConfig
-from rl_core.torch.training.peft_form import AdapterConfig, endings
+from rl_core.torch.training.peft_form import adapter_config, endings
 
 LAYERS = [f"model.layers.{number}.{name}" for number in range(2) for name in ("self_attn.q_proj", "mlp.up_proj")]
 
@@ -24,7 +24,7 @@ def test_layers_whose_last_part_another_has_too_are_named_in_full():
 @pytest.mark.parametrize(("role", "task", "saved"), [("policy", "CAUSAL_LM", None), ("critic", "SEQ_CLS", ["score"])])
 def test_the_config_holds_what_peft_needs_as_json(role, task, saved):
     lora = LoraConfig(enabled=True, dim=4, alpha=8, dropout=0.1, use_rslora=True)
-    written = AdapterConfig.of(ModelConfig(model_name="org/base", lora_cfg=lora), role, ["q_proj"]).as_json()
+    written = adapter_config(ModelConfig(model_name="org/base", lora_cfg=lora), role, ["q_proj"])
     read = json.loads(json.dumps(written))
     assert read["base_model_name_or_path"] == "org/base"
     assert (read["r"], read["lora_alpha"], read["lora_dropout"], read["use_rslora"]) == (4, 8, 0.1, True)

@@ -1,15 +1,21 @@
 """A loss comes out the same however rows are spread over ranks and microbatches."""
 
+import math
+from contextlib import contextmanager
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+import torch
 from step_cases import Squares, num_planned, run_pass
 
 from rl_core.data.batch import Batch
 from rl_core.data.microbatch import Batching
 from rl_core.data.pipeline import Pipeline
 from rl_core.data.ragged import Ragged
-from rl_core.errors import WorkerError
+from rl_core.errors import RLError, WorkerError
 from rl_core.metrics import reduce_metrics
+from rl_core.torch.training.step import SkippedSteps, prepared_ahead
 
 ROWS = [[3, 1, 4], [1, 5], [9, 2, 6, 5], [3]]
 
@@ -60,3 +66,76 @@ def test_a_wrong_implementation_is_named(pool, metric, message):
 def test_a_missing_column_is_named(pool):
     with pytest.raises(WorkerError, match="targets"):
         pool.run(run_pass, [(make_batch().only(["tokens"]), Squares(), 100)])
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    """CUDA's streams in name only; what happens on them, in order."""
+    events = []
+
+    class Stream:
+        def __init__(self, device):
+            self.device = device
+
+        def record_event(self):
+            events.append("recorded")
+            return len(events)
+
+        def wait_event(self, event):
+            events.append(f"waits for {event}")
+
+    @contextmanager
+    def within(stream):
+        events.append("copies")
+        yield
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", within)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    return events
+
+
+def test_one_microbatch_is_made_ahead_and_none_twice(streams):
+    made = []
+
+    def maker(index):
+        def make():
+            made.append(index)
+            offsets = SimpleNamespace(index=index, record_stream=lambda stream: streams.append("kept"))
+            return SimpleNamespace(rows=SimpleNamespace(offsets=offsets, columns={}))
+
+        return make
+
+    taken = prepared_ahead([maker(index) for index in range(3)], torch.device("cuda"))
+    for index, ahead in enumerate([[0, 1], [0, 1, 2], [0, 1, 2]]):
+        assert taken[index]().rows.offsets.index == index
+        assert made == ahead
+    assert streams[:6] == ["copies", "recorded", "copies", "recorded", "waits for 2", "kept"]
+
+
+def test_a_device_without_streams_makes_each_in_its_turn():
+    makers = [lambda: None]
+    assert prepared_ahead(makers, torch.device("cpu")) is makers
+
+
+def test_a_finite_gradient_is_admitted_however_large() -> None:
+    skipped = SkippedSteps(0)
+    assert all(skipped.admits(norm) for norm in (0.0, 1.0, 1e38))
+
+
+@pytest.mark.parametrize("norm", [math.nan, math.inf])
+def test_as_many_steps_in_a_row_are_skipped_as_the_limit_says(norm: float) -> None:
+    skipped = SkippedSteps(2)
+    assert [skipped.admits(norm), skipped.admits(norm)] == [False, False]
+    with pytest.raises(RLError, match="3 training steps in a row"):
+        skipped.admits(norm)
+
+
+def test_a_finite_gradient_starts_the_count_again() -> None:
+    skipped = SkippedSteps(1)
+    assert [skipped.admits(norm) for norm in (math.nan, 1.0, math.nan, 2.0)] == [False, True, False, True]
+
+
+def test_without_skips_the_first_ends_the_run() -> None:
+    with pytest.raises(RLError, match="max_skipped_steps=0"):
+        SkippedSteps(0).admits(math.nan)

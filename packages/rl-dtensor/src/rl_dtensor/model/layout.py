@@ -16,7 +16,7 @@ from rl_core.data.batch import TOKENS
 from rl_core.torch.heads.split_reads import HeldTokens
 from rl_core.torch.host_arrays import to_device
 from rl_core.torch.loss import Rows
-from rl_core.torch.training.zigzag import zigzag_order, zigzag_slices, zigzag_tokens
+from rl_core.torch.rows import zigzag_order, zigzag_slices, zigzag_tokens
 
 IMAGE_BLOCKS = "image_blocks"
 """Column of rows in which the tokens of an image see one another, int64 `[tokens]`: the number of each token's image;

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from rl_core.devices import Device
 from rl_core.model import Part
-from rl_core.torch.residency.module_residency import Residency
+from rl_core.torch.residency import Residency
 from rl_megatron.model.model import ReadingModel
 from rl_megatron.training.sharded_optimizer import ShardedOptimizer
 

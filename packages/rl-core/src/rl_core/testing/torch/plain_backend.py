@@ -33,11 +33,10 @@ from rl_core.torch.heads.scalar import new_head, scalar_reads
 from rl_core.torch.loss import Rows
 from rl_core.torch.optim.optimizer import build_optimizer, norms_and_biases
 from rl_core.torch.process_group import join_process_group
-from rl_core.torch.residency.module_residency import Residency
+from rl_core.torch.residency import Residency
 from rl_core.torch.rows import no_images, padded
 from rl_core.torch.training.backend import Microbatch, Pass, TrainingParts
-from rl_core.torch.training.checkpoint_files import read_tensors
-from rl_core.torch.training.save_plan import KeptSavePlanner
+from rl_core.torch.training.checkpoint_files import KeptSavePlanner, read_tensors
 from rl_core.torch.training.worker import TrainingWorker
 from rl_core.weights import TensorSpec
 

@@ -209,11 +209,7 @@ FAMILIES: Mapping[str, TinyFamily] = {
             "image_token_index": "<image_soft_token>",
         },
         tokens=("<start_of_image>", "<end_of_image>", "<image_soft_token>", "\n", "\n\n", "\n\n\n", "\n\n\n\n"),
-        named={
-            "boi_token": "<start_of_image>",
-            "eoi_token": "<end_of_image>",
-            "image_token": "<image_soft_token>",
-        },
+        named={"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"},
         image="<start_of_image>",
         processor={"processor_class": "Gemma3Processor", "image_seq_length": 4},
         image_processor={

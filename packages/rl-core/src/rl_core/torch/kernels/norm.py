@@ -151,13 +151,7 @@ def _launch(size: int) -> dict[str, int]:
 
 @operator("rms_norm")
 def _forward(
-    x: Tensor,
-    addend: Tensor | None,
-    weight: Tensor,
-    eps: float,
-    offset: float,
-    rounds_first: bool,
-    dtype: torch.dtype,
+    x: Tensor, addend: Tensor | None, weight: Tensor, eps: float, offset: float, rounds_first: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     from rl_core.torch.kernels.programs.norm import rms_norm_forward
 
@@ -188,13 +182,7 @@ def _forward(
 
 @_forward.register_fake
 def _empty(
-    x: Tensor,
-    addend: Tensor | None,
-    weight: Tensor,
-    eps: float,
-    offset: float,
-    rounds_first: bool,
-    dtype: torch.dtype,
+    x: Tensor, addend: Tensor | None, weight: Tensor, eps: float, offset: float, rounds_first: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     num, size = x.shape
     total = x.new_empty(0)

@@ -16,7 +16,7 @@ both to `TrainingWorker`::
 - `RankWeights`: weights by their Hugging Face names, for generators and exports.
 - `RankOptimizer`: a step on the gradients that a backward pass left.
 - `RankState`: what a checkpoint holds, as tensors of the whole model.
-- `rl_core.torch.residency.module_residency.Residency`: which tensors leave the device when others need it.
+- `rl_core.torch.residency.Residency`: which tensors leave the device when others need it.
 
 Sharding over data-parallel ranks, microbatches, losses and metrics, skipped steps, schedules, the reference, checkpoint
 files, exports, publishing and the order of all this are written once, in the other modules of this folder. A tiny
@@ -45,9 +45,9 @@ from rl_core.mesh import Coordinates
 from rl_core.metrics import Metric
 from rl_core.model import Read
 from rl_core.torch.loss import Rows
-from rl_core.torch.residency.module_residency import Residency
+from rl_core.torch.residency import Residency
+from rl_core.torch.training.checkpoint_files import KeptSavePlanner
 from rl_core.torch.training.flops import ModelShape
-from rl_core.torch.training.save_plan import KeptSavePlanner
 from rl_core.weights import TensorSpec
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import io
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,14 +14,19 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from rl_core.model import SavedFile
+from rl_core.mesh import Coordinates
+from rl_core.model import Part, SavedFile
 from rl_core.torch.collective_errors import on_rank0
+from rl_core.torch.optim.optimizer import WAYS_TO_STEP
+from rl_core.torch.residency import Reference, Residency
 from rl_core.torch.training.backend import RankMesh, RankState
-from rl_core.torch.training.background_save import BackgroundSave
-from rl_core.torch.training.checkpoint_files import SHARDS, write_checkpoint
-from rl_core.torch.training.hyperparameters import Hyperparameters
-from rl_core.torch.training.reference import Reference
-from rl_core.torch.training.save_plan import KeptSavePlanner
+from rl_core.torch.training.checkpoint_files import (
+    SHARDS,
+    BackgroundSave,
+    KeptSavePlanner,
+    verify_files,
+    write_checkpoint,
+)
 
 TRAINER = "trainer.pt"
 
@@ -31,11 +38,10 @@ class Checkpoint:
     """Training state of one rank: parameters, optimizer, schedule and random generators.
 
     Under a path: `shards/` (parameters and optimizer state by name, torch's distributed checkpoint format),
-    `trainer.pt` (`Hyperparameters`, and what the backend says of its state), `rng_<rank>.pt` (generators, and what
-    layers keep) and, if the reference has moved, `reference/shards/` (its weights). Each rank writes what it holds,
+    `trainer.pt` (`Hyperparameters`, and the backend's description of its state), `rng_<rank>.pt` (generators, and state
+    of layers) and, if the reference has moved, `reference/shards/` (its weights). Each rank writes what it holds,
     tensor by tensor. On the layout that it was saved on, a run resumes bit for bit; one with other hyperparameters than
-    those of the checkpoint continues with its own. A model with adapters saves only the adapters, not the weights
-    that they sit on.
+    the checkpoint continues with its own. A model with adapters saves only the adapters, not the weights under them.
 
     Args:
         optimizer: None if the model does not train.
@@ -67,17 +73,31 @@ class Checkpoint:
             RLError: If a rank's files cannot be written, also those of an earlier save.
         """
         self.finish_save()
-        aside = self._reference_weights()
+        aside = None  # An initial reference is not saved: its weights are at `model_name`.
+        if self._reference is not None and self._reference.has_moved:
+            with self._reference.in_place():
+                aside = self._state.weights()
         folders = [path / SHARDS] if aside is None else [path / SHARDS, path / REFERENCE / SHARDS]
-        on_rank0(self._mesh.control, lambda: _make(folders))
+
+        def make_folders() -> None:
+            for folder in folders:
+                folder.mkdir(parents=True, exist_ok=True)
+
+        on_rank0(self._mesh.control, make_folders)
         tensors = self._state.tensors(copies=not wait)
         own = {"generators": self._mesh.rng_state(), "layers": self._state.layers()}
         files = {f"rng_{self._mesh.rank}.pt": _as_bytes(own)}
-        trainer = self._trainer()
+        settings: dict[str, Any] = {"param_groups": [], "schedule": None}
+        if self._hyperparameters is not None:
+            settings = self._hyperparameters.state()
+        trainer = {"layout": dict(self._mesh.layout), "state": self._state.description(), **settings}
         if self._mesh.rank == 0:
             files[TRAINER] = _as_bytes(trainer)
-        group = self._background.group  # ranks wait in it for the slowest one's disk
-        plan, plan_aside = self._planner(SHARDS), self._planner(REFERENCE)
+        group = self._background.group  # Ranks wait in it for the slowest one's disk.
+        for folder in (SHARDS, REFERENCE):
+            if folder not in self._planners:
+                self._planners[folder] = self._state.save_planner()
+        plan, plan_aside = self._planners[SHARDS], self._planners[REFERENCE]
 
         def write() -> tuple[SavedFile, ...]:
             written = write_checkpoint(path, tensors, files, group=group, planner=plan)
@@ -89,8 +109,9 @@ class Checkpoint:
         self._background.begin(path, write, wait=wait)
 
     def finish_save(self, *, wait: bool = True) -> tuple[SavedFile, ...] | None:
-        """The files that this rank wrote for the last save; None while they are being written. Without `wait` it takes
-        part in no collective.
+        """Return the files that this rank wrote for the last save; None while they are being written.
+
+        Without `wait` it takes part in no collective.
 
         Raises:
             RLError: If a rank's files could not be written, once.
@@ -106,9 +127,12 @@ class Checkpoint:
     def load(self, path: Path) -> None:
         """Restore what `save` wrote; collective.
 
+        On another layout than the checkpoint's, neither generators nor the state of layers exist: fresh generators are
+        seeded, and layers begin anew.
+
         Raises:
             ValueError: If there is no checkpoint at `path`, or it has the initial reference and the model another.
-            RLError: If a save that was under way has failed.
+            RLError: If an unfinished save has failed.
         """
         self.finish_save()
         if not (path / TRAINER).is_file():
@@ -126,30 +150,7 @@ class Checkpoint:
         if self._reference is not None and has_reference:
             with self._reference.restoring():
                 self._state.restore_weights(path / REFERENCE)
-        self._restore_own(path, trainer["layout"])
-
-    def _planner(self, folder: str) -> KeptSavePlanner:
-        """The planner of all saves into a folder of this name."""
-        if folder not in self._planners:
-            self._planners[folder] = self._state.save_planner()
-        return self._planners[folder]
-
-    def _reference_weights(self) -> dict[str, Any] | None:
-        """Copies of the weights of the reference; None if they are the initial ones, which are at `model_name`."""
-        if self._reference is None or not self._reference.has_moved:
-            return None
-        with self._reference.in_place():
-            return self._state.weights()
-
-    def _trainer(self) -> dict[str, Any]:
-        nothing: dict[str, Any] = {"param_groups": [], "schedule": None}
-        own = nothing if self._hyperparameters is None else self._hyperparameters.state()
-        return {"layout": dict(self._mesh.layout), "state": self._state.description(), **own}
-
-    def _restore_own(self, path: Path, layout: Mapping[str, int]) -> None:
-        """Each rank's own generators and its layers' state. On another layout neither exists: fresh generators are
-        seeded, and layers begin anew."""
-        if layout != dict(self._mesh.layout):
+        if trainer["layout"] != dict(self._mesh.layout):
             self._mesh.seed(self._seed)
             return
         own = torch.load(path / f"rng_{self._mesh.rank}.pt", weights_only=True)
@@ -157,12 +158,109 @@ class Checkpoint:
         self._mesh.set_rng_state(own["generators"])
 
 
-def _make(folders: Iterable[Path]) -> None:
-    for folder in folders:
-        folder.mkdir(parents=True, exist_ok=True)
-
-
 def _as_bytes(content: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(content, buffer)
     return buffer.getvalue()
+
+
+class KeptPart:
+    """Methods of a `rl_core.ModelWorker` on a checkpoint and a residency, which the subclass sets.
+
+    A model and a draft head are saved, and leave the device, in the same way.
+    """
+
+    _mesh: RankMesh
+    _residency: Residency
+    _checkpoint: Checkpoint
+
+    def coordinates(self) -> Coordinates:
+        """Return this rank's place on the mesh."""
+        return self._mesh.coordinates
+
+    def save(self, path: str, *, wait: bool = True) -> None:
+        """Write parameters, optimizer, schedule and RNG under `path`, and the reference if it has been updated.
+
+        Without `wait` they are copied to host memory, which must have room for them, and written in the background; the
+        reference is copied either way.
+        """
+        self._residency.require("parameters", "optimizer")
+        self._checkpoint.save(Path(path), wait=wait)
+
+    def finish_save(self, *, wait: bool = True) -> tuple[SavedFile, ...] | None:
+        """Return the files that this rank wrote for the last save; None while they are being written."""
+        return self._checkpoint.finish_save(wait=wait)
+
+    def load(self, path: str, *, files: Sequence[SavedFile] = ()) -> None:
+        """Restore what `save` wrote, on any number of ranks and any mesh.
+
+        Raises:
+            CheckpointDamaged: On every rank, naming the first of the files that is missing or differs.
+        """
+        self._residency.require("parameters", "optimizer")
+        verify_files(Path(path), files, self._mesh.control)
+        self._checkpoint.load(Path(path))
+
+    def offload(self, parts: Sequence[Part] = ("parameters", "optimizer")) -> None:
+        """Move these parts to host memory; on `cpu` they are there already, and only later use is refused."""
+        self._residency.offload(parts)
+
+    def onload(self, parts: Sequence[Part] = ("parameters", "optimizer")) -> None:
+        """Bring these parts back to the device."""
+        self._residency.onload(parts)
+
+
+class Hyperparameters:
+    """The settings of an optimizer's parameter groups, and the position of its schedule.
+
+    A run with the settings of the checkpoint continues exactly as it was. A run with others, such as a branch with a
+    lower learning rate, takes its own, and its schedule is brought to the step that the checkpoint was saved at.
+
+    Args:
+        optimizer: Just built, before its first step.
+        schedule: Just built over it; None for constant settings.
+    """
+
+    def __init__(self, optimizer: Optimizer, schedule: LRScheduler | None) -> None:
+        self._optimizer = optimizer
+        self._schedule = schedule
+        self._beginning = copy.deepcopy(self._now())
+        self._num_steps = 0
+
+        def count(optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
+            self._num_steps += 1
+
+        optimizer.register_step_post_hook(count)
+
+    def state(self) -> dict[str, Any]:
+        """Return the present settings, those of the beginning, which show what the config was, and steps made."""
+        return {**self._now(), "beginning": self._beginning, "num_steps": self._num_steps}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Continue from what `state` returned. State without `beginning` is taken as it is."""
+        schedule = saved["schedule"] or {}
+        self._num_steps = saved.get("num_steps", schedule.get("last_epoch", 0))
+        is_same = saved.get("beginning", self._beginning) == self._beginning
+        settings = saved if is_same else copy.deepcopy(self._beginning)
+        for group, of_group in zip(self._optimizer.param_groups, settings["param_groups"], strict=True):
+            group.update({name: value for name, value in of_group.items() if name not in WAYS_TO_STEP})
+        if self._schedule is None:
+            return
+        self._schedule.load_state_dict(settings["schedule"])
+        if is_same:
+            return
+        with warnings.catch_warnings():
+            # torch warns of a schedule that steps before its optimizer does.
+            warnings.simplefilter("ignore")
+            for _ in range(schedule.get("last_epoch", self._num_steps)):
+                self._schedule.step()
+
+    def _now(self) -> dict[str, Any]:
+        left_out = {"params", *WAYS_TO_STEP}
+        return {
+            "param_groups": [
+                {name: value for name, value in group.items() if name not in left_out}
+                for group in self._optimizer.param_groups
+            ],
+            "schedule": None if self._schedule is None else self._schedule.state_dict(),
+        }

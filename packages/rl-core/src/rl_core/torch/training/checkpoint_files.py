@@ -1,31 +1,36 @@
-"""Files of a model's checkpoint: digested by the rank that writes them, verified by the ranks that read them."""
+"""Files of a model's checkpoint: written while training continues, digested by their writers, verified by readers."""
 
 from __future__ import annotations
 
 import hashlib
 import io
+import itertools
+import logging
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystem, _StorageInfo
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
+from torch.futures import Future as TorchFuture
 
 from rl_core.errors import CheckpointDamaged, RLError
 from rl_core.file_errors import MISSING, named
 from rl_core.model import SavedFile
 from rl_core.torch.collective_errors import on_all_ranks
-from rl_core.torch.training.background_save import plain_errors
 
 SHARDS = "shards"
 """Folder of a model's checkpoint with one file per rank, in the format of torch's distributed checkpoint."""
@@ -37,6 +42,12 @@ WRITERS = 4
 
 FILE_BYTES = 2**26
 """Minimum number of bytes of a shard for each thread."""
+
+WRITE_TIMEOUT = timedelta(hours=2)
+"""Maximum time that a rank may take beyond the others to write its part."""
+
+_log = logging.getLogger(__name__)
+_planner_numbers = itertools.count()
 
 
 def write_checkpoint(
@@ -65,9 +76,18 @@ def write_checkpoint(
     rank = dist.get_rank()
     writer = DigestingWriter(path / SHARDS)
     small: list[SavedFile] = []
+
+    def write_small() -> None:
+        for name, content in files.items():
+            with (path / name).open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            small.append(SavedFile(name, len(content), hashlib.sha256(content).hexdigest(), rank))
+
     with plain_errors(path, "written"):
         dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group)
-        on_all_ranks(group, lambda: small.extend(_write_file(path, name, files[name], rank) for name in files))
+        on_all_ranks(group, write_small)
     shards = (SavedFile(f"{SHARDS}/{name}", size, digest, rank) for name, (size, digest) in writer.written.items())
     return (*shards, *small)
 
@@ -87,7 +107,7 @@ def read_tensors(
         RLError: On every rank, if one of them cannot read.
     """
     with warnings.catch_warnings(), plain_errors(path, "read"):
-        # the ranks of a pipeline read tensors of other names
+        # The ranks of a pipeline read tensors of other names.
         warnings.filterwarnings("ignore", message="Detected mismatched keys")
         dcp.load(tensors, checkpoint_id=path / SHARDS, planner=planner, process_group=group)
 
@@ -115,30 +135,51 @@ def verify_files(folder: Path, files: Sequence[SavedFile], group: dist.ProcessGr
         found = RLError(f"the checkpoint at {folder} could not be read: {error}")
     everyone: list[RLError | None] = [None] * len(shares)
     dist.all_gather_object(everyone, found, group=group)
-    # what could not be read may be whole, so no checkpoint is given up for it
+    # A file that could not be read may be whole, so no checkpoint is given up because of it.
     problems = sorted((each for each in everyone if each is not None), key=lambda e: isinstance(e, CheckpointDamaged))
     if problems:
         raise problems[0]
 
 
-def exported_files(folder: Path, group: dist.ProcessGroup) -> tuple[SavedFile, ...]:
-    """The files of an export, which only this rank sees or leads the others in telling; collective.
+def _damage(folder: Path, file: SavedFile) -> str:
+    path = folder / file.path
+    try:
+        size = path.stat().st_size
+    except MISSING:
+        return f"{file.path} is missing"
+    if size != file.size:
+        return f"{file.path} has {size} bytes of {file.size}"
+    if file.sha256 is None:
+        return ""
+    digest = hashlib.sha256()
+    with named(path), path.open("rb", buffering=0) as opened:
+        while chunk := opened.read(CHUNK_BYTES):
+            digest.update(chunk)
+    return "" if digest.hexdigest() == file.sha256 else f"{file.path} has other contents than were saved"
 
-    Rank 0 tells of all it sees; another rank tells of what rank 0 does not see, as the folder is not shared. They have
-    no digest: nothing resumes from them.
+
+def exported_files(folder: Path, group: dist.ProcessGroup) -> tuple[SavedFile, ...]:
+    """List the files of an export that this rank reports; collective.
+
+    Rank 0 reports all it sees; another rank reports only files that rank 0 does not see because the folder is not
+    shared. They have no digest: nothing resumes from them.
     """
     rank = dist.get_rank(group)
     sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
     seen: list[Any] = [sorted(sizes)]
     dist.broadcast_object_list(seen, src=dist.get_global_rank(group, 0), group=group)
-    told = sizes if rank == 0 else {name: sizes[name] for name in sizes.keys() - set(seen[0])}
-    for name in told:
-        _sync(folder / name)
-    return tuple(SavedFile(name, size, None, rank) for name, size in sorted(told.items()))
+    reported = sizes if rank == 0 else {name: sizes[name] for name in sizes.keys() - set(seen[0])}
+    for name in reported:
+        descriptor = os.open(folder / name, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    return tuple(SavedFile(name, size, None, rank) for name, size in sorted(reported.items()))
 
 
 def deal(files: Sequence[SavedFile], num_shares: int) -> list[list[SavedFile]]:
-    """Files in shares of about as many bytes, the same on every rank."""
+    """Return the files in shares of about as many bytes, the same on every rank."""
     shares: list[list[SavedFile]] = [[] for _ in range(num_shares)]
     loads = [0] * num_shares
     for file in sorted(files, key=lambda file: (-file.size, file.path)):
@@ -146,6 +187,38 @@ def deal(files: Sequence[SavedFile], num_shares: int) -> list[list[SavedFile]]:
         shares[least].append(file)
         loads[least] += file.size
     return shares
+
+
+class KeptSavePlanner(DefaultSavePlanner):
+    """Plans a save once, for all later saves of tensors with the same names and places.
+
+    Later saves send nothing to rank 0, which otherwise gathers and compares the items of all ranks (a million for a
+    large model on hundreds of ranks). Torch keeps plans per class and process. Here they belong to the object, which is
+    used for every save of the same tensors, and `forget` removes them.
+
+    Args:
+        flatten: True if values may be nested dicts, or tensors that only torch knows to be sharded.
+    """
+
+    def __init__(self, *, flatten: bool = True) -> None:
+        super().__init__(flatten_state_dict=flatten, flatten_sharded_tensors=flatten, enable_plan_caching=True)
+        self._cached_plans_key = f"{type(self).__name__} {next(_planner_numbers)}"
+
+    @property
+    def is_kept(self) -> bool:
+        """Return whether the next save of the same tensors needs no new plan on this rank."""
+        return self._cached_plans_key in SavePlanner._cached_final_save_plan
+
+    def forget(self) -> None:
+        """Remove the plans on this rank."""
+        for kept in (
+            SavePlanner._cached_save_plan,
+            SavePlanner._cached_final_save_plan,
+            SavePlanner._cached_all_plans,
+            SavePlanner._cached_global_plan,
+            SavePlanner._cached_metadata,
+        ):
+            kept.pop(self._cached_plans_key, None)
 
 
 class DigestingWriter(dcp.FileSystemWriter):
@@ -159,7 +232,7 @@ class DigestingWriter(dcp.FileSystemWriter):
         super().__init__(path)
         self.fs = self._files = _DigestingFileSystem()
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
         """Write this rank's tensors into one file, or into several if there is much to digest."""
         assert plan.storage_data is not None
         prefix = plan.storage_data.prefix
@@ -177,13 +250,13 @@ class DigestingWriter(dcp.FileSystemWriter):
                 written = list(threads.map(write, range(len(shares))))
         else:
             written = [write(number) for number in range(len(shares))]
-        done: Future[list[WriteResult]] = Future()
+        done: TorchFuture[list[WriteResult]] = TorchFuture()
         done.set_result([result for results in written for result in results])
         return done
 
     @property
     def written(self) -> dict[str, tuple[int, str]]:
-        """By file name."""
+        """Size and digest by file name."""
         return {path.name: entry for path, entry in self._files.written.items()}
 
 
@@ -237,8 +310,11 @@ class _DigestingStream(io.RawIOBase):
 
 
 def _shares(items: Sequence[WriteItem]) -> list[list[WriteItem]]:
-    """Items of about as many bytes for each of the threads, in their order; one share if they are few."""
-    sizes = [0 if item.tensor_data is None else _num_bytes(item) for item in items]
+    """Return items of about as many bytes for each of the threads, in their order; one share if they are few."""
+    sizes = []
+    for item in items:
+        data = item.tensor_data
+        sizes.append(0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize)
     count = min(WRITERS, sum(sizes) // FILE_BYTES) or 1
     shares: list[list[WriteItem]] = [[] for _ in range(count)]
     loads = [0] * count
@@ -249,11 +325,6 @@ def _shares(items: Sequence[WriteItem]) -> list[list[WriteItem]]:
     return shares
 
 
-def _num_bytes(item: WriteItem) -> int:
-    assert item.tensor_data is not None
-    return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
-
-
 def _write_item(item: WriteItem, planner: SavePlanner, stream: io.IOBase, file_name: str) -> WriteResult:
     """Append one item to a file in the form that torch's reader expects."""
     offset = stream.tell()
@@ -261,7 +332,7 @@ def _write_item(item: WriteItem, planner: SavePlanner, stream: io.IOBase, file_n
     if isinstance(data, Tensor):
         tensor = data.detach().cpu()
         if tensor.untyped_storage().nbytes() != tensor.nbytes:
-            tensor = tensor.clone()  # torch.save writes the whole storage behind a view
+            tensor = tensor.clone()  # `torch.save` would write the whole storage of a view.
         torch.save(tensor, cast(IO[bytes], stream))
     else:
         cast(io.BufferedIOBase, stream).write(data.getbuffer())
@@ -269,38 +340,82 @@ def _write_item(item: WriteItem, planner: SavePlanner, stream: io.IOBase, file_n
     return WriteResult(item.index, length, _StorageInfo(file_name, offset, length))
 
 
-def _write_file(folder: Path, name: str, content: bytes, rank: int) -> SavedFile:
-    with (folder / name).open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    return SavedFile(name, len(content), hashlib.sha256(content).hexdigest(), rank)
+class BackgroundSave:
+    """This rank's part of a checkpoint that a thread writes, one checkpoint at a time.
+
+    The threads of the ranks talk over their own process group, so that their messages never mix with the collectives
+    of training.
+    """
+
+    def __init__(self) -> None:
+        self._group: dist.ProcessGroup | None = None
+        self._writing: Future[tuple[SavedFile, ...]] | None = None
+        self._path = Path()
+        self._files: tuple[SavedFile, ...] = ()
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """All ranks, on gloo, only for writing; made by the first use, which is collective."""
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT)
+        return self._group
+
+    def begin(self, path: Path, write: Callable[[], tuple[SavedFile, ...]], *, wait: bool) -> None:
+        """Write a checkpoint, the one before it being finished.
+
+        Args:
+            path: Path, for messages.
+            write: Returns the files it has written.
+            wait: Write at once, in the calling thread.
+        """
+        self._files = ()
+        if wait:
+            self._files = write()
+            return
+        thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing, self._path = thread.submit(write), path
+        thread.shutdown(wait=False)
+
+    def finish(self, *, wait: bool = True) -> tuple[SavedFile, ...] | None:
+        """Return the files that this rank wrote for the last checkpoint, None while it is being written.
+
+        Without `wait` it takes part in no collective.
+
+        Raises:
+            RLError: If it could not be written, once.
+        """
+        if self._writing is None:
+            return self._files
+        if not wait and not self._writing.done():
+            return None
+        writing, self._writing = self._writing, None
+        with plain_errors(self._path, "written"):
+            self._files = writing.result()
+        return self._files
+
+    def close(self) -> None:
+        """Wait for what is being written; its failure goes to the log."""
+        if self._writing is not None:
+            wait_for([self._writing])
+            if (error := self._writing.exception()) is not None:
+                _log.warning("the checkpoint at %s was not written: %s", self._path, error)
 
 
-def _damage(folder: Path, file: SavedFile) -> str:
-    path = folder / file.path
+@contextmanager
+def plain_errors(path: Path, done: Literal["written", "read"]) -> Iterator[None]:
+    """Raise one line with the reason why a checkpoint was not written or read.
+
+    torch's own error is not an `Exception` and would end threads and actors.
+
+    Raises:
+        RLError: For an `OSError`, and for errors of torch's distributed checkpoint.
+    """
     try:
-        size = path.stat().st_size
-    except MISSING:
-        return f"{file.path} is missing"
-    if size != file.size:
-        return f"{file.path} has {size} bytes of {file.size}"
-    if file.sha256 is not None and _digest(path) != file.sha256:
-        return f"{file.path} has other contents than were saved"
-    return ""
-
-
-def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    with named(path), path.open("rb", buffering=0) as file:
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        yield
+    except OSError as error:
+        raise RLError(f"the checkpoint at {path} was not {done}: {error}") from error
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items())
+        raise RLError(
+            f"the checkpoint at {path} was not {done}: rank {rank}: {type(cause).__name__}: {cause}"
+        ) from error

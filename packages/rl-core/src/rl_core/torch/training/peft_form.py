@@ -1,23 +1,34 @@
-"""The form in which the adapters of a model are written for peft, found by peft's own loading on tensors without
-data."""
+"""Adapters as files in the format of `peft`, in the form that peft's own loading finds on tensors without data."""
 
 from __future__ import annotations
 
+import json
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from rl_core.model import HEADLESS_ROLES, Role
 from rl_core.model_config import ModelConfig
+from rl_core.torch.collective_errors import on_rank0
 from rl_core.torch.files.language_part import LANGUAGE_PREFIX
-from rl_core.torch.training.lora import ADAPTER_PREFIX, LORA_A, LORA_B, WEIGHT, flat_factors, peft_layers
+from rl_core.torch.training.backend import RankMesh, RankWeights
+from rl_core.torch.training.lora import (
+    ADAPTER_CONFIG,
+    ADAPTER_PREFIX,
+    ADAPTER_WEIGHTS,
+    LORA_A,
+    LORA_B,
+    WEIGHT,
+    flat_factors,
+    peft_layers,
+)
 
 ADAPTER = "default"
 SCORE = "score"
@@ -26,75 +37,116 @@ SHOWN = 4
 """Maximum number of layers that a message lists."""
 
 
-@dataclass(frozen=True)
-class AdapterConfig:
-    """Contents of `adapter_config.json`.
+class AdapterExport:
+    """Writes the adapters of a model, and a score head that trains with them.
+
+    `peft.PeftModel.from_pretrained` and vLLM load them.
 
     Args:
-        base: The model that the adapters are attached to.
-        targets: Ends of the names of the layers that have one.
+        weights: Weights of the model.
+        config: The model and its adapters.
+        role: Role of the model.
+        folder: Folder of the model's files, which the adapters are attached to.
+        mesh: Mesh of the model.
+    """
+
+    def __init__(self, weights: RankWeights, *, config: ModelConfig, role: Role, folder: Path, mesh: RankMesh) -> None:
+        self._weights = weights
+        self._config, self._role = config, role
+        self._folder = folder
+        self._mesh = mesh
+        self._form: PeftForm | None = None
+        self._is_checked = False
+
+    def check(self) -> None:
+        """Find out on rank 0 how peft loads these adapters; collective.
+
+        Raises:
+            ValueError: If it cannot load them.
+        """
+        specs = self._weights.adapter_specs("float32")
+
+        def find() -> None:
+            factors = {spec.name: torch.empty(spec.shape, device="meta") for spec in specs}
+            self._form = peft_form(self._config, self._role, factors, self._folder)
+
+        on_rank0(self._mesh.control, find)
+        self._is_checked = True
+
+    def write(self, path: Path) -> None:
+        """Write the adapters into a folder; collective. Rank 0 brings them together in host memory and writes."""
+        if not self._is_checked:
+            self.check()
+        gathered: dict[str, Tensor] = {}
+        for name, tensor in self._weights.adapters():
+            if self._mesh.rank == 0:
+                assert tensor is not None, f"{name} did not reach the rank that writes it"
+                gathered[name] = tensor.cpu()
+
+        def write() -> None:
+            assert self._form is not None
+            path.mkdir(parents=True, exist_ok=True)
+            save_file(self._form.files(gathered), path / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+            described = json.dumps(self._form.described, indent=2)
+            (path / ADAPTER_CONFIG).write_text(described + "\n", encoding="utf-8")
+
+        on_rank0(self._mesh.control, write)
+
+
+def adapter_config(
+    config: ModelConfig,
+    role: Role,
+    targets: Sequence[str],
+    parameters: Sequence[str] = (),
+    auto_mapping: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Return the contents of `adapter_config.json`, which `peft` and vLLM read.
+
+    Args:
+        config: The model and its adapters.
+        role: Role of the model, which has a score head in the place of its language-model head or not.
+        targets: Ends of the names of the layers that have an adapter.
         parameters: Names of the weights that have one: stacked ones of experts, and those of linear layers that peft
             would take for experts.
         auto_mapping: Class of a composite model, by which `AutoPeftModel` classes load it; None for other models, which
             they load by the task.
-        scores: True if the model has a score head in the place of its language-model head.
     """
-
-    base: str
-    targets: list[str]
-    parameters: list[str]
-    dim: int
-    alpha: float
-    dropout: float
-    use_rslora: bool
-    scores: bool
-    auto_mapping: dict[str, str] | None = None
-
-    @classmethod
-    def of(cls, config: ModelConfig, role: Role, targets: list[str], parameters: Sequence[str] = ()) -> AdapterConfig:
-        """Return the config of the adapters of a model."""
-        lora = config.lora_cfg
+    lora = config.lora_cfg
+    scores = role in HEADLESS_ROLES
+    task = "SEQ_CLS" if scores else "CAUSAL_LM"
+    return {
+        "peft_type": "LORA",
+        "task_type": task if auto_mapping is None else None,
+        "auto_mapping": auto_mapping,
+        "base_model_name_or_path": config.model_name,
+        "inference_mode": True,
+        "r": lora.dim,
+        "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
         # peft adds an adapter of a parameter to the parameter itself, so that there is no input to drop.
-        dropout = 0.0 if parameters else lora.dropout
-        scores = role in HEADLESS_ROLES
-        return cls(config.model_name, targets, list(parameters), lora.dim, lora.alpha, dropout, lora.use_rslora, scores)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the fields that `peft` and vLLM read."""
-        task = "SEQ_CLS" if self.scores else "CAUSAL_LM"
-        return {
-            "peft_type": "LORA",
-            "task_type": task if self.auto_mapping is None else None,
-            "auto_mapping": self.auto_mapping,
-            "base_model_name_or_path": self.base,
-            "inference_mode": True,
-            "r": self.dim,
-            "lora_alpha": int(self.alpha) if self.alpha == int(self.alpha) else self.alpha,
-            "lora_dropout": self.dropout,
-            "use_rslora": self.use_rslora,
-            "use_dora": False,
-            "target_modules": self.targets,
-            "target_parameters": self.parameters or None,
-            "modules_to_save": [SCORE] if self.scores else None,
-            "bias": "none",
-            "fan_in_fan_out": False,
-            "init_lora_weights": True,
-            "rank_pattern": {},
-            "alpha_pattern": {},
-        }
+        "lora_dropout": 0.0 if parameters else lora.dropout,
+        "use_rslora": lora.use_rslora,
+        "use_dora": False,
+        "target_modules": list(targets),
+        "target_parameters": list(parameters) or None,
+        "modules_to_save": [SCORE] if scores else None,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+    }
 
 
-@dataclass(frozen=True)
-class PeftForm:
+class PeftForm(NamedTuple):
     """Names and config of the adapters of a model as peft loads them.
 
     Args:
-        described: Config of the adapters.
+        described: Config of the adapters (`adapter_config`).
         prefixes: Start of the names of layers in the trained model, and in the model that adapters are attached to.
             They differ if a composite model is trained as its language model.
     """
 
-    described: AdapterConfig
+    described: dict[str, Any]
     prefixes: tuple[str, str] = ("", "")
 
     def files(self, factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -112,7 +164,7 @@ def peft_form(config: ModelConfig, role: Role, factors: Mapping[str, Tensor], fo
     Args:
         config: The model and its adapters.
         role: Role of the model.
-        factors: Factors of all adapters by name, of which only the shapes count.
+        factors: Factors of all adapters by name, whose shapes decide.
         folder: Folder of the model's files.
 
     Raises:
@@ -120,14 +172,13 @@ def peft_form(config: ModelConfig, role: Role, factors: Mapping[str, Tensor], fo
     """
     flat = {name: torch.empty(factor.shape, device="meta") for name, factor in _flat(factors).items()}
     layers = {name.removesuffix(LORA_A) for name in flat if name.endswith(LORA_A)}
-    stacks = [name.removesuffix(LORA_A) for name, down in factors.items() if name.endswith(LORA_A) and down.dim() > 2]
     bases = list(_bases(folder, role, layers, is_whole=config.vision.enabled))
     if not bases:
         raise ValueError(
             "lora_cfg.enabled: transformers has no class that loads this model for its role "
             f"({role}), so that nobody could attach the adapters; set lora_cfg.enabled=false"
         )
-    trial = _Trial(config, role, flat, layers, stacks)
+    trial = _Trial(config, role, flat, layers, _stacks(factors))
     problem = ""
     found: list[tuple[int, PeftForm]] = []
     for base in bases:
@@ -145,31 +196,20 @@ def peft_form(config: ModelConfig, role: Role, factors: Mapping[str, Tensor], fo
     return max(found, key=lambda each: each[0])[1]
 
 
-@dataclass(frozen=True)
-class _Base:
+class _Base(NamedTuple):
     """A model that transformers loads from the files that adapters are attached to.
 
     Args:
         build: Function that returns a new one without data.
-        prefix: Start of the names of its layers.
-        own_prefix: Start of the names of the same layers in the model that is trained.
+        modules: Names of all of its modules.
+        prefixes: Start of the names of layers in the trained model, and here.
         auto_mapping: Class of a composite model; None for others.
     """
 
     build: Callable[[], nn.Module]
-    prefix: str
-    own_prefix: str
+    modules: list[str]
+    prefixes: tuple[str, str]
     auto_mapping: dict[str, str] | None
-
-    @cached_property
-    def modules(self) -> list[str]:
-        """Names of all of its modules."""
-        return [name for name, _ in self.build().named_modules()]
-
-    @property
-    def prefixes(self) -> tuple[str, str]:
-        """Start of the names of layers in the trained model, and here."""
-        return self.own_prefix, self.prefix
 
 
 @dataclass(frozen=True)
@@ -206,11 +246,23 @@ class _Trial:
             form = self._form(base, linear - weights, sorted(weights))
             if not (left := self.misplaced(form, base)):
                 return form
-        raise ValueError(self._refusal(base, left, form))
+        try:
+            self._loaded(form, base)
+            ordered = sorted(left)
+            more = f" and {len(ordered) - SHOWN} more" if len(ordered) > SHOWN else ""
+            reason = f"it attaches those of {', '.join(ordered[:SHOWN])}{more} to other layers, or to none"
+        except (ValueError, RuntimeError, KeyError) as error:
+            reason = " ".join(str(error).split())
+        raise ValueError(
+            "lora_cfg: checkpoints have adapters in the format of peft, which cannot load those of this model: "
+            f"{reason}. Set lora_cfg.target_modules to other layers, or leave these out by lora_cfg.exclude_modules"
+        )
 
     def misplaced(self, form: PeftForm, base: _Base) -> set[str]:
-        """Return the layers whose adapter does not reach them when peft loads a form onto a base; all if peft does not
-        load it, or has more layers or factors than there are adapters."""
+        """Return the layers whose adapter does not reach them when peft loads a form onto a base.
+
+        These are all layers if peft does not load it, or has more layers or factors than there are adapters.
+        """
         try:
             found, surplus = self._loaded(form, base)
         except (ValueError, RuntimeError, KeyError):
@@ -223,39 +275,28 @@ class _Trial:
         named = {_renamed(layer, base.prefixes) for layer in linear}
         parameters = [_renamed(name, base.prefixes) for name in (*self.stacks, *(each + WEIGHT for each in weights))]
         targets = endings(named, set(base.modules) - named)
-        described = replace(
-            AdapterConfig.of(self.config, self.role, targets, parameters), auto_mapping=base.auto_mapping
-        )
-        return PeftForm(described, base.prefixes)
-
-    def _refusal(self, base: _Base, left: set[str], form: PeftForm) -> str:
-        try:
-            self._loaded(form, base)
-            reason = f"it attaches those of {_shown(left)} to other layers, or to none"
-        except (ValueError, RuntimeError, KeyError) as error:
-            reason = " ".join(str(error).split())
-        return (
-            "lora_cfg: checkpoints have adapters in the format of peft, which cannot load those of this model: "
-            f"{reason}. Set lora_cfg.target_modules to other layers, or leave these out by lora_cfg.exclude_modules"
-        )
+        return PeftForm(adapter_config(self.config, self.role, targets, parameters, base.auto_mapping), base.prefixes)
 
     def _loaded(self, form: PeftForm, base: _Base) -> tuple[set[str], list[str]]:
-        """Return the names of the layers to which peft attaches adapters of this rank and scale with their factors, and
-        the names of the tensors that find no place, or are missing next to the factors.
+        """Load the factors by peft.
+
+        Returns:
+            Names of the layers to which peft attaches adapters of this rank and scale with their factors, and names of
+            the tensors that find no place, or are missing next to the factors.
 
         Raises:
             ValueError, RuntimeError, KeyError: Of peft.
         """
-        # takes seconds, which models without adapters do not pay
+        # The import takes seconds, which models without adapters do not pay.
         from peft import LoraConfig as PeftConfig
         from peft import PeftModel, set_peft_model_state_dict
         from peft.mapping_func import MODEL_TYPE_TO_PEFT_MODEL_MAPPING
         from peft.tuners.lora import LoraLayer
 
-        described = PeftConfig(**form.described.as_json())
+        described = PeftConfig(**form.described)
         kind = MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(described.task_type, PeftModel)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what is judged below
+            warnings.simplefilter("ignore")  # Peft warns of mismatches that are judged below.
             model = kind(base.build(), described, adapter_name=ADAPTER, low_cpu_mem_usage=True)
             result = set_peft_model_state_dict(model, form.files(self.factors), ADAPTER, low_cpu_mem_usage=True)
         lora = self.config.lora_cfg
@@ -275,15 +316,18 @@ class _Trial:
 
 
 def endings(layers: Iterable[str], others: Iterable[str]) -> list[str]:
-    """Return ends of names that these layers have and no others: the last part of a name if it will do, otherwise all
-    of it."""
-    taken = {_last(name) for name in others}
-    return sorted({name if _last(name) in taken else _last(name) for name in layers})
+    """Return ends of names that these layers have and no others.
+
+    The end is the last part of a name if that will do, otherwise all of it.
+    """
+    taken = {name.rpartition(".")[2] for name in others}
+    lasts = {name: name.rpartition(".")[2] for name in layers}
+    return sorted({name if last in taken else last for name, last in lasts.items()})
 
 
 def _bases(folder: Path, role: Role, layers: set[str], *, is_whole: bool) -> Iterator[_Base]:
     """Yield the models that transformers loads from a folder for a role."""
-    import transformers  # comes with the backends
+    import transformers  # It comes with the backends.
 
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     vars(config).pop("quantization_config", None)
@@ -308,25 +352,28 @@ def _bases(folder: Path, role: Role, layers: set[str], *, is_whole: bool) -> Ite
         if type(model) in seen:
             continue
         seen.add(type(model))
-        own, other = ("", "") if is_whole or not is_composite else _prefixes(model, layers)
+        modules = [module for module, _ in model.named_modules()]
+        prefixes = ("", "") if is_whole or not is_composite else _prefixes(modules, layers)
         is_of_task = role in HEADLESS_ROLES or not is_composite
         mapping = {"base_model_class": type(model).__name__, "parent_library": "transformers"}
-        yield _Base(build, other, own, None if is_of_task else mapping)
+        yield _Base(build, modules, prefixes, None if is_of_task else mapping)
 
 
-def _prefixes(model: nn.Module, layers: set[str]) -> tuple[str, str]:
-    """Return the start of the names of layers of a language model, and of the same layers in a model that has it."""
+def _prefixes(modules: Sequence[str], layers: set[str]) -> tuple[str, str]:
+    """Return the start of the names of layers of a language model, and of the same layers in a model that has it.
+
+    Args:
+        modules: Names of all modules of the latter model.
+        layers: Names of layers in the language model.
+    """
     first = min(layers)
     own = re.search(r"(?<!\w)\w+\.\d+\.", first)
     start = first[: own.start()] if own else ""
-    modules = dict(model.named_modules())
+    known = set(modules)
     rests = [layer.removeprefix(start).split(".base_layer")[0] for layer in layers if layer.startswith(start)]
-    found = [
-        f"{name}." if name else ""
-        for name in modules
-        if all((f"{name}." if name else "") + rest in modules for rest in rests)
-    ]
-    # A tower, or what is between it and the text, may have layers of the same names.
+    candidates = [f"{name}." if name else "" for name in modules]
+    found = [prefix for prefix in candidates if all(prefix + rest in known for rest in rests)]
+    # A tower, or layers between it and the text, may have layers of the same names.
     of_text = [prefix for prefix in found if LANGUAGE_PREFIX.match(prefix)]
     return start, next(iter([*of_text, *found]), start)
 
@@ -336,21 +383,15 @@ def _renamed(name: str, prefixes: tuple[str, str]) -> str:
     return other + name.removeprefix(own) if name.startswith(own) and own != other else name
 
 
+def _stacks(factors: Mapping[str, Tensor]) -> list[str]:
+    """Return the weights of stacked experts among the weights that have factors."""
+    return [name.removesuffix(LORA_A) for name, down in factors.items() if name.endswith(LORA_A) and down.dim() > 2]
+
+
 def _flat(factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return factors by their names in peft, those of stacked experts as matrices."""
+    """Return factors by their names in peft, with stacked experts as matrices."""
     found = dict(factors)
-    stacks = [name.removesuffix(LORA_A) for name, down in factors.items() if name.endswith(LORA_A) and down.dim() > 2]
-    for weight, layer in peft_layers(stacks).items():
+    for weight, layer in peft_layers(_stacks(factors)).items():
         flat = flat_factors(found.pop(weight + LORA_A), found.pop(weight + LORA_B))
         found.update(zip((layer + LORA_A, layer + LORA_B), flat, strict=True))
     return {name: factor.contiguous() for name, factor in found.items()}
-
-
-def _shown(names: Iterable[str]) -> str:
-    ordered = sorted(names)
-    more = f" and {len(ordered) - SHOWN} more" if len(ordered) > SHOWN else ""
-    return ", ".join(ordered[:SHOWN]) + more
-
-
-def _last(name: str) -> str:
-    return name.rpartition(".")[2]

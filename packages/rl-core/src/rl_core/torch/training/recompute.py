@@ -118,12 +118,7 @@ class ActivationMemory:
 
 
 def smallest_plan(
-    plans: Iterable[RecomputePlan],
-    layers: Sequence[LayerActivations],
-    tokens: int,
-    room: int,
-    *,
-    passes: float = 1.0,
+    plans: Iterable[RecomputePlan], layers: Sequence[LayerActivations], tokens: int, room: int, *, passes: float = 1.0
 ) -> RecomputePlan:
     """Return the first plan whose activations fit, or the last one if none does.
 

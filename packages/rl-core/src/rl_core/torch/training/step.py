@@ -1,8 +1,11 @@
-"""Forward passes and the optimizer step over this rank's microbatches, the same on every backend."""
+"""Forward passes, losses and the optimizer step over this rank's microbatches, the same on every backend."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -15,10 +18,13 @@ from rl_core.data.batch import TOKENS, Batch
 from rl_core.data.microbatch import PAIR, Batching
 from rl_core.data.pipeline import Pipeline
 from rl_core.data.ragged import Ragged
+from rl_core.errors import RLError
 from rl_core.images import IMAGES
-from rl_core.metrics import Metric
-from rl_core.model import DIVERGENCES, Loss, Read, read_columns
+from rl_core.metrics import Metric, Reduction
+from rl_core.model import DIVERGENCES, UNDIVIDED, Loss, Read, read_columns
+from rl_core.plugins import resolve
 from rl_core.torch.heads.reads import ROW_READS
+from rl_core.torch.loss import LossSums, MetricSum, Rows
 from rl_core.torch.rows import idle_rows, to_rows
 from rl_core.torch.training.backend import (
     Microbatch,
@@ -29,9 +35,9 @@ from rl_core.torch.training.backend import (
     RankModel,
     RankOptimizer,
 )
-from rl_core.torch.training.lookahead import prepared_ahead
-from rl_core.torch.training.loss_pass import LossPass, idle
-from rl_core.torch.training.skipped_steps import SkippedSteps
+from rl_core.user_code import implementation_name
+
+_log = logging.getLogger(__name__)
 
 NO_PIPELINE = Pipeline()
 
@@ -42,7 +48,7 @@ _OF_OTHER_PASSES = frozenset({"prev_logprobs", "ref_logprobs", "generation_logpr
 def run_reads(
     model: RankModel, batch: Batch, reads: Sequence[Read], *, temperature: float, batching: Batching, mesh: RankMesh
 ) -> Batch | None:
-    """Columns of the reads for this rank's rows, in their order, on ranks that lead their shard; collective."""
+    """Return the columns of the reads for this rank's rows, in order, on ranks that lead their shard; collective."""
     extra = model.extra_columns(batch, for_loss=False)
     id_columns = read_columns(reads)
     batch.require(*id_columns)
@@ -51,7 +57,11 @@ def run_reads(
     inputs = batch.only([name for name in (TOKENS, IMAGES, *id_columns) if name in batch])
 
     def collect(microbatch: Microbatch, columns: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-        return {name: _on_the_way(column) for name, column in columns.items()} if microbatch.is_own else None
+        if not microbatch.is_own:
+            return None
+        # Small columns are on the host once the device is synchronised. A large one is waited for here, because a copy
+        # that does not wait takes pinned memory.
+        return {name: column.to("cpu", non_blocking=column.dim() == 1) for name, column in columns.items()}
 
     microbatches = _on_device(inputs.with_columns(extra), plan, id_columns, model, mesh)
     results = model.read(Pass(microbatches, reads, temperature, collect, _num_tokens(inputs)))
@@ -63,15 +73,10 @@ def run_reads(
     return in_row_order(reads, parts, inputs, plan, hidden_size=size)
 
 
-def _on_the_way(column: Tensor) -> Tensor:
-    """A column on the host, once the device is synchronised; a large one already, as what does not wait is pinned."""
-    return column.to("cpu", non_blocking=column.dim() == 1)
-
-
 def run_evaluation(
     model: RankModel, batch: Batch, loss: Loss, *, batching: Batching, mesh: RankMesh
 ) -> dict[str, Metric]:
-    """This rank's metrics of the loss without a step, if it leads its shard; collective."""
+    """Return this rank's metrics of the loss without a step, if it leads its shard; collective."""
     loss_pass = LossPass(loss, batch, mesh.data)
 
     def measure(microbatch: Microbatch, columns: Mapping[str, Tensor]) -> None:
@@ -94,7 +99,7 @@ def run_train_step(
     batching: Batching,
     mesh: RankMesh,
 ) -> dict[str, Metric]:
-    """Gradients over all microbatches, then one optimizer and schedule step; collective.
+    """Compute gradients over all microbatches, then make one optimizer and schedule step; collective.
 
     The optimizer step is skipped if the gradient is not finite; the schedule advances nonetheless.
 
@@ -113,7 +118,9 @@ def run_train_step(
         norm = optimizer.grad_norm()
         steps = skipped.admits(norm)
         if steps:
-            _clip(optimizer, norm, max_grad_norm)
+            # The factor is that of `torch.nn.utils.clip_grad_norm_`.
+            if max_grad_norm is not None and (factor := max_grad_norm / (norm + 1e-6)) < 1.0:
+                optimizer.scale_grads(factor)
             optimizer.step()
         else:
             model.discard()
@@ -123,42 +130,25 @@ def run_train_step(
         schedule.step()
     if not mesh.coordinates.leads:
         return {}
+    metrics = {**loss_pass.metrics(), **own}
+    num_microbatches = len(run.microbatches)
+    if batching.packed and batching.max_tokens is not None:
+        metrics["packing_efficiency"] = Metric(float(run.num_tokens), num_microbatches * batching.max_tokens)
+    if model.pipeline.size > 1:
+        bubble = model.pipeline.bubble(num_microbatches)
+        metrics["pipeline_bubble"] = Metric(bubble, reduction="max", over_updates="mean")
     return {
-        **loss_pass.metrics(),
-        **own,
-        **_packing(run, batching),
-        **_waiting(run, model.pipeline),
+        **metrics,
         "grad_norm": Metric(norm, reduction="max", over_updates="mean"),
         "lr": Metric(float(lr), reduction="max", over_updates="last"),
         "skipped_steps": Metric(float(not steps), reduction="max", over_updates="sum"),
     }
 
 
-def _packing(run: Pass, batching: Batching) -> dict[str, Metric]:
-    """The share of the packed microbatches' token budget that this rank's rows fill; nothing if rows are padded."""
-    if not batching.packed or batching.max_tokens is None:
-        return {}
-    return {"packing_efficiency": Metric(float(run.num_tokens), len(run.microbatches) * batching.max_tokens)}
-
-
-def _waiting(run: Pass, pipeline: Pipeline) -> dict[str, Metric]:
-    """The share of the step for which pipeline ranks wait, by the number of microbatches; nothing without a
-    pipeline."""
-    if pipeline.size == 1:
-        return {}
-    return {"pipeline_bubble": Metric(pipeline.bubble(len(run.microbatches)), reduction="max", over_updates="mean")}
-
-
-def _clip(optimizer: RankOptimizer, norm: float, max_norm: float | None) -> None:
-    """Scale a gradient of this norm down to `max_norm`, as `torch.nn.utils.clip_grad_norm_` does."""
-    if max_norm is not None and (factor := max_norm / (norm + 1e-6)) < 1.0:
-        optimizer.scale_grads(factor)
-
-
 def plan_together(
     batch: Batch, batching: Batching, group: dist.ProcessGroup | None, *, pipeline: Pipeline = NO_PIPELINE
 ) -> list[np.ndarray]:
-    """Microbatches of this rank's shard, as many as on every other rank of the group (some may be empty).
+    """Plan the microbatches of this rank's shard, as many as on every other rank of the group (some may be empty).
 
     In a pipeline there are more of them than the budget demands, with about the same number of tokens in each, so that
     its ranks wait less for one another, unless all are padded to one length.
@@ -185,7 +175,7 @@ def in_row_order(
     *,
     hidden_size: int,
 ) -> Batch:
-    """Columns of the reads, put together from those of microbatches, in the order of the batch's rows.
+    """Join the columns of the reads from the microbatches, in the order of the batch's rows.
 
     Args:
         reads: Reads whose columns the parts hold.
@@ -199,30 +189,25 @@ def in_row_order(
     offsets = batch.only([TOKENS]).select(order).ragged(TOKENS).offsets
     columns: dict[str, Ragged | np.ndarray] = {}
     for read in reads:
+        if read.name == "hidden":
+            inner: tuple[int, ...] = (max(hidden_size, read.width),)
+        elif read.name == "divergences":
+            inner = (len(DIVERGENCES),)
+        elif read.column:
+            inner = batch.ragged(read.column).values.shape[1:]
+        else:
+            inner = (read.k,) if read.name == "topk" else ()
         for name in read.columns:
-            empty = np.zeros(
-                (0, *_inner_shape(read, batch, hidden_size)), dtype=np.int32 if name == "topk_ids" else np.float32
-            )
+            empty = np.zeros((0, *inner), dtype=np.int32 if name == "topk_ids" else np.float32)
             values = np.concatenate([empty, *(part[name] for part in parts)]).astype(empty.dtype)
             columns[name] = values[back] if read.name in ROW_READS else Ragged(values, offsets).select(back)
     return Batch(columns)
 
 
-def _inner_shape(read: Read, batch: Batch, hidden_size: int) -> tuple[int, ...]:
-    """Shape of the result of a read at one token, or of one row."""
-    if read.name == "hidden":
-        return (max(hidden_size, read.width),)
-    if read.name == "divergences":
-        return (len(DIVERGENCES),)
-    if read.column:
-        return batch.ragged(read.column).values.shape[1:]
-    return (read.k,) if read.name == "topk" else ()
-
-
 def _pass(
     model: RankModel, loss_pass: LossPass, batch: Batch, on_reads: OnReads, *, batching: Batching, mesh: RankMesh
 ) -> Pass:
-    """The pass of a loss, whose rows also have the columns that the model itself needs; collective."""
+    """Return the pass of a loss, whose rows also have the columns that the model itself needs; collective."""
     columns = loss_pass.columns.with_columns(model.extra_columns(batch, for_loss=True))
     plan = plan_together(columns, batching, mesh.control, pipeline=model.pipeline)
     loss = loss_pass.loss
@@ -244,3 +229,171 @@ def _on_device(
         return Microbatch(to_rows(batch.select(rows), mesh.device, images=model.image_columns), is_own=True)
 
     return prepared_ahead([partial(make, rows) for rows in plan], mesh.device)
+
+
+def prepared_ahead(makers: Sequence[Callable[[], Microbatch]], device: torch.device) -> Microbatches:
+    """Return the same microbatches, with the next one made and copied on its own stream when one is taken.
+
+    On a device without streams nothing is made before it is taken.
+
+    Args:
+        makers: Make the microbatches, in the order in which a pass takes them.
+        device: Device that they are copied to.
+    """
+    if device.type != "cuda":
+        return makers
+    stream = torch.cuda.Stream(device)
+    ready: dict[int, tuple[Microbatch, torch.cuda.Event]] = {}
+
+    def take(index: int) -> Microbatch:
+        for wanted in (index, index + 1):
+            if wanted < len(makers) and wanted not in ready:
+                with torch.cuda.stream(stream):
+                    ready[wanted] = makers[wanted](), stream.record_event()
+        microbatch, is_there = ready.pop(index)
+        current = torch.cuda.current_stream(stream.device)
+        current.wait_event(is_there)
+        for tensor in (microbatch.rows.offsets, *microbatch.rows.columns.values()):
+            # The tensor's memory is reused only after the work that this stream has been given until it is freed.
+            tensor.record_stream(current)
+        return microbatch
+
+    return [partial(take, index) for index in range(len(makers))]
+
+
+class LossPass:
+    """One loss over a batch that is spread over data-parallel ranks and microbatches.
+
+    The usage loop, the same on every rank::
+
+        loss_pass = LossPass(loss, batch, group)
+        for rows in microbatches:                    # rl_core.torch.rows.to_rows(loss_pass.columns.select(...))
+            reads = forward(rows, loss.reads, loss.temperature)
+            share = loss_pass.microbatch(rows, reads)
+            (share * scale).backward()
+        metrics = loss_pass.metrics()
+
+    Args:
+        loss: What to compute.
+        batch: This rank's shard; it may have no rows.
+        group: The data-parallel group, on a backend that reduces CPU tensors; the totals are summed over it.
+
+    Raises:
+        ValueError: If the batch lacks a column that the loss or one of its reads names.
+    """
+
+    def __init__(self, loss: Loss, batch: Batch, group: dist.ProcessGroup | None) -> None:
+        self.loss = loss
+        named = (*loss.columns, *read_columns(loss.reads))
+        batch.require(TOKENS, *named)
+        self.columns = batch.only([name for name in batch if name in {TOKENS, PAIR, IMAGES, *named}]).local()
+        self._compute: Callable[[Loss, Mapping[str, Tensor], Rows], LossSums] = resolve(
+            implementation_name(loss, loss.implementation)
+        )
+        self._local_totals = {name: float(total) for name, total in loss.totals(self.columns).items()}
+        summed = torch.tensor(list(self._local_totals.values()), dtype=torch.float64)
+        if len(summed):
+            dist.all_reduce(summed, group=group)
+        self.totals: dict[str, float] = dict(zip(self._local_totals, summed.tolist(), strict=True))
+        # Sums of each metric over microbatches stay on the device until `metrics` reads all of them at one time.
+        self._values: dict[str, list[Tensor]] = {}
+        self._weights: dict[str, list[Tensor]] = {}
+        self._total_of: dict[str, str] = {}
+        self._reductions: dict[str, Reduction] = {}
+
+    def microbatch(self, rows: Rows, reads: Mapping[str, Tensor]) -> Tensor:
+        """Return this microbatch's share of the loss, a scalar with gradients.
+
+        Over all microbatches and ranks the shares add up to the loss.
+        """
+        sums = self._compute(self.loss, reads, rows)
+        unknown = sorted(set(sums.objective) - set(self.totals) - {UNDIVIDED})
+        if unknown:
+            raise ValueError(
+                f"{self.loss.implementation} returned sums over {unknown}, but Loss.totals counts {sorted(self.totals)}"
+            )
+        share = sums.loss(self.totals)
+        for name, part in [("loss", MetricSum(share, reduction="sum")), *sums.metrics.items()]:
+            if part.reduction == "mean" and part.denominator is None:
+                raise ValueError(f"metric {name!r} is a mean and needs a denominator: the name of a total, or a scalar")
+            self._reductions[name] = part.reduction
+            self._values.setdefault(name, []).append(part.value.detach())
+            if isinstance(part.denominator, str):
+                self._total_of[name] = part.denominator
+            elif part.denominator is not None:
+                self._weights.setdefault(name, []).append(part.denominator.detach())
+        return share if share.requires_grad or not torch.is_grad_enabled() else share + idle(reads)
+
+    def metrics(self) -> dict[str, Metric]:
+        """Return this rank's parts: `loss`, `num_tokens` (all tokens of the rows) and the implementation's metrics."""
+        scalars: dict[tuple[str, str], Tensor] = {}
+        for name, reduction in self._reductions.items():
+            values = torch.stack([value.double() for value in self._values[name]])
+            scalars[name, "value"] = (
+                values.max() if reduction == "max" else values.min() if reduction == "min" else values.sum()
+            )
+        for name, weights in self._weights.items():
+            scalars[name, "weight"] = torch.stack([weight.double() for weight in weights]).sum()
+        # The host waits once for each device that the scalars are on.
+        read: dict[tuple[str, str], float] = {}
+        for device in dict.fromkeys(scalar.device for scalar in scalars.values()):
+            keys = [key for key, scalar in scalars.items() if scalar.device == device]
+            read.update(zip(keys, torch.stack([scalars[key] for key in keys]).tolist(), strict=True))
+        metrics = {"loss": Metric(0.0, reduction="sum")}
+        for name, reduction in self._reductions.items():
+            weight = 1.0
+            if reduction == "mean":
+                total = self._total_of.get(name)
+                weight = read[name, "weight"] if total is None else self._local_totals[total]
+            metrics[name] = Metric(read[name, "value"], weight, reduction)
+        metrics["loss"] = replace(metrics["loss"], over_updates="mean")
+        return {**metrics, "num_tokens": Metric(float(_num_tokens(self.columns)), reduction="sum")}
+
+
+def idle(reads: Mapping[str, Tensor]) -> Tensor:
+    """Return a zero that sends zero gradients to all parameters, for a rank without rows while others have some."""
+    return torch.stack([read.float().mean() * 0.0 for read in reads.values() if read.requires_grad]).sum()
+
+
+class SkippedSteps:
+    """Decides whether the optimizer steps, and ends the run after too many steps in a row without a finite gradient.
+
+    Every rank keeps its own count and asks with the same global norm, so all ranks decide alike without a further
+    collective. The count is not part of a checkpoint: a resumed run starts at 0.
+
+    The usage loop::
+
+        steps = skipped.admits(norm)
+        if steps:
+            clip(norm)
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        schedule.step()                               # also after a skipped step: it counts calls
+        metrics = {"skipped_steps": Metric(float(not steps), reduction="max"), ...}
+
+    Args:
+        limit: Steps in a row that may be skipped (`ModelConfig.max_skipped_steps`).
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._in_a_row = 0
+
+    def admits(self, grad_norm: float) -> bool:
+        """Return whether to step with a gradient of this norm, the same on every rank.
+
+        Raises:
+            RLError: If it is not finite and neither were the `limit` gradients before it.
+        """
+        if math.isfinite(grad_norm):
+            self._in_a_row = 0
+            return True
+        self._in_a_row += 1
+        if self._in_a_row > self._limit:
+            raise RLError(
+                f"the gradient norm is {grad_norm} in {self._in_a_row} training steps in a row; the weights were not "
+                f"changed by them. max_skipped_steps={self._limit} in the model's config section allows {self._limit}. "
+                "Lower the learning rate, or check the loss of the last steps"
+            )
+        _log.warning("the gradient norm is %s; the optimizer step is skipped (%d in a row)", grad_norm, self._in_a_row)
+        return False

@@ -1,8 +1,9 @@
-"""One rank of a model, on whatever backend builds its parts."""
+"""One rank of a model, and of the draft head that trains with it, on whatever backend builds its parts."""
 
 from __future__ import annotations
 
 import gc
+import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,27 +19,25 @@ from rl_core.metrics import Metric
 from rl_core.model import HEADLESS_ROLES, Loss, ModelSpec, Read, SavedFile
 from rl_core.model_config import ModelConfig
 from rl_core.torch.collective_errors import on_rank0
-from rl_core.torch.files.model_files import copy_side_files, copy_tokenizer, fetched_folder
+from rl_core.torch.files.model_files import CONFIG, copy_side_files, copy_tokenizer, fetched_folder
 from rl_core.torch.heads.reads import check_reads
 from rl_core.torch.optim.optimizer import build_schedule
-from rl_core.torch.training.adapter_export import AdapterExport
-from rl_core.torch.training.backend import RankMesh, TrainingParts
-from rl_core.torch.training.checkpoint import Checkpoint
+from rl_core.torch.residency import Reference, Residency
+from rl_core.torch.training.backend import HeadParts, RankMesh, TrainingParts
+from rl_core.torch.training.checkpoint import Checkpoint, KeptPart
 from rl_core.torch.training.checkpoint_files import exported_files
-from rl_core.torch.training.draft_head import DraftHead
 from rl_core.torch.training.export import complete_generation_config, export_dtype, export_weights, write_hf_config
 from rl_core.torch.training.flops import peak_flops, speed_metrics
-from rl_core.torch.training.kept_part import KeptPart
 from rl_core.torch.training.lora import check_base
+from rl_core.torch.training.peft_form import AdapterExport
 from rl_core.torch.training.publishing import manifest_of, send_weights, stream_of
-from rl_core.torch.training.reference import Reference
-from rl_core.torch.training.skipped_steps import SkippedSteps
-from rl_core.torch.training.step import run_evaluation, run_reads, run_train_step
+from rl_core.torch.training.step import SkippedSteps, run_evaluation, run_reads, run_train_step
 from rl_core.torch.transport import SendingEnd, interrupt
 from rl_core.vllm_readings import write_serving_note
 from rl_core.weights import Manifest, Transport, WeightForm
 
 CLOSE_TIMEOUT = timedelta(seconds=30)
+DRAFT_LOSSES = "draft_losses"
 
 
 class TrainingWorker(KeptPart):
@@ -80,53 +79,54 @@ class TrainingWorker(KeptPart):
             raise
 
     def _build(self, build: Callable[[Path], TrainingParts], row_multiple: int | None) -> None:
-        config = self._config
+        config, spec, mesh = self._config, self._spec, self._mesh
         self._training = Batching.of(config, training=True, row_multiple=row_multiple)
         self._reading = Batching.of(config, training=False, row_multiple=row_multiple)
-        self._mesh.seed(self._spec.seed)
-        control, tokenizer = self._mesh.control, config.tokenizer.name
+        mesh.seed(spec.seed)
+        control, tokenizer = mesh.control, config.tokenizer.name
         self._folder = fetched_folder(config.model_name, control)
         self._tokenizer = self._folder if tokenizer is None else fetched_folder(tokenizer, control)
         on_rank0(control, lambda: check_base(config, self._folder))
         parts = build(self._folder)
         self._model, self._weights, self._optimizer = parts.model, parts.weights, parts.optimizer
         self._residency = parts.residency
-        self._adapters = AdapterExport(
-            parts.weights, config=config, role=self._spec.role, folder=self._folder, mesh=self._mesh
-        )
-        if self._spec.trains and config.lora_cfg.enabled:
+        self._adapters = AdapterExport(parts.weights, config=config, role=spec.role, folder=self._folder, mesh=mesh)
+        if spec.trains and config.lora_cfg.enabled:
             self._adapters.check()
-        self._reference = Reference(self._model.trained_parts) if self._spec.keeps_reference else None
+        self._reference = Reference(self._model.trained_parts) if spec.keeps_reference else None
         inner = None if self._optimizer is None else self._optimizer.inner
         self._schedule = None if inner is None else build_schedule(config.scheduler, inner)
         self._skipped = SkippedSteps(config.max_skipped_steps)
-        self._peak = self._peak_of_shard()
-        self._checkpoint = Checkpoint(parts.state, inner, self._schedule, self._mesh, self._spec.seed, self._reference)
+        # Operations per second of the ranks that share a data-parallel shard; None if they are not known.
+        peak = peak_flops(mesh.kind.chip) if config.precision == "bfloat16" else None
+        self._peak = None if peak is None else peak * mesh.world_size / mesh.coordinates.along("dp")
+        self._checkpoint = Checkpoint(parts.state, inner, self._schedule, mesh, spec.seed, self._reference)
         self.draft_head = None
         if parts.draft_head is not None:
             self.draft_head = DraftHead(
-                config,
-                parts.draft_head,
-                self._mesh,
-                parts.residency,
-                batching=self._training,
-                seed=self._spec.seed,
+                config, parts.draft_head, mesh, parts.residency, batching=self._training, seed=spec.seed
             )
 
     def infer(
         self, batch: Batch, reads: Sequence[Read], *, reference: bool = False, temperature: float = 1.0
     ) -> Batch | None:
-        """Results for this rank's shard, on ranks that lead it.
+        """Return results for this rank's shard, on ranks that lead it.
 
         Raises:
             ValueError: For a read that the role's head cannot answer, or a reference that was not kept.
         """
         check_reads(self._spec.role, reads)
         self._residency.require("parameters")
+
+        def read() -> Batch | None:
+            return run_reads(
+                self._model, batch, reads, temperature=temperature, batching=self._reading, mesh=self._mesh
+            )
+
         if not reference:
-            return self._read(batch, reads, temperature)
+            return read()
         with self._kept_reference().in_place():
-            return self._read(batch, reads, temperature)
+            return read()
 
     def update_reference(self, share: float = 1.0) -> None:
         """Move the reference towards the model's weights by this share of the difference.
@@ -140,18 +140,26 @@ class TrainingWorker(KeptPart):
         self._kept_reference().update(share)
 
     def evaluate(self, batch: Batch, loss: Loss) -> Mapping[str, Metric]:
-        """This rank's part of the loss's metrics."""
-        self._require_for(loss, trains=False)
+        """Return this rank's part of the loss's metrics."""
+        check_reads(self._spec.role, loss.reads)
+        self._residency.require("parameters")
         return run_evaluation(self._model, batch, loss, batching=self._training, mesh=self._mesh)
 
     def train_step(self, batch: Batch, loss: Loss) -> Mapping[str, Metric]:
-        """One optimizer and schedule step on all ranks' shards; this rank's part of the metrics.
+        """Make one optimizer and schedule step on all ranks' shards, and return this rank's part of the metrics.
 
         A model that knows its shape also reports `flops`, `flops_per_second` and, on GPUs whose peak is known, in half
         precision, `mfu`.
+
+        Raises:
+            ValueError: For a read that the role's head cannot answer, or a model without an optimizer.
+            RuntimeError: Naming parts that are offloaded.
         """
         start = time.perf_counter()
-        self._require_for(loss, trains=True)
+        check_reads(self._spec.role, loss.reads)
+        self._residency.require("parameters", "optimizer")
+        if not self._spec.trains:
+            raise ValueError("this model does not train; build it with ModelSpec(trains=True)")
         assert self._optimizer is not None
         metrics = run_train_step(
             self._model,
@@ -170,8 +178,10 @@ class TrainingWorker(KeptPart):
         return {**metrics, **speed_metrics(flops, time.perf_counter() - start, self._peak)}
 
     def export(self, path: str, dtype: str | None = None) -> tuple[SavedFile, ...]:
-        """Write config, generation config, tokenizer files and weights that `transformers` loads; weights in the dtype
-        that is given, or the dtype that the source has on disk, float32 if `precision` is."""
+        """Write config, generation config, tokenizer files and weights that `transformers` loads.
+
+        Weights have the dtype that is given, or the dtype that the source has on disk, float32 if `precision` is.
+        """
         self._residency.require("parameters")
         folder, written = Path(path), dtype or export_dtype(self._folder, self._config.precision)
         on_rank0(self._mesh.control, lambda: self._write_side_files(folder, written))
@@ -179,8 +189,10 @@ class TrainingWorker(KeptPart):
         return exported_files(folder, self._mesh.control)
 
     def export_adapter(self, path: str) -> tuple[SavedFile, ...]:
-        """Write the adapters as `peft` loads them, and the tokenizer's files; nothing, not even the folder, if the
-        model has no adapters."""
+        """Write the adapters as `peft` loads them, and the tokenizer's files.
+
+        If the model has no adapters, nothing is written, not even the folder.
+        """
         if not self._config.lora_cfg.enabled:
             return ()
         self._residency.require("parameters")
@@ -190,7 +202,7 @@ class TrainingWorker(KeptPart):
         return exported_files(folder, self._mesh.control)
 
     def manifest(self, version: int, form: WeightForm = "merged") -> Manifest | None:
-        """All weights in the compute dtype, by Hugging Face name; on rank 0, which speaks for all.
+        """Return all weights in the compute dtype, by Hugging Face name; on rank 0, which speaks for all.
 
         Raises:
             ValueError: For another form than `merged` if the model has no adapters.
@@ -209,7 +221,7 @@ class TrainingWorker(KeptPart):
         interrupt(transport, reason)
 
     def health(self) -> Mapping[str, Any]:
-        """Rank, process id, and bytes in use: of the process on `cpu`, of torch's allocator on `cuda`."""
+        """Return rank, process id, and bytes in use: of the process on `cpu`, of torch's allocator on `cuda`."""
         return {"rank": self._mesh.rank, "pid": os.getpid(), "memory_bytes": self._mesh.kind.memory_bytes()}
 
     def close(self) -> None:
@@ -228,7 +240,7 @@ class TrainingWorker(KeptPart):
         self._model.close()
         del self._model, self._weights, self._adapters, self._optimizer, self._schedule
         del self._reference, self._residency, self._checkpoint, self.draft_head
-        # modules and wrappers form cycles, which keep memory and the sockets of groups until they are collected
+        # Modules and wrappers form cycles, which keep memory and the sockets of groups until they are collected.
         gc.collect()
         self._mesh.kind.release_memory()
 
@@ -236,10 +248,6 @@ class TrainingWorker(KeptPart):
         if self._reference is None:
             raise ValueError("this model keeps no reference; build it with ModelSpec(keeps_reference=True)")
         return self._reference
-
-    def _read(self, batch: Batch, reads: Sequence[Read], temperature: float) -> Batch | None:
-        """Results for this rank's shard, with the weights that are in place."""
-        return run_reads(self._model, batch, reads, temperature=temperature, batching=self._reading, mesh=self._mesh)
 
     def _write_side_files(self, path: Path, dtype: str) -> None:
         """Write the files of an export other than its weights."""
@@ -256,21 +264,99 @@ class TrainingWorker(KeptPart):
             complete_generation_config(path)
             write_serving_note(path, fields, self._config.max_total_sequence_length)
 
-    def _peak_of_shard(self) -> float | None:
-        """Operations per second of the ranks that share a data-parallel shard; None if not known."""
-        if self._config.precision != "bfloat16":
-            return None
-        peak = peak_flops(self._mesh.kind.chip)
-        return None if peak is None else peak * self._mesh.world_size / self._mesh.coordinates.along("dp")
 
-    def _require_for(self, loss: Loss, *, trains: bool) -> None:
-        """Refuse a loss that this model cannot compute, or not now.
+class DraftHead(KeptPart):
+    """The part of a `TrainingWorker` that trains, saves and sends its draft head.
+
+    It has the methods of a `rl_core.ModelWorker` that a model which only trains needs, so that
+    `rl_core.ray.model.RemoteModel.part` calls it as one.
+
+    Args:
+        model: Settings of the model that it drafts for, with its own.
+        parts: The head as the backend built it.
+        mesh: Ranks of both.
+        residency: Residency of both.
+        batching: Microbatches of a step.
+        seed: Seed of the generators of a run that resumes on another layout.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        parts: HeadParts,
+        mesh: RankMesh,
+        residency: Residency,
+        *,
+        batching: Batching,
+        seed: int,
+    ) -> None:
+        assert model.draft_head is not None, "a backend builds a head only if the config has one"
+        self._max_grad_norm = model.draft_head.max_grad_norm
+        self._precision = model.precision
+        self._parts = parts
+        self._mesh = mesh
+        self._residency = residency
+        self._batching = batching
+        self._skipped = SkippedSteps(model.max_skipped_steps)
+        self._sending = SendingEnd(mesh.kind)
+        self._checkpoint = Checkpoint(parts.state, parts.optimizer.inner, None, mesh, seed)
+
+    def train_step(self, batch: Batch, loss: Loss) -> Mapping[str, Metric]:
+        """Make one optimizer step of the head on all ranks' shards, from a pass of the model as it is.
+
+        Returns:
+            This rank's part of the metrics.
 
         Raises:
-            ValueError: For a read that the role's head cannot answer, or a step of a model without an optimizer.
-            RuntimeError: Naming parts that are offloaded.
+            ValueError: If the loss reads anything other than `draft_losses`.
         """
-        check_reads(self._spec.role, loss.reads)
-        self._residency.require(*(("parameters", "optimizer") if trains else ("parameters",)))
-        if trains and not self._spec.trains:
-            raise ValueError("this model does not train; build it with ModelSpec(trains=True)")
+        unknown = sorted({read.name for read in loss.reads} - {DRAFT_LOSSES})
+        if unknown:
+            raise ValueError(f"a draft head cannot read {', '.join(unknown)}; it has {DRAFT_LOSSES}")
+        self._residency.require("parameters", "optimizer")
+        return run_train_step(
+            self._parts.model,
+            self._parts.optimizer,
+            batch,
+            loss,
+            schedule=None,
+            max_grad_norm=self._max_grad_norm,
+            skipped=self._skipped,
+            batching=self._batching,
+            mesh=self._mesh,
+        )
+
+    def export(self, path: str) -> tuple[SavedFile, ...]:
+        """Write the head's config and weights in the format of the files that it was loaded from."""
+        self._residency.require("parameters")
+        folder, dtype = Path(path), export_dtype(self._parts.folder, self._precision)
+
+        def write_config() -> None:
+            folder.mkdir(parents=True, exist_ok=True)
+            config = json.loads((self._parts.folder / CONFIG).read_text(encoding="utf-8"))
+            name = "torch_dtype" if "torch_dtype" in config else "dtype"
+            (folder / CONFIG).write_text(json.dumps({**config, name: dtype}, indent=2), encoding="utf-8")
+
+        on_rank0(self._mesh.control, write_config)
+        export_weights(self._parts.exported, folder, dtype=dtype, precision=self._precision, mesh=self._mesh)
+        return exported_files(folder, self._mesh.control)
+
+    def export_adapter(self, path: str) -> tuple[SavedFile, ...]:
+        """Write nothing: a head has no adapters."""
+        return ()
+
+    def manifest(self, version: int, form: WeightForm = "merged") -> Manifest | None:
+        """Return the head's tensors in the compute dtype, by the names of its files; on rank 0, for all ranks."""
+        manifest = manifest_of(self._parts.weights, version, self._precision, form)
+        return manifest if self._mesh.rank == 0 else None
+
+    def send(self, manifest: Manifest, transport: Transport) -> Sequence[str]:
+        """Bring the weights together and send them, from rank 0 or from every rank."""
+        self._residency.require("parameters")
+        stream = stream_of(self._parts.weights, manifest, transport, self._precision)
+        return send_weights(self._sending, stream, manifest, transport, self._mesh)
+
+    def close(self) -> None:
+        """End the connection to receivers, and wait for what is being written."""
+        self._checkpoint.close()
+        self._sending.close()

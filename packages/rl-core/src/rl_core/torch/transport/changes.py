@@ -84,8 +84,7 @@ class ChangesReceiverLink:
         whole = self._received.get(bucket, arrived.device)
         if whole is None or self._received.base != base_of(arrived):
             raise WeightSyncError(
-                f"receiver rank {self._rank} was sent the changes since a version that it does not hold",
-                bucket.names,
+                f"receiver rank {self._rank} was sent the changes since a version that it does not hold", bucket.names
             )
         if not unpack(arrived, whole, _lane(bucket)):
             raise WeightSyncError(f"receiver rank {self._rank}: the changes of a bucket arrived broken", bucket.names)

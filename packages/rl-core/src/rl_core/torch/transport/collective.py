@@ -49,15 +49,7 @@ _LAST_WORDS_S = 20.0
 class _Broadcasts:
     """Broadcasts from rank 0 in its own group, each watched until it is over, the peers are gone or time is up."""
 
-    def __init__(
-        self,
-        group: Any,
-        device: Device,
-        *,
-        timeout_s: float,
-        who: str,
-        check: Callable[[str], None],
-    ) -> None:
+    def __init__(self, group: Any, device: Device, *, timeout_s: float, who: str, check: Callable[[str], None]) -> None:
         self._group = group
         self._num_buckets = 0
         self._device = device

@@ -8,7 +8,7 @@ from torch.optim.lr_scheduler import LinearLR, SequentialLR, StepLR
 
 from rl_core.model_config import OptimizerConfig
 from rl_core.torch.optim.optimizer import build_optimizer
-from rl_core.torch.training.hyperparameters import Hyperparameters
+from rl_core.torch.training.checkpoint import Hyperparameters
 
 WARM_UP = {"start_factor": 0.1, "total_iters": 10}
 

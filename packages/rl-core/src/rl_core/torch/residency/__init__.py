@@ -1,1 +1,0 @@
-"""Leaving the device to others for a while."""
