@@ -1,5 +1,6 @@
 """Every Markdown document of the project is correct: its blocks run as printed, or are checked."""
 
+import re
 import sys
 
 import pytest
@@ -15,6 +16,7 @@ from document_checks import (
 from document_runs import DOCUMENTS, GUIDES, name_of, parameters
 from quoted_messages import quoted_messages, unknown_messages
 
+from rl_algos.rollouts.driver.draw import DrawState
 from rl_core.testing.documents import read_document
 from rl_core.vllm_readings import READINGS
 
@@ -95,6 +97,15 @@ def test_blocks_that_need_an_engine_run_in_a_package_that_runs_documents(path):
     for block in read_document(path).blocks:
         tests = ROOT / "packages" / block.package / "tests"
         assert not block.package or list(tests.rglob("test_documents.py")), block.place
+
+
+def test_the_page_and_the_figure_have_every_state_of_a_draw():
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    section = page.partition("### A draw of the rollout source")[2].partition("###")[0]
+    states = [state.value for state in DrawState]
+    assert re.findall(r"^\| ([a-z ]+) \|", section, re.MULTILINE) == ["state", *states]
+    figure = (ROOT / "docs" / "figures" / "draw.svg").read_text(encoding="utf-8")
+    assert sorted(re.findall(r'title" [^>]*>([a-z ]+)<', figure)) == sorted([*states, "trained"])
 
 
 def test_the_page_lists_what_vllm_reads_differently():

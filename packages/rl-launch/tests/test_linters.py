@@ -14,7 +14,14 @@ WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 LINTED = {
     "the Dockerfile": ["hadolint", "images/Dockerfile"],
     # the script of Slurm is a template, which its own tests render first
-    "scripts": ["shellcheck", ".ci/run", "images/worker_env.sh", f"{KUBERNETES}/run.sh", f"{KUBERNETES}/stop.sh"],
+    "scripts": [
+        "shellcheck",
+        ".ci/run",
+        "images/worker_env.sh",
+        "tools/publish_site.sh",
+        f"{KUBERNETES}/run.sh",
+        f"{KUBERNETES}/stop.sh",
+    ],
     "workflows": ["zizmor", "--offline", "--quiet", "--format=plain", ".github"],
 }
 

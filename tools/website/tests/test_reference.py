@@ -6,12 +6,12 @@ from importlib.metadata import entry_points
 
 import pytest
 import typer
+from conftest import ROOT
 from website.reference.run_files import is_listed
 from website.reference.text import code, prose, table
 from write_api_page import public_packages
 
 import rl_core.errors
-from conftest import ROOT
 from rl_core.config import all_keys
 from rl_core.errors import RLError
 from rl_launch.cli.app import app

@@ -1,10 +1,9 @@
 """Sites of several versions stand next to one another, and a reader changes between them from `file://`."""
 
 import pytest
+from conftest import ROOT
 from website.source import SiteError
 from website.versions import publish, versions
-
-from conftest import ROOT
 
 PAGE = """<!doctype html><html lang="en"><title>{0}</title><div class="md-header__title">{0}</div>
 <script id="__config" type="application/json">{{"base": "{1}"}}</script>
