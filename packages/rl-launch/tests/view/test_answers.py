@@ -4,7 +4,7 @@ import pytest
 from made_runs import add_step, made_evaluation, made_run, rollout
 
 from rl_core.errors import ConfigError, RLError, RunDirectoryError
-from rl_launch.view import answers, logs
+from rl_launch.view import logs, rollouts
 from rl_launch.view.answers import ANSWERS
 from rl_launch.view.catalog import Catalog
 from rl_launch.view.parameters import Parameters
@@ -72,8 +72,8 @@ def test_rollouts_are_found_by_text_and_by_conditions(root):
 
 
 def test_a_search_continues_where_it_stopped(root, monkeypatch):
-    monkeypatch.setattr(answers, "MOST_SCANNED", 4)
-    monkeypatch.setattr(answers, "MOST_ROWS", 2)
+    monkeypatch.setattr(rollouts, "MAX_SCANNED", 4)
+    monkeypatch.setattr(rollouts, "MAX_ROWS", 2)
     add_step(root / "one", 4, [rollout("p", 0, "needle", 1.0)])
     offset, rows = 0, []
     while offset is not None:
@@ -90,14 +90,14 @@ def test_a_rollout_comes_with_its_group_and_the_same_prompt_at_other_steps(root)
 
 
 def test_long_texts_are_cut_and_the_raw_line_is_not(root, monkeypatch):
-    monkeypatch.setattr("rl_launch.view.records.MOST_CHARACTERS", 100)
+    monkeypatch.setattr("rl_launch.view.rollouts.MAX_CHARACTERS", 100)
     add_step(root / "one", 4, [rollout("p", 0, "x" * 1000, 1.0)])
     catalog, given = Catalog([root]), Parameters({"id": ["one"], "kind": ["step"], "step": ["4"], "row": ["0"]})
 
     shown = ANSWERS["rollout"](catalog, given)["record"]["turns"][0]["text"]
 
     assert shown.startswith("x" * 100 + "\n...")
-    assert b"x" * 1000 in answers.raw_rollout(catalog, given)
+    assert b"x" * 1000 in rollouts.raw_rollout(catalog, given)
 
 
 def test_advice_names_metrics_and_rollouts_that_show_it(root):
@@ -142,7 +142,7 @@ def test_a_log_is_followed_and_starts_over(root):
 
 
 def test_a_large_log_is_shown_from_a_line_near_its_end(root, monkeypatch):
-    monkeypatch.setattr(logs, "MOST_BYTES", 25)
+    monkeypatch.setattr(logs, "MAX_BYTES", 25)
     (root / "one" / "logs" / "worker.log").write_text("".join(f"line {number:04}\n" for number in range(100)))
     assert ask(root, "log", id="one", name="worker.log")["text"] == "line 0098\nline 0099\n"
 

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from rl_core.errors import ConfigError
 from rl_launch.cli import app
 from rl_launch.view.catalog import Catalog
-from rl_launch.view.export import Limits, chosen, export
+from rl_launch.view.export import chosen, export
 
 
 def test_steps_are_chosen_at_equal_distances():
@@ -23,7 +23,7 @@ def test_an_export_has_the_answers_of_the_page(tmp_path):
     made_run(tmp_path / "runs" / "one")
     made_evaluation(tmp_path / "runs" / "eval", 1.0)
 
-    count = export(Catalog([tmp_path / "runs"]), tmp_path / "out", Limits(steps=2, rollouts=3))
+    count = export(Catalog([tmp_path / "runs"]), tmp_path / "out", steps=2, rollouts=3)
 
     index = (tmp_path / "out" / "data" / "index.js").read_text()
     found = json.loads(index[index.index("(") + 1 : index.rindex(")")])
@@ -40,7 +40,7 @@ def test_an_export_has_the_answers_of_the_page(tmp_path):
 def test_an_export_has_the_tokens_of_some_rollouts_of_a_step(tmp_path):
     add_tokens(made_run(tmp_path / "runs" / "one"), 3, num_rollouts=2)
     for most in (0, 1, 8):
-        assert export(Catalog([tmp_path / "runs"]), tmp_path / "out", Limits(steps=1, tokens=most)) == 4
+        assert export(Catalog([tmp_path / "runs"]), tmp_path / "out", steps=1, tokens=most) == 4
         index = (tmp_path / "out" / "data" / "index.js").read_text()
         found = json.loads(index[index.index("(") + 1 : index.rindex(")")])
         assert found["tokens"] == most

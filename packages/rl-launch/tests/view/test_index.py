@@ -8,8 +8,7 @@ import pytest
 from made_runs import add_step, group, lines, made_run, rollout
 
 from rl_launch.session.rollouts import rollout_store
-from rl_launch.view.index import Line, Question, RolloutIndex
-from rl_launch.view.sources import RunRollouts, SingleFile
+from rl_launch.view.index import Question, RolloutIndex, RolloutLine, RunRollouts, SingleFile
 
 FAR = time.monotonic() + 1e6
 
@@ -30,7 +29,7 @@ def test_a_line_is_read_from_its_place(folder):
     index = indexed(folder)
 
     row = index.page(Question(first=2, last=2), 3, 1)[0]
-    line = index.read([Line(row["kind"], row["step"], row["row"], row["offset"], row["length"])])[0]
+    line = index.read([RolloutLine(row["kind"], row["step"], row["row"], row["offset"], row["length"])])[0]
 
     assert json.loads(line) == (group(2, 0) + group(2, 1))[3]
 
@@ -94,7 +93,7 @@ def test_rollouts_in_an_archive_are_found_where_they_were(folder, monkeypatch):
     after = index.page(Question(first=1, last=2), 0, 10)
 
     assert after == before
-    places = [Line(row["kind"], row["step"], row["row"], row["offset"], row["length"]) for row in after]
+    places = [RolloutLine(row["kind"], row["step"], row["row"], row["offset"], row["length"]) for row in after]
     assert [json.loads(line)["prompt_id"] for line in index.read(places)] == [row["prompt_id"] for row in after]
 
 
@@ -154,7 +153,7 @@ def test_lines_that_are_not_rollouts_do_not_hide_others(tmp_path):
 
 
 def test_a_line_that_is_too_long_is_listed_and_not_parsed(tmp_path, monkeypatch):
-    monkeypatch.setattr("rl_launch.view.index.MOST_LINE_BYTES", 1000)
+    monkeypatch.setattr("rl_launch.view.index.MAX_LINE_BYTES", 1000)
     path = tmp_path / "rollouts.jsonl"
     path.write_bytes(lines([rollout("long", 0, "x" * 5000, 1.0), rollout("short", 0, "x", 1.0)]))
     index = RolloutIndex(SingleFile(path, "file"), None)

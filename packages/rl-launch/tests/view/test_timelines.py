@@ -64,7 +64,7 @@ def test_a_step_has_the_spans_that_reach_into_it_with_idle_shares(run):
 
 
 def test_neighbouring_spans_are_joined_until_a_row_has_few_enough(run, monkeypatch):
-    monkeypatch.setattr(timelines, "MOST_SPANS", 10)
+    monkeypatch.setattr(timelines, "MAX_SPANS", 10)
     add_traces(run, 1)
     row = rows_of(ask(run, "spans", step=1))["rollout-worker-0/generation"]
     assert 1 <= len(row["spans"]) <= 10

@@ -46,7 +46,7 @@ def test_a_rollout_has_texts_values_and_the_ranges_of_its_sampled_tokens(run):
 
 
 def test_a_long_rollout_comes_in_pages(run, monkeypatch):
-    monkeypatch.setattr("rl_launch.view.tokens.MOST_TOKENS", 4)
+    monkeypatch.setattr("rl_launch.view.tokens.MAX_TOKENS", 4)
     add_tokens(run, 4, num_rollouts=1, num_sampled=3)
     assert [len(ask(run, offset=offset)["columns"]["text"]) for offset in (0, 4, 8)] == [4, 3, 0]
     assert ask(run, offset=4)["columns"]["text"] == ["w0\n", "w1\n", "w2\n"]

@@ -40,12 +40,15 @@ def view(
     With --export: static files that open from file://, without a server.
     """
     with reported():
-        from rl_launch.commands import view as viewing
-        from rl_launch.view.export import Limits
+        from rl_launch.session.directory.run_folder import RUNS
+        from rl_launch.view.catalog import Catalog
+        from rl_launch.view.export import export
+        from rl_launch.view.index import cache_folder
+        from rl_launch.view.server import serve
 
-        catalog = viewing.catalog_of(paths or ())
+        catalog = Catalog(paths or [Path(RUNS)], cache_folder())
         if folder is not None:
-            count = viewing.export(catalog, folder.expanduser(), Limits(steps, rollouts))
+            count = export(catalog, folder.expanduser(), steps=steps, rollouts=rollouts)
             sys.stdout.write(f"{folder / 'index.html'} ({count} rollouts)\n")
             return
 
@@ -53,4 +56,4 @@ def view(
             sys.stdout.write(f"{url}\n")
             sys.stdout.flush()
 
-        viewing.serve(catalog, port, say, opens_browser=opens_browser)
+        serve(catalog, port, say, opens_browser=opens_browser)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rl_algos.rollouts.worker.reply_program import REPLY_PROGRAM
+from rl_algos.rollouts.worker.program import REPLY_PROGRAM
 from rl_core.data.batch import TOKENS
 from rl_core.errors import ConfigError, RLError
 from rl_core.model_config import ColocatedConfig

@@ -13,7 +13,7 @@ from rich.console import Console
 from rl_algos.evaluation.reasons import listed
 from rl_algos.evaluation.scores import PromptScore
 from rl_algos.evaluation.summary import summarize
-from rl_algos.rollouts.driver.evaluation_plan import EvaluationPlan, EvaluationTask
+from rl_algos.rollouts.driver.task_evaluation import EvaluationPlan, EvaluationTask
 from rl_core.config import option
 from rl_core.environments.instance import instance_of
 from rl_core.environments.trial import Trial

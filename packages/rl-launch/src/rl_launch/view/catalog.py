@@ -1,4 +1,4 @@
-"""The runs, evaluations and files of rollouts that a page shows, each with an id that is its only name in requests."""
+"""The runs, evaluations and files of rollouts that a page shows, each with an id by which requests refer to it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -14,44 +13,31 @@ from typing import Literal
 from rl_core.errors import RunDirectoryError
 from rl_launch.evaluation.folder import RESULT, is_evaluation
 from rl_launch.session.directory.run_folder import RunFolder, find_runs, is_run
-from rl_launch.view.index import RolloutIndex
+from rl_launch.view.index import RolloutIndex, RunRollouts, SingleFile
 from rl_launch.view.metrics import FollowedMetrics
-from rl_launch.view.sources import RolloutSource, RunRollouts, SingleFile
 
 Sort = Literal["run", "evaluation", "file"]
 
 ROLLOUTS = "rollouts.jsonl"
 """Rollouts of an evaluation."""
 
-_DEEPEST = 3
+_MAX_DEPTH = 3
 _RESCAN_S = 2.0
 
 
-@dataclass(frozen=True)
-class Found:
-    """Something to show.
+class CatalogEntry:
+    """Something to show, with the parts of it that are kept between requests. Any thread may use it.
 
     Args:
         id: Its name in requests and addresses.
         path: Its folder or file.
         sort: What it is.
-    """
-
-    id: str
-    path: Path
-    sort: Sort
-
-
-class Entry:
-    """What is read of a found thing, kept between requests. Any thread may use it.
-
-    Args:
-        found: The thing.
         cache: Folder of the indexes; None to keep them in memory.
     """
 
-    def __init__(self, found: Found, cache: Path | None) -> None:
-        self.id, self.path, self.sort = found.id, found.path, found.sort
+    def __init__(self, id: str, path: Path, sort: Sort, cache: Path | None) -> None:
+        self.id, self.path, self.sort = id, path, sort
+        self.logs = path / "logs"
         self._cache = cache
         self._lock = threading.Lock()
         self._metrics: FollowedMetrics | None = None
@@ -68,7 +54,7 @@ class Entry:
         return RunFolder(self.path)
 
     @cached_property
-    def source(self) -> RolloutSource:
+    def source(self) -> RunRollouts | SingleFile:
         """Its files of rollouts."""
         if self.sort == "run":
             return RunRollouts(self.path / "rollouts")
@@ -93,14 +79,9 @@ class Entry:
         self._metrics.update()
         return self._metrics
 
-    @property
-    def logs(self) -> Path:
-        """The folder of the logs."""
-        return self.path / "logs"
-
 
 class Catalog:
-    """What is in some folders, found again every few seconds.
+    """The contents of some folders, found again every few seconds.
 
     Args:
         roots: Runs, evaluations, files of rollouts, and folders that contain them.
@@ -119,25 +100,26 @@ class Catalog:
                 raise RunDirectoryError(f"{root} is not a folder, nor a file of rollouts (.jsonl).")
         self._cache = cache
         self._lock = threading.Lock()
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, CatalogEntry] = {}
         self._scanned = -_RESCAN_S
         self.entries()
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[CatalogEntry]:
         """Return everything that is there, in the order of the paths."""
         with self._lock:
             if time.monotonic() - self._scanned >= _RESCAN_S:
                 known = self._entries
-                found = {each.id: each for each in self._find()}
-                self._entries = {id: known.get(id) or Entry(each, self._cache) for id, each in found.items()}
+                self._entries = {
+                    id: known.get(id) or CatalogEntry(id, path, sort, self._cache) for id, path, sort in self._find()
+                }
                 for id, entry in known.items():
                     if id not in self._entries and "index" in vars(entry):
                         entry.index.close()
                 self._scanned = time.monotonic()
             return list(self._entries.values())
 
-    def __getitem__(self, id: str) -> Entry:
-        """The entry of an id.
+    def __getitem__(self, id: str) -> CatalogEntry:
+        """Return the entry with this id.
 
         Raises:
             RunDirectoryError: If there is none.
@@ -147,11 +129,15 @@ class Catalog:
                 return entry
         raise RunDirectoryError(f"there is no run, evaluation or file {id!r} in the folders of this page")
 
-    def _find(self) -> Iterator[Found]:
+    def _find(self) -> Iterator[tuple[str, Path, Sort]]:
         used: set[str] = set()
         several = len(self._roots) > 1
         for root in self._roots:
-            for path, sort in _below(root):
+            found: list[tuple[Path, Sort]] = [(root, "file")]
+            if not root.is_file():
+                found = [(run.path, "run") for run in find_runs(root)]
+                found += [(path, "evaluation") for path in sorted(_evaluations_below(root, _MAX_DEPTH))]
+            for path, sort in found:
                 below = os.path.relpath(path, root)
                 whole = root.absolute().name
                 id = whole if below == "." else f"{whole}/{below}" if several else below
@@ -160,15 +146,7 @@ class Catalog:
                     number += 1
                     unique = f"{id}~{number}"
                 used.add(unique)
-                yield Found(unique, path, sort)
-
-
-def _below(root: Path) -> Iterator[tuple[Path, Sort]]:
-    if root.is_file():
-        yield root, "file"
-        return
-    yield from ((run.path, "run") for run in find_runs(root))
-    yield from ((path, "evaluation") for path in sorted(_evaluations_below(root, _DEEPEST)))
+                yield unique, path, sort
 
 
 def _evaluations_below(folder: Path, depth: int) -> Iterator[Path]:

@@ -20,34 +20,21 @@ from pathlib import Path
 from typing import IO, Any
 
 from rl_core.rollouts.record import turns_of
+from rl_launch.session.rollouts import rollout_store
 from rl_launch.show.selection import reward_of
-from rl_launch.view.sources import RolloutSource
 
 _VERSION = 2
-MOST_LINE_BYTES = 2**25
+MAX_LINE_BYTES = 2**25
 """Longest line that is parsed. A longer one is listed without values."""
 
 _TAIL_BYTES = 4096
-_MOST_CHOICES = 200
+_MAX_CHOICES = 200
 _REWARDS = "rewards"
+_KINDS: Mapping[str, rollout_store.Kind] = {"step": "step", "val": "val"}
 
 _COLUMNS = (
-    "offset",
-    "length",
-    "prompt_id",
-    "position",
-    "task",
-    "dataset",
-    "environment",
-    "reward",
-    "advantage",
-    "num_tokens",
-    "num_turns",
-    "status",
-    "stop_reason",
-    "failure",
-    "version",
-    "rewards",
+    *("offset", "length", "prompt_id", "position", "task", "dataset", "environment", "reward", "advantage"),
+    *("num_tokens", "num_turns", "status", "stop_reason", "failure", "version", "rewards"),
 )
 _TABLES = f"""
 create table steps
@@ -72,8 +59,60 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "rl" / "view"
 
 
+class RunRollouts:
+    """Rollouts of a run, one JSON object per line: `step` for training and `val` for validations.
+
+    Args:
+        path: The folder `rollouts` of the run.
+    """
+
+    kinds = tuple(_KINDS)
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._stamps = rollout_store.StepStamps(path)
+
+    def stamps(self, kind: str) -> dict[int, str]:
+        """Return the steps that have rollouts of a kind, in order, each with a string that changes if its lines do."""
+        found = self._stamps.now()
+        return {step: found[each, step] for each, step in sorted(found, key=lambda key: key[1]) if each == kind}
+
+    def open(self, kind: str, step: int) -> IO[bytes]:
+        """Open the lines of a step; the file can seek.
+
+        Raises:
+            FileNotFoundError: If it has no rollouts.
+        """
+        if kind not in _KINDS:
+            raise FileNotFoundError(f"no kind of rollouts is called {kind!r}")
+        return rollout_store.open_step(self.path, step, _KINDS[kind])
+
+
+class SingleFile:
+    """One file of rollouts, such as `rollouts.jsonl` of an evaluation. Its only step is 0; see `RunRollouts`.
+
+    Args:
+        path: Path of the file, which may not exist yet.
+        kind: Kind of its rollouts.
+    """
+
+    def __init__(self, path: Path, kind: str) -> None:
+        self.path = path
+        self.kinds = (kind,)
+
+    def stamps(self, kind: str) -> dict[int, str]:
+        """Return step 0 if there is a file."""
+        return {0: rollout_store.file_stamp(self.path)} if kind in self.kinds and self.path.is_file() else {}
+
+    def open(self, kind: str, step: int) -> IO[bytes]:
+        """Open the file."""
+        if kind not in self.kinds or step != 0:
+            raise FileNotFoundError(f"{self.path} has no rollouts {kind!r} of step {step}")
+        return self.path.open("rb")
+
+
 @dataclass(frozen=True)
-class Line:
+class RolloutLine:
     """A line of a file of rollouts.
 
     Args:
@@ -123,7 +162,7 @@ class RolloutIndex:
         folder: Folder of the database; None to keep it in memory.
     """
 
-    def __init__(self, source: RolloutSource, folder: Path | None) -> None:
+    def __init__(self, source: RunRollouts | SingleFile, folder: Path | None) -> None:
         self._source = source
         self._lock = threading.RLock()
         self._database = _database(source.path, folder)
@@ -174,7 +213,10 @@ class RolloutIndex:
         query = f"{_SELECT} where {condition} order by {order} limit ? offset ?"
         with self._lock:
             rows = self._database.execute(query, [*values, *order_values, limit, offset]).fetchall()
-        return [_values(row) for row in rows]
+        found = [dict(zip(("kind", "step", "row", *_COLUMNS), row, strict=True)) for row in rows]
+        for each in found:
+            each["rewards"] = json.loads(each["rewards"] or "{}")
+        return found
 
     def choices(self, kind: str, first: int, last: int) -> dict[str, list[str]]:
         """Return the values of each column of `EQUALS` except the prompts, and the names of the rewards, in a range of
@@ -187,16 +229,16 @@ class RolloutIndex:
         for (text,) in rows:
             for column, values in json.loads(text).items():
                 found[column].update(values)
-        return {column: sorted(values)[:_MOST_CHOICES] for column, values in found.items()}
+        return {column: sorted(values)[:_MAX_CHOICES] for column, values in found.items()}
 
-    def line(self, kind: str, step: int, row: int) -> Line | None:
-        """Return a line that was indexed, and its step's new ones if need be; None if there is none."""
+    def line(self, kind: str, step: int, row: int) -> RolloutLine | None:
+        """Return a line, after lines that the step has received since are indexed; None if it does not exist."""
         self.extend(kind, [step], deadline=0.0)
         with self._lock:
             found = self._database.execute(
                 "select offset, length from rollouts where kind = ? and step = ? and row = ?", (kind, step, row)
             ).fetchone()
-        return None if found is None else Line(kind, step, row, *found)
+        return None if found is None else RolloutLine(kind, step, row, *found)
 
     def same_prompt(self, kind: str, prompt_id: str, limit: int) -> list[tuple[int, int, float | None]]:
         """Return steps that are indexed and have rollouts of a prompt: step, their number and their mean reward."""
@@ -207,7 +249,7 @@ class RolloutIndex:
                 (kind, prompt_id, limit),
             ).fetchall()
 
-    def read(self, lines: Sequence[Line]) -> list[bytes]:
+    def read(self, lines: Sequence[RolloutLine]) -> list[bytes]:
         """Return the contents of lines of any steps, in the order given; empty for a line that is gone."""
         found: dict[int, bytes] = {}
         by_step: dict[tuple[str, int], list[int]] = {}
@@ -218,13 +260,15 @@ class RolloutIndex:
             with suppress(FileNotFoundError), self._source.open(kind, step) as file:
                 for number in sorted(numbers, key=lambda number: lines[number].offset):
                     file.seek(lines[number].offset)
-                    found[number] = file.read(min(lines[number].length, MOST_LINE_BYTES))
+                    found[number] = file.read(min(lines[number].length, MAX_LINE_BYTES))
         return [found.get(number, b"") for number in range(len(lines))]
 
     def _extend_step(self, kind: str, step: int, stamp: str | None) -> None:
-        """Add what is missing of a step; without a stamp it has no rollouts any more."""
+        """Add the lines that are missing of a step; without a stamp it has no rollouts any more."""
         if stamp is None:
-            self._forget(kind, step)
+            with self._lock, self._database:
+                for table in ("rollouts", "steps"):
+                    self._database.execute(f"delete from {table} where kind = ? and step = ?", (kind, step))
             return
         with self._lock:
             known = self._database.execute(
@@ -254,11 +298,6 @@ class RolloutIndex:
                 "insert or replace into steps values (?, ?, ?, ?, ?, ?, ?)",
                 (kind, step, stamp, offset, row, tail, _choices(added, json.loads(choices))),
             )
-
-    def _forget(self, kind: str, step: int) -> None:
-        with self._lock, self._database:
-            self._database.execute("delete from rollouts where kind = ? and step = ?", (kind, step))
-            self._database.execute("delete from steps where kind = ? and step = ?", (kind, step))
 
 
 def _database(path: Path, folder: Path | None) -> sqlite3.Connection:
@@ -303,33 +342,33 @@ def _continues(earlier: str, stamp: str) -> bool:
 
 
 def _choices(added: Sequence[tuple[Any, ...]], known: dict[str, list[str]]) -> str:
-    """The values of the columns that a page offers as a choice, among new rows and earlier ones, as JSON."""
+    """Return the values of the columns that a page offers as a choice, among new and earlier rows, as JSON."""
     found = {}
     for column in (*EQUALS[:-1], _REWARDS):
         at = _COLUMNS.index(column) + 1
         values = {entry[at] for entry in added if entry[at]}
         if column == _REWARDS:
             values = {name for text in values for name in json.loads(text)}
-        found[column] = sorted(values | set(known.get(column, ())))[:_MOST_CHOICES]
+        found[column] = sorted(values | set(known.get(column, ())))[:_MAX_CHOICES]
     return json.dumps(found)
 
 
 def _tail(file: IO[bytes], end: int) -> str:
-    """Digest of the last bytes before a position, which another file is unlikely to have."""
+    """Return a digest of the last bytes before a position, which another file is unlikely to have."""
     file.seek(max(0, end - _TAIL_BYTES))
     return hashlib.sha256(file.read(min(end, _TAIL_BYTES))).hexdigest()[:16]
 
 
 def _entries(file: IO[bytes], offset: int, row: int) -> Iterator[tuple[Any, ...]]:
-    """Rows of the table for the complete lines of a file from a position: number of the line, position, length, and the
-    values of the rollout."""
+    """Yield the rows of the table for the complete lines of a file from a position: number of the line, position,
+    length, and the values of the rollout."""
     file.seek(offset)
-    while line := file.readline(MOST_LINE_BYTES):
+    while line := file.readline(MAX_LINE_BYTES):
         length, is_whole = len(line), True
         if not line.strip():
             offset += length
             continue
-        while not line.endswith(b"\n") and (more := file.readline(MOST_LINE_BYTES)):
+        while not line.endswith(b"\n") and (more := file.readline(MAX_LINE_BYTES)):
             line, length, is_whole = more, length + len(more), False
         values = _described(line) if is_whole else {"status": "too long"}
         if not line.endswith(b"\n") and "status" not in values:
@@ -340,44 +379,47 @@ def _entries(file: IO[bytes], offset: int, row: int) -> Iterator[tuple[Any, ...]
 
 
 def _described(line: bytes) -> dict[str, Any]:
-    """The values of a rollout that the index has; only a status if the line is not a rollout."""
+    """Return the values of a rollout that the index has; only a status if the line is not a rollout."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
         return {"status": "unreadable"} if line.endswith(b"\n") else {}
     if not isinstance(record, dict):
         return {"status": "unreadable"}
-    rewards = record.get("rewards")
+
+    def number(name: str) -> Any:
+        return record[name] if _is_number(record.get(name)) else None
+
+    def text(name: str) -> str:
+        return "" if record.get(name) is None else str(record[name])
+
+    given = record.get("rewards")
     rewards = (
-        {str(name): value for name, value in rewards.items() if _is_number(value)} if isinstance(rewards, dict) else {}
+        {str(name): value for name, value in given.items() if _is_number(value)} if isinstance(given, dict) else {}
     )
     versions = record.get("weight_versions")
     has_failed = record.get("status") == "failed"
     return {
-        "prompt_id": _text(record.get("prompt_id")),
-        "position": record.get("index") if _is_number(record.get("index")) else None,
-        "task": _text(record.get("task")),
-        "dataset": _text(record.get("dataset")),
-        "environment": _text(record.get("environment")),
+        "prompt_id": text("prompt_id"),
+        "position": number("index"),
+        "task": text("task"),
+        "dataset": text("dataset"),
+        "environment": text("environment"),
         "reward": None if has_failed or not rewards else reward_of({"rewards": rewards}),
-        "advantage": record.get("advantage") if _is_number(record.get("advantage")) else None,
-        "num_tokens": record.get("num_sampled") if _is_number(record.get("num_sampled")) else None,
+        "advantage": number("advantage"),
+        "num_tokens": number("num_sampled"),
         "num_turns": len(turns_of(record)) if isinstance(record.get("turns", record.get("segments")), list) else None,
-        "status": _text(record.get("status")) or "ok",
-        "stop_reason": _text(record.get("stop_reason")),
-        "failure": _text(record.get("failure"))[:200],
+        "status": text("status") or "ok",
+        "stop_reason": text("stop_reason"),
+        "failure": text("failure")[:200],
         "version": versions[-1] if isinstance(versions, list) and versions and _is_number(versions[-1]) else None,
         "rewards": json.dumps(rewards) if rewards else None,
     }
 
 
 def _is_number(value: Any) -> bool:
-    # numbers beyond those of SQLite are no values to filter by
+    # SQLite cannot store larger numbers
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**62
-
-
-def _text(value: Any) -> str:
-    return "" if value is None else str(value)
 
 
 def _condition(question: Question) -> tuple[str, list[Any]]:
@@ -404,9 +446,3 @@ def _order(sort: str) -> tuple[str, list[Any]]:
     path = '$."' + name.replace('"', "") + '"'
     value = "json_extract(rewards, ?)"
     return f"{value} is null, {value} {direction}, step desc, row", [path, path]
-
-
-def _values(row: Sequence[Any]) -> dict[str, Any]:
-    found = dict(zip(("kind", "step", "row", *_COLUMNS), row, strict=True))
-    found["rewards"] = json.loads(found["rewards"] or "{}")
-    return found

@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from math import isfinite, isnan, nan
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 from rl_launch.session.rollouts.run_files import metrics_row
 from rl_launch.show.report import Summary, summaries_of
@@ -36,7 +36,7 @@ class FollowedMetrics:
         self.columns: dict[str, array[float]] = {}
 
     def update(self) -> None:
-        """Read what was added; everything if the file was replaced, as a resumed run does."""
+        """Read the added lines. A file that was replaced, as a resumed run does, is read from its beginning."""
         with self._lock:
             try:
                 with self._path.open("rb") as file:
@@ -44,7 +44,7 @@ class FollowedMetrics:
             except FileNotFoundError:
                 self._clear()
 
-    def _take(self, file: Any) -> None:
+    def _take(self, file: IO[bytes]) -> None:
         facts = os.fstat(file.fileno())
         if facts.st_ino != self._inode or facts.st_size < self._read:
             self._clear()
@@ -55,47 +55,39 @@ class FollowedMetrics:
                 return
             self._read += len(line)
             row = metrics_row(line.decode(errors="replace"))
-            if row is not None and isinstance(row["step"], int):
-                self._add(row)
-
-    def _add(self, row: dict[str, Any]) -> None:
-        count = len(self.steps)
-        self.steps.append(row["step"])
-        for name, value in row.items():
-            if name == "step" or not isinstance(value, int | float):
+            if row is None or not isinstance(row["step"], int):
                 continue
-            column = self.columns.get(name)
-            if column is None:
-                column = self.columns[name] = array("d")
-            column.extend([nan] * (count - len(column)))
-            column.append(value)
+            count = len(self.steps)
+            self.steps.append(row["step"])
+            for name, value in row.items():
+                if name != "step" and isinstance(value, int | float):
+                    column = self.columns.setdefault(name, array("d"))
+                    column.extend([nan] * (count - len(column)))
+                    column.append(value)
 
     def _clear(self) -> None:
         self._read, self._inode = 0, -1
         self.steps, self.columns = array("q"), {}
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """The metrics of each step, as `RunFolder.metrics` returns them, without values that are not finite."""
+        """Yield the metrics of each step, as `RunFolder.metrics` returns them, without values that are not finite."""
         columns = list(self.columns.items())
-        for position, step in enumerate(self.steps):
-            row: dict[str, Any] = {"step": step}
-            for name, column in columns:
-                if position < len(column) and isfinite(column[position]):
-                    row[name] = column[position]
-            yield row
+        for at, step in enumerate(self.steps):
+            values = {name: column[at] for name, column in columns if at < len(column) and isfinite(column[at])}
+            yield {"step": step, **values}
 
     def series(self, name: str) -> list[tuple[int, float]]:
-        """Steps and finite values of a metric."""
+        """Return the steps and finite values of a metric."""
         column = self.columns.get(name, ())
         return [(step, value) for step, value in zip(self.steps, column, strict=False) if isfinite(value)]
 
     def summaries(self) -> list[Summary]:
-        """Summaries of all metrics that have a value, times included."""
+        """Return summaries of all metrics that have a value, times included."""
         return summaries_of({name: self.series(name) for name in self.columns})
 
     def axis(self, by: Axis) -> Sequence[float]:
-        """The place of each step on an axis: its number, the seconds of all steps until its end, or their tokens in the
-        same way. Steps that did not record it add nothing."""
+        """Return the place of each step on an axis: its number, or the seconds or tokens of all steps until its end.
+        Steps that did not record it add nothing."""
         if by == "step":
             return self.steps
         names = ("time/step",) if by == "time" else TOKENS
@@ -108,12 +100,12 @@ class FollowedMetrics:
         return found
 
     def points(self, name: str, by: Axis, low: float, high: float, most: int) -> tuple[list[float], list[float]]:
-        """Points of a metric for a plot, thinned so that every peak remains.
+        """Return points of a metric for a plot, thinned so that every peak remains.
 
         Args:
             name: Name of the metric.
             by: The horizontal axis.
-            low: Least place on the axis.
+            low: Smallest place on the axis.
             high: Largest place on the axis.
             most: Maximum number of points, about.
 
@@ -121,13 +113,8 @@ class FollowedMetrics:
             Places on the axis and values, of equal length.
         """
         column = self.columns.get(name, ())
-        places = self.axis(by)
-        kept = [
-            (place, value)
-            for place, value in zip(places, column, strict=False)
-            if low <= place <= high and isfinite(value)
-        ]
-        kept = thinned(kept, most)
+        points = zip(self.axis(by), column, strict=False)
+        kept = thinned([each for each in points if low <= each[0] <= high and isfinite(each[1])], most)
         return [place for place, _ in kept], [value for _, value in kept]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import isnan
+from math import isnan, nan
 from typing import TypeVar
 
 from rl_core.errors import ConfigError
@@ -52,7 +52,7 @@ class Parameters:
         Args:
             name: Name of the parameter.
             default: Value if it was not given.
-            least: Least allowed value.
+            least: Smallest allowed value.
             most: Largest allowed value.
 
         Raises:
@@ -79,7 +79,7 @@ class Parameters:
         try:
             found = float(self.text(name))
         except ValueError:
-            found = float("nan")
+            found = nan
         if isnan(found):
             raise ConfigError(f"{name}: {self.text(name)!r} is not a number")
         return found

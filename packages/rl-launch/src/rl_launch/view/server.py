@@ -1,8 +1,8 @@
 """The HTTP server of `rl view`: read only, on the loopback interface, for whoever has the token.
 
 Requests must name a loopback address as their host, because a foreign page that has its name resolve to 127.0.0.1 sends
-its own. A request from a page must come from this one. The token is in the address that the user opens, which answers
-with a cookie and redirects; programs may send it as `Authorization: Bearer TOKEN`.
+its own. A request from a page must come from this one. The token is in the address that the user opens. The server
+answers with a cookie and redirects; programs may send the token as `Authorization: Bearer TOKEN`.
 
 A connection without a complete request is closed after `IDLE_S`, and earlier if there are too many.
 """
@@ -12,15 +12,19 @@ from __future__ import annotations
 import hmac
 import json
 import logging
+import os
 import secrets
+import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+import webbrowser
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from math import isfinite
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -28,10 +32,10 @@ from rl_algos.host_header import host_name
 from rl_core.config.tree import mapped
 from rl_core.errors import ConfigError, RLError
 from rl_launch.view import static_files
-from rl_launch.view.answers import ANSWERS, raw_rollout
+from rl_launch.view.answers import ANSWERS
 from rl_launch.view.catalog import Catalog
-from rl_launch.view.changes import Changes
 from rl_launch.view.parameters import Parameters
+from rl_launch.view.rollouts import raw_rollout
 
 HOST = "127.0.0.1"
 
@@ -44,8 +48,42 @@ MAX_CONNECTIONS = 128
 
 _EVENT_PERIOD_S = 0.5
 _HEARTBEAT_S = 15.0
-_MOST_PARAMETERS = 200
+_MAX_PARAMETERS = 200
+_FILES = (
+    *("metrics.jsonl", "state.json", "run.json", "rollouts", "checkpoints", "logs/driver.log", "traces", "profiles"),
+    *("rollouts.jsonl", "eval.json"),
+)
+"""Files and folders of an entry whose changes a page shows. A page that shows another log asks for it by itself."""
+
 _log = logging.getLogger(__name__)
+
+
+def serve(catalog: Catalog, port: int, say: Callable[[str], None], *, opens_browser: bool = False) -> None:
+    """Serve a catalog until an interrupt or SIGTERM.
+
+    Args:
+        catalog: Catalog to serve.
+        port: Port on the loopback interface; 0 for a free one.
+        say: Function that is called with the address.
+        opens_browser: True to open the address in a browser.
+
+    Raises:
+        ConfigError: If the port is in use.
+    """
+    server = ViewServer(catalog, port)
+    threading.Thread(target=server.serve, name="rl-view", daemon=True).start()
+    ended = threading.Event()
+    earlier = signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    try:
+        say(server.url)
+        if opens_browser:
+            webbrowser.open(server.url)
+        with suppress(KeyboardInterrupt):
+            while not ended.wait(1.0):
+                pass
+    finally:
+        signal.signal(signal.SIGTERM, earlier)
+        server.close()
 
 
 class ViewServer:
@@ -60,6 +98,7 @@ class ViewServer:
 
     Attributes:
         url: Address to open in a browser, with the token.
+        cookie: Name of the cookie with the token.
     """
 
     def __init__(self, catalog: Catalog, port: int = 0) -> None:
@@ -77,11 +116,8 @@ class ViewServer:
             raise ConfigError(f"--port: port {port} cannot be used: {error.strerror}. Choose another one.") from None
         self.port = int(self._server.server_address[1])
         self.url = f"http://{HOST}:{self.port}/?token={self.token}"
-
-    @property
-    def cookie(self) -> str:
-        """Name of the cookie, which contains the port because browsers do not tell cookies of ports apart."""
-        return f"rl_view_{self.port}"
+        # its name contains the port because browsers share cookies between ports
+        self.cookie = f"rl_view_{self.port}"
 
     def serve(self) -> None:
         """Answer requests until `close` is called from another thread, or an interrupt is raised."""
@@ -141,9 +177,9 @@ class _Server(ThreadingHTTPServer):
 class _Refusal(Exception):
     """A request that is not answered."""
 
-    def __init__(self, status: HTTPStatus, message: str, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(self, status: HTTPStatus, message: str) -> None:
         super().__init__(message)
-        self.status, self.message, self.headers = status, message, dict(headers or {})
+        self.status = status
 
 
 def _hang_up(connection: socket.socket) -> None:
@@ -161,12 +197,16 @@ class _Handler(BaseHTTPRequestHandler):
     sys_version = ""
 
     def do_GET(self) -> None:
-        """Answer a request."""
-        self._answer()
+        """Answer a request; without a body if its method is HEAD."""
+        self.server.begin(self.connection)
+        try:
+            self._route()
+        except _Refusal as refusal:
+            self._send(refusal.status, f"{refusal}\n".encode(), "text/plain; charset=utf-8")
+        except (BrokenPipeError, ConnectionResetError):
+            self.close_connection = True
 
-    def do_HEAD(self) -> None:
-        """Answer a request without a body."""
-        self._answer()
+    do_HEAD = do_GET  # noqa: N815
 
     def _refuse_method(self) -> None:
         self.close_connection = True
@@ -180,9 +220,9 @@ class _Handler(BaseHTTPRequestHandler):
         super().handle_one_request()
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Answer what is not a request, as refusals are answered."""
+        """Answer input that is not a request in the same way as refusals."""
         self.close_connection = True
-        self.request_version = self.protocol_version  # what cannot be read is taken for a version without headers
+        self.request_version = self.protocol_version  # input that cannot be read has a version without headers
         status = HTTPStatus(code)
         self._send(status, f"{status.phrase}\n".encode(), "text/plain; charset=utf-8")
 
@@ -190,24 +230,20 @@ class _Handler(BaseHTTPRequestHandler):
         """Log requests for debugging only; without the query, which may contain the token."""
         _log.debug("%s", self.command)
 
-    def _answer(self) -> None:
-        self.server.begin(self.connection)
-        try:
-            self._route()
-        except _Refusal as refusal:
-            self._send(refusal.status, f"{refusal.message}\n".encode(), "text/plain; charset=utf-8", refusal.headers)
-        except (BrokenPipeError, ConnectionResetError):
-            self.close_connection = True
-
     def _route(self) -> None:
         self._check_host()
         url = urlsplit(self.path)
         try:
-            given = parse_qs(url.query, keep_blank_values=True, max_num_fields=_MOST_PARAMETERS)
+            given = parse_qs(url.query, keep_blank_values=True, max_num_fields=_MAX_PARAMETERS)
         except ValueError:
             raise _Refusal(HTTPStatus.BAD_REQUEST, "too many parameters") from None
         if url.path == "/" and "token" in given:
-            self._enter(given["token"][-1])
+            token = given["token"][-1]
+            if not self._is_token(token):
+                said = "the token in the address is not the one that rl view has printed"
+                raise _Refusal(HTTPStatus.UNAUTHORIZED, said)
+            cookie = f"{self.view.cookie}={token}; HttpOnly; SameSite=Strict; Path=/"
+            self._send(HTTPStatus.SEE_OTHER, b"", "text/plain", {"Location": "/", "Set-Cookie": cookie})
             return
         self._check_token()
         if url.path == "/":
@@ -215,11 +251,21 @@ class _Handler(BaseHTTPRequestHandler):
         elif url.path == "/api/events":
             self._send_events()
         elif url.path == "/api/raw":
-            self._send_raw(Parameters(given))
+            headers = {"Content-Disposition": 'attachment; filename="rollout.json"'}
+            self._send(HTTPStatus.OK, self._asked(raw_rollout, given), "text/plain; charset=utf-8", headers)
         elif url.path.startswith("/api/"):
-            self._send_answer(url.path.removeprefix("/api/"), Parameters(given))
+            answer = ANSWERS.get(url.path.removeprefix("/api/"))
+            if answer is None:
+                raise _Refusal(HTTPStatus.NOT_FOUND, "there is no such request")
+            self._send(HTTPStatus.OK, as_json(self._asked(answer, given)), "application/json")
         else:
-            self._send_file(url.path.removeprefix("/"))
+            name = url.path.removeprefix("/")
+            try:
+                content = static_files.content(name)
+            except FileNotFoundError:
+                raise _Refusal(HTTPStatus.NOT_FOUND, "there is no such file") from None
+            kind = static_files.TYPES.get(name[name.rfind(".") :], "text/plain; charset=utf-8")
+            self._send(HTTPStatus.OK, content, kind)
 
     def _check_host(self) -> None:
         sent = self.headers.get_all("Host", [])
@@ -243,50 +289,26 @@ class _Handler(BaseHTTPRequestHandler):
                 HTTPStatus.UNAUTHORIZED, "open the address that rl view has printed, which contains the token"
             )
 
-    def _enter(self, token: str) -> None:
-        if not self._is_token(token):
-            raise _Refusal(HTTPStatus.UNAUTHORIZED, "the token in the address is not the one that rl view has printed")
-        cookie = f"{self.view.cookie}={token}; HttpOnly; SameSite=Strict; Path=/"
-        self._send(HTTPStatus.SEE_OTHER, b"", "text/plain", {"Location": "/", "Set-Cookie": cookie})
-
     def _is_token(self, token: str) -> bool:
         return hmac.compare_digest(token.encode(errors="replace"), self.view.token.encode())
 
-    def _send_file(self, name: str) -> None:
+    def _asked(self, answer: Callable[[Catalog, Parameters], Any], given: Mapping[str, Sequence[str]]) -> Any:
         try:
-            content = static_files.content(name)
-        except FileNotFoundError:
-            raise _Refusal(HTTPStatus.NOT_FOUND, "there is no such file") from None
-        suffix = name[name.rfind(".") :]
-        self._send(HTTPStatus.OK, content, static_files.TYPES.get(suffix, "text/plain; charset=utf-8"))
-
-    def _send_answer(self, name: str, given: Parameters) -> None:
-        if name not in ANSWERS:
-            raise _Refusal(HTTPStatus.NOT_FOUND, "there is no such request")
-        answer = self._asked(lambda: ANSWERS[name](self.view.catalog, given))
-        self._send(HTTPStatus.OK, as_json(answer), "application/json")
-
-    def _send_raw(self, given: Parameters) -> None:
-        content = self._asked(lambda: raw_rollout(self.view.catalog, given))
-        headers = {"Content-Disposition": 'attachment; filename="rollout.json"'}
-        self._send(HTTPStatus.OK, content, "text/plain; charset=utf-8", headers)
-
-    def _asked(self, answer: Callable[[], Any]) -> Any:
-        try:
-            return answer()
+            return answer(self.view.catalog, Parameters(given))
         except (RLError, FileNotFoundError) as error:
             raise _Refusal(HTTPStatus.BAD_REQUEST, str(error)) from None
-        except Exception as error:  # noqa: BLE001  # a page shows the failure, and the server goes on
+        except Exception as error:  # noqa: BLE001  # a page shows the failure, and the server continues
             _log.exception("a request failed")
             raise _Refusal(HTTPStatus.INTERNAL_SERVER_ERROR, f"{type(error).__name__}: {error}") from None
 
     def _send_events(self) -> None:
-        # before the answer begins, after which the page relies on being told
-        changes, waited = Changes(self.view.catalog), 0.0
+        # before the answer begins, because the page relies on events from then on
+        seen, waited = stamps_of(self.view.catalog), 0.0
         self._send_head(HTTPStatus.OK, "text/event-stream", {})
         self.close_connection = True
         while not self.view.is_closing.wait(_EVENT_PERIOD_S):
-            found = changes.since_last()
+            now = stamps_of(self.view.catalog)
+            found, seen = changes(seen, now), now
             waited = 0.0 if found else waited + _EVENT_PERIOD_S
             if found:
                 self.wfile.write(b"data: " + as_json(found) + b"\n\n")
@@ -322,10 +344,31 @@ def as_json(answer: Any) -> bytes:
     try:
         text = json.dumps(answer, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
     except ValueError:
-        text = json.dumps(mapped(answer, lambda _, value: _finite(value)), ensure_ascii=False, separators=(",", ":"))
+        finite = mapped(answer, lambda _, value: None if isinstance(value, float) and not isfinite(value) else value)
+        text = json.dumps(finite, ensure_ascii=False, separators=(",", ":"))
     # half of a surrogate pair has no UTF-8
     return text.encode(errors="replace")
 
 
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not abs(value) < float("inf") else value
+def stamps_of(catalog: Catalog) -> dict[str, dict[str, tuple[int, int]]]:
+    """Return the size and time of the files that a page shows, by the id of each entry and the name of the file."""
+    found: dict[str, dict[str, tuple[int, int]]] = {}
+    for entry in catalog.entries():
+        files = found[entry.id] = {}
+        for name in _FILES if entry.sort != "file" else ("",):
+            with suppress(OSError):
+                facts = os.stat(entry.path / name if name else entry.path)
+                files[name] = (facts.st_size, facts.st_mtime_ns)
+    return found
+
+
+def changes(before: dict[str, dict[str, Any]], now: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the ids of entries that have changed, with the names of their files that did, and whether entries came or
+    went; empty if nothing has changed."""
+    changed = {
+        id: [name for name, stamp in files.items() if before[id].get(name) != stamp]
+        for id, files in now.items()
+        if id in before and before[id] != files
+    }
+    has_others = now.keys() != before.keys()
+    return {"changed": changed, "list": has_others} if changed or has_others else {}

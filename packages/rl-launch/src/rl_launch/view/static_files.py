@@ -4,21 +4,8 @@ from __future__ import annotations
 
 from importlib.resources import files
 
-SCRIPTS = (
-    "vendor/uPlot.iife.min.js",
-    "vendor/preact-htm.umd.js",
-    "app/core.js",
-    "app/parts.js",
-    "app/charts.js",
-    "app/runs.js",
-    "app/run.js",
-    "app/processes.js",
-    "app/rollouts.js",
-    "app/tokens.js",
-    "app/rollout.js",
-    "app/pages.js",
-    "app/main.js",
-)
+_APP = ("core", "parts", "charts", "runs", "run", "processes", "rollouts", "tokens", "rollout", "pages", "main")
+SCRIPTS = ("vendor/uPlot.iife.min.js", "vendor/preact-htm.umd.js", *(f"app/{name}.js" for name in _APP))
 """Classic scripts in the order in which they are loaded: a page on `file://` cannot load modules."""
 
 STYLES = ("vendor/uPlot.min.css", "app/style.css")
@@ -30,8 +17,6 @@ POLICY = (
     "object-src 'none'"
 )
 """Content security policy of the page: no inline code, and nothing from elsewhere."""
-
-_FRAME_RULE = "frame-ancestors"
 
 
 def names() -> list[str]:
@@ -60,11 +45,10 @@ def page(*, data_script: str = "") -> bytes:
         data_script: A script to load before the others, in an export; empty for a page that asks a server.
     """
     # a page in a file has no headers, and frame-ancestors is only valid in one
-    rules = "; ".join(rule for rule in POLICY.split("; ") if not rule.startswith(_FRAME_RULE))
+    rules = "; ".join(rule for rule in POLICY.split("; ") if not rule.startswith("frame-ancestors"))
     policy = f'<meta http-equiv="Content-Security-Policy" content="{rules}">\n' if data_script else ""
     styles = "\n".join(f'<link rel="stylesheet" href="{name}">' for name in STYLES)
-    scripts = "\n".join(
-        f'<script defer src="{name}"></script>' for name in (*([data_script] if data_script else []), *SCRIPTS)
-    )
+    names = (data_script, *SCRIPTS) if data_script else SCRIPTS
+    scripts = "\n".join(f'<script defer src="{name}"></script>' for name in names)
     text = files(__package__).joinpath("static", "index.html").read_text(encoding="utf-8")
     return text.replace("<!-- head -->", f"{policy}{styles}\n{scripts}").encode()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rl_core.errors import RunDirectoryError
 from rl_launch.session.traces.busy import STEPS, RangeShares, length, shares_of, union
@@ -18,13 +17,13 @@ from rl_launch.view.parameters import Parameters
 
 Answer = dict[str, Any]
 
-MOST_SPANS = 300
+MAX_SPANS = 300
 """Maximum number of spans of a row in an answer; neighbours are joined until there are no more."""
 
-MOST_ROWS = 512
+MAX_ROWS = 512
 
-_MOST_COLUMNS = 400
-_PROFILES = "profiles"
+_MAX_COLUMNS = 400
+
 _TOOLS = {
     ".torch.json.gz": ("torch", "operators and kernels; open it in ui.perfetto.dev"),
     ".memory.pickle": ("memory", "history of the CUDA allocator; drop it on pytorch.org/memory_viz"),
@@ -33,18 +32,17 @@ _TOOLS = {
 }
 
 
-@dataclass(frozen=True)
-class _Span:
+class _Span(NamedTuple):
     """A span of a step, in seconds since the step began."""
 
     begin: float
     end: float
     name: str
-    count: int
+    number: int
 
 
 def processes(catalog: Catalog, given: Parameters) -> Answer:
-    """Busy share of every row of the traces, by range of steps, and the steps that have traces."""
+    """Answer with the busy share of every row of the traces by range of steps, and the steps that have traces."""
     folder = catalog[given.text("id")].path / FOLDER
     files = trace_files(folder)
     found = {each.first: each for each in range_shares(folder)}
@@ -52,8 +50,11 @@ def processes(catalog: Catalog, given: Parameters) -> Answer:
         if each.is_open:
             facts = each.path.stat()
             found[each.first] = _shares_of_open(each, facts.st_size, facts.st_mtime_ns)
-    parts = _joined([found[first] for first in sorted(found)])
-    rows = sorted({row for part in parts for row in part.shares}, key=_order)[:MOST_ROWS]
+    ranges = [found[first] for first in sorted(found)]
+    # means of neighbouring ranges, so that there are at most `_MAX_COLUMNS`
+    size = max(1, -(-len(ranges) // _MAX_COLUMNS))
+    parts = [_mean(ranges[start : start + size]) for start in range(0, len(ranges), size)]
+    rows = sorted({row for part in parts for row in part.shares}, key=_order)[:MAX_ROWS]
     whole = sum(part.seconds for part in parts)
     return {
         "ranges": [[part.first, part.last] for part in parts],
@@ -73,7 +74,7 @@ def processes(catalog: Catalog, given: Parameters) -> Answer:
 
 
 def spans(catalog: Catalog, given: Parameters) -> Answer:
-    """The spans of a step in rows of processes, with the share of the step in which each row is idle.
+    """Answer with the spans of a step in rows of processes, and the share of the step for which each row is idle.
 
     A step that was made again after a restart is shown as it was made last.
     """
@@ -83,15 +84,16 @@ def spans(catalog: Catalog, given: Parameters) -> Answer:
         raise RunDirectoryError("this run has no traces")
     step = given.integer("step", _last_step(files))
     file = next((each for each in files if each.first <= step <= each.last), None)
-    window = None if file is None else _window(file, step)
-    if file is None or window is None:
+    windows = [(begin, end) for number, begin, end in _steps(file) if number == step] if file is not None else []
+    if file is None or not windows:
         raise RunDirectoryError(f"there is no trace of step {step}; old ones are removed to bound their size")
-    begin, end = window
+    begin, end = windows[-1]
     rows, marks = _rows(file, begin, end)
+    chosen = sorted(rows, key=lambda row: _order("/".join(row)))[:MAX_ROWS]
     return {
         "step": step,
         "seconds": (end - begin) / 1e6,
-        "rows": [_row(process, track, rows[process, track], (end - begin) / 1e6) for process, track in _chosen(rows)],
+        "rows": [_row(process, track, rows[process, track], (end - begin) / 1e6) for process, track in chosen],
         "marks": [{"at": at, "text": text} for at, text in marks],
     }
 
@@ -102,8 +104,8 @@ def traced_steps(run_dir: Path) -> list[int]:
 
 
 def profiles(catalog: Catalog, given: Parameters) -> Answer:
-    """The profiles of a run: what each is, and how to open it."""
-    folder = catalog[given.text("id")].path / _PROFILES
+    """Answer with the profiles of a run: what each is, and how to open it."""
+    folder = catalog[given.text("id")].path / "profiles"
     found = []
     for path in sorted(folder.glob("step_*/*")):
         match = re.fullmatch(r"step_(\d+)-(\d+)", path.parent.name)
@@ -130,57 +132,39 @@ def _shares_of_open(file: TraceFile, size: int, changed: int) -> RangeShares:
     return shares_of(file.first, file.last, file.events())
 
 
-def _joined(parts: Sequence[RangeShares]) -> list[RangeShares]:
-    """Means of neighbouring ranges, so that there are at most `_MOST_COLUMNS`."""
-    size = max(1, -(-len(parts) // _MOST_COLUMNS))
-    return [_mean(parts[start : start + size]) for start in range(0, len(parts), size)]
-
-
 def _mean(parts: Sequence[RangeShares]) -> RangeShares:
     seconds = sum(part.seconds for part in parts)
-    rows = {row for part in parts for row in part.shares}
     shares = {
         row: sum(part.shares.get(row, 0.0) * part.seconds for part in parts) / seconds if seconds else 0.0
-        for row in rows
+        for row in {row for part in parts for row in part.shares}
     }
     return RangeShares(parts[0].first, parts[-1].last, seconds, shares)
 
 
 def _order(row: str) -> tuple[Any, ...]:
-    """The driver first, then processes by name and number."""
+    """Return a key that sorts the driver first, then processes by name and number."""
     process, _, track = row.partition("/")
     name, _, number = process.rpartition("-")
     return process != "driver", *((name, int(number)) if number.isdigit() else (process, 0)), track
 
 
 def _last_step(files: Sequence[TraceFile]) -> int:
-    """The last step that has spans."""
-    for file in reversed(files):
-        steps = [step for step, _, _ in _steps(file)]
-        if steps:
-            return max(steps)
-    return files[0].first
+    """Return the last step that has spans."""
+    last = (max(steps) for file in reversed(files) if (steps := [step for step, _, _ in _steps(file)]))
+    return next(last, files[0].first)
 
 
 def _steps(file: TraceFile) -> Iterator[tuple[int, float, float]]:
-    """Steps of a file with their begin and end in microseconds, in the order in which they were made."""
+    """Yield the steps of a file with their begin and end in microseconds, in the order of their spans."""
     for event in file.events():
         if event["ph"] == "X" and event.get("cat") == STEPS:
             yield int(event["name"].removeprefix("step ")), event["ts"], event["ts"] + event["dur"]
 
 
-def _window(file: TraceFile, step: int) -> tuple[float, float] | None:
-    found = None
-    for number, begin, end in _steps(file):
-        if number == step:
-            found = begin, end
-    return found
-
-
 def _rows(
     file: TraceFile, begin: float, end: float
 ) -> tuple[dict[tuple[str, str], list[_Span]], list[tuple[float, str]]]:
-    """Spans that reach into a window, cut to it, by process and track; and marks in it."""
+    """Return the spans that reach into a window, cut to it, by process and track; and the marks in it."""
     names: dict[int, str] = {}
     rows: dict[tuple[str, str], list[_Span]] = {}
     marks = []
@@ -190,59 +174,39 @@ def _rows(
         elif event["ph"] == "i" and begin <= event["ts"] <= end:
             marks.append(((event["ts"] - begin) / 1e6, event["name"]))
         elif event["ph"] == "X" and event["cat"] != STEPS and event["ts"] < end and event["ts"] + event["dur"] > begin:
-            span = _Span(
-                max(0.0, event["ts"] - begin) / 1e6,
-                (min(end, event["ts"] + event["dur"]) - begin) / 1e6,
-                event["name"],
-                event.get("args", {}).get("count", 1),
-            )
+            first, last = max(0.0, event["ts"] - begin) / 1e6, (min(end, event["ts"] + event["dur"]) - begin) / 1e6
+            span = _Span(first, last, event["name"], event.get("args", {}).get("count", 1))
             rows.setdefault((names.get(event["pid"], ""), event["cat"]), []).append(span)
     return rows, marks
 
 
-def _chosen(rows: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    return sorted(rows, key=lambda row: _order("/".join(row)))[:MOST_ROWS]
-
-
 def _row(process: str, track: str, found: Sequence[_Span], seconds: float) -> Answer:
     busy = length(union([(span.begin, span.end) for span in found]))
-    shown = _fewer(found)
-    return {
-        "process": process,
-        "track": track,
-        "idle": 1 - busy / seconds if seconds else 0.0,
-        "spans": [
-            [round(span.begin, 6), round(span.end - span.begin, 6), span.name, span.count, depth]
-            for span, depth in zip(shown, _depths(shown), strict=True)
-        ],
-    }
+    shown = []
+    open_ends: list[float] = []
+    for span in _fewer(found):
+        while open_ends and open_ends[-1] <= span.begin + 1e-9:
+            open_ends.pop()
+        depth = len(open_ends)  # the number of spans that it is nested in
+        open_ends.append(span.end)
+        shown.append([round(span.begin, 6), round(span.end - span.begin, 6), span.name, span.number, depth])
+    idle = 1 - busy / seconds if seconds else 0.0
+    return {"process": process, "track": track, "idle": idle, "spans": shown}
 
 
 def _fewer(found: Sequence[_Span]) -> list[_Span]:
-    """Spans in order; if there are too many, those with the smallest gaps between them are joined."""
+    """Return spans in order. If there are too many, the spans with the smallest gaps between them are joined."""
     ordered = sorted(found, key=lambda span: (span.begin, -span.end))
-    if len(ordered) <= MOST_SPANS:
+    if len(ordered) <= MAX_SPANS:
         return ordered
     gaps = sorted(after.begin - before.end for before, after in pairwise(ordered))
-    limit = gaps[len(ordered) - MOST_SPANS - 1]
+    limit = gaps[len(ordered) - MAX_SPANS - 1]
     joined = [ordered[0]]
     for span in ordered[1:]:
         last = joined[-1]
         if span.begin - last.end <= limit:
             name = last.name if last.name == span.name else "several"
-            joined[-1] = _Span(last.begin, max(last.end, span.end), name, last.count + span.count)
+            joined[-1] = _Span(last.begin, max(last.end, span.end), name, last.number + span.number)
         else:
             joined.append(span)
     return joined
-
-
-def _depths(ordered: Sequence[_Span]) -> list[int]:
-    """Number of spans that each is nested in."""
-    depths: list[int] = []
-    open_ends: list[float] = []
-    for span in ordered:
-        while open_ends and open_ends[-1] <= span.begin + 1e-9:
-            open_ends.pop()
-        depths.append(len(open_ends))
-        open_ends.append(span.end)
-    return depths

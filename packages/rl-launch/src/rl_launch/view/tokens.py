@@ -1,4 +1,4 @@
-"""The tokens of one rollout as a page shows them: texts, values and their ranges, in pages."""
+"""Answers about the tokens of one rollout: texts, values and their ranges, in pages."""
 
 from __future__ import annotations
 
@@ -10,33 +10,28 @@ from typing import IO, Any
 from rl_core.errors import RunDirectoryError
 from rl_launch.session.rollouts import rollout_store
 from rl_launch.session.rollouts.token_table import RecordedRollout, read_tokens, recorded_rollouts
-from rl_launch.view.catalog import Entry
-from rl_launch.view.index import Line
+from rl_launch.view.catalog import Catalog, CatalogEntry
+from rl_launch.view.index import RolloutLine
+from rl_launch.view.parameters import Parameters
+from rl_launch.view.rollouts import rollout_of
 
-MOST_TOKENS = 2000
+MAX_TOKENS = 2000
 """Maximum number of tokens in one answer."""
 
 MEASURED = ("logprob", "generation_logprob", "difference", "advantage", "entropy")
 """Columns of numbers; `difference` is `logprob - generation_logprob`."""
 
-_FLAGS = ("is_special", "loss_mask")
-_PLACES = ("segment", "position", "token_id", "weight_version")
 
-
-def tokens_of(entry: Entry, line: Line, record: dict[str, Any], offset: int) -> dict[str, Any]:
-    """Return a page of the tokens of a rollout; ranges of values are those of its sampled tokens.
+def tokens(catalog: Catalog, given: Parameters) -> dict[str, Any]:
+    """Answer with a page of the tokens of one rollout; ranges of values are those of its sampled tokens.
 
     Without tokens, `count` is 0, `reason` says why, and `others` are the rollouts of the step that have some.
-
-    Args:
-        entry: Entry of the run.
-        line: Line of the rollout.
-        record: Record of the rollout.
-        offset: Number of tokens to skip.
 
     Raises:
         RunDirectoryError: If the file of tokens cannot be read.
     """
+    entry, line, found = rollout_of(catalog, given)
+    record, offset = found or {}, given.integer("offset", 0, least=0)
     recorded = recorded_in(entry, line.kind, line.step)
     same = [each for each in recorded if (each.prompt_id, each.index) == (record.get("prompt_id"), record.get("index"))]
     if not same:
@@ -51,31 +46,31 @@ def tokens_of(entry: Entry, line: Line, record: dict[str, Any], offset: int) -> 
         for one, other in zip(columns["logprob"], columns["generation_logprob"], strict=True)
     ]
     shown, parts = shown_texts(columns["text"], columns["segment"])
-    sampled = [
-        number
-        for number, each in enumerate(zip(columns["weight_version"], columns["generation_logprob"], strict=True))
-        if each != (None, None)
-    ]
-    page = slice(offset, offset + MOST_TOKENS)
+    of_sampled = zip(columns["weight_version"], columns["generation_logprob"], strict=True)
+    sampled = [number for number, each in enumerate(of_sampled) if each != (None, None)]
+    ranges = {}
+    for name in MEASURED:
+        values = [columns[name][at] for at in sampled]
+        if finite := [value for value in values if value is not None and abs(value) < float("inf")]:
+            ranges[name] = [_short(min(finite)), _short(max(finite))]
+    page = slice(offset, offset + MAX_TOKENS)
     return {
         "count": len(shown),
         "offset": offset,
         "num_segments": 1 + max(columns["segment"]),
-        "ranges": {
-            name: found for name in MEASURED if (found := _range([columns[name][at] for at in sampled])) is not None
-        },
+        "ranges": ranges,
         "versions": sorted({version for version in columns["weight_version"] if version is not None}),
         "columns": {
             "text": shown[page],
             "part": parts[page],
-            **{name: columns[name][page] for name in _PLACES},
-            **{name: [int(value) for value in columns[name][page]] for name in _FLAGS},
+            **{name: columns[name][page] for name in ("segment", "position", "token_id", "weight_version")},
+            **{name: [int(value) for value in columns[name][page]] for name in ("is_special", "loss_mask")},
             **{name: [None if value is None else _short(value) for value in columns[name][page]] for name in MEASURED},
         },
     }
 
 
-def recorded_in(entry: Entry, kind: str, step: int) -> list[RecordedRollout]:
+def recorded_in(entry: CatalogEntry, kind: str, step: int) -> list[RecordedRollout]:
     """Return the rollouts of a step whose tokens are recorded.
 
     Raises:
@@ -113,7 +108,7 @@ def shown_texts(pieces: Sequence[bytes | None], segments: Sequence[int]) -> tupl
 
 
 @contextmanager
-def _opened(entry: Entry, step: int) -> Iterator[IO[bytes]]:
+def _opened(entry: CatalogEntry, step: int) -> Iterator[IO[bytes]]:
     import pyarrow as pa
 
     with rollout_store.open_step(entry.path / "rollouts", step, "tokens") as file:
@@ -123,7 +118,7 @@ def _opened(entry: Entry, step: int) -> Iterator[IO[bytes]]:
             raise RunDirectoryError(f"the file of tokens of step {step} cannot be read: {error}") from None
 
 
-def _reason(entry: Entry, line: Line, *, has_others: bool) -> str:
+def _reason(entry: CatalogEntry, line: RolloutLine, *, has_others: bool) -> str:
     if entry.sort != "run" or line.kind != "step":
         return "Values of tokens are recorded for rollouts of training steps only."
     if has_others:
@@ -138,11 +133,6 @@ def _reason(entry: Entry, line: Line, *, has_others: bool) -> str:
         f"No tokens of step {line.step} are recorded. logger.token_level=sampled or all records them; the log of the "
         "driver has the reason if they could not be written."
     )
-
-
-def _range(values: Sequence[float | None]) -> list[float] | None:
-    found = [value for value in values if value is not None and abs(value) < float("inf")]
-    return [_short(min(found)), _short(max(found))] if found else None
 
 
 def _short(value: float) -> float:
