@@ -35,7 +35,6 @@ import numpy as np
 from aiohttp import web
 from measurement import surroundings, table
 
-from rl_algos.agents.calls import Limits
 from rl_algos.agents.endpoint import AgentEndpoint
 from rl_algos.agents.session import AgentSession
 from rl_algos.connections import collect_rarely
@@ -199,7 +198,7 @@ async def _serve(pipe: Connection) -> None:
         found = []
         for number in range(count):
             prompt = Prompt(f"p{number}", (), np.zeros(0, np.int32), "agent")
-            session = AgentSession(prompt, client, Limits(1_000_000))
+            session = AgentSession(prompt, client, 1_000_000)
             address = await stack.enter_async_context(endpoint.opened(session))
             found.append((address.base_url, address.api_key))
         return found
@@ -401,7 +400,7 @@ async def _flooded(pipe: Connection, passes: PassWatch, callbacks: CallbackWatch
         addresses = []
         for number in range(NUM_FLOODED):
             prompt = Prompt(f"p{number}", (), np.zeros(0, np.int32), "agent")
-            session = AgentSession(prompt, NullClient(chat), Limits(MAX_TOKENS))
+            session = AgentSession(prompt, NullClient(chat), MAX_TOKENS)
             addresses.append(await stack.enter_async_context(endpoint.opened(session)))
         collect_rarely()  # as `AgentProgram` does
         await asyncio.sleep(0.1)  # the pass that has prepared the rollouts is not one of the flood

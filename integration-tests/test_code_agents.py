@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 from code_agents import ASK, ScriptedPolicy, Stage, stage
 
-from rl_algos.agents.calls import Limits
 from rl_algos.agents.session import AgentSession
 from rl_algos.tiny_model import make_tiny_model
 from rl_core.rollouts.rollout import Prompt, Rollout
@@ -340,7 +339,7 @@ def test_an_abuse_by_an_agent_changes_nothing_outside_its_rollout(
     async def played(port: int) -> tuple[Any, ...]:
         async with opened.agent(ASK + _ABUSER) as program:
             unused = Prompt("other", (), np.zeros(0, np.int32), "repository", {})
-            other = AgentSession(unused, ScriptedPolicy(str, opened.pool), Limits(100, 1))
+            other = AgentSession(unused, ScriptedPolicy(str, opened.pool), 100, 1)
             async with program._endpoint.opened(other) as address:
                 bait = {"abuse": abuse.source, "file": str(secret), "pid": os.getpid(), "port": port}
                 issue = json.dumps({**bait, "other": address.root_url})

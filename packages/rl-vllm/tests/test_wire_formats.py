@@ -19,9 +19,8 @@ from vllm.entrypoints.openai.responses import protocol as responses_protocol
 from vllm.entrypoints.openai.responses.utils import construct_input_messages
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
-from rl_algos.agents.calls import Answer, CallRefused, Choice
-from rl_algos.agents.dialects.chat_completions import ChatCompletions
-from rl_algos.agents.dialects.completions import Completions
+from rl_algos.agents.calls import CallRefused, ModelAnswer, ModelChoice
+from rl_algos.agents.dialects.completions import ChatCompletions, Completions
 from rl_algos.agents.dialects.messages import Messages
 from rl_algos.agents.dialects.responses import Responses
 from rl_core.rollouts.environment import ToolCall
@@ -100,9 +99,9 @@ TEXT = {"model": "m", "prompt": "Hi", "logprobs": 1, "max_tokens": 9, "stop": "x
 MADE = (ToolCall("add", {"a": 1}, id="0a1b2c3d4"), ToolCall("add", {}, id="1a1b2c3d4"))
 
 
-def choice(text: str, thoughts: str = "", calls: tuple[ToolCall, ...] = (), reason: str = "stop") -> Choice:
+def choice(text: str, thoughts: str = "", calls: tuple[ToolCall, ...] = (), reason: str = "stop") -> ModelChoice:
     sampled = Completion(np.arange(2, dtype=np.int32), np.array([-0.5, -1], np.float32), "stop", (WeightSpan(1, 2),))
-    return Choice(text, thoughts, calls, reason, sampled, ("H", "i"))
+    return ModelChoice(text, thoughts, calls, reason, sampled, ("H", "i"))
 
 
 CHOICES = {
@@ -113,8 +112,8 @@ CHOICES = {
 }
 
 
-def answer(given: Choice, num_choices: int = 1) -> Answer:
-    return Answer("rl-0123456789abcdef", 1000, (given,) * num_choices, 10, 4)
+def answer(given: ModelChoice, num_choices: int = 1) -> ModelAnswer:
+    return ModelAnswer("rl-0123456789abcdef", 1000, (given,) * num_choices, 10, 4)
 
 
 def unknown(model: Any, data: Any, at: str = "") -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from rl_algos.agents.calls import Answer, Choice
+from rl_algos.agents.calls import ModelAnswer, ModelChoice
 from rl_core.rollouts.environment import ToolCall
 from rl_core.rollouts.rollout import Completion, WeightSpan
 
@@ -15,8 +15,8 @@ def completion(num_tokens: int = 3) -> Completion:
 
 
 def choice(text="Hi.", thoughts="", calls=(), reason="stop", pieces=(), stop=""):
-    return Choice(text, thoughts, tuple(calls), reason, completion(), tuple(pieces), stop)
+    return ModelChoice(text, thoughts, tuple(calls), reason, completion(), tuple(pieces), stop)
 
 
-def answer(*choices: Choice) -> Answer:
-    return Answer("rl-0123456789abcdef", 1000, choices or (choice(),), 10, 4)
+def answer(*choices: ModelChoice) -> ModelAnswer:
+    return ModelAnswer("rl-0123456789abcdef", 1000, choices or (choice(),), 10, 4)

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from chat_tokenizers import tokenizer_of
 
-from rl_algos.agents.calls import Limits
 from rl_algos.agents.session import AgentSession
 from rl_algos.rollouts.worker.chat import Chat
 from rl_core.rollouts.generation import SamplingParams
@@ -118,7 +117,7 @@ def session_of(
     client: ScriptedClient, *, max_tokens: int = 4000, max_calls: int = 256, splits: bool = False
 ) -> AgentSession:
     """The session of a rollout of the client."""
-    return AgentSession(PROMPT, client, Limits(max_tokens, max_calls), splits=splits)
+    return AgentSession(PROMPT, client, max_tokens, max_calls, splits=splits)
 
 
 def check_recorded(session: AgentSession, client: ScriptedClient, num_segments: int = 1) -> None:

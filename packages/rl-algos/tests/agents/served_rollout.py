@@ -12,8 +12,9 @@ import anthropic
 import openai
 from scripted_client import ScriptedClient, session_of
 
-from rl_algos.agents.endpoint import Address, AgentEndpoint
+from rl_algos.agents.endpoint import AgentEndpoint
 from rl_algos.agents.session import AgentSession
+from rl_algos.agents.task_board import Address
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,11 @@ from pathlib import Path
 import aiohttp
 import numpy as np
 import pytest
-
 from conftest import prompt
-from rl_algos.agents.address import Address
-from rl_algos.agents.task_board import LeaseExpired, TaskBoard
+
+from rl_algos.agents.task_board import Address, LeaseExpired, TaskBoard
 from rl_algos.grpo.config import GRPOConfig
-from rl_algos.rollouts.agent_config import AgentConfig
+from rl_algos.rollouts.config import AgentConfig
 from rl_algos.rollouts.training.batch import build_batch
 from rl_algos.rollouts.training.segments import ROLLOUT
 from rl_core.rollouts.environment import EnvironmentFailure, StepResult
@@ -265,8 +264,8 @@ def test_agents_end_with_their_worker(tmp_path):
         """
 import asyncio, sys
 from pathlib import Path
-from rl_algos.agents.address import Address
-from rl_algos.agents.launchers import ProcessLauncher, Task
+from rl_algos.agents.program import ProcessLauncher, Task
+from rl_algos.agents.task_board import Address
 from rl_core.rollouts.pool import RolloutTask
 from rl_core.rollouts.record import rollout_record, segments_of, turns_of
 from rl_core.rollouts.rollout import Prompt

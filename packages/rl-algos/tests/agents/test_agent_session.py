@@ -5,10 +5,10 @@ import pytest
 from chat_tokenizers import tokenizer_of
 from scripted_client import ADD, END, ScriptedClient, calls_of, check_recorded, says, session_of
 
-from rl_algos.agents.calls import Call, CallRefused
+from rl_algos.agents.calls import CallRefused, ModelCall
 
 USER = {"role": "user", "content": "Hi"}
-CALL = Call(messages=(USER,))
+CALL = ModelCall(messages=(USER,))
 
 
 def draws():
@@ -43,8 +43,8 @@ def test_an_answer_that_did_not_arrive_is_given_to_the_next_equal_call():
 def test_a_response_that_did_not_arrive_is_given_to_the_next_equal_call():
     async def main():
         session = session_of(draws())
-        begun = await session.answer(Call(messages=(USER,), is_stored=True))
-        call = Call(messages=(USER,), continues=begun.id)
+        begun = await session.answer(ModelCall(messages=(USER,), is_stored=True))
+        call = ModelCall(messages=(USER,), continues=begun.id)
         first = await session.answer(call)
         session.delivered(first, is_delivered=False)
         assert await session.answer(call) is first
@@ -57,7 +57,7 @@ def test_a_dropped_call_without_logprobs_is_not_the_answer_to_one_with_them():
         client = draws()
         session = session_of(client)
         await dropped(session, client, CALL)
-        answer = await session.answer(Call(messages=(USER,), wants_logprobs=True))
+        answer = await session.answer(ModelCall(messages=(USER,), wants_logprobs=True))
         assert "".join(answer.choices[0].pieces) == f"Draw 1.{END}"
 
     asyncio.run(main())
@@ -66,7 +66,7 @@ def test_a_dropped_call_without_logprobs_is_not_the_answer_to_one_with_them():
 def test_calls_that_differ_in_what_the_policy_does_not_see_are_different_draws():
     async def main():
         session = session_of(draws())
-        calls = [CALL, Call(messages=(USER,), reads_calls=False), Call(messages=(USER,), num_choices=2), CALL]
+        calls = [CALL, ModelCall(messages=(USER,), reads_calls=False), ModelCall(messages=(USER,), num_choices=2), CALL]
         answers = [await session.answer(call) for call in calls]
         assert [choice.text for answer in answers for choice in answer.choices] == [f"Draw {n}." for n in range(5)]
 
@@ -90,7 +90,7 @@ def test_thoughts_that_the_prompt_opened_are_apart_from_the_text_even_if_they_do
         choices = [(await session.answer(CALL)).choices[0] for _ in range(2)]
         assert [(choice.thoughts, choice.text) for choice in choices] == [("Hm.", "Hi."), ("Hm, 42.", "")]
         assert session.messages[-1]["content"] == ""
-        await session.answer(Call(text="1+1=<think>"))
+        await session.answer(ModelCall(text="1+1=<think>"))
         assert session.opened_thoughts == "<think>"
 
     asyncio.run(main())
@@ -100,7 +100,7 @@ def test_a_call_that_cannot_be_read_is_recorded_with_its_turn():
     async def main():
         session = session_of(ScriptedClient(says("<tool_call>1</tool_call>", calls_of('{"a": 1}'))))
         for _ in range(2):
-            await session.answer(Call(messages=(USER,), tools=({"type": "function", "function": ADD},)))
+            await session.answer(ModelCall(messages=(USER,), tools=({"type": "function", "function": ADD},)))
         assert sorted(turn.has_invalid_call for turn in session.rollout().turns) == [False, True]
 
     asyncio.run(main())
@@ -117,7 +117,7 @@ def test_a_draw_that_failed_frees_its_number_and_no_other():
 
         session = session_of(ScriptedClient(write))
         asked = await asyncio.gather(session.answer(CALL), session.answer(CALL), return_exceptions=True)
-        assert [type(each).__name__ for each in asked] == ["RuntimeError", "Answer"]
+        assert [type(each).__name__ for each in asked] == ["RuntimeError", "ModelAnswer"]
         assert (await session.answer(CALL)).id != asked[1].id
 
     asyncio.run(main())
@@ -128,9 +128,9 @@ def test_an_answer_without_room_can_be_continued_as_an_empty_turn():
         client = ScriptedClient(says("x" * 50))
         session = session_of(client, max_tokens=100)
         await session.answer(CALL)
-        long = Call(messages=({"role": "user", "content": "y" * 200},), is_stored=True)
+        long = ModelCall(messages=({"role": "user", "content": "y" * 200},), is_stored=True)
         empty = await session.answer(long)
-        after = await session.answer(Call(messages=(USER,), continues=empty.id))
+        after = await session.answer(ModelCall(messages=(USER,), continues=empty.id))
         assert after.choices[0].finish_reason == "length"
         assert after.num_prompt_tokens > empty.num_prompt_tokens
         check_recorded(session, client)
@@ -141,11 +141,11 @@ def test_an_answer_without_room_can_be_continued_as_an_empty_turn():
 def test_an_id_of_another_rollout_cannot_be_continued():
     async def main():
         one, other = session_of(draws()), session_of(draws())
-        answer = await one.answer(Call(messages=(USER,), is_stored=True))
+        answer = await one.answer(ModelCall(messages=(USER,), is_stored=True))
         with pytest.raises(CallRefused, match=f"previous_response_id '{answer.id}' is not the id"):
-            await other.answer(Call(messages=(USER,), continues=answer.id))
+            await other.answer(ModelCall(messages=(USER,), continues=answer.id))
         one.close()
         with pytest.raises(CallRefused, match="has ended"):
-            await one.answer(Call(messages=(USER,), continues="unknown"))
+            await one.answer(ModelCall(messages=(USER,), continues="unknown"))
 
     asyncio.run(main())

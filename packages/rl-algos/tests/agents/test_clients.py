@@ -230,7 +230,7 @@ def test_a_call_in_flight_when_the_rollout_ends_is_told_so():
             asking = asyncio.create_task(create(model="m", messages=[USER]))
             while not policy.requests:
                 await asyncio.sleep(0.01)
-            endpoint._open[address.base_url.split("/")[-2]].session.close()
+            endpoint._open[address.base_url.split("/")[-2]][0].close()
             with pytest.raises(openai.APIStatusError) as refused:
                 await asking
             assert refused.value.status_code == 410

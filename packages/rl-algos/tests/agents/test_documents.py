@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 from chat_tokenizers import tokenizer_of
+from conftest import prompt
 from scripted_client import calls_of, check_trained
 
-from conftest import prompt
 from rl_algos.grpo.config import GRPOConfig
-from rl_algos.rollouts.agent_config import AgentConfig
+from rl_algos.rollouts.config import AgentConfig
 from rl_algos.rollouts.training.batch import build_batch
 from rl_core.rollouts.group import RolloutGroup
 from rl_core.testing.documents import documents_for

@@ -15,7 +15,7 @@ from served_rollout import served
 
 from rl_algos import connections
 from rl_algos.agents import endpoint as endpoint_module
-from rl_algos.agents.calls import Call, CallRefused
+from rl_algos.agents.calls import CallRefused, ModelCall
 from rl_algos.agents.session import MAX_AGENTS, SMALL
 from rl_algos.connections import Connections, Pace, SparingLog
 
@@ -120,7 +120,7 @@ def test_one_request_of_a_rollout_at_a_time_is_tokenised_and_others_go_on():
         async def ask(number):
             content = f"{number}" + "x" * SMALL
             async with session.admitted():
-                answering = await session.begin(Call(messages=({**USER, "content": content},), size=len(content)))
+                answering = await session.begin(ModelCall(messages=({**USER, "content": content},), size=len(content)))
             return await answering
 
         asking = [asyncio.create_task(ask(number)) for number in range(10)]
@@ -128,7 +128,7 @@ def test_one_request_of_a_rollout_at_a_time_is_tokenised_and_others_go_on():
             await asyncio.sleep(0.01)
         for each in asking[:5]:
             each.cancel()  # an agent that hangs up, and asks for something else
-        assert (await other.answer(Call(messages=(USER,)))).choices[0].text == "Draw 0."
+        assert (await other.answer(ModelCall(messages=(USER,)))).choices[0].text == "Draw 0."
         await asyncio.sleep(0.1)
         assert len(policy.threads) <= 2
         policy.released.set()
@@ -145,7 +145,7 @@ def test_a_refused_call_leaves_nothing_behind():
         session = session_of(draws(), max_tokens=100)
         for number in range(200):
             with pytest.raises(CallRefused):
-                await session.answer(Call(messages=({**USER, "content": f"{number} " + "x" * 200},)))
+                await session.answer(ModelCall(messages=({**USER, "content": f"{number} " + "x" * 200},)))
         assert not session._draws
         assert len(session._refused) <= 64
 

@@ -5,9 +5,9 @@ import asyncio
 import numpy as np
 from scripted_client import END, ScriptedClient, session_of
 
-from rl_algos.agents.dialects.chat_completions import ChatCompletions
+from rl_algos.agents.dialects.completions import ChatCompletions
 from rl_algos.agents.dialects.messages import Messages
-from rl_algos.rollouts.ignored_fields import IgnoredFieldsWatch
+from rl_algos.rollouts.driver.watches import IgnoredFieldsWatch
 from rl_algos.rollouts.training.metrics import rollout_metrics
 from rl_core.rollouts.group import RolloutGroup
 from rl_core.rollouts.rollout import Prompt

@@ -4,11 +4,11 @@ from fractions import Fraction
 
 import pytest
 from chat_tokenizers import tokenizer_of
+from conftest import prompt
 from scripted_client import check_trained
 
-from conftest import prompt
 from rl_algos.agents.math_agent import compute
-from rl_algos.rollouts.agent_config import AgentConfig
+from rl_algos.rollouts.config import AgentConfig
 from rl_core.rollouts.environment import StepResult
 
 

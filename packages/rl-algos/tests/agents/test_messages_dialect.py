@@ -3,7 +3,7 @@ import json
 import pytest
 from dialect_answers import MADE, answer, choice
 
-from rl_algos.agents.calls import Call, CallRefused
+from rl_algos.agents.calls import CallRefused, ModelCall
 from rl_algos.agents.dialects.messages import PREFILL, Messages
 
 DIALECT = Messages()
@@ -28,7 +28,7 @@ def test_fields_are_read():
         metadata={"user_id": "u"},
         context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
     )
-    assert call == Call(
+    assert call == ModelCall(
         messages=({"role": "system", "content": "Be brief."}, USER),
         tools=(
             {

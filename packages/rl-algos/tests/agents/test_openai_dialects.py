@@ -3,9 +3,8 @@ import json
 import pytest
 from dialect_answers import MADE, answer, choice
 
-from rl_algos.agents.calls import Call, CallRefused, Event
-from rl_algos.agents.dialects.chat_completions import ChatCompletions
-from rl_algos.agents.dialects.completions import Completions
+from rl_algos.agents.calls import CallRefused, ModelCall, StreamEvent
+from rl_algos.agents.dialects.completions import ChatCompletions, Completions
 from rl_algos.agents.dialects.responses import Responses
 
 CHAT, TEXT, RESPONSES = ChatCompletions(), Completions(), Responses()
@@ -37,7 +36,7 @@ def test_fields_of_chat_completions_are_read():
         temperature=0.3,
         response_format={"type": "text"},
     )
-    assert call == Call(
+    assert call == ModelCall(
         messages=({"role": "system", "content": "Be brief."}, {"role": "user", "content": "a", "name": "Ann"}),
         tools=({"type": "function", "function": FUNCTION},),
         reads_calls=False,
@@ -142,7 +141,7 @@ def test_a_stream_of_chat_chunks_has_the_role_first_and_the_usage_last():
     calls = [delta["tool_calls"][0] for delta in deltas[3:5]]
     assert [(made["index"], made["id"]) for made in calls] == [(0, "0a1b2c3d4"), (1, "1a1b2c3d4")]
     assert [event.data["choices"][0]["finish_reason"] for event in events] == [None] * 5 + ["tool_calls"]
-    assert (usage.data["choices"], usage.data["usage"]["total_tokens"], mark) == ([], 13, Event(None))
+    assert (usage.data["choices"], usage.data["usage"]["total_tokens"], mark) == ([], 13, StreamEvent(None))
 
 
 @pytest.mark.parametrize("given", [choice("Hi."), choice("", "Hm.", MADE, "tool_calls"), choice("")])
@@ -185,4 +184,4 @@ def test_a_text_completion_has_the_offsets_of_its_tokens():
     assert [each["logprobs"]["text_offset"] for each in body["choices"]] == [[0, 1, 2]] * 2
     *events, mark = TEXT.events(call, given)
     assert [event.data["choices"][0]["index"] for event in events] == [0, 1]
-    assert mark == Event(None)
+    assert mark == StreamEvent(None)

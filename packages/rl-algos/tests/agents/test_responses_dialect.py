@@ -3,7 +3,7 @@ import json
 import pytest
 from dialect_answers import MADE, answer, choice
 
-from rl_algos.agents.calls import Call, CallRefused
+from rl_algos.agents.calls import CallRefused, ModelCall
 from rl_algos.agents.dialects.responses import Responses
 
 DIALECT = Responses()
@@ -16,7 +16,9 @@ def read(**fields):
 
 
 def test_a_string_is_a_message_of_the_user():
-    assert read() == Call(messages=({"role": "user", "content": "Hi"},), model="m", wants_usage=True, is_stored=True)
+    assert read() == ModelCall(
+        messages=({"role": "user", "content": "Hi"},), model="m", wants_usage=True, is_stored=True
+    )
 
 
 def test_fields_are_read():
@@ -33,7 +35,7 @@ def test_fields_are_read():
         truncation="disabled",
         metadata={"a": "b"},
     )
-    assert call == Call(
+    assert call == ModelCall(
         messages=({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}),
         tools=(READ_TOOL,),
         reads_calls=False,

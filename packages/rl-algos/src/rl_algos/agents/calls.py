@@ -1,27 +1,30 @@
-"""An agent's calls of the model and the answers to them, whatever dialect the agent speaks."""
+"""An agent's calls of the model and the answers to them, in every dialect."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from rl_core.rollouts.environment import ToolCall
 from rl_core.rollouts.rollout import Completion, Message
 
 FinishReason = Literal["stop", "length", "tool_calls"]
-
+Tools = tuple[Mapping[str, Any], ...]
 
 MAX_MESSAGE = 1000
 """Maximum number of characters of an error's message."""
+
+COMMENT = b": \n\n"
+"""Comment in a stream of events."""
 
 
 class CallRefused(Exception):
     """A call that is answered with an error.
 
     Args:
-        message: What is wrong with it, for the person who wrote the agent. It is cut after `MAX_MESSAGE` characters,
-            because it may repeat a part of the request.
+        message: Explanation for the author of the agent, cut after `MAX_MESSAGE` characters, because it may repeat
+            parts of the request.
         status: HTTP status.
         code: Name of the error, as clients compare it.
         param: Field of the request that is at fault; empty for none.
@@ -29,9 +32,7 @@ class CallRefused(Exception):
 
     def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request", param: str = "") -> None:
         super().__init__(message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]}...")
-        self.status = status
-        self.code = code
-        self.param = param
+        self.status, self.code, self.param = status, code, param
 
     def again(self) -> CallRefused:
         """Return an equal error, which does not hold the frames that this one was raised in, with their requests."""
@@ -39,7 +40,7 @@ class CallRefused(Exception):
 
 
 @dataclass(frozen=True)
-class Call:
+class ModelCall:
     """A request for completions of a conversation.
 
     Args:
@@ -51,22 +52,22 @@ class Call:
         max_new_tokens: Maximum number of tokens to sample; None for the configured number.
         stop_strings: Strings that end the completion, in addition to those of the run.
         num_choices: Number of completions.
-        wants_logprobs: Whether the answer lists the logprobs of the sampled tokens.
-        is_streamed: Whether the answer is a stream of events.
-        wants_usage: Whether a stream ends with the numbers of tokens.
+        wants_logprobs: True if the answer lists the logprobs of the sampled tokens.
+        is_streamed: True if the answer is a stream of events.
+        wants_usage: True if a stream ends with the numbers of tokens.
         model: Name of the model as the agent wrote it; the answer repeats it.
         ignored: Fields of the request that have no effect, because the run decides how completions are sampled.
         continues: Id of an earlier answer whose conversation comes before `messages`; empty for none.
         num_instructions: Number of messages at the start that belong to this call only: they stay before the
             conversation that is continued, and a call that continues this one does not get them.
-        is_stored: Whether later calls may continue the answer by its id.
-        size: Number of bytes of the request, and of the conversation that it continues; decides in which thread the
-            call is processed.
+        is_stored: True if later calls may continue the answer by its id.
+        size: Number of bytes of the request, and of the conversation that it continues; decides which thread processes
+            the call.
     """
 
     messages: tuple[Message, ...] = ()
     text: str | None = None
-    tools: tuple[Mapping[str, Any], ...] = ()
+    tools: Tools = ()
     reads_calls: bool = True
     max_new_tokens: int | None = None
     stop_strings: tuple[str, ...] = ()
@@ -81,9 +82,14 @@ class Call:
     is_stored: bool = False
     size: int = field(default=0, compare=False)
 
+    @property
+    def asked(self) -> tuple[Message, ...]:
+        """The conversation; text without a chat template is one message of the user."""
+        return self.messages if self.text is None else ({"role": "user", "content": self.text},)
+
 
 @dataclass(frozen=True)
-class Choice:
+class ModelChoice:
     """One completion of a call.
 
     Args:
@@ -94,7 +100,7 @@ class Choice:
         finish_reason: Why it ended.
         completion: The sampled tokens.
         pieces: Text of each token, if the call asked for logprobs.
-        stop_string: String of `Call.stop_strings` that ended it, which is not part of `text`; empty for none.
+        stop_string: String of `ModelCall.stop_strings` that ended it, which is not part of `text`; empty for none.
         has_invalid_call: True if a tool call of the turn cannot be read.
     """
 
@@ -107,22 +113,27 @@ class Choice:
     stop_string: str = ""
     has_invalid_call: bool = False
 
+    @property
+    def readable_calls(self) -> list[ToolCall]:
+        """The calls without an error."""
+        return [call for call in self.tool_calls if not call.error]
+
 
 @dataclass(frozen=True)
-class Answer:
+class ModelAnswer:
     """The answer to a call.
 
     Args:
         id: Identifies the call within the rollout, as `rl-0123456789abcdef`; rewards may be posted for it.
         created: Seconds since the epoch.
-        choices: The completions, `Call.num_choices` of them.
+        choices: The completions, `ModelCall.num_choices` of them.
         num_prompt_tokens: Number of tokens before the completions.
-        num_cached_tokens: Number of those that an earlier call of the same branch had or sampled.
+        num_cached_tokens: Number of prompt tokens that an earlier call of the same branch had or sampled.
     """
 
     id: str
     created: int
-    choices: tuple[Choice, ...]
+    choices: tuple[ModelChoice, ...]
     num_prompt_tokens: int
     num_cached_tokens: int = 0
 
@@ -132,11 +143,10 @@ class Answer:
         return sum(len(choice.completion.token_ids) for choice in self.choices)
 
 
-@dataclass(frozen=True)
-class Event:
+class StreamEvent(NamedTuple):
     """An event of a stream.
 
-    Args:
+    Attributes:
         data: JSON object; None for the mark that ends OpenAI's streams.
         name: Name of the event; empty if the dialect does not name its events.
     """
@@ -145,44 +155,27 @@ class Event:
     name: str = ""
 
 
-COMMENT = b": \n\n"
-"""Comment in a stream of events."""
-
-
 class Dialect(Protocol):
-    """A wire format: what a request means, and how answers and errors are written.
+    """A wire format: how requests are read, and how answers and errors are written.
 
     Attributes:
         heartbeat: Part of a stream that clients ignore, sent while they wait for the first event.
+        error: Returns the JSON body of an error.
     """
 
     heartbeat: bytes
 
-    def read(self, body: Mapping[str, Any]) -> Call:
+    @property
+    def error(self) -> Callable[[CallRefused], Mapping[str, Any]]: ...
+
+    def read(self, body: Mapping[str, Any]) -> ModelCall:
         """Return the call that a request's JSON body asks for; raise `CallRefused` if it cannot be served."""
         ...
 
-    def answer(self, call: Call, answer: Answer) -> Mapping[str, Any]:
+    def answer(self, call: ModelCall, answer: ModelAnswer) -> Mapping[str, Any]:
         """Return the JSON body of an answer."""
         ...
 
-    def events(self, call: Call, answer: Answer) -> Iterator[Event]:
+    def events(self, call: ModelCall, answer: ModelAnswer) -> Iterator[StreamEvent]:
         """Yield the events of a streamed answer."""
         ...
-
-    def error(self, refused: CallRefused) -> Mapping[str, Any]:
-        """Return the JSON body of an error."""
-        ...
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits of one rollout of an agent.
-
-    Args:
-        max_tokens: Maximum number of tokens of a conversation, what is sampled included.
-        max_calls: Maximum number of completions that are sampled.
-    """
-
-    max_tokens: int
-    max_calls: int = 256

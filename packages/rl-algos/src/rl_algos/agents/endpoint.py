@@ -9,21 +9,19 @@ import logging
 import math
 import re
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 from aiohttp import web
 
-from rl_algos.agents.address import Address
-from rl_algos.agents.calls import Answer, Call, CallRefused, Dialect, Event
-from rl_algos.agents.dialects.chat_completions import ChatCompletions
-from rl_algos.agents.dialects.completions import Completions
+from rl_algos.agents.calls import CallRefused, Dialect, ModelAnswer, ModelCall, StreamEvent
+from rl_algos.agents.dialects.completions import ChatCompletions, Completions
 from rl_algos.agents.dialects.messages import Messages
 from rl_algos.agents.dialects.responses import Responses
 from rl_algos.agents.session import LARGE, AgentSession
-from rl_algos.agents.task_board import TaskBoard
+from rl_algos.agents.task_board import Address, TaskBoard
 from rl_algos.connections import TRANSFER_S, Connections, SparingLog
 from rl_algos.host_header import host_name
 
@@ -34,8 +32,8 @@ MAX_BODY = 8 * 2**20
 
 BODY_BASE = 2**20
 BODY_PER_TOKEN = 32
-"""Maximum number of bytes of a request, and what each token of `policy.max_total_sequence_length` adds to it. Text has
-about 4 bytes for each token, and 12 if its characters are escaped."""
+"""Maximum number of bytes of a request, and the number that each token of `policy.max_total_sequence_length` adds.
+Text has about 4 bytes for each token, and 12 if its characters are escaped."""
 
 HEARTBEAT_S = 0.75
 """Maximum number of seconds without a byte while a stream waits for its answer."""
@@ -56,7 +54,7 @@ _MAX_REWARDS = 100
 """Maximum number of names of rewards, and of characters of each."""
 
 _RETRIES = "x-stainless-retry-count"
-"""Header in which the clients of OpenAI and Anthropic count how often they have sent a request before."""
+"""Header of the clients of OpenAI and Anthropic that counts how often they have sent a request before."""
 
 _KEY = "Idempotency-Key"
 """Header that identifies a request over all tries of it, for clients that set one."""
@@ -82,14 +80,8 @@ class _Asked:
 Serve = Callable[[_Asked], Awaitable[web.StreamResponse]]
 
 
-@dataclass(frozen=True)
-class _Open:
-    session: AgentSession
-    address: Address
-
-
 class AgentEndpoint:
-    """Serves all rollouts of one worker, each at a URL of its own.
+    """Serves all rollouts of one worker, each at a separate URL.
 
     Args:
         host: Address to listen at. One that is not the loopback address is reached by agents on other machines.
@@ -103,26 +95,23 @@ class AgentEndpoint:
         self._board_key = f"rl-agents-{secrets.token_urlsafe(24)}" if board is not None else ""
         self._max_body = min(MAX_BODY, BODY_BASE + BODY_PER_TOKEN * max_tokens)
         self._max_brackets = 50_000 + 2 * max_tokens
-        self._open: dict[str, _Open] = {}
+        self._open: dict[str, tuple[AgentSession, Address]] = {}
         self._runner: web.ServerRunner | None = None
         self._port = 0
         self._large = asyncio.Semaphore(_MAX_LARGE)
         self._failures = SparingLog(_log, "%d requests of agents failed, the last one because of %s")
         chat, messages = ChatCompletions(), Messages()
-        dialects: dict[str, Dialect] = {
-            "chat/completions": chat,
-            "completions": Completions(),
-            "responses": Responses(),
-            "messages": messages,
-        }
         self._paths: dict[str, tuple[str, Dialect, Serve]] = {
-            **{path: ("POST", dialect, self._calls) for path, dialect in dialects.items()},
+            "chat/completions": ("POST", chat, self._calls),
+            "completions": ("POST", Completions(), self._calls),
+            "responses": ("POST", Responses(), self._calls),
+            "messages": ("POST", messages, self._calls),
             "messages/count_tokens": ("POST", messages, self._count_tokens),
             "models": ("GET", chat, self._models),
             "reward": ("POST", chat, self._reward),
         }
         if board is not None:
-            self._paths |= {"end": ("POST", chat, self._end), "renew": ("POST", chat, self._renew)}
+            self._paths |= {"end": ("POST", chat, self._end), "renew": ("POST", chat, self._end)}
 
     async def start(self) -> None:
         """Listen at a port that is free."""
@@ -139,7 +128,7 @@ class AgentEndpoint:
 
     @property
     def board_key(self) -> str:
-        """Key with which agents that run elsewhere take rollouts; empty if none may."""
+        """Key that agents which run elsewhere take rollouts with; empty if none may."""
         return self._board_key
 
     async def close(self) -> None:
@@ -156,13 +145,10 @@ class AgentEndpoint:
             takes_rewards: True if the holder of `Address.reward_key` may post rewards.
         """
         rollout = secrets.token_hex(8)
-        address = Address(
-            rollout=rollout,
-            root_url=f"{self.url}/rollouts/{rollout}",
-            api_key=f"rl-{secrets.token_urlsafe(24)}",
-            reward_key=f"rl-reward-{secrets.token_urlsafe(24)}" if takes_rewards else "",
-        )
-        self._open[rollout] = _Open(session, address)
+        reward_key = f"rl-reward-{secrets.token_urlsafe(24)}" if takes_rewards else ""
+        api_key = f"rl-{secrets.token_urlsafe(24)}"
+        address = Address(rollout, f"{self.url}/rollouts/{rollout}", api_key, reward_key)
+        self._open[rollout] = session, address
         try:
             yield address
         finally:
@@ -172,12 +158,18 @@ class AgentEndpoint:
     async def _serve(self, request: web.BaseRequest) -> web.StreamResponse:
         asked, serve = self._routed(request)
         try:
-            self._check_host(request)
+            # A page in a browser may have bound its name to this address, so other names are refused.
+            own = request.transport.get_extra_info("sockname")[0] if request.transport is not None else ""
+            name = host_name(request.headers.getall("Host", []))
+            if name not in (self._host.lower(), own, "localhost"):
+                problem = f"the host {name[:100]!r} is not served; use the URL that the agent is given"
+                raise CallRefused(problem, status=403, code="forbidden_host")
             return await serve(asked)
         except ConnectionError:
             raise
-        except Exception as error:  # noqa: BLE001 - whatever it is, the client gets an error that it can read
-            return _refusal(asked.dialect, self._refused(error))
+        except Exception as error:  # noqa: BLE001 - the client gets an error that it can read
+            refused = self._refused(error)
+            return web.json_response(asked.dialect.error(refused), status=refused.status)
 
     def _routed(self, request: web.BaseRequest) -> tuple[_Asked, Serve]:
         """Return a request with its wire format, and the method that answers it."""
@@ -197,11 +189,8 @@ class AgentEndpoint:
     async def _refuse_path(self, asked: _Asked) -> web.StreamResponse:
         path = asked.request.path.rpartition("/v1/")[2] if asked.rollout else asked.request.path
         served = ", ".join(self._paths)
-        raise CallRefused(
-            f"{path[:100]} is not served; a rollout has {served} below its own URL, which its agent is given",
-            status=404,
-            code="not_found",
-        )
+        problem = f"{path[:100]} is not served; a rollout has {served} below its own URL, which its agent is given"
+        raise CallRefused(problem, status=404, code="not_found")
 
     def _refused(self, error: Exception) -> CallRefused:
         """Return an error as the client reads it."""
@@ -217,56 +206,40 @@ class AgentEndpoint:
         return CallRefused(f"the policy could not answer: {cause}", status=500, code="server_error")
 
     def _too_large(self) -> CallRefused:
-        return CallRefused(
-            f"the request is larger than {self._max_body} bytes, the maximum for conversations of "
-            "policy.max_total_sequence_length tokens; shorten the conversation",
-            status=413,
-            code="request_too_large",
-        )
-
-    def _check_host(self, request: web.BaseRequest) -> None:
-        """Refuse requests to another name than this server's, such as those of a page in a browser whose name was bound
-        to this address."""
-        own = request.transport.get_extra_info("sockname")[0] if request.transport is not None else ""
-        name = host_name(request.headers.getall("Host", []))
-        if name not in (self._host.lower(), own, "localhost"):
-            raise CallRefused(
-                f"the host {name[:100]!r} is not served; use the URL that the agent is given",
-                status=403,
-                code="forbidden_host",
-            )
+        limit = f"{self._max_body} bytes, the maximum for conversations of policy.max_total_sequence_length tokens"
+        problem = f"the request is larger than {limit}; shorten the conversation"
+        return CallRefused(problem, status=413, code="request_too_large")
 
     def _session(self, asked: _Asked, *, posts_rewards: bool = False) -> AgentSession:
-        found = self._open.get(asked.rollout)
-        if found is None:
+        if asked.rollout not in self._open:
             raise CallRefused("this rollout does not exist or has ended", status=410, code="rollout_ended")
-        key = found.address.reward_key if posts_rewards else found.address.api_key
+        session, address = self._open[asked.rollout]
+        key = address.reward_key if posts_rewards else address.api_key
         if not key:
             raise CallRefused("rewards cannot be posted for this rollout", status=403, code="rewards_not_taken")
         _check_key(asked.request, key)
         if self._board is not None:
-            self._board.renew(found.address.rollout)
-        return found.session.of_agent(asked.agent)
+            self._board.renew(address.rollout)
+        return session.of_agent(asked.agent)
 
-    async def _call(self, asked: _Asked, session: AgentSession, **set_by_us: Any) -> Call:
+    async def _call(self, asked: _Asked, session: AgentSession, **set_by_us: Any) -> ModelCall:
         """Receive a request for a completion."""
         sent = await self._received(asked.request)
-        brackets = self._max_brackets
-        call = await session.off_loop(len(sent), lambda: asked.dialect.read({**_parsed(sent, brackets), **set_by_us}))
-        return replace(call, size=len(sent))
+
+        def read() -> ModelCall:
+            return asked.dialect.read({**_parsed(sent, self._max_brackets), **set_by_us})
+
+        return replace(await session.off_loop(len(sent), read), size=len(sent))
 
     def _room_for(self, request: web.BaseRequest) -> AbstractAsyncContextManager[None]:
-        """Context in which a body is in memory, of which a few may be large."""
+        """Return a context for a body in memory; few of them may be large at a time."""
         is_small = request.content_length is not None and request.content_length <= LARGE
         return nullcontext() if is_small else self._large
-
-    async def _body(self, request: web.BaseRequest) -> Mapping[str, Any]:
-        return _parsed(await self._received(request), self._max_brackets)
 
     async def _received(self, request: web.BaseRequest) -> bytearray:
         if (request.content_length or 0) > self._max_body:
             raise self._too_large()
-        body = bytearray()  # `request.read` would keep it until the next request of the connection
+        body = bytearray()  # `request.read` would keep the body until the next request of the connection.
         try:
             async with asyncio.timeout(TRANSFER_S):
                 async for part in request.content.iter_any():
@@ -275,9 +248,8 @@ class AgentEndpoint:
                         raise self._too_large()
             return body
         except TimeoutError:
-            raise CallRefused(
-                f"the request did not arrive within {TRANSFER_S:g} s", status=408, code="timeout"
-            ) from None
+            problem = f"the request did not arrive within {TRANSFER_S:g} s"
+            raise CallRefused(problem, status=408, code="timeout") from None
 
     async def _calls(self, asked: _Asked) -> web.StreamResponse:
         session = self._session(asked)
@@ -291,7 +263,7 @@ class AgentEndpoint:
             return await send(asked, session, call, answering)
 
     async def _send(
-        self, asked: _Asked, session: AgentSession, call: Call, answering: Coroutine[Any, Any, Answer]
+        self, asked: _Asked, session: AgentSession, call: ModelCall, answering: Coroutine[Any, Any, ModelAnswer]
     ) -> web.StreamResponse:
         answer = await answering
         try:
@@ -307,7 +279,7 @@ class AgentEndpoint:
         return response
 
     async def _stream(
-        self, asked: _Asked, session: AgentSession, call: Call, answering: Coroutine[Any, Any, Answer]
+        self, asked: _Asked, session: AgentSession, call: ModelCall, answering: Coroutine[Any, Any, ModelAnswer]
     ) -> web.StreamResponse:
         dialect, stream = asked.dialect, _EventStream(asked.request)
         waiting = asyncio.ensure_future(answering)
@@ -319,20 +291,21 @@ class AgentEndpoint:
             answer = waiting.result()
             await self._connections.pace.turn()
             size = _size(call, answer)
-            await stream.write(await session.off_loop(size, lambda: _all_written(dialect.events(call, answer))))
+            events = dialect.events(call, answer)
+            await stream.write(await session.off_loop(size, lambda: b"".join(map(_written, events))))
             await stream.end()
             is_delivered = True
         except Exception as error:
-            # an answer that has begun cannot get another status
-            if not stream.has_begun or isinstance(error, ConnectionError):
+            # An answer that has begun cannot get another status.
+            if not stream.response.prepared or isinstance(error, ConnectionError):
                 raise
-            await stream.write(_written(Event(dialect.error(self._refused(error)), "error")))
+            await stream.write(_written(StreamEvent(dialect.error(self._refused(error)), "error")))
             await stream.end()
         finally:
             waiting.cancel()
             if waiting.done() and not waiting.cancelled() and waiting.exception() is None:
                 session.delivered(waiting.result(), is_delivered=is_delivered)
-            del waiting  # see `AgentSession.off_loop`
+            del waiting  # `AgentSession.off_loop` explains this.
         return stream.response
 
     async def _count_tokens(self, asked: _Asked) -> web.StreamResponse:
@@ -348,7 +321,7 @@ class AgentEndpoint:
 
     async def _reward(self, asked: _Asked) -> web.StreamResponse:
         session = self._session(asked, posts_rewards=True)
-        body = await self._body(asked.request)
+        body = _parsed(await self._received(asked.request), self._max_brackets)
         call, choice = body.get("call", ""), body.get("choice", 0)
         if not isinstance(call, str) or not isinstance(choice, int):
             raise CallRefused("`call` must be the id of an answer, and `choice` an integer", param="call")
@@ -356,19 +329,16 @@ class AgentEndpoint:
         return web.json_response({})
 
     async def _end(self, asked: _Asked) -> web.StreamResponse:
-        assert self._board is not None
+        """End a rollout, or renew its lease; every request of a rollout renews it."""
         self._session(asked)
-        self._board.end(asked.rollout)
-        return web.json_response({})
-
-    async def _renew(self, asked: _Asked) -> web.StreamResponse:
-        self._session(asked)
+        if self._board is not None and asked.request.path.endswith("/end"):
+            self._board.end(asked.rollout)
         return web.json_response({})
 
     async def _take(self, asked: _Asked) -> web.StreamResponse:
         assert self._board is not None
         _check_key(asked.request, self._board_key)
-        body = await self._body(asked.request)
+        body = _parsed(await self._received(asked.request), self._max_brackets)
         wait_s = body.get("wait_s", _WAIT_S)
         if not isinstance(wait_s, int | float) or not 0 <= wait_s <= _WAIT_S:
             raise CallRefused(f"wait_s must be from 0 to {_WAIT_S:g}, got {wait_s!r:.40}", param="wait_s")
@@ -386,18 +356,13 @@ class _EventStream:
         self._request = request
         self.response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether the headers are sent, so that an error has to be an event."""
-        return self.response.prepared
-
     async def write(self, events: bytes) -> None:
         """Send events.
 
         Raises:
             ConnectionError: If the client does not read them.
         """
-        if not self.has_begun:
+        if not self.response.prepared:
             await _within_limit(self.response.prepare(self._request))
         await _within_limit(self.response.write(events))
 
@@ -418,23 +383,20 @@ async def _refuse_method(asked: _Asked) -> web.StreamResponse:
     raise CallRefused(f"{asked.request.method[:20]} is not allowed here", status=405, code="method_not_allowed")
 
 
-def _refusal(dialect: Dialect, refused: CallRefused) -> web.StreamResponse:
-    return web.json_response(dialect.error(refused), status=refused.status)
-
-
 def _refusal_of_http(status: int, message: str) -> web.StreamResponse:
-    return _refusal(ChatCompletions(), CallRefused(message, status=status, code="invalid_http"))
+    refused = CallRefused(message, status=status, code="invalid_http")
+    return web.json_response(ChatCompletions().error(refused), status=status)
 
 
-def _size(call: Call, answer: Answer) -> int:
-    """A number of characters of an answer: the logprob of a token is an object, and some dialects repeat the call."""
+def _size(call: ModelCall, answer: ModelAnswer) -> int:
+    """Estimate the characters of an answer: the logprob of a token is an object, and some dialects repeat the call."""
     return max(call.size, answer.num_sampled * (64 if call.wants_logprobs else 4))
 
 
 def _check_key(request: web.BaseRequest, key: str) -> None:
     kind, _, bearer = request.headers.get("Authorization", "").partition(" ")
     given = bearer.strip() if kind.lower() == "bearer" else request.headers.get("x-api-key", "")
-    # a header may have any bytes
+    # A header may have any bytes.
     if not hmac.compare_digest(given.encode(errors="surrogateescape"), key.encode()):
         raise CallRefused("the API key is not the one that this URL takes", status=401, code="invalid_api_key")
 
@@ -448,18 +410,17 @@ def rewards_of(given: Any) -> Mapping[str, float]:
     named = given if isinstance(given, Mapping) else {"reward": given}
     if len(named) > _MAX_REWARDS or any(len(str(name)) > _MAX_REWARDS for name in named):
         raise CallRefused(f"at most {_MAX_REWARDS} rewards with names of {_MAX_REWARDS} characters", param="reward")
-    return {str(name): _reward_of(str(name), value) for name, value in named.items()}
-
-
-def _reward_of(name: str, value: Any) -> float:
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    rewards = {}
+    for name, value in named.items():
         try:
-            reward = float(value)
+            reward = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
         except OverflowError:
             reward = math.inf
-        if math.isfinite(reward):
-            return reward
-    raise CallRefused(f"the reward {name!r} must be a finite number, got {value!r:.60}", param="reward")
+        if not math.isfinite(reward):
+            problem = f"the reward {str(name)!r} must be a finite number, got {value!r:.60}"
+            raise CallRefused(problem, param="reward")
+        rewards[str(name)] = reward
+    return rewards
 
 
 def _parsed(sent: bytearray, max_brackets: int) -> Mapping[str, Any]:
@@ -475,7 +436,7 @@ def _parsed(sent: bytearray, max_brackets: int) -> Mapping[str, Any]:
     try:
         body = json.loads(sent)
         if b"\\ud" in sent.lower():
-            # halves of characters are valid JSON, and neither tokenizers nor answers can hold them
+            # Halves of characters are valid JSON, and neither tokenizers nor answers can hold them.
             json.dumps(body, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise CallRefused(f"the request is not valid JSON: {str(error)[:200]}", code="invalid_json") from None
@@ -484,11 +445,7 @@ def _parsed(sent: bytearray, max_brackets: int) -> Mapping[str, Any]:
     return body
 
 
-def _all_written(events: Iterable[Event]) -> bytes:
-    return b"".join(map(_written, events))
-
-
-def _written(event: Event) -> bytes:
+def _written(event: StreamEvent) -> bytes:
     name = f"event: {event.name}\n" if event.name else ""
     data = "[DONE]" if event.data is None else json.dumps(event.data, ensure_ascii=False)
     return f"{name}data: {data}\n\n".encode()

@@ -6,38 +6,23 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from rl_algos.agents.calls import CallRefused
+from rl_algos.agents.calls import CallRefused, Tools
 from rl_core.rollouts.rollout import Message
 
 T = TypeVar("T")
-
-_KINDS: Mapping[type, str] = {
-    str: "a string",
-    int: "an integer",
-    float: "a number",
-    bool: "a boolean",
-    list: "a list",
-    dict: "an object",
-}
-
-CHOSEN_BY_THE_RUN = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-)
-"""Fields that set how tokens are drawn. The run decides that, so that training sees the distribution that was sampled
-from; the fields are accepted and have no effect."""
 
 MAX_STOP_STRINGS, MAX_STOP_CHARACTERS = 64, 256
 """Maximum number of stop strings of one call, and of characters of each: the engine searches every token for them."""
 
 MAX_CHOICES = 16
 """Maximum number of completions of one call."""
+
+_PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty")
+CHOSEN_BY_THE_RUN = ("temperature", "top_p", "top_k", "min_p", "seed", *_PENALTIES)
+"""Fields that set how tokens are drawn. The run decides that, so that training sees the distribution that was sampled
+from; the fields are accepted and have no effect."""
+
+_KINDS: Mapping[type, str] = {str: "a string", int: "an integer", bool: "a boolean", list: "a list", dict: "an object"}
 
 
 class Fields:
@@ -46,16 +31,19 @@ class Fields:
     Args:
         body: The object.
         at: Path of the object in the request; empty for the whole request.
+
+    Attributes:
+        raw: Returns a field as it is; None if it is absent.
     """
 
     def __init__(self, body: Any, at: str = "") -> None:
         if not isinstance(body, Mapping):
             raise CallRefused(f"{at or 'the request'} must be an object, got {_shown(body)}", param=at)
-        self._body = body
+        self.raw = body.get
         self._at = f"{at}." if at else ""
 
     def __contains__(self, name: str) -> bool:
-        return self._body.get(name) is not None
+        return self.raw(name) is not None
 
     def get(self, name: str, kind: type[T], default: T) -> T:
         """Return a field, or the default if it is absent or null.
@@ -63,17 +51,12 @@ class Fields:
         Raises:
             CallRefused: If it has another type.
         """
-        value = self._body.get(name)
+        value = self.raw(name)
         if value is None:
             return default
-        is_number = kind is float and isinstance(value, int) and not isinstance(value, bool)
-        if not is_number and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise self.refused(name, f"must be {_KINDS[kind]}, got {_shown(value)}")
         return value
-
-    def raw(self, name: str) -> Any:
-        """Return a field as it is; None if it is absent."""
-        return self._body.get(name)
 
     def required(self, name: str, kind: type[T]) -> T:
         """Return a field.
@@ -81,9 +64,20 @@ class Fields:
         Raises:
             CallRefused: If it is absent, or has another type.
         """
-        if self._body.get(name) is None:
+        if name not in self:
             raise self.refused(name, "is missing")
         return self.get(name, kind, kind())
+
+    def section(self, name: str) -> Fields:
+        """Return the fields of an object, which is empty if it is absent."""
+        return Fields(self.get(name, dict, {}), f"{self._at}{name}")
+
+    def role(self, roles: Sequence[str]) -> str:
+        """Return the role of a message; the developer's is `system` for chat templates."""
+        role = self.required("role", str)
+        if role not in roles:
+            raise self.refused("role", f"{role!r} is not one of {', '.join(roles)}")
+        return "system" if role == "developer" else role
 
     def number(self, name: str, least: int, most: int | None = None) -> int | None:
         """Return an integer within bounds; None if it is absent."""
@@ -97,7 +91,7 @@ class Fields:
 
     def strings(self, name: str) -> tuple[str, ...]:
         """Return a string or a list of strings as a tuple; an empty one if the field is absent."""
-        value = self._body.get(name)
+        value = self.raw(name)
         values = [value] if isinstance(value, str) else value or []
         if not isinstance(values, list) or not all(isinstance(each, str) and each for each in values):
             raise self.refused(name, f"must be a string or a list of strings, got {_shown(value)}")
@@ -118,13 +112,11 @@ class Fields:
             allowed: Values that ask for nothing.
             remedy: What to do instead.
         """
-        value = self._body.get(name)
+        value = self.raw(name)
         if value is not None and value not in list(allowed):
             raise self.refused(name, f"{_shown(value)} is not offered; {remedy}")
 
-    def tool_choice(
-        self, tools: tuple[Mapping[str, Any], ...]
-    ) -> tuple[tuple[Mapping[str, Any], ...], bool, tuple[str, ...]]:
+    def tool_choice(self, tools: Tools) -> tuple[Tools, bool, tuple[str, ...]]:
         """Return the tools that the policy sees, whether calls are read, and the field's name if it asks to force them.
 
         Nothing forces a call, because training would see another distribution than the one that was sampled from.
@@ -132,27 +124,26 @@ class Fields:
         Args:
             tools: Tools of the request; `allowed_tools` selects some of them.
         """
-        value = self._body.get("tool_choice")
+        value = self.raw("tool_choice")
         kind = value.get("type") if isinstance(value, Mapping) else value
         if isinstance(value, Mapping) and kind == "allowed_tools":
-            # Chat Completions nests the fields that Responses has beside the type
-            allowed = Fields(value.get("allowed_tools", value), f"{self._at}tool_choice.allowed_tools")
-            kind, tools = allowed.get("mode", str, "auto"), allowed.selected(tools)
+            # Chat Completions nests the fields that Responses has next to the type.
+            at = f"{self._at}tool_choice.allowed_tools"
+            allowed = Fields(value.get("allowed_tools", value), at)
+            kind = allowed.get("mode", str, "auto")
+            names = [
+                each["function"]["name"] for each in function_tools(allowed.required("tools", list), f"{at}.tools")
+            ]
+            own = {tool["function"]["name"]: tool for tool in tools}
+            if missing := [name for name in names if name not in own]:
+                raise allowed.refused("tools", f"has {missing[0]!r}, which is not one of the tools of the request")
+            tools = tuple(tool for name, tool in own.items() if name in names)
         if kind in (None, "auto", "none"):
             return tools, kind != "none", ()
         if kind in ("required", "any", "function", "tool", "custom"):
             return tools, True, ("tool_choice",)
-        raise self.refused(
-            "tool_choice", f"{_shown(value)} is not offered; pass auto or none, and allowed_tools or fewer tools"
-        )
-
-    def selected(self, tools: tuple[Mapping[str, Any], ...]) -> tuple[Mapping[str, Any], ...]:
-        """Return those of some tools that the field `tools` names."""
-        names = [tool["function"]["name"] for tool in function_tools(self.required("tools", list), f"{self._at}tools")]
-        own = {tool["function"]["name"]: tool for tool in tools}
-        if missing := [name for name in names if name not in own]:
-            raise self.refused("tools", f"has {missing[0]!r}, which is not one of the tools of the request")
-        return tuple(tool for name, tool in own.items() if name in names)
+        remedy = "pass auto or none, and allowed_tools or fewer tools"
+        raise self.refused("tool_choice", f"{_shown(value)} is not offered; {remedy}")
 
     def sampling_set_by_client(self) -> tuple[str, ...]:
         """Return the fields of `CHOSEN_BY_THE_RUN` that the request sets."""
@@ -163,7 +154,7 @@ class Fields:
         return CallRefused(f"{self._at}{name} {problem}", param=f"{self._at}{name}")
 
 
-def function_tools(given: Sequence[Any], at: str = "tools") -> tuple[Mapping[str, Any], ...]:
+def function_tools(given: Sequence[Any], at: str = "tools") -> Tools:
     """Return tools in the form that chat templates take, from OpenAI's nested form, or the flat one of the Responses
     API and of Anthropic.
 
@@ -230,10 +221,16 @@ def text_of_part(part: Any, at: str) -> str:
     return fields.get("refusal" if kind == "refusal" else "text", str, "")
 
 
-def check_conversation(messages: Sequence[Message], at: str = "messages") -> None:
-    """Refuse an empty conversation."""
-    if not messages:
+def conversation(messages: Iterable[Message], at: str = "messages") -> tuple[Message, ...]:
+    """Return the messages of a conversation.
+
+    Raises:
+        CallRefused: If there are none.
+    """
+    found = tuple(messages)
+    if not found:
         raise CallRefused(f"{at} is empty; pass at least one message", param=at)
+    return found
 
 
 def _shown(value: Any) -> str:

@@ -2,7 +2,7 @@
 
 It is started as `python -m rl_algos.agents.host`. Its standard input has the agent's function, pickled as a name or a
 `FromFile`, or None for commands, and then a JSON line for each rollout to play or to end. It answers a line when a
-rollout has ended with all of its processes: it adopts those whose parents have ended, so none is lost.
+rollout has ended with all of its processes: it adopts processes whose parents have ended, so none is lost.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rl_core.plugins import resolve
 READY = "ready"
 
 MARK = "RL_ROLLOUT"
-"""Environment variable that all processes of a rollout have; its value is that of no other rollout."""
+"""Environment variable that all processes of a rollout have; its value differs for each rollout."""
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -39,24 +39,24 @@ _POLL_S = 0.02
 def main() -> None:
     """Serve until standard input ends."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what the user's file prints is not an answer
+    os.dup2(2, 1)  # Output of the user's file is not an answer.
     size = int.from_bytes(_exactly(8), "big")
     try:
         agent = pickle.loads(_exactly(size))
         function = resolve(agent) if isinstance(agent, str) else None if agent is None else agent.load()
-    except BaseException as error:  # noqa: BLE001 - whatever it is, the worker reports it
+    except BaseException as error:  # noqa: BLE001 - the worker reports any failure
         traceback.print_exc()
-        _say(answers, {"failure": f"{type(error).__name__}: {error}"})
+        print(json.dumps({"failure": f"{type(error).__name__}: {error}"}), file=answers)
         return
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    gc.freeze()  # collections in the forked processes leave the pages that they share with this one alone
-    _say(answers, {"state": READY})
+    gc.freeze()  # collections in the forked processes do not touch the pages that they share with this one
+    print(json.dumps({"state": READY}), file=answers)
     Host(function, answers).serve()
 
 
 @dataclass
 class _Played:
-    """A rollout under way.
+    """A rollout that is being played.
 
     Args:
         leader: The process that it began with, which leads its session.
@@ -104,7 +104,13 @@ class Host:
                 *lines, unread = (unread + read).split(b"\n")
                 for line in lines:
                     self._obey(json.loads(line))
-            self._end_those_that_should()
+            for mark, played in [each for each in self._played.items() if each[1].killed_at is not None]:
+                left = self._processes(mark, played)
+                if left and time.monotonic() >= (played.killed_at or 0):
+                    _signal(left, signal.SIGKILL)
+                elif not left and played.status is not None:
+                    del self._played[mark]
+                    print(json.dumps({"ended": mark, "status": played.status}), file=self._answers)
         for mark, played in self._played.items():
             _signal(self._processes(mark, played), signal.SIGKILL)
 
@@ -115,7 +121,7 @@ class Host:
             if not leader:
                 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
                 self._answers.close()
-                _play(self._function, task, parent)
+                _become_agent(self._function, task, parent)
             self._played[task["id"]] = _Played(leader, task["grace_s"])
         elif played is not None:
             self._end(task["id"], played)
@@ -138,22 +144,19 @@ class Host:
             played.killed_at = time.monotonic() + played.grace_s
             _signal(self._processes(mark, played), signal.SIGTERM)
 
-    def _end_those_that_should(self) -> None:
-        for mark, played in [each for each in self._played.items() if each[1].killed_at is not None]:
-            left = self._processes(mark, played)
-            if left and time.monotonic() >= (played.killed_at or 0):
-                _signal(left, signal.SIGKILL)
-            elif not left and played.status is not None:
-                del self._played[mark]
-                _say(self._answers, {"ended": mark, "status": played.status})
-
     def _processes(self, mark: str, played: _Played) -> list[int]:
-        """The processes of a rollout that run: its leader's descendants, and those that were adopted."""
+        """Return the running processes of a rollout: its leader's descendants, and processes that were adopted."""
         leaders = {each.leader for each in self._played.values()}
         found = [] if played.status is not None else [played.leader]
-        found += [pid for pid in _children(os.getpid()) if pid not in leaders and _is_of(pid, mark, played.leader)]
+        for pid in _children(os.getpid()):
+            if pid not in leaders:
+                # An adopted process is recognised by its session or its mark, whatever parents it had.
+                with suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
+                    is_own = _state_and_session(pid)[1] == played.leader
+                    if is_own or f"{MARK}={mark}".encode() in file.read().split(b"\0"):
+                        found.append(pid)
         for pid in found:
-            found += _children(pid)  # the list grows as it is read, so it has theirs too
+            found += _children(pid)  # The list grows while it is read, so it has their children too.
         return [pid for pid in found if _state_and_session(pid)[0] not in ("Z", "")]
 
 
@@ -177,16 +180,9 @@ def _children(pid: int) -> Iterator[int]:
                 yield from map(int, file.read().split())
 
 
-def _is_of(pid: int, mark: str, session: int) -> bool:
-    """Whether a process is of the rollout with this mark and session, whatever parents it had."""
-    with suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
-        return _state_and_session(pid)[1] == session or f"{MARK}={mark}".encode() in file.read().split(b"\0")
-    return False
-
-
 def _state_and_session(pid: int) -> tuple[str, int]:
     with suppress(OSError), open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-        # after the name, which is in parentheses: state, parent, group, session
+        # The fields after the name, which is in parentheses, are state, parent, group and session.
         state, _, _, session = file.read().rpartition(")")[2].split()[:4]
         return state, int(session)
     return "", 0
@@ -198,12 +194,12 @@ def _signal(pids: list[int], number: int) -> None:
             os.kill(pid, number)
 
 
-def _play(function: Callable[..., Any] | None, task: dict[str, Any], parent: int) -> None:
+def _become_agent(function: Callable[..., Any] | None, task: dict[str, Any], parent: int) -> None:
     """Become the agent of one rollout."""
     status = 1
     try:
         os.setsid()
-        # it ends with the host, as that does with the worker
+        # The agent ends with the host, as the host ends with the worker.
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
@@ -219,27 +215,19 @@ def _play(function: Callable[..., Any] | None, task: dict[str, Any], parent: int
             prompt = json.load(file)
         result = function(os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"], prompt)
         if inspect.isawaitable(result):
-            result = asyncio.run(_awaited(result))
+            result = asyncio.run(asyncio.wait_for(result, None))
         if result is not None:
             with open(os.environ["RL_REWARD_FILE"], "w", encoding="utf-8") as file:
                 json.dump(result, file, default=float)
         status = 0
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
-    except BaseException:  # noqa: BLE001 - the log has it, and the status
+    except BaseException:  # noqa: BLE001 - the log has the traceback, and the status shows it
         traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
-
-
-async def _awaited(result: Any) -> Any:
-    return await result
-
-
-def _say(answers: TextIO, said: dict[str, Any]) -> None:
-    print(json.dumps(said), file=answers)
 
 
 def _exactly(size: int) -> bytes:

@@ -1,33 +1,34 @@
-"""The rollout program of agents."""
+"""The rollout program of agents, and the ways to start an agent for a rollout."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
+import os
+import pickle
 import re
-from collections.abc import Mapping, Sequence
+import signal
+import sys
+import tempfile
+import uuid
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from rl_algos.agents.address import Address
-from rl_algos.agents.calls import CallRefused, Limits
+from rl_algos.agents import host
+from rl_algos.agents.calls import CallRefused
 from rl_algos.agents.endpoint import AgentEndpoint, rewards_of
-from rl_algos.agents.launchers import (
-    AgentFailed,
-    AgentLost,
-    EnvironmentLauncher,
-    ExternalLauncher,
-    Launcher,
-    ProcessLauncher,
-    Task,
-)
 from rl_algos.agents.session import AgentSession
-from rl_algos.agents.task_board import LeaseExpired, TaskBoard
+from rl_algos.agents.task_board import Address, LeaseExpired, TaskBoard
 from rl_algos.connections import collect_rarely
-from rl_algos.rollouts.agent_config import AgentConfig
-from rl_core.errors import EnvironmentFailed
+from rl_algos.rollouts.config import AgentConfig
+from rl_core.errors import EnvironmentFailed, RLError
 from rl_core.images import image_digests
-from rl_core.rollouts.environment import Conversation
+from rl_core.rollouts.agent_run import AGENT_FAILURE, AGENT_OUTPUT, AgentRun, service_variables, this_network
+from rl_core.rollouts.environment import Conversation, StepResult
 from rl_core.rollouts.program import GenerationClient
 from rl_core.rollouts.rollout import Prompt, Rollout
 from rl_core.user_code import FromFile
@@ -40,14 +41,63 @@ MAX_RESTARTS = 2
 AGENTS = "agents"
 """Entry of a returned reward with the rewards of agents by name."""
 
+_LAST_LINES, _LAST_BYTES = 3, 4096
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.05, 1.0
+"""Seconds between questions to an environment whether its agent has ended, at first and at last."""
+
+_NO_REWARD = {
+    "returned": "the agent returned no reward; return a number, or write one to RL_REWARD_FILE",
+    "posted": "no reward was posted before the agent ended; post one with the key in RL_REWARD_KEY",
+    "environment": "the environment gave no reward",
+}
+
+
+class AgentFailed(RLError):
+    """An agent that raised, or ended with another status than 0; its message has the last lines of its log."""
+
+
+class AgentLost(AgentFailed):
+    """An agent that was killed from outside, or whose host was; another try may succeed."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One rollout to play.
+
+    Args:
+        prompt: The prompt.
+        address: How the policy is reached.
+        log: File for the output of the agent.
+        id: Id of the rollout for environments.
+        step: The environment's answer to a turn.
+    """
+
+    prompt: Prompt
+    address: Address
+    log: Path
+    id: str
+    step: Callable[[Conversation], Awaitable[StepResult]]
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """The prompt as agents read it."""
+        prompt = self.prompt
+        messages, tools = [dict(message) for message in prompt.messages], [dict(tool) for tool in prompt.tools]
+        return {"id": prompt.id, "messages": messages, "info": dict(prompt.info), "tools": tools}
+
+
+Play = Callable[[Task], Awaitable[Any]]
+"""Plays one rollout and returns the reward that the agent reports, None for nothing. It raises `AgentFailed`, and
+`AgentLost` if the agent was killed from outside."""
+
 
 class AgentProgram:
     """Starts an agent for each rollout, answers its calls of the policy, and makes a rollout of them.
 
     Args:
         config: Settings of the agent.
-        function: The function that `config.run` names, with the text of its file if it is in one; None for other kinds
-            of agents.
+        function: The function of `config.run`, with the text of its file if it is in one; None for other kinds of
+            agents.
         files: The agent's own files by name, for one that an environment runs.
         max_tokens: Maximum number of tokens of a conversation.
         split: True to render every conversation anew.
@@ -63,11 +113,18 @@ class AgentProgram:
         files: Mapping[str, bytes] | None = None,
     ) -> None:
         self._config = config
-        self._limits = Limits(max_tokens, config.max_calls)
+        self._max_tokens = max_tokens
         self._split = split
         self._board = TaskBoard(config.lease_s) if config.external else None
         self._endpoint = AgentEndpoint(config.host, self._board, max_tokens)
-        self._launcher = _launcher(config, function, self._board, files or {})
+        self._processes: ProcessLauncher | None = None
+        if self._board is not None:
+            self._play = _played_elsewhere(self._board)
+        elif config.place == "environment":
+            self._play = _played_by_environment(config.command, files or {}, config.env)
+        else:
+            self._processes = ProcessLauncher(function, config.command, config.env, config.grace_s)
+            self._play = self._processes.play
         self._logs = Path()
 
     async def start(self, logs: Path) -> None:
@@ -79,7 +136,8 @@ class AgentProgram:
         self._logs = logs / "agents"
         self._logs.mkdir(parents=True, exist_ok=True)
         await self._endpoint.start()
-        await self._launcher.start()
+        if self._processes is not None:
+            await self._processes.start()
         collect_rarely()
         if self._board is not None:
             served = {"url": self._endpoint.url, "key": self._endpoint.board_key}
@@ -95,7 +153,8 @@ class AgentProgram:
 
     async def close(self) -> None:
         """End all agents, and stop serving."""
-        await self._launcher.close()
+        if self._processes is not None:
+            await self._processes.close()
         await self._endpoint.close()
 
     async def run(self, prompt: Prompt, client: GenerationClient) -> Rollout | Sequence[Rollout]:
@@ -109,10 +168,8 @@ class AgentProgram:
             ValueError: If the prompt has images, which agents are not given.
         """
         if image_digests(prompt.messages):
-            raise ValueError(
-                "the prompt has images, but agents call the policy with text only; remove the section `agent`, or the "
-                "images"
-            )
+            problem = "the prompt has images, but agents call the policy with text only"
+            raise ValueError(f"{problem}; remove the section `agent`, or the images")
         num_restarts = 0
         while True:
             try:
@@ -126,44 +183,25 @@ class AgentProgram:
                 _log.warning("rollout of %s begins again: %s", prompt, error)
 
     async def _played(self, prompt: Prompt, client: GenerationClient) -> Rollout | Sequence[Rollout]:
-        session = AgentSession(prompt, client, self._limits, splits=self._split)
+        config = self._config
+        session = AgentSession(prompt, client, self._max_tokens, config.max_calls, splits=self._split)
         client.on_failure(session.played)
-        async with self._endpoint.opened(session, takes_rewards=self._config.reward == "posted") as address:
-            returned = await self._launcher.play(self._task(prompt, address, session.id, client))
-            if self._config.scores_last_turn:
+        async with self._endpoint.opened(session, takes_rewards=config.reward == "posted") as address:
+            name = re.sub(r"[^\w.-]", "_", prompt.id)[-80:]
+            log = self._logs / f"{name}-{address.rollout}.log"
+            returned = await self._play(Task(prompt, address, log, session.id, client.step))
+            if config.scores_last_turn:
                 returned = await _scored(session, client)
-            if returned is not None and self._config.reward != "posted":
+            if returned is not None and config.reward != "posted":
                 try:
                     _add_rewards(session, returned)
                 except CallRefused as error:
                     raise AgentFailed(f"{error}; return a number, or numbers by name") from None
         if missing := session.without_reward:
             named = [name for name in missing if name]
-            raise AgentFailed(_NO_REWARD[self._config.reward] + (f" (agents: {', '.join(named)})" if named else ""))
+            raise AgentFailed(_NO_REWARD[config.reward] + (f" (agents: {', '.join(named)})" if named else ""))
         rollouts = session.rollouts()
         return rollouts[0] if len(rollouts) == 1 else rollouts
-
-    def _task(self, prompt: Prompt, address: Address, conversation_id: str, client: GenerationClient) -> Task:
-        name = re.sub(r"[^\w.-]", "_", prompt.id)[-80:]
-        log = self._logs / f"{name}-{address.rollout}.log"
-        return Task(prompt, address, log, conversation_id, client.step)
-
-
-_NO_REWARD: dict[Literal["returned", "posted", "environment"], str] = {
-    "returned": "the agent returned no reward; return a number, or write one to RL_REWARD_FILE",
-    "posted": "no reward was posted before the agent ended; post one with the key in RL_REWARD_KEY",
-    "environment": "the environment gave no reward",
-}
-
-
-def _launcher(
-    config: AgentConfig, function: str | FromFile | None, board: TaskBoard | None, files: Mapping[str, bytes]
-) -> Launcher:
-    if board is not None:
-        return ExternalLauncher(board)
-    if config.place == "environment":
-        return EnvironmentLauncher(config.command, files, config.env)
-    return ProcessLauncher(function, config.command, config.env, config.grace_s)
 
 
 def _add_rewards(session: AgentSession, returned: Any) -> None:
@@ -182,16 +220,177 @@ def _add_rewards(session: AgentSession, returned: Any) -> None:
 
 
 async def _scored(session: AgentSession, client: GenerationClient) -> Any:
-    """The rewards that the prompt's environment gives for the conversation that the agent ended with."""
-    messages = session.messages
+    """Return the rewards that the prompt's environment gives for the conversation that the agent ended with."""
+    messages, opened = session.messages, session.opened_thoughts
     if not messages:
         raise AgentFailed("the agent ended without a completion of the policy, so there is nothing to score")
     text = str(messages[-1].get("content") or "")
-    opened = session.opened_thoughts
     scored = Conversation(session.id, messages, session.prompt.info, text, opened_thoughts=opened)
     try:
         return (await client.step(scored)).rewards()
     except EnvironmentFailed as error:
-        # its process may have been killed; the conversation is complete, so that another can score it
+        # Its process may have been killed. The conversation is complete, so another one can score it.
         _log.warning("rollout of %s is scored again: %s", session.prompt, error)
         return (await client.step(scored)).rewards()
+
+
+class ProcessLauncher:
+    """Plays each rollout in a separate process: a user's function, or a command.
+
+    The processes are forked from one that has imported the function's file, is small and has one thread, unlike the
+    process of an engine. They are ended if it is killed, and the next rollout starts another.
+
+    Args:
+        function: The function; None for a command.
+        command: The command; empty for a function.
+        env: Further environment variables.
+        grace_s: Seconds between SIGTERM and SIGKILL.
+    """
+
+    def __init__(
+        self, function: str | FromFile | None, command: Sequence[str], env: Mapping[str, str], grace_s: float
+    ) -> None:
+        self._function = function
+        self._command = list(command)
+        self._env = env
+        self._grace_s = grace_s
+        self._host: asyncio.subprocess.Process | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._played: dict[str, asyncio.Future[int]] = {}
+        self._starting = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Start the process that others are forked from.
+
+        Raises:
+            AgentFailed: If the function's file cannot be loaded.
+        """
+        pipe = asyncio.subprocess.PIPE
+        command, env = (sys.executable, "-m", host.__name__), {**os.environ, **self._env}
+        self._host = await asyncio.create_subprocess_exec(
+            *command, stdin=pipe, stdout=pipe, env=env, start_new_session=True
+        )
+        function = pickle.dumps(self._function)
+        self._requests.write(len(function).to_bytes(8, "big") + function)
+        assert self._host.stdout is not None
+        first = json.loads(await self._host.stdout.readline() or '{"failure": "its process ended"}')
+        if "failure" in first:
+            await self.close()
+            raise AgentFailed(f"the agent cannot be loaded: {first['failure']}")
+        self._reader = asyncio.create_task(self._read(self._host.stdout))
+
+    async def play(self, task: Task) -> Any:
+        """Play one rollout to its end. Its remaining processes are ended then, or when this is cancelled."""
+        async with self._starting:
+            if self._reader is None or self._reader.done():
+                await self.start()
+        mark = uuid.uuid4().hex
+        ended = self._played[mark] = asyncio.get_running_loop().create_future()
+        with tempfile.TemporaryDirectory(prefix="rl-agent-") as scratch:
+            prompt, reward = Path(scratch, "prompt.json"), Path(scratch, "reward.json")
+            prompt.write_text(json.dumps(task.described, default=str), encoding="utf-8")
+            env = {host.MARK: mark, **service_variables(task.address.root_url, task.address.api_key)}
+            if task.address.reward_key:
+                env["RL_REWARD_KEY"] = task.address.reward_key
+            env |= {"RL_PROMPT_FILE": str(prompt), "RL_REWARD_FILE": str(reward)}
+            request = {"command": self._command, "env": env, "log": str(task.log), "grace_s": self._grace_s}
+            self._ask({"id": mark, **request})
+            try:
+                status = await asyncio.shield(ended)
+            except asyncio.CancelledError:
+                self._ask({"id": mark, "end": True})
+                with suppress(AgentLost):
+                    await asyncio.shield(ended)
+                raise
+            finally:
+                self._played.pop(mark, None)
+            if status:
+                raise _failed(status, task.log)
+            try:
+                return json.loads(reward.read_text(encoding="utf-8"))
+            except FileNotFoundError:
+                return None
+            except ValueError as error:
+                raise AgentFailed(f"the agent's reward file is not valid JSON: {error}") from None
+
+    async def close(self) -> None:
+        """End the host."""
+        if self._reader is not None:
+            self._reader.cancel()
+        if self._host is None:
+            return
+        self._requests.close()
+        with suppress(ProcessLookupError):
+            self._host.kill()
+        await self._host.wait()
+
+    @property
+    def _requests(self) -> asyncio.StreamWriter:
+        assert self._host is not None, "not started"
+        assert self._host.stdin is not None
+        return self._host.stdin
+
+    def _ask(self, task: Mapping[str, Any]) -> None:
+        self._requests.write(json.dumps(task).encode() + b"\n")
+
+    async def _read(self, answers: asyncio.StreamReader) -> None:
+        """Pass on the host's reports, until it ends."""
+        while line := await answers.readline():
+            report = json.loads(line)
+            self._played[report["ended"]].set_result(report["status"])
+        lost, self._played = self._played, {}
+        await asyncio.to_thread(host.kill_all, set(lost))
+        for played in lost.values():
+            if not played.done():
+                played.set_exception(AgentLost("the process that agents are forked from was killed"))
+
+
+def _failed(status: int, log: Path) -> AgentFailed:
+    """Return the error about an agent that ended with a status, with the last lines of its log."""
+    how = f"ended with status {status}" if status > 0 else f"was ended by signal {-status}"
+    last = ""
+    with suppress(OSError), log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _LAST_BYTES))
+        lines = file.read().decode(errors="replace").splitlines()
+        last = " | ".join(line.strip() for line in lines[-_LAST_LINES:] if line.strip())
+    kind = AgentLost if status == -signal.SIGKILL else AgentFailed
+    return kind(f"the agent {how}{f' ({last})' if last else ''}; its output is in {log}")
+
+
+def _played_elsewhere(board: TaskBoard) -> Play:
+    """Return a function that waits until an agent elsewhere has taken a rollout from the board and ended it."""
+
+    async def play(task: Task) -> None:
+        await board.play(task.described, task.address)
+
+    return play
+
+
+def _played_by_environment(command: Sequence[str], files: Mapping[str, bytes], env: Mapping[str, str]) -> Play:
+    """Return a function that lets the environment of each prompt run the agent, and asks it for the end.
+
+    A cancelled rollout is abandoned, which ends the agent.
+
+    Args:
+        command: The command.
+        files: The agent's own files, by name.
+        env: Its environment variables.
+    """
+
+    async def play(task: Task) -> Any:
+        address, prompt = task.address, task.prompt
+        run = AgentRun(tuple(command), files, env, address.root_url, address.api_key, network=this_network())
+        asked = Conversation(task.id, prompt.messages, prompt.info, "", agent_run=run)
+        pause_s = _FIRST_PAUSE_S
+        while not (result := await task.step(asked)).done:
+            # Each question is a later turn: an environment that has lost the agent must not start it again.
+            asked = replace(asked, turn=asked.turn + 1)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LAST_PAUSE_S)
+        if output := result.info.get(AGENT_OUTPUT):
+            task.log.write_text(str(output), encoding="utf-8", errors="replace")
+        if failure := result.info.get(AGENT_FAILURE):
+            raise AgentFailed(f"{failure}; its output is in {task.log}" if output else str(failure))
+        return result.rewards()
+
+    return play

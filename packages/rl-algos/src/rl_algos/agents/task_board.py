@@ -9,12 +9,33 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from rl_algos.agents.address import Address
 from rl_algos.agents.calls import CallRefused
 
 
 class LeaseExpired(Exception):
     """An agent that took a rollout has not called for too long; another agent may take the rollout."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """URL and keys of one rollout.
+
+    Args:
+        rollout: Identifies the rollout at its server.
+        root_url: URL that Anthropic's clients take, `http://HOST:PORT/rollouts/ID`.
+        api_key: Key of this rollout. No other rollout takes it, and this one only until it has ended.
+        reward_key: Key for posting rewards of this rollout; empty if they may not be posted.
+    """
+
+    rollout: str
+    root_url: str
+    api_key: str
+    reward_key: str = ""
+
+    @property
+    def base_url(self) -> str:
+        """URL that OpenAI's clients take."""
+        return f"{self.root_url}/v1"
 
 
 @dataclass(eq=False)
@@ -37,12 +58,18 @@ class _Offer:
     num_calls: int = 0
     expiry: asyncio.TimerHandle | None = None
 
+    def disarm(self) -> None:
+        """Stop the time of the lease."""
+        if self.expiry is not None:
+            self.expiry.cancel()
+            self.expiry = None
+
 
 class TaskBoard:
     """Leases each rollout to one agent, the oldest first.
 
     Args:
-        lease_s: Seconds without a call after which an agent loses the rollout that it took.
+        lease_s: Seconds without a call until an agent loses the rollout that it took.
     """
 
     def __init__(self, lease_s: float = 300.0) -> None:
@@ -72,7 +99,7 @@ class TaskBoard:
             if offer in self._waiting:
                 self._waiting.remove(offer)
             self._taken.pop(address.rollout, None)
-            _disarm(offer)
+            offer.disarm()
 
     async def take(self, wait_s: float, key: str = "") -> Mapping[str, Any]:
         """Return a rollout: its prompt, URL and keys.
@@ -85,22 +112,24 @@ class TaskBoard:
         Raises:
             CallRefused: If there is none by then.
         """
+
+        def taken() -> _Offer | None:
+            held = (offer for offer in self._taken.values() if key and offer.key == key and not offer.is_done.done())
+            return next(held, None)
+
         try:
             async with asyncio.timeout(wait_s), self._changed:
-                await self._changed.wait_for(lambda: self._waiting or self._taken_with(key))
-                offer = self._taken_with(key) or self._lease(key)
+                await self._changed.wait_for(lambda: self._waiting or taken())
+                if (offer := taken()) is None:
+                    offer = self._waiting.popleft()
+                    offer.key = key
+                    self._taken[offer.address.rollout] = offer
         except TimeoutError:
             raise CallRefused("no rollout is waiting; ask again", status=404, code="no_rollout") from None
-        self.renew(offer.address.rollout)
         address = offer.address
-        return {
-            "id": address.rollout,
-            "prompt": offer.described,
-            "base_url": address.base_url,
-            "api_key": address.api_key,
-            "reward_key": address.reward_key,
-            "lease_s": self._lease_s,
-        }
+        self.renew(address.rollout)
+        keys = {"api_key": address.api_key, "reward_key": address.reward_key, "lease_s": self._lease_s}
+        return {"id": address.rollout, "prompt": offer.described, "base_url": address.base_url, **keys}
 
     def renew(self, rollout: str) -> None:
         """Begin the lease of a rollout anew."""
@@ -114,14 +143,14 @@ class TaskBoard:
         if offer is None:
             yield
             return
-        _disarm(offer)
+        offer.disarm()
         offer.num_calls += 1
         try:
             yield
         finally:
             offer.num_calls -= 1
             if not offer.num_calls and not offer.is_done.done():
-                _disarm(offer)
+                offer.disarm()
                 offer.expiry = asyncio.get_running_loop().call_later(self._lease_s, _expire, offer, self._lease_s)
 
     def end(self, rollout: str) -> None:
@@ -130,26 +159,8 @@ class TaskBoard:
         if offer is not None and not offer.is_done.done():
             offer.is_done.set_result(None)
 
-    def _taken_with(self, key: str) -> _Offer | None:
-        """The rollout that a request with this key has taken, and that has not ended."""
-        held = (offer for offer in self._taken.values() if key and offer.key == key and not offer.is_done.done())
-        return next(held, None)
-
-    def _lease(self, key: str) -> _Offer:
-        offer = self._waiting.popleft()
-        offer.key = key
-        self._taken[offer.address.rollout] = offer
-        return offer
-
-
-def _disarm(offer: _Offer) -> None:
-    if offer.expiry is not None:
-        offer.expiry.cancel()
-        offer.expiry = None
-
 
 def _expire(offer: _Offer, lease_s: float) -> None:
     if not offer.is_done.done():
-        offer.is_done.set_exception(
-            LeaseExpired(f"the agent that took rollout {offer.address.rollout} has not called for {lease_s:g} s")
-        )
+        problem = f"the agent that took rollout {offer.address.rollout} has not called for {lease_s:g} s"
+        offer.is_done.set_exception(LeaseExpired(problem))

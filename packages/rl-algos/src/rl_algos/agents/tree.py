@@ -1,16 +1,16 @@
-"""What an agent's calls consumed and sampled, as a tree of tokens."""
+"""The tokens that an agent's calls consumed and sampled, as a tree."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from rl_algos.agents.calls import Call
 from rl_algos.rollouts.worker.transcript import Transcript
 from rl_core.rollouts.environment import StepResult
 from rl_core.rollouts.rollout import Completion, Message, Prompt, Rollout, SegmentContext
@@ -18,20 +18,20 @@ from rl_core.rollouts.rollout import Completion, Message, Prompt, Rollout, Segme
 
 @dataclass(eq=False)
 class Node:
-    """One completion, behind all that its branch had before.
+    """One completion, after all tokens that its branch had before.
 
     Args:
         parent: The completion that this one continues; None at the start of a branch.
-        context: int32 `[tokens]`, between the parent's completion and this one: what the agent added.
-        completion: What was sampled.
+        context: int32 `[tokens]`, that the agent added between the parent's completion and this one.
+        completion: The sampled tokens.
         message: The policy's turn, as chat templates take it.
         text: Text of the turn, for people to read.
         key: Digest of everything that decides the completion; equal in a run that is repeated.
         has_invalid_call: True if a tool call of the turn cannot be read.
-        shown: Text of the whole branch with special tokens, if it is a text that was continued as it is.
-        said: Messages of the agent between the parent's turn and this one, which the tokens of `context` are.
+        shown: Text of the whole branch with special tokens, if the branch continues a string without a chat template.
+        given: Messages of the agent between the parent's turn and this one, which the tokens of `context` are.
         tools: JSON schemas of the tools that the policy may call.
-        digests: Digest of the conversation up to each message of `said`, and up to this turn.
+        digests: Digest of the conversation up to each message of `given`, and up to this turn.
         rewards: Rewards of the completion by name.
         children: Completions that continue it.
         number: Number of the completion in the order of time.
@@ -45,7 +45,7 @@ class Node:
     key: str
     has_invalid_call: bool = False
     shown: str = ""
-    said: tuple[Message, ...] = ()
+    given: tuple[Message, ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
     digests: tuple[str, ...] = ()
     rewards: dict[str, float] = field(default_factory=dict)
@@ -76,21 +76,21 @@ class Node:
 class CallTree:
     """The branches of one rollout.
 
-    A call whose conversation begins with all messages of a branch continues it, and its tokens are those of the branch
-    and what is new. Any other call begins a branch. Branches that share a beginning share its completions; each is
-    trained on once, in the first of them.
+    A call whose conversation begins with all messages of a branch continues it, and adds its new tokens to the branch.
+    Any other call begins a branch. Branches that share a beginning share its completions; each completion is trained
+    once, in the first of them.
     """
 
     def __init__(self) -> None:
         self._roots: list[Node] = []
         self._by_conversation: dict[str, Node] = {}
-        self._said: dict[str, Message] = {}
+        self._messages: dict[str, Message] = {}
         self._num_added = 0
 
     @property
     def nodes(self) -> Iterator[Node]:
-        """The completions, each after those that it continues, siblings in the order of their keys: an order that does
-        not depend on which of several calls at once was answered first."""
+        """The completions, each after its parent, siblings in the order of their keys: an order that does not depend on
+        which of several calls at once was answered first."""
         open_nodes = sorted(self._roots, key=lambda node: node.key, reverse=True)
         while open_nodes:
             node = open_nodes.pop()
@@ -98,9 +98,9 @@ class CallTree:
             open_nodes += sorted(node.children, key=lambda child: child.key, reverse=True)
 
     def continued_by(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> tuple[Node | None, int]:
-        """Return the longest branch that a conversation continues, and the number of messages that are the branch's."""
+        """Return the longest branch that a conversation continues, and the number of messages of the branch."""
         found: tuple[Node | None, int] = (None, 0)
-        for number, digest in enumerate(_digests(messages, tools), start=1):
+        for number, digest in enumerate(digests_of(messages, tools), start=1):
             if number < len(messages) and (node := self._by_conversation.get(digest)) is not None:
                 found = node, number
         return found
@@ -110,11 +110,11 @@ class CallTree:
         (self._roots if node.parent is None else node.parent.children).append(node)
         self._num_added += 1
         node.number = self._num_added
-        # agents send their whole conversation with every call: equal beginnings are kept once
-        node.said = tuple(map(self._said.setdefault, node.digests, node.said))
+        # Agents send their whole conversation with every call, so equal beginnings are kept once.
+        node.given = tuple(map(self._messages.setdefault, node.digests, node.given))
         if node.shown:
             return
-        # of equal conversations one is continued, whichever of several calls at once was answered first
+        # One of equal conversations is continued, whichever of several calls at once was answered first.
         same = self._by_conversation.setdefault(node.digests[-1], node)
         self._by_conversation[node.digests[-1]] = min(same, node, key=lambda each: each.key)
 
@@ -129,7 +129,7 @@ class CallTree:
 
         Args:
             prompt: Prompt of the rollout.
-            rewards: Rewards of the rollout, in addition to those of its completions.
+            rewards: Rewards of the rollout, in addition to the rewards of its completions.
             is_truncated: True if it ran into a limit; it also did if a branch ends with a completion that did.
         """
         leaves = [node for node in self.nodes if not node.children]
@@ -147,7 +147,7 @@ class CallTree:
                     continue
                 trained.add(id(node))
                 transcript.add_completion(node.completion)
-                answered = path[depth + 1].said if node is not leaf else ()
+                answered = path[depth + 1].given if node is not leaf else ()
                 result = StepResult(reward=node.rewards or {}, observation=answered)
                 transcript.add_result(node.text, result, ends=node is leaf, has_invalid_call=node.has_invalid_call)
         transcript.add_rewards(rewards)
@@ -156,7 +156,7 @@ class CallTree:
 
 
 def _contexts(leaves: Sequence[Node]) -> tuple[SegmentContext, ...]:
-    """Return the conversation that each branch begins with, less what a branch before it in time has."""
+    """Return the conversation that each branch begins with, without the part that an earlier branch has."""
     branches: list[tuple[list[Node], int]] = []
     taken: set[int] = set()
     for leaf in leaves:
@@ -167,7 +167,7 @@ def _contexts(leaves: Sequence[Node]) -> tuple[SegmentContext, ...]:
     owners: dict[str, int] = {}
     for index, (path, begin) in sorted(enumerate(branches), key=lambda each: each[1][0][each[1][1]].number):
         first = path[begin]
-        messages = [message for node in path[:begin] for message in (*node.said, node.message)] + [*first.said]
+        messages = [message for node in path[:begin] for message in (*node.given, node.message)] + [*first.given]
         digests = [digest for node in path for digest in node.digests]
         shared = next((number for number in range(len(messages), 0, -1) if digests[number - 1] in owners), 0)
         found[index] = SegmentContext(
@@ -183,36 +183,22 @@ def _contexts(leaves: Sequence[Node]) -> tuple[SegmentContext, ...]:
     return tuple(found[index] for index in range(len(branches)))
 
 
-def conversation_digests(call: Call, turn: Message) -> list[str]:
-    """Return digests of a call's conversation up to each message, and with the turn that answers it."""
-    asked = call.messages if call.text is None else ({"role": "user", "content": call.text},)
-    return list(_digests([*asked, turn], call.tools))
+def digests_of(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a digest of the conversation up to each message.
 
-
-def _digests(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a digest of the conversation up to each message."""
+    Frameworks add fields, drop thoughts and trim the policy's turns, so only the other parts are compared.
+    """
     digest = hashlib.blake2b(json.dumps(list(tools), sort_keys=True, default=str).encode(), digest_size=16)
     for message in messages:
-        digest.update(json.dumps(_compared(message), sort_keys=True, default=str).encode())
+        content = str(message.get("content") or "")
+        calls = []
+        for call in message.get("tool_calls", ()):
+            arguments = call["function"]["arguments"]
+            # Chat templates of some models take arguments as JSON text.
+            with suppress(ValueError):
+                arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+            calls.append((call.get("id", ""), call["function"]["name"], arguments))
+        compared = content.strip() if message["role"] == "assistant" else content
+        part = [message["role"], compared, calls, message.get("tool_call_id", "")]
+        digest.update(json.dumps(part, sort_keys=True, default=str).encode())
         yield digest.hexdigest()
-
-
-def _compared(message: Message) -> Any:
-    """What two messages are compared by: frameworks add fields, drop thoughts and trim the policy's turns."""
-    content = str(message.get("content") or "")
-    is_turn = message["role"] == "assistant"
-    calls = [
-        (call.get("id", ""), call["function"]["name"], _arguments(call["function"]["arguments"]))
-        for call in message.get("tool_calls", ())
-    ]
-    return [message["role"], content.strip() if is_turn else content, calls, message.get("tool_call_id", "")]
-
-
-def _arguments(written: Any) -> Any:
-    """Arguments as an object; chat templates of some models take them as JSON text."""
-    if not isinstance(written, str):
-        return written
-    try:
-        return json.loads(written)
-    except ValueError:
-        return written

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
-from rl_algos.agents.calls import COMMENT, Answer, Call, CallRefused, Choice, Event
-from rl_algos.agents.dialects.openai_errors import openai_error
-from rl_algos.agents.fields import Fields, check_conversation, function_tools, text_of_parts, tool_call
-from rl_core.rollouts.environment import ToolCall
+from rl_algos.agents.calls import COMMENT, ModelAnswer, ModelCall, ModelChoice, StreamEvent
+from rl_algos.agents.dialects.completions import logprobs_of_tokens, openai_error
+from rl_algos.agents.fields import Fields, conversation, function_tools, text_of_parts, tool_call
 from rl_core.rollouts.rollout import Message
 
 _ROLES = ("system", "developer", "user", "assistant")
 _LOGPROBS = "message.output_text.logprobs"
-# what encrypted reasoning is for, sending reasoning back in a later request, needs nothing here: it is dropped there
+# Encrypted reasoning is for sending reasoning back in a later request. It is dropped there, so it needs nothing here.
 _NO_EFFECT = "reasoning.encrypted_content"
 
 
@@ -26,25 +25,27 @@ class Responses:
     """
 
     heartbeat = COMMENT
+    error = staticmethod(openai_error)
 
-    def read(self, body: Mapping[str, Any]) -> Call:
+    def read(self, body: Mapping[str, Any]) -> ModelCall:
         """Return the call that a request asks for."""
         fields = Fields(body)
-        _refuse_what_is_not_offered(fields)
-        included = fields.strings("include")
+        _check_offered(fields)
         items = fields.raw("input")
         given = [{"role": "user", "content": items}] if isinstance(items, str) else fields.required("input", list)
-        messages = _messages(given)
-        check_conversation(messages, "input")
+        messages = conversation(_messages(given), "input")
         instructions = fields.get("instructions", str, "")
         system = ({"role": "system", "content": instructions},) if instructions else ()
-        tools, reads_calls, forced = fields.tool_choice(_tools(fields.get("tools", list, [])))
-        return Call(
+        tools = fields.get("tools", list, [])
+        for index, tool in enumerate(tools):
+            Fields(tool, f"tools[{index}]").refuse_others_than("type", ["function"], "pass functions only")
+        offered, reads_calls, forced = fields.tool_choice(function_tools(tools))
+        return ModelCall(
             messages=(*system, *messages),
-            tools=tools,
+            tools=offered,
             reads_calls=reads_calls,
             max_new_tokens=fields.number("max_output_tokens", 1),
-            wants_logprobs=_LOGPROBS in included,
+            wants_logprobs=_LOGPROBS in fields.strings("include"),
             is_streamed=fields.get("stream", bool, False),
             wants_usage=True,
             model=fields.get("model", str, ""),
@@ -54,7 +55,7 @@ class Responses:
             is_stored=fields.get("store", bool, True),
         )
 
-    def answer(self, call: Call, answer: Answer) -> Mapping[str, Any]:
+    def answer(self, call: ModelCall, answer: ModelAnswer) -> Mapping[str, Any]:
         """Return the body of an answer."""
         [choice] = answer.choices
         is_cut = choice.finish_reason == "length"
@@ -79,40 +80,58 @@ class Responses:
             "tools": [{"type": "function", **tool["function"], "strict": False} for tool in call.tools],
             "top_p": None,
             "truncation": "disabled",
-            "usage": _usage(answer),
+            "usage": {
+                "input_tokens": answer.num_prompt_tokens,
+                "input_tokens_details": {"cached_tokens": answer.num_cached_tokens, "cache_write_tokens": 0},
+                "output_tokens": answer.num_sampled,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": answer.num_prompt_tokens + answer.num_sampled,
+            },
         }
 
-    def events(self, call: Call, answer: Answer) -> Iterator[Event]:
-        """Yield the events of a streamed answer: its start, each item of its output, and its end."""
+    def events(self, call: ModelCall, answer: ModelAnswer) -> Iterator[StreamEvent]:
+        """Yield the events of a streamed answer: its start, the start, text and end of each item, and its end."""
         numbers = count()
 
-        def event(kind: str, **data: Any) -> Event:
-            return Event({"type": kind, "sequence_number": next(numbers), **data}, kind)
+        def event(kind: str, **data: Any) -> StreamEvent:
+            name = f"response.{kind}"
+            return StreamEvent({"type": name, "sequence_number": next(numbers), **data}, name)
 
         whole = self.answer(call, answer)
         begun = {**whole, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
-        yield event("response.created", response=begun)
-        yield event("response.in_progress", response=begun)
+        yield event("created", response=begun)
+        yield event("in_progress", response=begun)
         for index, item in enumerate(whole["output"]):
-            yield from _item_events(event, index, item)
-        yield event(f"response.{whole['status']}", response=whole)
+            at = {"output_index": index, "item_id": item["id"]}
+            open_item = {**item, "status": "in_progress"}
+            if item["type"] == "function_call":
+                yield event("output_item.added", output_index=index, item={**open_item, "arguments": ""})
+                yield event("function_call_arguments.delta", **at, delta=item["arguments"])
+                yield event("function_call_arguments.done", **at, name=item["name"], arguments=item["arguments"])
+            else:
+                yield event("output_item.added", output_index=index, item={**open_item, "content": []})
+                [part] = item["content"]
+                at["content_index"] = 0
+                # The events of thoughts have no logprobs.
+                logprobs: Mapping[str, Any] = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
+                yield event("content_part.added", **at, part={**part, "text": "", **{key: [] for key in logprobs}})
+                if part["text"]:
+                    yield event(f"{part['type']}.delta", **at, delta=part["text"], **logprobs)
+                yield event(f"{part['type']}.done", **at, text=part["text"], **logprobs)
+                yield event("content_part.done", **at, part=part)
+            yield event("output_item.done", output_index=index, item=item)
+        yield event(whole["status"], response=whole)
 
-    def error(self, refused: CallRefused) -> Mapping[str, Any]:
-        """Return the body of an error."""
-        return openai_error(refused)
 
-
-def _refuse_what_is_not_offered(fields: Fields) -> None:
+def _check_offered(fields: Fields) -> None:
     """Refuse the fields that ask for another answer than one that is sampled freely, and at once."""
     fields.refuse_others_than("background", [False], "answers are sent at once; remove it")
     fields.refuse_others_than("conversation", [], "pass previous_response_id, or the whole conversation as input")
     fields.refuse_others_than("prompt", [], "pass instructions and input")
     fields.refuse_others_than("truncation", ["disabled"], "leave out earlier items of the input in the agent")
     fields.refuse_others_than("top_logprobs", [0], f"the logprobs of the sampled tokens are: include=[{_LOGPROBS!r}]")
-    text = Fields(fields.get("text", dict, {}), "text")
-    text.refuse_others_than(
-        "format", [{"type": "text"}], "completions are sampled freely; parse and check them in the agent"
-    )
+    free = "completions are sampled freely; parse and check them in the agent"
+    fields.section("text").refuse_others_than("format", [{"type": "text"}], free)
     for name in fields.strings("include"):
         if name not in (_LOGPROBS, _NO_EFFECT):
             raise fields.refused("include", f"{name!r} is not offered; allowed are {_LOGPROBS} and {_NO_EFFECT}")
@@ -124,123 +143,52 @@ def _without_effect(fields: Fields) -> Iterator[str]:
         yield "parallel_tool_calls"
     if fields.get("reasoning", dict, {}):
         yield "reasoning"
-    if "verbosity" in Fields(fields.get("text", dict, {}), "text"):
+    if "verbosity" in fields.section("text"):
         yield "text.verbosity"
 
 
-def _tools(given: Sequence[Any]) -> tuple[Mapping[str, Any], ...]:
-    for index, tool in enumerate(given):
-        Fields(tool, f"tools[{index}]").refuse_others_than("type", ["function"], "pass functions only")
-    return function_tools(given)
-
-
-def _messages(items: Sequence[Any]) -> tuple[Message, ...]:
-    """The messages of a list of items: a turn of the policy is a message, the calls after it, or both."""
+def _messages(items: Sequence[Any]) -> Sequence[Message]:
+    """Return the messages of a list of items: a turn of the policy is a message, the calls after it, or both."""
     messages: list[dict[str, Any]] = []
     for index, item in enumerate(items):
         at = f"input[{index}]"
         fields = Fields(item, at)
         kind = fields.get("type", str, "message")
         if kind == "message":
-            messages.append(_message(fields, at))
+            role = fields.role(_ROLES)
+            messages.append({"role": role, "content": text_of_parts(fields.raw("content"), f"{at}.content")})
         elif kind == "function_call":
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
-            messages[-1].setdefault("tool_calls", []).append(_made(fields, at))
+            call_id, name = fields.required("call_id", str), fields.required("name", str)
+            call = tool_call(call_id, name, fields.raw("arguments") or "", at)
+            messages[-1].setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
-            said = text_of_parts(fields.raw("output"), f"{at}.output")
-            messages.append({"role": "tool", "content": said, "tool_call_id": fields.required("call_id", str)})
+            result = text_of_parts(fields.raw("output"), f"{at}.output")
+            messages.append({"role": "tool", "content": result, "tool_call_id": fields.required("call_id", str)})
         elif kind != "reasoning":
             allowed = "message, function_call, function_call_output or reasoning"
             raise fields.refused("type", f"{kind!r} is not offered; pass {allowed}")
-    return tuple(messages)
+    return messages
 
 
-def _message(fields: Fields, at: str) -> dict[str, Any]:
-    role = fields.required("role", str)
-    if role not in _ROLES:
-        raise fields.refused("role", f"{role!r} is not one of {', '.join(_ROLES)}")
-    content = text_of_parts(fields.raw("content"), f"{at}.content")
-    return {"role": "system" if role == "developer" else role, "content": content}
-
-
-def _made(fields: Fields, at: str) -> dict[str, Any]:
-    arguments = fields.raw("arguments") or ""
-    return tool_call(fields.required("call_id", str), fields.required("name", str), arguments, at)
-
-
-def _output(call: Call, answer_id: str, choice: Choice) -> list[dict[str, Any]]:
-    """The items of an answer: thoughts, text and calls, of which the last one is incomplete if a limit was met."""
-    calls = [made for made in choice.tool_calls if not made.error]
-    items = []
+def _output(call: ModelCall, answer_id: str, choice: ModelChoice) -> list[dict[str, Any]]:
+    """Return the items of an answer: thoughts, text and calls. The last one is incomplete if a limit was reached."""
+    items: list[dict[str, Any]] = []
     if choice.thoughts:
         content = [{"type": "reasoning_text", "text": choice.thoughts}]
         items.append({"type": "reasoning", "id": f"rs_{answer_id}", "summary": [], "content": content})
+    calls = choice.readable_calls
     if choice.text or not calls:
-        part = {
-            "type": "output_text",
-            "text": choice.text,
-            "annotations": [],
-            "logprobs": _logprobs(choice) if call.wants_logprobs else [],
-        }
+        logprobs = logprobs_of_tokens(choice) if call.wants_logprobs else []
+        part = {"type": "output_text", "text": choice.text, "annotations": [], "logprobs": logprobs}
         items.append({"type": "message", "id": f"msg_{answer_id}", "role": "assistant", "content": [part]})
-    items += map(_written, calls)
-    is_cut = choice.finish_reason == "length"
-    statuses = ["completed"] * (len(items) - 1) + ["incomplete" if is_cut else "completed"]
-    return [{**item, "status": status} for item, status in zip(items, statuses, strict=True)]
-
-
-def _written(call: ToolCall) -> dict[str, Any]:
-    arguments = json.dumps(call.arguments, ensure_ascii=False)
-    return {
-        "type": "function_call",
-        "id": f"fc_{call.id}",
-        "call_id": call.id,
-        "name": call.name,
-        "arguments": arguments,
-    }
-
-
-def _logprobs(choice: Choice) -> list[dict[str, Any]]:
-    tokens = zip(choice.pieces, choice.completion.logprobs.tolist(), strict=True)
-    return [
-        {"token": piece, "logprob": logprob, "bytes": list(piece.encode()), "top_logprobs": []}
-        for piece, logprob in tokens
-    ]
-
-
-def _item_events(event: Callable[..., Event], index: int, item: Mapping[str, Any]) -> Iterator[Event]:
-    """Yield the events of one item of the output: its start, its text as one delta, and its end."""
-    begun = {**item, "status": "in_progress"}
-    at = {"output_index": index, "item_id": item["id"]}
-    if item["type"] == "function_call":
-        yield event("response.output_item.added", output_index=index, item={**begun, "arguments": ""})
-        yield event("response.function_call_arguments.delta", **at, delta=item["arguments"])
-        yield event("response.function_call_arguments.done", **at, name=item["name"], arguments=item["arguments"])
-    else:
-        yield event("response.output_item.added", output_index=index, item={**begun, "content": []})
-        [part] = item["content"]
-        yield from _part_events(event, {**at, "content_index": 0}, part)
-    yield event("response.output_item.done", output_index=index, item=item)
-
-
-def _part_events(event: Callable[..., Event], at: Mapping[str, Any], part: Mapping[str, Any]) -> Iterator[Event]:
-    """Yield the events of the text of an item."""
-    # the events of thoughts have no logprobs
-    logprobs: Mapping[str, Any] = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
-    begun: Mapping[str, Any] = {name: [] for name in logprobs}
-    yield event("response.content_part.added", **at, part={**part, "text": "", **begun})
-    if part["text"]:
-        yield event(f"response.{part['type']}.delta", **at, delta=part["text"], **logprobs)
-    yield event(f"response.{part['type']}.done", **at, text=part["text"], **logprobs)
-    yield event("response.content_part.done", **at, part=part)
-
-
-def _usage(answer: Answer) -> Mapping[str, Any]:
-    return {
-        "input_tokens": answer.num_prompt_tokens,
-        "input_tokens_details": {"cached_tokens": answer.num_cached_tokens, "cache_write_tokens": 0},
-        "output_tokens": answer.num_sampled,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": answer.num_prompt_tokens + answer.num_sampled,
-    }
+    for made in calls:
+        arguments = json.dumps(made.arguments, ensure_ascii=False)
+        item = {"type": "function_call", "id": f"fc_{made.id}", "call_id": made.id, "name": made.name}
+        items.append({**item, "arguments": arguments})
+    for item in items:
+        item["status"] = "completed"
+    if choice.finish_reason == "length":
+        items[-1]["status"] = "incomplete"
+    return items
