@@ -71,11 +71,14 @@ def with_release(text: str, version: Version, date: str) -> str:
 
 
 def with_entry(text: str, entry: str) -> str:
-    """Add an entry at the top of the section `Unreleased`."""
+    """Add an entry at the top of `### Changed` in the section `Unreleased`, with the heading if it is missing."""
     before, after = text.split(UNRELEASED, 1)
-    rest = after.lstrip("\n")
-    gap = "" if rest.startswith("- ") else "\n"
-    return f"{before}{UNRELEASED}\n\n- {entry}\n{gap}{rest}".rstrip("\n") + "\n"
+    section, heading, later = after.partition("\n## ")
+    above, changed, rest = section.partition("\n### Changed\n")
+    if not changed:
+        above, rest = f"{above.rstrip()}\n", "\n"
+    section = f"{above}\n### Changed\n\n- {entry}\n{rest.lstrip()}"
+    return f"{before}{UNRELEASED}{section.rstrip()}\n{heading}{later}"
 
 
 def _version(title: str) -> Version:

@@ -43,11 +43,22 @@ def test_a_release_takes_the_unreleased_entries_and_leaves_an_empty_section():
     assert "## Unreleased\n\n## 0.2.1 - 2026-02-03\n\n- One entry\n" in text
 
 
-@pytest.mark.parametrize("text", [TEXT, "# Changelog\n\n## Unreleased\n", TEXT.replace("- One", "### Fixed\n\n- One")])
-def test_an_added_entry_is_the_first_of_the_unreleased_ones_and_changes_no_other(text):
-    added = sections(with_entry(text, "Needs rl-core>=0.2.1,<0.3."))
-    assert added[0].entries == ("Needs rl-core>=0.2.1,<0.3.", *sections(text)[0].entries)
-    assert added[1:] == sections(text)[1:]
+@pytest.mark.parametrize(
+    "text",
+    [
+        TEXT,
+        "# Changelog\n\n## Unreleased\n",
+        TEXT.replace("- One", "### Fixed\n\n- One"),
+        TEXT.replace("- One", "### Changed\n\n- One"),
+    ],
+)
+def test_an_added_entry_is_the_first_under_changed_and_changes_no_other(text):
+    added = with_entry(text, "Needs rl-core>=0.2.1,<0.3.")
+    assert "### Changed\n\n- Needs rl-core>=0.2.1,<0.3.\n" in added
+    assert added.count("### Changed") == 1
+    before, after = sections(text), sections(added)
+    assert sorted(after[0].entries) == sorted(["Needs rl-core>=0.2.1,<0.3.", *before[0].entries])
+    assert after[1:] == before[1:]
 
 
 @pytest.mark.parametrize(
