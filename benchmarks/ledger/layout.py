@@ -15,7 +15,7 @@ from rl_core.data.batch import TOKENS, Batch
 from rl_core.data.ragged import Ragged
 from rl_core.model import LOGPROBS
 from rl_core.torch.heads.logprobs import Head
-from rl_core.torch.heads.split_reads import split_language_reads
+from rl_core.torch.heads.reads import split_language_reads
 from rl_core.torch.rows import to_rows
 from rl_dtensor.model.layout import Alignment, lay_out
 

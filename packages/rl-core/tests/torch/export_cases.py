@@ -46,11 +46,11 @@ def numbered() -> dict[str, Tensor]:
     return {name: torch.arange(6.0).reshape(2, 3) + index for index, name in enumerate(NAMES)}
 
 
-def write(rank: Rank, folder: str, holders: list[int], failing: int | None) -> tuple[list[str], str]:
-    """Export in files of two tensors; the files that this rank wrote, and what was raised if one rank fails at it."""
+def write(rank: Rank, folder: str, holders: list[int], failing: int | None, limit: int = 50) -> tuple[list[str], str]:
+    """Export in files of two tensors; the files that this rank wrote, and the error if one rank fails at it."""
     written: list[str] = []
     place = rank.rendezvous.rank
-    whole, limit = export.save_file, export.FILE_BYTES
+    whole, own_limit = export.save_file, export.FILE_BYTES
 
     def save(tensors: dict[str, Tensor], path: Path, **kwargs: object) -> None:
         if place == failing:
@@ -58,7 +58,7 @@ def write(rank: Rank, folder: str, holders: list[int], failing: int | None) -> t
         whole(tensors, path, **kwargs)
         written.append(path.name)
 
-    export.save_file, export.FILE_BYTES = save, 50
+    export.save_file, export.FILE_BYTES = save, limit
     try:
         with joined(rank) as group:
             export.export_weights(
@@ -67,5 +67,5 @@ def write(rank: Rank, folder: str, holders: list[int], failing: int | None) -> t
     except (RLError, OSError) as error:
         return written, f"{type(error).__name__}: {error}"
     finally:
-        export.save_file, export.FILE_BYTES = whole, limit
+        export.save_file, export.FILE_BYTES = whole, own_limit
     return written, ""

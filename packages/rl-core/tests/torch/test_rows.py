@@ -11,7 +11,7 @@ from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged
 from rl_core.images import DIGEST_BYTES, IMAGES
 from rl_core.model import ENTROPY, SCORES, VALUES, logprobs_at, topk
-from rl_core.torch.heads.reads import check_reads, score_reads, value_reads
+from rl_core.torch.heads.reads import check_reads, scalar_reads
 from rl_core.torch.rows import (
     idle_rows,
     mix_each_row,
@@ -85,8 +85,8 @@ def test_following_leaves_out_the_first_of_each_row(rows):
 def test_values_move_one_token_on_and_scores_come_from_the_last():
     rows = rows_from([[1, 2, 3], [4], [5, 6]])
     heads = torch.arange(10.0, 16.0)
-    assert value_reads(heads, rows)["values"].tolist() == [0, 10, 11, 0, 0, 14]
-    assert score_reads(heads, rows)["scores"].tolist() == [12, 13, 15]
+    assert scalar_reads(heads, rows, [VALUES])["values"].tolist() == [0, 10, 11, 0, 0, 14]
+    assert scalar_reads(heads, rows, [SCORES])["scores"].tolist() == [12, 13, 15]
 
 
 def test_reads_are_checked_against_the_role():

@@ -23,7 +23,6 @@ class RowStore(Protocol):
 
     def fetch(self) -> Batch:
         """Bring the columns into this process."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,13 +43,13 @@ class RemoteRows:
 
     @classmethod
     def of(cls, store: RowStore, lengths: ArrayLike) -> RemoteRows:
-        """All rows of one store."""
+        """Return all rows of one store."""
         lengths = np.asarray(lengths, dtype=np.int64)
         return cls((store,), np.zeros(len(lengths), dtype=np.int64), np.arange(len(lengths)), lengths)
 
     @classmethod
     def split_over(cls, stores: Sequence[RowStore], rows: Sequence[np.ndarray], lengths: np.ndarray) -> RemoteRows:
-        """Rows `0, 1, ...` of which store i holds `rows[i]`, in that order."""
+        """Return rows `0, 1, ...` of which store i holds `rows[i]`, in that order."""
         sizes = [len(each) for each in rows]
         order = np.argsort(np.concatenate(rows), kind="stable")
         part = np.repeat(np.arange(len(rows)), sizes)[order]
@@ -62,11 +61,11 @@ class RemoteRows:
         return len(self.row)
 
     def columns(self, names: Sequence[str]) -> dict[str, Column]:
-        """These columns of the stores."""
+        """Return these columns of the stores."""
         return {name: RemoteColumn(self, name) for name in names}
 
     def select(self, rows: ArrayLike) -> RemoteRows:
-        """The given rows, in the given order."""
+        """Return the given rows, in the given order."""
         index = row_index(rows)
         used, part = np.unique(self.part[index], return_inverse=True)
         # without rows one store stays, which knows what a row is like
@@ -74,22 +73,22 @@ class RemoteRows:
         return RemoteRows(stores, part, self.row[index], self.lengths[index])
 
     def between(self, start: int, end: int) -> RemoteRows:
-        """Consecutive rows, which must be those of a single store."""
+        """Return consecutive rows, which must be those of a single store."""
         assert len(self.stores) == 1, f"rows of {len(self.stores)} stores are selected one by one"
         return RemoteRows(self.stores, self.part[start:end], self.row[start:end], self.lengths[start:end])
 
     def fetch(self, name: str) -> Local:
-        """The rows of one column, each store fetched once."""
+        """Return the rows of one column, each store fetched once."""
         return self.fetch_all([name])[name]
 
     def fetch_all(self, names: Sequence[str]) -> dict[str, Local]:
-        """The rows of several columns, each store fetched once."""
+        """Return the rows of several columns, each store fetched once."""
         fetched = [store.fetch() for store in self.stores]
         return {name: pick_rows([store[name] for store in fetched], self.part, self.row) for name in names}
 
     @staticmethod
     def concat(parts: Sequence[RemoteRows]) -> RemoteRows:
-        """Rows of all parts, in order."""
+        """Return rows of all parts, in order."""
         stores = {id(store): store for rows in parts for store in rows.stores}
         place = {key: index for index, key in enumerate(stores)}
         places = [np.array([place[id(store)] for store in rows.stores], dtype=np.int64) for rows in parts]
@@ -119,7 +118,7 @@ class RemoteColumn:
         return len(self.rows)
 
     def fetch(self) -> Local:
-        """The values, in this process."""
+        """Return the values, in this process."""
         return zero_rows(self.rows.fetch(self.name), self.zeroed)
 
 
@@ -127,7 +126,7 @@ Column = Ragged | np.ndarray | RemoteColumn
 
 
 def pick_rows(parts: Sequence[Local], part: np.ndarray, row: np.ndarray) -> Local:
-    """Rows of a column that lies in several parts, at least one.
+    """Return rows of a column that lies in several parts, at least one.
 
     Args:
         parts: Parts of the column.
@@ -143,7 +142,7 @@ def pick_rows(parts: Sequence[Local], part: np.ndarray, row: np.ndarray) -> Loca
 
 
 def zero_rows(column: Local, zeroed: np.ndarray | None) -> Local:
-    """The column with zeros in the rows for which `zeroed`, bool `[rows]`, is true; None for none."""
+    """Return the column with zeros in the rows for which `zeroed`, bool `[rows]`, is true; None for none."""
     if zeroed is None or not zeroed.any():
         return column
     if isinstance(column, Ragged):
@@ -195,7 +194,7 @@ class Batch:
         return dict(self._columns)
 
     def __getitem__(self, name: str) -> Local:
-        """The column's values, fetched if they lie elsewhere."""
+        """Return the column's values, fetched if they lie elsewhere."""
         self.require(name)
         column = self._columns[name]
         if isinstance(column, RemoteColumn):
@@ -203,14 +202,14 @@ class Batch:
         return column
 
     def ragged(self, name: str) -> Ragged:
-        """The column, which must be a `Ragged`."""
+        """Return the column, which must be a `Ragged`."""
         column = self[name]
         if not isinstance(column, Ragged):
             raise TypeError(f"column {name!r} is an array, not a Ragged")
         return column
 
     def array(self, name: str) -> np.ndarray:
-        """The column, which must be an array."""
+        """Return the column, which must be an array."""
         column = self[name]
         if isinstance(column, Ragged):
             raise TypeError(f"column {name!r} is a Ragged, not an array")
@@ -228,7 +227,7 @@ class Batch:
         return Batch({name: self._columns[name] for name in names})
 
     def with_columns(self, columns: Mapping[str, Column]) -> Batch:
-        """The same rows with columns added or replaced."""
+        """Return the same rows with columns added or replaced."""
         return Batch({**self._columns, **columns})
 
     @property
@@ -239,7 +238,7 @@ class Batch:
         return column.rows.lengths if isinstance(column, RemoteColumn) else self.ragged(TOKENS).lengths
 
     def with_zeros(self, name: str, zeroed: np.ndarray) -> Batch:
-        """The same rows with zeros in this column of those for which `zeroed`, bool `[rows]`, is true."""
+        """Return the same rows with zeros in this column of those for which `zeroed`, bool `[rows]`, is true."""
         self.require(name)
         column = self._columns[name]
         if isinstance(column, RemoteColumn):
@@ -248,21 +247,21 @@ class Batch:
         return self.with_columns({name: zero_rows(column, zeroed)})
 
     def select(self, rows: ArrayLike) -> Batch:
-        """The given rows, in the given order."""
+        """Return the given rows, in the given order."""
         index = row_index(rows)
         # columns that share their rows before share them after
         remote = {rows: rows.select(index) for rows in {column.rows for column in self._remote()}}
         return Batch({name: _select(column, index, remote) for name, column in self._columns.items()})
 
     def split(self, sizes: Sequence[int]) -> list[Batch]:
-        """Consecutive parts of the given numbers of rows, which must add up to all rows."""
+        """Return consecutive parts of the given numbers of rows, which must add up to all rows."""
         if sum(sizes) != len(self):
             raise ValueError(f"parts of {list(sizes)} rows do not add up to {len(self)} rows")
         ends = np.cumsum(sizes)
         return [self.select(np.arange(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
 
     def local(self) -> Batch:
-        """The same batch with every column in this process; columns of the same rows are fetched together."""
+        """Return the same batch with every column in this process; columns of the same rows are fetched together."""
         by_rows: dict[RemoteRows, set[str]] = {}
         for column in self._remote():
             by_rows.setdefault(column.rows, set()).add(column.name)
@@ -278,7 +277,7 @@ class Batch:
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
-        """Rows of all batches, in order; there must be at least one, and all must have the same columns."""
+        """Return rows of all batches, in order; there must be at least one, and all must have the same columns."""
         if not batches:
             raise ValueError("no batches to join: their columns are not known")
         names = set(batches[0])

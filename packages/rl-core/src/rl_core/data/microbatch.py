@@ -121,7 +121,7 @@ class Batching:
 
     @classmethod
     def of(cls, config: ModelConfig, *, training: bool, row_multiple: int | None = None) -> Batching:
-        """The batching that a model's config asks for, in training or in forward-only passes.
+        """Return the batching that a model's config asks for, in training or in forward-only passes.
 
         Args:
             config: The model.
@@ -156,7 +156,7 @@ class Batching:
         return len(np.unique(batch.array(PAIR))) if PAIR in batch else len(batch)
 
     def plan(self, batch: Batch, min_count: int = 0, *, even: bool = False) -> list[np.ndarray]:
-        """Row indices of each microbatch, as `plan_microbatches`; rows with the same `pair` id stay together."""
+        """Return row indices of each microbatch, as `plan_microbatches`; rows with the same `pair` id stay together."""
         multiple = self.row_multiple or 1
         return plan_microbatches(
             -(-batch.ragged(TOKENS).lengths // multiple) * multiple,
@@ -180,7 +180,7 @@ def _units(lengths: ArrayLike, groups: ArrayLike | None) -> list[_Unit]:
 
 
 def _unit_numbers(sizes: np.ndarray, groups: ArrayLike | None) -> tuple[np.ndarray, np.ndarray]:
-    """int64 `[rows]`, the unit of each row, and `[units]`, the first row of each unit."""
+    """Return int64 `[rows]`, the unit of each row, and `[units]`, the first row of each unit."""
     if groups is None:
         return np.arange(len(sizes)), np.arange(len(sizes))
     ids = _ids(sizes, groups)
@@ -237,7 +237,7 @@ def _best_fit(units: Sequence[_Unit], max_tokens: int) -> list[list[_Unit]]:
 
 
 def _evenly(units: Sequence[_Unit], max_tokens: int, count: int) -> list[list[_Unit]] | None:
-    """The longest unit first, each to the microbatch of fewest tokens; None if one would exceed the budget."""
+    """Return the longest unit first, each to the microbatch of fewest tokens; None if one would exceed the budget."""
     plan: list[list[_Unit]] = [[] for _ in range(count)]
     loads = [(0, place) for place in range(count)]  # a heap of tokens and place in the plan
     for unit in _by_tokens(units) if count else ():

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, DTypeLike
 
 
 def row_index(rows: ArrayLike) -> np.ndarray:
-    """int64 `[selected]`, row numbers as `select` takes them; raises a `TypeError` for a mask or other numbers."""
+    """Return int64 `[selected]`, row numbers as `select` takes them; raises a `TypeError` for a mask or other numbers."""
     index = np.asarray(rows)
     if index.size and index.dtype.kind not in "iu":
         raise TypeError(
@@ -92,7 +92,7 @@ class Ragged:
         return np.diff(self.offsets)
 
     def select(self, rows: ArrayLike) -> Ragged:
-        """The given rows, in the given order."""
+        """Return the given rows, in the given order."""
         index = row_index(rows)
         lengths = self.lengths[index]
         offsets = np.zeros(len(index) + 1, dtype=np.int64)
@@ -101,7 +101,7 @@ class Ragged:
         return Ragged(self.values[np.repeat(self.offsets[:-1][index], lengths) + within], offsets)
 
     def sums(self) -> np.ndarray:
-        """float64 `[rows, *inner]`, the sum of each row; an empty row sums to 0."""
+        """Return float64 `[rows, *inner]`, the sum of each row; an empty row sums to 0."""
         # row by row: differences of one running sum would round with the batch, and a NaN would spoil every later row
         totals = np.zeros((len(self), *self.values.shape[1:]), dtype=np.float64)
         filled = self.lengths > 0
@@ -110,7 +110,7 @@ class Ragged:
         return totals
 
     def joined(self, counts: ArrayLike) -> Ragged:
-        """The same values with rows joined: the first `counts[0]` rows are one, the next `counts[1]` another.
+        """Return the same values with rows joined: the first `counts[0]` rows are one, the next `counts[1]` another.
 
         Args:
             counts: `[joined rows]`, which add up to all rows.
@@ -119,7 +119,7 @@ class Ragged:
         return Ragged(self.values, self.offsets[np.concatenate([[0], ends])])
 
     def like(self, values: np.ndarray) -> Ragged:
-        """Other values on the same rows."""
+        """Return other values on the same rows."""
         return Ragged(values, self.offsets)
 
     def equals(self, other: Ragged) -> bool:
@@ -132,7 +132,7 @@ class Ragged:
 
     @staticmethod
     def concat(parts: Sequence[Ragged]) -> Ragged:
-        """Rows of all parts, in order; there must be at least one part."""
+        """Return rows of all parts, in order; there must be at least one part."""
         starts = np.cumsum([0] + [len(part.values) for part in parts])
         offsets = [np.zeros(1, dtype=np.int64)] + [
             part.offsets[1:] + start for part, start in zip(parts, starts, strict=False)
@@ -141,7 +141,7 @@ class Ragged:
 
 
 def _of_one_kind(row: ArrayLike, number: int) -> np.ndarray:
-    """The row as an array, refused if numpy would turn some of its values into another kind."""
+    """Return the row as an array, refused if numpy would turn some of its values into another kind."""
     array = np.asarray(row)
     if isinstance(row, np.ndarray) or _kind(array.dtype) == "numbers":
         return array

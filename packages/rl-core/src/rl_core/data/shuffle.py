@@ -65,7 +65,7 @@ class Shard:
     layouts: tuple[Layout, ...] = ()
 
     def assemble(self, chunks: Sequence[Chunk]) -> Batch:
-        """The whole batch, from the chunk of each picker for this shard."""
+        """Return the whole batch, from the chunk of each picker for this shard."""
         columns: dict[str, Column] = dict(self.local.columns) if self.local is not None else {}
         for family, layout in enumerate(self.layouts):
             found = {picker: rows for picker, chunk in enumerate(chunks) if (rows := chunk[family]) is not None}
@@ -118,7 +118,7 @@ def plan_shuffle(batch: Batch, rows: Sequence[np.ndarray], max_pickers: int) -> 
 
 
 def pick(picks: Sequence[Pick], stores: Sequence[Batch]) -> list[Chunk]:
-    """The rows that a picker has for each shard."""
+    """Return the rows that a picker has for each shard."""
     chunks: list[list[Batch | None]] = [[] for _ in range(len(picks[0].part))]
     begin = 0
     for each in picks:

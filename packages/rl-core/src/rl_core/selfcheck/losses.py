@@ -27,7 +27,7 @@ class TokenLoss:
     implementation: ClassVar[str] = "rl_core.selfcheck.torch.losses:token_loss"
 
     def totals(self, batch: Batch) -> Mapping[str, float]:
-        """Masked tokens, and rows."""
+        """Return masked tokens, and rows."""
         return {"tokens": float(np.sum(batch.ragged("loss_mask").values)), "sequences": float(len(batch))}
 
 
@@ -41,7 +41,7 @@ class ValueLoss:
     implementation: ClassVar[str] = "rl_core.selfcheck.torch.losses:value_loss"
 
     def totals(self, batch: Batch) -> Mapping[str, float]:
-        """Masked tokens."""
+        """Return masked tokens."""
         return {"tokens": float(np.sum(batch.ragged("loss_mask").values))}
 
 
@@ -55,5 +55,5 @@ class PairLoss:
     implementation: ClassVar[str] = "rl_core.selfcheck.torch.losses:pair_loss"
 
     def totals(self, batch: Batch) -> Mapping[str, float]:
-        """Pairs."""
+        """Return pairs."""
         return {"pairs": float(len(np.unique(batch.array("pair"))))}

@@ -51,7 +51,7 @@ class PooledModel:
         return self._pool.run(_call, [(method, args, kwargs)] * self._num_ranks)
 
     def infer(self, batch: Batch, reads: Sequence[Read], *, reference: bool = False, temperature: float = 1.0) -> Batch:
-        """Same as `Model.infer`; also checks that exactly the leading ranks answer."""
+        """See `Model.infer`; also checks that exactly the leading ranks answer."""
         rows = self._rows_per_shard(batch)
         answers = self._call_shards("infer", batch, rows, tuple(reads), reference=reference, temperature=temperature)
         parts = {}
@@ -73,7 +73,7 @@ class PooledModel:
         return reduce_metrics(self._call_shards("train_step", batch, self._rows_per_shard(batch), loss))
 
     def train_steps(self, batches: Iterable[Batch], loss: Loss) -> list[dict[str, float]]:
-        """Metrics of a step on each batch, except those that depend on the clock or the layout."""
+        """Return metrics of a step on each batch, except those that depend on the clock or the layout."""
         steps = [self.train_step(batch, loss) for batch in batches]
         return [{name: value for name, value in step.items() if name not in CLOCKED | OF_LAYOUT} for step in steps]
 
@@ -103,21 +103,21 @@ class PooledModel:
         return tuple(file for part in self.call("export_adapter", path) for file in part)
 
     def offload(self, parts: Sequence[Part] = ("parameters", "optimizer")) -> None:
-        """Same as `Resident.offload`, on every rank."""
+        """See `Resident.offload`, on every rank."""
         self.call("offload", tuple(parts))
 
     def onload(self, parts: Sequence[Part] = ("parameters", "optimizer")) -> None:
-        """Same as `Resident.onload`, on every rank."""
+        """See `Resident.onload`, on every rank."""
         self.call("onload", tuple(parts))
 
     def manifest(self, version: int, form: WeightForm = "merged") -> Manifest:
-        """The manifest, which only rank 0 returns."""
+        """Return the manifest, which only rank 0 returns."""
         first, *others = self.call("manifest", version, form)
         assert others == [None] * len(others), "only rank 0 answers with the manifest"
         return first
 
     def send(self, manifest: Manifest, transport: Transport) -> str:
-        """Same as `WeightSource.send`; the digest that every rank that sent has, if all receivers keep the same."""
+        """See `WeightSource.send`; the digest that every rank that sent has, if all receivers keep the same."""
         (digest,) = {digest for digests in self.call("send", manifest, transport) for digest in digests}
         return digest
 

@@ -135,7 +135,7 @@ class RankPool:
             self._ranks.append((process, ours))
 
     def _variables(self, rank: int) -> dict[str, str]:
-        """Environment variables of a rank's process."""
+        """Return environment variables of a rank's process."""
         if device_named(self._device).kernels != "cuda":
             return {}
         visible = listed(os.environ.get(VISIBLE, "")) or [str(index) for index in range(self.num_ranks)]
@@ -181,8 +181,8 @@ def _one_thread() -> Iterator[None]:
 
 
 def _hold_port() -> socket.socket:
-    """A socket that keeps a port from other processes: bound, reusing addresses as the listeners do at which ranks
-    meet, and never listening."""
+    """Return a socket that keeps a port from other processes: bound, reusing addresses as the listeners do at which
+    ranks meet, and never listening."""
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind(("", 0))
@@ -190,7 +190,7 @@ def _hold_port() -> socket.socket:
 
 
 def free_port() -> int:
-    """A port that nothing listens on at the moment."""
+    """Return a port that nothing listens on at the moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

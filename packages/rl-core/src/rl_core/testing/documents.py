@@ -140,13 +140,13 @@ class Document:
 
 
 def documents_of(root: Path) -> list[Path]:
-    """The Markdown documents of a checkout of this project, without changelogs and results of benchmarks."""
+    """Return the Markdown documents of a checkout of this project, without changelogs and results of benchmarks."""
     found = {path for pattern in _DOCUMENTS for path in root.glob(pattern) if path.name != _CHANGELOG}
     return sorted(found)
 
 
 def documents_for(package: str, root: Path) -> list[Document]:
-    """The documents of a checkout that have blocks which the tests of a package run, only with these blocks."""
+    """Return the documents of a checkout that have blocks which the tests of a package run, only with these blocks."""
     found = []
     for document in map(read_document, documents_of(root)):
         blocks = tuple(block for block in document.blocks if block.package == package)
@@ -156,7 +156,7 @@ def documents_for(package: str, root: Path) -> list[Document]:
 
 
 def read_document(path: Path) -> Document:
-    """A document with its blocks.
+    """Return a document with its blocks.
 
     Raises:
         DocumentError: If a fence has no language, an unknown one or an unknown word, or is not closed.

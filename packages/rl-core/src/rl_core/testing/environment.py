@@ -16,7 +16,7 @@ class EnvironmentSuite:
     """Conformance of an `Environment`: subclass it in a test module and override the two methods that raise here."""
 
     def environment(self) -> Environment:
-        """A fresh environment."""
+        """Return a fresh environment."""
         raise NotImplementedError
 
     def conversations(self) -> Sequence[Conversation]:

@@ -18,7 +18,7 @@ _OF_CLASS = "exhaustive_tests"
 
 
 def partly_exhaustive(cases: Iterable[Any], *, always: Collection[Any]) -> list[Any]:
-    """Cases of a parametrised test, all but some of which are exhaustive.
+    """Return cases of a parametrised test, all but some of which are exhaustive.
 
     Args:
         cases: Values of its parameter, or tuples of the values of several.
@@ -34,7 +34,7 @@ def _exhaustive(case: Any) -> Any:
 
 
 def with_exhaustive(*names: str) -> Callable[[type], type]:
-    """Decorator of a class of tests in which these, inherited from another class, are exhaustive."""
+    """Return decorator of a class of tests in which these, inherited from another class, are exhaustive."""
 
     def marked(suite: type) -> type:
         assert all(hasattr(suite, name) for name in names), names

@@ -41,8 +41,8 @@ class FakeModel:
         self._saved: tuple[SavedFile, ...] = ()
 
     def infer(self, batch: Batch, reads: Sequence[Read], *, reference: bool = False, temperature: float = 1.0) -> Batch:
-        """Numbers in (-1, 0], 0 at the first token of a row; those of the reference are as before the first step, or
-        as of its last update."""
+        """Return numbers in (-1, 0], 0 at the first token of a row; those of the reference are as before the first
+        step, or as of its last update."""
         self.calls.append(("infer_reference" if reference else "infer", batch))
         tokens = batch.ragged(TOKENS)
         version = round(self.reference_steps) if reference else self.num_steps
@@ -67,12 +67,12 @@ class FakeModel:
         self.reference_steps += share * (self.num_steps - self.reference_steps)
 
     def evaluate(self, batch: Batch, loss: Loss) -> Metrics:
-        """The mean token id over one more than the number of steps, once the batch has what the loss needs."""
+        """Return the mean token id over one more than the number of steps, once the batch has what the loss needs."""
         self.calls.append(("evaluate", batch))
         return self._metrics(batch, loss)
 
     def train_step(self, batch: Batch, loss: Loss) -> Metrics:
-        """Same as `evaluate`, then one more step."""
+        """See `evaluate`, then one more step."""
         self.calls.append(("train_step", batch))
         metrics = self._metrics(batch, loss)
         self.num_steps += 1
@@ -84,7 +84,7 @@ class FakeModel:
         self._saved = self.export(path)
 
     def finish_save(self, *, wait: bool = True) -> tuple[SavedFile, ...]:
-        """The files of the last save, which is never under way."""
+        """Return the files of the last save, which is never under way."""
         return self._saved
 
     def load(self, path: str, *, files: Sequence[SavedFile] = ()) -> None:
@@ -128,13 +128,13 @@ class FakeWeights:
         return self._version
 
     def publish(self) -> WeightUpdate:
-        """The next version."""
+        """Return the next version."""
         self._version += 1
         self.published[self._version] = self._model.num_steps
         return WeightUpdate(self._version)
 
     def state(self) -> Mapping[str, Any]:
-        """The last version given."""
+        """Return the last version given."""
         return {"version": self._version}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -270,7 +270,7 @@ class FakeRolloutSource:
         self.versions: list[int] = []
 
     def collect(self, num_groups: int, *, num_later: int | None = None) -> list[RolloutGroup]:
-        """Groups of the next prompts; fewer at their end."""
+        """Return groups of the next prompts; fewer at their end."""
         start = self._position
         prompts = self._prompts[start : start + num_groups]
         self._position += len(prompts)
@@ -284,7 +284,7 @@ class FakeRolloutSource:
         return {}
 
     def evaluate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, num_generations: int = 1) -> Evaluation:
-        """Groups of the given prompts; the position stays."""
+        """Return groups of the given prompts; the position stays."""
         return Evaluation([self._group(prompt, index, num_generations) for index, prompt in enumerate(prompts)])
 
     def adopt(self, update: WeightUpdate) -> None:
@@ -293,7 +293,7 @@ class FakeRolloutSource:
         self._trained = self._position
 
     def state(self) -> Mapping[str, Any]:
-        """The position as of the last `adopt`."""
+        """Return the position as of the last `adopt`."""
         return {"position": self._trained}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -326,7 +326,7 @@ class FakeRolloutSource:
 
 
 def _numbers(tokens: Ragged, version: int) -> Ragged:
-    """float32 in (-1, 0], 0 where a row starts, different for another token, position or version."""
+    """Return float32 in (-1, 0], 0 where a row starts, different for another token, position or version."""
     within = np.arange(len(tokens.values)) - np.repeat(tokens.offsets[:-1], tokens.lengths)
     mixed = (tokens.values.astype(np.int64) * 7919 + within * 104729 + version * 1299709) % 10007
     return tokens.like(np.where(within == 0, 0.0, -mixed / 10007).astype(np.float32))

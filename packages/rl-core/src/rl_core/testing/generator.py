@@ -133,7 +133,7 @@ class GeneratorSuite(WeightSinkSuite):
         assert completion.stop_reason == "stop"
 
     def _run_with_text(self, bench: Bench) -> tuple[tuple[list[int], int], str]:
-        """A completion, its seed, and a string in it that spans three tokens."""
+        """Return a completion, its seed, and a string in it that spans three tokens."""
         for seed in range(40):
             tokens = _one(bench, prompt(8), SamplingParams(32), seed).token_ids.tolist()
             pieces = [bench.reference.decode([token]) for token in tokens]
@@ -348,7 +348,7 @@ class GeneratorSuite(WeightSinkSuite):
         assert len(other.token_ids) > len(rest.token_ids)
 
     def _greedy_with_text(self, bench: Bench) -> tuple[np.ndarray, list[int], int]:
-        """A prompt, its greedy continuation, and the index of three tokens in it whose text comes nowhere else."""
+        """Return a prompt, its greedy continuation, and the index of three tokens in it whose text comes nowhere else."""
         for seed in range(40):
             tokens = prompt(8, seed)
             sampled = bench.reference.greedy(tokens, 16)
@@ -406,7 +406,7 @@ class GeneratorSuite(WeightSinkSuite):
 
 
 async def _interrupted(bench: Bench, request: GenerationRequest) -> Completion:
-    """A part of the completion of a request; the generator stays paused."""
+    """Return a part of the completion of a request; the generator stays paused."""
     for _ in range(MOST_ROUNDS):
         before = (await bench.generator.health())["num_sampled"]
         task = asyncio.create_task(bench.generator.generate(request))

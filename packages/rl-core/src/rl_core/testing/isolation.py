@@ -31,7 +31,7 @@ EntryPoint("command", sys.argv.pop(1), "console_scripts").load()()
 
 
 def loaded_by(*modules: str) -> frozenset[str]:
-    """Top-level names of everything that a fresh interpreter has loaded once it imported `modules`.
+    """Return top-level names of everything that a fresh interpreter has loaded once it imported `modules`.
 
     Raises `ImportError` with the interpreter's traceback if one of them cannot be imported.
     """
@@ -42,7 +42,7 @@ def loaded_by(*modules: str) -> frozenset[str]:
 
 
 def loaded_by_command(command: str, *arguments: str, cwd: Path | None = None) -> frozenset[str]:
-    """Top-level names of everything that a command has loaded when it ends, however it ends.
+    """Return top-level names of everything that a command has loaded when it ends, however it ends.
 
     Args:
         command: Its entry point, `module:function`.
@@ -79,7 +79,7 @@ def _send_fork_problem(pipe: Connection, modules: tuple[str, ...]) -> None:
 
 
 def modules_of(package: str, *, outside: tuple[str, ...] = ()) -> list[str]:
-    """Every module of a package, itself first, without importing any; `outside` names subpackages to leave out."""
+    """Return every module of a package, itself first, without importing any; `outside` names subpackages to leave out."""
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
         raise ImportError(f"no package {package}")
@@ -90,5 +90,5 @@ def modules_of(package: str, *, outside: tuple[str, ...] = ()) -> list[str]:
 
 
 def light_modules_of(package: str) -> list[str]:
-    """The package itself and its modules named `config` or `plugin`, which a driver imports."""
+    """Return the package itself and its modules named `config` or `plugin`, which a driver imports."""
     return [name for name in modules_of(package) if name == package or {"config", "plugin"} & set(name.split("."))]

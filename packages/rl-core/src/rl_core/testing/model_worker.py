@@ -65,7 +65,7 @@ LENGTHS = (9, 3, 17, 1, 12, 2, 7)
 
 
 def make_batch(lengths: tuple[int, ...] = LENGTHS, seed: int = 0, vocab: int = 101) -> Batch:
-    """Random rows with the columns that the losses of `rl_core.selfcheck.losses` need, except pairs."""
+    """Return random rows with the columns that the losses of `rl_core.selfcheck.losses` need, except pairs."""
     rng = np.random.default_rng(seed)
     tokens = Ragged.from_rows([rng.integers(0, vocab, length) for length in lengths], dtype=np.int32)
     mask = (rng.random(len(tokens.values)) < 0.7).astype(np.int8)
@@ -81,14 +81,14 @@ def make_batch(lengths: tuple[int, ...] = LENGTHS, seed: int = 0, vocab: int = 1
 
 
 def make_candidates(rng: np.random.Generator, num_tokens: int, vocab: int) -> np.ndarray:
-    """Random ids int32 `[tokens, 4]`: one twice in each row, and fewer than four in some."""
+    """Return random ids int32 `[tokens, 4]`: one twice in each row, and fewer than four in some."""
     candidates = rng.integers(0, vocab, (num_tokens, 4), dtype=np.int32)
     candidates[:, 3] = candidates[:, 0]
     return np.where(rng.random(candidates.shape) < 0.3, np.int32(-1), candidates)
 
 
 def poison(batch: Batch) -> Batch:
-    """The batch with an infinite weight in its first row, so only on one rank, that counts."""
+    """Return the batch with an infinite weight in its first row, so only on one rank, that counts."""
     weights, mask = batch.ragged("weights"), batch.ragged("loss_mask")
     values = weights.values.copy()
     values[:2] = np.inf
@@ -96,7 +96,7 @@ def poison(batch: Batch) -> Batch:
 
 
 def make_pairs(num_pairs: int = 3) -> Batch:
-    """Random pairs of rows of different lengths, far apart in the batch."""
+    """Return random pairs of rows of different lengths, far apart in the batch."""
     lengths = tuple(int(length) for length in np.random.default_rng(3).integers(2, 15, 2 * num_pairs))
     index = np.arange(2 * num_pairs)
     columns = {"pair": index % num_pairs, "is_chosen": index < num_pairs}
@@ -138,13 +138,13 @@ def _let_go(rank: Rank, function: str) -> None:
 
 
 def _contents(folder: Path) -> dict[str, bytes]:
-    """Files by relative path, except hidden ones: torch notes there where and when it wrote."""
+    """Return files by relative path, except hidden ones: torch notes there where and when it wrote."""
     files = (path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
 def _digests(folder: Path) -> dict[str, tuple[int, str]]:
-    """Size and SHA-256 of every file by relative path."""
+    """Return size and SHA-256 of every file by relative path."""
     contents = {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     return {name.as_posix(): (len(data), hashlib.sha256(data).hexdigest()) for name, data in contents.items()}
 
@@ -171,13 +171,13 @@ class ModelWorkerSuite:
     @pytest.fixture(scope="session")
     @classmethod
     def folder(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        """A tiny model with a tied head."""
+        """Return a tiny model with a tied head."""
         return cls._tiny_model(tmp_path_factory.mktemp("tied"))
 
     @pytest.fixture(scope="session")
     @classmethod
     def untied_folder(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        """A tiny model of another family with its own head."""
+        """Return a tiny model of another family with its own head."""
         return cls._tiny_model(tmp_path_factory.mktemp("untied"), "llama")
 
     @pytest.mark.parametrize("layout", LAYOUTS)
@@ -731,7 +731,7 @@ class ModelWorkerSuite:
         np.testing.assert_allclose(found, expected, rtol=self.tolerance, atol=self.tolerance, err_msg=name)
 
     def _transfer(self, model: PooledModel, manifest: Manifest, receive: Any) -> dict[str, Any]:
-        """The tensors that one receiver gets; the sender's digest and the receiver's must agree."""
+        """Return the tensors that one receiver gets; the sender's digest and the receiver's must agree."""
         transport = Transport("collective", f"127.0.0.1:{free_port()}", 1, bucket_bytes=4096, timeout_s=60)
         received: list[Any] = []
         receiver = threading.Thread(target=lambda: received.append(receive(manifest, transport)))

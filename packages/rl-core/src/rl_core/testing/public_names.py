@@ -90,7 +90,7 @@ def _name_of(statement: ast.stmt) -> str:
 
 
 def _docstring(body: list[ast.stmt], index: int) -> str:
-    """The docstring of a definition, or the string below an assignment."""
+    """Return the docstring of a definition, or the string below an assignment."""
     statement = body[index]
     if isinstance(statement, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         return ast.get_docstring(statement) or ""

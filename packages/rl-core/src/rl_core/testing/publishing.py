@@ -29,7 +29,7 @@ class PublishingSuite(ABC):
 
     @abstractmethod
     def open(self, ranks: RankPool, folder: Path) -> PooledModel:
-        """A model of these files that is split over two ranks."""
+        """Return a model of these files that is split over two ranks."""
 
     @pytest.fixture
     def apart(self, ranks: RankPool) -> Iterator[None]:
@@ -91,7 +91,7 @@ class AdapterPublishingSuite(ABC):
 
     @abstractmethod
     def open(self, ranks: RankPool, folder: Path, lora: LoraConfig) -> PooledModel:
-        """A float32 model of these files that is split over two ranks, with adapters as configured."""
+        """Return a float32 model of these files that is split over two ranks, with adapters as configured."""
 
     def test_weights_and_adapters_travel_apart(self, ranks: RankPool, tmp_path: Path) -> None:
         from safetensors.torch import load_file
@@ -122,7 +122,7 @@ class AdapterPublishingSuite(ABC):
             model.manifest(1, "adapter")
 
     def _sent(self, ranks: RankPool, model: PooledModel, form: WeightForm) -> tuple[Manifest, list[Received]]:
-        """Tensors that the receivers of each of two ranks get."""
+        """Return tensors that the receivers of each of two ranks get."""
         manifest, transport = model.manifest(1, form), sent_by_every_rank()
         with ranks_apart(ranks), receiving_threads(2, lambda: receive(manifest, transport)) as received:
             digests = model.call("send", manifest, transport)

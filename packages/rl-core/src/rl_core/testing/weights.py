@@ -26,12 +26,12 @@ SYNC_TIMEOUT_S = 60.0
 
 
 def model_config(model_dir: Path) -> ModelConfig:
-    """The neutral model config a suite's generators are built with."""
+    """Return the neutral model config a suite's generators are built with."""
     return ModelConfig(model_name=str(model_dir), precision="float32", max_total_sequence_length=CONTEXT)
 
 
 def prompt(length: int, seed: int = 0) -> np.ndarray:
-    """int32 `[length]`, tokens that mean nothing."""
+    """Return int32 `[length]`, tokens that mean nothing."""
     return np.random.default_rng([length, seed]).integers(3, VOCAB_SIZE, length).astype(np.int32)
 
 
@@ -108,7 +108,7 @@ class WeightSinkSuite:
 
     @classmethod
     def make_generator(cls, model_dir: Path) -> Generator:
-        """A generator of `model_config(model_dir)`, not started, on one CPU rank, in float32."""
+        """Yield a generator of `model_config(model_dir)`, not started, on one CPU rank, in float32."""
         raise NotImplementedError
 
     @classmethod
@@ -119,7 +119,7 @@ class WeightSinkSuite:
     @pytest.fixture(scope="class")
     @classmethod
     def bench(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-        """The suite's generator; a test that damages it repairs it."""
+        """Yield the suite's generator; a test that damages it repairs it."""
         first = write_reference_model(tmp_path_factory.mktemp("first"), seed=1)
         second = write_reference_model(tmp_path_factory.mktemp("second"), seed=2)
         sender = SenderProcess()

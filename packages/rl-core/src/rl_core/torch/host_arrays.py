@@ -13,7 +13,7 @@ ALIGNMENT = 16
 
 
 def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """The arrays as tensors on a device, by one copy for which the host does not wait.
+    """Return the arrays as tensors on a device, by one copy for which the host does not wait.
 
     The copy starts in pinned memory if the device is a GPU, on its current stream. The tensors share one storage and
     are otherwise independent of one another and of the arrays.

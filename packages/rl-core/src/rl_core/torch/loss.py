@@ -36,7 +36,7 @@ class Rows:
         host_offsets: np.ndarray,
         host_columns: Mapping[str, np.ndarray],
     ) -> Rows:
-        """Rows that the host has too, so that it does not wait for the device to read them.
+        """Return rows that the host has too, so that it does not wait for the device to read them.
 
         Args:
             offsets: Where each row starts and ends.
@@ -59,7 +59,7 @@ class Rows:
         return {}
 
     def host_column(self, name: str) -> np.ndarray:
-        """A column on the host; waits for the device unless the rows were made with it."""
+        """Return a column on the host; waits for the device unless the rows were made with it."""
         found = self._host_columns.get(name)
         return self.columns[name].cpu().numpy() if found is None else found
 
@@ -89,23 +89,23 @@ class Rows:
         return torch.repeat_interleave(rows, self.offsets.diff(), output_size=self.num_tokens)
 
     def row_sums(self, values: Tensor) -> Tensor:
-        """`[rows]`, the sum of token values over each row; differentiable, float32 or wider."""
+        """Return `[rows]`, the sum of token values over each row; differentiable, float32 or wider."""
         sums = torch.zeros(len(self), dtype=values.dtype, device=values.device)
         return sums.index_add(0, self.row_of_token, values)
 
     def spread(self, values: Tensor) -> Tensor:
-        """`[tokens]`, each row's value at all its tokens."""
+        """Return `[tokens]`, each row's value at all its tokens."""
         return values[self.row_of_token]
 
     def per_token(self, name: str) -> Tensor:
-        """`[tokens]`, a column at every token: that of a row column is the row's value."""
+        """Return `[tokens]`, a column at every token: that of a row column is the row's value."""
         values = self.columns[name]
         # every row has at least one token, so that equal counts mean one token in each
         return values if len(values) == len(self.columns[TOKENS]) else self.spread(values)
 
 
 def followers_of(offsets: np.ndarray) -> np.ndarray:
-    """int64 indices of the tokens that follow another in their row.
+    """Return int64 indices of the tokens that follow another in their row.
 
     Args:
         offsets: Where each row starts and ends.

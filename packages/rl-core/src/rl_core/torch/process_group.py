@@ -42,6 +42,6 @@ def _store(rendezvous: Rendezvous, timeout: timedelta) -> dist.TCPStore:
 
 
 def listen_at(address: str, port: int) -> socket.socket:
-    """A socket that listens only at this address; port 0 is any free one."""
+    """Return a socket that listens only at this address; port 0 is any free one."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, port), family=family, backlog=1024)

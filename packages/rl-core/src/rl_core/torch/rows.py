@@ -37,8 +37,8 @@ def no_images(batch: Batch) -> Mapping[str, np.ndarray]:
 
 
 def to_rows(batch: Batch, device: torch.device, *, images: ImageColumns = no_images) -> Rows:
-    """All columns of a local batch on the device, by one copy that the host does not wait for; floating columns become
-    float32, `tokens` int64.
+    """Return all columns of a local batch on the device, by one copy that the host does not wait for; floating columns
+    become float32, `tokens` int64.
 
     Args:
         batch: Local batch.
@@ -67,7 +67,7 @@ def to_rows(batch: Batch, device: torch.device, *, images: ImageColumns = no_ima
 
 
 def idle_rows(device: torch.device, id_columns: Sequence[str] = ()) -> Rows:
-    """A row of two tokens for a rank that takes part in a forward pass without rows of its own.
+    """Return a row of two tokens for a rank that takes part in a forward pass without rows of its own.
 
     Args:
         device: Device of the columns.
@@ -115,7 +115,7 @@ class ModelInputs:
         return to_device([ends], self.input_ids.device)[0]
 
     def flatten(self, values: Tensor) -> Tensor:
-        """`[batch, seq, *inner]` of the forward pass as `[tokens, *inner]`, without padding."""
+        """Return `[batch, seq, *inner]` of the forward pass as `[tokens, *inner]`, without padding."""
         flat = values.flatten(0, 1)
         if self.attention_mask is None:
             return flat
@@ -125,7 +125,7 @@ class ModelInputs:
 
 
 def packed(rows: Rows) -> ModelInputs:
-    """Rows end to end, as one sequence `[1, tokens]`."""
+    """Return rows end to end, as one sequence `[1, tokens]`."""
     starts, lengths = rows.host_offsets[:-1], np.diff(rows.host_offsets)
     position = np.arange(rows.num_tokens) - np.repeat(starts, lengths)
     (moved,) = to_device([position], rows.offsets.device)
@@ -133,7 +133,7 @@ def packed(rows: Rows) -> ModelInputs:
 
 
 def padded(rows: Rows, pad_token_id: int = 0) -> ModelInputs:
-    """One row per sequence, padded on the right to the longest, `[batch, seq]`."""
+    """Return one row per sequence, padded on the right to the longest, `[batch, seq]`."""
     lengths = np.diff(rows.host_offsets)
     position = np.tile(np.arange(lengths.max()), (len(rows), 1))
     places = np.minimum(rows.host_offsets[:-1, None] + position, rows.num_tokens - 1)

@@ -6,7 +6,7 @@ from safetensors.torch import load_file, save_file
 
 from rl_core.model import HeadFiles
 from rl_core.selfcheck.torch.tiny_model import write_tiny_model
-from rl_core.torch.heads.head_files import read_head
+from rl_core.torch.heads.reads import read_head
 
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 

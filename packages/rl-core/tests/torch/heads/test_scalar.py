@@ -3,7 +3,7 @@
 import torch
 
 from rl_core.model import SCORES, VALUES
-from rl_core.torch.heads.scalar import new_head, scalar_reads
+from rl_core.torch.heads.reads import new_head, scalar_reads
 from rl_core.torch.loss import Rows
 
 

@@ -9,25 +9,15 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from rl_core.torch.files.model_files import WeightFiles
-from rl_core.torch.training import export
-from rl_core.torch.training.export import ExportPlan, complete_generation_config, export_dtype, padding_token
-from rl_core.weights import TensorSpec
+from rl_core.torch.training.export import complete_generation_config, export_dtype, padding_token
 
 
-@pytest.mark.parametrize(("limit", "num_files"), [(2**20, 1), (50, 2)])
-def test_what_is_written_reads_back(tmp_path, monkeypatch, limit, num_files):
-    monkeypatch.setattr(export, "FILE_BYTES", limit)
-    tensors = {name: torch.arange(6.0).reshape(2, 3) + index for index, name in enumerate("abc")}
-    plan = ExportPlan.of(tmp_path, [TensorSpec(name, (2, 3), "float32") for name in tensors], "float32")
-    for index, specs in enumerate(plan.files):
-        plan.write(index, {spec.name: tensors[spec.name] for spec in specs})
-    plan.write_index()
-    names = sorted(file.name for file in tmp_path.glob("*.safetensors"))
-    expected = [f"model-0000{index}-of-0000{num_files}.safetensors" for index in range(1, num_files + 1)]
-    assert names == (expected if num_files > 1 else ["model.safetensors"])
+def test_little_is_one_file_that_reads_back(pool, tmp_path):
+    outcomes = pool.run(write, [(str(tmp_path), [0], None, 2**20)] * 2)
+    assert outcomes == [(["model.safetensors"], ""), ([], "")]
+    assert not (tmp_path / "model.safetensors.index.json").exists()
     with WeightFiles.of(tmp_path).open() as weights:
-        for name, tensor in tensors.items():
-            assert torch.equal(weights.read(name, ()), tensor)
+        assert all(torch.equal(weights.read(name, ()), tensor) for name, tensor in numbered().items())
 
 
 @pytest.mark.parametrize(
@@ -48,6 +38,9 @@ def test_weights_keep_the_dtype_of_their_source_unless_they_are_computed_in_floa
 def test_the_ranks_that_get_weights_take_turns_to_write_them(pool, tmp_path, holders, num_written):
     outcomes = pool.run(write, [(str(tmp_path), holders, None)] * 2)
     assert [len(written) for written, _ in outcomes] == num_written
+    assert sorted(name for written, _ in outcomes for name in written) == [
+        f"model-0000{index}-of-00003.safetensors" for index in (1, 2, 3)
+    ]
     assert [error for _, error in outcomes] == ["", ""]
     with WeightFiles.of(tmp_path).open() as weights:
         assert all(torch.equal(weights.read(name, ()), tensor) for name, tensor in numbered().items())

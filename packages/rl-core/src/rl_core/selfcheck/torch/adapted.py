@@ -40,7 +40,7 @@ class AdaptedExperts(nn.Module):
         self.up = nn.Parameter(weight.new_zeros(num_experts, outputs, config.dim))
 
     def forward(self, weight: Tensor) -> Tensor:
-        """The weights with the adapters, expert by expert."""
+        """Return the weights with the adapters, expert by expert."""
         added = torch.stack([self.scale * up @ down for up, down in zip(self.up, self.down, strict=True)])
         return weight + (added.mT if self.is_transposed else added)
 
@@ -156,8 +156,8 @@ def _is_transposed(experts: Any) -> bool:
 
 
 def _wrapped_parameters(model: nn.Module, targets: Sequence[str]) -> dict[str, Tensor]:
-    """Names of the wrappers that peft puts around a module for its stacked parameters, the last one's outermost, to
-    these as `[experts, outputs, inputs]`.
+    """Return names of the wrappers that peft puts around a module for its stacked parameters, the last one's outermost,
+    to these as `[experts, outputs, inputs]`.
 
     Args:
         model: Model without the wrappers.

@@ -42,13 +42,13 @@ class Oracle:
         self.optimizer: torch.optim.Optimizer | None = None
 
     def infer(self, batch: Batch, reads: Sequence[Read], temperature: float = 1.0) -> dict[str, np.ndarray]:
-        """Columns of the reads, rows end to end."""
+        """Return columns of the reads, rows end to end."""
         with torch.no_grad():
             columns = self._reads(batch, reads, temperature)
         return {name: column.numpy() for name, column in columns.items()}
 
     def loss(self, batch: Batch, loss: Loss) -> Tensor:
-        """The loss over the whole batch, with gradients."""
+        """Return the loss over the whole batch, with gradients."""
         rows = to_rows(batch.only([TOKENS, *loss.columns]), torch.device("cpu"))
         rows = Rows(rows.offsets, {name: _widened(column) for name, column in rows.columns.items()})
         compute = resolve(implementation_name(loss, loss.implementation))
@@ -58,7 +58,8 @@ class Oracle:
     def train_step(
         self, batch: Batch, loss: Loss, optimizer: OptimizerConfig, max_grad_norm: float | None
     ) -> dict[str, float]:
-        """One step of a torch optimizer, kept from call to call; `loss` and `grad_norm` as a worker reports them."""
+        """Return one step of a torch optimizer, kept from call to call; `loss` and `grad_norm` as a worker reports
+        them."""
         if self.optimizer is None:
             self.optimizer = _class_of(optimizer)(self.model.parameters(), **optimizer.kwargs)
         self.optimizer.zero_grad()
@@ -118,8 +119,8 @@ def _class_of(optimizer: OptimizerConfig) -> Any:
 
 
 def _kept_only(logits: Tensor, tokens: Tensor, token_filter: TokenFilter) -> Tensor:
-    """Logits `[n, vocab]` with those of tokens that a filter leaves out, except `tokens` `[n]`, so low that their
-    probability is 0; written as the definition."""
+    """Return logits `[n, vocab]` with those of tokens that a filter leaves out, except `tokens` `[n]`, so low that
+    their probability is 0; written as the definition."""
     is_kept = torch.zeros_like(logits, dtype=torch.bool)
     for place, row in enumerate(logits.detach()):
         falling = row.argsort(descending=True)
@@ -134,12 +135,12 @@ def _kept_only(logits: Tensor, tokens: Tensor, token_filter: TokenFilter) -> Ten
 
 
 def _with_ties(row: Tensor, falling: Tensor, num: int) -> Tensor:
-    """The first ids of logits in descending order, and those whose logits equal the last one's."""
+    """Return the first ids of logits in descending order, and those whose logits equal the last one's."""
     return falling[row[falling] >= row[falling[min(num, len(falling)) - 1]]]
 
 
 def _after_first(values: Tensor) -> Tensor:
-    """Results of the tokens that follow another, after a 0 for the first."""
+    """Return results of the tokens that follow another, after a 0 for the first."""
     return torch.cat([values.new_zeros((1, *values.shape[1:])), values])
 
 

@@ -22,14 +22,14 @@ Taken = TypeVar("Taken")
 
 
 def receive(manifest: Manifest, transport: Transport) -> Received:
-    """All tensors as the first receiver gets them, and their digest."""
+    """Return all tensors as the first receiver gets them, and their digest."""
     with open_receiver(manifest, transport, 1, CPU) as receiver:
         tensors = {name: tensor.clone() for name, tensor in receiver}
     return tensors, receiver.digest
 
 
 def sent_by_every_rank(bucket_bytes: int = 4096, timeout_s: float = 60) -> Transport:
-    """A transfer in which each rank has one receiver of its own; run it within `ranks_apart`."""
+    """Return a transfer in which each rank has one receiver of its own; run it within `ranks_apart`."""
     address = f"127.0.0.1:{free_port()}"
     return Transport("ipc", address, 1, bucket_bytes, timeout_s, every_rank_sends=True)
 

@@ -129,8 +129,8 @@ class SelfCheck:
         return FamilyCase(case.mesh, case.layout, "exact" if is_exact else "off", differences, inexact, reason)
 
     def rounding(self, folder: Path, expected: Expected, *, has_adapters: bool) -> dict[str, float]:
-        """Largest differences in one process that come only from float32, by what is compared: with the weights of the
-        files, and with weights that are moved by at most their last bit."""
+        """Return largest differences in one process that come only from float32, by what is compared: with the weights
+        of the files, and with weights that are moved by at most their last bit."""
         found = []
         for seed in range(ROUNDING_RUNS):
             run = self.expect(folder, has_adapters=has_adapters, float32_seed=seed)
@@ -157,7 +157,7 @@ class SelfCheck:
             return Expected(steps, read_files(Path(trained)))
 
     def batch(self, seed: int) -> Batch:
-        """Random rows with the columns that `TokenLoss` needs."""
+        """Return random rows with the columns that `TokenLoss` needs."""
         rng = np.random.default_rng(seed)
         rows = [rng.integers(self.first_token, VOCABULARY, length) for length in LENGTHS]
         tokens = Ragged.from_rows(rows, dtype=np.int32)
@@ -175,13 +175,13 @@ class SelfCheck:
 
 
 def case_on(layouts: Layouts, mesh: str, *, is_packed: bool, has_adapters: bool) -> MeshCase:
-    """A case on one of these meshes."""
+    """Return a case on one of these meshes."""
     num_ranks, settings = layouts[mesh]
     return MeshCase(mesh, num_ranks, settings, is_packed, has_adapters)
 
 
 def all_cases(layouts: Layouts) -> list[MeshCase]:
-    """Every mesh, packed and padded, and with adapters."""
+    """Return every mesh, packed and padded, and with adapters."""
     rows = ((True, False), (False, False), (True, True))
     return [
         case_on(layouts, mesh, is_packed=is_packed, has_adapters=has_adapters)
@@ -191,7 +191,7 @@ def all_cases(layouts: Layouts) -> list[MeshCase]:
 
 
 def write_random(config: PreTrainedConfig, folder: Path, seed: int = 0) -> Path:
-    """A random model as Hugging Face files, no parameter of it the same as another."""
+    """Return a random model as Hugging Face files, no parameter of it the same as another."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -203,7 +203,7 @@ def write_random(config: PreTrainedConfig, folder: Path, seed: int = 0) -> Path:
 
 
 def read_files(folder: Path) -> dict[str, Tensor]:
-    """All weights of a folder."""
+    """Return all weights of a folder."""
     files = WeightFiles.of(folder)
     with files.open() as opened:
         return {name: opened.read(name, ()) for name in files.names}
@@ -223,7 +223,7 @@ def _lower(model: nn.Module, seed: int) -> None:
 def _differences(
     steps: Sequence[Mapping[str, float]], weights: Mapping[str, Tensor], expected: Expected
 ) -> dict[str, float]:
-    """Largest differences by what is compared."""
+    """Return largest differences by what is compared."""
     found = {name: _largest(steps, expected.steps, name) for name in ("loss", "grad_norm")}
     return {**found, "weights": _farthest(weights, expected)}
 
@@ -239,7 +239,7 @@ def _are_within(differences: Mapping[str, float], limits: Mapping[str, float]) -
 
 
 def _by_adapter(model: PooledModel, folder: Path) -> dict[str, Tensor]:
-    """The weights of a folder with the adapters that a model exports, by name in the files."""
+    """Return the weights of a folder with the adapters that a model exports, by name in the files."""
     with tempfile.TemporaryDirectory() as adapter, tempfile.TemporaryDirectory() as merged:
         model.export_adapter(adapter)
         base = Oracle(folder).model
@@ -257,11 +257,11 @@ def _distance(found: Tensor | None, wanted: Tensor) -> float:
 
 
 def _largest(found: Sequence[Mapping[str, float]], wanted: Sequence[Mapping[str, float]], name: str) -> float:
-    """Largest difference over the steps, relative to values above 1."""
+    """Return largest difference over the steps, relative to values above 1."""
     pairs = ((one[name], other[name]) for one, other in zip(found, wanted, strict=True))
     return _maximum(abs(one - other) / max(1.0, abs(other)) for one, other in pairs)
 
 
 def _maximum(values: Iterable[float]) -> float:
-    """Same as `max`, and not a number if a value is not one."""
+    """See `max`, and not a number if a value is not one."""
     return float(np.max(list(values)))

@@ -89,6 +89,6 @@ def write_composite(folder: Path, kind: str, language: Path) -> Path:
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """The weights of a model that `transformers` loads from a folder, in the dtype they have there, tied ones under
-    every name."""
+    """Return the weights of a model that `transformers` loads from a folder, in the dtype they have there, tied ones
+    under every name."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype="auto").state_dict()

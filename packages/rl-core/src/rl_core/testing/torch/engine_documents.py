@@ -24,7 +24,7 @@ class EngineDocumentsSuite:
     @pytest.fixture(scope="class")
     @classmethod
     def hub(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        """A cache of the hub that holds a tiny model."""
+        """Return a cache of the hub that holds a tiny model."""
         folder = tmp_path_factory.mktemp("hub")
 
         def write(snapshot: Path) -> None:

@@ -28,8 +28,7 @@ from rl_core.model import HEADLESS_ROLES, ModelSpec, Part, Rendezvous, Role
 from rl_core.model_config import ModelConfig
 from rl_core.torch.files.model_files import WeightFiles, read_hf_config
 from rl_core.torch.heads.logprobs import Head
-from rl_core.torch.heads.reads import language_reads
-from rl_core.torch.heads.scalar import new_head, scalar_reads
+from rl_core.torch.heads.reads import language_reads, new_head, scalar_reads
 from rl_core.torch.loss import Rows
 from rl_core.torch.optim.optimizer import build_optimizer, norms_and_biases
 from rl_core.torch.process_group import join_process_group
@@ -121,7 +120,7 @@ class PlainMesh:
         torch.manual_seed(seed + self.rank)
 
     def rng_state(self) -> dict[str, Any]:
-        """State of torch's generators."""
+        """Return state of torch's generators."""
         return self.kind.rng_state()
 
     def set_rng_state(self, state: Mapping[str, Any]) -> None:
@@ -169,13 +168,13 @@ class PlainModel:
         return no_images(batch)
 
     def read(self, run: Pass) -> list[Any]:
-        """One microbatch after another."""
+        """Return one microbatch after another."""
         self.hf.train(False)
         with torch.no_grad():
             return [self._run(make(), run) for make in run.microbatches]
 
     def accumulate(self, run: Pass) -> Mapping[str, Metric]:
-        """One microbatch after another, then the sum over all ranks."""
+        """Return one microbatch after another, then the sum over all ranks."""
         self.hf.train(True)
         for make in run.microbatches:
             self._run(make(), run).backward()
@@ -188,7 +187,7 @@ class PlainModel:
         """Do nothing: a backward pass changes only gradients."""
 
     def trained_parts(self) -> list[Tensor]:
-        """All parameters."""
+        """Return all parameters."""
         return [parameter.detach() for parameter in self.hf.parameters()]
 
     def close(self) -> None:
@@ -220,7 +219,7 @@ class PlainOptimizer:
         self._hf = hf
 
     def grad_norm(self) -> float:
-        """Norm of the whole gradient."""
+        """Return norm of the whole gradient."""
         return float(nn.utils.get_total_norm(self._grads()))
 
     def scale_grads(self, factor: float) -> None:
@@ -253,7 +252,7 @@ class PlainWeights:
         self.holders = range(dist.get_world_size())
 
     def specs(self, dtype: str) -> list[TensorSpec]:
-        """All of them, in order."""
+        """Return all of them, in order."""
         return [TensorSpec(name, tuple(parameter.shape), dtype) for name, parameter in self._named.items()]
 
     def stream(
@@ -265,7 +264,7 @@ class PlainWeights:
         merges_adapters: bool = True,
         served: bool = False,
     ) -> Iterator[Sequence[tuple[str, Tensor]]]:
-        """All of them, one by one, on every rank."""
+        """Yield all of them, one by one, on every rank."""
         for name, parameter in self._named.items():
             yield [(name, parameter.detach().to(getattr(torch, dtype)))]
 
@@ -292,7 +291,7 @@ class PlainState:
         return {name: tensor.clone() for name, tensor in found.items()} if copies else found
 
     def description(self) -> dict[str, Any]:
-        """Shapes and dtypes of the optimizer's state, of which there is none before the first step."""
+        """Return shapes and dtypes of the optimizer's state, of which there is none before the first step."""
         return {name: torch.empty_like(tensor, device="meta") for name, tensor in self._states().items()}
 
     def restore(self, path: Path, description: Mapping[str, Any]) -> None:
@@ -315,7 +314,7 @@ class PlainState:
         read_tensors(path, self._parameters(), group=self._mesh.control)
 
     def layers(self) -> dict[str, Any]:
-        """Empty."""
+        """Return empty."""
         return {}
 
     def restore_layers(self, state: Mapping[str, Any]) -> None:
@@ -354,5 +353,5 @@ class PlainResidency(Residency):
 
 
 def build(config: ModelConfig, spec: ModelSpec, rendezvous: Rendezvous) -> PlainWorker:
-    """A worker in a process of a rank pool."""
+    """Return a worker in a process of a rank pool."""
     return PlainWorker(config, None, spec, rendezvous)

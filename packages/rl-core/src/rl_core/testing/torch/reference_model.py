@@ -20,7 +20,8 @@ TOP_P_ROUNDING = 1e-5
 
 
 def write_reference_model(folder: Path, *, seed: int, tied: bool = True, head_dim: int = 32) -> Path:
-    """A Qwen3 of some 10^5 parameters with peaked predictions, and a byte-level tokenizer, as Hugging Face files."""
+    """Return a Qwen3 of some 10^5 parameters with peaked predictions, and a byte-level tokenizer, as Hugging Face
+    files."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=VOCAB_SIZE,
@@ -66,23 +67,23 @@ class ReferenceModel:
         self._tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of these tokens."""
+        """Return the text of these tokens."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
     def greedy(self, prompt: np.ndarray, num_tokens: int) -> list[int]:
-        """The most likely continuation, token by token."""
+        """Return the most likely continuation, token by token."""
         tokens = [int(token) for token in prompt]
         for _ in range(num_tokens):
             tokens.append(int(self.logits(tokens)[-1].argmax()))
         return tokens[len(prompt) :]
 
     def logits(self, token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
-        """float64 `[tokens, vocab]`."""
+        """Return float64 `[tokens, vocab]`."""
         with torch.no_grad():
             return self._model(torch.tensor([list(token_ids)])).logits[0].double().numpy()
 
     def score(self, token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
-        """float64 `[tokens]`, logprobs at temperature 1, the first 0."""
+        """Return float64 `[tokens]`, logprobs at temperature 1, the first 0."""
         logprobs = _log_softmax(self.logits(token_ids))
         following = logprobs[np.arange(len(token_ids) - 1), np.asarray(token_ids[1:], dtype=np.int64)]
         return np.concatenate([[0.0], following])
@@ -90,7 +91,8 @@ class ReferenceModel:
     def completion_logprobs(
         self, prompt: np.ndarray, completion: np.ndarray, sampling: SamplingParams | None = None
     ) -> np.ndarray:
-        """float64 `[completion]`, logprobs after temperature, top-k and top-p; unchanged ones without parameters."""
+        """Return float64 `[completion]`, logprobs after temperature, top-k and top-p; unchanged ones without
+        parameters."""
         return _of_tokens(completion, self._logits_before(prompt, completion), sampling)
 
     def nearest_logprobs(
@@ -105,12 +107,12 @@ class ReferenceModel:
         return either[np.abs(either - found).argmin(axis=0), np.arange(len(completion))]
 
     def _logits_before(self, prompt: np.ndarray, completion: np.ndarray) -> np.ndarray:
-        """float64 `[completion, vocab]`, which each token of a completion was drawn from."""
+        """Return float64 `[completion, vocab]`, which each token of a completion was drawn from."""
         return self.logits([*prompt, *completion])[len(prompt) - 1 : -1]
 
 
 def processed_logprobs(logits: np.ndarray, sampling: SamplingParams) -> np.ndarray:
-    """float64 `[vocab]`, written as the definition: tokens of at least `min_p` times the largest probability,
+    """Return float64 `[vocab]`, written as the definition: tokens of at least `min_p` times the largest probability,
     the `top_k` most likely of them, of these the fewest that hold `top_p`."""
     if sampling.temperature == 0:
         return _log_softmax(logits)
@@ -127,7 +129,7 @@ def processed_logprobs(logits: np.ndarray, sampling: SamplingParams) -> np.ndarr
 
 
 def _of_tokens(tokens: np.ndarray, logits: np.ndarray, sampling: SamplingParams | None) -> np.ndarray:
-    """float64 `[tokens]`, the logprob of each by its row of logits `[tokens, vocab]`."""
+    """Return float64 `[tokens]`, the logprob of each by its row of logits `[tokens, vocab]`."""
     rows = [processed_logprobs(row, sampling) if sampling else _log_softmax(row) for row in logits]
     return np.array([row[token] for row, token in zip(rows, tokens, strict=True)])
 

@@ -43,12 +43,12 @@ class ReportedRoutingSuite(ABC):
     @classmethod
     @abstractmethod
     def make_generator(cls, model: ModelConfig, placement: Placement) -> Generator:
-        """A generator of this model that decodes fewer requests together than there are."""
+        """Yield a generator of this model that decodes fewer requests together than there are."""
 
     @pytest.fixture(scope="class")
     @classmethod
     def folder(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        """The model's files."""
+        """Return the model's files."""
         return cls.write(tmp_path_factory.mktemp("routed"))
 
     @pytest.mark.parametrize("in_parts", [False, True])
@@ -82,7 +82,7 @@ class ReportedRoutingSuite(ABC):
     def _completions(
         self, folder: Path, precision: Literal["float32", "bfloat16"], *, in_parts: bool = False
     ) -> Sequence[Completion]:
-        """Those of all requests, which are of different lengths.
+        """Return those of all requests, which are of different lengths.
 
         Args:
             folder: Folder of the model.

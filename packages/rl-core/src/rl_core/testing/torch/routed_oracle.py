@@ -19,7 +19,7 @@ from rl_core.selfcheck.torch.oracle import Oracle
 
 
 def with_random_routing(batch: Batch, num_layers: int, num_experts: int, num_chosen: int) -> Batch:
-    """The rows with random experts for each token; for some tokens none, which the router then chooses for."""
+    """Return the rows with random experts for each token; for some tokens none, which the router then chooses for."""
     tokens = batch.ragged(TOKENS)
     rng = np.random.default_rng(7)
     shape = (len(tokens.values), num_layers, num_experts)
@@ -29,8 +29,8 @@ def with_random_routing(batch: Batch, num_layers: int, num_experts: int, num_cho
 
 
 def routing_of(folder: Path, tokens: np.ndarray) -> np.ndarray:
-    """int64 `[tokens, layers, experts per token]`, in ascending order, to which transformers sends the tokens of a row;
-    -1 in layers without experts."""
+    """Return int64 `[tokens, layers, experts per token]`, in ascending order, to which transformers sends the tokens of
+    a row; -1 in layers without experts."""
     model = Oracle(folder).model
     found = np.full((len(tokens), model.config.num_hidden_layers, model.config.num_experts_per_tok), -1)
 
@@ -49,7 +49,7 @@ def routing_of(folder: Path, tokens: np.ndarray) -> np.ndarray:
 
 
 def batch_of(requests: Sequence[GenerationRequest], completions: Sequence[Completion]) -> Batch:
-    """Rows of `tokens`, `generation_logprobs` (NaN for prompts) and `routed_experts`, as a rollout makes them."""
+    """Return rows of `tokens`, `generation_logprobs` (NaN for prompts) and `routed_experts`, as a rollout makes them."""
     rows = []
     for request, completion in zip(requests, completions, strict=True):
         assert completion.routed_experts is not None

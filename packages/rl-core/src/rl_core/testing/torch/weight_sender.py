@@ -44,7 +44,7 @@ class Fault:
 
 
 def manifest_of(folder: Path, version: int) -> Manifest:
-    """The manifest with which a policy would send the weights in this folder."""
+    """Return the manifest with which a policy would send the weights in this folder."""
     tied = {HEAD: EMBEDDING} if json.loads((folder / "config.json").read_text())["tie_word_embeddings"] else {}
     tensors = load_file(folder / "model.safetensors")
     specs = [TensorSpec(name, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()]
@@ -52,7 +52,7 @@ def manifest_of(folder: Path, version: int) -> Manifest:
 
 
 def digest_of(folder: Path, manifest: Manifest, bucket_bytes: int) -> str:
-    """Digest of the weights as they are in the folder, sent in buckets of this size."""
+    """Return digest of the weights as they are in the folder, sent in buckets of this size."""
     tensors = load_file(folder / "model.safetensors")
     digests = []
     for bucket in lay_out(manifest, bucket_bytes).buckets:

@@ -33,7 +33,7 @@ class BlockScaledWeight:
         return self.values.shape
 
     def read(self, slices: Slices) -> Tensor:
-        """A part of it in float32.
+        """Return a part of it in float32.
 
         Raises:
             ValueError: If the scales are not those of blocks of 128 by 128.

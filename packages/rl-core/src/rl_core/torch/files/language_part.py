@@ -83,7 +83,7 @@ def read_composite_config(source: Path | str, overrides: Mapping[str, Any]) -> A
 
 
 def _overridden(config: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a config with overrides."""
+    """Return fields of a config with overrides."""
     own = config.to_dict()
     unknown = sorted(set(overrides) - set(own))
     if unknown:
@@ -92,14 +92,14 @@ def _overridden(config: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tower_names(stored: Iterable[str]) -> dict[str, str]:
-    """Names of the weights of a vision tower, as `transformers` writes them, to other names that files have for
+    """Return names of the weights of a vision tower, as `transformers` writes them, to other names that files have for
     them."""
     renamed = {_WRAPPED_TOWER.sub(r"\1", name): name for name in stored}
     return {name: other for name, other in renamed.items() if name != other}
 
 
 def language_names(stored: Iterable[str]) -> dict[str, str]:
-    """Names of the language model's weights to their names in the files of a composite model."""
+    """Return names of the language model's weights to their names in the files of a composite model."""
     found = {}
     for name in stored:
         short = LANGUAGE_PREFIX.sub("", name)

@@ -105,7 +105,7 @@ def _copy_files(names: Iterable[str], source: Path, target: Path) -> None:
 
 
 def _own_template(folder: Path) -> str | None:
-    """A tokenizer's template; None if it has none, or several by name."""
+    """Return a tokenizer's template; None if it has none, or several by name."""
     if (folder / TEMPLATE).is_file():
         return (folder / TEMPLATE).read_text(encoding="utf-8")
     config = folder / "tokenizer_config.json"
@@ -114,7 +114,7 @@ def _own_template(folder: Path) -> str | None:
 
 
 def model_folder(name: str) -> Path:
-    """The local folder of a model: `name` itself, or its download from the hub."""
+    """Return the local folder of a model: `name` itself, or its download from the hub."""
     if Path(name).is_dir():
         return Path(name)
     if name.startswith((".", "/", "~")):
@@ -201,7 +201,7 @@ class WeightFiles:
 
     @classmethod
     def of(cls, folder: Path, *, is_whole: bool = False) -> WeightFiles:
-        """Reads the index, or the names in the single file.
+        """Return reads the index, or the names in the single file.
 
         Args:
             folder: Folder of the model.
@@ -255,7 +255,7 @@ class WeightFiles:
 
 
 def _renamed(file_of: Mapping[str, str], others: Mapping[str, str]) -> dict[str, str]:
-    """Files by name, with names in place of other ones."""
+    """Return files by name, with names in place of other ones."""
     own = {other: name for name, other in others.items()}
     return {own.get(name, name): file for name, file in file_of.items()}
 
@@ -327,7 +327,7 @@ def _files_of_tensors(folder: Path) -> dict[str, str]:
 
 
 def two_models(folder: Path) -> str:
-    """Message for a folder with weights in one file and in several, of which libraries read either."""
+    """Return message for a folder with weights in one file and in several, of which libraries read either."""
     return (
         f"{folder} has both {SINGLE} and {INDEX}, which does not name that file, so two models may lie there; remove "
         "the one that is out of date"
@@ -351,11 +351,11 @@ class OpenWeights:
     weights: Mapping[str, StoredWeight]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a whole weight."""
+        """Return shape of a whole weight."""
         return self.weights[name].shape
 
     def dtype(self, name: str) -> str:
-        """Dtype of a weight by its name in safetensors (`F32`, `BF16`, `F8_E4M3`, ...), or its quantisation."""
+        """Return dtype of a weight by its name in safetensors (`F32`, `BF16`, `F8_E4M3`, ...), or its quantisation."""
         return self.weights[name].dtype
 
     @property
@@ -367,7 +367,7 @@ class OpenWeights:
         return max(counts, key=lambda dtype: counts[dtype], default="F32")
 
     def read(self, name: str, slices: Slices) -> Tensor:
-        """A part of a weight, and little more than that is read; a quantised one is dequantised.
+        """Return a part of a weight, and little more than that is read; a quantised one is dequantised.
 
         Raises:
             ValueError: If it is quantised in another way than its name says.

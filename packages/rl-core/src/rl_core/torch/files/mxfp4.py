@@ -51,7 +51,7 @@ class MXFP4Weight:
         return experts, groups * GROUP, outputs
 
     def read(self, slices: Slices) -> Tensor:
-        """A part of them in bfloat16, which holds every value exactly.
+        """Return a part of them in bfloat16, which holds every value exactly.
 
         Raises:
             ValueError: As `shape`.

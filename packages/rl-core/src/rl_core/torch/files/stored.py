@@ -20,17 +20,14 @@ class StoredWeight(Protocol):
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the whole weight."""
-        ...
 
     @property
     def dtype(self) -> str:
         """Dtype by its name in safetensors (`F32`, `BF16`, `F8_E4M3`, ...); of several tensors the name of their
         quantisation."""
-        ...
 
     def read(self, slices: Slices) -> Tensor:
-        """A part of it; little more than that is read."""
-        ...
+        """Return a part of it; little more than that is read."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +53,12 @@ class StoredTensor:
         return str(self.file.get_slice(self.name).get_dtype())
 
     def read(self, slices: Slices) -> Tensor:
-        """A part of it, the only one that is read."""
+        """Return a part of it, the only one that is read."""
         part: Tensor = self.file.get_slice(self.name)[slices] if slices else self.file.get_tensor(self.name)
         return part
 
 
 def bounds_of(slices: Slices, shape: tuple[int, ...]) -> list[tuple[int, int]]:
-    """First place and end of a part in each dim."""
+    """Return first place and end of a part in each dim."""
     padded = (*slices, *(slice(None),) * (len(shape) - len(slices)))
     return [part.indices(extent)[:2] for part, extent in zip(padded, shape, strict=True)]

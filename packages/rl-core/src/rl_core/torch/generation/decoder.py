@@ -19,12 +19,10 @@ class Adoption(Protocol):
 
     def take(self, name: str, tensor: Tensor) -> None:
         """Overwrite what is made of the tensor of this name, converting to the model's precision."""
-        ...
 
     def verify(self) -> None:
         """Check that every tensor the model computes with is the one that arrived; raises `WeightSyncError` naming
         those that are not."""
-        ...
 
 
 def refuse_tensors(manifest: Manifest, names: Iterable[str], problem: str) -> None:
@@ -50,33 +48,26 @@ class Decoder(Protocol):
     @property
     def vocab_size(self) -> int:
         """Tokens that the model knows."""
-        ...
 
     @property
     def rows(self) -> Sequence[Row]:
         """Rows under way."""
-        ...
 
     def admit(self, waiting: deque[Row], version: int) -> int:
         """Take waiting rows in, as far as there is room, and read their prompts; returns the number of tokens
         sampled."""
-        ...
 
     def step(self, version: int) -> int:
         """Decode one token of every row under way; returns the number of tokens sampled. Rows that end leave."""
-        ...
 
     def drop_cancelled(self) -> None:
         """Drop rows that nobody waits for any longer."""
-        ...
 
     def clear(self) -> list[Row]:
         """Drop all rows and their cache; returns the rows that were there."""
-        ...
 
     def score(self, token_ids: np.ndarray) -> np.ndarray:
-        """float32 `[tokens]`, logprobs of given tokens at temperature 1; the first is 0."""
-        ...
+        """Return float32 `[tokens]`, logprobs of given tokens at temperature 1; the first is 0."""
 
     def adoption(self, manifest: Manifest) -> Adoption:
         """Make ready for these weights.
@@ -84,16 +75,12 @@ class Decoder(Protocol):
         Raises:
             WeightSyncError: Naming tensors that do not fit the model.
         """
-        ...
 
     def offload(self) -> None:
         """Free the device of the weights."""
-        ...
 
     def onload(self) -> None:
         """Bring the weights back to the device."""
-        ...
 
     def close(self) -> None:
         """Release what outlives the object."""
-        ...

@@ -75,7 +75,7 @@ class LocalGenerator(Generic[Model]):
         self._vocab_size = self._engine.model.vocab_size
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """One completion, decoded together with those of concurrent calls.
+        """Return one completion, decoded together with those of concurrent calls.
 
         Raises:
             GeneratorError: If the engine is dead, asleep or has no whole weights.
@@ -96,7 +96,7 @@ class LocalGenerator(Generic[Model]):
                 self._idle.set()
 
     async def score(self, token_ids: np.ndarray) -> np.ndarray:
-        """float32 `[tokens]`, logprobs at temperature 1, the first 0; answers while paused too."""
+        """Return float32 `[tokens]`, logprobs at temperature 1, the first 0; answers while paused too."""
         self._check_ready(("weights",))
         self._check_tokens(token_ids)
         return await self._call(lambda: self._engine.model.score(token_ids))
@@ -182,7 +182,7 @@ class LocalGenerator(Generic[Model]):
         return await self._call(self._profile.stop)
 
     async def health(self) -> Mapping[str, Any]:
-        """Counts of requests and tokens; answers while the engine decodes."""
+        """Return counts of requests and tokens; answers while the engine decodes."""
         if self._engine.failure is not None:
             raise GeneratorError(self._engine.failure)
         return {

@@ -38,7 +38,7 @@ class Row:
         return len(self.request.token_ids)
 
     def token(self, index: int) -> int:
-        """A token of the prompt or of those sampled after it, by its index."""
+        """Return a token of the prompt or of those sampled after it, by its index."""
         prompt = self.request.token_ids
         return int(prompt[index]) if index < len(prompt) else self.tokens[index - len(prompt)]
 

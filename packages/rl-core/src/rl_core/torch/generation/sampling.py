@@ -13,12 +13,13 @@ from rl_core.token_filter import TokenFilter
 
 
 def uniforms(seed: int, count: int) -> np.ndarray:
-    """float64 `[count]` in [0, 1), with which a request of this seed draws, whatever requests are decoded with it."""
+    """Return float64 `[count]` in [0, 1), with which a request of this seed draws, whatever requests are decoded with
+    it."""
     return np.random.Generator(np.random.Philox(key=seed % 2**128)).random(count)
 
 
 def draw(logits: Tensor, sampling: Sequence[SamplingParams], uniform: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """One token per row and its processed logprob.
+    """Return one token per row and its processed logprob.
 
     A row of temperature 0 takes the most likely token; its logprob is that at temperature 1, unfiltered.
 
@@ -43,8 +44,8 @@ def draw(logits: Tensor, sampling: Sequence[SamplingParams], uniform: Sequence[f
 
 
 def processed_logprobs(logits: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
-    """float32 `[rows, vocab]`, logprobs after temperature, min-p, top-k and top-p, in this order; -inf for tokens
-    filtered out."""
+    """Return float32 `[rows, vocab]`, logprobs after temperature, min-p, top-k and top-p, in this order; -inf for
+    tokens filtered out."""
     temperature = _column([params.temperature or 1.0 for params in sampling], logits)
     scaled = logits.float() / temperature
     filters = [
@@ -57,7 +58,7 @@ def processed_logprobs(logits: Tensor, sampling: Sequence[SamplingParams]) -> Te
 
 
 def _filter(scaled: Tensor, filters: Sequence[TokenFilter]) -> Tensor:
-    """-inf on what the filters leave out; tokens that tie with the k-th stay, the most likely token always does."""
+    """Return -inf on what the filters leave out; tokens that tie with the k-th stay, the most likely token always does."""
     vocab = scaled.shape[-1]
     top_k = [min(each.top_k or vocab, vocab) for each in filters]
     top_p = _column([each.top_p for each in filters], scaled)

@@ -20,19 +20,15 @@ class Stepped(Protocol):
     @property
     def busy(self) -> bool:
         """Return whether there is work for another step."""
-        ...
 
     def step(self) -> None:
         """Do a part of the work."""
-        ...
 
     def fail(self, reason: str) -> None:
         """Fail what is under way: no step follows."""
-        ...
 
     def dispose(self) -> None:
         """Release what outlives the object."""
-        ...
 
 
 _log = logging.getLogger(__name__)

@@ -15,8 +15,7 @@ class Tokenizer(Protocol):
     """The part of a tokenizer that turns tokens into text."""
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """The text of these tokens."""
-        ...
+        """Return the text of these tokens."""
 
 
 class StopText:

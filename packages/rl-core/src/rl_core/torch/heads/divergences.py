@@ -49,8 +49,8 @@ def divergences(
     shard: VocabShard | None = None,
     sums_hidden_grad: bool = True,
 ) -> Tensor:
-    """`[n, 6]`, at each position the numbers that `DIVERGENCES` names, float32 (float64 from float64 hidden states);
-    collective over the group of a shard.
+    """Return `[n, 6]`, at each position the numbers that `DIVERGENCES` names, float32 (float64 from float64 hidden
+    states); collective over the group of a shard.
 
     With p the other distribution and q this head's, each over the ids below `below`, one by one, and a tail that holds
     all others: KL(p || q), KL(q || p), and with m = beta p + (1 - beta) q, beta KL(p || m) + (1 - beta) KL(q || m); the
@@ -80,9 +80,9 @@ def divergences(
     num_shared = min(max(below - start, 0), len(weight))
     if num_shared > len(other.head.weight) or below > (len(weight) if shard is None else shard.vocab_size):
         raise ValueError(f"{below} ids are compared, but one of the two models has fewer")
-    options = _Options(
-        _plain_pass(head, temperature, chunk_size or CHUNK_SIZE),
-        _plain_pass(other.head, temperature, chunk_size or CHUNK_SIZE),
+    options = _Comparison(
+        HeadPass(head.transform, temperature, False, False, None, 0, 0, chunk_size or CHUNK_SIZE),
+        HeadPass(other.head.transform, temperature, False, False, None, 0, 0, chunk_size or CHUNK_SIZE),
         num_shared,
         start,
         beta,
@@ -94,12 +94,8 @@ def divergences(
     return found
 
 
-def _plain_pass(head: Head, temperature: float, chunk_size: int) -> HeadPass:
-    return HeadPass(head.transform, temperature, False, False, None, 0, 0, chunk_size)
-
-
 @dataclass(frozen=True)
-class _Options:
+class _Comparison:
     own: HeadPass
     other: HeadPass
     num_shared: int
@@ -114,8 +110,8 @@ class _Options:
         return values
 
     def logprobs_(self, logits: Tensor, log_sum: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Logprobs `[n, columns]` from logits over the temperature, which are used up, and `[n, 1]`, the logarithm of
-        the sum of all exponentials, computed unless it is given."""
+        """Return logprobs `[n, columns]` from logits over the temperature, which are used up, and `[n, 1]`, the
+        logarithm of the sum of all exponentials, computed unless it is given."""
         if log_sum is None:
             largest = logits.new_full((len(logits), 1), -torch.inf)
             if logits.shape[1]:
@@ -126,7 +122,7 @@ class _Options:
         return logits.sub_(log_sum).clamp_(min=NOTHING), log_sum
 
     def values(self, p: Tensor, q: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """The result `[n, 6]`, and the masses of the tails `[n, 2]`, the other one first.
+        """Return the result `[n, 6]`, and the masses of the tails `[n, 2]`, the other one first.
 
         Args:
             p: Logprobs `[n, columns]` of the other head.
@@ -148,7 +144,7 @@ class _Options:
         return found, tails
 
     def grad_logits(self, p: Tensor, q: Tensor, tails: Tensor, by_values: Tensor) -> Tensor:
-        """Gradient `[n, columns]` by this head's logits over the temperature.
+        """Return gradient `[n, columns]` by this head's logits over the temperature.
 
         With g the gradient by the logs of the masses of q, each taken as free: `g - q sum(g)`; a logit in the tail has
         its share of the tail's g.
@@ -177,7 +173,7 @@ class _Options:
 
 
 def _divergences(p: Tensor, q: Tensor, beta: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Each `[n]`, from the logs of masses `[n, outcomes]`."""
+    """Return each `[n]`, from the logs of masses `[n, outcomes]`."""
     forward, reverse = (p.exp() * (p - q)).sum(1), (q.exp() * (q - p)).sum(1)
     mixture = _mixed(p, q, beta)
     return forward, reverse, beta * (p.exp() * (p - mixture)).sum(1) + (1 - beta) * (q.exp() * (q - mixture)).sum(1)
@@ -198,7 +194,7 @@ class _Divergences(torch.autograd.Function):
         other_hidden: Tensor,
         other_weight: Tensor,
         other_bias: Tensor | None,
-        options: _Options,
+        options: _Comparison,
     ) -> Tensor:
         num, wide = len(hidden), wide_dtype(hidden.dtype)
         found = hidden.new_empty((num, len(DIVERGENCES)), dtype=wide)
@@ -209,7 +205,7 @@ class _Divergences(torch.autograd.Function):
             q, of_q = options.logprobs_(options.own.cooled_(options.own.logits(hidden[chunk], weight, bias)), None)
             log_sums[chunk] = torch.cat([of_p, of_q], 1)
             found[chunk], tails[chunk] = options.values(p, q, targets[chunk])
-            del logits, p, q  # before the next chunk's are made
+            del logits, p, q  # They are freed before the next chunk's are made.
         ctx.options = options
         ctx.save_for_backward(hidden, weight, bias, other_hidden, other_weight, other_bias, log_sums, tails)
         return found
@@ -218,7 +214,7 @@ class _Divergences(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, by_found: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, other_hidden, other_weight, other_bias, log_sums, tails = ctx.saved_tensors
-        options: _Options = ctx.options
+        options: _Comparison = ctx.options
         total = HeadGradients.zero(hidden, weight, bias, ctx.needs_input_grad)
         for chunk in options.own.chunks(len(hidden)):
             other_logits = options.other.logits(other_hidden[chunk], other_weight, other_bias)
@@ -229,7 +225,7 @@ class _Divergences(torch.autograd.Function):
             q, _ = options.logprobs_(options.own.cooled_(used), log_sums[chunk, 1:])
             grad = options.own.cooled_(options.grad_logits(p, q, tails[chunk], by_found[chunk]))
             total.add_(chunk, options.own.transform.backward(grad, logits))
-            del other_logits, p, logits, used, q, grad  # before the next chunk's are made
+            del other_logits, p, logits, used, q, grad  # They are freed before the next chunk's are made.
         if total.hidden is not None and options.group is not None and options.sums_hidden_grad:
             dist.all_reduce(total.hidden, group=options.group)
         return (*total.results(), None, None, None, None, None)

@@ -1,18 +1,26 @@
-"""Passes over a language-model head, chunk by chunk: logits, and gradients by what they are computed from."""
+"""Passes over a language-model head, chunk by chunk: logits, the tokens that a filter keeps, and gradients."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from rl_core.token_filter import TokenFilter
-from rl_core.torch.heads.kept_tokens import leave_out_
 from rl_core.torch.kernels.devices import takes
 from rl_core.torch.kernels.vocabulary import LogitForm, SoftmaxGradient, add_product_, write_softmax_gradient
+
+LEFT_OUT = -1e30
+"""Logit of a token that is filtered out: its probability is 0, and products with it stay finite."""
+
+FIRST_CANDIDATES = 256
+"""Most likely tokens that top-p looks at first; where they do not hold enough, it looks at more."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +36,7 @@ class LogitTransform:
         return scaled if self.softcap is None else torch.tanh(scaled / self.softcap) * self.softcap
 
     def backward(self, grad: Tensor, logits: Tensor) -> Tensor:
-        """Gradient by the products, from the gradient by the logits and the logits."""
+        """Return gradient by the products, from the gradient by the logits and the logits."""
         if self.softcap is not None:
             grad = grad * (1 - (logits / self.softcap).square())
         return grad * self.scale if self.scale != 1.0 else grad
@@ -78,7 +86,7 @@ class HeadPass:
     chunk_size: int
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Logits before the temperature, in float32 or wider, which may be used up."""
+        """Return logits before the temperature, in float32 or wider, which may be used up."""
         products = F.linear(hidden, weight, bias)
         return self.transform(products.to(wide_dtype(products.dtype)))
 
@@ -96,7 +104,7 @@ class HeadPass:
         return self.token_filter is None and self.transform.scale > 0 and takes(hidden)
 
     def gradient(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, read: ReadGradients) -> Tensor:
-        """Gradient `[n, vocab]` by the products of a chunk's hidden states and head, which are computed again.
+        """Return gradient `[n, vocab]` by the products of a chunk's hidden states and head, which are computed again.
 
         With kernels it has the dtype of the hidden states, else float32 or wider.
         """
@@ -113,7 +121,7 @@ class HeadPass:
         return products
 
     def _gradient_(self, logits: Tensor, read: ReadGradients) -> Tensor:
-        """The gradient from logits `[n, vocab]` before the temperature, which may be used up.
+        """Return the gradient from logits `[n, vocab]` before the temperature, which may be used up.
 
         With p the probabilities: d logp_t / d z = onehot(t) - p, d H / d z = -p (log p + H), and for the collision C
         d C / d z = 2 p (p - C).
@@ -147,7 +155,7 @@ class HeadPass:
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float32, or wider."""
+    """Return float32, or wider."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -199,10 +207,104 @@ class HeadGradients:
             self.bias.add_(grad.sum(0, dtype=self.bias.dtype))
 
     def results(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Gradients by hidden states, weight and bias, each in the dtype of its input."""
+        """Return gradients by hidden states, weight and bias, each in the dtype of its input."""
         _, weight, bias = self.inputs
         return (
             self.hidden,
             None if self.weight is None else self.weight.to(weight.dtype),
             None if self.bias is None or bias is None else self.bias.to(bias.dtype),
         )
+
+
+class Vocabulary(NamedTuple):
+    """A vocabulary whose logits `[n, columns]` this rank has, all of them or a part.
+
+    Args:
+        size: Number of tokens of the whole vocabulary.
+        group: Ranks that have all logits between them; None if this one does.
+    """
+
+    size: int
+    group: dist.ProcessGroup | None = None
+
+    def largest(self, logits: Tensor, k: int) -> Tensor:
+        """Return `[n, k]`, the largest logits of the whole vocabulary in descending order; collective."""
+        if self.group is None:
+            return logits.topk(k).values
+        values = logits.new_full((len(logits), k), -torch.inf)
+        here = min(k, logits.shape[1])
+        if here:
+            values[:, :here] = logits.topk(here).values
+        everyone = [torch.empty_like(values) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(everyone, values, group=self.group)
+        return torch.cat(everyone, 1).topk(k).values
+
+    def summed(self, values: Tensor) -> Tensor:
+        """Return the sum of each rank's values, in place; collective."""
+        if self.group is not None:
+            dist.all_reduce(values, group=self.group)
+        return values
+
+
+@torch.no_grad()
+def lowest_kept(logits: Tensor, token_filter: TokenFilter, vocabulary: Vocabulary) -> Tensor:
+    """Return `[n, 1]`, the smallest logit that the filter keeps at each position, exactly: tokens with the same logit
+    as the last that is kept are kept too.
+
+    Top-p sorts as many candidates as hold enough, the same number on every rank.
+
+    Args:
+        logits: `[n, columns]`, over the temperature.
+        token_filter: Top-k, top-p and min-p limits.
+        vocabulary: The vocabulary of the columns, which reduces over the ranks that share it.
+    """
+    largest = vocabulary.largest(logits, 1)
+    lowest = torch.full_like(largest, -torch.inf)
+    if token_filter.min_p > 0:
+        lowest = largest + math.log(token_filter.min_p)
+    if 0 < token_filter.top_k < vocabulary.size:
+        lowest = torch.maximum(lowest, vocabulary.largest(logits, token_filter.top_k)[:, -1:])
+    if token_filter.top_p < 1:
+        num_candidates = token_filter.top_k or FIRST_CANDIDATES
+        lowest = _lowest_of_nucleus(logits, lowest, largest, token_filter.top_p, vocabulary, num_candidates)
+    return lowest
+
+
+def _lowest_of_nucleus(
+    logits: Tensor, lowest: Tensor, largest: Tensor, top_p: float, vocabulary: Vocabulary, num_candidates: int
+) -> Tensor:
+    """Return a token is kept if those that are more likely hold less than `top_p` of what is kept before."""
+    wanted = top_p * vocabulary.summed(_weights(logits, lowest, largest).sum(1, dtype=torch.float64))[:, None]
+    while True:
+        num_candidates = min(num_candidates, vocabulary.size)
+        candidates = vocabulary.largest(logits, num_candidates)
+        held = _weights(candidates, lowest, largest).double()
+        up_to = held.cumsum(1)
+        if num_candidates == vocabulary.size or bool((up_to[:, -1:] >= wanted).all()):
+            break
+        num_candidates *= 8
+    is_kept = up_to - held < wanted
+    return candidates.where(is_kept, torch.inf).amin(1, keepdim=True).maximum(lowest)
+
+
+def _weights(logits: Tensor, lowest: Tensor, largest: Tensor) -> Tensor:
+    """Return probabilities over that of the most likely token; 0 below the lowest."""
+    return (logits - largest).exp_().masked_fill_(logits < lowest, 0.0)
+
+
+def leave_out_(logits: Tensor, lowest: Tensor, columns: Tensor, is_here: Tensor | None = None) -> Tensor:
+    """Give the logits below the lowest that is kept a probability of 0, except one of each row that stays; in place.
+
+    Args:
+        logits: `[n, columns]`.
+        lowest: `[n, 1]`.
+        columns: Int64 `[n, 1]`, of the token that was sampled: the engine that drew it may have rounded otherwise.
+        is_here: Bool `[n, 1]`, whether this rank has the column; None if it has all.
+    """
+    if not logits.shape[1]:
+        return logits
+    sampled = logits.gather(1, columns)
+    logits.masked_fill_(logits < lowest, LEFT_OUT)
+    if is_here is not None:
+        sampled = sampled.where(is_here, logits.gather(1, columns))
+    return logits.scatter_(1, columns, sampled)

@@ -13,8 +13,16 @@ from torch.autograd.function import once_differentiable
 
 from rl_core.hf_config import HFConfig
 from rl_core.token_filter import TokenFilter
-from rl_core.torch.heads.head_pass import HeadGradients, HeadPass, LogitTransform, ReadGradients, wide_dtype
-from rl_core.torch.heads.kept_tokens import WholeVocabulary, leave_out_, lowest_kept
+from rl_core.torch.heads.head_pass import (
+    HeadGradients,
+    HeadPass,
+    LogitTransform,
+    ReadGradients,
+    Vocabulary,
+    leave_out_,
+    lowest_kept,
+    wide_dtype,
+)
 from rl_core.torch.kernels.devices import takes
 from rl_core.torch.kernels.vocabulary import softmax_statistics
 
@@ -69,7 +77,7 @@ class TokenReads(NamedTuple):
     collision: Tensor
 
     def at(self, chunk: slice) -> TokenReads:
-        """The results of some positions, which can be written to."""
+        """Return the results of some positions, which can be written to."""
         return TokenReads(*(part[chunk] for part in self))
 
 
@@ -108,20 +116,18 @@ def head_reads(
         ids: Int64 `[n, m]`, tokens whose logprobs are wanted too; -1 stands for none, and its logprob is 0.
         chunk_size: Number of positions whose logits exist at one time; None for `chunk_size_of`.
     """
-    if temperature <= 0:
-        raise ValueError(f"temperature must be positive, got {temperature}")
-    if k > len(head.weight):
-        raise ValueError(f"topk({k}) of a vocabulary of {len(head.weight)} tokens")
-    check_filter(token_filter, k, ids)
-    options = HeadPass(
-        head.transform,
-        temperature,
-        entropy,
-        collision,
-        token_filter,
-        k,
-        below or len(head.weight),
-        chunk_size_of(hidden, chunk_size, token_filter),
+    options = head_pass(
+        hidden,
+        head,
+        len(head.weight),
+        temperature=temperature,
+        entropy=entropy,
+        collision=collision,
+        token_filter=token_filter,
+        k=k,
+        below=below,
+        ids=ids,
+        chunk_size=chunk_size,
     )
     ids = targets.new_empty((len(targets), 0)) if ids is None else ids
     return TokenReads(*_HeadReads.apply(hidden, head.weight, head.bias, targets, ids, options))
@@ -142,36 +148,67 @@ def chunk_size_of(hidden: Tensor, chunk_size: int | None, token_filter: TokenFil
     return FUSED_CHUNK_SIZE if has_kernels else CHUNK_SIZE
 
 
-def check_filter(token_filter: TokenFilter | None, k: int, ids: Tensor | None) -> None:
-    """Raise a `ValueError` for reads of single tokens together with a filter, which may leave them out."""
+def head_pass(
+    hidden: Tensor,
+    head: Head,
+    vocab_size: int,
+    *,
+    temperature: float,
+    entropy: bool,
+    collision: bool,
+    token_filter: TokenFilter | None,
+    k: int,
+    below: int,
+    ids: Tensor | None,
+    chunk_size: int | None,
+) -> HeadPass:
+    """Return the pass over a head of `vocab_size` tokens that gives these reads; see `head_reads`.
+
+    Raises:
+        ValueError: If the temperature is not positive, there are fewer than `k` tokens, or single tokens are to be read
+            together with a filter, which may leave them out.
+    """
+    if temperature <= 0:
+        raise ValueError(f"temperature must be positive, got {temperature}")
+    if k > vocab_size:
+        raise ValueError(f"topk({k}) of a vocabulary of {vocab_size} tokens")
     if token_filter is not None and (k or ids is not None):
         raise ValueError("the most likely tokens and logprobs at given ids are read of all tokens, without a filter")
+    chunk_size = chunk_size_of(hidden, chunk_size, token_filter)
+    return HeadPass(head.transform, temperature, entropy, collision, token_filter, k, below or vocab_size, chunk_size)
+
+
+def empty_reads(hidden: Tensor, targets: Tensor, ids: Tensor, options: HeadPass) -> tuple[TokenReads, Tensor, Tensor]:
+    """Return results to be written to, and `[n]` logarithms of sums and `[n, 1]` lowest kept logits, likewise."""
+    num, wide = len(hidden), wide_dtype(hidden.dtype)
+    found = TokenReads(
+        logprobs=hidden.new_empty(num, dtype=wide),
+        entropy=hidden.new_empty(num if options.entropy else 0, dtype=wide),
+        topk_logprobs=hidden.new_empty((num, options.k), dtype=wide),
+        topk_ids=targets.new_empty((num, options.k)),
+        logprobs_at=hidden.new_empty(ids.shape, dtype=wide),
+        collision=hidden.new_empty(num if options.collision else 0, dtype=wide),
+    )
+    lowest = hidden.new_empty((num if options.token_filter else 0, 1), dtype=wide)
+    return found, hidden.new_empty(num, dtype=wide), lowest
 
 
 class _HeadReads(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, ids: Tensor, options: HeadPass
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        num, wide = len(hidden), wide_dtype(hidden.dtype)
-        logprobs = hidden.new_empty(num, dtype=wide)
-        log_sums = hidden.new_empty(num, dtype=wide)
-        entropy = hidden.new_empty(num if options.entropy else 0, dtype=wide)
-        topk_logprobs = hidden.new_empty((num, options.k), dtype=wide)
-        topk_ids = targets.new_empty((num, options.k))
-        logprobs_at = hidden.new_empty(ids.shape, dtype=wide)
-        collision = hidden.new_empty(num if options.collision else 0, dtype=wide)
-        lowest = hidden.new_empty((num if options.token_filter else 0, 1), dtype=wide)
-        found = TokenReads(logprobs, entropy, topk_logprobs, topk_ids, logprobs_at, collision)
-        for chunk in options.chunks(num):
+    ) -> tuple[Tensor, ...]:
+        found, log_sums, lowest = empty_reads(hidden, targets, ids, options)
+        logprobs, entropy, topk_logprobs, topk_ids, logprobs_at, collision = found
+        for chunk in options.chunks(len(hidden)):
             if options.is_fused(hidden):
                 products = F.linear(hidden[chunk], weight, bias)
                 log_sums[chunk] = _read_products(products, targets[chunk], ids[chunk], options, found.at(chunk))
-                del products  # before the next chunk's are made
+                del products  # They are freed before the next chunk's are made.
                 continue
             logits = options.cooled_(options.logits(hidden[chunk], weight, bias))
             if options.token_filter is not None:
-                lowest[chunk] = lowest_kept(logits, options.token_filter, WholeVocabulary(len(weight)))
+                lowest[chunk] = lowest_kept(logits, options.token_filter, Vocabulary(len(weight)))
                 leave_out_(logits, lowest[chunk], targets[chunk, None])
             largest = logits.amax(1, keepdim=True)
             shifted = logits.sub_(largest)
@@ -188,12 +225,12 @@ class _HeadReads(torch.autograd.Function):
             topk_logprobs[chunk] -= log_sum[:, None]
             logprobs_at[chunk] -= log_sum[:, None]
             log_sums[chunk] = log_sum + largest[:, 0]
-            del logits, shifted  # before the next chunk's are made
+            del logits, shifted  # They are freed before the next chunk's are made.
         logprobs_at.masked_fill_(ids < 0, 0.0)
         ctx.options = options
         ctx.save_for_backward(hidden, weight, bias, targets, ids, log_sums, entropy, topk_ids, collision, lowest)
         ctx.mark_non_differentiable(topk_ids)
-        return logprobs, entropy, topk_logprobs, topk_ids, logprobs_at, collision
+        return tuple(found)
 
     @staticmethod
     @once_differentiable
@@ -215,7 +252,7 @@ class _HeadReads(torch.autograd.Function):
             )
             grad = ctx.options.gradient(hidden[chunk], weight, bias, read)
             total.add_(chunk, grad)
-            del grad  # before the next chunk's are made
+            del grad  # They are freed before the next chunk's are made.
         return (*total.results(), None, None, None)
 
 
@@ -251,9 +288,9 @@ def _read_products(products: Tensor, targets: Tensor, ids: Tensor, options: Head
 
 
 def _log_sum_(logits: Tensor, *, entropy: Tensor | None, collision: Tensor | None) -> Tensor:
-    """`[n]`, the logarithm of the sum S of the exponentials of logits z `[n, vocab]`, none of them positive; they are
-    used up. The tensors that are given are written to: the entropy log S - sum exp(z) z / S, the collision
-    sum exp(z)^2 / S^2."""
+    """Return `[n]`, the logarithm of the sum S of the exponentials of logits z `[n, vocab]`, none of them positive;
+    they are used up. The tensors that are given are written to: the entropy log S - sum exp(z) z / S, the collision sum
+    exp(z)^2 / S^2."""
     if entropy is None and collision is None:
         return logits.exp_().sum(1).log_()
     weights = logits.exp()

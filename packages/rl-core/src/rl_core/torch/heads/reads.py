@@ -1,24 +1,33 @@
-"""Reads of rows, from the hidden states of their tokens."""
+"""Reads of rows from the hidden states of their tokens, whole or split over ranks.
+
+A backend with context parallelism gives each rank some positions of each row, and one with tensor parallelism some rows
+of the head; the losses still see whole rows. Results, a few numbers per token, are joined; hidden states are joined
+only if they are read.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from typing import TypedDict
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
 from rl_core.data.batch import TOKENS
 from rl_core.model import HeadFiles, Read, Role, read_columns
 from rl_core.token_filter import TokenFilter
+from rl_core.torch.files.model_files import WeightFiles, model_folder, read_hf_config
 from rl_core.torch.heads.divergences import Other, divergences
-from rl_core.torch.heads.head_files import read_head
 from rl_core.torch.heads.head_pass import wide_dtype
-from rl_core.torch.heads.logprobs import Head, TokenReads, head_reads
+from rl_core.torch.heads.logprobs import Head, head_reads, logit_transform
 from rl_core.torch.heads.vocab_parallel import VocabShard, vocab_parallel_reads
-from rl_core.torch.loss import Rows
+from rl_core.torch.loss import Rows, followers_of
 
 LANGUAGE_READS = ("logprobs", "entropy", "collision", "topk", "logprobs_at", "hidden", "divergences")
 """Reads that a language-model head can answer."""
@@ -62,7 +71,9 @@ def check_reads(role: Role, reads: Sequence[Read]) -> None:
 def language_reads(
     hidden: Tensor, rows: Rows, head: Head, reads: Sequence[Read], *, temperature: float, chunk_size: int | None
 ) -> dict[str, Tensor]:
-    """Columns of the reads of a language-model head, each `[tokens]` or `[tokens, k]`; 0 at the first token of a row.
+    """Return the columns of the reads of a language-model head, `[tokens]` or `[tokens, k]`.
+
+    They are 0 at the first token of each row.
 
     Args:
         hidden: `[tokens, hidden]`, after the model's last norm.
@@ -79,7 +90,119 @@ def language_reads(
     found = position_reads(
         hidden[follows - 1], head, rows, follows, reads, temperature=temperature, chunk_size=chunk_size
     )
-    return {name: _at(column, follows, len(hidden)) for name, column in found.items()}
+    return {name: join_tokens(column, follows, len(hidden), None) for name, column in found.items()}
+
+
+@dataclass(frozen=True)
+class HeldTokens:
+    """The tokens of some rows that a rank's forward pass has, and where.
+
+    Args:
+        positions: Int64 `[n]`, the positions that hold a token.
+        tokens: Int64 `[n]`, the index among the rows' tokens of each.
+        followed: Int64 `[m]`, the positions whose token is followed by another of its row.
+        followers: Int64 `[m]`, the index among the rows' tokens of each that follows.
+    """
+
+    positions: Tensor
+    tokens: Tensor
+    followed: Tensor
+    followers: Tensor
+
+    @staticmethod
+    def arrays(places: np.ndarray, offsets: np.ndarray) -> list[np.ndarray]:
+        """Return the fields in order, on the host.
+
+        Args:
+            places: Int64 `[positions]`, the index among the rows' tokens of each position; -1 for padding.
+            offsets: Where each row starts and ends among the tokens.
+        """
+        positions = np.flatnonzero(places >= 0)
+        tokens = places[positions]
+        is_followed = np.zeros(int(offsets[-1]), dtype=bool)
+        is_followed[followers_of(offsets) - 1] = True
+        reads = is_followed[tokens]
+        return [positions, tokens, positions[reads], tokens[reads] + 1]
+
+
+def split_language_reads(
+    hidden: Tensor,
+    held: HeldTokens,
+    rows: Rows,
+    head: Head,
+    reads: Sequence[Read],
+    *,
+    temperature: float,
+    chunk_size: int | None,
+    shard: VocabShard | None = None,
+    group: dist.ProcessGroup | None = None,
+    sums_hidden_grad: bool = True,
+) -> dict[str, Tensor]:
+    """Read as `language_reads` does, from the positions and the part of the head that this rank holds.
+
+    Args:
+        hidden: `[positions, hidden]`, after the model's last norm.
+        held: The tokens of the positions.
+        rows: Whole rows, the same on all ranks of both groups, with the columns that the reads take.
+        head: The whole head, or this rank's rows of it if there is a `shard`.
+        reads: Reads of the head; each adds its columns to the result.
+        temperature: Divides the logits.
+        chunk_size: Number of positions whose logits exist at one time; None for `chunk_size_of`.
+        shard: Place of this rank's rows in the head; None if it has the whole head.
+        group: The ranks that hold all positions between them, each token once; None if this one does.
+        sums_hidden_grad: As in `vocab_parallel_reads`.
+
+    Returns:
+        Columns of whole rows, the same on all ranks of both groups. The loss must be computed alike on each.
+    """
+    found = position_reads(
+        hidden[held.followed],
+        head,
+        rows,
+        held.followers,
+        reads,
+        temperature=temperature,
+        chunk_size=chunk_size,
+        shard=shard,
+        sums_hidden_grad=sums_hidden_grad,
+    )
+    return {name: join_tokens(column, held.followers, rows.num_tokens, group) for name, column in found.items()}
+
+
+def join_tokens(values: Tensor, tokens: Tensor, num_tokens: int, group: dist.ProcessGroup | None) -> Tensor:
+    """Return `[num_tokens, *inner]`: the values of all ranks of the group at their places, and 0 elsewhere.
+
+    The gradient goes back to the rank that has the token, unsummed: the loss is computed alike on every rank of the
+    group.
+
+    Args:
+        values: `[n, *inner]`.
+        tokens: Int64 `[n]`, the index among the rows' tokens of each value.
+        num_tokens: Number of tokens of all rows.
+        group: The ranks that hold all positions between them, each token once; None if this one does.
+    """
+    spread = values.new_zeros((num_tokens, *values.shape[1:])).index_copy(0, tokens, values)
+    joined: Tensor = spread if group is None else _Join.apply(spread, group)
+    return joined
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+        joined = values.clone()
+        dist.all_reduce(joined, group=group)
+        return joined
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _HeadOptions(TypedDict):
+    """Options of a pass over a head that all of its reads share."""
+
+    temperature: float
+    chunk_size: int | None
 
 
 def position_reads(
@@ -94,8 +217,9 @@ def position_reads(
     shard: VocabShard | None = None,
     sums_hidden_grad: bool = True,
 ) -> dict[str, Tensor]:
-    """Columns of the reads of a language-model head at some tokens, each `[n]` or `[n, k]`; collective over the group
-    of a shard.
+    """Return the columns of the reads of a language-model head at some tokens, each `[n]` or `[n, k]`.
+
+    Collective over the group of a shard.
 
     Args:
         hidden: `[n, hidden]`, that the tokens follow on.
@@ -112,111 +236,44 @@ def position_reads(
         ValueError: For ids that are not in the vocabulary, or not `[tokens, k]`.
     """
     targets = rows[TOKENS][places]
+    options = _HeadOptions(temperature=temperature, chunk_size=chunk_size)
     columns: dict[str, Tensor] = {}
     for read in reads:
         if read.name == "hidden":
             wide = hidden.to(wide_dtype(hidden.dtype))
             columns["hidden"] = pad(wide, (0, max(0, read.width - wide.shape[1])))
         if read.name == "divergences":
+            others = rows[read.column][places], rows[read.choice][places]
             columns["divergences"] = _divergences(
-                hidden,
-                head,
-                targets,
-                (rows[read.column][places], rows[read.choice][places]),
-                read,
-                temperature=temperature,
-                chunk_size=chunk_size,
-                shard=shard,
-                sums_hidden_grad=sums_hidden_grad,
+                hidden, head, targets, others, read, options, shard=shard, sums_hidden_grad=sums_hidden_grad
             )
     of_head = [read for read in reads if read.name not in columns]
-    if of_head:
-        vocab_size = len(head.weight) if shard is None else shard.vocab_size
-        options = read_options(rows, places, of_head, vocab_size=vocab_size)
-        if shard is None:
-            found = head_reads(hidden, head, targets, **options, temperature=temperature, chunk_size=chunk_size)
-        else:
-            found = vocab_parallel_reads(
-                hidden,
-                head,
-                targets,
-                shard,
-                **options,
-                temperature=temperature,
-                chunk_size=chunk_size,
-                sums_hidden_grad=sums_hidden_grad,
-            )
-        columns |= columns_of(found, of_head)
-    return columns
-
-
-def _divergences(
-    hidden: Tensor,
-    head: Head,
-    targets: Tensor,
-    others: tuple[Tensor, Tensor],
-    read: Read,
-    *,
-    temperature: float,
-    chunk_size: int | None,
-    shard: VocabShard | None,
-    sums_hidden_grad: bool,
-) -> Tensor:
-    """`[n, 6]`, for the tokens of one other model after those of another; collective over the group of a shard, whose
-    ranks have the same tokens.
-
-    Args:
-        hidden: `[n, hidden]`, that the tokens follow on.
-        head: This rank's rows of it if there is a `shard`.
-        targets: Int64 `[n]`, the tokens.
-        others: Hidden states `[n, width]` of the other models, and the number of each token's, int `[n]`.
-        read: Read with the heads of the other models, the ids to compare and the mixture's weight.
-        temperature: Divides the logits of both models.
-        chunk_size: Number of positions whose logits exist at one time; None for `chunk_size_of`.
-        shard: Place of this rank's rows in the head; None if it has the whole head.
-        sums_hidden_grad: As in `vocab_parallel_reads`.
-    """
-    states, numbers = others
-    found, rows = [], []
-    # without tokens the first is there for the gradients, which are 0
-    for number in numbers.unique().tolist() or [0]:
-        own = (numbers == number).nonzero()[:, 0]
-        # if one model has all tokens, they are not copied
-        its_hidden, its_states, its_targets = (
-            values if len(own) == len(numbers) else values[own] for values in (hidden, states, targets)
+    if not of_head:
+        return columns
+    vocab_size = len(head.weight) if shard is None else shard.vocab_size
+    ids = None
+    for name in read_columns([read for read in of_head if read.name == "logprobs_at"]):
+        _check_ids(name, rows.host_column(name), vocab_size)
+        ids = rows[name][places].long()
+    wanted = _Wanted(
+        entropy=any(read.name == "entropy" for read in of_head),
+        collision=any(read.name == "collision" for read in of_head),
+        token_filter=next((read.token_filter for read in of_head if read.token_filter is not None), None),
+        k=max((read.k for read in of_head), default=0),
+        below=max((read.below for read in of_head), default=0),
+        ids=ids,
+    )
+    if shard is None:
+        found = head_reads(hidden, head, targets, **wanted, **options)
+    else:
+        found = vocab_parallel_reads(
+            hidden, head, targets, shard, **wanted, **options, sums_hidden_grad=sums_hidden_grad
         )
-        other = _other_head(read.heads[number], head, shard)
-        rows.append(own)
-        found.append(
-            divergences(
-                its_hidden,
-                head,
-                its_targets,
-                Other(its_states[:, : other.weight.shape[1]], other),
-                below=read.below,
-                beta=read.beta,
-                temperature=temperature,
-                chunk_size=chunk_size,
-                shard=shard,
-                sums_hidden_grad=sums_hidden_grad,
-            )
-        )
-    return found[0] if len(found) == 1 else torch.cat(found)[torch.cat(rows).argsort()]
+    results = {**found._asdict(), "topk_ids": found.topk_ids.int()}
+    return columns | {name: results[name] for read in of_head for name in read.columns}
 
 
-def _other_head(files: HeadFiles, head: Head, shard: VocabShard | None) -> Head:
-    """The rows of another model's head for the ids that this rank has; the last rank has those beyond as well."""
-    start, stop = 0, None
-    if shard is not None:
-        num_rows = len(shard.trim(head.weight))
-        start, stop = shard.start, shard.start + num_rows
-        stop = None if num_rows and stop == shard.vocab_size else stop
-    found = read_head(files, start, stop)
-    device = head.weight.device
-    return Head(found.weight.to(device), None if found.bias is None else found.bias.to(device), found.transform)
-
-
-class ReadOptions(TypedDict):
+class _Wanted(TypedDict):
     """Reads of a pass over a head in addition to logprobs, as arguments of `head_reads` and `vocab_parallel_reads`."""
 
     entropy: bool
@@ -225,38 +282,6 @@ class ReadOptions(TypedDict):
     k: int
     below: int
     ids: Tensor | None
-
-
-def read_options(rows: Rows, places: Tensor, reads: Sequence[Read], *, vocab_size: int) -> ReadOptions:
-    """Results that reads ask for at some tokens.
-
-    Args:
-        rows: Rows of the pass, with the columns that the reads take.
-        places: Int64 `[n]`, indices of the tokens.
-        reads: Reads of a language-model head, except for `hidden` and `divergences`.
-        vocab_size: Number of tokens of the whole head, which ids must be below.
-
-    Raises:
-        ValueError: For ids that are not in the vocabulary, or not `[tokens, k]`.
-    """
-    ids = None
-    for name in read_columns([read for read in reads if read.name == "logprobs_at"]):
-        _check_ids(name, rows.host_column(name), vocab_size)
-        ids = rows[name][places].long()
-    return ReadOptions(
-        entropy=any(read.name == "entropy" for read in reads),
-        collision=any(read.name == "collision" for read in reads),
-        token_filter=next((read.token_filter for read in reads if read.token_filter is not None), None),
-        k=max((read.k for read in reads), default=0),
-        below=max((read.below for read in reads), default=0),
-        ids=ids,
-    )
-
-
-def columns_of(found: TokenReads, reads: Sequence[Read]) -> dict[str, Tensor]:
-    """Results by the names of the columns that the reads add."""
-    columns = {**found._asdict(), "topk_ids": found.topk_ids.int()}
-    return {name: columns[name] for read in reads for name in read.columns}
 
 
 def _check_ids(name: str, ids: np.ndarray, vocab_size: int) -> None:
@@ -270,17 +295,135 @@ def _check_ids(name: str, ids: np.ndarray, vocab_size: int) -> None:
         )
 
 
-def value_reads(values: Tensor, rows: Rows) -> dict[str, Tensor]:
-    """Column `values` `[tokens]` from the value head's output `[tokens]`: at i that of the state before token i."""
-    follows = rows.followers
-    return {"values": _at(values.float()[follows - 1], follows, len(values))}
+def _divergences(
+    hidden: Tensor,
+    head: Head,
+    targets: Tensor,
+    others: tuple[Tensor, Tensor],
+    read: Read,
+    options: _HeadOptions,
+    *,
+    shard: VocabShard | None,
+    sums_hidden_grad: bool,
+) -> Tensor:
+    """Return `[n, 6]`, computed for the tokens of one other model after another.
+
+    Collective over the group of a shard, whose ranks have the same tokens.
+
+    Args:
+        hidden: `[n, hidden]`, that the tokens follow on.
+        head: This rank's rows of it if there is a `shard`.
+        targets: Int64 `[n]`, the tokens.
+        others: Hidden states `[n, width]` of the other models, and the number of each token's, int `[n]`.
+        read: Read with the heads of the other models, the ids to compare and the mixture's weight.
+        options: Options of both heads.
+        shard: Place of this rank's rows in the head; None if it has the whole head.
+        sums_hidden_grad: As in `vocab_parallel_reads`.
+    """
+    # The rows of another model's head are those of the ids that this rank has; the last rank has those beyond as well.
+    start, stop = 0, None
+    if shard is not None:
+        num_rows = len(shard.trim(head.weight))
+        start, stop = shard.start, shard.start + num_rows
+        stop = None if num_rows and stop == shard.vocab_size else stop
+    device = head.weight.device
+    states, numbers = others
+    found, rows = [], []
+    # Without tokens the first model is there for the gradients, which are 0.
+    for number in numbers.unique().tolist() or [0]:
+        own = (numbers == number).nonzero()[:, 0]
+        # If one model has all tokens, they are not copied.
+        its_hidden, its_states, its_targets = (
+            values if len(own) == len(numbers) else values[own] for values in (hidden, states, targets)
+        )
+        stored = read_head(read.heads[number], start, stop)
+        bias = None if stored.bias is None else stored.bias.to(device)
+        other = Head(stored.weight.to(device), bias, stored.transform)
+        rows.append(own)
+        found.append(
+            divergences(
+                its_hidden,
+                head,
+                its_targets,
+                Other(its_states[:, : other.weight.shape[1]], other),
+                below=read.below,
+                beta=read.beta,
+                **options,
+                shard=shard,
+                sums_hidden_grad=sums_hidden_grad,
+            )
+        )
+    return found[0] if len(found) == 1 else torch.cat(found)[torch.cat(rows).argsort()]
 
 
-def score_reads(scores: Tensor, rows: Rows) -> dict[str, Tensor]:
-    """Column `scores` `[rows]` from the score head's output `[tokens]`: that at the last token of each row."""
-    return {"scores": scores.float()[rows.offsets[1:] - 1]}
+@cache
+def read_head(files: HeadFiles, start: int = 0, stop: int | None = None) -> Head:
+    """Return rows `start` to `stop` of another model's head, on the CPU, in that model's precision.
+
+    They are kept for the next call.
+
+    Raises:
+        ValueError: If the files have no such tensor.
+    """
+    # It comes with the backends' transformers, as in `read_hf_config`.
+    from transformers import AutoModelForCausalLM
+
+    folder = model_folder(files.model_name)
+    config = read_hf_config(folder, json.loads(files.overrides))
+    weights = WeightFiles.of(folder)
+    dtype: torch.dtype = getattr(torch, files.precision)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    head = model.get_output_embeddings()
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+
+    def stored_as(parameter: Tensor) -> str | None:
+        # The head's own name is last in the model, and first here: files may hold other values under it.
+        aliases = [name for name, each in reversed(parameters.items()) if each is parameter]
+        exact = [name for name in aliases if name in weights.names]
+        # A family may keep its tensors under another prefix than its modules.
+        alike = [name for name in sorted(weights.names) if any(name.endswith(f".{alias}") for alias in aliases)]
+        return next(iter([*exact, *alike]), None)
+
+    weight = stored_as(head.weight)
+    bias = None if getattr(head, "bias", None) is None else stored_as(head.bias)
+    if weight is None:
+        raise ValueError(
+            f"{files.model_name}: its files do not have the weight of its head under a name of {type(model).__name__}; "
+            "save the model with save_pretrained(), or compare its most likely tokens only"
+        )
+    with weights.open() as opened:
+        found = [opened.read(name, (slice(start, stop),)).to(dtype) for name in (weight, bias) if name]
+    return Head(found[0], found[1] if bias else None, logit_transform(config))
 
 
-def _at(values: Tensor, index: Tensor, num: int) -> Tensor:
-    """`[num, *inner]`, the values at their indices and 0 elsewhere."""
-    return values.new_zeros((num, *values.shape[1:])).index_copy(0, index, values)
+def scalar_reads(outputs: Tensor, rows: Rows, reads: Sequence[Read]) -> Mapping[str, Tensor]:
+    """Return the columns of the reads of a head of one output: a critic's values, a reward model's scores.
+
+    `values` `[tokens]` are 0 at the first token of a row, and at others the output at the token before. `scores`
+    `[rows]` are the outputs at the last token of each row.
+
+    Args:
+        outputs: `[tokens]`, of the head.
+        rows: Rows that the tokens belong to.
+        reads: Reads named `values` or `scores`.
+    """
+    columns = {}
+    for read in reads:
+        if read.name == "values":
+            follows = rows.followers
+            columns["values"] = join_tokens(outputs.float()[follows - 1], follows, len(outputs), None)
+        else:
+            columns["scores"] = outputs.float()[rows.offsets[1:] - 1]
+    return columns
+
+
+def new_head(role: Role, shape: Sequence[int], *, std: float, seed: int) -> Tensor:
+    """Return weights `[1, hidden]` of a head that the model's files do not have, the same whatever the number of ranks.
+
+    A critic's are zero, so that its first values are 0 and only the rewards decide the first advantages. A reward
+    model, which could not tell two responses apart with zeros, has weights drawn from N(0, std).
+    """
+    if role == "critic":
+        return torch.zeros(*shape)
+    return torch.empty(*shape).normal_(0.0, std, generator=torch.Generator().manual_seed(seed))

@@ -13,9 +13,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rl_core.token_filter import TokenFilter
-from rl_core.torch.heads.head_pass import HeadGradients, HeadPass, ReadGradients, wide_dtype
-from rl_core.torch.heads.kept_tokens import leave_out_, lowest_kept
-from rl_core.torch.heads.logprobs import Head, TokenReads, check_filter, chunk_size_of
+from rl_core.torch.heads.head_pass import (
+    HeadGradients,
+    HeadPass,
+    ReadGradients,
+    Vocabulary,
+    leave_out_,
+    lowest_kept,
+    wide_dtype,
+)
+from rl_core.torch.heads.logprobs import Head, TokenReads, empty_reads, head_pass
 from rl_core.torch.kernels.vocabulary import LogitForm, softmax_statistics
 
 
@@ -34,7 +41,7 @@ class VocabShard:
     group: dist.ProcessGroup
 
     def trim(self, rows: Tensor) -> Tensor:
-        """The rows (weight or bias) that are not padding; possibly none."""
+        """Return the rows (weight or bias) that are not padding; possibly none."""
         return rows[: max(0, min(len(rows), self.vocab_size - self.start))]
 
 
@@ -80,36 +87,35 @@ def vocab_parallel_reads(
     Returns:
         The same values on every rank. The loss must be computed alike on every rank too.
     """
-    if temperature <= 0:
-        raise ValueError(f"temperature must be positive, got {temperature}")
-    if k > shard.vocab_size:
-        raise ValueError(f"topk({k}) of a vocabulary of {shard.vocab_size} tokens")
+    options = head_pass(
+        hidden,
+        head,
+        shard.vocab_size,
+        temperature=temperature,
+        entropy=entropy,
+        collision=collision,
+        token_filter=token_filter,
+        k=k,
+        below=below,
+        ids=ids,
+        chunk_size=chunk_size,
+    )
     weight = shard.trim(head.weight)
     bias = None if head.bias is None else shard.trim(head.bias)
-    check_filter(token_filter, k, ids)
-    head_pass = HeadPass(
-        head.transform,
-        temperature,
-        entropy,
-        collision,
-        token_filter,
-        k,
-        below or shard.vocab_size,
-        chunk_size_of(hidden, chunk_size, token_filter),
-    )
-    options = _Options(shard, head_pass, sums_hidden_grad)
     ids = targets.new_empty((len(targets), 0)) if ids is None else ids
-    return TokenReads(*_VocabParallelReads.apply(hidden, weight, bias, targets, ids, options))
+    return TokenReads(
+        *_VocabParallelReads.apply(hidden, weight, bias, targets, ids, _Pass(shard, options, sums_hidden_grad))
+    )
 
 
 @dataclass(frozen=True)
-class _Options:
+class _Pass:
     shard: VocabShard
     head: HeadPass
     sums_hidden_grad: bool
 
     def own(self, ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-        """Columns of token ids on this rank (any column if another rank has it), and whether they are here."""
+        """Return columns of token ids on this rank (any column if another rank has it), and whether they are here."""
         columns = ids - self.shard.start
         is_here = (columns >= 0) & (columns < num_rows)
         return columns.clamp(0, max(num_rows - 1, 0)), is_here
@@ -118,43 +124,38 @@ class _Options:
 class _VocabParallelReads(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, ids: Tensor, options: _Options
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        head, num, wide = options.head, len(hidden), wide_dtype(hidden.dtype)
-        logprobs = hidden.new_empty(num, dtype=wide)
-        log_sums = hidden.new_empty(num, dtype=wide)
-        entropy = hidden.new_empty(num if head.entropy else 0, dtype=wide)
-        topk_logprobs = hidden.new_empty((num, head.k), dtype=wide)
-        topk_ids = targets.new_empty((num, head.k))
-        logprobs_at = hidden.new_empty(ids.shape, dtype=wide)
-        collision = hidden.new_empty(num if head.collision else 0, dtype=wide)
-        lowest = hidden.new_empty((num if head.token_filter else 0, 1), dtype=wide)
-        for chunk in head.chunks(num):
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, ids: Tensor, options: _Pass
+    ) -> tuple[Tensor, ...]:
+        head = options.head
+        vocabulary = Vocabulary(options.shard.vocab_size, options.shard.group)
+        found, log_sums, lowest = empty_reads(hidden, targets, ids, head)
+        logprobs, entropy, topk_logprobs, topk_ids, logprobs_at, collision = found
+        for chunk in head.chunks(len(hidden)):
             if head.is_fused(hidden):
                 logits, convert = F.linear(hidden[chunk], weight, bias), head.form
             else:
                 logits, convert = head.cooled_(head.logits(hidden[chunk], weight, bias)), None
             if head.token_filter is not None:
-                lowest[chunk] = lowest_kept(logits, head.token_filter, _SplitVocabulary(options.shard))
+                lowest[chunk] = lowest_kept(logits, head.token_filter, vocabulary)
                 leave_out_(logits, lowest[chunk], *options.own(targets[chunk, None], len(weight)))
             if head.k:
                 topk_logprobs[chunk], topk_ids[chunk] = _topk(logits, options, convert)
             if ids.shape[1]:
                 logprobs_at[chunk] = _logits_at(logits, ids[chunk], options, convert)
-            found = _statistics_(logits, targets[chunk], options, convert)
-            log_sums[chunk] = found.log_sum
-            logprobs[chunk] = found.target - found.log_sum
+            log_sum, target, *of_distribution = _statistics_(logits, targets[chunk], options, convert)
+            log_sums[chunk] = log_sum
+            logprobs[chunk] = target - log_sum
             if head.entropy:
-                entropy[chunk] = found.entropy
+                entropy[chunk] = of_distribution[0]
             if head.collision:
-                collision[chunk] = found.collision
-            del logits, found  # before the next chunk's are made
+                collision[chunk] = of_distribution[1]
+            del logits, of_distribution  # They are freed before the next chunk's are made.
         topk_logprobs -= log_sums[:, None]
         logprobs_at.sub_(log_sums[:, None]).masked_fill_(ids < 0, 0.0)
         ctx.options = options
         ctx.save_for_backward(hidden, weight, bias, targets, ids, log_sums, entropy, topk_ids, collision, lowest)
         ctx.mark_non_differentiable(topk_ids)
-        return logprobs, entropy, topk_logprobs, topk_ids, logprobs_at, collision
+        return tuple(found)
 
     @staticmethod
     @once_differentiable
@@ -180,24 +181,16 @@ class _VocabParallelReads(torch.autograd.Function):
             )
             grad = head.gradient(hidden[chunk], weight, bias, read)
             total.add_(chunk, grad)
-            del grad  # before the next chunk's are made
+            del grad  # They are freed before the next chunk's are made.
         if total.hidden is not None and ctx.options.sums_hidden_grad:
             dist.all_reduce(total.hidden, group=ctx.options.shard.group)
         return (*total.results(), None, None, None)
 
 
-@dataclass(frozen=True)
-class _Statistics:
-    """Statistics of the whole vocabulary's logits, each `[n]`."""
+def _statistics_(logits: Tensor, targets: Tensor, options: _Pass, convert: LogitForm | None) -> tuple[Tensor, ...]:
+    """Return log sum, logit of the target, entropy and collision, each `[n]`, of the whole vocabulary's logits.
 
-    log_sum: Tensor
-    target: Tensor
-    entropy: Tensor
-    collision: Tensor
-
-
-def _statistics_(logits: Tensor, targets: Tensor, options: _Options, convert: LogitForm | None) -> _Statistics:
-    """With m the largest logit and S the sum of exp(z - m): log sum = m + log S, H = log S - sum exp(z - m)(z - m) / S,
+    With m the largest logit and S the sum of exp(z - m): log sum = m + log S, H = log S - sum exp(z - m)(z - m) / S,
     C = sum exp(z - m)^2 / S^2.
 
     Args:
@@ -236,35 +229,11 @@ def _statistics_(logits: Tensor, targets: Tensor, options: _Options, convert: Lo
     dist.all_reduce(sums, group=group)
     log_sum = sums[0].log()
     collision = sums[3] / sums[0].square() if options.head.collision else sums[0]
-    return _Statistics(largest + log_sum, largest + sums[1], log_sum - sums[2] / sums[0], collision)
+    return largest + log_sum, largest + sums[1], log_sum - sums[2] / sums[0], collision
 
 
-@dataclass(frozen=True)
-class _SplitVocabulary:
-    """The `Vocabulary` of logits of which each rank has some columns."""
-
-    shard: VocabShard
-
-    @property
-    def size(self) -> int:
-        return self.shard.vocab_size
-
-    def largest(self, logits: Tensor, k: int) -> Tensor:
-        values = logits.new_full((len(logits), k), -torch.inf)
-        here = min(k, logits.shape[1])
-        if here:
-            values[:, :here] = logits.topk(here).values
-        everyone = [torch.empty_like(values) for _ in range(dist.get_world_size(self.shard.group))]
-        dist.all_gather(everyone, values, group=self.shard.group)
-        return torch.cat(everyone, 1).topk(k).values
-
-    def summed(self, values: Tensor) -> Tensor:
-        dist.all_reduce(values, group=self.shard.group)
-        return values
-
-
-def _logits_at(logits: Tensor, ids: Tensor, options: _Options, convert: LogitForm | None) -> Tensor:
-    """The logits `[n, m]` of the whole vocabulary at ids; 0 at -1. See `_statistics_` about `convert`."""
+def _logits_at(logits: Tensor, ids: Tensor, options: _Pass, convert: LogitForm | None) -> Tensor:
+    """Return the logits `[n, m]` of the whole vocabulary at ids; 0 at -1. See `_statistics_` about `convert`."""
     found = logits.new_zeros(ids.shape, dtype=wide_dtype(logits.dtype))
     if logits.shape[1]:
         columns, is_here = options.own(ids, logits.shape[1])
@@ -274,9 +243,9 @@ def _logits_at(logits: Tensor, ids: Tensor, options: _Options, convert: LogitFor
     return found
 
 
-def _topk(logits: Tensor, options: _Options, convert: LogitForm | None) -> tuple[Tensor, Tensor]:
-    """The largest logits `[n, k]` of the whole vocabulary in descending order, and their ids. See `_statistics_` about
-    `convert`."""
+def _topk(logits: Tensor, options: _Pass, convert: LogitForm | None) -> tuple[Tensor, Tensor]:
+    """Return the largest logits `[n, k]` of the whole vocabulary in descending order, and their ids. See `_statistics_`
+    about `convert`."""
     group, k = options.shard.group, options.head.k
     values = logits.new_full((len(logits), k), -torch.inf, dtype=wide_dtype(logits.dtype))
     ids = torch.zeros((len(logits), k), dtype=torch.int64, device=logits.device)

@@ -42,7 +42,7 @@ class NormForm:
     rounds_first: bool = True
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
-        """The plain formula, `[..., features]`; `weight` is `[features]`."""
+        """Return the plain formula, `[..., features]`; `weight` is `[features]`."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         if self.rounds_first:
@@ -50,7 +50,7 @@ class NormForm:
         return (normed * (weight.to(wide.dtype) + self.offset)).to(x.dtype)
 
     def out_dtype(self, x: torch.dtype, weight: torch.dtype) -> torch.dtype:
-        """Dtype of the result, from those of `x` and the weight."""
+        """Return dtype of the result, from those of `x` and the weight."""
         return torch.promote_types(x, weight) if self.rounds_first else x
 
 
@@ -137,13 +137,13 @@ class _Norm(torch.autograd.Function):
 
 
 def _rows(x: Tensor) -> Tensor:
-    """`[rows, features]`, whose features lie next to one another."""
+    """Return `[rows, features]`, whose features lie next to one another."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 def _launch(size: int) -> dict[str, int]:
-    """Shape of a program's tile, and its warps."""
+    """Return shape of a program's tile, and its warps."""
     columns = max(16, 1 << (size - 1).bit_length())
     rows = max(1, min(16, TILE // columns))
     return {"ROWS": rows, "COLUMNS": columns, "num_warps": max(4, min(16, rows * columns // 512))}

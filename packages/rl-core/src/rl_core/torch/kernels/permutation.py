@@ -30,7 +30,7 @@ class Groups(NamedTuple):
 
 
 def group_by_expert(ids: Tensor, num_experts: int) -> Groups:
-    """Group choices by expert, in the order of tokens; the host does not wait.
+    """Return group choices by expert, in the order of tokens; the host does not wait.
 
     Args:
         ids: Chosen experts, int `[tokens, k]`; `num_experts` stands for an expert elsewhere, which gets no place.
@@ -103,7 +103,7 @@ def collect(rows: Tensor, places: Tensor, *, fused: bool = True) -> Tensor:
 
 
 def plain_spread(x: Tensor, places: Tensor, num_rows: int, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The same as `spread` and `spread_weighted` by indexing; rows that are no token's place are zero."""
+    """Return the same as `spread` and `spread_weighted` by indexing; rows that are no token's place are zero."""
     nothing = places.numel()
     targets = places.where(places >= 0, num_rows).flatten().long()
     sources = torch.full((num_rows + 1,), nothing, dtype=torch.int64, device=x.device)
@@ -116,7 +116,7 @@ def plain_spread(x: Tensor, places: Tensor, num_rows: int, weights: Tensor | Non
 
 
 def plain_collect(rows: Tensor, places: Tensor) -> Tensor:
-    """The same as `collect` by indexing."""
+    """Return the same as `collect` by indexing."""
     if not places.numel():
         return rows[:0].sum() + rows.new_zeros(len(places), rows.shape[1])
     found = rows[places.clamp(min=0)]
@@ -160,12 +160,12 @@ def _fetched(weights: Tensor, places: Tensor) -> Tensor:
 
 
 def _dense(x: Tensor) -> Tensor:
-    """The same values, whose features lie next to one another."""
+    """Return the same values, whose features lie next to one another."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _launch(num_tokens: int, size: int) -> tuple[tuple[int, int], dict[str, int]]:
-    """Grid of the programs, and what each copies."""
+    """Return grid of the programs, and what each copies."""
     block = min(BLOCK, max(16, 1 << (size - 1).bit_length()))
     return (num_tokens, -(-size // block)), {"BLOCK": block, "num_warps": 4}
 

@@ -59,7 +59,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, norm: HeadNorm | None = None, *
 
 
 def plain_rotation(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The formula, of tensors that broadcast."""
+    """Return the formula, of tensors that broadcast."""
     size = cos.shape[-1]
     turned, kept = x[..., :size], x[..., size:]
     left, right = turned.chunk(2, -1)
@@ -104,18 +104,18 @@ def _settings(form: NormForm | None) -> tuple[float, float, bool]:
 
 
 def _dense(x: Tensor) -> Tensor:
-    """The same values, whose last dim lies together in memory."""
+    """Return the same values, whose last dim lies together in memory."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _by_token(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Memory for `[batch, heads, tokens, head_dim]`, in which the heads of a token lie together."""
+    """Return memory for `[batch, heads, tokens, head_dim]`, in which the heads of a token lie together."""
     batch, heads, tokens, size = x.shape
     return x.new_empty((batch, tokens, heads, size), dtype=dtype).transpose(1, 2)
 
 
 def _launch(x: Tensor, cos: Tensor) -> dict[str, int]:
-    """Sizes of the pieces that a program rotates at one time."""
+    """Return sizes of the pieces that a program rotates at one time."""
     size, rotary = x.shape[-1], cos.shape[-1]
     half = max(16, _power(rotary // 2))
     rest = max(1, _power(size - rotary))
@@ -125,18 +125,18 @@ def _launch(x: Tensor, cos: Tensor) -> dict[str, int]:
 
 
 def _power(size: int) -> int:
-    """The smallest power of two that is not below a size; 0 for 0."""
+    """Return the smallest power of two that is not below a size; 0 for 0."""
     return 1 << (size - 1).bit_length() if size else 0
 
 
 def _places(x: Tensor) -> tuple[int, int, int]:
-    """Strides of batch, heads and tokens."""
+    """Return strides of batch, heads and tokens."""
     batch, heads, tokens, _ = x.stride()
     return batch, heads, tokens
 
 
 def _angle_places(cos: Tensor) -> tuple[int, int]:
-    """Strides of batch and tokens; angles of one row are those of every row."""
+    """Return strides of batch and tokens; angles of one row are those of every row."""
     return 0 if len(cos) == 1 else cos.stride(0), cos.stride(1)
 
 

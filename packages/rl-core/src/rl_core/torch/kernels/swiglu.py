@@ -80,13 +80,13 @@ def _flat(weights: Tensor | None) -> Tensor | None:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """`[rows, features]`, whose features lie next to one another."""
+    """Return `[rows, features]`, whose features lie next to one another."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 def _launch(num: int, size: int) -> tuple[tuple[int], dict[str, int]]:
-    """Grid of the programs, and what each computes."""
+    """Return grid of the programs, and what each computes."""
     block = min(BLOCK, max(16, 1 << (size - 1).bit_length()))
     num_blocks = -(-size // block)
     return (num * num_blocks,), {"num_blocks": num_blocks, "BLOCK": block, "num_warps": 4}
@@ -151,8 +151,8 @@ def _backward(grad: Tensor, gate: Tensor, up: Tensor, weights: Tensor | None, in
 def _backward_empty(
     grad: Tensor, gate: Tensor, up: Tensor, weights: Tensor | None, in_one: bool
 ) -> tuple[Tensor, Tensor]:
-    """Gradients by gate and up, next to one another in each row or one tensor after the other; `[rows, blocks]`, the
-    parts of the gradient by the weights."""
+    """Return gradients by gate and up, next to one another in each row or one tensor after the other; `[rows, blocks]`,
+    the parts of the gradient by the weights."""
     num, size = gate.shape
     num_blocks = 0 if weights is None else _launch(num, size)[1]["num_blocks"]
     by_weights = gate.new_empty((num, num_blocks), dtype=torch.float32)

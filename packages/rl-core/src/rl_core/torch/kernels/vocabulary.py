@@ -27,7 +27,7 @@ class LogitForm:
     temperature: float = 1.0
 
     def __call__(self, products: Tensor) -> Tensor:
-        """Logits over the temperature, in float32 or wider."""
+        """Return logits over the temperature, in float32 or wider."""
         logits = products.to(torch.promote_types(products.dtype, torch.float32)) * self.scale
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap
@@ -50,7 +50,7 @@ class SoftmaxStatistics(NamedTuple):
     squares: Tensor
 
     def shifted(self, largest: Tensor) -> SoftmaxStatistics:
-        """The same with another number in place of m, which must not be below it."""
+        """Return the same with another number in place of m, which must not be below it."""
         rise = self.largest - largest
         factor = rise.exp()
         return SoftmaxStatistics(
@@ -79,7 +79,7 @@ class SoftmaxGradient(NamedTuple):
 
 
 def softmax_statistics(products: Tensor, form: LogitForm, *, squares: bool = False) -> SoftmaxStatistics:
-    """Statistics of the softmax of each row, from one read of it.
+    """Return statistics of the softmax of each row, from one read of it.
 
     Args:
         products: `[n, vocab]`, of hidden states and head.

@@ -55,7 +55,7 @@ class HalfStateAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One update of every parameter that has a gradient."""
+        """Return one update of every parameter that has a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -95,11 +95,11 @@ class HalfStateAdamW(Optimizer):
 
 
 def _own(tensor: Any) -> Tensor:
-    """The part of a tensor that this rank holds, sharing memory."""
+    """Return the part of a tensor that this rank holds, sharing memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _rounded(x: Tensor, generator: torch.Generator) -> Tensor:
-    """float32 as bfloat16, up or down with a chance in proportion to the nearness: noise in the 16 bits that go."""
+    """Return float32 as bfloat16, up or down with a chance in proportion to the nearness: noise in the 16 bits that go."""
     noise = torch.randint(0, 1 << 16, x.shape, dtype=torch.int32, device=x.device, generator=generator)
     return ((x.view(torch.int32) + noise) & -(1 << 16)).view(torch.float32).to(torch.bfloat16)

@@ -103,7 +103,7 @@ def _by_decay(group: Sequence[nn.Parameter], undecayed: Set[nn.Parameter]) -> li
 
 
 def build_schedule(configs: Sequence[SchedulerConfig], optimizer: Optimizer) -> LRScheduler | None:
-    """The schedules one after another, each taking over at the next milestone; None if there are none.
+    """Return the schedules one after another, each taking over at the next milestone; None if there are none.
 
     Raises:
         ValueError: If a name is not a schedule, its arguments do not fit, or the milestones do not go with the

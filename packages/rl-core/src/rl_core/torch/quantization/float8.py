@@ -57,7 +57,7 @@ class Float8Recipe:
         return self.quantise_with(weight, self.scales(largest_values(weight, self.granularity)))
 
     def scales(self, largest: Tensor) -> Tensor:
-        """Scales, float32, of the largest absolute values that share each of them.
+        """Return scales, float32, of the largest absolute values that share each of them.
 
         Args:
             largest: From `largest_values`; for a part of a matrix, the largest of all parts.
@@ -108,7 +108,7 @@ class Float8Weight:
         return found.float().mul_(scales)
 
     def half_steps(self) -> Tensor:
-        """Largest error of each value that rounding to the nearest explains, float64 `[rows, columns]`.
+        """Return largest error of each value that rounding to the nearest explains, float64 `[rows, columns]`.
 
         It is half the distance to the next value of larger magnitude, times the scale: at most 16 scales, in the top
         binade. A little more covers quotients that are rounded to float32 before they are rounded to 8 bits.
@@ -120,7 +120,8 @@ class Float8Weight:
         return (steps / 2 + magnitudes * _ROUNDING) * self._factors(torch.float64)
 
     def num_beyond_half_step(self, weight: Tensor) -> int:
-        """Number of values that rounding to the nearest does not explain, by a comparison in float64; one is too many.
+        """Return number of values that rounding to the nearest does not explain, by a comparison in float64; one is too
+        many.
 
         Args:
             weight: The matrix that was quantised.
@@ -129,7 +130,7 @@ class Float8Weight:
         return int((~(error <= self.half_steps())).sum())
 
     def relative_error(self, weight: Tensor) -> float:
-        """Root mean square of the errors divided by that of the matrix; 0 for zeros."""
+        """Return root mean square of the errors divided by that of the matrix; 0 for zeros."""
         exact = weight.double()
         norm = exact.norm()
         return float((self.dequantise(torch.float64) - exact).norm() / norm) if norm else 0.0
@@ -139,7 +140,7 @@ class Float8Weight:
 
 
 def largest_values(weight: Tensor, granularity: Granularity) -> Tensor:
-    """Largest absolute values of those that share a scale, in the shape of the scales, float32.
+    """Return largest absolute values of those that share a scale, in the shape of the scales, float32.
 
     Raises:
         ValueError: If it is not a matrix.
@@ -157,7 +158,7 @@ def largest_values(weight: Tensor, granularity: Granularity) -> Tensor:
 
 
 def scale_faults(scales: Tensor, largest: Tensor) -> list[str]:
-    """Reasons why scales cannot be those of a matrix; empty if they can.
+    """Return reasons why scales cannot be those of a matrix; empty if they can.
 
     Args:
         scales: float32, of the matrix after it was quantised.
@@ -175,7 +176,7 @@ def scale_faults(scales: Tensor, largest: Tensor) -> list[str]:
 
 
 def _expanded(scales: Tensor, shape: torch.Size, granularity: Granularity) -> Tensor:
-    """Scales in a shape that broadcasts over the matrix."""
+    """Return scales in a shape that broadcasts over the matrix."""
     if granularity != "per_block":
         return scales
     rows, columns = shape
@@ -183,7 +184,7 @@ def _expanded(scales: Tensor, shape: torch.Size, granularity: Granularity) -> Te
 
 
 def _next_power_of_two(scales: Tensor) -> Tensor:
-    """The smallest powers of two that are not below."""
+    """Return the smallest powers of two that are not below."""
     mantissa, exponent = torch.frexp(scales)
     # frexp gives mantissas from 0.5 on: 0.5 is a power of two itself
     rounded = torch.ldexp(torch.ones_like(scales), torch.where(mantissa == 0.5, exponent - 1, exponent))

@@ -18,12 +18,10 @@ class QuantizedWeight(Protocol):
     """A quantised matrix."""
 
     def dequantise(self, dtype: torch.dtype) -> Tensor:
-        """The matrix that it stands for, `[outputs, inputs]`, rounded once to a dtype."""
-        ...
+        """Return the matrix that it stands for, `[outputs, inputs]`, rounded once to a dtype."""
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Its tensors in a file, by the suffix of their names in place of `weight`."""
-        ...
+        """Return its tensors in a file, by the suffix of their names in place of `weight`."""
 
 
 class WeightFormat(Protocol):
@@ -32,22 +30,18 @@ class WeightFormat(Protocol):
     @property
     def name(self) -> str:
         """Name, as configs write it."""
-        ...
 
     @property
     def group_size(self) -> int:
         """Number of consecutive inputs that share a scale; 0 if all inputs of an output do."""
-        ...
 
     @property
     def step(self) -> int:
         """Number of inputs that a file stores together; it divides the inputs of every matrix."""
-        ...
 
     @property
     def file_format(self) -> str:
         """Its name in `quantization_config` of compressed-tensors."""
-        ...
 
     def quantise(self, weight: Tensor) -> QuantizedWeight:
         """Quantise a matrix of any float dtype, on its device.
@@ -55,11 +49,9 @@ class WeightFormat(Protocol):
         Raises:
             ValueError: If it is not a matrix, or its groups do not fill its rows.
         """
-        ...
 
     def scheme(self) -> Mapping[str, object]:
         """Return how `quantization_config` of compressed-tensors describes the weights."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -134,7 +126,7 @@ def weight_format(name: str, group_size: int) -> WeightFormat:
 
 @torch.no_grad()
 def rounded(weight: Tensor, fmt: WeightFormat) -> Tensor:
-    """A matrix as it is after it was quantised, in its own dtype.
+    """Return a matrix as it is after it was quantised, in its own dtype.
 
     Raises:
         ValueError: If it is not a matrix, or its groups do not fill its rows.

@@ -7,12 +7,13 @@ from torch import Tensor
 
 
 def grouped(weight: Tensor, num_groups: int) -> Tensor:
-    """A matrix `[outputs, inputs]` as `[outputs, groups, inputs / groups]`."""
+    """Return a matrix `[outputs, inputs]` as `[outputs, groups, inputs / groups]`."""
     return weight.unflatten(1, (num_groups, -1))
 
 
 def largest_of_groups(weight: Tensor, group_size: int) -> Tensor:
-    """Largest absolute value of each group, `[outputs, groups]`; not a number if the group holds one that is not.
+    """Return largest absolute value of each group, `[outputs, groups]`; not a number if the group holds one that is
+    not.
 
     Raises:
         ValueError: If the weight is not a matrix, or its groups do not fill its rows.
@@ -25,5 +26,5 @@ def largest_of_groups(weight: Tensor, group_size: int) -> Tensor:
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype in which values of a dtype are multiplied and divided: float32, or float64 itself."""
+    """Return dtype in which values of a dtype are multiplied and divided: float32, or float64 itself."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -46,15 +46,15 @@ class Int4Weight:
         return (values * self.scales[..., None].to(wide)).flatten(1).to(dtype or self.scales.dtype)
 
     def half_steps(self) -> Tensor:
-        """Largest error of each value, float64 `[outputs, inputs]`: half a step of 1, times the scale, before the
-        rounding of the product to the dtype. A little more covers the rounding of scales."""
+        """Return largest error of each value, float64 `[outputs, inputs]`: half a step of 1, times the scale, before
+        the rounding of the product to the dtype. A little more covers the rounding of scales."""
         group_size = self.values.shape[1] // self.scales.shape[1]
         # at 7.5 scales, a scale that was rounded down by a half bit leaves the largest value beyond the last half step
         slack = _HALF_RANGE * torch.finfo(self.scales.dtype).eps
         return (self.scales.double() * (0.5 + slack)).repeat_interleave(group_size, 1)
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """The tensors of a file, by the suffix that stands in place of `weight`."""
+        """Return the tensors of a file, by the suffix that stands in place of `weight`."""
         shifted = (self.values.to(torch.int32) - LEAST).unflatten(1, (-1, _PER_INT32))
         shifts = torch.arange(_PER_INT32, device=shifted.device, dtype=torch.int32) * _BITS
         packed = (shifted << shifts).sum(2, dtype=torch.int32)
@@ -63,7 +63,7 @@ class Int4Weight:
 
     @classmethod
     def of_tensors(cls, tensors: Mapping[str, Tensor]) -> Int4Weight:
-        """The inverse of `tensors`."""
+        """Return the inverse of `tensors`."""
         packed = tensors["weight_packed"]
         shifts = torch.arange(_PER_INT32, device=packed.device, dtype=torch.int32) * _BITS
         values = ((packed[..., None] >> shifts) & 0xF).flatten(1) + LEAST

@@ -56,20 +56,20 @@ class MXFP4Weight:
         return (values * self._scales(wide)[..., None]).flatten(1).to(dtype or self.dtype)
 
     def half_steps(self) -> Tensor:
-        """Largest error of each value, float64 `[outputs, inputs]`: half the step to the next value of larger
+        """Return largest error of each value, float64 `[outputs, inputs]`: half the step to the next value of larger
         magnitude, which is 2 behind 6, times the scale."""
         steps = torch.tensor([0.5, 0.5, 0.5, 0.5, 1.0, 1.0, 2.0, 2.0], dtype=torch.float64, device=self.codes.device)
         of_values = grouped(steps[(self.codes % _SIGN).int()], self.exponents.shape[1])
         return (of_values / 2 * self._scales(torch.float64)[..., None]).flatten(1)
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """The tensors of a file, by the suffix that stands in place of `weight`."""
+        """Return the tensors of a file, by the suffix that stands in place of `weight`."""
         first, second = self.codes.unflatten(1, (-1, 2)).unbind(2)
         return {"weight_packed": first | (second << 4), "weight_scale": self.exponents}
 
     @classmethod
     def of_tensors(cls, tensors: Mapping[str, Tensor]) -> MXFP4Weight:
-        """The inverse of `tensors`."""
+        """Return the inverse of `tensors`."""
         packed = tensors["weight_packed"]
         return cls(torch.stack((packed & 0xF, packed >> 4), 2).flatten(1), tensors["weight_scale"])
 
@@ -121,7 +121,7 @@ class MXFP4Format:
 
 
 def _codes(quotients: Tensor) -> Tensor:
-    """Codes of the nearest values; of two as near, the one with an even code."""
+    """Return codes of the nearest values; of two as near, the one with an even code."""
     magnitudes = quotients.abs()
     halves = (magnitudes * 2).round().clamp(max=4)
     ones = magnitudes.round().clamp(max=4) + 2

@@ -57,58 +57,46 @@ class RankMesh(Protocol):
     @property
     def rank(self) -> int:
         """Rank of this process, among all ranks."""
-        ...
 
     @property
     def world_size(self) -> int:
         """Number of all ranks."""
-        ...
 
     @property
     def kind(self) -> Device:
         """The device of this rank."""
-        ...
 
     @property
     def device(self) -> torch.device:
         """The same, as torch names it."""
-        ...
 
     @property
     def control(self) -> dist.ProcessGroup:
         """All ranks, on gloo: scalars that decide what every rank does next."""
-        ...
 
     @property
     def data(self) -> dist.ProcessGroup:
         """The ranks that hold the same part of the model and other rows, on a backend that reduces CPU tensors."""
-        ...
 
     @property
     def coordinates(self) -> Coordinates:
         """This rank's place on the mesh."""
-        ...
 
     @property
     def layout(self) -> Mapping[str, int]:
         """Sizes that say which part of the model each rank holds: on equal ones a run resumes bit for bit."""
-        ...
 
     def seed(self, seed: int) -> None:
         """Seed this rank's random generators for its place: ranks that compute one thing together draw alike."""
-        ...
 
     def rng_state(self) -> dict[str, Any]:
-        """State of this rank's random generators, in tensors and plain data."""
-        ...
+        """Return state of this rank's random generators, in tensors and plain data."""
 
     def set_rng_state(self, state: Mapping[str, Any]) -> None:
         """Go on from what `rng_state` returned."""
-        ...
 
     def leave(self) -> None:
         """Leave all process groups."""
-        ...
 
 
 class Microbatch(NamedTuple):
@@ -157,17 +145,14 @@ class RankModel(Protocol):
     @property
     def pipeline(self) -> Pipeline:
         """The pipeline that microbatches pass, from which their number follows."""
-        ...
 
     @property
     def shape(self) -> ModelShape | None:
         """Shape of the whole model, to count the operations of a step; None if they are not counted."""
-        ...
 
     @property
     def hf_config(self) -> Any:
         """The `transformers` config of the whole model."""
-        ...
 
     @property
     def architecture(self) -> str:
@@ -176,10 +161,9 @@ class RankModel(Protocol):
         Raises:
             ValueError: If `transformers` has none for this family and role.
         """
-        ...
 
     def extra_columns(self, batch: Batch, *, for_loss: bool) -> Mapping[str, Ragged]:
-        """Columns, in addition to tokens and those of the loss, that passes take from a batch; often none.
+        """Return columns, in addition to tokens and those of the loss, that passes take from a batch; often none.
 
         Args:
             batch: Batch that the passes are computed on.
@@ -188,11 +172,10 @@ class RankModel(Protocol):
         Raises:
             ValueError: If the batch lacks one that a loss needs.
         """
-        ...
 
     def image_columns(self, batch: Batch) -> Mapping[str, np.ndarray]:
-        """Columns by which passes see the images of rows, made on the host; `rl_core.torch.rows.no_images` of a model
-        that sees none.
+        """Return columns by which passes see the images of rows, made on the host; `rl_core.torch.rows.no_images` of a
+        model that sees none.
 
         Args:
             batch: Rows of one microbatch.
@@ -200,29 +183,23 @@ class RankModel(Protocol):
         Raises:
             ValueError: Naming a row whose images cannot be used.
         """
-        ...
 
     def read(self, run: Pass) -> list[Any]:
         """Forward without gradients and without dropout; what `on_reads` returned, in the order of the microbatches,
         and an empty list on ranks without the model's output."""
-        ...
 
     def accumulate(self, run: Pass) -> Mapping[str, Metric]:
         """Forward and backward, until each rank has its part of the gradient of the sum over all microbatches and
         data-parallel ranks; this rank's part of metrics of the model's own."""
-        ...
 
     def discard(self) -> None:
         """Undo what the last backward pass changed in addition to gradients, as its step is skipped."""
-        ...
 
     def trained_parts(self) -> list[Tensor]:
         """This rank's part of every tensor that trains, the same ones on each call."""
-        ...
 
     def close(self) -> None:
         """Release everything that would keep the model's memory or process groups alive."""
-        ...
 
 
 class RankWeights(Protocol):
@@ -231,17 +208,14 @@ class RankWeights(Protocol):
     @property
     def tied(self) -> Mapping[str, str]:
         """Each name that is not sent, to the name of the tensor that it equals."""
-        ...
 
     @property
     def holders(self) -> Sequence[int]:
         """Ranks that get whole tensors from a `stream` that is not `everywhere`, the same on every rank; rank 0 is one
         of them."""
-        ...
 
     def specs(self, dtype: str) -> list[TensorSpec]:
-        """All tensors, floating ones in a dtype, in the order of `stream`."""
-        ...
+        """Return all tensors, floating ones in a dtype, in the order of `stream`."""
 
     def stream(
         self,
@@ -252,8 +226,8 @@ class RankWeights(Protocol):
         merges_adapters: bool = True,
         served: bool = False,
     ) -> Iterator[Sequence[tuple[str, Tensor | None]]]:
-        """Parameter by parameter its tensors by name; collective. Each is whole or, on a rank that does not get it,
-        None.
+        """Yield parameter by parameter its tensors by name; collective. Each is whole or, on a rank that does not get
+        it, None.
 
         Args:
             dtype: Dtype of the floating-point tensors, such as `bfloat16`.
@@ -263,21 +237,18 @@ class RankWeights(Protocol):
             served: True for the weights that generators compute with, if they differ from those that are trained:
                 rounded ones in quantisation-aware training.
         """
-        ...
 
     def adapter_specs(self, dtype: str) -> list[TensorSpec]:
-        """The tensors of `adapters` in their order, in a dtype; empty without adapters. Collective."""
-        ...
+        """Return the tensors of `adapters` in their order, in a dtype; empty without adapters. Collective."""
 
     def adapters(self, dtype: str = ..., *, everywhere: bool = ...) -> Iterator[tuple[str, Tensor | None]]:
-        """The factors of every adapter by name (`rl_core.torch.training.lora`), and a score head that trains with them;
-        collective. Each is whole on rank 0, and whole or None elsewhere.
+        """Yield the factors of every adapter by name (`rl_core.torch.training.lora`), and a score head that trains with
+        them; collective. Each is whole on rank 0, and whole or None elsewhere.
 
         Args:
             dtype: Dtype of the tensors; float32 if not given.
             everywhere: True if every rank gets them whole.
         """
-        ...
 
 
 class RankOptimizer(Protocol):
@@ -286,67 +257,54 @@ class RankOptimizer(Protocol):
     @property
     def inner(self) -> Optimizer:
         """The torch optimizer, whose parameter groups a schedule sets."""
-        ...
 
     def grad_norm(self) -> float:
-        """Norm of the whole gradient, the same on every rank; collective."""
-        ...
+        """Return norm of the whole gradient, the same on every rank; collective."""
 
     def scale_grads(self, factor: float) -> None:
         """Multiply this rank's part of the gradient."""
-        ...
 
     def step(self) -> None:
         """Step this rank's part, and have every rank see what the others stepped; collective."""
-        ...
 
     def zero_grad(self) -> None:
         """Free or empty gradients, so that the next pass begins with none."""
-        ...
 
 
 class RankState(Protocol):
     """Parameters and optimizer state of one rank, for checkpoints."""
 
     def tensors(self, *, copies: bool) -> dict[str, Any]:
-        """Tensors that this rank writes, by names that do not depend on the mesh; collective.
+        """Return tensors that this rank writes, by names that do not depend on the mesh; collective.
 
         Args:
             copies: True if the values share no memory with the model or the optimizer, so that both may change.
         """
-        ...
 
     def description(self) -> dict[str, Any]:
-        """Everything that `restore` needs in addition to tensors, as plain data and small tensors; collective, after
-        `tensors`."""
-        ...
+        """Return everything that `restore` needs in addition to tensors, as plain data and small tensors; collective,
+        after `tensors`."""
 
     def restore(self, path: Path, description: Mapping[str, Any]) -> None:
         """Read parameters and optimizer state of the checkpoint at `path`, saved on whatever mesh; collective."""
-        ...
 
     def weights(self) -> dict[str, Any]:
-        """The weights among `tensors`, without the optimizer's state; copies, which share no memory with the model;
-        collective."""
-        ...
+        """Return the weights among `tensors`, without the optimizer's state; copies, which share no memory with the
+        model; collective."""
 
     def restore_weights(self, path: Path) -> None:
         """Read the weights that were written from `weights` to `path` on whatever mesh, and leave the optimizer as it
         is; collective."""
-        ...
 
     def layers(self) -> dict[str, Any]:
-        """State of this rank's layers that exists only on this layout; often empty."""
-        ...
+        """Return state of this rank's layers that exists only on this layout; often empty."""
 
     def restore_layers(self, state: Mapping[str, Any]) -> None:
         """Go on from what `layers` returned on the same layout."""
-        ...
 
     def save_planner(self) -> KeptSavePlanner:
         """Return a planner by which torch's distributed checkpoint takes the values of `tensors`, for all saves of the
         same ones."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from rl_core.template_ends import template_ends
 from rl_core.torch.collective_errors import on_all_ranks, on_rank0
 from rl_core.torch.files.model_files import CONFIG, GENERATION_CONFIG, INDEX, PRECISION, SINGLE, WeightFiles
 from rl_core.torch.training.backend import RankMesh, RankModel, RankWeights
-from rl_core.weights import TensorSpec, buckets, num_bytes
+from rl_core.weights import buckets, num_bytes
 
 FILE_BYTES = 2 * 2**30
 """Maximum number of bytes of one safetensors file, and of the tensors that a writing rank gathers at a time."""
@@ -32,8 +31,8 @@ _LOWER = ("bfloat16", "float16")
 
 
 def export_dtype(folder: Path, precision: str) -> str:
-    """float32 if the model computes in it, else the dtype that its source has on disk; the compute dtype if the source
-    does not say.
+    """Return float32 if the model computes in it, else the dtype that its source has on disk; the compute dtype if the
+    source does not say.
 
     Args:
         folder: Folder of the model's source.
@@ -41,12 +40,11 @@ def export_dtype(folder: Path, precision: str) -> str:
     """
     if precision == "float32":
         return precision
-    source = stated_dtype(folder)
-    return precision if source is None else source
+    return stated_dtype(folder) or precision
 
 
 def stated_dtype(folder: Path) -> str | None:
-    """Dtype that a model's config says its files have; None if it does not say."""
+    """Return dtype that a model's config says its files have; None if it does not say."""
     config = json.loads((folder / CONFIG).read_text())
     stated = (each.get(name) for each in (config, language_fields(config)) for name in ("dtype", "torch_dtype"))
     source = next((dtype for dtype in stated if dtype), None)
@@ -137,18 +135,22 @@ def _tokenizer(folder: Path) -> Any:
 
 
 def export_weights(weights: RankWeights, path: Path, *, dtype: str, precision: str, mesh: RankMesh) -> None:
-    """Write the weights of the whole model into a folder; collective. The metadata of the files has the precision that
-    they are computed in, which a dtype that is wider does not show.
+    """Write the weights of the whole model into a folder, in files of at most `FILE_BYTES` each; collective.
 
+    The metadata of the files has the precision that they are computed in, which a dtype that is wider does not show.
     They are brought together one file at a time. The ranks that get them take turns to write, each while the next file
     is brought together, and hold two files at most. A shared parameter is written once, adapters are merged.
     """
-    plan = ExportPlan.of(path, weights.specs(dtype), precision)
+    files = list(buckets(weights.specs(dtype), FILE_BYTES))
+    names = [f"model-{index + 1:05d}-of-{len(files):05d}.safetensors" for index in range(len(files))]
+    if len(files) == 1:
+        names = [SINGLE]
     holders = weights.holders
     stream = (named for tensors in weights.stream(dtype) for named in tensors)
+    metadata = {"format": "pt", PRECISION: precision}
     with ThreadPoolExecutor(1) as writer:
         writes: list[Future[None]] = []
-        for index, bucket in enumerate(plan.files):
+        for index, (file, bucket) in enumerate(zip(names, files, strict=True)):
             is_writer = holders[index % len(holders)] == mesh.rank
             gathered: dict[str, Tensor] = {}
             for _ in bucket:
@@ -157,43 +159,21 @@ def export_weights(weights: RankWeights, path: Path, *, dtype: str, precision: s
                     assert tensor is not None, f"{name} did not reach the rank that writes it"
                     gathered[name] = tensor.cpu().contiguous()
             if is_writer:
-                wait(writes[-1:])  # which has failed or not: this rank still takes part in bringing the rest together
-                writes.append(writer.submit(plan.write, index, gathered))
-        on_all_ranks(mesh.control, lambda: _finish(writes))
-    on_rank0(mesh.control, plan.write_index)
+                # Whether it failed or not, this rank still takes part in bringing the rest together.
+                wait(writes[-1:])
+                writes.append(writer.submit(save_file, gathered, path / file, metadata=metadata))
 
+        def finish() -> None:
+            for write in writes:
+                write.result()
 
-def _finish(writes: Sequence[Future[None]]) -> None:
-    for write in writes:
-        write.result()
+        on_all_ranks(mesh.control, finish)
 
+    def write_index() -> None:
+        if len(files) > 1:
+            file_of = {spec.name: file for file, specs in zip(names, files, strict=True) for spec in specs}
+            size = sum(num_bytes(spec) for specs in files for spec in specs)
+            content = {"metadata": {"total_size": size}, "weight_map": file_of}
+            (path / INDEX).write_text(json.dumps(content, indent=2))
 
-@dataclass(frozen=True)
-class ExportPlan:
-    """Which tensors go to which of the files in a folder."""
-
-    folder: Path
-    files: Sequence[Sequence[TensorSpec]]
-    precision: str
-
-    @classmethod
-    def of(cls, folder: Path, specs: Sequence[TensorSpec], precision: str) -> ExportPlan:
-        """Tensors in their order, in files of at most `FILE_BYTES` each."""
-        return cls(folder, list(buckets(specs, FILE_BYTES)), precision)
-
-    def write(self, index: int, tensors: dict[str, Tensor]) -> None:
-        """Write one file."""
-        save_file(tensors, self.folder / self._name(index), metadata={"format": "pt", PRECISION: self.precision})
-
-    def write_index(self) -> None:
-        """Write which tensor is in which file, if there are several files."""
-        if len(self.files) == 1:
-            return
-        file_of = {spec.name: self._name(index) for index, specs in enumerate(self.files) for spec in specs}
-        size = sum(num_bytes(spec) for specs in self.files for spec in specs)
-        content = {"metadata": {"total_size": size}, "weight_map": file_of}
-        (self.folder / INDEX).write_text(json.dumps(content, indent=2))
-
-    def _name(self, index: int) -> str:
-        count = len(self.files)
-        return SINGLE if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+    on_rank0(mesh.control, write_index)

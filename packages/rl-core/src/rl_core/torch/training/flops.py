@@ -43,7 +43,7 @@ the first that fit count."""
 
 
 def peak_flops(device_name: str) -> float | None:
-    """bfloat16 operations per second of a GPU by the name that the driver gives it; None if it is not known."""
+    """Return bfloat16 operations per second of a GPU by the name that the driver gives it; None if it is not known."""
     for words, peak in PEAK_FLOPS.items():
         if all(re.search(rf"\b{word}\b", device_name) for word in words.split()):
             return peak
@@ -81,7 +81,7 @@ RECURRENT_LAYERS = frozenset({"linear_attention", "conv"})
 
 
 def attention_shapes(config: HFConfig) -> tuple[AttentionShape, ...]:
-    """The attention of every layer of softmax attention; what linear attention adds to its matrices is little.
+    """Return the attention of every layer of softmax attention; what linear attention adds to its matrices is little.
 
     Args:
         config: A language model's `transformers` config.
@@ -112,8 +112,8 @@ def attention_shapes(config: HFConfig) -> tuple[AttentionShape, ...]:
 
 
 def setting(config: HFConfig, name: str) -> Any:
-    """A field of a `transformers` config by the name that most families have for it; None if this one has no such
-    field."""
+    """Return a field of a `transformers` config by the name that most families have for it; None if this one has no
+    such field."""
     return config.to_dict().get(config.attribute_map.get(name, name))
 
 
@@ -132,9 +132,9 @@ class ModelShape:
     attention: tuple[AttentionShape, ...]
 
     def training_flops(self, lengths: ArrayLike) -> float:
-        """Operations of a forward and a backward pass over rows of these lengths. Products with matrices run forward,
-        backward by their inputs and, if they train, by their entries; those of attention run forward and backward by
-        both factors."""
+        """Return operations of a forward and a backward pass over rows of these lengths. Products with matrices run
+        forward, backward by their inputs and, if they train, by their entries; those of attention run forward and
+        backward by both factors."""
         rows = np.asarray(lengths, dtype=np.float64)
         products = 2.0 * rows.sum() * (2 * self.matrices + self.trained)
         attention = sum(3.0 * layer.pair_flops() * _num_pairs(rows, layer) for layer in self.attention)
@@ -142,7 +142,7 @@ class ModelShape:
 
 
 def _num_pairs(lengths: np.ndarray, layer: AttentionShape) -> float:
-    """Number of pairs of a query and a key that it sees."""
+    """Return number of pairs of a query and a key that it sees."""
     if layer.chunk is not None:
         whole, last = np.divmod(lengths, layer.chunk)
         return float((whole * layer.chunk * (layer.chunk + 1) / 2 + last * (last + 1) / 2).sum())
@@ -151,8 +151,8 @@ def _num_pairs(lengths: np.ndarray, layer: AttentionShape) -> float:
 
 
 def speed_metrics(flops: float, seconds: float, peak: float | None) -> dict[str, Metric]:
-    """A data-parallel shard's part of `flops` (of the step, on all ranks), `flops_per_second` and, if the devices' peak
-    is known, `mfu`: the share of it that was used.
+    """Return a data-parallel shard's part of `flops` (of the step, on all ranks), `flops_per_second` and, if the
+    devices' peak is known, `mfu`: the share of it that was used.
 
     Args:
         flops: Operations of this shard in the step.

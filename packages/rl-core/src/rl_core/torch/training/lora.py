@@ -79,7 +79,7 @@ def is_adapted_stack(weight: str, config: LoraConfig) -> bool:
 
 
 def peft_layers(weights: Iterable[str]) -> dict[str, str]:
-    """Name of each adapted weight to the name of its layer in the files of peft.
+    """Return name of each adapted weight to the name of its layer in the files of peft.
 
     peft adapts the parameters of a module (`target_parameters`) by wrappers around one another, the last parameter's
     outermost, and names a factor by its wrapper.
@@ -100,7 +100,7 @@ def peft_layers(weights: Iterable[str]) -> dict[str, str]:
 
 
 def flat_factors(down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Factors of stacked experts as peft keeps them.
+    """Return factors of stacked experts as peft keeps them.
 
     Args:
         down: `[experts, dim, inputs]`.
@@ -113,13 +113,13 @@ def flat_factors(down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def stacked_factors(down: Tensor, up: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """The inverse of `flat_factors`."""
+    """Return the inverse of `flat_factors`."""
     return down.unflatten(0, (num_experts, -1)), up.unflatten(1, (-1, num_experts)).permute(2, 0, 1)
 
 
 def initial_down(weight: str, shape: Sequence[int], seed: int) -> Tensor:
-    """float32 `[dim, inputs]`, or `[experts, dim, inputs]`, that the adapter of a weight starts from, uniform as peft
-    draws it and the same on any mesh; its other factor starts from zero.
+    """Return float32 `[dim, inputs]`, or `[experts, dim, inputs]`, that the adapter of a weight starts from, uniform as
+    peft draws it and the same on any mesh; its other factor starts from zero.
 
     Args:
         weight: Name of the weight, which is combined with the seed.
@@ -189,8 +189,8 @@ class InitialFactors:
     def of_weight(
         self, weight: str, down: Sequence[int], up: Sequence[int], *, layer: str | None = None
     ) -> tuple[Tensor, Tensor]:
-        """float32 `[dim, inputs]` and `[outputs, dim]` that the adapter of a weight starts from; for stacked experts
-        with a first dim of experts.
+        """Return float32 `[dim, inputs]` and `[outputs, dim]` that the adapter of a weight starts from; for stacked
+        experts with a first dim of experts.
 
         Args:
             weight: Name of the weight, such as `model.layers.0.mlp.up_proj.weight`.
@@ -282,7 +282,7 @@ _ROUNDING = 0.02
 
 
 def nothing_adapted(config: LoraConfig, kind: str) -> ValueError:
-    """The error for a config that leaves a model without adapters.
+    """Return the error for a config that leaves a model without adapters.
 
     Args:
         config: Config whose targets match no layer.

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from functools import partial
 
 from torch import Tensor
 
@@ -18,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 def manifest_of(weights: RankWeights, version: int, dtype: str, form: WeightForm = "merged") -> Manifest:
-    """Every tensor of a form by name in the compute dtype; a tied head is named, not sent. Collective.
+    """Return every tensor of a form by name in the compute dtype; a tied head is named, not sent. Collective.
 
     Raises:
         ValueError: If there are no adapters whose factors could be sent.
@@ -33,10 +32,13 @@ def manifest_of(weights: RankWeights, version: int, dtype: str, form: WeightForm
     return Manifest(version, (*weights.specs(dtype), *factors), weights.tied, len(factors))
 
 
-def stream_of(
+def _stream(
     weights: RankWeights, manifest: Manifest, transport: Transport, dtype: str
 ) -> Iterator[Sequence[tuple[str, Tensor | None]]]:
-    """Tensors in the order of a manifest that `manifest_of` made, for `send_weights`; collective."""
+    """Yield tensors in the order of a manifest, parameter by parameter; collective.
+
+    There are as many items on every rank, with None allowed on ranks that do not send.
+    """
     everywhere = transport.every_rank_sends
     if manifest.form != "adapter":
         yield from weights.stream(
@@ -52,22 +54,19 @@ def stream_of(
 
 
 def send_weights(
-    end: SendingEnd,
-    stream: Iterable[Sequence[tuple[str, Tensor | None]]],
-    manifest: Manifest,
-    transport: Transport,
-    mesh: RankMesh,
+    end: SendingEnd, weights: RankWeights, manifest: Manifest, transport: Transport, dtype: str, mesh: RankMesh
 ) -> Sequence[str]:
-    """Send from rank 0, or from every rank if each has receivers of its own; collective.
+    """Send from rank 0, or from every rank if each has its own receivers; collective.
 
-    Returns the digest of all that each group of receivers got on ranks that send, nothing elsewhere.
+    Returns:
+        On ranks that send, the digest of everything that each group of receivers got; nothing elsewhere.
 
     Args:
         end: This rank's, used again by the next transfer.
-        stream: Whole tensors in the manifest's order, parameter by parameter; as many items on every rank, with None
-            allowed on ranks that do not send. Advancing it may be collective.
-        manifest: Tensors of the weight version that is sent.
+        weights: Weights of the model.
+        manifest: Tensors of the weight version that is sent, as `manifest_of` lists them.
         transport: Transfer settings, the same on senders and receivers.
+        dtype: Compute dtype of the model.
         mesh: Mesh of the model's ranks.
 
     Raises:
@@ -91,33 +90,23 @@ def send_weights(
                     share = sender.num_bytes_sent / (manifest.num_bytes or 1)
                     _log.info("weight version %d: sent %.2f %% of its bytes", manifest.version, 100 * share)
 
+        def put() -> None:
+            for sender in senders:
+                for name, tensor in gathered:
+                    assert tensor is not None, f"{name} did not reach a rank that sends it"
+                    sender.put(name, tensor)
+
         on_all_ranks(mesh.control, meet)
-        for part in _parts(stream, manifest, transport.bucket_bytes, keeps=sends):
-            on_all_ranks(mesh.control, partial(_put, senders, part))
+        # Parts of about a bucket, as many on every rank, travel at one time. Ranks that do not send keep no tensors.
+        sizes = {spec.name: num_bytes(spec) for spec in manifest.tensors}
+        gathered: list[tuple[str, Tensor | None]] = []
+        size = 0
+        for tensors in _stream(weights, manifest, transport, dtype):
+            size += sum(sizes.get(name, 0) for name, _ in tensors)
+            gathered += tensors if sends else []
+            if size >= transport.bucket_bytes:
+                on_all_ranks(mesh.control, put)
+                gathered, size = [], 0
+        on_all_ranks(mesh.control, put)
         on_all_ranks(mesh.control, finish)
     return digests
-
-
-def _parts(
-    stream: Iterable[Sequence[tuple[str, Tensor | None]]], manifest: Manifest, bucket_bytes: int, *, keeps: bool
-) -> Iterator[list[tuple[str, Tensor | None]]]:
-    """Consecutive tensors of about a bucket each, as many parts on every rank; without tensors on ranks that do not
-    keep them.
-    """
-    sizes = {spec.name: num_bytes(spec) for spec in manifest.tensors}
-    gathered: list[tuple[str, Tensor | None]] = []
-    size = 0
-    for tensors in stream:
-        size += sum(sizes.get(name, 0) for name, _ in tensors)
-        gathered += tensors if keeps else []
-        if size >= bucket_bytes:
-            yield gathered
-            gathered, size = [], 0
-    yield gathered
-
-
-def _put(senders: Sequence[Sender], tensors: Sequence[tuple[str, Tensor | None]]) -> None:
-    for sender in senders:
-        for name, tensor in tensors:
-            assert tensor is not None, f"{name} did not reach a rank that sends it"
-            sender.put(name, tensor)

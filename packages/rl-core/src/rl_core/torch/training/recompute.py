@@ -54,12 +54,12 @@ class RecomputePlan:
     num_selective: int = 0
 
     def clamped(self, num_layers: int) -> RecomputePlan:
-        """The same for a stage of so many layers."""
+        """Return the same for a stage of so many layers."""
         full = min(self.num_full, num_layers)
         return RecomputePlan(full, min(self.num_selective, num_layers - full))
 
     def of_chunks(self, num_chunks: int) -> RecomputePlan:
-        """The same for each of several equal runs of the layers."""
+        """Return the same for each of several equal runs of the layers."""
         return RecomputePlan(-(-self.num_full // num_chunks), -(-self.num_selective // num_chunks))
 
     def in_words(self, num_layers: int) -> str:
@@ -93,7 +93,7 @@ class ActivationMemory:
     def choose(
         self, plans: Iterable[RecomputePlan], layers: Sequence[LayerActivations], *, logs: bool
     ) -> RecomputePlan:
-        """The first plan whose activations fit, logged with its reason; the last one if none does.
+        """Return the first plan whose activations fit, logged with its reason; the last one if none does.
 
         Args:
             plans: Plans in order of preference.
@@ -139,7 +139,7 @@ def smallest_plan(
 
 
 def _kept(layers: Sequence[LayerActivations], plan: RecomputePlan) -> int:
-    """Bytes per token of all layers under a plan."""
+    """Return bytes per token of all layers under a plan."""
     until = plan.num_full + plan.num_selective
     return (
         sum(layer.full for layer in layers[: plan.num_full])

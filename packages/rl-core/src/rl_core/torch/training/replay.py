@@ -35,7 +35,7 @@ class RoutingShape:
     num_experts: int
 
     def column_of(self, batch: Batch, *, is_needed: bool, key: str) -> dict[str, Ragged]:
-        """The column of a batch that says where its tokens were sent, by name.
+        """Return the column of a batch that says where its tokens were sent, by name.
 
         Args:
             batch: Batch that the pass is computed on.
@@ -64,8 +64,8 @@ class RoutingShape:
         return {ROUTED_EXPERTS: column}
 
     def at_places(self, rows: Rows, places: Tensor) -> Tensor:
-        """`[positions, layers, experts per token]`, experts of the token at each position of a pass; `UNKNOWN_EXPERT`
-        for padding, and for rows without the column, which only let the rank join in.
+        """Return `[positions, layers, experts per token]`, experts of the token at each position of a pass;
+        `UNKNOWN_EXPERT` for padding, and for rows without the column, which only let the rank join in.
 
         Args:
             rows: Rows of the pass.
@@ -79,7 +79,8 @@ class RoutingShape:
 
 
 def chosen_experts(own: Tensor, given: Tensor) -> Tensor:
-    """int64 `[tokens, experts per token]`: the given experts, and the router's own for tokens of which none are given.
+    """Return int64 `[tokens, experts per token]`: the given experts, and the router's own for tokens of which none are
+    given.
 
     Args:
         own: Int64 `[tokens, experts per token]`, the router's choice.

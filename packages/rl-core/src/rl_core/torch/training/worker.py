@@ -30,7 +30,7 @@ from rl_core.torch.training.export import complete_generation_config, export_dty
 from rl_core.torch.training.flops import peak_flops, speed_metrics
 from rl_core.torch.training.lora import check_base
 from rl_core.torch.training.peft_form import AdapterExport
-from rl_core.torch.training.publishing import manifest_of, send_weights, stream_of
+from rl_core.torch.training.publishing import manifest_of, send_weights
 from rl_core.torch.training.step import SkippedSteps, run_evaluation, run_reads, run_train_step
 from rl_core.torch.transport import SendingEnd, interrupt
 from rl_core.vllm_readings import write_serving_note
@@ -213,8 +213,7 @@ class TrainingWorker(KeptPart):
     def send(self, manifest: Manifest, transport: Transport) -> Sequence[str]:
         """Bring the weights together bucket by bucket and send them, from rank 0 or from every rank."""
         self._residency.require("parameters")
-        stream = stream_of(self._weights, manifest, transport, self._config.precision)
-        return send_weights(self._sending, stream, manifest, transport, self._mesh)
+        return send_weights(self._sending, self._weights, manifest, transport, self._config.precision, self._mesh)
 
     def interrupt(self, transport: Transport, reason: str) -> None:
         """End this process's `send` over a transport soon, as nobody will receive it; called by another thread."""
@@ -353,8 +352,7 @@ class DraftHead(KeptPart):
     def send(self, manifest: Manifest, transport: Transport) -> Sequence[str]:
         """Bring the weights together and send them, from rank 0 or from every rank."""
         self._residency.require("parameters")
-        stream = stream_of(self._parts.weights, manifest, transport, self._precision)
-        return send_weights(self._sending, stream, manifest, transport, self._mesh)
+        return send_weights(self._sending, self._parts.weights, manifest, transport, self._precision, self._mesh)
 
     def close(self) -> None:
         """End the connection to receivers, and wait for what is being written."""

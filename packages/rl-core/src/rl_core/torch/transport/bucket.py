@@ -36,7 +36,7 @@ class Slot:
     parts: Sequence[Region] | None = None
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The tensor that lies here whole in a uint8 buffer, without a copy."""
+        """Return the tensor that lies here whole in a uint8 buffer, without a copy."""
         return self._values(buffer).view(self.spec.shape)
 
     def fill(self, buffer: torch.Tensor, tensor: torch.Tensor) -> None:
@@ -77,7 +77,7 @@ class Bucket:
         return tuple(slot.spec.name for slot in self.slots)
 
     def packed(self, num_bytes: int) -> Bucket:
-        """The bucket as it travels if only its changes do: one tensor of so many bytes."""
+        """Return the bucket as it travels if only its changes do: one tensor of so many bytes."""
         return Bucket(self.index, (Slot(TensorSpec(CHANGES, (num_bytes,), "uint8"), 0, num_bytes),), num_bytes)
 
     def clear_gaps(self, buffer: torch.Tensor) -> None:
@@ -108,7 +108,7 @@ class Layout:
         return max([1, *(bucket.num_bytes for bucket in self.buckets)])
 
     def keeping(self, parts: Parts) -> Layout:
-        """The same buckets with only these parts of their tensors."""
+        """Return the same buckets with only these parts of their tensors."""
         if not parts:
             return self
         buckets = [_bucket(each.index, [slot.spec for slot in each.slots], parts) for each in self.buckets]

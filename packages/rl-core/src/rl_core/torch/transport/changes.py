@@ -120,7 +120,7 @@ class KeptBuckets:
         self._layout = layout
 
     def get(self, bucket: Bucket, device: torch.device) -> torch.Tensor | None:
-        """The bucket as it was last sent, uint8 on this device; on the host the kept memory itself."""
+        """Return the bucket as it was last sent, uint8 on this device; on the host the kept memory itself."""
         kept = self._buckets.get(bucket.index)
         return None if kept is None else kept.to(device)
 
@@ -137,7 +137,7 @@ class KeptBuckets:
 
 
 def pack(whole: torch.Tensor, before: torch.Tensor, lane: int, base: int) -> torch.Tensor | None:
-    """Changes of a bucket.
+    """Return changes of a bucket.
 
     Args:
         whole: Uint8, the bucket's bytes.
@@ -166,7 +166,7 @@ def pack(whole: torch.Tensor, before: torch.Tensor, lane: int, base: int) -> tor
 
 
 def base_of(packed: torch.Tensor) -> int:
-    """Number of the version that the changes are relative to."""
+    """Return number of the version that the changes are relative to."""
     return int(packed[:BASE_BYTES].view(torch.int64))
 
 
@@ -192,10 +192,10 @@ def _num_blocks(num_values: int) -> int:
 
 
 def _start(num_values: int) -> int:
-    """Bytes before the values, which begin at a multiple of 8."""
+    """Return bytes before the values, which begin at a multiple of 8."""
     return BASE_BYTES + -(-4 * _num_blocks(num_values) // 8) * 8
 
 
 def _lane(bucket: Bucket) -> int:
-    """Bytes of the bucket's smallest values, at least 2."""
+    """Return bytes of the bucket's smallest values, at least 2."""
     return max(2, min(ITEM_BYTES[slot.spec.dtype] for slot in bucket.slots))

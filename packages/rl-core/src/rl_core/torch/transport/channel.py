@@ -45,7 +45,7 @@ class Channel:
             raise self._last_words(phase) from None
 
     def receive(self, phase: str, deadline: Deadline | None = None) -> dict[str, Any]:
-        """The next message; raises `WeightSyncError` if none comes in time, the peer is gone or gave up."""
+        """Return the next message; raises `WeightSyncError` if none comes in time, the peer is gone or gave up."""
         deadline = deadline or self._deadline(phase)
         length = _LENGTH.unpack(self._read(_LENGTH.size, phase, deadline))[0]
         message: dict[str, Any] = json.loads(self._read(length, phase, deadline))
@@ -71,7 +71,7 @@ class Channel:
         socket.send_fds(self._socket, [b"f"], files)
 
     def receive_files(self, count: int, phase: str) -> list[int]:
-        """Files handed over by the peer; the caller closes them."""
+        """Return files handed over by the peer; the caller closes them."""
         deadline = self._deadline(phase)
         self._socket.settimeout(deadline.remaining())
         try:
@@ -125,7 +125,7 @@ class Channel:
         return bytes(data)
 
     def _last_words(self, phase: str) -> WeightSyncError:
-        """The reason why the peer left, if it managed to say so."""
+        """Return the reason why the peer left, if it managed to say so."""
         deadline = Deadline(1.0, phase)
         try:
             while True:

@@ -71,7 +71,7 @@ class _Broadcasts:
             ]
 
     def buffer(self, bucket: Bucket) -> torch.Tensor:
-        """The bucket's buffer, whoever uses it now."""
+        """Return the bucket's buffer, whoever uses it now."""
         return self._buffers[bucket.index % NUM_BUFFERS]
 
     def start(self, bucket: Bucket) -> None:
@@ -127,7 +127,7 @@ class _Broadcasts:
         leaving.join(_LEAVE_S)
 
     def phase(self, index: int) -> str:
-        """The transfer of a bucket, for messages."""
+        """Return the transfer of a bucket, for messages."""
         return f"{self._who}, bucket {index + 1} of {self._num_buckets}"
 
 
@@ -312,7 +312,7 @@ def _group(store: Any, rank: int, size: int, device: Device, host: str, timeout_
 
 
 def listening_store(host: str, timeout_s: float) -> dist.TCPStore:
-    """A store that this process serves on one address of its node; left to itself torch listens on all of them."""
+    """Return a store that this process serves on one address of its node; left to itself torch listens on all of them."""
     listener = listen_at(host, 0)
     port = listener.getsockname()[1]
     return dist.TCPStore(
@@ -326,7 +326,7 @@ def listening_store(host: str, timeout_s: float) -> dist.TCPStore:
 
 
 def _joined(join: Callable[[], Any], phase: str, check: Callable[[str], None], timeout_s: float) -> Any:
-    """The result of `join`, which runs aside: torch would wait for a lost peer until its time-out."""
+    """Return the result of `join`, which runs aside: torch would wait for a lost peer until its time-out."""
     outcome: Future[Any] = Future()
 
     def run() -> None:

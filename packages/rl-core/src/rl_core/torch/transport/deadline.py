@@ -49,7 +49,7 @@ class Deadline:
         self.phase = phase
 
     def remaining(self) -> float:
-        """Seconds left; raises `WeightSyncError` if there are none, or the transfer was interrupted."""
+        """Return seconds left; raises `WeightSyncError` if there are none, or the transfer was interrupted."""
         if self._address is not None and self._address in _interruptions:
             raise WeightSyncError(f"interrupted during {self.phase}: {_interruptions[self._address]}")
         left = self._end - time.monotonic()
@@ -58,7 +58,7 @@ class Deadline:
         return left
 
     def slice(self) -> float:
-        """Seconds to wait before asking again; raises as `remaining`."""
+        """Return seconds to wait before asking again; raises as `remaining`."""
         return min(self.remaining(), SLICE_S)
 
     def is_over(self) -> bool:

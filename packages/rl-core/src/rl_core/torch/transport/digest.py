@@ -15,7 +15,7 @@ HOST_CHUNK, DEVICE_CHUNK = 2**14, 2**24
 
 
 def digest(tensor: Tensor) -> str:
-    """A digest of a tensor's bytes in row-major order, equal on every device for equal bytes.
+    """Return a digest of a tensor's bytes in row-major order, equal on every device for equal bytes.
 
     The bytes are read as 64-bit lanes, each mixed with a key of its position by invertible steps (those of splitmix64,
     with arithmetic shifts), and summed modulo 2^64, so that integer sums on the device give the same answer in any
@@ -62,7 +62,7 @@ def begin_digest(tensor: Tensor) -> PendingDigest:
 
 
 def read_digests(pending: Sequence[PendingDigest]) -> list[str]:
-    """The digests, with one wait for the device for all of them."""
+    """Return the digests, with one wait for the device for all of them."""
     waiting = [found.total for found in pending if isinstance(found.total, Tensor)]
     read = iter(torch.stack(waiting).tolist() if waiting else [])
     totals = [next(read) if isinstance(found.total, Tensor) else found.total for found in pending]
@@ -70,7 +70,7 @@ def read_digests(pending: Sequence[PendingDigest]) -> list[str]:
 
 
 def _mixed_sum(lanes: Tensor, start: int) -> Tensor | int:
-    """The sum of the mixed lanes at positions `start`, `start + 1`, ..., except multiples of 2^64."""
+    """Return the sum of the mixed lanes at positions `start`, `start + 1`, ..., except multiples of 2^64."""
     if lanes.device.type == "cpu":
         # not `numpy()`, after which torch would not release the memory
         return _host_sum(np.from_dlpack(lanes), start)

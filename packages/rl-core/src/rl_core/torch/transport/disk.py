@@ -123,7 +123,7 @@ class DiskReceiverLink:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def _await_index(self) -> dict[str, Any]:
-        """The index that the sender wrote; a file system may show it to this node later than to the sender's."""
+        """Return the index that the sender wrote; a file system may show it to this node later than to the sender's."""
         deadline = Deadline(self._timeout_s, f"receiver rank {self._rank}, waiting for {self._folder}")
         while True:
             try:

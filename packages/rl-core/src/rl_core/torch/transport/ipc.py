@@ -133,7 +133,6 @@ class IpcReceiverLink:
 
 
 def _meeting_place(transport: Transport, device: Device) -> str:
-    """Name of an abstract socket (it leaves no file): one per memory, so that a sender meets those that can map its
-    buffers.
-    """
+    """Return name of an abstract socket (it leaves no file): one per memory, so that a sender meets those that can map
+    its buffers."""
     return f"\0rl-weights/{transport.address}/{device.memory_id}"

@@ -17,17 +17,14 @@ class SenderLink(Protocol):
         """Begin a transfer, once every receiver is ready for the same one; returns the layout with the parts that these
         receivers keep.
         """
-        ...
 
     def buffer(self, bucket: Bucket) -> torch.Tensor:
-        """A uint8 buffer to fill with this bucket, once no receiver reads it any more."""
-        ...
+        """Return a uint8 buffer to fill with this bucket, once no receiver reads it any more."""
 
     def send(self, bucket: Bucket) -> int:
         """Let the filled bucket go, or its changes (`Bucket.packed`); returns the bytes that each receiver gets, before
         they have arrived.
         """
-        ...
 
     def finish(self, digests: Sequence[str]) -> None:
         """Wait until every receiver has every bucket with these digests.
@@ -35,15 +32,12 @@ class SenderLink(Protocol):
         Raises:
             WeightSyncError: Naming the tensors of buckets that arrived otherwise.
         """
-        ...
 
     def abort(self, reason: str) -> None:
         """Tell the receivers that nothing more will come."""
-        ...
 
     def close(self) -> None:
         """End the connection and free what it needed."""
-        ...
 
 
 class ReceiverLink(Protocol):
@@ -51,15 +45,12 @@ class ReceiverLink(Protocol):
 
     def begin(self, layout: Layout) -> None:
         """Begin a transfer: tell the sender what this receiver is ready for, and the parts that it keeps."""
-        ...
 
     def receive(self, bucket: Bucket) -> torch.Tensor:
-        """The bytes that have arrived of this bucket, uint8: all of them, or its changes."""
-        ...
+        """Return the bytes that have arrived of this bucket, uint8: all of them, or its changes."""
 
     def release(self, bucket: Bucket) -> None:
         """The bucket's buffer may be written again."""
-        ...
 
     def finish(self, digests: Sequence[str]) -> None:
         """Compare what arrived with what was sent.
@@ -67,12 +58,9 @@ class ReceiverLink(Protocol):
         Raises:
             WeightSyncError: Naming the tensors of buckets that arrived otherwise.
         """
-        ...
 
     def abort(self, reason: str) -> None:
         """Tell the sender that this receiver has given up."""
-        ...
 
     def close(self) -> None:
         """End the connection and free what it needed."""
-        ...

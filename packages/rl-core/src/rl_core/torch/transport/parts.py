@@ -22,7 +22,7 @@ class Region:
 
     @classmethod
     def of(cls, view: torch.Tensor) -> Region:
-        """The part of its storage that a view shows."""
+        """Return the part of its storage that a view shows."""
         return cls(tuple(view.shape), tuple(view.stride()), int(view.storage_offset()))
 
     @property
@@ -31,11 +31,11 @@ class Region:
         return prod(self.size)
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same part of another contiguous tensor, without a copy."""
+        """Return the same part of another contiguous tensor, without a copy."""
         return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
 
     def once(self) -> Region:
-        """The region with every value once, where it repeats values along a dimension."""
+        """Return the region with every value once, where it repeats values along a dimension."""
         size = tuple(1 if stride == 0 else extent for extent, stride in zip(self.size, self.stride, strict=True))
         return Region(size, self.stride, self.offset)
 
@@ -46,9 +46,8 @@ whole."""
 
 
 def parts_of(read: Mapping[str, Iterable[Region]], shapes: Mapping[str, Sequence[int]]) -> Parts:
-    """The parts to ask for, given what a receiver reads of each tensor: each once, and none where they are as much as
-    the whole.
-    """
+    """Return the parts to ask for, given what a receiver reads of each tensor: each once, and none where they are as
+    much as the whole."""
     parts = {name: tuple(dict.fromkeys(region.once() for region in regions)) for name, regions in read.items()}
     return {
         name: regions
@@ -63,12 +62,12 @@ def digest_of(parts: Parts) -> str:
 
 
 def encoded(parts: Parts) -> dict[str, Any]:
-    """Parts as JSON carries them."""
+    """Return parts as JSON carries them."""
     return {name: [[each.size, each.stride, each.offset] for each in regions] for name, regions in parts.items()}
 
 
 def decoded(message: Mapping[str, Any]) -> Parts:
-    """The parts of which `encoded` made a message."""
+    """Return the parts of which `encoded` made a message."""
     return {
         name: tuple(Region(tuple(size), tuple(stride), offset) for size, stride, offset in regions)
         for name, regions in message.items()

@@ -13,7 +13,7 @@ PHASE = "digests"
 
 
 def root_digest(digests: Sequence[str]) -> str:
-    """One digest of the digests of all buckets in order."""
+    """Return one digest of the digests of all buckets in order."""
     return hashlib.sha256(" ".join(digests).encode()).hexdigest()[:32]
 
 

@@ -42,7 +42,7 @@ class Receiver:
         self._whole = torch.empty(0, dtype=torch.uint8)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each tensor once.
+        """Yield each tensor once.
 
         Raises:
             WeightSyncError: On a time-out, if the sender is gone, or naming the tensors of buckets that arrived broken.
@@ -65,7 +65,7 @@ class Receiver:
         return self._digest
 
     def _completed(self, slot: Slot, buffer: torch.Tensor) -> torch.Tensor:
-        """A tensor that has the parts that arrived at their places."""
+        """Return a tensor that has the parts that arrived at their places."""
         size = num_bytes(slot.spec)
         if self._whole.numel() < size:
             self._whole = torch.empty(size, dtype=torch.uint8, device=buffer.device)

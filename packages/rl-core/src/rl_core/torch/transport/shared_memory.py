@@ -22,24 +22,19 @@ class SharedBuffers(Protocol):
     @property
     def tensors(self) -> list[torch.Tensor]:
         """uint8 `[capacity]` each."""
-        ...
 
     @property
     def need_release(self) -> bool:
         """Return whether the memory is freed only after every receiver has let it go."""
-        ...
 
     def fits(self, count: int, capacity: int) -> bool:
         """Return whether there are as many, each as large."""
-        ...
 
     def offer(self, channel: Channel) -> None:
         """Let the receiver at the other end map them."""
-        ...
 
     def close(self) -> None:
         """Release them."""
-        ...
 
 
 class HostBuffers:
@@ -95,7 +90,7 @@ def _fit(tensors: Sequence[torch.Tensor], count: int, capacity: int) -> bool:
 
 
 def shared_buffers(count: int, capacity: int, device: Device) -> SharedBuffers:
-    """Buffers on a device: its own memory if it has any, else the host's."""
+    """Return buffers on a device: its own memory if it has any, else the host's."""
     if device.torch_device.index is None:
         return HostBuffers(count, capacity)
     return DeviceBuffers(count, capacity, device.torch_device)

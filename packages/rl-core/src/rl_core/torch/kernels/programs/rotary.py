@@ -17,7 +17,8 @@ def _pieces(
     REST: tl.constexpr,
     is_row: tl.tensor,
 ) -> Any:
-    """The two halves that are rotated and the rest of a vector or of rows, whose first entries `values` point to."""
+    """Return the two halves that are rotated and the rest of a vector or of rows, whose first entries `values` point
+    to."""
     half = tl.arange(0, HALF)[None, :]
     rest = tl.arange(0, REST)[None, :]
     in_half = is_row & (half < ROTARY // 2)
@@ -52,7 +53,7 @@ def _store_pieces(
 
 @triton.jit
 def _inverse(left: tl.tensor, right: tl.tensor, kept: tl.tensor, SIZE: tl.constexpr, eps: tl.tensor) -> Any:
-    """The inverse root mean square of each row, `[rows, 1]`."""
+    """Return the inverse root mean square of each row, `[rows, 1]`."""
     squares = tl.sum(left * left, axis=1) + tl.sum(right * right, axis=1) + tl.sum(kept * kept, axis=1)
     return tl.math.rsqrt(squares / SIZE + eps)[:, None]
 
@@ -68,7 +69,8 @@ def _through_norm(
     scale: tl.tensor,
     SIZE: tl.constexpr,
 ) -> Any:
-    """Gradients by the rows before they were divided by their root mean square, from those by the normalised rows."""
+    """Return gradients by the rows before they were divided by their root mean square, from those by the normalised
+    rows."""
     share = tl.sum(by_left * left, axis=1) + tl.sum(by_right * right, axis=1) + tl.sum(by_kept * kept, axis=1)
     share = (share / SIZE)[:, None]
     return (by_left - left * share) * scale, (by_right - right * share) * scale, (by_kept - kept * share) * scale

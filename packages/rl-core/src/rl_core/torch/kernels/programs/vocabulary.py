@@ -13,7 +13,7 @@ LOWEST = tl.constexpr(-3.0e38)
 
 @triton.jit
 def _transformed(products: tl.tensor, scale: tl.tensor, softcap: tl.tensor, HAS_SOFTCAP: tl.constexpr) -> Any:
-    """Logits before the temperature, in float32."""
+    """Return logits before the temperature, in float32."""
     logits = products.to(tl.float32) * scale
     if HAS_SOFTCAP:
         # tanh by an exponential that cannot overflow
