@@ -1,3 +1,5 @@
+from rl_core.algorithm import Algorithm as Algorithm
+from rl_core.algorithm import AlgorithmEvaluation as AlgorithmEvaluation
 from rl_core.callback import Callback as Callback
 from rl_core.callback import CallbackRun as CallbackRun
 from rl_core.callback import RunEnd as RunEnd
@@ -11,9 +13,9 @@ from rl_core.data.batch import Batch as Batch
 from rl_core.data.ragged import Ragged as Ragged
 from rl_core.environments.config import EnvironmentConfig as EnvironmentConfig
 from rl_core.environments.reward_function import as_environment as as_environment
-from rl_core.environments.reward_parts import language_consistency as language_consistency
-from rl_core.environments.reward_parts import length_penalty as length_penalty
-from rl_core.environments.reward_parts import thinking_format as thinking_format
+from rl_core.environments.rewards import language_consistency as language_consistency
+from rl_core.environments.rewards import length_penalty as length_penalty
+from rl_core.environments.rewards import thinking_format as thinking_format
 from rl_core.environments.tool_environment import ToolEnvironment as ToolEnvironment
 from rl_core.errors import CallbackFailed as CallbackFailed
 from rl_core.errors import CheckpointDamaged as CheckpointDamaged
@@ -54,8 +56,6 @@ from rl_core.model_config import ModelConfig as ModelConfig
 from rl_core.model_config import OptimizerConfig as OptimizerConfig
 from rl_core.model_config import SchedulerConfig as SchedulerConfig
 from rl_core.model_config import TokenizerConfig as TokenizerConfig
-from rl_core.algorithm import Algorithm as Algorithm
-from rl_core.algorithm import AlgorithmEvaluation as AlgorithmEvaluation
 from rl_core.plugins.declarations import AlgorithmPlugin as AlgorithmPlugin
 from rl_core.plugins.declarations import BackendPlugin as BackendPlugin
 from rl_core.plugins.declarations import DatasetPlugin as DatasetPlugin
@@ -66,7 +66,6 @@ from rl_core.plugins.declarations import Preload as Preload
 from rl_core.plugins.declarations import Requirement as Requirement
 from rl_core.plugins.declarations import RolloutNeeds as RolloutNeeds
 from rl_core.plugins.declarations import TrainingDefaults as TrainingDefaults
-from rl_core.user_code import resolve as resolve
 from rl_core.problems import Problem as Problem
 from rl_core.rollouts.agent_run import AgentRun as AgentRun
 from rl_core.rollouts.environment import Conversation as Conversation
@@ -97,5 +96,13 @@ from rl_core.rollouts.thoughts import final_text as final_text
 from rl_core.run import Checkpointable as Checkpointable
 from rl_core.run import Components as Components
 from rl_core.run import Run as Run
+from rl_core.user_code import resolve as resolve
 
 __version__: str
+from rl_core.data.pipeline import Pipeline as Pipeline
+from rl_core.devices.device import Device as Device
+from rl_core.mesh import Coordinates as Coordinates
+from rl_core.model import HEADLESS_ROLES as HEADLESS_ROLES
+from rl_core.model import ModelPart as ModelPart
+from rl_core.model import Role as Role
+from rl_core.weights import TensorSpec as TensorSpec

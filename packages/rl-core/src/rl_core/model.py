@@ -22,7 +22,7 @@ HEADLESS_ROLES: tuple[Role, ...] = ("critic", "reward_model")
 Metrics = Mapping[str, Metric]
 """Metrics of one update, combined over all ranks: sums and counts until they are recorded."""
 
-Part = Literal["parameters", "optimizer"]
+ModelPart = Literal["parameters", "optimizer"]
 """The parts that a resident keeps on the device, in addition to the activations of the moment."""
 
 
@@ -224,11 +224,11 @@ class Loss(Protocol):
 class Resident(Protocol):
     """Something that shares its device with others over time."""
 
-    def offload(self, parts: Sequence[Part] = ("parameters", "optimizer")) -> None:
+    def offload(self, parts: Sequence[ModelPart] = ("parameters", "optimizer")) -> None:
         """Move these parts off the device; `onload` brings them back bit-equal."""
         ...
 
-    def onload(self, parts: Sequence[Part] = ("parameters", "optimizer")) -> None:
+    def onload(self, parts: Sequence[ModelPart] = ("parameters", "optimizer")) -> None:
         """Bring these parts back to the device."""
         ...
 

@@ -279,7 +279,7 @@ class LoraConfig(Config):
         return self.alpha / (math.sqrt(self.dim) if self.use_rslora else self.dim)
 
 
-Part = Literal["frozen", "trained", "adapters"]
+PartTraining = Literal["frozen", "trained", "adapters"]
 """How a part of a model trains."""
 
 
@@ -291,10 +291,10 @@ class VisionConfig(Config):
     enabled: bool = False
     """Train and serve a vision-language model with its vision tower, so that conversations may have images. Otherwise
     such a model is trained and served as its language model."""
-    tower: Part = "frozen"
+    tower: PartTraining = "frozen"
     """How the vision tower trains: not at all (`frozen`), with all its weights (`trained`), or with low-rank adapters
     as `lora_cfg` sets them (`adapters`)."""
-    projector: Part = "frozen"
+    projector: PartTraining = "frozen"
     """How the layers between vision tower and language model train, with the same choices."""
     min_pixels: Annotated[int | None, WhenChanged.BRANCH] = Field(default=None, gt=0)
     """Number of pixels to which smaller images are enlarged; if unset, as the model's image processor sets it."""

@@ -20,7 +20,7 @@ from rl_core.errors import Origin, RLError, WorkerDied, WorkerError, WorkerStall
 from rl_core.images import IMAGES
 from rl_core.mesh import Coordinates
 from rl_core.metrics import combine
-from rl_core.model import Loss, Metrics, Part, Read, SavedFile, read_columns
+from rl_core.model import Loss, Metrics, ModelPart, Read, SavedFile, read_columns
 from rl_core.ray.calls import fetch, gather
 from rl_core.ray.rows import StoredRows
 from rl_core.ray.stacks import request_stacks
@@ -218,11 +218,11 @@ class RemoteModel:
         with self._hold():
             return tuple(file for part in self.call_all("export_adapter", path) for file in part)
 
-    def offload(self, parts: Sequence[Part] = ("parameters", "optimizer")) -> None:
+    def offload(self, parts: Sequence[ModelPart] = ("parameters", "optimizer")) -> None:
         """Free the devices of all ranks of these parts."""
         self.call_all("offload", tuple(parts))
 
-    def onload(self, parts: Sequence[Part] = ("parameters", "optimizer")) -> None:
+    def onload(self, parts: Sequence[ModelPart] = ("parameters", "optimizer")) -> None:
         """Bring these parts back."""
         self.call_all("onload", tuple(parts))
 

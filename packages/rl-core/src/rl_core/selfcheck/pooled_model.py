@@ -11,7 +11,7 @@ import numpy as np
 from rl_core.data.batch import Batch
 from rl_core.data.microbatch import PAIR, shard
 from rl_core.metrics import CLOCKED, OF_LAYOUT, reduce_metrics
-from rl_core.model import Loss, ModelSpec, Part, Read, SavedFile
+from rl_core.model import Loss, ModelSpec, ModelPart, Read, SavedFile
 from rl_core.model_config import ModelConfig
 from rl_core.plugins import resolve
 from rl_core.selfcheck.rank_pool import Rank, RankPool
@@ -102,11 +102,11 @@ class PooledModel:
         """See `Model.export_adapter`."""
         return tuple(file for part in self.call("export_adapter", path) for file in part)
 
-    def offload(self, parts: Sequence[Part] = ("parameters", "optimizer")) -> None:
+    def offload(self, parts: Sequence[ModelPart] = ("parameters", "optimizer")) -> None:
         """See `Resident.offload`, on every rank."""
         self.call("offload", tuple(parts))
 
-    def onload(self, parts: Sequence[Part] = ("parameters", "optimizer")) -> None:
+    def onload(self, parts: Sequence[ModelPart] = ("parameters", "optimizer")) -> None:
         """See `Resident.onload`, on every rank."""
         self.call("onload", tuple(parts))
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_core.devices import Device
-from rl_core.model import Part
+from rl_core.model import ModelPart
 
 SLAB_BYTES = 1 << 28
 """Maximum number of bytes of one allocation; a power of two."""
@@ -28,17 +28,17 @@ class Residency(ABC):
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._away: dict[Part, list[HostOffload]] = {}
+        self._away: dict[ModelPart, list[HostOffload]] = {}
 
     @abstractmethod
-    def kept(self, part: Part) -> Iterable[Tensor]:
+    def kept(self, part: ModelPart) -> Iterable[Tensor]:
         """Return the tensors of a part, which come back bit for bit."""
 
-    def lost(self, part: Part) -> Iterable[Tensor]:
+    def lost(self, part: ModelPart) -> Iterable[Tensor]:
         """Return tensors that leave the device with a part and come back as zeros."""
         return ()
 
-    def offload(self, parts: Sequence[Part]) -> None:
+    def offload(self, parts: Sequence[ModelPart]) -> None:
         """Free the device of these parts."""
         for part in parts:
             if part not in self._away:
@@ -48,13 +48,13 @@ class Residency(ABC):
                 ]
         self._device.release_memory()
 
-    def onload(self, parts: Sequence[Part]) -> None:
+    def onload(self, parts: Sequence[ModelPart]) -> None:
         """Bring these parts back, bit for bit."""
         for part in parts:
             for offloaded in self._away.pop(part, []):
                 offloaded.restore()
 
-    def require(self, *parts: Part) -> None:
+    def require(self, *parts: ModelPart) -> None:
         """Raise a `RuntimeError` naming the parts that are needed and away."""
         missing = [part for part in parts if part in self._away]
         if missing:
@@ -75,7 +75,7 @@ class ModuleResidency(Residency):
                 # The pages of a tensor that is mapped from a file cannot be freed here.
                 tensor.data = tensor.detach().clone()
 
-    def kept(self, part: Part) -> list[Tensor]:
+    def kept(self, part: ModelPart) -> list[Tensor]:
         return [*self._module.parameters(), *self._module.buffers()] if part == "parameters" else []
 
 

@@ -8,14 +8,17 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.optim import Optimizer
 
+from rl_core.devices import Device
+from rl_core.model import ModelPart
 from rl_core.torch.optim.optimizer import counts_on_device
-from rl_core.torch.training.checkpoint_files import SHARDS, read_tensors
-from rl_core.torch.training.save_plan import KeptSavePlanner
+from rl_core.torch.residency import Residency
+from rl_core.torch.training.checkpoint_files import SHARDS, KeptSavePlanner, read_tensors
+from rl_dtensor.model.model import ShardedModel
 from rl_dtensor.parallel.fsdp import local
 from rl_dtensor.parallel.mesh import Mesh
 
@@ -143,3 +146,50 @@ def _host_copies(tensors: dict[str, Any]) -> dict[str, Any]:
         return copies
     finally:
         stager.close()
+
+
+class Sharded(Protocol):
+    """Parameters that FSDP shards: a `ShardedModel`, or a draft head."""
+
+    def parameters(self) -> list[nn.Parameter]:
+        """All parameters of this rank."""
+        ...
+
+    def reshard_all(self) -> None:
+        """Free every gathered parameter."""
+        ...
+
+
+class ModelResidency(Residency):
+    """Residency of a sharded model: its parameters, and the state of its optimizer.
+
+    Args:
+        model: The model.
+        optimizer: Its optimizer; None if it does not train.
+        device: Device that it leaves.
+        head: Draft head that leaves with it, and its optimizer; None without one.
+    """
+
+    def __init__(
+        self,
+        model: ShardedModel,
+        optimizer: Optimizer | None,
+        device: Device,
+        head: tuple[Sharded, Optimizer] | None = None,
+    ) -> None:
+        super().__init__(device)
+        self._models: list[Sharded] = [model, *(() if head is None else (head[0],))]
+        self._optimizers = [each for each in (optimizer, None if head is None else head[1]) if each is not None]
+
+    def kept(self, part: ModelPart) -> list[Tensor]:
+        if part == "parameters":
+            for model in self._models:
+                model.reshard_all()
+            return [local(parameter) for model in self._models for parameter in model.parameters()]
+        return [
+            local(value)
+            for optimizer in self._optimizers
+            for state in optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor)
+        ]

@@ -18,26 +18,42 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
-from rl_core.data.batch import Batch
-from rl_core.data.pipeline import Pipeline
-from rl_core.data.ragged import Ragged
-from rl_core.devices import Device
-from rl_core.mesh import Coordinates
-from rl_core.metrics import Metric
-from rl_core.model import HEADLESS_ROLES, ModelSpec, Part, Rendezvous, Role
-from rl_core.model_config import ModelConfig
-from rl_core.torch.files.model_files import WeightFiles, read_hf_config
-from rl_core.torch.heads.logprobs import Head
-from rl_core.torch.heads.reads import language_reads, new_head, scalar_reads
-from rl_core.torch.loss import Rows
-from rl_core.torch.optim.optimizer import build_optimizer, norms_and_biases
-from rl_core.torch.process_group import join_process_group
-from rl_core.torch.residency import Residency
-from rl_core.torch.rows import no_images, padded
-from rl_core.torch.training.backend import Microbatch, Pass, TrainingParts
-from rl_core.torch.training.checkpoint_files import KeptSavePlanner, read_tensors
-from rl_core.torch.training.worker import TrainingWorker
-from rl_core.weights import TensorSpec
+from rl_core import (
+    HEADLESS_ROLES,
+    Batch,
+    Coordinates,
+    Device,
+    Metric,
+    ModelConfig,
+    ModelPart,
+    ModelSpec,
+    Pipeline,
+    Ragged,
+    Rendezvous,
+    Role,
+    TensorSpec,
+)
+from rl_core.torch import (
+    Head,
+    KeptSavePlanner,
+    Microbatch,
+    Pass,
+    Residency,
+    Rows,
+    TrainingParts,
+    TrainingWorker,
+    WeightFiles,
+    build_optimizer,
+    join_process_group,
+    language_reads,
+    new_head,
+    no_images,
+    norms_and_biases,
+    padded,
+    read_hf_config,
+    read_tensors,
+    scalar_reads,
+)
 
 SCORE = "score.weight"
 
@@ -345,7 +361,7 @@ class PlainResidency(Residency):
         self._hf = hf
         self._optimizer = optimizer
 
-    def kept(self, part: Part) -> list[Tensor]:
+    def kept(self, part: ModelPart) -> list[Tensor]:
         if part == "parameters":
             return list(self._hf.parameters())
         states = {} if self._optimizer is None else self._optimizer.state

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from rl_core.mesh import Coordinates
-from rl_core.model import Part, SavedFile
+from rl_core.model import ModelPart, SavedFile
 from rl_core.torch.collective_errors import on_rank0
 from rl_core.torch.optim.optimizer import WAYS_TO_STEP
 from rl_core.torch.residency import Reference, Residency
@@ -201,11 +201,11 @@ class KeptPart:
         verify_files(Path(path), files, self._mesh.control)
         self._checkpoint.load(Path(path))
 
-    def offload(self, parts: Sequence[Part] = ("parameters", "optimizer")) -> None:
+    def offload(self, parts: Sequence[ModelPart] = ("parameters", "optimizer")) -> None:
         """Move these parts to host memory; on `cpu` they are there already, and only later use is refused."""
         self._residency.offload(parts)
 
-    def onload(self, parts: Sequence[Part] = ("parameters", "optimizer")) -> None:
+    def onload(self, parts: Sequence[ModelPart] = ("parameters", "optimizer")) -> None:
         """Bring these parts back to the device."""
         self._residency.onload(parts)
 
