@@ -3,11 +3,10 @@
 import pytest
 from foreign_files import NEMO_RL, changed, written
 
-from rl_algos.policy_gradient.renamed_keys import RENAMED
+from rl_algos.policy_gradient.config import RENAMED
 from rl_core.errors import ConfigError
 from rl_launch.foreign.importing import import_config
-from rl_launch.foreign_keys.flat import flattened
-from rl_launch.foreign_keys.table import Kind, table
+from rl_launch.foreign_keys.table import Kind, flattened, table
 from rl_launch.run_config.reading import read_plan
 
 

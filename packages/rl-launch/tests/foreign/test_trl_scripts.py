@@ -9,7 +9,7 @@ from trl_scripts import COMMANDS, SCRIPTS
 
 from rl_core.errors import ConfigError
 from rl_launch.foreign.importing import import_config
-from rl_launch.foreign.lines import Fate
+from rl_launch.foreign.translation import Fate
 from rl_launch.foreign.trl.script import read_script
 from rl_launch.foreign_keys.table import Kind
 from rl_launch.run_config.reading import read_plan

@@ -27,9 +27,8 @@ from rl_core.errors import ConfigError, ConfigProblems
 from rl_core.plugins import algorithm_named
 from rl_core.problems import show
 from rl_launch.foreign import nemo_rl, trl
-from rl_launch.foreign.lines import Line
 from rl_launch.foreign.source import interpolated, read
-from rl_launch.foreign.translation import Answer, Translation
+from rl_launch.foreign.translation import Answer, Line, Translation
 from rl_launch.foreign.trl.command import read_command
 from rl_launch.foreign.trl.script import read_script
 from rl_launch.foreign_keys.table import SYSTEMS, Kind, table

@@ -1,24 +1,57 @@
-"""A recipe that is built from the config of another system, and the answer to each of its keys."""
+"""A recipe that is built from the config of another system, with the fate of each key, and of each line of a script."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from enum import IntEnum
 from types import NoneType
 from typing import Any
 
+from rl_algos.losses.surrogates import SURROGATES
 from rl_core.config.keys import Key
 from rl_core.errors import ConfigError
 from rl_core.problems import show
-from rl_launch.foreign.lines import Line
-from rl_launch.foreign_keys.flat import flattened
-from rl_launch.foreign_keys.table import Kind, Table
+from rl_launch.foreign_keys.table import Kind, Table, flattened
 
 _OFF = "its section is off ({section}.enabled is false)"
 _EMPTY = "not known here, and empty or off"
 _UNKNOWN = "{system} keys that are not known here"
 _ALWAYS = ("colocated",)
 """Sections that matter even if they are not enabled."""
+
+
+class Fate(IntEnum):
+    """What becomes of a statement; the larger one counts."""
+
+    UNRELATED = 0
+    CONVERTED = 1
+    CHECK = 2
+    REFUSED = 3
+
+
+@dataclass(frozen=True)
+class Line:
+    """A statement of a script.
+
+    Args:
+        number: Its line.
+        text: The line.
+        fate: What becomes of it.
+        reason: The keys it is converted to, or why it is listed, refused or not needed.
+        file: Name of the file, if a command starts the script.
+    """
+
+    number: int
+    text: str
+    fate: Fate
+    reason: str
+    file: str = ""
+
+    @property
+    def place(self) -> str:
+        """The line in words."""
+        return f"{self.file} line {self.number}".strip()
 
 
 @dataclass(frozen=True)
@@ -206,3 +239,25 @@ class Translation:
                 self.unneeded(key, _EMPTY)
         else:
             self.refuse(key, _UNKNOWN.format(system=self.table.name))
+
+
+def put_surrogate(config: Translation, name: str, keys: dict[str, str], **settings: Any) -> None:
+    """Write a surrogate with its settings in place of what the recipe has there, and answer the keys of the settings.
+
+    Args:
+        config: Translation that receives the surrogate and the answers.
+        name: Name of the surrogate here.
+        keys: Setting of a surrogate by the key of the other system. Keys of settings that this surrogate does not have
+            are answered as not needed; keys of settings that are not given here are left to the table.
+        settings: Values of settings; None leaves the default. Those that the surrogate does not have are left out.
+    """
+    fields = SURROGATES[name].model_fields
+    given = {setting: value for setting, value in settings.items() if setting in fields and value is not None}
+    config.remove("loss_fn.surrogate")
+    if section := ({} if name == "clip" else {"name": name}) | given:
+        config.put("loss_fn.surrogate", section)
+    for key, setting in keys.items():
+        if setting in fields and setting in settings:
+            config.follows([key], f"loss_fn.surrogate.{setting}")
+        elif setting not in fields:
+            config.unneeded(key, f"the surrogate {name} has no {setting}")

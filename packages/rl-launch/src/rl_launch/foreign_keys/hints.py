@@ -1,13 +1,19 @@
-"""Explanations of unknown keys of a recipe that exist in another system."""
+"""Explanations of keys that exist in another system: unknown keys of a recipe, and names that a user asks for."""
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from rl_launch.foreign_keys.table import IMPORTED, SYSTEMS, Kind, Rule, Table, flattened, table
+
+PLACEHOLDER = "ALGORITHM"
+"""Stands for the section of an algorithm that is not known."""
 
 _ENOUGH = 3
 """Minimum number of keys of one system for a file to count as a config of that system."""
-
+_MAX_MEANINGS = 4
 _REMARK = "note: "
 _NAMED = 3
 
@@ -30,9 +36,6 @@ class ForeignHints:
             key: Dotted key.
             value: Its value. For a section, the keys below it are explained too.
         """
-        # the tables are read only for a config with an unknown key
-        from rl_launch.foreign_keys.table import SYSTEMS, table
-
         for system in SYSTEMS:
             if text := self._explained(table(system), key, value):
                 self._found[system] += 1
@@ -40,60 +43,98 @@ class ForeignHints:
         return ""
 
     def remarks(self, source: str) -> list[str]:
-        """Return the command that imports the whole file, if the file is most likely a config of another system.
+        """Return the command to use for the whole file, if the file is most likely a config of another system.
 
         Args:
             source: Name of the file.
         """
-        from rl_launch.foreign_keys.table import SYSTEMS
-
-        return [
-            f"{_REMARK}{count} of these keys are {SYSTEMS[system]} keys. To import the whole file, run "
-            f"`rl config import {source} --from {system}`"
-            for system, count in self._found.most_common(1)
-            if count >= _ENOUGH
-        ]
+        [(system, count)] = self._found.most_common(1) or [("", 0)]
+        if count < _ENOUGH:
+            return []
+        said = f"{_REMARK}{count} of these keys are {SYSTEMS[system]} keys. "
+        if system in IMPORTED:
+            return [f"{said}To import the whole file, run `rl config import {source} --from {system}`"]
+        return [f"{said}`rl config explain KEY` shows the matching key of each"]
 
     @staticmethod
     def remarks_in(message: str) -> list[str]:
         """Return the remarks at the end of an error message."""
         return [line for line in message.splitlines() if line.startswith(_REMARK)]
 
-    def _explained(self, table: Any, key: str, value: Any) -> str:
-        names = [key, key.rpartition(".")[2]] if table.is_flat else [key]
-        for name in names:
+    def _explained(self, table: Table, key: str, value: Any) -> str:
+        for name in [key, key.rpartition(".")[2]] if table.is_flat else [key]:
             if (rule := table.rule(name)) is not None:
                 is_off = table.is_off(name, value) or _are_all_off(table, name, value)
-                return str(rule.in_words(table.name, name, self._algorithm, is_off=is_off))
+                return rule.in_words(table.name, name, self._algorithm, is_off=is_off)
         if table.is_flat or not isinstance(value, dict) or not value:
             return ""
-        return self._section(table, key, value)
-
-    def _section(self, table: Any, key: str, value: dict[str, Any]) -> str:
-        from rl_launch.foreign_keys.flat import flattened
-
         below = [f"{key}.{name}" for name in flattened(value)]
         rules = {name: rule for name in below if (rule := table.rule(name)) is not None}
         if len(rules) < len(below):
             return ""
         is_off = _are_all_off(table, key, value)
-        texts = {name: rule.in_words(table.name, name, self._algorithm, is_off=is_off) for name, rule in rules.items()}
-        if len(set(texts.values())) == 1:
-            return next(iter(texts.values()))
+        texts = {rule.in_words(table.name, name, self._algorithm, is_off=is_off) for name, rule in rules.items()}
+        if len(texts) == 1:
+            return texts.pop()
+        shown = list(rules.items())[:_NAMED]
         listed = "; ".join(
-            f"{name.removeprefix(f'{key}.')}: {rule.answer(name, self._algorithm)}"
-            for name, rule in list(rules.items())[:_NAMED]
+            f"{name.removeprefix(f'{key}.')}: {rule.answer(name, self._algorithm)}" for name, rule in shown
         )
         more = f"; and {len(rules) - _NAMED} more" if len(rules) > _NAMED else ""
         return f"a section of {table.name}. {listed}{more}"
 
 
-def _are_all_off(table: Any, key: str, value: Any) -> bool:
+def _are_all_off(table: Table, key: str, value: Any) -> bool:
     """Return whether a section requests nothing: it is not enabled, or all its keys are off."""
-    from rl_launch.foreign_keys.flat import flattened
-
     if not isinstance(value, dict):
         return False
     if value.get("enabled") is False:
         return True
     return all(table.is_off(f"{key}.{name}", each) for name, each in flattened(value).items())
+
+
+class Meaning(NamedTuple):
+    """A key of another system, and its explanation.
+
+    Args:
+        text: Sentence about it, such as `learning_rate is a TRL key. Write policy.optimizer.kwargs.lr`.
+        key: The matching key of this project; empty unless there is exactly one.
+    """
+
+    text: str
+    key: str = ""
+
+
+def meanings(name: str, algorithm: str = "") -> list[Meaning]:
+    """Return the explanations of a key by the tables of other systems, one for each different answer; empty if no
+    system has the key.
+
+    Args:
+        name: Dotted key, or its last name.
+        algorithm: Name of the section of the algorithm; empty if it is not known.
+    """
+    section = algorithm or PLACEHOLDER
+    found: dict[tuple[str, str], tuple[list[str], Rule]] = {}
+    for system in SYSTEMS:
+        known = table(system)
+        for key, rule in _rules(known, name):
+            found.setdefault((key, rule.answer(key, section)), ([], rule))[0].append(known.name)
+    made = []
+    for (key, _), (systems, rule) in list(found.items())[:_MAX_MEANINGS]:
+        text = f"{key} is {rule.in_words(' and '.join(systems), key, section)}"
+        if f"{PLACEHOLDER}." in text:
+            text += f", where {PLACEHOLDER} is the section of the algorithm, such as grpo or sft"
+        answer = rule.answer(key, algorithm) if algorithm or "{" not in rule.text else ""
+        is_key = rule.kind in (Kind.RENAMED, Kind.SAME) and " " not in answer
+        made.append(Meaning(text, answer if is_key else ""))
+    return made
+
+
+def _rules(known: Table, name: str) -> Iterator[tuple[str, Rule]]:
+    """Yield the rules of a system for a key, or for the keys that end in a name."""
+    if (rule := known.rule(name)) is not None:
+        yield name, rule
+    elif "." not in name:
+        yield from ((rule.pattern, rule) for rule in known.rules if rule.pattern.rpartition(".")[2] == name)
+    elif known.is_flat and (rule := known.rule(last := name.rpartition(".")[2])) is not None:
+        yield last, rule

@@ -82,7 +82,7 @@ class Rule:
             is_off: True if the value of the key requests nothing.
         """
         text = self.answer(key, algorithm)
-        noun = f"{_article(system)} {system} key"
+        noun = f"{'an' if system[:1] in 'AEIOU' else 'a'} {system} key"
         match self.kind:
             case Kind.NOT_NEEDED:
                 return f"{noun} that is not needed here ({text}). Remove it"
@@ -161,6 +161,16 @@ def table(system: str) -> Table:
     )
 
 
+def flattened(values: Any, path: str = "") -> dict[str, Any]:
+    """Return the values at the ends of nested mappings by dotted key; a list or an empty mapping is one value."""
+    if not isinstance(values, dict) or (not values and path):
+        return {path: values}
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found |= flattened(value, f"{path}.{name}" if path else str(name))
+    return found
+
+
 def _rules(data: Mapping[str, Any]) -> Iterator[Rule]:
     for key, destination in data.get("renamed", {}).items():
         yield Rule(key, Kind.RENAMED, destination)
@@ -169,10 +179,6 @@ def _rules(data: Mapping[str, Any]) -> Iterator[Rule]:
     for kind, section in ((Kind.NOT_NEEDED, "not needed"), (Kind.REFUSED, "refused")):
         for text, keys in data.get(section, {}).items():
             yield from (Rule(key, kind, text) for key in keys)
-
-
-def _article(name: str) -> str:
-    return "an" if name[:1] in "AEIOU" else "a"
 
 
 def _names(key: str) -> tuple[str, ...]:

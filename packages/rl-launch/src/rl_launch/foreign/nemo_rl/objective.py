@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from rl_launch.foreign.nemo_rl.loops import ROLLOUTS
-from rl_launch.foreign.surrogate import put_surrogate
-from rl_launch.foreign.translation import Translation
+from rl_launch.foreign.translation import Translation, put_surrogate
 
 _SURROGATES = {"sequence_level_importance_ratios": "gspo", "use_cispo": "cispo", "disable_ppo_ratio": "reinforce"}
 _CLIPS = {"ratio_clip_min": "clip_low", "ratio_clip_max": "clip_high", "ratio_clip_c": "dual_clip"}

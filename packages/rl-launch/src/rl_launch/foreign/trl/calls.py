@@ -7,19 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from rl_launch.foreign.lines import Fate
+from rl_launch.foreign.translation import Fate
 from rl_launch.foreign.trl.reading import Call, Reading
-from rl_launch.foreign.trl.values import Data, Thing, is_constant, plain, touched, unknown
+from rl_launch.foreign.trl.values import Data, Thing, is_constant, plain, role_of, touched, unknown
 
-ALGORITHMS = {
-    "GRPO": "grpo",
-    "SFT": "sft",
-    "DPO": "dpo",
-    "KTO": "dpo",
-    "ORPO": "dpo",
-    "CPO": "dpo",
-    "Reward": "rm",
-}
+ALGORITHMS = {"GRPO": "grpo", "SFT": "sft", "DPO": "dpo", "KTO": "dpo", "ORPO": "dpo", "CPO": "dpo", "Reward": "rm"}
 """Algorithms by the first part of the names of TRL's trainers and of their classes of arguments."""
 
 OTHERS = {
@@ -43,51 +35,48 @@ OTHERS = {
 _FILE_FORMATS = ("arrow", "csv", "json", "pandas", "parquet", "text")
 _READ_FORMATS = ("csv", "json", "parquet", "arrow")
 _LOCAL = ("/", "./", "../", "~")
-
 _ADAPTERS = {
     "r": "lora_r",
-    "lora_alpha": "lora_alpha",
-    "lora_dropout": "lora_dropout",
     "target_modules": "lora_target_modules",
     "target_parameters": "lora_target_parameters",
     "modules_to_save": "lora_modules_to_save",
-    "use_rslora": "use_rslora",
-    "use_dora": "use_dora",
     "exclude_modules": "lora_exclude_modules",
+    **{name: name for name in ("lora_alpha", "lora_dropout", "use_rslora", "use_dora")},
 }
 """Arguments of peft's `LoraConfig` by the names of TRL's command line."""
 _PLAIN_ADAPTERS: Mapping[str, tuple[Any, ...]] = {
-    "task_type": (),
     "bias": ("none",),
-    "inference_mode": (False,),
     "init_lora_weights": (True,),
-    "use_gradient_checkpointing": (),
-    "random_state": (),
-    "loftq_config": (None, {}),
-    "max_seq_length": (),
-    "base_model_name_or_path": (),
+    "loftq_config": ({},),
 }
-"""Arguments of adapters without effect here, with the values that have none; any value if there are none."""
-
+"""Arguments of adapters, with the values that have no effect, in addition to None and False."""
+_UNUSED_ADAPTERS = (
+    "base_model_name_or_path", "max_seq_length", "random_state", "task_type", "use_gradient_checkpointing"
+)  # fmt: skip
 _LOADING = (
     "cache_dir", "device_map", "fast_inference", "force_download", "gpu_memory_utilization", "local_files_only",
     "low_cpu_mem_usage", "max_memory", "offload_folder", "padding_side", "token", "trust_remote_code", "use_auth_token",
     "num_labels", "use_cache", "use_fast", "use_safetensors", "add_bos_token", "add_eos_token",
 )  # fmt: skip
 """Arguments of `from_pretrained` that do not change which model is trained."""
+_TAKEN = (
+    "pretrained_model_name_or_path",
+    "model_name",
+    "torch_dtype",
+    "dtype",
+    "attn_implementation",
+    "max_seq_length",
+)
+_QUANTIZED = ("quantization_config", "load_in_4bit", "load_in_8bit")
 _VISION = ("ImageTextToText", "Vision2Seq", "ForConditionalGeneration", "FastVisionModel", "AutoModelForMultimodalLM")
-
-_TRAINER_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
-    "SFT": ("model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class"),
-    "GRPO": ("model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class"),
-    "DPO": ("model", "ref_model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class"),
-    "KTO": ("model", "ref_model", "args", "train_dataset", "eval_dataset", "processing_class"),
-    "Reward": ("model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class"),
-    "ORPO": ("model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class"),
-    "CPO": ("model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class"),
+_OF_MODELS = ("Model", "ForCausalLM", "ForSequenceClassification", "Generation")
+_TRAINER_ARGUMENTS: Mapping[str, str] = {
+    "GRPO": "model reward_funcs args train_dataset eval_dataset processing_class",
+    "DPO": "model ref_model args data_collator train_dataset eval_dataset processing_class",
+    "KTO": "model ref_model args train_dataset eval_dataset processing_class",
 }
-"""Positional arguments of the trainers."""
-
+"""Positional arguments of trainers."""
+_OTHER_ARGUMENTS = "model args data_collator train_dataset eval_dataset processing_class"
 _SCRIPT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "ScriptArguments": {
         "dataset_config": None,
@@ -99,27 +88,26 @@ _SCRIPT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 }
 """Defaults of TRL's classes of script arguments."""
 
-_ROWWISE = {"map": "processor: FILE.py:FUNCTION of the dataset converts rows"}
 _FEWER = "rows that are chosen by the script. Write the rows you want into a file, and set data_path"
-_ORDER = ("flatten_indices", "shuffle", "sort")
-_COLUMNS_ONLY = (
-    "cast",
-    "cast_column",
-    "remove_columns",
-    "select_columns",
-    "with_format",
-    "set_format",
-    "to_iterable_dataset",
-)
+_QUANTIZATION = "4-bit or 8-bit weights during training"
+_VOCABULARY = "a changed vocabulary ({}). Save the model, and train that"
+_UNREAD = "arguments in ** that are not read"
 _LOOKS = ("__len__", "to_pandas", "iter", "unique", "to_list", "to_json", "save_to_disk", "to_parquet", "push_to_hub")
+_COLUMNS_ONLY = (
+    "cast", "cast_column", "remove_columns", "select_columns", "with_format", "set_format", "to_iterable_dataset"
+)  # fmt: skip
+_UNREAD_DATA = Thing("", touches=frozenset({"data"}))
 
-Known = Callable[[Reading, Call], Any]
-Method = Callable[[Reading, Any, Call], Any]
+Rows = tuple[tuple[str, Fate, str], ...]
 
 
-def _stem(name: str) -> str:
-    """Return the first part of the name of a trainer or of its class of arguments."""
-    return name.removesuffix("Config").removesuffix("Trainer")
+def _by_table(reading: Reading, rows: Rows, name: str) -> bool:
+    """Say what the first row with a name has; return False if there is none. `*` stands for all other names."""
+    for names, fate, text in rows:
+        if name in names.split() or names == "*":
+            reading.say(fate, text.format(name))
+            return True
+    return False
 
 
 # Datasets
@@ -127,56 +115,52 @@ def _stem(name: str) -> str:
 
 def _load_dataset(reading: Reading, call: Call) -> Any:
     call = call.named("path", "name", "data_dir", "data_files", "split")
-    if call.extra or not is_constant({key: call.given.get(key) for key in ("path", "name", "data_files", "split")}):
+    given = call.given
+    if call.extra or not is_constant({key: given.get(key) for key in ("path", "name", "data_files", "split")}):
         reading.say(Fate.CHECK, "the dataset is computed by the script. Set data.train in the recipe")
-        return unknown(*call.positional, *call.given.values(), Thing("", touches=frozenset({"data"})))
-    given = {key: plain(value) if is_constant(value) else value for key, value in call.given.items()}
+        return unknown(*call.values, _UNREAD_DATA)
     path, split, files = str(given.get("path")), given.get("split"), given.get("data_files")
     for key in ("data_dir", "revision"):
         if given.get(key) is not None:
             reading.say(Fate.CHECK, f"{key} of the dataset is not converted", line=call.line(key))
-    sources: dict[str, Data] = {}
     if path in _FILE_FORMATS and files is not None:
         if path not in _READ_FORMATS:
-            reading.say(
-                Fate.CHECK, f"files of the format {path} are not read here. Convert them to JSON Lines or Parquet"
-            )
+            text = f"files of the format {path} are not read here. Convert them to JSON Lines or Parquet"
+            reading.say(Fate.CHECK, text)
         by_split = files if isinstance(files, dict) else {"train": files}
-        sources = {name: _of_files(each) for name, each in by_split.items()}
+        sources = {name: _of_files(plain(each)) for name, each in by_split.items()}
     else:
         if files is not None:
-            reading.say(
-                Fate.CHECK, "data_files of a dataset of the hub are not converted", line=call.line("data_files")
-            )
-        settings: dict[str, Any] = {"data_path" if path.startswith(_LOCAL) else "dataset_name": path}
+            text = "data_files of a dataset of the hub are not converted"
+            reading.say(Fate.CHECK, text, line=call.line("data_files"))
+        is_local = path.startswith(_LOCAL)
+        settings: dict[str, Any] = {"data_path" if is_local else "dataset_name": path}
         if given.get("name") is not None:
-            settings["subset"] = given["name"]
-        if given.get("streaming") is True and "dataset_name" in settings:
+            settings["subset"] = plain(given["name"])
+        if given.get("streaming") is True and not is_local:
             settings["streaming"] = True
         sources = {"": Data((settings,))}
     found = Thing("splits", path, parts=dict(sources))
     reading.say(Fate.CONVERTED, "data.train or data.validation, where it is used")
     if isinstance(split, list):
-        return [_split(reading, found, Call("get", call.node, [each])) for each in split]
-    return found if split is None else _split(reading, found, Call("get", call.node, [split]))
+        return [_split(reading, found, each) for each in split]
+    return found if split is None else _split(reading, found, plain(split))
 
 
 def _of_files(files: Any) -> Data:
-    several = files if isinstance(files, list) else [files]
-    return Data(tuple({"data_path": each} for each in several))
+    return Data(tuple({"data_path": each} for each in (files if isinstance(files, list) else [files])))
 
 
-def _split(reading: Reading, owner: Thing, call: Call) -> Any:
-    """A split of a dataset that has several."""
-    [name] = call.positional[:1] or [None]
+def _split(reading: Reading, owner: Thing, name: Any) -> Any:
+    """Return a split of a dataset that has several."""
     if not isinstance(name, str):
         return unknown(owner, name)
     base = name.partition("[")[0]
-    if name in owner.parts or base in owner.parts:
-        found = owner.parts.get(name, owner.parts.get(base))
-        if name not in owner.parts:
-            reading.say(Fate.CHECK, f"the part {name} of a file. Write these rows into a file of their own")
-        return found
+    if name in owner.parts:
+        return owner.parts[name]
+    if base in owner.parts:
+        reading.say(Fate.CHECK, f"the part {name} of a file. Write these rows into a file of their own")
+        return owner.parts[base]
     if "" in owner.parts:
         return owner.parts[""].with_settings(split=name)
     reading.say(Fate.CHECK, f"the split {name} is not known")
@@ -184,8 +168,8 @@ def _split(reading: Reading, owner: Thing, call: Call) -> Any:
 
 
 def _of_splits(reading: Reading, owner: Thing, call: Call) -> Any:
-    if call.name == "get" or call.name == "__getitem__":
-        return _split(reading, owner, call)
+    if call.name in ("get", "__getitem__"):
+        return _split(reading, owner, call.first)
     if call.name in ("keys", "values", "items", *_LOOKS):
         return unknown(owner)
     made = {name: _of_data(reading, data, call) for name, data in owner.parts.items() if isinstance(data, Data)}
@@ -195,33 +179,38 @@ def _of_splits(reading: Reading, owner: Thing, call: Call) -> Any:
 
 
 def _of_data(reading: Reading, data: Data, call: Call) -> Any:
-    """A method of a dataset."""
     name = call.name
-    if name == "train_test_split":
-        return _train_test_split(reading, data, call)
-    if name in ("select", "take", "skip"):
-        return _sliced(reading, data, call)
-    if name in _ORDER:
+    if name in _CHANGES:
+        return _CHANGES[name](reading, data, call)
+    if name in ("flatten_indices", "shuffle", "sort"):
         reading.say(Fate.CONVERTED, "data.shuffle, which draws another order")
         return replace(data, keeps_order=False)
-    if name in ("rename_column", "rename_columns"):
-        return _renamed(reading, data, call)
-    if name in _COLUMNS_ONLY:
+    if name in [
+        "cast",
+        "cast_column",
+        "remove_columns",
+        "select_columns",
+        "with_format",
+        "set_format",
+        "to_iterable_dataset",
+    ]:
         reading.say(Fate.UNRELATED, "columns that are not used do not change the training")
         return data
-    if name in _ROWWISE:
-        function = next((each for each in (*call.positional, *call.given.values()) if isinstance(each, Thing)), None)
-        named = f" {function.name}" if function is not None and function.name else ""
-        reading.say(
-            Fate.CHECK, f"rows are changed by{named or ' a function'}, which is not converted; {_ROWWISE[name]}"
-        )
+    if name == "map":
+        function = next((each.name for each in call.values if isinstance(each, Thing)), "") or "a function"
+        where = "processor: FILE.py:FUNCTION of the dataset converts rows"
+        reading.say(Fate.CHECK, f"rows are changed by {function}, which is not converted; {where}")
         return data
     if name in ("filter", "shard", "class_encode_column", "repeat"):
-        reading.say(Fate.CHECK, _FEWER)
-        return replace(data, keeps_order=False)
+        return _fewer(reading, data)
     if name not in _LOOKS:
         reading.say(Fate.CHECK, f"{name} of a dataset is not read")
     return unknown(data)
+
+
+def _fewer(reading: Reading, data: Data) -> Data:
+    reading.say(Fate.CHECK, _FEWER)
+    return replace(data, keeps_order=False)
 
 
 def _train_test_split(reading: Reading, data: Data, call: Call) -> Any:
@@ -231,7 +220,7 @@ def _train_test_split(reading: Reading, data: Data, call: Call) -> Any:
         size = round(1 - rest, 9) if rest < 1 else None
     if size is None and rest is None:
         size = 0.25
-    if not isinstance(size, int | float) or not is_constant(size) or data.held_out is not None:
+    if not isinstance(size, int | float) or data.held_out is not None:
         reading.say(Fate.CHECK, "the size of the split is computed. Set split_validation_size of data.train")
         size = 0.1 if data.held_out is None else data.held_out
     if isinstance(size, float) and size > 1:
@@ -242,22 +231,27 @@ def _train_test_split(reading: Reading, data: Data, call: Call) -> Any:
 
 
 def _sliced(reading: Reading, data: Data, call: Call) -> Any:
-    [rows] = call.positional[:1] or [next(iter(call.given.values()), None)]
-    bounds: tuple[int, int | None] | None = None
+    rows = next(iter(call.values), None)
+    start, stop = 0, None
+    only = data.settings[0] if len(data.settings) == 1 else {}
+    split = only.get("split", "")
+    # a slice of rows is a slice of the split only as long as the rows are those of the split, in their order
+    is_slice = data.keeps_order and data.held_out is None and "dataset_name" in only and split and "[" not in split
     if call.name == "select" and isinstance(rows, range) and rows.step == 1:
-        bounds = rows.start, rows.stop
-    elif call.name in ("take", "skip") and isinstance(rows, int):
-        bounds = (0, rows) if call.name == "take" else (rows, None)
-    found = data.sliced(*bounds) if bounds is not None else None
-    if found is None:
-        reading.say(Fate.CHECK, _FEWER)
-        return replace(data, keeps_order=False)
-    reading.say(Fate.CONVERTED, f"split: {found.settings[0]['split']}")
-    return found
+        start, stop = rows.start, rows.stop
+    elif call.name != "select" and isinstance(rows, int):
+        start, stop = (0, rows) if call.name == "take" else (rows, None)
+    else:
+        is_slice = False
+    if not is_slice:
+        return _fewer(reading, data)
+    split = f"{split}[{start or ''}:{'' if stop is None else stop}]"
+    reading.say(Fate.CONVERTED, f"split: {split}")
+    return data.with_settings(split=split)
 
 
 def _renamed(reading: Reading, data: Data, call: Call) -> Any:
-    pairs = call.positional[0] if call.name == "rename_columns" and call.positional else None
+    pairs = call.first if call.name == "rename_columns" else None
     if pairs is None:
         named = call.named("original_column_name", "new_column_name").given
         pairs = {named.get("original_column_name"): named.get("new_column_name")}
@@ -269,20 +263,25 @@ def _renamed(reading: Reading, data: Data, call: Call) -> Any:
     return data.with_settings(columns=columns)
 
 
+_CHANGES = {
+    "train_test_split": _train_test_split,
+    **dict.fromkeys(("select", "take", "skip"), _sliced),
+    **dict.fromkeys(("rename_column", "rename_columns"), _renamed),
+}
+
+
 def _concatenated(reading: Reading, call: Call) -> Any:
-    [several] = call.positional[:1] or [call.given.get("dsets", call.given.get("datasets"))]
+    several = call.first if call.positional else call.given.get("dsets", call.given.get("datasets"))
     if not isinstance(several, list) or not all(isinstance(each, Data) for each in several):
-        return unknown(several, Thing("", touches=frozenset({"data"})))
+        return unknown(several, _UNREAD_DATA)
     if any(each.held_out is not None for each in several):
         reading.say(Fate.CHECK, "a mixture of datasets that are split. Set data.train in the recipe")
         return several[0]
     settings = [dict(each) for data in several for each in data.settings]
     if call.name == "interleave_datasets":
-        shares = call.given.get("probabilities")
+        shares = call.given.get("probabilities") or [1.0] * len(settings)
         if isinstance(shares, list) and is_constant(shares) and len(shares) == len(settings):
             settings = [{**each, "weight": share} for each, share in zip(settings, shares, strict=True)]
-        elif shares is None:
-            settings = [{**each, "weight": 1.0} for each in settings]
         else:
             reading.say(Fate.CHECK, "the shares of the datasets are computed. Set weight of each in data.train")
     reading.say(Fate.CONVERTED, "data.train, a list of datasets")
@@ -290,23 +289,19 @@ def _concatenated(reading: Reading, call: Call) -> Any:
 
 
 def _in_memory(reading: Reading, call: Call) -> Any:
-    """Rows that the script makes, or reads with a function of `datasets`."""
-    paths = call.positional[0] if call.positional else call.given.get("path_or_paths")
+    """Return rows that the script makes, or reads with a function of `datasets`."""
+    paths = call.first if call.positional else call.given.get("path_or_paths")
     if call.name in ("from_json", "from_csv", "from_parquet", "load_from_disk") and is_constant(paths) and paths:
         reading.say(Fate.CONVERTED, "data_path of the dataset")
         found = _of_files(paths)
-        if call.name == "load_from_disk":
-            return Thing("splits", str(paths), parts={"": found})
-        return found
-    reading.say(
-        Fate.CHECK,
-        "rows that the script makes. Write them into a JSON Lines file, or pass the Dataset to rl_launch.train",
-    )
+        return Thing("splits", str(paths), parts={"": found}) if call.name == "load_from_disk" else found
+    text = "rows that the script makes. Write them into a JSON Lines file, or pass the Dataset to rl_launch.train"
+    reading.say(Fate.CHECK, text)
     return Data(({"dataset_name": "OWNER/DATASET"},), keeps_order=False)
 
 
 def _dataset_dict(reading: Reading, call: Call) -> Any:
-    [given] = call.positional[:1] or [call.given]
+    given = call.first if call.positional else call.given
     if not isinstance(given, dict) or not all(isinstance(each, Data) for each in given.values()):
         return unknown(given)
     reading.say(Fate.CONVERTED, "data.train or data.validation, where it is used")
@@ -315,7 +310,7 @@ def _dataset_dict(reading: Reading, call: Call) -> Any:
 
 def _get_dataset(reading: Reading, call: Call) -> Any:
     reading.say(Fate.CHECK, "the mixture in `datasets` of the arguments. Set data.train in the recipe")
-    return Thing("", touches=frozenset({"data"}), lines=(call.node.lineno,))
+    return replace(_UNREAD_DATA, lines=(call.node.lineno,))
 
 
 # Models, tokenizers and adapters
@@ -323,37 +318,24 @@ def _get_dataset(reading: Reading, call: Call) -> Any:
 
 def _from_pretrained(reading: Reading, call: Call) -> Any:
     owner = reading.dotted(call.node.func).rpartition(".from_pretrained")[0].rpartition(".")[2]
-    if "Tokenizer" in owner or "Processor" in owner:
-        call = call.named("pretrained_model_name_or_path")
-        name = call.given.get("pretrained_model_name_or_path")
-        reading.say(Fate.CONVERTED, "policy.tokenizer")
-        _loading(reading, call, ("pretrained_model_name_or_path",), ())
-        return Thing("tokenizer", owner, parts={"name": name})
     if owner in ("PeftModel", "PeftModelForCausalLM"):
         return _peft_model(reading, call)
-    if not any(word in owner for word in ("Model", "ForCausalLM", "ForSequenceClassification", "Generation")):
-        return unknown(*call.positional, *call.given.values(), name=owner)
+    is_tokenizer = "Tokenizer" in owner or "Processor" in owner
+    if not is_tokenizer and not any(word in owner for word in _OF_MODELS):
+        return unknown(*call.values, name=owner)
     call = call.named("pretrained_model_name_or_path")
+    name = call.given.get("pretrained_model_name_or_path")
+    if is_tokenizer:
+        reading.say(Fate.CONVERTED, "policy.tokenizer")
+        _loading(reading, call, _TAKEN[:1], ())
+        return Thing("tokenizer", owner, parts={"name": name})
     name = call.given.get("pretrained_model_name_or_path", call.given.get("model_name"))
-    parts: dict[str, Any] = {"name": name}
+    parts: dict[str, Any] = {"name": name, "is_visual": any(word in owner for word in _VISION)}
     for key, field in (("torch_dtype", "dtype"), ("dtype", "dtype"), ("attn_implementation", "attn_implementation")):
         if call.given.get(key) is not None:
             parts[field] = call.given[key]
-    parts["is_visual"] = any(word in owner for word in _VISION)
     reading.say(Fate.CONVERTED, "policy.model_name, where it is trained")
-    _loading(
-        reading,
-        call,
-        (
-            "pretrained_model_name_or_path",
-            "model_name",
-            "torch_dtype",
-            "dtype",
-            "attn_implementation",
-            "max_seq_length",
-        ),
-        ("quantization_config", "load_in_4bit", "load_in_8bit"),
-    )
+    _loading(reading, call, _TAKEN, _QUANTIZED)
     model = Thing("model", owner, parts=parts)
     return [model, Thing("tokenizer", owner, parts={"name": name})] if owner.startswith("Fast") else model
 
@@ -361,19 +343,19 @@ def _from_pretrained(reading: Reading, call: Call) -> Any:
 def _loading(reading: Reading, call: Call, taken: tuple[str, ...], quantized: tuple[str, ...]) -> None:
     """Account for the further arguments of `from_pretrained`."""
     for key, value in call.given.items():
-        if key in taken or key in _LOADING or value is None or value is False:
+        is_unset = value is None or value is False or (key == "revision" and value == "main")
+        if key in taken or key in _LOADING or is_unset:
             continue
         if key in quantized:
-            reading.say(Fate.REFUSED, "4-bit or 8-bit weights during training", line=call.line(key))
-        elif not (key == "revision" and value == "main"):
-            where = reading.computed(value)
-            reading.say(Fate.CHECK, f"{key} of from_pretrained is not converted{where}", line=call.line(key))
+            reading.say(Fate.REFUSED, _QUANTIZATION, line=call.line(key))
+        else:
+            text = f"{key} of from_pretrained is not converted{reading.computed(value)}"
+            reading.say(Fate.CHECK, text, line=call.line(key))
     if call.extra:
-        reading.say(Fate.CHECK, "arguments in ** that are not read")
+        reading.say(Fate.CHECK, _UNREAD)
 
 
 def _peft_model(reading: Reading, call: Call) -> Any:
-    """Adapters that are loaded on a model."""
     call = call.named("model", "model_id")
     model, adapter = call.given.get("model"), call.given.get("model_id")
     if call.given.get("is_trainable") is True and is_constant(adapter) and isinstance(model, Thing):
@@ -388,18 +370,12 @@ def _lora(reading: Reading, call: Call) -> Any:
     for key, value in call.named("task_type").given.items():
         if key in _ADAPTERS:
             parts[_ADAPTERS[key]] = value
-        elif value not in (None, False) and not _has_no_effect(key, value):
+        elif value not in (None, False, *_PLAIN_ADAPTERS.get(key, ())) and key not in _UNUSED_ADAPTERS:
             reading.say(Fate.REFUSED, f"the setting {key} of adapters", line=call.line(key))
     if call.extra:
-        reading.say(Fate.CHECK, "arguments in ** that are not read")
+        reading.say(Fate.CHECK, _UNREAD)
     reading.say(Fate.CONVERTED, "policy.lora_cfg")
     return Thing("adapters", "LoraConfig", parts=parts)
-
-
-def _has_no_effect(key: str, value: Any) -> bool:
-    """Return whether an argument of adapters does not change them."""
-    same = _PLAIN_ADAPTERS.get(key)
-    return same is not None and (not same or value in same)
 
 
 def _get_peft_model(reading: Reading, call: Call) -> Any:
@@ -413,20 +389,18 @@ def _get_peft_model(reading: Reading, call: Call) -> Any:
 
 
 def _quantized(reading: Reading, call: Call) -> Any:
-    reading.say(Fate.REFUSED, "4-bit or 8-bit weights during training")
+    reading.say(Fate.REFUSED, _QUANTIZATION)
     return Thing("quantization", call.name)
 
 
 def _prepared(reading: Reading, call: Call) -> Any:
-    """The model, whose gradients are configured automatically."""
     reading.say(Fate.UNRELATED, "gradients are configured automatically")
-    return call.positional[0] if call.positional else unknown()
+    return call.first if call.positional else unknown()
 
 
-def _no_quantization(reading: Reading, call: Call) -> Any:
-    """TRL's helpers that read the arguments of the model."""
-    model_args = call.positional[0] if call.positional else None
-    flags = model_args.parts if isinstance(model_args, Thing) else {}
+def _of_model_config(reading: Reading, call: Call) -> Any:
+    """Call one of TRL's helpers that read the arguments of the model."""
+    flags = call.first.parts if isinstance(call.first, Thing) else {}
     if call.name == "get_peft_config":
         given = {key: flags[key] for key in flags if key.startswith(("lora_", "use_"))}
         reading.say(Fate.CONVERTED, "policy.lora_cfg")
@@ -438,75 +412,72 @@ def _no_quantization(reading: Reading, call: Call) -> Any:
 
 
 def _vocabulary(reading: Reading, call: Call) -> Any:
-    reading.say(Fate.REFUSED, f"a changed vocabulary or chat template ({call.name}). Save the model, and train that")
-    return list(call.positional) if call.name in ("setup_chat_format",) else unknown(*call.positional)
+    text = f"a changed vocabulary or chat template ({call.name}). Save the model, and train that"
+    reading.say(Fate.REFUSED, text)
+    return list(call.positional) if call.name == "setup_chat_format" else unknown(*call.positional)
+
+
+_AUTOMATIC = "to cuda train eval compile enable_input_require_grads gradient_checkpointing_disable"
+_MODEL_READS = (
+    "print_trainable_parameters num_parameters parameters named_parameters modules named_modules children "
+    "get_input_embeddings get_output_embeddings state_dict generate for_training save_pretrained push_to_hub "
+    "get_memory_footprint get_nb_trainable_parameters"
+)
+_MODEL_METHODS: Rows = (
+    ("gradient_checkpointing_enable", Fate.CONVERTED, "policy.dtensor_cfg.recompute"),
+    ("resize_token_embeddings add_tokens add_special_tokens", Fate.REFUSED, _VOCABULARY),
+    (_AUTOMATIC, Fate.UNRELATED, "devices and gradients are configured automatically"),
+    (_MODEL_READS, Fate.UNRELATED, "it reads the model"),
+    ("*", Fate.CHECK, "{} of the model is not read"),
+)
 
 
 def _of_model(reading: Reading, model: Thing, call: Call) -> Any:
     name = call.name
-    if name == "gradient_checkpointing_enable":
-        model.parts["gradient_checkpointing"] = True
-        reading.say(Fate.CONVERTED, "policy.dtensor_cfg.recompute")
-    elif name in ("resize_token_embeddings", "add_tokens", "add_special_tokens"):
-        reading.say(Fate.REFUSED, f"a changed vocabulary ({name}). Save the model, and train that")
-    elif name == "requires_grad_":
-        value = call.positional[0] if call.positional else True
-        if value is not True:
+    if name == "requires_grad_":
+        if (call.first if call.positional else True) is not True:
             reading.say(Fate.REFUSED, "training only some of the parameters (requires_grad)")
         return model
-    elif name in (
-        "to",
-        "cuda",
-        "train",
-        "eval",
-        "compile",
-        "enable_input_require_grads",
-        "gradient_checkpointing_disable",
-    ):
-        reading.say(Fate.UNRELATED, "devices and gradients are configured automatically")
+    _by_table(reading, _MODEL_METHODS, name)
+    if name == "gradient_checkpointing_enable":
+        model.parts["gradient_checkpointing"] = True
+    if name in _AUTOMATIC.split():
         return model
-    elif name in (
-        "print_trainable_parameters", "num_parameters", "parameters", "named_parameters", "modules", "named_modules",
-        "children", "get_input_embeddings", "get_output_embeddings", "state_dict", "generate", "for_training",
-        "save_pretrained", "push_to_hub", "get_memory_footprint", "get_nb_trainable_parameters",
-    ):  # fmt: skip
-        reading.say(Fate.UNRELATED, "it reads the model")
+    if name in _MODEL_READS.split():
         return unknown(model)
-    else:
-        reading.say(Fate.CHECK, f"{name} of the model is not read")
-        return replace(model)
-    return None
+    return None if any(name in names.split() for names, _, _ in _MODEL_METHODS) else replace(model)
 
 
 def _of_tokenizer(reading: Reading, tokenizer: Thing, call: Call) -> Any:
+    first = next(iter(call.values), None)
     if call.name in ("add_tokens", "add_special_tokens"):
-        values = [*call.positional, *call.given.values()]
-        if values and isinstance(values[0], dict) and set(values[0]) <= {"pad_token"}:
+        if isinstance(first, dict) and set(first) <= {"pad_token"}:
             reading.say(Fate.CHECK, "a padding token. It is not trained, but it must not enlarge the vocabulary")
         else:
-            reading.say(Fate.REFUSED, f"a changed vocabulary ({call.name}). Save the model, and train that")
+            reading.say(Fate.REFUSED, _VOCABULARY.format(call.name))
         return unknown()
     if call.name in ("save_pretrained", "push_to_hub"):
         reading.say(Fate.UNRELATED, "every checkpoint contains the tokenizer")
-    return unknown(*call.positional, *call.given.values())
+    return unknown(*call.values)
 
 
-def _set_tokenizer(reading: Reading, tokenizer: Thing, name: str, value: Any, _: ast.stmt) -> None:
+# Attributes
+
+
+def _set_tokenizer(reading: Reading, tokenizer: Thing, name: str, value: Any) -> None:
     if name == "chat_template" and isinstance(value, str):
         tokenizer.parts["chat_template"] = value
         reading.say(Fate.CONVERTED, "policy.tokenizer.chat_template")
+    elif name == "chat_template":
+        where = reading.computed(value)
+        reading.say(Fate.CHECK, f"the script computes the chat template{where}. Set policy.tokenizer.chat_template")
     elif name in ("pad_token", "pad_token_id", "padding_side", "truncation_side", "model_max_length"):
         reading.say(Fate.UNRELATED, "rows are not padded with tokens of the vocabulary")
-    elif name == "chat_template":
-        reading.say(
-            Fate.CHECK,
-            f"the script computes the chat template{reading.computed(value)}. Set policy.tokenizer.chat_template",
-        )
     else:
         reading.say(Fate.CHECK, f"{name} of the tokenizer is not converted")
 
 
-def _set_adapters(reading: Reading, adapters: Thing, name: str, value: Any, _: ast.stmt) -> None:
+def _set_adapters(reading: Reading, adapters: Thing, name: str, value: Any) -> None:
     if name in _ADAPTERS:
         adapters.parts[_ADAPTERS[name]] = value
         reading.say(Fate.CONVERTED, "policy.lora_cfg")
@@ -514,7 +485,7 @@ def _set_adapters(reading: Reading, adapters: Thing, name: str, value: Any, _: a
         reading.say(Fate.CHECK, f"{name} of the adapters is not converted")
 
 
-def _set_model(reading: Reading, model: Thing, name: str, value: Any, _: ast.stmt) -> None:
+def _set_model(reading: Reading, model: Thing, name: str, value: Any) -> None:
     if name in ("use_cache", "pad_token_id", "pretraining_tp") or model.name.endswith("generation_config"):
         reading.say(Fate.UNRELATED, "it does not change the training")
     elif model.name.endswith("config"):
@@ -523,7 +494,7 @@ def _set_model(reading: Reading, model: Thing, name: str, value: Any, _: ast.stm
         reading.say(Fate.CHECK, f"changes {name} of the model")
 
 
-def _set_trainer(reading: Reading, trainer: Thing, name: str, value: Any, _: ast.stmt) -> None:
+def _set_trainer(reading: Reading, trainer: Thing, name: str, value: Any) -> None:
     if name in ("train_dataset", "eval_dataset"):
         trainer.parts[name] = value
         reading.say(Fate.CONVERTED, f"data.{'train' if name == 'train_dataset' else 'validation'}")
@@ -531,7 +502,7 @@ def _set_trainer(reading: Reading, trainer: Thing, name: str, value: Any, _: ast
         reading.say(Fate.REFUSED, f"changes of the trainer (trainer.{name})")
 
 
-def _set_config(reading: Reading, config: Thing, name: str, value: Any, _: ast.stmt) -> None:
+def _set_config(reading: Reading, config: Thing, name: str, value: Any) -> None:
     config.parts[name] = value
     reading.say(Fate.CONVERTED, name)
 
@@ -539,24 +510,28 @@ def _set_config(reading: Reading, config: Thing, name: str, value: Any, _: ast.s
 # Arguments and trainers
 
 
+def stem_of(name: str) -> str:
+    """Return the first part of the name of a trainer or of its class of arguments."""
+    return name.removesuffix("Config").removesuffix("Trainer")
+
+
 def _config(reading: Reading, call: Call) -> Any:
-    call = call.named("output_dir")
-    config = Thing("config", call.name, parts=dict(call.given), node=call.node)
+    config = Thing("config", call.name, parts=dict(call.named("output_dir").given), node=call.node)
     if call.extra:
-        reading.say(Fate.CHECK, "arguments in ** that are not read. Set their keys in the recipe")
+        reading.say(Fate.CHECK, f"{_UNREAD}. Set their keys in the recipe")
     reading.say(Fate.CONVERTED, "the arguments of the trainer")
     reading.configs.append(config)
     return config
 
 
 def _trainer(reading: Reading, call: Call) -> Any:
-    call = call.named(*_TRAINER_ARGUMENTS[_stem(call.name)])
+    call = call.named(*_TRAINER_ARGUMENTS.get(stem_of(call.name), _OTHER_ARGUMENTS).split())
     parts = dict(call.given)
     if "tokenizer" in parts:
         parts.setdefault("processing_class", parts.pop("tokenizer"))
     trainer = Thing("trainer", call.name, parts=parts, node=call)
     if call.extra:
-        reading.say(Fate.CHECK, "arguments in ** that are not read")
+        reading.say(Fate.CHECK, _UNREAD)
     reading.say(Fate.CONVERTED, "the trainer")
     reading.trainers.append(trainer)
     return trainer
@@ -564,7 +539,16 @@ def _trainer(reading: Reading, call: Call) -> Any:
 
 def _other_trainer(reading: Reading, call: Call) -> Any:
     reading.others[call.name] = call.node.lineno
-    return Thing("", call.name, touches=touched(*call.positional, *call.given.values()))
+    return Thing("", call.name, touches=touched(*call.values))
+
+
+_TRAINER_METHODS: Rows = (
+    ("push_to_hub", Fate.UNRELATED, "checkpointing.push_to pushes checkpoints"),
+    ("get_train_dataloader get_eval_dataloader num_examples", Fate.UNRELATED, "it reports or saves"),
+    ("*", Fate.CHECK, "{} is not read"),
+)
+_REPORTS = ("save", "log", "evaluate", "predict", "create_model_card", "is_", "print", "end")
+"""Beginnings of the names of a trainer's methods that report or save."""
 
 
 def _of_trainer(reading: Reading, trainer: Thing, call: Call) -> Any:
@@ -572,25 +556,19 @@ def _of_trainer(reading: Reading, trainer: Thing, call: Call) -> Any:
     if name == "train" and reading.is_trained:
         reading.is_trained = False
         reading.say(Fate.REFUSED, "training more than once in a script")
-        reading.is_trained = True
+    elif name == "train" and isinstance(next(iter(call.named("resume_from_checkpoint").given.values()), None), str):
+        text = "a checkpoint of TRL is not resumed. Set policy.model_name to its folder for its weights"
+        reading.say(Fate.CHECK, text)
     elif name == "train":
-        value = call.named("resume_from_checkpoint").given.get("resume_from_checkpoint")
-        if isinstance(value, str):
-            reading.say(
-                Fate.CHECK, "a checkpoint of TRL is not resumed. Set policy.model_name to its folder for its weights"
-            )
-        else:
-            reading.say(Fate.CONVERTED, "rl train, which resumes a run that was interrupted")
-        reading.is_trained = True
-    elif name in ("add_callback", "remove_callback", "pop_callback"):
+        reading.say(Fate.CONVERTED, "rl train, which resumes a run that was interrupted")
+    elif name.endswith("_callback"):
         shown = ast.unparse(call.node.args[0]) if call.node.args else name
         reading.say(Fate.CHECK, f"{shown} is not converted; see `callbacks` for your own")
-    elif name == "push_to_hub":
-        reading.say(Fate.UNRELATED, "checkpointing.push_to pushes checkpoints")
+    elif name.startswith(_REPORTS):
+        reading.say(Fate.UNRELATED, "it reports or saves")
     else:
-        known = name.startswith(("save", "log", "evaluate", "predict", "create_model_card", "is_", "print", "end"))
-        after = known or name in ("get_train_dataloader", "get_eval_dataloader", "num_examples")
-        reading.say(Fate.UNRELATED if after else Fate.CHECK, "it reports or saves" if after else f"{name} is not read")
+        _by_table(reading, _TRAINER_METHODS, name)
+    reading.is_trained = reading.is_trained or name == "train"
     return unknown()
 
 
@@ -610,10 +588,10 @@ def _setattr(reading: Reading, call: Call) -> Any:
 
 
 def _replaced(reading: Reading, call: Call) -> Any:
-    """`dataclasses.replace` and `copy.deepcopy`."""
-    [first] = call.positional[:1] or [None]
-    if not isinstance(first, Thing) or first.role not in ("config", "options", "model"):
-        return unknown(*call.positional, *call.given.values())
+    """Call `dataclasses.replace` or `copy.deepcopy`."""
+    first = call.first
+    if role_of(first) not in ("config", "options", "model"):
+        return unknown(*call.values)
     found = replace(first, parts={**first.parts, **call.given})
     if first.role == "config":
         reading.configs = [each for each in reading.configs if each is not first] + [found]
@@ -622,13 +600,11 @@ def _replaced(reading: Reading, call: Call) -> Any:
 
 
 def _partial(reading: Reading, call: Call) -> Any:
-    """A function with some of its arguments."""
-    if not call.positional or not isinstance(call.positional[0], Thing):
-        return unknown(*call.positional, *call.given.values())
-    function, *positional = call.positional
+    if not isinstance(call.first, Thing):
+        return unknown(*call.values)
     reading.say(Fate.UNRELATED, "it is read where it is called")
-    parts = {"function": function, "positional": positional, "given": call.given}
-    return Thing("partial", function.name, parts=parts)
+    bound = replace(call, positional=call.positional[1:])
+    return Thing("partial", call.first.name, parts={"function": call.first, "call": bound})
 
 
 def _seed(reading: Reading, call: Call) -> Any:
@@ -640,25 +616,28 @@ def _seed(reading: Reading, call: Call) -> Any:
 
 
 def _parser(reading: Reading, call: Call) -> Any:
-    [classes] = call.positional[:1] or [call.given.get("dataclass_types", [])]
-    several = classes if isinstance(classes, list | tuple) else [classes]
+    classes = call.first if call.positional else call.given.get("dataclass_types", [])
+    several = list(classes) if isinstance(classes, list | tuple) else [classes]
     reading.say(Fate.UNRELATED, "the parser of the command line")
-    return Thing("parser", call.name, parts={"classes": list(several), "options": {}})
+    return Thing("parser", call.name, parts={"classes": several, "options": {}})
 
 
 def _of_parser(reading: Reading, parser: Thing, call: Call) -> Any:
-    name = call.name
+    name, given = call.name, call.given
     if name == "add_argument":
-        return _add_argument(reading, parser, call)
+        named = [each for each in call.positional if isinstance(each, str)]
+        long = [each for each in named if each.startswith("--")] or named or [""]
+        option = str(given.get("dest") or long[0]).lstrip("-").replace("-", "_")
+        default = False if given.get("action") == "store_true" else None
+        parser.parts["options"][option] = given.get("default", default)
+        reading.say(Fate.UNRELATED, "an option of the command line, which is read where it is used")
+        return None
     if not name.startswith("parse"):
         reading.say(Fate.UNRELATED, "it prepares the parser")
         return parser if name in ("add_argument_group", "add_mutually_exclusive_group") else None
     if reading.flags is None:
-        reading.say(
-            Fate.REFUSED,
-            "arguments of the command line. Import the command that starts the script (a .sh file), or the YAML file "
-            "that it reads",
-        )
+        text = "arguments of the command line. Import the command that starts the script (a .sh file), or the YAML file"
+        reading.say(Fate.REFUSED, f"{text} that it reads")
     else:
         reading.say(Fate.CONVERTED, "the arguments of the command")
     flags = dict(reading.flags or {})
@@ -666,16 +645,16 @@ def _of_parser(reading: Reading, parser: Thing, call: Call) -> Any:
         found = Thing("options", "args", parts={**parser.parts["options"], **flags})
         return [found, unknown()] if name == "parse_known_args" else found
     classes = parser.parts["classes"]
-    own = {name for each in classes if isinstance(each, Thing) and each.role == "class" for name in each.parts}
+    own = {name for each in classes if role_of(each) == "class" for name in each.parts}
     return [_parsed(reading, each, flags, own, call) for each in classes]
 
 
 def _parsed(reading: Reading, kind: Any, flags: dict[str, Any], own: set[str], call: Call) -> Any:
-    """The object that a parser makes of one of its classes; flags of the script's own classes are not TRL's."""
+    """Return the object that a parser makes of one of its classes; flags of the script's own classes are not TRL's."""
     if not isinstance(kind, Thing):
         return unknown()
     base = kind.last_name
-    if _stem(base) in ALGORITHMS or base == "TrainingArguments":
+    if stem_of(base) in ALGORITHMS or base == "TrainingArguments":
         defaults = {key: value for key, value in kind.parts.items() if is_constant(value)}
         given = {key: value for key, value in flags.items() if key not in own or key in kind.parts}
         config = Thing("config", base, parts={**defaults, **given}, node=call.node)
@@ -685,55 +664,33 @@ def _parsed(reading: Reading, kind: Any, flags: dict[str, Any], own: set[str], c
     return Thing("options", base, parts={**known, **kind.parts, **flags})
 
 
-def _add_argument(reading: Reading, parser: Thing, call: Call) -> Any:
-    flags = [each for each in call.positional if isinstance(each, str)]
-    name = call.given.get("dest") or next((each for each in flags if each.startswith("--")), flags[0] if flags else "")
-    default = call.given.get("default", False if call.given.get("action") == "store_true" else None)
-    parser.parts["options"][str(name).lstrip("-").replace("-", "_")] = default
-    reading.say(Fate.UNRELATED, "an option of the command line, which is read where it is used")
-    return None
-
-
-CALLS: Mapping[str, Known] = {
-    **{f"{stem}Config": _config for stem in ALGORITHMS},
-    "TrainingArguments": _config,
-    **{f"{stem}Trainer": _trainer for stem in ALGORITHMS},
-    **{f"{stem}{suffix}": _other_trainer for stem in OTHERS for suffix in ("Config", "Trainer")},
-    "load_dataset": _load_dataset,
-    "load_from_disk": _in_memory,
-    "concatenate_datasets": _concatenated,
-    "interleave_datasets": _concatenated,
-    **{
-        f"from_{name}": _in_memory for name in ("list", "dict", "pandas", "generator", "csv", "json", "parquet", "text")
-    },
-    "DatasetDict": _dataset_dict,
-    "get_dataset": _get_dataset,
-    "from_pretrained": _from_pretrained,
-    "LoraConfig": _lora,
-    "get_peft_model": _get_peft_model,
-    "get_peft_config": _no_quantization,
-    "get_quantization_config": _no_quantization,
-    "get_kbit_device_map": _no_quantization,
-    "BitsAndBytesConfig": _quantized,
-    "prepare_model_for_kbit_training": _prepared,
-    "setup_chat_format": _vocabulary,
-    "clone_chat_template": _vocabulary,
-    "get_chat_template": _vocabulary,
-    "set_seed": _seed,
-    "manual_seed": _seed,
-    "manual_seed_all": _seed,
-    "seed": _seed,
-    "setattr": _setattr,
-    "partial": _partial,
-    "replace": _replaced,
-    "deepcopy": _replaced,
-    "TrlParser": _parser,
-    "HfArgumentParser": _parser,
-    "ArgumentParser": _parser,
+_BY_FUNCTION: Mapping[Callable[[Reading, Call], Any], str] = {
+    _config: " ".join(["TrainingArguments", *(f"{stem}Config" for stem in ALGORITHMS)]),
+    _trainer: " ".join(f"{stem}Trainer" for stem in ALGORITHMS),
+    _other_trainer: " ".join(f"{stem}{suffix}" for stem in OTHERS for suffix in ("Config", "Trainer")),
+    _load_dataset: "load_dataset",
+    _in_memory: "load_from_disk from_list from_dict from_pandas from_generator from_csv from_json from_parquet "
+    "from_text",
+    _concatenated: "concatenate_datasets interleave_datasets",
+    _dataset_dict: "DatasetDict",
+    _get_dataset: "get_dataset",
+    _from_pretrained: "from_pretrained",
+    _lora: "LoraConfig",
+    _get_peft_model: "get_peft_model",
+    _of_model_config: "get_peft_config get_quantization_config get_kbit_device_map",
+    _quantized: "BitsAndBytesConfig",
+    _prepared: "prepare_model_for_kbit_training",
+    _vocabulary: "setup_chat_format clone_chat_template get_chat_template",
+    _seed: "set_seed manual_seed manual_seed_all seed",
+    _setattr: "setattr",
+    _partial: "partial",
+    _replaced: "replace deepcopy",
+    _parser: "TrlParser HfArgumentParser ArgumentParser",
 }
-"""Functions and classes that are known, by name."""
+CALLS = {name: function for function, names in _BY_FUNCTION.items() for name in names.split()}
+"""Functions for calls of functions and classes that are known, by name."""
 
-METHODS: Mapping[str, Method] = {
+METHODS: Mapping[str, Callable[[Reading, Any, Call], Any]] = {
     "data": _of_data,
     "splits": _of_splits,
     "model": _of_model,
@@ -742,13 +699,13 @@ METHODS: Mapping[str, Method] = {
     "config": _of_config,
     "parser": _of_parser,
 }
-"""Methods, by the role of their object."""
+"""Functions for methods, by the role of their object."""
 
-SETTERS: Mapping[str, Callable[[Reading, Any, str, Any, ast.stmt], None]] = {
+SETTERS: Mapping[str, Callable[[Reading, Any, str, Any], None]] = {
     "adapters": _set_adapters,
     "tokenizer": _set_tokenizer,
     "model": _set_model,
     "trainer": _set_trainer,
     "config": _set_config,
 }
-"""Assignments to attributes, by the role of the object."""
+"""Functions for assignments to attributes, by the role of the object."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from rl_launch.foreign.translation import Translation
 
@@ -15,33 +14,27 @@ class PairLoss:
 
     Args:
         name: Name of the loss here.
-        settings: Settings next to `dpo.loss.name`, by the field of TRL that holds each, with TRL's default.
-        keys: Further keys of `dpo`.
+        settings: Defaults of settings next to `dpo.loss.name`, by their names here. Only `gamma` is called
+            `simpo_gamma` in TRL.
+        averages: True for the average of logprobs over the tokens of a response.
         smooths: True if `label_smoothing` changes it.
     """
 
     name: str
-    settings: Mapping[str, tuple[str, float]] = field(default_factory=dict)
-    keys: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, float] = field(default_factory=dict)
+    averages: bool = False
     smooths: bool = False
 
 
-_AVERAGED = {"preference_average_log_probs": True}
-_SMOOTHED = {"label_smoothing": ("label_smoothing", 0.0)}
-_OWN_BETA = {"beta": ("beta", 0.1)}
-
 LOSSES: Mapping[str, PairLoss] = {
     "sigmoid": PairLoss("dpo", smooths=True),
-    "sigmoid_norm": PairLoss("dpo", keys=_AVERAGED),
-    "robust": PairLoss("robust-dpo", settings=_SMOOTHED, smooths=True),
-    "ipo": PairLoss("ipo", keys=_AVERAGED),
+    "sigmoid_norm": PairLoss("dpo", averages=True),
+    "robust": PairLoss("robust-dpo", {"label_smoothing": 0.0}, smooths=True),
+    "ipo": PairLoss("ipo", averages=True),
     "hinge": PairLoss("hinge"),
-    "kto": PairLoss(
-        "kto",
-        settings={"desirable_weight": ("desirable_weight", 1.0), "undesirable_weight": ("undesirable_weight", 1.0)},
-    ),
-    "cpo": PairLoss("cpo", settings=_OWN_BETA),
-    "simpo": PairLoss("simpo", settings={**_OWN_BETA, "gamma": ("simpo_gamma", 0.5)}),
+    "kto": PairLoss("kto", {"desirable_weight": 1.0, "undesirable_weight": 1.0}),
+    "cpo": PairLoss("cpo", {"beta": 0.1}),
+    "simpo": PairLoss("simpo", {"beta": 0.1, "gamma": 0.5}),
     "orpo": PairLoss("orpo"),
 }
 """Losses that are offered here, by their names in TRL. `cpo` and `orpo` are the trainers of these names."""
@@ -60,15 +53,6 @@ _FEATURES = {
     "sync_ref_model": "a reference that follows the policy in preference optimisation (sync_ref_model)",
     "alpha": "rewards of AlphaPO (alpha)",
 }
-_SETTINGS = (
-    "beta",
-    "label_smoothing",
-    "desirable_weight",
-    "undesirable_weight",
-    "simpo_gamma",
-    "cpo_alpha",
-    "rpo_alpha",
-)
 
 
 def translate_preferences(config: Translation) -> None:
@@ -83,7 +67,6 @@ def translate_preferences(config: Translation) -> None:
         config.refuse("loss_type", f"the preference loss {pairs[0]}: {reason}")
     else:
         _loss(config, pairs[0], weights.get(pairs[0], 1.0), weights.get(_SFT))
-    config.follows(["loss_type", "loss_weights"], "dpo.loss, dpo.preference_loss_weight and dpo.sft_loss_weight")
     for name, feature in _FEATURES.items():
         if config.get(name):
             config.refuse(name, feature)
@@ -92,20 +75,18 @@ def translate_preferences(config: Translation) -> None:
         config.unneeded(name, "sync_ref_model is off")
     config.unneeded("max_prompt_length", "a prompt may fill policy.max_total_sequence_length; longer rows are left out")
     config.unneeded("max_completion_length", "a response may fill policy.max_total_sequence_length")
-    config.put("data.overlong", "skip")
 
 
 def _kinds(config: Translation) -> tuple[list[str], dict[str, float]]:
-    """The losses that the file names, with their weights."""
+    """Return the losses that the file names, with their weights."""
     given = config.get("loss_type", "sigmoid")
     kinds = given if isinstance(given, list) else [given]
     weights = config.get("loss_weights") or [1.0] * len(kinds)
     if config.get("reference_free"):
         if kinds == ["sigmoid"] and not config.get("label_smoothing"):
-            # without a reference and without a likelihood it is the term of CPO
+            # This is the term of CPO without a reference and without a likelihood.
             kinds = ["cpo"]
             config.values.setdefault("cpo_alpha", 0.0)
-            config.follows(["reference_free"], "dpo.loss: cpo, with dpo.sft_loss_weight: 0")
         else:
             config.refuse("reference_free", f"the loss {kinds[0]} without a reference (reference_free)")
         return kinds, {}
@@ -115,10 +96,10 @@ def _kinds(config: Translation) -> tuple[list[str], dict[str, float]]:
 
 def _loss(config: Translation, kind: str, weight: float, sft: float | None) -> None:
     loss = LOSSES[kind]
-    section: dict[str, Any] = {"name": loss.name}
-    for setting, (key, default) in loss.settings.items():
-        section[setting] = config.get(key, default)
-        config.follows([key], f"dpo.loss.{setting}")
+    names = {"gamma": "simpo_gamma"}
+    section = {setting: config.get(names.get(setting, setting), default) for setting, default in loss.settings.items()}
+    section = {"name": loss.name, **section}
+    config.follows([names.get(setting, setting) for setting in loss.settings], "dpo.loss")
     smoothing = config.get("label_smoothing", 0.0)
     if smoothing and not loss.smooths:
         config.refuse("label_smoothing", f"label smoothing in the loss {kind}")
@@ -127,26 +108,23 @@ def _loss(config: Translation, kind: str, weight: float, sft: float | None) -> N
         config.notes.append(
             "dpo.loss.label_smoothing: TRL smooths this loss in its releases before 1.0 only. Remove it for later ones"
         )
-    config.follows(["label_smoothing"], "dpo.loss.label_smoothing")
     config.put("dpo.loss", section)
-    for name, value in loss.keys.items():
-        config.put(f"dpo.{name}", value)
+    if loss.averages:
+        config.put("dpo.preference_average_log_probs", True)
     if kind not in _WITHOUT_REFERENCE:
         config.put("dpo.reference_policy_kl_penalty", config.get("beta", 0.1))
         config.follows(["beta"], "dpo.reference_policy_kl_penalty")
     if weight != 1:
         config.put("dpo.preference_loss_weight", weight)
     _likelihood(config, kind, sft)
-    if kind != "simpo" and config.get("simpo_gamma"):
-        config.unneeded("simpo_gamma", f"the loss is {kind}")
     for key in ("desirable_weight", "undesirable_weight", "discopop_tau", "f_alpha_divergence_coef", "simpo_gamma"):
         config.unneeded(key, f"the loss is {kind}")
 
 
 def _likelihood(config: Translation, kind: str, sft: float | None) -> None:
-    """The negative log-likelihood of the chosen response, which TRL averages over the tokens of the batch."""
+    """Set the weight of the likelihood of the chosen response, which TRL averages over the tokens of the batch."""
     if kind == "orpo":
-        # the paper's lambda, which TRL calls beta, weighs the log odds; their own scale is 1
+        # The paper's lambda, which TRL calls beta, weighs the log odds. Their own scale is 1.
         config.put("dpo.preference_loss_weight", config.get("beta", 0.1))
         config.follows(["beta"], "dpo.preference_loss_weight")
         config.notes.append(
@@ -155,10 +133,8 @@ def _likelihood(config: Translation, kind: str, sft: float | None) -> None:
         return
     if kind in ("cpo", "simpo"):
         sft = config.get("cpo_alpha", 1.0)
-        config.follows(["cpo_alpha"], "dpo.sft_loss_weight")
     elif sft is None:
         sft = config.get("rpo_alpha")
-    config.follows(["rpo_alpha"], "dpo.sft_loss_weight")
     if sft is None:
         return
     config.put("dpo.sft_loss_weight", sft)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rl_launch.foreign.lines import Fate, Line
+from rl_launch.foreign.translation import Fate, Line
 from rl_launch.foreign.trl.values import (
     TRACKED,
     Data,
@@ -23,6 +23,7 @@ from rl_launch.foreign.trl.values import (
     is_constant,
     is_made,
     parts_of,
+    role_of,
     touched,
     unknown,
 )
@@ -73,7 +74,6 @@ class Call:
         node: The call.
         positional: Values of positional arguments.
         given: Values of keywords.
-        lines: Line of each keyword.
         extra: True if it has arguments in `*` or `**` that are not known.
     """
 
@@ -81,7 +81,6 @@ class Call:
     node: ast.Call
     positional: list[Any] = field(default_factory=list)
     given: dict[str, Any] = field(default_factory=dict)
-    lines: dict[str, int] = field(default_factory=dict)
     extra: bool = False
 
     def named(self, *names: str) -> Call:
@@ -91,7 +90,17 @@ class Call:
 
     def line(self, key: str) -> int:
         """Return the line of an argument."""
-        return self.lines.get(key, self.node.lineno)
+        return next((each.value.lineno for each in self.node.keywords if each.arg == key), self.node.lineno)
+
+    @property
+    def values(self) -> list[Any]:
+        """The values of all arguments."""
+        return [*self.positional, *self.given.values()]
+
+    @property
+    def first(self) -> Any:
+        """The first positional argument; None if there is none."""
+        return self.positional[0] if self.positional else None
 
 
 class Reading:
@@ -114,7 +123,7 @@ class Reading:
         *,
         calls: Mapping[str, Callable[[Reading, Call], Any]],
         methods: Mapping[str, Callable[[Reading, Any, Call], Any]],
-        setters: Mapping[str, Callable[[Reading, Any, str, Any, ast.stmt], None]],
+        setters: Mapping[str, Callable[[Reading, Any, str, Any], None]],
     ) -> None:
         self.folder = folder
         self.flags = flags
@@ -137,24 +146,21 @@ class Reading:
 
     # What is reported
 
-    def say(self, fate: Fate, text: str, *, line: int = 0, source: str = "") -> None:
-        """Record what becomes of the present statement.
+    def say(self, fate: Fate, text: str, *, line: int = 0) -> None:
+        """Record the fate of the present statement.
 
         Args:
-            fate: What becomes of it.
+            fate: The fate; the largest of a statement counts.
             text: Keys, reason or feature.
             line: Line that is listed, if it is not the first one of the statement.
-            source: Code that is listed, if it is not that line.
         """
         if self.is_trained and fate > Fate.CONVERTED:
             fate, text = Fate.UNRELATED, "it is after the training"
         self._said.append((fate, text))
         number = line or self._here.lineno
-        listed = Line(number, source or self._text[number - 1].strip(), fate, text)
-        if fate is Fate.CHECK and listed not in self.checks:
-            self.checks.append(listed)
-        elif fate is Fate.REFUSED and listed not in self.refused:
-            self.refused.append(listed)
+        listed = {Fate.CHECK: self.checks, Fate.REFUSED: self.refused}.get(fate, [])
+        if (said := Line(number, self._text[number - 1].strip(), fate, text)) not in listed:
+            listed.append(said)
 
     def computed(self, value: Any) -> str:
         """Return the lines that computed a value, in words, and mark those lines as listed."""
@@ -169,7 +175,7 @@ class Reading:
 
     @contextmanager
     def at(self, node: ast.AST) -> Iterator[None]:
-        """Record what is said as of the statement that contains a call."""
+        """Record the fate of the statement that contains a call."""
         self._here, self._said = self._made_in[id(node)], []
         yield
         if self._said:
@@ -182,32 +188,25 @@ class Reading:
         for statement in body:
             outer = self._here, self._said, self._touched
             self._here, self._said, self._touched = statement, [], set()
-            handler = getattr(self, f"_{type(statement).__name__.lower()}", None)
-            if handler is None:
-                self._generic(statement)
-            else:
-                handler(statement)
+            getattr(self, f"_{type(statement).__name__.lower()}", self._generic)(statement)
             self._account(statement)
             self._here, self._said, self._touched = outer
 
     def run_uncalled(self, wanted: Callable[[ast.AST], bool]) -> None:
         """Read the functions that the script never calls and that contain a wanted node; a library calls them."""
         for value in list(self._scopes[0].values()):
-            is_uncalled = isinstance(value, Thing) and value.role == "function" and id(value.node) not in self._called
+            is_uncalled = role_of(value) == "function" and id(value.node) not in self._called
             if is_uncalled and any(wanted(node) for node in ast.walk(value.node)):
                 self._here = value.node
                 self._inlined(value, dict(self.flags or {}))
 
     def _account(self, statement: ast.stmt) -> None:
-        fate, reason = max(self._said, key=lambda each: each[0], default=(None, ""))
-        if fate is not None:
-            reason = "; ".join(dict.fromkeys(text for each, text in self._said if each is fate))
-        elif self._touched & _MUTABLE and not isinstance(statement, ast.Assign | ast.AnnAssign | ast.Return | ast.If):
-            self.say(Fate.CHECK, f"acts on the {' and the '.join(sorted(self._touched & TRACKED))}, and is not read")
-            fate, reason = self._said[-1]
-        else:
-            fate, reason = Fate.UNRELATED, "it does not act on the training"
-        self._mark(statement, fate, reason)
+        acts = self._touched & _MUTABLE and not isinstance(statement, ast.Assign | ast.AnnAssign | ast.Return | ast.If)
+        if not self._said and acts:
+            self.say(Fate.CHECK, f"acts on the {_listed(self._touched & TRACKED)}, and is not read")
+        fate = max((each for each, _ in self._said), default=Fate.UNRELATED)
+        reasons = dict.fromkeys(text for each, text in self._said if each is fate)
+        self._mark(statement, fate, "; ".join(reasons) if self._said else "it does not act on the training")
 
     def _mark(self, statement: ast.stmt, fate: Fate, reason: str) -> None:
         key = (statement.lineno, statement.col_offset)
@@ -215,28 +214,25 @@ class Reading:
             self.lines[key] = Line(statement.lineno, self._text[statement.lineno - 1].strip(), fate, reason)
 
     def _skipped(self, body: Iterable[ast.stmt], reason: str) -> None:
-        for statement in body:
-            for node in ast.walk(statement):
-                if isinstance(node, ast.stmt):
-                    self._mark(node, Fate.UNRELATED, reason)
+        for node in (node for statement in body for node in ast.walk(statement)):
+            if isinstance(node, ast.stmt):
+                self._mark(node, Fate.UNRELATED, reason)
 
     def _generic(self, statement: ast.stmt) -> None:
         for node in ast.iter_child_nodes(statement):
             if isinstance(node, ast.expr):
                 self.value(node)
 
-    def _import(self, statement: ast.Import) -> None:
-        for alias in statement.names:
-            name = alias.asname or alias.name.partition(".")[0]
-            self._scopes[-1][name] = Thing("import", alias.name if alias.asname else name)
-        self.say(Fate.UNRELATED, "an import")
-
-    def _importfrom(self, statement: ast.ImportFrom) -> None:
+    def _import(self, statement: ast.Import | ast.ImportFrom) -> None:
+        module = f"{statement.module or ''}." if isinstance(statement, ast.ImportFrom) else ""
         for alias in statement.names:
             if alias.name == "*":
                 self.say(Fate.CHECK, "imports names that cannot be followed")
-            self._scopes[-1][alias.asname or alias.name] = Thing("import", f"{statement.module or ''}.{alias.name}")
+            name = alias.name if module or alias.asname else alias.name.partition(".")[0]
+            self._scopes[-1][alias.asname or name] = Thing("import", module + name)
         self.say(Fate.UNRELATED, "an import")
+
+    _importfrom = _import
 
     def _functiondef(self, statement: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         self._scopes[-1][statement.name] = Thing("function", statement.name, node=statement)
@@ -251,25 +247,21 @@ class Reading:
         defaults: dict[str, Any] = {}
         for each in statement.body:
             match each:
-                case ast.AnnAssign(target=ast.Name(id=name), value=value):
-                    defaults[name] = self._default(value)
+                case ast.AnnAssign(target=ast.Name(id=name), value=None):
+                    defaults[name] = unknown(name="a field without a default")
+                case ast.AnnAssign(target=ast.Name(id=name), value=ast.Call(func=ast.Name() | ast.Attribute()) as made):
+                    keywords = {keyword.arg: keyword.value for keyword in made.keywords}
+                    factory = keywords.get("default_factory")
+                    default = factory.body if isinstance(factory, ast.Lambda) else None
+                    default = keywords.get("default", default)
+                    defaults[name] = unknown() if default is None else self.value(default)
+                case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
+                    defaults[name] = self.value(value)
                 case ast.Assign(targets=[ast.Name(id=name)], value=value):
                     defaults[name] = self.value(value)
         self._scopes[-1][statement.name] = Thing("class", base or statement.name, parts=defaults, node=statement)
         self.say(Fate.UNRELATED, "the definition of a class")
         self._skipped(statement.body, "a line of a class, which is read where it is used")
-
-    def _default(self, node: ast.expr | None) -> Any:
-        """The default of a field of a dataclass."""
-        if node is None:
-            return unknown(name="a field without a default")
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
-            keywords = {each.arg: each.value for each in node.keywords}
-            if "default" in keywords:
-                return self.value(keywords["default"])
-            factory = keywords.get("default_factory")
-            return self.value(factory.body) if isinstance(factory, ast.Lambda) else unknown()
-        return self.value(node)
 
     def _assign(self, statement: ast.Assign) -> None:
         value = self.value(statement.value)
@@ -283,8 +275,8 @@ class Reading:
             self.bind(statement.target, self.value(statement.value))
 
     def _augassign(self, statement: ast.AugAssign) -> None:
-        now = self.value(ast.copy_location(_as_read(statement.target), statement.target))
-        self.bind(statement.target, folded(statement.op, now, self.value(statement.value)))
+        value = folded(statement.op, self.value(statement.target), self.value(statement.value))
+        self.bind(statement.target, value)
 
     def bind(self, target: ast.expr, value: Any) -> None:
         """Assign a value to a name, an attribute, an entry or several of them."""
@@ -307,21 +299,25 @@ class Reading:
 
     def set_attribute(self, owner: Any, name: str, value: Any) -> None:
         """Assign an attribute, and account for its effect."""
+        role = role_of(owner)
         if name == "requires_grad":
             self._freeze(value)
-            return
-        role = "data" if isinstance(owner, Data) else owner.role if isinstance(owner, Thing) else ""
-        if role in self._setters:
-            self._setters[role](self, owner, name, value, self._here)
-        elif isinstance(owner, Thing) and owner.role in ("import", "class"):
-            self._patch(owner, name)
-        elif isinstance(owner, Thing) and owner.role in ("options", "instance"):
+        elif role in self._setters:
+            self._setters[role](self, owner, name, value)
+        elif role in ("import", "class"):
+            module = owner.name.partition(".")[0]
+            if module in ("trl", "transformers", "peft", "accelerate", "datasets") or owner.name.endswith("Trainer"):
+                self.say(Fate.REFUSED, f"code of {module} that is replaced ({owner.last_name}.{name})")
+            elif "backends" in owner.name:
+                self.say(Fate.UNRELATED, "kernels are chosen by the backend")
+            else:
+                self.say(Fate.CHECK, f"changes {owner.name}.{name} for everything that runs after it")
+        elif role in ("options", "instance"):
             owner.parts[name] = value
-        elif isinstance(owner, Thing) and not owner.role and not touched(owner):
-            # it counts if the object is used
-            owner.lines = (*owner.lines, self._here.lineno)
         elif touched(owner):
-            self.say(Fate.CHECK, f"sets {name} of a value of the {' and the '.join(sorted(touched(owner)))}")
+            self.say(Fate.CHECK, f"sets {name} of a value of the {_listed(touched(owner))}")
+        elif isinstance(owner, Thing) and not role:
+            owner.lines = (*owner.lines, self._here.lineno)  # it counts if the object is used
 
     def _freeze(self, value: Any) -> None:
         if value is True:
@@ -329,29 +325,19 @@ class Reading:
         else:
             self.say(Fate.REFUSED, "training only some of the parameters (requires_grad)")
 
-    def _patch(self, owner: Thing, name: str) -> None:
-        module = owner.name.partition(".")[0]
-        if module in ("trl", "transformers", "peft", "accelerate", "datasets") or owner.last_name.endswith("Trainer"):
-            self.say(Fate.REFUSED, f"code of {module} that is replaced ({owner.last_name}.{name})")
-        elif "backends" in owner.name:
-            self.say(Fate.UNRELATED, "kernels are chosen by the backend")
-        else:
-            self.say(Fate.CHECK, f"changes {owner.name}.{name} for everything that runs after it")
-
     def _set_entry(self, owner: Any, key: Any, value: Any) -> None:
         if isinstance(owner, Thing) and owner.name == "os.environ":
-            self.variable(key, value)
+            self._set_variable(key, value)
         elif isinstance(owner, dict) and isinstance(key, str | int):
             owner[key] = value
-        elif isinstance(owner, Thing) and owner.role == "splits" and isinstance(key, str):
+        elif role_of(owner) == "splits" and isinstance(key, str):
             owner.parts[key] = value
         elif isinstance(owner, list) and isinstance(key, int) and -len(owner) <= key < len(owner):
             owner[key] = value
-        elif touched(owner, value):
-            self.say(Fate.CHECK, f"changes an entry of the {' and the '.join(sorted(touched(owner, value)))}")
+        elif roles := touched(owner, value):
+            self.say(Fate.CHECK, f"changes an entry of the {_listed(roles)}")
 
-    def variable(self, name: Any, value: Any) -> None:
-        """Account for an environment variable that the script sets."""
+    def _set_variable(self, name: Any, value: Any) -> None:
         if isinstance(name, str) and name.startswith(HARMLESS_VARIABLES):
             self.say(Fate.UNRELATED, "the variable does not change the training; set it in the shell")
         else:
@@ -367,7 +353,7 @@ class Reading:
         self.value(statement.value)
         if isinstance(statement.value, ast.Call) and not self._said and not self._touched:
             name = self.dotted(statement.value.func)
-            known = name in _PURE or name in ("main",)
+            known = name in _PURE or name == "main"
             self.say(Fate.UNRELATED if known else Fate.CHECK, f"calls {name or 'a function'}, which is not read")
 
     def _if(self, statement: ast.If) -> None:
@@ -405,9 +391,8 @@ class Reading:
     def _inside(self, body: list[ast.stmt]) -> Fate:
         """Read the body of a statement and return the largest fate of its statements."""
         self.run(body)
-        keys = {
-            (node.lineno, node.col_offset) for each in body for node in ast.walk(each) if isinstance(node, ast.stmt)
-        }
+        nodes = (node for each in body for node in ast.walk(each) if isinstance(node, ast.stmt))
+        keys = {(node.lineno, node.col_offset) for node in nodes}
         return max((self.lines[key].fate for key in keys if key in self.lines), default=Fate.UNRELATED)
 
     def _truth(self, test: ast.expr) -> Any:
@@ -427,10 +412,9 @@ class Reading:
                 self.run(statement.body)
             self.run(statement.orelse)
             self.say(Fate.UNRELATED, "the lines below it are read for each value")
-            return
-        is_part = isinstance(several, Thing) and several.role == "model"
-        self.bind(statement.target, several if is_part else unknown(several))
-        self._loop(statement.body + statement.orelse)
+        else:
+            self.bind(statement.target, several if role_of(several) == "model" else unknown(several))
+            self._loop(statement.body + statement.orelse)
 
     _asyncfor = _for
 
@@ -453,8 +437,8 @@ class Reading:
     def _match(self, statement: ast.Match) -> None:
         self.value(statement.subject)
         trained = self.is_trained
-        others = statement.cases[1:]
-        fates = [self._inside(statement.cases[0].body), *(self._branch(case.body, trained=trained) for case in others)]
+        fates = [self._inside(statement.cases[0].body)]
+        fates += [self._branch(case.body, trained=trained) for case in statement.cases[1:]]
         if max(fates) > Fate.UNRELATED:
             self._decided("is decided when the script runs; its first case is read", trained=trained)
 
@@ -499,7 +483,12 @@ class Reading:
             case ast.Name(id=name):
                 return self._read(self._named(name))
             case ast.List(elts=elements) | ast.Tuple(elts=elements) | ast.Set(elts=elements):
-                return self._sequence(elements)
+                found: list[Any] = []
+                for element in elements:
+                    value = self.value(element.value if isinstance(element, ast.Starred) else element)
+                    is_several = isinstance(element, ast.Starred) and isinstance(value, list | tuple)
+                    found += list(value) if is_several else [value]
+                return found
             case ast.Dict(keys=keys, values=values):
                 return self._dictionary(keys, values)
             case ast.JoinedStr(values=values):
@@ -510,11 +499,24 @@ class Reading:
             case ast.Compare(left=left, ops=[kind], comparators=[right]):
                 return folded(kind, self.value(left), self.value(right))
             case ast.UnaryOp(op=kind, operand=operand):
-                return self._unary(kind, self.value(operand))
+                value = self.value(operand)
+                if isinstance(kind, ast.Not):
+                    return not value if is_constant(value) else False if is_made(value) else unknown(value)
+                number = isinstance(value, int | float)
+                return unknown(value) if not number else -value if isinstance(kind, ast.USub) else value
             case ast.BoolOp(op=kind, values=values):
-                return self._choice(kind, [self.value(each) for each in values])
+                several = [self.value(each) for each in values]
+                for value in several:
+                    if not is_constant(value) and not is_made(value):
+                        return unknown(*several)
+                    if bool(value if is_constant(value) else True) is isinstance(kind, ast.Or):
+                        return value
+                return several[-1]
             case ast.IfExp(test=test, body=body, orelse=orelse):
-                return self._either(test, body, orelse)
+                truth = self._truth(test)
+                if isinstance(truth, bool):
+                    return self.value(body if truth else orelse)
+                return unknown(self.value(body), self.value(orelse), truth)
             case ast.Attribute(value=owner, attr=name):
                 return self._attribute(self.value(owner), name)
             case ast.Subscript(value=owner, slice=index):
@@ -525,8 +527,8 @@ class Reading:
                 value = self.value(inner)
                 self.bind(target, value)
                 return value
-            case ast.ListComp(elt=element, generators=[ast.comprehension(target=target, iter=several, ifs=[])]):
-                return self._comprehension(element, target, self.value(several))
+            case ast.ListComp(elt=element, generators=[ast.comprehension(target=target, iter=iterated, ifs=[])]):
+                return self._comprehension(element, target, self.value(iterated))
             case ast.Lambda():
                 return Thing("function", "a lambda", node=node)
             case ast.Slice():
@@ -536,7 +538,7 @@ class Reading:
                 return unknown(*[self.value(each) for each in ast.walk(node) if isinstance(each, ast.Name)])
 
     def _formatted(self, node: ast.expr) -> Any:
-        """A part of an f-string as text."""
+        """Return a part of an f-string as text."""
         if not isinstance(node, ast.FormattedValue):
             return self.value(node)
         value, form = self.value(node.value), self.value(node.format_spec) if node.format_spec else ""
@@ -552,17 +554,7 @@ class Reading:
         return value
 
     def _named(self, name: str) -> Any:
-        for scope in reversed(self._scopes):
-            if name in scope:
-                return scope[name]
-        return Thing("import", name)
-
-    def _sequence(self, elements: list[ast.expr]) -> Any:
-        found: list[Any] = []
-        for element in elements:
-            value = self.value(element.value if isinstance(element, ast.Starred) else element)
-            found += list(value) if isinstance(element, ast.Starred) and isinstance(value, list | tuple) else [value]
-        return found
+        return next((scope[name] for scope in reversed(self._scopes) if name in scope), Thing("import", name))
 
     def _comprehension(self, element: ast.expr, target: ast.expr, several: Any) -> Any:
         self._scopes.append({})
@@ -578,39 +570,14 @@ class Reading:
         found: dict[Any, Any] = {}
         for key, node in zip(keys, values, strict=True):
             value = self.value(node)
+            name = None if key is None else self.value(key)
             if key is None and isinstance(value, dict):
                 found |= value
-            elif key is None:
+            elif key is None or not isinstance(name, str | int | float | bool | None):
                 return unknown(found, value)
             else:
-                name = self.value(key)
-                if not isinstance(name, str | int | float | bool | None):
-                    return unknown(found, value)
                 found[name] = value
         return found
-
-    def _unary(self, kind: ast.unaryop, value: Any) -> Any:
-        if isinstance(kind, ast.Not):
-            return not value if is_constant(value) else False if is_made(value) else unknown(value)
-        if isinstance(value, int | float):
-            return -value if isinstance(kind, ast.USub) else value
-        return unknown(value)
-
-    def _choice(self, kind: ast.boolop, values: list[Any]) -> Any:
-        stops = isinstance(kind, ast.Or)
-        for value in values:
-            if not is_constant(value) and not is_made(value):
-                return unknown(*values)
-            if bool(value if is_constant(value) else True) is stops:
-                return value
-        return values[-1]
-
-    def _either(self, test: ast.expr, body: ast.expr, orelse: ast.expr) -> Any:
-        truth = self._truth(test)
-        if isinstance(truth, bool):
-            return self.value(body if truth else orelse)
-        values = self.value(body), self.value(orelse)
-        return unknown(*values, truth)
 
     def _attribute(self, owner: Any, name: str) -> Any:
         match owner:
@@ -627,15 +594,16 @@ class Reading:
         return unknown(owner, name=name)
 
     def _entry(self, owner: Any, key: Any) -> Any:
-        if isinstance(owner, Thing) and owner.role == "splits" and isinstance(key, str):
-            call = ast.copy_location(ast.Call(func=ast.Name(id="get"), args=[], keywords=[]), self._here)
-            return self._methods["splits"](self, owner, Call("get", call, [key]))
-        if isinstance(owner, Thing) and owner.name == "os.environ":
-            return unknown(name=f"the environment variable {key}")
-        if isinstance(owner, Thing) and owner.role == "model":
-            return Thing("model", f"{owner.name}[...]")
-        if isinstance(owner, Data) and isinstance(key, str):
-            return Thing("", "a column of the data", touches=frozenset({"data"}))
+        match owner:
+            case Thing(role="splits") if isinstance(key, str):
+                call = ast.copy_location(ast.Call(func=ast.Name(id="get"), args=[], keywords=[]), self._here)
+                return self._methods["splits"](self, owner, Call("get", call, [key]))
+            case Thing(name="os.environ"):
+                return unknown(name=f"the environment variable {key}")
+            case Thing(role="model"):
+                return Thing("model", f"{owner.name}[...]")
+            case Data() if isinstance(key, str):
+                return Thing("", "a column of the data", touches=frozenset({"data"}))
         try:
             return owner[key]
         except (TypeError, KeyError, IndexError):
@@ -648,7 +616,7 @@ class Reading:
         match node:
             case ast.Name(id=name):
                 value = self._named(name)
-                return value.name if isinstance(value, Thing) and value.role == "import" else name
+                return value.name if role_of(value) == "import" else name
             case ast.Attribute(value=owner, attr=name):
                 return f"{self.dotted(owner)}.{name}".lstrip(".")
             case _:
@@ -659,101 +627,88 @@ class Reading:
         outer, self._touched = self._touched, set()
         self._made_in[id(node)] = self._here
         owner = self.value(node.func.value) if isinstance(node.func, ast.Attribute) else None
-        call = self._arguments(node)
+        call = Call(self.dotted(node.func).rpartition(".")[2] or getattr(node.func, "attr", ""), node)
+        for argument in node.args:
+            starred = isinstance(argument, ast.Starred)
+            value = self.value(argument.value if isinstance(argument, ast.Starred) else argument)
+            call.extra |= starred and not isinstance(value, list | tuple)
+            call.positional += list(value) if starred and not call.extra else [value]
+        for keyword in node.keywords:
+            value = self.value(keyword.value)
+            if keyword.arg is not None:
+                call.given[keyword.arg] = value
+            elif isinstance(value, dict):
+                call.given |= value
+            else:
+                call.extra = True
         found = self._result(node, owner, call)
         # a call that is known has said what it does; one that only computes has no effect
         self._touched = outer
         return found
 
-    def _arguments(self, node: ast.Call) -> Call:
-        name = self.dotted(node.func).rpartition(".")[2]
-        call = Call(name or getattr(node.func, "attr", ""), node)
-        for argument in node.args:
-            value = self.value(argument.value if isinstance(argument, ast.Starred) else argument)
-            if isinstance(argument, ast.Starred) and not isinstance(value, list | tuple):
-                call.extra = True
-            call.positional += list(value) if isinstance(argument, ast.Starred) and not call.extra else [value]
-        for keyword in node.keywords:
-            value = self.value(keyword.value)
-            if keyword.arg is not None:
-                call.given[keyword.arg] = value
-                call.lines[keyword.arg] = keyword.value.lineno
-            elif isinstance(value, dict):
-                call.given |= value
-            else:
-                call.extra = True
-        return call
-
     def _result(self, node: ast.Call, owner: Any, call: Call) -> Any:
-        name = self.dotted(node.func)
-        role = "data" if isinstance(owner, Data) else owner.role if isinstance(owner, Thing) else ""
-        if role in self._methods:
-            return self._methods[role](self, owner, call)
+        if role_of(owner) in self._methods:
+            return self._methods[role_of(owner)](self, owner, call)
         target: Any = self._named(node.func.id) if isinstance(node.func, ast.Name) else None
         if isinstance(node.func, ast.Call):
             target = self.value(node.func)
-        if isinstance(target, Thing) and target.role == "partial":
-            given = {**target.parts["given"], **call.given}
-            positional = [*target.parts["positional"], *call.positional]
+        if role_of(target) == "partial":
+            bound: Call = target.parts["call"]
+            given, positional = {**bound.given, **call.given}, [*bound.positional, *call.positional]
             call = replace(call, name=target.last_name, positional=positional, given=given)
             target = target.parts["function"]
-        if isinstance(target, Thing) and target.role == "function":
+        if role_of(target) == "function":
             return self._local(target, call)
-        if isinstance(owner, Thing) and owner.role == "instance" and (method := self._method_of(owner, call.name)):
+        if role_of(owner) == "instance" and (method := _method_of(owner, call.name)):
             return self._local(method, replace(call, positional=[owner, *call.positional]))
-        if isinstance(target, Thing) and target.role == "class":
+        if role_of(target) == "class":
             return self._constructed(target, call)
         if call.name in self._calls:
             return self._calls[call.name](self, call)
         if call.name == "requires_grad_":
             self._freeze(call.positional[0] if call.positional else True)
             return owner
-        return self._unread(name, owner, call)
+        return self._unread(self.dotted(node.func), owner, call)
 
     def _unread(self, name: str, owner: Any, call: Call) -> Any:
-        values = (owner, *call.positional, *call.given.values())
-        plain_values = [*call.positional]
-        if name in _FOLDED and not call.given and is_constant(plain_values):
+        if name in _FOLDED and not call.given and is_constant(call.positional):
             try:
-                return _FOLDED[name](*plain_values)
+                return _FOLDED[name](*call.positional)
             except (TypeError, ValueError):
-                return unknown(*values)
+                return unknown(owner, *call.values)
         if name == "dict" and not call.positional:
             return dict(call.given)
-        if isinstance(owner, str) and call.name in _TEXT_METHODS and is_constant([plain_values, call.given]):
-            return getattr(owner, call.name)(*plain_values, **call.given)
+        if isinstance(owner, str) and call.name in _TEXT_METHODS and is_constant(call.values):
+            return getattr(owner, call.name)(*call.positional, **call.given)
         if isinstance(owner, dict | list):
             return self._of_container(owner, call)
         if (isinstance(owner, Thing) and owner.name == "os.environ") or name == "os.getenv":
             return self._environment(call)
         if _HARMLESS.intersection(name.split(".")):
             self.say(Fate.UNRELATED, "it reports, or prepares the script")
-        elif call.name not in _PURE and (acted := touched(values) & _MUTABLE):
-            self.say(
-                Fate.CHECK, f"calls {name or call.name} with the {' and the '.join(sorted(acted))}, and is not read"
-            )
+        elif call.name not in _PURE and (acted := touched(owner, *call.values) & _MUTABLE):
+            self.say(Fate.CHECK, f"calls {name or call.name} with the {_listed(acted)}, and is not read")
         elif isinstance(self._here, ast.Expr) and call.name not in _PURE:
             self.say(Fate.CHECK, f"calls {name or call.name}, which is not read")
-        return unknown(*values, name=name)
+        return unknown(owner, *call.values, name=name)
 
     def _of_container(self, owner: Any, call: Call) -> Any:
-        """A method of a list or a dictionary."""
+        """Call a method of a list or a dictionary."""
+        first = call.first
         if isinstance(owner, list) and call.name in ("append", "extend") and len(call.positional) == 1:
-            [value] = call.positional
-            owner += [value] if call.name == "append" or not isinstance(value, list | tuple) else list(value)
+            owner += list(first) if call.name == "extend" and isinstance(first, list | tuple) else [first]
         elif isinstance(owner, dict) and call.name == "update":
-            owner.update({**(call.positional[0] if call.positional and isinstance(call.positional[0], dict) else {})})
-            owner.update(call.given)
+            owner.update({**(first if isinstance(first, dict) else {}), **call.given})
         elif isinstance(owner, dict) and call.name == "get" and call.positional:
             default = call.positional[1] if len(call.positional) > 1 else None
-            return owner.get(call.positional[0], default) if is_constant(call.positional[0]) else unknown(owner)
+            return owner.get(first, default) if is_constant(first) else unknown(owner)
         else:
             return unknown(owner, call.positional)
         self.say(Fate.UNRELATED, "it is read where the value is used")
         return None
 
     def _environment(self, call: Call) -> Any:
-        """A method of `os.environ`, or `os.getenv`."""
+        """Call a method of `os.environ`, or `os.getenv`."""
         name, *rest = call.positional or [None]
         if call.name in ("get", "getenv") and rest and is_constant(rest[0]):
             self.say(Fate.CHECK, f"the environment variable {name}; its default {rest[0]!r} is taken")
@@ -761,12 +716,12 @@ class Reading:
         if call.name in ("setdefault", "update"):
             pairs = name if isinstance(name, dict) else {**({name: rest[0]} if rest else {}), **call.given}
             for key, value in pairs.items():
-                self.variable(key, value)
+                self._set_variable(key, value)
         return unknown(name=f"the environment variable {name}")
 
     def _local(self, function: Thing, call: Call) -> Any:
         if len(self._scopes) > _MAX_DEPTH:
-            return unknown(*call.positional, *call.given.values())
+            return unknown(*call.values)
         arguments = function.node.args
         names = [each.arg for each in (*arguments.posonlyargs, *arguments.args)]
         given = {**dict(zip(names, call.positional, strict=False)), **call.given}
@@ -779,36 +734,28 @@ class Reading:
 
     def _inlined(self, function: Thing, given: dict[str, Any]) -> Any:
         """Read the body of a function of the script in the place of its call."""
-        node = function.node
+        node, arguments = function.node, function.node.args
         self._called.add(id(node))
-        if isinstance(node, ast.Lambda):
-            self._scopes.append(given)
-            found = self.value(node.body)
-            self._scopes.pop()
-            return found
-        names = [*node.args.posonlyargs, *node.args.args]
-        defaults = dict(
-            zip([each.arg for each in names[len(names) - len(node.args.defaults) :]], node.args.defaults, strict=True)
-        )
-        defaults |= {
-            each.arg: default
-            for each, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
-            if default is not None
-        }
-        scope = {each.arg: unknown(name=each.arg) for each in (*names, *node.args.kwonlyargs)}
-        scope |= {name: self.value(default) for name, default in defaults.items()}
+        names = [*arguments.posonlyargs, *arguments.args]
+        defaults = [*zip(names[len(names) - len(arguments.defaults) :], arguments.defaults, strict=True)]
+        defaults += zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+        scope = {each.arg: unknown(name=each.arg) for each in (*names, *arguments.kwonlyargs)}
+        scope |= {each.arg: self.value(default) for each, default in defaults if default is not None}
         self._scopes.append(scope | given)
         before = len(self._returned)
-        self.run(node.body)
+        if isinstance(node, ast.Lambda):
+            self._returned.append(self.value(node.body))
+        else:
+            self.run(node.body)
+            self.say(Fate.UNRELATED, f"the lines of {function.name} are read in its place")
         returned = self._returned[before:]
         del self._returned[before:]
         self._scopes.pop()
-        self.say(Fate.UNRELATED, f"the lines of {function.name} are read in its place")
         # a branch that is read as taken returns first; None stands for a case that is left out
         return next((value for value in returned if value is not None), None)
 
     def _constructed(self, kind: Thing, call: Call) -> Any:
-        """An object of a class of the script."""
+        """Return an object of a class of the script."""
         base = kind.last_name
         if base in self._calls and base.endswith(("Trainer", "Config")):
             what = "trainer" if base.endswith("Trainer") else "class of arguments"
@@ -817,25 +764,17 @@ class Reading:
             self._mark(kind.node, Fate.REFUSED, f"a {what} of your own")
             return self._calls[base](self, replace(call, name=base))
         made = Thing("instance", kind.node.name, parts={**kind.parts, **call.given}, node=kind.node)
-        if start := self._method_of(made, "__init__"):
+        if start := _method_of(made, "__init__"):
             self._local(start, replace(call, positional=[made, *call.positional]))
         return made
 
-    def _method_of(self, owner: Thing, name: str) -> Thing | None:
-        """A method of an object of a class of the script."""
-        body = owner.node.body if owner.node is not None else []
-        found = next((each for each in body if isinstance(each, ast.FunctionDef) and each.name == name), None)
-        return None if found is None else Thing("function", name, node=found)
+
+def _listed(roles: Iterable[str]) -> str:
+    return " and the ".join(sorted(roles))
 
 
-def _as_read(target: ast.expr) -> ast.expr:
-    """Return the target of an assignment as an expression."""
-    match target:
-        case ast.Name(id=name):
-            return ast.Name(id=name, ctx=ast.Load())
-        case ast.Attribute(value=value, attr=attr):
-            return ast.Attribute(value=value, attr=attr, ctx=ast.Load())
-        case ast.Subscript(value=value, slice=index):
-            return ast.Subscript(value=value, slice=index, ctx=ast.Load())
-        case _:
-            return target
+def _method_of(owner: Thing, name: str) -> Thing | None:
+    """Return a method of an object of a class of the script."""
+    body = owner.node.body if owner.node is not None else []
+    found = next((each for each in body if isinstance(each, ast.FunctionDef) and each.name == name), None)
+    return None if found is None else Thing("function", name, node=found)

@@ -1,4 +1,4 @@
-"""What a Python script gives TRL's trainers. The script is parsed, and never run."""
+"""The arguments that a Python script gives TRL's trainers. The script is parsed, and never run."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from typing import Any
 
 from rl_core.config.tree import read_text, reason
 from rl_core.errors import ConfigError
-from rl_launch.foreign.lines import Fate, Line
-from rl_launch.foreign.shell import MAX_SCRIPT_BYTES
-from rl_launch.foreign.trl.calls import ALGORITHMS, CALLS, METHODS, OTHERS, SETTERS
+from rl_launch.foreign.translation import Fate, Line
+from rl_launch.foreign.trl.calls import ALGORITHMS, CALLS, METHODS, OTHERS, SETTERS, stem_of
 from rl_launch.foreign.trl.reading import Call, Reading
-from rl_launch.foreign.trl.values import Data, Thing, is_constant, is_made, plain
+from rl_launch.foreign.trl.values import Data, Thing, is_constant, is_made, plain, role_of
 from rl_launch.foreign_keys.table import table
 
 _REFUSED_ARGUMENTS = {
@@ -35,9 +34,12 @@ _LISTED_ARGUMENTS = {
     "preprocess_logits_for_metrics": "metrics of validation are not converted",
     "reward_processing_classes": "a reward model has its own tokenizer in env.reward_model",
 }
+_IGNORED_LOADING = ("device_map", "low_cpu_mem_usage", "trust_remote_code", "use_cache")
+"""Entries of `model_init_kwargs` that do not change which model is trained."""
 _DATA = {"train_dataset": "data.train", "eval_dataset": "data.validation"}
 
-
+MAX_SCRIPT_BYTES = 1 << 19
+"""Maximum size of a script."""
 HELD_OUT = "the rows that train_dataset leaves out"
 """Value of `eval_dataset` if the script splits one dataset."""
 
@@ -111,41 +113,27 @@ def class_defaults(stem: str, values: dict[str, Any]) -> str:
     return ALGORITHMS[stem]
 
 
-def _share_rows(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Return whether two datasets have rows in common; two different slices of a split may have none."""
-    if any(one.get(key) != other.get(key) for key in ("dataset_name", "data_path", "subset")):
-        return False
-    [(first, cut), (second, other_cut)] = [str(each.get("split")).partition("[")[::2] for each in (one, other)]
-    return first == second and (not cut or not other_cut or cut == other_cut)
-
-
 def _trains(node: ast.AST) -> bool:
-    named = getattr(node, "func", None)
-    name = getattr(named, "id", getattr(named, "attr", ""))
+    function = getattr(node, "func", None)
+    name = getattr(function, "id", getattr(function, "attr", ""))
     return isinstance(node, ast.Call) and name.endswith("Trainer")
 
 
 def _the_trainer(reading: Reading, path: Path) -> tuple[Thing | None, Thing | None]:
-    """The class of arguments and the trainer of a script; one of them may be missing."""
+    """Return the class of arguments and the trainer of a script; one of them may be missing."""
     for name, line in reading.others.items():
-        stem = name.removesuffix("Config").removesuffix("Trainer")
-        raise ConfigError(f"{path}: {name} (line {line}) is not imported: {OTHERS[stem]}")
+        raise ConfigError(f"{path}: {name} (line {line}) is not imported: {OTHERS[stem_of(name)]}")
     trainers = reading.trainers
-    used = [each.parts["args"] for each in trainers if isinstance(each.parts.get("args"), Thing)]
-    configs = [each for each in used if each.role == "config"] or ([] if trainers else reading.configs)
+    used: list[Any] = [each.parts.get("args") for each in trainers]
+    configs = [each for each in used if role_of(each) == "config"] or ([] if trainers else reading.configs)
     if len(trainers) > 1 or len(configs) > 1 or not (trainers or configs):
-        found = [(each.name, _line(each)) for each in (trainers or configs)]
-        named = ", ".join(f"{name} in line {line}" for name, line in found) or "none"
+        found = [(each.name, each.node.node) for each in trainers] or [(each.name, each.node) for each in configs]
+        named = ", ".join(f"{name} in line {node.lineno}" for name, node in found) or "none"
         raise ConfigError(
             f"{path}: a script is imported if it trains once, with one of "
             f"{', '.join(f'{stem}Trainer' for stem in ALGORITHMS)}; found {named}. Import its arguments as a YAML file"
         )
     return next(iter(configs), None), next(iter(trainers), None)
-
-
-def _line(thing: Thing) -> int:
-    node = thing.node.node if isinstance(thing.node, Call) else thing.node
-    return int(node.lineno)
 
 
 class _Collected:
@@ -156,89 +144,83 @@ class _Collected:
         self._config, self._trainer = config, trainer
         self.values: dict[str, Any] = {}
         self.computed: set[str] = set()
-        # the lines of arguments are listed even if the script trains before they are collected
+        # The lines of arguments are listed even if the script trains before they are collected.
         reading.is_trained = False
 
     def script(self) -> Script:
-        """Return the script with all that was found."""
-        reading, trainer = self._reading, self._trainer
-        name = trainer.name if trainer is not None else self._config.name  # type: ignore[union-attr]
-        stem = name.removesuffix("Trainer").removesuffix("Config")
-        if self._config is not None:
-            with reading.at(self._config.node):
-                for key, value in self._config.parts.items():
-                    self._take(key, value, self._config.node)
+        """Return the script with everything that was found."""
+        reading, config, trainer = self._reading, self._config, self._trainer
+        made = trainer or config
+        assert made is not None
+        if config is not None:
+            with reading.at(config.node):
+                for key, value in config.parts.items():
+                    self._take(key, value, Call("", config.node).line(key))
         if trainer is not None:
             with reading.at(trainer.node.node):
-                self._of_trainer(trainer)
-        if self._config is not None and self._config.name == "TrainingArguments":
+                for key, value in trainer.parts.items():
+                    self._argument(trainer, key, value, trainer.node.line(key))
+                self._validation(trainer)
+        if config is not None and config.name == "TrainingArguments":
             self.values.setdefault("learning_rate", 5e-5)
-        return Script(
-            class_defaults(stem, self.values),
-            self.values,
-            frozenset(self.computed),
-            tuple(sorted(reading.checks, key=lambda each: each.number)),
-            tuple(sorted(reading.refused, key=lambda each: each.number)),
-            tuple(sorted(reading.lines.values(), key=lambda each: each.number)),
-        )
+        algorithm = class_defaults(stem_of(made.name), self.values)
+        several = (reading.checks, reading.refused, reading.lines.values())
+        checks, refused, lines = (tuple(sorted(each, key=lambda line: line.number)) for each in several)
+        return Script(algorithm, self.values, frozenset(self.computed), checks, refused, lines)
 
-    def _take(self, key: str, value: Any, node: ast.Call, line: int = 0) -> None:
+    def _take(self, key: str, value: Any, line: int) -> None:
         """Take an argument of a class of arguments."""
-        line = line or next((each.value.lineno for each in node.keywords if each.arg == key), node.lineno)
         if key == "model_init_kwargs" and isinstance(value, dict):
             for name, each in value.items():
                 self._of_loading(name, each, line)
         elif is_constant(value):
             self.values[key] = plain(value)
         else:
+            self._compute(key, value, f"{key}: the script computes it{{}}. Set it in the recipe", line)
+
+    def _compute(self, key: str, value: Any, text: str, line: int) -> None:
+        """List an argument that the script computes, with the lines that compute it in the place of `{}`."""
+        if key:
             self.computed.add(key)
-            self._say(
-                Fate.CHECK, f"{key}: the script computes it{self._reading.computed(value)}. Set it in the recipe", line
-            )
+        self._say(Fate.CHECK, text.format(self._reading.computed(value)), line)
 
     def _of_loading(self, name: str, value: Any, line: int) -> None:
-        key = {"torch_dtype": "dtype"}.get(name, name)
         if name in ("torch_dtype", "dtype", "attn_implementation") and is_constant(value):
             if value not in (None, "auto"):
-                self.values[key] = plain(value)
+                self.values["dtype" if name == "torch_dtype" else name] = plain(value)
         elif name == "quantization_config" and value is not None:
-            self._say(Fate.REFUSED, "4-bit or 8-bit weights during training", line)
-        elif name not in ("device_map", "low_cpu_mem_usage", "trust_remote_code", "use_cache") and value is not None:
+            self._say(Fate.REFUSED, _REFUSED_ARGUMENTS[name], line)
+        elif name not in _IGNORED_LOADING and value is not None:
             self._say(Fate.CHECK, f"{name} of model_init_kwargs is not converted", line)
 
     def _say(self, fate: Fate, text: str, line: int) -> None:
         self._reading.say(fate, text, line=line)
 
-    def _of_trainer(self, trainer: Thing) -> None:
-        for key, value in trainer.parts.items():
-            line = trainer.node.line(key)
-            if key == "args":
-                if value is not None and (not isinstance(value, Thing) or value.role != "config"):
-                    where = self._reading.computed(value)
-                    self._say(Fate.CHECK, f"the class of arguments is computed{where}; defaults are taken", line)
-            elif key == "model":
-                self._model(value, line)
-            elif key in _DATA:
-                self._dataset(key, value, line)
-            elif key == "processing_class":
-                self._tokenizer(value, line)
-            elif key == "peft_config":
-                self._adapters(value, line)
-            elif key == "ref_model":
-                self._reference(value, line)
-            elif key == "reward_funcs":
-                self._rewards(value, line)
-            elif value is None or value in ([], False):
-                continue
-            elif key in _REFUSED_ARGUMENTS:
-                self._say(Fate.REFUSED, _REFUSED_ARGUMENTS[key], line)
-            elif key in _LISTED_ARGUMENTS:
-                self._say(Fate.CHECK, f"{key} {_LISTED_ARGUMENTS[key]}", line)
-            elif table("trl").rule(key) is not None:
-                self._take(key, value, trainer.node.node, line)  # arguments of trainers of earlier releases
-            else:
-                self._say(Fate.REFUSED, f"the argument {key} of {trainer.name}", line)
-        self._validation(trainer)
+    def _argument(self, trainer: Thing, key: str, value: Any, line: int) -> None:
+        of_key = {
+            "model": self._model,
+            "processing_class": self._tokenizer,
+            "peft_config": self._adapters,
+            "ref_model": self._reference,
+            "reward_funcs": self._rewards,
+        }
+        if key == "args":
+            if value is not None and role_of(value) != "config":
+                self._compute("", value, "the class of arguments is computed{}; defaults are taken", line)
+        elif key in of_key:
+            of_key[key](value, line)
+        elif key in _DATA:
+            self._dataset(key, value, line)
+        elif value is None or value in ([], False):
+            return
+        elif key in _REFUSED_ARGUMENTS:
+            self._say(Fate.REFUSED, _REFUSED_ARGUMENTS[key], line)
+        elif key in _LISTED_ARGUMENTS:
+            self._say(Fate.CHECK, f"{key} {_LISTED_ARGUMENTS[key]}", line)
+        elif table("trl").rule(key) is not None:
+            self._take(key, value, line)  # an argument of trainers of earlier releases
+        else:
+            self._say(Fate.REFUSED, f"the argument {key} of {trainer.name}", line)
 
     def _validation(self, trainer: Thing) -> None:
         """List a validation set that shares rows with the training set."""
@@ -256,57 +238,42 @@ class _Collected:
             self._say(Fate.CHECK, text, trainer.node.line("eval_dataset"))
 
     def _model(self, model: Any, line: int) -> None:
-        if isinstance(model, Thing) and model.role == "model":
-            name = model.parts.get("name")
-            if is_constant(name) and name:
-                self.values["model_name_or_path"] = plain(name)
-            else:
-                self._computed_model(name, line)
-            for key in ("dtype", "attn_implementation", "gradient_checkpointing"):
-                if key in model.parts and is_constant(model.parts[key]) and model.parts[key] != "auto":
-                    self.values.setdefault(key, plain(model.parts[key]))
-            if model.parts.get("is_visual"):
-                self.values["vision"] = True
-            if "adapter" in model.parts:
-                self.values["lora_adapter"] = plain(model.parts["adapter"])
-                self.values["use_peft"] = True
-            if "adapters" in model.parts:
-                self._adapters(model.parts["adapters"], line)
-        elif isinstance(model, str):
-            self.values["model_name_or_path"] = model
+        parts = model.parts if role_of(model) == "model" else {}
+        name = parts.get("name") if role_of(model) == "model" else model
+        if isinstance(model, str) or (role_of(model) == "model" and is_constant(name) and name):
+            self.values["model_name_or_path"] = plain(name)
         else:
-            self._computed_model(model, line)
-
-    def _computed_model(self, value: Any, line: int) -> None:
-        self.computed.add("model_name_or_path")
-        text = f"model: the script computes it{self._reading.computed(value)}. Set policy.model_name in the recipe"
-        self._say(Fate.CHECK, text, line)
+            text = "model: the script computes it{}. Set policy.model_name in the recipe"
+            self._compute("model_name_or_path", name, text, line)
+        for key in ("dtype", "attn_implementation", "gradient_checkpointing"):
+            if key in parts and is_constant(parts[key]) and parts[key] != "auto":
+                self.values.setdefault(key, plain(parts[key]))
+        if parts.get("is_visual"):
+            self.values["vision"] = True
+        if "adapter" in parts:
+            self.values |= {"lora_adapter": plain(parts["adapter"]), "use_peft": True}
+        self._adapters(parts.get("adapters"), line)
 
     def _dataset(self, key: str, value: Any, line: int) -> None:
-        where = _DATA[key]
         if isinstance(value, dict) and value and all(isinstance(each, Data) for each in value.values()):
-            several = list(value.values())
-            value = Data(tuple(settings for each in several for settings in each.settings))
-        if isinstance(value, Data):
-            if value.is_held_out and key == "eval_dataset":
-                self.values[key] = HELD_OUT
-            else:
-                if value.is_held_out:
-                    self._say(Fate.CHECK, f"{key} is the part that train_test_split holds out", line)
-                held = {} if value.held_out is None else {"split_validation_size": value.held_out}
-                self.values[key] = [{**settings, **held} for settings in value.settings]
+            value = Data(tuple(settings for each in value.values() for settings in each.settings))
+        if isinstance(value, Data) and value.is_held_out and key == "eval_dataset":
+            self.values[key] = HELD_OUT
+        elif isinstance(value, Data):
+            if value.is_held_out:
+                self._say(Fate.CHECK, f"{key} is the part that train_test_split holds out", line)
+            held = {} if value.held_out is None else {"split_validation_size": value.held_out}
+            self.values[key] = [{**settings, **held} for settings in value.settings]
         elif value is None:
             self.values[key] = None
         else:
-            self.computed.add(key)
-            text = f"{key}: the script computes it{self._reading.computed(value)}. Set {where} in the recipe"
-            self._say(Fate.CHECK, text, line)
+            self._compute(key, value, f"{key}: the script computes it{{}}. Set {_DATA[key]} in the recipe", line)
 
     def _tokenizer(self, tokenizer: Any, line: int) -> None:
         if tokenizer is None:
             return
-        if not isinstance(tokenizer, Thing) or tokenizer.role != "tokenizer":
-            self._say(Fate.CHECK, f"the tokenizer is computed{self._reading.computed(tokenizer)}", line)
+        if role_of(tokenizer) != "tokenizer":
+            self._compute("", tokenizer, "the tokenizer is computed{}", line)
             return
         name = tokenizer.parts.get("name")
         if is_constant(name) and name != self.values.get("model_name_or_path", name):
@@ -317,27 +284,25 @@ class _Collected:
     def _adapters(self, adapters: Any, line: int) -> None:
         if adapters is None:
             return
-        kind = adapters.name.rpartition(".")[2] if isinstance(adapters, Thing) else ""
+        kind = adapters.last_name if isinstance(adapters, Thing) else ""
         if kind.endswith("Config") and kind != "LoraConfig":
             self._say(Fate.REFUSED, f"adapters other than LoRA ({kind})", line)
             return
-        if not isinstance(adapters, Thing) or adapters.role != "adapters":
-            self._say(
-                Fate.CHECK, f"the adapters are computed{self._reading.computed(adapters)}. Set policy.lora_cfg", line
-            )
+        if role_of(adapters) != "adapters":
+            self._compute("", adapters, "the adapters are computed{}. Set policy.lora_cfg", line)
             return
         self.values["use_peft"] = True
         if adapters.name == "LoraConfig":
-            # peft's defaults, where TRL's command line has others
+            # These are peft's defaults; TRL's command line has others.
             self.values |= {"lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0}
         for key, value in adapters.parts.items():
             if is_constant(value):
                 self.values[key] = plain(value)
             else:
-                self._say(Fate.CHECK, f"{key}: the script computes it{self._reading.computed(value)}", line)
+                self._compute("", value, f"{key}: the script computes it{{}}", line)
 
     def _reference(self, reference: Any, line: int) -> None:
-        name = reference.parts.get("name") if isinstance(reference, Thing) and reference.role == "model" else reference
+        name = reference.parts.get("name") if role_of(reference) == "model" else reference
         own = self.values.get("model_name_or_path")
         if name is None or (is_constant(name) and name == own):
             return
@@ -350,25 +315,32 @@ class _Collected:
         several = rewards if isinstance(rewards, list | tuple) else [rewards]
         named = []
         for each in several:
-            if isinstance(each, Thing) and each.role == "partial":
-                given = ", ".join(map(str, (*each.parts["positional"], *each.parts["given"])))
+            if role_of(each) == "partial":
+                bound = each.parts["call"]
+                given = ", ".join(map(str, (*bound.positional, *bound.given)))
                 self._say(Fate.CHECK, f"{each.name} gets the arguments {given}. Write them into the function", line)
                 each = each.parts["function"]
             if isinstance(each, str):
                 named.append(each)
             elif isinstance(each, Thing) and isinstance(each.node, ast.FunctionDef | ast.ClassDef):
-                name = each.name
-                text = f"copy {name} (line {each.node.lineno}) into a file such as rewards.py, without what trains"
-                self._say(Fate.CHECK, text, line)
-                named.append(f"rewards.py:{name}")
-            elif isinstance(each, Thing) and each.role == "import" and "." in each.name:
+                where = f"(line {each.node.lineno}) into a file such as rewards.py, without what trains"
+                self._say(Fate.CHECK, f"copy {each.name} {where}", line)
+                named.append(f"rewards.py:{each.name}")
+            elif role_of(each) == "import" and "." in each.name:
                 module, _, function = each.name.rpartition(".")
                 path = f"{module.replace('.', '/')}.py"
                 is_here = (self._reading.folder / path).is_file()
-                named.append(f"{path}:{function}" if is_here else f"{module}:{function}")
+                named.append(f"{path if is_here else module}:{function}")
             else:
-                name = each.name if isinstance(each, Thing) and each.role == "import" else "FUNCTION"
-                where = self._reading.computed(each)
-                self._say(Fate.CHECK, f"the reward {name} is computed{where}. Write it as a function in a file", line)
+                name = each.name if role_of(each) == "import" else "FUNCTION"
+                self._compute("", each, f"the reward {name} is computed{{}}. Write it as a function in a file", line)
                 named.append(f"FILE.py:{name}")
         self.values["reward_funcs"] = named
+
+
+def _share_rows(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Return whether two datasets have rows in common; two different slices of a split may have none."""
+    if any(one.get(key) != other.get(key) for key in ("dataset_name", "data_path", "subset")):
+        return False
+    [(first, cut), (second, other_cut)] = [str(each.get("split")).partition("[")[::2] for each in (one, other)]
+    return first == second and (not cut or not other_cut or cut == other_cut)

@@ -14,26 +14,12 @@ TRACKED = frozenset({"adapters", "config", "data", "model", "quantization", "tok
 _DTYPES = ("bfloat16", "float16", "float32", "half")
 _ENUMS = ("Split", "SchedulerType", "IntervalStrategy", "SaveStrategy", "HubStrategy", "OptimizerNames")
 _OPERATORS: Mapping[type, Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Pow: operator.pow,
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-    ast.Is: operator.is_,
-    ast.IsNot: operator.is_not,
-    ast.In: lambda left, right: left in right,
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow, ast.Eq: operator.eq,
+    ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge,
+    ast.Is: operator.is_, ast.IsNot: operator.is_not, ast.In: lambda left, right: left in right,
     ast.NotIn: lambda left, right: left not in right,
-}
-
-
+}  # fmt: skip
 _MAX_BITS = 4096
 """Maximum size of an integer that is multiplied or raised to a power."""
 
@@ -90,31 +76,25 @@ class Data:
         [only] = self.settings
         return replace(self, settings=({**only, **values},))
 
-    def sliced(self, start: int, stop: int | None) -> Data | None:
-        """Return a range of the rows by a slice of the split; None if the rows here have no such slice."""
-        [only] = self.settings if len(self.settings) == 1 else ({},)
-        split = only.get("split", "")
-        if not self.keeps_order or self.held_out is not None or "dataset_name" not in only or "[" in split or not split:
-            return None
-        return self.with_settings(split=f"{split}[{start or ''}:{'' if stop is None else stop}]")
+
+def role_of(value: Any) -> str:
+    """Return the role of a value; empty for a constant."""
+    return "data" if isinstance(value, Data) else value.role if isinstance(value, Thing) else ""
 
 
 def parts_of(value: Any) -> Iterator[Any]:
     """Yield a value and all values inside it."""
     yield value
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else ()
-    for each in inner:
+    for each in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else ():
         yield from parts_of(each)
 
 
 def touched(*values: Any) -> frozenset[str]:
-    """Return the tracked roles of values and of what they were computed from."""
+    """Return the tracked roles of values and of the values that they were computed from."""
     roles: set[str] = set()
     for value in parts_of(values):
-        if isinstance(value, Data):
-            roles.add("data")
-        elif isinstance(value, Thing):
-            roles |= value.touches | {"data" if value.role == "splits" else value.role}
+        roles |= {"data" if role_of(value) == "splits" else role_of(value)}
+        roles |= value.touches if isinstance(value, Thing) else set()
     return frozenset(roles & TRACKED)
 
 
@@ -156,6 +136,11 @@ def is_constant(value: Any) -> bool:
     return True
 
 
+def is_made(value: Any) -> bool:
+    """Return whether a value is an object that the script makes, which is not None."""
+    return role_of(value) not in ("", "import", "options")
+
+
 def folded(kind: ast.AST, left: Any, right: Any) -> Any:
     """Return the result of a binary operator or a comparison; unknown if an operand is.
 
@@ -174,12 +159,7 @@ def folded(kind: ast.AST, left: Any, right: Any) -> Any:
             return unknown(left, right)
     try:
         if isinstance(kind, ast.Div) and isinstance(left, str):
-            return f"{left.rstrip('/')}/{right}"  # a path
+            return f"{left.rstrip('/')}/{right}"  # this is how pathlib joins a path
         return _OPERATORS[type(kind)](left, right)
     except (KeyError, TypeError, ValueError, ArithmeticError):
         return unknown(left, right)
-
-
-def is_made(value: Any) -> bool:
-    """Return whether a value is an object that the script makes, which is not None."""
-    return isinstance(value, Data) or (isinstance(value, Thing) and value.role not in ("", "import", "options"))
