@@ -35,8 +35,8 @@ from measurement import seconds, surroundings, table
 
 from rl_core.devices import CPU, CUDA, Device
 from rl_core.torch.transport import ReceivingEnd, SendingEnd
+from rl_core.torch.transport.bucket import Parts, Region
 from rl_core.torch.transport.digest import digest
-from rl_core.torch.transport.parts import Parts, Region
 from rl_core.weights import Manifest, TensorSpec, Transport, TransportKind
 
 CASES = ("3:64", "100:12", "1000:120")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
-from rl_core.torch.transport.parts import Region
+from rl_core.torch.transport.bucket import Region
 from rl_core.weights import Manifest, TensorSpec
 from rl_vllm.weights.load_plan import plan_load
 from rl_vllm.weights.planned_load import PlannedLoad

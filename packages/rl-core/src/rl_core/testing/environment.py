@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from rl_core.environments.messages import MAX_STATE_BYTES, Step, write_answers
+from rl_core.environments.messages import MAX_STATE_BYTES, read_reply, write_answers
 from rl_core.environments.process import EnvironmentProcess
 from rl_core.rollouts.environment import Conversation, Environment, SavingEnvironment, StepResult
 
@@ -74,8 +74,8 @@ class EnvironmentSuite:
         """Rewards are finite and everything but the state is plain: it crosses processes unchanged."""
         conversations = self.conversations()
         process = EnvironmentProcess("the environment", self.environment())
-        step = Step([pickle.dumps(conversation) for conversation in conversations])
-        answers = step.read(write_answers(process.step(step.conversations)))
+        pickled = [pickle.dumps(conversation) for conversation in conversations]
+        answers = read_reply(("step", pickled, {}), write_answers(process.step(pickled)))
         assert [getattr(answer.result, "reason", "") for answer in answers] == [""] * len(conversations)
 
     def test_saved_states_go_on_elsewhere(self) -> None:

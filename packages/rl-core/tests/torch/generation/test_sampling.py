@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from rl_core.rollouts.generation import SamplingParams
 from rl_core.testing.torch.reference_model import processed_logprobs as definition
-from rl_core.torch.generation.sampling import draw, processed_logprobs, uniforms
-from rl_core.torch.generation.stop_text import StopText
+from rl_core.torch.generation.row import StopText, draw, processed_logprobs, uniforms
 
 SAMPLING = st.builds(
     SamplingParams,

@@ -17,14 +17,16 @@ import pytest
 from rl_core.errors import WeightSyncError
 from rl_core.torch.transport import rendezvous
 from rl_core.torch.transport.channel import Channel
-from rl_core.torch.transport.handshake import (
+from rl_core.torch.transport.rendezvous import (
     CHALLENGE_BYTES,
     HELLO_BYTES,
+    MAX_PENDING,
     HandshakeError,
     ReceiverHandshake,
     SenderHandshake,
+    accept_receivers,
+    find_sender,
 )
-from rl_core.torch.transport.rendezvous import MAX_PENDING, accept_receivers, find_sender
 from rl_core.weights import Transport
 
 ELSEWHERE = b"another run's secret, of 32 bytes"

@@ -15,7 +15,7 @@ from rl_core.devices import CPU
 from rl_core.errors import WeightSyncError
 from rl_core.testing.torch.weight_sender import Corrupting
 from rl_core.torch.transport import ReceivingEnd, SendingEnd
-from rl_core.torch.transport.parts import Parts, Region, decoded, digest_of, encoded, parts_of
+from rl_core.torch.transport.bucket import Parts, Region, decoded, digest_of, encoded, parts_of
 from rl_core.weights import Transport, TransportKind
 
 ROWS, COLUMNS = 300, 100

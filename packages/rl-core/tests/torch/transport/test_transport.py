@@ -16,7 +16,7 @@ from transport_peers import KINDS, MEETING, Peer, make_tensors, manifest_of, rec
 
 from rl_core.devices import CPU
 from rl_core.errors import WeightSyncError
-from rl_core.torch.transport import ReceivingEnd, SendingEnd, interrupt, open_receiver, open_sender, shared_memory
+from rl_core.torch.transport import ReceivingEnd, SendingEnd, interrupt, ipc, open_receiver, open_sender
 from rl_core.torch.transport.bucket import ALIGNMENT, lay_out
 from rl_core.torch.transport.collective import listening_store
 from rl_core.torch.transport.ipc import IpcReceiverLink
@@ -507,20 +507,20 @@ def test_a_store_that_dies_while_a_receiver_joins_names_the_sender(tmp_path: Pat
 def test_memory_of_a_device_is_freed_after_every_receiver_has_let_it_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared_memory.HostBuffers, "need_release", True)
+    monkeypatch.setattr(ipc.HostBuffers, "need_release", True)
     events = []
-    freed, let_go = shared_memory.HostBuffers.close, IpcReceiverLink.close
+    freed, let_go = ipc.HostBuffers.close, IpcReceiverLink.close
 
     def close_receiver(link: IpcReceiverLink) -> None:
         events.append("let go")
         let_go(link)
 
-    def free(buffers: shared_memory.HostBuffers) -> None:
+    def free(buffers: ipc.HostBuffers) -> None:
         events.append("freed")
         freed(buffers)
 
     monkeypatch.setattr(IpcReceiverLink, "close", close_receiver)
-    monkeypatch.setattr(shared_memory.HostBuffers, "close", free)
+    monkeypatch.setattr(ipc.HostBuffers, "close", free)
     way = transport("ipc", tmp_path, 2)
     threads = [threading.Thread(target=receive, args=(0, way, rank)) for rank in (1, 2)]
     for thread in threads:

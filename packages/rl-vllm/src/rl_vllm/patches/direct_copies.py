@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.model_executor.model_loader.reload.layerwise import make_online_process_loader
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
-from rl_core.torch.transport.parts import Region
+from rl_core.torch.transport.bucket import Region
 
 
 @contextmanager

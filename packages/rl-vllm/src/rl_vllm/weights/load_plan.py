@@ -25,7 +25,7 @@ from vllm.model_executor.model_loader.reload.utils import (
     get_tensor_load_numel,
 )
 
-from rl_core.torch.transport.parts import Parts, Region, parts_of
+from rl_core.torch.transport.bucket import Parts, Region, parts_of
 from rl_core.weights import Manifest, TensorSpec
 from rl_vllm.patches.head_bias import keep_head_bias
 from rl_vllm.patches.siglip_names import unused_names

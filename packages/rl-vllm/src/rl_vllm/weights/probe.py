@@ -10,7 +10,7 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
-from rl_core.torch.transport.parts import Region
+from rl_core.torch.transport.bucket import Region
 from rl_vllm.weights.load_plan import LoadPlan, Piece
 from rl_vllm.weights.planned_load import is_plain
 

@@ -20,8 +20,7 @@ from rl_core.errors import WeightSyncError
 from rl_core.torch.transport import SendingEnd
 from rl_core.torch.transport.bucket import Bucket, Layout, lay_out
 from rl_core.torch.transport.digest import digest
-from rl_core.torch.transport.link import SenderLink
-from rl_core.torch.transport.receipt import root_digest
+from rl_core.torch.transport.link import SenderLink, root_digest
 from rl_core.weights import Manifest, TensorSpec, Transport
 
 HEAD = "lm_head.weight"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -14,9 +15,8 @@ from rl_core.profiling import Profile, ProfileOrder, ProfileReport
 from rl_core.rollouts.generation import GenerationRequest, PauseMode, Placement
 from rl_core.rollouts.rollout import Completion
 from rl_core.torch.generation.decoder import Adoption, Decoder
-from rl_core.torch.generation.engine import Engine
-from rl_core.torch.generation.row import Row
-from rl_core.torch.generation.stop_text import StopText, Tokenizer
+from rl_core.torch.generation.row import Row, StopText, Tokenizer
+from rl_core.torch.generation.step_thread import StepThread
 from rl_core.torch.transport import ReceivingEnd
 from rl_core.weights import Manifest, Transport
 
@@ -88,7 +88,10 @@ class LocalGenerator(Generic[Model]):
         self._num_in_flight += 1
         self._idle.clear()
         try:
-            self._submit(row)
+            # The rows of one turn of the event loop go together, so that their batch does not depend on timing.
+            if not self._submitted:
+                asyncio.get_running_loop().call_soon(self._flush)
+            self._submitted.append(row)
             return await asyncio.wrap_future(row.future)
         finally:
             self._num_in_flight -= 1
@@ -188,7 +191,7 @@ class LocalGenerator(Generic[Model]):
         return {
             "num_requests": self._num_in_flight,
             "num_running": self._engine.num_running,
-            "num_waiting": self._engine.num_waiting,
+            "num_waiting": len(self._engine.waiting),
             "num_sampled": self._engine.num_sampled,
             "weight_version": self._engine.version,
         }
@@ -228,29 +231,85 @@ class LocalGenerator(Generic[Model]):
         stop_text = None
         if stop_strings:
             prompt, sampled = np.split(request.token_ids, [len(request.token_ids) - request.num_sampled])
-            stop_text = StopText(self._stop_tokenizer(), stop_strings, prompt)
+            if self._tokenizer is None:
+                name = self._model_config.tokenizer.name or self._model_config.model_name
+                self._tokenizer = self._load_tokenizer(name)
+            stop_text = StopText(self._tokenizer, stop_strings, prompt)
             for token in sampled.tolist():
                 stop_text.append(token)
         return Row(request, min(request.sampling.max_new_tokens, room), stop_text)
 
-    def _stop_tokenizer(self) -> Tokenizer:
-        if self._tokenizer is None:
-            self._tokenizer = self._load_tokenizer(self._model_config.tokenizer.name or self._model_config.model_name)
-        return self._tokenizer
-
-    def _submit(self, row: Row) -> None:
-        """Hand over the rows of one turn of the event loop together, so that their batch does not depend on timing."""
-        if not self._submitted:
-            asyncio.get_running_loop().call_soon(self._flush)
-        self._submitted.append(row)
-
     def _flush(self) -> None:
         rows, self._submitted = self._submitted, []
         try:
-            self._engine.submit(rows)
+            self._engine.post(lambda: self._engine.waiting.extend(rows))
         except GeneratorError as error:
             for row in rows:
                 row.future.set_exception(error)
 
     async def _call(self, function: Callable[[], Result]) -> Result:
         return await asyncio.wrap_future(self._engine.call(function))
+
+
+class Engine(StepThread[Any], Generic[Model]):
+    """Decodes rows in its own thread; everything that touches the model runs there, between two steps.
+
+    Args:
+        load: Makes the model, in the thread.
+        num_threads: OpenMP threads of the thread.
+
+    Attributes:
+        model: The model, once loaded; touched only in the engine's thread.
+        version: Weight version that the model computes with.
+        num_sampled: Number of tokens sampled so far.
+        num_running: Number of rows that are decoded.
+        waiting: Requests that have no row in the model yet.
+    """
+
+    model: Model
+
+    def __init__(self, load: Callable[[], Model], num_threads: int) -> None:
+        def load_model() -> Engine[Model]:
+            self.model = load()
+            return self
+
+        super().__init__(load_model, num_threads)
+        self.waiting: deque[Row] = deque()
+        self.version = 0
+        self.num_sampled = 0
+        self.num_running = 0
+
+    @property
+    def busy(self) -> bool:
+        """Return whether rows wait or are decoded."""
+        return bool(self.model.rows or self.waiting)
+
+    def step(self) -> None:
+        """Take waiting rows in, and decode a token of each row; in the thread."""
+        self.model.drop_cancelled()
+        self.num_sampled += self.model.admit(self.waiting, self.version)
+        if self.model.rows:
+            self.num_running = len(self.model.rows)
+            self.num_sampled += self.model.step(self.version)
+        self.num_running = len(self.model.rows)
+
+    def interrupt(self) -> None:
+        """End all rows with the tokens that they have; in the thread."""
+        for row in self._take_out_all():
+            row.end("abort")
+
+    def fail(self, reason: str) -> None:
+        """Fail all rows; in the thread."""
+        for row in self._take_out_all():
+            if not row.future.done() and row.future.set_running_or_notify_cancel():
+                row.future.set_exception(GeneratorError(reason))
+
+    def dispose(self) -> None:
+        """Release the model; called in the thread."""
+        self.model.close()
+
+    def _take_out_all(self) -> list[Row]:
+        self.num_running = 0
+        rows = [*self.model.clear(), *self.waiting]
+        self.waiting.clear()
+        return rows

@@ -1,15 +1,21 @@
-"""One completion while it is being decoded."""
+"""One completion while it is being decoded: its tokens, how they are drawn, and the strings at which it stops."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
+from typing import Protocol
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from rl_core.rollouts.generation import GenerationRequest
+from rl_core.rollouts.generation import GenerationRequest, SamplingParams
 from rl_core.rollouts.rollout import Completion, StopReason, WeightSpan
-from rl_core.torch.generation.sampling import uniforms
-from rl_core.torch.generation.stop_text import StopText
+from rl_core.token_filter import TokenFilter
+
+_CONTEXT_TOKENS = 5
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 class Row:
@@ -58,18 +64,15 @@ class Row:
         self._versions.append(version)
         stopped = self._stop_text is not None and self._stop_text.append(token)
         if stopped or token in self._stop_token_ids:
-            self._end("stop")
-            return True
-        if len(self.tokens) == self.limit:
-            self._end("length")
-            return True
-        return False
+            self.end("stop")
+        elif len(self.tokens) == self.limit:
+            self.end("length")
+        else:
+            return False
+        return True
 
-    def interrupt(self) -> None:
+    def end(self, reason: StopReason) -> None:
         """End the completion with the tokens that it has, which may be none."""
-        self._end("abort")
-
-    def _end(self, reason: StopReason) -> None:
         versions, counts = np.unique(self._versions, return_counts=True)
         completion = Completion(
             token_ids=np.array(self.tokens, dtype=np.int32),
@@ -80,3 +83,108 @@ class Row:
         )
         if self.future.set_running_or_notify_cancel():
             self.future.set_result(completion)
+
+
+def uniforms(seed: int, count: int) -> np.ndarray:
+    """Return float64 `[count]` in [0, 1), with which a request of this seed draws, whatever requests are decoded with
+    it."""
+    return np.random.Generator(np.random.Philox(key=seed % 2**128)).random(count)
+
+
+def draw(logits: Tensor, sampling: Sequence[SamplingParams], uniform: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """Return one token per row and its processed logprob.
+
+    A row of temperature 0 takes the most likely token; its logprob is that at temperature 1, unfiltered.
+
+    Args:
+        logits: `[rows, vocab]`.
+        sampling: Sampling parameters of each row.
+        uniform: Per row, the number in [0, 1) that picks from the cumulative distribution.
+
+    Returns:
+        int64 `[rows]` and float32 `[rows]`.
+    """
+    logprobs = processed_logprobs(logits, sampling)
+    greedy = torch.tensor([params.temperature == 0 for params in sampling], device=logits.device)
+    # In float64 the last bits of the logits, which depend on the batch, hardly ever move a token.
+    cumulative = logprobs.double().exp().cumsum(dim=-1)
+    total = cumulative[:, -1:]
+    threshold = torch.tensor(uniform, dtype=torch.float64, device=logits.device)[:, None] * total
+    threshold = torch.minimum(threshold, torch.nextafter(total, torch.zeros_like(total)))
+    drawn = torch.searchsorted(cumulative, threshold, right=True)
+    tokens = torch.where(greedy[:, None], logits.argmax(dim=-1, keepdim=True), drawn)
+    return tokens[:, 0], logprobs.gather(1, tokens)[:, 0]
+
+
+def processed_logprobs(logits: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
+    """Return float32 `[rows, vocab]`, logprobs after temperature, min-p, top-k and top-p, in this order; -inf for
+    tokens filtered out."""
+    temperature = _column([params.temperature or 1.0 for params in sampling], logits)
+    scaled = logits.float() / temperature
+    filters = [
+        TokenFilter(params.top_k, params.top_p, params.min_p) if params.temperature > 0 else TokenFilter()
+        for params in sampling
+    ]
+    if not all(each.keeps_all for each in filters):
+        scaled = _filter(scaled, filters)
+    return scaled.log_softmax(dim=-1)
+
+
+def _filter(scaled: Tensor, filters: Sequence[TokenFilter]) -> Tensor:
+    """Give -inf to tokens that the filters leave out; ties with the k-th and the most likely token stay."""
+    vocab = scaled.shape[-1]
+    top_k = [min(each.top_k or vocab, vocab) for each in filters]
+    top_p = _column([each.top_p for each in filters], scaled)
+    if any(each.min_p for each in filters):
+        min_p = _column([each.min_p for each in filters], scaled)
+        scaled = scaled.masked_fill(scaled < scaled.amax(dim=-1, keepdim=True) + min_p.log(), -torch.inf)
+    ascending, order = scaled.sort(dim=-1, stable=True)
+    last = torch.tensor([[vocab - k] for k in top_k], device=scaled.device)
+    ascending = ascending.masked_fill(ascending < ascending.gather(1, last), -torch.inf)
+    below = ascending.softmax(dim=-1).cumsum(dim=-1)
+    outside = (below <= 1 - top_p) & (top_p < 1)
+    outside[:, -1] = False
+    ascending = ascending.masked_fill(outside, -torch.inf)
+    return torch.empty_like(scaled).scatter_(1, order, ascending)
+
+
+def _column(values: Sequence[float], like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=like.device)[:, None]
+
+
+class Tokenizer(Protocol):
+    """The part of a tokenizer that turns tokens into text."""
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Return the text of these tokens."""
+
+
+class StopText:
+    """The text of one completion so far, decoded token by token, and whether a stop string has appeared in it.
+
+    A token's text can depend on those before it, and a character can span tokens, so each is decoded together with the
+    last finished piece of text, and the difference is what it adds.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str], prompt: np.ndarray) -> None:
+        self._tokenizer = tokenizer
+        self._stop_strings = stop_strings
+        self._tokens = [int(token) for token in prompt[-_CONTEXT_TOKENS:]]
+        self._start = 0
+        self._read = len(self._tokens)
+        self._tail = ""
+        self._keep = max(map(len, stop_strings)) - 1
+
+    def append(self, token: int) -> bool:
+        """Return whether a stop string is complete with this token."""
+        self._tokens.append(token)
+        known, text = (
+            self._tokenizer.decode(tokens, skip_special_tokens=False)
+            for tokens in (self._tokens[self._start : self._read], self._tokens[self._start :])
+        )
+        if len(text) <= len(known) or text.endswith(_INCOMPLETE):
+            return False
+        self._start, self._read = self._read, len(self._tokens)
+        window = self._tail + text[len(known) :]
+        self._tail = window[-self._keep :] if self._keep else ""
+        return any(stop in window for stop in self._stop_strings)

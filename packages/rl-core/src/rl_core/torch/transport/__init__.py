@@ -21,7 +21,7 @@ A receiver, in another process::
     end.close()
 """
 
-from rl_core.torch.transport.deadline import interrupt
+from rl_core.torch.transport.channel import interrupt
 from rl_core.torch.transport.receiver import Receiver, ReceivingEnd, open_receiver
 from rl_core.torch.transport.sender import Sender, SendingEnd, open_sender
 

@@ -1,15 +1,20 @@
-"""Tensors laid out side by side in one buffer, alike at the sender and at every receiver."""
+"""Tensors laid out side by side in one buffer, alike at the sender and at every receiver.
+
+A receiver that keeps only parts of the tensors, such as a rank of a tensor-parallel engine, is sent only these parts.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
+from typing import Any
 
 import torch
 
 from rl_core.errors import WeightSyncError
-from rl_core.torch.transport.parts import Parts, Region, digest_of
 from rl_core.weights import ITEM_BYTES, Manifest, TensorSpec, buckets, num_bytes
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
@@ -20,6 +25,68 @@ CHANGES = "rl.changes"
 
 ALIGNMENT = 64
 """Bytes; a tensor's place starts at a multiple, so that it can be viewed as any dtype."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """A strided part of a contiguous tensor: extents, strides and offset, in values."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, view: torch.Tensor) -> Region:
+        """Return the part of its storage that a view shows."""
+        return cls(tuple(view.shape), tuple(view.stride()), int(view.storage_offset()))
+
+    @property
+    def num_values(self) -> int:
+        """Number of values."""
+        return prod(self.size)
+
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the same part of another contiguous tensor, without a copy."""
+        return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
+
+    def once(self) -> Region:
+        """Return the region with every value once, where it repeats values along a dimension."""
+        size = tuple(1 if stride == 0 else extent for extent, stride in zip(self.size, self.stride, strict=True))
+        return Region(size, self.stride, self.offset)
+
+
+Parts = Mapping[str, Sequence[Region]]
+"""Name of a tensor to the parts of it that a receiver keeps, of which there may be none; what has no name here is kept
+whole."""
+
+
+def parts_of(read: Mapping[str, Iterable[Region]], shapes: Mapping[str, Sequence[int]]) -> Parts:
+    """Return the parts to ask for, given what a receiver reads of each tensor: each once, and none where they are as
+    much as the whole."""
+    parts = {name: tuple(dict.fromkeys(region.once() for region in regions)) for name, regions in read.items()}
+    return {
+        name: regions
+        for name, regions in parts.items()
+        if sum(region.num_values for region in regions) < prod(shapes[name])
+    }
+
+
+def digest_of(parts: Parts) -> str:
+    """Tells parts apart; empty if everything is kept whole."""
+    return hashlib.sha256(json.dumps(encoded(parts)).encode()).hexdigest()[:16] if parts else ""
+
+
+def encoded(parts: Parts) -> dict[str, Any]:
+    """Return parts as JSON carries them."""
+    return {name: [[each.size, each.stride, each.offset] for each in regions] for name, regions in parts.items()}
+
+
+def decoded(message: Mapping[str, Any]) -> Parts:
+    """Return the parts of which `encoded` made a message."""
+    return {
+        name: tuple(Region(tuple(size), tuple(stride), offset) for size, stride, offset in regions)
+        for name, regions in message.items()
+    }
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ class ChangesSenderLink:
 
     def __init__(self, link: SenderLink, device: Device) -> None:
         self._link = link
+        self.abort, self.close = link.abort, link.close
         self._device = device
         self._sent = KeptBuckets()
         self._buffer = torch.empty(0, dtype=torch.uint8)
@@ -57,18 +58,13 @@ class ChangesSenderLink:
         self._link.finish(digests)
         self._sent.finish()
 
-    def abort(self, reason: str) -> None:
-        self._link.abort(reason)
-
-    def close(self) -> None:
-        self._link.close()
-
 
 class ChangesReceiverLink:
     """A `ReceiverLink` that completes the buckets of which another one receives only the changes."""
 
     def __init__(self, link: ReceiverLink, rank: int) -> None:
         self._link = link
+        self.release, self.abort, self.close = link.release, link.abort, link.close
         self._rank = rank
         self._received = KeptBuckets()
 
@@ -91,18 +87,9 @@ class ChangesReceiverLink:
         self._received.keep(bucket, whole)
         return whole
 
-    def release(self, bucket: Bucket) -> None:
-        self._link.release(bucket)
-
     def finish(self, digests: Sequence[str]) -> None:
         self._link.finish(digests)
         self._received.finish()
-
-    def abort(self, reason: str) -> None:
-        self._link.abort(reason)
-
-    def close(self) -> None:
-        self._link.close()
 
 
 class KeptBuckets:
@@ -131,7 +118,7 @@ class KeptBuckets:
             kept.copy_(whole)
 
     def finish(self) -> None:
-        """All buckets are those of this transfer's version."""
+        """Mark all buckets as those of this transfer's version."""
         assert self._layout is not None, "begin comes first"
         self.base = int(self._layout.fingerprint, 16) - 2**63
 
@@ -158,7 +145,7 @@ def pack(whole: torch.Tensor, before: torch.Tensor, lane: int, base: int) -> tor
     positions = differs.nonzero().flatten()
     packed = torch.zeros(size, dtype=torch.uint8, device=whole.device)
     packed[:BASE_BYTES].view(torch.int64).fill_(base)
-    counts = torch.bincount(positions // BLOCK, minlength=_num_blocks(len(new)))
+    counts = torch.bincount(positions // BLOCK, minlength=-(-len(new) // BLOCK))
     packed[BASE_BYTES : BASE_BYTES + 4 * len(counts)].view(torch.int32).copy_(counts)
     packed[start : start + count * lane].view(LANES[lane]).copy_(new[positions])
     packed[start + count * lane :].view(torch.int16).copy_(positions % BLOCK - BLOCK // 2)
@@ -175,7 +162,7 @@ def unpack(packed: torch.Tensor, whole: torch.Tensor, lane: int) -> bool:
     values = whole.view(LANES[lane])
     start = _start(len(values))
     count = (len(packed) - start) // (lane + 2)
-    counts = packed[BASE_BYTES : BASE_BYTES + 4 * _num_blocks(len(values))].view(torch.int32).long()
+    counts = packed[BASE_BYTES : BASE_BYTES + 4 * -(-len(values) // BLOCK)].view(torch.int32).long()
     if int(counts.sum()) != count or bool((counts < 0).any()):
         return False
     blocks = torch.arange(len(counts), device=packed.device).repeat_interleave(counts, output_size=count)
@@ -187,13 +174,10 @@ def unpack(packed: torch.Tensor, whole: torch.Tensor, lane: int) -> bool:
     return True
 
 
-def _num_blocks(num_values: int) -> int:
-    return -(-num_values // BLOCK)
-
-
 def _start(num_values: int) -> int:
     """Return bytes before the values, which begin at a multiple of 8."""
-    return BASE_BYTES + -(-4 * _num_blocks(num_values) // 8) * 8
+    num_blocks = -(-num_values // BLOCK)
+    return BASE_BYTES + -(-4 * num_blocks // 8) * 8
 
 
 def _lane(bucket: Bucket) -> int:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -20,11 +20,9 @@ import torch.distributed as dist
 from rl_core.devices import Device
 from rl_core.errors import WeightSyncError
 from rl_core.torch.process_group import listen_at
-from rl_core.torch.transport.bucket import Bucket, Layout
-from rl_core.torch.transport.channel import Channel
-from rl_core.torch.transport.deadline import Deadline
-from rl_core.torch.transport.parts import Parts, digest_of
-from rl_core.torch.transport.receipt import confirm, verify
+from rl_core.torch.transport.bucket import Bucket, Layout, Parts, digest_of
+from rl_core.torch.transport.channel import Channel, Deadline
+from rl_core.torch.transport.link import confirm, verify
 from rl_core.torch.transport.rendezvous import (
     MAX_PENDING,
     abort_all,
@@ -43,7 +41,7 @@ _POLL_S = 0.0005
 _GRACE_S = 60.0
 _LEAVE_S = 5.0
 _LAST_WORDS_S = 20.0
-"""Longest time that a peer may take to say why it left, or to be seen gone, after a collective with it has failed."""
+"""Timeout in seconds for a peer to report why it left, or to be seen gone, after a failed collective."""
 
 
 class _Broadcasts:
@@ -52,11 +50,11 @@ class _Broadcasts:
     def __init__(self, group: Any, device: Device, *, timeout_s: float, who: str, check: Callable[[str], None]) -> None:
         self._group = group
         self._num_buckets = 0
-        self._device = device
+        self.device = device
         self._timeout_s = timeout_s
         self._who = who
         self._check = check
-        self._works: dict[int, Any] = {}
+        self.unfinished: dict[int, Any] = {}
         self._deadlines: dict[int, Deadline] = {}
         self._buffers: list[torch.Tensor] = []
 
@@ -67,7 +65,7 @@ class _Broadcasts:
         if len(self._buffers) < count or any(buffer.numel() < size for buffer in self._buffers):
             self._buffers.clear()
             self._buffers = [
-                torch.empty(size, dtype=torch.uint8, device=self._device.torch_device) for _ in range(count)
+                torch.empty(size, dtype=torch.uint8, device=self.device.torch_device) for _ in range(count)
             ]
 
     def buffer(self, bucket: Bucket) -> torch.Tensor:
@@ -83,47 +81,36 @@ class _Broadcasts:
         options.rootTensor = 0
         options.asyncOp = True
         place = self.buffer(bucket)[: max(1, bucket.num_bytes)]
-        self.synchronize()
-        with self._named(self.phase(bucket.index)):
-            self._works[bucket.index] = self._group.broadcast([place], options)
-        self._deadlines[bucket.index] = Deadline(self._timeout_s, self.phase(bucket.index))
+        self.device.synchronize()
+        phase = self.phase(bucket.index)
+        with _naming_peers(phase, self._check, Deadline(self._timeout_s, phase)):
+            self.unfinished[bucket.index] = self._group.broadcast([place], options)
+        self._deadlines[bucket.index] = Deadline(self._timeout_s, phase)
 
     def wait(self, index: int) -> None:
         """Wait until the broadcast of this bucket is over here."""
-        work, deadline = self._works.pop(index), self._deadlines.pop(index)
+        work, deadline = self.unfinished.pop(index), self._deadlines.pop(index)
         phase = self.phase(index)
         while not work.is_completed():
             self._check(phase)
             deadline.remaining()
             time.sleep(_POLL_S)
-        with self._named(phase, deadline):
+        with _naming_peers(phase, self._check, deadline):
             work.wait()
-        self.synchronize()
-
-    def _named(self, phase: str, deadline: Deadline | None = None) -> AbstractContextManager[None]:
-        return _naming_peers(phase, self._check, deadline or Deadline(self._timeout_s, phase))
-
-    def synchronize(self) -> None:
-        """Wait for what this process has asked of the device."""
-        self._device.synchronize()
-
-    def wait_all(self) -> None:
-        """Wait for every broadcast under way."""
-        for index in sorted(self._works):
-            self.wait(index)
+        self.device.synchronize()
 
     def close(self) -> None:
         """Leave the group, whatever is under way in it."""
-        if self._device.collectives == "nccl":
+        if self.device.collectives == "nccl":
             self._group.abort()
-        self._works.clear()
+        self.unfinished.clear()
         self._buffers.clear()
-        # gloo releases a group only when the calls under way in it have ended: when the peers have left, or time is up
+        # gloo releases a group only when its unfinished calls have ended: when the peers have left, or time is up.
         groups = [self._group]
         del self._group
         leaving = threading.Thread(target=groups.clear, name="leave", daemon=True)
         leaving.start()
-        # a process that ends while the thread works ends with an abort
+        # A process that ends while the thread works ends with an abort.
         leaving.join(_LEAVE_S)
 
     def phase(self, index: int) -> str:
@@ -165,13 +152,14 @@ class CollectiveSenderLink:
         self._channels = channels
         self._announces = transport.sends_changes
         self._parts: Parts = {}
-        self._broadcasts = _Broadcasts(
-            self._gather(_host_and_port(transport.address)[0], device, transport.timeout_s),
-            device,
-            timeout_s=transport.timeout_s,
-            who="sender rank 0",
-            check=self._check,
-        )
+        host, timeout_s = _host_and_port(transport.address)[0], transport.timeout_s
+        size = len(channels) + 1
+        store = listening_store(host, timeout_s)
+        for place, channel in enumerate(channels.values(), start=1):
+            channel.send({"store": store.port, "size": size, "rank": place}, _JOINING)
+        phase = f"sender rank 0, joining the group with receiver ranks {', '.join(map(str, channels))}"
+        group = _joined(lambda: _group(store, 0, size, device, host, timeout_s), phase, self._check, timeout_s)
+        self._broadcasts = _Broadcasts(group, device, timeout_s=timeout_s, who="sender rank 0", check=self._check)
 
     def begin(self, layout: Layout) -> Layout:
         self._layout = await_ready(self._channels, layout, self._parts)
@@ -192,7 +180,8 @@ class CollectiveSenderLink:
         return bucket.num_bytes
 
     def finish(self, digests: Sequence[str]) -> None:
-        self._broadcasts.wait_all()
+        for index in sorted(self._broadcasts.unfinished):
+            self._broadcasts.wait(index)
         confirm(self._channels, self._layout, digests)
 
     def abort(self, reason: str) -> None:
@@ -203,14 +192,6 @@ class CollectiveSenderLink:
         for channel in self._channels.values():
             channel.close()
         self._broadcasts.close()
-
-    def _gather(self, host: str, device: Device, timeout_s: float) -> Any:
-        size = len(self._channels) + 1
-        store = listening_store(host, timeout_s)
-        for place, channel in enumerate(self._channels.values(), start=1):
-            channel.send({"store": store.port, "size": size, "rank": place}, _JOINING)
-        phase = f"sender rank 0, joining the group with receiver ranks {', '.join(map(str, self._channels))}"
-        return _joined(lambda: _group(store, 0, size, device, host, timeout_s), phase, self._check, timeout_s)
 
     def _check(self, phase: str) -> None:
         for channel in self._channels.values():
@@ -232,6 +213,7 @@ class CollectiveReceiverLink:
         self._told: Parts = {}
         self._phase = f"receiver rank {rank}, {{}}"
         self._channel = find_sender(socket.AF_INET, address, transport, rank)
+        self.abort = self._channel.abort
         try:
             group = self._join(address[0], device, transport.timeout_s, digest_of(parts))
         except BaseException:
@@ -278,15 +260,12 @@ class CollectiveReceiverLink:
         return self._broadcasts.buffer(bucket)[:size]
 
     def release(self, bucket: Bucket) -> None:
-        self._broadcasts.synchronize()
+        self._broadcasts.device.synchronize()
         if not self._awaits_sizes and bucket.index + NUM_BUFFERS < len(self._layout.buckets):
             self._broadcasts.start(self._layout.buckets[bucket.index + NUM_BUFFERS])
 
     def finish(self, digests: Sequence[str]) -> None:
         verify(self._channel, self._layout, digests, self._rank)
-
-    def abort(self, reason: str) -> None:
-        self._channel.abort(reason)
 
     def close(self) -> None:
         self._channel.close()
@@ -298,10 +277,10 @@ def _group(store: Any, rank: int, size: int, device: Device, host: str, timeout_
     prefixed = dist.PrefixStore("weights", store)
     if device.collectives == "nccl":
         options = dist.ProcessGroupNCCL.Options()
-        # later than our own deadlines, as NCCL's watchdog ends the process
+        # It is later than our own deadlines, as NCCL's watchdog ends the process.
         options._timeout = timedelta(seconds=2 * timeout_s + _GRACE_S)
         group = dist.ProcessGroupNCCL(prefixed, rank, size, options)
-        # otherwise the first broadcast would connect the ranks, on the device that is current in its thread
+        # Otherwise the first broadcast would connect the ranks, on the device that is current in its thread.
         group.eager_connect_single_device(device.torch_device)
         return group
     gloo: Any = dist.ProcessGroupGloo
@@ -326,7 +305,7 @@ def listening_store(host: str, timeout_s: float) -> dist.TCPStore:
 
 
 def _joined(join: Callable[[], Any], phase: str, check: Callable[[str], None], timeout_s: float) -> Any:
-    """Return the result of `join`, which runs aside: torch would wait for a lost peer until its time-out."""
+    """Return the result of `join`, which runs in a thread: torch would wait for a lost peer until its time-out."""
     outcome: Future[Any] = Future()
 
     def run() -> None:
@@ -345,14 +324,15 @@ def _joined(join: Callable[[], Any], phase: str, check: Callable[[str], None], t
 
 @contextmanager
 def _naming_peers(phase: str, check: Callable[[str], None], deadline: Deadline) -> Iterator[None]:
-    """Name the phase in which a collective failed, and the peer at fault: torch raises the same RuntimeError for a lost
-    peer and for a time-out, without names.
+    """Name the phase of a collective that failed, and the peer at fault.
+
+    torch raises the same RuntimeError for a lost peer and for a time-out, without names.
     """
     try:
         yield
     except RuntimeError as error:
-        patience = Deadline(_LAST_WORDS_S, phase)
-        while not patience.is_over():
+        end = time.monotonic() + _LAST_WORDS_S
+        while time.monotonic() < end:
             check(phase)
             deadline.remaining()
             time.sleep(_POLL_S)

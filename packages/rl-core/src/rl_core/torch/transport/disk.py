@@ -22,8 +22,8 @@ from safetensors.torch import save_file
 
 from rl_core.errors import WeightSyncError
 from rl_core.torch.transport.bucket import CHANGES, Bucket, Layout
-from rl_core.torch.transport.deadline import Deadline
-from rl_core.torch.transport.receipt import compare
+from rl_core.torch.transport.channel import Deadline
+from rl_core.torch.transport.link import compare
 from rl_core.weights import Transport
 
 INDEX = "model.safetensors.index.json"
@@ -42,7 +42,9 @@ class DiskSenderLink:
         self._layout = layout
         self._aside = self._root / f".{layout.fingerprint}"
         with _failures("sender rank 0 could not write", self._root):
-            self._sweep()
+            # A folder has one sender: this is the version before, or files of a sender that was killed.
+            for path in self._root.iterdir() if self._root.exists() else ():
+                shutil.rmtree(path)
             self._aside.mkdir(parents=True)
         if self._buffer.numel() < layout.capacity:
             self._buffer = torch.empty(layout.capacity, dtype=torch.uint8)
@@ -67,19 +69,14 @@ class DiskSenderLink:
         index = {"metadata": {"total_size": total}, "weight_map": shards, "digests": list(digests)}
         with _failures("sender rank 0 could not write", self._aside):
             (self._aside / INDEX).write_text(json.dumps(index))
-            self._aside.rename(_folder(self._root, self._layout))
+            self._aside.rename(self._root / self._layout.fingerprint)
 
     def abort(self, reason: str) -> None:
-        del reason  # receivers do not begin before the sender is done
+        del reason  # Receivers do not begin before the sender is done.
 
     def close(self) -> None:
         """Remove the folder and the version in it."""
         shutil.rmtree(self._root, ignore_errors=True)
-
-    def _sweep(self) -> None:
-        """Remove the version before, and what a sender that was killed left here: a folder has one sender."""
-        for path in self._root.iterdir() if self._root.exists() else ():
-            shutil.rmtree(path)
 
 
 class DiskReceiverLink:
@@ -94,8 +91,16 @@ class DiskReceiverLink:
 
     def begin(self, layout: Layout) -> None:
         self._layout = layout
-        self._folder = _folder(self._root, layout)
-        self._index = self._await_index()
+        self._folder = self._root / layout.fingerprint
+        deadline = Deadline(self._timeout_s, f"receiver rank {self._rank}, waiting for {self._folder}")
+        # A file system may show the index to this node later than to the sender's.
+        while True:
+            try:
+                self._index: dict[str, Any] = json.loads((self._folder / INDEX).read_text())
+                break
+            except FileNotFoundError:
+                deadline.remaining()
+                time.sleep(_POLL_S)
         if self._buffer.numel() < layout.capacity:
             self._buffer = torch.empty(layout.capacity, dtype=torch.uint8, device=self._device)
 
@@ -111,31 +116,16 @@ class DiskReceiverLink:
         return self._buffer[: bucket.num_bytes]
 
     def release(self, bucket: Bucket) -> None:
-        """The next copy into the buffer follows in the same stream."""
+        """Do nothing: the next copy into the buffer follows in the same stream."""
 
     def finish(self, digests: Sequence[str]) -> None:
         compare(self._layout, self._index["digests"], digests, f"receiver rank {self._rank}")
 
     def abort(self, reason: str) -> None:
-        del reason  # the sender does not wait
+        del reason  # The sender does not wait.
 
     def close(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
-
-    def _await_index(self) -> dict[str, Any]:
-        """Return the index that the sender wrote; a file system may show it to this node later than to the sender's."""
-        deadline = Deadline(self._timeout_s, f"receiver rank {self._rank}, waiting for {self._folder}")
-        while True:
-            try:
-                index: dict[str, Any] = json.loads((self._folder / INDEX).read_text())
-                return index
-            except FileNotFoundError:
-                deadline.remaining()
-                time.sleep(_POLL_S)
-
-
-def _folder(root: Path, layout: Layout) -> Path:
-    return root / layout.fingerprint
 
 
 def _shard(bucket: Bucket, layout: Layout) -> str:

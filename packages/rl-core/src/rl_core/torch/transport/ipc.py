@@ -1,17 +1,27 @@
-"""Transport between processes of one machine through memory that both see."""
+"""Transport between processes of one machine through memory that both see: anonymous files on CPU, CUDA IPC on a GPU.
+
+Neither kind of memory outlives the processes.
+"""
 
 from __future__ import annotations
 
+import base64
+import mmap
+import os
+import pickle
 import socket
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from rl_core.devices import Device
+from rl_core.errors import WeightSyncError
 from rl_core.torch.transport.bucket import Bucket, Layout
-from rl_core.torch.transport.receipt import confirm, verify
+from rl_core.torch.transport.channel import Channel
+from rl_core.torch.transport.link import confirm, verify
 from rl_core.torch.transport.rendezvous import MAX_PENDING, accept_receivers, await_ready, find_sender, say_ready
-from rl_core.torch.transport.shared_memory import SharedBuffers, map_offered, shared_buffers
 from rl_core.weights import Transport
 
 NUM_BUFFERS = 2
@@ -48,7 +58,10 @@ class IpcSenderLink:
             for channel in self._channels.values():
                 channel.send(KEPT, "sharing memory")
             return layout
-        self._buffers = shared_buffers(count, size, self._device)
+        has_memory = self._device.torch_device.index is not None
+        self._buffers = (
+            DeviceBuffers(count, size, self._device.torch_device) if has_memory else HostBuffers(count, size)
+        )
         for channel in self._channels.values():
             self._buffers.offer(channel)
         if held is not None:
@@ -102,6 +115,7 @@ class IpcReceiverLink:
         self._rank = rank
         self._buffers: list[torch.Tensor] = []
         self._channel = find_sender(socket.AF_UNIX, _meeting_place(transport, device), transport, rank)
+        self.abort = self._channel.abort
 
     def begin(self, layout: Layout) -> None:
         self._layout = layout
@@ -123,9 +137,6 @@ class IpcReceiverLink:
     def finish(self, digests: Sequence[str]) -> None:
         verify(self._channel, self._layout, digests, self._rank)
 
-    def abort(self, reason: str) -> None:
-        self._channel.abort(reason)
-
     def close(self) -> None:
         self._buffers.clear()
         self._device.release_memory()
@@ -136,3 +147,99 @@ def _meeting_place(transport: Transport, device: Device) -> str:
     """Return name of an abstract socket (it leaves no file): one per memory, so that a sender meets those that can map
     its buffers."""
     return f"\0rl-weights/{transport.address}/{device.memory_id}"
+
+
+class SharedBuffers(ABC):
+    """Buffers of the sender that receivers map.
+
+    Attributes:
+        tensors: The buffers, uint8 `[capacity]` each.
+        need_release: True if the memory is freed only after every receiver has let it go.
+    """
+
+    need_release = False
+    tensors: list[torch.Tensor]
+
+    def fits(self, count: int, capacity: int) -> bool:
+        """Return whether there are as many, each as large."""
+        return len(self.tensors) >= count and all(tensor.numel() >= capacity for tensor in self.tensors)
+
+    @abstractmethod
+    def offer(self, channel: Channel) -> None:
+        """Let the receiver at the other end map them."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release them."""
+
+
+class HostBuffers(SharedBuffers):
+    """Shared memory without a name (memfd): the kernel frees it with its last user, however that ends."""
+
+    def __init__(self, count: int, capacity: int) -> None:
+        self._capacity = capacity
+        self._files = [os.memfd_create("weights", os.MFD_CLOEXEC) for _ in range(count)]
+        for file in self._files:
+            os.ftruncate(file, capacity)
+        self.tensors = [_map(file, capacity) for file in self._files]
+
+    def offer(self, channel: Channel) -> None:
+        channel.send({"files": len(self._files), "capacity": self._capacity}, "sharing memory")
+        channel.send_files(self._files)
+
+    def close(self) -> None:
+        """Close the files; mappings stay until their tensors are gone."""
+        while self._files:
+            os.close(self._files.pop())
+
+
+class DeviceBuffers(SharedBuffers):
+    """CUDA memory, shared through IPC handles; what is closed while a receiver still maps it stays in torch's limbo."""
+
+    need_release = True
+
+    def __init__(self, count: int, capacity: int, device: torch.device) -> None:
+        self.tensors = [torch.empty(capacity, dtype=torch.uint8, device=device) for _ in range(count)]
+
+    def offer(self, channel: Channel) -> None:
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        handles = [reduce_tensor(tensor)[1] for tensor in self.tensors]
+        channel.send({"handles": base64.b64encode(pickle.dumps(handles)).decode()}, "sharing memory")
+
+    def close(self) -> None:
+        """Free the memory once the receivers have let it go."""
+        self.tensors.clear()
+        torch.cuda.ipc_collect()
+
+
+_DEVICE = 6
+"""Position of the device's index among the arguments of torch's `rebuild_cuda_tensor`."""
+
+
+def map_offered(offer: Mapping[str, Any], channel: Channel, device: Device) -> list[torch.Tensor]:
+    """Map the buffers of `SharedBuffers.offer` into this process.
+
+    Raises:
+        WeightSyncError: If they are on another kind of device.
+    """
+    opens_handles = device.torch_device.index is not None
+    if ("handles" in offer) != opens_handles:
+        raise WeightSyncError(f"the sender shares memory of another kind of device than this receiver's {device.name}")
+    if opens_handles:
+        from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+        handles = pickle.loads(base64.b64decode(offer["handles"]))
+        # The same GPU may have another index in this process; both found one another by its UUID.
+        index = device.torch_device.index
+        return [rebuild_cuda_tensor(*handle[:_DEVICE], index, *handle[_DEVICE + 1 :]) for handle in handles]
+    files = channel.receive_files(offer["files"], "sharing memory")
+    try:
+        return [_map(file, offer["capacity"]) for file in files]
+    finally:
+        for file in files:
+            os.close(file)
+
+
+def _map(file: int, capacity: int) -> torch.Tensor:
+    return torch.frombuffer(mmap.mmap(file, capacity), dtype=torch.uint8)

@@ -9,15 +9,13 @@ import torch
 
 from rl_core.devices import Device
 from rl_core.errors import WeightSyncError
-from rl_core.torch.transport.bucket import DTYPES, Layout, Slot, lay_out
+from rl_core.torch.transport.bucket import DTYPES, Layout, Parts, lay_out
 from rl_core.torch.transport.changes import ChangesReceiverLink
 from rl_core.torch.transport.collective import CollectiveReceiverLink
 from rl_core.torch.transport.digest import PendingDigest, begin_digest, read_digests
 from rl_core.torch.transport.disk import DiskReceiverLink
 from rl_core.torch.transport.ipc import IpcReceiverLink
-from rl_core.torch.transport.link import ReceiverLink
-from rl_core.torch.transport.parts import Parts
-from rl_core.torch.transport.receipt import root_digest
+from rl_core.torch.transport.link import ReceiverLink, root_digest
 from rl_core.weights import Manifest, Transport, num_bytes
 
 NAN_BYTE = 0xFF
@@ -33,12 +31,16 @@ class Receiver:
     Args:
         layout: Layout of the manifest.
         link: Over which the buckets arrive.
+
+    Attributes:
+        digest: Digest of everything as it arrived, before any conversion, equal to the digest of everything sent; empty
+            before the end.
     """
 
     def __init__(self, layout: Layout, link: ReceiverLink) -> None:
         self._layout = layout
         self._link = link
-        self._digest = ""
+        self.digest = ""
         self._whole = torch.empty(0, dtype=torch.uint8)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -52,27 +54,20 @@ class Receiver:
             buffer = self._link.receive(bucket)
             pending.append(begin_digest(buffer[: bucket.num_bytes]))
             for slot in bucket.slots:
-                yield slot.spec.name, slot.view(buffer) if slot.parts is None else self._completed(slot, buffer)
+                if slot.parts is None:
+                    yield slot.spec.name, slot.view(buffer)
+                    continue
+                size = num_bytes(slot.spec)
+                if self._whole.numel() < size:
+                    self._whole = torch.empty(size, dtype=torch.uint8, device=buffer.device)
+                place = self._whole[:size].fill_(NAN_BYTE)
+                whole = place.view(DTYPES[slot.spec.dtype]).view(slot.spec.shape)
+                slot.put_into(whole, buffer)
+                yield slot.spec.name, whole
             self._link.release(bucket)
         digests = read_digests(pending)
         self._link.finish(digests)
-        self._digest = root_digest(digests)
-
-    @property
-    def digest(self) -> str:
-        """Digest of everything as it arrived, before any conversion, equal to that of everything sent; empty before the
-        end."""
-        return self._digest
-
-    def _completed(self, slot: Slot, buffer: torch.Tensor) -> torch.Tensor:
-        """Return a tensor that has the parts that arrived at their places."""
-        size = num_bytes(slot.spec)
-        if self._whole.numel() < size:
-            self._whole = torch.empty(size, dtype=torch.uint8, device=buffer.device)
-        place = self._whole[:size].fill_(NAN_BYTE)
-        whole = place.view(DTYPES[slot.spec.dtype]).view(slot.spec.shape)
-        slot.put_into(whole, buffer)
-        return whole
+        self.digest = root_digest(digests)
 
 
 class ReceivingEnd:
@@ -106,7 +101,10 @@ class ReceivingEnd:
         """
         parts = (parts or {}) if transport.sends_parts else {}
         layout = lay_out(manifest, transport.bucket_bytes).keeping(parts)
-        link = self._connected(transport, rank, parts)
+        if self._link is None or self._key != (transport, rank):
+            self.close()
+            self._link, self._key = _link(transport, rank, self._device, parts), (transport, rank)
+        link = self._link
         try:
             link.begin(layout)
             receiver = Receiver(layout, link)
@@ -124,33 +122,22 @@ class ReceivingEnd:
         if link is not None:
             link.close()
 
-    def _connected(self, transport: Transport, rank: int, parts: Parts) -> ReceiverLink:
-        if self._link is None or self._key != (transport, rank):
-            self.close()
-            self._link = _link(transport, rank, self._device, parts)
-            self._key = (transport, rank)
-        return self._link
-
 
 @contextmanager
 def open_receiver(
     manifest: Manifest, transport: Transport, rank: int, device: Device, parts: Parts | None = None
 ) -> Iterator[Receiver]:
-    """One transfer as a receiver over its own connection; see `ReceivingEnd.transfer`."""
+    """Receive one transfer over its own connection; see `ReceivingEnd.transfer`."""
     with closing(ReceivingEnd(device)) as end, end.transfer(manifest, transport, rank, parts) as receiver:
         yield receiver
 
 
 def _link(transport: Transport, rank: int, device: Device, parts: Parts) -> ReceiverLink:
-    link = _whole_link(transport, rank, device, parts)
-    return ChangesReceiverLink(link, rank) if transport.sends_changes else link
-
-
-def _whole_link(transport: Transport, rank: int, device: Device, parts: Parts) -> ReceiverLink:
     match transport.kind:
         case "ipc":
-            return IpcReceiverLink(transport, rank, device)
+            link: ReceiverLink = IpcReceiverLink(transport, rank, device)
         case "collective":
-            return CollectiveReceiverLink(transport, rank, device, parts)
+            link = CollectiveReceiverLink(transport, rank, device, parts)
         case "disk":
-            return DiskReceiverLink(transport, rank, device.torch_device)
+            link = DiskReceiverLink(transport, rank, device.torch_device)
+    return ChangesReceiverLink(link, rank) if transport.sends_changes else link

@@ -1,9 +1,22 @@
-"""Rendezvous of the sender and its receivers."""
+"""Rendezvous of the sender and its receivers, which prove to each other that they have the transport's secret.
+
+The proof is challenge and response by HMAC-SHA256. The messages have fixed lengths, so that nothing of a peer is parsed
+before it has proven itself::
+
+    sender -> receiver   magic, nonce of the sender                     40 bytes
+    receiver -> sender   magic, rank, nonce of the receiver, proof      76 bytes
+    sender -> receiver   proof                                          32 bytes
+
+A proof is the HMAC of a label for the side, both nonces and the rank. Both nonces are fresh on each connection, so a
+recorded message proves nothing on another one. What follows on the connection is neither encrypted nor authenticated.
+"""
 
 from __future__ import annotations
 
+import hmac
 import logging
 import os
+import secrets
 import selectors
 import socket
 import struct
@@ -12,19 +25,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from rl_core.errors import WeightSyncError
-from rl_core.torch.transport.bucket import Layout
-from rl_core.torch.transport.channel import Channel
-from rl_core.torch.transport.deadline import Deadline
-from rl_core.torch.transport.handshake import (
-    ANSWER_BYTES,
-    CHALLENGE_BYTES,
-    HELLO_BYTES,
-    HandshakeError,
-    ReceiverHandshake,
-    SenderHandshake,
-    check_prefix,
-)
-from rl_core.torch.transport.parts import Parts, decoded, encoded
+from rl_core.torch.transport.bucket import Layout, Parts, decoded, encoded
+from rl_core.torch.transport.channel import Channel, Deadline
 from rl_core.weights import Transport
 
 _log = logging.getLogger(__name__)
@@ -36,6 +38,19 @@ MAX_PENDING = 128
 
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.001, 0.05
 _CREDENTIALS = struct.Struct("3i")
+
+_MAGIC = b"rlsync-1"
+_NONCE_BYTES = 32
+_PROOF_BYTES = 32
+_CHALLENGE = struct.Struct(f"!8s{_NONCE_BYTES}s")
+_HELLO = struct.Struct(f"!8sI{_NONCE_BYTES}s{_PROOF_BYTES}s")
+
+CHALLENGE_BYTES = _CHALLENGE.size
+"""Length of the sender's first message."""
+HELLO_BYTES = _HELLO.size
+"""Length of the receiver's message."""
+ANSWER_BYTES = _PROOF_BYTES
+"""Length of the sender's second message."""
 
 
 def accept_receivers(listener: socket.socket, transport: Transport) -> dict[int, Channel]:
@@ -55,7 +70,7 @@ def accept_receivers(listener: socket.socket, transport: Transport) -> dict[int,
                 present = f"have ranks {sorted(channels)}" if channels else "have none"
                 deadline.phase = (
                     f"sender rank 0 in rendezvous, waiting for {transport.num_receivers} receivers "
-                    f"({present}{reception.dropped.summary()})"
+                    f"({present}{reception.dropped()})"
                 )
                 for rank, channel in reception.poll(deadline.slice()):
                     if rank in channels:
@@ -67,24 +82,6 @@ def accept_receivers(listener: socket.socket, transport: Transport) -> dict[int,
             abort_all(channels.values(), str(error))
             raise
     return dict(sorted(channels.items()))
-
-
-@dataclass
-class _Dropped:
-    """Connections that were not receivers'."""
-
-    num: int = 0
-    first: str = ""
-
-    def add(self, peer: str, reason: str) -> None:
-        self.num += 1
-        self.first = self.first or f"{peer} {reason}"
-
-    def summary(self) -> str:
-        """Return the count and the first reason for messages; empty if there were none."""
-        if not self.num:
-            return ""
-        return f"; dropped {self.num} connections that are not receivers, the first: {self.first}"
 
 
 @dataclass
@@ -107,7 +104,8 @@ class _Reception:
         self._pending: dict[int, _Pending] = {}  # by descriptor, oldest first
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
-        self.dropped = _Dropped()
+        self._num_dropped = 0
+        self._first_dropped = ""
         listener.setblocking(False)
 
     def __enter__(self) -> _Reception:
@@ -117,8 +115,14 @@ class _Reception:
         self._selector.close()
         for pending in self._pending.values():
             pending.connection.close()
-        if self.dropped.num:
-            _log.warning("weight sync at %s%s", self._transport.address, self.dropped.summary())
+        if self._num_dropped:
+            _log.warning("weight sync at %s%s", self._transport.address, self.dropped())
+
+    def dropped(self) -> str:
+        """Return the number of connections that were not receivers' and the first reason; empty if there were none."""
+        if not self._num_dropped:
+            return ""
+        return f"; dropped {self._num_dropped} connections that are not receivers, the first: {self._first_dropped}"
 
     def poll(self, timeout_s: float) -> list[tuple[int, Channel]]:
         """Wait for at most this long, and return the receivers that have proven themselves meanwhile."""
@@ -188,7 +192,8 @@ class _Reception:
     def _drop(self, pending: _Pending, reason: str) -> None:
         self._forget(pending)
         pending.connection.close()
-        self.dropped.add(pending.peer, reason)
+        self._num_dropped += 1
+        self._first_dropped = self._first_dropped or f"{pending.peer} {reason}"
 
 
 def await_ready(channels: Mapping[int, Channel], layout: Layout, parts: Parts | None = None) -> Layout:
@@ -304,3 +309,83 @@ def _same_user(connection: socket.socket) -> bool:
         return True
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return _CREDENTIALS.unpack(credentials)[1] == os.getuid()
+
+
+class HandshakeError(Exception):
+    """Raised if a peer sent something else than its part, or does not have the secret; the message shows which."""
+
+
+class SenderHandshake:
+    """The sender's side of one connection.
+
+    Args:
+        secret: Secret of the transport.
+    """
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+        self._nonce = secrets.token_bytes(_NONCE_BYTES)
+        self.challenge = _CHALLENGE.pack(_MAGIC, self._nonce)
+
+    def verify(self, hello: bytes) -> tuple[int, bytes]:
+        """Return the rank of the receiver, and the answer to send to it.
+
+        Args:
+            hello: The receiver's message, or its first bytes.
+
+        Raises:
+            HandshakeError: If the message has another form, or its proof is wrong.
+        """
+        check_prefix(hello)
+        if len(hello) != HELLO_BYTES:
+            raise HandshakeError(f"sent {len(hello)} bytes of {HELLO_BYTES}")
+        _, rank, nonce, proof = _HELLO.unpack(hello)
+        nonces = self._nonce + nonce
+        if not hmac.compare_digest(proof, _proof(self._secret, b"receiver", nonces, rank)):
+            raise HandshakeError("does not have the secret of this transfer")
+        return rank, _proof(self._secret, b"sender", nonces, rank)
+
+
+class ReceiverHandshake:
+    """The receiver's side of one connection.
+
+    Args:
+        secret: Secret of the transport.
+        rank: Rank of this receiver, non-negative.
+        challenge: The sender's first message.
+
+    Raises:
+        HandshakeError: If the challenge has another form.
+    """
+
+    def __init__(self, secret: bytes, rank: int, challenge: bytes) -> None:
+        check_prefix(challenge)
+        _, theirs = _CHALLENGE.unpack(challenge)
+        ours = secrets.token_bytes(_NONCE_BYTES)
+        nonces = theirs + ours
+        self.hello = _HELLO.pack(_MAGIC, rank, ours, _proof(secret, b"receiver", nonces, rank))
+        self._expected = _proof(secret, b"sender", nonces, rank)
+
+    def verify(self, answer: bytes) -> None:
+        """Check the sender's answer.
+
+        Raises:
+            HandshakeError: If its proof is wrong.
+        """
+        if not hmac.compare_digest(answer, self._expected):
+            raise HandshakeError("does not have the secret of this transfer")
+
+
+def check_prefix(message: bytes | bytearray) -> None:
+    """Check the first bytes of a message, of which any number may have arrived.
+
+    Raises:
+        HandshakeError: If they are not those of a handshake.
+    """
+    head = message[: len(_MAGIC)]
+    if not _MAGIC.startswith(head):
+        raise HandshakeError(f"sent something else than a handshake, beginning with {bytes(head)!r}")
+
+
+def _proof(secret: bytes, side: bytes, nonces: bytes, rank: int) -> bytes:
+    return hmac.digest(secret, side + b"\0" + nonces + struct.pack("!I", rank), "sha256")

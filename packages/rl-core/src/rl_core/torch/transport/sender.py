@@ -11,13 +11,12 @@ from rl_core.devices import Device
 from rl_core.errors import WeightSyncError
 from rl_core.torch.transport.bucket import DTYPES, Layout, lay_out
 from rl_core.torch.transport.changes import ChangesSenderLink
+from rl_core.torch.transport.channel import interruptible
 from rl_core.torch.transport.collective import collective_sender_links
-from rl_core.torch.transport.deadline import interruptible
 from rl_core.torch.transport.digest import PendingDigest, begin_digest, read_digests
 from rl_core.torch.transport.disk import DiskSenderLink
 from rl_core.torch.transport.ipc import IpcSenderLink
-from rl_core.torch.transport.link import SenderLink
-from rl_core.torch.transport.receipt import root_digest
+from rl_core.torch.transport.link import SenderLink, root_digest
 from rl_core.weights import Manifest, Transport
 
 
@@ -54,11 +53,19 @@ class Sender:
             WeightSyncError: If the manifest has another tensor, shape or dtype here, a receiver is gone or expects
                 other tensors, or time ran out.
         """
-        bucket, slot = self._expect(name, tensor)
+        if self._next is None:
+            raise WeightSyncError(f"the sender put {name} after the manifest's last tensor", (name,))
+        bucket, slot = self._next
+        spec = bucket.slots[slot].spec
+        if name != spec.name:
+            raise WeightSyncError(f"the sender put {name} where the manifest has {spec.name}", (name, spec.name))
+        if tuple(tensor.shape) != spec.shape or tensor.dtype != DTYPES[spec.dtype]:
+            got = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+            raise WeightSyncError(f"{name} is {got}; the manifest says {spec.dtype} {spec.shape}", (name,))
         self._begin()
         with torch.no_grad():
             for stream in self._streams:
-                stream.put(bucket, slot, tensor)
+                stream.put(bucket.index, slot, tensor)
         self._num_put += 1
         self._next = next(self._places, None)
 
@@ -80,19 +87,6 @@ class Sender:
         """Wait until every receiver is ready for the same transfer."""
         if not self._streams:
             self._streams = [_Stream(link, link.begin(self._layout)) for link in self.links]
-
-    def _expect(self, name: str, tensor: torch.Tensor) -> tuple[int, int]:
-        """Return the places of the next tensor's bucket and of its slot there."""
-        if self._next is None:
-            raise WeightSyncError(f"the sender put {name} after the manifest's last tensor", (name,))
-        bucket, slot = self._next
-        spec = bucket.slots[slot].spec
-        if name != spec.name:
-            raise WeightSyncError(f"the sender put {name} where the manifest has {spec.name}", (name, spec.name))
-        if tuple(tensor.shape) != spec.shape or tensor.dtype != DTYPES[spec.dtype]:
-            got = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
-            raise WeightSyncError(f"{name} is {got}; the manifest says {spec.dtype} {spec.shape}", (name,))
-        return bucket.index, slot
 
 
 class _Stream:
@@ -150,7 +144,10 @@ class SendingEnd:
         """
         layout = lay_out(manifest, transport.bucket_bytes)
         with interruptible(transport):
-            links = self._connected(transport)
+            if self._transport != transport:
+                self.close()
+                self._links, self._transport = _links(transport, self._device), transport
+            links = self._links
             try:
                 sender = Sender(manifest, layout, links)
                 yield sender
@@ -168,31 +165,21 @@ class SendingEnd:
         for link in links:
             link.close()
 
-    def _connected(self, transport: Transport) -> list[SenderLink]:
-        if self._transport != transport:
-            self.close()
-            self._links = _links(transport, self._device)
-            self._transport = transport
-        return self._links
-
 
 @contextmanager
 def open_sender(manifest: Manifest, transport: Transport, device: Device) -> Iterator[Sender]:
-    """One transfer as the sender over its own connection; see `SendingEnd.transfer`."""
+    """Send one transfer over its own connection; see `SendingEnd.transfer`."""
     with closing(SendingEnd(device)) as end, end.transfer(manifest, transport) as sender:
         yield sender
 
 
 def _links(transport: Transport, device: Device) -> list[SenderLink]:
-    links = _whole_links(transport, device)
-    return [ChangesSenderLink(link, device) for link in links] if transport.sends_changes else links
-
-
-def _whole_links(transport: Transport, device: Device) -> list[SenderLink]:
+    links: list[SenderLink]
     match transport.kind:
         case "ipc":
-            return [IpcSenderLink(transport, device)]
+            links = [IpcSenderLink(transport, device)]
         case "collective":
-            return [*collective_sender_links(transport, device)]
+            links = [*collective_sender_links(transport, device)]
         case "disk":
-            return [DiskSenderLink(transport)]
+            links = [DiskSenderLink(transport)]
+    return [ChangesSenderLink(link, device) for link in links] if transport.sends_changes else links
