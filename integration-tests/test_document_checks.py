@@ -131,8 +131,8 @@ def test_places_in_the_project_that_do_not_exist_are_found(written):
         ("```python\nfrom rl_core import (\n    Batch,\n    Missing,\n)\n```", ["rl_core.Missing"]),
         ("`rl_core.model.Loss` and `rl_core.Los`", ["rl_core.model.Loss", "rl_core.Los"]),
         (
-            "```yaml\nrewards: [rl_core.environments.reward_parts:thinking_format]\n```",
-            ["rl_core.environments.reward_parts:thinking_format"],
+            "```yaml\nrewards: [rl_core.environments.rewards:thinking_format]\n```",
+            ["rl_core.environments.rewards:thinking_format"],
         ),
         ("`rl_core.torch.loss.LossSums`", ["rl_core.torch.loss.LossSums"]),
         ("```sh\npython -m rl_envs.sandbox.missing\n```", ["rl_envs.sandbox.missing"]),

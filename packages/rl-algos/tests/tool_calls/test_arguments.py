@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field
 
 from rl_algos.tool_calls.parsed import schemas_of
 from rl_algos.tool_calls.typed import typed
-from rl_core.environments.tools import Tool
+from rl_core.environments.tool_environment import Tool
 
 HERMES, LLAMA = "<tool_call>%s</tool_call>", "%s"
 

@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from rl_core.environments.conversation_class import ConversationEnvironment, plays_one
+from rl_core.environments.reward_function import ConversationEnvironment, plays_one
 from rl_core.rollouts.environment import Conversation, StepResult, UnusableAnswer
 
 closed = []

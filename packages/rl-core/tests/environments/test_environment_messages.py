@@ -11,18 +11,20 @@ from hypothesis import strategies as st
 
 from rl_core.environments.messages import (
     MAX_NESTING,
-    Abandon,
     Answer,
-    Build,
     MalformedAnswer,
-    Step,
     plain_result,
+    read_reply,
     write_answers,
     write_built,
     write_problem,
 )
 from rl_core.errors import WorkerError
 from rl_core.rollouts.environment import EnvironmentFailure, StepResult
+
+ASKED = ("step", [b""], {})
+BUILD = ("build", "it", b"", "it", "its memory")
+ABANDON = ("abandon", ["a"])
 
 texts = st.text(st.characters(), max_size=8) | st.just("\ud800")
 scalars = st.none() | st.booleans() | st.integers(-(2**500), 2**500) | st.floats() | texts | st.binary(max_size=8)
@@ -73,7 +75,7 @@ def test_answers_arrive_as_they_were_sent(answers: list[Answer]) -> None:
         a if isinstance(a.result, EnvironmentFailure) else Answer(plain_result(a.result), a.has_state, a.retry)
         for a in answers
     ]
-    arrived = Step([b""] * len(plain)).read(write_answers(plain))
+    arrived = read_reply(("step", [b""] * len(plain), {}), write_answers(plain))
     for one, other in zip(arrived, plain, strict=True):
         assert (one.has_state, one.retry, one.out_of_memory) == (other.has_state, other.retry, other.out_of_memory)
         assert same(list(vars(one.result).values()), list(vars(other.result).values()))
@@ -148,7 +150,7 @@ def array_of(*fields: Any) -> bytes:
 )
 def test_bytes_that_are_not_an_answer_are_told_from_one(data: bytes) -> None:
     with pytest.raises(MalformedAnswer):
-        Step([b""]).read(data)
+        read_reply(ASKED, data)
 
 
 @given(st.binary(max_size=200) | st.tuples(st.integers(0, len(GOOD) - 1), st.integers(0, 255)))
@@ -158,9 +160,9 @@ def test_any_bytes_are_an_answer_or_malformed(change: bytes | tuple[int, int]) -
     if isinstance(change, tuple):
         at, byte = change
         data = GOOD[:at] + bytes([byte]) + GOOD[at + 1 :]
-    for request in (Step([b""]), Abandon(["a"]), Build("it", b"", "it")):
+    for request in (ASKED, ABANDON, BUILD):
         try:
-            answer = request.read(data)
+            answer = read_reply(request, data)
         except MalformedAnswer:
             continue
         # what is read can be sent on and written
@@ -169,11 +171,11 @@ def test_any_bytes_are_an_answer_or_malformed(change: bytes | tuple[int, int]) -
 
 
 def test_errors_and_problems_arrive() -> None:
-    error = Build("it", b"", "it").read(write_built(WorkerError("OSError", "no", "trace")))
+    error = read_reply(BUILD, write_built(WorkerError("OSError", "no", "trace")))
     assert (error.kind, error.message, error.traceback) == ("OSError", "no", "trace")
-    assert Build("it", b"", "it").read(write_built(True)) is True
-    assert Abandon(["a"]).read(write_problem("raised")) == "raised"
-    assert Abandon(["a"]).read(write_problem(None)) is None
+    assert read_reply(BUILD, write_built(True)) is True
+    assert read_reply(ABANDON, write_problem("raised")) == "raised"
+    assert read_reply(ABANDON, write_problem(None)) is None
 
 
 @pytest.mark.parametrize(
@@ -204,13 +206,13 @@ def test_results_that_may_not_leave_the_process_are_refused_there(result: StepRe
 def test_the_deepest_result_arrives() -> None:
     for wrap in (lambda inner: [inner], lambda inner: (inner,), lambda inner: {"x": inner}):
         result = plain_result(StepResult(info={"x": deep(MAX_NESTING - 1, wrap)}))
-        [answer] = Step([b""]).read(write_answers([Answer(result)]))
+        [answer] = read_reply(ASKED, write_answers([Answer(result)]))
         assert answer.result == result
 
 
 def test_agents_of_an_answer_arrive() -> None:
     result = StepResult(agent="first", next_agent="second", agent_rewards={"second": {"reward": -1.0}, "third": 0.5})
-    (answer,) = Step([b""]).read(write_answers([Answer(plain_result(result))]))
+    (answer,) = read_reply(ASKED, write_answers([Answer(plain_result(result))]))
     assert answer.result == result
 
 
@@ -218,4 +220,4 @@ def test_agents_of_an_answer_arrive() -> None:
 def test_agents_of_another_kind_are_malformed(agents: list[Any]) -> None:
     fields = [[0.0, True, [], None, None, {}, *agents], False, False, False]
     with pytest.raises(MalformedAnswer):
-        Step([b""]).read(msgpack.packb([fields], strict_types=True))
+        read_reply(ASKED, msgpack.packb([fields], strict_types=True))

@@ -1,7 +1,7 @@
 import pytest
 
 from rl_core.environments.reward_function import as_environment
-from rl_core.environments.reward_parts import language_consistency, length_penalty, thinking_format
+from rl_core.environments.rewards import language_consistency, length_penalty, thinking_format
 from rl_core.rollouts.environment import Conversation
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from rl_core.environments.tools import MalformedCall, Tool, as_text, schemas
+from rl_core.environments.tool_environment import MalformedCall, Tool, as_text, schemas
 
 
 def look_up(word: str, *, times: int = 1, exact: bool | None = None, state: dict, row) -> str:

@@ -187,14 +187,14 @@ def test_resolve_says_what_is_wrong_with_a_path(path: str, says: str) -> None:
 
 
 def test_a_public_name_is_found_in_its_package() -> None:
-    assert resolve("rl_core:thinking_format") is resolve("rl_core.environments.reward_parts:thinking_format")
+    assert resolve("rl_core:thinking_format") is resolve("rl_core.environments.rewards:thinking_format")
 
 
 def test_a_module_that_has_moved_is_answered_with_the_public_name() -> None:
     with pytest.raises(ModuleNotFoundError, match=r"'rl_core\.reward_parts'; use rl_core:thinking_format"):
         resolve("rl_core.reward_parts:thinking_format")
     with pytest.raises(ValueError, match="has no 'thinking'; use rl_core:language_consistency or rl_core:length_pen"):
-        resolve("rl_core.environments.reward_parts:thinking")
+        resolve("rl_core.environments.rewards:thinking")
 
 
 def test_a_module_that_is_not_installed_is_named() -> None:

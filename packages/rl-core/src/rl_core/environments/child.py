@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl_core.environments.messages import LENGTH, STACKS, Build, Close, MalformedAnswer, Message
+from rl_core.environments.messages import LENGTH, STACKS, MalformedAnswer, Message, max_reply_bytes, read_reply
 from rl_core.environments.rewards import RewardSum
 from rl_core.errors import EnvironmentTimeout, WorkerDied, WorkerError
 from rl_core.images import STORE_VARIABLE
@@ -31,7 +31,7 @@ START_TIMEOUT_S = 300.0
 CLOSE_TIMEOUT_S = 5.0
 """Maximum number of seconds that closing the states may take before a process is killed."""
 END_TIMEOUT_S = 5.0
-"""Maximum number of seconds that a process whose stream has closed is waited for, and then its last output."""
+"""Timeout in seconds of the end of a process whose stream has closed, and then of its last output."""
 STACKS_TIMEOUT_S = 2.0
 """Maximum number of seconds that a process which hangs has to write its stacks to the log before it is killed."""
 MAX_LINE = 2000
@@ -60,13 +60,13 @@ PASSED_PREFIXES = ("LC_", "PYTHON")
 """Beginnings of further such names."""
 
 DEFAULTS = {
-    # every process computes with one thread, as there is a process per core
+    # Every process computes with one thread, as there is a process per core.
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
-    # devices belong to the models
+    # Devices belong to the models.
     "CUDA_VISIBLE_DEVICES": "",
-    # a print is in the log even if the process is killed right after it
+    # A print is in the log even if the process is killed right after it.
     "PYTHONUNBUFFERED": "1",
 }
 """Variables of every environment's process."""
@@ -74,7 +74,7 @@ DEFAULTS = {
 
 @dataclass(frozen=True)
 class ChildSpec:
-    """How an environment's processes are started.
+    """Description of how an environment's processes are started.
 
     Args:
         environment: `"package.module:Class"`, or a class or function in a file of the user's.
@@ -98,7 +98,7 @@ class ChildSpec:
         return self.name or str(self.environment)
 
     def key(self, setting: str) -> str:
-        """The setting as a user writes it."""
+        """Return the setting as a user writes it."""
         if ":" in self.name:
             return f"{setting} beside `type: {self.name}` under env.NAME, with env_name: NAME"
         return f"env.{self.name}.{setting}" if self.name else setting
@@ -106,27 +106,32 @@ class ChildSpec:
     @property
     def memory(self) -> str:
         """The memory limit in words."""
+        if not self.memory_limit_gib:
+            return "the memory of its node"
         return f"its memory limit of {self.memory_limit_gib:g} GiB ({self.key('memory_limit_gib')})"
 
-    @property
-    def memory_bytes(self) -> int:
-        """The memory limit; 0 for none."""
-        return int(self.memory_limit_gib * 2**30) if self.memory_limit_gib else 0
 
-
-@dataclass(eq=False)
 class Child:
-    """A running process and the streams to it; `saves` once its environment is built and saves states."""
+    """A running process of an environment and the streams to it.
 
-    spec: ChildSpec
-    popen: subprocess.Popen[bytes]
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
-    output: Output
-    parent_pipe: int
-    num_calls: int = 0
-    saves: bool = False
-    closed: bool = False
+    Attributes:
+        num_calls: Number of requests since the environment was built.
+        saves: True if the environment saves states.
+    """
+
+    def __init__(
+        self,
+        spec: ChildSpec,
+        popen: subprocess.Popen[bytes],
+        streams: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+        output: ProcessOutput,
+        parent_pipe: int,
+    ) -> None:
+        self._spec, self._popen, self._output, self._parent_pipe = spec, popen, output, parent_pipe
+        self._reader, self._writer = streams
+        self._closed = False
+        self.num_calls = 0
+        self.saves = False
 
     @classmethod
     async def start(cls, spec: ChildSpec) -> Child:
@@ -136,38 +141,14 @@ class Child:
             WorkerError: What importing or building the environment raised there.
             WorkerDied: If the process ended or hung before the environment was built.
         """
-        child = await cls._open(spec)
-        try:
-            built = await child.request(
-                Build(
-                    spec.environment,
-                    spec.config,
-                    spec.title,
-                    spec.memory if spec.memory_bytes else "the memory of its node",
-                ),
-                START_TIMEOUT_S,
-            )
-        except BaseException as error:
-            await child.kill()
-            if isinstance(error, EnvironmentTimeout):
-                raise WorkerDied(f"environment {spec.title} was not built within {START_TIMEOUT_S:g} s") from None
-            raise
-        if isinstance(built, WorkerError):
-            await child.kill()
-            raise built
-        child.saves = built
-        child.num_calls = 0
-        return child
-
-    @classmethod
-    async def _open(cls, spec: ChildSpec) -> Child:
         near, far = socket.socketpair()
         watched, parent_pipe = os.pipe()
         printed, out = os.pipe()
-        # a plain child rather than multiprocessing's: nothing of this process's main module is imported there
+        memory_bytes = int((spec.memory_limit_gib or 0) * 2**30)
+        # A child of multiprocessing would import this process's main module, which it has no use for.
         code = (
             f"import sys; sys.path[:] = {sys.path!r}; "
-            f"from rl_core.environments.process import main; main({far.fileno()}, {watched}, {spec.memory_bytes})"
+            f"from rl_core.environments.process import main; main({far.fileno()}, {watched}, {memory_bytes})"
         )
         popen = subprocess.Popen(
             [sys.executable, "-c", code],
@@ -181,135 +162,136 @@ class Child:
         far.close()
         os.close(watched)
         os.close(out)
-        reader, writer = await asyncio.open_connection(sock=near, limit=2**20)
-        output = await Output.read_from(printed, f"{spec.title}, process {popen.pid}")
-        return cls(spec, popen, reader, writer, output, parent_pipe)
+        streams = await asyncio.open_connection(sock=near, limit=2**20)
+        output = await ProcessOutput.read_from(printed, f"{spec.title}, process {popen.pid}")
+        child = cls(spec, popen, streams, output, parent_pipe)
+        try:
+            build = ("build", spec.environment, spec.config, spec.title, spec.memory)
+            built = await child.request(build, START_TIMEOUT_S)
+            if isinstance(built, WorkerError):
+                raise built
+        except BaseException as error:
+            await child.kill()
+            if isinstance(error, EnvironmentTimeout):
+                raise WorkerDied(f"environment {spec.title} was not built within {START_TIMEOUT_S:g} s") from None
+            raise
+        child.saves, child.num_calls = built, 0
+        return child
 
     @property
-    def returncode(self) -> int | None:
-        return self.popen.poll()
+    def is_running(self) -> bool:
+        """Return whether the process has not ended."""
+        return self._popen.poll() is None
 
     async def request(self, message: Message, deadline_s: float) -> Any:
-        """The answer to a message.
+        """Send a message and return the reply.
 
         Raises:
             EnvironmentTimeout: If it does not come within the deadline.
-            WorkerDied: If the process ended, or sent something that is not an answer.
+            WorkerDied: If the process ended, or sent something that is not a reply.
         """
         self.num_calls += 1
+        title, limit = self._spec.title, max_reply_bytes(message)
         try:
             async with asyncio.timeout(deadline_s):
                 await self._write(message)
-                return message.read(await self._answer(message.max_answer_bytes()))
+                (size,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
+                if size > limit:
+                    raise MalformedAnswer(f"the environment returned {size} bytes; the limit is {limit}")
+                return read_reply(message, await self._reader.readexactly(size))
         except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._popen.pid, STACKS)
+            await self._output.ended(STACKS_TIMEOUT_S)
+            frame = self._output.innermost_frame
+            where = f"; it was in {frame}" if frame else ""
             raise EnvironmentTimeout(
-                f"environment {self.spec.title} gave no answer within its deadline of {deadline_s:g} s "
-                f"({self.spec.key('deadline_s')}){await self._where_it_hangs()}"
+                f"environment {title} gave no answer within its deadline of {deadline_s:g} s "
+                f"({self._spec.key('deadline_s')}){where}"
             ) from None
         except MalformedAnswer as error:
-            raise WorkerDied(
-                f"the process of environment {self.spec.title} sent a malformed answer ({error})"
-            ) from None
+            raise WorkerDied(f"the process of environment {title} sent a malformed answer ({error})") from None
         except (asyncio.IncompleteReadError, ConnectionError):
-            raise WorkerDied(
-                f"the process of environment {self.spec.title} ended: {await self.how_it_ended()}"
-            ) from None
+            ending = await self.how_it_ended()
+            raise WorkerDied(f"the process of environment {title} ended: {ending}") from None
 
     async def close(self) -> None:
         """Ask it to close its states and end; kill it if that takes too long."""
         with contextlib.suppress(TimeoutError, ConnectionError):
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                await self._write(Close())
-                await self.reader.read()
+                await self._write(("close",))
+                await self._reader.read()
         await self.kill()
 
     async def kill(self) -> None:
         """End it and what it started."""
-        if self.closed:
+        if self._closed:
             return
-        self.closed = True
-        self.writer.close()
-        os.close(self.parent_pipe)
+        self._closed = True
+        self._writer.close()
+        os.close(self._parent_pipe)
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.popen.pid, signal.SIGKILL)
-        await asyncio.to_thread(self.popen.wait)
-        self.output.close()
+            os.killpg(self._popen.pid, signal.SIGKILL)
+        await asyncio.to_thread(self._popen.wait)
+        self._output.close()
 
     async def how_it_ended(self) -> str:
-        """The exit code or signal of a process whose stream has closed, and its last words."""
-        # the stream closes a moment before the process can be waited for
+        """Return the exit code or signal of a process whose stream has closed, and its last words."""
+        # The stream closes a moment before the process can be waited for.
         with contextlib.suppress(subprocess.TimeoutExpired):
-            await asyncio.to_thread(self.popen.wait, END_TIMEOUT_S)
-        code = self.popen.returncode
+            await asyncio.to_thread(self._popen.wait, END_TIMEOUT_S)
+        code = self._popen.returncode
         if code is None:
             return "it closed its stream"
-        await self.output.ended(END_TIMEOUT_S)
+        await self._output.ended(END_TIMEOUT_S)
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        frame, words = self.output.innermost_frame, self.output.last_line
-        said = f" in {frame}" if frame else f", after it wrote {words!r}" if words else ""
-        if self.spec.memory_bytes and any(sign in self.output.tail for sign in _OUT_OF_MEMORY):
-            said += f"; it may have needed more than {self.spec.memory}"
+        frame, lines = self._output.innermost_frame, self._output.lines
+        last_line = next((line.strip()[:200] for line in reversed(lines) if line.strip()), "")
+        said = f" in {frame}" if frame else f", after it wrote {last_line!r}" if last_line else ""
+        if self._spec.memory_limit_gib and any(sign in line for line in lines for sign in _OUT_OF_MEMORY):
+            said += f"; it may have needed more than {self._spec.memory}"
         return how + said
 
-    async def _where_it_hangs(self) -> str:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.popen.pid, STACKS)
-        await self.output.ended(STACKS_TIMEOUT_S)
-        frame = self.output.innermost_frame
-        return f"; it was in {frame}" if frame else ""
-
-    async def _write(self, message: Any) -> None:
+    async def _write(self, message: Message) -> None:
         data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-        self.writer.write(LENGTH.pack(len(data)) + data)
-        await self.writer.drain()
-
-    async def _answer(self, most: int) -> bytes:
-        (size,) = LENGTH.unpack(await self.reader.readexactly(LENGTH.size))
-        if size > most:
-            raise MalformedAnswer(f"the environment returned {size} bytes; the limit is {most}")
-        return await self.reader.readexactly(size)
+        self._writer.write(LENGTH.pack(len(data)) + data)
+        await self._writer.drain()
 
 
-class Output(asyncio.Protocol):
+class ProcessOutput(asyncio.Protocol):
     """Logs each line that a process writes to its standard output or error, up to a bound.
 
     Args:
         process: Its name, which begins each line in the log.
+
+    Attributes:
+        lines: The last lines.
     """
 
     def __init__(self, process: str) -> None:
         self._process = process
         self._rest = b""
         self._num_bytes = 0
-        self._lines: deque[str] = deque(maxlen=TAIL_LINES)
+        self.lines: deque[str] = deque(maxlen=TAIL_LINES)
         self._closed = asyncio.get_running_loop().create_future()
         self._transport: asyncio.BaseTransport | None = None
 
     @classmethod
-    async def read_from(cls, descriptor: int, process: str) -> Output:
+    async def read_from(cls, descriptor: int, process: str) -> ProcessOutput:
         """Read a pipe's end until the process closes the other, or `close`."""
         loop = asyncio.get_running_loop()
         _, output = await loop.connect_read_pipe(lambda: cls(process), os.fdopen(descriptor, "rb", buffering=0))
         return output
 
     @property
-    def last_line(self) -> str:
-        """Return the last line that is not empty, shortened."""
-        return next((line.strip()[:200] for line in reversed(self._lines) if line.strip()), "")
-
-    @property
-    def tail(self) -> str:
-        """The last lines."""
-        return "\n".join(self._lines)
-
-    @property
     def innermost_frame(self) -> str:
         """The innermost call of the main thread when the process wrote its stacks: in code that is not installed, or
         else in any; empty if it wrote none.
         """
-        # the main thread comes last
-        begins = [index for index, line in enumerate(self._lines) if "most recent call first" in line]
-        calls = [found for line in list(self._lines)[begins[-1] :] if (found := _FRAME.match(line))] if begins else []
+        # The main thread comes last.
+        lines = list(self.lines)
+        begins = [index for index, line in enumerate(lines) if "most recent call first" in line]
+        calls = [found for line in lines[begins[-1] :] if (found := _FRAME.match(line))] if begins else []
         chosen = next((call for call in calls if is_own(call[1])), calls[0] if calls else None)
         return f"{chosen[3]} ({os.path.basename(chosen[1])}:{chosen[2]})" if chosen else ""
 
@@ -320,7 +302,7 @@ class Output(asyncio.Protocol):
                 await asyncio.shield(self._closed)
 
     def close(self) -> None:
-        """Read no more."""
+        """Stop reading."""
         if self._transport is not None:
             self._transport.close()
 
@@ -342,7 +324,7 @@ class Output(asyncio.Protocol):
 
     def _log(self, line: bytes) -> None:
         text = line[: 4 * MAX_LINE].decode(errors="replace")[:MAX_LINE].rstrip()
-        self._lines.append(text)
+        self.lines.append(text)
         if self._num_bytes > MAX_BYTES:
             return
         self._num_bytes += len(line)

@@ -1,9 +1,9 @@
-"""Checks that an environment behaves as rollouts need it to: each a finding in a line, with its remedy."""
+"""Checks that an environment behaves as rollouts need it to, each with a finding and a remedy in a line."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -11,16 +11,7 @@ from rl_core.environments.instance import EnvironmentInstance
 from rl_core.environments.pool import EnvironmentPool
 from rl_core.environments.trial import Attempt, compared_as_text, raised_remedy, run_quietly
 from rl_core.errors import WorkerDied, WorkerError
-from rl_core.rollouts.environment import (
-    Conversation,
-    EnvironmentFailure,
-    Fault,
-    KeptState,
-    Resumption,
-    StepResult,
-    ToolCall,
-)
-from rl_core.rollouts.rollout import Message
+from rl_core.rollouts.environment import Conversation, EnvironmentFailure, Fault, Resumption, StepResult, ToolCall
 
 MAX_TURNS = 4
 """Maximum number of turns of a conversation that a check plays; each repeats the response."""
@@ -91,18 +82,35 @@ def check(
             response.
         tools: Schemas of its tools.
     """
-    return run_quietly(_check(instance, attempts, tools))
 
+    async def checked() -> Conformance:
+        async with _Process(instance) as first:
+            started = time.monotonic()
+            try:
+                await first.pool.start()
+            except (WorkerError, WorkerDied) as error:
+                kind = f"{error.kind}: " if isinstance(error, WorkerError) and error.kind != "ValueError" else ""
+                said = error.message if isinstance(error, WorkerError) else str(error)
+                remedy = "fix its import or constructor; pass settings as KEY=VALUE"
+                return Conformance([Finding("start", kind + said, "failed", remedy)], [])
+            findings = [Finding("start", f"built in {time.monotonic() - started:.1f} s")]
+            plays: list[_Play] = []
+            for attempt in attempts:
+                plays += await first.play([attempt])
+                if (failure := plays[-1].failure) is not None and failure.fault == "deadline":
+                    # Each of the others may take as long.
+                    break
+            findings += _single_play_findings(plays, instance)
+            answered = [play for play in plays if play.failure is None]
+            if tools:
+                findings.append(await _malformed_calls(first, attempts[0], tools))
+        if answered:
+            findings += await _comparisons(instance, answered)
+        else:
+            findings += [Finding(name, "no response was answered", "skipped") for name in _COMPARED]
+        return Conformance(findings, [play.sample() for play in answered])
 
-@dataclass(frozen=True)
-class _Answer:
-    """A turn's answer, as far as two plays of a conversation have to agree."""
-
-    rewards: Mapping[str, float]
-    done: bool
-    observation: tuple[Message, ...]
-    stop_strings: tuple[str, ...] | None
-    max_new_tokens: int | None
+    return run_quietly(checked())
 
 
 @dataclass
@@ -112,18 +120,16 @@ class _Play:
     Args:
         attempt: Its row and response.
         conversation: Conversation with the newest turn.
-        answers: So far.
+        answers: Answers so far, each with the rewards of all agents.
         failure: Why it went no further, if it failed.
-        state: State after the newest answer; None if there is none.
         slowest_s: Seconds of its longest call; those of a batch are shared.
         has_agents: True if several agents take turns in it, each with the same response.
     """
 
     attempt: Attempt
     conversation: Conversation
-    answers: list[_Answer]
+    answers: list[tuple[Mapping[str, float], StepResult]]
     failure: EnvironmentFailure | None = None
-    state: KeptState | None = None
     slowest_s: float = 0.0
     has_agents: bool = False
 
@@ -131,7 +137,11 @@ class _Play:
     def over(self) -> bool:
         if self.failure is not None or len(self.answers) == MAX_TURNS:
             return True
-        return bool(self.answers) and (self.answers[-1].done or not self.answers[-1].observation)
+        return bool(self.answers) and (self.answers[-1][1].done or not self.answers[-1][1].observation)
+
+    @property
+    def total(self) -> float:
+        return self.sample().rewards.get("reward", 0.0) if self.answers else 0.0
 
     def take(self, outcome: StepResult | EnvironmentFailure, seconds: float) -> None:
         """Note an outcome, and add the next turn."""
@@ -139,63 +149,22 @@ class _Play:
         if isinstance(outcome, EnvironmentFailure):
             self.failure = outcome
             return
-        found = tuple(outcome.observation)
-        self.state = outcome.state
-        rewards = {**outcome.rewards(), **_rewards_of_agents(outcome.agent_rewards)}
-        self.answers.append(_Answer(rewards, outcome.done, found, outcome.stop_strings, outcome.max_new_tokens))
+        rewards = outcome.rewards()
+        for agent, given in outcome.agent_rewards.items():
+            named = given if isinstance(given, Mapping) else {"": given}
+            rewards |= {f"{agent} {name}".rstrip(): value for name, value in named.items()}
+        self.answers.append((rewards, outcome))
         self.has_agents = self.has_agents or bool(outcome.agent or outcome.next_agent)
-        said = self.attempt.conversation.messages[-1]
-        self.conversation = replace(
-            self.conversation, messages=(*self.conversation.messages, *found, said), turn=self.conversation.turn + 1
-        )
+        so_far, said = self.conversation, self.attempt.conversation.messages[-1]
+        messages = (*so_far.messages, *outcome.observation, said)
+        self.conversation = replace(so_far, messages=messages, turn=so_far.turn + 1)
 
     def sample(self) -> Sample:
         rewards: dict[str, float] = {}
-        for answer in self.answers:
-            for name, value in answer.rewards.items():
+        for given, _ in self.answers:
+            for name, value in given.items():
                 rewards[name] = rewards.get(name, 0.0) + value
-        return Sample(self.attempt, rewards, len(self.answers), self.answers[-1].done)
-
-
-def _rewards_of_agents(given: Mapping[str, float | Mapping[str, float]]) -> dict[str, float]:
-    """Return the rewards of other agents by the name of the agent, followed by that of a part."""
-    found: dict[str, float] = {}
-    for agent, rewards in given.items():
-        if isinstance(rewards, Mapping):
-            found |= {f"{agent} {name}": value for name, value in rewards.items()}
-        else:
-            found[agent] = rewards
-    return found
-
-
-async def _check(
-    instance: EnvironmentInstance, attempts: Sequence[Attempt], tools: Sequence[Mapping[str, Any]]
-) -> Conformance:
-    async with _Process(instance) as first:
-        started = time.monotonic()
-        try:
-            await first.pool.start()
-        except (WorkerError, WorkerDied) as error:
-            kind = f"{error.kind}: " if isinstance(error, WorkerError) and error.kind != "ValueError" else ""
-            said = error.message if isinstance(error, WorkerError) else str(error)
-            remedy = "fix its import or constructor; pass settings as KEY=VALUE"
-            return Conformance([Finding("start", kind + said, "failed", remedy)], [])
-        findings = [Finding("start", f"built in {time.monotonic() - started:.1f} s")]
-        plays: list[_Play] = []
-        for attempt in attempts:
-            plays.append(await first.play(attempt))
-            if (failure := plays[-1].failure) is not None and failure.fault == "deadline":
-                # each of the others may take as long
-                break
-        findings += _single_play_findings(plays, instance)
-        answered = [play for play in plays if play.failure is None]
-        if tools:
-            findings.append(await _malformed_calls(first, attempts[0], tools))
-    if answered:
-        findings += await _comparisons(instance, answered)
-    else:
-        findings += [Finding(name, "no response was answered", "skipped") for name in _COMPARED]
-    return Conformance(findings, [play.sample() for play in answered])
+        return Sample(self.attempt, rewards, len(self.answers), self.answers[-1][1].done)
 
 
 class _Process:
@@ -208,15 +177,8 @@ class _Process:
 
     def __init__(self, instance: EnvironmentInstance, *, max_batch: int = 1, hash_seed: int = 1) -> None:
         env_vars = {"PYTHONHASHSEED": str(hash_seed), **instance.config.env_vars}
-        config = instance.config.model_copy(
-            update={
-                "num_workers": 1,
-                "max_batch": max_batch,
-                "max_concurrent": None,
-                "retries": 0,
-                "env_vars": env_vars,
-            }
-        )
+        single = {"num_workers": 1, "max_batch": max_batch, "max_concurrent": None, "retries": 0, "env_vars": env_vars}
+        config = instance.config.model_copy(update=single)
         self.pool = EnvironmentPool.of(instance.environment, config, name=instance.label)
         self._num_played = 0
 
@@ -226,48 +188,35 @@ class _Process:
     async def __aexit__(self, *error: object) -> None:
         await self.pool.close()
 
-    async def play(self, attempt: Attempt) -> _Play:
-        """Play one conversation to its end."""
-        [play] = await self.play_together([attempt])
-        return play
-
-    async def begin(self, attempt: Attempt, num_turns: int) -> _Play:
-        """Play the first turns of a conversation."""
-        play = self._begin(attempt)
-        for _ in range(num_turns):
-            await self._step([play])
-        await self.pool.abandon([play.conversation.id])
-        return play
-
-    async def resume(self, play: _Play) -> _Play:
-        """Play on what another process began, from its saved state."""
-        assert play.state is not None, "a conversation without a state has nothing to resume from"
-        resumed = self._begin(play.attempt)
-        conversation = replace(play.conversation, id=resumed.conversation.id, resumption=Resumption(play.state.saved))
-        resumed.conversation, resumed.answers = conversation, list(play.answers)
-        while not resumed.over:
-            await self._step([resumed])
-        await self.pool.abandon([conversation.id])
-        return resumed
-
-    async def play_together(self, attempts: Sequence[Attempt]) -> list[_Play]:
+    async def play(self, attempts: Sequence[Attempt], num_turns: int = MAX_TURNS) -> list[_Play]:
         """Play conversations turn by turn: all their first turns, then all their second ones."""
         plays = [self._begin(attempt) for attempt in attempts]
-        while under_way := [play for play in plays if not play.over]:
-            await self._step(under_way)
-        await self.pool.abandon([play.conversation.id for play in plays])
+        await self._continue(plays, num_turns)
         return plays
 
-    async def _step(self, plays: Sequence[_Play]) -> None:
-        begin = time.monotonic()
-        outcomes = await self.pool.step([play.conversation for play in plays])
-        for play, outcome in zip(plays, outcomes, strict=True):
-            play.take(outcome, time.monotonic() - begin)
+    async def resume(self, play: _Play) -> _Play:
+        """Continue a play that another process began, from its saved state."""
+        state = play.answers[-1][1].state
+        assert state is not None, "a conversation without a state has nothing to resume from"
+        resumed = self._begin(play.attempt)
+        conversation = replace(play.conversation, id=resumed.conversation.id, resumption=Resumption(state.saved))
+        resumed.conversation, resumed.answers = conversation, list(play.answers)
+        await self._continue([resumed], MAX_TURNS)
+        return resumed
 
     def _begin(self, attempt: Attempt) -> _Play:
         self._num_played += 1
         id = f"{attempt.conversation.id}/{self._num_played}"
         return _Play(attempt, replace(attempt.conversation, id=id), [])
+
+    async def _continue(self, plays: Sequence[_Play], num_turns: int) -> None:
+        while num_turns and (playing := [play for play in plays if not play.over]):
+            begin = time.monotonic()
+            outcomes = await self.pool.step([play.conversation for play in playing])
+            for play, outcome in zip(playing, outcomes, strict=True):
+                play.take(outcome, time.monotonic() - begin)
+            num_turns -= 1
+        await self.pool.abandon([play.conversation.id for play in plays])
 
 
 _REMEDIES: Mapping[Fault, str] = {
@@ -282,18 +231,29 @@ _REMEDIES: Mapping[Fault, str] = {
 }
 
 
-def _single_play_findings(plays: Sequence[_Play], instance: EnvironmentInstance) -> Iterator[Finding]:
-    """Findings about conversations that were played one by one."""
+def _single_play_findings(plays: Sequence[_Play], instance: EnvironmentInstance) -> list[Finding]:
+    """Return the findings about conversations that were played one by one."""
     count = len(plays)
-    yield _failures(plays, "signature", ("signature",), f"the rows have every field that it asks for ({count} tried)")
-    yield _answers(plays)
     slowest, deadline = max(play.slowest_s for play in plays), instance.config.deadline_s
-    yield _failures(plays, "deadline", ("deadline",), f"the slowest call took {slowest:.2f} s of {deadline:g} s")
-    yield _rewards(plays, is_own=instance.is_own)
+    answered = sum(play.failure is None for play in plays)
+    turns = max((len(play.answers) for play in plays), default=0)
+    length = "a turn each" if turns == 1 else f"up to {turns} turns each"
+    answers = _failures(plays, "answers", ("raised", "process"), f"{answered} of {count} responses, {length}")
+    for play in plays if answers.status != "failed" else ():
+        if play.answers and not play.answers[-1][1].done and not play.answers[-1][1].observation:
+            said = f"turn {len(play.answers)} of {play.attempt} neither ended the rollout nor had an observation"
+            answers = Finding("answers", said, "failed", "return a message for the policy to answer, or done=True")
+            break
+    return [
+        _failures(plays, "signature", ("signature",), f"the rows have every field that it asks for ({count} tried)"),
+        answers,
+        _failures(plays, "deadline", ("deadline",), f"the slowest call took {slowest:.2f} s of {deadline:g} s"),
+        _rewards(plays, is_own=instance.is_own),
+    ]
 
 
 def _failures(plays: Sequence[_Play], name: str, faults: tuple[Fault, ...], holds: str) -> Finding:
-    """A finding that fails with the first failure of these kinds."""
+    """Return a finding that fails with the first failure of these kinds."""
     for play in plays:
         if play.failure is not None and play.failure.fault in faults:
             said = f"{play.failure.reason.removesuffix('.')}; tried on {play.attempt}"
@@ -303,22 +263,8 @@ def _failures(plays: Sequence[_Play], name: str, faults: tuple[Fault, ...], hold
     return Finding(name, holds)
 
 
-def _answers(plays: Sequence[_Play]) -> Finding:
-    answered = sum(play.failure is None for play in plays)
-    turns = max((len(play.answers) for play in plays), default=0)
-    length = "a turn each" if turns == 1 else f"up to {turns} turns each"
-    found = _failures(plays, "answers", ("raised", "process"), f"{answered} of {len(plays)} responses, {length}")
-    if found.status == "failed":
-        return found
-    for play in plays:
-        if play.answers and not play.answers[-1].done and not play.answers[-1].observation:
-            said = f"turn {len(play.answers)} of {play.attempt} neither ended the rollout nor had an observation"
-            return Finding("answers", said, "failed", "return a message for the policy to answer, or done=True")
-    return found
-
-
 def _rewards(plays: Sequence[_Play], *, is_own: bool) -> Finding:
-    """The finding about the rewards that were seen."""
+    """Return the finding about the rewards that were seen."""
     values: dict[str, list[float]] = {}
     for play in plays:
         for name, value in play.sample().rewards.items() if play.answers else ():
@@ -333,6 +279,9 @@ def _rewards(plays: Sequence[_Play], *, is_own: bool) -> Finding:
         varies = any(min(each) != max(each) for each in values.values())
         return found if varies else replace(found, said=f"{found.said}; in each play all agents gave the same response")
     constant = [name for name, each in values.items() if len(each) > 1 and min(each) == max(each)]
+    rows: dict[str, list[_Play]] = {}
+    for play in plays:
+        rows.setdefault(play.attempt.conversation.id.rpartition("/")[0], []).append(play)
     if constant:
         is_all, count = len(constant) == len(values), len(plays)
         be = "are" if len(constant) > 1 else "is"
@@ -341,43 +290,30 @@ def _rewards(plays: Sequence[_Play], *, is_own: bool) -> Finding:
         remedy = "pass a response that must earn more with --response TEXT; if it earns the same, correct the reward"
         # A response that earns more than the empty one shows that the reward reads answers.
         pays_answers = any(
-            max(map(_total, row)) > _total(play)
-            for row in _rows(plays)
+            max(other.total for other in row) > play.total
+            for row in rows.values()
             for play in row
             if not play.attempt.conversation.completion
         )
         mismatch = compared_as_text(plays[0].attempt) if is_own and not pays_answers else ""
         return Finding("rewards", f"finite, {what}: {said}", "warned", mismatch or remedy)
-    if form := _only_form(plays):
+    if form := _only_form(list(rows.values())):
         said = f"{found.said}; of each row's responses only {form} earns the most"
         return replace(found, said=said, remedy="ask for this form in the prompt, or let the reward read others")
     return found
 
 
-def _rows(plays: Sequence[_Play]) -> list[list[_Play]]:
-    """Return the plays of each row."""
-    rows: dict[str, list[_Play]] = {}
-    for play in plays:
-        rows.setdefault(play.attempt.conversation.id.rpartition("/")[0], []).append(play)
-    return list(rows.values())
-
-
-def _total(play: _Play) -> float:
-    return play.sample().rewards.get("reward", 0.0) if play.answers else 0.0
-
-
-def _only_form(plays: Sequence[_Play]) -> str:
-    """The first row's response of the most reward, if in each row just the same form earns it, and all others clearly
-    less; empty if not.
+def _only_form(rows: Sequence[Sequence[_Play]]) -> str:
+    """Return the first row's response of the most reward, if in each row just the same form earns it, and all others
+    clearly less; empty if not.
     """
-    rows = _rows(plays)
     num_forms = max(map(len, rows))
     whole = [row for row in rows if len(row) == num_forms and all(play.answers for play in row)]
     if num_forms < MIN_FORMS or not whole:
         return ""
     best = set()
     for row in whole:
-        totals = [_total(play) for play in row]
+        totals = [play.total for play in row]
         *_, second, most = sorted(totals)
         if second >= (min(totals) + most) / 2:
             return ""
@@ -389,47 +325,41 @@ _COMPARED = ("repeats", "state", "batches", "resume")
 
 
 async def _comparisons(instance: EnvironmentInstance, plays: Sequence[_Play]) -> list[Finding]:
-    """Findings about the same conversations played again: in a fresh process, in another order and side by side in a
-    used one, and in batches.
+    """Return the findings about the same conversations played again: in a fresh process, in another order and side by
+    side in a used one, in batches, and resumed halfway.
     """
     attempts = [play.attempt for play in plays]
     async with _Process(instance, hash_seed=2) as process:
-        again = [await process.play(attempt) for attempt in attempts]
-        differs = _difference(plays, again, "in another process")
-        if differs:
+        again = [play for attempt in attempts for play in await process.play([attempt])]
+        if differs := _difference(plays, again, "in another process"):
             remedy = "draw what is random from the conversation's seed or a field of the row, and order sets and hashes"
-            skipped = "its answers do not repeat"
-            return [
-                Finding("repeats", differs, "failed", remedy),
-                *(Finding(name, skipped, "skipped") for name in _COMPARED[1:]),
-            ]
-        findings = [Finding("repeats", f"{len(plays)} conversations, answered alike in two processes")]
-        reverse = [await process.play(attempt) for attempt in reversed(attempts)][::-1]
-        differs = _difference(plays, reverse, "after others in the same process")
-        mixed = await process.play_together(attempts)
+            others = [Finding(name, "its answers do not repeat", "skipped") for name in _COMPARED[1:]]
+            return [Finding("repeats", differs, "failed", remedy), *others]
+        reverse = [play for attempt in reversed(attempts) for play in await process.play([attempt])]
+        differs = _difference(plays, reverse[::-1], "after others in the same process")
+        mixed = await process.play(attempts)
         differs = differs or _difference(plays, mixed, "beside others in the same process")
         resumption = await _resumption(instance, plays, process)
-    remedy = "keep what a conversation learns in its state (or its object), and nothing in globals or files"
-    findings.append(
-        Finding("state", differs, "failed", remedy)
-        if differs
-        else Finding("state", "conversations leave nothing behind for others")
-    )
-    findings.append(await _batches(instance, plays))
-    return [*findings, resumption]
+    state = Finding("state", "conversations leave nothing behind for others")
+    if differs:
+        remedy = "keep what a conversation learns in its state (or its object), and nothing in globals or files"
+        state = Finding("state", differs, "failed", remedy)
+    repeats = Finding("repeats", f"{len(plays)} conversations, answered alike in two processes")
+    return [repeats, state, await _batches(instance, plays), resumption]
 
 
 async def _resumption(instance: EnvironmentInstance, plays: Sequence[_Play], process: _Process) -> Finding:
-    """The finding about conversations that are saved halfway in a process and resume in another."""
+    """Return the finding about conversations that are saved halfway in a process and resume in another."""
     several = [play for play in plays if len(play.answers) > 1]
     if not several:
         return Finding("resume", "no conversation had a second turn", "skipped")
-    num_resumed, states = 0, []
+    num_resumed, has_state = 0, False
     async with _Process(instance) as other:
         for play in several:
-            begun = await process.begin(play.attempt, len(play.answers) // 2)
-            states.append(begun.state)
-            if begun.state is None or begun.state.saved is None:
+            [begun] = await process.play([play.attempt], len(play.answers) // 2)
+            state = begun.answers[-1][1].state if begun.answers else None
+            has_state = has_state or state is not None
+            if state is None or state.saved is None:
                 continue
             resumed = await other.resume(begun)
             if differs := _difference([play], [resumed], "after it was saved and resumed in another process"):
@@ -438,7 +368,7 @@ async def _resumption(instance: EnvironmentInstance, plays: Sequence[_Play], pro
             num_resumed += 1
     if num_resumed:
         return Finding("resume", f"{num_resumed} conversations were saved and resumed in another process")
-    if all(state is None for state in states):
+    if not has_state:
         return Finding("resume", "conversations keep no state between turns")
     said = "states are not saved: a conversation under way is lost with its process, and replayed if a run resumes"
     return Finding("resume", said, "skipped")
@@ -447,10 +377,9 @@ async def _resumption(instance: EnvironmentInstance, plays: Sequence[_Play], pro
 async def _batches(instance: EnvironmentInstance, plays: Sequence[_Play]) -> Finding:
     size = min(max(instance.config.max_batch, BATCH), len(plays))
     attempts = [play.attempt for play in plays]
-    orders: list[Callable[[Sequence[Any]], list[Any]]] = [list, lambda items: list(reversed(items))]
     async with _Process(instance, max_batch=size) as process:
-        for order in orders:
-            found = order(await process.play_together(order(attempts)))
+        for order in (1, -1):
+            found = (await process.play(attempts[::order]))[::order]
             differs = _difference(plays, found, f"in calls of up to {size} conversations")
             if not differs:
                 continue
@@ -462,35 +391,39 @@ async def _batches(instance: EnvironmentInstance, plays: Sequence[_Play]) -> Fin
 
 
 def _difference(before: Sequence[_Play], after: Sequence[_Play], how: str) -> str:
-    """The first conversation that was answered in another way, in words; empty if there is none."""
+    """Return the first conversation that was answered differently, in words; empty if there is none."""
     for one, other in zip(before, after, strict=True):
         if other.failure is not None:
             return f"{one.attempt} was answered, and failed {how}: {other.failure.reason}"
-        if one.answers == other.answers:
+        answers, others = [[_compared(*each) for each in play.answers] for play in (one, other)]
+        if answers == others:
             continue
-        turn = next(
-            (i for i, pair in enumerate(zip(one.answers, other.answers, strict=False)) if pair[0] != pair[1]), 0
-        )
-        first, second = one.answers[turn], other.answers[turn]
-        where = f"{one.attempt}, turn {turn + 1}," if len(one.answers) > 1 else f"{one.attempt}"
-        if first.rewards != second.rewards:
-            return f"{where} had reward {_shown(first.rewards)}, and {_shown(second.rewards)} {how}"
-        return f"{where} had another answer {how}: {_text(first)!r:.80} became {_text(second)!r:.80}"
+        pairs = enumerate(zip(answers, others, strict=False))
+        turn = next((index for index, pair in pairs if pair[0] != pair[1]), 0)
+        where = f"{one.attempt}, turn {turn + 1}," if len(answers) > 1 else f"{one.attempt}"
+        if answers[turn][0] != others[turn][0]:
+            shown = [
+                f"{rewards['reward']:g}"
+                if set(rewards) == {"reward"}
+                else ", ".join(f"{name} {value:g}" for name, value in rewards.items())
+                for rewards in (answers[turn][0], others[turn][0])
+            ]
+            return f"{where} had reward {shown[0]}, and {shown[1]} {how}"
+        first, second = [
+            " ".join(str(message.get("content", "")) for message in play.answers[turn][1].observation)
+            for play in (one, other)
+        ]
+        return f"{where} had another answer {how}: {first!r:.80} became {second!r:.80}"
     return ""
 
 
-def _shown(rewards: Mapping[str, float]) -> str:
-    if set(rewards) == {"reward"}:
-        return f"{rewards['reward']:g}"
-    return ", ".join(f"{name} {value:g}" for name, value in rewards.items())
-
-
-def _text(answer: _Answer) -> str:
-    return " ".join(str(message.get("content", "")) for message in answer.observation)
+def _compared(rewards: Mapping[str, float], result: StepResult) -> tuple[Any, ...]:
+    """Return the part of an answer that two plays of a conversation must agree in."""
+    return rewards, result.done, tuple(result.observation), result.stop_strings, result.max_new_tokens
 
 
 async def _malformed_calls(process: _Process, attempt: Attempt, tools: Sequence[Mapping[str, Any]]) -> Finding:
-    """The finding about calls that cannot be made, which are to be answered so that the policy can learn from it."""
+    """Return the finding about calls that cannot be made, whose answers let the policy learn from them."""
     name = str(tools[0]["function"]["name"])
     calls = {
         "that is not valid JSON": ToolCall("", {}, "call00000", error="it is not valid JSON"),

@@ -1,10 +1,10 @@
-"""Environments of a run by the names that its data gives them: installed, configured under `env`, or in a file."""
+"""Environments of a run by their names in its data: installed, configured under `env`, or in a file."""
 
 from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, is_dataclass, replace
 from functools import partial
 from typing import Any, get_type_hints
@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 from rl_core.config import Config, Problem, ProblemError, did_you_mean, section_of
 from rl_core.environments.config import EnvironmentConfig
 from rl_core.environments.rewards import RewardPart, RewardSum
-from rl_core.environments.tools import schemas
+from rl_core.environments.tool_environment import schemas
 from rl_core.exports import public_alternatives
 from rl_core.plugins import (
     ENVIRONMENTS,
@@ -52,7 +52,7 @@ class EnvironmentInstance:
 
     @property
     def label(self) -> str:
-        """Its name in messages and logs; of one that data names by its file, without the folder."""
+        """Its name in messages and logs; for one in a file, without the folder."""
         return str(self.environment) if is_in_file(self.name) else self.name
 
 
@@ -94,11 +94,12 @@ def environment_types(
 
 
 def instance_of(settings: Config, name: str) -> EnvironmentInstance:
-    """Return the environment that a dataset names. An installed one without a section has its default settings.
+    """Return the environment of a name in a dataset. An installed one without a section has its default settings.
 
     Args:
         settings: The section `env` of a resolved config.
-        name: One of its keys or of the installed environments, or `file.py:function`, `package.module:function` or a class instead of the function.
+        name: One of its keys or of the installed environments, or `file.py:function`, `package.module:function` or a
+            class instead of the function.
 
     Raises:
         ValueError: If its file cannot be read or has no such name.
@@ -113,7 +114,7 @@ def instance_of(settings: Config, name: str) -> EnvironmentInstance:
 
 
 def _single(name: str, kind: str, section: EnvironmentConfig) -> EnvironmentInstance:
-    """The environment of a section, or of none, by its type."""
+    """Return the environment of a section, or of none, by its type."""
     if is_in_file(kind):
         return EnvironmentInstance(name, FromFile.read(kind), section, Requirement("rl-core"))
     if ":" in kind:
@@ -123,9 +124,21 @@ def _single(name: str, kind: str, section: EnvironmentConfig) -> EnvironmentInst
 
 
 def _with_rewards(name: str, section: EnvironmentConfig) -> EnvironmentInstance:
-    """The environment of a section with several rewards."""
-    rewards = _named_rewards(name, section)
-    weights = _weights(name, section, list(rewards))
+    """Return the environment of a section with several rewards."""
+    rewards, weights = _named_rewards(name, section), section.reward_weights
+    if isinstance(weights, Mapping):
+        unknown = sorted(weights.keys() - rewards.keys())
+        if unknown:
+            raise ValueError(f"env.{name}.reward_weights has {', '.join(unknown)}, which is not in `rewards`")
+    elif isinstance(section.rewards, Mapping):
+        first = next(iter(rewards))
+        raise ValueError(f"env.{name}.reward_weights is a list, but `rewards` has names; write {{{first}: 1.0}}")
+    elif len(weights) != len(rewards):
+        raise ValueError(
+            f"env.{name}.reward_weights has {len(weights)} weights for {len(rewards)} rewards; give one for each"
+        )
+    else:
+        weights = dict(zip(rewards, weights, strict=True))
     parts = tuple(
         RewardPart(part, FromFile.read(path) if is_in_file(path) else path, weights.get(part, 1.0))
         for part, path in rewards.items()
@@ -138,34 +151,25 @@ def _with_rewards(name: str, section: EnvironmentConfig) -> EnvironmentInstance:
 
 
 def _named_rewards(name: str, section: EnvironmentConfig) -> Mapping[str, str]:
-    """The functions of a section by the names that they are reported under."""
+    """Return the functions of a section by the names that they are reported under."""
     if isinstance(section.rewards, Mapping):
         return section.rewards
-    named = {path.rpartition(":")[2]: path for path in section.rewards}
-    if len(named) < len(section.rewards):
-        names = [path.rpartition(":")[2] for path in section.rewards]
+    names = [path.rpartition(":")[2] for path in section.rewards]
+    if len(set(names)) < len(names):
         twice = next(each for each in names if names.count(each) > 1)
         raise ValueError(
             f"env.{name}.rewards has two functions called {twice}; give them names: {{first: file.py:{twice}, ...}}"
         )
-    return named
+    return dict(zip(names, section.rewards, strict=True))
 
 
-def _weights(name: str, section: EnvironmentConfig, rewards: Sequence[str]) -> Mapping[str, float]:
-    """The weights of a section by the names of its rewards."""
-    weights = section.reward_weights
-    if isinstance(weights, Mapping):
-        unknown = sorted(weights.keys() - set(rewards))
-        if unknown:
-            raise ValueError(f"env.{name}.reward_weights has {', '.join(unknown)}, which is not in `rewards`")
-        return weights
-    if isinstance(section.rewards, Mapping):
-        raise ValueError(f"env.{name}.reward_weights is a list, but `rewards` has names; write {{{rewards[0]}: 1.0}}")
-    if len(weights) != len(rewards):
-        raise ValueError(
-            f"env.{name}.reward_weights has {len(weights)} weights for {len(rewards)} rewards; give one for each"
-        )
-    return dict(zip(rewards, weights, strict=True))
+def _installed(instance: EnvironmentInstance) -> EnvironmentPlugin | None:
+    """Return the plugin of an installed environment; None for the user's own, and for rewards without another."""
+    kind = instance.config.type or instance.name
+    if ":" in kind or (isinstance(instance.environment, RewardSum) and instance.environment.environment is None):
+        return None
+    found: EnvironmentPlugin = plugin(ENVIRONMENTS, kind)
+    return found
 
 
 def row_check_of(instance: EnvironmentInstance) -> Callable[[Mapping[str, Any]], None] | None:
@@ -173,13 +177,15 @@ def row_check_of(instance: EnvironmentInstance) -> Callable[[Mapping[str, Any]],
 
     The check raises `ValueError` for a row that no completion can answer.
     """
-    kind = instance.config.type or instance.name
-    if ":" in kind:
+    found = _installed(instance)
+    if found is None or not found.row_check:
         return None
-    if isinstance(instance.environment, RewardSum) and instance.environment.environment is None:
-        return None
-    found: EnvironmentPlugin = plugin(ENVIRONMENTS, kind)
-    return partial(_checked, resolve(found.row_check), instance.config) if found.row_check else None
+    check = resolve(found.row_check)
+
+    def checked(info: Mapping[str, Any]) -> None:
+        check(info, instance.config)
+
+    return checked
 
 
 def machine_check_of(instance: EnvironmentInstance) -> Callable[[], str] | None:
@@ -187,22 +193,15 @@ def machine_check_of(instance: EnvironmentInstance) -> Callable[[], str] | None:
 
     The check returns why the environment cannot run here, and what to do; an empty string if it can.
     """
-    kind = instance.config.type or instance.name
-    if ":" in kind or (isinstance(instance.environment, RewardSum) and instance.environment.environment is None):
-        return None
-    found: EnvironmentPlugin = plugin(ENVIRONMENTS, kind)
-    return partial(resolve(found.machine_check), instance.config) if found.machine_check else None
-
-
-def _checked(check: Callable[[Mapping[str, Any], Config], None], config: Config, info: Mapping[str, Any]) -> None:
-    check(info, config)
+    found = _installed(instance)
+    return partial(resolve(found.machine_check), instance.config) if found and found.machine_check else None
 
 
 def tools_of(instance: EnvironmentInstance) -> tuple[Mapping[str, Any], ...]:
-    """JSON schemas of the tools that an environment has the policy call; none for most.
+    """Return JSON schemas of the tools that an environment has the policy call; none for most.
 
-    One of the user's own is imported here to read them, unless it is clearly a function: `tools` of a class or of a
-    `rl_core.environments.tool_environment.ToolEnvironment`.
+    An environment of the user's is imported here to read them, unless it is clearly a function: `tools` of a class or
+    of a `rl_core.environments.tool_environment.ToolEnvironment`.
 
     Raises:
         ValueError: If its file cannot be run here, or a tool has no schema.
@@ -211,9 +210,7 @@ def tools_of(instance: EnvironmentInstance) -> tuple[Mapping[str, Any], ...]:
     environment = found_at.environment if isinstance(found_at, RewardSum) else found_at
     if environment is None:
         return ()
-    kind = instance.config.type or instance.name
-    if ":" not in kind:
-        found: EnvironmentPlugin = plugin(ENVIRONMENTS, kind)
+    if (found := _installed(instance)) is not None:
         return schemas(resolve(found.tools)(instance.config)) if found.tools else ()
     if isinstance(environment, FromFile):
         if environment.is_function:
@@ -227,19 +224,20 @@ def tools_of(instance: EnvironmentInstance) -> tuple[Mapping[str, Any], ...]:
 
 
 def problem_with(name: str, settings: Config) -> str:
-    """The reason that a dataset cannot name this environment; empty if it can, as far as is known without running the
-    user's file.
+    """Return the reason that a dataset cannot use this environment; empty if it can, as far as is known without running
+    the user's file.
 
     Args:
-        name: As `instance_of` takes it.
+        name: Name of the environment; see `instance_of`.
         settings: The section `env` of a resolved config.
     """
-    if name in type(settings).model_fields:
-        return _problem_with_rewards(name, getattr(settings, name))
-    if ":" not in name:
+    is_section = name in type(settings).model_fields
+    if ":" not in name and not is_section:
         known = environment_names(settings)
         return "" if name in known else unknown_environment(name, known)
     try:
+        if is_section:
+            return _problem_with_rewards(name, getattr(settings, name))
         if is_in_file(name):
             FromFile.read(name)
             return ""
@@ -249,7 +247,7 @@ def problem_with(name: str, settings: Config) -> str:
 
 
 def _problem_with_module(path: str) -> str:
-    """The reason that the module of `package.module:function` cannot be imported; empty if it is installed."""
+    """Return the reason that the module of `package.module:function` cannot be imported; empty if it is installed."""
     module, _, name = path.rpartition(":")
     if importlib.util.find_spec(module) is not None:
         return ""
@@ -259,18 +257,15 @@ def _problem_with_module(path: str) -> str:
 
 
 def _problem_with_rewards(name: str, section: Any) -> str:
-    """The reason that the rewards of a section cannot be used; empty if there are none."""
+    """Return the reason that the rewards of a section cannot be used; empty if there are none."""
     if not isinstance(section, EnvironmentConfig) or not section.rewards:
         return ""
-    try:
-        for part, path in _named_rewards(name, section).items():
-            if ":" not in path:
-                return f"env.{name}.rewards.{part}: {path!r} is not a function; write file.py:function"
-            if not is_in_file(path) and (problem := _problem_with_module(path)):
-                return f"env.{name}.rewards.{part}: {problem}"
-        _with_rewards(name, section)
-    except (ValueError, ImportError) as error:
-        return str(error)
+    for part, path in _named_rewards(name, section).items():
+        if ":" not in path:
+            return f"env.{name}.rewards.{part}: {path!r} is not a function; write file.py:function"
+        if not is_in_file(path) and (problem := _problem_with_module(path)):
+            return f"env.{name}.rewards.{part}: {problem}"
+    _with_rewards(name, section)
     return ""
 
 
@@ -291,7 +286,8 @@ def unknown_environment(name: str, known: Mapping[str, Any] | list[str]) -> str:
 
 
 def _section_type(kind: str, installed: Mapping[str, EnvironmentPlugin]) -> type[Config]:
-    """The type of a section with this `type`."""
+    """Return the type of a section with this `type`. The settings of a class are those that its constructor takes by
+    keyword, or as one object."""
     if ":" not in kind:
         if kind not in installed:
             raise ValueError(unknown_environment(kind, installed))
@@ -299,21 +295,16 @@ def _section_type(kind: str, installed: Mapping[str, EnvironmentPlugin]) -> type
     if is_in_file(kind) and FromFile.read(kind).is_function:
         return EnvironmentConfig
     target = resolve(kind)
-    return _settings_type(target, kind) if isinstance(target, type) else EnvironmentConfig
-
-
-def _settings_type(kind: type, name: str) -> type[Config]:
-    """The type of the settings of a class: those that its constructor takes by keyword, or as one object."""
-    if is_dataclass(kind):
-        return section_of(kind, EnvironmentConfig)
-    parameters = inspect.signature(kind).parameters.values()
+    if not isinstance(target, type):
+        return EnvironmentConfig
+    parameters = inspect.signature(target).parameters.values()
     by_position = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
-    if not by_position:
-        return section_of(kind, EnvironmentConfig)
-    found = get_type_hints(kind.__init__).get(by_position[0])  # type: ignore[misc]  # that of the class itself
-    if isinstance(found, type) and issubclass(found, EnvironmentConfig) and not is_in_file(name):
+    if is_dataclass(target) or not by_position:
+        return section_of(target, EnvironmentConfig)
+    found = get_type_hints(target.__init__).get(by_position[0])  # type: ignore[misc]  # it is the class's own
+    if isinstance(found, type) and issubclass(found, EnvironmentConfig) and not is_in_file(kind):
         return found
     raise ValueError(
-        f"{name} takes {', '.join(by_position)} by position; make its settings keyword-only parameters with types, as "
+        f"{kind} takes {', '.join(by_position)} by position; make its settings keyword-only parameters with types, as "
         "in def __init__(self, *, limit: int = 5)"
     )

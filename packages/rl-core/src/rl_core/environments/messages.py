@@ -1,7 +1,16 @@
 """Messages between an `EnvironmentPool` and its processes.
 
-The pool is trusted and sends pickles. A process runs whatever the environment imports, so nothing that it sends is
-unpickled: answers are msgpack, read into plain values and checked field by field.
+The pool is trusted and sends pickled tuples. A process runs whatever the environment imports, so nothing that it sends
+is unpickled: replies are msgpack, read into plain values and checked field by field.
+
+A message is answered with:
+
+- `"build", environment, config, title, memory`: whether the environment saves states, or a `WorkerError`, after which
+  the process ends.
+- `"step", conversations, saved`: a list of `Answer`. The conversations are pickled; `saved` has the states to restore
+  first, by the index of their conversation.
+- `"abandon", ids`: None, or a string if closing the states of these conversations raised.
+- `"close"`: the end of the stream, after every state was closed.
 """
 
 from __future__ import annotations
@@ -11,16 +20,14 @@ import re
 import signal
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, SupportsFloat, SupportsIndex, get_args
+from dataclasses import dataclass, replace
+from typing import Any, SupportsFloat, SupportsIndex, get_args
 
 import msgpack
 import numpy as np
 
-from rl_core.environments.rewards import RewardSum
 from rl_core.errors import WorkerError
 from rl_core.rollouts.environment import EnvironmentFailure, Fault, KeptState, StepResult
-from rl_core.user_code import FromFile
 
 LENGTH = struct.Struct("!Q")
 """Before every message: its number of bytes."""
@@ -29,7 +36,7 @@ STACKS = signal.SIGUSR1
 MAX_ANSWER_BYTES = 64 * 2**20
 """Maximum number of bytes of one conversation's answer."""
 OVERHEAD_BYTES = 2**16
-"""Maximum number of bytes of an answer in addition to those of its conversations."""
+"""Maximum number of bytes of a reply in addition to the answers in it."""
 MAX_STATE_BYTES = 4 * 2**20
 """Maximum number of bytes of a saved state."""
 MAX_NESTING = 32
@@ -39,24 +46,13 @@ MAX_INTEGER_BITS = 512
 
 _TUPLE, _ARRAY, _INTEGER = 1, 2, 3
 _FAULTS: Mapping[str, Fault] = {fault: fault for fault in get_args(Fault)}
-_ARRAY_KINDS = frozenset("biufcSUmM")
 _ARRAY_TYPE = re.compile(r"[<>|=][biufcSUmM]\d{1,9}(\[\w{1,8}\])?")
+
+Message = tuple[Any, ...]
 
 
 class MalformedAnswer(ValueError):
-    """Bytes from an environment's process that are not an answer to what it was asked."""
-
-
-class Message(Protocol):
-    """A request to an environment's process."""
-
-    def max_answer_bytes(self) -> int:
-        """Maximum number of bytes that the answer may have."""
-        ...
-
-    def read(self, data: bytes) -> Any:
-        """The answer from its bytes. Raises `MalformedAnswer` if they are not one."""
-        ...
+    """Bytes from an environment's process that are not a reply to what it was asked."""
 
 
 @dataclass(frozen=True)
@@ -78,147 +74,148 @@ class Answer:
     saved: bytes | None = None
 
 
-@dataclass(frozen=True)
-class Build:
-    """Build the environment: answered with whether it saves states, or a `WorkerError` after which the process ends.
-
-    Args:
-        environment: `"package.module:Class"`, or a class or function in a file of the user's.
-        config: Its pickled settings.
-        title: Its name, for messages.
-        memory: The memory limit in words, for messages.
-    """
-
-    environment: str | FromFile | RewardSum
-    config: bytes
-    title: str
-    memory: str = "its memory limit"
-
-    def max_answer_bytes(self) -> int:
-        return 2**22
-
-    def read(self, data: bytes) -> WorkerError | bool:
-        match _unpack(data):
-            case bool(saves):
-                return saves
-            case [str(kind), str(message), str(traceback)]:
-                return WorkerError(kind, message, traceback)
-        raise MalformedAnswer("expected a flag or an error")
+def max_reply_bytes(message: Message) -> int:
+    """Return the maximum number of bytes that the reply to a message may have."""
+    match message:
+        case ("build", *_):
+            return 2**22
+        case ("step", conversations, _):
+            return (MAX_ANSWER_BYTES + MAX_STATE_BYTES + OVERHEAD_BYTES) * len(conversations)
+    return OVERHEAD_BYTES
 
 
-@dataclass(frozen=True)
-class Step:
-    """Step pickled conversations in one call: answered with a list of `Answer`.
-
-    Args:
-        conversations: Pickled conversations.
-        saved: States to restore first, by the index of their conversation.
-    """
-
-    conversations: Sequence[bytes]
-    saved: Mapping[int, bytes] = field(default_factory=dict)
-
-    def max_answer_bytes(self) -> int:
-        return (MAX_ANSWER_BYTES + MAX_STATE_BYTES + OVERHEAD_BYTES) * len(self.conversations)
-
-    def read(self, data: bytes) -> list[Answer]:
-        found = _unpack(data)
-        if not isinstance(found, list) or len(found) != len(self.conversations):
-            raise MalformedAnswer(f"expected {len(self.conversations)} answers")
-        return [_read_answer(fields) for fields in found]
-
-
-@dataclass(frozen=True)
-class Abandon:
-    """Close the states of these conversations: answered with None, or a string if closing raised."""
-
-    ids: Sequence[str]
-
-    def max_answer_bytes(self) -> int:
-        return OVERHEAD_BYTES
-
-    def read(self, data: bytes) -> str | None:
-        found = _unpack(data)
-        if found is not None and not isinstance(found, str):
-            raise MalformedAnswer("expected nothing or a string")
-        return found
-
-
-@dataclass(frozen=True)
-class Close:
-    """Close every state and end: answered by the end of the stream."""
+def read_reply(message: Message, data: bytes) -> Any:
+    """Return the reply to a message from its bytes. Raises `MalformedAnswer` if they are not one."""
+    match message, read_value(data):
+        case ("build", *_), bool(saves):
+            return saves
+        case ("build", *_), [str(kind), str(text), str(traceback)]:
+            return WorkerError(kind, text, traceback)
+        case ("step", conversations, _), list(found) if len(found) == len(conversations):
+            return [_read_answer(fields) for fields in found]
+        case ("abandon", _), None | str() as problem:
+            return problem
+    raise MalformedAnswer(f"it is not a reply to {message[0]!r}")
 
 
 def write_built(built: WorkerError | bool) -> bytes:
-    """Bytes that answer `Build`."""
+    """Return the bytes that reply to "build"."""
     if isinstance(built, bool):
         return _pack(built)
-    # a message and a traceback of any length fit the limit
+    # A message and a traceback of any length fit the limit.
     return _pack([built.kind, built.message[:10_000], built.traceback[-100_000:]])
 
 
 def write_answers(answers: Sequence[Answer]) -> bytes:
-    """Bytes that answer `Step`; the results are plain (`plain_result`)."""
+    """Return the bytes that reply to "step"; the results are plain (`plain_result`)."""
     return _pack([_fields(answer) for answer in answers])
 
 
 def write_problem(problem: str | None) -> bytes:
-    """Bytes that answer `Abandon`."""
+    """Return the bytes that reply to "abandon"."""
     return _pack(problem and problem[:10_000])
 
 
 def write_value(value: Any) -> bytes:
-    """A plain value as bytes: None, bools, numbers, strings, bytes, lists, tuples, dicts and arrays of these.
+    """Write a plain value as bytes: None, bools, numbers, strings, bytes, lists, tuples, dicts and arrays of these.
 
     Raises:
-        TypeError, ValueError: if it holds something else.
+        TypeError, ValueError: If it holds something else.
     """
     return _pack(_plain(value, "it"))
 
 
 def read_value(data: bytes) -> Any:
-    """The value that `write_value` wrote. Raises `MalformedAnswer` if it did not write these bytes."""
-    return _unpack(data)
+    """Return the plain value of bytes that may be anything. Raises `MalformedAnswer` if they are not one."""
+    depth = 0
+
+    def unpack(packed: bytes) -> Any:
+        return msgpack.unpackb(packed, ext_hook=extension, strict_map_key=False, unicode_errors="surrogatepass")
+
+    def extension(code: int, packed: bytes) -> Any:
+        # Extended types may hold one another, to a bounded depth.
+        nonlocal depth
+        if depth > MAX_NESTING:
+            raise MalformedAnswer("nested too deep")
+        depth += 1
+        try:
+            if code == _INTEGER and len(packed) <= MAX_INTEGER_BITS // 8 + 1:
+                return int.from_bytes(packed, "little", signed=True)
+            held = unpack(packed) if code in (_TUPLE, _ARRAY) else None
+            match held:
+                case [str(kind), list(shape), bytes(values)] if code == _ARRAY:
+                    return _read_array(kind, shape, values)
+                case list() if code == _TUPLE:
+                    return tuple(held)
+            raise MalformedAnswer(f"extension {code} holds a value of another type")
+        finally:
+            depth -= 1
+
+    try:
+        value = unpack(data)
+    except MalformedAnswer:
+        raise
+    # These are all errors of msgpack, numpy and Python for bytes that they cannot read.
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError, msgpack.UnpackException) as error:
+        raise MalformedAnswer(f"{type(error).__name__}: {error}") from None
+    _check_plain(value, 0)
+    return value
 
 
 def write_results(results: Sequence[StepResult]) -> bytes:
-    """Results that were read from answers as bytes; of their states, whether there is one and what was saved."""
+    """Write results that were read from replies; each state becomes a flag and the bytes that were saved of it."""
     return write_answers(
         [Answer(each, each.state is not None, saved=each.state and each.state.saved) for each in results]
     )
 
 
 def read_results(data: bytes) -> list[StepResult]:
-    """The results that `write_results` wrote. Raises `MalformedAnswer` if it did not write these bytes."""
-    found = _unpack(data)
+    """Return the results that `write_results` wrote. Raises `MalformedAnswer` if it did not write these bytes."""
+    found = read_value(data)
     if not isinstance(found, list):
         raise MalformedAnswer("expected a list of results")
-    answers = [_read_answer(fields) for fields in found]
     return [
         replace(answer.result, state=KeptState(answer.saved) if answer.has_state else None)
-        for answer in answers
+        for answer in map(_read_answer, found)
         if isinstance(answer.result, StepResult)
     ]
 
 
 def plain_result(result: StepResult) -> StepResult:
-    """The result without its state, in types that any process can read.
+    """Return the result without its state, in types that any process can read.
 
     Raises:
-        TypeError, ValueError: if it holds something that may not leave the environment's process.
+        TypeError, ValueError: If it holds something that may not leave the environment's process.
     """
+    # Environments are code of users, so nothing is certain about these values.
+    given: Sequence[Any] = result.observation
+    stops: Any = result.stop_strings
+    limit: Any = result.max_new_tokens
+    observation = []
+    for message in given:
+        if not isinstance(message, Mapping):
+            raise TypeError(f"observation holds a {type(message).__qualname__} instead of a message")
+        observation.append({str(key): _plain(value, f"observation[{key!r}]") for key, value in message.items()})
+    if stops is not None and (isinstance(stops, str) or not all(isinstance(text, str) for text in stops)):
+        raise TypeError(f"stop_strings must be a tuple of strings, got {stops!r}")
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, SupportsIndex) or int(limit) < 1):
+        raise TypeError(f"max_new_tokens must be a number of tokens above 0, got {limit!r:.80}")
+    agents: Sequence[Any] = (result.agent, result.next_agent, *result.agent_rewards)
+    for name in agents:
+        if not isinstance(name, str):
+            raise TypeError(f"the name of an agent must be a string, got {name!r:.80}")
     plain = replace(
         result,
         reward=_plain_reward(result.reward),
         done=bool(result.done),
-        observation=tuple(_plain_message(message) for message in result.observation),
+        observation=tuple(observation),
         state=None,
-        stop_strings=None if result.stop_strings is None else _plain_texts(result.stop_strings),
-        max_new_tokens=None if result.max_new_tokens is None else _plain_limit(result.max_new_tokens),
+        stop_strings=None if stops is None else tuple(map(str.__str__, stops)),
+        max_new_tokens=None if limit is None else _bounded(int(limit), "max_new_tokens"),
         info={str(key): _plain(value, f"info[{key!r}]") for key, value in dict(result.info).items()},
-        agent=_plain_name(result.agent),
-        next_agent=_plain_name(result.next_agent),
-        agent_rewards={_plain_name(name): _plain_reward(reward) for name, reward in result.agent_rewards.items()},
+        agent=str.__str__(result.agent),
+        next_agent=str.__str__(result.next_agent),
+        agent_rewards={str.__str__(name): _plain_reward(reward) for name, reward in result.agent_rewards.items()},
     )
     size = len(_pack(_fields(Answer(plain))))
     if size > MAX_ANSWER_BYTES:
@@ -227,51 +224,24 @@ def plain_result(result: StepResult) -> StepResult:
 
 
 def _plain_reward(reward: float | Mapping[str, float]) -> float | dict[str, float]:
-    named = reward if isinstance(reward, Mapping) else {"reward": reward}
-    plain = {str(name): _plain_number(str(name), value) for name, value in named.items()}
+    named: Mapping[Any, Any] = reward if isinstance(reward, Mapping) else {"reward": reward}
+    plain = {}
+    for name, value in named.items():
+        what = "the reward" if name == "reward" else f"the reward {str(name)!r}"
+        # A string that reads as a number is refused, because the next one may not.
+        if isinstance(value, str | bytes) or not isinstance(value, SupportsFloat | SupportsIndex):
+            raise TypeError(f"{what} is {value!r:.80}; return a number, such as 1.0")
+        try:
+            plain[str(name)] = number = float(value)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise TypeError(f"{what} is {value!r:.80}, which is not a single number: {error}") from None
+        if not math.isfinite(number):
+            raise ValueError(f"{what} is {number}; return a finite number")
     return plain if isinstance(reward, Mapping) else plain["reward"]
 
 
-def _plain_name(name: Any) -> str:
-    if not isinstance(name, str):
-        raise TypeError(f"the name of an agent must be a string, got {name!r:.80}")
-    return str.__str__(name)
-
-
-def _plain_number(name: str, value: Any) -> float:
-    what = "the reward" if name == "reward" else f"the reward {name!r}"
-    # a text that reads as a number is refused: the next one may not
-    if isinstance(value, str | bytes) or not isinstance(value, SupportsFloat | SupportsIndex):
-        raise TypeError(f"{what} is {value!r:.80}; return a number, such as 1.0")
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise TypeError(f"{what} is {value!r:.80}, which is not a single number: {error}") from None
-    if not math.isfinite(number):
-        raise ValueError(f"{what} is {number}; return a finite number")
-    return number
-
-
-def _plain_message(message: Any) -> dict[str, Any]:
-    if not isinstance(message, Mapping):
-        raise TypeError(f"observation holds a {type(message).__qualname__} instead of a message")
-    return {str(key): _plain(value, f"observation[{key!r}]") for key, value in message.items()}
-
-
-def _plain_texts(texts: Any) -> tuple[str, ...]:
-    if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
-        raise TypeError(f"stop_strings must be a tuple of strings, got {texts!r}")
-    return tuple(str.__str__(text) for text in texts)
-
-
-def _plain_limit(limit: Any) -> int:
-    if isinstance(limit, bool) or not isinstance(limit, SupportsIndex) or int(limit) < 1:
-        raise TypeError(f"max_new_tokens must be a number of tokens above 0, got {limit!r:.80}")
-    return _bounded(int(limit), "max_new_tokens")
-
-
 def _plain(value: Any, where: str, depth: int = 1) -> Any:
-    """The value in plain types; a foreign subclass of a plain type becomes the plain type."""
+    """Return the value in plain types; a foreign subclass of a plain type becomes the plain type."""
     if depth > MAX_NESTING:
         raise ValueError(f"{where} is nested deeper than {MAX_NESTING} containers")
     match value:
@@ -285,32 +255,29 @@ def _plain(value: Any, where: str, depth: int = 1) -> Any:
             return _bounded(int(value), where)
         case float():
             return float(value)
-        case np.generic():
-            return _plain(value.item(), where, depth) if value.dtype.kind in "?biufSU" else _plain_array(value, where)
-        case np.ndarray():
-            return _plain_array(value, where)
+        case np.generic() if value.dtype.kind in "?biufSU":
+            return _plain(value.item(), where, depth)
+        case np.generic() | np.ndarray():
+            array = np.array(value)
+            if array.dtype.kind not in "biufcSUmM":
+                raise TypeError(
+                    f"{where} holds an array of {array.dtype}, which cannot leave the environment's process"
+                )
+            return array
         case Mapping():
-            return {_plain_key(key, where): _plain(item, f"{where}[{key!r}]", depth + 1) for key, item in value.items()}
-        case list():
-            return [_plain(item, where, depth + 1) for item in value]
-        case tuple():
-            return tuple(_plain(item, where, depth + 1) for item in value)
-        case _:
-            raise TypeError(f"{where} holds a {type(value).__qualname__}, which cannot leave the environment's process")
-
-
-def _plain_key(key: Any, where: str) -> Any:
-    plain = _plain(key, where)
-    if not isinstance(plain, str | int | float | bool | bytes | None):
-        raise TypeError(f"{where} has a key of type {type(key).__qualname__}; keys must be strings or numbers")
-    return plain
-
-
-def _plain_array(value: Any, where: str) -> np.ndarray:
-    array = np.array(value)
-    if array.dtype.kind not in _ARRAY_KINDS:
-        raise TypeError(f"{where} holds an array of {array.dtype}, which cannot leave the environment's process")
-    return array
+            plain = {}
+            for key, item in value.items():
+                plain_key = _plain(key, where)
+                if not isinstance(plain_key, str | int | float | bool | bytes | None):
+                    raise TypeError(
+                        f"{where} has a key of type {type(key).__qualname__}; keys must be strings or numbers"
+                    )
+                plain[plain_key] = _plain(item, f"{where}[{key!r}]", depth + 1)
+            return plain
+        case list() | tuple():
+            items = [_plain(item, where, depth + 1) for item in value]
+            return items if isinstance(value, list) else tuple(items)
+    raise TypeError(f"{where} holds a {type(value).__qualname__}, which cannot leave the environment's process")
 
 
 def _bounded(value: int, where: str) -> int:
@@ -335,58 +302,43 @@ def _read_answer(fields: Any) -> Answer:
     match fields:
         case [[str(reason), str(fault)], bool(has_state), bool(retry), bool(out_of_memory), None] if fault in _FAULTS:
             return Answer(EnvironmentFailure(reason, _FAULTS[fault]), has_state, retry, out_of_memory)
-        case [
-            [
-                reward,
-                bool(done),
-                list(observation),
-                None | list() as stop_strings,
-                None | int() as max_new_tokens,
-                dict(info),
-                str(agent),
-                str(next_agent),
-                dict(agent_rewards),
-            ],
-            bool(has_state),
-            bool(retry),
-            bool(out_of_memory),
-            None | bytes() as saved,
-        ]:
+        case [[*result], bool(has_state), bool(retry), bool(out_of_memory), None | bytes() as saved]:
             if saved is not None and (not has_state or len(saved) > MAX_STATE_BYTES):
                 raise MalformedAnswer("a saved state is too large, or of no state")
-            _check_reward(reward)
-            for of_agent in agent_rewards.values():
-                _check_reward(of_agent)
+            return Answer(_read_result(result), has_state, retry, out_of_memory, saved)
+    raise MalformedAnswer("an answer has unexpected fields")
+
+
+def _read_result(fields: list[Any]) -> StepResult:
+    match fields:
+        case [
+            reward,
+            bool(done),
+            list(observation),
+            None | list() as stops,
+            None | int() as limit,
+            dict(info),
+            str(agent),
+            str(next_agent),
+            dict(agent_rewards),
+        ]:
+            for each in (reward, *agent_rewards.values()):
+                named = each if isinstance(each, dict) else {"reward": each}
+                if not _has_texts(named) or not all(isinstance(v, float) and math.isfinite(v) for v in named.values()):
+                    raise MalformedAnswer("a reward is not a finite number")
             if not _has_texts(agent_rewards):
                 raise MalformedAnswer("the name of an agent is not a string")
             if not all(isinstance(message, dict) and _has_texts(message) for message in observation):
                 raise MalformedAnswer("an observation is not a message")
-            if stop_strings is not None and not _has_texts(stop_strings):
+            if not _has_texts(stops or ()):
                 raise MalformedAnswer("a stop string is not a string")
-            if max_new_tokens is not None and (isinstance(max_new_tokens, bool) or max_new_tokens < 1):
+            if limit is not None and (isinstance(limit, bool) or limit < 1):
                 raise MalformedAnswer("max_new_tokens is not a number of tokens")
             if not _has_texts(info):
                 raise MalformedAnswer("every key of `info` must be a string")
-            stops = None if stop_strings is None else tuple(stop_strings)
-            result = StepResult(
-                reward,
-                done,
-                tuple(observation),
-                stop_strings=stops,
-                info=info,
-                max_new_tokens=max_new_tokens,
-                agent=agent,
-                next_agent=next_agent,
-                agent_rewards=agent_rewards,
-            )
-            return Answer(result, has_state, retry, out_of_memory, saved)
+            stop_strings, turn = None if stops is None else tuple(stops), tuple(observation)
+            return StepResult(reward, done, turn, None, stop_strings, info, limit, agent, next_agent, agent_rewards)
     raise MalformedAnswer("an answer has unexpected fields")
-
-
-def _check_reward(reward: Any) -> None:
-    named = reward if isinstance(reward, dict) else {"reward": reward}
-    if not _has_texts(named) or not all(isinstance(v, float) and math.isfinite(v) for v in named.values()):
-        raise MalformedAnswer("a reward is not a finite number")
 
 
 def _has_texts(names: Any) -> bool:
@@ -394,60 +346,18 @@ def _has_texts(names: Any) -> bool:
 
 
 def _pack(value: Any) -> bytes:
-    packed: bytes = msgpack.packb(value, default=_extend, strict_types=True, unicode_errors="surrogatepass")
+    def extend(value: Any) -> msgpack.ExtType:
+        match value:
+            case tuple():
+                return msgpack.ExtType(_TUPLE, _pack(list(value)))
+            case int():
+                return msgpack.ExtType(_INTEGER, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
+            case np.ndarray():
+                return msgpack.ExtType(_ARRAY, _pack([value.dtype.str, list(value.shape), value.tobytes()]))
+        raise TypeError(f"{type(value).__qualname__} is not a plain value")
+
+    packed: bytes = msgpack.packb(value, default=extend, strict_types=True, unicode_errors="surrogatepass")
     return packed
-
-
-def _extend(value: Any) -> msgpack.ExtType:
-    match value:
-        case tuple():
-            return msgpack.ExtType(_TUPLE, _pack(list(value)))
-        case int():
-            size = value.bit_length() // 8 + 1
-            return msgpack.ExtType(_INTEGER, value.to_bytes(size, "little", signed=True))
-        case np.ndarray():
-            return msgpack.ExtType(_ARRAY, _pack([value.dtype.str, list(value.shape), value.tobytes()]))
-    raise TypeError(f"{type(value).__qualname__} is not a plain value")
-
-
-def _unpack(data: bytes) -> Any:
-    """Plain values from bytes that may be anything."""
-    try:
-        value = _Reader().unpack(data)
-    except MalformedAnswer:
-        raise
-    # whatever msgpack, numpy or Python object to
-    except (ValueError, TypeError, KeyError, OverflowError, RecursionError, msgpack.UnpackException) as error:
-        raise MalformedAnswer(f"{type(error).__name__}: {error}") from None
-    _check_plain(value, 0)
-    return value
-
-
-class _Reader:
-    """Unpacks extended types, which may hold one another to a bounded depth."""
-
-    def __init__(self) -> None:
-        self._depth = 0
-
-    def unpack(self, data: bytes) -> Any:
-        return msgpack.unpackb(data, ext_hook=self._extension, strict_map_key=False, unicode_errors="surrogatepass")
-
-    def _extension(self, code: int, data: bytes) -> Any:
-        if self._depth > MAX_NESTING:
-            raise MalformedAnswer("nested too deep")
-        self._depth += 1
-        try:
-            if code == _INTEGER and len(data) <= MAX_INTEGER_BITS // 8 + 1:
-                return int.from_bytes(data, "little", signed=True)
-            if code == _TUPLE and isinstance(items := self.unpack(data), list):
-                return tuple(items)
-            if code == _ARRAY:
-                match self.unpack(data):
-                    case [str(kind), list(shape), bytes(values)]:
-                        return _read_array(kind, shape, values)
-            raise MalformedAnswer(f"extension {code} holds a value of another type")
-        finally:
-            self._depth -= 1
 
 
 def _read_array(kind: str, shape: list[Any], values: bytes) -> np.ndarray:
@@ -461,7 +371,7 @@ def _read_array(kind: str, shape: list[Any], values: bytes) -> np.ndarray:
 
 def _check_plain(value: Any, depth: int) -> None:
     """Raise `MalformedAnswer` for nesting that others could not walk, and for values of further types."""
-    # the fields of an answer are a few containers around the values of its result
+    # The fields of an answer are a few containers around the values of its result.
     if depth > MAX_NESTING + 8:
         raise MalformedAnswer("nested too deep")
     if isinstance(value, dict):

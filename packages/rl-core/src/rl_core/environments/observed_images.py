@@ -1,6 +1,6 @@
 """Images in what environments and tools answer, put into the run's store by the process that has them.
 
-An answer then names its images by digest and size, and their bytes go no further than the node's file system.
+An answer then has the digests and sizes of its images, and their bytes go no further than the node's file system.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from rl_core.rollouts.rollout import Message
 
 IMAGE, TEXT = "image", "text"
 """Types of the parts of a content."""
-
-_DATA_URL = "data:"
 
 
 def is_image(value: Any) -> bool:
@@ -36,9 +34,17 @@ def parts_of(result: Any) -> tuple[Mapping[str, Any], ...] | None:
         return ({"type": IMAGE, "image": result},)
     if not isinstance(result, list | tuple):
         return None
-    parts = tuple(part for each in result if (part := _part(each)) is not None)
-    has_image = any(part["type"] == IMAGE for part in parts)
-    return parts if has_image and len(parts) == len(result) else None
+    parts: list[Mapping[str, Any]] = []
+    for each in result:
+        if isinstance(each, str):
+            parts.append({"type": TEXT, "text": each})
+        elif is_image(each):
+            parts.append({"type": IMAGE, "image": each})
+        elif isinstance(each, Mapping) and each.get("type") in (IMAGE, TEXT) and each["type"] in each:
+            parts.append(each)
+        else:
+            return None
+    return tuple(parts) if any(part["type"] == IMAGE for part in parts) else None
 
 
 def with_kept_images(messages: Sequence[Message]) -> tuple[Message, ...]:
@@ -54,21 +60,21 @@ def with_kept_images(messages: Sequence[Message]) -> tuple[Message, ...]:
         ImageError: For anything else, and for an image that is not accepted.
         ImportError: If pillow is not installed.
     """
-    return tuple(map(_kept, messages))
-
-
-def _kept(message: Any) -> Any:
-    if not isinstance(message, Mapping):
-        return message  # refused later, as any answer of a wrong form
-    parts = parts_of(message.get("content"))
-    if parts is None:
-        return message
-    return {**message, "content": [_kept_part(part) if part["type"] == IMAGE else part for part in parts]}
+    given: Sequence[Any] = messages
+    kept = []
+    for message in given:
+        # A message of another type is refused later, as any answer of a wrong form.
+        parts = parts_of(message.get("content")) if isinstance(message, Mapping) else None
+        if parts is not None:
+            content = [_kept_part(part) if part["type"] == IMAGE else part for part in parts]
+            message = {**message, "content": content}
+        kept.append(message)
+    return tuple(kept)
 
 
 def _kept_part(part: Mapping[str, Any]) -> Mapping[str, Any]:
     image = part.get("image")
-    if isinstance(image, str) and not image.startswith(_DATA_URL):
+    if isinstance(image, str) and not image.startswith("data:"):
         if not {"width", "height"} <= part.keys():
             raise ImageError(
                 f"an image part has {image[:80]!r}; give the bytes of a file, a data URL, an image of pillow, or what "
@@ -96,13 +102,3 @@ def _bytes_of(image: Any) -> bytes:
     raise ImageError(
         f"an image part has a {type(image).__qualname__}; give the bytes of a file, a data URL, or an image of pillow"
     )
-
-
-def _part(value: Any) -> Mapping[str, Any] | None:
-    if isinstance(value, str):
-        return {"type": TEXT, "text": value}
-    if is_image(value):
-        return {"type": IMAGE, "image": value}
-    if isinstance(value, Mapping) and value.get("type") in (IMAGE, TEXT) and value["type"] in value:
-        return value
-    return None

@@ -14,18 +14,18 @@ from rl_core import spans
 from rl_core.environments.child import ChildSpec
 from rl_core.environments.config import EnvironmentConfig
 from rl_core.environments.rewards import RewardSum
-from rl_core.environments.worker import Backlog, Call, Home, Turn, Worker, fail_all
+from rl_core.environments.worker import Backlog, Home, QueuedTurn, Worker, fail_all
 from rl_core.rollouts.environment import Conversation, EnvironmentFailure, StepResult
 from rl_core.user_code import FromFile
 
 logger = logging.getLogger(__name__)
 
 MAX_DEFAULT_WORKERS = 8
-"""Maximum number of processes of an environment whose settings name no number."""
+"""Maximum number of processes of an environment whose settings leave the number open."""
 LEASE_S = 600.0
-"""How long a client may be silent; its process may be busy loading an engine."""
+"""Seconds that a client may be silent; its process may be busy loading an engine."""
 RENEW_S = LEASE_S / 10
-"""How often a client renews its lease."""
+"""Seconds after which a client renews its lease."""
 
 _UNKNOWN = "its state is lost: its environment was restarted, or closed it because its rollout was silent for too long"
 
@@ -37,8 +37,7 @@ class EnvironmentPool:
     the deadline, crashes its process or needs more memory than the limit fails, and its process is replaced. A
     conversation whose state was there resumes from its saved state if the environment saves it (`SavingEnvironment`),
     and fails with its next turn otherwise. With an environment that saves, a turn whose process ended is tried once
-    more. A turn that runs for much longer than others gives way
-    to those that wait (`Backlog`).
+    more. A turn that runs for much longer than others gives way to those that wait (`Backlog`).
 
     With `max_batch` above 1 a call of the environment holds several conversations. If it raises, crashes or passes the
     deadline, those without a state, or with a saved one, are tried again one by one, so that only those to blame fail;
@@ -89,13 +88,13 @@ class EnvironmentPool:
         if max_concurrent is not None and max_concurrent < 1:
             raise ValueError(f"max_concurrent must be positive or None, got {max_concurrent}")
         spec = ChildSpec(environment, pickle.dumps(config), name, env_vars or {}, memory_limit_gib)
-        self._max_concurrent = max_concurrent
-        self._backlog = Backlog(
-            deadline_s=deadline_s,
-            num_workers=num_workers,
-            wake=self._wake,
-            room=None if max_concurrent is None else self._room,
-        )
+
+        def room() -> int:
+            assert max_concurrent is not None, "asked for only if there is a bound"
+            return max_concurrent - sum(worker.num_open for worker in self._workers)
+
+        bound = None if max_concurrent is None else room
+        self._backlog = Backlog(deadline_s=deadline_s, num_workers=num_workers, wake=self._wake, room=bound)
         self._workers = [
             Worker(spec, self._backlog, deadline_s=deadline_s, max_batch=max_batch) for _ in range(num_workers)
         ]
@@ -108,7 +107,7 @@ class EnvironmentPool:
 
     @classmethod
     def of(cls, environment: str | FromFile | RewardSum, config: EnvironmentConfig, name: str = "") -> EnvironmentPool:
-        """A pool with an environment's own settings (`env.<name>`)."""
+        """Make a pool with an environment's own settings (`env.<name>`)."""
         return cls(
             environment,
             config,
@@ -135,10 +134,11 @@ class EnvironmentPool:
     async def step(
         self, conversations: Sequence[Conversation], client: str = ""
     ) -> list[StepResult | EnvironmentFailure]:
-        """One outcome per conversation, in order; the `state` of a result is a `KeptState`, as it stays in its process.
+        """Return one outcome per conversation, in order; the `state` of a result is a `KeptState`, as the state stays
+        in its process.
 
-        One that is done or failed is forgotten. One past its first turn that the pool does not know resumes from its
-        `resumption`; if it has none it fails: its state died with an earlier pool, or its lease ran out.
+        A conversation that is done or failed is forgotten. One past its first turn that the pool does not know resumes
+        from its `resumption`; if it has none it fails: its state died with an earlier pool, or its lease ran out.
 
         Args:
             conversations: Each with its newest turn.
@@ -147,11 +147,10 @@ class EnvironmentPool:
 
         Raises:
             ValueError: If a conversation is being stepped already.
-            WorkerError, WorkerDied: as `start`, if an environment cannot be built.
+            WorkerError, WorkerDied: See `start`, if an environment cannot be built.
         """
         self._require_open()
-        call = Call(len(conversations), asyncio.get_running_loop().create_future())
-        turns = self._admit(conversations, call, client)
+        turns = self._admit(conversations, client)
         self._leases.renew(client)
         self._backlog.add([turn for turn in turns if turn.home.worker is None])
         for turn in turns:
@@ -159,9 +158,11 @@ class EnvironmentPool:
                 turn.home.worker.submit(turn)
         try:
             with self._stepping:
-                outcomes = await call.outcomes()
+                outcomes = await asyncio.gather(*(turn.outcome for turn in turns))
         except BaseException:
-            self._drop([conversation.id for conversation in conversations])
+            for turn in turns:
+                turn.outcome.cancel()
+            self._drop([turn.id for turn in turns])
             raise
         for turn, outcome in zip(turns, outcomes, strict=True):
             turn.home.busy = False
@@ -173,19 +174,26 @@ class EnvironmentPool:
     async def step_within(
         self, patience_s: float, conversations: Sequence[Conversation], client: str = ""
     ) -> list[StepResult | EnvironmentFailure | None]:
-        """Same as `step`, with None for each that is not answered in time: `late` has its outcome. Nothing is raised;
-        each conversation has its own failure.
+        """Step conversations as `step` does, with None for each that is not answered in time: `late` has its outcome.
+        Nothing is raised; each conversation has its own failure.
         """
-        ids = [conversation.id for conversation in conversations]
+
+        async def outcome(conversation: Conversation) -> StepResult | EnvironmentFailure:
+            try:
+                [found] = await self.step([conversation], client)
+            except Exception as error:  # noqa: BLE001 - the failure is this conversation's outcome
+                return EnvironmentFailure(f"{type(error).__name__}: {error}")
+            return found
+
         for conversation in conversations:
-            self._late[conversation.id] = client, asyncio.create_task(self._outcome(conversation, client))
-        return await self.late(patience_s, ids)
+            self._late[conversation.id] = client, asyncio.create_task(outcome(conversation))
+        return await self.late(patience_s, [conversation.id for conversation in conversations])
 
     async def late(self, patience_s: float, ids: Sequence[str]) -> list[StepResult | EnvironmentFailure | None]:
-        """Outcomes of these turns, with None for each that takes longer still."""
-        under_way = [self._late[id][1] for id in ids if id in self._late]
-        if under_way:
-            await asyncio.wait(under_way, timeout=patience_s)
+        """Return the outcomes of these turns, with None for each that takes longer still."""
+        in_progress = [self._late[id][1] for id in ids if id in self._late]
+        if in_progress:
+            await asyncio.wait(in_progress, timeout=patience_s)
         outcomes: list[StepResult | EnvironmentFailure | None] = []
         for id in ids:
             if id not in self._late:
@@ -196,15 +204,8 @@ class EnvironmentPool:
                 outcomes.append(None)
         return outcomes
 
-    async def _outcome(self, conversation: Conversation, client: str) -> StepResult | EnvironmentFailure:
-        try:
-            [outcome] = await self.step([conversation], client)
-        except Exception as error:  # noqa: BLE001 - the failure is this conversation's outcome
-            return EnvironmentFailure(f"{type(error).__name__}: {error}")
-        return outcome
-
     async def abandon(self, ids: Iterable[str]) -> None:
-        """Forget these conversations, and see that their states are closed; unknown ones are ignored."""
+        """Forget these conversations and close their states; unknown ones are ignored."""
         self._forget(list(ids))
 
     async def renew(self, client: str) -> None:
@@ -213,11 +214,11 @@ class EnvironmentPool:
         self._leases.renew(client)
 
     async def health(self) -> Mapping[str, Any]:
-        """Numbers worth logging: processes alive, restarts so far with the reason of the last one, conversations known
-        and queued.
+        """Return numbers worth logging: processes alive, restarts so far with the reason of the last one, conversations
+        known and queued.
 
         Raises:
-            WorkerError, WorkerDied: if the environment could not be built when last tried.
+            WorkerError, WorkerDied: If the environment could not be built when last tried.
         """
         for worker in self._workers:
             if worker.broken is not None:
@@ -233,7 +234,7 @@ class EnvironmentPool:
         }
 
     async def close(self) -> None:
-        """Close all states and end all processes; calls under way fail. May be called again."""
+        """Close all states and end all processes; calls in progress fail. May be called again."""
         self._closed = True
         self._homes.clear()
         self._leases.close()
@@ -257,10 +258,10 @@ class EnvironmentPool:
         ids = [id for id, home in self._homes.items() if home.client == client]
         if ids:
             logger.warning("%d conversations are closed: their client has been silent for too long", len(ids))
-        # outcomes that it has not fetched go as well
+        # Outcomes that the client has not fetched are dropped as well.
         self._forget([*ids, *(id for id, (owner, _) in self._late.items() if owner == client)])
 
-    def _admit(self, conversations: Sequence[Conversation], call: Call, client: str) -> list[Turn]:
+    def _admit(self, conversations: Sequence[Conversation], client: str) -> list[QueuedTurn]:
         ids = [conversation.id for conversation in conversations]
         twice = {id for id in ids if (home := self._homes.get(id)) is not None and home.busy}
         if twice or len(set(ids)) < len(ids):
@@ -268,19 +269,20 @@ class EnvironmentPool:
                 "a conversation can take one step at a time; being stepped already, or named twice: "
                 f"{sorted(twice or {id for id in ids if ids.count(id) > 1})}"
             )
-        payloads = [_payload(conversation) for conversation in conversations]
-        turns = []
-        for index, (conversation, payload) in enumerate(zip(conversations, payloads, strict=True)):
+        # What cannot be pickled raises here, before a conversation is known.
+        shown = [each if each.resumption is None else replace(each, resumption=None) for each in conversations]
+        payloads = [pickle.dumps(conversation, protocol=pickle.HIGHEST_PROTOCOL) for conversation in shown]
+        turns, loop = [], asyncio.get_running_loop()
+        for conversation, payload in zip(conversations, payloads, strict=True):
             home = self._homes.get(conversation.id)
-            if home is None:
-                home = self._homes[conversation.id] = _new_home(conversation, client)
+            if home is None and conversation.resumption is not None:
+                home = Home(client, saved=conversation.resumption.saved)
+            elif home is None:
+                home = Home(client, lost=_UNKNOWN if conversation.turn else "")
+            self._homes[conversation.id] = home
             home.busy = True
-            turns.append(Turn(conversation.id, payload, home, call, index, retries=self._retries))
+            turns.append(QueuedTurn(conversation.id, payload, home, loop.create_future(), retries=self._retries))
         return turns
-
-    def _room(self) -> int:
-        assert self._max_concurrent is not None, "asked for only if there is a bound"
-        return self._max_concurrent - sum(worker.num_open for worker in self._workers)
 
     def _wake(self) -> None:
         idle = sorted((worker for worker in self._workers if worker.idle), key=lambda worker: worker.num_states)
@@ -292,22 +294,11 @@ class EnvironmentPool:
             raise RuntimeError("the environment pool is closed")
 
 
-def _payload(conversation: Conversation) -> bytes:
-    shown = conversation if conversation.resumption is None else replace(conversation, resumption=None)
-    return pickle.dumps(shown, protocol=pickle.HIGHEST_PROTOCOL)
-
-
-def _new_home(conversation: Conversation, client: str) -> Home:
-    if conversation.resumption is not None:
-        return Home(client, saved=conversation.resumption.saved)
-    return Home(client, lost=_UNKNOWN if conversation.turn else "")
-
-
 class Leases:
-    """Tells when a client has been silent for too long; to be used from one event loop.
+    """Leases of clients, which end when a client has been silent for too long; to be used from one event loop.
 
     Args:
-        lease_s: How long a lease lasts.
+        lease_s: Duration of a lease in seconds.
         expire: Called with a client whose lease ran out.
     """
 
@@ -318,11 +309,15 @@ class Leases:
 
     def renew(self, client: str) -> None:
         """Begin a client's lease anew; no client (an empty name) has none."""
-        if not client:
-            return
-        if (end := self._ends.pop(client, None)) is not None:
-            end.cancel()
-        self._ends[client] = asyncio.get_running_loop().call_later(self._lease_s, self._end, client)
+
+        def end() -> None:
+            del self._ends[client]
+            self._expire(client)
+
+        if client:
+            if client in self._ends:
+                self._ends[client].cancel()
+            self._ends[client] = asyncio.get_running_loop().call_later(self._lease_s, end)
 
     def close(self) -> None:
         """End every lease without calling `expire`."""
@@ -330,11 +325,7 @@ class Leases:
             end.cancel()
         self._ends.clear()
 
-    def _end(self, client: str) -> None:
-        del self._ends[client]
-        self._expire(client)
-
 
 def default_num_workers() -> int:
-    """Processes of an environment whose settings name no number: one per CPU of this node, up to a bound."""
+    """Return the number of processes if the settings leave it open: one per CPU of this node, up to a bound."""
     return min(len(os.sched_getaffinity(0)), MAX_DEFAULT_WORKERS)

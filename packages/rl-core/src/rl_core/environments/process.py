@@ -17,28 +17,14 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, BinaryIO, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
-from rl_core.environments.conversation_class import ConversationEnvironment, plays_one
-from rl_core.environments.messages import (
-    LENGTH,
-    MAX_STATE_BYTES,
-    STACKS,
-    Abandon,
-    Answer,
-    Build,
-    Close,
-    Step,
-    plain_result,
-    write_answers,
-    write_built,
-    write_problem,
-)
+from rl_core.environments import messages
+from rl_core.environments.messages import LENGTH, MAX_STATE_BYTES, Answer, plain_result
 from rl_core.environments.observed_images import with_kept_images
-from rl_core.environments.reward_function import as_environment
+from rl_core.environments.reward_function import ConversationEnvironment, as_environment, plays_one
 from rl_core.environments.rewards import RewardSum, SummedRewards
 from rl_core.errors import WorkerError
-from rl_core.plugins import resolve
 from rl_core.rollouts.environment import (
     Conversation,
     Environment,
@@ -50,7 +36,7 @@ from rl_core.rollouts.environment import (
     UnusableAnswer,
 )
 from rl_core.stacks import write_stacks_of_child
-from rl_core.user_code import FromFile, calls_of, place_of, raised_at
+from rl_core.user_code import FromFile, calls_of, place_of, raised_at, resolve
 
 if TYPE_CHECKING:
     from rl_core.config import Config
@@ -86,7 +72,7 @@ class EnvironmentProcess:
         return self._saving is not None
 
     def step(self, payloads: Sequence[bytes], saved: Mapping[int, bytes] | None = None) -> list[Answer]:
-        """One batched call of the environment; an exception in it is everybody's answer.
+        """Make one batched call of the environment; an exception in it is everybody's answer.
 
         Args:
             payloads: Pickled conversations.
@@ -102,39 +88,46 @@ class EnvironmentProcess:
             if saved:
                 self._restore({conversations[index].id: data for index, data in saved.items()})
             given = [self._states.get(conversation.id) for conversation in conversations]
-            results = self._environment.step(conversations, given)
-            _check(results, len(conversations))
+            results: Any = self._environment.step(conversations, given)
+            if not isinstance(results, list) or not all(isinstance(result, StepResult) for result in results):
+                raise UnusableAnswer(f"step must return a list of StepResult, got {results!r:.80}")
+            if len(results) != len(conversations):
+                raise UnusableAnswer(f"step returned {len(results)} results for {len(conversations)} conversations")
             answers = [self._settle(c, result) for c, result in zip(conversations, results, strict=True)]
-            return self._saved(conversations, answers) if self._saving else answers
+            return self._with_saved(conversations, answers)
         except MemoryError:
-            # told below, when the frames that hold the memory are gone
+            # The answers are made below, when the frames that hold the memory are gone.
             out_of_memory, reason = True, f"environment {self._name} needed more than {self._memory}"
         except UnusableAnswer as error:
             fault = "signature" if isinstance(error, MissingField) else "answer"
             reason = self._unusable(error)
         except SystemExit as error:
             reason = f"environment {self._name} ended its process with {_describe(error)}; return a reward instead"
-        except Exception as error:  # noqa: BLE001  # an environment's failure becomes a report
+        except Exception as error:  # noqa: BLE001 - an environment's failure becomes a report
             fault, reason = "raised", f"environment {self._name} raised {_describe(error)}"
             frames = calls_of(error)
-            key = (
-                f"{type(error).__qualname__} {frames[-1].filename}:{frames[-1].lineno}" if frames else str(type(error))
-            )
+            at = f" {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
             lines = [*traceback.format_list(frames[:TRACEBACK_FRAMES]), *traceback.format_exception_only(error)]
-            self._print_once(key, f"environment {self._name} raised:", *"".join(lines).splitlines())
+            title = f"environment {self._name} raised:"
+            self._print_once(f"{type(error).__qualname__}{at}", title, *"".join(lines).splitlines())
         shared = f", in a call that {len(payloads)} conversations shared" if len(payloads) > 1 else ""
         failure = EnvironmentFailure(f"{reason}{shared}", fault)
         self.abandon([conversation.id for conversation in conversations])
         return [Answer(failure, retry=state is None or self.saves, out_of_memory=out_of_memory) for state in states]
 
     def abandon(self, ids: Sequence[str]) -> str | None:
-        """Close the states of these conversations, and say what went wrong."""
+        """Close the states of these conversations, and return what went wrong."""
         states = [state for id in ids if (state := self._states.pop(id, None)) is not None]
-        return self._close(states) if states else None
+        try:
+            if states:
+                self._environment.close(states)
+        except Exception as error:  # noqa: BLE001 - an environment's failure becomes a report
+            return f"environment {self._name} raised {_describe(error)} while closing states"
+        return None
 
-    def close(self) -> str | None:
+    def close(self) -> None:
         """Close every state."""
-        return self.abandon(list(self._states))
+        self.abandon(list(self._states))
 
     def _restore(self, saved: Mapping[str, bytes]) -> None:
         if self._saving is None:
@@ -144,41 +137,30 @@ class EnvironmentProcess:
             raise UnusableAnswer(f"restore returned {len(restored)} states for {len(saved)}")
         self._states |= zip(saved, restored, strict=True)
 
-    def _saved(self, conversations: Sequence[Conversation], answers: list[Answer]) -> list[Answer]:
-        """The answers with the states of conversations that go on."""
-        assert self._saving is not None
-        going_on = [index for index, answer in enumerate(answers) if answer.has_state]
-        if not going_on:
+    def _with_saved(self, conversations: Sequence[Conversation], answers: list[Answer]) -> list[Answer]:
+        """Return the answers with the saved states of conversations that continue."""
+        continuing = [index for index, answer in enumerate(answers) if answer.has_state]
+        if self._saving is None or not continuing:
             return answers
-        saved = list(self._saving.save([self._states[conversations[index].id] for index in going_on]))
-        if len(saved) != len(going_on):
-            raise UnusableAnswer(f"save returned {len(saved)} values for {len(going_on)} states")
-        for index, data in zip(going_on, saved, strict=True):
-            answers[index] = dataclasses.replace(answers[index], saved=self._bounded(data))
+        saved = list(self._saving.save([self._states[conversations[index].id] for index in continuing]))
+        if len(saved) != len(continuing):
+            raise UnusableAnswer(f"save returned {len(saved)} values for {len(continuing)} states")
+        for index, data in zip(continuing, saved, strict=True):
+            if data is None:
+                continue
+            if not isinstance(data, bytes | bytearray):
+                raise UnusableAnswer(
+                    f"save returned {data!r:.80} for a state; return bytes, or None if it cannot be saved"
+                )
+            if len(data) <= MAX_STATE_BYTES:
+                answers[index] = dataclasses.replace(answers[index], saved=bytes(data))
+            else:
+                self._print_once(
+                    "size",
+                    f"environment {self._name}: a saved state has {len(data) / 2**20:.1f} MiB and is not kept; the "
+                    f"limit is {MAX_STATE_BYTES / 2**20:.0f} MiB. Save less, such as a seed and the actions so far",
+                )
         return answers
-
-    def _bounded(self, saved: Any) -> bytes | None:
-        if saved is None:
-            return None
-        if not isinstance(saved, bytes | bytearray):
-            raise UnusableAnswer(
-                f"save returned {saved!r:.80} for a state; return bytes, or None if it cannot be saved"
-            )
-        if len(saved) <= MAX_STATE_BYTES:
-            return bytes(saved)
-        self._print_once(
-            "size",
-            f"environment {self._name}: a saved state has {len(saved) / 2**20:.1f} MiB and is not kept; the limit is "
-            f"{MAX_STATE_BYTES / 2**20:.0f} MiB. Save less, such as a seed and the actions so far",
-        )
-        return None
-
-    def _close(self, states: Sequence[Any]) -> str | None:
-        try:
-            self._environment.close(states)
-        except Exception as error:  # noqa: BLE001  # an environment's failure becomes a report
-            return f"environment {self._name} raised {_describe(error)} while closing states"
-        return None
 
     def _settle(self, conversation: Conversation, result: StepResult) -> Answer:
         state = result.state
@@ -187,11 +169,11 @@ class EnvironmentProcess:
         else:
             self._states.pop(conversation.id, None)
         try:
-            # images stay in the run's store: an answer with their bytes would travel as far as the driver
+            # Images stay in the run's store: an answer with their bytes would travel as far as the driver.
             answer = plain_result(dataclasses.replace(result, observation=with_kept_images(result.observation)))
         except MemoryError:
             raise
-        except Exception as error:  # noqa: BLE001  # an environment's failure becomes a report
+        except Exception as error:  # noqa: BLE001 - an environment's failure becomes a report
             self.abandon([conversation.id])
             return Answer(EnvironmentFailure(self._unusable(error), "answer"))
         if result.done and state is not None:
@@ -202,73 +184,58 @@ class EnvironmentProcess:
         return f"environment {self._name}{self._place}: {error}"
 
     def _print_once(self, key: str, *lines: str) -> None:
-        if key in self._printed:
-            return
-        self._printed.add(key)
-        print(*lines, sep="\n", file=sys.stderr, flush=True)  # noqa: T201  # its output is the log
+        """Print lines to the log, unless lines with this key were printed before."""
+        if key not in self._printed:
+            self._printed.add(key)
+            print(*lines, sep="\n", file=sys.stderr, flush=True)  # noqa: T201 - its output is the log
 
 
 def serve(connection: socket.socket) -> None:
     """Build the environment, then answer messages until the other side closes the stream."""
     own, incoming = os.getpid(), connection.makefile("rb")
-    build = receive(incoming)
-    if build is None:
+
+    def receive() -> Any:
+        header = incoming.read(LENGTH.size)
+        return pickle.loads(incoming.read(*LENGTH.unpack(header))) if len(header) == LENGTH.size else None
+
+    def reply(data: bytes) -> None:
+        # Only the process that was asked may answer, not one that the environment has forked.
+        if os.getpid() != own:
+            said = f"environment {name}: a process that it forked returned from the call, and was ended"
+            os.write(2, f"{said}. End it with os._exit\n".encode())
+            os._exit(0)
+        connection.sendall(LENGTH.pack(len(data)) + data)
+
+    if (build := receive()) is None:
         return
-    process = _build(connection, build)
-    if process is None:
-        return
-    while (message := receive(incoming)) is not None:
-        match message:
-            case Step(conversations, saved):
-                answers = process.step(conversations, saved)
-                end_if_forked(own, build.title)
-                send(connection, write_answers(answers))
-            case Abandon(ids):
-                problem = process.abandon(ids)
-                end_if_forked(own, build.title)
-                send(connection, write_problem(problem))
-            case Close():
-                break
-    process.close()
-
-
-def end_if_forked(own: int, name: str) -> None:
-    """End this process if the environment forked it: only the process that was asked may answer.
-
-    Args:
-        own: Id of the process that was asked.
-        name: Name of the environment, for the log.
-    """
-    if os.getpid() != own:
-        said = f"environment {name}: a process that it forked returned from the call, and was ended"
-        os.write(2, f"{said}. End it with os._exit\n".encode())
-        os._exit(0)
-
-
-def _build(connection: socket.socket, build: Build) -> EnvironmentProcess | None:
-    """The environment, built, or None if that failed, after telling the other side."""
-    name, own = build.title, os.getpid()
+    _, environment, config, name, memory = build
     try:
-        target, built = _load(build.environment, name, pickle.loads(build.config))
+        target, built = _load(environment, name, pickle.loads(config))
         _saves(built, type(built).__name__)
     except MemoryError:
-        problem = WorkerError("MemoryError", f"building the environment needed more than {build.memory}", "")
+        problem = WorkerError("MemoryError", f"building the environment needed more than {memory}", "")
     except SystemExit as error:
         problem = WorkerError("SystemExit", f"the process was ended with {_describe(error)}", traceback.format_exc())
-    except Exception as error:  # noqa: BLE001  # a worker's failure becomes a report
+    except Exception as error:  # noqa: BLE001 - a worker's failure becomes a report
         problem = WorkerError(type(error).__qualname__, f"{error}{_at(error)}", traceback.format_exc())
     else:
-        end_if_forked(own, name)
-        process = EnvironmentProcess(name, built, memory=build.memory, place=place_of(target))
-        send(connection, write_built(process.saves))
-        return process
-    end_if_forked(own, name)
-    send(connection, write_built(problem))
-    return None
+        process = EnvironmentProcess(name, built, memory=memory, place=place_of(target))
+        reply(messages.write_built(process.saves))
+        while (message := receive()) is not None:
+            match message:
+                case "step", conversations, saved:
+                    reply(messages.write_answers(process.step(conversations, saved)))
+                case "abandon", ids:
+                    reply(messages.write_problem(process.abandon(ids)))
+                case _:
+                    break
+        process.close()
+        return
+    reply(messages.write_built(problem))
 
 
 def _load(environment: str | FromFile | RewardSum | None, name: str, config: Config | None) -> tuple[Any, Environment]:
-    """The object that an environment is named by, and the environment."""
+    """Return the object that an environment is named by, and the environment."""
     if not isinstance(environment, RewardSum):
         target = resolve(environment) if isinstance(environment, str) else environment and environment.load()
         return target, _built(target, name, config)
@@ -278,7 +245,7 @@ def _load(environment: str | FromFile | RewardSum | None, name: str, config: Con
 
 
 def _built(target: Any, name: str, config: Config | None) -> Environment:
-    """The environment of a class, a function that makes one, a function that scores, or the environment itself.
+    """Build the environment of a class, a function that makes one, a function that scores, or the environment itself.
 
     Raises:
         ValueError: If the config has its own settings, which a function would never see.
@@ -288,34 +255,40 @@ def _built(target: Any, name: str, config: Config | None) -> Environment:
             saves = _saves(target, target.__name__)
             return ConversationEnvironment(partial(_made, target, config), target.__name__, saves=saves)
         built: Environment = _made(target, config)
-        if not _has_steps(built):
-            if callable(built):  # a reward that keeps something between calls
-                return as_environment(built)
-            lacks = "it lacks the method `step` or `close`, or, as a reward, `__call__`"
-            raise ValueError(f"{target.__name__} is not an environment: {lacks}")
-        return built
+        if _has_steps(built):
+            return built
+        if callable(built):  # It is a reward that keeps something between calls.
+            return as_environment(built)
+        lacks = "it lacks the method `step` or `close`, or, as a reward, `__call__`"
+        raise ValueError(f"{target.__name__} is not an environment: {lacks}")
     if _has_steps(target):
         environment: Environment = target
         return environment
-    unseen = _own_settings(config) if config is not None else []
-    if unseen:
-        raise ValueError(
-            f"{name} is a function and takes no settings, but its config has {', '.join(unseen)}; make it a class "
-            "that is built as Class(config), or remove these settings"
-        )
-    if _makes_environment(target):
-        made: Environment = target()
-        return made
-    return as_environment(target)
+    if config is not None:
+        # This imports pydantic, which is imported already if there is a config.
+        from rl_core.environments.config import EnvironmentConfig
+
+        unseen = sorted(set(type(config).model_fields) - set(EnvironmentConfig.model_fields))
+        if unseen:
+            raise ValueError(
+                f"{name} is a function and takes no settings, but its config has {', '.join(unseen)}; make it a class "
+                "that is built as Class(config), or remove these settings"
+            )
+    kind = None
+    with contextlib.suppress(NameError, TypeError):
+        kind = get_type_hints(target).get("return")
+    # A function that is annotated to return an environment makes one.
+    made: Environment = target() if _has_steps(kind) else as_environment(target)
+    return made
 
 
 def _made(kind: type, config: Config | None) -> Any:
-    """An object of a class, which takes its settings as one object or by keyword."""
+    """Make an object of a class, which takes its settings as one object or by keyword."""
     parameters = inspect.signature(kind).parameters.values()
     takes_one = any(each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in parameters)
     if config is None or (takes_one and not dataclasses.is_dataclass(kind)):
         return kind(config) if takes_one else kind()
-    # imports pydantic, which is here already if there is a config
+    # This imports pydantic, which is imported already if there is a config.
     from rl_core.config import settings_of
 
     return kind(**settings_of(config))
@@ -323,76 +296,6 @@ def _made(kind: type, config: Config | None) -> Any:
 
 def _has_steps(target: Any) -> bool:
     return all(callable(inspect.getattr_static(target, name, None)) for name in ("step", "close"))
-
-
-def _makes_environment(target: Any) -> bool:
-    """Return whether a function is annotated to return an environment."""
-    try:
-        return _has_steps(get_type_hints(target).get("return"))
-    except (NameError, TypeError):
-        return False
-
-
-def _own_settings(config: Config) -> list[str]:
-    # imports pydantic, which is here already if there is a config
-    from rl_core.environments.config import EnvironmentConfig
-
-    return sorted(set(type(config).model_fields) - set(EnvironmentConfig.model_fields))
-
-
-def send(connection: socket.socket, data: bytes) -> None:
-    """Write one message."""
-    connection.sendall(LENGTH.pack(len(data)) + data)
-
-
-def receive(incoming: BinaryIO) -> Any:
-    """Read one message of the pool's; None if the other side closed the stream."""
-    header = incoming.read(LENGTH.size)
-    if len(header) < LENGTH.size:
-        return None
-    return pickle.loads(incoming.read(*LENGTH.unpack(header)))
-
-
-def end_with_parent(parent_pipe: int) -> None:
-    """End this process as soon as nobody holds the other end of a pipe.
-
-    The kernel ends it by SIGIO, so neither a hanging environment nor one that holds the interpreter's lock outlives its
-    parent (PR_SET_PDEATHSIG would follow the thread that started the process instead).
-    """
-    signal.signal(signal.SIGIO, signal.SIG_DFL)
-    fcntl.fcntl(parent_pipe, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(parent_pipe, fcntl.F_SETFL, fcntl.fcntl(parent_pipe, fcntl.F_GETFL) | os.O_ASYNC)
-    poll = select.poll()
-    poll.register(parent_pipe, 0)
-    if poll.poll(0):
-        sys.exit(1)
-
-
-def limit(memory_bytes: int) -> None:
-    """Bound the memory that this process and each that it starts may allocate, and prevent core files.
-
-    RLIMIT_DATA counts memory that was allocated, and not, as RLIMIT_AS, the address space that libraries reserve:
-    importing torch reserves 3 GiB, allocates 0.7 GiB and touches 0.5 GiB.
-
-    Args:
-        memory_bytes: Memory limit of each process in bytes; 0 for no limit.
-    """
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _, most = resource.getrlimit(resource.RLIMIT_DATA)
-    if memory_bytes and (most == resource.RLIM_INFINITY or memory_bytes < most):
-        resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
-
-
-def main(connection: int, parent_pipe: int, memory_bytes: int) -> None:
-    """Entry point of the process: descriptors of its stream and of its parent's pipe, and its memory limit."""
-    end_with_parent(parent_pipe)
-    limit(memory_bytes)
-    faulthandler.enable()
-    # the pool's question for where this process hangs: it writes its stacks and ends
-    faulthandler.register(STACKS, all_threads=True, chain=True)
-    write_stacks_of_child("process")
-    with socket.socket(fileno=connection) as stream, contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        serve(stream)
 
 
 def _saves(target: Any, name: str) -> bool:
@@ -406,11 +309,36 @@ def _saves(target: Any, name: str) -> bool:
     return not missing
 
 
-def _check(results: Any, expected: int) -> None:
-    if not isinstance(results, list) or not all(isinstance(result, StepResult) for result in results):
-        raise UnusableAnswer(f"step must return a list of StepResult, got {results!r:.80}")
-    if len(results) != expected:
-        raise UnusableAnswer(f"step returned {len(results)} results for {expected} conversations")
+def main(connection: int, parent_pipe: int, memory_bytes: int) -> None:
+    """Run the process.
+
+    Args:
+        connection: Descriptor of the stream to the pool.
+        parent_pipe: Descriptor of a pipe whose other end the pool holds as long as it lives.
+        memory_bytes: Memory limit of this process, and of each that it starts, in bytes; 0 for no limit.
+    """
+    # The kernel ends this process by SIGIO as soon as nobody holds the other end of the pipe, so neither a hanging
+    # environment nor one that holds the interpreter's lock outlives its parent. PR_SET_PDEATHSIG would follow the
+    # thread that started the process instead.
+    signal.signal(signal.SIGIO, signal.SIG_DFL)
+    fcntl.fcntl(parent_pipe, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(parent_pipe, fcntl.F_SETFL, fcntl.fcntl(parent_pipe, fcntl.F_GETFL) | os.O_ASYNC)
+    poll = select.poll()
+    poll.register(parent_pipe, 0)
+    if poll.poll(0):
+        sys.exit(1)
+    # RLIMIT_DATA counts memory that was allocated, and not, as RLIMIT_AS, the address space that libraries reserve:
+    # importing torch reserves 3 GiB, allocates 0.7 GiB and touches 0.5 GiB. No core files are written.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _, limit = resource.getrlimit(resource.RLIMIT_DATA)
+    if memory_bytes and (limit == resource.RLIM_INFINITY or memory_bytes < limit):
+        resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+    faulthandler.enable()
+    # By this signal the pool asks where this process hangs: it writes its stacks and ends.
+    faulthandler.register(messages.STACKS, all_threads=True, chain=True)
+    write_stacks_of_child("process")
+    with socket.socket(fileno=connection) as stream, contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        serve(stream)
 
 
 def _describe(error: BaseException) -> str:

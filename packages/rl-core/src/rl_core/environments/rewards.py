@@ -1,14 +1,25 @@
-"""A reward that is the weighted sum of several functions, each reported by its name."""
+"""Rewards: several as a weighted sum, functions that go with others (`rl_core:thinking_format`), and their log."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import unicodedata
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, SupportsFloat
 
-from rl_core.environments.reward_log import merged_info
+import numpy as np
+
 from rl_core.rollouts.environment import Conversation, Environment, SavingEnvironment, StepResult, UnusableAnswer
+from rl_core.rollouts.thoughts import THOUGHTS, only_thoughts
 from rl_core.user_code import FromFile
+
+LOG_PARAMETERS = ("log_metric", "log_extra")
+"""Names of the parameters by which a reward function is given a log; methods of `RewardLog`."""
+
+EXTRA = "extra"
+"""Entry of a rollout's `info` with the values of `log_extra`, by column."""
+
+_RECORDED = (type(None), bool, int, float, str, list, tuple, dict, np.generic, np.ndarray)
 
 
 @dataclass(frozen=True)
@@ -16,7 +27,7 @@ class RewardPart:
     """A function of a sum.
 
     Args:
-        name: Under which it is reported.
+        name: Name under which it is reported.
         function: `"package.module:function"`, or a function in a file of the user's.
         weight: Weight in the sum.
     """
@@ -31,7 +42,7 @@ class RewardSum:
     """The functions of `env.<name>.rewards`, as they are sent to processes.
 
     Args:
-        environment: Whose reward they are added to; None for none.
+        environment: Environment whose reward they are added to; None for none.
         parts: The functions.
     """
 
@@ -58,8 +69,8 @@ class SummedRewards:
             self.save, self.restore = environment.save, environment.restore
 
     def step(self, conversations: Sequence[Conversation], states: Sequence[Any]) -> list[StepResult]:
-        """Results of the environment; those that end have the functions' rewards too, except of functions that do not
-        apply to the row."""
+        """Return the results of the environment; those that end have the functions' rewards too, except of functions
+        that do not apply to the row."""
         if self._environment is None:
             results = [StepResult() for _ in conversations]
         else:
@@ -70,7 +81,15 @@ class SummedRewards:
         scored = [conversations[index] for index in ended]
         for name, part, weight in self._parts:
             for index, score in zip(ended, part.step(scored, [None] * len(scored)), strict=True):
-                results[index] = _with_part(results[index], name, score, weight)
+                result = results[index]
+                rewards, value = result.rewards(), score.rewards()["reward"]
+                if name in rewards:
+                    raise UnusableAnswer(f"two rewards are called {name!r}; rename the one under `rewards`")
+                # A score without names does not apply to the row.
+                if score.reward != {}:
+                    total = rewards["reward"] + weight * value
+                    result = replace(result, reward={**rewards, name: value, "reward": total})
+                results[index] = replace(result, info=merged_info(result.info, score.info))
         return results
 
     def close(self, states: Sequence[Any]) -> None:
@@ -79,11 +98,95 @@ class SummedRewards:
             self._environment.close(states)
 
 
-def _with_part(result: StepResult, name: str, score: StepResult, weight: float) -> StepResult:
-    rewards, value = result.rewards(), score.rewards()["reward"]
-    if name in rewards:
-        raise UnusableAnswer(f"two rewards are called {name!r}; rename the one under `rewards`")
-    info = merged_info(result.info, score.info)
-    if score.reward == {}:
-        return replace(result, info=info)
-    return replace(result, reward={**rewards, name: value, "reward": rewards["reward"] + weight * value}, info=info)
+class RewardLog:
+    """The log of one call of a reward function.
+
+    Args:
+        function: Name of the function, for messages.
+        num_responses: Number of responses that the call scores.
+    """
+
+    def __init__(self, function: str, num_responses: int) -> None:
+        self._function = function
+        self._num_responses = num_responses
+        self._metrics: dict[str, list[float]] = {}
+        self._columns: dict[str, list[Any]] = {}
+
+    def log_metric(self, name: str, value: SupportsFloat) -> None:
+        """Record a number, which is averaged over the rollouts of a step: the metric `environment/<name>`. Several
+        values under one name in a call are averaged.
+
+        Raises:
+            UnusableAnswer: If the value is not a number.
+        """
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            raise UnusableAnswer(
+                f"{self._function} called log_metric({name!r}, {value!r:.80}); give a number, or use log_extra"
+            ) from None
+        self._metrics.setdefault(str(name), []).append(number)
+
+    def log_extra(self, column: str, values: Any) -> None:
+        """Keep a value for each response in the record of its rollout, in `info`, `extra`; an object of another type
+        than numbers, strings, lists and dicts is kept as its string.
+
+        Raises:
+            UnusableAnswer: If there are not as many values as responses.
+        """
+        listed = list(values) if isinstance(values, Iterable) and not isinstance(values, str | Mapping) else []
+        if len(listed) != self._num_responses:
+            raise UnusableAnswer(
+                f"{self._function} called log_extra({column!r}, {values!r:.80}); give a list with a value for each of "
+                f"the {self._num_responses} responses"
+            )
+        self._columns[str(column)] = [value if isinstance(value, _RECORDED) else str(value) for value in listed]
+
+    def infos(self) -> list[Mapping[str, Any]]:
+        """Return the `info` of each response; empty if nothing was recorded."""
+        means = {name: sum(values) / len(values) for name, values in self._metrics.items()}
+        infos: list[Mapping[str, Any]] = []
+        for index in range(self._num_responses):
+            extra = {column: values[index] for column, values in self._columns.items()}
+            infos.append({**means, EXTRA: extra} if extra else means)
+        return infos
+
+
+def merged_info(info: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Join the `info` of two rewards of one turn; columns of `log_extra` of both stay."""
+    extras = [each[EXTRA] for each in (info, other) if isinstance(each.get(EXTRA), Mapping)]
+    joined = {**info, **other}
+    return joined if len(extras) < 2 else {**joined, EXTRA: {**extras[0], **extras[1]}}
+
+
+def thinking_format(response: str, opened_thoughts: str = "") -> float:
+    """Return 1 if the response is one `<think>...</think>` and an answer after it, else 0; the prompt may have opened
+    it."""
+    found = only_thoughts(response, opened_thoughts)
+    begins = (opened_thoughts + response).lstrip().startswith(tuple(THOUGHTS))
+    return float(found is not None and begins and bool(found[0]) and bool(found[1].strip()))
+
+
+def length_penalty(response: str, max_characters: int = 4000) -> float:
+    """Return 0 up to a number of characters, which a row may set; beyond it a value that decreases linearly to -1 at
+    twice as many."""
+    over = len(response) - max_characters
+    return -min(max(over / max_characters, 0.0), 1.0)
+
+
+def language_consistency(response: str, prompt: str) -> float:
+    """Return the fraction of the response's letters in scripts that the prompt also uses; 1 without letters.
+
+    DeepSeek-R1 rewards the share of words in the target language (arXiv:2501.12948). Scripts distinguish, for example,
+    Chinese from English, but not English from French.
+    """
+    allowed = {_script(character) for character in prompt if character.isalpha()}
+    letters = [character for character in response if character.isalpha()]
+    if not letters or not allowed:
+        return 1.0
+    return sum(_script(character) in allowed for character in letters) / len(letters)
+
+
+def _script(letter: str) -> str:
+    """Return the script of a letter, the first word of its Unicode name."""
+    return unicodedata.name(letter, "UNKNOWN").partition(" ")[0].removesuffix("-")

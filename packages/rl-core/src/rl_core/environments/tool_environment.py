@@ -1,21 +1,34 @@
-"""An environment whose policy calls tools, and is rewarded for its last answer."""
+"""An environment whose policy calls tools, which are plain functions, and is rewarded for its last answer."""
 
 from __future__ import annotations
 
 import inspect
+import json
+import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, get_type_hints
 
-from rl_core.environments.gather_runner import GatherRunner
+from pydantic import ConfigDict, ValidationError, create_model
+
 from rl_core.environments.messages import read_value, write_value
 from rl_core.environments.observed_images import parts_of
-from rl_core.environments.reward_function import as_environment
-from rl_core.environments.tools import MalformedCall, Tool, as_text
+from rl_core.environments.reward_function import GatherRunner, as_environment
 from rl_core.rollouts.environment import Conversation, Environment, StepResult, ToolCall, UnusableAnswer
 
 MAX_RESULT = 20_000
 """Maximum number of characters of a result that the policy reads."""
+OFFERED = ("state", "row", "conversation_seed")
+"""Names of parameters that a tool may have and the policy does not see: the dict of the conversation's state, the
+fields of the prompt's row, and the seed of the conversation."""
+
+_MAX_PROBLEMS, _MAX_NAME, _MAX_PROBLEM = 8, 100, 300
+"""Limits of a message about arguments: problems, and characters of a name and of a problem."""
+_ENTRY = re.compile(r"(\w+)(?: \([^)]*\))?:\s*(.*)")
+
+
+class MalformedCall(ValueError):
+    """Arguments of a call that are not those of the tool; the message is for the policy."""
 
 
 @dataclass
@@ -32,12 +45,15 @@ class _Play:
     num_calls: int = 0
     num_errors: int = 0
 
+    def counts(self) -> dict[str, Any]:
+        return {"tool_calls": self.num_calls, "tool_errors": self.num_errors}
+
 
 class ToolEnvironment:
     """Answers the calls of a turn with their results, and rewards a turn without calls, which ends the rollout.
 
-    A call that is malformed, or whose tool raises, is answered with the error, which the policy may learn from; the
-    metrics `environment/tool_calls` and `environment/tool_errors` count them. In a file of one's own::
+    A call that is malformed, or whose tool raises, is answered with the error, so that the policy may learn from it.
+    The metrics `environment/tool_calls` and `environment/tool_errors` count them. In a user's file::
 
         environment = ToolEnvironment(tools=[look_up], reward=score)
 
@@ -49,7 +65,7 @@ class ToolEnvironment:
     them if it is trained with its vision tower.
 
     Args:
-        tools: Functions, as `rl_core.environments.tools.Tool` takes them. The calls of a turn are made in order.
+        tools: Functions, as `Tool` takes them. The calls of a turn are made in order.
         reward: Scores the last answer, as a reward function does
             (`rl_core.environments.reward_function.as_environment`); a parameter `state` gets the dict that the tools
             have filled.
@@ -80,42 +96,56 @@ class ToolEnvironment:
         return [tool.schema for tool in self._tools.values()]
 
     def step(self, conversations: Sequence[Conversation], states: Sequence[Any]) -> list[StepResult]:
-        """Results of calls, or the reward of the last answer."""
-        pairs = list(zip(conversations, states, strict=True))
-        answers = iter(self._answers([pair for pair in pairs if _calls(pair[0])]))
-        scores = iter(self._scores([pair for pair in pairs if not _calls(pair[0])]))
-        return [next(answers) if _calls(conversation) else next(scores) for conversation in conversations]
+        """Answer the calls of each turn with their results, or reward the last answer."""
+        plays = [state or self._begin(each) for each, state in zip(conversations, states, strict=True)]
+        # A turn of calls that the token limit cut off is scored.
+        calls = [bool(each.tool_calls) and not each.truncated for each in conversations]
+        calling = [index for index, has_calls in enumerate(calls) if has_calls]
+        last = [index for index, has_calls in enumerate(calls) if not has_calls]
+
+        def answers() -> list[Coroutine[Any, Any, StepResult]]:
+            return [self._answer(conversations[index], plays[index]) for index in calling]
+
+        results: dict[int, StepResult] = {}
+        if calling:
+            answered = self._gather(answers) if self._waits else [_at_once(each) for each in answers()]
+            results |= zip(calling, answered, strict=True)
+        shown = [
+            replace(conversations[index], info={**conversations[index].info, "state": plays[index].values})
+            for index in last
+        ]
+        for index, result in zip(last, self._reward.step(shown, [None] * len(shown)), strict=True):
+            results[index] = replace(result, info={**plays[index].counts(), **result.info})
+        return [results[index] for index in range(len(conversations))]
 
     def close(self, states: Sequence[Any]) -> None:
-        """States are plain values."""
+        """Do nothing: states are plain values."""
 
     def save(self, states: Sequence[_Play]) -> list[bytes | None]:
-        """The dicts with their counts; None for one that holds something else than plain values."""
-        return [_saved(play) for play in states]
+        """Return the dicts with their counts; None for one that holds something else than plain values."""
+        saved: list[bytes | None] = []
+        for play in states:
+            try:
+                saved.append(write_value([play.values, play.num_calls, play.num_errors]))
+            except (TypeError, ValueError):
+                saved.append(None)
+        return saved
 
     def restore(self, saved: Sequence[bytes]) -> list[_Play]:
-        """States as they were saved."""
+        """Return states as they were saved."""
         return [_Play(*read_value(data)) for data in saved]
 
-    def _answers(self, pairs: Sequence[tuple[Conversation, _Play | None]]) -> list[StepResult]:
-        if not pairs:
-            return []
-        if not self._waits:
-            return [_at_once(self._answer(conversation, state)) for conversation, state in pairs]
-        return self._gather(lambda: [self._answer(conversation, state) for conversation, state in pairs])
-
-    async def _answer(self, conversation: Conversation, state: _Play | None) -> StepResult:
-        play = state or self._begin(conversation)
+    async def _answer(self, conversation: Conversation, play: _Play) -> StepResult:
         messages = []
         for call in conversation.tool_calls:
             content, failed = await self._result(call, conversation, play)
             play.num_calls += 1
             play.num_errors += failed
             messages.append({"role": "tool", "name": call.name, "content": content, "tool_call_id": call.id})
-        return StepResult(done=False, observation=tuple(messages), state=play, info=_counts(play))
+        return StepResult(done=False, observation=tuple(messages), state=play, info=play.counts())
 
     async def _result(self, call: ToolCall, conversation: Conversation, play: _Play) -> tuple[Any, bool]:
-        """The result of a call, as a string or as parts with images, and whether it is an error."""
+        """Return the result of a call, as a string or as parts with images, and whether it is an error."""
         if call.error:
             return f"Error: the tool call cannot be read: {call.error}", True
         tool = self._tools.get(call.name)
@@ -126,34 +156,20 @@ class ToolEnvironment:
             result = tool.call(call.arguments, offered)
             result = await result if inspect.isawaitable(result) else result
             parts = parts_of(result)
-            if parts is not None:
-                return parts, False
-            text = as_text(result)
+            return (as_text(result)[:MAX_RESULT] if parts is None else parts), False
         except MalformedCall as error:
             return f"Error: {error}", True
         except MemoryError:
             raise
-        except Exception as error:  # noqa: BLE001  # the policy reads what its call led to
+        except Exception as error:  # noqa: BLE001 - the policy reads what its call led to
             return as_text(f"Error: {type(error).__name__}: {error}"[:MAX_RESULT]), True
-        return text[:MAX_RESULT], False
-
-    def _scores(self, pairs: Sequence[tuple[Conversation, _Play | None]]) -> list[StepResult]:
-        plays = [state or self._begin(conversation) for conversation, state in pairs]
-        shown = [
-            replace(conversation, info={**conversation.info, "state": play.values})
-            for (conversation, _), play in zip(pairs, plays, strict=True)
-        ]
-        results = self._reward.step(shown, [None] * len(shown))
-        return [
-            replace(result, info={**_counts(play), **result.info}) for result, play in zip(results, plays, strict=True)
-        ]
 
     def _begin(self, conversation: Conversation) -> _Play:
         return _Play(dict(self._start(conversation.info))) if self._start else _Play()
 
 
 def _at_once(answer: Coroutine[Any, Any, StepResult]) -> StepResult:
-    """The result of a coroutine that waits for nothing."""
+    """Return the result of a coroutine that waits for nothing."""
     try:
         answer.send(None)
     except StopIteration as done:
@@ -162,17 +178,124 @@ def _at_once(answer: Coroutine[Any, Any, StepResult]) -> StepResult:
     raise UnusableAnswer("a tool returned an awaitable; declare it with `async def`")
 
 
-def _saved(play: _Play) -> bytes | None:
-    try:
-        return write_value([play.values, play.num_calls, play.num_errors])
-    except (TypeError, ValueError):
-        return None
+class Tool:
+    """A function with the schema that a chat template shows to the policy.
+
+    The schema follows from its signature and its docstring: the first paragraph describes the tool, and entries under
+    `Args:` describe the parameters. Parameters called `state`, `row` and `conversation_seed` are given by the
+    environment (`OFFERED`).
+
+    Args:
+        function: Function with a docstring and annotated parameters; it may be `async`.
+
+    Raises:
+        ValueError: If it lacks them.
+    """
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+        self.name = name = getattr(function, "__name__", "")
+        if not name or not callable(function) or isinstance(function, type):
+            raise ValueError(f"a tool must be a function, got {function!r:.80}")
+        types = get_type_hints(function)
+        # The type and the default of each parameter, `...` if it has none, as pydantic takes them.
+        fields: dict[str, Any] = {}
+        offered = []
+        for each in inspect.signature(function).parameters.values():
+            if each.kind not in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY):
+                raise ValueError(f"the tool {name} takes {each}; name its parameters one by one")
+            if each.name in OFFERED:
+                offered.append(each.name)
+            elif each.name not in types:
+                raise ValueError(f"the tool {name} has no type for {each.name}; annotate it, as in {each.name}: str")
+            else:
+                fields[each.name] = types[each.name], ... if each.default is each.empty else each.default
+        self._offered, self._names = tuple(offered), tuple(fields)
+        self._arguments = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
+        description, of_parameters = _documented(function, name)
+        schema = _without_titles(self._arguments.model_json_schema())
+        schema.pop("additionalProperties", None)
+        schema.setdefault("properties", {})
+        for parameter, text in of_parameters.items():
+            if parameter in schema["properties"]:
+                schema["properties"][parameter]["description"] = text
+        described = {"name": name, "description": description, "parameters": schema}
+        self.schema: dict[str, Any] = {"type": "function", "function": described}
+
+    def call(self, arguments: Mapping[str, Any], offered: Mapping[str, Any]) -> Any:
+        """Call the function; returns an awaitable if it is `async`.
+
+        Args:
+            arguments: Arguments as the policy wrote them.
+            offered: Values by `OFFERED`.
+
+        Raises:
+            MalformedCall: If the arguments are not those of the tool.
+        """
+        try:
+            checked = self._arguments.model_validate(dict(arguments))
+        except ValidationError as error:
+            # The policy may have written any number of names of any length.
+            found = error.errors(include_url=False, include_context=False, include_input=False)
+            shown = [
+                f"{'.'.join(map(str, each['loc']))[:_MAX_NAME] or 'arguments'}: {each['msg'][:_MAX_PROBLEM]}"
+                for each in found[:_MAX_PROBLEMS]
+            ]
+            more = len(found) - len(shown)
+            raise MalformedCall("; ".join([*shown, *([f"and {more} more"] if more else [])])) from None
+        given = {name: getattr(checked, name) for name in self._names}
+        return self._function(**given, **{name: offered[name] for name in self._offered})
 
 
-def _calls(conversation: Conversation) -> bool:
-    """Return whether the newest turn is one of calls; one that was cut off is scored."""
-    return bool(conversation.tool_calls) and not conversation.truncated
+def as_text(result: Any) -> str:
+    """Return a tool's result as the policy reads it: a string unchanged, anything else as JSON.
+
+    Halves of surrogate pairs, which no tokenizer takes, become question marks.
+    """
+    text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+    return text.encode(errors="replace").decode()
 
 
-def _counts(play: _Play) -> dict[str, Any]:
-    return {"tool_calls": play.num_calls, "tool_errors": play.num_errors}
+def schemas(tools: Any) -> tuple[Mapping[str, Any], ...]:
+    """Return the schemas of functions, or schemas unchanged.
+
+    Raises:
+        ValueError: If it is not a list of these.
+    """
+    if isinstance(tools, str | Mapping) or not isinstance(tools, list | tuple):
+        raise ValueError(f"tools must be a list of functions, got {tools!r:.80}")
+    return tuple(tool if isinstance(tool, Mapping) else Tool(tool).schema for tool in tools)
+
+
+def _documented(function: Callable[..., Any], name: str) -> tuple[str, dict[str, str]]:
+    """Return the description of a tool, and of each of its parameters that has one."""
+    text = inspect.getdoc(function)
+    if not text:
+        raise ValueError(f"the tool {name} has no docstring; the policy learns what the tool does from its docstring")
+    body, _, rest = text.partition("\nArgs:\n")
+    description = " ".join(body.partition("\n\n")[0].split())
+    entries: dict[str, str] = {}
+    last = ""
+    for line in rest.splitlines():
+        if line and not line.startswith(" "):
+            break
+        entry = _ENTRY.fullmatch(line.strip())
+        if entry and len(line) - len(line.lstrip()) <= 4:
+            last = entry[1]
+            entries[last] = entry[2]
+        elif last and line.strip():
+            entries[last] += f" {line.strip()}"
+    return description, entries
+
+
+def _without_titles(schema: Any) -> Any:
+    """Return the schema without the titles that pydantic makes of names."""
+    if isinstance(schema, dict):
+        return {
+            key: {name: _without_titles(each) for name, each in value.items()}
+            if key in ("properties", "$defs")
+            else _without_titles(value)
+            for key, value in schema.items()
+            if key != "title"
+        }
+    return [_without_titles(each) for each in schema] if isinstance(schema, list) else schema

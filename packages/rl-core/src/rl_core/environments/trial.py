@@ -8,9 +8,8 @@ import logging
 import pickle
 import re
 import sys
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -89,45 +88,44 @@ def try_out(trials: Sequence[Trial]) -> Verdict:
     An environment is refused if it cannot be built, hangs, ends its process, returns a value that is not a reward, or
     raises on every response to a row. If it raises on some of them, there is a warning.
     """
-    return run_quietly(_try_out(trials))
+    verdict = Verdict()
+
+    async def tried() -> None:
+        await asyncio.gather(*(_try_one(trial, verdict) for trial in trials))
+
+    run_quietly(tried())
+    return verdict
 
 
 def run_quietly(tried: Coroutine[Any, Any, T]) -> T:
-    """Run to its end what calls environments and tells itself how they fare: the log says nothing of it."""
-    with _quiet():
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            return asyncio.run(tried)
-        # a notebook runs its cells in a loop, and a thread has only one
-        with ThreadPoolExecutor(1) as thread:
-            return thread.submit(asyncio.run, tried).result()
-
-
-def main() -> None:
-    """Try pickled trials from standard input, and write the verdict as JSON on the last line of standard output."""
-    verdict = try_out(pickle.load(sys.stdin.buffer))
-    print(f"\n{json.dumps([verdict.problems, verdict.warnings])}")  # noqa: T201  # the answer to the other process
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Log nothing of what processes print and how they end: the verdict says it."""
+    """Run a coroutine that calls environments, without log records of what they print and how they end: its result
+    shows that.
+    """
     loggers = [logging.getLogger(module.__name__) for module in (child, worker)]
     levels = [each.level for each in loggers]
     for each in loggers:
         each.setLevel(logging.CRITICAL)
     try:
-        yield
+        asyncio.get_running_loop()
+    except RuntimeError:
+        is_in_loop = False
+    else:
+        is_in_loop = True
+    try:
+        if not is_in_loop:
+            return asyncio.run(tried)
+        # A notebook runs its cells in a loop, and a thread has only one.
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(asyncio.run, tried).result()
     finally:
         for each, level in zip(loggers, levels, strict=True):
             each.setLevel(level)
 
 
-async def _try_out(trials: Sequence[Trial]) -> Verdict:
-    verdict = Verdict()
-    await asyncio.gather(*(_try_one(trial, verdict) for trial in trials))
-    return verdict
+def main() -> None:
+    """Try pickled trials from standard input, and write the verdict as JSON on the last line of standard output."""
+    verdict = try_out(pickle.load(sys.stdin.buffer))
+    print(f"\n{json.dumps([verdict.problems, verdict.warnings])}")  # noqa: T201 - the answer to the other process
 
 
 async def _try_one(trial: Trial, verdict: Verdict) -> None:
@@ -159,16 +157,19 @@ async def _attempt_all(pool: EnvironmentPool, trial: Trial, verdict: Verdict) ->
                 f"environment {trial.instance.label} returns {', '.join(names)}: their sum is trained on. To train on "
                 "the score only, call it `reward`; record other numbers with log_metric"
             )
+            # Elsewhere `score` is the reward and further names are not, so adding them is probably not meant.
             if "score" in names and len(names) > 1 and "reward" not in names and said not in verdict.warnings:
                 verdict.warnings.append(said)
             continue
-        told = f"{outcome.reason.removesuffix('.')}. It was tried on {attempt}"
+        said = f"{outcome.reason.removesuffix('.')}. It was tried on {attempt}"
         if outcome.fault != "raised":
-            verdict.problems.append(f"{told}.")
+            verdict.problems.append(f"{said}.")
             return
-        raised.setdefault(attempt.place, []).append(told)
-        remedy = remedy or (_sentence(raised_remedy(outcome.reason, attempt)) if trial.instance.is_own else "")
-    whole = [told[0] for place, told in raised.items() if len(told) == num_attempts[place]]
+        raised.setdefault(attempt.place, []).append(said)
+        if trial.instance.is_own and not remedy:
+            text = raised_remedy(outcome.reason, attempt)
+            remedy = f" {text[:1].upper()}{text[1:]}."
+    whole = [said[0] for place, said in raised.items() if len(said) == num_attempts[place]]
     if whole:
         verdict.problems.append(f"{whole[0]}; on others it raises too.{remedy}")
     elif raised:
@@ -196,7 +197,7 @@ def compared_as_text(attempt: Attempt, reason: str = "") -> str:
 
     Args:
         attempt: The conversation with the row.
-        reason: The error that names the type; without one, the column is `answer`.
+        reason: The error, which contains the type; without one, the column is `answer`.
     """
     if reason and not _WRONG_TYPE.search(reason):
         return ""
@@ -209,15 +210,11 @@ def compared_as_text(attempt: Attempt, reason: str = "") -> str:
     return ""
 
 
-def _sentence(text: str) -> str:
-    return f" {text[:1].upper()}{text[1:]}."
-
-
 def attempts_on(
     place: str, row_id: str, messages: Sequence[Any], info: Any, responses: Sequence[str] = (), *, is_text: bool = False
 ) -> list[Attempt]:
-    """A row with responses as a policy may give them: a sentence with the answer if the row has one, only the answer,
-    and nothing; then further ones.
+    """Return a row with responses as a policy may give them: a sentence with the answer if the row has one, only the
+    answer, and nothing; then further ones.
 
     Args:
         place: Place of the row, such as `prompts.jsonl, line 3`.
@@ -245,7 +242,7 @@ def attempts_on(
 
 
 def answer_forms(info: Any) -> list[str]:
-    """The answer of a row as models are often told to mark it; none if the row has no answer."""
+    """Return the answer of a row as models are often told to mark it; nothing if the row has no answer."""
     if "answer" not in info:
         return []
     return [form.replace("ANSWER", str(info["answer"])) for form in ("\\boxed{ANSWER}", "<answer>ANSWER</answer>")]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from rl_core.environments.child import Child, ChildSpec
-from rl_core.environments.messages import Abandon, Answer, Step
+from rl_core.environments.messages import Answer
 from rl_core.errors import EnvironmentTimeout, RLError, WorkerDied
 from rl_core.rollouts.environment import EnvironmentFailure, Fault, KeptState, StepResult
 
@@ -28,10 +28,15 @@ class Worker:
     """One process, the turns of conversations whose states it has, and the task that serves them.
 
     Args:
-        spec: How the process is started.
+        spec: Description of the process.
         backlog: Turns that it shares with other workers.
         deadline_s: Timeout of a call in seconds.
         max_batch: Maximum number of conversations in a call.
+
+    Attributes:
+        num_restarts: Number of processes that were replaced because they hung or ended.
+        restarted_at, restart_reason: Time and reason of the last restart.
+        broken: The reason that the environment could not be built when last tried.
     """
 
     def __init__(self, spec: ChildSpec, backlog: Backlog, *, deadline_s: float, max_batch: int) -> None:
@@ -39,7 +44,7 @@ class Worker:
         self._backlog = backlog
         self._deadline_s = deadline_s
         self._max_batch = max_batch
-        self._own: deque[Turn] = deque()
+        self._own: deque[QueuedTurn] = deque()
         self._abandoned: list[str] = []
         self._stateful: dict[str, Home] = {}
         self._num_beginning = 0
@@ -58,7 +63,7 @@ class Worker:
 
     @property
     def num_open(self) -> int:
-        """Conversations that it has under way: in a call, or with a state that is not closed yet."""
+        """Conversations in progress: in a call, or with a state that is not closed yet."""
         return len(self._stateful) + len(self._abandoned) + self._num_beginning + self._num_closing
 
     @property
@@ -69,7 +74,7 @@ class Worker:
     @property
     def alive(self) -> bool:
         """Return whether its process runs."""
-        return self._process is not None and self._process.returncode is None
+        return self._process is not None and self._process.is_running
 
     @property
     def idle(self) -> bool:
@@ -77,7 +82,7 @@ class Worker:
         return self._task is None or self._task.done()
 
     async def start(self) -> Child:
-        """The process, started if it is not running."""
+        """Return the process, started if it is not running."""
         async with self._starting:
             if self._process is None:
                 try:
@@ -88,7 +93,7 @@ class Worker:
                     raise
             return self._process
 
-    def submit(self, turn: Turn) -> None:
+    def submit(self, turn: QueuedTurn) -> None:
         """Queue a turn of a conversation whose state is here."""
         self._own.append(turn)
         self.wake()
@@ -119,7 +124,7 @@ class Worker:
 
     async def _serve(self) -> None:
         """Work off the queue; ends when nothing is left, and is started again by the next turn."""
-        batch: list[Turn] = []
+        batch: list[QueuedTurn] = []
         try:
             while True:
                 if self._process is not None and not self.alive:
@@ -135,36 +140,36 @@ class Worker:
         except asyncio.CancelledError:
             fail_all(batch, RuntimeError("the environment pool is closed"))
             raise
-        except Exception as error:  # noqa: BLE001  # those who wait are told
-            # the processes of other workers would not start either
+        except Exception as error:  # noqa: BLE001 - it is raised in the callers that wait
+            # The processes of other workers would not start either.
             self._num_beginning = 0
             fail_all([*batch, *self._own, *self._backlog.drain()], error)
             self._own.clear()
             self._backlog.done(batch)
 
-    def _take(self) -> list[Turn]:
-        """The turns of the next call: of conversations whose states are here, else of the backlog."""
+    def _take(self) -> list[QueuedTurn]:
+        """Take the turns of the next call: of conversations whose states are here, else of the backlog."""
         while True:
             if self._own:
                 batch = [self._own.popleft() for _ in range(min(len(self._own), self._max_batch))]
             else:
                 batch = self._backlog.take(self._max_batch)
-            wanted = [turn for turn in batch if self._is_wanted(turn)]
+            wanted = []
+            for turn in batch:
+                if turn.outcome.done():
+                    continue
+                if turn.home.lost:
+                    self._settle(turn, Answer(EnvironmentFailure(turn.home.lost, "lost")))
+                elif turn.home.abandoned:
+                    self._settle(turn, Answer(EnvironmentFailure("abandoned before its turn")))
+                else:
+                    wanted.append(turn)
             if wanted or not batch:
                 self._num_beginning = sum(turn.home.worker is None for turn in wanted)
                 return wanted
             self._backlog.done(batch)
 
-    def _is_wanted(self, turn: Turn) -> bool:
-        if turn.call.over:
-            return False
-        if turn.home.abandoned or turn.home.lost:
-            lost = EnvironmentFailure(turn.home.lost, "lost") if turn.home.lost else None
-            self._settle(turn, Answer(lost or EnvironmentFailure("abandoned before its turn")))
-            return False
-        return True
-
-    async def _step(self, process: Child, batch: list[Turn]) -> None:
+    async def _step(self, process: Child, batch: list[QueuedTurn]) -> None:
         begin = time.monotonic()
         fault: Fault | None = None
         try:
@@ -173,22 +178,25 @@ class Worker:
             await self._replace(process, str(error), spare={turn.id for turn in batch})
             shared = f", in a call that {len(batch)} conversations shared" if len(batch) > 1 else ""
             fault = "deadline" if isinstance(error, EnvironmentTimeout) else "process"
-            failure = EnvironmentFailure(f"{error}{shared}", fault)
-            answers = [Answer(failure, retry=True) for _ in batch]
+            answers = [Answer(EnvironmentFailure(f"{error}{shared}", fault), retry=True) for _ in batch]
         else:
             self._backlog.note_duration(time.monotonic() - begin)
         if answers is None:
-            await self._give_way(process, batch[0])
+            logger.info("requeued a slow turn and restarted its process so that other turns can run")
+            await process.kill()
+            self._process = None
+            self._backlog.add_suspect(batch[0])
             return
-        # a process that has answered others may be out of memory because of those
-        spent = any(answer.out_of_memory for answer in answers)
-        shares_blame = len(batch) > 1 or (spent and process.num_calls > 1)
-        if spent:
-            reason = next(a.result.reason for a in answers if isinstance(a.result, EnvironmentFailure))
-            await self._replace(process, reason, spare={turn.id for turn in batch})
+        # A process that has answered other conversations may be out of memory because of those.
+        spent = next((answer.result for answer in answers if answer.out_of_memory), None)
+        shares_blame = len(batch) > 1 or (spent is not None and process.num_calls > 1)
+        if isinstance(spent, EnvironmentFailure):
+            await self._replace(process, spent.reason, spare={turn.id for turn in batch})
         again = []
         for turn, answer in zip(batch, answers, strict=True):
-            if not answer.retry or not turn.home.can_repeat or turn.call.over:
+            # A turn can be repeated if its conversation had no state before it, or a saved one.
+            can_repeat = turn.home.worker is None or turn.home.saved is not None
+            if not answer.retry or not can_repeat or turn.outcome.done():
                 self._settle(turn, answer)
                 continue
             if shares_blame and not turn.alone:
@@ -203,15 +211,18 @@ class Worker:
             turn.home.worker = None
             self._stateful.pop(turn.id, None)
             again.append(turn)
-        self._backlog.add_first(again)
+        self._backlog.add(again, first=True)
 
-    async def _answers(self, process: Child, batch: list[Turn]) -> list[Answer] | None:
-        """The process's answers; None if a single turn is to give way to others."""
-        saved = {index: saved for index, turn in enumerate(batch) if (saved := turn.home.saved_elsewhere) is not None}
-        request = process.request(Step([turn.payload for turn in batch], saved), self._deadline_s)
+    async def _answers(self, process: Child, batch: list[QueuedTurn]) -> list[Answer] | None:
+        """Return the process's answers; None if a single turn is to give way to others."""
+        homes = [turn.home for turn in batch]
+        # No process has these states, so the environment restores them from their bytes.
+        saved = {i: home.saved for i, home in enumerate(homes) if home.worker is None and home.saved is not None}
+        request = process.request(("step", [turn.payload for turn in batch], saved), self._deadline_s)
         if len(batch) > 1 or batch[0].suspected_at is not None or self._stateful:
-            # what is told from others of its call, has had its chance, or would take states with it, goes on
-            return await request
+            # Its blame is not known, it gave way before, or it would take states with it: it may use its deadline.
+            answers: list[Answer] = await request
+            return answers
         answered = asyncio.ensure_future(request)
         others_wait: asyncio.Future[None] | None = None
         try:
@@ -225,98 +236,57 @@ class Worker:
                 if future is not None:
                     future.cancel()
 
-    async def _give_way(self, process: Child, turn: Turn) -> None:
-        logger.info("requeued a slow turn and restarted its process so that other turns can run")
-        await self._end(process)
-        self._backlog.add_suspect(turn)
-
     async def _close_states(self) -> None:
         ids, self._abandoned = self._abandoned, []
         if self._process is None:
             return
         self._num_closing = len(ids)
         try:
-            problem = await self._process.request(Abandon(ids), self._deadline_s)
-        except (EnvironmentTimeout, WorkerDied) as error:
-            await self._replace(self._process, f"while closing states, {error}")
-        else:
+            problem = await self._process.request(("abandon", ids), self._deadline_s)
             if problem is not None:
                 logger.warning("%s", problem)
+        except (EnvironmentTimeout, WorkerDied) as error:
+            await self._replace(self._process, f"while closing states, {error}")
         finally:
             self._num_closing = 0
 
-    def _settle(self, turn: Turn, answer: Answer) -> None:
-        if answer.has_state and turn.home.abandoned:
+    def _settle(self, turn: QueuedTurn, answer: Answer) -> None:
+        home, result = turn.home, answer.result
+        if answer.has_state and home.abandoned:
             self._abandoned.append(turn.id)
         elif answer.has_state:
-            turn.home.worker, turn.home.saved = self, answer.saved
-            self._stateful[turn.id] = turn.home
+            home.worker, home.saved = self, answer.saved
+            self._stateful[turn.id] = home
         else:
-            turn.home.worker = turn.home.saved = None
+            home.worker = home.saved = None
             self._stateful.pop(turn.id, None)
-        result = answer.result
         if answer.has_state and isinstance(result, StepResult):
             result = replace(result, state=KeptState(answer.saved))
-        turn.call.settle(turn.index, result)
+        if not turn.outcome.done():
+            turn.outcome.set_result(result)
 
     async def _replace(self, process: Child, reason: str, spare: Collection[str] = ()) -> None:
         """End a process that hangs or is dead; the next call starts another. Conversations whose states it had resume
         there from their saved states, or are lost; those being stepped are left as they are.
         """
-        await self._end(process)
+        await process.kill()
+        self._process = None
         self.num_restarts += 1
         self.restarted_at, self.restart_reason = time.monotonic(), reason
         others = [home for id, home in self._stateful.items() if id not in spare]
-        lost = [home for home in others if home.saved is None]
+        num_lost = sum(home.saved is None for home in others)
         for home in others:
             home.worker = None
-        for home in lost:
-            home.lost = f"state lost with its environment's process: {reason}"
+            if home.saved is None:
+                home.lost = f"state lost with its environment's process: {reason}"
         self._stateful.clear()
         self._abandoned.clear()
         logger.warning(
             "environment process restarts (%d more conversations lose their state, %d resume from a saved state): %s",
-            len(lost),
-            len(others) - len(lost),
+            num_lost,
+            len(others) - num_lost,
             reason,
         )
-
-    async def _end(self, process: Child) -> None:
-        await process.kill()
-        self._process = None
-
-
-class Call:
-    """One `step` call of a pool and the outcomes it waits for."""
-
-    def __init__(self, size: int, future: asyncio.Future[None]) -> None:
-        self._outcomes: list[StepResult | EnvironmentFailure | None] = [None] * size
-        self._missing = size
-        self._future = future
-        if not size:
-            future.set_result(None)
-
-    @property
-    def over(self) -> bool:
-        """Return whether all outcomes are known, or nobody waits for them."""
-        return self._future.done()
-
-    def settle(self, index: int, outcome: StepResult | EnvironmentFailure) -> None:
-        """Fill in one outcome."""
-        self._outcomes[index] = outcome
-        self._missing -= 1
-        if not self._missing and not self._future.done():
-            self._future.set_result(None)
-
-    def fail(self, error: Exception) -> None:
-        """Raise an error in the caller that waits."""
-        if not self._future.done():
-            self._future.set_exception(error)
-
-    async def outcomes(self) -> list[StepResult | EnvironmentFailure]:
-        """All outcomes, in order."""
-        await self._future
-        return [outcome for outcome in self._outcomes if outcome is not None]
 
 
 @dataclass(eq=False, slots=True)
@@ -329,7 +299,7 @@ class Home:
         saved: The state as bytes; None if it has none, or none that was saved.
         busy: True if a turn of it is queued or under way.
         abandoned: True if its client has given it up.
-        lost: Why its state is gone, if it is.
+        lost: The reason that its state is gone; empty if it is not.
     """
 
     client: str
@@ -339,45 +309,34 @@ class Home:
     abandoned: bool = False
     lost: str = ""
 
-    @property
-    def saved_elsewhere(self) -> bytes | None:
-        """The saved state if no process has it."""
-        return self.saved if self.worker is None else None
-
-    @property
-    def can_repeat(self) -> bool:
-        """Return whether a turn that failed can be taken again: nothing was there before it, or that is saved."""
-        return self.worker is None or self.saved is not None
-
 
 @dataclass(eq=False, slots=True)
-class Turn:
+class QueuedTurn:
     """One conversation's turn on its way to a process.
 
     Args:
         id: Id of the conversation.
         payload: The conversation, pickled.
         home: Home of the conversation.
-        call, index: whom the outcome is for.
-        alone: True if it is tried again, by itself, after a failure that it may not be to blame for.
-        suspected_at: When it gave way to others (`time.monotonic`); None if it has not.
-        retries: How often it may still be tried again after its own failure.
+        outcome: Future of its outcome; it is done if nobody waits for it.
+        retries: Number of times that it may still be tried again after its own failure.
+        alone: True if it is tried again, in a call without others, after a failure that it may not be to blame for.
+        suspected_at: Time at which it gave way to others (`time.monotonic`); None if it has not.
         has_resumed: True if it is tried again because its process ended, which may have had other causes.
     """
 
     id: str
     payload: bytes
     home: Home
-    call: Call
-    index: int
+    outcome: asyncio.Future[StepResult | EnvironmentFailure]
+    retries: int = 0
     alone: bool = False
     suspected_at: float | None = None
-    retries: int = 0
     has_resumed: bool = False
 
 
 class Backlog:
-    """Turns that any worker may take: those of conversations without a state.
+    """Turns that any worker may take, because their conversations have no state in a process.
 
     A turn that runs for much longer than others do is suspected to hang. If others wait, it gives way to them: its
     process is replaced, and it runs again, up to the deadline, when they have had their turn. So turns that pass the
@@ -385,9 +344,9 @@ class Backlog:
 
     Args:
         deadline_s: Timeout of a call in seconds.
-        num_workers: How many take turns from here.
+        num_workers: Number of workers that take turns from here.
         wake: Called when there is something to take.
-        room: How many conversations may begin in addition to those that are under way; None for no bound.
+        room: Returns how many conversations may begin in addition to those in progress; None for no bound.
     """
 
     def __init__(
@@ -395,11 +354,11 @@ class Backlog:
     ) -> None:
         self._deadline_s = deadline_s
         self._room = room
-        self._most_suspects = max(1, num_workers - 1)
+        self._max_suspects = max(1, num_workers - 1)
         self._wake = wake
-        self._fresh: deque[Turn] = deque()
-        self._suspects: deque[Turn] = deque()
-        self._running_suspects: set[Turn] = set()
+        self._fresh: deque[QueuedTurn] = deque()
+        self._suspects: deque[QueuedTurn] = deque()
+        self._running_suspects: set[QueuedTurn] = set()
         self._slowest_s = 0.0
         self._has_fresh = asyncio.Event()
 
@@ -408,43 +367,43 @@ class Backlog:
 
     @property
     def patience_s(self) -> float:
-        """How long a turn may run before it gives way."""
+        """Seconds that a turn may run before it gives way."""
         return max(PATIENCE_SHARE * self._deadline_s, PATIENCE_FACTOR * self._slowest_s)
 
     def note_duration(self, seconds: float) -> None:
         """Learn from a call that was answered."""
         self._slowest_s = max(seconds, 0.95 * self._slowest_s)
 
-    def add(self, turns: Sequence[Turn]) -> None:
-        """Queue turns."""
-        self._fresh.extend(turns)
-        self._note_fresh()
+    def add(self, turns: Sequence[QueuedTurn], *, first: bool = False) -> None:
+        """Queue turns, `first` before all others."""
+        if first:
+            self._fresh.extendleft(reversed(turns))
+        else:
+            self._fresh.extend(turns)
+        if self._fresh:
+            self._wake()
+            self._has_fresh.set()
 
-    def add_first(self, turns: Sequence[Turn]) -> None:
-        """Queue turns before all others."""
-        self._fresh.extendleft(reversed(turns))
-        self._note_fresh()
-
-    def add_suspect(self, turn: Turn) -> None:
+    def add_suspect(self, turn: QueuedTurn) -> None:
         """Queue a turn that gave way."""
         turn.suspected_at = time.monotonic()
         self._suspects.append(turn)
         self._wake()
 
-    def take(self, most: int) -> list[Turn]:
-        """Take the turns of the next call: several, or one that is to run by itself; empty if there is none, or no room
-        for one.
+    def take(self, limit: int) -> list[QueuedTurn]:
+        """Take the turns of the next call: several, or one that must run alone; empty if there is none, or no room for
+        one.
         """
         if self._room is not None:
-            most = min(most, self._room())
-        if most < 1:
+            limit = min(limit, self._room())
+        if limit < 1:
             return []
         if self._suspects and (not self._fresh or self._is_overdue(self._suspects[0])):
             suspect = self._suspects.popleft()
             self._running_suspects.add(suspect)
             return [suspect]
-        batch: list[Turn] = []
-        while self._fresh and len(batch) < most and not (batch and self._fresh[0].alone):
+        batch: list[QueuedTurn] = []
+        while self._fresh and len(batch) < limit and not (batch and self._fresh[0].alone):
             batch.append(self._fresh.popleft())
             if batch[-1].alone:
                 break
@@ -452,8 +411,8 @@ class Backlog:
             self._has_fresh.clear()
         return batch
 
-    def done(self, turns: Iterable[Turn]) -> None:
-        """Note that these turns are no longer under way."""
+    def done(self, turns: Iterable[QueuedTurn]) -> None:
+        """Note that these turns are no longer in progress."""
         self._running_suspects.difference_update(turns)
 
     def note_room(self) -> None:
@@ -463,11 +422,11 @@ class Backlog:
 
     async def others_wait(self) -> None:
         """Return when turns that nobody suspects wait for a worker."""
-        # an idle worker takes them before the caller here goes on
+        # An idle worker takes them before the caller here continues.
         while not self._fresh:
             await self._has_fresh.wait()
 
-    def drain(self) -> list[Turn]:
+    def drain(self) -> list[QueuedTurn]:
         """Take everything that is queued."""
         turns = [*self._fresh, *self._suspects]
         self._fresh.clear()
@@ -475,18 +434,14 @@ class Backlog:
         self._has_fresh.clear()
         return turns
 
-    def _note_fresh(self) -> None:
-        if self._fresh:
-            self._wake()
-            self._has_fresh.set()
-
-    def _is_overdue(self, suspect: Turn) -> bool:
+    def _is_overdue(self, suspect: QueuedTurn) -> bool:
         assert suspect.suspected_at is not None
         waited = time.monotonic() - suspect.suspected_at
-        return waited > self._deadline_s and len(self._running_suspects) < self._most_suspects
+        return waited > self._deadline_s and len(self._running_suspects) < self._max_suspects
 
 
-def fail_all(turns: Iterable[Turn], error: Exception) -> None:
+def fail_all(turns: Iterable[QueuedTurn], error: Exception) -> None:
     """Raise an error in the callers that wait for these turns."""
     for turn in turns:
-        turn.call.fail(error)
+        if not turn.outcome.done():
+            turn.outcome.set_exception(error)
