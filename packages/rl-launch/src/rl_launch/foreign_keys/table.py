@@ -104,6 +104,7 @@ class Table:
         values: Values that have another name here, by key.
         off: Values, in addition to empty ones, with which a refused key changes nothing, by key.
         defaults: Defaults of the system that matter, by algorithm.
+        tables: Further tables, which only the import of whole files reads.
         is_flat: True if its keys are names without sections, which are recognised in any section.
     """
 
@@ -112,6 +113,7 @@ class Table:
     values: Mapping[str, Mapping[Any, Any]]
     off: Mapping[str, list[Any]]
     defaults: Mapping[str, Mapping[str, Any]]
+    tables: Mapping[str, Any]
     is_flat: bool
 
     @cached_property
@@ -157,6 +159,7 @@ def table(system: str) -> Table:
         data.get("values", {}),
         data.get("off", {}),
         data.get("defaults", {}),
+        data.get("tables", {}),
         bool(data.get("flat", False)),
     )
 

@@ -1,113 +1,73 @@
-"""Calls of TRL, transformers, datasets and peft that are known, and what each becomes."""
+"""Calls of TRL, transformers, datasets and peft that are known. Most are rows of `scripts.yaml`."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 from rl_launch.foreign.translation import Fate
 from rl_launch.foreign.trl.reading import Call, Reading
-from rl_launch.foreign.trl.values import Data, Thing, is_constant, plain, role_of, touched, unknown
-
-ALGORITHMS = {"GRPO": "grpo", "SFT": "sft", "DPO": "dpo", "KTO": "dpo", "ORPO": "dpo", "CPO": "dpo", "Reward": "rm"}
-"""Algorithms by the first part of the names of TRL's trainers and of their classes of arguments."""
-
-OTHERS = {
-    "AsyncGRPO": "write a recipe of algorithm grpo with grpo.async_grpo.enabled=true",
-    "BCO": "its loss is not offered. KTO learns from the same rows: dpo.loss=kto",
-    "Distillation": "write a recipe of algorithm distillation",
-    "GKD": "write a recipe of algorithm distillation",
-    "IterativeSFT": "write a recipe of algorithm sft",
-    "MiniLLM": "write a recipe of algorithm distillation",
-    "NashMD": "its loss is not offered",
-    "OnlineDPO": "its loss is not offered. grpo learns from a reward model: env.reward_model",
-    "PPO": "write a recipe of algorithm ppo",
-    "PPOv2": "write a recipe of algorithm ppo",
-    "PRM": "its model is not offered",
-    "RLOO": "write a recipe of algorithm grpo with grpo.adv_estimator=rloo",
-    "RLOOv2": "write a recipe of algorithm grpo with grpo.adv_estimator=rloo",
-    "XPO": "its loss is not offered",
-}
-"""Trainers of TRL that are not imported, and what to do."""
+from rl_launch.foreign.trl.values import SCRIPTS, Data, Thing, is_constant, plain, role_of, touched, unknown
 
 _FILE_FORMATS = ("arrow", "csv", "json", "pandas", "parquet", "text")
 _READ_FORMATS = ("csv", "json", "parquet", "arrow")
 _LOCAL = ("/", "./", "../", "~")
-_ADAPTERS = {
-    "r": "lora_r",
-    "target_modules": "lora_target_modules",
-    "target_parameters": "lora_target_parameters",
-    "modules_to_save": "lora_modules_to_save",
-    "exclude_modules": "lora_exclude_modules",
-    **{name: name for name in ("lora_alpha", "lora_dropout", "use_rslora", "use_dora")},
-}
-"""Arguments of peft's `LoraConfig` by the names of TRL's command line."""
-_PLAIN_ADAPTERS: Mapping[str, tuple[Any, ...]] = {
-    "bias": ("none",),
-    "init_lora_weights": (True,),
-    "loftq_config": ({},),
-}
-"""Arguments of adapters, with the values that have no effect, in addition to None and False."""
-_UNUSED_ADAPTERS = (
-    "base_model_name_or_path", "max_seq_length", "random_state", "task_type", "use_gradient_checkpointing"
-)  # fmt: skip
-_LOADING = (
-    "cache_dir", "device_map", "fast_inference", "force_download", "gpu_memory_utilization", "local_files_only",
-    "low_cpu_mem_usage", "max_memory", "offload_folder", "padding_side", "token", "trust_remote_code", "use_auth_token",
-    "num_labels", "use_cache", "use_fast", "use_safetensors", "add_bos_token", "add_eos_token",
-)  # fmt: skip
-"""Arguments of `from_pretrained` that do not change which model is trained."""
-_TAKEN = (
-    "pretrained_model_name_or_path",
-    "model_name",
-    "torch_dtype",
-    "dtype",
-    "attn_implementation",
-    "max_seq_length",
-)
-_QUANTIZED = ("quantization_config", "load_in_4bit", "load_in_8bit")
-_VISION = ("ImageTextToText", "Vision2Seq", "ForConditionalGeneration", "FastVisionModel", "AutoModelForMultimodalLM")
-_OF_MODELS = ("Model", "ForCausalLM", "ForSequenceClassification", "Generation")
-_TRAINER_ARGUMENTS: Mapping[str, str] = {
-    "GRPO": "model reward_funcs args train_dataset eval_dataset processing_class",
-    "DPO": "model ref_model args data_collator train_dataset eval_dataset processing_class",
-    "KTO": "model ref_model args train_dataset eval_dataset processing_class",
-}
-"""Positional arguments of trainers."""
-_OTHER_ARGUMENTS = "model args data_collator train_dataset eval_dataset processing_class"
-_SCRIPT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "ScriptArguments": {
-        "dataset_config": None,
-        "dataset_train_split": "train",
-        "dataset_test_split": "test",
-        "dataset_streaming": False,
-    },
-    "ModelConfig": {"use_peft": False, "load_in_4bit": False, "load_in_8bit": False, "model_revision": "main"},
-}
-"""Defaults of TRL's classes of script arguments."""
-
-_FEWER = "rows that are chosen by the script. Write the rows you want into a file, and set data_path"
-_QUANTIZATION = "4-bit or 8-bit weights during training"
-_VOCABULARY = "a changed vocabulary ({}). Save the model, and train that"
+_DATASETS = ("train_dataset", "eval_dataset")
+QUANTIZED = "4-bit or 8-bit weights during training"
 _UNREAD = "arguments in ** that are not read"
-_LOOKS = ("__len__", "to_pandas", "iter", "unique", "to_list", "to_json", "save_to_disk", "to_parquet", "push_to_hub")
-_COLUMNS_ONLY = (
-    "cast", "cast_column", "remove_columns", "select_columns", "with_format", "set_format", "to_iterable_dataset"
-)  # fmt: skip
 _UNREAD_DATA = Thing("", touches=frozenset({"data"}))
 
-Rows = tuple[tuple[str, Fate, str], ...]
+
+def stem_of(name: str) -> str:
+    """Return the first part of the name of a trainer or of its class of arguments."""
+    return name.removesuffix("Config").removesuffix("Trainer")
 
 
-def _by_table(reading: Reading, rows: Rows, name: str) -> bool:
-    """Say what the first row with a name has; return False if there is none. `*` stands for all other names."""
-    for names, fate, text in rows:
-        if name in names.split() or names == "*":
-            reading.say(fate, text.format(name))
-            return True
-    return False
+def _row(section: str, role: str, name: str) -> list[Any]:
+    """Return the first row of a table whose key has a name, or a beginning of it with `*`."""
+    rows = SCRIPTS[section][role].items()
+    words = ((word, row) for names, row in rows for word in names.split())
+    found: list[Any] = next(row for word, row in words if fnmatchcase(name, word))
+    return found
+
+
+def _answered(reading: Reading, row: list[Any], owner: Any, call: Call) -> Any:
+    """Say what a row has about a call, and return its result."""
+    fate, text, result = row
+    if fate is not None:
+        function = next((each.name for each in call.values if isinstance(each, Thing)), "") or "a function"
+        first = ast.unparse(call.node.args[0]) if call.node.args else call.name
+        reading.say(Fate[fate.upper()], text.format(name=call.name, function=function, first=first))
+    match result:
+        case "owner":
+            return owner
+        case "first":
+            return call.first if call.positional else unknown()
+        case "all":
+            return list(call.positional)
+        case "given":
+            return unknown(*call.values)
+        case "unknown":
+            return unknown(owner)
+        case "new":
+            return unknown()
+        case "copy":
+            return replace(owner)
+        case "reordered":
+            return replace(owner, keeps_order=False)
+        case "quantization":
+            return Thing("quantization", call.name)
+        case "data":
+            return replace(_UNREAD_DATA, lines=(call.node.lineno,))
+    return None
+
+
+def _by_table(reading: Reading, owner: Any, call: Call) -> Any:
+    """Call a method that needs no more than its row."""
+    return _answered(reading, _row("methods", role_of(owner), call.name), owner, call)
 
 
 # Datasets
@@ -170,7 +130,7 @@ def _split(reading: Reading, owner: Thing, name: Any) -> Any:
 def _of_splits(reading: Reading, owner: Thing, call: Call) -> Any:
     if call.name in ("get", "__getitem__"):
         return _split(reading, owner, call.first)
-    if call.name in ("keys", "values", "items", *_LOOKS):
+    if call.name in ("keys", "values", "items", *SCRIPTS["looks"].split()):
         return unknown(owner)
     made = {name: _of_data(reading, data, call) for name, data in owner.parts.items() if isinstance(data, Data)}
     if len(made) < len(owner.parts) or any(not isinstance(each, Data) for each in made.values()):
@@ -179,38 +139,7 @@ def _of_splits(reading: Reading, owner: Thing, call: Call) -> Any:
 
 
 def _of_data(reading: Reading, data: Data, call: Call) -> Any:
-    name = call.name
-    if name in _CHANGES:
-        return _CHANGES[name](reading, data, call)
-    if name in ("flatten_indices", "shuffle", "sort"):
-        reading.say(Fate.CONVERTED, "data.shuffle, which draws another order")
-        return replace(data, keeps_order=False)
-    if name in [
-        "cast",
-        "cast_column",
-        "remove_columns",
-        "select_columns",
-        "with_format",
-        "set_format",
-        "to_iterable_dataset",
-    ]:
-        reading.say(Fate.UNRELATED, "columns that are not used do not change the training")
-        return data
-    if name == "map":
-        function = next((each.name for each in call.values if isinstance(each, Thing)), "") or "a function"
-        where = "processor: FILE.py:FUNCTION of the dataset converts rows"
-        reading.say(Fate.CHECK, f"rows are changed by {function}, which is not converted; {where}")
-        return data
-    if name in ("filter", "shard", "class_encode_column", "repeat"):
-        return _fewer(reading, data)
-    if name not in _LOOKS:
-        reading.say(Fate.CHECK, f"{name} of a dataset is not read")
-    return unknown(data)
-
-
-def _fewer(reading: Reading, data: Data) -> Data:
-    reading.say(Fate.CHECK, _FEWER)
-    return replace(data, keeps_order=False)
+    return _CHANGES.get(call.name, _by_table)(reading, data, call)
 
 
 def _train_test_split(reading: Reading, data: Data, call: Call) -> Any:
@@ -244,7 +173,7 @@ def _sliced(reading: Reading, data: Data, call: Call) -> Any:
     else:
         is_slice = False
     if not is_slice:
-        return _fewer(reading, data)
+        return _by_table(reading, data, replace(call, name="filter"))
     split = f"{split}[{start or ''}:{'' if stop is None else stop}]"
     reading.say(Fate.CONVERTED, f"split: {split}")
     return data.with_settings(split=split)
@@ -308,11 +237,6 @@ def _dataset_dict(reading: Reading, call: Call) -> Any:
     return Thing("splits", "DatasetDict", parts=dict(given))
 
 
-def _get_dataset(reading: Reading, call: Call) -> Any:
-    reading.say(Fate.CHECK, "the mixture in `datasets` of the arguments. Set data.train in the recipe")
-    return replace(_UNREAD_DATA, lines=(call.node.lineno,))
-
-
 # Models, tokenizers and adapters
 
 
@@ -321,33 +245,33 @@ def _from_pretrained(reading: Reading, call: Call) -> Any:
     if owner in ("PeftModel", "PeftModelForCausalLM"):
         return _peft_model(reading, call)
     is_tokenizer = "Tokenizer" in owner or "Processor" in owner
-    if not is_tokenizer and not any(word in owner for word in _OF_MODELS):
+    if not is_tokenizer and not any(word in owner for word in SCRIPTS["models"].split()):
         return unknown(*call.values, name=owner)
     call = call.named("pretrained_model_name_or_path")
     name = call.given.get("pretrained_model_name_or_path")
     if is_tokenizer:
         reading.say(Fate.CONVERTED, "policy.tokenizer")
-        _loading(reading, call, _TAKEN[:1], ())
+        _loading(reading, call, "", "")
         return Thing("tokenizer", owner, parts={"name": name})
     name = call.given.get("pretrained_model_name_or_path", call.given.get("model_name"))
-    parts: dict[str, Any] = {"name": name, "is_visual": any(word in owner for word in _VISION)}
+    parts: dict[str, Any] = {"name": name, "is_visual": any(word in owner for word in SCRIPTS["vision models"].split())}
     for key, field in (("torch_dtype", "dtype"), ("dtype", "dtype"), ("attn_implementation", "attn_implementation")):
         if call.given.get(key) is not None:
             parts[field] = call.given[key]
     reading.say(Fate.CONVERTED, "policy.model_name, where it is trained")
-    _loading(reading, call, _TAKEN, _QUANTIZED)
+    _loading(reading, call, SCRIPTS["loading of models"], SCRIPTS["quantized"])
     model = Thing("model", owner, parts=parts)
     return [model, Thing("tokenizer", owner, parts={"name": name})] if owner.startswith("Fast") else model
 
 
-def _loading(reading: Reading, call: Call, taken: tuple[str, ...], quantized: tuple[str, ...]) -> None:
+def _loading(reading: Reading, call: Call, taken: str, quantized: str) -> None:
     """Account for the further arguments of `from_pretrained`."""
     for key, value in call.given.items():
         is_unset = value is None or value is False or (key == "revision" and value == "main")
-        if key in taken or key in _LOADING or is_unset:
+        if is_unset or key in f"{SCRIPTS['loading']} {taken}".split():
             continue
-        if key in quantized:
-            reading.say(Fate.REFUSED, _QUANTIZATION, line=call.line(key))
+        if key in quantized.split():
+            reading.say(Fate.REFUSED, QUANTIZED, line=call.line(key))
         else:
             text = f"{key} of from_pretrained is not converted{reading.computed(value)}"
             reading.say(Fate.CHECK, text, line=call.line(key))
@@ -368,9 +292,10 @@ def _peft_model(reading: Reading, call: Call) -> Any:
 def _lora(reading: Reading, call: Call) -> Any:
     parts: dict[str, Any] = {}
     for key, value in call.named("task_type").given.items():
-        if key in _ADAPTERS:
-            parts[_ADAPTERS[key]] = value
-        elif value not in (None, False, *_PLAIN_ADAPTERS.get(key, ())) and key not in _UNUSED_ADAPTERS:
+        harmless = (None, False, *SCRIPTS["plain adapters"].get(key, ()))
+        if key in SCRIPTS["adapters"]:
+            parts[SCRIPTS["adapters"][key]] = value
+        elif value not in harmless and key not in SCRIPTS["unused adapters"].split():
             reading.say(Fate.REFUSED, f"the setting {key} of adapters", line=call.line(key))
     if call.extra:
         reading.say(Fate.CHECK, _UNREAD)
@@ -388,16 +313,6 @@ def _get_peft_model(reading: Reading, call: Call) -> Any:
     return replace(model, parts={**model.parts, "adapters": adapters})
 
 
-def _quantized(reading: Reading, call: Call) -> Any:
-    reading.say(Fate.REFUSED, _QUANTIZATION)
-    return Thing("quantization", call.name)
-
-
-def _prepared(reading: Reading, call: Call) -> Any:
-    reading.say(Fate.UNRELATED, "gradients are configured automatically")
-    return call.first if call.positional else unknown()
-
-
 def _of_model_config(reading: Reading, call: Call) -> Any:
     """Call one of TRL's helpers that read the arguments of the model."""
     flags = call.first.parts if isinstance(call.first, Thing) else {}
@@ -406,113 +321,57 @@ def _of_model_config(reading: Reading, call: Call) -> Any:
         reading.say(Fate.CONVERTED, "policy.lora_cfg")
         return Thing("adapters", call.name, parts=given) if flags.get("use_peft") else None
     if flags.get("load_in_4bit") or flags.get("load_in_8bit"):
-        return _quantized(reading, call)
+        reading.say(Fate.REFUSED, QUANTIZED)
+        return Thing("quantization", call.name)
     reading.say(Fate.UNRELATED, "no weights are quantised")
     return None
 
 
-def _vocabulary(reading: Reading, call: Call) -> Any:
-    text = f"a changed vocabulary or chat template ({call.name}). Save the model, and train that"
-    reading.say(Fate.REFUSED, text)
-    return list(call.positional) if call.name == "setup_chat_format" else unknown(*call.positional)
-
-
-_AUTOMATIC = "to cuda train eval compile enable_input_require_grads gradient_checkpointing_disable"
-_MODEL_READS = (
-    "print_trainable_parameters num_parameters parameters named_parameters modules named_modules children "
-    "get_input_embeddings get_output_embeddings state_dict generate for_training save_pretrained push_to_hub "
-    "get_memory_footprint get_nb_trainable_parameters"
-)
-_MODEL_METHODS: Rows = (
-    ("gradient_checkpointing_enable", Fate.CONVERTED, "policy.dtensor_cfg.recompute"),
-    ("resize_token_embeddings add_tokens add_special_tokens", Fate.REFUSED, _VOCABULARY),
-    (_AUTOMATIC, Fate.UNRELATED, "devices and gradients are configured automatically"),
-    (_MODEL_READS, Fate.UNRELATED, "it reads the model"),
-    ("*", Fate.CHECK, "{} of the model is not read"),
-)
-
-
 def _of_model(reading: Reading, model: Thing, call: Call) -> Any:
-    name = call.name
-    if name == "requires_grad_":
+    if call.name == "requires_grad_":
         if (call.first if call.positional else True) is not True:
             reading.say(Fate.REFUSED, "training only some of the parameters (requires_grad)")
         return model
-    _by_table(reading, _MODEL_METHODS, name)
-    if name == "gradient_checkpointing_enable":
+    if call.name == "gradient_checkpointing_enable":
         model.parts["gradient_checkpointing"] = True
-    if name in _AUTOMATIC.split():
-        return model
-    if name in _MODEL_READS.split():
-        return unknown(model)
-    return None if any(name in names.split() for names, _, _ in _MODEL_METHODS) else replace(model)
+    return _by_table(reading, model, call)
 
 
 def _of_tokenizer(reading: Reading, tokenizer: Thing, call: Call) -> Any:
     first = next(iter(call.values), None)
-    if call.name in ("add_tokens", "add_special_tokens"):
-        if isinstance(first, dict) and set(first) <= {"pad_token"}:
-            reading.say(Fate.CHECK, "a padding token. It is not trained, but it must not enlarge the vocabulary")
-        else:
-            reading.say(Fate.REFUSED, _VOCABULARY.format(call.name))
+    if call.name.startswith("add_") and isinstance(first, dict) and set(first) <= {"pad_token"}:
+        reading.say(Fate.CHECK, "a padding token. It is not trained, but it must not enlarge the vocabulary")
         return unknown()
-    if call.name in ("save_pretrained", "push_to_hub"):
-        reading.say(Fate.UNRELATED, "every checkpoint contains the tokenizer")
-    return unknown(*call.values)
+    return _by_table(reading, tokenizer, call)
 
 
 # Attributes
 
 
-def _set_tokenizer(reading: Reading, tokenizer: Thing, name: str, value: Any) -> None:
-    if name == "chat_template" and isinstance(value, str):
-        tokenizer.parts["chat_template"] = value
-        reading.say(Fate.CONVERTED, "policy.tokenizer.chat_template")
-    elif name == "chat_template":
-        where = reading.computed(value)
-        reading.say(Fate.CHECK, f"the script computes the chat template{where}. Set policy.tokenizer.chat_template")
-    elif name in ("pad_token", "pad_token_id", "padding_side", "truncation_side", "model_max_length"):
-        reading.say(Fate.UNRELATED, "rows are not padded with tokens of the vocabulary")
-    else:
-        reading.say(Fate.CHECK, f"{name} of the tokenizer is not converted")
-
-
-def _set_adapters(reading: Reading, adapters: Thing, name: str, value: Any) -> None:
-    if name in _ADAPTERS:
-        adapters.parts[_ADAPTERS[name]] = value
-        reading.say(Fate.CONVERTED, "policy.lora_cfg")
-    else:
-        reading.say(Fate.CHECK, f"{name} of the adapters is not converted")
-
-
-def _set_model(reading: Reading, model: Thing, name: str, value: Any) -> None:
-    if name in ("use_cache", "pad_token_id", "pretraining_tp") or model.name.endswith("generation_config"):
+def _set(reading: Reading, owner: Thing, name: str, value: Any) -> None:
+    """Assign an attribute of a value that training depends on."""
+    role, adapters = owner.role, SCRIPTS["adapters"]
+    is_template = role == "tokenizer" and name == "chat_template" and isinstance(value, str)
+    if is_template or (role == "adapters" and name in adapters):
+        owner.parts[adapters[name] if role == "adapters" else name] = value
+        reading.say(Fate.CONVERTED, "policy.lora_cfg" if role == "adapters" else "policy.tokenizer.chat_template")
+    elif role == "model" and owner.name.endswith("generation_config"):
         reading.say(Fate.UNRELATED, "it does not change the training")
-    elif model.name.endswith("config"):
+    elif (
+        role == "model"
+        and owner.name.endswith("config")
+        and name not in ("use_cache", "pad_token_id", "pretraining_tp")
+    ):
         reading.say(Fate.CHECK, f"{name} of the model's config. Set policy.hf_config_overrides if it matters")
     else:
-        reading.say(Fate.CHECK, f"changes {name} of the model")
-
-
-def _set_trainer(reading: Reading, trainer: Thing, name: str, value: Any) -> None:
-    if name in ("train_dataset", "eval_dataset"):
-        trainer.parts[name] = value
-        reading.say(Fate.CONVERTED, f"data.{'train' if name == 'train_dataset' else 'validation'}")
-    else:
-        reading.say(Fate.REFUSED, f"changes of the trainer (trainer.{name})")
-
-
-def _set_config(reading: Reading, config: Thing, name: str, value: Any) -> None:
-    config.parts[name] = value
-    reading.say(Fate.CONVERTED, name)
+        fate, text = _row("attributes", role, name)
+        if role == "config" or name in _DATASETS:
+            owner.parts[name] = value
+        where = reading.computed(value) if "{computed}" in text else ""
+        reading.say(Fate[fate.upper()], text.format(name=name, computed=where))
 
 
 # Arguments and trainers
-
-
-def stem_of(name: str) -> str:
-    """Return the first part of the name of a trainer or of its class of arguments."""
-    return name.removesuffix("Config").removesuffix("Trainer")
 
 
 def _config(reading: Reading, call: Call) -> Any:
@@ -525,7 +384,7 @@ def _config(reading: Reading, call: Call) -> Any:
 
 
 def _trainer(reading: Reading, call: Call) -> Any:
-    call = call.named(*_TRAINER_ARGUMENTS.get(stem_of(call.name), _OTHER_ARGUMENTS).split())
+    call = call.named(*SCRIPTS["trainer arguments"][stem_of(call.name)].split())
     parts = dict(call.given)
     if "tokenizer" in parts:
         parts.setdefault("processing_class", parts.pop("tokenizer"))
@@ -542,41 +401,19 @@ def _other_trainer(reading: Reading, call: Call) -> Any:
     return Thing("", call.name, touches=touched(*call.values))
 
 
-_TRAINER_METHODS: Rows = (
-    ("push_to_hub", Fate.UNRELATED, "checkpointing.push_to pushes checkpoints"),
-    ("get_train_dataloader get_eval_dataloader num_examples", Fate.UNRELATED, "it reports or saves"),
-    ("*", Fate.CHECK, "{} is not read"),
-)
-_REPORTS = ("save", "log", "evaluate", "predict", "create_model_card", "is_", "print", "end")
-"""Beginnings of the names of a trainer's methods that report or save."""
-
-
 def _of_trainer(reading: Reading, trainer: Thing, call: Call) -> Any:
-    name = call.name
-    if name == "train" and reading.is_trained:
+    if call.name != "train":
+        return _by_table(reading, trainer, call)
+    if reading.is_trained:
         reading.is_trained = False
         reading.say(Fate.REFUSED, "training more than once in a script")
-    elif name == "train" and isinstance(next(iter(call.named("resume_from_checkpoint").given.values()), None), str):
+    elif isinstance(call.named("resume_from_checkpoint").given.get("resume_from_checkpoint"), str):
         text = "a checkpoint of TRL is not resumed. Set policy.model_name to its folder for its weights"
         reading.say(Fate.CHECK, text)
-    elif name == "train":
-        reading.say(Fate.CONVERTED, "rl train, which resumes a run that was interrupted")
-    elif name.endswith("_callback"):
-        shown = ast.unparse(call.node.args[0]) if call.node.args else name
-        reading.say(Fate.CHECK, f"{shown} is not converted; see `callbacks` for your own")
-    elif name.startswith(_REPORTS):
-        reading.say(Fate.UNRELATED, "it reports or saves")
     else:
-        _by_table(reading, _TRAINER_METHODS, name)
-    reading.is_trained = reading.is_trained or name == "train"
+        reading.say(Fate.CONVERTED, "rl train, which resumes a run that was interrupted")
+    reading.is_trained = True
     return unknown()
-
-
-def _of_config(reading: Reading, config: Thing, call: Call) -> Any:
-    if call.name.startswith(("to_", "get_")):
-        return unknown()
-    reading.say(Fate.CHECK, f"{call.name} of the arguments is not read")
-    return unknown(config)
 
 
 def _setattr(reading: Reading, call: Call) -> Any:
@@ -607,9 +444,10 @@ def _partial(reading: Reading, call: Call) -> Any:
     return Thing("partial", call.first.name, parts={"function": call.first, "call": bound})
 
 
-def _seed(reading: Reading, call: Call) -> Any:
-    reading.say(Fate.UNRELATED, "the seed of a run is the seed of its algorithm, such as grpo.seed")
-    return None
+def _function(reading: Reading, call: Call) -> Any:
+    """Call a function that needs no more than its row."""
+    row = next(row for names, row in SCRIPTS["functions"].items() if call.name in names.split())
+    return _answered(reading, row, None, call)
 
 
 # Command lines
@@ -633,8 +471,7 @@ def _of_parser(reading: Reading, parser: Thing, call: Call) -> Any:
         reading.say(Fate.UNRELATED, "an option of the command line, which is read where it is used")
         return None
     if not name.startswith("parse"):
-        reading.say(Fate.UNRELATED, "it prepares the parser")
-        return parser if name in ("add_argument_group", "add_mutually_exclusive_group") else None
+        return _by_table(reading, parser, call)
     if reading.flags is None:
         text = "arguments of the command line. Import the command that starts the script (a .sh file), or the YAML file"
         reading.say(Fate.REFUSED, f"{text} that it reads")
@@ -654,38 +491,36 @@ def _parsed(reading: Reading, kind: Any, flags: dict[str, Any], own: set[str], c
     if not isinstance(kind, Thing):
         return unknown()
     base = kind.last_name
-    if stem_of(base) in ALGORITHMS or base == "TrainingArguments":
+    if stem_of(base) in SCRIPTS["algorithms"] or base == "TrainingArguments":
         defaults = {key: value for key, value in kind.parts.items() if is_constant(value)}
         given = {key: value for key, value in flags.items() if key not in own or key in kind.parts}
         config = Thing("config", base, parts={**defaults, **given}, node=call.node)
         reading.configs.append(config)
         return config
-    known = next((defaults for name, defaults in _SCRIPT_DEFAULTS.items() if base.endswith(name)), {})
+    known: dict[str, Any] = next(
+        (defaults for name, defaults in SCRIPTS["script arguments"].items() if base.endswith(name)), {}
+    )
     return Thing("options", base, parts={**known, **kind.parts, **flags})
 
 
 _BY_FUNCTION: Mapping[Callable[[Reading, Call], Any], str] = {
-    _config: " ".join(["TrainingArguments", *(f"{stem}Config" for stem in ALGORITHMS)]),
-    _trainer: " ".join(f"{stem}Trainer" for stem in ALGORITHMS),
-    _other_trainer: " ".join(f"{stem}{suffix}" for stem in OTHERS for suffix in ("Config", "Trainer")),
+    _config: " ".join(["TrainingArguments", *(f"{stem}Config" for stem in SCRIPTS["algorithms"])]),
+    _trainer: " ".join(f"{stem}Trainer" for stem in SCRIPTS["algorithms"]),
+    _other_trainer: " ".join(f"{stem}Config {stem}Trainer" for stem in SCRIPTS["others"]),
     _load_dataset: "load_dataset",
     _in_memory: "load_from_disk from_list from_dict from_pandas from_generator from_csv from_json from_parquet "
     "from_text",
     _concatenated: "concatenate_datasets interleave_datasets",
     _dataset_dict: "DatasetDict",
-    _get_dataset: "get_dataset",
     _from_pretrained: "from_pretrained",
     _lora: "LoraConfig",
     _get_peft_model: "get_peft_model",
     _of_model_config: "get_peft_config get_quantization_config get_kbit_device_map",
-    _quantized: "BitsAndBytesConfig",
-    _prepared: "prepare_model_for_kbit_training",
-    _vocabulary: "setup_chat_format clone_chat_template get_chat_template",
-    _seed: "set_seed manual_seed manual_seed_all seed",
     _setattr: "setattr",
     _partial: "partial",
     _replaced: "replace deepcopy",
     _parser: "TrlParser HfArgumentParser ArgumentParser",
+    _function: " ".join(SCRIPTS["functions"]),
 }
 CALLS = {name: function for function, names in _BY_FUNCTION.items() for name in names.split()}
 """Functions for calls of functions and classes that are known, by name."""
@@ -696,16 +531,10 @@ METHODS: Mapping[str, Callable[[Reading, Any, Call], Any]] = {
     "model": _of_model,
     "tokenizer": _of_tokenizer,
     "trainer": _of_trainer,
-    "config": _of_config,
+    "config": _by_table,
     "parser": _of_parser,
 }
 """Functions for methods, by the role of their object."""
 
-SETTERS: Mapping[str, Callable[[Reading, Any, str, Any], None]] = {
-    "adapters": _set_adapters,
-    "tokenizer": _set_tokenizer,
-    "model": _set_model,
-    "trainer": _set_trainer,
-    "config": _set_config,
-}
+SETTERS = dict.fromkeys(SCRIPTS["attributes"], _set)
 """Functions for assignments to attributes, by the role of the object."""

@@ -14,20 +14,13 @@ from rl_core.config.tree import is_too_long, natural, read_scalar, read_text
 from rl_core.errors import ConfigError
 from rl_launch.foreign.source import read
 from rl_launch.foreign.translation import Fate, Line
-from rl_launch.foreign.trl.calls import OTHERS
 from rl_launch.foreign.trl.reading import HARMLESS_VARIABLES
 from rl_launch.foreign.trl.script import MAX_SCRIPT_BYTES, Script, class_defaults, read_script
+from rl_launch.foreign.trl.values import SCRIPTS
 
-_COMMANDS = {"sft": "SFT", "dpo": "DPO", "grpo": "GRPO", "kto": "KTO", "orpo": "ORPO", "cpo": "CPO", "reward": "Reward"}
-"""Trainers by the command of `trl`, and by the names of its example scripts."""
 _PROCESSES = ("num_processes", "nproc_per_node", "nproc-per-node", "num_gpus")
 _NODES = ("num_machines", "nnodes", "num_nodes")
 _OF_ACCELERATE = ("accelerate_config", "config_file", *_PROCESSES, *_NODES)
-_HARMLESS = (
-    "cd", "echo", "exit", "huggingface-cli", "hf", "mkdir", "module", "nvidia-smi", "pip", "pip3", "set", "sleep",
-    "source", "ulimit", "uv", "wait", "wandb", ".", "date", "hostname", "conda", "rm", "fi", "done", "then",
-)  # fmt: skip
-
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _VARIABLE = re.compile(r"\$\{(\w+)(?::?-((?:[^${}]|\$(?!\{))*))?\}|\$([A-Za-z_]\w*)")
 _HOME = re.compile(r"(?<![^=\[,'\"\s])\$(HOME\b|\{HOME\})(?=/|$)")
@@ -112,9 +105,10 @@ def _script(path: Path, started: str, flags: dict[str, Any]) -> Script:
             lines=_placed(script.lines, started),
         )
     name = Path(started).stem
-    stem = _COMMANDS.get(name.partition("_")[0])
+    stem = SCRIPTS["commands"].get(name.partition("_")[0])
     if stem is None:
-        known = next((reason for other, reason in OTHERS.items() if other.lower() == name.partition("_")[0]), "")
+        stems = {other.lower(): reason for other, reason in SCRIPTS["others"].items()}
+        known = stems.get(name.partition("_")[0])
         raise ConfigError(
             f"{path}: it starts {started}, which is not imported: {known}"
             if known
@@ -174,7 +168,7 @@ def _accounted(command: Command) -> Line:
     if listed:
         reason = "environment variables. Set them in policy.env_vars or in the shell if they matter"
         return Line(command.line, command.text, Fate.CHECK, reason)
-    if not command.words or command.words[0].rpartition("/")[2] in _HARMLESS:
+    if not command.words or command.words[0].rpartition("/")[2] in SCRIPTS["harmless commands"].split():
         return Line(command.line, command.text, Fate.UNRELATED, "it prepares the command")
     return Line(command.line, command.text, Fate.CHECK, "another command, which is not read")
 

@@ -11,64 +11,8 @@ from rl_launch.foreign.schedules import count_rows, warmup_and_decay
 from rl_launch.foreign.translation import Translation, put_surrogate
 from rl_launch.foreign.trl.preferences import translate_preferences
 from rl_launch.foreign.trl.script import HELD_OUT
-from rl_launch.foreign_keys.table import ALGORITHM, Kind
+from rl_launch.foreign_keys.table import ALGORITHM, Kind, table
 
-_OF_GRPO = ("num_generations", "max_completion_length", "reward_funcs", "scale_rewards", "epsilon", "num_iterations")
-_OF_DPO = (
-    "precompute_ref_log_probs", "rpo_alpha", "max_prompt_length", "label_smoothing", "reference_free", "cpo_alpha",
-    "simpo_gamma", "desirable_weight", "undesirable_weight",
-)  # fmt: skip
-_OF_REWARDS = ("center_rewards_coefficient",)
-_OF_SFT = ("packing", "assistant_only_loss", "completion_only_loss", "dataset_text_field", "max_seq_length")
-_BY_FIELD = {"grpo": _OF_GRPO, "rm": _OF_REWARDS, "sft": _OF_SFT, "dpo": _OF_DPO}
-
-_OPTIMIZERS = {
-    "adamw_torch": "torch.optim.AdamW",
-    "adamw_torch_fused": "torch.optim.AdamW",
-    "adamw_hf": "torch.optim.AdamW",
-    "sgd": "torch.optim.SGD",
-    "adagrad": "torch.optim.Adagrad",
-    "rmsprop": "torch.optim.RMSprop",
-}
-_DECAYS = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
-_AGGREGATIONS = {
-    "dapo": "token-mean",
-    "bnpo": "token-mean",
-    "grpo": "sequence-mean",
-    "dr_grpo": "sequence-mean-token-sum",
-    "cispo": "token-mean",
-    "sapo": "sequence-mean",
-    "vespo": "token-mean",
-}
-_SURROGATES = {"cispo": "cispo", "sapo": "sapo", "vespo": "vespo"}
-_SETTINGS = {
-    "sapo_temperature_pos": "tau_positive",
-    "sapo_temperature_neg": "tau_negative",
-    "vespo_k_pos": "k_positive",
-    "vespo_lambda_pos": "lambda_positive",
-    "vespo_k_neg": "k_negative",
-    "vespo_lambda_neg": "lambda_negative",
-}
-"""Settings of surrogates by the fields of TRL."""
-_CORRECTIONS = {"truncate": "tis", "mask": "icepop"}
-"""`loss_fn.importance.truncation` by the second word of `vllm_importance_sampling_mode`."""
-_KTO_WEIGHTS = ("desirable_weight", "undesirable_weight")
-_BEHAVIOUR = {
-    "grpo": ("TRL draws prompts in another order for the same seed",),
-    "sft": (
-        "TRL draws rows in another order for the same seed",
-        "TRL appends the end-of-sequence token to text and completions; here the end of a turn is trained",
-    ),
-    "dpo": (
-        "TRL draws pairs in another order for the same seed; KTOTrainer reads rows in their order",
-        "TRL turns dropout off (disable_dropout); here it is off unless the model's config has it",
-    ),
-    "rm": (
-        "TRL draws pairs in another order for the same seed",
-        "TRL turns dropout off (disable_dropout); here it is off unless the model's config has it",
-    ),
-}
-"""Behaviour of TRL without a setting, which differs here or is easily missed."""
 _TRACKERS = ("wandb", "mlflow", "tensorboard")
 _FILES = (".csv", ".json", ".jsonl", ".parquet")
 _UNKNOWN_LENGTH = 1000
@@ -77,7 +21,8 @@ _UNKNOWN_LENGTH = 1000
 
 def algorithm_of(values: dict[str, Any]) -> str:
     """Return the algorithm by fields that only one trainer has; empty if there are none."""
-    return next((name for name, fields in _BY_FIELD.items() if any(field in values for field in fields)), "")
+    fields = table("trl").tables["fields"].items()
+    return next((name for name, names in fields if any(each in values for each in names.split())), "")
 
 
 def translate(config: Translation, gpus: int | None, *, folder: Path, computed: Collection[str] = ()) -> None:
@@ -89,7 +34,7 @@ def translate(config: Translation, gpus: int | None, *, folder: Path, computed: 
         folder: Folder of the file, which relative paths of data start from.
         computed: Fields that a script computes.
     """
-    if config.algorithm == "dpo" and any(key in config.values for key in _KTO_WEIGHTS):
+    if config.algorithm == "dpo" and {"desirable_weight", "undesirable_weight"} & config.values.keys():
         config.values.setdefault("loss_type", "kto")
     if config.algorithm == "dpo" and "cpo_alpha" in config.values:
         config.values.setdefault("loss_type", "cpo")
@@ -107,7 +52,7 @@ def translate(config: Translation, gpus: int | None, *, folder: Path, computed: 
     _schedule(config, folder)
     {"grpo": _grpo, "dpo": translate_preferences, "sft": _sft, "rm": lambda _: None}[config.algorithm](config)
     config.put("data.overlong", "skip")
-    config.behaviour += _BEHAVIOUR[config.algorithm]
+    config.behaviour += config.table.tables["behaviour"][config.algorithm]
     _saving(config)
     config.finish()
 
@@ -171,9 +116,10 @@ def _model(config: Translation) -> None:
 
 def _optimizer(config: Translation) -> None:
     name = str(config.get("optim", "adamw_torch"))
-    if name not in _OPTIMIZERS:
+    kind = config.table.tables["optimizers"].get(name)
+    if kind is None:
         config.refuse("optim", f"the optimizer {name}")
-    kind = _OPTIMIZERS.get(name, "torch.optim.AdamW")
+        kind = "torch.optim.AdamW"
     decay = config.get("weight_decay", 0.0)
     arguments: dict[str, Any] = {"lr": config.get("learning_rate"), "weight_decay": decay}
     if kind == "torch.optim.AdamW":
@@ -305,11 +251,10 @@ def _schedule(config: Translation, folder: Path) -> None:
         config.put(f"{config.algorithm}.max_num_steps", steps)
         config.put(f"{config.algorithm}.max_num_epochs", None)
         config.unneeded("num_train_epochs", "max_steps decides")
-    decay = _DECAYS.get(style)
+    decay = config.table.tables["decays"].get(style)
     least = 0.0
     given = config.get("lr_scheduler_kwargs") or {}
     if style == "cosine_with_min_lr":
-        decay = "cosine"
         least = given.get("min_lr", given.get("min_lr_rate", 0.0) * config.get("learning_rate", 0.0))
     if decay is None:
         config.refuse("lr_scheduler_type", f"the learning-rate schedule {style}")
@@ -425,8 +370,8 @@ def _loss(config: Translation, longest: int) -> None:
             config.refuse("loss_type", f"importance sampling by sequence with the loss {kind}")
         elif kind != "grpo":
             config.notes.append("loss_fn.aggregation: sequence-mean, as gspo has it here")
-    elif kind in _AGGREGATIONS:
-        surrogate, aggregation = _SURROGATES.get(kind, "clip"), _AGGREGATIONS[kind]
+    elif kind in config.table.tables["losses"]:
+        surrogate, aggregation = config.table.tables["losses"][kind]
         divided = {"name": aggregation, "divisor": longest}
         config.put("loss_fn.aggregation", divided if kind == "dr_grpo" else aggregation)
     else:
@@ -438,8 +383,9 @@ def _loss(config: Translation, longest: int) -> None:
         if high < 0:
             config.refuse("epsilon_high", "ratios bounded below 1 in the loss cispo (epsilon_high)")
             high = 4.0
-    settings = {setting: config.get(key) for key, setting in _SETTINGS.items()}
-    keys = {"epsilon": "clip_low", "epsilon_high": "clip_high", "delta": "dual_clip", **_SETTINGS}
+    names = config.table.tables["surrogates"]
+    settings = {setting: config.get(key) for key, setting in names.items()}
+    keys = {"epsilon": "clip_low", "epsilon_high": "clip_high", "delta": "dual_clip", **names}
     clips = {"clip_low": low, "clip_high": high, "dual_clip": config.get("delta")}
     put_surrogate(config, surrogate, keys, **clips, **settings)
     if config.get("beta") and config.get("use_bias_correction_kl", True):
@@ -456,11 +402,8 @@ def _correction(config: Translation) -> None:
     # releases with a cap truncate the ratios of tokens
     cap, low = config.get(f"{prefix}_cap"), config.get(f"{prefix}_clip_min")
     kind = config.get(f"{prefix}_mode", "sequence_mask" if cap is None else "token_truncate")
-    level, _, name = kind.partition("_")
-    section: dict[str, Any] = {}
-    if level in ("token", "sequence") and name in _CORRECTIONS:
-        section = {"truncation": _CORRECTIONS[name], "level": level}
-    else:
+    section = dict(config.table.tables["corrections"].get(kind, {}))
+    if not section:
         config.refuse(f"{prefix}_mode", f"the importance correction {kind}")
     section["high"] = config.get(f"{prefix}_clip_max", 3.0) if cap is None else cap
     config.put("loss_fn.importance", section if low is None else {**section, "low": low})

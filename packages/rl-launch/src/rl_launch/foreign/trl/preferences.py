@@ -2,72 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-
 from rl_launch.foreign.translation import Translation
-
-
-@dataclass(frozen=True)
-class PairLoss:
-    """A loss of TRL as the settings of `dpo` here.
-
-    Args:
-        name: Name of the loss here.
-        settings: Defaults of settings next to `dpo.loss.name`, by their names here. Only `gamma` is called
-            `simpo_gamma` in TRL.
-        averages: True for the average of logprobs over the tokens of a response.
-        smooths: True if `label_smoothing` changes it.
-    """
-
-    name: str
-    settings: Mapping[str, float] = field(default_factory=dict)
-    averages: bool = False
-    smooths: bool = False
-
-
-LOSSES: Mapping[str, PairLoss] = {
-    "sigmoid": PairLoss("dpo", smooths=True),
-    "sigmoid_norm": PairLoss("dpo", averages=True),
-    "robust": PairLoss("robust-dpo", {"label_smoothing": 0.0}, smooths=True),
-    "ipo": PairLoss("ipo", averages=True),
-    "hinge": PairLoss("hinge"),
-    "kto": PairLoss("kto", {"desirable_weight": 1.0, "undesirable_weight": 1.0}),
-    "cpo": PairLoss("cpo", {"beta": 0.1}),
-    "simpo": PairLoss("simpo", {"beta": 0.1, "gamma": 0.5}),
-    "orpo": PairLoss("orpo"),
-}
-"""Losses that are offered here, by their names in TRL. `cpo` and `orpo` are the trainers of these names."""
 
 _SFT = "sft"
 _WITHOUT_REFERENCE = ("cpo", "simpo", "orpo")
-_REASONS = {
-    "aot": "it sorts the margins of a batch",
-    "aot_pair": "it sorts the margins of a batch",
-    "aot_unpaired": "it sorts the margins of a batch",
-    "apo_zero_unpaired": "dpo.loss=kto is the loss of single responses",
-}
-_FEATURES = {
-    "ld_alpha": "responses that count less beyond the shorter length (ld_alpha)",
-    "use_weighting": "pairs weighted by their likelihood (use_weighting)",
-    "sync_ref_model": "a reference that follows the policy in preference optimisation (sync_ref_model)",
-    "alpha": "rewards of AlphaPO (alpha)",
-}
 
 
 def translate_preferences(config: Translation) -> None:
     """Answer the fields of DPOConfig, KTOConfig, CPOConfig and ORPOConfig."""
     kinds, weights = _kinds(config)
+    losses, reasons = config.table.tables["preferences"], config.table.tables["reasons"]
     pairs = [kind for kind in kinds if kind != _SFT]
     if len(pairs) > 1 or not pairs:
         named = " + ".join(map(str, kinds))
         config.refuse("loss_type", f"the preference loss {named}: one loss of pairs, with or without sft, is offered")
-    elif pairs[0] not in LOSSES:
-        reason = _REASONS.get(pairs[0], f"allowed: {', '.join(LOSSES)}")
+    elif pairs[0] not in losses:
+        reason = reasons.get(pairs[0], f"allowed: {', '.join(losses)}")
         config.refuse("loss_type", f"the preference loss {pairs[0]}: {reason}")
     else:
         _loss(config, pairs[0], weights.get(pairs[0], 1.0), weights.get(_SFT))
-    for name, feature in _FEATURES.items():
+    for name, feature in config.table.tables["features"].items():
         if config.get(name):
             config.refuse(name, feature)
         config.unneeded(name, "off")
@@ -95,13 +49,14 @@ def _kinds(config: Translation) -> tuple[list[str], dict[str, float]]:
 
 
 def _loss(config: Translation, kind: str, weight: float, sft: float | None) -> None:
-    loss = LOSSES[kind]
+    loss = config.table.tables["preferences"][kind]
+    settings = loss.get("settings", {})
     names = {"gamma": "simpo_gamma"}
-    section = {setting: config.get(names.get(setting, setting), default) for setting, default in loss.settings.items()}
-    section = {"name": loss.name, **section}
-    config.follows([names.get(setting, setting) for setting in loss.settings], "dpo.loss")
+    section = {setting: config.get(names.get(setting, setting), default) for setting, default in settings.items()}
+    section = {"name": loss["name"], **section}
+    config.follows([names.get(setting, setting) for setting in settings], "dpo.loss")
     smoothing = config.get("label_smoothing", 0.0)
-    if smoothing and not loss.smooths:
+    if smoothing and not loss.get("smooths"):
         config.refuse("label_smoothing", f"label smoothing in the loss {kind}")
     elif smoothing and kind == "sigmoid":
         section["label_smoothing"] = smoothing
@@ -109,7 +64,7 @@ def _loss(config: Translation, kind: str, weight: float, sft: float | None) -> N
             "dpo.loss.label_smoothing: TRL smooths this loss in its releases before 1.0 only. Remove it for later ones"
         )
     config.put("dpo.loss", section)
-    if loss.averages:
+    if loss.get("averages"):
         config.put("dpo.preference_average_log_probs", True)
     if kind not in _WITHOUT_REFERENCE:
         config.put("dpo.reference_policy_kl_penalty", config.get("beta", 0.1))

@@ -16,6 +16,7 @@ from typing import Any
 
 from rl_launch.foreign.translation import Fate, Line
 from rl_launch.foreign.trl.values import (
+    SCRIPTS,
     TRACKED,
     Data,
     Thing,
@@ -33,12 +34,10 @@ _MAX_ROUNDS = 16
 _GLOBALS = " globals"
 """Entry of a scope for the names that belong to the module; no name has a space."""
 _MUTABLE = TRACKED - {"data"}
-_PURE = (
-    "Path", "abs", "all", "any", "bool", "dict", "enumerate", "float", "getattr", "hasattr", "int", "isinstance", "len",
-    "list", "max", "min", "next", "object", "open", "range", "repr", "round", "set", "sorted", "str", "sum", "super",
-    "tuple", "type", "zip",
-)  # fmt: skip
-"""Functions that change none of their arguments."""
+_PURE = SCRIPTS["pure"].split()
+_HARMLESS = frozenset(SCRIPTS["harmless"].split())
+HARMLESS_VARIABLES = tuple(SCRIPTS["harmless variables"].split())
+"""Beginnings of the names of environment variables that change no training."""
 _FOLDED: Mapping[str, Callable[..., Any]] = {
     "Path": lambda *parts: "/".join(map(str, parts)),
     "abs": abs, "bool": bool, "dict": dict, "float": float, "int": int, "len": len, "list": list, "max": max,
@@ -49,20 +48,6 @@ _FOLDED: Mapping[str, Callable[..., Any]] = {
 """Functions whose result is known if their arguments are."""
 _CONVERSIONS: Mapping[int, Callable[[Any], Any]] = {-1: lambda value: value, 97: ascii, 114: repr, 115: str}
 _TEXT_METHODS = ("capitalize", "format", "join", "lower", "lstrip", "replace", "rstrip", "split", "strip", "upper")
-_HARMLESS = frozenset((
-    "argparse", "barrier", "comet_ml", "destroy_process_group", "disable_progress_bar", "empty_cache", "gc",
-    "getLogger", "get_logger", "huggingface_hub", "init_process_group", "json", "load_dotenv", "log", "logger",
-    "logging", "login", "makedirs", "mkdir", "mlflow", "notebook_login", "pprint", "print", "set_verbosity",
-    "set_verbosity_error", "set_verbosity_info", "simplefilter", "sleep", "swanlab", "time", "tqdm", "trackio",
-    "wait_for_everyone", "wandb", "warnings",
-))  # fmt: skip
-"""Names of functions, methods and modules that report, wait or prepare, and change no training."""
-HARMLESS_VARIABLES = (
-    "ACCELERATE_", "BITSANDBYTES_NOWELCOME", "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING", "CUDA_VISIBLE_DEVICES",
-    "HF_", "HUGGING", "MASTER_", "NCCL_", "OMP_NUM_THREADS", "PYTORCH_CUDA_ALLOC_CONF", "PYTHONWARNINGS", "TOKENIZERS_",
-    "TRANSFORMERS_CACHE", "TRANSFORMERS_NO_", "TRANSFORMERS_VERBOSITY", "WANDB_",
-)  # fmt: skip
-"""Beginnings of the names of environment variables that change no training."""
 
 
 @dataclass

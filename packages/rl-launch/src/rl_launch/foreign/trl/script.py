@@ -11,29 +11,11 @@ from typing import Any
 from rl_core.config.tree import read_text, reason
 from rl_core.errors import ConfigError
 from rl_launch.foreign.translation import Fate, Line
-from rl_launch.foreign.trl.calls import ALGORITHMS, CALLS, METHODS, OTHERS, SETTERS, stem_of
+from rl_launch.foreign.trl.calls import CALLS, METHODS, QUANTIZED, SETTERS, stem_of
 from rl_launch.foreign.trl.reading import Call, Reading
-from rl_launch.foreign.trl.values import Data, Thing, is_constant, is_made, plain, role_of
+from rl_launch.foreign.trl.values import SCRIPTS, Data, Thing, is_constant, is_made, plain, role_of
 from rl_launch.foreign_keys.table import table
 
-_REFUSED_ARGUMENTS = {
-    "compute_loss_func": "a loss of the script (compute_loss_func). Write it as a class, `loss_fn` or `dpo.loss`",
-    "data_collator": "a data collator (data_collator)",
-    "environment_factory": "environments of the script (environment_factory). Write one, env_name: FILE.py:NAME",
-    "formatting_func": "rows written as text by the script (formatting_func). Set prompt_file or processor of the data",
-    "optimizer_cls_and_kwargs": "an optimizer of the script (optimizer_cls_and_kwargs). Set policy.optimizer",
-    "optimizers": "an optimizer or schedule of the script (optimizers). Set policy.optimizer and policy.scheduler",
-    "quantization_config": "4-bit or 8-bit weights during training",
-    "rollout_func": "rollouts of the script (rollout_func). Write an environment, env_name: FILE.py:NAME",
-    "tools": "tools of the script (tools). Write an environment with tools, env_name: FILE.py:NAME",
-}
-"""Arguments of trainers that change training and that are not converted."""
-_LISTED_ARGUMENTS = {
-    "callbacks": "is not converted; see `callbacks` for your own",
-    "compute_metrics": "metrics of validation are not converted",
-    "preprocess_logits_for_metrics": "metrics of validation are not converted",
-    "reward_processing_classes": "a reward model has its own tokenizer in env.reward_model",
-}
 _IGNORED_LOADING = ("device_map", "low_cpu_mem_usage", "trust_remote_code", "use_cache")
 """Entries of `model_init_kwargs` that do not change which model is trained."""
 _DATA = {"train_dataset": "data.train", "eval_dataset": "data.validation"}
@@ -110,7 +92,7 @@ def class_defaults(stem: str, values: dict[str, Any]) -> str:
         # CPOTrainer counts its losses from its own, which it calls sigmoid
         kind = values.get("loss_type", "sigmoid")
         values["loss_type"] = {"sigmoid": "cpo", "simpo": "simpo"}.get(kind, f"{kind} of CPOTrainer")
-    return ALGORITHMS[stem]
+    return str(SCRIPTS["algorithms"][stem])
 
 
 def _trains(node: ast.AST) -> bool:
@@ -122,16 +104,17 @@ def _trains(node: ast.AST) -> bool:
 def _the_trainer(reading: Reading, path: Path) -> tuple[Thing | None, Thing | None]:
     """Return the class of arguments and the trainer of a script; one of them may be missing."""
     for name, line in reading.others.items():
-        raise ConfigError(f"{path}: {name} (line {line}) is not imported: {OTHERS[stem_of(name)]}")
+        raise ConfigError(f"{path}: {name} (line {line}) is not imported: {SCRIPTS['others'][stem_of(name)]}")
     trainers = reading.trainers
     used: list[Any] = [each.parts.get("args") for each in trainers]
     configs = [each for each in used if role_of(each) == "config"] or ([] if trainers else reading.configs)
     if len(trainers) > 1 or len(configs) > 1 or not (trainers or configs):
         found = [(each.name, each.node.node) for each in trainers] or [(each.name, each.node) for each in configs]
         named = ", ".join(f"{name} in line {node.lineno}" for name, node in found) or "none"
+        known = ", ".join(f"{stem}Trainer" for stem in SCRIPTS["algorithms"])
         raise ConfigError(
-            f"{path}: a script is imported if it trains once, with one of "
-            f"{', '.join(f'{stem}Trainer' for stem in ALGORITHMS)}; found {named}. Import its arguments as a YAML file"
+            f"{path}: a script is imported if it trains once, with one of {known}; found {named}. Import its arguments "
+            "as a YAML file"
         )
     return next(iter(configs), None), next(iter(trainers), None)
 
@@ -189,7 +172,7 @@ class _Collected:
             if value not in (None, "auto"):
                 self.values["dtype" if name == "torch_dtype" else name] = plain(value)
         elif name == "quantization_config" and value is not None:
-            self._say(Fate.REFUSED, _REFUSED_ARGUMENTS[name], line)
+            self._say(Fate.REFUSED, QUANTIZED, line)
         elif name not in _IGNORED_LOADING and value is not None:
             self._say(Fate.CHECK, f"{name} of model_init_kwargs is not converted", line)
 
@@ -213,10 +196,9 @@ class _Collected:
             self._dataset(key, value, line)
         elif value is None or value in ([], False):
             return
-        elif key in _REFUSED_ARGUMENTS:
-            self._say(Fate.REFUSED, _REFUSED_ARGUMENTS[key], line)
-        elif key in _LISTED_ARGUMENTS:
-            self._say(Fate.CHECK, f"{key} {_LISTED_ARGUMENTS[key]}", line)
+        elif key in SCRIPTS["arguments"]:
+            fate, text = SCRIPTS["arguments"][key]
+            self._say(Fate[fate.upper()], text, line)
         elif table("trl").rule(key) is not None:
             self._take(key, value, line)  # an argument of trainers of earlier releases
         else:

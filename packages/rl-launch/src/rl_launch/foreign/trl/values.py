@@ -6,7 +6,13 @@ import ast
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
+
+import yaml
+
+SCRIPTS: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "scripts.yaml").read_text(encoding="utf-8"))
+"""Tables of the functions, methods and arguments that scripts use."""
 
 TRACKED = frozenset({"adapters", "config", "data", "model", "quantization", "tokenizer", "trainer"})
 """Roles of the values that training depends on."""
