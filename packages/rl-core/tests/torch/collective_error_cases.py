@@ -11,7 +11,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from rl_core.errors import RLError
 from rl_core.model import SavedFile
 from rl_core.selfcheck.rank_pool import Rank
-from rl_core.torch.collective_errors import on_all_ranks, on_rank0
+from rl_core.torch.process_group import on_all_ranks, on_rank0
 from rl_core.torch.training.checkpoint_files import BackgroundSave
 
 FILE = SavedFile("weights", 8, None, 0)

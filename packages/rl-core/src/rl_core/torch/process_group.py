@@ -1,13 +1,22 @@
-"""The process group in which the ranks of one model meet."""
+"""The process group of a model's ranks, and work whose failure on one rank reaches the others at once."""
 
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from datetime import timedelta
+from typing import cast
 
+import torch
 import torch.distributed as dist
 
+from rl_core.errors import PeerFailed
 from rl_core.model import Rendezvous
+
+PATIENCE = timedelta(days=1)
+"""Bound of the wait for a rank that works: rank 0 downloads a model of any size, or writes it to a slow disk, for
+longer than a collective may take. Whoever called the ranks has its own bound for the whole call, which ends first;
+the end of a rank's process is noticed at once."""
 
 
 def join_process_group(rendezvous: Rendezvous) -> None:
@@ -18,26 +27,23 @@ def join_process_group(rendezvous: Rendezvous) -> None:
     """
     rendezvous.kind.activate()
     timeout = timedelta(seconds=rendezvous.timeout_s)
-    dist.init_process_group(
-        rendezvous.kind.process_group_backend,
-        store=_store(rendezvous, timeout),
-        rank=rendezvous.rank,
-        world_size=rendezvous.world_size,
-        timeout=timeout,
-    )
-
-
-def _store(rendezvous: Rendezvous, timeout: timedelta) -> dist.TCPStore:
     leads = rendezvous.rank == 0
     listening = listen_at(rendezvous.address, rendezvous.port) if leads else None
-    return dist.TCPStore(
+    store = dist.TCPStore(
         rendezvous.address,
         rendezvous.port,
         rendezvous.world_size,
         is_master=leads,
         timeout=timeout,
-        # the store closes it
+        # The store closes it.
         master_listen_fd=None if listening is None else listening.detach(),
+    )
+    dist.init_process_group(
+        rendezvous.kind.process_group_backend,
+        store=store,
+        rank=rendezvous.rank,
+        world_size=rendezvous.world_size,
+        timeout=timeout,
     )
 
 
@@ -45,3 +51,45 @@ def listen_at(address: str, port: int) -> socket.socket:
     """Return a socket that listens only at this address; port 0 is any free one."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, port), family=family, backlog=1024)
+
+
+def on_rank0(group: dist.ProcessGroup, action: Callable[[], None]) -> None:
+    """Run `action` on rank 0; its failure is raised there, and as a `PeerFailed` elsewhere.
+
+    Without it the others would wait in their next collective until its time-out.
+
+    Args:
+        group: All ranks, on gloo; its own time-out does not bound the action.
+        action: Called on rank 0 only.
+    """
+    on_all_ranks(group, action if dist.get_rank(group) == 0 else lambda: None)
+
+
+def on_all_ranks(group: dist.ProcessGroup, action: Callable[[], None]) -> None:
+    """Run `action` on every rank; a failure is raised on its rank, and on the others as a `PeerFailed`.
+
+    Args:
+        group: All ranks, on gloo; its own time-out does not bound the action.
+        action: Called once on each rank.
+    """
+    world_size = dist.get_world_size(group)
+    failed = torch.full((1,), world_size)
+    message = ""
+    try:
+        action()
+    except BaseException as error:
+        failed.fill_(dist.get_rank(group))
+        message = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        # Ranks that are done wait for the others with patience.
+        options = dist.AllreduceOptions()
+        options.reduceOp = cast("dist.ReduceOp", dist.ReduceOp.MIN)
+        options.timeout = PATIENCE
+        group.allreduce([failed], options).wait()
+        first = int(failed.item())
+        words = [message]
+        if first < world_size:
+            dist.broadcast_object_list(words, group_src=first, group=group)
+    if first < world_size:
+        raise PeerFailed(f"rank {first} failed: {words[0]}")

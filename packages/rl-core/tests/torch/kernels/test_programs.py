@@ -11,19 +11,19 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from rl_core.torch.heads.logprobs import Head, LogitTransform, head_reads
+from rl_core.torch.kernels import layer_programs, row_programs
 from rl_core.torch.kernels.norm import NormForm, add_rms_norm, rms_norm
 from rl_core.torch.kernels.permutation import collect, spread, spread_weighted
-from rl_core.torch.kernels.programs import norm, permutation, rotary, swiglu, vocabulary
 from rl_core.torch.kernels.rotary import HeadNorm, rotated
 from rl_core.torch.kernels.swiglu import swiglu as gated
 from rl_core.torch.kernels.swiglu import swiglu_of_halves
 
 PROGRAMS = {
-    norm: ("rms_norm_forward", "rms_norm_backward", "rms_norm_weight_gradient"),
-    permutation: ("spread_rows", "collect_rows"),
-    rotary: ("rotary_forward", "rotary_backward"),
-    swiglu: ("swiglu_forward", "swiglu_backward"),
-    vocabulary: ("softmax_statistics", "softmax_gradient"),
+    layer_programs: (
+        *("rms_norm_forward", "rms_norm_backward", "rms_norm_weight_gradient"),
+        *("rotary_forward", "rotary_backward", "swiglu_forward", "swiglu_backward"),
+    ),
+    row_programs: ("spread_rows", "collect_rows", "softmax_statistics", "softmax_gradient"),
 }
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"

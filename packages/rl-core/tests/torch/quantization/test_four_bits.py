@@ -3,10 +3,15 @@
 import pytest
 import torch
 
-from rl_core.torch.files.mxfp4 import MXFP4Weight as GptOssWeight
-from rl_core.torch.quantization.formats import weight_format
-from rl_core.torch.quantization.int4 import Int4Format, Int4Weight
-from rl_core.torch.quantization.mxfp4 import MAGNITUDES, MXFP4Format, MXFP4Weight
+from rl_core.torch.files.stored import StoredMXFP4
+from rl_core.torch.quantization.formats import (
+    MAGNITUDES,
+    Int4Format,
+    Int4Weight,
+    MXFP4Format,
+    MXFP4Weight,
+    weight_format,
+)
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -100,7 +105,7 @@ def test_files_hold_two_codes_in_a_byte_as_published_models_do():
     assert torch.equal(MXFP4Weight.of_tensors(tensors).codes, found.codes)
 
     blocks = tensors["weight_packed"].unflatten(1, (-1, 16))[None]
-    published = GptOssWeight(Held(blocks), Held(tensors["weight_scale"][None]))
+    published = StoredMXFP4(Held(blocks), Held(tensors["weight_scale"][None]))
     assert torch.equal(published.read((slice(None),) * 3)[0].T, found.dequantise())
 
 

@@ -8,8 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rl_core.torch.quantization.files import quantise, quantise_to_stdout
-from rl_core.torch.quantization.formats import rounded, weight_format
-from rl_core.torch.quantization.int4 import Int4Weight
+from rl_core.torch.quantization.formats import Int4Weight, rounded, weight_format
 
 LINEAR = ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj")
 KEPT = ("mlp.gate", "mlp.experts.0.up_proj")

@@ -18,11 +18,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from rl_core.model_config import TokenizerConfig, is_composite
-from rl_core.torch.collective_errors import on_rank0
-from rl_core.torch.files.block_scales import BlockScaledWeight
 from rl_core.torch.files.language_part import language_names, read_composite_config, read_language_config, tower_names
-from rl_core.torch.files.mxfp4 import MXFP4Weight
-from rl_core.torch.files.stored import FLOATING, Slices, StoredTensor, StoredWeight
+from rl_core.torch.files.stored import FLOATING, BlockScaledWeight, Slices, StoredMXFP4, StoredTensor, StoredWeight
+from rl_core.torch.process_group import on_rank0
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -177,10 +175,10 @@ class Quantisation:
     weight: Callable[[StoredTensor, StoredTensor], StoredWeight]
 
 
-QUANTISATIONS = (Quantisation("", "_scale_inv", BlockScaledWeight), Quantisation("_blocks", "_scales", MXFP4Weight))
+QUANTISATIONS = (Quantisation("", "_scale_inv", BlockScaledWeight), Quantisation("_blocks", "_scales", StoredMXFP4))
 
 
-READ_AS_WEIGHTS = (*FLOATING, BlockScaledWeight.dtype, MXFP4Weight.dtype)
+READ_AS_WEIGHTS = (*FLOATING, BlockScaledWeight.dtype, StoredMXFP4.dtype)
 """Dtypes and quantisations of `OpenWeights` whose values are those of a weight when they are read."""
 
 

@@ -1,4 +1,4 @@
-"""Devices that run the kernels, and how many programs fill one."""
+"""Devices that run the kernels, how many programs fill one, and the operators by which kernels are called."""
 
 from __future__ import annotations
 
@@ -6,15 +6,20 @@ import importlib.util
 import logging
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 logger = logging.getLogger(__name__)
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+_LIBRARY = torch.library.Library("rl_core", "FRAGMENT")
 
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 """Dtypes that the kernels take; they compute in float32."""
@@ -70,14 +75,13 @@ def num_programs(device: torch.device, num_items: int) -> int:
         device: Device that runs them.
         num_items: Number of items; no program is without one.
     """
-    limit = 2 if device.type == "cpu" else PROGRAMS_PER_PROCESSOR * _num_processors(device)
+    limit = 2
+    if device.type != "cpu":
+        limit = PROGRAMS_PER_PROCESSOR * _properties(device).multi_processor_count
     return max(1, min(limit, num_items))
 
 
-@cache
-def _num_processors(device: torch.device) -> int:
-    count: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return count
+_properties = cache(torch.cuda.get_device_properties)
 
 
 @cache
@@ -87,8 +91,10 @@ def _has_triton() -> bool:
 
 @cache
 def _starts() -> bool:
-    """Return whether Triton starts on this machine's GPU; it compiles the module that loads kernels. Without a GPU,
-    tensors have no data, and nothing needs to start."""
+    """Return whether Triton starts on this machine's GPU; it compiles the module that loads kernels.
+
+    Without a GPU, tensors have no data, and nothing needs to start.
+    """
     if not torch.cuda.is_available():
         return True
     try:
@@ -102,3 +108,43 @@ def _starts() -> bool:
             error,
         )
         return False
+
+
+def dense(x: Tensor) -> Tensor:
+    """Return the same values, with the entries of the last dim next to one another in memory."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def dense_rows(x: Tensor) -> Tensor:
+    """Return `[rows, features]`, with the features of a row next to one another in memory."""
+    return dense(x.reshape(-1, x.shape[-1]))
+
+
+class Operator:
+    """The operator `torch.ops.rl_core.NAME`, which has no own gradient and returns new tensors.
+
+    torch's modes, fake tensors and compilers see it by name. `torch.library.custom_op` makes operators too, and spends
+    twice the time of the host on each call: on its own kernels for gradients, and on a look for results that share
+    memory with arguments. The kernels are called in every layer, by functions that know their gradients, so they are
+    registered with the dispatcher directly.
+
+    Args:
+        name: Name of the operator.
+        function: Computes it on a CPU and on GPUs; its annotations are the schema.
+    """
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        self._name = name
+        _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()))
+        for key in ("CPU", "CUDA"):
+            _LIBRARY.impl(name, function, key)
+
+    def register_fake(self, function: _F) -> _F:
+        """Make a function the shape of the results, for tensors without data."""
+        torch.library.register_fake(f"rl_core::{self._name}", function, lib=_LIBRARY)
+        return function
+
+
+def operator(name: str) -> Callable[[Callable[..., Any]], Operator]:
+    """Make the decorated function an `Operator`."""
+    return lambda function: Operator(name, function)

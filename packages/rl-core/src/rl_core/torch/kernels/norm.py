@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_core.torch.kernels.devices import num_programs, takes
-from rl_core.torch.kernels.operators import operator
+from rl_core.torch.kernels.devices import dense_rows, num_programs, operator, takes
 
 LARGEST_SIZE = 16_384
 """Largest number of features that one program holds."""
@@ -48,10 +47,6 @@ class NormForm:
         if self.rounds_first:
             return (weight + self.offset if self.offset else weight) * normed.to(x.dtype)
         return (normed * (weight.to(wide.dtype) + self.offset)).to(x.dtype)
-
-    def out_dtype(self, x: torch.dtype, weight: torch.dtype) -> torch.dtype:
-        """Return dtype of the result, from those of `x` and the weight."""
-        return torch.promote_types(x, weight) if self.rounds_first else x
 
 
 def takes_norm(x: Tensor, weight: Tensor) -> bool:
@@ -97,8 +92,9 @@ def add_rms_norm(x: Tensor, addend: Tensor | None, weight: Tensor, form: NormFor
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, addend: Tensor | None, weight: Tensor, form: NormForm) -> tuple[Tensor, Tensor]:
-        dtype = form.out_dtype(x.dtype if addend is None else torch.promote_types(x.dtype, addend.dtype), weight.dtype)
-        rows, added = _rows(x), None if addend is None else _rows(addend)
+        dtype = x.dtype if addend is None else torch.promote_types(x.dtype, addend.dtype)
+        dtype = torch.promote_types(dtype, weight.dtype) if form.rounds_first else dtype
+        rows, added = dense_rows(x), None if addend is None else dense_rows(addend)
         normed, total, inverse = torch.ops.rl_core.rms_norm(
             rows, added, weight, form.eps, form.offset, form.rounds_first, dtype
         )
@@ -114,15 +110,10 @@ class _Norm(torch.autograd.Function):
         if grad is None:
             by_x, by_weight = by_total, None
         else:
+            added = None if by_total is None else dense_rows(by_total)
+            settings = ctx.form.offset, ctx.form.rounds_first, ctx.needs_input_grad[2]
             by_x, by_weight = torch.ops.rl_core.rms_norm_backward(
-                _rows(grad),
-                None if by_total is None else _rows(by_total),
-                _rows(total),
-                weight,
-                inverse,
-                ctx.form.offset,
-                ctx.form.rounds_first,
-                ctx.needs_input_grad[2],
+                dense_rows(grad), added, dense_rows(total), weight, inverse, *settings
             )
             by_x = by_x.view(total.shape)
             by_weight = by_weight.to(weight.dtype) if ctx.needs_input_grad[2] else None
@@ -136,12 +127,6 @@ class _Norm(torch.autograd.Function):
         )
 
 
-def _rows(x: Tensor) -> Tensor:
-    """Return `[rows, features]`, whose features lie next to one another."""
-    rows = x.reshape(-1, x.shape[-1])
-    return rows if rows.stride(-1) == 1 else rows.contiguous()
-
-
 def _launch(size: int) -> dict[str, int]:
     """Return shape of a program's tile, and its warps."""
     columns = max(16, 1 << (size - 1).bit_length())
@@ -153,30 +138,17 @@ def _launch(size: int) -> dict[str, int]:
 def _forward(
     x: Tensor, addend: Tensor | None, weight: Tensor, eps: float, offset: float, rounds_first: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from rl_core.torch.kernels.programs.norm import rms_norm_forward
+    from rl_core.torch.kernels.layer_programs import rms_norm_forward
 
     normed, total, inverse = _empty(x, addend, weight, eps, offset, rounds_first, dtype)
     num, size = x.shape
     if num:
         shape = _launch(size)
+        strides = x.stride(0), 0 if addend is None else addend.stride(0)
+        options = {"HAS_ADDEND": addend is not None, "OFFSET": offset, "ROUNDS_FIRST": rounds_first, **shape}
+        program = rms_norm_forward[(-(-num // shape["ROWS"]),)]
         with torch.cuda.device_of(x):
-            rms_norm_forward[(-(-num // shape["ROWS"]),)](
-                x,
-                addend,
-                weight,
-                normed,
-                total,
-                inverse,
-                num,
-                size,
-                x.stride(0),
-                0 if addend is None else addend.stride(0),
-                eps,
-                HAS_ADDEND=addend is not None,
-                OFFSET=offset,
-                ROUNDS_FIRST=rounds_first,
-                **shape,
-            )
+            program(x, addend, weight, normed, total, inverse, num, size, *strides, eps, **options)
     return normed, total, inverse
 
 
@@ -202,7 +174,7 @@ def _backward(
     rounds_first: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    from rl_core.torch.kernels.programs.norm import rms_norm_backward, rms_norm_weight_gradient
+    from rl_core.torch.kernels.layer_programs import rms_norm_backward, rms_norm_weight_gradient
 
     num, size = x.shape
     by_x = x.new_empty((num, size))
@@ -212,53 +184,19 @@ def _backward(
     parts = x.new_zeros((programs if needs_weight else 0, size), dtype=torch.float32)
     if not num:
         return by_x, parts.sum(0)
+    strides = grad.stride(0), 0 if by_total is None else by_total.stride(0), x.stride(0)
+    options = {"HAS_TOTAL": by_total is not None, "NEEDS_WEIGHT": collects, "OFFSET": offset, **shape}
+    rounds = {"ROUNDS_FIRST": rounds_first}
     with torch.cuda.device_of(x):
-        rms_norm_backward[(programs,)](
-            grad,
-            by_total,
-            x,
-            weight,
-            inverse,
-            by_x,
-            parts,
-            num,
-            size,
-            grad.stride(0),
-            0 if by_total is None else by_total.stride(0),
-            x.stride(0),
-            HAS_TOTAL=by_total is not None,
-            NEEDS_WEIGHT=collects,
-            OFFSET=offset,
-            ROUNDS_FIRST=rounds_first,
-            **shape,
-        )
+        program = rms_norm_backward[(programs,)]
+        program(grad, by_total, x, weight, inverse, by_x, parts, num, size, *strides, **options, **rounds)
         if needs_weight and not collects:
-            rms_norm_weight_gradient[(programs, -(-size // WEIGHT_COLUMNS))](
-                grad,
-                x,
-                inverse,
-                parts,
-                num,
-                size,
-                grad.stride(0),
-                x.stride(0),
-                ROUNDS_FIRST=rounds_first,
-                ROWS=TILE // WEIGHT_COLUMNS,
-                COLUMNS=WEIGHT_COLUMNS,
-                num_warps=8,
-            )
+            options = {"ROWS": TILE // WEIGHT_COLUMNS, "COLUMNS": WEIGHT_COLUMNS, "num_warps": 8}
+            program = rms_norm_weight_gradient[(programs, -(-size // WEIGHT_COLUMNS))]
+            program(grad, x, inverse, parts, num, size, grad.stride(0), x.stride(0), **options, **rounds)
     return by_x, parts.sum(0)
 
 
 @_backward.register_fake
-def _backward_empty(
-    grad: Tensor,
-    by_total: Tensor | None,
-    x: Tensor,
-    weight: Tensor,
-    inverse: Tensor,
-    offset: float,
-    rounds_first: bool,
-    needs_weight: bool,
-) -> tuple[Tensor, Tensor]:
+def _backward_empty(grad: Tensor, by_total: Tensor | None, x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape[1], dtype=torch.float32)

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rl_core.torch.kernels.devices import takes
-from rl_core.torch.kernels.operators import operator
+from rl_core.torch.kernels.devices import dense, operator, takes
 
 BLOCK = 1024
 """Entries of a row that one program copies."""
@@ -128,16 +127,17 @@ class _Spread(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weights: Tensor | None, places: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(places)
         ctx.set_materialize_grads(False)
-        rows, row_weights = torch.ops.rl_core.spread_rows(_dense(x), weights, places, num_rows)
+        rows, row_weights = torch.ops.rl_core.spread_rows(dense(x), weights, places, num_rows)
         return rows, row_weights
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, by_weights: Tensor | None) -> tuple[Tensor | None, ...]:
         (places,) = ctx.saved_tensors
         if grad is None:
-            return None, None if by_weights is None else _fetched(by_weights, places), None, None
+            fetched = None if by_weights is None else by_weights[places.clamp(min=0)].where(places >= 0, 0.0)
+            return None, fetched, None, None
         given = by_weights if ctx.needs_input_grad[1] else None
-        by_x, own_weights = torch.ops.rl_core.collect_rows(_dense(grad), given, places)
+        by_x, own_weights = torch.ops.rl_core.collect_rows(dense(grad), given, places)
         return by_x, None if given is None else own_weights, None, None
 
 
@@ -146,22 +146,13 @@ class _Collect(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, places: Tensor) -> Tensor:
         ctx.save_for_backward(places)
         ctx.num_rows = len(rows)
-        out: Tensor = torch.ops.rl_core.collect_rows(_dense(rows), None, places)[0]
+        out: Tensor = torch.ops.rl_core.collect_rows(dense(rows), None, places)[0]
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (places,) = ctx.saved_tensors
-        return torch.ops.rl_core.spread_rows(_dense(grad), None, places, ctx.num_rows)[0], None
-
-
-def _fetched(weights: Tensor, places: Tensor) -> Tensor:
-    return weights[places.clamp(min=0)].where(places >= 0, 0.0)
-
-
-def _dense(x: Tensor) -> Tensor:
-    """Return the same values, whose features lie next to one another."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+        return torch.ops.rl_core.spread_rows(dense(grad), None, places, ctx.num_rows)[0], None
 
 
 def _launch(num_tokens: int, size: int) -> tuple[tuple[int, int], dict[str, int]]:
@@ -172,24 +163,15 @@ def _launch(num_tokens: int, size: int) -> tuple[tuple[int, int], dict[str, int]
 
 @operator("spread_rows")
 def _spread(x: Tensor, weights: Tensor | None, places: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    from rl_core.torch.kernels.programs.permutation import spread_rows
+    from rl_core.torch.kernels.row_programs import spread_rows
 
     out, out_weights = _spread_empty(x, weights, places, num_rows)
     if x.numel() and places.numel():
         grid, shape = _launch(*x.shape)
+        given = places.contiguous(), None if weights is None else weights.contiguous()
+        options = {"HAS_WEIGHTS": weights is not None, "PLACES": places.shape[1]}
         with torch.cuda.device_of(x):
-            spread_rows[grid](
-                x,
-                places.contiguous(),
-                None if weights is None else weights.contiguous(),
-                out,
-                out_weights,
-                x.shape[1],
-                x.stride(0),
-                HAS_WEIGHTS=weights is not None,
-                PLACES=places.shape[1],
-                **shape,
-            )
+            spread_rows[grid](x, *given, out, out_weights, x.shape[1], x.stride(0), **options, **shape)
     else:
         out.zero_()
     return out, out_weights
@@ -202,24 +184,15 @@ def _spread_empty(x: Tensor, weights: Tensor | None, places: Tensor, num_rows: i
 
 @operator("collect_rows")
 def _collect(rows: Tensor, weights: Tensor | None, places: Tensor) -> tuple[Tensor, Tensor]:
-    from rl_core.torch.kernels.programs.permutation import collect_rows
+    from rl_core.torch.kernels.row_programs import collect_rows
 
     out, out_weights = _collect_empty(rows, weights, places)
     if out.numel():
         grid, shape = _launch(*out.shape)
+        given = places.contiguous(), None if weights is None else weights.contiguous()
+        options = {"HAS_WEIGHTS": weights is not None, "PLACES": places.shape[1]}
         with torch.cuda.device_of(rows):
-            collect_rows[grid](
-                rows,
-                places.contiguous(),
-                None if weights is None else weights.contiguous(),
-                out,
-                out_weights,
-                rows.shape[1],
-                rows.stride(0),
-                HAS_WEIGHTS=weights is not None,
-                PLACES=places.shape[1],
-                **shape,
-            )
+            collect_rows[grid](rows, *given, out, out_weights, rows.shape[1], rows.stride(0), **options, **shape)
     return out, out_weights
 
 

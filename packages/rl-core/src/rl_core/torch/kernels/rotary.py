@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rl_core.torch.kernels.devices import num_programs, takes
+from rl_core.torch.kernels.devices import dense, num_programs, operator, takes
 from rl_core.torch.kernels.norm import NormForm
-from rl_core.torch.kernels.operators import operator
 
 LARGEST_HEAD = 512
 """Largest heads that one program holds several of."""
@@ -81,10 +80,10 @@ def _takes_rotation(x: Tensor, cos: Tensor, sin: Tensor, norm: HeadNorm | None, 
 class _Rotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, form: NormForm | None) -> Tensor:
-        x, cos, sin = _dense(x), _dense(cos), _dense(sin)
+        x, cos, sin = dense(x), dense(cos), dense(sin)
         ctx.form = form
         ctx.dtype = x.dtype
-        # without a norm the gradient depends on the angles alone
+        # Without a norm the gradient depends only on the angles.
         ctx.save_for_backward(None if form is None else x, cos, sin, weight)
         out: Tensor = torch.ops.rl_core.rotated(x, cos, sin, weight, *_settings(form))
         return out
@@ -94,18 +93,13 @@ class _Rotation(torch.autograd.Function):
         x, cos, sin, weight = ctx.saved_tensors
         needs_weight = ctx.needs_input_grad[3]
         by_x, by_weight = torch.ops.rl_core.rotated_backward(
-            _dense(grad), x, cos, sin, weight, *_settings(ctx.form), needs_weight, ctx.dtype
+            dense(grad), x, cos, sin, weight, *_settings(ctx.form), needs_weight, ctx.dtype
         )
         return by_x, None, None, by_weight.to(weight.dtype) if needs_weight else None, None
 
 
 def _settings(form: NormForm | None) -> tuple[float, float, bool]:
     return (0.0, 0.0, False) if form is None else (form.eps, form.offset, form.rounds_first)
-
-
-def _dense(x: Tensor) -> Tensor:
-    """Return the same values, whose last dim lies together in memory."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _by_token(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -129,46 +123,30 @@ def _power(size: int) -> int:
     return 1 << (size - 1).bit_length() if size else 0
 
 
-def _places(x: Tensor) -> tuple[int, int, int]:
-    """Return strides of batch, heads and tokens."""
-    batch, heads, tokens, _ = x.stride()
-    return batch, heads, tokens
+def _angles(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, tuple[int, int]]:
+    """Return cosines and sines that lie alike in memory, and their strides of batch and tokens.
 
-
-def _angle_places(cos: Tensor) -> tuple[int, int]:
-    """Return strides of batch and tokens; angles of one row are those of every row."""
-    return 0 if len(cos) == 1 else cos.stride(0), cos.stride(1)
+    Angles of one row are those of every row.
+    """
+    sin = sin if sin.stride() == cos.stride() else sin.contiguous()
+    cos = cos if sin.stride() == cos.stride() else cos.contiguous()
+    return cos, sin, (0 if len(cos) == 1 else cos.stride(0), cos.stride(1))
 
 
 @operator("rotated")
 def _forward(
     x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float, offset: float, rounds_first: bool
 ) -> Tensor:
-    from rl_core.torch.kernels.programs.rotary import rotary_forward
+    from rl_core.torch.kernels.layer_programs import rotary_forward
 
     out = _empty(x, cos, sin, weight, eps, offset, rounds_first)
     batch, heads, tokens, _ = x.shape
-    sin = sin if sin.stride() == cos.stride() else sin.contiguous()
-    cos = cos if sin.stride() == cos.stride() else cos.contiguous()
+    cos, sin, of_angles = _angles(cos, sin)
+    strides = *x.stride()[:3], *out.stride()[:3], *of_angles
+    options = {"HAS_NORM": weight is not None, "OFFSET": offset, "ROUNDS_FIRST": rounds_first, **_launch(x, cos)}
     if out.numel():
         with torch.cuda.device_of(x):
-            rotary_forward[(batch * tokens,)](
-                x,
-                cos,
-                sin,
-                weight,
-                out,
-                heads,
-                tokens,
-                *_places(x),
-                *_places(out),
-                *_angle_places(cos),
-                eps,
-                HAS_NORM=weight is not None,
-                OFFSET=offset,
-                ROUNDS_FIRST=rounds_first,
-                **_launch(x, cos),
-            )
+            rotary_forward[(batch * tokens,)](x, cos, sin, weight, out, heads, tokens, *strides, eps, **options)
     return out
 
 
@@ -193,52 +171,23 @@ def _backward(
     needs_weight: bool,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    from rl_core.torch.kernels.programs.rotary import rotary_backward
+    from rl_core.torch.kernels.layer_programs import rotary_backward
 
     by_x = _by_token(grad, dtype)
     batch, heads, tokens, size = grad.shape
-    sin = sin if sin.stride() == cos.stride() else sin.contiguous()
-    cos = cos if sin.stride() == cos.stride() else cos.contiguous()
+    cos, sin, of_angles = _angles(cos, sin)
     programs = num_programs(grad.device, batch * tokens)
     parts = grad.new_zeros((programs if needs_weight else 0, size), dtype=torch.float32)
+    sizes = heads, tokens, batch * tokens
+    strides = *grad.stride()[:3], *(x.stride()[:3] if x is not None else (0, 0, 0)), *by_x.stride()[:3], *of_angles
+    options = {"HAS_NORM": weight is not None, "NEEDS_WEIGHT": needs_weight, "OFFSET": offset, **_launch(grad, cos)}
     if by_x.numel():
+        program = rotary_backward[(programs,)]
         with torch.cuda.device_of(grad):
-            rotary_backward[(programs,)](
-                grad,
-                x,
-                cos,
-                sin,
-                weight,
-                by_x,
-                parts,
-                heads,
-                tokens,
-                batch * tokens,
-                *_places(grad),
-                *(_places(x) if x is not None else (0, 0, 0)),
-                *_places(by_x),
-                *_angle_places(cos),
-                eps,
-                HAS_NORM=weight is not None,
-                NEEDS_WEIGHT=needs_weight,
-                OFFSET=offset,
-                ROUNDS_FIRST=rounds_first,
-                **_launch(grad, cos),
-            )
+            program(grad, x, cos, sin, weight, by_x, parts, *sizes, *strides, eps, **options, ROUNDS_FIRST=rounds_first)
     return by_x, parts.sum(0)
 
 
 @_backward.register_fake
-def _backward_empty(
-    grad: Tensor,
-    x: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    offset: float,
-    rounds_first: bool,
-    needs_weight: bool,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    return _by_token(grad, dtype), grad.new_empty(grad.shape[-1], dtype=torch.float32)
+def _backward_empty(grad: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    return _by_token(grad, others[-1]), grad.new_empty(grad.shape[-1], dtype=torch.float32)

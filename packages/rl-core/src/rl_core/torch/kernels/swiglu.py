@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rl_core.torch.kernels.devices import takes
-from rl_core.torch.kernels.operators import operator
+from rl_core.torch.kernels.devices import dense_rows, operator, takes
 
 BLOCK = 1024
 """Entries of a row that one program computes."""
@@ -47,13 +46,13 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        out: Tensor = torch.ops.rl_core.swiglu(_rows(gate), _rows(up), None)
+        out: Tensor = torch.ops.rl_core.swiglu(dense_rows(gate), dense_rows(up), None)
         return out.view(gate.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
-        both, _ = torch.ops.rl_core.swiglu_backward(_rows(grad), _rows(gate), _rows(up), None, False)
+        both, _ = torch.ops.rl_core.swiglu_backward(dense_rows(grad), dense_rows(gate), dense_rows(up), None, False)
         by_gate, by_up = (part.view(gate.shape) for part in both.unbind(0))
         return by_gate, by_up
 
@@ -62,27 +61,18 @@ class _SwiGLUOfHalves(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, weights: Tensor | None) -> Tensor:
         ctx.save_for_backward(gate_up, weights)
-        gate, up = _rows(gate_up).chunk(2, -1)
-        out: Tensor = torch.ops.rl_core.swiglu(gate, up, _flat(weights))
+        gate, up = dense_rows(gate_up).chunk(2, -1)
+        out: Tensor = torch.ops.rl_core.swiglu(gate, up, None if weights is None else weights.reshape(-1))
         return out.view(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
         gate_up, weights = ctx.saved_tensors
-        gate, up = _rows(gate_up).chunk(2, -1)
-        both, parts = torch.ops.rl_core.swiglu_backward(_rows(grad), gate, up, _flat(weights), True)
+        gate, up = dense_rows(gate_up).chunk(2, -1)
+        flat = None if weights is None else weights.reshape(-1)
+        both, parts = torch.ops.rl_core.swiglu_backward(dense_rows(grad), gate, up, flat, True)
         by_weights = None if weights is None else parts.sum(-1).to(weights.dtype).view(weights.shape)
         return both.view(gate_up.shape), by_weights
-
-
-def _flat(weights: Tensor | None) -> Tensor | None:
-    return None if weights is None else weights.reshape(-1)
-
-
-def _rows(x: Tensor) -> Tensor:
-    """Return `[rows, features]`, whose features lie next to one another."""
-    rows = x.reshape(-1, x.shape[-1])
-    return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 def _launch(num: int, size: int) -> tuple[tuple[int], dict[str, int]]:
@@ -94,56 +84,36 @@ def _launch(num: int, size: int) -> tuple[tuple[int], dict[str, int]]:
 
 @operator("swiglu")
 def _forward(gate: Tensor, up: Tensor, weights: Tensor | None) -> Tensor:
-    from rl_core.torch.kernels.programs.swiglu import swiglu_forward
+    from rl_core.torch.kernels.layer_programs import swiglu_forward
 
-    out = _empty(gate, up, weights)
+    out = _empty(gate)
     if out.numel():
         grid, shape = _launch(*gate.shape)
+        strides = {"gate_stride": gate.stride(0), "up_stride": up.stride(0)}
         with torch.cuda.device_of(gate):
             swiglu_forward[grid](
-                gate,
-                up,
-                weights,
-                out,
-                gate.shape[1],
-                gate_stride=gate.stride(0),
-                up_stride=up.stride(0),
-                HAS_WEIGHTS=weights is not None,
-                **shape,
+                gate, up, weights, out, gate.shape[1], **strides, HAS_WEIGHTS=weights is not None, **shape
             )
     return out
 
 
 @_forward.register_fake
-def _empty(gate: Tensor, up: Tensor, weights: Tensor | None) -> Tensor:
+def _empty(gate: Tensor, *_: Any) -> Tensor:
     return gate.new_empty(gate.shape)
 
 
 @operator("swiglu_backward")
 def _backward(grad: Tensor, gate: Tensor, up: Tensor, weights: Tensor | None, in_one: bool) -> tuple[Tensor, Tensor]:
-    from rl_core.torch.kernels.programs.swiglu import swiglu_backward
+    from rl_core.torch.kernels.layer_programs import swiglu_backward
 
     both, by_weights = _backward_empty(grad, gate, up, weights, in_one)
     by_gate, by_up = both.chunk(2, -1) if in_one else both.unbind(0)
     if both.numel():
         grid, shape = _launch(*gate.shape)
+        strides = {"grad_stride": grad.stride(0), "gate_stride": gate.stride(0), "up_stride": up.stride(0)}
+        options = {**strides, "by_stride": by_gate.stride(0), "HAS_WEIGHTS": weights is not None, **shape}
         with torch.cuda.device_of(gate):
-            swiglu_backward[grid](
-                grad,
-                gate,
-                up,
-                weights,
-                by_gate,
-                by_up,
-                by_weights,
-                gate.shape[1],
-                grad_stride=grad.stride(0),
-                gate_stride=gate.stride(0),
-                up_stride=up.stride(0),
-                by_stride=by_gate.stride(0),
-                HAS_WEIGHTS=weights is not None,
-                **shape,
-            )
+            swiglu_backward[grid](grad, gate, up, weights, by_gate, by_up, by_weights, gate.shape[1], **options)
     return both, by_weights
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -128,32 +128,20 @@ def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 @torch.library.custom_op("rl_core::softmax_statistics", mutates_args=(), device_types=("cpu", "cuda"))
 def _statistics(products: Tensor, scale: float, softcap: float | None, temperature: float, squares: bool) -> Tensor:
-    from rl_core.torch.kernels.programs.vocabulary import softmax_statistics as program
+    from rl_core.torch.kernels.row_programs import softmax_statistics as program
 
     num, size = products.shape
     found = products.new_zeros((4, num), dtype=torch.float32)
+    form = scale, 1.0 if softcap is None else softcap, temperature
+    options = {"HAS_SOFTCAP": softcap is not None, "HAS_SQUARES": squares, **_launch(size)}
     if num:
         with torch.cuda.device_of(products):
-            program[(num,)](
-                products,
-                found,
-                num,
-                size,
-                products.stride(0),
-                scale,
-                1.0 if softcap is None else softcap,
-                temperature,
-                HAS_SOFTCAP=softcap is not None,
-                HAS_SQUARES=squares,
-                **_launch(size),
-            )
+            program[(num,)](products, found, num, size, products.stride(0), *form, **options)
     return found
 
 
 @_statistics.register_fake
-def _empty_statistics(
-    products: Tensor, scale: float, softcap: float | None, temperature: float, squares: bool
-) -> Tensor:
+def _empty_statistics(products: Tensor, *_: Any) -> Tensor:
     return products.new_empty((4, len(products)), dtype=torch.float32)
 
 
@@ -172,51 +160,25 @@ def _gradient_(
     columns: Tensor,
     by_columns: Tensor,
 ) -> None:
-    from rl_core.torch.kernels.programs.vocabulary import softmax_gradient
+    from rl_core.torch.kernels.row_programs import softmax_gradient
 
     num, size = products.shape
     if not products.numel():
         return
     shape = _launch(size)
+    of_rows = [log_sum, entropy, by_entropy, collision, by_collision, by_logprobs]
+    of_rows = [None if each is None else each.contiguous() for each in of_rows]
+    sizes = columns.shape[1], size, products.stride(0)
+    form = scale, 1.0 if softcap is None else softcap, temperature
+    has = {"HAS_ENTROPY": entropy is not None, "HAS_COLLISION": collision is not None}
+    options = {"HAS_SOFTCAP": softcap is not None, **has, **shape}
     with torch.cuda.device_of(products):
-        softmax_gradient[(num, -(-size // shape["BLOCK"]))](
-            products,
-            log_sum.contiguous(),
-            None if entropy is None else entropy.contiguous(),
-            None if by_entropy is None else by_entropy.contiguous(),
-            None if collision is None else collision.contiguous(),
-            None if by_collision is None else by_collision.contiguous(),
-            by_logprobs.contiguous(),
-            columns,
-            by_columns,
-            columns.shape[1],
-            size,
-            products.stride(0),
-            scale,
-            1.0 if softcap is None else softcap,
-            temperature,
-            HAS_SOFTCAP=softcap is not None,
-            HAS_ENTROPY=entropy is not None,
-            HAS_COLLISION=collision is not None,
-            **shape,
-        )
+        program = softmax_gradient[(num, -(-size // shape["BLOCK"]))]
+        program(products, *of_rows, columns, by_columns, *sizes, *form, **options)
 
 
 @_gradient_.register_fake
-def _no_result(
-    products: Tensor,
-    scale: float,
-    softcap: float | None,
-    temperature: float,
-    log_sum: Tensor,
-    by_logprobs: Tensor,
-    entropy: Tensor | None,
-    by_entropy: Tensor | None,
-    collision: Tensor | None,
-    by_collision: Tensor | None,
-    columns: Tensor,
-    by_columns: Tensor,
-) -> None:
+def _no_result(*_: Any) -> None:
     return None
 
 

@@ -100,6 +100,6 @@ def _own(tensor: Any) -> Tensor:
 
 
 def _rounded(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Return float32 as bfloat16, up or down with a chance in proportion to the nearness: noise in the 16 bits that go."""
+    """Round float32 to bfloat16, up or down with a chance in proportion to nearness: noise in the 16 bits that go."""
     noise = torch.randint(0, 1 << 16, x.shape, dtype=torch.int32, device=x.device, generator=generator)
     return ((x.view(torch.int32) + noise) & -(1 << 16)).view(torch.float32).to(torch.bfloat16)

@@ -6,6 +6,7 @@ https://arxiv.org/abs/2209.05433: 4 bits of exponent (bias 7), 3 of mantissa, no
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -93,6 +94,10 @@ class Float8Weight:
         """Return `value * scale`, computed in float32 (float64 if that is asked for)."""
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         return self.values.to(wide).mul_(self._factors(wide)).to(dtype)
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Return its tensors in a file, by the suffix of their names in place of `weight`."""
+        return {"weight": self.values, "weight_scale": self.scales}
 
     def dequantised_columns(self, columns: Tensor) -> Tensor:
         """Return some columns of `dequantise()`, float32 `[rows, columns]`.

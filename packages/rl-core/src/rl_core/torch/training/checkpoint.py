@@ -16,8 +16,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from rl_core.mesh import Coordinates
 from rl_core.model import ModelPart, SavedFile
-from rl_core.torch.collective_errors import on_rank0
 from rl_core.torch.optim.optimizer import WAYS_TO_STEP
+from rl_core.torch.process_group import on_rank0
 from rl_core.torch.residency import Reference, Residency
 from rl_core.torch.training.backend import RankMesh, RankState
 from rl_core.torch.training.checkpoint_files import (

@@ -30,7 +30,7 @@ from torch.futures import Future as TorchFuture
 from rl_core.errors import CheckpointDamaged, RLError
 from rl_core.file_errors import MISSING, named
 from rl_core.model import SavedFile
-from rl_core.torch.collective_errors import on_all_ranks
+from rl_core.torch.process_group import on_all_ranks
 
 SHARDS = "shards"
 """Folder of a model's checkpoint with one file per rank, in the format of torch's distributed checkpoint."""

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from rl_core.model import HEADLESS_ROLES, Role
 from rl_core.model_config import ModelConfig
-from rl_core.torch.collective_errors import on_rank0
 from rl_core.torch.files.language_part import LANGUAGE_PREFIX
+from rl_core.torch.process_group import on_rank0
 from rl_core.torch.training.backend import RankMesh, RankWeights
 from rl_core.torch.training.lora import (
     ADAPTER_CONFIG,

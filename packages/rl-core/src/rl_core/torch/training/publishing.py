@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 from torch import Tensor
 
-from rl_core.torch.collective_errors import on_all_ranks
+from rl_core.torch.process_group import on_all_ranks
 from rl_core.torch.training.backend import RankMesh, RankWeights
 from rl_core.torch.transport import Sender, SendingEnd
 from rl_core.weights import Manifest, Transport, WeightForm, num_bytes

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from rl_core.hf_config import HFConfig
-from rl_core.torch.collective_errors import on_all_ranks
 from rl_core.torch.files.model_files import OpenWeights, WeightFiles
+from rl_core.torch.process_group import on_all_ranks
 
 READ_BYTES = 2**26
 """Bytes of a weight that are compared at one time."""

@@ -18,10 +18,10 @@ from rl_core.data.microbatch import Batching
 from rl_core.metrics import Metric
 from rl_core.model import HEADLESS_ROLES, Loss, ModelSpec, Read, SavedFile
 from rl_core.model_config import ModelConfig
-from rl_core.torch.collective_errors import on_rank0
 from rl_core.torch.files.model_files import CONFIG, copy_side_files, copy_tokenizer, fetched_folder
 from rl_core.torch.heads.reads import check_reads
 from rl_core.torch.optim.optimizer import build_schedule
+from rl_core.torch.process_group import on_rank0
 from rl_core.torch.residency import Reference, Residency
 from rl_core.torch.training.backend import HeadParts, RankMesh, TrainingParts
 from rl_core.torch.training.checkpoint import Checkpoint, KeptPart

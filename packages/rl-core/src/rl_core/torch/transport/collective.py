@@ -291,7 +291,7 @@ def _group(store: Any, rank: int, size: int, device: Device, host: str, timeout_
 
 
 def listening_store(host: str, timeout_s: float) -> dist.TCPStore:
-    """Return a store that this process serves on one address of its node; left to itself torch listens on all of them."""
+    """Return a store that this process serves on one address of its node; by default torch listens on all of them."""
     listener = listen_at(host, 0)
     port = listener.getsockname()[1]
     return dist.TCPStore(

@@ -1,4 +1,4 @@
-"""Triton programs of rotary embeddings, with a norm of each head before them or without."""
+"""Triton programs of RMSNorm, rotary embeddings and SwiGLU."""
 
 from __future__ import annotations
 
@@ -6,6 +6,138 @@ from typing import Any
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def rms_norm_forward(
+    x: tl.tensor,
+    addend: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    total: tl.tensor,
+    inverse: tl.tensor,
+    num_rows: tl.tensor,
+    size: tl.tensor,
+    x_stride: tl.tensor,
+    addend_stride: tl.tensor,
+    eps: tl.tensor,
+    HAS_ADDEND: tl.constexpr,
+    OFFSET: tl.constexpr,
+    ROUNDS_FIRST: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Normalise `ROWS` rows of `x`, or of `x + addend`, which is written to `total`.
+
+    The inverse root mean square of each row goes to `inverse`. `COLUMNS` is a power of two that is not below `size`.
+    """
+    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    columns = tl.arange(0, COLUMNS)
+    is_row = rows < num_rows
+    is_column = columns < size
+    mask = is_row[:, None] & is_column[None, :]
+    values = tl.load(x + rows[:, None] * x_stride + columns[None, :], mask=mask, other=0.0)
+    if HAS_ADDEND:
+        added = tl.load(addend + rows[:, None] * addend_stride + columns[None, :], mask=mask, other=0.0)
+        values = (values.to(tl.float32) + added.to(tl.float32)).to(total.dtype.element_ty)
+        tl.store(total + rows[:, None] * size + columns[None, :], values, mask=mask)
+    wide = values.to(tl.float32)
+    scale = tl.math.rsqrt(tl.sum(wide * wide, axis=1) / size + eps)
+    tl.store(inverse + rows, scale, mask=is_row)
+    factor = tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32) + OFFSET
+    normed = wide * scale[:, None]
+    if ROUNDS_FIRST:
+        normed = normed.to(values.dtype).to(tl.float32)
+    result = normed * factor[None, :]
+    tl.store(out + rows[:, None] * size + columns[None, :], result.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def rms_norm_backward(
+    grad: tl.tensor,
+    by_total: tl.tensor,
+    x: tl.tensor,
+    weight: tl.tensor,
+    inverse: tl.tensor,
+    grad_x: tl.tensor,
+    by_weight: tl.tensor,
+    num_rows: tl.tensor,
+    size: tl.tensor,
+    grad_stride: tl.tensor,
+    by_total_stride: tl.tensor,
+    x_stride: tl.tensor,
+    HAS_TOTAL: tl.constexpr,
+    NEEDS_WEIGHT: tl.constexpr,
+    OFFSET: tl.constexpr,
+    ROUNDS_FIRST: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Write gradients by the rows that were normalised, plus gradients by their sum.
+
+    Each program also writes its part of the gradient by the weight, `[programs, size]`.
+    """
+    columns = tl.arange(0, COLUMNS)
+    is_column = columns < size
+    factor = tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32) + OFFSET
+    collected = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    for start in range(tl.program_id(0) * ROWS, num_rows, tl.num_programs(0) * ROWS):
+        rows = (start + tl.arange(0, ROWS)).to(tl.int64)
+        is_row = rows < num_rows
+        mask = is_row[:, None] & is_column[None, :]
+        values = tl.load(x + rows[:, None] * x_stride + columns[None, :], mask=mask, other=0.0)
+        given = tl.load(grad + rows[:, None] * grad_stride + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+        scale = tl.load(inverse + rows, mask=is_row, other=0.0)[:, None]
+        normed = values.to(tl.float32) * scale
+        weighted = given * factor[None, :]
+        share = tl.sum(weighted * normed, axis=1) / size
+        result = (weighted - normed * share[:, None]) * scale
+        if HAS_TOTAL:
+            passed = tl.load(by_total + rows[:, None] * by_total_stride + columns[None, :], mask=mask, other=0.0)
+            result += passed.to(tl.float32)
+        tl.store(grad_x + rows[:, None] * size + columns[None, :], result.to(grad_x.dtype.element_ty), mask=mask)
+        if NEEDS_WEIGHT:
+            if ROUNDS_FIRST:
+                normed = normed.to(values.dtype).to(tl.float32)
+            collected += given * normed
+    if NEEDS_WEIGHT:
+        place = by_weight + tl.program_id(0).to(tl.int64) * size + columns
+        tl.store(place, tl.sum(collected, axis=0), mask=is_column)
+
+
+@triton.jit
+def rms_norm_weight_gradient(
+    grad: tl.tensor,
+    x: tl.tensor,
+    inverse: tl.tensor,
+    by_weight: tl.tensor,
+    num_rows: tl.tensor,
+    size: tl.tensor,
+    grad_stride: tl.tensor,
+    x_stride: tl.tensor,
+    ROUNDS_FIRST: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Write a program's part of the gradient by some entries of the weight, `[programs, size]`.
+
+    The rows are too long for `rms_norm_backward` to collect it.
+    """
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    is_column = columns < size
+    collected = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    for start in range(tl.program_id(0) * ROWS, num_rows, tl.num_programs(0) * ROWS):
+        rows = (start + tl.arange(0, ROWS)).to(tl.int64)
+        is_row = rows < num_rows
+        mask = is_row[:, None] & is_column[None, :]
+        values = tl.load(x + rows[:, None] * x_stride + columns[None, :], mask=mask, other=0.0)
+        given = tl.load(grad + rows[:, None] * grad_stride + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+        normed = values.to(tl.float32) * tl.load(inverse + rows, mask=is_row, other=0.0)[:, None]
+        if ROUNDS_FIRST:
+            normed = normed.to(values.dtype).to(tl.float32)
+        collected += given * normed
+    place = by_weight + tl.program_id(0).to(tl.int64) * size + columns
+    tl.store(place, tl.sum(collected, axis=0), mask=is_column)
 
 
 @triton.jit
@@ -69,8 +201,7 @@ def _through_norm(
     scale: tl.tensor,
     SIZE: tl.constexpr,
 ) -> Any:
-    """Return gradients by the rows before they were divided by their root mean square, from those by the normalised
-    rows."""
+    """Return gradients by rows, from the gradients by the rows divided by their root mean square."""
     share = tl.sum(by_left * left, axis=1) + tl.sum(by_right * right, axis=1) + tl.sum(by_kept * kept, axis=1)
     share = (share / SIZE)[:, None]
     return (by_left - left * share) * scale, (by_right - right * share) * scale, (by_kept - kept * share) * scale
@@ -165,8 +296,11 @@ def rotary_backward(
     REST: tl.constexpr,
     HEADS: tl.constexpr,
 ) -> None:
-    """Gradients by what was rotated, token by token, and each program's part of the gradient by the weight of the norm,
-    `[programs, SIZE]`. `num_places` is the number of tokens of all rows."""
+    """Write gradients by the heads that were rotated, token by token.
+
+    Each program also writes its part of the gradient by the weight of the norm, `[programs, SIZE]`. `num_places` is the
+    number of tokens of all rows.
+    """
     of_left = tl.zeros([HEADS, HALF], dtype=tl.float32)
     of_right = tl.zeros([HEADS, HALF], dtype=tl.float32)
     of_kept = tl.zeros([HEADS, REST], dtype=tl.float32)
@@ -214,3 +348,63 @@ def rotary_backward(
         right = tl.sum(of_right, axis=0)[None, :]
         kept = tl.sum(of_kept, axis=0)[None, :]
         _store_pieces(part, left, right, kept, SIZE, ROTARY, HALF, REST, tl.full([1, 1], 1, dtype=tl.int1))
+
+
+@triton.jit
+def swiglu_forward(
+    gate: tl.tensor,
+    up: tl.tensor,
+    weights: tl.tensor,
+    out: tl.tensor,
+    size: tl.tensor,
+    num_blocks: tl.tensor,
+    gate_stride: tl.tensor,
+    up_stride: tl.tensor,
+    HAS_WEIGHTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Write `silu(gate) * up` of a block of one row, times the weight of the row if rows have weights."""
+    row = (tl.program_id(0) // num_blocks).to(tl.int64)
+    columns = tl.program_id(0) % num_blocks * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < size
+    x = tl.load(gate + row * gate_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(up + row * up_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    result = x * tl.sigmoid(x) * y
+    if HAS_WEIGHTS:
+        result *= tl.load(weights + row).to(tl.float32)
+    tl.store(out + row * size + columns, result.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def swiglu_backward(
+    grad: tl.tensor,
+    gate: tl.tensor,
+    up: tl.tensor,
+    weights: tl.tensor,
+    by_gate: tl.tensor,
+    by_up: tl.tensor,
+    by_weights: tl.tensor,
+    size: tl.tensor,
+    num_blocks: tl.tensor,
+    grad_stride: tl.tensor,
+    gate_stride: tl.tensor,
+    up_stride: tl.tensor,
+    by_stride: tl.tensor,
+    HAS_WEIGHTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Write gradients by gate and up of a block of one row, and the block's part of the row's weight's gradient."""
+    row = (tl.program_id(0) // num_blocks).to(tl.int64)
+    columns = tl.program_id(0) % num_blocks * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < size
+    given = tl.load(grad + row * grad_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(gate + row * gate_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(up + row * up_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    share = tl.sigmoid(x)
+    if HAS_WEIGHTS:
+        tl.store(by_weights + tl.program_id(0), tl.sum(given * x * share * y, 0))
+        given *= tl.load(weights + row).to(tl.float32)
+    by_x = given * y * share * (1.0 + x * (1.0 - share))
+    by_y = given * x * share
+    tl.store(by_gate + row * by_stride + columns, by_x.to(by_gate.dtype.element_ty), mask=mask)
+    tl.store(by_up + row * by_stride + columns, by_y.to(by_up.dtype.element_ty), mask=mask)

@@ -1,4 +1,4 @@
-"""Triton programs over the logits of a vocabulary."""
+"""Triton programs that copy tokens to their places and add them up, and of the softmax over a vocabulary."""
 
 from __future__ import annotations
 
@@ -9,6 +9,59 @@ import triton.language as tl
 
 LOWEST = tl.constexpr(-3.0e38)
 """Below all logits, and finite: its difference from itself is 0."""
+
+
+@triton.jit
+def spread_rows(
+    x: tl.tensor,
+    places: tl.tensor,
+    weights: tl.tensor,
+    out: tl.tensor,
+    out_weights: tl.tensor,
+    size: tl.tensor,
+    x_stride: tl.tensor,
+    HAS_WEIGHTS: tl.constexpr,
+    PLACES: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Write a block of one token to each of its places, and by the first block the weight of each place."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < size
+    values = tl.load(x + token * x_stride + columns, mask=mask, other=0.0)
+    for index in range(PLACES):
+        place = tl.load(places + token * PLACES + index).to(tl.int64)
+        tl.store(out + place * size + columns, values, mask=mask & (place >= 0))
+        if HAS_WEIGHTS:
+            weight = tl.load(weights + token * PLACES + index)
+            tl.store(out_weights + place, weight, mask=(place >= 0) & (tl.program_id(1) == 0))
+
+
+@triton.jit
+def collect_rows(
+    rows: tl.tensor,
+    places: tl.tensor,
+    weights: tl.tensor,
+    out: tl.tensor,
+    out_weights: tl.tensor,
+    size: tl.tensor,
+    row_stride: tl.tensor,
+    HAS_WEIGHTS: tl.constexpr,
+    PLACES: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Add up a block of the rows at the places of one token, and fetch the weights that are there."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < size
+    total = tl.zeros((BLOCK,), tl.float32)
+    for index in range(PLACES):
+        place = tl.load(places + token * PLACES + index).to(tl.int64)
+        total += tl.load(rows + place * row_stride + columns, mask=mask & (place >= 0), other=0.0).to(tl.float32)
+        if HAS_WEIGHTS:
+            weight = tl.load(weights + place, mask=place >= 0, other=0.0)
+            tl.store(out_weights + token * PLACES + index, weight, mask=tl.program_id(1) == 0)
+    tl.store(out + token * size + columns, total.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -37,8 +90,11 @@ def softmax_statistics(
     HAS_SQUARES: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Of one row, with z the logits over the temperature: their largest m, the sum of exp(z - m), the sum of
-    exp(z - m) (z - m) and, if asked for, the sum of exp(z - m)^2. Reads the row once."""
+    """Read one row once and write its statistics.
+
+    With z the logits over the temperature, these are the largest logit m, the sum of exp(z - m), the sum of
+    exp(z - m) (z - m) and, if asked for, the sum of exp(z - m)^2.
+    """
     row = tl.program_id(0).to(tl.int64)
     largest = tl.full([], LOWEST, dtype=tl.float32)
     total = tl.full([], 0.0, dtype=tl.float32)
