@@ -194,20 +194,20 @@ def set_full_recomputation(rank: Rank) -> None:
 
 def estimated_by_layers(rank: Rank, modules: list[str]) -> list[Any]:
     """The estimate of the same, as `LayerActivations`."""
-    from rl_megatron.model.activations import LayerShapes
+    from rl_megatron.model.recompute import LayerShapes
 
     config = rank.held[HELD]._model.reading.config
-    return [layer.activations(modules) for layer in LayerShapes(config, has_te=False, longest=1).layers()]
+    shapes = LayerShapes(config, has_te=False, longest=1)
+    return [shapes.activations(layer, modules) for layer in shapes.layers()]
 
 
 def num_parameters(rank: Rank) -> tuple[int, float]:
     """Parameters of a rank's weight matrices, and the estimate of them."""
-    from rl_megatron.model.activations import LayerShapes
-    from rl_megatron.model.recompute import rank_parameters
+    from rl_megatron.model.recompute import LayerShapes, rank_parameters
 
     worker = rank.held[HELD]
     reading, mesh = worker._model.reading, worker._mesh
     found = sum(each.numel() for each in reading.parameters() if each.dim() > 1)
     layers = LayerShapes(reading.config, has_te=False, longest=1).layers()
     estimate = rank_parameters(reading.hf, reading.config, layers[-len(layers) // mesh.layout["pp"] :], mesh)
-    return found, estimate.dense + estimate.experts
+    return found, sum(estimate)

@@ -19,23 +19,24 @@ from rl_core.testing.model_worker import make_batch
 from rl_megatron.config import MegatronConfig
 from rl_megatron.plugin import PLUGIN
 from rl_megatron.preflight import check, kwargs_problems
-from rl_megatron.transformer_fields import ANYWHERE, FUSIONS, ON_CUDA, OWNED, PASSED, WITH_TE
+from rl_megatron.transformer_fields import ANYWHERE, FUSIONS, MODEL_REASON, ON_CUDA, PASSED, REFUSED, WITH_TE
 
 PLAIN = OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 1.0})
 FULL = {"recompute": "full"}
 PP2 = {"pipeline_model_parallel_size": 2}
 
 
-def test_every_field_of_megatron_is_passed_on_or_refused():
+def test_fields_that_are_passed_on_or_refused_by_decision_are_megatrons():
     fields = {field.name for field in dataclasses.fields(MLATransformerConfig)}
-    assert fields == PASSED | OWNED.keys()
-    assert not PASSED & OWNED.keys()
+    assert fields >= PASSED | REFUSED.keys()
+    assert not PASSED & REFUSED.keys()
+    assert not (PASSED | REFUSED.keys()) & MegatronConfig.model_fields.keys()
     assert not ANYWHERE & (ON_CUDA | WITH_TE)
     assert FUSIONS <= ON_CUDA | WITH_TE
 
 
 def test_keys_that_messages_name_exist():
-    for reason in OWNED.values():
+    for reason in (MODEL_REASON, *REFUSED.values()):
         section, _, name = reason.partition("`")[2].partition("`")[0].partition(".")
         if section == "megatron_cfg":
             assert name.split(":")[0] in MegatronConfig.model_fields, reason
@@ -48,23 +49,34 @@ def test_keys_that_messages_name_exist():
 @pytest.mark.parametrize(
     ("name", "reason", "remedy"),
     [
-        ("hidden_size", "follows from the model", "`policy.hf_config_overrides`"),
         ("tensor_model_parallel_size", "", "`megatron_cfg.tensor_model_parallel_size`"),
         ("params_dtype", "", "`policy.precision`"),
         ("moe_z_loss_coeff", "padding", "`megatron_cfg.moe_aux_loss_coeff`"),
         ("cuda_graph_impl", "the number of rows", None),
         ("tp_comm_split_ag", "no longer reads it", None),
-        ("recompute_methd", "recompute_method?", None),
-        ("nothing_like_it", "TransformerConfig", None),
     ],
 )
-def test_fields_that_cannot_be_set_are_refused_with_the_key_or_the_nearest_names(name, reason, remedy):
+def test_fields_that_are_refused_by_decision_need_no_engine(name, reason, remedy):
     with pytest.raises(ValidationError) as caught:
         MegatronConfig(megatron_kwargs={name: 1, "deterministic_mode": True})
     (problem,) = caught.value.errors()[0]["ctx"]["error"].problems
     assert problem.key == f"megatron_kwargs.{name}"
     assert reason in problem.reason
     assert problem.remedy == (f"Set {remedy}" if remedy else "")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("hidden_size", "cannot be set here: it follows from the model. Set `policy.hf_config_overrides`"),
+        ("kv_lora_rank", "cannot be set here: it follows from the model. Set `policy.hf_config_overrides`"),
+        ("recompute_methd", "is not a field of Megatron's TransformerConfig; did you mean recompute_method?"),
+        ("nothing_like_it", "is not a field of Megatron's TransformerConfig"),
+    ],
+)
+def test_other_fields_are_judged_by_the_installed_megatron_before_training_starts(name, message):
+    (found,) = check({"megatron_cfg": {"megatron_kwargs": {name: 1, "deterministic_mode": True}}})
+    assert found == f"megatron_cfg.megatron_kwargs.{name}: {message}"
 
 
 def problems(device="cpu", lora=False, model=None, **settings):

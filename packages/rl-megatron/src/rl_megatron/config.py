@@ -12,7 +12,7 @@ from rl_core.model_config import RECOMPUTE_KEYS, BackendConfig
 from rl_megatron.transformer_fields import WITH_FIXED_LENGTH, name_problem
 
 KEY = "megatron_cfg"
-"""Where the settings of this backend lie in the section of a model."""
+"""Key of this backend's settings in the section of a model."""
 
 
 class Fp8Config(Config):
@@ -37,7 +37,7 @@ class DistributedDataParallelConfig(Config):
 
 
 def _recompute_modules(modules: Any, section: Mapping[str, Any]) -> Mapping[str, Any]:
-    # version 0.1.0 recorded them whether or not they had an effect
+    # Version 0.1.0 recorded them whether or not they had an effect.
     has_effect = section.get("activation_checkpointing", True) and section.get("recompute_granularity") != "full"
     return {"recompute_modules": modules} if has_effect else {}
 
@@ -55,7 +55,7 @@ class MegatronConfig(BackendConfig):
     pipeline_model_parallel_size: Annotated[int, WhenChanged.RESUME] = Field(default=1, gt=0)
     """Number of pipeline ranks, which hold consecutive layers."""
     virtual_pipeline_model_parallel_size: Annotated[int | None, WhenChanged.RESUME] = Field(default=None, gt=1)
-    """Number of runs of consecutive layers on each pipeline rank, interleaved with those of the other ranks; one if
+    """Number of runs of consecutive layers on each pipeline rank, interleaved with the runs of the other ranks; one if
     unset."""
     num_layers_in_first_pipeline_stage: Annotated[int | None, WhenChanged.RESUME] = Field(default=None, gt=0)
     """Number of layers on the first pipeline rank; an equal share if unset."""
@@ -70,15 +70,15 @@ class MegatronConfig(BackendConfig):
     sequence_parallel: Annotated[bool, WhenChanged.RESUME] = False
     """Share the tokens between layers across the tensor-parallel ranks, which saves activation memory."""
     recompute: Annotated[Literal["auto", "none", "selective", "full"], WhenChanged.RESUME] = "auto"
-    """Activations of a layer that the backward pass computes again instead of keeping them: none, those of the
-    `recompute_modules` (`selective`), or all except the layer's input (`full`). `auto` recomputes as little as the
+    """Activations of a layer that the backward pass computes again instead of keeping them: none, the
+    `recompute_modules` only (`selective`), or all except the layer's input (`full`). `auto` recomputes as little as the
     device's memory allows for a microbatch of the largest size, by an estimate: nothing, or the `recompute_modules` of
     all layers, or as many layers as necessary in full. It logs its choice; on `cpu` it is `none`."""
     recompute_modules: Annotated[
         list[Literal["core_attn", "mlp", "moe", "moe_act", "shared_experts", "layernorm", "mla_up_proj"]] | None,
         WhenChanged.RESUME,
     ] = Field(default=None, min_length=1)
-    """Parts of a layer that `selective` recomputes, by their names in Megatron. If unset, those of little cost
+    """Parts of a layer that `selective` recomputes, by their names in Megatron. If unset, the cheap parts
     (`layernorm`, `moe_act`, `mla_up_proj`) as far as the model has them and layers are Transformer Engine's, otherwise
     `moe` or `mlp`."""
     freeze_moe_router: bool = False
@@ -102,7 +102,7 @@ class MegatronConfig(BackendConfig):
     Megatron's `allgather` needs the same number of tokens on every rank, but rows have
     different lengths."""
     moe_router_bias_update_rate: float = Field(default=0.0, ge=0)
-    """Step size of the biases with which routers of some models (DeepSeek-V3) balance experts; 0 leaves them
+    """Step size of the biases that routers of some models (DeepSeek-V3) use to balance experts; 0 leaves them
     unchanged."""
     transformer_engine: bool | None = None
     """Build layers of Transformer Engine on GPUs. If unset, wherever it is installed, as it is in environments that are
@@ -133,7 +133,9 @@ class MegatronConfig(BackendConfig):
 
     @model_validator(mode="after")
     def _refuse_fields(self) -> MegatronConfig:
-        problems = [problem for name in self.megatron_kwargs if (problem := name_problem(name))]
+        problems = [
+            problem for name in self.megatron_kwargs if (problem := name_problem(name, MegatronConfig.model_fields))
+        ]
         if problems:
             raise ProblemError(*problems)
         return self

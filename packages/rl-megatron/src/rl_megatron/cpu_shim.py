@@ -28,7 +28,7 @@ def install() -> None:
     """Answer Megatron's questions to `torch.cuda` with the CPU; once per process.
 
     Raises:
-        RuntimeError: If torch has CUDA; there is nothing to stand in for.
+        RuntimeError: If torch has CUDA, which needs no replacement.
     """
     global _installed
     if torch.cuda.is_available():
@@ -37,59 +37,18 @@ def install() -> None:
         return
     _installed = True
     warnings.warn("Megatron Core runs on CPU behind a shim, which is for development and tests only", stacklevel=2)
-    torch._dynamo.config.disable = True  # Megatron compiles its fused functions, which pays on CUDA only
-    # dynamo maps names in torch.cuda to its rules by object, and must see the originals
+    torch._dynamo.config.disable = True  # Megatron compiles its fused functions, which pays on CUDA only.
+    # Dynamo maps names in torch.cuda to its rules by object, and must see the originals.
     torch._dynamo.trace_rules.get_torch_obj_rule_map()
-    # so must `with torch.device(...)`, which `transformers` loads models in: its list is made at first use, and kept
+    # So must `with torch.device(...)`, which `transformers` loads models in: its list is made at first use, and kept.
     torch.utils._device._device_constructors()
-    _stand_in_for_cuda()
-    for name in FACTORIES:
-        setattr(torch, name, _on_cpu(getattr(torch, name)))
-    torch.Tensor.cuda = lambda tensor, *_, **__: tensor
-    megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-    megatron_random.logging.getLogger(megatron_random.__name__).disabled = True  # "CPU RNG state changed"
-    _disable_engine_products()
-    _patch_all_to_all()
-    _patch_gloo()
-
-
-class _Nothing:
-    """A stream or an event of a device that does everything at once."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def wait_stream(self, _: Any) -> None:
-        """Nothing is pending."""
-
-    def wait_event(self, _: Any) -> None:
-        """Nothing is pending."""
-
-    def synchronize(self) -> None:
-        """Nothing is pending."""
-
-    def record(self, *_: Any) -> None:
-        """Nothing is pending."""
-
-    def wait(self, *_: Any) -> None:
-        """Nothing is pending."""
-
-    def record_event(self, *_: Any) -> _Nothing:
-        """An event that has happened."""
-        return _Nothing()
-
-    def query(self) -> bool:
-        """Everything has happened."""
-        return True
-
-
-def _stand_in_for_cuda() -> None:
     cuda: Any = torch.cuda
     cuda.current_device = lambda: CPU
     cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
     cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()
     cuda.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-    cuda.manual_seed = _seed
+    # `torch.manual_seed` would seed CUDA's generators too and thereby call this function again.
+    cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(int(seed))
     cuda.Stream = type("Stream", (_Nothing,), {})
     cuda.Event = type("Event", (_Nothing,), {})
     cuda.current_stream = lambda *_, **__: _Nothing()
@@ -99,11 +58,36 @@ def _stand_in_for_cuda() -> None:
         setattr(cuda, name, lambda *_, **__: None)
     for name in ("range_push", "range_pop"):
         setattr(cuda.nvtx, name, lambda *_, **__: None)
+    for name in FACTORIES:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    torch.Tensor.cuda = lambda tensor, *_, **__: tensor
+    megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    megatron_random.logging.getLogger(megatron_random.__name__).disabled = True  # "CPU RNG state changed"
+    if moe_utils.HAVE_TE:
+        # Routers would multiply with Transformer Engine, which takes no tensor of the CPU.
+        moe_utils.te_general_gemm = None
+    _patch_all_to_all()
+    _patch_gloo()
 
 
-def _seed(seed: int) -> None:
-    """Seed only the default generator: `torch.manual_seed` would seed CUDA's too, that is, this again."""
-    torch.default_generator.manual_seed(int(seed))
+class _Nothing:
+    """A stream or an event of a device that does everything at once, so that nothing is ever pending."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def wait(self, *_: Any) -> None:
+        """Return at once."""
+
+    wait_stream = wait_event = synchronize = record = wait
+
+    def record_event(self, *_: Any) -> _Nothing:
+        """Return an event that has happened."""
+        return self
+
+    def query(self) -> bool:
+        """Return that everything has happened."""
+        return True
 
 
 def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
@@ -117,12 +101,6 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
     return made
 
 
-def _disable_engine_products() -> None:
-    """Routers multiply with Transformer Engine wherever it is installed, which no tensor of the CPU takes."""
-    if moe_utils.HAVE_TE:
-        moe_utils.te_general_gemm = None
-
-
 def _patch_all_to_all() -> None:
     """Convert split sizes to integers: without CUDA they stay tensors, which torch does not accept."""
     all_to_all_single = dist.all_to_all_single
@@ -131,17 +109,15 @@ def _patch_all_to_all() -> None:
     def with_plain_sizes(
         output: Any, sent: Any, output_split_sizes: Any = None, input_split_sizes: Any = None, **kwargs: Any
     ) -> Any:
-        return all_to_all_single(output, sent, _plain(output_split_sizes), _plain(input_split_sizes), **kwargs)
+        given = (output_split_sizes, input_split_sizes)
+        plain = [None if sizes is None else [int(size) for size in sizes] for sizes in given]
+        return all_to_all_single(output, sent, *plain, **kwargs)
 
     dist.all_to_all_single = with_plain_sizes
 
 
-def _plain(sizes: Any) -> list[int] | None:
-    return None if sizes is None else [int(x) for x in sizes]
-
-
 def _patch_gloo() -> None:
-    """Parts of different sizes, which experts spread over tensor-parallel ranks exchange, and which gloo refuses."""
+    """Let gloo exchange parts of different sizes, as experts spread over tensor-parallel ranks need."""
     all_gather, reduce_scatter = dist.all_gather, dist.reduce_scatter
 
     @functools.wraps(all_gather)

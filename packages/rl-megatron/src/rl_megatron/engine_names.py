@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -24,8 +23,8 @@ class EngineName:
 
     Args:
         path: `"module:name"`, where megatron-core imports it from.
-        lost: What a model is built or computed without if it is missing, as a clause.
-        moved: Where versions of Transformer Engine have it that do not have it at `path`; `restore_names` hands it to
+        lost: The consequence for a model if it is missing, as a clause.
+        moved: Path in versions of Transformer Engine that do not have it at `path`; `restore_names` hands it to
             megatron-core.
         field: Field of `megatron_kwargs` that does without it if it is false; empty if layers cannot be built or
             computed without it.
@@ -41,11 +40,6 @@ class EngineName:
     def is_needed(self, given: Mapping[str, Any]) -> bool:
         """Return whether a model with these fields of `megatron_kwargs` needs it."""
         return bool(given.get(self.field)) if self.is_optional else given.get(self.field) is not False
-
-    @property
-    def is_there(self) -> bool:
-        """Return whether the installed Transformer Engine has it."""
-        return found(self.path) is not None or bool(self.moved and found(self.moved) is not None)
 
 
 def _several(module: str, names: str, lost: str, *, field: str = "", is_optional: bool = False) -> Iterator[EngineName]:
@@ -81,10 +75,7 @@ NAMES = (
         field="moe_permute_fusion",
     ),
     *_several(
-        f"{_TORCH}.ops",
-        "SwiGLU",
-        "the activation is megatron-core's compiled one",
-        field="use_te_activation_func",
+        f"{_TORCH}.ops", "SwiGLU", "the activation is megatron-core's compiled one", field="use_te_activation_func"
     ),
     *_several(
         _TORCH,
@@ -118,8 +109,7 @@ def found(path: str) -> Any:
 
 
 def name_problems(given: Mapping[str, Any], names: Iterable[EngineName] = NAMES) -> Iterator[str]:
-    """Yield the names that the installed Transformer Engine lacks, as text: what each of them costs, and how to do
-    without it.
+    """Yield the names that the installed Transformer Engine lacks, as text with their cost and the way around them.
 
     Args:
         given: Fields of `megatron_kwargs`, which choose the kernels that a model needs.
@@ -136,7 +126,8 @@ def name_problems(given: Mapping[str, Any], names: Iterable[EngineName] = NAMES)
         return
     missing: dict[tuple[str, str], list[str]] = {}
     for each in names:
-        if each.is_needed(given) and not each.is_there:
+        is_there = found(each.path) is not None or bool(each.moved and found(each.moved) is not None)
+        if each.is_needed(given) and not is_there:
             missing.setdefault((each.lost, each.field), []).append(each.path.replace(":", "."))
     for (lost, field), paths in missing.items():
         remedy = f"set megatron_cfg.megatron_kwargs.{field}=false, " if field else ""
@@ -148,25 +139,17 @@ def name_problems(given: Mapping[str, Any], names: Iterable[EngineName] = NAMES)
 
 def restore_names() -> None:
     """Give megatron-core the names that the installed Transformer Engine has elsewhere, where it put None."""
-    extension = importlib.import_module("megatron.core.extensions.transformer_engine")
-    attention = importlib.import_module("megatron.core.transformer.attention")
-    routing = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    extension: Any = importlib.import_module("megatron.core.extensions.transformer_engine")
+    attention: Any = importlib.import_module("megatron.core.transformer.attention")
+    routing: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     split = found(f"{_TORCH}.utils:SplitAlongDim")
     if split is not None and vars(attention).get("SplitAlongDim") is None:
-        _put("SplitAlongDim", split.apply, extension, attention)
+        extension.SplitAlongDim = attention.SplitAlongDim = split.apply
     multiply = found(f"{_TORCH}.cpp_extensions:general_gemm")
-    if multiply is not None and "workspace" not in inspect.signature(multiply).parameters:
-        _put("te_general_gemm", _without_workspace(multiply), extension, routing)
+    if multiply is None or "workspace" in inspect.signature(multiply).parameters:
+        return
 
-
-def _put(name: str, value: Any, *modules: ModuleType) -> None:
-    for module in modules:
-        setattr(module, name, value)
-
-
-def _without_workspace(multiply: Callable[..., Any]) -> Callable[..., Any]:
-    """megatron-core's `te_general_gemm` on a Transformer Engine that manages the workspace of cuBLAS itself."""
-
+    # megatron-core's `te_general_gemm` for a Transformer Engine that manages the workspace of cuBLAS itself.
     def product(
         a: Tensor,
         b: Tensor,
@@ -178,4 +161,4 @@ def _without_workspace(multiply: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         return multiply(a, b, out_dtype=out_dtype, layout=layout, out=out, bias=bias, grad=grad)
 
-    return product
+    extension.te_general_gemm = routing.te_general_gemm = product

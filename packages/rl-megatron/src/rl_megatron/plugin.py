@@ -10,23 +10,25 @@ from rl_core.plugins import BackendPlugin, MeshCase, Requirement
 from rl_core.selfcheck.cases import at_most_two
 from rl_megatron.checks import CHECKS
 from rl_megatron.config import KEY, MegatronConfig
-from rl_megatron.families.supported import num_key_heads
+from rl_megatron.families.supported import RULES, num_key_heads
 from rl_megatron.rank_memory import memory_of
 
 TRANSFORMER_ENGINE = Requirement("rl-megatron", extras={"cuda": ("te",)})
+"""Requirement of layers on GPUs, in addition to the requirements of every worker."""
 
 
 def num_ranks(config: MegatronConfig) -> int:
-    """Ranks that one model needs at least: each pipeline rank's layers are spread over the tensor- and
-    context-parallel ones, and their experts over ranks taken from the same."""
+    """Return the minimum number of ranks for one model.
+
+    Each pipeline rank's layers are spread over the tensor- and context-parallel ranks, and their experts over ranks
+    taken from the same.
+    """
     dense = config.tensor_model_parallel_size * config.context_parallel_size
     expert_tensor = config.expert_tensor_parallel_size or config.tensor_model_parallel_size
     return config.pipeline_model_parallel_size * lcm(dense, config.expert_model_parallel_size * expert_tensor)
 
 
-HELD_FAMILIES = frozenset(
-    {"llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "qwen3_next", "mixtral", "deepseek_v3", "glm4_moe"}
-)
+HELD_FAMILIES = frozenset(RULES)
 """Model types that the tests of this package train on every layout."""
 
 SIZES = {
@@ -37,11 +39,11 @@ SIZES = {
     "expert_model_parallel_size": "ep",
     "expert_tensor_parallel_size": "etp",
 }
-"""Keys of the sizes along which a model is split, and the names of their axes."""
+"""Keys of the sizes that split a model, to the names of their axes."""
 
 
 def mesh_case(section: Any) -> MeshCase:
-    """The case of `rl_megatron.selfcheck` that a model's layout comes down to: the same axes, two ranks on each.
+    """Return the case of `rl_megatron.selfcheck` for a model's layout: the same axes, with two ranks on each.
 
     If the layout has more tensor-parallel ranks than the model has key-value heads, the case has four: its tiny model
     has two such heads.
@@ -61,11 +63,6 @@ def mesh_case(section: Any) -> MeshCase:
     )
 
 
-def engine(config: MegatronConfig) -> tuple[Requirement, ...]:
-    """Return what layers on GPUs need installed, in addition to what the worker always needs."""
-    return () if config.transformer_engine is False else (TRANSFORMER_ENGINE,)
-
-
 PLUGIN = BackendPlugin(
     name="megatron",
     key=KEY,
@@ -76,7 +73,7 @@ PLUGIN = BackendPlugin(
         extras={"cpu": ("worker",), "cuda": ("worker",)},
         imports=("torch", "megatron.core", "transformers", "safetensors"),
     ),
-    further=engine,
+    further=lambda config: () if config.transformer_engine is False else (TRANSFORMER_ENGINE,),
     ranks=num_ranks,
     checks=CHECKS,
     preflight="rl_megatron.preflight:check",

@@ -31,7 +31,7 @@ LAYOUTS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
     "dp2": (2, {}),
     "tp2": (2, {"tensor_model_parallel_size": 2}),
     "tp2+sp": (2, SEQUENCE),
-    # two ranks share each of the tiny model's two key-value heads
+    # Two ranks share each of the tiny model's two key-value heads.
     "tp4+sp": (4, {**SEQUENCE, "tensor_model_parallel_size": 4}),
     "pp2": (2, PIPELINE),
     "pp2 virtual": (2, {**PIPELINE, "virtual_pipeline_model_parallel_size": 2}),
@@ -61,15 +61,15 @@ SMALL: Mapping[str, Any] = {
     "v_head_dim": 8,
     "shared_expert_intermediate_size": 40,
 }
-"""Sizes of the tiny model, for those of these fields that the family's config has a value of."""
+"""Sizes of the tiny model; fields that the family's config has no value for are left out."""
 
 
 def cases_of(model: str, only: MeshCase | None = None) -> Iterator[FamilyCase]:
-    """Every layout, packed and padded, and with adapters, as `rl doctor model` shows it, or one case.
+    """Yield the outcome of every layout, packed and padded, and with adapters, as `rl doctor model` shows it.
 
     Args:
         model: A folder with a `config.json`, or a hub name.
-        only: The one to check; all if None.
+        only: The only case to check; all if None.
 
     Raises:
         ConfigError: If transformers does not know the family, or this backend has no maps of its weights.
@@ -85,12 +85,12 @@ def cases_of(model: str, only: MeshCase | None = None) -> Iterator[FamilyCase]:
 
 
 def build(config: ModelConfig, spec: ModelSpec, rendezvous: Rendezvous, **settings: Any) -> MegatronWorker:
-    """A worker in a process of the pool."""
+    """Return a worker in a process of the pool."""
     return MegatronWorker(config, MegatronConfig(**settings), spec, rendezvous)
 
 
 def exported(model: PooledModel) -> dict[str, Tensor]:
-    """The weights that a model exports."""
+    """Return the weights that a model exports."""
     with tempfile.TemporaryDirectory() as folder:
         model.export(folder)
         return read_files(Path(folder))
@@ -107,10 +107,10 @@ experts get no adapters here, so the expected ones have none there either."""
 
 
 def write_tiny(config: PreTrainedConfig, folder: Path, seed: int = 0) -> Path:
-    """A random model of the family at a tiny size as Hugging Face files."""
+    """Write a random model of the family at a tiny size as Hugging Face files."""
     fields = config.to_dict()
     small = {name: value for name, value in SMALL.items() if fields.get(name) is not None}
-    if "kv_lora_rank" in small:  # latent attention has a key for every head
+    if "kv_lora_rank" in small:  # Latent attention has a key for every head.
         small["num_key_value_heads"] = small["num_attention_heads"]
     if fields.get("layer_types"):
         small["layer_types"] = (list(dict.fromkeys(fields["layer_types"])) * 4)[:4]

@@ -1,111 +1,60 @@
-"""Fields of Megatron's `TransformerConfig`: those that `megatron_kwargs` may set, and why it may not set the others.
+"""Fields of Megatron's `TransformerConfig` that `megatron_kwargs` may set, and those that it refuses by decision.
 
-The tables name every field of the megatron-core that the package pins, so that a config is checked without it.
+The check of names here needs no megatron-core. `rl_megatron.preflight` derives all other fields from the installed
+dataclass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
-from rl_core.config import Problem, did_you_mean
+from rl_core.config import Problem
 
-ANYWHERE = frozenset(
-    {
-        "clone_scatter_output_in_embedding",
-        "deallocate_pipeline_outputs",
-        "deterministic_mode",
-        "overlap_p2p_comm_warmup_flush",
-        "pipeline_model_parallel_layout",
-        "recompute_method",
-        "recompute_num_layers",
-    }
+
+def _fields(names: str) -> frozenset[str]:
+    return frozenset(names.split())
+
+
+ANYWHERE = _fields(
+    """clone_scatter_output_in_embedding deallocate_pipeline_outputs deterministic_mode overlap_p2p_comm_warmup_flush
+    pipeline_model_parallel_layout recompute_method recompute_num_layers"""
 )
 """Fields that may be set on every device."""
 
-ON_CUDA = frozenset(
-    {
-        "activation_func_fp8_input_store",
-        "batch_p2p_sync",
-        "bias_activation_fusion",
-        "bias_dropout_fusion",
-        "disable_bf16_reduced_precision_matmul",
-        "fine_grained_activation_offloading",
-        "min_offloaded_tensor_size",
-        "moe_deepep_num_sms",
-        "moe_flex_dispatcher_backend",
-        "moe_hybridep_num_sms",
-        "moe_shared_expert_overlap",
-        "offload_modules",
-    }
+ON_CUDA = _fields(
+    """activation_func_fp8_input_store batch_p2p_sync bias_activation_fusion bias_dropout_fusion
+    disable_bf16_reduced_precision_matmul fine_grained_activation_offloading min_offloaded_tensor_size
+    moe_deepep_num_sms moe_flex_dispatcher_backend moe_hybridep_num_sms moe_shared_expert_overlap
+    offload_modules"""
 )
 """Fields of kernels, streams and copies of CUDA."""
 
-WITH_FP8 = frozenset(
-    {
-        "disable_parameter_transpose_cache",
-        "first_last_layers_bf16",
-        "fp8_amax_compute_algo",
-        "fp8_amax_history_len",
-        "fp8_dot_product_attention",
-        "fp8_margin",
-        "fp8_multi_head_attention",
-        "fp8_wgrad",
-        "moe_router_padding_for_quantization",
-        "num_layers_at_end_in_bf16",
-        "num_layers_at_start_in_bf16",
-        "tp_only_amax_red",
-    }
+WITH_FP8 = _fields(
+    """disable_parameter_transpose_cache first_last_layers_bf16 fp8_amax_compute_algo fp8_amax_history_len
+    fp8_dot_product_attention fp8_margin fp8_multi_head_attention fp8_wgrad moe_router_padding_for_quantization
+    num_layers_at_end_in_bf16 num_layers_at_start_in_bf16 tp_only_amax_red"""
 )
 """Fields of Transformer Engine's products in 8 bits."""
 
-OF_TENSOR_OVERLAP = frozenset(
-    {
-        "tp_comm_bootstrap_backend",
-        "tp_comm_bulk_dgrad",
-        "tp_comm_bulk_wgrad",
-        "tp_comm_overlap_ag",
-        "tp_comm_overlap_disable_fc1",
-        "tp_comm_overlap_disable_qkv",
-        "tp_comm_overlap_rs",
-        "tp_comm_overlap_rs_dgrad",
-    }
+OF_TENSOR_OVERLAP = _fields(
+    """tp_comm_bootstrap_backend tp_comm_bulk_dgrad tp_comm_bulk_wgrad tp_comm_overlap_ag tp_comm_overlap_disable_fc1
+    tp_comm_overlap_disable_qkv tp_comm_overlap_rs tp_comm_overlap_rs_dgrad"""
 )
 """Fields that `tp_comm_overlap` reads."""
 
 WITH_FIXED_LENGTH = frozenset({"tp_comm_overlap"})
 """Fields that need microbatches of one length."""
 
-WITH_TE = (
-    WITH_FP8
-    | OF_TENSOR_OVERLAP
-    | WITH_FIXED_LENGTH
-    | {
-        "apply_rope_fusion",
-        "attention_backend",
-        "cp_comm_type",
-        "cpu_offloading",
-        "cpu_offloading_activations",
-        "cpu_offloading_double_buffering",
-        "cpu_offloading_num_layers",
-        "cpu_offloading_weights",
-        "gradient_accumulation_fusion",
-        "moe_permute_fusion",
-        "moe_router_fusion",
-        "use_te_activation_func",
-    }
-)
+WITH_TE = _fields(
+    """apply_rope_fusion attention_backend cp_comm_type cpu_offloading cpu_offloading_activations
+    cpu_offloading_double_buffering cpu_offloading_num_layers cpu_offloading_weights gradient_accumulation_fusion
+    moe_permute_fusion moe_router_fusion use_te_activation_func"""
+).union(WITH_FP8, OF_TENSOR_OVERLAP, WITH_FIXED_LENGTH)
 """Fields of Transformer Engine's layers and kernels."""
 
-FUSIONS = frozenset(
-    {
-        "apply_rope_fusion",
-        "bias_activation_fusion",
-        "bias_dropout_fusion",
-        "gradient_accumulation_fusion",
-        "moe_permute_fusion",
-        "moe_router_fusion",
-        "use_te_activation_func",
-    }
+FUSIONS = _fields(
+    """apply_rope_fusion bias_activation_fusion bias_dropout_fusion gradient_accumulation_fusion moe_permute_fusion
+    moe_router_fusion use_te_activation_func"""
 )
 """Fields that are on by default where a kernel is there and fits; false turns them off anywhere."""
 
@@ -115,24 +64,10 @@ RECOMPUTED_WITH_TE = frozenset({"layernorm", "mla_up_proj", "moe_act"})
 PASSED = ANYWHERE | ON_CUDA | WITH_TE
 """All fields that may be set."""
 
+MODEL_REASON = "it follows from the model; set `policy.hf_config_overrides`"
+"""Reason why the fields that no table here contains may not be set."""
+
 _REASONS: Mapping[str, str] = {
-    "it follows from the model; set `policy.hf_config_overrides`": """
-        num_layers hidden_size num_attention_heads softmax_scale softmax_type num_query_groups ffn_hidden_size
-        kv_channels hidden_dropout attention_dropout apply_residual_connection_post_layernorm layernorm_epsilon
-        layernorm_zero_centered_gamma add_bias_linear add_qkv_bias gated_linear_unit activation_func glu_linear_offset
-        activation_func_clamp_value num_moe_experts rotary_interleaved window_size window_attn_skip_freq normalization
-        qk_layernorm qk_l2_norm attention_output_gate multi_latent_attention no_rope_freq
-        experimental_attention_variant dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk
-        dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss linear_attention_freq linear_conv_kernel_dim
-        linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads
-        moe_shared_expert_intermediate_size moe_shared_expert_gate moe_layer_freq moe_ffn_hidden_size moe_router_topk
-        moe_router_topk_limited_devices moe_router_num_groups moe_router_group_topk moe_router_pre_softmax
-        moe_router_topk_scaling_factor moe_router_score_function moe_router_enable_expert_bias
-        moe_apply_probs_on_input moe_latent_size mrope_section is_hybrid_model mamba_state_dim mamba_head_dim
-        mamba_num_groups mamba_num_heads use_mamba_mem_eff_path heterogeneous_block_specs
-        hetereogenous_dist_checkpoint q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type
-        rotary_base rotary_percent rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale
-        mscale_all_dim""",
     "set `policy.precision`": "fp16 bf16 params_dtype pipeline_dtype enable_autocast autocast_dtype",
     "weights and hidden states stay in `policy.precision`": """
         fp32_residual_connection fp8_param fp4 fp4_recipe fp4_param fp4_quantizer_factory""",
@@ -185,28 +120,29 @@ _REASONS: Mapping[str, str] = {
         test_mode""",
 }
 
-_KEYS = """
-    tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size
-    num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage context_parallel_size
-    expert_model_parallel_size expert_tensor_parallel_size sequence_parallel recompute_modules moe_router_dtype
-    moe_router_load_balancing_type moe_aux_loss_coeff moe_per_layer_logging moe_token_dispatcher_type
-    moe_router_bias_update_rate"""
-"""Fields that are keys of `megatron_cfg` by the same name."""
-
-OWNED: Mapping[str, str] = {
-    **{name: reason for reason, names in _REASONS.items() for name in names.split()},
-    **{name: f"set `megatron_cfg.{name}`" for name in _KEYS.split()},
-}
-"""Fields that may not be set, and the key that sets them or the reason."""
+REFUSED = {name: reason for reason, names in _REASONS.items() for name in names.split()}
+"""Fields that are refused by decision, and the key that sets them or the reason."""
 
 
-def name_problem(name: str) -> Problem | None:
-    """Return the problem of a field of `megatron_kwargs` that may not be set; None if it may."""
-    key = f"megatron_kwargs.{name}"
-    if name in PASSED:
-        return None
-    if name in OWNED:
-        cause, _, setting = OWNED[name].partition("set ")
-        reason = ": ".join(filter(None, ("cannot be set here", cause.removesuffix("; "))))
-        return Problem(key, reason, remedy=setting and f"Set {setting}")
-    return Problem(key, f"is not a field of Megatron's TransformerConfig{did_you_mean(name, [*PASSED, *OWNED])}")
+def name_problem(name: str, keys: Container[str]) -> Problem | None:
+    """Return the problem of a field of `megatron_kwargs` that is refused whatever version is installed, or None.
+
+    Args:
+        name: Name of the field.
+        keys: Keys of `megatron_cfg`.
+    """
+    if name in keys:
+        return refusal(name, f"set `megatron_cfg.{name}`")
+    return refusal(name, REFUSED[name]) if name in REFUSED else None
+
+
+def refusal(name: str, reason: str) -> Problem:
+    """Return the problem of a field of `megatron_kwargs` that may not be set.
+
+    Args:
+        name: Name of the field.
+        reason: The cause, the key to set instead after the word "set", or both.
+    """
+    cause, _, setting = reason.partition("set ")
+    clauses = ": ".join(filter(None, ("cannot be set here", cause.removesuffix("; "))))
+    return Problem(f"megatron_kwargs.{name}", clauses, remedy=setting and f"Set {setting}")

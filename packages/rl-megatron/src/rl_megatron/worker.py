@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 from functools import partial
+from math import prod
 from pathlib import Path
 
 from torch import nn
@@ -11,30 +12,31 @@ from torch.optim import Optimizer
 
 from rl_core.data.microbatch import Batching
 from rl_core.model import ModelSpec, Rendezvous
-from rl_core.model_config import ModelConfig, OptimizerConfig
+from rl_core.model_config import ModelConfig
 from rl_core.torch.files.model_files import WeightFiles
 from rl_core.torch.optim.optimizer import build_optimizer, with_fused_step
 from rl_core.torch.training.backend import TrainingParts
+from rl_core.torch.training.flops import ModelShape, attention_shapes
 from rl_core.torch.training.lora import InitialFactors
 from rl_core.torch.training.worker import TrainingWorker
 from rl_megatron import cpu_shim
 from rl_megatron.config import MegatronConfig
+from rl_megatron.conversion.weight_map import WeightMap
 from rl_megatron.model.build import build_model
 from rl_megatron.model.layout import row_multiple
 from rl_megatron.model.lora import add_adapters
+from rl_megatron.model.model import EMBEDDING, ReadingModel
 from rl_megatron.parallel.mesh import Mesh
-from rl_megatron.shape import shape_of
 from rl_megatron.training.residency import ModelResidency
-from rl_megatron.training.sharded_optimizer import ShardedOptimizer
+from rl_megatron.training.sharded_optimizer import ShardedOptimizer, wrap_chunks
 from rl_megatron.training.state import TrainingState
 from rl_megatron.training.step import MegatronModel
-from rl_megatron.training.weights import Weights
-from rl_megatron.training.wrapping import wrap_chunks
+from rl_megatron.training.weights import SCORE, MegatronWeights
 
 
 class MegatronWorker(TrainingWorker):
     """A `ModelWorker` whose layers are spread over tensor-, pipeline-, context- and expert-parallel ranks by Megatron
-    Core, and whose optimizer state is spread over the data-parallel ones.
+    Core, and whose optimizer state is spread over the data-parallel ranks.
 
     The constructor joins the process groups, builds this rank's part of the model and loads its slices of the Hugging
     Face files. One process holds one worker at a time: Megatron keeps its groups per process.
@@ -66,12 +68,15 @@ def build_parts(
     model = build_model(config, backend, spec, folder=folder, is_packed=is_packed, mesh=mesh)
     if config.lora_cfg.enabled:
         add_adapters(model, config.lora_cfg)
-    weights = Weights(model, WeightFiles.of(folder), mesh)
+    weights = MegatronWeights(model, WeightFiles.of(folder), mesh)
     weights.load(InitialFactors.of(config.lora_cfg, spec.seed))
     chunks = wrap_chunks(model, backend.distributed_data_parallel_config) if spec.trains else []
+
+    def build(parameters: list[nn.Parameter], undecayed: Set[nn.Parameter]) -> Optimizer:
+        return build_optimizer(with_fused_step(config.optimizer, parameters), parameters, undecayed=undecayed)
+
     optimizer = None
     if spec.trains:
-        build = partial(_optimizer, config.optimizer)
         optimizer = ShardedOptimizer(chunks, build, weights.is_counted, weights.norms_and_biases)
     shape = shape_of(model, weights, trains_routers=not backend.freeze_moe_router)
     return TrainingParts(
@@ -83,5 +88,23 @@ def build_parts(
     )
 
 
-def _optimizer(config: OptimizerConfig, parameters: list[nn.Parameter], undecayed: Set[nn.Parameter]) -> Optimizer:
-    return build_optimizer(with_fused_step(config, parameters), parameters, undecayed=undecayed)
+def shape_of(model: ReadingModel, weights: MegatronWeights, *, trains_routers: bool) -> ModelShape:
+    """Return the shape of a whole model with its adapters, whatever part of it this rank holds."""
+    # The embedding is looked up; a head that is tied to it multiplies with a copy.
+    multiplied = [entry for entry in weights.maps if entry.copy_of or entry.sources[0].name != EMBEDDING]
+    adapters = {half.target for adapter in model.adapters.values() for half in (adapter.down, adapter.up)}
+    if adapters:
+        trained = [entry for entry in multiplied if entry.target in adapters or entry.target == SCORE]
+    else:
+        trained = [entry for entry in multiplied if trains_routers or ".router." not in entry.target]
+
+    def entries_for_one_token(maps: list[WeightMap]) -> int:
+        """Return the entries of all matrices except of the experts that a token is not sent to."""
+        sizes = [(entry, prod(source.shape)) for entry in maps for source in entry.sources if len(source.shape) > 1]
+        dense = sum(size for entry, size in sizes if entry.over == "tp")
+        experts = sum(size for entry, size in sizes if entry.over == "etp")
+        # All experts of a model have one shape.
+        chosen = experts * model.config.moe_router_topk // model.config.num_moe_experts if experts else 0
+        return dense + chosen
+
+    return ModelShape(entries_for_one_token(multiplied), entries_for_one_token(trained), attention_shapes(model.hf))

@@ -18,8 +18,7 @@ from rl_megatron.checks import check_architecture
 from rl_megatron.config import MegatronConfig
 from rl_megatron.families.catalog import family_of
 from rl_megatron.families.rotary import inverse_frequencies, latent_settings, scaling_fields
-from rl_megatron.generation.config import MegatronGenerationConfig
-from rl_megatron.generation.plugin import check_layers
+from rl_megatron.generation.plugin import MegatronGenerationConfig, check_layers
 
 THETA = {"rope_theta": 1e4}
 LINEAR = {**THETA, "rope_type": "linear", "factor": 4.0}

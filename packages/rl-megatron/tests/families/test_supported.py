@@ -17,7 +17,7 @@ from rl_megatron import preflight
 from rl_megatron.checks import check_architecture
 from rl_megatron.config import MegatronConfig
 from rl_megatron.families.catalog import BUILT_IN, family_of
-from rl_megatron.families.supported import RULES, Sizes
+from rl_megatron.families.supported import RULES, num_key_heads, sizes_of
 
 SMALL = {
     "vocab_size": 101,
@@ -155,7 +155,8 @@ def test_a_layout_that_a_family_is_trained_on_is_accepted(tmp_path: Path, family
 def test_sizes_from_the_fields_of_a_file_are_those_of_megatrons_config(family: str) -> None:
     fields = fields_of(family)
     hf = AutoConfig.for_model(**fields)
-    assert Sizes.of(fields) == Sizes.of(hf.to_dict(), family_of(hf).settings(hf))
+    assert sizes_of(fields, None) == sizes_of(hf.to_dict(), family_of(hf).settings(hf))
+    assert num_key_heads(fields) == num_key_heads(hf.to_dict())
 
 
 def test_every_family_has_rules() -> None:

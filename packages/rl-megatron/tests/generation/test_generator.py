@@ -24,9 +24,8 @@ from rl_core.testing.generator import GeneratorSuite
 from rl_core.testing.weights import model_config
 from rl_core.torch.generation.row import Row
 from rl_core.weights import Manifest, TensorSpec
-from rl_megatron.generation.config import MegatronGenerationConfig
-from rl_megatron.generation.decoder import next_batch
-from rl_megatron.generation.generator import MegatronGenerator
+from rl_megatron.generation.generator import MegatronGenerator, next_batch
+from rl_megatron.generation.plugin import MegatronGenerationConfig
 
 CPU = Placement("cpu")
 

@@ -4,8 +4,8 @@ from layouts import write_family
 
 from rl_core.model_config import GenerationConfig
 from rl_core.testing.torch.reported_routing import ReportedRoutingSuite
-from rl_megatron.generation.config import MegatronGenerationConfig
 from rl_megatron.generation.generator import MegatronGenerator
+from rl_megatron.generation.plugin import MegatronGenerationConfig
 
 
 class TestReportedRouting(ReportedRoutingSuite):

@@ -6,7 +6,7 @@ from layouts import write_family
 from transformers import AutoConfig
 
 from rl_megatron.config import MegatronConfig
-from rl_megatron.model import fusions
+from rl_megatron.model import architecture
 from rl_megatron.model.architecture import transformer_config
 from rl_megatron.transformer_fields import FUSIONS
 
@@ -80,6 +80,6 @@ def test_a_rotary_embedding_that_scales_packed_rows_is_not_fused(tmp_path):
 
 
 def test_gradients_accumulate_in_products_if_the_extension_is_installed(configs, monkeypatch):
-    monkeypatch.setattr(fusions, "has_gradient_accumulation", lambda: True)
+    monkeypatch.setattr(architecture, "has_gradient_accumulation", lambda: True)
     assert fused(configs["qwen3"]) == DENSE | {"gradient_accumulation_fusion"}
     assert fused(configs["qwen3"], kwargs={"gradient_accumulation_fusion": False}) == DENSE

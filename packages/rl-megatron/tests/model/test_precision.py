@@ -21,8 +21,8 @@ from rl_core.torch.files.model_files import WeightFiles
 from rl_megatron.conversion.splits import Whole
 from rl_megatron.conversion.weight_map import HFTensor, WeightMap
 from rl_megatron.families.catalog import family_of
+from rl_megatron.model.layers import SharedExperts
 from rl_megatron.model.precision import hold_in_float32, kept_by_family, kept_in_float32
-from rl_megatron.model.shared_experts import SharedExperts
 
 ALL = LAYOUTS | EXPERT_LAYOUTS
 MODEL_FILE = "model.safetensors"

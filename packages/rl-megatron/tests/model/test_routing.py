@@ -14,7 +14,7 @@ from rl_core.selfcheck.torch.tiny_model import read_weights
 from rl_core.testing.exhaustive import partly_exhaustive
 from rl_core.testing.model_worker import LAYOUTS as BATCHINGS
 from rl_core.testing.model_worker import make_batch, poison
-from rl_megatron.model.balancing_loss import balancing_loss
+from rl_megatron.model.routing import balancing_loss
 
 ALL = LAYOUTS | EXPERT_LAYOUTS
 PLAIN = OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 1.0})

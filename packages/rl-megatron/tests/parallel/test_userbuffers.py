@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from rl_megatron.config import MegatronConfig
 from rl_megatron.model.architecture import transformer_config
-from rl_megatron.parallel.userbuffers import close_buffers, open_buffers
+from rl_megatron.parallel.mesh import close_buffers, open_buffers
 
 pytestmark = pytest.mark.usefixtures("engine_kernels")
 

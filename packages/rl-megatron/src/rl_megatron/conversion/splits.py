@@ -15,39 +15,42 @@ Reader = Callable[[int, tuple[slice, ...]], Tensor]
 
 
 class Split(Protocol):
-    """Split and join of one parameter; `part` and then `join` over all ranks restores it bit for bit."""
+    """Split and join of one parameter; `part` and then `join` over all ranks restores it bit for bit.
+
+    The methods with a body are the defaults of a subclass whose parts are equal chunks along dim 0.
+    """
 
     def part(self, read: Reader, rank: int, size: int) -> Tensor:
         """Return the part that rank `rank` of `size` holds; reads only the slices that it needs."""
         ...
 
     def join(self, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The Hugging Face tensors from the parts of all ranks."""
+        """Return the Hugging Face tensors from the parts of all ranks."""
         ...
 
     def divides(self, size: int) -> bool:
         """Return whether the parameter can be spread over `size` ranks."""
-        ...
+        return True
 
     def is_even(self, size: int) -> bool:
-        """Return whether each of `size` ranks holds of every Hugging Face tensor what `Chunks` of it alone would
-        give."""
-        ...
+        """Return whether each of `size` ranks holds the same share of every Hugging Face tensor as `Chunks` of that
+        tensor would give it."""
+        return True
 
     def slices(self, part: Tensor) -> tuple[Tensor, ...]:
-        """Views of a part, one after the other in its memory, each an equal chunk along `dim` of a tensor that does not
-        depend on the number of ranks."""
-        ...
+        """Return views of a part, one after the other in its memory. Each is an equal chunk along `dim` of a tensor
+        that does not depend on the number of ranks."""
+        return (part,)
 
     @property
     def dim(self) -> int | None:
-        """Dim along which the parts lie side by side; None if every rank holds all of it."""
-        ...
+        """Dim along which the parts are next to each other; None if every rank holds the whole parameter."""
+        return 0
 
 
 @dataclass(frozen=True)
-class Whole:
-    """Every rank holds all of it."""
+class Whole(Split):
+    """Every rank holds the whole parameter."""
 
     def part(self, read: Reader, rank: int, size: int) -> Tensor:
         """See `Split.part`."""
@@ -57,17 +60,9 @@ class Whole:
         """See `Split.join`."""
         return (parts[0],)
 
-    def divides(self, size: int) -> bool:
-        """See `Split.divides`."""
-        return True
-
     def is_even(self, size: int) -> bool:
         """See `Split.is_even`."""
         return size == 1
-
-    def slices(self, part: Tensor) -> tuple[Tensor, ...]:
-        """See `Split.slices`."""
-        return (part,)
 
     @property
     def dim(self) -> int | None:
@@ -76,7 +71,7 @@ class Whole:
 
 
 @dataclass(frozen=True)
-class Chunks:
+class Chunks(Split):
     """Equal chunks along a dim.
 
     Args:
@@ -100,17 +95,9 @@ class Chunks:
         """See `Split.divides`."""
         return self.length % size == 0
 
-    def is_even(self, size: int) -> bool:
-        """See `Split.is_even`."""
-        return True
-
-    def slices(self, part: Tensor) -> tuple[Tensor, ...]:
-        """See `Split.slices`."""
-        return (part,)
-
 
 @dataclass(frozen=True)
-class Vocabulary:
+class Vocabulary(Split):
     """Rows of an embedding or a head, padded with zeros at the end so that all ranks hold the same number."""
 
     num_rows: int
@@ -126,26 +113,9 @@ class Vocabulary:
         """See `Split.join`."""
         return (torch.cat(list(parts))[: self.num_rows],)
 
-    def divides(self, size: int) -> bool:
-        """See `Split.divides`."""
-        return True
-
-    def is_even(self, size: int) -> bool:
-        """See `Split.is_even`."""
-        return True
-
-    def slices(self, part: Tensor) -> tuple[Tensor, ...]:
-        """See `Split.slices`."""
-        return (part,)
-
-    @property
-    def dim(self) -> int | None:
-        """See `Split.dim`."""
-        return 0
-
 
 @dataclass(frozen=True)
-class Blocks:
+class Blocks(Split):
     """Blocks of rows; every rank holds an equal chunk of each block, in order.
 
     Args:
@@ -170,7 +140,7 @@ class Blocks:
 
     def divides(self, size: int) -> bool:
         """See `Split.divides`."""
-        return all(height % size == 0 for height in self._all)
+        return all(height % size == 0 for height in chain(*self.heights))
 
     def is_even(self, size: int) -> bool:
         """See `Split.is_even`."""
@@ -178,21 +148,12 @@ class Blocks:
 
     def slices(self, part: Tensor) -> tuple[Tensor, ...]:
         """See `Split.slices`."""
-        size = sum(self._all) // len(part)
-        return part.split([height // size for height in self._all])
-
-    @property
-    def dim(self) -> int | None:
-        """See `Split.dim`."""
-        return 0
-
-    @property
-    def _all(self) -> list[int]:
-        return list(chain(*self.heights))
+        size = sum(chain(*self.heights)) // len(part)
+        return part.split([height // size for height in chain(*self.heights)])
 
 
 def gate_up(width: int) -> Blocks:
-    """The gate's and the up projection's rows, one below the other on each rank.
+    """Return the split of a gate's and an up projection's rows, of which each rank holds chunks one below the other.
 
     Args:
         width: Rows of each.
@@ -201,7 +162,7 @@ def gate_up(width: int) -> Blocks:
 
 
 @dataclass(frozen=True)
-class QueryKeyValue:
+class QueryKeyValue(Split):
     """Queries, keys and values by group: the queries that share a key, then that key, then its value.
 
     If there are more ranks than groups, several ranks hold equal runs of each group's rows, whichever of them are
@@ -211,8 +172,8 @@ class QueryKeyValue:
         num_heads: Number of heads of queries.
         num_groups: Number of groups of keys and values.
         head_dim: Rows of each.
-        has_gates: True if each query is followed by a gate of its head's output; those of a group follow its queries
-            here.
+        has_gates: True if each query is followed by a gate of its head's output. In the parameter, the gates of a
+            group follow its queries.
     """
 
     num_heads: int
@@ -251,15 +212,6 @@ class QueryKeyValue:
         """See `Split.is_even`."""
         return size <= self.num_groups
 
-    def slices(self, part: Tensor) -> tuple[Tensor, ...]:
-        """See `Split.slices`."""
-        return (part,)
-
-    @property
-    def dim(self) -> int | None:
-        """See `Split.dim`."""
-        return 0
-
     @property
     def _rows(self) -> list[int]:
         """Rows of queries (with their gates), of the key and of the value in one group."""
@@ -267,7 +219,7 @@ class QueryKeyValue:
         return [queries * self.head_dim, self.head_dim, self.head_dim]
 
     def _part_of_group(self, read: Reader, rank: int, ranks_of_group: int) -> Tensor:
-        """The part of one of the ranks that share a group."""
+        """Return the part of one of the ranks that share a group."""
         group, place = divmod(rank, ranks_of_group)
         height = sum(self._rows) // ranks_of_group
         parts = []
@@ -277,7 +229,7 @@ class QueryKeyValue:
                 continue
             base = group * rows
             if index == 0 and self.has_gates:
-                # queries and gates alternate head by head in the file
+                # Queries and gates alternate head by head in the file.
                 block = read(index, (slice(base, base + rows),)).unflatten(0, (-1, 2, self.head_dim))
                 parts.append(block.transpose(0, 1).flatten(0, 2)[first:last])
             else:
@@ -286,5 +238,5 @@ class QueryKeyValue:
 
 
 def padded_vocab(vocab_size: int, size: int) -> int:
-    """The vocabulary that `size` ranks can share evenly."""
+    """Return the vocabulary size that `size` ranks can share evenly."""
     return -(-vocab_size // size) * size

@@ -1,4 +1,4 @@
-"""The families that there are: those of this package, and those that other packages offer."""
+"""The families of this package, and the families that other packages offer."""
 
 from __future__ import annotations
 
@@ -7,17 +7,14 @@ from importlib.metadata import entry_points
 
 from transformers import PreTrainedConfig
 
-from rl_megatron.families.deepseek import DEEPSEEK_V3
-from rl_megatron.families.dense import LLAMA, MISTRAL, QWEN2, QWEN3
-from rl_megatron.families.experts import MIXTRAL, QWEN2_MOE, QWEN3_MOE
-from rl_megatron.families.family import Family
-from rl_megatron.families.glm import GLM4_MOE
-from rl_megatron.families.qwen3_next import QWEN3_NEXT
+from rl_megatron.families.deepseek import DEEPSEEK_V3, GLM4_MOE
+from rl_megatron.families.dense import LLAMA, MISTRAL, QWEN2, QWEN3, Family
+from rl_megatron.families.experts import MIXTRAL, QWEN2_MOE, QWEN3_MOE, QWEN3_NEXT
 
 GROUP = "rl_megatron.families"
 """Entry points through which other packages offer families. One that is named after Hugging Face's `model_type` is a
-`Family`; one named `any` is a function from a Hugging Face config to a `Family`, or to None for a model that it does
-not know, and is asked last: a library of many families needs one entry point.
+`Family`. One named `any` is a function from a Hugging Face config to a `Family`, or to None for a model that it does
+not know, and is called last: a library of many families needs one entry point.
 """
 
 ANY = "any"
@@ -38,26 +35,25 @@ BUILT_IN: Mapping[str, Family] = {
 
 
 def family_of(config: PreTrainedConfig) -> Family:
-    """The family of a model.
+    """Return the family of a model.
 
     Raises:
-        ValueError: If there is none, naming those there are and how another is added.
+        ValueError: If there is none, with the known families and the way to add another.
     """
-    if config.model_type in BUILT_IN:
-        return BUILT_IN[config.model_type]
-    offered = sorted(entry_points(group=GROUP), key=lambda entry: (entry.name != config.model_type, entry.value))
-    for entry in offered:
+    kind = config.model_type
+    if kind in BUILT_IN:
+        return BUILT_IN[kind]
+    for entry in sorted(entry_points(group=GROUP), key=lambda entry: (entry.name != kind, entry.value)):
         found: Family | None = None
-        if entry.name == config.model_type:
+        if entry.name == kind:
             found = entry.load()
         elif entry.name == ANY:
             found = entry.load()(config)
         if found is not None:
             return found
     raise ValueError(
-        f"model_name: rl-megatron has no weight mapping for models of type {config.model_type!r}; it has "
-        f"{', '.join(BUILT_IN)}. "
-        f"Install a package with an entry point named {config.model_type!r} or {ANY!r} in the group {GROUP!r} (such as "
+        f"model_name: rl-megatron has no weight mapping for models of type {kind!r}; it has {', '.join(BUILT_IN)}. "
+        f"Install a package with an entry point named {kind!r} or {ANY!r} in the group {GROUP!r} (such as "
         "one with maps made from megatron-bridge, which cannot be installed beside rl-megatron: it needs "
         "transformers<5), or train with rl-dtensor"
     )

@@ -1,4 +1,8 @@
-"""DeepSeek-V3: multi-head latent attention, shared experts and sigmoid routing."""
+"""DeepSeek-V3, and GLM-4.5, which shares its mixture of experts.
+
+DeepSeek-V3 has multi-head latent attention; GLM-4.5 has grouped-query attention that rotates part of each head. The
+experts of both have sigmoid scores, a correction bias, groups of experts and shared experts.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +10,61 @@ from collections.abc import Mapping
 from typing import Any
 
 from rl_core.hf_config import HFConfig
-from rl_megatron.conversion.splits import Chunks, Whole
+from rl_megatron.conversion.splits import Chunks, Split, Whole
 from rl_megatron.conversion.weight_map import HFTensor, WeightMap
-from rl_megatron.families.dense import common_settings, embedding_map, final_norm_map, norm_maps
-from rl_megatron.families.family import Family
+from rl_megatron.families.dense import (
+    Family,
+    attention_maps,
+    common_settings,
+    grouped_query_settings,
+    mlp_maps,
+    model_maps,
+    partial_rotary_dim,
+    single_map,
+)
+from rl_megatron.families.experts import routed_maps
 from rl_megatron.families.rotary import latent_settings
-from rl_megatron.families.sigmoid_routing import sigmoid_maps, sigmoid_settings
-from rl_megatron.families.supported import bias_problem, interleave_problem, refuse
+from rl_megatron.families.supported import bias_problem, group_problem, interleave_problem, norm_problem, refuse
 
 
-def _settings(config: HFConfig) -> Mapping[str, Any]:
+def _sigmoid_settings(config: HFConfig) -> dict[str, Any]:
+    """Return the fields of Megatron's config for the experts.
+
+    Raises:
+        ValueError: For a routing that Megatron computes differently from transformers.
+    """
+    fields = config.to_dict()
+    refuse(group_problem(fields))
+    refuse(norm_problem(fields))
+    settings = {
+        "num_moe_experts": config.n_routed_experts,
+        "moe_router_topk": config.num_experts_per_tok,
+        "moe_ffn_hidden_size": config.moe_intermediate_size,
+        "moe_shared_expert_intermediate_size": config.moe_intermediate_size * config.n_shared_experts,
+        "moe_layer_freq": [int(layer >= config.first_k_dense_replace) for layer in range(config.num_hidden_layers)],
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_topk_scaling_factor": config.routed_scaling_factor,
+    }
+    if config.topk_group == config.n_group:  # Every group is chosen.
+        return settings
+    return {**settings, "moe_router_num_groups": config.n_group, "moe_router_group_topk": config.topk_group}
+
+
+def _sigmoid_maps(config: HFConfig, layer: int) -> list[WeightMap]:
+    """Return the maps of the experts of a layer, or of the MLP of a dense one."""
+    ours, theirs = f"decoder.layers.{layer}.mlp", f"model.layers.{layer}.mlp"
+    hidden, num_experts, width = config.hidden_size, config.n_routed_experts, config.moe_intermediate_size
+    if layer < config.first_k_dense_replace:
+        return mlp_maps(hidden, config.intermediate_size, ours, theirs)
+    source = HFTensor(f"{theirs}.gate.e_score_correction_bias", (num_experts,))
+    bias = WeightMap(f"{ours}.router.expert_bias", (source,), Whole(), dtype="float32")
+    router, *experts = routed_maps(config, layer, num_experts, width, theirs)
+    shared = mlp_maps(hidden, width * config.n_shared_experts, f"{ours}.shared_experts", f"{theirs}.shared_experts")
+    return [router, bias, *experts, *shared]
+
+
+def _deepseek_settings(config: HFConfig) -> Mapping[str, Any]:
     fields = config.to_dict()
     refuse(bias_problem(fields))
     refuse(interleave_problem(fields))
@@ -29,20 +78,11 @@ def _settings(config: HFConfig) -> Mapping[str, Any]:
         "qk_head_dim": config.qk_nope_head_dim,
         "qk_pos_emb_head_dim": config.qk_rope_head_dim,
         "v_head_dim": config.v_head_dim,
-        **sigmoid_settings(config),
+        **_sigmoid_settings(config),
     }
 
 
-def _weights(config: HFConfig) -> list[WeightMap]:
-    maps = [embedding_map(config)]
-    for layer in range(config.num_hidden_layers):
-        maps += norm_maps(config, layer)
-        maps += _attention_maps(config, layer)
-        maps += sigmoid_maps(config, layer)
-    return [*maps, final_norm_map(config)]
-
-
-def _attention_maps(config: HFConfig, layer: int) -> list[WeightMap]:
+def _deepseek_layer_maps(config: HFConfig, layer: int) -> list[WeightMap]:
     ours, theirs = f"decoder.layers.{layer}.self_attention", f"model.layers.{layer}.self_attn"
     hidden, heads = config.hidden_size, config.num_attention_heads
     query = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim)
@@ -50,8 +90,8 @@ def _attention_maps(config: HFConfig, layer: int) -> list[WeightMap]:
     latent = config.kv_lora_rank + config.qk_rope_head_dim
     values = heads * config.v_head_dim
 
-    def entry(name: str, source: str, shape: tuple[int, ...], split: Any) -> WeightMap:
-        return WeightMap(f"{ours}.{name}.weight", (HFTensor(f"{theirs}.{source}.weight", shape),), split)
+    def entry(name: str, source: str, shape: tuple[int, ...], split: Split) -> WeightMap:
+        return single_map(f"{ours}.{name}.weight", f"{theirs}.{source}.weight", shape, split)
 
     if config.q_lora_rank is None:
         queries = [entry("linear_q_proj", "q_proj", (query, hidden), Chunks(query))]
@@ -68,11 +108,23 @@ def _attention_maps(config: HFConfig, layer: int) -> list[WeightMap]:
         entry("kv_layernorm", "kv_a_layernorm", (config.kv_lora_rank,), Whole()),
         entry("linear_kv_up_proj", "kv_b_proj", (key_value, config.kv_lora_rank), Chunks(key_value)),
         entry("linear_proj", "o_proj", (hidden, values), Chunks(values, dim=1)),
+        *_sigmoid_maps(config, layer),
     ]
 
 
-def _rotary_dim(config: HFConfig) -> int:
-    return int(config.qk_rope_head_dim)
+def _glm_settings(config: HFConfig) -> Mapping[str, Any]:
+    further = {"add_qkv_bias": config.attention_bias, "qk_layernorm": config.use_qk_norm}
+    return {**grouped_query_settings(config), **_sigmoid_settings(config), **further}
 
 
-DEEPSEEK_V3 = Family(_settings, _weights, _rotary_dim)
+def _glm_layer_maps(config: HFConfig, layer: int) -> list[WeightMap]:
+    attention = attention_maps(config, layer, has_bias=config.attention_bias, has_norms=config.use_qk_norm)
+    return [*attention, *_sigmoid_maps(config, layer)]
+
+
+DEEPSEEK_V3 = Family(
+    _deepseek_settings,
+    lambda config: model_maps(config, _deepseek_layer_maps),
+    lambda config: int(config.qk_rope_head_dim),
+)
+GLM4_MOE = Family(_glm_settings, lambda config: model_maps(config, _glm_layer_maps), partial_rotary_dim)

@@ -1,33 +1,51 @@
-"""Llama, Mistral, Qwen2, Qwen2.5 and Qwen3."""
+"""Llama, Mistral, Qwen2, Qwen2.5 and Qwen3, and the settings and maps that other families share with them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
 
 import torch.nn.functional as F
 from transformers import PreTrainedConfig
 
 from rl_core.hf_config import HFConfig
-from rl_megatron.conversion.splits import Chunks, QueryKeyValue, Vocabulary, Whole, gate_up
+from rl_megatron.conversion.splits import Chunks, QueryKeyValue, Split, Vocabulary, Whole, gate_up
 from rl_megatron.conversion.weight_map import HFTensor, WeightMap
-from rl_megatron.families.family import Family
-from rl_megatron.families.supported import (
-    LINEAR_ATTENTION,
-    activation_problem,
-    bias_problem,
-    refuse,
-    window_problem,
-)
+from rl_megatron.families.supported import LINEAR_ATTENTION, activation_problem, bias_problem, refuse, window_problem
+
+PROJECTIONS = {name: f"{name}_proj" for name in ("gate", "up", "down")}
+
+
+@dataclass(frozen=True)
+class Family:
+    """The settings and weight maps that Megatron needs to build and load a family.
+
+    Args:
+        settings: Function from the Hugging Face config to fields of Megatron's `TransformerConfig` (of
+            `MLATransformerConfig` if `multi_latent_attention` is among them).
+        weights: Function from the Hugging Face config to the maps of all weights of the whole model except its head.
+        rotary_dim: Function from the Hugging Face config to the dims of a head that rotary embedding turns.
+    """
+
+    settings: Callable[[PreTrainedConfig], Mapping[str, Any]]
+    weights: Callable[[PreTrainedConfig], list[WeightMap]]
+    rotary_dim: Callable[[PreTrainedConfig], int]
 
 
 def head_dim(config: HFConfig) -> int:
-    """Dims of one attention head."""
+    """Return the dims of one attention head."""
     return int(config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads)
 
 
+def partial_rotary_dim(config: HFConfig) -> int:
+    """Return the dims of a head that are rotated in a family with `partial_rotary_factor`."""
+    return int(head_dim(config) * config.rope_parameters.get("partial_rotary_factor", 1.0))
+
+
 def common_settings(config: HFConfig) -> dict[str, Any]:
-    """Fields of Megatron's config that all families share: RMS norm, SwiGLU, no biases."""
+    """Return the fields of Megatron's config that all families share: RMS norm, SwiGLU, no biases."""
     refuse(activation_problem(config.to_dict()))
     return {
         "num_layers": config.num_hidden_layers,
@@ -44,53 +62,63 @@ def common_settings(config: HFConfig) -> dict[str, Any]:
     }
 
 
-def dense_settings(config: HFConfig) -> dict[str, Any]:
-    """Fields for grouped-query attention and one MLP, without biases."""
+def dense_settings(config: HFConfig, **further: Any) -> dict[str, Any]:
+    """Return the fields for grouped-query attention and one MLP, without biases.
+
+    Args:
+        config: Hugging Face config of the model.
+        further: Further fields of the family.
+    """
     refuse(bias_problem(config.to_dict()))
-    return grouped_query_settings(config)
+    return {**grouped_query_settings(config), **further}
 
 
 def grouped_query_settings(config: HFConfig) -> dict[str, Any]:
-    """Fields for grouped-query attention, with or without biases."""
+    """Return the fields for grouped-query attention, with or without biases."""
+    settings = config.to_dict()
+    common = common_settings(config)
+    kinds = set(settings.get("layer_types") or []) - {LINEAR_ATTENTION}
+    refuse(window_problem(settings))
+    is_sliding = kinds == {"sliding_attention"} if kinds else settings.get("use_sliding_window", True)
+    window = settings.get("sliding_window")
     return {
-        **common_settings(config),
+        **common,
         "num_query_groups": config.num_key_value_heads,
         "kv_channels": head_dim(config),
-        "window_size": _window(config),
+        # Numbers of visible tokens before and after each token, the same in all layers of softmax attention.
+        "window_size": (window - 1, 0) if window and is_sliding else None,
     }
 
 
-def embedding_map(config: HFConfig) -> WeightMap:
-    """The word embedding."""
-    return WeightMap(
-        "embedding.word_embeddings.weight",
-        (HFTensor("model.embed_tokens.weight", (config.vocab_size, config.hidden_size)),),
-        Vocabulary(config.vocab_size),
-    )
+def single_map(target: str, source: str, shape: tuple[int, ...], split: Split) -> WeightMap:
+    """Return the map of a parameter that is made of one Hugging Face tensor."""
+    return WeightMap(target, (HFTensor(source, shape),), split)
 
 
-def final_norm_map(config: HFConfig) -> WeightMap:
-    """The norm after the last layer."""
-    return WeightMap("decoder.final_layernorm.weight", (HFTensor("model.norm.weight", (config.hidden_size,)),), Whole())
+def model_maps(config: HFConfig, layer_maps: Callable[[Any, int], list[WeightMap]]) -> list[WeightMap]:
+    """Return the maps of a whole model except its head: the embedding, the layers with two norms each, and the last
+    norm.
 
-
-def norm_maps(config: HFConfig, layer: int) -> list[WeightMap]:
-    """The two norms of a layer."""
-    names = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
-    return [
-        WeightMap(
-            f"decoder.layers.{layer}.{ours}.weight",
-            (HFTensor(f"model.layers.{layer}.{theirs}.weight", (config.hidden_size,)),),
-            Whole(),
-        )
-        for ours, theirs in names.items()
-    ]
+    Args:
+        config: Hugging Face config of the model.
+        layer_maps: Function from the config and the number of a layer to the maps of its other weights.
+    """
+    vocab, hidden = config.vocab_size, config.hidden_size
+    embedding = "embedding.word_embeddings.weight"
+    maps = [single_map(embedding, "model.embed_tokens.weight", (vocab, hidden), Vocabulary(vocab))]
+    for layer in range(config.num_hidden_layers):
+        norms = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
+        for ours, theirs in norms.items():
+            target, source = f"decoder.layers.{layer}.{ours}.weight", f"model.layers.{layer}.{theirs}.weight"
+            maps.append(single_map(target, source, (hidden,), Whole()))
+        maps += layer_maps(config, layer)
+    return [*maps, single_map("decoder.final_layernorm.weight", "model.norm.weight", (hidden,), Whole())]
 
 
 def attention_maps(
     config: HFConfig, layer: int, *, has_bias: bool = False, has_norms: bool = False, has_gates: bool = False
 ) -> list[WeightMap]:
-    """Grouped-query attention.
+    """Return the maps of grouped-query attention.
 
     Args:
         config: Hugging Face config of the model.
@@ -104,83 +132,56 @@ def attention_maps(
     split = QueryKeyValue(config.num_attention_heads, config.num_key_value_heads, dim, has_gates)
     width, shared = config.num_attention_heads * dim, config.num_key_value_heads * dim
     rows = {"q": 2 * width if has_gates else width, "k": shared, "v": shared}
-    maps = [
-        WeightMap(
-            f"{ours}.linear_qkv.weight",
-            tuple(HFTensor(f"{theirs}.{name}_proj.weight", (count, hidden)) for name, count in rows.items()),
-            split,
-        ),
-        WeightMap(
-            f"{ours}.linear_proj.weight",
-            (HFTensor(f"{theirs}.o_proj.weight", (hidden, width)),),
-            Chunks(width, dim=1),
-        ),
-    ]
+    sources = tuple(HFTensor(f"{theirs}.{name}_proj.weight", (count, hidden)) for name, count in rows.items())
+    output = single_map(f"{ours}.linear_proj.weight", f"{theirs}.o_proj.weight", (hidden, width), Chunks(width, dim=1))
+    maps = [WeightMap(f"{ours}.linear_qkv.weight", sources, split), output]
     if has_bias:
-        sources = tuple(HFTensor(f"{theirs}.{name}_proj.bias", (count,)) for name, count in rows.items())
-        maps.append(WeightMap(f"{ours}.linear_qkv.bias", sources, split))
+        biases = tuple(HFTensor(f"{theirs}.{name}_proj.bias", (count,)) for name, count in rows.items())
+        maps.append(WeightMap(f"{ours}.linear_qkv.bias", biases, split))
     if has_norms:
         for name in ("q", "k"):
-            source = HFTensor(f"{theirs}.{name}_norm.weight", (dim,))
-            maps.append(WeightMap(f"{ours}.{name}_layernorm.weight", (source,), Whole()))
+            norm = single_map(f"{ours}.{name}_layernorm.weight", f"{theirs}.{name}_norm.weight", (dim,), Whole())
+            maps.append(norm)
     return maps
 
 
-def mlp_maps(hidden: int, width: int, ours: str, theirs: str) -> list[WeightMap]:
-    """A gated MLP.
+def mlp_maps(
+    hidden: int,
+    width: int,
+    ours: str,
+    theirs: str,
+    *,
+    names: Mapping[str, str] = PROJECTIONS,
+    over: Literal["tp", "etp"] = "tp",
+) -> list[WeightMap]:
+    """Return the maps of a gated MLP.
 
     Args:
         hidden: Size of hidden states.
         width: Size of the intermediate states.
         ours: Prefix of the names in Megatron.
         theirs: Prefix of the names in files.
+        names: Names of the `gate`, `up` and `down` projections in files.
+        over: Ranks that share it: `etp` for an expert.
     """
-    gate_and_up = tuple(HFTensor(f"{theirs}.{name}_proj.weight", (width, hidden)) for name in ("gate", "up"))
-    down = HFTensor(f"{theirs}.down_proj.weight", (hidden, width))
+    gate_and_up = tuple(HFTensor(f"{theirs}.{names[name]}.weight", (width, hidden)) for name in ("gate", "up"))
+    down = HFTensor(f"{theirs}.{names['down']}.weight", (hidden, width))
     return [
-        WeightMap(f"{ours}.linear_fc1.weight", gate_and_up, gate_up(width)),
-        WeightMap(f"{ours}.linear_fc2.weight", (down,), Chunks(width, dim=1)),
+        WeightMap(f"{ours}.linear_fc1.weight", gate_and_up, gate_up(width), over=over),
+        WeightMap(f"{ours}.linear_fc2.weight", (down,), Chunks(width, dim=1), over=over),
     ]
 
 
 def _dense_maps(config: HFConfig, *, has_bias: bool = False, has_norms: bool = False) -> list[WeightMap]:
-    maps = [embedding_map(config)]
-    for layer in range(config.num_hidden_layers):
-        maps += norm_maps(config, layer)
-        maps += attention_maps(config, layer, has_bias=has_bias, has_norms=has_norms)
-        prefixes = f"decoder.layers.{layer}.mlp", f"model.layers.{layer}.mlp"
-        maps += mlp_maps(config.hidden_size, config.intermediate_size, *prefixes)
-    return [*maps, final_norm_map(config)]
+    def layer_maps(config: HFConfig, layer: int) -> list[WeightMap]:
+        ours, theirs = f"decoder.layers.{layer}.mlp", f"model.layers.{layer}.mlp"
+        attention = attention_maps(config, layer, has_bias=has_bias, has_norms=has_norms)
+        return [*attention, *mlp_maps(config.hidden_size, config.intermediate_size, ours, theirs)]
 
-
-def _window(config: HFConfig) -> tuple[int, int] | None:
-    """Numbers of tokens before and after each token that it sees, the same in all layers of softmax attention; None if
-    it sees all before it."""
-    settings = config.to_dict()
-    kinds = set(settings.get("layer_types") or []) - {LINEAR_ATTENTION}
-    refuse(window_problem(settings))
-    is_sliding = kinds == {"sliding_attention"} if kinds else settings.get("use_sliding_window", True)
-    window = settings.get("sliding_window")
-    return (window - 1, 0) if window and is_sliding else None
-
-
-def _qwen2_settings(config: HFConfig) -> Mapping[str, Any]:
-    return {**dense_settings(config), "add_qkv_bias": True}
-
-
-def _qwen3_settings(config: HFConfig) -> Mapping[str, Any]:
-    return {**dense_settings(config), "qk_layernorm": True}
-
-
-def _qwen2_maps(config: PreTrainedConfig) -> list[WeightMap]:
-    return _dense_maps(config, has_bias=True)
-
-
-def _qwen3_maps(config: PreTrainedConfig) -> list[WeightMap]:
-    return _dense_maps(config, has_norms=True)
+    return model_maps(config, layer_maps)
 
 
 LLAMA = Family(dense_settings, _dense_maps, head_dim)
 MISTRAL = LLAMA
-QWEN2 = Family(_qwen2_settings, _qwen2_maps, head_dim)
-QWEN3 = Family(_qwen3_settings, _qwen3_maps, head_dim)
+QWEN2 = Family(partial(dense_settings, add_qkv_bias=True), partial(_dense_maps, has_bias=True), head_dim)
+QWEN3 = Family(partial(dense_settings, qk_layernorm=True), partial(_dense_maps, has_norms=True), head_dim)

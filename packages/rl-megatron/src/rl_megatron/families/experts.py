@@ -1,4 +1,7 @@
-"""Qwen2-MoE, Qwen3-MoE and Mixtral."""
+"""Qwen2-MoE, Qwen3-MoE, Qwen3-Next and Mixtral.
+
+Qwen3-Next has linear attention in most layers, gated attention in the others, and experts with a gated shared one.
+"""
 
 from __future__ import annotations
 
@@ -7,62 +10,53 @@ from functools import partial
 from typing import Any
 
 from rl_core.hf_config import HFConfig
-from rl_megatron.conversion.splits import Chunks, Whole, gate_up
+from rl_megatron.conversion.splits import Blocks, Chunks, Whole
 from rl_megatron.conversion.weight_map import HFTensor, WeightMap
 from rl_megatron.families.dense import (
+    PROJECTIONS,
+    Family,
     attention_maps,
     dense_settings,
-    embedding_map,
-    final_norm_map,
     head_dim,
     mlp_maps,
-    norm_maps,
+    model_maps,
+    partial_rotary_dim,
+    single_map,
 )
-from rl_megatron.families.family import Family
+from rl_megatron.families.supported import LINEAR_ATTENTION
 
 
-def expert_maps(
-    hidden: int, width: int, layer: int, expert: int, theirs: str, names: Mapping[str, str]
+def routed_maps(
+    config: HFConfig, layer: int, num_experts: int, width: int, theirs: str, names: Mapping[str, str] = PROJECTIONS
 ) -> list[WeightMap]:
-    """One expert.
+    """Return the maps of a layer's router and of the experts that it chooses from.
 
     Args:
-        hidden: Size of hidden states.
-        width: Size of the intermediate states.
+        config: Hugging Face config of the model.
         layer: Number of the layer, from 0.
-        expert: Number of the expert in the whole layer, from 0.
-        theirs: Prefix of its names in files.
+        num_experts: Experts of the layer.
+        width: Size of an expert's intermediate states.
+        theirs: Prefix of the layer's names in files.
         names: Names of the `gate`, `up` and `down` projections there.
     """
-    ours = f"decoder.layers.{layer}.mlp.experts.local_experts.{expert}"
-    gate_and_up = tuple(HFTensor(f"{theirs}.{names[name]}.weight", (width, hidden)) for name in ("gate", "up"))
-    down = HFTensor(f"{theirs}.{names['down']}.weight", (hidden, width))
-    return [
-        WeightMap(f"{ours}.linear_fc1.weight", gate_and_up, gate_up(width), over="etp"),
-        WeightMap(f"{ours}.linear_fc2.weight", (down,), Chunks(width, dim=1), over="etp"),
-    ]
+    ours, hidden = f"decoder.layers.{layer}.mlp", config.hidden_size
+    maps = [single_map(f"{ours}.router.weight", f"{theirs}.gate.weight", (num_experts, hidden), Whole())]
+    for expert in range(num_experts):
+        prefixes = f"{ours}.experts.local_experts.{expert}", f"{theirs}.experts.{expert}"
+        maps += mlp_maps(hidden, width, *prefixes, names=names, over="etp")
+    return maps
 
 
-def router_map(hidden: int, num_experts: int, layer: int, theirs: str) -> WeightMap:
-    """A layer's router."""
-    source = HFTensor(f"{theirs}.gate.weight", (num_experts, hidden))
-    return WeightMap(f"decoder.layers.{layer}.mlp.router.weight", (source,), Whole())
-
-
-PROJECTIONS = {name: f"{name}_proj" for name in ("gate", "up", "down")}
-
-
-def qwen_settings(config: HFConfig) -> dict[str, Any]:
-    """Fields for grouped-query attention and layers of experts, as Qwen's models have them."""
-    pattern = [int(_has_experts(config, layer)) for layer in range(config.num_hidden_layers)]
+def _qwen_settings(config: HFConfig, **further: Any) -> dict[str, Any]:
     return {
         **dense_settings(config),
         "num_moe_experts": config.num_experts,
         "moe_router_topk": config.num_experts_per_tok,
         "moe_ffn_hidden_size": config.moe_intermediate_size,
-        "moe_layer_freq": pattern,
-        # softmax over all experts and no renormalisation, or over the chosen ones
+        "moe_layer_freq": [int(_has_experts(config, layer)) for layer in range(config.num_hidden_layers)],
+        # Softmax is over all experts without renormalisation, or over the chosen ones.
         "moe_router_pre_softmax": not config.norm_topk_prob,
+        **further,
     }
 
 
@@ -71,89 +65,121 @@ def _has_experts(config: HFConfig, layer: int) -> bool:
     return is_step and layer not in config.mlp_only_layers
 
 
-def shared_expert_settings(config: HFConfig) -> Mapping[str, Any]:
-    """Fields for shared experts with a gate."""
-    return {
-        "moe_shared_expert_intermediate_size": config.shared_expert_intermediate_size,
-        "moe_shared_expert_gate": True,
-    }
-
-
-def _qwen2_moe_settings(config: HFConfig) -> Mapping[str, Any]:
-    return {**qwen_settings(config), **shared_expert_settings(config), "add_qkv_bias": config.qkv_bias}
-
-
-def _qwen3_moe_settings(config: HFConfig) -> Mapping[str, Any]:
-    return {**qwen_settings(config), "qk_layernorm": True}
-
-
-def qwen_maps(config: HFConfig, mixer_maps: Callable[[Any, int], list[WeightMap]]) -> list[WeightMap]:
-    """A model with layers of experts without shared ones.
+def _qwen_maps(config: HFConfig, mixer_maps: Callable[[Any, int], list[WeightMap]]) -> list[WeightMap]:
+    """Return the maps of a model with layers of experts without shared ones.
 
     Args:
         config: Hugging Face config of the model.
         mixer_maps: Function from the config and the number of a layer to the maps of its attention.
     """
-    maps = [embedding_map(config)]
-    for layer in range(config.num_hidden_layers):
+
+    def layer_maps(config: HFConfig, layer: int) -> list[WeightMap]:
         theirs = f"model.layers.{layer}.mlp"
-        maps += norm_maps(config, layer)
-        maps += mixer_maps(config, layer)
-        if not _has_experts(config, layer):
-            maps += mlp_maps(config.hidden_size, config.intermediate_size, f"decoder.layers.{layer}.mlp", theirs)
-            continue
-        maps.append(router_map(config.hidden_size, config.num_experts, layer, theirs))
-        for expert in range(config.num_experts):
-            prefix = f"{theirs}.experts.{expert}"
-            maps += expert_maps(config.hidden_size, config.moe_intermediate_size, layer, expert, prefix, PROJECTIONS)
-    return [*maps, final_norm_map(config)]
+        if _has_experts(config, layer):
+            mlp = routed_maps(config, layer, config.num_experts, config.moe_intermediate_size, theirs)
+        else:
+            mlp = mlp_maps(config.hidden_size, config.intermediate_size, f"decoder.layers.{layer}.mlp", theirs)
+        return [*mixer_maps(config, layer), *mlp]
+
+    return model_maps(config, layer_maps)
 
 
-def shared_expert_maps(config: HFConfig) -> list[WeightMap]:
-    """The shared experts of all layers, and their gates."""
+def _shared_expert_settings(config: HFConfig) -> Mapping[str, Any]:
+    size = config.shared_expert_intermediate_size
+    return {"moe_shared_expert_intermediate_size": size, "moe_shared_expert_gate": True}
+
+
+def _shared_expert_maps(config: HFConfig) -> list[WeightMap]:
+    """Return the maps of the shared experts of all layers, and of their gates."""
     maps = []
     hidden, width = config.hidden_size, config.shared_expert_intermediate_size
     for layer in range(config.num_hidden_layers):
         if _has_experts(config, layer):
             ours, theirs = f"decoder.layers.{layer}.mlp.shared_experts", f"model.layers.{layer}.mlp"
             maps += mlp_maps(hidden, width, ours, f"{theirs}.shared_expert")
-            gate = HFTensor(f"{theirs}.shared_expert_gate.weight", (1, hidden))
-            maps.append(WeightMap(f"{ours}.gate_weight", (gate,), Whole()))
+            maps.append(single_map(f"{ours}.gate_weight", f"{theirs}.shared_expert_gate.weight", (1, hidden), Whole()))
     return maps
+
+
+def _qwen2_moe_settings(config: HFConfig) -> Mapping[str, Any]:
+    return _qwen_settings(config, **_shared_expert_settings(config), add_qkv_bias=config.qkv_bias)
 
 
 def _qwen2_moe_maps(config: HFConfig) -> list[WeightMap]:
     attention = partial(attention_maps, has_bias=config.qkv_bias)
-    return [*qwen_maps(config, attention), *shared_expert_maps(config)]
+    return [*_qwen_maps(config, attention), *_shared_expert_maps(config)]
 
 
 def _qwen3_moe_maps(config: HFConfig) -> list[WeightMap]:
-    return qwen_maps(config, partial(attention_maps, has_norms=True))
+    return _qwen_maps(config, partial(attention_maps, has_norms=True))
 
 
-def _mixtral_settings(config: HFConfig) -> Mapping[str, Any]:
+def _qwen3_next_settings(config: HFConfig) -> Mapping[str, Any]:
+    same = (
+        "linear_conv_kernel_dim",
+        "linear_key_head_dim",
+        "linear_value_head_dim",
+        "linear_num_key_heads",
+        "linear_num_value_heads",
+    )
     return {
-        **dense_settings(config),
-        "num_moe_experts": config.num_local_experts,
-        "moe_router_topk": config.num_experts_per_tok,
-        "moe_ffn_hidden_size": config.intermediate_size,
-        "moe_layer_freq": [1] * config.num_hidden_layers,
+        **_qwen_settings(config),
+        **_shared_expert_settings(config),
+        "qk_layernorm": True,
+        "layernorm_zero_centered_gamma": True,
+        "attention_output_gate": True,
+        "linear_attention_freq": [int(kind == LINEAR_ATTENTION) for kind in config.layer_types],
+        **{name: getattr(config, name) for name in same},
     }
 
 
+def _qwen3_next_maps(config: HFConfig) -> list[WeightMap]:
+    return [*_qwen_maps(config, _mixer_maps), *_shared_expert_maps(config)]
+
+
+def _mixer_maps(config: HFConfig, layer: int) -> list[WeightMap]:
+    """Return the maps of a layer's attention, linear or gated."""
+    if config.layer_types[layer] != LINEAR_ATTENTION:
+        return attention_maps(config, layer, has_norms=True, has_gates=True)
+    ours, theirs = f"decoder.layers.{layer}.self_attention", f"model.layers.{layer}.linear_attn"
+    hidden, heads = config.hidden_size, config.linear_num_value_heads
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    values = heads * config.linear_value_head_dim
+    projected = {"in_proj_qkvz": 2 * (keys + values), "in_proj_ba": 2 * heads}
+    inputs = tuple(HFTensor(f"{theirs}.{name}.weight", (count, hidden)) for name, count in projected.items())
+    kernel = (2 * keys + values, 1, config.linear_conv_kernel_dim)
+    norm = (config.linear_value_head_dim,)
+    output = Chunks(values, dim=1)
+    return [
+        WeightMap(f"{ours}.in_proj.weight", inputs, Blocks(tuple((count,) for count in projected.values()))),
+        single_map(f"{ours}.conv_weight", f"{theirs}.conv1d.weight", kernel, Blocks(((keys, keys, values),))),
+        single_map(f"{ours}.A_log", f"{theirs}.A_log", (heads,), Chunks(heads)),
+        single_map(f"{ours}.dt_bias", f"{theirs}.dt_bias", (heads,), Chunks(heads)),
+        single_map(f"{ours}.norm_weight", f"{theirs}.norm.weight", norm, Whole()),
+        single_map(f"{ours}.out_proj.weight", f"{theirs}.out_proj.weight", (hidden, values), output),
+    ]
+
+
+def _mixtral_settings(config: HFConfig) -> Mapping[str, Any]:
+    return dense_settings(
+        config,
+        num_moe_experts=config.num_local_experts,
+        moe_router_topk=config.num_experts_per_tok,
+        moe_ffn_hidden_size=config.intermediate_size,
+        moe_layer_freq=[1] * config.num_hidden_layers,
+    )
+
+
 def _mixtral_maps(config: HFConfig) -> list[WeightMap]:
-    maps = [embedding_map(config)]
-    for layer in range(config.num_hidden_layers):
-        theirs = f"model.layers.{layer}.block_sparse_moe"
-        maps += norm_maps(config, layer)
-        maps += attention_maps(config, layer)
-        maps.append(router_map(config.hidden_size, config.num_local_experts, layer, theirs))
-        for expert in range(config.num_local_experts):
-            prefix, names = f"{theirs}.experts.{expert}", {"gate": "w1", "up": "w3", "down": "w2"}
-            maps += expert_maps(config.hidden_size, config.intermediate_size, layer, expert, prefix, names)
-    return [*maps, final_norm_map(config)]
+    def layer_maps(config: HFConfig, layer: int) -> list[WeightMap]:
+        theirs, names = f"model.layers.{layer}.block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"}
+        experts = routed_maps(config, layer, config.num_local_experts, config.intermediate_size, theirs, names)
+        return [*attention_maps(config, layer), *experts]
+
+    return model_maps(config, layer_maps)
 
 
 QWEN2_MOE = Family(_qwen2_moe_settings, _qwen2_moe_maps, head_dim)
-QWEN3_MOE = Family(_qwen3_moe_settings, _qwen3_moe_maps, head_dim)
+QWEN3_MOE = Family(partial(_qwen_settings, qk_layernorm=True), _qwen3_moe_maps, head_dim)
+QWEN3_NEXT = Family(_qwen3_next_settings, _qwen3_next_maps, partial_rotary_dim)
 MIXTRAL = Family(_mixtral_settings, _mixtral_maps, head_dim)

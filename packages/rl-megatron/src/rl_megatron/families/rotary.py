@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rl_core.hf_config import HFConfig
-from rl_megatron.families.rope import rope_problem
+from rl_megatron.families.supported import rope_problem
 
 
 def inverse_frequencies(config: HFConfig, dim: int) -> Tensor:
@@ -24,7 +24,7 @@ def inverse_frequencies(config: HFConfig, dim: int) -> Tensor:
     Raises:
         ValueError: For a rotary embedding that Megatron's layers do not compute.
     """
-    check_rope(config)
+    _check_rope(config)
     parameters = config.rope_parameters
     kind = parameters["rope_type"]
     if kind == "default":
@@ -39,7 +39,7 @@ def inverse_frequencies(config: HFConfig, dim: int) -> Tensor:
 
 
 def scaling_fields(config: HFConfig) -> Mapping[str, float]:
-    """Return the fields of Megatron's config by which attention scales cosines and sines; empty if it does not.
+    """Return the fields of Megatron's config that make attention scale cosines and sines; empty if it does not.
 
     Args:
         config: Hugging Face config of a model without latent attention.
@@ -62,10 +62,10 @@ def latent_settings(config: HFConfig) -> Mapping[str, Any]:
     Raises:
         ValueError: For one that Megatron's layers do not compute.
     """
-    check_rope(config)
+    _check_rope(config)
     rope = config.rope_parameters
     if rope["rope_type"] == "default":
-        # Megatron defaults to a scaling of 40
+        # Megatron defaults to a scaling of 40.
         plain = {"rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
         return {**plain, "rotary_base": rope["rope_theta"]}
     _, attention_factor = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
@@ -82,19 +82,14 @@ def latent_settings(config: HFConfig) -> Mapping[str, Any]:
     }
 
 
-def check_rope(config: HFConfig) -> None:
-    """Refuse a rotary embedding that Megatron's layers do not compute.
-
-    Raises:
-        ValueError: Naming its type.
-    """
+def _check_rope(config: HFConfig) -> None:
     problem = rope_problem(config.to_dict())
     if problem:
         raise ValueError(f"model_name: {problem.message}")
 
 
 def _mscale(attention_factor: float, factor: float, all_dim: float) -> float:
-    """Return the `mscale` with which Megatron scales cosines and sines by `attention_factor`.
+    """Return the `mscale` that makes Megatron scale cosines and sines by `attention_factor`.
 
     Megatron scales them by `(0.1 mscale log(factor) + 1) / (0.1 all_dim log(factor) + 1)` (Peng et al., "YaRN", 2023),
     where transformers ignores one of the two without the other, and prefers an explicit `attention_factor`.

@@ -1,19 +1,18 @@
 """Models and layouts that rl-megatron does not train, judged only from fields of a config.
 
 The driver calls `architecture_problems` with the fields of a local `config.json`, and the workers with all fields of
-the `transformers` config. So what a worker would refuse is refused before anything starts.
+the `transformers` config. So a model that a worker would refuse is refused before anything starts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from rl_core.config import Problem
+from rl_core.hf_config import rope_parameters
 from rl_core.model_config import num_experts_of
 from rl_megatron.config import KEY, MegatronConfig
-from rl_megatron.families.rope import fusion_problem, rope_problem
 
 Fields = Mapping[str, Any]
 """Fields of a language model's Hugging Face config; defaults may be missing."""
@@ -27,71 +26,18 @@ GROUP_TOP = 2
 SHARED_GATED = ("qwen2_moe", "qwen3_next")
 SIGMOID_ROUTED = ("deepseek_v3", "glm4_moe")
 
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""Types of rotary embeddings whose frequencies depend only on the config, not on the length of rows."""
 
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes of a model that its layout must fit.
+LATENT_ROPE_TYPES = ("default", "yarn")
+"""Types for multi-head latent attention, which makes its own rotary embedding."""
 
-    Args:
-        kind: Type of the model.
-        shared: Name to each size that tensor-parallel ranks share.
-        key_heads: Key-value heads that tensor-parallel ranks share or repeat; 0 for latent attention, or if unknown.
-        num_experts: Experts of a layer; 0 without experts.
-        expert_size: Size of an expert's intermediate states; 0 if unknown.
-        has_router_biases: True if routers have biases that balance experts.
-        num_layers: Number of layers; 0 if unknown.
-    """
-
-    kind: str
-    shared: Mapping[str, int]
-    key_heads: int
-    num_experts: int
-    expert_size: int
-    has_router_biases: bool
-    num_layers: int
-
-    @classmethod
-    def of(cls, fields: Fields, family: Fields | None = None) -> Sizes:
-        """Read the sizes of a model.
-
-        Args:
-            fields: Fields of its Hugging Face config.
-            family: Fields of Megatron's config that its family derives from them, if they are known.
-        """
-        kind = str(fields.get("model_type"))
-        names = ["num_attention_heads", "intermediate_size"]
-        if kind == "qwen3_next":
-            names += ["linear_num_key_heads", "linear_num_value_heads"]
-        shared = {name: fields[name] for name in names if fields.get(name)}
-        if size := _shared_expert_size(fields) if family is None else family.get("moe_shared_expert_intermediate_size"):
-            shared["shared expert size"] = size
-        expert_size = fields.get("intermediate_size" if kind == "mixtral" else "moe_intermediate_size") or 0
-        return cls(
-            kind,
-            shared,
-            num_key_heads(fields),
-            num_experts_of(fields) if family is None else family.get("num_moe_experts") or 0,
-            expert_size,
-            kind in SIGMOID_ROUTED if family is None else bool(family.get("moe_router_enable_expert_bias")),
-            fields.get("num_hidden_layers") or 0,
-        )
-
-
-def _shared_expert_size(fields: Fields) -> int:
-    kind = fields.get("model_type")
-    if kind in SIGMOID_ROUTED:
-        return (fields.get("moe_intermediate_size") or 0) * (fields.get("n_shared_experts") or 0)
-    return (fields.get("shared_expert_intermediate_size") or 0) if kind in SHARED_GATED else 0
-
-
-def num_key_heads(fields: Fields) -> int:
-    """Return the key-value heads that are spread over the tensor-parallel ranks; 0 for latent attention, or if it is
-    not known."""
-    return 0 if fields.get("kv_lora_rank") is not None else fields.get("num_key_value_heads") or 0
+WHOLE_FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "deepseek_v3")
+"""Model types that rotate whole heads, whatever `partial_rotary_factor` is."""
 
 
 def architecture_problems(fields: Fields, backend: MegatronConfig, family: Fields | None = None) -> Iterator[Problem]:
-    """Yield what rl-megatron does not train: a model, or a layout that does not fit it.
+    """Yield the problems of a model, or of a layout that does not fit it, that rl-megatron does not train.
 
     Args:
         fields: Fields of the language model's Hugging Face config; nothing is yielded if they are empty.
@@ -100,13 +46,16 @@ def architecture_problems(fields: Fields, backend: MegatronConfig, family: Field
     """
     if not fields:
         return
-    yield from _family_problems(fields)
+    for rule in RULES.get(str(fields.get("model_type")), ()):
+        if problem := rule(fields):
+            yield problem
     if problem := rope_problem(fields):
         yield problem.at("model_name")
     if problem := fusion_problem(fields, backend.megatron_kwargs):
         yield problem
-    # one size that does not fit is often the cause of the next problem
-    yield from list(_layout_problems(Sizes.of(fields, family), backend))[:1]
+    # One size that does not fit is often the cause of the next problem.
+    problems = [*_layout_problems(fields, backend, family), *_stage_problems(fields, backend)]
+    yield from problems[:1]
 
 
 def refuse(problem: Problem | None) -> None:
@@ -117,6 +66,54 @@ def refuse(problem: Problem | None) -> None:
     """
     if problem is not None:
         raise ValueError(f"{problem.key}: {problem.message}")
+
+
+def num_key_heads(fields: Fields) -> int:
+    """Return the key-value heads that are spread over the tensor-parallel ranks; 0 for latent attention, or if it is
+    not known."""
+    return 0 if fields.get("kv_lora_rank") is not None else fields.get("num_key_value_heads") or 0
+
+
+def rope_problem(fields: Fields) -> Problem | None:
+    """Return the problem of a model whose rotary embedding rl-megatron does not compute; None if it does.
+
+    Args:
+        fields: The language model's Hugging Face config, in the names of transformers 5 or in older ones.
+    """
+    rope = rope_parameters(fields)
+    kind = _rope_type(rope)
+    is_latent = bool(fields.get("kv_lora_rank"))
+    types = LATENT_ROPE_TYPES if is_latent else ROPE_TYPES
+    share = rope.get("partial_rotary_factor", fields.get("partial_rotary_factor"))
+    if any(isinstance(each, Mapping) for each in rope.values()):
+        found, known = "with parameters for each kind of layer", "the same parameters in all layers"
+    elif kind not in types:
+        found, known = f"of type {kind!r}", ", ".join(types)
+    elif kind == "yarn" and is_latent and not rope.get("truncate", True):
+        found, known = "of type 'yarn' with truncate=false", "truncate=true"
+    elif kind == "yarn" and not (rope.get("factor") or 0) > 1:
+        found, known = f"of type 'yarn' with factor={rope.get('factor')}", "factors above 1"
+    elif kind != "default" and share not in (None, 1) and fields.get("model_type") in WHOLE_FAMILIES:
+        # The family ignores the factor: transformers then has too few frequencies for its heads.
+        found, known = f"of type {kind!r} with partial_rotary_factor", "whole heads of this type of model"
+    else:
+        return None
+    return Problem(
+        "",
+        f"has a rotary embedding {found}, which rl-megatron does not support",
+        allowed=known,
+        remedy="Set rope_parameters in hf_config_overrides, or choose another backend: dtensor_cfg for training, vllm "
+        "for generation",
+    )
+
+
+def fusion_problem(fields: Fields, megatron_kwargs: Mapping[str, Any]) -> Problem | None:
+    """Return the problem of `megatron_kwargs.apply_rope_fusion` with a model that it does not fit; None if it does."""
+    is_scaled = _rope_type(rope_parameters(fields)) == "yarn" and not fields.get("kv_lora_rank")
+    if not is_scaled or not megatron_kwargs.get("apply_rope_fusion"):
+        return None
+    reason = "does not scale the cosines and sines of packed rows, which a rotary embedding of type 'yarn' needs"
+    return Problem("megatron_cfg.megatron_kwargs.apply_rope_fusion", reason, remedy="Remove this key")
 
 
 def activation_problem(fields: Fields) -> Problem | None:
@@ -159,25 +156,22 @@ def group_problem(fields: Fields) -> Problem | None:
 
 def norm_problem(fields: Fields) -> Problem | None:
     """Return the problem of weights of the chosen experts that do not add up to one if, and only if, there are several
-    of them, as Megatron's do."""
+    of them, as in Megatron."""
     experts, normed = fields.get("num_experts_per_tok"), fields.get("norm_topk_prob", True)
     if not experts or normed == (experts > 1):
         return None
-    return _unsupported(
-        fields,
-        f"norm_topk_prob={normed} and num_experts_per_tok={experts}: Megatron normalises the weights of several "
-        "experts, and not the weight of one",
-        f"norm_topk_prob={experts > 1}",
-    )
+    cause = "Megatron normalises the weights of several experts, and not the weight of one"
+    found = f"norm_topk_prob={normed} and num_experts_per_tok={experts}: {cause}"
+    return _unsupported(fields, found, f"norm_topk_prob={experts > 1}")
 
 
 def _unsupported(fields: Fields, found: str, allowed: str) -> Problem:
-    return Problem(
-        "model_name",
-        f"is a {fields.get('model_type')} model with {found}, which rl-megatron does not support",
-        allowed=allowed,
-        remedy="Train with dtensor_cfg instead of megatron_cfg",
-    )
+    reason = f"is a {fields.get('model_type')} model with {found}, which rl-megatron does not support"
+    return Problem("model_name", reason, allowed=allowed, remedy="Train with dtensor_cfg instead of megatron_cfg")
+
+
+def _rope_type(rope: Mapping[str, Any]) -> str:
+    return str(rope.get("rope_type") or rope.get("type") or "default")
 
 
 Rule = Callable[[Fields], Problem | None]
@@ -191,76 +185,77 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
     "deepseek_v3": (bias_problem, activation_problem, interleave_problem, *_SIGMOID),
     "glm4_moe": (*_GROUPED, *_SIGMOID),
 }
-"""Type of each model that this package has weight maps for, to the rules that its family's settings ask."""
+"""Type of each model that this package has weight maps for, to the rules for flags that change the computation of its
+layers in a way that Megatron's layers do not follow. Its family's settings call the same rules."""
 
 
-def _family_problems(fields: Fields) -> Iterator[Problem]:
-    """Yield the flags of a config that change what the layers of its family compute, and Megatron's layers do not."""
-    found = [rule(fields) for rule in RULES.get(str(fields.get("model_type")), ())]
-    yield from (problem for problem in found if problem is not None)
+def sizes_of(fields: Fields, family: Fields | None) -> tuple[Mapping[str, int], int, bool]:
+    """Return the sizes that tensor-parallel ranks share by name, the experts of a layer (0 without experts), and
+    whether routers have biases that balance experts.
+
+    Args:
+        fields: Fields of the model's Hugging Face config.
+        family: Fields of Megatron's config that its family derives from them, if they are known.
+    """
+    kind = str(fields.get("model_type"))
+    names = ["num_attention_heads", "intermediate_size"]
+    if kind == "qwen3_next":
+        names += ["linear_num_key_heads", "linear_num_value_heads"]
+    shared = {name: fields[name] for name in names if fields.get(name)}
+    if family is not None:
+        size = family.get("moe_shared_expert_intermediate_size")
+    elif kind in SIGMOID_ROUTED:
+        size = (fields.get("moe_intermediate_size") or 0) * (fields.get("n_shared_experts") or 0)
+    else:
+        size = fields.get("shared_expert_intermediate_size") if kind in SHARED_GATED else 0
+    if size:
+        shared["shared expert size"] = size
+    if family is None:
+        return shared, num_experts_of(fields), kind in SIGMOID_ROUTED
+    return shared, family.get("num_moe_experts") or 0, bool(family.get("moe_router_enable_expert_bias"))
 
 
-def _layout_problems(sizes: Sizes, backend: MegatronConfig) -> Iterator[Problem]:
+def _layout_problems(fields: Fields, backend: MegatronConfig, family: Fields | None) -> Iterator[Problem]:
+    kind = str(fields.get("model_type"))
+    shared, num_experts, has_router_biases = sizes_of(fields, family)
+    expert_size = fields.get("intermediate_size" if kind == "mixtral" else "moe_intermediate_size") or 0
     tensor, expert = backend.tensor_model_parallel_size, backend.expert_model_parallel_size
-    expert_tensor = backend.expert_tensor_parallel_size or tensor
-    num_experts = sizes.num_experts
-    for name, size, what, count in (
-        *(("tensor_model_parallel_size", tensor, part, count) for part, count in sizes.shared.items()),
+    given = backend.expert_tensor_parallel_size
+    expert_tensor_key = "tensor_model_parallel_size" if given is None else "expert_tensor_parallel_size"
+    for name, size, shared_name, count in (
+        *(("tensor_model_parallel_size", tensor, part, count) for part, count in shared.items()),
         ("expert_model_parallel_size", expert, "experts", num_experts),
-        (_expert_tensor_key(backend), expert_tensor, "expert size", sizes.expert_size if num_experts else 0),
+        (expert_tensor_key, given or tensor, "expert size", expert_size if num_experts else 0),
     ):
         if count and count % size:
-            yield Problem(f"{KEY}.{name}", f"does not divide the model's {what} ({count})", got=size, remedy=DIVISOR)
-    if sizes.key_heads and sizes.key_heads % tensor and tensor % sizes.key_heads:
-        yield key_heads_problem(tensor, sizes.key_heads)
+            reason = f"does not divide the model's {shared_name} ({count})"
+            yield Problem(f"{KEY}.{name}", reason, got=size, remedy="Set it to a divisor")
+    key, key_heads = f"{KEY}.tensor_model_parallel_size", num_key_heads(fields)
+    if key_heads and key_heads % tensor and tensor % key_heads:
+        reason = f"neither divides the model's num_key_value_heads ({key_heads}) nor is a multiple of it"
+        yield Problem(key, reason, got=tensor, remedy="Set it to a divisor or a multiple")
     if not num_experts and expert > 1:
-        reason = f"must be 1 because this model ({sizes.kind}) has no experts"
+        reason = f"must be 1 because this model ({kind}) has no experts"
         yield Problem(f"{KEY}.expert_model_parallel_size", reason, got=expert, remedy="Set it to 1")
     if num_experts and tensor > 1 and not backend.sequence_parallel:
-        yield Problem(
-            f"{KEY}.tensor_model_parallel_size",
-            "above 1 for a mixture of experts needs sequence_parallel=true: each tensor-parallel rank then routes its "
-            "own tokens",
-            got=tensor,
-            remedy=f"Set {KEY}.sequence_parallel=true, or this key to 1",
-        )
-    if backend.moe_router_bias_update_rate and not sizes.has_router_biases:
-        reason = f"has no effect: routers of {sizes.kind} models have no biases"
+        cause = "each tensor-parallel rank then routes its own tokens"
+        reason = f"above 1 for a mixture of experts needs sequence_parallel=true: {cause}"
+        yield Problem(key, reason, got=tensor, remedy=f"Set {KEY}.sequence_parallel=true, or this key to 1")
+    if backend.moe_router_bias_update_rate and not has_router_biases:
+        reason = f"has no effect: routers of {kind} models have no biases"
         yield Problem(f"{KEY}.moe_router_bias_update_rate", reason, remedy="Set it to 0")
-    yield from _stage_problems(sizes.num_layers, backend)
 
 
-DIVISOR = "Set it to a divisor"
-
-
-def _expert_tensor_key(backend: MegatronConfig) -> str:
-    given = backend.expert_tensor_parallel_size
-    return "tensor_model_parallel_size" if given is None else "expert_tensor_parallel_size"
-
-
-def key_heads_problem(size: int, num_heads: int) -> Problem:
-    """Return the problem of a number of tensor-parallel ranks that does not fit the model's key-value heads."""
-    return Problem(
-        f"{KEY}.tensor_model_parallel_size",
-        f"neither divides the model's num_key_value_heads ({num_heads}) nor is a multiple of it",
-        got=size,
-        remedy="Set it to a divisor or a multiple",
-    )
-
-
-def _stage_problems(num_layers: int, backend: MegatronConfig) -> Iterator[Problem]:
+def _stage_problems(fields: Fields, backend: MegatronConfig) -> Iterator[Problem]:
+    num_layers = fields.get("num_hidden_layers") or 0
     if not num_layers or "pipeline_model_parallel_layout" in backend.megatron_kwargs:
         return
     key, ranks = f"{KEY}.pipeline_model_parallel_size", backend.pipeline_model_parallel_size
     virtual = backend.virtual_pipeline_model_parallel_size or 1
     if ranks * virtual > num_layers:
-        yield Problem(
-            key,
-            f"results in {ranks * virtual} pipeline stages (pipeline_model_parallel_size x "
-            f"virtual_pipeline_model_parallel_size), but the model has only {num_layers} layers",
-            got=ranks,
-            remedy=f"Use at most {num_layers} stages",
-        )
+        sizes = "pipeline_model_parallel_size x virtual_pipeline_model_parallel_size"
+        reason = f"results in {ranks * virtual} pipeline stages ({sizes}), but the model has only {num_layers} layers"
+        yield Problem(key, reason, got=ranks, remedy=f"Use at most {num_layers} stages")
         return
     ends = (backend.num_layers_in_first_pipeline_stage, backend.num_layers_in_last_pipeline_stage)
     given = [layers for layers in ends if layers is not None]

@@ -10,30 +10,32 @@ from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper 
 from megatron.core.inference.model_inference_wrappers.inference_wrapper_config import InferenceWrapperConfig
 from torch import Tensor
 
-from rl_core.torch.generation.row import Row
-from rl_core.torch.generation.sampling import draw
+from rl_core.torch.generation.row import Row, draw
 from rl_megatron.model.model import ReadingModel
-from rl_megatron.model.replay import RoutingRecorder
+from rl_megatron.model.routing import RoutingRecorder
 
 COLUMNS = 64
 """The columns of a cache are a multiple of this: Megatron keeps the rotary embedding of each size that it saw."""
 
 
 class StaticBatch:
-    """A batch that rows may leave between steps; none joins while others are under way.
+    """A batch that rows may leave between steps; none joins while others are being decoded.
 
-    Token i of every row lies in column i of the cache, which needs no padding and no mask then. Prompts are read
+    Token i of every row is in column i of the cache, which then needs no padding and no mask. Prompts are read
     together up to the end of the shortest; the rest of longer ones is read column by column, while shorter rows are
     decoded already.
 
     Args:
         recorder: Recorder of the experts that tokens are sent to; None if they are not reported.
+
+    Attributes:
+        rows: Rows that are being decoded.
     """
 
     def __init__(
         self, model: ReadingModel, device: torch.device, *, max_prefill_tokens: int, recorder: RoutingRecorder | None
     ) -> None:
-        self._model = model
+        self.model = model
         self._recorder = recorder
         self._device = device
         self._max_prefill_tokens = max_prefill_tokens
@@ -48,8 +50,8 @@ class StaticBatch:
 
     @torch.inference_mode()
     def start(self, rows: Sequence[Row], version: int) -> int:
-        """Take rows into the empty batch and read their prompts up to the end of the shortest, whose first tokens are
-        sampled; the number of tokens sampled."""
+        """Take rows into the empty batch, read their prompts up to the end of the shortest, and sample the first tokens
+        of the shortest; return the number of tokens sampled."""
         assert not self.rows
         self.rows = list(rows)
         columns = max(row.num_prompt_tokens + row.limit for row in rows)
@@ -59,7 +61,7 @@ class StaticBatch:
         end = min(row.num_prompt_tokens for row in rows)
         tokens = torch.tensor([row.request.token_ids[:end].tolist() for row in rows])
         last = []
-        # a part of the rows at a time, each in its place of the cache
+        # Rows are read a part at a time, each in its place of the cache.
         size = max(1, self._max_prefill_tokens // end)
         for first in range(0, len(rows), size):
             context.batch_size_offset, context.sequence_len_offset = first, 0
@@ -70,8 +72,8 @@ class StaticBatch:
 
     @torch.inference_mode()
     def step(self, version: int) -> int:
-        """Go on by one column: a token of its prompt for rows that still have one there, else the token sampled last;
-        the number of tokens sampled."""
+        """Advance by one column: a token of its prompt for rows that still have one there, else the token sampled last;
+        return the number of tokens sampled."""
         column = self._num_columns
         tokens = torch.tensor([[row.token(column)] for row in self.rows])
         return self._sample(self._forward(tokens, column, self.rows), version)
@@ -81,7 +83,7 @@ class StaticBatch:
         self._keep([index for index, row in enumerate(self.rows) if not row.future.cancelled()])
 
     def clear(self) -> list[Row]:
-        """Drop all rows and their cache; the rows that were there."""
+        """Drop all rows and their cache; return the dropped rows."""
         rows, self.rows = self.rows, []
         self._wrapper.inference_context = StaticInferenceContext(0, 0)
         return rows
@@ -91,7 +93,7 @@ class StaticBatch:
         return int(self._wrapper.inference_context.sequence_len_offset)
 
     def _forward(self, tokens: Tensor, column: int, rows: Sequence[Row]) -> Tensor:
-        """`[rows, hidden]` of the last of these columns, `tokens` being `[rows, columns]`."""
+        """Return `[rows, hidden]` of the last of these columns; `tokens` is `[rows, columns]`."""
         places = torch.arange(column, column + tokens.shape[1]).expand_as(tokens)
         batch = {"tokens": tokens.to(self._device), "position_ids": places.to(self._device), "attention_mask": None}
         hidden: Tensor = self._wrapper.run_one_forward_step(batch)
@@ -101,13 +103,13 @@ class StaticBatch:
         return hidden[-1]
 
     def _sample(self, hidden: Tensor, version: int) -> int:
-        """Give their next token to the rows whose prompt has been read; those that end leave."""
+        """Give the rows whose prompt has been read their next token, and drop rows that end."""
         reading = {index for index, row in enumerate(self.rows) if row.num_prompt_tokens > self._num_columns}
         sampling = [index for index in range(len(self.rows)) if index not in reading]
         if not sampling:
             return 0
         rows = [self.rows[index] for index in sampling]
-        logits = (hidden[sampling] @ self._model.head_weight().T).float()
+        logits = (hidden[sampling] @ self.model.head_weight().T).float()
         tokens, logprobs = draw(logits, [row.request.sampling for row in rows], [row.uniform for row in rows])
         pairs = zip(sampling, tokens.tolist(), logprobs.tolist(), strict=True)
         ended = {index for index, token, logprob in pairs if self.rows[index].append(token, logprob, version)}
@@ -116,7 +118,7 @@ class StaticBatch:
 
     @torch.inference_mode()
     def _keep(self, indices: Sequence[int]) -> None:
-        """Drop all other rows; those that stay move up in the cache."""
+        """Drop all other rows; the remaining ones move up in the cache."""
         if len(indices) == len(self.rows):
             return
         if not indices:

@@ -4,14 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
-from rl_core.config import Problem
+from pydantic import Field
+
+from rl_core.config import Config, Problem, WhenChanged
 from rl_core.model_config import local_hf_config
 from rl_core.plugins import BackendPlugin, Requirement, reports_routing
 from rl_core.run_config import RunConfig
-from rl_megatron.families.rope import rope_problem
-from rl_megatron.generation.config import MegatronGenerationConfig
+from rl_megatron.families.supported import rope_problem
+
+
+class MegatronGenerationConfig(Config):
+    """Generation with Megatron Core."""
+
+    when_changed: ClassVar[WhenChanged | None] = WhenChanged.RESUME
+
+    tensor_model_parallel_size: int = Field(default=1, gt=0)
+    """Number of ranks that share the matrices of each layer; a replica has one."""
+    max_batch_size: int = Field(default=64, gt=0)
+    """Maximum number of completions decoded together, from first to last. Further requests wait until all of them have
+    ended."""
+    max_prefill_tokens: int = Field(default=16384, gt=0)
+    """Maximum number of tokens in one forward pass over prompts. A single longer prompt is an exception."""
+
 
 LINEAR_PROBLEM = Problem(
     "generation.backend",
@@ -23,22 +39,14 @@ LINEAR_PROBLEM = Problem(
 """The refusal of a model with linear attention."""
 
 
-def ranks(backend: MegatronGenerationConfig) -> int:
-    """A replica is one process on one device."""
-    del backend
-    return 1
-
-
 def check_size(section: Any, config: RunConfig) -> Iterable[Problem]:
     """Yield the problem of a replica with several ranks, which this generator does not support."""
     size = section.generation.megatron_cfg.tensor_model_parallel_size
     if size > 1:
-        yield Problem(
-            "generation.megatron_cfg.tensor_model_parallel_size",
-            "must be 1 because a replica of the megatron generator is one rank",
-            got=size,
-            remedy="Set it to 1, or set generation.backend=vllm",
-        )
+        key = "generation.megatron_cfg.tensor_model_parallel_size"
+        reason = "must be 1 because a replica of the megatron generator is one rank"
+        remedy = "Set it to 1, or set generation.backend=vllm"
+        yield Problem(key, reason, got=size, remedy=remedy)
 
 
 def check_layers(section: Any, config: RunConfig) -> Iterable[Problem]:
@@ -61,7 +69,7 @@ PLUGIN = BackendPlugin(
         extras={"cpu": ("worker",), "cuda": ("worker",)},
         imports=("torch", "megatron.core", "transformers", "safetensors"),
     ),
-    ranks=ranks,
+    ranks=lambda backend: 1,  # A replica is one process on one device.
     checks=(check_size, check_layers),
     routing_problem=reports_routing,
 )

@@ -14,10 +14,8 @@ from transformers import PreTrainedConfig
 
 from rl_megatron.config import MegatronConfig
 from rl_megatron.families.catalog import family_of
-from rl_megatron.families.rope import fusion_problem
 from rl_megatron.families.rotary import scaling_fields
-from rl_megatron.families.supported import architecture_problems, refuse
-from rl_megatron.model.fusions import fusions
+from rl_megatron.families.supported import architecture_problems, fusion_problem, refuse
 from rl_megatron.model.layers import has_transformer_engine
 from rl_megatron.transformer_fields import FUSIONS, ON_CUDA, WITH_TE
 
@@ -28,7 +26,7 @@ def has_engine_layers(backend: MegatronConfig, *, is_cuda: bool, has_adapters: b
     Raises:
         ValueError: If it must be, and cannot.
     """
-    # the norm within a layer of Transformer Engine's hides the input that an adapter needs
+    # The norm within a layer of Transformer Engine's hides the input that an adapter needs.
     has_te = is_cuda and backend.transformer_engine is not False and has_transformer_engine() and not has_adapters
     if backend.transformer_engine and not has_te:
         raise ValueError(
@@ -52,7 +50,7 @@ def transformer_config(
     Args:
         hf: Hugging Face config of the model.
         backend: Settings of the backend.
-        dtype: Dtype of parameters and of what travels between pipeline ranks.
+        dtype: Dtype of parameters and of tensors that travel between pipeline ranks.
         is_cuda: True if the model runs on GPUs.
         has_te: True if the layers are Transformer Engine's.
         recompute: Fields that choose what the backward pass computes again; None if it is nothing.
@@ -64,17 +62,19 @@ def transformer_config(
     if "moe_layer_freq" in family and not any(family["moe_layer_freq"]):
         family = {name: value for name, value in family.items() if not name.startswith(("moe_", "num_moe"))}
     refuse(next(architecture_problems(hf.to_dict(), backend, family), None))
-    if backend.moe_router_replay and "num_moe_experts" not in family:  # the driver asks this for every backend
+    has_experts = "num_moe_experts" in family
+    # The driver sets this for every backend.
+    if backend.moe_router_replay and not has_experts:
         raise ValueError(
             f"megatron_cfg.moe_router_replay=true, but the model ({hf.model_type}) has no experts; set it to false"
         )
     kind = MLATransformerConfig if family.get("multi_latent_attention") else TransformerConfig
     settings = {
         **family,
-        **_parallel(backend),
+        **_parallel_fields(backend),
         **(recompute or {}),
-        **_fp8(backend, has_te),
-        **(_experts(backend, is_cuda=is_cuda, has_te=has_te) if "num_moe_experts" in family else {}),
+        **(_fp8_fields(backend, has_te) if backend.fp8_cfg.enabled else {}),
+        **(_expert_fields(backend, is_cuda=is_cuda, has_te=has_te) if has_experts else {}),
         **fusions(hf, family, backend, is_cuda=is_cuda, has_te=has_te),
         "persist_layer_norm": has_te,
         "attention_softmax_in_fp32": True,
@@ -82,61 +82,74 @@ def transformer_config(
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "perform_initialization": False,
-        # losses come divided by global totals, so that gradients are summed and never averaged
+        # Losses come divided by global totals, so that gradients are summed and never averaged.
         "calculate_per_token_loss": True,
-        **_further(backend, is_cuda=is_cuda, has_te=has_te),
+        **_further_fields(backend, is_cuda=is_cuda, has_te=has_te),
     }
     try:
         config = kind(**settings)
     except (AssertionError, ValueError) as error:
         if not backend.megatron_kwargs:
             raise
-        # Megatron's own checks, of fields that the user chose
+        # Megatron itself checks the fields that the user chose.
         raise ValueError(
             f"megatron_cfg.megatron_kwargs {backend.megatron_kwargs} does not fit the model or the layout: {error}"
         ) from error
-    _check_virtual_stages(config, backend)
+    # Megatron derives the number of virtual stages from the layout; the process groups are made for the key's.
+    stages = config.virtual_pipeline_model_parallel_size
+    if stages != backend.virtual_pipeline_model_parallel_size:
+        raise ValueError(
+            f"megatron_cfg.megatron_kwargs.pipeline_model_parallel_layout has {stages} stages for each pipeline rank; "
+            "set megatron_cfg.virtual_pipeline_model_parallel_size to that"
+        )
     if not config.multi_latent_attention:
-        _scale_rotary(config, hf)
+        refuse(fusion_problem(hf.to_dict(), {"apply_rope_fusion": config.apply_rope_fusion}))
+        # Megatron's attention looks for the scales of the rotary embedding in attributes that are not fields.
+        vars(config).update(scaling_fields(hf))
     return config
 
 
-def _scale_rotary(config: TransformerConfig, hf: PreTrainedConfig) -> None:
-    """Set what Megatron's attention scales the rotary embedding by; it looks for attributes that are not fields."""
-    refuse(fusion_problem(hf.to_dict(), {"apply_rope_fusion": config.apply_rope_fusion}))
-    vars(config).update(scaling_fields(hf))
+def fusions(
+    hf: PreTrainedConfig, family: Mapping[str, Any], backend: MegatronConfig, *, is_cuda: bool, has_te: bool
+) -> dict[str, bool]:
+    """Return the fields of Megatron's config that choose fused kernels. `megatron_kwargs` overrides each of them.
+
+    Args:
+        hf: Hugging Face config of the model.
+        family: Fields of Megatron's config that follow from the model.
+        backend: Settings of the backend.
+        is_cuda: True if the model runs on GPUs, for which fused functions are compiled.
+        has_te: True if the layers are Transformer Engine's, with its kernels.
+    """
+    has_experts = "num_moe_experts" in family
+    asks = backend.megatron_kwargs.get
+    # Megatron takes one of two fused activations; only its own multiplies by the weights of experts as well.
+    has_te_activation = has_te and not has_experts and not asks("bias_activation_fusion")
+    # Megatron calls the kernel for latent attention experimental; `megatron_kwargs` can turn it on.
+    is_latent = family.get("multi_latent_attention", False)
+    fits_rope = not is_latent and fusion_problem(hf.to_dict(), {"apply_rope_fusion": True}) is None
+    # The fused router chooses experts itself, and not in float64.
+    fits_router = not backend.moe_router_replay and backend.moe_router_dtype == "fp32"
+    return {
+        "apply_rope_fusion": has_te and fits_rope,
+        "bias_activation_fusion": is_cuda and not asks("use_te_activation_func", has_te_activation),
+        "bias_dropout_fusion": is_cuda,
+        "gradient_accumulation_fusion": has_te and has_gradient_accumulation(),
+        "masked_softmax_fusion": False,
+        "moe_permute_fusion": has_te and has_experts,
+        "moe_router_fusion": has_te and has_experts and fits_router,
+        "use_te_activation_func": has_te_activation,
+    }
 
 
-def _further(backend: MegatronConfig, *, is_cuda: bool, has_te: bool) -> dict[str, Any]:
-    """The fields of `megatron_kwargs`."""
-    for name, value in backend.megatron_kwargs.items():
-        if name in FUSIONS and value is False:
-            continue
-        if (name in ON_CUDA and not is_cuda) or (name in WITH_TE and not has_te):
-            needed = "CUDA" if name in ON_CUDA else "layers of Transformer Engine"
-            raise ValueError(
-                f"megatron_cfg.megatron_kwargs.{name} needs {needed}: the run is on cpu, Transformer Engine is not "
-                "installed or not used, or the model has adapters; leave it out"
-            )
-    fields = dict(backend.megatron_kwargs)
-    if "attention_backend" in fields:
-        fields["attention_backend"] = AttnBackend[fields["attention_backend"]]
-    return fields
+def has_gradient_accumulation() -> bool:
+    """Return whether apex's extension is installed, which lets matrix products add to gradients in place. Megatron's
+    output layer needs it also among layers of Transformer Engine."""
+    return importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
 
 
-def _check_virtual_stages(config: TransformerConfig, backend: MegatronConfig) -> None:
-    """Megatron derives the number of virtual stages from the layout; the process groups are made for the key's."""
-    if config.virtual_pipeline_model_parallel_size != backend.virtual_pipeline_model_parallel_size:
-        raise ValueError(
-            f"megatron_cfg.megatron_kwargs.pipeline_model_parallel_layout has "
-            f"{config.virtual_pipeline_model_parallel_size} stages for each pipeline rank; set "
-            f"megatron_cfg.virtual_pipeline_model_parallel_size to that"
-        )
-
-
-def _parallel(backend: MegatronConfig) -> dict[str, Any]:
-    virtual = backend.virtual_pipeline_model_parallel_size
-    tensor = backend.tensor_model_parallel_size
+def _parallel_fields(backend: MegatronConfig) -> dict[str, Any]:
+    tensor, virtual = backend.tensor_model_parallel_size, backend.virtual_pipeline_model_parallel_size
     return {
         "tensor_model_parallel_size": tensor,
         "pipeline_model_parallel_size": backend.pipeline_model_parallel_size,
@@ -148,27 +161,24 @@ def _parallel(backend: MegatronConfig) -> dict[str, Any]:
         "expert_tensor_parallel_size": backend.expert_tensor_parallel_size,
         "sequence_parallel": backend.sequence_parallel and tensor > 1,
         "variable_seq_lengths": True,
-        # the default cannot take ranks with different numbers of tokens; it is checked for models without experts too
+        # The default cannot take ranks with different numbers of tokens; it is checked for models without experts too.
         "moe_token_dispatcher_type": "alltoall",
         "overlap_p2p_comm": virtual is not None,
         "batch_p2p_comm": virtual is None,
     }
 
 
-def _fp8(backend: MegatronConfig, has_te: bool) -> dict[str, Any]:
-    settings = backend.fp8_cfg
-    if not settings.enabled:
-        return {}
+def _fp8_fields(backend: MegatronConfig, has_te: bool) -> dict[str, Any]:
     if not has_te:
         raise ValueError(
             "megatron_cfg.fp8_cfg.enabled needs Transformer Engine on CUDA, and transformer_engine is not installed "
             "or false, the run is on cpu, or the model has adapters; install rl-megatron[te], or set "
             "fp8_cfg.enabled=false"
         )
-    return {"fp8": settings.fp8, "fp8_recipe": settings.fp8_recipe}
+    return {"fp8": backend.fp8_cfg.fp8, "fp8_recipe": backend.fp8_cfg.fp8_recipe}
 
 
-def _experts(backend: MegatronConfig, *, is_cuda: bool, has_te: bool) -> dict[str, Any]:
+def _expert_fields(backend: MegatronConfig, *, is_cuda: bool, has_te: bool) -> dict[str, Any]:
     if backend.moe_token_dispatcher_type == "flex" and not (is_cuda and importlib.util.find_spec("deep_ep")):
         raise ValueError(
             "megatron_cfg.moe_token_dispatcher_type=flex needs DeepEP on CUDA, and deep_ep is not installed or the "
@@ -182,3 +192,19 @@ def _experts(backend: MegatronConfig, *, is_cuda: bool, has_te: bool) -> dict[st
         "moe_aux_loss_coeff": backend.moe_aux_loss_coeff,
         "moe_router_bias_update_rate": backend.moe_router_bias_update_rate,
     }
+
+
+def _further_fields(backend: MegatronConfig, *, is_cuda: bool, has_te: bool) -> dict[str, Any]:
+    fields = dict(backend.megatron_kwargs)
+    for name, value in fields.items():
+        if name in FUSIONS and value is False:
+            continue
+        if (name in ON_CUDA and not is_cuda) or (name in WITH_TE and not has_te):
+            needed = "CUDA" if name in ON_CUDA else "layers of Transformer Engine"
+            raise ValueError(
+                f"megatron_cfg.megatron_kwargs.{name} needs {needed}: the run is on cpu, Transformer Engine is not "
+                "installed or not used, or the model has adapters; leave it out"
+            )
+    if "attention_backend" in fields:
+        fields["attention_backend"] = AttnBackend[fields["attention_backend"]]
+    return fields

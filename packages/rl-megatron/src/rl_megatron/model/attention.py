@@ -1,4 +1,5 @@
-"""Causal attention of the local layers: within each row, packed or padded, over context-parallel ranks."""
+"""Attention of the local layers: causal within each row, packed or padded, over context-parallel ranks; and the parts
+of gated and latent attention that megatron-core 0.16.1 computes wrongly."""
 
 from __future__ import annotations
 
@@ -8,21 +9,23 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import TransformerConfig, multi_latent_attention
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
-from rl_core.torch.training.zigzag import zigzag_order, zigzag_slices
+from rl_core.torch.rows import zigzag_order, zigzag_slices
 
 
 class RowAttention(nn.Module):
     """Megatron's core attention if Transformer Engine is not installed; its own supports neither packed rows nor
     context parallelism.
 
-    Under context parallelism each rank has two slices of each row (`rl_core.torch.training.zigzag`) as queries, and
+    Under context parallelism each rank has two slices of each row (`rl_core.torch.rows`) as queries, and
     gathers the keys and values of all.
     """
 
@@ -49,12 +52,12 @@ class RowAttention(nn.Module):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Tensor | None,  # not used: the rows' boundaries replace it
+        attention_mask: Tensor | None,
         *,
         packed_seq_params: PackedSeqParams | None = None,
         **_: Any,
     ) -> Tensor:
-        """Attention of the rows.
+        """Compute the attention of the rows.
 
         Args:
             query: `[tokens, heads, dim]` if packed, else `[seq, batch, heads, dim]`; this rank's part of the sequences.
@@ -67,15 +70,18 @@ class RowAttention(nn.Module):
         Returns:
             `[tokens, heads * dim]` or `[seq, batch, heads * dim]`.
         """
+        size = self.group.size()
         if packed_seq_params is None:
             query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-            if self.group.size() == 1:
+            if size == 1:
                 out = self._attend(query, key, value)
             else:
                 out = self._rows(query, key, value, lengths=(query.shape[2],))
             return out.permute(2, 0, 1, 3).flatten(2)
         bounds = packed_seq_params.cu_seqlens_q
-        if self._is_flash(query, value):
+        is_plain = size == 1 and (self.attention_dropout == 0.0 or not self.training)
+        is_half = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+        if is_plain and is_half and query.shape[-1] == value.shape[-1]:
             longest = packed_seq_params.max_seqlen_q
             window = (-1 if self.window is None else self.window - 1, 0)
             packed = varlen_attn(
@@ -83,36 +89,29 @@ class RowAttention(nn.Module):
                 enable_gqa=query.shape[1] != key.shape[1],
             )  # fmt: skip
             return cast("Tensor", packed).flatten(1)
-        lengths = tuple((bounds.diff() // self.group.size()).tolist())
+        lengths = tuple((bounds.diff() // size).tolist())
         parts = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
         return self._rows(*parts, lengths=lengths)[0].transpose(0, 1).flatten(1)
 
-    def _is_flash(self, query: Tensor, value: Tensor) -> bool:
-        is_plain = self.group.size() == 1 and (self.attention_dropout == 0.0 or not self.training)
-        is_half = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
-        return is_plain and is_half and query.shape[-1] == value.shape[-1]
-
     def _rows(self, query: Tensor, key: Tensor, value: Tensor, *, lengths: tuple[int, ...]) -> Tensor:
-        """`[batch, heads, tokens, dim]` for rows end to end, `lengths` of this rank's part of each."""
-        if self.group.size() > 1:
+        """Return `[batch, heads, tokens, dim]` for rows end to end, with the lengths of this rank's part of each."""
+        size = self.group.size()
+        if size > 1:
             key, value = (gather_rows(tensor, lengths, self.group) for tensor in (key, value))
-        whole = [length * self.group.size() for length in lengths]
-        rows = zip(query.split(lengths, 2), key.split(whole, 2), value.split(whole, 2), strict=True)
-        return torch.cat([self._row(*row) for row in rows], 2)
-
-    def _row(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        if self.group.size() == 1:
-            return self._attend(query, key, value)
+        whole = [length * size for length in lengths]
         parts = []
-        half = query.shape[2] // 2
-        slices = zigzag_slices(key.shape[2], self.group.size(), self.group.rank())
-        for (_, end), part in zip(slices, query.split(half, 2), strict=True):
-            parts.append(self._attend(part, key[:, :, :end], value[:, :, :end]))
+        for row, keys, values in zip(query.split(lengths, 2), key.split(whole, 2), value.split(whole, 2), strict=True):
+            if size == 1:
+                parts.append(self._attend(row, keys, values))
+                continue
+            slices = zigzag_slices(keys.shape[2], size, self.group.rank())
+            for (_, end), part in zip(slices, row.split(row.shape[2] // 2, 2), strict=True):
+                parts.append(self._attend(part, keys[:, :, :end], values[:, :, :end]))
         return torch.cat(parts, 2)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Queries at the end of the keys."""
-        num, before = query.shape[2], key.shape[2] - query.shape[2]
+        """Return the attention of queries at the end of the keys."""
+        before = key.shape[2] - query.shape[2]
         is_narrow = self.window is not None and key.shape[2] > self.window
         mask = None
         if before or is_narrow:
@@ -124,22 +123,14 @@ class RowAttention(nn.Module):
         dropout = self.attention_dropout if self.training else 0.0
         if dropout == 0.0:
             return self._product(query, key, value, mask, 0.0)
-        # heads differ between tensor-parallel ranks, so dropout must differ too
+        # Heads differ between tensor-parallel ranks, so dropout must differ too.
         with get_cuda_rng_tracker().fork():
-            assert num
             return self._product(query, key, value, mask, dropout)
 
     def _product(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
-        return F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            dropout_p=dropout,
-            is_causal=mask is None,
-            scale=self.scale,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
+        has_groups = query.shape[1] != key.shape[1]
+        options: Any = {"is_causal": mask is None, "scale": self.scale, "enable_gqa": has_groups}
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, **options)
 
 
 class GatedAttention(SelfAttention):
@@ -156,7 +147,8 @@ class GatedAttention(SelfAttention):
         output_gate: bool = False,
         split_qkv: bool = True,
     ) -> Any:
-        """As Megatron's method, with the gates `[seq, batch, heads, dim]` only of the returned queries."""
+        """Return the result of Megatron's method, with the gates `[seq, batch, heads, dim]` only of the returned
+        queries."""
         found = super().get_query_key_value_tensors(hidden_states, key_value_states, output_gate, split_qkv)
         if not output_gate or self.config.num_query_groups >= self.world_size:
             return found
@@ -166,7 +158,7 @@ class GatedAttention(SelfAttention):
 
 
 def gather_rows(tensor: Tensor, lengths: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
-    """Whole rows in their order, from the slices of every context-parallel rank.
+    """Gather whole rows in their order from the slices of every context-parallel rank.
 
     Args:
         tensor: `[batch, heads, tokens, dim]` of this rank.
@@ -197,3 +189,58 @@ class _AllGather(torch.autograd.Function):
         grad = grad.contiguous()
         dist.all_reduce(grad, group=ctx.group)
         return grad[ctx.group.rank()], None
+
+
+class WholeProjection(nn.Module):
+    """A linear layer that every tensor-parallel rank holds whole, as in Transformer Engine's latent attention.
+
+    The local layers of megatron-core 0.16.1 spread it over the ranks and gather its output, but do not sum the gradient
+    of the shared rotary key: each rank knows only the part from its own heads.
+
+    Args:
+        num_shared: Last outputs that all heads use directly, and whose gradient is summed here if no sequence-parallel
+            gather does it.
+    """
+
+    def __init__(self, config: TransformerConfig, in_features: int, out_features: int, *, num_shared: int = 0) -> None:
+        super().__init__()
+        device = torch.cuda.current_device()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=config.params_dtype, device=device))
+        self.is_sequence_parallel = config.sequence_parallel
+        self.num_shared = num_shared
+        marked: Any = self.weight
+        marked.sequence_parallel = config.sequence_parallel
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
+        """Return the output and no bias, as Megatron's linear layers do."""
+        return self.with_summed_grad(F.linear(hidden, self.weight)), None
+
+    def with_summed_grad(self, out: Tensor) -> Tensor:
+        """Return the outputs; the gradient of the shared ones is summed over the tensor-parallel ranks."""
+        if not self.num_shared or self.is_sequence_parallel:
+            return out
+        own, shared = out.split([out.shape[-1] - self.num_shared, self.num_shared], -1)
+        shared = tensor_parallel.copy_to_tensor_model_parallel_region(shared)
+        if shared.requires_grad:
+            # megatron-core 0.16.1 sums a copy of a gradient that is not contiguous, and continues with the original.
+            shared.register_hook(lambda grad: grad.contiguous())
+        return torch.cat([own, shared], -1)
+
+
+def disable_transformer_engine() -> None:
+    """Mark Transformer Engine as missing in the module of latent attention. It looks for the names of its imports,
+    which Megatron sets to None without it, and then asks whether a layer is an instance of None."""
+    multi_latent_attention.HAVE_TE = False
+
+
+def patch_down_projections(chunk: nn.Module) -> None:
+    """Replace the down-projections of all latent attention of a model."""
+    for module in chunk.modules():
+        if isinstance(module, MLASelfAttention):
+            config: Any = module.config
+            hidden, rotary = config.hidden_size, config.qk_pos_emb_head_dim
+            module.linear_kv_down_proj = WholeProjection(
+                config, hidden, config.kv_lora_rank + rotary, num_shared=rotary
+            )
+            if config.q_lora_rank is not None:
+                module.linear_q_down_proj = WholeProjection(config, hidden, config.q_lora_rank)

@@ -1,4 +1,4 @@
-"""Build this rank's part of a model."""
+"""Build this rank's part of a model, and check beforehand that it can be built."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from rl_core.data.microbatch import Batching
@@ -22,16 +23,44 @@ from rl_megatron.engine_names import restore_names
 from rl_megatron.families.catalog import family_of
 from rl_megatron.families.rotary import inverse_frequencies
 from rl_megatron.model.architecture import has_engine_layers, transformer_config
+from rl_megatron.model.attention import disable_transformer_engine, patch_down_projections
 from rl_megatron.model.layers import block_spec
 from rl_megatron.model.layout import row_multiple, up
-from rl_megatron.model.mla import disable_transformer_engine, patch_down_projections
+from rl_megatron.model.lora import targeted_adapters
 from rl_megatron.model.model import EMBEDDING, LM_HEAD, Chunk, ReadingModel, ScoreHead, alignment_of
-from rl_megatron.model.padding_token import freeze_padding_token
-from rl_megatron.model.recompute import recompute_fields
-from rl_megatron.model.replay import Replay
-from rl_megatron.model.routing import Routing
-from rl_megatron.parallel.mesh import Mesh
-from rl_megatron.parallel.userbuffers import open_buffers
+from rl_megatron.model.recompute import recompute_fields, recomputed_modules
+from rl_megatron.model.routing import Replay, Routing
+from rl_megatron.parallel.mesh import Mesh, open_buffers
+
+
+def check_design(config: ModelConfig, backend: MegatronConfig, folder: Path, *, is_cuda: bool) -> None:
+    """Raise the errors of building a model, without weights and ranks. It calls the functions that build the model.
+
+    Args:
+        config: Config of the model.
+        backend: Settings of the backend.
+        folder: Folder of the model's files.
+        is_cuda: True if the model is to run on GPUs.
+
+    Raises:
+        ValueError: If the model, the settings and the layout do not fit together.
+    """
+    hf = read_hf_config(folder, config.hf_config_overrides)
+    has_te = has_engine_layers(backend, is_cuda=is_cuda, has_adapters=config.lora_cfg.enabled)
+    dtype = getattr(torch, config.precision)
+    megatron = transformer_config(hf, backend, dtype=dtype, is_cuda=is_cuda, has_te=has_te)
+    if backend.recompute not in ("none", "full"):
+        recomputed_modules(backend, megatron, has_te=has_te)
+    family = family_of(hf)
+    maps = family.weights(hf)
+    if config.lora_cfg.enabled:
+        targeted_adapters(maps, hf.model_type, config.lora_cfg, backend.tensor_model_parallel_size)
+    tensor = backend.tensor_model_parallel_size
+    sizes = {"tp": tensor, "etp": backend.expert_tensor_parallel_size or tensor}
+    for entry in maps:
+        entry.check_split(sizes[entry.over])
+    if not megatron.multi_latent_attention:
+        inverse_frequencies(hf, family.rotary_dim(hf))
 
 
 def build_model(
@@ -43,7 +72,8 @@ def build_model(
         ValueError: If the files, the config, the layout and the role do not fit together.
     """
     hf = read_hf_config(folder, config.hf_config_overrides)
-    if hf.tie_word_embeddings and spec.role not in HEADLESS_ROLES:
+    is_headless = spec.role in HEADLESS_ROLES
+    if hf.tie_word_embeddings and not is_headless:
         untie_apart(hf, [(EMBEDDING, LM_HEAD)], WeightFiles.of(folder), mesh.control)
     is_cuda = mesh.kind.kernels == "cuda"
     has_te = has_engine_layers(backend, is_cuda=is_cuda, has_adapters=config.lora_cfg.enabled)
@@ -54,18 +84,24 @@ def build_model(
     )
     recompute = recompute_fields(config, backend, hf, configured(), mesh=mesh, has_te=has_te, trains=spec.trains)
     megatron = configured(recompute=recompute)
-    budgets = _budgets(config, backend) if is_packed and backend.pads_microbatches else ()
+    budgets: tuple[int, ...] = ()
+    if is_packed and backend.pads_microbatches:
+        # A row that exceeds the tokens of microbatches, in training or in forward-only passes, fills one alone.
+        longest = up(config.max_total_sequence_length, row_multiple(backend.context_parallel_size))
+        each = [Batching.of(config, training=training).max_tokens or 0 for training in (True, False)]
+        budgets = tuple(max(tokens, longest) for tokens in each)
     alignment = alignment_of(megatron, budgets)
     if megatron.tp_comm_overlap:
-        # layers ask for their buffers when they are built
+        # Layers look for their buffers when they are built.
         open_buffers(megatron, alignment.lengths)
-    is_headless = spec.role in HEADLESS_ROLES
-    stages: list[int | None] = [None]
-    if backend.virtual_pipeline_model_parallel_size is not None:
-        stages = list(range(backend.virtual_pipeline_model_parallel_size))
+    virtual = backend.virtual_pipeline_model_parallel_size
+    stages: list[int | None] = [None] if virtual is None else list(range(virtual))
     chunks = [_chunk(hf, megatron, stage, has_te=has_te, is_headless=is_headless) for stage in stages]
     if backend.freeze_moe_router:
-        _freeze_routers(chunks)
+        for chunk in chunks:
+            for name, parameter in chunk.named_parameters():
+                if ".router." in name:
+                    parameter.requires_grad_(False)
     return ReadingModel(
         chunks,
         megatron,
@@ -79,13 +115,6 @@ def build_model(
         replay=Replay(chunks, megatron) if backend.moe_router_replay else None,
         asks_for_dropout=any(name.endswith("dropout") for name in config.hf_config_overrides),
     )
-
-
-def _budgets(config: ModelConfig, backend: MegatronConfig) -> tuple[int, ...]:
-    """Tokens of microbatches in training and in forward-only passes; a row that exceeds them fills one alone."""
-    longest = up(config.max_total_sequence_length, row_multiple(backend.context_parallel_size))
-    each = [Batching.of(config, training=training).max_tokens or 0 for training in (True, False)]
-    return tuple(max(tokens, longest) for tokens in each)
 
 
 def _chunk(
@@ -120,8 +149,21 @@ def _chunk(
     return chunk
 
 
-def _freeze_routers(chunks: list[Chunk]) -> None:
-    for chunk in chunks:
-        for name, parameter in chunk.named_parameters():
-            if ".router." in name:
-                parameter.requires_grad_(False)
+def freeze_padding_token(embedding: nn.Module, pad_token_id: int, *, is_scattered: bool) -> None:
+    """Let no gradient reach an embedding from positions that look up the padding token (`padding_idx`): Hugging Face's
+    models never train it through their inputs.
+
+    Args:
+        embedding: The word embedding of the first pipeline rank.
+        pad_token_id: Token id at whose positions no gradient passes.
+        is_scattered: True if its output is spread over the tensor-parallel ranks by sequence parallelism.
+    """
+
+    def detach(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+        is_padding = inputs[0] == pad_token_id  # [batch, seq]
+        if is_scattered:
+            size = parallel_state.get_tensor_model_parallel_world_size()
+            is_padding = is_padding.T.chunk(size)[parallel_state.get_tensor_model_parallel_rank()]
+        return torch.where(is_padding[..., None], output.detach(), output).contiguous()
+
+    embedding.register_forward_hook(detach)

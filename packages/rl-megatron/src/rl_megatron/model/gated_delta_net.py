@@ -1,4 +1,4 @@
-"""Linear attention with the gated delta rule (Yang et al., "Gated Delta Networks", 2024), as Qwen3-Next has it."""
+"""Linear attention of Qwen3-Next, with the gated delta rule (Yang et al., "Gated Delta Networks", 2024)."""
 
 from __future__ import annotations
 
@@ -8,17 +8,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    copy_to_tensor_model_parallel_region,
-)
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, copy_to_tensor_model_parallel_region
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
-from rl_core.torch.training.row_mixing import mix_each_row
-from rl_core.torch.training.zigzag import zigzag_tokens
+from rl_core.torch.rows import mix_each_row, zigzag_tokens
 from rl_megatron.model.attention import gather_rows
 
 
@@ -41,15 +36,10 @@ class GatedDeltaNet(nn.Module):
         keys, values = self.num_heads * self.key_dim, self.num_heads * self.values_per_key * self.value_dim
         self.widths = [keys, keys, values]
         num_values = self.num_heads * self.values_per_key
-        # queries, keys, values and gates; strength and decay of each update
+        # The inputs are queries, keys, values and gates, then strength and decay of each update.
         self.inputs = [2 * (keys + values), 2 * num_values]
         like: Any = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
-        linear: Any = {
-            "config": config,
-            "init_method": config.init_method,
-            "bias": False,
-            "tp_group": pg_collection.tp,
-        }
+        linear: Any = {"config": config, "init_method": config.init_method, "bias": False, "tp_group": pg_collection.tp}
         self.in_proj = ColumnParallelLinear(config.hidden_size, sum(self.inputs) * size, gather_output=False, **linear)
         self.conv_weight = nn.Parameter(torch.empty(2 * keys + values, 1, config.linear_conv_kernel_dim, **like))
         self.A_log = nn.Parameter(torch.empty(num_values, **like))
@@ -63,7 +53,7 @@ class GatedDeltaNet(nn.Module):
     def forward(
         self,
         hidden: Tensor,
-        attention_mask: Tensor | None,  # not used: the rows' boundaries replace it
+        attention_mask: Tensor | None,
         *,
         packed_seq_params: PackedSeqParams | None = None,
         inference_context: Any = None,
@@ -92,18 +82,24 @@ class GatedDeltaNet(nn.Module):
         mixed = self._mix(rows) if packed_seq_params is None else mix_each_row(self._mix, rows[0], whole)[None]
         if size > 1:
             parts = [zigzag_tokens(length, size, self.context.rank()) for length in whole]
-            own = torch.cat([start + part for start, part in zip(_starts(whole), parts, strict=True)])
+            starts = [sum(whole[:index]) for index in range(len(whole))]
+            own = torch.cat([start + part for start, part in zip(starts, parts, strict=True)])
             mixed = mixed.index_select(1, own.to(mixed.device))
         out: Tensor = self.out_proj(mixed.transpose(0, 1).contiguous())[0]
         return out, None
 
     def _mix(self, rows: Tensor) -> Tensor:
-        """From projected inputs `[rows, tokens, inputs]` to `[rows, tokens, values]`, each row from its beginning."""
+        """Mix projected inputs `[rows, tokens, inputs]` to `[rows, tokens, values]`, each row from its beginning."""
         projected, rates = (part.unflatten(-1, (self.num_heads, -1)) for part in rows.split(self.inputs, -1))
         value_width = self.values_per_key * self.value_dim
         *mixed, gate = projected.split([self.key_dim, self.key_dim, value_width, value_width], -1)
         strength, decay = (part.flatten(-2) for part in rates.chunk(2, -1))
-        query, key, value = self._convolved(torch.cat([part.flatten(-2) for part in mixed], -1)).split(self.widths, -1)
+        joined = torch.cat([part.flatten(-2) for part in mixed], -1)
+        # Each channel of `[rows, tokens, channels]` is convolved over the tokens up to each.
+        weight = self.conv_weight.to(joined.dtype)
+        out = F.conv1d(joined.transpose(1, 2), weight, padding=weight.shape[-1] - 1, groups=len(weight))
+        convolved = F.silu(out[..., : joined.shape[1]]).transpose(1, 2)
+        query, key, value = convolved.split(self.widths, -1)
         query, key = (
             part.unflatten(-1, (-1, self.key_dim)).repeat_interleave(self.values_per_key, 2) for part in (query, key)
         )
@@ -115,22 +111,9 @@ class GatedDeltaNet(nn.Module):
             beta=strength.sigmoid(),
             use_qk_l2norm_in_kernel=True,
         )
-        return self._normed(out, gate.reshape(out.shape)).flatten(-2)
-
-    def _convolved(self, mixed: Tensor) -> Tensor:
-        """Each channel of `[rows, tokens, channels]`, convolved over the tokens up to each."""
-        weight = self.conv_weight.to(mixed.dtype)
-        out = F.conv1d(mixed.transpose(1, 2), weight, padding=weight.shape[-1] - 1, groups=len(weight))
-        return F.silu(out[..., : mixed.shape[1]]).transpose(1, 2)
-
-    def _normed(self, out: Tensor, gate: Tensor) -> Tensor:
-        """The heads' outputs `[..., dim]`, normed and gated."""
+        # The heads' outputs `[..., dim]` are normed and gated.
         wide = out.float()
         normed = (wide * (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()).to(out.dtype)
-        # each tensor-parallel rank has the gradient by its own heads
-        weight = copy_to_tensor_model_parallel_region(self.norm_weight)
-        return (weight * normed * F.silu(gate.float())).to(out.dtype)
-
-
-def _starts(lengths: list[int]) -> list[int]:
-    return [sum(lengths[:index]) for index in range(len(lengths))]
+        # Each tensor-parallel rank has the gradient from its own heads.
+        norm = copy_to_tensor_model_parallel_region(self.norm_weight)
+        return (norm * normed * F.silu(gate.reshape(out.shape).float())).to(out.dtype).flatten(-2)

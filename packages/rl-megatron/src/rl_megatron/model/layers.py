@@ -4,19 +4,59 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import replace
+from typing import Any
 
+import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor, nn
 
 from rl_megatron.model.attention import GatedAttention, RowAttention
 from rl_megatron.model.gated_delta_net import GatedDeltaNet
-from rl_megatron.model.norm import RMSNorm
 from rl_megatron.model.routing import RowRouter
-from rl_megatron.model.shared_experts import SharedExperts
+
+
+class RMSNorm(nn.Module):
+    """RMS norm as transformers computes it: the mean in float32, the product with the weight in the input's dtype, or
+    in float32 if weights are centred at zero.
+
+    Unlike Megatron's wrapper of torch's norm it may be in a sequence-parallel region: its gradient is summed there.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        device = torch.cuda.current_device()
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
+        self.eps = eps
+        self.is_zero_centered = config.layernorm_zero_centered_gamma
+        # Megatron finds gradients to sum over the tensor-parallel ranks by this mark.
+        marked: Any = self.weight
+        marked.sequence_parallel = config.sequence_parallel
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Normalise `[*, hidden]`."""
+        wide = hidden.float()
+        normed = wide * (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+        if self.is_zero_centered:
+            return (normed * (1 + self.weight.float())).to(hidden.dtype)
+        return self.weight.to(hidden.dtype) * normed.to(hidden.dtype)
+
+
+class SharedExperts(SharedExpertMLP):
+    """Megatron's shared experts, with the weight of their gate on the device of the other weights.
+
+    megatron-core 0.16.1 leaves it on the host.
+    """
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)
+        if self.gate_weight is not None:
+            self.gate_weight.data = self.gate_weight.data.to(torch.cuda.current_device())
 
 
 def has_transformer_engine() -> bool:
@@ -25,28 +65,26 @@ def has_transformer_engine() -> bool:
 
 
 def block_spec(config: TransformerConfig, *, has_te: bool, virtual_stage: int | None) -> TransformerBlockSubmodules:
-    """The layers of this pipeline rank, or of one of its virtual stages."""
+    """Return the layers of this pipeline rank, or of one of its virtual stages."""
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=has_te, normalization="RMSNorm", vp_stage=virtual_stage
     )
     adapt_layers(spec, config, has_te=has_te)
     if config.linear_attention_freq is not None:
+        # Transformer Engine's layers have the norm within the projection that is replaced.
+        mixer = {"input_layernorm": RMSNorm, "self_attention": ModuleSpec(GatedDeltaNet)}
         first = get_transformer_layer_offset(config, vp_stage=virtual_stage)
         spec.layer_specs = [
-            _with_linear_attention(layer) if config.linear_attention_freq[number] else layer
+            replace(layer, submodules=replace(layer.submodules, **mixer))
+            if config.linear_attention_freq[number]
+            else layer
             for number, layer in enumerate(spec.layer_specs, first)
         ]
     return spec
 
 
-def _with_linear_attention(layer: ModuleSpec) -> ModuleSpec:
-    # Transformer Engine's layers have the norm within the projection that is replaced
-    mixer = {"input_layernorm": RMSNorm, "self_attention": ModuleSpec(GatedDeltaNet)}
-    return replace(layer, submodules=replace(layer.submodules, **mixer))
-
-
 def adapt_layers(spec: TransformerBlockSubmodules, config: TransformerConfig, *, has_te: bool) -> None:
-    """Put this package's modules in the place of Megatron's that are not right here."""
+    """Replace the modules of Megatron that are not right here by modules of this package."""
     for layer in spec.layer_specs:
         experts = layer.submodules.mlp.submodules
         if isinstance(experts, MoESubmodules):
@@ -54,21 +92,17 @@ def adapt_layers(spec: TransformerBlockSubmodules, config: TransformerConfig, *,
             experts.shared_experts.module = SharedExperts
         if config.attention_output_gate:
             layer.submodules.self_attention.module = GatedAttention
+        attention = layer.submodules.self_attention.submodules
         if not has_te:
-            _localise(layer)
+            # Norms may be in a sequence-parallel region, and attention must know packed rows.
+            layer.submodules.input_layernorm = RMSNorm
+            layer.submodules.pre_mlp_layernorm = RMSNorm
+            attention.core_attention = RowAttention
+            for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
+                if vars(attention).get(name) not in (None, IdentityOp):
+                    setattr(attention, name, RMSNorm)
         elif config.window_size is not None and config.context_parallel_size > 1:
-            # when Transformer Engine passes keys from rank to rank, it does not support sliding windows
-            layer.submodules.self_attention.submodules.core_attention = RowAttention
+            # If Transformer Engine passes keys from rank to rank, it does not support sliding windows.
+            attention.core_attention = RowAttention
     if not has_te:
         spec.layer_norm = RMSNorm
-
-
-def _localise(layer: ModuleSpec) -> None:
-    """Norms that may lie in a sequence-parallel region, and attention that knows packed rows."""
-    layer.submodules.input_layernorm = RMSNorm
-    layer.submodules.pre_mlp_layernorm = RMSNorm
-    attention = layer.submodules.self_attention.submodules
-    attention.core_attention = RowAttention
-    for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
-        if vars(attention).get(name) not in (None, IdentityOp):
-            setattr(attention, name, RMSNorm)

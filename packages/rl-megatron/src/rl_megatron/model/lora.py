@@ -1,6 +1,6 @@
 """Low-rank adapters on Megatron's linear layers; the weights that leave the model have them merged in.
 
-An adapter belongs to one Hugging Face weight (`q_proj`), of which Megatron may keep several in one parameter
+An adapter belongs to one Hugging Face weight (`q_proj`). Megatron may keep several such weights in one parameter
 (`linear_qkv`): the adapters of one layer are applied together.
 """
 
@@ -27,11 +27,10 @@ from torch import Tensor, nn
 from rl_core.model_config import LoraConfig
 from rl_core.torch.training.lora import LORA_A, LORA_B, WEIGHT, ends_with, is_adapted, nothing_adapted
 from rl_megatron.checks import EXPERTS_PROBLEM
-from rl_megatron.conversion.names import global_name
 from rl_megatron.conversion.splits import Chunks, Vocabulary, Whole
-from rl_megatron.conversion.weight_map import AdapterMap, HFTensor, WeightMap
+from rl_megatron.conversion.weight_map import AdapterMap, HFTensor, WeightMap, global_name
 from rl_megatron.families.catalog import family_of
-from rl_megatron.model.mla import WholeProjection
+from rl_megatron.model.attention import WholeProjection
 from rl_megatron.model.model import ReadingModel
 
 LINEAR = (ColumnParallelLinear, RowParallelLinear, WholeProjection)
@@ -41,7 +40,7 @@ def add_adapters(model: ReadingModel, config: LoraConfig) -> None:
     """Put adapters on linear layers of a model without weights and freeze everything else but a score head.
 
     Raises:
-        ValueError: If the config names no linear layer of the model, or experts and routers, which get none.
+        ValueError: If a target of the config is not a linear layer of the model, or is an expert or a router.
     """
     maps = family_of(model.hf).weights(model.hf)
     model.adapters = targeted_adapters(maps, model.hf.model_type, config, model.config.tensor_model_parallel_size)
@@ -54,32 +53,63 @@ def add_adapters(model: ReadingModel, config: LoraConfig) -> None:
             if isinstance(module, LINEAR):
                 entry = entry_of.get(global_name(f"{name}{WEIGHT}", numbers, 0))
                 if entry is not None and any(source.name in model.adapters for source in entry.sources):
-                    _attach(module, Adapters(entry, model.adapters, config.dropout, model.config))
+                    module.adapters = Adapters(entry, model.adapters, config.dropout, model.config)
+                    module.register_forward_hook(_with_adapters)
         if chunk.pre_process:
-            chunk.embedding.word_embeddings.register_forward_hook(_require_grad)
+            # Recomputed layers pass no gradient to their adapters if none of their inputs requires one.
+            chunk.embedding.word_embeddings.register_forward_hook(
+                lambda _, inputs, output: output.requires_grad_() if torch.is_grad_enabled() else output
+            )
 
 
-def adapter_maps(maps: Sequence[WeightMap], config: LoraConfig, size: int) -> dict[str, AdapterMap]:
-    """The adapters of a whole model by the name of the weight that each sits on.
+def targeted_adapters(maps: Sequence[WeightMap], kind: str, config: LoraConfig, size: int) -> dict[str, AdapterMap]:
+    """Return the adapters of a config, by the name of the weight that each adapts.
 
     Args:
-        maps: Maps of the model's weights.
-        config: Adapter settings, which select the adapted layers.
+        maps: Maps of all weights of the model.
+        kind: Type of the model.
+        config: Settings of the adapters.
         size: Number of tensor-parallel ranks.
+
+    Raises:
+        ValueError: If a target of the config is not a linear layer of the model, or is an expert or a router.
     """
-    return {
-        source.name: _adapter_map(entry, source, config, size)
-        for entry in maps
-        if _is_linear(entry)
-        for source in entry.sources
-        if is_adapted(_layer(source.name), config)
-    }
+    if config.target_parameters:
+        raise ValueError(f"{EXPERTS_PROBLEM.key}: {EXPERTS_PROBLEM.message}")
+    linear = [(entry, source) for entry in maps if _is_linear(entry) for source in entry.sources]
+    experts = [source.name for entry in maps if _is_of_experts(entry) for source in entry.sources]
+    for ending in () if config.match_all_linear else config.target_modules:
+        if not any(ends_with(source.name.removesuffix(WEIGHT), [ending]) for _, source in linear):
+            is_of_experts = any(ends_with(name.removesuffix(WEIGHT), [ending]) for name in experts)
+            without = "is a router, a gate or an expert, which get no adapters"
+            raise ValueError(
+                f"lora_cfg.target_modules: {ending!r} {without if is_of_experts else 'is not a linear layer'} of this "
+                f"{kind} model; it has {', '.join(sorted({_short(source.name) for _, source in linear}))}"
+            )
+    adapters = {}
+    for entry, source in linear:
+        theirs = source.name.removesuffix(WEIGHT)
+        if not is_adapted(theirs, config):
+            continue
+        outputs, inputs = source.shape
+        target = f"{entry.target.removesuffix(WEIGHT)}.adapters.{_short(source.name)}"
+        is_even = entry.split.dim == 0 and entry.split.is_even(size)
+        down = HFTensor(f"{theirs}{LORA_A}", (config.dim, inputs))
+        up = HFTensor(f"{theirs}{LORA_B}", (outputs, config.dim))
+        adapters[source.name] = AdapterMap(
+            WeightMap(f"{target}.down", (down,), Chunks(inputs, dim=1) if entry.split.dim == 1 else Whole()),
+            WeightMap(f"{target}.up", (up,), Chunks(outputs) if is_even else Whole()),
+            config.scale,
+        )
+    if not adapters:
+        raise nothing_adapted(config, f"a {kind} model")
+    return adapters
 
 
 class Adapter(nn.Module):
     """This rank's part of an adapter, in the model's dtype."""
 
-    def __init__(self, down: tuple[int, int], up: tuple[int, int], config: TransformerConfig) -> None:
+    def __init__(self, down: Sequence[int], up: Sequence[int], config: TransformerConfig) -> None:
         super().__init__()
         like: Any = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
         self.down = nn.Parameter(torch.zeros(down, **like))
@@ -94,7 +124,7 @@ class Adapters(nn.Module):
 
     Args:
         entry: Entry of the layer's weight.
-        adapters: Those of the model.
+        adapters: Adapters of the model.
         dropout: Share of the inputs that is dropped in training, for each adapter anew.
     """
 
@@ -105,76 +135,66 @@ class Adapters(nn.Module):
         self.split_dim = entry.split.dim
         self.dropout = dropout
         self.is_sequence_parallel = config.sequence_parallel
-        self.num_ranks = config.tensor_model_parallel_size
-        places = dict(_rows_of_sources(entry, parallel_state.get_tensor_model_parallel_rank(), self.num_ranks))
+        self.num_ranks = size = config.tensor_model_parallel_size
+        places = dict(_rows_of_sources(entry, parallel_state.get_tensor_model_parallel_rank(), size))
         self.num_rows = sum(len(rows) for rows, _ in places.values())
         adapted = {_short(name): (adapters[name], *found) for name, found in places.items() if name in adapters}
         self.names = list(adapted)
         self.scale = next(iter(adapted.values()))[0].scale
-        self.is_uneven = self.split_dim == 0 and not entry.split.is_even(self.num_ranks)
+        self.is_uneven = self.split_dim == 0 and not entry.split.is_even(size)
         for name, (found, rows, own) in adapted.items():
-            down, up = (_local_shape(each, self.num_ranks) for each in (found.down, found.up))
+            down, up = (
+                [length // (size if dim == half.split.dim else 1) for dim, length in enumerate(half.sources[0].shape)]
+                for half in (found.down, found.up)
+            )
             adapter: Any = Adapter(down, up, config)
             self.add_module(name, adapter)
             self.register_buffer(f"{name}_rows", rows.to(adapter.up.device), persistent=False)
             self.register_buffer(f"{name}_own", own.to(adapter.up.device), persistent=False)
-            # the mark by which Megatron finds gradients to sum over the tensor-parallel ranks: a rank has seen its
-            # own tokens alone
+            # Megatron sums marked gradients over the tensor-parallel ranks: a rank has seen only its own tokens.
             adapter.down.sequence_parallel = config.sequence_parallel and self.split_dim != 1
             adapter.up.sequence_parallel = config.sequence_parallel and self.split_dim != 0
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the sum that is added to the layer's output for its input."""
-        return F.linear(self._exchanged(self._down(hidden)), self._up()) * self.scale
-
-    def _down(self, hidden: Tensor) -> Tensor:
-        downs = [adapter.down for adapter in self._adapters]
+        adapters: list[Any] = [self.get_submodule(name) for name in self.names]
+        downs = [adapter.down for adapter in adapters]
         if self.dropout == 0.0 or not self.training:
-            return F.linear(hidden, torch.cat(downs))
-        if self.num_ranks == 1 or (self.split_dim != 1 and not self.is_sequence_parallel):
-            # every rank has the same input and must drop the same of it
-            return torch.cat([F.linear(F.dropout(hidden, self.dropout), down) for down in downs], -1)
-        with get_cuda_rng_tracker().fork():
-            dropped = [F.dropout(hidden, self.dropout) for _ in downs]
-        return torch.cat([F.linear(part, down) for part, down in zip(dropped, downs, strict=True)], -1)
+            low = F.linear(hidden, torch.cat(downs))
+        elif self.num_ranks == 1 or (self.split_dim != 1 and not self.is_sequence_parallel):
+            # Every rank has the same input and must drop the same of it.
+            low = torch.cat([F.linear(F.dropout(hidden, self.dropout), down) for down in downs], -1)
+        else:
+            with get_cuda_rng_tracker().fork():
+                dropped = [F.dropout(hidden, self.dropout) for _ in downs]
+            low = torch.cat([F.linear(part, down) for part, down in zip(dropped, downs, strict=True)], -1)
+        low = self._exchanged(low)
+        # In `[rows of the layer, dims]`, each adapter's rows are at the rows of its weight; the others are zeros.
+        blocks = []
+        for name, adapter in zip(self.names, adapters, strict=True):
+            rows, up = self.get_buffer(f"{name}_rows"), adapter.up
+            block = up.new_zeros((self.num_rows, up.shape[1]))
+            if self.is_uneven:
+                # Each rank has the gradient from its own rows.
+                up = copy_to_tensor_model_parallel_region(up)[self.get_buffer(f"{name}_own")]
+            blocks.append(block.index_copy(0, rows, up))
+        return F.linear(low, torch.cat(blocks, 1)) * self.scale
 
     def _exchanged(self, low: Tensor) -> Tensor:
-        """`down`'s output `[seq, batch, dims]`, exchanged between ranks as `up` needs it."""
+        """Exchange the output `[seq, batch, dims]` of `down` between ranks as `up` needs it."""
         if self.num_ranks == 1 or self.split_dim is None:
             return low
-        low = low.contiguous()  # megatron-core 0.16.1 sums a copy of other tensors, and returns the original
-        out: Tensor
-        if self.split_dim == 0:
-            if self.is_sequence_parallel:
-                out = gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True)
-            else:
-                out = copy_to_tensor_model_parallel_region(low)
+        low = low.contiguous()  # megatron-core 0.16.1 sums a copy of other tensors, and returns the original.
+        if self.split_dim == 0 and self.is_sequence_parallel:
+            out = gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True)
+        elif self.split_dim == 0:
+            out = copy_to_tensor_model_parallel_region(low)
         elif self.is_sequence_parallel:
             out = reduce_scatter_to_sequence_parallel_region(low)
         else:
             out = reduce_from_tensor_model_parallel_region(low)
-        return out
-
-    def _up(self) -> Tensor:
-        """`[rows of the layer, dims]`: each adapter's rows in the places of those of its weight, zeros elsewhere."""
-        blocks = []
-        for name, adapter in zip(self.names, self._adapters, strict=True):
-            rows, up = self.get_buffer(f"{name}_rows"), adapter.up
-            block = up.new_zeros((self.num_rows, up.shape[1]))
-            if self.is_uneven:
-                # each rank has the gradient by its own rows
-                up = copy_to_tensor_model_parallel_region(up)[self.get_buffer(f"{name}_own")]
-            blocks.append(block.index_copy(0, rows, up))
-        return torch.cat(blocks, 1)
-
-    @property
-    def _adapters(self) -> list[Any]:
-        return [self.get_submodule(name) for name in self.names]
-
-
-def _attach(layer: nn.Module, adapters: Adapters) -> None:
-    layer.adapters = adapters
-    layer.register_forward_hook(_with_adapters)
+        exchanged: Tensor = out
+        return exchanged
 
 
 def _with_adapters(layer: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
@@ -184,32 +204,9 @@ def _with_adapters(layer: Any, inputs: tuple[Any, ...], output: tuple[Tensor, An
     return output[0] + added, output[1]
 
 
-def _require_grad(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-    """Make the embedding's output require a gradient: recomputed layers pass no gradient to their adapters if none of
-    their inputs requires one."""
-    return output.requires_grad_() if torch.is_grad_enabled() else output
-
-
-def _adapter_map(entry: WeightMap, source: HFTensor, config: LoraConfig, size: int) -> AdapterMap:
-    outputs, inputs = source.shape
-    target = f"{entry.target.removesuffix(WEIGHT)}.adapters.{_short(source.name)}"
-    theirs = _layer(source.name)
-    down = WeightMap(
-        f"{target}.down",
-        (HFTensor(f"{theirs}{LORA_A}", (config.dim, inputs)),),
-        Chunks(inputs, dim=1) if entry.split.dim == 1 else Whole(),
-    )
-    up = WeightMap(
-        f"{target}.up",
-        (HFTensor(f"{theirs}{LORA_B}", (outputs, config.dim)),),
-        Chunks(outputs) if entry.split.dim == 0 and entry.split.is_even(size) else Whole(),
-    )
-    return AdapterMap(down, up, config.scale)
-
-
 def _rows_of_sources(entry: WeightMap, rank: int, size: int) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
-    """For each source its name, the places of this rank's rows of it in the layer's output, and the numbers of those
-    rows in the source."""
+    """Yield for each source its name, the places of this rank's rows of it in the layer's output, and the numbers of
+    these rows in the source."""
     counts = [source.shape[0] for source in entry.sources]
     if entry.split.dim != 0:
         yield entry.sources[0].name, (torch.arange(counts[0]),) * 2
@@ -222,11 +219,6 @@ def _rows_of_sources(entry: WeightMap, rank: int, size: int) -> Iterator[tuple[s
         yield source.name, (places[order], part[places][order] - own[0])
 
 
-def _local_shape(entry: WeightMap, size: int) -> tuple[int, int]:
-    rows, columns = entry.sources[0].shape
-    return rows // (size if entry.split.dim == 0 else 1), columns // (size if entry.split.dim == 1 else 1)
-
-
 def _is_linear(entry: WeightMap) -> bool:
     """Return whether it is the matrix of a linear layer, neither a router or gate nor an expert."""
     is_matrix = len(entry.sources[0].shape) == 2 and entry.target.endswith(WEIGHT)
@@ -237,45 +229,5 @@ def _is_of_experts(entry: WeightMap) -> bool:
     return entry.over == "etp" or ".router." in entry.target or entry.target.endswith(".gate_weight")
 
 
-def targeted_adapters(maps: Sequence[WeightMap], kind: str, config: LoraConfig, size: int) -> dict[str, AdapterMap]:
-    """Return the adapters that a config asks for, by the name of the weight that each sits on.
-
-    Args:
-        maps: Maps of all weights of the model.
-        kind: Type of the model.
-        config: Settings of the adapters.
-        size: Number of tensor-parallel ranks.
-
-    Raises:
-        ValueError: If the config names no linear layer of the model, or experts and routers, which get none.
-    """
-    _check_targets(maps, kind, config)
-    adapters = adapter_maps(maps, config, size)
-    if not adapters:
-        raise nothing_adapted(config, f"a {kind} model")
-    return adapters
-
-
-def _check_targets(maps: Sequence[WeightMap], kind: str, config: LoraConfig) -> None:
-    if config.target_parameters:
-        raise ValueError(f"{EXPERTS_PROBLEM.key}: {EXPERTS_PROBLEM.message}")
-    linear = [source.name for entry in maps if _is_linear(entry) for source in entry.sources]
-    experts = [source.name for entry in maps if _is_of_experts(entry) for source in entry.sources]
-    for ending in () if config.match_all_linear else config.target_modules:
-        if not any(ends_with(_layer(name), [ending]) for name in linear):
-            is_of_experts = any(ends_with(_layer(name), [ending]) for name in experts)
-            what = (
-                "is a router, a gate or an expert, which get no adapters" if is_of_experts else "is not a linear layer"
-            )
-            raise ValueError(
-                f"lora_cfg.target_modules: {ending!r} {what} of this {kind} model; it has "
-                f"{', '.join(sorted({_short(name) for name in linear}))}"
-            )
-
-
-def _layer(name: str) -> str:
-    return name.removesuffix(WEIGHT)
-
-
 def _short(name: str) -> str:
-    return _layer(name).rpartition(".")[2]
+    return name.removesuffix(WEIGHT).rpartition(".")[2]

@@ -19,21 +19,19 @@ from transformers import PreTrainedConfig
 
 from rl_core.model import HEADLESS_ROLES, Read, Role
 from rl_core.torch.heads.logprobs import Head
-from rl_core.torch.heads.scalar import scalar_reads
-from rl_core.torch.heads.split_reads import join_tokens, split_language_reads
+from rl_core.torch.heads.reads import join_tokens, scalar_reads, split_language_reads
 from rl_core.torch.heads.vocab_parallel import VocabShard
 from rl_core.torch.loss import Rows
 from rl_megatron.conversion.weight_map import AdapterMap
-from rl_megatron.model.layout import Alignment, Layout, lay_out
-from rl_megatron.model.replay import Replay
-from rl_megatron.model.routing import Routing
+from rl_megatron.model.layout import Alignment, RowLayout, lay_out
+from rl_megatron.model.routing import Replay, Routing
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
 
 
 def token_multiple(config: TransformerConfig) -> int:
-    """Number of which the tokens in a rank's matrix products must be a multiple."""
+    """Return the divisor of the number of tokens in a rank's matrix products."""
     return get_fp8_align_size(config.fp8_recipe) if config.fp8 else 1
 
 
@@ -41,8 +39,8 @@ def alignment_of(config: TransformerConfig, budgets: tuple[int, ...]) -> Alignme
     """Return this rank's alignment of sequences.
 
     Args:
-        config: Megatron's.
-        budgets: Numbers of tokens to which packed microbatches are padded; none if they are as long as their rows.
+        config: Config of Megatron.
+        budgets: Lengths for packed microbatches, which are padded; none if they are as long as their rows.
     """
     return Alignment(
         context_size=parallel_state.get_context_parallel_world_size(),
@@ -71,7 +69,7 @@ class ScoreHead(nn.Module):
         self.weight = nn.Parameter(torch.zeros(1, hidden_size, device=torch.cuda.current_device()))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """`[tokens]` of `[tokens, hidden]`."""
+        """Return `[tokens]` for `[tokens, hidden]`."""
         return (hidden.float() @ self.weight.T)[:, 0]
 
 
@@ -81,16 +79,16 @@ class ReadingModel:
 
     Args:
         chunks: Its virtual stages in order, one without them.
-        config: Megatron's.
-        hf: Hugging Face's.
+        config: Config of Megatron.
+        hf: Config of Hugging Face.
         has_te: True if the layers are Transformer Engine's.
         chunk_size: Tokens whose logits exist at one time; None for the default.
-        is_packed: True if rows lie end to end instead of being padded.
+        is_packed: True if rows are end to end instead of padded.
         alignment: Lengths of sequences, and this rank's part of each.
-        adapters: Adapters by the name of the weight that each sits on, over the whole model.
+        adapters: Adapters by the name of the weight that each adapts, over the whole model.
         routing: The routers of a mixture of experts.
         replay: Replay of the generator's routing; None if it is not replayed.
-        asks_for_dropout: Whether the user set the model's dropout, which is then active under every loss.
+        asks_for_dropout: True if the user set the model's dropout, which is then active under every loss.
     """
 
     chunks: list[Chunk]
@@ -106,12 +104,9 @@ class ReadingModel:
     replay: Replay | None = None
     asks_for_dropout: bool = False
 
-    def __post_init__(self) -> None:
-        self.is_last_stage = parallel_state.is_pipeline_last_stage()
-
     @property
     def is_headless(self) -> bool:
-        """Return whether it has a head of one output."""
+        """True if it has a head of one output."""
         return self.role in HEADLESS_ROLES
 
     def train(self, mode: bool, *, compares: bool = False) -> None:
@@ -120,23 +115,28 @@ class ReadingModel:
         Args:
             mode: True for training, which turns dropout on.
             compares: True if results are compared with logprobs of another pass: the model's own dropout is then off
-                unless the user asked for it; dropout of adapters is always asked for.
+                unless the user asked for it. Dropout of adapters is always on.
         """
         drops = not compares or self.asks_for_dropout
+        hidden = self.config.hidden_dropout if drops else 0.0
+        # The modules of attention, like Transformer Engine's, have their share as `attention_dropout`.
+        attention = self.config.attention_dropout if drops else 0.0
         for chunk in self.chunks:
             chunk.train(mode)
-            _set_dropout(
-                chunk,
-                hidden=self.config.hidden_dropout if drops else 0.0,
-                attention=self.config.attention_dropout if drops else 0.0,
-            )
+            for name, module in chunk.named_modules():
+                if isinstance(module, TransformerLayer):
+                    module.hidden_dropout = hidden
+                elif isinstance(module, nn.Dropout):
+                    module.p = attention if ".core_attention." in name else hidden
+                elif "attention_dropout" in vars(module):
+                    module.attention_dropout = attention
 
     def parameters(self) -> list[nn.Parameter]:
-        """All parameters of this rank."""
+        """Return all parameters of this rank."""
         return [parameter for chunk in self.chunks for parameter in chunk.parameters()]
 
-    def lay_out(self, rows: Rows) -> Layout:
-        """The layout of a microbatch for this rank.
+    def lay_out(self, rows: Rows) -> RowLayout:
+        """Return the layout of a microbatch for this rank.
 
         Raises:
             ValueError: If rows that stay together are longer than the buffers of tensor-parallel products.
@@ -152,9 +152,10 @@ class ReadingModel:
         return layout
 
     def reads(
-        self, hidden: Tensor, layout: Layout, rows: Rows, reads: Sequence[Read], temperature: float
+        self, hidden: Tensor, layout: RowLayout, rows: Rows, reads: Sequence[Read], temperature: float
     ) -> Mapping[str, Tensor]:
-        """Columns of the reads of whole rows: `[tokens]`, `[tokens, k]` or `[rows]`; on the last pipeline rank.
+        """Return the columns of the reads of whole rows: `[tokens]`, `[tokens, k]` or `[rows]`; on the last pipeline
+        rank.
 
         Args:
             hidden: `[seq, batch, hidden]`, the last chunk's output.
@@ -163,17 +164,27 @@ class ReadingModel:
             reads: Reads to compute.
             temperature: Divides the logits.
         """
-        whole = self._gathered(hidden)
-        if whole.requires_grad:
-            # collectives need contiguous tensors, and the gradient of the transposition is not contiguous
-            whole.register_hook(lambda grad: grad.contiguous())
-        flat = whole.transpose(0, 1).flatten(0, 1)
+        size = self.config.tensor_model_parallel_size
+        # Sequences are made whole; if each rank has part of the head, their gradient is summed over the ranks.
+        if self.config.sequence_parallel:
+            gather = tensor_parallel.gather_from_sequence_parallel_region
+            hidden = gather(hidden, tensor_parallel_output_grad=not self.is_headless)
+        elif size > 1 and not self.is_headless:
+            hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden)
+        if hidden.requires_grad:
+            # Collectives need contiguous tensors, and the gradient of the transposition is not contiguous.
+            hidden.register_hook(lambda grad: grad.contiguous())
+        flat = hidden.transpose(0, 1).flatten(0, 1)
         group = parallel_state.get_context_parallel_group() if self.alignment.context_size > 1 else None
         if self.is_headless:
             score = self.chunks[-1].get_submodule("score")
             outputs = join_tokens(score(flat)[layout.held.positions], layout.held.tokens, rows.num_tokens, group)
             return scalar_reads(outputs, rows, reads)
         weight = self.head_weight()
+        shard = None
+        if size > 1:
+            start = parallel_state.get_tensor_model_parallel_rank() * len(weight)
+            shard = VocabShard(start, self.hf.vocab_size, parallel_state.get_tensor_model_parallel_group())
         return split_language_reads(
             flat,
             layout.held,
@@ -182,37 +193,22 @@ class ReadingModel:
             reads,
             temperature=temperature,
             chunk_size=self.chunk_size,
-            shard=self._vocab_shard(weight),
+            shard=shard,
             group=group,
             sums_hidden_grad=False,
         )
-
-    def _gathered(self, hidden: Tensor) -> Tensor:
-        """Whole sequences, with a gradient summed over the tensor-parallel ranks if each has part of the head."""
-        if self.config.sequence_parallel:
-            gather = tensor_parallel.gather_from_sequence_parallel_region
-            return gather(hidden, tensor_parallel_output_grad=not self.is_headless)
-        if self.config.tensor_model_parallel_size == 1 or self.is_headless:
-            return hidden
-        return tensor_parallel.copy_to_tensor_model_parallel_region(hidden)
 
     def head_weight(self) -> Tensor:
         """Return `[vocab, hidden]`, this rank's part of the weight that makes logits, in the dtype of hidden states."""
         return self.head_parameter().to(self.config.params_dtype)
 
     def head_parameter(self) -> Tensor:
-        """Return the same as it is held; the embedding's if they are tied."""
+        """Return the same weight as it is held; the embedding's if they are tied."""
         last = self.chunks[-1]
         if last.share_embeddings_and_output_weights:
             return last.shared_embedding_or_output_weight()
         weight: Tensor = last.output_layer.weight
         return weight
-
-    def _vocab_shard(self, weight: Tensor) -> VocabShard | None:
-        if self.config.tensor_model_parallel_size == 1:
-            return None
-        start = parallel_state.get_tensor_model_parallel_rank() * len(weight)
-        return VocabShard(start, self.hf.vocab_size, parallel_state.get_tensor_model_parallel_group())
 
 
 def forget_embeddings() -> None:
@@ -230,21 +226,3 @@ def forget_tokens(chunks: Sequence[nn.Module]) -> None:
             if isinstance(module, MoELayer):
                 kept = vars(module.token_dispatcher)
                 kept.update({name: None for name, value in kept.items() if isinstance(value, Tensor)})
-
-
-def _set_dropout(chunk: nn.Module, *, hidden: float, attention: float) -> None:
-    """Set the shares that a chunk's layers drop in training, and leave those of adapters as they are.
-
-    Args:
-        chunk: Chunk of the model, changed in place.
-        hidden: Share of hidden states to drop.
-        attention: Share of attention weights to drop; the modules of attention, like Transformer Engine's, have it as
-            `attention_dropout`.
-    """
-    for name, module in chunk.named_modules():
-        if isinstance(module, TransformerLayer):
-            module.hidden_dropout = hidden
-        elif isinstance(module, nn.Dropout):
-            module.p = attention if ".core_attention." in name else hidden
-        elif "attention_dropout" in vars(module):
-            module.attention_dropout = attention

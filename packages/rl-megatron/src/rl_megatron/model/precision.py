@@ -15,10 +15,9 @@ from rl_core.torch.files.model_files import WeightFiles
 from rl_core.torch.training.export import float32_among_others
 from rl_megatron.conversion.weight_map import WeightMap
 from rl_megatron.model.gated_delta_net import GatedDeltaNet
+from rl_megatron.model.layers import RMSNorm, SharedExperts
 from rl_megatron.model.model import ScoreHead
-from rl_megatron.model.norm import RMSNorm
 from rl_megatron.model.routing import RowRouter
-from rl_megatron.model.shared_experts import SharedExperts
 
 TAKE_FLOAT32 = (GatedDeltaNet, RMSNorm, RowRouter, ScoreHead)
 """Modules that take float32 parameters with activations of another dtype. Routers, decays of linear attention, norms of
@@ -38,9 +37,13 @@ def kept_in_float32(hf: PreTrainedConfig, maps: Sequence[WeightMap], files: Weig
 
 
 def kept_by_family(hf: PreTrainedConfig, maps: Iterable[WeightMap]) -> set[str]:
-    """Return the names of the tensors that a family keeps in float32: those that its weight maps declare, and those
-    that `transformers` names in the model's class."""
-    pattern = _strict_pattern(hf)
+    """Return the names of the tensors that a family keeps in float32, by its weight maps or by the list of
+    `transformers` in the model's class."""
+    pattern: Any = None
+    if type(hf) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        family: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf)]
+        strict = family._keep_in_fp32_modules_strict
+        pattern = build_glob_alternation(list(strict))[0] if strict else None
     return {
         source.name
         for entry in maps
@@ -69,7 +72,7 @@ def hold_in_float32(
         config: Megatron's config, with the dtype of activations.
 
     Raises:
-        ValueError: Naming a parameter that a fused kernel of the config takes only in the model's dtype.
+        ValueError: If a fused kernel of the config takes a parameter only in the model's dtype.
     """
     for entry in entries:
         if entry.target in held:
@@ -78,24 +81,21 @@ def hold_in_float32(
         for path, module in chunk.named_modules():
             parameters = module.named_parameters(recurse=False)
             names = [name for name, parameter in parameters if parameter.dtype != config.params_dtype]
-            if names and not isinstance(module, TAKE_FLOAT32):
-                _adapt_kernels(f"{path}.{names[0]}", module, config)
-                casting = _Casting(names, config.params_dtype)
-                module.register_forward_pre_hook(casting.start)
-                module.register_forward_hook(casting.end, always_call=True)
-
-
-def _adapt_kernels(name: str, module: nn.Module, config: TransformerConfig) -> None:
-    """Make a module add to the gradient of a parameter in the parameter's own dtype, and refuse a kernel that uses the
-    parameter itself where other layers use a copy of it."""
-    for fused in ("fuse_wgrad_accumulation", "gradient_accumulation_fusion"):  # Transformer Engine's, megatron-core's
-        if fused in vars(module):
-            setattr(module, fused, False)
-    if config.moe_shared_expert_overlap and isinstance(module, SharedExperts):
-        raise ValueError(
-            "megatron_cfg.megatron_kwargs.moe_shared_expert_overlap does not work with parameters that stay float32, "
-            f"as {name} of this model does; leave it out"
-        )
+            if not names or isinstance(module, TAKE_FLOAT32):
+                continue
+            if config.moe_shared_expert_overlap and isinstance(module, SharedExperts):
+                # This kernel uses the parameter itself, of which other layers use a copy.
+                raise ValueError(
+                    "megatron_cfg.megatron_kwargs.moe_shared_expert_overlap does not work with parameters that stay "
+                    f"float32, as {path}.{names[0]} of this model does; leave it out"
+                )
+            # Transformer Engine's module and megatron-core's must add to a gradient in the parameter's own dtype.
+            for fused in ("fuse_wgrad_accumulation", "gradient_accumulation_fusion"):
+                if fused in vars(module):
+                    setattr(module, fused, False)
+            casting = _Casting(names, config.params_dtype)
+            module.register_forward_pre_hook(casting.start)
+            module.register_forward_hook(casting.end, always_call=True)
 
 
 class _Casting:
@@ -116,12 +116,3 @@ class _Casting:
         for name in self._names:
             del vars(module)[name]
         vars(module)["_parameters"] = self._parameters
-
-
-def _strict_pattern(hf: PreTrainedConfig) -> Any:
-    """Pattern of the names that `transformers` keeps in float32 in every lower precision; None if there are none."""
-    if type(hf) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return None
-    family: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf)]
-    names = family._keep_in_fp32_modules_strict
-    return build_glob_alternation(list(names))[0] if names else None

@@ -1,10 +1,14 @@
-"""The activations that the backward pass computes again, as fields of Megatron's config."""
+"""The activations that the backward pass computes again, as fields of Megatron's config.
+
+The choice follows from the memory and the products of each layer: formulas for the layers of megatron-core 0.16.1.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import torch
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import LayerType
 from transformers import PreTrainedConfig
@@ -13,6 +17,7 @@ from rl_core.model_config import ModelConfig
 from rl_core.torch.training.recompute import (
     ActivationMemory,
     ActivationsUnknown,
+    LayerActivations,
     RecomputePlan,
     least_capacity,
     log_unknown,
@@ -22,10 +27,209 @@ from rl_core.torch.training.recompute import (
 )
 from rl_megatron.config import MegatronConfig
 from rl_megatron.conversion.splits import padded_vocab
-from rl_megatron.model.activations import LayerShape, LayerShapes
 from rl_megatron.parallel.mesh import Mesh
-from rl_megatron.rank_memory import RankParameters
+from rl_megatron.rank_memory import rank_memory
 from rl_megatron.transformer_fields import RECOMPUTED_WITH_TE
+
+REST = "rest"
+"""The part of a layer that no key of selective recomputation covers."""
+WITHIN = {"moe": ("moe_act", "shared_experts")}
+"""Parts that are recomputed with another one."""
+_WIDE = torch.float32.itemsize
+
+
+class Part(NamedTuple):
+    """A part of a layer, for one token on one rank.
+
+    Args:
+        kept: Bytes that stay for the backward pass and do not if the part is recomputed.
+        products: Multiplications in its matrix products.
+        weights: Parameters of these products, except in experts.
+        expert_weights: Parameters of experts.
+    """
+
+    kept: float = 0.0
+    products: float = 0.0
+    weights: float = 0.0
+    expert_weights: float = 0.0
+
+    @classmethod
+    def linear(cls, kept: float, weights: float) -> Part:
+        """Return a part whose weights the token meets once each."""
+        return cls(kept, weights, weights)
+
+    @classmethod
+    def total(cls, parts: Iterable[Part]) -> Part:
+        """Return several parts together."""
+        return cls(*(sum(numbers) for numbers in zip(*parts, strict=True)))
+
+
+class LayerShapes:
+    """Shapes of a model's layers.
+
+    A formula counts the tensors that autograd and the layers of Transformer Engine keep: inputs of matrix products, of
+    norms and of activations, and queries, keys, values and results of flash attention. Tokens are assumed to be spread
+    evenly over experts. Layers without Transformer Engine also keep the intermediate results of unfused operations.
+
+    Args:
+        config: Megatron's config of the model and the layout.
+        has_te: True if the layers are Transformer Engine's.
+        longest: Maximum length of a row, which determines the products of attention scores.
+    """
+
+    def __init__(self, config: TransformerConfig, *, has_te: bool, longest: int) -> None:
+        # Fields that the check of the family's config left open are numbers here.
+        self._config: Any = config
+        self._has_te = has_te
+        self._longest = longest
+        self._item = config.params_dtype.itemsize
+        self._tensor = config.tensor_model_parallel_size
+        self._tokens = self._tensor if config.sequence_parallel else 1  # Ranks that share tokens between blocks.
+        self._between = config.hidden_size * self._item / self._tokens
+
+    def layers(self) -> list[Mapping[str, Part]]:
+        """Return the parts of each layer of the model by their names in `recompute_modules`, and `REST`.
+
+        Raises:
+            ActivationsUnknown: If the model has layers without a formula.
+        """
+        if self._config.linear_attention_freq is not None:
+            raise ActivationsUnknown("there is no formula for linear attention")
+        pattern = self._config.moe_layer_freq
+        if not isinstance(pattern, list):
+            pattern = [number % pattern == 0 for number in range(self._config.num_layers)]
+        found: list[Mapping[str, Part]] = []
+        for each in pattern:
+            attention = self._latent_attention() if self._config.multi_latent_attention else self._attention()
+            has_experts = self._config.num_moe_experts is not None and bool(each)
+            rest = self._experts() if has_experts else self._dense()
+            names = dict.fromkeys([*attention, *rest])
+            found.append({name: Part.total(half[name] for half in (attention, rest) if name in half) for name in names})
+        return found
+
+    def activations(self, layer: Mapping[str, Part], modules: Iterable[str]) -> LayerActivations:
+        """Return the bytes that a layer keeps, if these parts are the ones that selective recomputation covers."""
+        kept = Part.total(layer.values()).kept
+        again = Part.total(_covered(layer, modules)).kept
+        return LayerActivations(round(kept), round(kept - again), round(self._between))
+
+    def _norm(self, width: float) -> float:
+        """Return the bytes that a norm keeps in addition to its input and its output."""
+        return 0.0 if self._has_te else width * (self._item + (_WIDE if self._item < _WIDE else 0))
+
+    def _block_norm(self, *, is_separate: bool) -> dict[str, Part]:
+        """Return the norm before a block, with its input and its output.
+
+        Args:
+            is_separate: True if it is a separate module also among layers of Transformer Engine.
+        """
+        hidden = self._config.hidden_size / self._tokens
+        kept = {REST: Part(self._between + self._norm(hidden))}
+        if is_separate or not self._has_te:
+            return {**kept, "layernorm": Part(self._between)}
+        return {REST: Part(2 * self._between)}
+
+    def _attention(self) -> dict[str, Part]:
+        config = self._config
+        queries = config.num_attention_heads * config.kv_channels / self._tensor
+        keys = max(config.num_query_groups, self._tensor) * config.kv_channels / self._tensor
+        projected = queries + 2 * keys + (queries if config.attention_output_gate else 0)
+        kept = (projected + queries + keys) * self._item  # Before and after rotation; values are not copied.
+        if config.qk_layernorm:
+            kept += (queries + keys) * self._item + self._norm(queries + keys)
+        norms = self._block_norm(is_separate=False)
+        kept += self._rotation(config.kv_channels) + queries * self._item
+        linear = Part.linear(kept, config.hidden_size * (projected + queries))
+        rest = Part.total((norms[REST], linear))
+        return {**norms, REST: rest, "core_attn": self._scores(queries, keys, queries + keys)}
+
+    def _latent_attention(self) -> dict[str, Part]:
+        config = self._config
+        heads, rotary = config.num_attention_heads / self._tensor, config.qk_pos_emb_head_dim
+        per_query, per_value = config.qk_head_dim + rotary, config.v_head_dim
+        low = (config.q_lora_rank or 0) + config.kv_lora_rank
+        up = heads * (per_query + config.qk_head_dim + per_value)
+        norms = self._block_norm(is_separate=True)
+        # Each norm between the two projections has its input and its output.
+        kept = (2 * low * self._item + self._norm(low)) / self._tokens
+        out = heads * per_value
+        weights = config.hidden_size * (low + rotary + out)
+        if config.q_lora_rank is None:
+            weights += config.hidden_size * heads * per_query
+        up_weights = (config.q_lora_rank or 0) * heads * per_query
+        up_weights += config.kv_lora_rank * heads * (config.qk_head_dim + per_value)
+        # The projected tensors come first, then queries and keys with their rotated parts, and values.
+        projected = (up + 2 * heads * per_query + out) * self._item
+        return {
+            **norms,
+            REST: Part.total((norms[REST], Part.linear(kept + out * self._item, weights))),
+            "mla_up_proj": Part.linear(projected + self._rotation(rotary), up_weights),
+            "core_attn": self._scores(out, heads * per_query, heads * (per_query + per_value)),
+        }
+
+    def _rotation(self, width: float) -> float:
+        """Return the bytes of the cosines and sines that rotating queries and keys keeps, unless one kernel does it."""
+        return 0.0 if self._config.apply_rope_fusion else 4 * width * self._item
+
+    def _scores(self, out: float, keys: float, sums: float) -> Part:
+        """Return attention itself, whose inputs and output are counted in the parts that make them.
+
+        Args:
+            out: Width of its output.
+            keys: Width of keys.
+            sums: Widths that scores and their products with values go over, together.
+        """
+        config = self._config
+        kept = _WIDE * config.num_attention_heads / self._tensor
+        if not self._has_te:
+            # Rows are attended one by one and joined, and context-parallel ranks gather keys and values.
+            context = config.context_parallel_size
+            kept += (out + (2 * context * keys if context > 1 else 0)) * self._item
+        return Part(kept, sums * self._longest / 2)  # Half of the scores are masked.
+
+    def _dense(self) -> dict[str, Part]:
+        config = self._config
+        norms = self._block_norm(is_separate=False)
+        inner = config.ffn_hidden_size / self._tensor
+        kept = self._gated(inner)
+        if self._has_te:
+            # The norm is a part of the first product.
+            norms = {REST: Part(self._between)}
+            kept += self._between
+        return {**norms, "mlp": Part.linear(kept, 3 * config.hidden_size * inner)}
+
+    def _experts(self) -> dict[str, Part]:
+        config = self._config
+        expert_tensor = config.expert_tensor_parallel_size or self._tensor
+        copies = config.moe_router_topk * expert_tensor / self._tokens
+        inner = config.moe_ffn_hidden_size / expert_tensor
+        activated = copies * inner * self._item
+        # Logits, scores and probabilities are float32; the map of tokens to experts has one byte each.
+        routing = config.num_moe_experts * (3 * _WIDE + 1) / self._tokens
+        kept = routing + copies * config.hidden_size * self._item + copies * self._gated(inner, is_weighted=True)
+        router, expert = config.hidden_size * config.num_moe_experts, 3 * config.hidden_size * inner
+        num_experts = config.num_moe_experts / config.expert_model_parallel_size
+        parts = {
+            **self._block_norm(is_separate=True),
+            "moe": Part(kept - activated, copies * expert + router / self._tokens, router, num_experts * expert),
+            "moe_act": Part(activated),
+        }
+        shared = config.moe_shared_expert_intermediate_size
+        if shared is not None:
+            inner = shared / self._tensor
+            parts["shared_experts"] = Part.linear(self._gated(inner), 3 * config.hidden_size * inner)
+        return parts
+
+    def _gated(self, inner: float, *, is_weighted: bool = False) -> float:
+        """Return the bytes between the two products of a gated block: both halves, and the activation.
+
+        Args:
+            inner: Width of each half.
+            is_weighted: True if the activation is multiplied by the weight of an expert.
+        """
+        config = self._config
+        is_fused = config.bias_activation_fusion or config.use_te_activation_func
+        return inner * self._item * (3 if is_fused else 5 if is_weighted else 4)
 
 
 def recompute_fields(
@@ -41,10 +245,10 @@ def recompute_fields(
     """Return the fields of Megatron's config that choose what is recomputed, the same on every rank; collective.
 
     Args:
-        config: Model's config, whose microbatches decide how many activations there are.
+        config: Config of the model, whose microbatches decide how many activations there are.
         backend: Settings of this backend.
         hf: Hugging Face config of the model.
-        shape: Megatron's, without these fields.
+        shape: Config of Megatron, without these fields.
         mesh: Mesh of the run.
         has_te: True if the layers are Transformer Engine's.
         trains: False for a model that never runs backwards.
@@ -66,21 +270,29 @@ def recompute_fields(
         return {}
     chunks = shape.virtual_pipeline_model_parallel_size or 1
     try:
-        shapes = LayerShapes(shape, has_te=has_te, longest=config.max_total_sequence_length).layers()
+        shapes = LayerShapes(shape, has_te=has_te, longest=config.max_total_sequence_length)
+        held = shapes.layers()[-layers_per_rank(shape) :]
     except ActivationsUnknown as problem:
         if mesh.rank == 0:
             log_unknown(problem)
         return whole
-    held = shapes[-layers_per_rank(shape) :]
-    parameters = rank_parameters(hf, shape, held, mesh)
-    state = parameters.memory(backend, trains_all=not config.lora_cfg.enabled)
+    sizes = mesh.layout
+    dense, experts = rank_parameters(hf, shape, held, mesh)
+    ranks = sizes["world"] // sizes["pp"]
+    state = rank_memory(
+        backend,
+        (dense, ranks // sizes["tp"]),
+        (experts, max(1, ranks // (sizes["ep"] * sizes["etp"]))),
+        shape.params_dtype.itemsize,
+        trains_all=not config.lora_cfg.enabled,
+    )
     memory = ActivationMemory(
         capacity,
-        round(state.device) + logit_bytes(config, parameters.vocab),
-        max_tokens(config, mesh.layout["cp"]),
-        passes_kept(mesh.layout["pp"], chunks),
+        round(state.device) + logit_bytes(config, padded_vocab(hf.vocab_size, sizes["tp"]) // sizes["tp"]),
+        max_tokens(config, sizes["cp"]),
+        passes_kept(sizes["pp"], chunks),
     )
-    kept = [layer.activations(modules) for layer in held]
+    kept = [shapes.activations(layer, modules) for layer in held]
     plan = memory.choose(plans_of(held, modules), kept, logs=mesh.rank == 0)
     if plan.num_selective:
         return {"recompute_granularity": "selective", "recompute_modules": modules}
@@ -106,14 +318,16 @@ def parts_of(config: TransformerConfig) -> set[str]:
     pattern = config.moe_layer_freq
     has_experts = config.num_moe_experts is not None
     has_dense = not has_experts or (pattern != 1 if isinstance(pattern, int) else 0 in pattern)
-    return {
-        "core_attn",
-        *(["layernorm"] if has_experts or config.multi_latent_attention else []),
-        *(["mla_up_proj"] if config.multi_latent_attention else []),
-        *(["mlp"] if has_dense else []),
-        *(["moe", "moe_act"] if has_experts else []),
-        *(["shared_experts"] if config.moe_shared_expert_intermediate_size is not None else []),
+    has = {
+        "core_attn": True,
+        "layernorm": has_experts or config.multi_latent_attention,
+        "mla_up_proj": config.multi_latent_attention,
+        "mlp": has_dense,
+        "moe": has_experts,
+        "moe_act": has_experts,
+        "shared_experts": config.moe_shared_expert_intermediate_size is not None,
     }
+    return {name for name, is_part in has.items() if is_part}
 
 
 def cheap_modules(config: TransformerConfig, *, has_te: bool) -> list[str]:
@@ -146,7 +360,7 @@ def recomputed_modules(backend: MegatronConfig, config: TransformerConfig, *, ha
     return modules
 
 
-def plans_of(layers: Sequence[LayerShape], modules: Sequence[str]) -> list[RecomputePlan]:
+def plans_of(layers: Sequence[Mapping[str, Part]], modules: Sequence[str]) -> list[RecomputePlan]:
     """Return the plans that Megatron can run, from the one with the fewest recomputed products to the one with most.
 
     Megatron recomputes either parts of all layers, or some layers as a whole.
@@ -155,39 +369,33 @@ def plans_of(layers: Sequence[LayerShape], modules: Sequence[str]) -> list[Recom
         layers: Layers of a rank.
         modules: Parts that selective recomputation covers.
     """
-    selective = RecomputePlan(num_selective=len(layers))
-    costs = {RecomputePlan(): 0.0, selective: sum(layer.products_of(modules) for layer in layers)}
+    products = [Part.total(layer.values()).products for layer in layers]
+    covered = sum(Part.total(_covered(layer, modules)).products for layer in layers)
+    costs = {RecomputePlan(): 0.0, RecomputePlan(num_selective=len(layers)): covered}
     for number in range(1, len(layers) + 1):
-        costs[RecomputePlan(num_full=number)] = sum(layer.whole.products for layer in layers[:number])
+        costs[RecomputePlan(num_full=number)] = sum(products[:number])
     return sorted(costs, key=lambda plan: (costs[plan], plan.num_full))
 
 
+def _covered(layer: Mapping[str, Part], modules: Iterable[str]) -> list[Part]:
+    """Return the parts of a layer that are recomputed with these modules."""
+    names = {inner for name in modules for inner in (name, *WITHIN.get(name, ()))}
+    return [part for name, part in layer.items() if name in names]
+
+
 def rank_parameters(
-    hf: PreTrainedConfig, config: TransformerConfig, layers: Sequence[LayerShape], mesh: Mesh
-) -> RankParameters:
-    """Count the parameters of the last pipeline rank.
+    hf: PreTrainedConfig, config: TransformerConfig, layers: Sequence[Mapping[str, Part]], mesh: Mesh
+) -> tuple[float, float]:
+    """Return the numbers of parameters of the last pipeline rank outside of experts and in experts.
 
     Args:
         hf: Hugging Face config of the model.
-        config: Megatron's.
+        config: Config of Megatron.
         layers: Layers of that rank.
         mesh: Mesh of the run.
     """
-    sizes = mesh.layout
-    tensor, stages = sizes["tp"], sizes["pp"]
-    shard = padded_vocab(hf.vocab_size, tensor) // tensor
+    tensor, stages = mesh.layout["tp"], mesh.layout["pp"]
     has_both_ends = stages == 1 and not hf.tie_word_embeddings
-    dense = shard * config.hidden_size * (2 if has_both_ends else 1)
-    experts = 0.0
-    for layer in layers:
-        dense += layer.whole.weights
-        experts += layer.whole.expert_weights
-    ranks = sizes["world"] // stages
-    return RankParameters(
-        dense,
-        experts,
-        ranks // tensor,
-        max(1, ranks // (sizes["ep"] * sizes["etp"])),
-        config.params_dtype.itemsize,
-        shard,
-    )
+    shard = padded_vocab(hf.vocab_size, tensor) // tensor
+    whole = Part.total(Part.total(layer.values()) for layer in layers)
+    return shard * config.hidden_size * (2 if has_both_ends else 1) + whole.weights, whole.expert_weights

@@ -1,8 +1,9 @@
-"""The process groups of one model."""
+"""The process groups of one model, with the random generators and the buffers that belong to them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -10,16 +11,18 @@ from zlib import crc32
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.transformer import TransformerConfig
 
 from rl_core.devices import Device
 from rl_core.mesh import Coordinates
 from rl_core.model import Rendezvous
 from rl_core.torch.process_group import join_process_group
 from rl_megatron.config import MegatronConfig
-from rl_megatron.parallel.random import seed_all
-from rl_megatron.parallel.userbuffers import close_buffers
+
+_ENGINE = "transformer_engine.pytorch"
+_is_open = False
 
 
 @dataclass(frozen=True)
@@ -28,9 +31,11 @@ class Mesh:
 
     Args:
         kind: The device that it computes on.
-        control: All ranks, on gloo: scalars that decide what every rank does next.
+        control: All ranks, on gloo: scalars that decide the next step of every rank.
         data: The ranks that hold the same part of the model and other rows, on gloo.
-        layout: Sizes that say which part of the model each rank holds, all ranks among them.
+        layout: Sizes that determine which part of the model each rank holds: all ranks (`world`), the ranks along each
+            axis and those that share an expert's matrices (`etp`), and the layers of pipeline ranks (0 layers are an
+            equal share).
     """
 
     rank: int
@@ -64,12 +69,22 @@ class Mesh:
         except BaseException:
             leave_groups()
             raise
+        stages = backend.megatron_kwargs.get("pipeline_model_parallel_layout")
+        layout = {
+            "world": rendezvous.world_size,
+            **_sizes(),
+            "etp": parallel_state.get_expert_tensor_parallel_world_size(),
+            "vpp": backend.virtual_pipeline_model_parallel_size or 1,
+            "first_layers": backend.num_layers_in_first_pipeline_stage or 0,
+            "last_layers": backend.num_layers_in_last_pipeline_stage or 0,
+            **({} if stages is None else {"stages": crc32(str(stages).encode())}),
+        }
         data = parallel_state.get_data_parallel_group_gloo()
-        return cls(rendezvous.rank, rendezvous.world_size, rendezvous.kind, control, data, _layout(rendezvous, backend))
+        return cls(rendezvous.rank, rendezvous.world_size, rendezvous.kind, control, data, layout)
 
     @property
     def device(self) -> torch.device:
-        """The device that this rank computes on, as torch names it."""
+        """The device that this rank computes on, as torch's object."""
         return self.kind.torch_device
 
     @property
@@ -86,14 +101,17 @@ class Mesh:
 
     def seed(self, seed: int) -> None:
         """Seed all generators: ranks that hold parts of one model on one shard's rows agree if they must."""
-        seed_all(seed)
+        place = 100 * parallel_state.get_pipeline_model_parallel_rank()
+        place += 10_000 * parallel_state.get_data_parallel_rank()
+        torch.manual_seed(seed + place)
+        tensor_parallel.model_parallel_cuda_manual_seed(seed + place, force_reset_rng=True)
 
     def rng_state(self) -> dict[str, Any]:
-        """State of torch's generators, and of those that Megatron keeps for regions of the model."""
+        """Return the state of torch's generators, and of those that Megatron keeps for regions of the model."""
         return {**self.kind.rng_state(), "regions": get_cuda_rng_tracker().get_states()}
 
     def set_rng_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `rng_state` returned."""
+        """Restore a state that `rng_state` returned."""
         self.kind.set_rng_state(state)
         get_cuda_rng_tracker().set_states(state["regions"])
 
@@ -103,7 +121,7 @@ class Mesh:
 
 
 def _sizes() -> dict[str, int]:
-    """Ranks along each axis, in the groups of this process."""
+    """Return the number of ranks along each axis, in the groups of this process."""
     return {
         "dp": parallel_state.get_data_parallel_world_size(),
         "pp": parallel_state.get_pipeline_model_parallel_world_size(),
@@ -113,23 +131,52 @@ def _sizes() -> dict[str, int]:
     }
 
 
-def _layout(rendezvous: Rendezvous, backend: MegatronConfig) -> Mapping[str, int]:
-    """All ranks, those along each axis and those that share an expert's matrices, and how pipeline ranks share layers;
-    0 layers are an equal share."""
-    stages = backend.megatron_kwargs.get("pipeline_model_parallel_layout")
-    return {
-        "world": rendezvous.world_size,
-        **_sizes(),
-        "etp": parallel_state.get_expert_tensor_parallel_world_size(),
-        "vpp": backend.virtual_pipeline_model_parallel_size or 1,
-        "first_layers": backend.num_layers_in_first_pipeline_stage or 0,
-        "last_layers": backend.num_layers_in_last_pipeline_stage or 0,
-        **({} if stages is None else {"stages": crc32(str(stages).encode())}),
-    }
-
-
 def leave_groups() -> None:
     """Leave all groups, Megatron's and torch's, and free the buffers that were made with them."""
     close_buffers()
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
+
+
+def open_buffers(config: TransformerConfig, lengths: Sequence[int]) -> None:
+    """Create the buffers in which Transformer Engine's collectives of tensor-parallel ranks overlap with matrix
+    products; collective over all ranks, before layers are built.
+
+    Args:
+        config: Config of Megatron, with `tp_comm_overlap`.
+        lengths: Lengths of packed sequences, on all context-parallel ranks together. Buffers hold exactly one.
+
+    Raises:
+        ValueError: If sequences have several lengths, or the model's projections have no buffers.
+    """
+    global _is_open
+    key = "megatron_cfg.megatron_kwargs.tp_comm_overlap"
+    if config.multi_latent_attention:
+        raise ValueError(f"{key}: the projections of latent attention have no buffers; remove the key")
+    if len(lengths) != 1:
+        raise ValueError(
+            f"{key} needs packed microbatches of one length, and those of this model have {list(lengths) or 'any'}; "
+            "set sequence_packing.enabled=true with the same train_mb_tokens and logprob_mb_tokens"
+        )
+    engine: Any = importlib.import_module(_ENGINE)
+    modes = engine.UserBufferQuantizationMode
+    used = [modes.FP8 if config.fp8 else modes.NONE]
+    if config.fp8 and config.first_last_layers_bf16:
+        used.append(modes.NONE)
+    engine.initialize_ub(
+        shape=[lengths[0] // config.context_parallel_size, config.hidden_size],
+        tp_size=config.tensor_model_parallel_size,
+        quantization_modes=used,
+        dtype=config.params_dtype,
+        bootstrap_backend=config.tp_comm_bootstrap_backend,
+    )
+    _is_open = True
+
+
+def close_buffers() -> None:
+    """Free the buffers, if there are any."""
+    global _is_open
+    if _is_open:
+        engine: Any = importlib.import_module(_ENGINE)
+        engine.destroy_ub()
+        _is_open = False

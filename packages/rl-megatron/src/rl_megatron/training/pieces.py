@@ -16,13 +16,10 @@ from rl_core.torch.training.checkpoint_files import KeptSavePlanner
 
 
 def rectangles(start: int, stop: int, shape: Sequence[int]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The rectangles, in order, that elements `start` to `stop` of a row-major tensor make up.
+    """Yield offsets and sizes of the rectangles, in order, that elements `start` to `stop` of a row-major tensor form.
 
     A run that begins and ends anywhere is part of a row, whole rows, and part of a row, in each dim: at most
-    `2 * len(shape) - 1` rectangles, and each is its own run.
-
-    Returns:
-        Offsets and sizes of each.
+    `2 * len(shape) - 1` rectangles, and each is a run.
     """
     if start >= stop:
         return
@@ -50,7 +47,7 @@ def _in_row(start: int, stop: int, shape: Sequence[int], row: int) -> Iterator[t
 
 
 class Pieces:
-    """Rectangles that this rank holds of one tensor of the whole model.
+    """Rectangles of one tensor of the whole model that this rank holds.
 
     It is written and read through the planners below, by the methods that torch's planners call.
 
@@ -63,30 +60,26 @@ class Pieces:
         self._pieces: dict[torch.Size, Tensor] = {}
 
     def add(self, offsets: Sequence[int], piece: Tensor) -> None:
-        """A rectangle: its offset in the whole tensor, and its memory."""
+        """Add a rectangle: its offset in the whole tensor, and its memory."""
         self._pieces[torch.Size(offsets)] = piece
 
     def at(self, offsets: torch.Size | None) -> Tensor:
-        """The rectangle that begins there."""
+        """Return the rectangle that begins there."""
         assert offsets is not None
         return self._pieces[offsets]
 
     def size(self) -> torch.Size:
-        """Shape of the whole tensor."""
+        """Return the shape of the whole tensor."""
         return self._size
 
     def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
         return [
             WriteItem(
-                index=MetadataIndex(name, offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=ChunkStorageMetadata(offsets, piece.shape),
-                    properties=TensorProperties.create_from_tensor(piece),
-                    size=self._size,
-                ),
+                MetadataIndex(name, offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, TensorProperties.create_from_tensor(piece), self._size),
             )
-            for offsets, piece in self._pieces.items()
+            for (offsets, piece), chunk in zip(self._pieces.items(), self.__create_chunk_list__(), strict=True)
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
@@ -100,7 +93,7 @@ class PiecesSavePlanner(KeptSavePlanner):
         super().__init__(flatten=False)
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        """The rectangle of a write item."""
+        """Return the rectangle of a write item."""
         return self.state_dict[index.fqn].at(index.offset)
 
 
@@ -119,5 +112,5 @@ class PiecesLoadPlanner(DefaultLoadPlanner):
         self.is_coordinator = is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """The rectangle of a read item."""
+        """Return the rectangle of a read item."""
         return self.state_dict[index.fqn].at(index.offset)

@@ -1,16 +1,40 @@
-"""A torch optimizer whose state is spread over the data-parallel ranks."""
+"""Gradient buffers, and a torch optimizer whose state is spread over the data-parallel ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel
-from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from rl_megatron.config import DistributedDataParallelConfig as ReductionConfig
+from rl_megatron.model.model import ReadingModel
+
+
+def wrap_chunks(model: ReadingModel, reduction: ReductionConfig) -> list[DistributedDataParallel]:
+    """Wrap each chunk with a gradient buffer; its parameters move into a buffer too, and keep their identity.
+
+    Gradients are summed and scattered: each rank of the data- and context-parallel group is left with the whole of its
+    share.
+    """
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=reduction.grad_reduce_in_fp32,
+        overlap_grad_reduce=reduction.overlap_grad_reduce,
+        use_distributed_optimizer=True,
+    )
+    chunks = [
+        DistributedDataParallel(model.config, settings, chunk, disable_bucketing=number > 0)
+        for number, chunk in enumerate(model.chunks)
+    ]
+    if reduction.overlap_grad_reduce:
+        # The gradients of all microbatches except the last are only added up.
+        each = [chunk.no_sync for chunk in chunks]
+        model.config.no_sync_func = each if len(each) > 1 else each[0]
+    return chunks
 
 
 def square_sum(tensors: list[Tensor], device: torch.device) -> Tensor:
@@ -31,15 +55,15 @@ def square_sum(tensors: list[Tensor], device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Shard:
+class ParameterShard:
     """The run of a parameter's elements that this rank steps.
 
     Args:
         parameter: Parameter of the model.
-        start, stop: bounds of the run in the flattened parameter.
+        start: Start of the run in the flattened parameter.
+        stop: End of the run.
         main: Float32 `[stop - start]`, which the optimizer steps; the parameter's own memory if that is float32.
         grad: `[stop - start]`, summed over the ranks; float32, or the parameter's dtype if they are reduced in that.
-        group: The ranks that hold the other runs.
     """
 
     parameter: nn.Parameter
@@ -47,7 +71,6 @@ class Shard:
     stop: int
     main: Tensor
     grad: Tensor
-    group: dist.ProcessGroup
 
 
 class ShardedOptimizer:
@@ -57,9 +80,10 @@ class ShardedOptimizer:
     torch's Adam; this one takes any optimizer that treats elements one by one.
 
     Args:
-        chunks: Wrapped with `use_distributed_optimizer`, so that gradients are reduced and scattered.
-        build: Function from parameters, and those of them that are norms and biases, to a torch optimizer.
-        is_counted: True if a parameter's elements on this rank count in the norm of all gradients.
+        chunks: Chunks wrapped by `wrap_chunks`, so that gradients are reduced and scattered.
+        build: Function from parameters, and the norms and biases among them, to a torch optimizer.
+        is_counted: Function that returns whether a parameter's elements on this rank count in the norm of all
+            gradients.
         norms_and_biases: Parameters of the model that the optimizer may leave without weight decay.
     """
 
@@ -71,32 +95,29 @@ class ShardedOptimizer:
         norms_and_biases: Set[nn.Parameter],
     ) -> None:
         self._chunks = chunks
+        self._buffers = [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         self._is_counted = is_counted
-        self.shards = list(_shards(chunks))
-        # an optimizer needs a parameter, and a rank may hold nothing but a buffer's padding
-        mains = [nn.Parameter(shard.main) for shard in self.shards]
+        self.shards = list(self._shards())
+        # An optimizer needs a parameter, and a rank may hold nothing but a buffer's padding.
+        self.parameters = [nn.Parameter(shard.main) for shard in self.shards]
+        self._runs: dict[nn.Parameter, list[tuple[ParameterShard, nn.Parameter]]] = {}
+        for shard, main in zip(self.shards, self.parameters, strict=True):
+            self._runs.setdefault(shard.parameter, []).append((shard, main))
         undecayed = {
-            main for main, shard in zip(mains, self.shards, strict=True) if shard.parameter in norms_and_biases
+            main for parameter, runs in self._runs.items() if parameter in norms_and_biases for _, main in runs
         }
-        self.inner = build(mains or [nn.Parameter(torch.zeros(0))], undecayed)
-        self.parameters = mains
-        self._runs: dict[nn.Parameter, list[tuple[Shard, nn.Parameter]]] = {}
-        for shard, inner in zip(self.shards, self.parameters, strict=True):
-            self._runs.setdefault(shard.parameter, []).append((shard, inner))
+        self.inner = build(self.parameters or [nn.Parameter(torch.zeros(0))], undecayed)
         self._groups = {
-            parameter: buffer.data_parallel_group
-            for chunk in chunks
-            for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]
-            for parameter in buffer.params
+            parameter: buffer.data_parallel_group for buffer in self._buffers for parameter in buffer.params
         }
 
     def group_of(self, parameter: nn.Parameter) -> dist.ProcessGroup:
-        """The ranks over which a parameter's state is spread."""
+        """Return the ranks that share a parameter's state."""
         return self._groups[parameter]
 
-    def runs_of(self, parameter: nn.Parameter) -> Iterator[tuple[Shard, nn.Parameter]]:
-        """This rank's runs of a parameter, none or one, with what the inner optimizer knows it by."""
-        yield from self._runs.get(parameter, [])
+    def runs_of(self, parameter: nn.Parameter) -> list[tuple[ParameterShard, nn.Parameter]]:
+        """Return this rank's runs of a parameter, none or one, with the parameter of the inner optimizer for each."""
+        return self._runs.get(parameter, [])
 
     def zero_grad(self) -> None:
         """Empty the gradient buffers."""
@@ -104,7 +125,7 @@ class ShardedOptimizer:
             chunk.zero_grad_buffer()
 
     def grad_norm(self) -> float:
-        """The norm of all gradients of the model; collective over all ranks."""
+        """Return the norm of all gradients of the model; collective over all ranks."""
         device = self.shards[0].grad.device if self.shards else torch.device(torch.cuda.current_device())
         total = square_sum([shard.grad for shard in self.shards if self._is_counted(shard.parameter)], device)
         dist.all_reduce(total)
@@ -117,7 +138,7 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def step(self) -> None:
-        """One step of this rank's runs, then all parameters whole again; collective."""
+        """Step this rank's runs, then make all parameters whole again; collective."""
         for shard, parameter in zip(self.shards, self.parameters, strict=True):
             parameter.grad = shard.grad.to(parameter.dtype)
         self.inner.step()
@@ -127,7 +148,7 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Write this rank's runs into the parameters and gather those of the others; collective."""
+        """Write this rank's runs into the parameters and gather the other ranks' runs; collective."""
         self._copy(from_main=True)
         for chunk in self._chunks:
             chunk.start_param_sync(force_sync=True)
@@ -146,36 +167,26 @@ class ShardedOptimizer:
             torch._foreach_copy_(*((owns, mains) if from_main else (mains, owns)))
 
     def state_tensors(self) -> list[Tensor]:
-        """Tensors that the optimizer keeps in addition to the parameters."""
+        """Return the tensors that the optimizer keeps in addition to the parameters."""
         states = [value for state in self.inner.state.values() for value in state.values() if isinstance(value, Tensor)]
         copies = [shard.main for shard in self.shards if shard.parameter.dtype != torch.float32]
         return [*states, *copies]
 
     def grad_buffers(self) -> list[Tensor]:
-        """The gradient buffers, whose contents matter only within a step."""
-        return [
-            buffer.grad_data for chunk in self._chunks for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]
-        ]
+        """Return the gradient buffers, whose contents matter only within a step."""
+        return [buffer.grad_data for buffer in self._buffers]
 
-
-def _shards(chunks: list[DistributedDataParallel]) -> Iterable[Shard]:
-    for chunk in chunks:
-        for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
+    def _shards(self) -> Iterator[ParameterShard]:
+        for buffer in self._buffers:
             group = buffer.data_parallel_group
             for bucket in buffer.buckets:
                 size = bucket.grad_data.numel() // group.size()
                 begin = bucket.offset + group.rank() * size
                 for parameter in bucket.params_list:
-                    yield from _shard(buffer, parameter, begin, begin + size, group)
-
-
-def _shard(buffer: object, parameter: nn.Parameter, begin: int, end: int, group: dist.ProcessGroup) -> Iterable[Shard]:
-    """The run of a parameter between two places of a buffer, if there is one."""
-    assert isinstance(buffer, _ParamAndGradBuffer)
-    first, last, _ = buffer.param_index_map[parameter]
-    low, high = max(first, begin), min(last, end)
-    if low >= high:
-        return
-    own = parameter.detach().view(-1)[low - first : high - first]
-    main = own if own.dtype == torch.float32 else own.float()
-    yield Shard(parameter, low - first, high - first, main, buffer.grad_data[low:high], group)
+                    # The run is the part of the parameter between two places of the buffer, if there is one.
+                    first, last, _ = buffer.param_index_map[parameter]
+                    low, high = max(first, begin), min(last, begin + size)
+                    if low < high:
+                        own = parameter.detach().view(-1)[low - first : high - first]
+                        main = own if own.dtype == torch.float32 else own.float()
+                        yield ParameterShard(parameter, low - first, high - first, main, buffer.grad_data[low:high])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import (
@@ -27,9 +27,11 @@ from rl_core.torch.rows import no_images
 from rl_core.torch.training.backend import Microbatch, Pass
 from rl_core.torch.training.flops import ModelShape
 from rl_megatron.model.model import ReadingModel, forget_embeddings, forget_tokens
+from rl_megatron.model.routing import Routing
 from rl_megatron.parallel.mesh import Mesh
-from rl_megatron.training.balance import balance_metrics
-from rl_megatron.training.weights import Weights
+from rl_megatron.training.weights import MegatronWeights
+
+NAME = "load_balancing_loss"
 
 
 class MegatronModel:
@@ -46,7 +48,7 @@ class MegatronModel:
         self,
         reading: ReadingModel,
         chunks: list[DistributedDataParallel],
-        weights: Weights,
+        weights: MegatronWeights,
         mesh: Mesh,
         *,
         shape: ModelShape | None,
@@ -63,10 +65,8 @@ class MegatronModel:
     @property
     def pipeline(self) -> Pipeline:
         """Pipeline ranks, and the virtual stages of each."""
-        return Pipeline(
-            parallel_state.get_pipeline_model_parallel_world_size(),
-            parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
-        )
+        num_virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
+        return Pipeline(parallel_state.get_pipeline_model_parallel_world_size(), num_virtual)
 
     @property
     def hf_config(self) -> PreTrainedConfig:
@@ -88,7 +88,7 @@ class MegatronModel:
         return str(found.__name__)
 
     def extra_columns(self, batch: Batch, *, for_loss: bool) -> Mapping[str, Ragged]:
-        """The experts that tokens were sent to, if routing is replayed."""
+        """Return the experts that tokens were sent to, if routing is replayed."""
         return {} if self.reading.replay is None else self.reading.replay.columns_of(batch, for_loss=for_loss)
 
     def image_columns(self, batch: Batch) -> Mapping[str, np.ndarray]:
@@ -96,17 +96,23 @@ class MegatronModel:
         return no_images(batch)
 
     def read(self, run: Pass) -> list[Any]:
-        """Forward through all stages."""
+        """Pass forward through all stages."""
         self.reading.train(False)
         with torch.no_grad():
             return _run(self.reading, run)
 
     def accumulate(self, run: Pass) -> Mapping[str, Metric]:
-        """Forward and backward through all stages; each rank is left with the gradients that it steps, and with metrics
-        of the loss that balances experts."""
+        """Pass forward and backward through all stages; each rank is left with the gradients that it steps, and with
+        metrics of the loss that balances experts."""
         model, routing = self.reading, self.reading.routing
         model.train(True, compares=run.compares)
-        _run(model, run, chunks=self._chunks, scale=_auxiliary_scale(model, run.num_tokens, self._mesh))
+        # Routers weigh a balancing loss by the tokens of each microbatch; the tokens of all ranks' rows divide it.
+        scale = 1.0
+        if routing is not None and model.config.moe_router_load_balancing_type != "none":
+            total = torch.tensor(run.num_tokens)
+            dist.all_reduce(total, group=self._mesh.data)
+            scale = float(max(int(total), 1))
+        _run(model, run, chunks=self._chunks, scale=scale)
         self._biases = [] if routing is None else routing.biases()
         finalize_model_grads(self._chunks)
         if routing is None:
@@ -119,11 +125,11 @@ class MegatronModel:
             self.reading.routing.restore(self._biases)
 
     def trained_parts(self) -> list[Tensor]:
-        """This rank's parameters and buffers that steps change."""
+        """Return this rank's parameters and buffers that steps change."""
         return list(self._weights.kept.values())
 
     def close(self) -> None:
-        """Empty what Megatron keeps for its next pass, or beyond the model."""
+        """Empty the tensors that Megatron keeps for its next pass, or beyond the model."""
         forget_tokens(self._chunks)
         forget_embeddings()
 
@@ -131,20 +137,21 @@ class MegatronModel:
 def _run(
     model: ReadingModel, run: Pass, *, chunks: list[DistributedDataParallel] | None = None, scale: float = 1.0
 ) -> list[Any]:
-    """Pass all microbatches through all pipeline ranks; what `on_reads` returned for each, on the last one.
+    """Pass all microbatches through all pipeline ranks; on the last one, return the results of `on_reads` for each.
 
     Args:
         model: This rank's part of the model.
-        run: Microbatches, and what to compute from each.
+        run: Microbatches, and the reads to compute from each.
         chunks: Chunks to run backwards too.
-        scale: Divides gradients of losses that Megatron adds on its own.
+        scale: Divides gradients of losses that Megatron adds by itself.
     """
+    trains = chunks is not None
 
     def forward(iterator: Iterator[Microbatch], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
         microbatch = next(iterator)
         layout = model.lay_out(microbatch.rows)
-        plain = chunk if chunks is None else chunk.module
-        if model.routing is not None and chunks is not None:
+        plain = chunk.module if trains else chunk
+        if model.routing is not None and trains:
             model.routing.give(plain, microbatch.rows, layout, is_own=microbatch.is_own)
         if model.replay is not None:
             model.replay.give(plain, microbatch.rows, layout)
@@ -153,18 +160,17 @@ def _run(
         def finish(hidden: Tensor, non_loss_data: bool = False) -> Any:
             columns = model.reads(hidden, layout, microbatch.rows, run.reads, run.temperature)
             result = run.on_reads(microbatch, columns)
-            if chunks is None:
+            if not trains:
                 return result
             return result * scale, torch.zeros((), dtype=torch.int, device=hidden.device), result.detach()
 
         return output, finish
 
-    model.config.grad_scale_func = partial(_divided, by=scale) if chunks is not None and scale != 1.0 else None
+    model.config.grad_scale_func = (lambda loss: loss / scale) if trains and scale != 1.0 else None
     running: Sequence[Any] = model.chunks if chunks is None else chunks
-    if model.routing is not None:
-        model.routing.start(trains=chunks is not None)
-    if model.replay is not None:
-        model.replay.start(trains=chunks is not None)
+    for routers in (model.routing, model.replay):
+        if routers is not None:
+            routers.start(trains=trains)
     if not run.microbatches:
         return []
     made = [make() for make in run.microbatches]
@@ -174,23 +180,42 @@ def _run(
         data_iterator=iterators if len(running) > 1 else iterators[0],
         model=list(running) if len(running) > 1 else running[0],
         num_microbatches=len(run.microbatches),
-        seq_length=model.alignment.total,  # shapes travel with the tensors
+        seq_length=model.alignment.total,  # Shapes travel with the tensors.
         micro_batch_size=1,
-        forward_only=chunks is None,
-        collect_non_loss_data=chunks is None,
+        forward_only=not trains,
+        collect_non_loss_data=not trains,
     )
     return results
 
 
-def _divided(loss: Tensor, *, by: float) -> Tensor:
-    return loss / by
+def balance_metrics(
+    routing: Routing, config: TransformerConfig, num_tokens: int, *, by_layer: bool
+) -> dict[str, Metric]:
+    """Return `load_balancing_loss`, the mean over layers and tokens, 1 if tokens are spread evenly, before its
+    coefficient; collective. Empty if there is no such loss.
 
-
-def _auxiliary_scale(model: ReadingModel, num_tokens: int, mesh: Mesh) -> float:
-    """The tokens of all ranks' rows, which divide a balancing loss that routers weigh by those of each microbatch; 1 if
-    they add none."""
-    if model.config.num_moe_experts is None or model.config.moe_router_load_balancing_type == "none":
-        return 1.0
-    total = torch.tensor(num_tokens)
-    dist.all_reduce(total, group=mesh.data)
-    return float(max(int(total), 1))
+    Args:
+        routing: Routers of this rank, with the losses of the pass.
+        config: Megatron's config of the whole model.
+        num_tokens: Number of tokens of this rank's shard.
+        by_layer: True to add `load_balancing_loss_layer_<n>` for each layer with experts.
+    """
+    if config.moe_router_load_balancing_type == "none":
+        return {}
+    # A pipeline rank has only its own layers, and a rank that shares a row's tokens only its part.
+    values = torch.zeros(config.num_layers, device=torch.cuda.current_device())
+    for router in routing.routers:
+        if router.noted is not None:
+            values[router.layer_number - 1] += router.noted
+    dist.all_reduce(values, group=parallel_state.get_pipeline_model_parallel_group())
+    dist.all_reduce(values, group=parallel_state.get_tensor_and_context_parallel_group())
+    pattern = config.moe_layer_freq
+    if isinstance(pattern, int):
+        layers = list(range(0, config.num_layers, pattern))
+    else:
+        layers = [number for number, has_experts in enumerate(pattern) if has_experts]
+    weight = float(num_tokens)
+    found = {NAME: Metric(float(values[layers].mean()), weight, "mean")}
+    if by_layer:
+        found |= {f"{NAME}_layer_{number}": Metric(float(values[number]), weight, "mean") for number in layers}
+    return found
