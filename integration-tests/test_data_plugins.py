@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 PACKAGE = '''
-from rl_algos.data.example import Example
+from rl_algos.data.rows.example import Example
 from rl_core.config import Config
 from rl_core.plugins import DatasetPlugin, Requirement
 
@@ -35,7 +35,7 @@ DATASET = DatasetPlugin("countries", "countries:load", Requirement("countries"),
 '''
 
 PROCESSOR = '''
-from rl_algos.data.example import Example
+from rl_algos.data.rows.example import Example
 from rl_core.errors import DataError
 
 

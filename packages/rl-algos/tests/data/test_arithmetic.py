@@ -1,7 +1,7 @@
 import pytest
 from pydantic import ValidationError
 
-from rl_algos.data.arithmetic import DATASET, load
+from rl_algos.data.sources.arithmetic import DATASET, load
 from rl_core.errors import DataError
 from rl_core.plugins import DATASETS, plugin, resolve
 

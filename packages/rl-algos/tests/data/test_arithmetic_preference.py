@@ -1,7 +1,7 @@
 import pytest
 
-from rl_algos.data import arithmetic
-from rl_algos.data.arithmetic_preference import load
+from rl_algos.data.sources import arithmetic
+from rl_algos.data.sources.arithmetic import load_preferences as load
 from rl_core.errors import DataError
 
 

@@ -8,11 +8,10 @@ import time
 import numpy as np
 import pytest
 
-from rl_algos.data import cache as data_cache
 from rl_algos.data import encoding
-from rl_algos.data.encoding import Failure, encode_on_disk
-from rl_algos.data.stored_rows import from_bytes, to_bytes
-from rl_algos.preference.encoding import EncodedResponse
+from rl_algos.data.encoding import EncodingFailure, encode_on_disk, from_bytes, to_bytes
+from rl_algos.data.sources import cache as data_cache
+from rl_algos.preference.data import EncodedResponse
 from rl_core.errors import DataError
 
 TOKENS = np.array([1, 2, 70_000], np.int32)
@@ -39,7 +38,7 @@ def shown(value):
         pytest.param((TOKENS, MASK), id="conversation"),
         pytest.param([(EncodedResponse(TOKENS, MASK), EncodedResponse(TOKENS[:1], MASK[:1]), None)], id="pair"),
         pytest.param([(EncodedResponse(TOKENS, MASK), 0.1)], id="judged"),
-        pytest.param(Failure("line 3: \ud800 is half a character"), id="failure"),
+        pytest.param(EncodingFailure("line 3: \ud800 is half a character"), id="failure"),
     ],
 )
 def test_a_row_is_read_as_it_was_written(row):

@@ -8,7 +8,7 @@ import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 
-from rl_algos.data import files
+from rl_algos.data.sources import files
 from rl_core.errors import DataError
 
 
@@ -94,7 +94,7 @@ def test_a_value_that_is_stored_once_and_repeated_is_refused_before_it_fills_the
 )
 def test_a_row_with_far_too_many_values_is_refused(tmp_path, monkeypatch, column):
     pyarrow.parquet.write_table(pyarrow.table({"a": column}), tmp_path / "a.parquet")
-    rows = files.Rows.of_files([files.read(tmp_path / "a.parquet")])
+    rows = files.DataRows.of_files([files.read(tmp_path / "a.parquet")])
     assert rows[0]
     monkeypatch.setattr(files, "_ROW_VALUES", 10_000)
     with pytest.raises(
@@ -107,7 +107,7 @@ def test_a_line_that_no_model_reads_is_refused_with_its_number(tmp_path, monkeyp
     (tmp_path / "a.jsonl").write_text('{"a": 1}\n{"a": "' + "x" * 5000 + '"}\n')
     monkeypatch.setattr(files, "_ROW_BYTES", 1000)
     with pytest.raises(DataError, match=r"a\.jsonl, line 2: the row has 5,010 bytes"):
-        files.Rows.of_files([files.read(tmp_path / "a.jsonl")])[1]
+        files.DataRows.of_files([files.read(tmp_path / "a.jsonl")])[1]
 
 
 @pytest.mark.parametrize("name", ["a.csv.gz", "a.tsv.gz", "a.json.gz"])
@@ -134,7 +134,7 @@ def test_a_file_that_memory_cannot_hold_is_named(tmp_path, monkeypatch, kind, er
     def fail(*_):
         raise error("malloc of size 17179869184 failed")
 
-    monkeypatch.setattr(files, {"arrow": "_grown_within_bounds", "parquet": "_held_batches"}[kind], fail)
+    monkeypatch.setattr(files, {"arrow": "_check_growth", "parquet": "_held_batches"}[kind], fail)
     with pytest.raises(DataError, match=rf"a\.{kind}: .*malloc of size"):
         files.read(tmp_path / f"a.{kind}")
 
@@ -143,4 +143,4 @@ def test_a_file_that_memory_cannot_hold_is_named(tmp_path, monkeypatch, kind, er
 def test_nesting_beyond_the_reader_is_an_error_that_names_the_file(tmp_path, name):
     (tmp_path / name).write_text("[" * 100_000)
     with pytest.raises(DataError, match=rf"{name}.*: .*nested too deeply"):
-        files.Rows.of_files([files.read(tmp_path / name)])[0]
+        files.DataRows.of_files([files.read(tmp_path / name)])[0]

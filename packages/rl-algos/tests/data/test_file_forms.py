@@ -7,8 +7,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from rl_algos.data import files
-from rl_algos.data.files import read
+from rl_algos.data.sources import files
+from rl_algos.data.sources.files import read
 from rl_core.errors import DataError
 
 BOM = b"\xef\xbb\xbf"

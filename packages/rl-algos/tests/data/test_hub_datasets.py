@@ -13,10 +13,10 @@ import pyarrow.parquet
 import pytest
 
 from rl_algos.data.config import DataConfig
-from rl_algos.data.example import by_keys
 from rl_algos.data.examples import load_datasets
-from rl_algos.data.hub_datasets import DATASETS, PREFERENCES
-from rl_algos.data.preference import preference
+from rl_algos.data.rows.example import by_keys
+from rl_algos.data.rows.preference import preference
+from rl_algos.data.sources.hub_datasets import DATASETS, PREFERENCES
 from rl_core.errors import DataError
 
 

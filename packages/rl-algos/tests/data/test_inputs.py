@@ -7,13 +7,12 @@ import pytest
 from rl_algos.data.config import DataConfig
 from rl_algos.data.inputs import input_problems
 from rl_algos.evaluation.config import EvaluationConfig
-from rl_algos.rollouts.inputs import evaluation_problems
-from rl_algos.rollouts.inputs import input_problems as of_rollouts
+from rl_algos.rollouts.algorithm import EvaluationOnly, RolloutAlgorithm
 
 
 def problems(data, **more):
     config = SimpleNamespace(data=DataConfig.model_validate(data), **more)
-    find = of_rollouts if more else input_problems
+    find = RolloutAlgorithm().input_problems if more else input_problems
     return {problem.key: problem.message for problem in find(config)}
 
 
@@ -91,7 +90,7 @@ def test_an_evaluation_reads_its_tasks_or_the_validation_data_of_its_run():
     data = DataConfig.model_validate({"train": {"data_path": "no.jsonl"}, "validation": {"data_path": "none.jsonl"}})
 
     def found(**root):
-        return [problem.key for problem in evaluation_problems(SimpleNamespace(**root))]
+        return [problem.key for problem in EvaluationOnly().evaluation_problems(SimpleNamespace(**root))]
 
     assert found(data=data, eval=EvaluationConfig()) == ["data.validation.data_path"]
     assert found(data=data, eval=EvaluationConfig(tasks=["arithmetic", "gsm9k"])) == ["eval.tasks[1]"]

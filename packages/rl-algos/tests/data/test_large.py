@@ -11,11 +11,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from rl_algos.data import encoding, files
+from rl_algos.data import encoding
 from rl_algos.data.config import DataConfig
 from rl_algos.data.examples import load_datasets, load_examples
-from rl_algos.data.preference import preference
 from rl_algos.data.prompts import prompt_stream
+from rl_algos.data.rows.preference import preference
+from rl_algos.data.sources import files
 from rl_algos.preference.data import pair_rows
 from rl_algos.sft.config import SFTConfig
 from rl_algos.sft.data import prepare_examples
@@ -223,7 +224,7 @@ SHUFFLED = """
 import json, resource, sys
 from rl_algos.data.config import DataConfig
 from rl_algos.data.examples import load_datasets
-from rl_algos.data.stream import Stream
+from rl_algos.data.streams.stream import Stream
 
 def stream():
     return Stream([dataset.examples.values_in_order for dataset in datasets], seed=5, max_num_epochs=2)

@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 
 from rl_algos.data.config import DatasetConfig
-from rl_algos.data.load import load_rows, settings_problem
+from rl_algos.data.sources.load import load_rows, settings_problem
 from rl_core.config import Config
 from rl_core.errors import DataError
 from rl_core.plugins import DatasetPlugin, Requirement
@@ -228,9 +228,9 @@ def mine(monkeypatch):
 
     def offer(settings, load="test_load:load_mine"):
         declared = DatasetPlugin("mine", load, Requirement("mydata-pkg"), settings)
-        monkeypatch.setattr("rl_algos.data.load.names", lambda group: ["mine"])
-        monkeypatch.setattr("rl_algos.data.load.plugin", lambda group, name: declared)
-        monkeypatch.setattr("rl_algos.data.load.load_problem", lambda group, name: "")
+        monkeypatch.setattr("rl_algos.data.sources.load.names", lambda group: ["mine"])
+        monkeypatch.setattr("rl_algos.data.sources.load.plugin", lambda group, name: declared)
+        monkeypatch.setattr("rl_algos.data.sources.load.load_problem", lambda group, name: "")
 
     return offer
 

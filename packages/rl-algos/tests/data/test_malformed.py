@@ -10,9 +10,9 @@ import pyarrow.parquet
 import pytest
 
 from rl_algos.data.config import DataConfig
-from rl_algos.data.example import by_keys
 from rl_algos.data.examples import load_datasets
-from rl_algos.data.preference import preference
+from rl_algos.data.rows.example import by_keys
+from rl_algos.data.rows.preference import preference
 from rl_core.errors import DataError
 
 CHAT = {"messages": [{"role": "user", "content": "1+1="}], "answer": "2"}

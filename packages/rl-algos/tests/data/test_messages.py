@@ -5,8 +5,8 @@ import json
 import pytest
 
 from rl_algos.data.config import DatasetConfig
-from rl_algos.data.example import by_keys
-from rl_algos.data.messages import as_messages, as_tools, conversation, refuse_surrogates, without_nulls
+from rl_algos.data.rows.example import by_keys
+from rl_algos.data.rows.messages import as_messages, as_tools, conversation, refuse_surrogates, without_nulls
 from rl_core.errors import DataError
 
 USER, SAID = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}

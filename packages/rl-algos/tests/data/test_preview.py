@@ -8,10 +8,11 @@ import pytest
 from jinja2 import TemplateError
 
 from rl_algos.data.config import DataConfig, DatasetConfig
-from rl_algos.data.example import Example
 from rl_algos.data.examples import load_datasets, open_datasets
 from rl_algos.data.preview import Refusal, RowReader, Text, UnusedRow, spans
-from rl_algos.rollouts.data import reader as rollout_reader
+from rl_algos.data.rows.example import Example
+from rl_algos.grpo.config import GRPOConfig
+from rl_algos.rollouts.algorithm import RolloutAlgorithm
 from rl_algos.sft.data import conversation_reader, training_rows
 from rl_algos.tiny_model import make_tokenizer
 from rl_core.config import Config
@@ -100,8 +101,8 @@ class Environments(Config):
 @pytest.fixture
 def prompts(data):
     policy = SimpleNamespace(max_total_sequence_length=32, generation=SimpleNamespace(max_new_tokens=8))
-    config = SimpleNamespace(env=Environments(), data=data, policy=policy)
-    return rollout_reader(config)
+    config = SimpleNamespace(env=Environments(), data=data, policy=policy, grpo=GRPOConfig())
+    return RolloutAlgorithm().row_reader(config)
 
 
 def test_prompts_leave_room_for_a_completion(prompts):

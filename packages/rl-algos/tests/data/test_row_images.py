@@ -15,13 +15,13 @@ import pytest
 from data.image_files import animated, bomb, picture, png
 from images.vision_tokenizers import family
 
-from rl_algos.data import image_sources
 from rl_algos.data.config import DataConfig
-from rl_algos.data.example import by_keys
 from rl_algos.data.examples import load_datasets
-from rl_algos.data.preference import preference
 from rl_algos.data.preview import Text, spans
 from rl_algos.data.prompts import NO_TOOLS, EncodePrompt, validation_prompts
+from rl_algos.data.rows.example import by_keys
+from rl_algos.data.rows.preference import preference
+from rl_algos.images import row_images
 from rl_algos.preference.data import pair_rows
 from rl_algos.preference.rows import pair_batch
 from rl_algos.sft.data import EncodeExample, to_batch, training_rows
@@ -135,7 +135,7 @@ def test_bytes_of_files_and_of_the_hub_stay_out_of_what_rows_keep(tmp_path: Path
 def test_images_of_pillow_are_kept_upright(tmp_path: Path, store: ImageStore) -> None:
     image = picture()
     image.getexif()[0x0112] = 6
-    data = image_sources.ImageSources(None).read(image)
+    data = row_images.RowImages(None).read(image)
     ref = store.put(data)
     assert (ref.width, ref.height) == (30, 60)
 
@@ -276,18 +276,18 @@ def test_urls_are_read_only_if_allowed_and_within_bounds(tmp_path: Path, server:
         loaded(path)
     [example] = loaded(path, root={"allow_image_urls": True}).examples.values_in_order
     assert [ref.digest for ref in image_refs(example.messages)] == [digest_of(ONE)]
-    with pytest.raises(image_sources.ImageError, match="has more than 1,000 bytes"):
-        image_sources.fetch(f"{server}/large", max_bytes=1000)
-    with pytest.raises(image_sources.ImageError, match="404"):
-        image_sources.fetch(f"{server}/missing")
+    with pytest.raises(row_images.ImageError, match="has more than 1,000 bytes"):
+        row_images.fetch(f"{server}/large", max_bytes=1000)
+    with pytest.raises(row_images.ImageError, match="404"):
+        row_images.fetch(f"{server}/missing")
 
 
 def test_a_server_that_does_not_answer_holds_nothing_up() -> None:
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
-        with pytest.raises(image_sources.ImageError, match=r"did not arrive within 0\.2 seconds"):
-            image_sources.fetch(f"http://127.0.0.1:{listening.getsockname()[1]}/", timeout_s=0.2)
+        with pytest.raises(row_images.ImageError, match=r"did not arrive within 0\.2 seconds"):
+            row_images.fetch(f"http://127.0.0.1:{listening.getsockname()[1]}/", timeout_s=0.2)
 
 
 def _column(*images: Any, text: str = "<image>") -> dict[str, Any]:

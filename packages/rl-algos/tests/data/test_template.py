@@ -3,8 +3,8 @@ from dataclasses import replace
 import pytest
 
 from rl_algos.data.config import DatasetConfig
-from rl_algos.data.example import Example
-from rl_algos.data.template import PromptTemplate, Surround
+from rl_algos.data.rows.example import Example
+from rl_algos.data.rows.template import PromptTemplate, Surround
 from rl_core.errors import ConfigError, DataError
 
 EXAMPLE = Example(({"role": "user", "content": "1+1="},), "2")

@@ -1,6 +1,6 @@
 import pytest
 
-from rl_algos.data.example import Example, Response
+from rl_algos.data.rows.example import Example, Response
 from rl_algos.preference.comparison import comparisons, verdicts
 from rl_core.errors import DataError
 

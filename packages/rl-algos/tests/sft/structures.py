@@ -7,7 +7,7 @@ from functools import cache
 
 from chat_tokenizers import PLAIN, Family, tokenizer_of, with_template
 
-from rl_algos.data.messages import as_messages
+from rl_algos.data.rows.messages import as_messages
 
 _GEMMA_2 = """{{ bos_token }}
 {%- if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}

@@ -8,7 +8,7 @@ from jinja2 import TemplateError
 from learned_spans import shown
 from structures import CONVERSATIONS, STRUCTURES, conversation, structure, tools_of
 
-from rl_algos.data.learned_flags import flag_of, without_flags
+from rl_algos.data.rows.learned_flags import flag_of, without_flags
 from rl_algos.sft.conversation import encode_conversation
 from rl_algos.tokenizer import encode_prompt
 from rl_core.errors import DataError

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rl_algos.data.config import DatasetConfig
-from rl_algos.data.load import load_rows
+from rl_algos.data.sources.load import load_rows
 from rl_core.errors import ConfigError
 from rl_launch.api.in_memory_rows import without_rows
 from rl_launch.session.directory.row_files import RowFile

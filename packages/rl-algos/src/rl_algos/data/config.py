@@ -110,7 +110,7 @@ class DatasetConfig(Config):
 
     @property
     def source(self) -> str:
-        """The dataset as the user named it."""
+        """The name or path of the dataset, as the user wrote it."""
         return self.dataset_name or self.data_path or ""
 
 
@@ -176,11 +176,10 @@ class DataConfig(Config):
 
     @model_validator(mode="after")
     def _one_source_each(self) -> DataConfig:
-        problems = [
-            *_problems("train", self.train),
-            *(_problems("validation", self.validation) if self.validation is not None else ()),
-            *_held_out_problems(self),
-        ]
+        problems = _problems("train", self.train)
+        if self.validation is not None:
+            problems += _problems("validation", self.validation)
+        problems += _held_out_problems(self)
         if problems:
             raise ProblemError(*problems)
         return self
@@ -208,21 +207,18 @@ class DataConfig(Config):
 
     def _filled(self, datasets: DatasetConfig | list[DatasetConfig]) -> list[DatasetConfig]:
         known = {key: value for key, value in self.default if value is not None}
-        return [
-            dataset.model_copy(
-                update={key: value for key, value in known.items() if key not in dataset.model_fields_set}
-            )
-            for dataset in _several(datasets)
-        ]
+        filled = []
+        for dataset in datasets if isinstance(datasets, list) else [datasets]:
+            unset = {key: value for key, value in known.items() if key not in dataset.model_fields_set}
+            filled.append(dataset.model_copy(update=unset))
+        return filled
 
 
 class DataRoot(Protocol):
     """A resolved config with data."""
 
-    @property
-    def data(self) -> DataConfig:
-        """The data to train and validate on."""
-        ...
+    data: DataConfig
+    """The data to train and validate on."""
 
 
 def dataset_names(settings: Sequence[DatasetConfig], purpose: Purpose) -> list[str]:
@@ -240,22 +236,27 @@ def dataset_names(settings: Sequence[DatasetConfig], purpose: Purpose) -> list[s
     return chosen
 
 
-def _several(datasets: DatasetConfig | list[DatasetConfig]) -> list[DatasetConfig]:
-    return datasets if isinstance(datasets, list) else [datasets]
-
-
 def _problems(key: str, datasets: DatasetConfig | list[DatasetConfig]) -> list[Problem]:
-    several = _several(datasets)
-    at = [f"{key}[{index}]" for index in range(len(several))] if isinstance(datasets, list) else [key]
-    problems = [
-        problem for where, dataset in zip(at, several, strict=True) for problem in _dataset_problems(where, dataset)
-    ]
-    if not several:
+    if isinstance(datasets, list):
+        named = {f"{key}[{index}]": dataset for index, dataset in enumerate(datasets)}
+    else:
+        named = {key: datasets}
+    problems = []
+    for where, dataset in named.items():
+        if (dataset.dataset_name is None) == (dataset.data_path is None):
+            given = "both" if dataset.dataset_name else "neither"
+            reason = f"sets {given} of `dataset_name` and `data_path`"
+            problems.append(Problem(where, reason, remedy="Set exactly one of the two"))
+        elif dataset.data_path is not None:
+            reason = f"is for datasets given by `dataset_name`, but data_path is {dataset.data_path}"
+            for name in ("subset", "settings", "streaming"):
+                if value := getattr(dataset, name):
+                    problems.append(Problem(f"{where}.{name}", reason, got=value, remedy="Remove this key"))
+    if not named:
         problems.append(Problem(key, "must not be empty", got=datasets, remedy="Add a dataset, or remove this key"))
-    weighted = [dataset.weight is not None for dataset in several]
-    if any(weighted) and not all(weighted):
-        missing = ", ".join(where for where, has in zip(at, weighted, strict=True) if not has)
-        reason = f"sets `weight` for some datasets only; missing for {missing}"
+    missing = [where for where, dataset in named.items() if dataset.weight is None]
+    if missing and len(missing) < len(named):
+        reason = f"sets `weight` for some datasets only; missing for {', '.join(missing)}"
         problems.append(Problem(key, reason, remedy="Set it for all or for none"))
     return problems
 
@@ -288,26 +289,3 @@ def _held_out_problems(data: DataConfig) -> list[Problem]:
             allowed = "a share below 1, or a whole number of rows"
             problems.append(Problem(f"{at}.split_validation_size", got=size, allowed=allowed))
     return problems
-
-
-def _dataset_problems(key: str, dataset: DatasetConfig) -> list[Problem]:
-    if (dataset.dataset_name is None) == (dataset.data_path is None):
-        given = "both" if dataset.dataset_name else "neither"
-        remedy = "Set exactly one of the two"
-        return [Problem(key, f"sets {given} of `dataset_name` and `data_path`", remedy=remedy)]
-    if dataset.data_path is None:
-        return []
-    return [
-        Problem(
-            f"{key}.{name}",
-            f"is for datasets given by `dataset_name`, but data_path is {dataset.data_path}",
-            got=value,
-            remedy="Remove this key",
-        )
-        for name, value in (
-            ("subset", dataset.subset),
-            ("settings", dataset.settings),
-            ("streaming", dataset.streaming),
-        )
-        if value
-    ]

@@ -1,9 +1,11 @@
-"""Rows made into tokens: in processes of their own, and of large datasets kept in the cache."""
+"""Rows made into tokens: in separate processes, and of large datasets kept in the cache, as data without code."""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import io
+import json
 import logging
 import os
 import pickle
@@ -20,21 +22,22 @@ from importlib.metadata import version
 from itertools import islice, pairwise
 from multiprocessing import get_context
 from pathlib import Path
-from typing import IO, Any, Generic, TypeVar
+from typing import IO, Any, TypeVar
 
 import numpy as np
 from jinja2 import TemplateError
 
-from rl_algos.data import cache
-from rl_algos.data.stored_rows import from_bytes, storable, to_bytes
+from rl_algos.data.config import OnFault
+from rl_algos.data.sources import cache
 from rl_core.errors import DataError
 
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Kind = TypeVar("Kind", bound=type)
 
 LARGE = 50_000
-"""Rows of a dataset from which on it is kept on disk, and not in memory."""
+"""A dataset with at least this number of rows is kept on disk, and not in memory."""
 
 _CHUNK = 2048
 """Rows of a file of the cache."""
@@ -42,62 +45,75 @@ _CHUNK = 2048
 _NUMBER_BYTES = 8
 """Bytes of each number after the rows of a file: positions of rows, their number, and a checksum."""
 
+_LENGTH_BYTES = 4
+"""Bytes of the length of a row's header."""
+
 _PROGRESS_S = 10.0
 """Seconds from one line about progress to the next."""
 
+_SHOWN = 3
+"""Number of malformed rows that are listed by their place, with the reason."""
+
 _LIBRARIES = ("jinja2", "numpy", "tokenizers", "transformers")
+
+_KINDS: dict[str, type] = {}
+"""Data classes that rows may hold, by name."""
+
+
+def storable(kind: Kind) -> Kind:
+    """Let instances of a data class be parts of an encoded row in the cache; a class decorator.
+
+    Reading a row calls the constructors of such classes and nothing else.
+    """
+    assert dataclasses.is_dataclass(kind), kind
+    assert kind.__name__ not in _KINDS, kind
+    _KINDS[kind.__name__] = kind
+    return kind
 
 
 @storable
 @dataclass(frozen=True)
-class Failure:
+class EncodingFailure:
     """Why a row could not be encoded."""
 
     reason: str
 
 
-@dataclass(frozen=True)
-class Attempt(Generic[T]):
-    """Encodes a row, or says why it cannot be."""
-
-    encode: Callable[[Any], T]
-
-    def __call__(self, item: Any) -> T | Failure:
-        try:
-            return self.encode(item)
-        except DataError as error:
-            return Failure(str(error))
-        except TemplateError as error:
-            return Failure(f"the chat template refuses it: {error}")
+def attempt(encode: Callable[[Any], T], item: Any) -> T | EncodingFailure:
+    """Encode a row, or return why it cannot be encoded."""
+    try:
+        return encode(item)
+    except DataError as error:
+        return EncodingFailure(str(error))
+    except TemplateError as error:
+        return EncodingFailure(f"the chat template refuses it: {error}")
 
 
-def encode_in_memory(items: Sequence[Any], encode: Callable[[Any], T], num_workers: int) -> list[T | Failure]:
-    """Every item encoded, in their order; in processes if `num_workers` is above 0.
+def encode_in_memory(items: Sequence[Any], encode: Callable[[Any], T], num_workers: int) -> list[T | EncodingFailure]:
+    """Encode every item, in their order; in processes if `num_workers` is above 0.
 
     Args:
         items: Items to encode; picklable if there are workers.
         encode: Picklable if there are workers; raises a `DataError` for an item that it refuses.
         num_workers: Number of processes; 0 to encode in this process.
     """
-    attempt = Attempt(encode)
     if not num_workers:
-        return list(map(attempt, items))
+        return [attempt(encode, item) for item in items]
     with ProcessPoolExecutor(num_workers, mp_context=get_context("spawn")) as pool:
-        return list(pool.map(attempt, items, chunksize=256))
+        return list(pool.map(partial(attempt, encode), items, chunksize=256))
 
 
 def encode_on_disk(
     items: Sequence[Any], encode: Callable[[Any], T], num_workers: int, *, name: str
-) -> Sequence[T | Failure]:
-    """See `encode_in_memory`; here the results are in files of the cache, and are read on access.
+) -> Sequence[T | EncodingFailure]:
+    """Encode every item as `encode_in_memory` does, with results in files of the cache, which are read on access.
 
     A file holds some rows, under a name that follows from their content, from `encode` with all that it holds, and from
     the code and the libraries that do it. So rows that were encoded once are not encoded again, and an interrupted run
-    continues where it was. Files hold data and no code (`rl_algos.data.stored_rows`), and a damaged one is made again.
-    The progress is logged with `name`, the name of the dataset.
+    continues where it was. Files hold data and no code, and a damaged one is made again. The progress is logged with
+    `name`, the name of the dataset.
     """
-    attempt = Attempt(encode)
-    work = pickle.dumps(attempt)
+    work = pickle.dumps(encode)
     encoder: Any = encode if inspect.isfunction(encode) else type(encode)
     identity = cache.digest(work, _code(encoder))
     progress = _Progress(name, len(items))
@@ -112,13 +128,17 @@ def encode_on_disk(
             pool = ProcessPoolExecutor(num_workers, mp_context=spawn, initializer=_keep, initargs=(identity, work))
             stack.enter_context(pool)
         for file, content in _in_order(chunks, identity, pool, ahead=2 * num_workers):
-            paths.append(cache.stored(file, partial(_write, content), is_intact=_is_intact))
+
+            def write(out: IO[bytes], content: Callable[[], bytes] = content) -> None:
+                out.write(content())
+
+            paths.append(cache.stored(file, write, is_intact=_is_intact))
             progress.add(_CHUNK)
     return EncodedRows(paths)
 
 
 class EncodedRows(Sequence[Any]):
-    """Encoded rows in files, of which only the positions are in memory."""
+    """Encoded rows in files. Only their positions are in memory."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = tuple(paths)
@@ -147,13 +167,13 @@ class EncodedRows(Sequence[Any]):
 def _in_order(
     chunks: Iterable[bytes], identity: str, pool: ProcessPoolExecutor | None, *, ahead: int
 ) -> Iterator[tuple[str, Callable[[], bytes]]]:
-    """The name of each chunk's file, and a function that gives its content; workers are a few chunks ahead."""
+    """Yield the name of each chunk's file, and a function that returns its content; workers are a few chunks ahead."""
     pending: deque[tuple[str, Callable[[], bytes]]] = deque()
     for chunk in chunks:
         name = cache.digest(identity, chunk)
         file = f"encoded/{name[:2]}/{name}"
         if pool is None or cache.found(file) is not None:
-            pending.append((file, partial(_encode_chunk, identity, chunk)))  # called if the file cannot be used
+            pending.append((file, partial(_encode_chunk, identity, chunk)))  # Called if the file cannot be used.
         else:
             future: Future[bytes] = pool.submit(_encode_chunk, identity, chunk)
             pending.append((file, future.result))
@@ -163,34 +183,26 @@ def _in_order(
 
 
 def _encode_chunk(identity: str, chunk: bytes) -> bytes:
-    """The content of a file: each encoded row, then their positions, their number, and a checksum of all this."""
-    attempt = _ATTEMPTS[identity]
+    """Return the content of a file: each encoded row, their positions, their number, and a checksum of all this."""
+    encode = _ENCODERS[identity]
     out = io.BytesIO()
     positions = [0]
-    for item in pickle.loads(chunk):  # the chunk comes from the process that encodes, not from a file
-        out.write(to_bytes(attempt(item)))
+    for item in pickle.loads(chunk):  # The chunk comes from the process that encodes, not from a file.
+        out.write(to_bytes(attempt(encode, item)))
         positions.append(out.tell())
     out.write(np.asarray(positions, dtype="<i8").tobytes())
-    out.write(_number(len(positions)))
-    return out.getvalue() + _number(zlib.crc32(out.getbuffer()))
-
-
-def _write(content: Callable[[], bytes], file: IO[bytes]) -> None:
-    file.write(content())
-
-
-def _number(value: int) -> bytes:
-    return value.to_bytes(_NUMBER_BYTES, "little")
+    out.write(len(positions).to_bytes(_NUMBER_BYTES, "little"))
+    return out.getvalue() + zlib.crc32(out.getbuffer()).to_bytes(_NUMBER_BYTES, "little")
 
 
 def _is_intact(path: Path) -> bool:
     """Return whether a file is as it was written."""
     content = path.read_bytes()
-    return _number(zlib.crc32(content[:-_NUMBER_BYTES])) == content[-_NUMBER_BYTES:]
+    return zlib.crc32(content[:-_NUMBER_BYTES]).to_bytes(_NUMBER_BYTES, "little") == content[-_NUMBER_BYTES:]
 
 
 def _positions(path: Path) -> np.ndarray:
-    """int64 `[rows + 1]`: starts of a file's rows, and the end of the last one."""
+    """Return int64 `[rows + 1]`: starts of a file's rows, and the end of the last one."""
     with path.open("rb") as file:
         file.seek(-2 * _NUMBER_BYTES, os.SEEK_END)
         count = int.from_bytes(file.read(_NUMBER_BYTES), "little")
@@ -198,40 +210,153 @@ def _positions(path: Path) -> np.ndarray:
         return np.frombuffer(file.read(_NUMBER_BYTES * count), dtype="<i8")
 
 
-_ATTEMPTS: dict[str, Attempt[Any]] = {}
-"""The encoder of this process by its identity: it is sent once, as a tokenizer is large."""
+_ENCODERS: dict[str, Callable[[Any], Any]] = {}
+"""The encoder of this process by its identity: it is sent once, because a tokenizer is large."""
 
 
 def _keep(identity: str, work: bytes) -> None:
-    _ATTEMPTS.clear()
-    _ATTEMPTS[identity] = pickle.loads(work)
+    _ENCODERS.clear()
+    _ENCODERS[identity] = pickle.loads(work)
 
 
 @lru_cache(maxsize=256)
 def _opened(path: Path) -> IO[bytes]:
-    """A file that stays open, as rows are read one by one; the oldest of many is closed."""
+    """Open a file, which stays open because rows are read one by one; the oldest of many is closed."""
     return path.open("rb")
 
 
 @once
 def _code(encoder: Any) -> str:
-    """Changes when the code does that encodes: of this package, of the encoder's own file, of the libraries."""
+    """Return a digest of the code that encodes: this package, the encoder's file, and the versions of the libraries."""
     package = Path(__file__).parents[1]
     files = sorted({*package.rglob("*.py"), Path(inspect.getfile(encoder))})
     return cache.digest(*(file.read_bytes() for file in files), *map(version, _LIBRARIES))
 
 
 class _Progress:
-    """Says now and then how many rows are done."""
+    """Logs from time to time how many rows are done."""
 
     def __init__(self, name: str, total: int) -> None:
         self._name, self._total, self._done = name, total, 0
-        self._start = self._said = time.monotonic()
+        self._start = self._logged = time.monotonic()
 
     def add(self, count: int) -> None:
         self._done = min(self._done + count, self._total)
         now = time.monotonic()
-        if now - self._said >= _PROGRESS_S:
-            self._said = now
+        if now - self._logged >= _PROGRESS_S:
+            self._logged = now
             left = (now - self._start) / self._done * (self._total - self._done)
             _log.info("%s: %d of %d rows tokenised, %.0f s left", self._name, self._done, self._total, left)
+
+
+def to_bytes(row: Any) -> bytes:
+    """Return an encoded row as bytes that contain only data: a line of JSON, then arrays.
+
+    Args:
+        row: None, a truth value, a number, a string, an array `[n]`, an instance of a `storable` class, or a list or
+            tuple of such.
+    """
+    arrays: list[bytes] = []
+    header = json.dumps(_described(row, arrays), separators=(",", ":")).encode()
+    return b"".join([len(header).to_bytes(_LENGTH_BYTES, "little"), header, *arrays])
+
+
+def from_bytes(content: bytes) -> Any:
+    """Return the row that `to_bytes` wrote; no content runs code.
+
+    Raises:
+        ValueError: If the bytes are not an encoded row.
+    """
+    end = _LENGTH_BYTES + int.from_bytes(content[:_LENGTH_BYTES], "little")
+    position = end
+
+    def built(described: Any) -> Any:
+        nonlocal position
+        if not isinstance(described, list):
+            return described
+        kind, *rest = described
+        if kind == "array":
+            dtype, count = np.dtype(rest[0]), rest[1]
+            start, position = position, position + count * dtype.itemsize
+            return np.frombuffer(content, dtype=dtype, count=count, offset=start).copy()
+        items = [built(item) for item in rest]
+        if kind in ("list", "tuple"):
+            return items if kind == "list" else tuple(items)
+        return _KINDS[kind](*items)
+
+    try:
+        return built(json.loads(content[_LENGTH_BYTES:end]))
+    except (TypeError, LookupError, RecursionError) as error:
+        raise ValueError(f"not an encoded row: {type(error).__name__}: {error}") from None
+
+
+def _described(value: Any, arrays: list[bytes]) -> Any:
+    """Return the value as JSON: a container or instance is a list that begins with its kind."""
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case np.ndarray():
+            assert value.ndim == 1, value.shape
+            assert not value.dtype.hasobject, value.dtype
+            arrays.append(value.tobytes())
+            return ["array", value.dtype.str, len(value)]
+        case list() | tuple():
+            items: Iterable[Any] = value
+        case other:
+            assert _KINDS.get(type(value).__name__) is type(value), f"{type(value).__name__} is not storable"
+            items = (getattr(value, field.name) for field in dataclasses.fields(other))
+    return [type(value).__name__, *(_described(item, arrays) for item in items)]
+
+
+def with_section(message: str, section: str) -> str:
+    """Return a message about a row, with the section of the dataset if it contains keys of the section.
+
+    Args:
+        message: Message with the names of keys in backticks.
+        section: Section of the dataset, such as `data.train`.
+    """
+    has_keys = any(f"`{key}`" in message for key in ("input_key", "output_key", "columns"))
+    return f"{message} (as {section}.KEY=VALUE)" if has_keys else message
+
+
+class LeftOut:
+    """Counts rows of a dataset that cannot be used.
+
+    Args:
+        name: Name of the dataset.
+        malformed: `error` if such a row ends the run.
+        num_rows: Number of rows.
+    """
+
+    def __init__(self, name: str, malformed: OnFault, num_rows: int) -> None:
+        self._name = name
+        self._malformed = malformed
+        self._num_rows = num_rows
+        self._first: list[str] = []
+        self.count = 0
+
+    def found(self, value: Any, place: Callable[[], str]) -> bool:
+        """Return whether a row's value is a failure, and count it.
+
+        Raises:
+            DataError: with the row's place, if a failure ends the run.
+        """
+        if not isinstance(value, EncodingFailure):
+            return False
+        self.count += 1
+        if self.count <= _SHOWN:
+            self._first.append(f"{place()}: {value.reason}")
+        if self._malformed == "error":
+            raise DataError(self._first[0])
+        return True
+
+    def report(self) -> None:
+        """Log how many rows were left out, and the first of them; raise a `DataError` if none is left."""
+        if not self.count:
+            return
+        if self.count == self._num_rows:
+            problem = f"all {self.count} rows of the dataset {self._name!r} are malformed"
+            raise DataError(f"{problem}, the first {self._first[0]}")
+        shown = "\n  ".join(self._first) + (f"\n  ... and {self.count - _SHOWN} more" if self.count > _SHOWN else "")
+        problem = "%s: %d of %d rows are malformed; they are excluded (data.malformed: skip)\n  %s"
+        _log.warning(problem, self._name, self.count, self._num_rows, shown)

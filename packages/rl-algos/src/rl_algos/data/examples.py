@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from hashlib import blake2b
 from itertools import islice
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
-from rl_algos.data import cache, encoding
+from rl_algos.data import encoding
 from rl_algos.data.config import DataConfig, DataRoot, DatasetConfig, OnFault, Purpose, dataset_names
-from rl_algos.data.encoding import Failure, encode_in_memory, encode_on_disk
-from rl_algos.data.example import Example, Processor, by_keys, column
-from rl_algos.data.faults import LeftOut
-from rl_algos.data.files import Rows
-from rl_algos.data.hub_datasets import with_known
-from rl_algos.data.lazily import Lazily, RowMapping
-from rl_algos.data.load import load_rows, stream_rows
-from rl_algos.data.messages import refuse_surrogates
+from rl_algos.data.encoding import EncodingFailure, LeftOut, encode_in_memory, encode_on_disk
 from rl_algos.data.pass_rates import positions_within
-from rl_algos.data.permutation import permutation
-from rl_algos.data.preference import preference
-from rl_algos.data.processors import arranged, check_streamable, processor
-from rl_algos.data.row_digest import RowDigest
-from rl_algos.data.row_images import RowImages, images_column
-from rl_algos.data.template import Surround
+from rl_algos.data.rows.example import Example, Processor, by_keys, column
+from rl_algos.data.rows.lazily import Lazily, RowMapping
+from rl_algos.data.rows.messages import refuse_surrogates
+from rl_algos.data.rows.preference import preference
+from rl_algos.data.rows.processors import arranged, check_streamable, processor
+from rl_algos.data.rows.template import Surround
+from rl_algos.data.sources import cache
+from rl_algos.data.sources.files import DataRows
+from rl_algos.data.sources.hub_datasets import with_known
+from rl_algos.data.sources.load import load_rows, stream_rows
+from rl_algos.data.streams.stream import permutation
+from rl_algos.images.row_images import RowImages, images_column
 from rl_core.errors import DataError
 from rl_core.images import image_refs
 from rl_core.rollouts.rollout import Message
@@ -46,16 +47,44 @@ NO_ENVIRONMENT = (
 
 T = TypeVar("T")
 
-
 SAMPLE = 4
 """Rows of a dataset with `streaming` that are read before a run starts."""
 
 
-@dataclass(frozen=True)
-class Source:
+class RowDigest:
+    """Digest of rows in their order, added one by one as they are read.
+
+    It depends on values only, not on the file, hub or plugin of the rows: rows that move to another file, or to another
+    format that holds the same values, have the same digest. It takes far less time than tokenising the rows does.
+
+    Attributes:
+        hexdigest: Returns the digest of the rows so far.
+    """
+
+    def __init__(self) -> None:
+        self._whole = blake2b(digest_size=16)
+        self.hexdigest = self._whole.hexdigest
+
+    def add(self, row: Any) -> None:
+        """Add the next row."""
+        self._whole.update(json.dumps(row, default=_as_json, skipkeys=True).encode())
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, bytes | bytearray | memoryview):  # This may be an image.
+        return blake2b(value, digest_size=16).hexdigest()
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return dict(value)
+    # The text of any other object may hold its address.
+    return str(value) if type(value).__module__ in ("datetime", "decimal", "uuid") else type(value).__qualname__
+
+
+class Source(NamedTuple):
     """Rows that are read as they come.
 
-    Args:
+    Attributes:
         open_rows: Function from a number of rows to skip to the remaining rows.
         convert: Function from a row to an example; raises a `DataError` for a row of another form.
     """
@@ -70,13 +99,13 @@ class Dataset:
 
     Args:
         name: Unique among the run's datasets of the same purpose.
-        examples: by id, `name:split:row`, in the order of the rows; `row` counts from 0. Those of a large dataset are
-            made of their rows whenever they are asked for.
+        examples: by id, `name:split:row`, in the order of the rows; `row` counts from 0. Examples of a large dataset
+            are made of their rows whenever they are asked for.
         settings: Settings as configured.
-        place_of: Function from the number of a row to where it is, as `rl_algos.data.files.Rows` has it.
-        named: The environments that rows name, each with the id of the first row that does; that of none is empty.
-        default_environment: Scores rows that name none; empty if there is none.
-        malformed: Whether a row that cannot be used ends the run, or is left out and counted.
+        place_of: Function from the number of a row to where it is; see `rl_algos.data.sources.files.DataRows`.
+        named: The environments of the rows, each with the id of its first row; empty if a row has none.
+        default_environment: Scores rows without an environment; empty if there is none.
+        malformed: `error` if a row that cannot be used ends the run, `skip` to leave it out and count it.
         source: Source of a dataset with `streaming`, all its rows; `examples` are then a sample.
         digest: Changes with the contents of the rows, images and prompt files that examples are made of.
         unanswered: Positions of the examples that have a solution and no answer that can be compared, as proofs have.
@@ -94,11 +123,11 @@ class Dataset:
     source: Source | None = None
 
     def place(self, row_id: str) -> str:
-        """The place of a row, for messages: `prompts.jsonl, line 3`."""
+        """Return the place of a row, for messages: `prompts.jsonl, line 3`."""
         return self.place_of(int(row_id.rpartition(":")[2]))
 
     def environment(self, row_id: str) -> str:
-        """The environment that scores a row's completions; raises a `DataError` if none is named."""
+        """Return the environment that scores a row's completions; raise a `DataError` if there is none."""
         return self.environment_of(self.examples[row_id], row_id)
 
     def environment_of(self, example: Example, row_id: str) -> str:
@@ -106,25 +135,26 @@ class Dataset:
         return self._environment(self.settings.env_name or example.environment, row_id)
 
     def environments(self) -> dict[str, str]:
-        """The environments that score the rows, each with the id of the first; raises a `DataError` if a row names
+        """Return the environments that score the rows, each with the id of the first; raise a `DataError` if a row has
         none."""
         if self.settings.env_name:
             return {self.settings.env_name: next(iter(self.examples))}
         return {self._environment(name, row_id): row_id for name, row_id in self.named.items()}
 
     def answered(self) -> Dataset:
-        """The dataset without `unanswered`; raises a `DataError` if nothing is left."""
-        if not self.unanswered or self.source is not None:  # rows that are read as they come are left out then
+        """Return the dataset without `unanswered`; raise a `DataError` if nothing is left."""
+        if not self.unanswered or self.source is not None:  # Streamed rows are left out when they are read.
             return self
         num, total = len(self.unanswered), len(self.examples)
-        what = f"{self.name}: {num} of {total} rows have a solution, but no answer that can be compared"
+        found = f"{self.name}: {num} of {total} rows have a solution, but no answer that can be compared"
         if num == total:
-            raise DataError(f"{what}; set `output_key` to the column of the answer, or choose another dataset")
-        _log.warning("%s; these rows are excluded", what)
+            raise DataError(f"{found}; set `output_key` to the column of the answer, or choose another dataset")
+        _log.warning("%s; these rows are excluded", found)
         return self.select(np.delete(np.arange(total), self.unanswered))
 
     def within_pass_rates(self) -> Dataset:
-        """The dataset without the rows that its `pass_rate` leaves out; raises a `DataError` if nothing is left."""
+        """Return the dataset without the rows that its `pass_rate` leaves out; raise a `DataError` if nothing is
+        left."""
         if self.settings.pass_rate is None:
             return self
         prompts = (example.prompt for example in self.examples.values_in_order)
@@ -152,25 +182,26 @@ class Dataset:
             _log.info("%s: not used: the columns %s", self.name, ", ".join(unused))
 
     def conversations(self) -> Iterator[tuple[str, Sequence[Message]]]:
-        """The place and the messages of each row, in order."""
+        """Return the place and the messages of each row, in order."""
         return ((self.place(row_id), example.messages) for row_id, example in self.examples.items())
 
     def encode(self, encode: Callable[[Example], T], num_workers: int) -> RowMapping[T]:
-        """Every example encoded, by id; in processes of their own if `num_workers` is above 0.
+        """Encode every example, by id; in separate processes if `num_workers` is above 0.
 
         Args:
             encode: Raises a `DataError` for an example that it refuses; picklable if there are workers or many rows.
             num_workers: Number of processes; 0 to encode in this process.
 
         Raises:
-            DataError: Naming the row that cannot be encoded, if `malformed` is `error`, or the first if no row is left.
+            DataError: With the row that cannot be encoded, if `malformed` is `error`, or the first if no row is left.
         """
         examples = self.examples.values_in_order
-        encoded = self.examples.with_values(
+        values: Sequence[Any] = (
             encode_in_memory(examples, encode, num_workers)
             if len(examples) < encoding.LARGE
             else encode_on_disk(examples, encode, num_workers, name=self.name)
         )
+        encoded = self.examples.with_values(values)
         faults = LeftOut(self.name, self.malformed, len(encoded))
 
         def place(position: int) -> str:
@@ -187,35 +218,34 @@ class Dataset:
     def within_limit(
         self, rows: RowMapping[T], lengths: Iterable[int], limit: int, *, overlong: OnFault
     ) -> RowMapping[T]:
-        """The encoded rows of at most `limit` tokens.
+        """Return the encoded rows of at most `limit` tokens.
 
         Raises:
-            DataError: Naming the longest row, if some are longer and `overlong` is `error`, or if none is left.
+            DataError: With the longest row, if some are longer and `overlong` is `error`, or if none is left.
         """
         sizes = np.fromiter(lengths, dtype=np.int64, count=len(rows))
         num_over = int((sizes > limit).sum())
         if not num_over:
             return rows
         longest = int(sizes.argmax())
-        what = (
+        found = (
             f"{num_over} of {len(rows)} rows have more than {limit} tokens; the longest "
             f"({self.place(rows.row_id(longest))}) has {sizes[longest]}"
         )
         if overlong == "error":
             raise DataError(
-                f"{what}; increase data.max_input_seq_length (and policy.max_total_sequence_length, which limits it), "
+                f"{found}; increase data.max_input_seq_length (and policy.max_total_sequence_length, which limits it), "
                 "or set data.overlong: skip to exclude them"
             )
         if num_over == len(rows):
             raise DataError(
-                f"{what}, so no rows remain; increase data.max_input_seq_length and policy.max_total_sequence_length"
+                f"{found}, so no rows remain; increase data.max_input_seq_length and policy.max_total_sequence_length"
             )
-        _log.warning("%s; they are excluded (data.overlong: skip)", what)
+        _log.warning("%s; they are excluded (data.overlong: skip)", found)
         return rows.select(np.flatnonzero(sizes <= limit))
 
 
-@dataclass(frozen=True)
-class Datasets:
+class Datasets(NamedTuple):
     """The data of a run before it is tokenised; `validation` is empty if there is none."""
 
     train: list[Dataset]
@@ -227,8 +257,7 @@ RowCheck = Callable[[Example, DatasetConfig], None]
 
 
 def load_examples(config: DataRoot, default: Processor = by_keys, check: RowCheck | None = None) -> Datasets:
-    """Load all data that the `data` section of a root names, for an algorithm plugin's `load`; see
-    `load_datasets`."""
+    """Load all data of the `data` section of a root, for an algorithm plugin's `load`; see `load_datasets`."""
     return Datasets(
         load_datasets(config.data, "train", default, check), load_datasets(config.data, "validation", default, check)
     )
@@ -237,24 +266,22 @@ def load_examples(config: DataRoot, default: Processor = by_keys, check: RowChec
 def load_datasets(
     config: DataConfig, purpose: Purpose, default: Processor = by_keys, check: RowCheck | None = None
 ) -> list[Dataset]:
-    """The configured datasets for training or validation; ids are unique and depend on no row's content.
+    """Load the configured datasets for training or validation; ids are unique and depend on no row's content.
 
     Args:
         config: Config section `data`.
-        purpose: `train` or `validation`, which is also the split of datasets that name none.
-        default: Processor of datasets that name none.
+        purpose: `train` or `validation`, which is also the split of datasets without a split.
+        default: Processor of datasets without a processor.
         check: Called for every row; None to accept all.
 
     Raises:
-        DataError: Naming dataset and row, and the remedy.
-        ConfigError: If a file or a processor that a dataset names does not exist.
+        DataError: With dataset and row, and the remedy.
+        ConfigError: If a file or a processor of a dataset does not exist.
     """
     settings = config.train_datasets if purpose == "train" else config.validation_datasets
-    # one after another, so that the rows of only one are read while its examples are made
-    datasets = [
-        _dataset(_opened(name, one, config, purpose, default, check, SAMPLE), one.split or purpose, config.malformed)
-        for name, one in zip(dataset_names(settings, purpose), settings, strict=True)
-    ]
+    # The datasets are opened one after another, so that the rows of only one are read while its examples are made.
+    opened = zip(settings, _opened(config, purpose, default, check, SAMPLE), strict=True)
+    datasets = [_dataset(one, given.split or purpose, config.malformed) for given, one in opened]
     return [dataset.within_pass_rates() for dataset in datasets] if purpose == "train" else datasets
 
 
@@ -264,7 +291,7 @@ class OpenDataset:
 
     Args:
         name: Name, unique among the run's datasets of the same purpose.
-        settings: As configured, completed by what is known of datasets on the hub.
+        settings: Settings as configured, completed with the known settings of datasets on the hub.
         rows: All rows that can be read; a sample of a dataset with `streaming`.
         numbers: Numbers of the rows of this purpose, ascending; others are held out for the other one.
         convert: From a row to an example; raises a `DataError` for a row of another form.
@@ -273,7 +300,7 @@ class OpenDataset:
 
     name: str
     settings: DatasetConfig
-    rows: Rows
+    rows: DataRows
     numbers: Sequence[int]
     convert: Callable[[Mapping[str, Any]], Example]
     source: Source | None = None
@@ -291,56 +318,63 @@ def open_datasets(
 
     Args:
         config: Config section `data`.
-        purpose: `train` or `validation`, which is also the split of datasets that name none.
-        default: Processor of datasets that name none.
+        purpose: `train` or `validation`, which is also the split of datasets without a split.
+        default: Processor of datasets without a processor.
         check: Called for every row that is converted; None to accept all.
         sample: Number of rows to read of a dataset with `streaming`.
 
     Raises:
         DataError: If a dataset cannot be read.
-        ConfigError: If a file or a processor that a dataset names does not exist.
+        ConfigError: If a file or a processor of a dataset does not exist.
     """
-    settings = config.train_datasets if purpose == "train" else config.validation_datasets
-    named = zip(dataset_names(settings, purpose), settings, strict=True)
-    return [_opened(name, one, config, purpose, default, check, sample) for name, one in named]
+    return list(_opened(config, purpose, default, check, sample))
 
 
 def _opened(
-    name: str,
-    settings: DatasetConfig,
-    config: DataConfig,
-    purpose: Purpose,
-    default: Processor,
-    check: RowCheck | None,
-    sample: int,
-) -> OpenDataset:
-    source: Purpose = "train" if settings.split_validation_size is not None else purpose
-    settings = with_known(settings, source, of_preferences=default is preference)
-    images = RowImages.of(settings, allow_urls=config.allow_image_urls)
-    convert = _Convert(processor(settings, default), Surround.of(settings), images, settings, check)
-    streamed = None
-    if settings.streaming and purpose == "train":
-        check_streamable(settings)
-        streamed = Source(stream_rows(settings, source), convert)
-        rows = Rows.named(
-            list(islice(streamed.open_rows(0), sample)), f"{settings.source} ({settings.split or source})"
-        )
-    else:
-        rows = arranged(load_rows(settings, source), settings)
-    return OpenDataset(name, settings, rows, _rows_for(purpose, settings, len(rows)), convert, streamed)
+    config: DataConfig, purpose: Purpose, default: Processor, check: RowCheck | None, sample: int
+) -> Iterator[OpenDataset]:
+    all_settings = config.train_datasets if purpose == "train" else config.validation_datasets
+    for name, given in zip(dataset_names(all_settings, purpose), all_settings, strict=True):
+        split: Purpose = "train" if given.split_validation_size is not None else purpose
+        settings = with_known(given, split, of_preferences=default is preference)
+        images = RowImages.of(settings, allow_urls=config.allow_image_urls)
+        convert = _Convert(processor(settings, default), Surround.of(settings), images, settings, check)
+        source = None
+        if settings.streaming and purpose == "train":
+            check_streamable(settings)
+            source = Source(stream_rows(settings, split), convert)
+            first = list(islice(source.open_rows(0), sample))
+            rows = DataRows.named(first, f"{settings.source} ({settings.split or split})")
+        else:
+            rows = arranged(load_rows(settings, split), settings)
+        yield OpenDataset(name, settings, rows, _rows_for(purpose, settings, len(rows)), convert, source)
 
 
 def _dataset(opened: OpenDataset, split: str, malformed: OnFault) -> Dataset:
-    """The examples of a dataset; see `Dataset` for the arguments."""
+    """Make the examples of a dataset; see `Dataset` for the arguments."""
     name, rows, chosen, convert = opened.name, opened.rows, opened.numbers, opened.convert
     is_held = len(chosen) < encoding.LARGE
     faults = LeftOut(name, malformed, len(chosen))
     contents = RowDigest()
     if texts := Surround.of(opened.settings).texts:
         contents.add(texts)
+
+    def converted(number: int) -> Example:
+        row = rows.rows[number]
+        contents.add(row)
+        example = convert(row)
+        conversations = [example.messages, *(response.messages for response in example.responses)]
+        if images := [ref.digest for each in conversations for ref in image_refs(each)]:
+            contents.add(images)  # The row may hold their paths only.
+        return example
+
     numbers, unanswered, held = array("q"), array("q"), []
     named: dict[str, int] = {}
-    for number, example in zip(chosen, _converted(rows, chosen, convert, contents), strict=True):
+    for number in chosen:
+        try:
+            example: Example | EncodingFailure = converted(number)
+        except DataError as error:
+            example = EncodingFailure(str(error))
         if faults.found(example, partial(rows.place, number)):
             continue
         assert isinstance(example, Example)
@@ -352,18 +386,13 @@ def _dataset(opened: OpenDataset, split: str, malformed: OnFault) -> Dataset:
             held.append(example)
     faults.report()
     prefix = f"{name}:{split}"
-    examples = RowMapping(
-        prefix,
-        numbers,
-        held if is_held else Lazily(len(numbers), lambda index: convert(rows[numbers[index]])),
-    )
-    first = {environment: f"{prefix}:{number}" for environment, number in named.items()}
+    values = held if is_held else Lazily(len(numbers), lambda index: convert(rows[numbers[index]]))
     return Dataset(
         name,
-        examples,
+        RowMapping(prefix, numbers, values),
         opened.settings,
         rows.place,
-        first,
+        {environment: f"{prefix}:{number}" for environment, number in named.items()},
         malformed=malformed,
         digest=contents.hexdigest(),
         unanswered=unanswered,
@@ -372,7 +401,7 @@ def _dataset(opened: OpenDataset, split: str, malformed: OnFault) -> Dataset:
 
 
 def _rows_for(purpose: Purpose, settings: DatasetConfig, num_rows: int) -> Sequence[int]:
-    """The numbers of the rows to train on, or to validate on, if some are held out; otherwise all."""
+    """Return the numbers of the rows to train on, or to validate on, if some are held out; otherwise all."""
     size = settings.split_validation_size
     if size is None:
         return range(num_rows)
@@ -387,22 +416,6 @@ def _rows_for(purpose: Purpose, settings: DatasetConfig, num_rows: int) -> Seque
     return array("q", chosen)
 
 
-def _converted(
-    rows: Rows, chosen: Sequence[int], convert: Callable[[Mapping[str, Any]], Example], contents: RowDigest
-) -> Iterator[Example | Failure]:
-    for index in chosen:
-        try:
-            row = rows.rows[index]
-            contents.add(row)
-            example = convert(row)
-            conversations = [example.messages, *(response.messages for response in example.responses)]
-            if images := [ref.digest for each in conversations for ref in image_refs(each)]:
-                contents.add(images)  # the row may hold their paths only
-            yield example
-        except DataError as error:
-            yield Failure(str(error))
-
-
 @dataclass(frozen=True)
 class _Convert:
     processor: Processor
@@ -412,18 +425,14 @@ class _Convert:
     check: RowCheck | None
 
     def __call__(self, row: Mapping[str, Any]) -> Example:
-        row = _renamed(row, self.settings.columns)
+        if renamed := self.settings.columns:
+            row = {**row, **{name: column(row, own) for name, own in renamed.items()}}
         refuse_surrogates(row)
         example = self.surround.apply(self.processor(row, self.settings), row)
         example, row = self.images.place(example, row)
-        # a reward asks for any field of the row by name
+        # A reward asks for any field of the row by name.
         fields = {name: value for name, value in row.items() if name not in _READ}
         example = replace(example, info={**fields, **example.info})
         if self.check is not None:
             self.check(example, self.settings)
         return example
-
-
-def _renamed(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:
-    """The row with columns under further names, each given with the column that it stands for."""
-    return {**row, **{name: column(row, own) for name, own in columns.items()}} if columns else row

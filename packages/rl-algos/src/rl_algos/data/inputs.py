@@ -5,25 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from rl_algos.data import remote
 from rl_algos.data.config import DataRoot, DatasetConfig, DatasetDefaults
-from rl_algos.data.load import settings_problem, source_problem
 from rl_algos.data.pass_rates import ROLLOUTS
-from rl_algos.data.processors import processor
-from rl_algos.data.template import Surround
+from rl_algos.data.rows.processors import processor
+from rl_algos.data.rows.template import Surround
+from rl_algos.data.sources import remote
+from rl_algos.data.sources.load import settings_problem, source_problem
 from rl_core.config import Problem
 from rl_core.errors import ConfigError
 from rl_core.plugins import DATASETS, names
 
 
 def input_problems(config: DataRoot) -> Iterator[Problem]:
-    """Yield what is wrong with the files, folders, hub names and processors of all datasets of a config."""
+    """Yield the problems of the files, folders, hub names and processors of all datasets of a config."""
     for key, section in config.data.sections():
         yield from dataset_problems(key, section)
 
 
 def dataset_problems(key: str, section: DatasetConfig | DatasetDefaults) -> Iterator[Problem]:
-    """Yield what is wrong with those of one dataset, or of the defaults of all.
+    """Yield the problems of the files, folders, hub names and processors of one dataset, or of the defaults of all.
 
     Args:
         key: Key of the section.
@@ -36,19 +36,14 @@ def dataset_problems(key: str, section: DatasetConfig | DatasetDefaults) -> Iter
             yield Problem(f"{key}.settings", problem)
         results = section.pass_rate.results if section.pass_rate is not None else None
         if results is not None and not (Path(results) / ROLLOUTS).is_file():
-            yield Problem(
-                f"{key}.pass_rate.results",
-                f"is not the folder of an evaluation: it does not contain {ROLLOUTS}",
-                got=results,
-                remedy="Pass the folder that `rl eval ... run_dir=FOLDER` wrote",
-            )
-    # each by itself, so that one does not hide the others
+            reason = f"is not the folder of an evaluation: it does not contain {ROLLOUTS}"
+            remedy = "Pass the folder that `rl eval ... run_dir=FOLDER` wrote"
+            yield Problem(f"{key}.pass_rate.results", reason, got=results, remedy=remedy)
+    # Each key is checked in a separate section, so that one does not hide the others. Any path will do there.
     for name, check in _CHECKS.items():
         if (value := getattr(section, name)) is not None:
-            # any path: only the named key is checked
-            one = DatasetConfig.model_validate({"data_path": ".", name: value})
             try:
-                check(one)
+                check(DatasetConfig.model_validate({"data_path": ".", name: value}))
             except ConfigError as error:
                 yield Problem(f"{key}.{name}", str(error).removeprefix("data: "))
 

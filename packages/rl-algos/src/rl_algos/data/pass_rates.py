@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -22,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 def positions_within(settings: PassRateConfig, name: str, prompts: Iterable[Sequence[Message]]) -> np.ndarray:
-    """Positions of the prompts whose pass rate is within the bounds.
+    """Return the positions of the prompts whose pass rate is within the bounds.
 
     Args:
         settings: Bounds of the pass rate, and the folder of an evaluation with the results.
@@ -36,18 +35,18 @@ def positions_within(settings: PassRateConfig, name: str, prompts: Iterable[Sequ
     rates = np.array([known.get(_digest(prompt), np.nan) for prompt in prompts])
     kept = np.flatnonzero([settings.keeps(rate) for rate in rates])
     num_known = int(np.isfinite(rates).sum())
-    what = (
+    found = (
         f"{name}: {len(kept)} of {len(rates)} rows have a pass rate {settings.bounds} in {settings.results}; "
         f"{num_known - len(kept)} have another one, and {len(rates) - num_known} were not evaluated"
     )
     if not num_known:
         raise DataError(
-            f"{what}. Prompts are matched as strings: evaluate this split, with the same prompt_file and "
+            f"{found}. Prompts are matched as strings: evaluate this split, with the same prompt_file and "
             "system_prompt_file"
         )
     if not len(kept):
-        raise DataError(f"{what}, so no rows remain; change pass_rate.above or pass_rate.below")
-    _log.info("%s; the others are excluded", what)
+        raise DataError(f"{found}, so no rows remain; change pass_rate.above or pass_rate.below")
+    _log.info("%s; the others are excluded", found)
     return kept
 
 
@@ -62,43 +61,40 @@ def reason_to_leave_out(settings: PassRateConfig, known: Mapping[bytes, float], 
     rate = known.get(_digest(prompt), np.nan)
     if settings.keeps(rate):
         return ""
-    what = f"its pass rate is {rate:.3g}" if np.isfinite(rate) else "it was not evaluated"
-    return f"{what}, and data.train.pass_rate keeps rows {settings.bounds}"
+    fact = f"its pass rate is {rate:.3g}" if np.isfinite(rate) else "it was not evaluated"
+    return f"{fact}, and data.train.pass_rate keeps rows {settings.bounds}"
 
 
 def pass_rates(settings: PassRateConfig) -> Mapping[bytes, float]:
-    """Share of samples with at least the reward that counts as right, by the digest of the prompt; samples that failed
-    say nothing.
+    """Return the share of samples with at least the reward that counts as right, by the digest of the prompt. Samples
+    that failed are not counted.
 
     Raises:
         DataError: If the folder has no results.
     """
-    counts: dict[bytes, tuple[int, int]] = {}
-    for record in _records(Path(settings.results)):
-        if record["status"] != "failed":
-            passed, total = counts.get(key := _digest(record["prompt"]), (0, 0))
-            is_right = record["rewards"].get("reward", 0.0) >= settings.pass_threshold
-            counts[key] = (passed + is_right, total + 1)
-    if not counts:
-        raise DataError(f"{settings.results} (pass_rate.results) has no samples, because all of them failed")
-    return {key: passed / total for key, (passed, total) in counts.items()}
-
-
-def _records(folder: Path) -> Iterator[Mapping[str, Any]]:
-    path = folder / ROLLOUTS
+    path = Path(settings.results) / ROLLOUTS
     if not path.is_file():
         raise DataError(
-            f"{folder} (pass_rate.results) is not the folder of an evaluation: it does not contain {ROLLOUTS}. Pass "
-            "the folder that `rl eval ... run_dir=FOLDER` wrote"
+            f"{Path(settings.results)} (pass_rate.results) is not the folder of an evaluation: it does not contain "
+            f"{ROLLOUTS}. Pass the folder that `rl eval ... run_dir=FOLDER` wrote"
         )
+    counts: dict[bytes, tuple[int, int]] = {}
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             try:
-                yield json.loads(line)
+                record = json.loads(line)
             except ValueError:
-                # an evaluation that was killed, or is still running, may end within a line
+                # An evaluation that was killed, or is still running, may end within a line.
                 if line.endswith(b"\n"):
                     raise DataError(f"{path}, line {number}: not a JSON object; evaluate again") from None
+                continue
+            if record["status"] != "failed":
+                passed, total = counts.get(key := _digest(record["prompt"]), (0, 0))
+                is_right = record["rewards"].get("reward", 0.0) >= settings.pass_threshold
+                counts[key] = (passed + is_right, total + 1)
+    if not counts:
+        raise DataError(f"{settings.results} (pass_rate.results) has no samples, because all of them failed")
+    return {key: passed / total for key, (passed, total) in counts.items()}
 
 
 def _digest(messages: Sequence[Message]) -> bytes:

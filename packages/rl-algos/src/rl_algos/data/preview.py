@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jinja2 import TemplateError
 
 from rl_algos.data.config import DatasetConfig
-from rl_algos.data.example import Example, Processor, by_keys
 from rl_algos.data.examples import RowCheck
+from rl_algos.data.rows.example import Example, Processor, by_keys
 from rl_algos.images.image_tokens import image_tokens
 from rl_core.errors import DataError
 from rl_core.images import ImageRef
@@ -36,16 +36,15 @@ class Text:
 
 
 class UnusedRow(DataError):
-    """A row that a run leaves out and continues without, whatever `data.malformed` says."""
+    """A row that a run leaves out and continues without, regardless of `data.malformed`."""
 
 
-@dataclass(frozen=True)
-class Refusal:
+class Refusal(NamedTuple):
     """Why a row is not used.
 
-    Args:
+    Attributes:
         reason: The reason.
-        is_fault: Whether `data.malformed` decides if the row ends the run; otherwise it is left out.
+        is_fault: True if `data.malformed` decides whether the row ends the run; otherwise it is left out.
     """
 
     reason: str
@@ -66,7 +65,7 @@ class RowReader:
             of its dataset; raises a `DataError` or a `jinja2.TemplateError` for an example that it refuses.
         limit: Maximum number of tokens of each string.
         limit_key: The keys that set the limit, for messages.
-        processor: Processor of datasets that name none.
+        processor: Processor of datasets without a processor.
         check: Raises a `DataError` for an example that cannot be used; None to accept all.
         environment: Returns the name of the environment that scores an example, empty if nothing does; raises a
             `DataError` if it does not exist. None for an algorithm without rollouts.
@@ -95,7 +94,7 @@ class RowReader:
             return Refusal(f"the chat template refuses it: {error}")
 
     def refusal(self, example: Example, settings: DatasetConfig) -> Refusal | None:
-        """Return why an example cannot be used, whatever the tokenizer; None if it can.
+        """Return why an example cannot be used with any tokenizer; None if it can.
 
         Args:
             example: Example as the processor of its dataset returned it.
@@ -112,37 +111,27 @@ class RowReader:
 
 
 def spans(tokenizer: Any, text: Text) -> Iterator[tuple[str, bool]]:
-    """Yield the parts of a string, special tokens included, each with whether the loss applies to it. Images are shown
-    by their digest and size.
+    """Yield the parts of a string, special tokens included, each with True if the loss applies to it. Images are shown
+    by their digest, size and number of tokens.
 
     Args:
         tokenizer: Tokenizer that made the tokens.
         text: Tokens of the string and the mask of the loss.
     """
     bounds = np.flatnonzero(np.diff(text.learned.astype(np.int8), prepend=-1))
-    # a part alone may be decoded in another way than within the string, such as without a space before it
-    starts = [_decoded(tokenizer, text.tokens[:start]) for start in bounds] + [_decoded(tokenizer, text.tokens)]
-    images = _shown_images(tokenizer, text)
+    # A separate part may be decoded in another way than within the string, such as without a space before it.
+    parts = [text.tokens[:start] for start in bounds] + [text.tokens]
+    options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+    starts = [str(tokenizer.decode(part.tolist(), **options)) for part in parts]
+    images: deque[tuple[str, str]] = deque()
+    if (tokens := image_tokens(tokenizer)) is not None:
+        for image in text.images:
+            written = tokens.of(image.width, image.height)
+            size = f"{image.width} x {image.height}, {written.count(tokens.marks.token)} tokens"
+            images.append((written, f"[image {image.digest}, {size}]"))
     for bound, start, end in zip(bounds, starts, starts[1:], strict=False):
         part = end[len(start) :]
         while images and images[0][0] in part:
             written, name = images.popleft()
             part = part.replace(written, name, 1)
         yield part, bool(text.learned[bound])
-
-
-def _shown_images(tokenizer: Any, text: Text) -> deque[tuple[str, str]]:
-    """The string of each image that a model reads, and its name for people: digest, size and number of tokens."""
-    tokens = image_tokens(tokenizer)
-    if tokens is None:
-        return deque()
-    shown: deque[tuple[str, str]] = deque()
-    for image in text.images:
-        written = tokens.of(image.width, image.height)
-        count = written.count(tokens.marks.token)
-        shown.append((written, f"[image {image.digest}, {image.width} x {image.height}, {count} tokens]"))
-    return shown
-
-
-def _decoded(tokenizer: Any, tokens: np.ndarray) -> str:
-    return str(tokenizer.decode(tokens.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False))

@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 
 from rl_algos.data.config import DataConfig
-from rl_algos.data.example import Example, info_of
 from rl_algos.data.examples import Dataset
-from rl_algos.data.flow import FlowStream
-from rl_algos.data.row_images import check_placed
-from rl_algos.data.stream import Stream
-from rl_algos.data.streamed import flow_stream
+from rl_algos.data.rows.example import Example, info_of
+from rl_algos.data.streams.flow import FlowStream, flow_stream
+from rl_algos.data.streams.stream import Stream
+from rl_algos.images.row_images import check_placed
 from rl_algos.special_tokens import warn_of_special_tokens
 from rl_algos.template_coverage import Coverage
 from rl_algos.tokenizer import encode_prompt, render, require_chat_template
@@ -39,7 +38,7 @@ def prompt_stream(
     max_num_epochs: int | None = None,
     tools: Tools = NO_TOOLS,
 ) -> Stream[Prompt] | FlowStream[Prompt]:
-    """The training prompts, mixed and shuffled as configured.
+    """Return the training prompts, mixed and shuffled as configured.
 
     Args:
         datasets: Datasets from `rl_algos.data.examples.load_datasets`.
@@ -51,7 +50,7 @@ def prompt_stream(
         tools: Tools that the policy may call, by environment.
 
     Raises:
-        DataError: Naming dataset and row, and the remedy.
+        DataError: With dataset and row, and the remedy.
         ConfigError: If the tokenizer has no chat template, or prompts with tools are streamed.
     """
     if any(dataset.source is not None for dataset in datasets):
@@ -87,12 +86,12 @@ def prompt_stream(
 def validation_prompts(
     datasets: list[Dataset], config: DataConfig, tokenizer: Any, *, max_tokens: int, tools: Tools = NO_TOOLS
 ) -> list[Prompt]:
-    """All validation prompts, in the order of the datasets and their rows; raises as `prompt_stream`."""
+    """Return all validation prompts, in the order of the datasets and their rows; see `prompt_stream` for errors."""
     return list(chain.from_iterable(_prompts(dataset, config, tokenizer, max_tokens, tools) for dataset in datasets))
 
 
 def weights_of(datasets: Sequence[Dataset]) -> list[float] | None:
-    """The datasets' weights; None if they state none."""
+    """Return the datasets' weights; None if they have none."""
     weights = [dataset.settings.weight for dataset in datasets if dataset.settings.weight is not None]
     return weights or None
 
@@ -114,10 +113,8 @@ class EncodePrompt:
     def __call__(self, example: Example) -> np.ndarray:
         """Return the tokens, int32 `[tokens]`; raise a `DataError` for an example that it refuses."""
         if example.has_response:
-            raise DataError(
-                "the conversation ends with an assistant message, so there is nothing to sample; "
-                "end it with a user message"
-            )
+            problem = "the conversation ends with an assistant message, so there is nothing to sample"
+            raise DataError(f"{problem}; end it with a user message")
         check_placed(self.tokenizer, example)
         tools = tools_for(example, self.tools.get(self.environment or example.environment, ()))
         tokens = encode_prompt(self.tokenizer, example.messages, tools)
@@ -165,14 +162,13 @@ def _limit(config: DataConfig, max_tokens: int) -> int:
 
 
 def _prompt(dataset: Dataset, row_id: str, example: Example, token_ids: np.ndarray, *, tools: Tools) -> Prompt:
-    info = info_of(example)
     environment, place = dataset.environment_of(example, row_id), dataset.place(row_id)
     return Prompt(
         row_id,
         example.messages,
         token_ids,
         environment,
-        info,
+        info_of(example),
         dataset.name,
         place,
         tuple(tools_for(example, tools.get(environment, ()))),

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_algos.data.learned_flags import flag_of, without_flags
+from rl_algos.data.rows.learned_flags import flag_of, without_flags
 from rl_algos.images.image_tokens import check_images, with_images
 from rl_algos.sft.config import LearnedTurns
 from rl_algos.sft.marked_template import Span, template_of

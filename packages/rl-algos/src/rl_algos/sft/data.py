@@ -10,16 +10,15 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from rl_algos.data.config import DataConfig, DatasetConfig
-from rl_algos.data.example import Example
 from rl_algos.data.examples import Dataset, Datasets
-from rl_algos.data.flow import FlowStream
-from rl_algos.data.learned_flags import check_columns
-from rl_algos.data.messages import conversation
 from rl_algos.data.preview import RowReader, Text
 from rl_algos.data.prompts import weights_of
-from rl_algos.data.row_images import check_placed
-from rl_algos.data.streamed import flow_stream
+from rl_algos.data.rows.example import Example
+from rl_algos.data.rows.learned_flags import check_columns
+from rl_algos.data.rows.messages import conversation
+from rl_algos.data.streams.flow import FlowStream, flow_stream
 from rl_algos.images.columns import with_image_column
+from rl_algos.images.row_images import check_placed
 from rl_algos.sft.config import LearnedTurns, SFTRoot
 from rl_algos.sft.conversation import encode_conversation
 from rl_algos.special_tokens import warn_of_special_tokens

@@ -8,11 +8,10 @@ from typing import Generic, TypeVar
 
 from rl_algos.data.config import DataConfig
 from rl_algos.data.examples import Dataset, Datasets
-from rl_algos.data.extent import tell_extent
-from rl_algos.data.flow import FlowStream
-from rl_algos.data.lazily import Lazily
 from rl_algos.data.prompts import weights_of
-from rl_algos.data.stream import Stream
+from rl_algos.data.rows.lazily import Lazily
+from rl_algos.data.streams.flow import FlowStream, tell_extent
+from rl_algos.data.streams.stream import Stream
 from rl_algos.supervised.config import SupervisedConfig
 from rl_core.errors import DataError
 from rl_core.model_config import ModelConfig

@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rl_algos.data.files import kind_of
+from rl_algos.data.sources.files import kind_of
 from rl_core.config import option
 from rl_core.errors import ConfigError, RunDirectoryError
 from rl_core.model_config import ModelConfig

@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from rl_algos.data.files import kind_of
+from rl_algos.data.sources.files import kind_of
 from rl_core.config import (
     Config,
     Problem,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from rl_algos.data.config import DatasetConfig
-from rl_algos.data.messages import as_messages, as_tools, conversation, is_plain_text, shown
+from rl_algos.data.rows.messages import as_messages, as_tools, conversation, is_plain_text, shown
 from rl_core.config import did_you_mean
 from rl_core.errors import DataError
 from rl_core.rollouts.rollout import Message
@@ -21,7 +21,7 @@ class Response:
         messages: Messages that follow the conversation; the first is the assistant's.
         rank: Place among the responses to the conversation, lower is better; None if they are not ranked.
         score: Higher is better; None if it is not known.
-        is_desirable: True if it is a good one; None if nobody said.
+        is_desirable: True if it is a good one; None if it is not known.
     """
 
     messages: tuple[Message, ...]
@@ -37,14 +37,14 @@ class Example:
     Args:
         messages: The conversation; a training conversation may end with the assistant's message.
         answer: The right answer; None if the row has none.
-        environment: Name of the environment that scores it; empty if the row names none.
-        info: Whatever else an environment needs in addition to the answer and the fields of the row.
+        environment: Name of the environment that scores it; empty if the row has none.
+        info: Fields that an environment needs in addition to the answer and the fields of the row.
         responses: Responses to the conversation, which then ends before them; for preference data.
         margin: How much one of two responses is better; None if it is not known.
         solution: Text or messages that lead to the answer, learned in its place by supervised fine-tuning; None if
             there are none.
         tools: JSON schemas of the tools that the assistant may call.
-        is_text: Whether the row gives the conversation as plain text, which is then its only message.
+        is_text: True if the row gives the conversation as plain text, which is then its only message.
         num_unplaced_images: Images in the row's column of images that the conversation has no place for.
         columns: Columns that it was read from; empty if they are not known.
     """
@@ -78,7 +78,7 @@ class Example:
 
 
 def info_of(example: Example) -> dict[str, Any]:
-    """The part of a row that an environment gets: its `info`, and the answer if there is one."""
+    """Return the part of a row that an environment gets: its `info`, and the answer if there is one."""
     return dict(example.info) if example.answer is None else {**example.info, "answer": example.answer}
 
 
@@ -107,7 +107,7 @@ def _no_column(row: Mapping[str, Any], name: str) -> str:
 
 
 def text_column(row: Mapping[str, Any], name: str) -> str:
-    """Return a row's string column; raises a `DataError` if it is missing or something else."""
+    """Return a row's string column; raise a `DataError` if it is missing or something else."""
     value = column(row, name)
     if not isinstance(value, str):
         raise DataError(f"{name!r} must be a string, got {value!r}")
@@ -133,13 +133,12 @@ _HINTS = {
 }
 
 
-@dataclass(frozen=True)
-class RowInput:
+class RowInput(NamedTuple):
     """The input of a row.
 
-    Args:
+    Attributes:
         messages: The conversation, with the row's system message.
-        is_text: Whether the row gives it as plain text, without a system message.
+        is_text: True if the row gives it as plain text, without a system message.
         written: Text or messages in a column next to an input, to learn; None if there is none.
         columns: Columns that were read.
     """
@@ -162,7 +161,11 @@ def read_input(row: Mapping[str, Any], settings: DatasetConfig) -> RowInput:
     there = [name for name in (*CONVERSATIONS, *TEXTS) if name in row]
     name = settings.input_key or next((name for name in there if row[name] is not None), (there or [""])[0])
     if not name:
-        raise DataError(_without_input(row))
+        hint = next((f" ({hint})" for known, hint in _HINTS.items() if row.get(known) is not None), "")
+        raise DataError(
+            f"{_no_column(row, 'messages')}. Set `input_key` to the column of the input and `output_key` to the column "
+            f"of the answer, or set `processor`{hint}"
+        )
     given, used = column(row, name), [name]
     messages, is_text = conversation(given), is_plain_text(given)
     is_pair = settings.input_key is None and name in TEXTS
@@ -192,31 +195,30 @@ def with_system(messages: tuple[Message, ...], row: Mapping[str, Any]) -> tuple[
     if not name:
         return messages, ""
     given = row[name]
-    said = as_messages([{**given, "role": "system"}])[0]["content"] if isinstance(given, Mapping) else given
-    if not isinstance(said, str):
+    text = as_messages([{**given, "role": "system"}])[0]["content"] if isinstance(given, Mapping) else given
+    if not isinstance(text, str):
         raise DataError(f"the column `{name}` is the system message and must be a string, got {shown(given)}")
     first = messages[0]
     if first["role"] not in ("system", "developer"):
-        return ({"role": "system", "content": said}, *messages) if said.strip() else messages, name
-    if said.strip() and said != first["content"]:
-        raise DataError(
-            f"the row has a system message in its conversation and another one in the column `{name}`; remove one"
-        )
+        return ({"role": "system", "content": text}, *messages) if text.strip() else messages, name
+    if text.strip() and text != first["content"]:
+        places = f"in its conversation and another one in the column `{name}`"
+        raise DataError(f"the row has a system message {places}; remove one")
     return messages, name
 
 
 def _history(value: Any) -> tuple[Message, ...]:
-    """Return the turns before an input: pairs of what the user and the assistant said."""
+    """Return the turns before an input from pairs of texts of the user and the assistant."""
     pairs = value if isinstance(value, list | tuple) else ()
-    said = [text for pair in pairs if isinstance(pair, list | tuple) and len(pair) == 2 for text in pair]
-    if len(said) != 2 * len(pairs) or not said or not all(isinstance(text, str) for text in said):
+    texts = [text for pair in pairs if isinstance(pair, list | tuple) and len(pair) == 2 for text in pair]
+    if len(texts) != 2 * len(pairs) or not texts or not all(isinstance(text, str) for text in texts):
         raise DataError(f"`history` must be a list of pairs of text, [[user, assistant], ...], got {shown(value)}")
     roles = ("user", "assistant")
-    return tuple({"role": roles[index % 2], "content": text} for index, text in enumerate(said))
+    return tuple({"role": roles[index % 2], "content": text} for index, text in enumerate(texts))
 
 
 def _check_alone(row: Mapping[str, Any], name: str, used: Sequence[str]) -> None:
-    """Raise a `DataError` if a column beside a guessed input may be a part of it."""
+    """Raise a `DataError` if a column next to a guessed input may be a part of it."""
     other = next((each for each in (*_BESIDE, *TEXTS) if each not in used and row.get(each)), None)
     if other is None:
         return
@@ -228,35 +230,29 @@ def _check_alone(row: Mapping[str, Any], name: str, used: Sequence[str]) -> None
     )
 
 
-def _without_input(row: Mapping[str, Any]) -> str:
-    hint = next((hint for name, hint in _HINTS.items() if row.get(name) is not None), "")
-    return (
-        f"{_no_column(row, 'messages')}. Set `input_key` to the column of the input and `output_key` to the column of "
-        f"the answer, or set `processor`{f' ({hint})' if hint else ''}"
-    )
-
-
 def plain_text(row: Mapping[str, Any], settings: DatasetConfig) -> Example:
-    """The column `text`, or `input_key`, as what the assistant says, for a chat template that writes only contents."""
+    """Return the column `text`, or `input_key`, as the assistant's text, for a chat template that writes only
+    contents."""
     return Example(({"role": "assistant", "content": text_column(row, settings.input_key or "text")},))
 
 
 def by_keys(row: Mapping[str, Any], settings: DatasetConfig) -> Example:
-    """Input and answer from the columns `input_key` and `output_key`.
+    """Return input and answer from the columns `input_key` and `output_key`.
 
     If unset, they are found by the columns that common formats have: see `read_input`. The answer is
     the column `answer`, or next to an input of text one of `completion`, `response` and `output`. A row with an
     `answer` and one of these is rewarded by the first and learns the second.
     """
     read = read_input(row, settings)
-    written = read.written
+    written, reward_model = read.written, row.get("reward_model")
     if settings.output_key is not None:
         answer, written = column(row, settings.output_key), None
         answered = settings.output_key
     elif row.get("answer") is not None:
         answer, answered = row["answer"], "answer"
-    elif (known := _ground_truth(row)) is not None:
-        answer, answered = known, "reward_model"
+    elif isinstance(reward_model, Mapping) and reward_model.get("ground_truth") is not None:
+        # The rows of verl have their answer here.
+        answer, answered = reward_model["ground_truth"], "reward_model"
     else:
         answer, written, answered = written, None, ""
     info = row.get("info") or {}
@@ -272,9 +268,3 @@ def by_keys(row: Mapping[str, Any], settings: DatasetConfig) -> Example:
         is_text=read.is_text,
         columns=tuple(name for name in (*read.columns, answered, "tools") if name in row),
     )
-
-
-def _ground_truth(row: Mapping[str, Any]) -> Any:
-    """Return the answer of a row of verl."""
-    model = row.get("reward_model")
-    return model.get("ground_truth") if isinstance(model, Mapping) else None

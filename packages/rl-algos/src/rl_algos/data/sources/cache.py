@@ -1,4 +1,4 @@
-"""A folder for what is made of data once and read many times: rows of Parquet files, and tokens.
+"""A folder for data that is made once and read many times: rows of Parquet files, and tokens.
 
 It belongs to one user: others may neither enter it nor put files into it that a run would read.
 """
@@ -21,19 +21,19 @@ from rl_core.errors import DataError
 _log = logging.getLogger(__name__)
 
 MAX_BYTES = 256 << 30
-"""Size of the cache above which files that have long been unused are removed."""
+"""Maximum size of the cache. Above it, files that have long been unused are removed."""
 
 _UNUSED_S = 14 * 24 * 3600.0
 """Seconds without use after which a file may be removed; a run reads its files as long as it lasts."""
 
 
 def folder() -> Path:
-    """The folder: `rl/data` in `XDG_CACHE_HOME`, or in `~/.cache`; it may be removed when no run is active."""
+    """Return the folder: `rl/data` in `XDG_CACHE_HOME`, or in `~/.cache`; it may be removed when no run is active."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "rl" / "data"
 
 
 def claimed(name: str) -> Path:
-    """A folder in the cache for files that are written otherwise than by `stored`; for this user only.
+    """Return a folder in the cache for files that are not written by `stored`; for this user only.
 
     Raises:
         DataError: If the cache cannot be written or belongs to another user, with the remedy.
@@ -49,7 +49,7 @@ def claimed(name: str) -> Path:
 
 
 def digest(*parts: str | bytes) -> str:
-    """A name that differs if any part does."""
+    """Return a name that differs if any part does."""
     whole = hashlib.blake2b(digest_size=20)
     for part in parts:
         data = part.encode() if isinstance(part, str) else part
@@ -59,7 +59,7 @@ def digest(*parts: str | bytes) -> str:
 
 
 def found(name: str) -> Path | None:
-    """The file of that name in the cache; None if there is none that this user wrote."""
+    """Return the file of that name in the cache; None if there is none that this user wrote."""
     path = folder() / name
     try:
         facts = path.lstat()
@@ -71,7 +71,7 @@ def found(name: str) -> Path | None:
 def stored(
     name: str, write: Callable[[IO[bytes]], None], *, is_intact: Callable[[Path], bool] = lambda _path: True
 ) -> Path:
-    """The file of that name in the cache. If it cannot be used, `write` makes it; a file that exists is complete.
+    """Return the file of that name in the cache. If it cannot be used, `write` makes it; an existing file is complete.
 
     Args:
         name: Path of the file, relative to the folder of the cache.
@@ -84,9 +84,15 @@ def stored(
     path = folder() / name
     try:
         _claim(folder())
-        if found(name) is not None and _is_readable(path, is_intact):
-            _note_use(path)
-            return path
+        if found(name) is not None:
+            try:
+                is_readable = is_intact(path)
+            except OSError:
+                is_readable = False
+            if is_readable:
+                # Set the time of the last access only: the time of the change identifies the content of the file.
+                os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
+                return path
         _evict_once(folder())
         path.parent.mkdir(parents=True, exist_ok=True)
         with NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
@@ -116,19 +122,19 @@ def evict(max_bytes: int, unused_s: float) -> int:
     excess = sum(fact.st_size for _, fact in facts) - max_bytes
     latest = time.time() - unused_s
     num_removed = 0
-    for path, fact in sorted(facts, key=lambda item: _last_use(item[1])):
-        if excess <= 0 or _last_use(fact) > latest:
+    used = [(max(fact.st_atime, fact.st_mtime), path, fact.st_size) for path, fact in facts]
+    for last_use, path, size in sorted(used, key=lambda item: item[0]):
+        if excess <= 0 or last_use > latest:
             break
         path.unlink(missing_ok=True)
-        excess -= fact.st_size
+        excess -= size
         num_removed += 1
     return num_removed
 
 
 def _unwritable(error: OSError) -> DataError:
-    return DataError(
-        f"the data cache in {folder()} cannot be written: {error}; set XDG_CACHE_HOME to a folder with free space"
-    )
+    remedy = "set XDG_CACHE_HOME to a folder with free space"
+    return DataError(f"the data cache in {folder()} cannot be written: {error}; {remedy}")
 
 
 def _claim(path: Path) -> None:
@@ -140,28 +146,10 @@ def _claim(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
     facts = path.stat()
     if facts.st_uid != os.geteuid():
-        raise DataError(
-            f"the data cache in {path} belongs to another user (id {facts.st_uid}); set XDG_CACHE_HOME to your own "
-            "folder"
-        )
+        owner = f"belongs to another user (id {facts.st_uid})"
+        raise DataError(f"the data cache in {path} {owner}; set XDG_CACHE_HOME to your own folder")
     if stat.S_IMODE(facts.st_mode) != stat.S_IRWXU:
         path.chmod(stat.S_IRWXU)
-
-
-def _is_readable(path: Path, is_intact: Callable[[Path], bool]) -> bool:
-    try:
-        return is_intact(path)
-    except OSError:
-        return False
-
-
-def _note_use(path: Path) -> None:
-    """Set the time of the last access only: the time of the change identifies what a file holds."""
-    os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
-
-
-def _last_use(facts: os.stat_result) -> float:
-    return max(facts.st_atime, facts.st_mtime)
 
 
 @once
@@ -169,7 +157,7 @@ def _evict_once(path: Path) -> None:
     """Keep the cache within `MAX_BYTES`, at the first file that this process adds to it."""
     try:
         num_removed = evict(MAX_BYTES, _UNUSED_S)
-    except OSError as error:  # another process removes files, too
+    except OSError as error:  # Another process may remove files at the same time.
         _log.warning("could not remove old files from the data cache in %s: %s", path, error)
         return
     if num_removed:

@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 from shutil import copyfileobj
 from typing import IO, Any
 
-from rl_algos.data import cache
+from rl_algos.data.sources import cache
 from rl_core.errors import DataError
 
 
@@ -18,7 +18,7 @@ class RemoteFile:
 
     Args:
         url: Address as users write it.
-        name: Path below the folder that was given; its own name if a file or a pattern was given.
+        name: Path below the folder that was given; the file's name if a file or a pattern was given.
         path: Path in its file system.
         system: A file system of fsspec.
     """
@@ -35,7 +35,7 @@ def is_remote(path: str) -> bool:
 
 
 def files(url: str, is_data: Callable[[str], bool]) -> tuple[list[RemoteFile], bool]:
-    """The files at the address of a file, a folder or a pattern, by their names, and whether it is that of a folder.
+    """Return the files at the address of a file, a folder or a pattern, by their names, and whether it is a folder.
 
     Args:
         url: Address that `fsspec` can open, such as `s3://bucket/folder` or `s3://bucket/*.jsonl`.
@@ -44,7 +44,7 @@ def files(url: str, is_data: Callable[[str], bool]) -> tuple[list[RemoteFile], b
     Raises:
         DataError: If the store cannot be read, with its reason.
     """
-    # imports the libraries of stores; local files need none of them
+    # This imports the libraries of stores; local files need none of them.
     import fsspec
 
     try:
@@ -56,15 +56,15 @@ def files(url: str, is_data: Callable[[str], bool]) -> tuple[list[RemoteFile], b
     except (OSError, ValueError) as error:
         raise DataError(f"{url!r} cannot be read: {str(error) or type(error).__name__}") from error
     above = path.rstrip("/") + "/"
-    names = [each.removeprefix(above) if is_folder else PurePosixPath(each).name for each in found]
-    listed = [
-        RemoteFile(system.unstrip_protocol(each), name, each, system) for each, name in zip(found, names, strict=True)
-    ]
+    listed = []
+    for each in found:
+        name = each.removeprefix(above) if is_folder else PurePosixPath(each).name
+        listed.append(RemoteFile(system.unstrip_protocol(each), name, each, system))
     return listed, is_folder
 
 
 def copied(file: RemoteFile) -> Path:
-    """A copy in the cache, made anew if the file has changed; raises a `DataError` if it cannot be read."""
+    """Return a copy in the cache, made anew if the file has changed; raise a `DataError` if it cannot be read."""
 
     def write(out: IO[bytes]) -> None:
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import groupby
 from typing import Any
 
@@ -17,19 +17,16 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 _ROLE_NAMES = {
     "human": "user",
     "prompter": "user",
-    "model": "assistant",
-    "gpt": "assistant",
-    "ai": "assistant",
-    "bot": "assistant",
-    "chatbot": "assistant",
-    "function": "tool",
-    "observation": "tool",
-    "tool_response": "tool",
-    "tool_result": "tool",
+    **dict.fromkeys(("model", "gpt", "ai", "bot", "chatbot"), "assistant"),
+    **dict.fromkeys(("function", "observation", "tool_response", "tool_result"), "tool"),
 }
 """Roles under the names of other formats: ShareGPT, Gemini, older versions of OpenAI's API, ms-swift."""
 _CALLS = ("function_call", "tool_call")
 """Roles of messages whose content is one or more calls of the assistant."""
+_ONLY_CALLS = "only calls"
+"""Key of a message that had one of the roles `_CALLS`, while a conversation is read."""
+_IMAGE_KEYS = ("image", "image_url", "url", "path", "bytes", "base64")
+"""Keys of the image in parts of the type `image`, `image_url` or `input_image`."""
 
 
 def conversation(value: Any, *, role: str = "user") -> tuple[Message, ...]:
@@ -65,21 +62,13 @@ def as_messages(value: Any) -> tuple[Message, ...]:
         raise DataError(f"expected a string or a list of messages, got {shown(value)}")
     messages: list[Message] = []
     for message in map(_message, value):
-        if _continues_calls(messages, message):
+        if _ONLY_CALLS in message and messages and messages[-1].get("tool_calls"):
+            # A message with only calls belongs to the turn before it.
             calls = [*messages[-1]["tool_calls"], *message["tool_calls"]]
             messages[-1] = {**messages[-1], "tool_calls": calls}
         else:
             messages.append({key: item for key, item in message.items() if key != _ONLY_CALLS})
     return tuple(messages)
-
-
-_ONLY_CALLS = "only calls"
-"""Key of a message that had one of the roles `_CALLS`, while a conversation is read."""
-
-
-def _continues_calls(messages: Sequence[Message], message: Message) -> bool:
-    """Return whether a message with only calls belongs to the turn before it."""
-    return _ONLY_CALLS in message and bool(messages) and bool(messages[-1].get("tool_calls"))
 
 
 def as_tools(value: Any) -> tuple[Mapping[str, Any], ...]:
@@ -94,28 +83,34 @@ def as_tools(value: Any) -> tuple[Mapping[str, Any], ...]:
     tools = _json_of(value, "tools") if isinstance(value, str) else value
     if not isinstance(tools, list | tuple):
         raise DataError(f"the column `tools` must hold a list of tools, got {shown(value)}")
-    return tuple(map(_tool, tools))
+    found = []
+    for tool in tools:
+        wrapped = tool if isinstance(tool, Mapping) and isinstance(tool.get("function"), Mapping) else None
+        function = wrapped["function"] if wrapped else tool
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            form = '{"type": "function", "function": {"name": ..., "parameters": ...}}'
+            raise DataError(f"a tool must be {form}, got {shown(tool)}")
+        found.append({"type": "function", **(wrapped or {}), "function": dict(function)})
+    return tuple(found)
 
 
 def shown(value: Any) -> str:
-    """A value for a message, cut off if it is long."""
+    """Return a value for a message, cut off if it is long."""
     return json.dumps(value, default=str)[:80]
 
 
 def _listed(text: str) -> list[Any] | None:
-    """Return the messages that a JSON string holds; None for any other string."""
+    """Return the messages of a JSON string; None for any other string."""
     if not text.lstrip().startswith("["):
         return None
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    is_list = isinstance(found, list) and bool(found)
-    return (
-        found
-        if is_list and all(isinstance(each, Mapping) and {"role", "from"} & each.keys() for each in found)
-        else None
-    )
+    if not isinstance(found, list) or not found:
+        return None
+    are_messages = all(isinstance(each, Mapping) and {"role", "from"} & each.keys() for each in found)
+    return found if are_messages else None
 
 
 def _message(message: Any) -> Message:
@@ -126,19 +121,26 @@ def _message(message: Any) -> Message:
     meant = role.strip().lower()
     if role not in (*ROLES, *_ROLE_NAMES, *_CALLS) and meant in (*ROLES, *_ROLE_NAMES):
         raise DataError(f"{role!r} is not a role; write it as {_ROLE_NAMES.get(meant, meant)!r}")
-    # columnar files fill keys that a message does not have with null
+    # Columnar files fill keys that a message does not have with null.
     plain = {key: item for key, item in given.items() if item is not None}
     if role in _CALLS:
-        plain = {**plain, "content": "", "tool_calls": _listed_calls(plain.get("content")), _ONLY_CALLS: True}
+        content = plain.get("content")
+        found = _json_of(content, "content") if isinstance(content, str) else content
+        listed = [found] if isinstance(found, Mapping) else found
+        plain = {**plain, "content": "", "tool_calls": listed, _ONLY_CALLS: True}
     role = plain["role"] = "assistant" if role in _CALLS else _ROLE_NAMES.get(role, role)
-    calls = _older_calls(plain) or _calls(plain.pop("tool_calls", ()))
+    # Older versions of OpenAI's API have one call under another name.
+    older = plain.pop("function_call", None)
+    if older and plain.get("tool_calls"):
+        raise DataError("a message has both `function_call` and `tool_calls`; remove one")
+    calls = _calls([older]) if older else _calls(plain.pop("tool_calls", ()))
     if calls:
         plain["tool_calls"] = calls
     content = _content(plain.get("content"), role)
     if content is None and role == "assistant" and isinstance(plain.get("refusal"), str):
         content = plain.pop("refusal")
-    says_nothing = role != "assistant" or not (calls or any(isinstance(plain.get(key), str) for key in THOUGHT_KEYS))
-    if content is None and says_nothing:
+    is_silent = role != "assistant" or not (calls or any(isinstance(plain.get(key), str) for key in THOUGHT_KEYS))
+    if content is None and is_silent:
         raise DataError(f"the {role} message has no `content`: {shown(message)}")
     return {**plain, "content": content or ""}
 
@@ -151,45 +153,26 @@ def _named_as_openai(message: Mapping[str, Any]) -> Mapping[str, Any]:
     if "content" in message or not isinstance(message.get("parts"), list | tuple):
         return message
     rest = {key: item for key, item in message.items() if key != "parts"}
-    parts = [
-        {key: item for key, item in part.items() if item is not None} if isinstance(part, Mapping) else part
-        for part in message["parts"]
-    ]
-    calls = [_gemini_call(part["functionCall"]) for part in parts if _has_only(part, "functionCall")]
-    results = [part["functionResponse"] for part in parts if _has_only(part, "functionResponse")]
-    said = [part for part in parts if not _has_only(part, "functionCall") and not _has_only(part, "functionResponse")]
-    if results and (len(results) > 1 or said or calls):
+    calls: list[Any] = []
+    results: list[Any] = []
+    others: list[Any] = []
+    for part in message["parts"]:
+        kept = {key: item for key, item in part.items() if item is not None} if isinstance(part, Mapping) else part
+        keys = set(kept) if isinstance(kept, Mapping) else set()
+        if keys == {"functionCall"}:
+            call = kept["functionCall"]
+            is_call = isinstance(call, Mapping)
+            calls.append({"name": call.get("name"), "arguments": call.get("args") or {}} if is_call else call)
+        elif keys == {"functionResponse"}:
+            results.append(kept["functionResponse"])
+        else:
+            others.append(kept)
+    if results and (len(results) > 1 or others or calls):
         raise DataError(f"a message with a `functionResponse` must have no other part: {shown(message)}")
     if results:
         result = results[0] if isinstance(results[0], Mapping) else {}
         return {**rest, "role": "tool", "name": result.get("name"), "content": json.dumps(result.get("response"))}
-    return {**rest, "content": said, **({"tool_calls": calls} if calls else {})}
-
-
-def _has_only(part: Any, key: str) -> bool:
-    return isinstance(part, Mapping) and set(part) == {key}
-
-
-def _gemini_call(call: Any) -> Any:
-    return {"name": call.get("name"), "arguments": call.get("args") or {}} if isinstance(call, Mapping) else call
-
-
-def _listed_calls(content: Any) -> Any:
-    """Return the calls in the content of a message whose role says that it is one."""
-    found = _json_of(content, "content") if isinstance(content, str) else content
-    return [found] if isinstance(found, Mapping) else found
-
-
-def _older_calls(message: dict[str, Any]) -> list[dict[str, Any]]:
-    """Take the call out of a message that has it as older versions of OpenAI's API do.
-
-    Raises:
-        DataError: If it has `tool_calls` as well.
-    """
-    call = message.pop("function_call", None)
-    if call and message.get("tool_calls"):
-        raise DataError("a message has both `function_call` and `tool_calls`; remove one")
-    return _calls([call]) if call else []
+    return {**rest, "content": others, **({"tool_calls": calls} if calls else {})}
 
 
 def _content(content: Any, role: str) -> str | tuple[Mapping[str, Any], ...] | None:
@@ -214,10 +197,6 @@ def joined_parts(parts: Iterable[str | Mapping[str, Any]]) -> tuple[Mapping[str,
     return tuple(joined)
 
 
-_IMAGE_KEYS = ("image", "image_url", "url", "path", "bytes", "base64")
-"""Keys under which parts of the type `image`, `image_url` or `input_image` have their image."""
-
-
 def _part(part: Any, role: str) -> str | Mapping[str, Any]:
     if isinstance(part, str):
         return part
@@ -225,53 +204,42 @@ def _part(part: Any, role: str) -> str | Mapping[str, Any]:
     if isinstance(part, Mapping) and kind == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
     if isinstance(part, Mapping) and kind in ("image", "image_url", "input_image"):
-        found = {key: part[key] for key in _IMAGE_KEYS if part.get(key) is not None}
+        found = [(key, part[key]) for key in _IMAGE_KEYS if part.get(key) is not None]
+        if not found:
+            return {"type": "image"}
         if len(found) > 1:
-            raise DataError(f"the {role} message has an image with both `{'` and `'.join(found)}`; keep one")
-        return {"type": "image", **({"image": _source(*next(iter(found.items())))} if found else {})}
-    raise DataError(
-        f"the {role} message has a part of type {kind!r}; only parts of type 'text' with a `text`, and images, can be "
-        f"read: {shown(part)}"
-    )
-
-
-def _source(key: str, value: Any) -> Any:
-    return f"data:;base64,{value}" if key == "base64" and isinstance(value, str) else value
+            keys = "` and `".join(key for key, _ in found)
+            raise DataError(f"the {role} message has an image with both `{keys}`; keep one")
+        [(key, source)] = found
+        is_base64 = key == "base64" and isinstance(source, str)
+        return {"type": "image", "image": f"data:;base64,{source}" if is_base64 else source}
+    allowed = "only parts of type 'text' with a `text`, and images, can be read"
+    raise DataError(f"the {role} message has a part of type {kind!r}; {allowed}: {shown(part)}")
 
 
 def _calls(calls: Any) -> list[dict[str, Any]]:
+    """Return tool calls in OpenAI's form, with their arguments as objects."""
     if isinstance(calls, str) and not calls.strip():
         return []
     if isinstance(calls, str):
         calls = _json_of(calls, "tool_calls")
     if not isinstance(calls, list | tuple):
         raise DataError(f"`tool_calls` must be a list, got {shown(calls)}")
-    return [_call(call) for call in calls]
-
-
-def _call(call: Any) -> dict[str, Any]:
-    """A tool call in OpenAI's form, with its arguments as an object."""
-    plain = {key: item for key, item in call.items() if item is not None} if isinstance(call, Mapping) else {}
-    function = plain.get("function", plain)
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise DataError(f"a tool call needs a `function` with a `name` and `arguments`, got {shown(call)}")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        arguments = _json_of(arguments, "arguments") if arguments.strip() else {}
-    if not isinstance(arguments, Mapping | None):
-        raise DataError(f"the `arguments` of the tool call {function['name']!r} must be an object, got {shown(call)}")
-    named = {**function, "arguments": dict(arguments or {})}
-    return {**plain, "function": named} if "function" in plain else {"type": "function", "function": named}
-
-
-def _tool(tool: Any) -> Mapping[str, Any]:
-    wrapped = tool if isinstance(tool, Mapping) and isinstance(tool.get("function"), Mapping) else None
-    function = wrapped["function"] if wrapped else tool
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise DataError(
-            'a tool must be {"type": "function", "function": {"name": ..., "parameters": ...}}, got ' + shown(tool)
-        )
-    return {"type": "function", **(wrapped or {}), "function": dict(function)}
+    found = []
+    for call in calls:
+        plain = {key: item for key, item in call.items() if item is not None} if isinstance(call, Mapping) else {}
+        function = plain.get("function", plain)
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise DataError(f"a tool call needs a `function` with a `name` and `arguments`, got {shown(call)}")
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            arguments = _json_of(arguments, "arguments") if arguments.strip() else {}
+        if not isinstance(arguments, Mapping | None):
+            name = function["name"]
+            raise DataError(f"the `arguments` of the tool call {name!r} must be an object, got {shown(call)}")
+        named = {**function, "arguments": dict(arguments or {})}
+        found.append({**plain, "function": named} if "function" in plain else {"type": "function", "function": named})
+    return found
 
 
 def _json_of(text: str, name: str) -> Any:

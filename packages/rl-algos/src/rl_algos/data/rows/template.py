@@ -1,4 +1,4 @@
-"""Texts that are put around a dataset's inputs: prompt templates and system messages."""
+"""Prompt templates and system messages that are put around a dataset's inputs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from rl_algos.data.config import DatasetConfig
-from rl_algos.data.example import Example, column
-from rl_algos.data.messages import joined_parts
+from rl_algos.data.rows.example import Example, column
+from rl_algos.data.rows.messages import joined_parts
 from rl_core.errors import ConfigError, DataError
 
 _IMAGE = "\ue000image\ue001"
@@ -35,12 +35,11 @@ class PromptTemplate:
 
     def __post_init__(self) -> None:
         if not any(match[1] for match in _PLACEHOLDER.finditer(self.text)):
-            raise ConfigError(
-                f"data: prompt_file {self.source!r} has no placeholder; write {{input}} where the input goes"
-            )
+            remedy = "write {input} where the input goes"
+            raise ConfigError(f"data: prompt_file {self.source!r} has no placeholder; {remedy}")
 
     def fill(self, text: str, row: Mapping[str, Any]) -> str:
-        """The text for one input; raises a `DataError` if a placeholder is not a column of the row."""
+        """Return the text for one input; raise a `DataError` if a placeholder is not a column of the row."""
 
         def value(match: re.Match[str]) -> str:
             name = match[1]
@@ -51,9 +50,8 @@ class PromptTemplate:
         try:
             return _PLACEHOLDER.sub(value, self.text)
         except DataError as error:
-            raise DataError(
-                f"prompt_file {self.source!r}: {error}; write {{{{ and }}}} for braces in the text"
-            ) from None
+            remedy = "write {{ and }} for braces in the text"
+            raise DataError(f"prompt_file {self.source!r}: {error}; {remedy}") from None
 
 
 @dataclass(frozen=True)
@@ -70,15 +68,10 @@ class Surround:
 
     @classmethod
     def of(cls, settings: DatasetConfig) -> Surround:
-        """Return the strings that the dataset's settings refer to; raises a `ConfigError` if a file cannot be read."""
-        return cls(
-            None
-            if settings.prompt_file is None
-            else PromptTemplate(_text("prompt_file", settings.prompt_file), settings.prompt_file),
-            None
-            if settings.system_prompt_file is None
-            else _text("system_prompt_file", settings.system_prompt_file).strip(),
-        )
+        """Return the strings that the dataset's settings refer to; raise a `ConfigError` if a file cannot be read."""
+        file, system_file = settings.prompt_file, settings.system_prompt_file
+        prompt = None if file is None else PromptTemplate(_text("prompt_file", file), file)
+        return cls(prompt, None if system_file is None else _text("system_prompt_file", system_file).strip())
 
     @property
     def texts(self) -> list[str]:
@@ -97,24 +90,24 @@ class Surround:
             if not users:
                 raise DataError("prompt_file needs a user message, but the conversation has none")
             last = messages[users[-1]]
-            messages[users[-1]] = {**last, "content": self._filled(last["content"], row)}
+            messages[users[-1]] = {**last, "content": _filled(self.prompt, last["content"], row)}
         if self.system is not None:
             if messages and messages[0]["role"] == "system":
                 raise DataError("the row already has a system message; remove it, or remove system_prompt_file")
             messages.insert(0, {"role": "system", "content": self.system})
         return replace(example, messages=tuple(messages), is_text=example.is_text and self.system is None)
 
-    def _filled(self, content: Any, row: Mapping[str, Any]) -> Any:
-        """The content with the template around it; images of a content in parts stay where they are in its text."""
-        assert self.prompt is not None
-        if isinstance(content, str):
-            return self.prompt.fill(content, row)
-        images = [part for part in content if part["type"] == "image"]
-        text = self.prompt.fill("".join(part.get("text", _IMAGE) for part in content), row)
-        pieces = text.split(_IMAGE)
-        if len(pieces) != len(images) + 1:
-            raise DataError("prompt_file must contain {input} once, because the input has images")
-        return joined_parts(each for pair in zip_longest(pieces, images, fillvalue="") for each in pair)
+
+def _filled(prompt: PromptTemplate, content: Any, row: Mapping[str, Any]) -> Any:
+    """Return the content with the template around it; images of a content in parts keep their places in its text."""
+    if isinstance(content, str):
+        return prompt.fill(content, row)
+    images = [part for part in content if part["type"] == "image"]
+    text = prompt.fill("".join(part.get("text", _IMAGE) for part in content), row)
+    pieces = text.split(_IMAGE)
+    if len(pieces) != len(images) + 1:
+        raise DataError("prompt_file must contain {input} once, because the input has images")
+    return joined_parts(each for pair in zip_longest(pieces, images, fillvalue="") for each in pair)
 
 
 def _text(key: str, path: str) -> str:

@@ -63,15 +63,15 @@ class RowMapping(Mapping[str, T], Generic[T]):
         return self.values_in_order[position]
 
     def row_id(self, position: int) -> str:
-        """The id of a row by its position among the rows that there are."""
+        """Return the id of a row by its position among the existing rows."""
         return f"{self._prefix}:{self._numbers[position]}"
 
     def with_values(self, values: Sequence[U]) -> RowMapping[U]:
-        """Other values of the same rows."""
+        """Return other values of the same rows."""
         return RowMapping(self._prefix, self._numbers, values)
 
     def select(self, positions: np.ndarray) -> RowMapping[T]:
-        """The rows at these positions, ascending."""
+        """Return the rows at these positions, ascending."""
         values = self.values_in_order
         numbers = np.asarray(self._numbers)[positions]
         if isinstance(values, list):
@@ -79,8 +79,9 @@ class RowMapping(Mapping[str, T], Generic[T]):
         return RowMapping(self._prefix, numbers, Lazily(len(positions), lambda index: values[int(positions[index])]))
 
     def flat(self, make: Callable[[str, int, int, Any], U]) -> Sequence[U]:
-        """Results of `make` for each item of values that are lists: of the row's id, the item's number in it, how many
-        it has, and the item; a list if the values are one, and otherwise made when asked for."""
+        """Return results of `make` for each item of values that are lists. Its arguments are the row's id, the item's
+        number in it, the number of its items, and the item. The result is a list if the values are one, and otherwise
+        made when asked for."""
         values: Sequence[Any] = self.values_in_order
         counts = np.fromiter(map(len, values), dtype=np.int64, count=len(self))
         ends = counts.cumsum()
@@ -94,7 +95,8 @@ class RowMapping(Mapping[str, T], Generic[T]):
         return list(lazily) if isinstance(values, list) else lazily
 
     def rows(self, make: Callable[[str, T], U]) -> Sequence[U]:
-        """Results of `make` for each id and value: a list if the values are one, and otherwise made when asked for."""
+        """Return results of `make` for each id and value: a list if the values are one, and otherwise made when asked
+        for."""
         values = self.values_in_order
         if isinstance(values, list):
             return [make(row_id, value) for row_id, value in zip(self, values, strict=True)]

@@ -36,81 +36,67 @@ _ONLY_TEST: Mapping[Purpose, str] = {"train": "test", "validation": "test"}
 _ONLY_TRAIN: Mapping[Purpose, str] = {"train": "train", "validation": "train"}
 _TESTED: Mapping[Purpose, str] = {"validation": "test"}
 
+_MATH = "math"
+
 DATASETS: Mapping[str, HubDataset] = {
     "nvidia/OpenMathInstruct-2": HubDataset(
-        "problems of GSM8K and MATH and new ones, with solutions by a model",
-        "openmathinstruct2",
-        environment="math",
+        "problems of GSM8K and MATH and new ones, with solutions by a model", "openmathinstruct2", environment=_MATH
     ),
     "AI-MO/NuminaMath-CoT": HubDataset(
-        "competition problems with worked solutions", "numina_cot", splits=_TESTED, environment="math"
+        "competition problems with worked solutions", "numina_cot", splits=_TESTED, environment=_MATH
     ),
     "AI-MO/NuminaMath-1.5": HubDataset(
-        "competition problems with solutions, most with an answer", "math_problem", environment="math"
+        "competition problems with solutions, most with an answer", "math_problem", environment=_MATH
     ),
     "open-r1/OpenR1-Math-220k": HubDataset(
-        "problems of NuminaMath 1.5 with reasoning by DeepSeek R1", "openr1_math", environment="math"
+        "problems of NuminaMath 1.5 with reasoning by DeepSeek R1", "openr1_math", environment=_MATH
     ),
     "agentica-org/DeepScaleR-Preview-Dataset": HubDataset(
-        "competition problems with answers", "math_problem", environment="math"
+        "competition problems with answers", "math_problem", environment=_MATH
     ),
     "BytedTsinghua-SIA/DAPO-Math-17k": HubDataset(
-        "competition problems with integers as answers; prompts say how to answer", "dapo_math", environment="math"
+        "competition problems with integers as answers; prompts say how to answer", "dapo_math", environment=_MATH
     ),
-    "openai/gsm8k": HubDataset(
-        "grade-school word problems", "gsm8k", subset="main", splits=_TESTED, environment="math"
-    ),
+    "openai/gsm8k": HubDataset("grade-school word problems", "gsm8k", {}, "main", _TESTED, _MATH),
     "HuggingFaceH4/MATH-500": HubDataset(
-        "500 competition problems to evaluate on", "math_problem", splits=_ONLY_TEST, environment="math"
+        "500 competition problems to evaluate on", "math_problem", splits=_ONLY_TEST, environment=_MATH
     ),
-    "HuggingFaceH4/aime_2024": HubDataset(
-        "AIME 2024, 30 problems", "math_problem", splits=_ONLY_TRAIN, environment="math"
-    ),
+    "HuggingFaceH4/aime_2024": HubDataset("AIME 2024, 30 problems", "math_problem", {}, None, _ONLY_TRAIN, _MATH),
     "Maxwell-Jia/AIME_2024": HubDataset(
         "AIME 2024, 30 problems",
         "math_problem",
         {"problem": "Problem", "answer": "Answer", "solution": "Solution"},
         splits=_ONLY_TRAIN,
-        environment="math",
+        environment=_MATH,
     ),
-    "math-ai/aime25": HubDataset("AIME 2025, 30 problems", "math_problem", splits=_ONLY_TEST, environment="math"),
-    "yentinglin/aime_2025": HubDataset(
-        "AIME 2025, 30 problems", "math_problem", splits=_ONLY_TRAIN, environment="math"
-    ),
+    "math-ai/aime25": HubDataset("AIME 2025, 30 problems", "math_problem", {}, None, _ONLY_TEST, _MATH),
+    "yentinglin/aime_2025": HubDataset("AIME 2025, 30 problems", "math_problem", {}, None, _ONLY_TRAIN, _MATH),
     "opencompass/AIME2025": HubDataset(
         "AIME 2025, 15 problems of each part: the subset AIME2025-I or AIME2025-II",
         "math_problem",
         {"problem": "question"},
         subset="AIME2025-I",
         splits=_ONLY_TEST,
-        environment="math",
+        environment=_MATH,
     ),
     "Idavidrein/gpqa": HubDataset(
-        "graduate-level science, four options; needs HF_TOKEN",
-        "gpqa",
-        subset="gpqa_diamond",
-        splits=_ONLY_TRAIN,
-        environment="math",
+        "graduate-level science, four options; needs HF_TOKEN", "gpqa", {}, "gpqa_diamond", _ONLY_TRAIN, _MATH
     ),
     "cais/mmlu": HubDataset(
-        "57 subjects, four options",
-        "multiple_choice",
-        subset="all",
-        splits={"train": "auxiliary_train"},
-        environment="math",
+        "57 subjects, four options", "multiple_choice", {}, "all", {"train": "auxiliary_train"}, _MATH
     ),
     "TIGER-Lab/MMLU-Pro": HubDataset(
         "14 subjects, up to ten options",
         "multiple_choice",
         splits={"train": "validation", "validation": "test"},
-        environment="math",
+        environment=_MATH,
     ),
     "HuggingFaceH4/llava-instruct-mix-vsft": HubDataset(
         "conversations about photographs that LLaVA learned from", splits=_TESTED
     ),
-    "hiyouga/geometry3k": HubDataset("geometry problems with a figure", "geometry3k", environment="math"),
+    "hiyouga/geometry3k": HubDataset("geometry problems with a figure", "geometry3k", environment=_MATH),
     "leonardPKU/clevr_cogen_a_train": HubDataset(
-        "questions that count objects in rendered scenes", "clevr_count", splits=_ONLY_TRAIN, environment="math"
+        "questions that count objects in rendered scenes", "clevr_count", splits=_ONLY_TRAIN, environment=_MATH
     ),
     "lmms-lab/RefCOCO": HubDataset(
         "expressions for objects in photographs, with their boxes",
@@ -148,8 +134,8 @@ PREFERENCES: Mapping[str, HubDataset] = {
 
 
 def with_known(settings: DatasetConfig, purpose: Purpose, *, of_preferences: bool) -> DatasetConfig:
-    """The settings of a dataset with what is known of it in the place of keys that the user has not set; a user who
-    names columns by `input_key` reads the rows without a processor.
+    """Return the settings of a dataset with known values for keys that the user has not set. With `input_key`, the rows
+    are read without a processor.
 
     Args:
         settings: Settings of the dataset as the user wrote them.
@@ -168,6 +154,5 @@ def with_known(settings: DatasetConfig, purpose: Purpose, *, of_preferences: boo
     }
     if "processor" in settings.model_fields_set or values["processor"] is None:
         del values["columns"]
-    return settings.model_copy(
-        update={key: value for key, value in values.items() if key not in settings.model_fields_set}
-    )
+    unset = {key: value for key, value in values.items() if key not in settings.model_fields_set}
+    return settings.model_copy(update=unset)

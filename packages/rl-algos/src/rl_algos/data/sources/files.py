@@ -1,4 +1,4 @@
-"""Rows of files, read from where they lie when they are asked for."""
+"""Rows of files, which are read from the file when they are needed."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from array import array
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any
 
-from rl_algos.data import cache
-from rl_algos.data.json_rows import LINE_IS_ROW, json_array, json_row
-from rl_algos.data.messages import without_nulls
+from rl_algos.data.rows.messages import without_nulls
+from rl_algos.data.sources import cache
+from rl_algos.data.sources.json_rows import LINE_IS_ROW, json_array, json_row
 from rl_core.errors import DataError
 
 Row = Mapping[str, Any]
 
-COMPRESSIONS = (".gz", ".bz2", ".zst", ".lz4")
+_COMPRESSION = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
+COMPRESSIONS = tuple(_COMPRESSION)
 """Endings of compressed files."""
 
 _IN_MEMORY_BYTES = 32 << 20
@@ -35,6 +36,11 @@ _ROW_VALUES = 1 << 24
 """Maximum number of values of a row. Nulls and truth values take no bytes in a file, and eight each in a list."""
 _LONGEST_FIELD = 1 << 28
 """Maximum number of characters of a CSV field."""
+_BATCH = 256
+"""Maximum number of rows of a Parquet file that are read at once."""
+_DENSE_TIMES = 16
+"""How much larger than a Parquet file its largest column usually is."""
+_BOM = b"\xef\xbb\xbf"
 _MARKS = {b"\xff\xfe\x00\x00": "UTF-32", b"\x00\x00\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 """Byte-order marks of encodings that are not read."""
 
@@ -53,24 +59,22 @@ class FileRows:
         raise NotImplementedError
 
     def row(self, index: int) -> Row:
-        """A row; raises a `DataError` without its place if it is malformed."""
+        """Return a row; raise a `DataError` without its place if it is malformed."""
         raise NotImplementedError
 
     def place(self, index: int) -> str:
-        """The place of a row, for messages."""
+        """Return the place of a row, for messages."""
         return f"{self.name}, row {index} (from 0)"
 
 
 class JsonLines(FileRows):
-    """Rows of a JSON Lines file, of which only the positions of lines are held."""
+    """Rows of a JSON Lines file. Only the positions of lines are held."""
 
     def __init__(self, path: Path, name: str) -> None:
         super().__init__(name)
         self._path = path
         self._identity = identity(path)
-        self._starts = array("q")
-        self._lines = array("q")
-        """Numbers of lines from 1; empty while no blank line was met, as they then follow from the row."""
+        self._starts, self._lines = array("q"), array("q")
         position = 0
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
@@ -79,6 +83,7 @@ class JsonLines(FileRows):
                     self._lines.append(number)
                 position += len(line)
         self._starts.append(position)
+        # Without blank lines, the number of a line follows from the row, so the numbers are not held.
         if len(self._lines) and self._lines[-1] == len(self._lines):
             self._lines = array("q")
 
@@ -89,7 +94,7 @@ class JsonLines(FileRows):
         start, end = self._starts[index], self._starts[index + 1]
         _check_row(end - start)
         line = os.pread(_opened(self._path, self._identity).fileno(), end - start, start)
-        return json_row(line.partition(b"\n")[0].removeprefix(_BOM).rstrip(b"\r"))  # blank lines may follow
+        return json_row(line.partition(b"\n")[0].removeprefix(_BOM).rstrip(b"\r"))  # Blank lines may follow.
 
     def place(self, index: int) -> str:
         return f"{self.name}, line {self._lines[index] if self._lines else index + 1}"
@@ -135,21 +140,19 @@ class ArrowRows(FileRows):
         table = self._batches[which].slice(index - first, 1)
         _check_row(table.nbytes, sum(map(_num_values, table.columns)))
         row: Row = table.to_pylist()[0]
-        # every struct has the fields of all others, with nulls
+        # Every struct has the fields of all others, with nulls.
         return {name: without_nulls(value) for name, value in row.items()}
 
 
 def _check_row(num_bytes: int, num_values: int = 0) -> None:
     """Refuse a row that no model reads, before it is in memory as Python objects."""
     if num_bytes > _ROW_BYTES or num_values > _ROW_VALUES:
-        raise DataError(
-            f"the row has {num_bytes:,} bytes and {num_values:,} values; the limits are {_ROW_BYTES:,} and "
-            f"{_ROW_VALUES:,}"
-        )
+        limits = f"{_ROW_BYTES:,} and {_ROW_VALUES:,}"
+        raise DataError(f"the row has {num_bytes:,} bytes and {num_values:,} values; the limits are {limits}")
 
 
 def _num_values(column: Any) -> int:
-    """Return the number of values of an array of Arrow, with those of its lists and structs."""
+    """Return the number of values of an array of Arrow, including the values in lists and structs."""
     from pyarrow import types
 
     kind = column.type
@@ -162,7 +165,7 @@ def _num_values(column: Any) -> int:
 
 
 @dataclass(frozen=True)
-class Rows(Sequence[Row]):
+class DataRows(Sequence[Row]):
     """Rows of a dataset in their order, each with its place.
 
     Args:
@@ -174,14 +177,14 @@ class Rows(Sequence[Row]):
     place: Callable[[int], str]
 
     @classmethod
-    def of_files(cls, files: Sequence[FileRows]) -> Rows:
-        """The rows of several files, one after another."""
+    def of_files(cls, files: Sequence[FileRows]) -> DataRows:
+        """Return the rows of several files, one after another."""
         joined = _Joined(files)
         return cls(joined, joined.place)
 
     @classmethod
-    def named(cls, rows: Sequence[Row], name: str) -> Rows:
-        """Rows that are in no file of the user's."""
+    def named(cls, rows: Sequence[Row], name: str) -> DataRows:
+        """Return rows that are in no file of the user's."""
         return cls(rows, lambda index: f"{name}, row {index} (from 0)")
 
     def __len__(self) -> int:
@@ -196,16 +199,13 @@ class Rows(Sequence[Row]):
             raise DataError(f"{self.place(index)}: {error}") from None
 
 
-@dataclass(frozen=True)
 class _Joined(Sequence[Row]):
-    files: Sequence[FileRows]
-    ends: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "ends", list(accumulate(map(len, self.files))))
+    def __init__(self, files: Sequence[FileRows]) -> None:
+        self._files = files
+        self._ends = list(accumulate(map(len, files)))
 
     def __len__(self) -> int:
-        return self.ends[-1] if self.ends else 0
+        return self._ends[-1] if self._ends else 0
 
     def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
@@ -216,19 +216,19 @@ class _Joined(Sequence[Row]):
         return file.row(at)
 
     def __iter__(self) -> Iterator[Row]:
-        return (file.row(index) for file in self.files for index in range(len(file)))
+        return (file.row(index) for file in self._files for index in range(len(file)))
 
     def place(self, index: int) -> str:
         file, at = self._find(index)
         return file.place(at)
 
     def _find(self, index: int) -> tuple[FileRows, int]:
-        which = bisect_right(self.ends, index)
-        return self.files[which], index - (self.ends[which - 1] if which else 0)
+        which = bisect_right(self._ends, index)
+        return self._files[which], index - (self._ends[which - 1] if which else 0)
 
 
 def kind_of(name: str) -> str:
-    """The ending that says how a file is read, without that of a compression; empty if none does."""
+    """Return the ending that decides how a file is read, without the ending of a compression; empty if none does."""
     path = Path(name)
     if path.suffix in COMPRESSIONS:
         path = path.with_suffix("")
@@ -237,7 +237,7 @@ def kind_of(name: str) -> str:
 
 
 def read(path: Path, name: str = "") -> FileRows:
-    """The rows of a file of a known kind.
+    """Read the rows of a file of a known kind.
 
     Args:
         path: Path of the file; its extensions give the format and the compression.
@@ -251,31 +251,36 @@ def read(path: Path, name: str = "") -> FileRows:
     try:
         plain = _unpacked(path, name) if path.suffix in COMPRESSIONS else path
         if kind in _TEXT:
-            _check_encoding(plain, name)
+            with plain.open("rb") as file:
+                start = file.read(4)
+            if encoding := next((encoding for mark, encoding in _MARKS.items() if start.startswith(mark)), ""):
+                remedy = f"iconv -f {encoding} -t UTF-8 {plain.name} > utf8{plain.suffix}"
+                problem = f"the file is encoded as {encoding}, but only UTF-8 is supported; convert it"
+                raise DataError(f"{name}: {problem}: {remedy}")
         return _READERS[kind](plain, name)
     except OSError as error:
         raise DataError(f"{name}: cannot be read: {error.strerror or error}") from None
 
 
 def kinds() -> str:
-    """The endings of files that can be read, in words."""
+    """Return the endings of files that can be read, in words."""
     return f"{', '.join(_READERS)}; text also compressed ({', '.join(COMPRESSIONS)})"
 
 
 def identity(path: Path) -> str:
-    """Changes when the file does."""
+    """Return a string that changes when the file does."""
     stat = path.stat()
     return f"{path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}"
 
 
 @lru_cache(maxsize=64)
 def _opened(path: Path, identity: str) -> IO[bytes]:
-    """A file that stays open, as rows are read one by one; the oldest of many is closed."""
+    """Open a file, which stays open because rows are read one by one; the oldest of many is closed."""
     return path.open("rb")
 
 
 def _unpacked(path: Path, name: str) -> Path:
-    """A compressed file's content, as a file of the cache."""
+    """Return the content of a compressed file, as a file of the cache."""
     import pyarrow
 
     def write(file: IO[bytes]) -> None:
@@ -292,21 +297,10 @@ def _unpacked(path: Path, name: str) -> Path:
     return cache.stored(f"unpacked/{cache.digest(identity(path))}{path.with_suffix('').suffix}", write)
 
 
-def _check_encoding(path: Path, name: str) -> None:
-    with path.open("rb") as file:
-        start = file.read(4)
-    encoding = next((encoding for mark, encoding in _MARKS.items() if start.startswith(mark)), None)
-    if encoding:
-        raise DataError(
-            f"{name}: the file is encoded as {encoding}, but only UTF-8 is supported; convert it: "
-            f"iconv -f {encoding} -t UTF-8 {path.name} > utf8{path.suffix}"
-        )
-
-
 def _check_growth(path: Path, name: str, num_bytes: int) -> None:
-    """Refuse a small file that holds far more than it seems to, before it fills memory or disk. Rows that are held in
-    memory take about ten times the size of their text there."""
+    """Refuse a small file that holds far more than it seems to, before it fills memory or disk."""
     size = path.stat().st_size
+    # Rows that are held in memory take about ten times the size of their text.
     held = 5 if kind_of(path.name) in (".json", ".csv", ".tsv") else 1
     if num_bytes > max(_UNPACKED_BYTES, _UNPACKED_TIMES * size) // held:
         raise DataError(
@@ -316,40 +310,43 @@ def _check_growth(path: Path, name: str, num_bytes: int) -> None:
 
 
 def _json(path: Path, name: str) -> FileRows:
-    """An array of rows, one row, or lines of them."""
+    """Read an array of rows, one row, or lines of them."""
     with path.open("rb") as file:
         start = file.read(4096).removeprefix(_BOM).lstrip()
         file.seek(0)
         if start.startswith(b"["):
-            return HeldRows(
-                json_array(file.read().removeprefix(_BOM), name), name, lambda index: f"item {index} (from 0)"
-            )
+            rows = json_array(file.read().removeprefix(_BOM), name)
+            return HeldRows(rows, name, lambda index: f"item {index} (from 0)")
         lines = JsonLines(path, name)
-        if len(lines) < 2 or _is_row(lines, 0):
+        if len(lines) < 2:
             return lines
-        # not lines of rows, so perhaps one row over many lines
+        try:
+            lines.row(0)
+            return lines
+        except DataError:
+            pass
+        # These are not lines of rows, so perhaps one row over many lines.
         try:
             return HeldRows([json_row(file.read().removeprefix(_BOM))], name, lambda _index: "line 1")
         except DataError as error:
             raise DataError(f"{name}: {error}; {LINE_IS_ROW}") from None
 
 
-def _is_row(lines: JsonLines, index: int) -> bool:
-    try:
-        lines.row(index)
-    except DataError:
-        return False
-    return True
-
-
 def _csv(path: Path, name: str, delimiter: str = ",") -> FileRows:
     rows: list[Any] = []
     lines: list[int] = []
-    csv.field_size_limit(_LONGEST_FIELD)  # 128 KiB by default, for the whole process
-    # reading leaves a place for characters that are not UTF-8, so that only their row is malformed
+    csv.field_size_limit(_LONGEST_FIELD)  # The default is 128 KiB, for the whole process.
+    # Reading leaves a place for characters that are not UTF-8, so that only their row is malformed.
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         reader = csv.DictReader(file, strict=True, delimiter=delimiter)
-        _check_header(reader, name)
+        try:
+            columns = list(reader.fieldnames or ())
+        except csv.Error as error:
+            raise DataError(f"{name}, line 1: not CSV: {error}") from None
+        twice = next((column for column, count in Counter(columns).items() if count > 1), None)
+        if twice is not None:
+            problem = f"there are two columns {twice!r} with different values; rename one of them"
+            raise DataError(f"{name}, line 1: {problem}")
         while True:
             first = reader.line_num + 1
             try:
@@ -358,24 +355,14 @@ def _csv(path: Path, name: str, delimiter: str = ",") -> FileRows:
                 break
             except csv.Error as error:
                 row = DataError(f"not CSV: {error}")
-            rows.append(_checked_csv(row, reader.fieldnames or ()))
+            else:
+                row = _checked_csv(row, columns)
+            rows.append(row)
             lines.append(max(first, 2))
     return HeldRows(rows, name, lambda index: f"line {lines[index]}")
 
 
-def _check_header(reader: csv.DictReader[str], name: str) -> None:
-    try:
-        columns = list(reader.fieldnames or ())
-    except csv.Error as error:
-        raise DataError(f"{name}, line 1: not CSV: {error}") from None
-    twice = next((column for column, count in Counter(columns).items() if count > 1), None)
-    if twice is not None:
-        raise DataError(f"{name}, line 1: there are two columns {twice!r} with different values; rename one of them")
-
-
-def _checked_csv(row: Any, columns: Sequence[str]) -> Any:
-    if isinstance(row, DataError):
-        return row
+def _checked_csv(row: dict[Any, Any], columns: Sequence[str]) -> dict[Any, Any] | DataError:
     if None in row:
         return DataError(f"the row has more fields than the {len(columns)} columns")
     if missing := [name for name, value in row.items() if value is None]:
@@ -386,14 +373,22 @@ def _checked_csv(row: Any, columns: Sequence[str]) -> Any:
 
 
 def _parquet(path: Path, name: str) -> FileRows:
-    """A small file is held; the batches of a large one go to a file of the cache, which is mapped."""
+    """Read a small file into memory, or write the batches of a large one to a file of the cache, which is mapped."""
     import pyarrow
     import pyarrow.parquet
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            declared, batch_size = _declared_bytes(file), _batch_size(file, path.stat().st_size)
+            groups = [file.metadata.row_group(index) for index in range(file.metadata.num_row_groups)]
+            chunks = [group.column(column) for group in groups for column in range(group.num_columns)]
+            # A null or a repeated value may take no byte in the file, and takes four or more in memory.
+            num_values = sum(chunk.num_values for chunk in chunks)
+            declared = max(sum(group.total_byte_size for group in groups), 4 * num_values)
             _check_growth(path, name, declared)
+            # If the file is much smaller than its columns, a value that is stored once may be repeated in each row.
+            largest = max((chunk.total_uncompressed_size for chunk in chunks), default=0)
+            is_dense = largest < _DENSE_TIMES * path.stat().st_size
+            batch_size = _BATCH if is_dense else max(1, min(_BATCH, _ROW_BYTES // largest))
             if declared <= _IN_MEMORY_BYTES:
                 held = _held_batches(file, batch_size)
                 if held is not None:
@@ -411,28 +406,8 @@ def _parquet(path: Path, name: str) -> FileRows:
     return _arrow(unpacked, name)
 
 
-def _declared_bytes(file: Any) -> int:
-    """Uncompressed size of a Parquet file, as its metadata say. A null or a repeated value may take no byte there, and
-    takes four or more in memory."""
-    groups = (file.metadata.row_group(index).total_byte_size for index in range(file.metadata.num_row_groups))
-    return max(sum(groups), 4 * sum(chunk.num_values for chunk in _chunks(file)))
-
-
-def _batch_size(file: Any, num_bytes: int) -> int:
-    """Rows of a Parquet file to read at once: fewer if the file is much smaller than its columns, in which a value that
-    is stored once may be repeated in each row."""
-    largest = max((chunk.total_uncompressed_size for chunk in _chunks(file)), default=0)
-    return _BATCH if largest < _DENSE_TIMES * num_bytes else max(1, min(_BATCH, _ROW_BYTES // largest))
-
-
-def _chunks(file: Any) -> Iterator[Any]:
-    """Metadata of the columns in the row groups of a Parquet file."""
-    groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
-    return (group.column(column) for group in groups for column in range(group.num_columns))
-
-
 def _held_batches(file: Any, batch_size: int) -> list[Any] | None:
-    """All batches; None if they turn out larger than the file says, as repeated values do."""
+    """Return all batches; None if they are larger than the metadata of the file, because of repeated values."""
     batches, num_bytes = [], 0
     for batch in file.iter_batches(batch_size=batch_size):
         batches.append(batch)
@@ -443,33 +418,29 @@ def _held_batches(file: Any, batch_size: int) -> list[Any] | None:
 
 
 def _arrow(path: Path, name: str) -> FileRows:
-    """A mapped file; batches of a compressed one are in memory."""
+    """Map a file; batches of a compressed one are in memory."""
     import pyarrow
     import pyarrow.ipc
+
+    def within_bounds(batches: Iterable[Any]) -> list[Any]:
+        kept, num_bytes = [], 0
+        for batch in batches:
+            kept.append(batch)
+            num_bytes += batch.nbytes
+            _check_growth(path, name, num_bytes)
+        return kept
 
     source = pyarrow.memory_map(str(path))
     try:
         try:
-            reader = pyarrow.ipc.open_stream(source)  # as `datasets` writes
-            batches = _grown_within_bounds(reader, path, name)
+            batches = within_bounds(pyarrow.ipc.open_stream(source))  # `datasets` writes streams.
         except pyarrow.ArrowInvalid:
             source.seek(0)
             file = pyarrow.ipc.open_file(source)
-            read = (file.get_batch(index) for index in range(file.num_record_batches))
-            batches = _grown_within_bounds(read, path, name)
+            batches = within_bounds(file.get_batch(index) for index in range(file.num_record_batches))
     except (pyarrow.ArrowException, OSError, MemoryError) as error:
         raise DataError(f"{name}: not an Arrow file, or damaged: {error}") from None
     return ArrowRows(batches, name)
-
-
-def _grown_within_bounds(batches: Iterable[Any], path: Path, name: str) -> list[Any]:
-    """All batches; raises a `DataError` once they are far larger than the file."""
-    kept, num_bytes = [], 0
-    for batch in batches:
-        kept.append(batch)
-        num_bytes += batch.nbytes
-        _check_growth(path, name, num_bytes)
-    return kept
 
 
 _TEXT: Mapping[str, Callable[[Path, str], FileRows]] = {
@@ -480,9 +451,3 @@ _TEXT: Mapping[str, Callable[[Path, str], FileRows]] = {
     ".tsv": partial(_csv, delimiter="\t"),
 }
 _READERS: Mapping[str, Callable[[Path, str], FileRows]] = {**_TEXT, ".parquet": _parquet, ".arrow": _arrow}
-_BOM = b"\xef\xbb\xbf"
-_BATCH = 256
-"""Maximum number of rows of a Parquet file that are read at once."""
-_DENSE_TIMES = 16
-"""How much larger than a Parquet file its largest column usually is."""
-_COMPRESSION = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}

@@ -12,7 +12,7 @@ LINE_IS_ROW = "one line is one row: write each object on a line by itself, or al
 
 
 def json_row(line: bytes) -> dict[str, Any]:
-    """Return the object that a line holds; raise a `DataError` with the reason if it holds none."""
+    """Return the object of a line; raise a `DataError` with the reason if the line is not one."""
     try:
         row = json.loads(line, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
@@ -23,7 +23,7 @@ def json_row(line: bytes) -> dict[str, Any]:
 
 
 def json_array(content: bytes, name: str) -> list[Any]:
-    """Return the items of an array; raise a `DataError` that names the file and the line if it is not one."""
+    """Return the items of an array; raise a `DataError` with the file and the line if it is not one."""
     try:
         rows = json.loads(content, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
@@ -34,20 +34,16 @@ def json_array(content: bytes, name: str) -> list[Any]:
     return rows
 
 
-class _KeyTwice(ValueError):
-    pass
-
-
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) < len(pairs):
         [(key, _)] = Counter(key for key, _ in pairs).most_common(1)
-        raise _KeyTwice(f"the key {key!r} is there twice; remove one")
+        raise ValueError(f"the key {key!r} is there twice; remove one")
     return made
 
 
 def _reason(line: bytes, error: Exception) -> str:
-    """The reason in words, with the column and the remedy if there is a usual one."""
+    """Return the reason in words, with the column and the remedy if there is a usual one."""
     if isinstance(error, UnicodeDecodeError):
         return f"it is not text in UTF-8 ({error})"
     if isinstance(error, RecursionError):
@@ -55,16 +51,15 @@ def _reason(line: bytes, error: Exception) -> str:
     if not isinstance(error, json.JSONDecodeError):
         is_long = "set_int_max_str_digits" in str(error)
         return "an integer has more than 4300 digits; write it as a string" if is_long else str(error)
-    what = error.msg.removesuffix(" at")
+    problem = error.msg.removesuffix(" at")
+    is_cut = line.strip() in (b"{", b"[") or (line and error.pos >= len(line.rstrip()))
     remedy = ""
-    if "control character" in what:
+    if "control character" in problem:
         remedy = r"; write \t for a tab and \n for a line break in a string"
-    elif line.strip() in (b"{", b"[") or (line and error.pos >= len(line.rstrip())):
+    elif is_cut or problem.startswith("Extra data"):
         remedy = f"; {LINE_IS_ROW}"
-    elif "property name enclosed in double quotes" in what and b"'" in line:
+    elif "property name enclosed in double quotes" in problem and b"'" in line:
         remedy = "; JSON has double quotes, as json.dumps writes them"
-    elif what.startswith("Extra data"):
-        remedy = f"; {LINE_IS_ROW}"
-    elif "Illegal trailing comma" in what or "property name" in what or what.startswith("Expecting value"):
+    elif "Illegal trailing comma" in problem or "property name" in problem or problem.startswith("Expecting value"):
         remedy = "; JSON has no trailing comma, no comment and no unquoted text"
-    return f"{what} at column {error.colno}{remedy}"
+    return f"{problem} at column {error.colno}{remedy}"

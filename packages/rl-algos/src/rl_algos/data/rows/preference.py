@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from rl_algos.data.config import DatasetConfig
-from rl_algos.data.example import CONVERSATIONS, SYSTEM, TEXTS, Example, Response, column, read_input, with_system
-from rl_algos.data.marked_turns import marked_turns
-from rl_algos.data.messages import as_tools, conversation, is_plain_text, shown
+from rl_algos.data.rows.example import CONVERSATIONS, SYSTEM, TEXTS, Example, Response, column, read_input, with_system
+from rl_algos.data.rows.messages import as_tools, conversation, is_plain_text, shown
 from rl_core.errors import DataError
 from rl_core.rollouts.rollout import Message
 
@@ -20,15 +20,12 @@ _PROMPT = ("prompt", "messages", "context")
 _RESPONSE = ("completion", "response")
 _PAIR = ("chosen", "rejected")
 _SCORES = (("score_chosen", "score_rejected"), ("chosen_score", "rejected_score"))
-
-
-_COLUMNS = frozenset(
-    (
-        *(*_PROMPT, *CONVERSATIONS, *TEXTS, *SYSTEM, *_RESPONSE, *_PAIR, *(name for pair in _SCORES for name in pair)),
-        *("completions", "label", "score", "margin", "tools", "history"),
-    )
-)
+_VERDICTS = ("completions", "label", "score", "margin", "tools", "history", *_SCORES[0], *_SCORES[1])
+_COLUMNS = frozenset((*_PROMPT, *CONVERSATIONS, *TEXTS, *SYSTEM, *_RESPONSE, *_PAIR, *_VERDICTS))
 """Columns that a row of preferences may be read from."""
+
+_MARKED_ROLES = {"Human": "user", "Assistant": "assistant"}
+_MARK = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
 
 
 def preference(row: Mapping[str, Any], settings: DatasetConfig) -> Example:
@@ -37,8 +34,8 @@ def preference(row: Mapping[str, Any], settings: DatasetConfig) -> Example:
     The row has any of these columns:
 
     - `chosen` and `rejected`: each a string, a list of messages, or the whole conversation, also as one string with
-      `Human:` and `Assistant:` before the turns (Anthropic's hh-rlhf); a `margin` says by how much one is better, or
-      scores (`score_chosen`, `score_rejected`) do. UltraFeedback binarized and Tulu 3 have these.
+      `Human:` and `Assistant:` before the turns (Anthropic's hh-rlhf). A `margin` or scores (`score_chosen`,
+      `score_rejected`) give the difference. UltraFeedback binarized and Tulu 3 have these.
     - `completions`: a list of `{completion, rank}` (lower is better) or `{completion, score}` (higher is better).
     - `completion` with a `label` (whether it is a good one) or a `score`.
 
@@ -47,29 +44,26 @@ def preference(row: Mapping[str, Any], settings: DatasetConfig) -> Example:
     no other column of text: the words that both begin with are the prompt.
     """
     columns = tuple(name for name in row if name in _COLUMNS or name == settings.input_key)
-    return replace(_compared(row, settings), columns=columns)
-
-
-def _compared(row: Mapping[str, Any], settings: DatasetConfig) -> Example:
     if "chosen" in row or "rejected" in row:
-        return _pair(row, settings)
+        return replace(_pair(row, settings), columns=columns)
     if "completions" in row:
         responses = tuple(_listed(item, index) for index, item in enumerate(_list(row["completions"])))
-        return Example(_required_prompt(row, settings), responses=responses, tools=as_tools(row.get("tools")))
-    if "completion" in row and ("label" in row or "score" in row):
-        response = Response(
-            _response(row["completion"], "completion"), score=_score(row), is_desirable=_label(row.get("label"))
+    elif "completion" in row and ("label" in row or "score" in row):
+        messages, label = _response(row["completion"], "completion"), row.get("label")
+        responses = (Response(messages, score=_optional(row, "score"), is_desirable=_label(label)),)
+    else:
+        raise DataError(
+            "expected the columns `chosen` and `rejected`, or `completions`, or `completion` with a `label` or a "
+            f"`score`; the columns are {', '.join(sorted(row))}. Map other names in `columns`, such as "
+            "{chosen: better, rejected: worse}, or set `processor`"
         )
-        return Example(_required_prompt(row, settings), responses=(response,), tools=as_tools(row.get("tools")))
-    raise DataError(
-        "expected the columns `chosen` and `rejected`, or `completions`, or `completion` with a `label` or a `score`; "
-        f"the columns are {', '.join(sorted(row))}. Map other names in `columns`, such as "
-        "{chosen: better, rejected: worse}, or set `processor`"
-    )
+    prompt = _required_prompt(row, settings)
+    return Example(prompt, responses=responses, tools=as_tools(row.get("tools")), columns=columns)
 
 
 def helpsteer3(row: Mapping[str, Any], _settings: DatasetConfig) -> Example:
-    """Two responses and an overall preference from -3 (the first is much better) to 3 (HelpSteer3, arXiv:2505.11475).
+    """Return two responses and an overall preference from -3 (the first is much better) to 3 (HelpSteer3,
+    arXiv:2505.11475).
 
     The margin is the size of the preference; equally good responses have the same rank.
     """
@@ -82,7 +76,7 @@ def helpsteer3(row: Mapping[str, Any], _settings: DatasetConfig) -> Example:
 
 
 def ultrafeedback(row: Mapping[str, Any], _settings: DatasetConfig) -> Example:
-    """Several responses to an instruction, each with an overall score (UltraFeedback, arXiv:2310.01377)."""
+    """Return several responses to an instruction, each with an overall score (UltraFeedback, arXiv:2310.01377)."""
     responses = tuple(
         Response(_response(column(item, "response"), "response"), score=_number(item, "overall_score"))
         for item in _list(column(row, "completions"))
@@ -91,7 +85,7 @@ def ultrafeedback(row: Mapping[str, Any], _settings: DatasetConfig) -> Example:
 
 
 def _pair(row: Mapping[str, Any], settings: DatasetConfig) -> Example:
-    chosen, rejected = (_said(column(row, name), name) for name in _PAIR)
+    chosen, rejected = (_turns(column(row, name), name) for name in _PAIR)
     whole = [messages[0]["role"] != "assistant" for messages in (chosen, rejected)]
     if _begins_alike(row, settings):
         prompt, chosen, rejected = _split_texts(row["chosen"], row["rejected"])
@@ -99,38 +93,30 @@ def _pair(row: Mapping[str, Any], settings: DatasetConfig) -> Example:
         prompt, chosen, rejected = _split(chosen, rejected)
         prompt, _ = with_system(prompt, row)
     elif any(whole):
-        raise DataError(
-            "one of `chosen` and `rejected` is a whole conversation, the other only the response. Use the same form "
-            "for both"
-        )
+        problem = "one of `chosen` and `rejected` is a whole conversation, the other only the response"
+        raise DataError(f"{problem}. Use the same form for both")
     else:
         prompt, chosen, rejected = _with_shared_turns(_required_prompt(row, settings), chosen, rejected)
-    better, worse = next(
-        ((_number(row, better), _number(row, worse)) for better, worse in _SCORES if _has(row, better, worse)),
-        (None, None),
-    )
-    margin = _number(row, "margin") if _has(row, "margin") else None
-    _check_order(margin, better, worse)
+    better = worse = None
+    for names in _SCORES:
+        if all(row.get(name) is not None for name in names):
+            better, worse = (_number(row, name) for name in names)
+            break
+    margin = _optional(row, "margin")
+    is_reversed = better is not None and worse is not None and better < worse
+    if (margin is not None and margin < 0) or is_reversed:
+        is_negative = margin is not None and margin < 0
+        numbers = f"the margin is {margin:g}" if is_negative else f"their scores are {better:g} and {worse:g}"
+        raise DataError(
+            f"`chosen` is worse than `rejected` by their numbers: {numbers}. Exchange the columns in `columns`, "
+            "correct the numbers, or leave out such rows with data.malformed=skip"
+        )
     responses = (Response(chosen, rank=0, score=better), Response(rejected, rank=1, score=worse))
     return Example(prompt, responses=responses, margin=margin, tools=as_tools(row.get("tools")))
 
 
-def _check_order(margin: float | None, better: float | None, worse: float | None) -> None:
-    """Raise a `DataError` if the numbers of a pair say that the rejected response is better."""
-    if margin is not None and margin < 0:
-        said = f"the margin is {margin:g}"
-    elif better is not None and worse is not None and better < worse:
-        said = f"their scores are {better:g} and {worse:g}"
-    else:
-        return
-    raise DataError(
-        f"`chosen` is worse than `rejected` by their numbers: {said}. Exchange the columns in `columns`, correct the "
-        "numbers, or leave out such rows with data.malformed=skip"
-    )
-
-
 def _split(chosen: Messages, rejected: Messages) -> tuple[Messages, Messages, Messages]:
-    """The common beginning of two conversations, and how each continues."""
+    """Return the common beginning of two conversations, and how each continues."""
     for name, messages in zip(_PAIR, (chosen, rejected), strict=True):
         if all(message["role"] != "assistant" for message in messages):
             raise DataError(f"`{name}` has no response: the conversation has no assistant message")
@@ -157,14 +143,14 @@ def _with_shared_turns(prompt: Messages, chosen: Messages, rejected: Messages) -
 def _begins_alike(row: Mapping[str, Any], settings: DatasetConfig) -> bool:
     """Return whether the prompt can only be the common beginning of two strings, because the row has no other text."""
     texts = [row[name] for name in _PAIR]
-    if settings.input_key or not all(is_plain_text(text) and marked_turns(text) is None for text in texts):
+    if settings.input_key or not all(is_plain_text(text) and _marked_turns(text) is None for text in texts):
         return False
     others = row.keys() - {*_PAIR, "tools", *settings.columns.values()}
     return not any(isinstance(row[name], str | list | tuple | Mapping) for name in others)
 
 
 def _split_texts(chosen: str, rejected: str) -> tuple[Messages, Messages, Messages]:
-    """The words that two strings begin with, as the user's message, and how each continues."""
+    """Return the words that two strings begin with, as the user's message, and how each continues."""
     if chosen == rejected:
         raise DataError(
             "no prompt: `chosen` and `rejected` are the same string, so the prompt in them cannot be identified. Add a "
@@ -172,7 +158,7 @@ def _split_texts(chosen: str, rejected: str) -> tuple[Messages, Messages, Messag
         )
     pairs = enumerate(zip(chosen, rejected, strict=False))
     length = next((place for place, (one, other) in pairs if one != other), min(len(chosen), len(rejected)))
-    # a word that only begins alike belongs to the responses
+    # A word whose beginning only is shared belongs to the responses.
     words = chosen[: max(chosen.rfind(space, 0, length) for space in (" ", "\n")) + 1]
     rest = [text[len(words) :].strip() for text in (chosen, rejected)]
     if not words.strip() or not all(rest):
@@ -185,14 +171,14 @@ def _split_texts(chosen: str, rejected: str) -> tuple[Messages, Messages, Messag
 
 
 def _listed(item: Any, index: int) -> Response:
-    """One of the `completions`."""
+    """Return one of the `completions`."""
     name = next((name for name in _RESPONSE if isinstance(item, Mapping) and name in item), None)
     if name is None:
         raise DataError(f"completions[{index}] must be an object with a `completion`, got {shown(item)}")
-    if not _has(item, "rank") and not _has(item, "score"):
+    if item.get("rank") is None and item.get("score") is None:
         raise DataError(f"completions[{index}] has neither a `rank` (lower is better) nor a `score` (higher is better)")
-    rank = _number(item, "rank") if _has(item, "rank") else None
-    return Response(_response(item[name], f"completions[{index}].{name}"), rank=rank, score=_score(item))
+    rank = _optional(item, "rank")
+    return Response(_response(item[name], f"completions[{index}].{name}"), rank=rank, score=_optional(item, "score"))
 
 
 def _required_prompt(row: Mapping[str, Any], settings: DatasetConfig) -> Messages:
@@ -210,21 +196,40 @@ def _required_prompt(row: Mapping[str, Any], settings: DatasetConfig) -> Message
 
 
 def _response(value: Any, name: str) -> Messages:
-    """Content of the assistant's turns, as text or messages."""
-    messages = _said(value, name)
+    """Return the assistant's turns, from text or messages."""
+    messages = _turns(value, name)
     if messages[0]["role"] != "assistant":
         role = messages[0]["role"]
         raise DataError(f"`{name}` must begin with an assistant message, but begins with a {role} message")
     return messages
 
 
-def _said(value: Any, name: str) -> Messages:
-    if isinstance(value, str) and (turns := marked_turns(value)):
+def _turns(value: Any, name: str) -> Messages:
+    if isinstance(value, str) and (turns := _marked_turns(value)):
         return turns
     try:
         return conversation(value, role="assistant")
     except DataError as error:
         raise DataError(f"`{name}`: {error}") from None
+
+
+def _marked_turns(text: str) -> Messages | None:
+    r"""Read a conversation in one string, such as `"\n\nHuman: Hi\n\nAssistant: Hello"` (Anthropic's hh-rlhf).
+
+    White space around a turn is left out.
+
+    Returns:
+        The messages; None if the text is not such a conversation: it begins with another text, or the assistant has
+        no turn.
+    """
+    marks = list(_MARK.finditer(text))
+    if not marks or marks[0][1] != "Human" or marks[0].start() or all(mark[1] == "Human" for mark in marks):
+        return None
+    ends = [mark.start() for mark in marks[1:]] + [len(text)]
+    return tuple(
+        {"role": _MARKED_ROLES[mark[1]], "content": text[mark.end() : end].strip()}
+        for mark, end in zip(marks, ends, strict=True)
+    )
 
 
 def _label(value: Any) -> bool | None:
@@ -233,12 +238,12 @@ def _label(value: Any) -> bool | None:
     if value in (0, 1):
         return bool(value)
     if isinstance(value, str) and value.strip().lower() in ("true", "false"):
-        return value.strip().lower() == "true"  # CSV has no truth values
+        return value.strip().lower() == "true"  # CSV has no truth values.
     raise DataError(f"`label` must be true for a good completion and false for a bad one, got {value!r}")
 
 
-def _score(item: Mapping[str, Any]) -> float | None:
-    return _number(item, "score") if _has(item, "score") else None
+def _optional(item: Mapping[str, Any], name: str) -> float | None:
+    return None if item.get(name) is None else _number(item, name)
 
 
 def _number(item: Mapping[str, Any], name: str) -> float:
@@ -250,10 +255,6 @@ def _number(item: Mapping[str, Any], name: str) -> float:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _has(item: Mapping[str, Any], *names: str) -> bool:
-    return all(item.get(name) is not None for name in names)
 
 
 def _list(value: Any) -> Sequence[Any]:

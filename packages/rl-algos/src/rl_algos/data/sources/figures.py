@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from itertools import combinations
+from itertools import combinations, permutations
 from typing import Any, Literal
 
 import numpy as np
 from pydantic import Field
 
-from rl_algos.data.lazily import Lazily
-from rl_algos.data.permutation import permutation
-from rl_algos.data.row_images import PLACE
+from rl_algos.data.rows.lazily import Lazily
+from rl_algos.data.streams.stream import permutation
+from rl_algos.images.row_images import PLACE
 from rl_core.config import Config
 from rl_core.errors import ConfigError, DataError
 from rl_core.install_command import install_command
@@ -42,7 +42,7 @@ class FiguresSettings(Config):
 
 
 def load(settings: Mapping[str, Any], split: str) -> Sequence[dict[str, Any]]:
-    """Rows with a picture; `train` and `validation` share no question about a picture.
+    """Load rows with a picture; `train` and `validation` share no question about a picture.
 
     A row has `messages`, `images`, `answer` and `environment`, so that it serves reinforcement learning and supervised
     fine-tuning alike. Pictures are drawn when a row is read.
@@ -54,9 +54,31 @@ def load(settings: Mapping[str, Any], split: str) -> Sequence[dict[str, Any]]:
     config = FiguresSettings.model_validate(dict(settings))
     if split not in ("train", "validation"):
         raise DataError(f"figures has the splits train and validation, got {split!r}")
-    colours = list(COLOURS)[: config.num_colours]
-    is_count = config.task == "count"
-    total = _num_counts(config.grid, len(colours)) if is_count else len(_rectangles(config.grid + 1, len(colours)))
+    grid, colours = config.grid, list(COLOURS)[: config.num_colours]
+    # A picture of `count` has squares of any colours, and a question for each colour. A picture of `area` has a
+    # rectangle, given as top, bottom, left and right, in one colour on another.
+    sides = list(combinations(range(grid + 2), 2))
+    pairs = list(permutations(range(len(colours)), 2))
+    rectangles = [(*rows, *columns, *pair) for rows in sides for columns in sides for pair in pairs]
+
+    def row(number: int) -> dict[str, Any]:
+        if config.task == "count":
+            number, asked = divmod(number, len(colours))
+            numbers = []
+            for _ in range(grid * grid):
+                number, colour = divmod(number, len(colours))
+                numbers.append(colour)
+            squares = np.array(numbers).reshape(grid, grid)
+            question, answer = f"How many {colours[asked]}?", numbers.count(asked)
+        else:
+            top, bottom, left, right, ink, paper = rectangles[number]
+            squares = np.full((grid + 1, grid + 1), paper)
+            squares[top:bottom, left:right] = ink
+            question, answer = f"Area of {colours[ink]}?", (bottom - top) * (right - left)
+        messages = [{"role": "user", "content": f"{PLACE}{question}"}]
+        return {"messages": messages, "images": [_picture(squares)], "answer": str(answer), "environment": "math"}
+
+    total = len(colours) ** (grid * grid) * len(colours) if config.task == "count" else len(rectangles)
     order = permutation(total, config.seed)
     num_held_out = max(1, round(config.validation_fraction * total))
     chosen = order[:num_held_out] if split == "validation" else order[num_held_out:]
@@ -66,59 +88,19 @@ def load(settings: Mapping[str, Any], split: str) -> Sequence[dict[str, Any]]:
             f"figures: {split} has {len(chosen)} different questions, got num_rows: {count}. Lower num_rows, or "
             "increase grid or num_colours"
         )
-    make = _counted if is_count else _measured
-    return Lazily(count, lambda index: make(config.grid, colours, int(chosen[index])))
+    return Lazily(count, lambda index: row(int(chosen[index])))
 
 
 DATASET = DatasetPlugin(
     name="figures",
-    load="rl_algos.data.figures:load",
+    load="rl_algos.data.sources.figures:load",
     requirement=Requirement("rl-algos"),
     settings=FiguresSettings,
 )
 
 
-def _num_counts(grid: int, num_colours: int) -> int:
-    num_pictures: int = num_colours ** (grid * grid)
-    return num_pictures * num_colours
-
-
-def _counted(grid: int, colours: Sequence[str], number: int) -> dict[str, Any]:
-    """A picture of squares of any colours, and the number of those of one colour."""
-    number, asked = divmod(number, len(colours))
-    squares = []
-    for _ in range(grid * grid):
-        number, colour = divmod(number, len(colours))
-        squares.append(colour)
-    return _row(np.array(squares).reshape(grid, grid), f"How many {colours[asked]}?", squares.count(asked))
-
-
-def _rectangles(grid: int, num_colours: int) -> list[tuple[int, ...]]:
-    """All rectangles in a grid, as top, bottom, left and right, in each colour on each other one."""
-    sides = list(combinations(range(grid + 1), 2))
-    pairs = [(ink, paper) for ink in range(num_colours) for paper in range(num_colours) if ink != paper]
-    return [(*rows, *columns, *pair) for rows in sides for columns in sides for pair in pairs]
-
-
-def _measured(grid: int, colours: Sequence[str], number: int) -> dict[str, Any]:
-    """A picture of a rectangle, and its area."""
-    top, bottom, left, right, ink, paper = _rectangles(grid + 1, len(colours))[number]
-    squares = np.full((grid + 1, grid + 1), paper)
-    squares[top:bottom, left:right] = ink
-    return _row(squares, f"Area of {colours[ink]}?", (bottom - top) * (right - left))
-
-
-def _row(squares: np.ndarray, question: str, answer: int) -> dict[str, Any]:
-    return {
-        "messages": [{"role": "user", "content": f"{PLACE}{question}"}],
-        "images": [_picture(squares)],
-        "answer": str(answer),
-        "environment": "math",
-    }
-
-
 def _picture(squares: np.ndarray) -> bytes:
-    """A PNG file.
+    """Return a PNG file.
 
     Args:
         squares: Numbers of colours, `[rows, columns]`.

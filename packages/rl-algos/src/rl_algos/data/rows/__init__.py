@@ -1,0 +1,1 @@
+"""How a row becomes an example: messages, processors, templates."""

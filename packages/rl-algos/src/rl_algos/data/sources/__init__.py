@@ -1,0 +1,1 @@
+"""Where rows come from: files, object stores, the hub, and generated datasets."""
