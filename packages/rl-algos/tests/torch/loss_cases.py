@@ -3,13 +3,8 @@
 import numpy as np
 import torch
 
-from rl_algos.losses.aggregation import Aggregation
-from rl_algos.losses.entropy import EntropyBonus
-from rl_algos.losses.filters import Filters
 from rl_algos.losses.importance import ImportanceCorrection, Rejection
-from rl_algos.losses.kl import KLPenalty
 from rl_algos.losses.policy import PolicyLoss
-from rl_algos.losses.staleness import StalenessDecay
 from rl_algos.losses.surrogates import (
     CISPO,
     DPPOKL,
@@ -23,6 +18,7 @@ from rl_algos.losses.surrogates import (
     KLCov,
     Reinforce,
 )
+from rl_algos.losses.terms import Aggregation, EntropyBonus, Filters, KLPenalty, StalenessDecay
 from rl_algos.torch.policy_loss import compute
 from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged

@@ -10,8 +10,8 @@ import math
 import numpy as np
 
 from rl_algos.losses.importance import ImportanceCorrection, Rejection
-from rl_algos.losses.kl import KLPenalty
 from rl_algos.losses.policy import PolicyLoss
+from rl_algos.losses.terms import KLPenalty
 from rl_core.data.batch import Batch
 
 

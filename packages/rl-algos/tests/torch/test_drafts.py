@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from rl_algos.losses.drafts import DECAY, DraftLoss
-from rl_algos.torch.drafts import compute
+from rl_algos.losses.tokens import DECAY, DraftLoss
+from rl_algos.torch.tokens import compute_drafts as compute
 from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged
 from rl_core.torch.rows import to_rows

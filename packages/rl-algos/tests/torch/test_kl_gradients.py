@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from rl_algos.losses.kl import KLPenalty
-from rl_algos.torch.kl import reference_kl, weighed
-from rl_algos.torch.sampled import Sampled
+from rl_algos.losses.terms import KLPenalty
+from rl_algos.torch.sampled import Sampled, reference_kl, weighed
 from rl_core.torch.loss import Rows
 
 VOCABULARY = 6

@@ -10,12 +10,10 @@ from hypothesis import strategies as st
 from loss_cases import LENGTHS, LOSSES, SEQUENCE_MEAN, loss_and_gradients, make_batch, rows_of
 from loss_oracle import oracle
 
-from rl_algos.losses.entropy import EntropyBonus
-from rl_algos.losses.filters import Filters
 from rl_algos.losses.importance import ImportanceCorrection, Rejection
-from rl_algos.losses.kl import KLPenalty
 from rl_algos.losses.policy import PolicyLoss
 from rl_algos.losses.surrogates import GSPO, SURROGATES
+from rl_algos.losses.terms import EntropyBonus, Filters, KLPenalty
 from rl_algos.torch.policy_loss import compute
 from rl_algos.torch.surrogates import COMPUTATIONS
 from rl_core.data.batch import Batch

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from rl_algos.losses.spans import SpanLoss
-from rl_algos.torch.spans import compute
+from rl_algos.losses.distillation import SpanLoss
+from rl_algos.torch.distillation import compute_spans as compute
 from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged
 from rl_core.torch.loss import Rows

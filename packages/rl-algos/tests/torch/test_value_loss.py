@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl_algos.losses.value import ValueLoss
+from rl_algos.losses.tokens import ValueLoss
 from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged
 from rl_core.plugins import resolve

@@ -1,4 +1,4 @@
-"""The computation of `rl_algos.losses.distillation`."""
+"""The computations of `rl_algos.losses.distillation`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,18 @@ from torch.autograd.function import once_differentiable
 from rl_algos.losses.distillation import (
     HEAD_ERROR,
     LEAST_TAIL,
+    LOGPROB_GAP,
     METRICS,
     NLL,
+    SPAN_LOGPROBS,
+    SPANS,
     TEACHER_IDS,
     TEACHER_LOGPROBS,
     TEACHER_TOKEN_LOGPROBS,
+    TOKENS_PER_SPAN,
     DistillationLoss,
     Divergence,
+    SpanLoss,
     WholeDistillationLoss,
 )
 from rl_core.torch.loss import LossSums, MetricSum, Rows
@@ -30,15 +35,18 @@ CHUNK = 2**22
 NOTHING = -1e4
 """Log of no mass: finite, so that 0 times it is 0, and its exponential is 0."""
 
+MIN_OTHER = 1e-6
+"""Minimum probability of another text than the span's."""
+
 
 def compute(loss: DistillationLoss, reads: Mapping[str, Tensor], rows: Rows) -> LossSums:
-    """Sums of the distillation loss over one microbatch.
+    """Return sums of the distillation loss over one microbatch.
 
     Args:
         loss: Loss with its divergence and weights.
         reads: `logprobs_at` float32 `[tokens, k]` at the teacher's tokens, with gradient, and `logprobs` `[tokens]`
             likewise if the loss learns the text as well.
-        rows: Columns that `loss.columns` names.
+        rows: Columns of `loss.columns`.
     """
     mask = rows["loss_mask"] > 0
     student = reads["logprobs_at"]
@@ -48,13 +56,13 @@ def compute(loss: DistillationLoss, reads: Mapping[str, Tensor], rows: Rows) -> 
 
 
 def compute_whole(loss: WholeDistillationLoss, reads: Mapping[str, Tensor], rows: Rows) -> LossSums:
-    """Sums of the distillation loss over whole vocabularies over one microbatch.
+    """Return sums of the distillation loss over whole vocabularies over one microbatch.
 
     Args:
         loss: Loss with its divergence and weights.
         reads: `divergences` `[tokens, 6]` with gradient, and `logprobs` `[tokens]` likewise if the loss learns the text
             as well.
-        rows: Columns that `loss.columns` names.
+        rows: Columns of `loss.columns`.
     """
     mask = rows["loss_mask"] > 0
     found = torch.where(mask[:, None], reads["divergences"], 0.0)
@@ -89,7 +97,7 @@ def _loss_sums(
 
 
 def _sums(student: Tensor, teacher: Tensor, ids: Tensor, mask: Tensor, kind: Divergence) -> tuple[Tensor, Tensor]:
-    """The sum of the divergences of all tokens, and those of the `METRICS`, without gradient.
+    """Return the sum of the divergences of all tokens, and the sums of the `METRICS`, without gradient.
 
     Args:
         student: Logprobs `[tokens, k]` of the student at the ids.
@@ -109,8 +117,8 @@ def _sums(student: Tensor, teacher: Tensor, ids: Tensor, mask: Tensor, kind: Div
 
 
 class _SumsByChunk(torch.autograd.Function):
-    """`_sums`, of some tokens at a time. The gradient is computed on the way: what a chunk needs for it is gone before
-    the next one."""
+    """Sums of some tokens at a time. The gradient is computed on the way, so the memory of a chunk is free before the
+    next one."""
 
     @staticmethod
     def forward(
@@ -140,20 +148,20 @@ class _SumsByChunk(torch.autograd.Function):
 
 
 def log_masses(logprobs: Tensor, counts: Tensor) -> Tensor:
-    """`[tokens, k + 1]`: logs of the masses of k tokens, and of the tail that holds all others.
+    """Return `[tokens, k + 1]`: logs of the masses of k tokens, and of the tail that holds all others.
 
     Args:
         logprobs: `[tokens, k]`; any value at tokens that do not count.
         counts: bool `[tokens, k]`, True at tokens that count.
     """
     kept = torch.where(counts, logprobs, NOTHING).clamp(min=NOTHING)
-    # a sum that rounds to 1 or above it leaves the least tail, which has no gradient
+    # A sum that rounds to 1 or above it leaves the smallest tail, which has no gradient.
     log_sum = kept.logsumexp(1, keepdim=True).clamp(max=math.log1p(-LEAST_TAIL))
     return torch.cat([kept, torch.log(-torch.expm1(log_sum))], dim=1)
 
 
 def divergence(kind: Divergence, teacher: Tensor, student: Tensor) -> Tensor:
-    """`[tokens]`, from the logs of masses `[tokens, k + 1]` of both."""
+    """Return `[tokens]`, from the logs of masses `[tokens, k + 1]` of both."""
     if kind.name == "forward":
         return kl(teacher, student)
     if kind.name == "reverse":
@@ -165,5 +173,39 @@ def divergence(kind: Divergence, teacher: Tensor, student: Tensor) -> Tensor:
 
 
 def kl(p: Tensor, q: Tensor) -> Tensor:
-    """`[tokens]`, KL(p || q) from logs of masses `[tokens, outcomes]`."""
+    """Return `[tokens]`, KL(p || q) from logs of masses `[tokens, outcomes]`."""
     return (p.exp() * (p - q)).sum(1)
+
+
+def compute_spans(loss: SpanLoss, reads: Mapping[str, Tensor], rows: Rows) -> LossSums:
+    """Return sums of the span loss over one microbatch.
+
+    Args:
+        loss: Loss with its temperature `tau`.
+        reads: `logprobs` float32 `[tokens]`, with gradient.
+        rows: Columns of `loss.columns`.
+    """
+    is_inside, is_last = rows[SPANS] > 0, rows[SPANS] == 2
+    student = span_sums(reads["logprobs"], is_inside, is_last)
+    teacher = rows[SPAN_LOGPROBS][is_last].to(student.dtype)
+    value = binary_kl(teacher / loss.tau, student / loss.tau).sum()
+    metrics = {
+        LOGPROB_GAP: MetricSum((teacher - student.detach()).abs().sum(), "spans"),
+        TOKENS_PER_SPAN: MetricSum(is_inside.to(student.dtype).sum(), "spans"),
+    }
+    return LossSums({"spans": value}, metrics)
+
+
+def span_sums(values: Tensor, is_inside: Tensor, is_last: Tensor) -> Tensor:
+    """Return `[spans]`, the sum of values `[tokens]` over the tokens of each span."""
+    span = is_last.cumsum(0) - is_last.long()
+    inside = is_inside.nonzero()[:, 0]
+    sums = torch.zeros(int(is_last.sum()), dtype=values.dtype, device=values.device)
+    return sums.index_add(0, span[inside], values[inside])
+
+
+def binary_kl(p: Tensor, q: Tensor) -> Tensor:
+    """Return the KL divergence of two outcomes, from logs of the first one's probabilities."""
+    most = math.log1p(-MIN_OTHER)
+    p, q = p.clamp(max=most), q.clamp(max=most)
+    return p.exp() * (p - q) - torch.expm1(p) * (torch.log(-torch.expm1(p)) - torch.log(-torch.expm1(q)))

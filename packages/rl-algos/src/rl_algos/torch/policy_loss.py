@@ -1,29 +1,28 @@
-"""The computation of `rl_algos.losses.policy.PolicyLoss`."""
+"""The computation of `rl_algos.losses.policy.PolicyLoss`, with its importance weights and left-out sequences."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from rl_algos.losses.aggregation import Aggregation
+from rl_algos.losses.importance import ImportanceCorrection, Rejection
 from rl_algos.losses.policy import PolicyLoss
-from rl_algos.losses.staleness import StalenessDecay
-from rl_algos.torch.importance import importance_weights, mismatched_sequences, off_policy_sequences
-from rl_algos.torch.kl import reference_kl, weighed
-from rl_algos.torch.sampled import Sampled, bounded
-from rl_algos.torch.surrogates import PolicyTerms, policy_terms
+from rl_algos.losses.terms import Aggregation
+from rl_algos.torch.sampled import Sampled, bounded, estimate, reference_kl, weighed
+from rl_algos.torch.surrogates import policy_terms
 from rl_core.torch.loss import LossSums, MetricSum, Rows
 
 
 def compute(loss: PolicyLoss, reads: Mapping[str, Tensor], rows: Rows) -> LossSums:
-    """Sums of the policy loss over one microbatch.
+    """Return sums of the policy loss over one microbatch.
 
     Args:
-        loss: What to compute.
+        loss: Description of the loss.
         reads: `logprobs` float32 `[tokens]`, with gradient, and `entropy` likewise if the loss reads it.
-        rows: Columns that `loss.columns` names.
+        rows: Columns of `loss.columns`.
     """
     sampled = Sampled.of(reads["logprobs"], rows, on_policy=loss.on_policy)
     compared = sampled if loss.ratio_denominator == "prev" else sampled.around_generation()
@@ -31,7 +30,9 @@ def compute(loss: PolicyLoss, reads: Mapping[str, Tensor], rows: Rows) -> LossSu
     policy, without_policy = _corrected(loss, terms.loss, sampled)
     penalties, metrics = _penalties(loss, reads, sampled)
     if loss.staleness is not None:
-        weights = _staleness_weights(loss.staleness, loss.weight_version, sampled)
+        # A factor of `decay ** age` at sampled tokens, and 1 at all others.
+        age = sampled.select(loss.weight_version - sampled.rows["weight_versions"]).clamp(min=0)
+        weights = loss.staleness.decay ** age.to(sampled.logprobs.dtype)
         policy = policy * weights
         metrics["policy/staleness_weight"] = _token_mean(weights, sampled)
     left_out = torch.zeros_like(without_policy)
@@ -51,12 +52,18 @@ def compute(loss: PolicyLoss, reads: Mapping[str, Tensor], rows: Rows) -> LossSu
         nll = torch.where(kept & (rows.per_token("positive") > 0), -sampled.logprobs, 0.0).sum()
         objective["positive_tokens"] = loss.positive_example_nll_weight * nll
         metrics["policy/positive_nll"] = MetricSum(nll, "positive_tokens")
-    metrics |= _policy_metrics(terms, sampled) | _mismatch_metrics(sampled, without_policy | left_out)
+    metrics |= {
+        "policy/ratio": _token_mean(terms.ratio, sampled),
+        "policy/behavior_ratio": _token_mean(sampled.behavior_ratio, sampled),
+        "policy/clipped": _token_mean(terms.clipped.to(terms.ratio.dtype), sampled),
+        "policy/nll": _token_mean(-sampled.logprobs, sampled),
+    }
+    metrics |= _mismatch_metrics(sampled, without_policy | left_out)
     return LossSums(objective, metrics)
 
 
 def _corrected(loss: PolicyLoss, policy: Tensor, sampled: Sampled) -> tuple[Tensor, Tensor]:
-    """The policy term with importance weights, and the sequences that it leaves out, bool `[rows]`."""
+    """Return the policy term with importance weights, and the sequences that it leaves out, bool `[rows]`."""
     dropped = torch.zeros_like(sampled.lengths, dtype=torch.bool)
     if loss.filters.top_entropy_share is not None:
         policy = torch.where(sampled.rows["high_entropy"] > 0, policy, 0.0)
@@ -67,12 +74,6 @@ def _corrected(loss: PolicyLoss, policy: Tensor, sampled: Sampled) -> tuple[Tens
         weight, without_weight = importance_weights(loss.importance, sampled)
         policy, dropped = policy * weight, dropped | without_weight
     return policy, dropped
-
-
-def _staleness_weights(staleness: StalenessDecay, version: int, sampled: Sampled) -> Tensor:
-    """`[tokens]`, `decay ** age` at sampled tokens and 1 at all others."""
-    age = sampled.select(version - sampled.rows["weight_versions"]).clamp(min=0)
-    return staleness.decay ** age.to(sampled.logprobs.dtype)
 
 
 def _penalties(
@@ -94,7 +95,7 @@ def _penalties(
 
 
 def _aggregated(aggregation: Aggregation, per_token: Tensor, kept: Tensor, sampled: Sampled) -> Tensor:
-    """The sum over the microbatch, a scalar, of which `aggregation.denominator` is the count."""
+    """Return the sum over the microbatch, a scalar. The step divides it by the count `aggregation.denominator`."""
     per_token = torch.where(kept, per_token, 0.0)
     if aggregation.name == "sequence-mean":
         per_token = per_token / sampled.spread(sampled.lengths)
@@ -102,17 +103,8 @@ def _aggregated(aggregation: Aggregation, per_token: Tensor, kept: Tensor, sampl
     return total if aggregation.divisor == 1.0 else total / aggregation.divisor
 
 
-def _policy_metrics(terms: PolicyTerms, sampled: Sampled) -> dict[str, MetricSum]:
-    return {
-        "policy/ratio": _token_mean(terms.ratio, sampled),
-        "policy/behavior_ratio": _token_mean(sampled.behavior_ratio, sampled),
-        "policy/clipped": _token_mean(terms.clipped.to(terms.ratio.dtype), sampled),
-        "policy/nll": _token_mean(-sampled.logprobs, sampled),
-    }
-
-
 def _mismatch_metrics(sampled: Sampled, left_out: Tensor) -> dict[str, MetricSum]:
-    """How far trainer and generator disagree on the sampled tokens, and how many sequences a filter left out."""
+    """Measure how far trainer and generator disagree on the sampled tokens, and count the sequences left out."""
     size = sampled.mismatch.abs()
     largest = size.max() if len(size) else size.sum()
     difference = bounded(sampled.mismatch)
@@ -129,3 +121,53 @@ def _mismatch_metrics(sampled: Sampled, left_out: Tensor) -> dict[str, MetricSum
 
 def _token_mean(values: Tensor, sampled: Sampled) -> MetricSum:
     return MetricSum(sampled.select(values.detach()).sum(), "tokens")
+
+
+def importance_weights(correction: ImportanceCorrection, sampled: Sampled) -> tuple[Tensor, Tensor]:
+    """Return weights `[tokens]`, without gradient, and the sequences that have weight 0, bool `[rows]`."""
+    low = 0.0 if correction.low is None else correction.low
+    high = math.inf if correction.high is None else correction.high
+    total = sampled.row_sums(sampled.mismatch)
+    log_weight = sampled.spread(total) if correction.level == "sequence" else sampled.mismatch
+    weight = bounded(log_weight).exp()
+    dropped = torch.zeros_like(total, dtype=torch.bool)
+    if correction.truncation == "tis":
+        weight = weight.clamp(low, high)
+    elif correction.truncation == "icepop":
+        weight = torch.where(_within(weight, low, high), weight, 0.0)
+        if correction.level == "sequence":
+            dropped = ~_within(bounded(total).exp(), low, high)
+    else:
+        dropped = ~_within(bounded(total / sampled.lengths).exp(), low, high)
+    if correction.rejection is not None:
+        dropped = dropped | _rejected(correction.rejection, sampled)
+    return torch.where(sampled.spread(dropped), 0.0, weight), dropped
+
+
+def off_policy_sequences(threshold: float, sampled: Sampled) -> Tensor:
+    """Return bool `[rows]`: True for a negative mean advantage and a mean `generation - logp` above the threshold."""
+    distance = sampled.row_means(sampled.generation - sampled.logprobs.detach())
+    return (sampled.row_means(sampled.advantages) < 0) & (distance > threshold)
+
+
+def mismatched_sequences(threshold: float, sampled: Sampled) -> Tensor:
+    """Return bool `[rows]`: True if the mean `exp|prev - generation|` is above the threshold."""
+    return sampled.row_means(bounded(sampled.mismatch.abs()).exp()) > threshold
+
+
+def _rejected(rejection: Rejection, sampled: Sampled) -> Tensor:
+    # The generator drew the tokens, so this estimates KL(generation || prev).
+    values = estimate(rejection.estimator, bounded(sampled.mismatch))
+    if rejection.statistic == "max":
+        lowest = torch.full_like(sampled.lengths, -math.inf)
+        of_sampled = torch.where(sampled.mask, values, -math.inf)
+        found = lowest.scatter_reduce(0, sampled.rows.row_of_token, of_sampled, "amax")
+    else:
+        found = sampled.row_sums(values) if rejection.statistic == "sum" else sampled.row_means(values)
+    low = -math.inf if rejection.low is None else rejection.low
+    high = math.inf if rejection.high is None else rejection.high
+    return ~_within(found, low, high)
+
+
+def _within(values: Tensor, low: float, high: float) -> Tensor:
+    return (values >= low) & (values <= high)

@@ -10,21 +10,67 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rl_algos.losses.preference import CPO, DPO, IPO, ORPO, Hinge, KTOLoss, PreferenceLoss, RobustDPO, SimPO
-from rl_algos.torch.pairs import Pairs, right
+from rl_algos.losses.preference import (
+    CPO,
+    DPO,
+    IPO,
+    ORPO,
+    BradleyTerryLoss,
+    Hinge,
+    KTOLoss,
+    PreferenceLoss,
+    RegressionLoss,
+    RobustDPO,
+    SimPO,
+)
+from rl_core.data.microbatch import PAIR
 from rl_core.torch.loss import LossSums, MetricSum, Rows
 
 SURE = -1e-6
-"""Largest averaged logprob of which log odds are taken: those of a certain response are infinite."""
+"""Largest averaged logprob for log odds: the log odds of a certain response are infinite."""
 
 
 @dataclass(frozen=True)
-class Responses:
+class Pairs:
+    """The rows of the two responses of each pair.
+
+    Args:
+        chosen, rejected: int64 `[pairs]`, rows of the microbatch.
+    """
+
+    chosen: Tensor
+    rejected: Tensor
+
+    @classmethod
+    def of(cls, rows: Rows) -> Pairs:
+        """Read the columns `pair` and `is_chosen`; every pair must be whole."""
+        by_pair = torch.argsort(rows[PAIR], stable=True)
+        is_chosen = rows["is_chosen"][by_pair] > 0
+        return cls(by_pair[is_chosen], by_pair[~is_chosen])
+
+    def metrics(self, chosen: Tensor, rejected: Tensor) -> dict[str, MetricSum]:
+        """Return accuracy and margin of rewards `[pairs]`, and their means; equal rewards count as half right."""
+        values = {
+            "accuracy": right(chosen - rejected),
+            "margin": chosen - rejected,
+            "reward_chosen": chosen,
+            "reward_rejected": rejected,
+        }
+        return {name: MetricSum(value.detach().sum(), "pairs") for name, value in values.items()}
+
+
+def right(differences: Tensor) -> Tensor:
+    """Return 1 if a difference is above 0, 0 if it is below, and one half if it is 0."""
+    return (differences.sign() + 1) / 2
+
+
+@dataclass(frozen=True)
+class ResponseLogprobs:
     """Logprobs of whole responses, `[rows]` or `[pairs]`.
 
     Args:
         logprobs: Logprobs of the policy, summed over a response, with gradient.
-        relative: The same less those of the reference, or as they are if there is none.
+        relative: The same minus the logprobs of the reference, or as they are if there is none.
         lengths: Tokens.
     """
 
@@ -33,34 +79,34 @@ class Responses:
     lengths: Tensor
 
     @classmethod
-    def of(cls, logprobs: Tensor, rows: Rows, *, uses_reference: bool) -> Responses:
-        """From the logprobs of tokens `[tokens]`; whatever lies off the loss mask is left out."""
+    def of(cls, logprobs: Tensor, rows: Rows, *, uses_reference: bool) -> ResponseLogprobs:
+        """Sum the logprobs of tokens `[tokens]`; tokens off the loss mask are left out."""
         mask = rows["loss_mask"] > 0
         own = torch.where(mask, logprobs, 0.0)
-        # token by token: the difference of two sums would lose what both have in common
+        # Subtract token by token: the difference of two sums would lose the digits that both have in common.
         relative = own - torch.where(mask, rows["ref_logprobs"], 0.0) if uses_reference else own
         lengths = rows.row_sums(mask.to(logprobs.dtype)).clamp(min=1)
         return cls(rows.row_sums(own), rows.row_sums(relative), lengths)
 
-    def select(self, index: Tensor) -> Responses:
-        """The given rows."""
-        return Responses(self.logprobs[index], self.relative[index], self.lengths[index])
+    def select(self, index: Tensor) -> ResponseLogprobs:
+        """Return the given rows."""
+        return ResponseLogprobs(self.logprobs[index], self.relative[index], self.lengths[index])
 
     def rewards(self, *, averages: bool) -> Tensor:
-        """Rewards that a term compares, before scaling."""
+        """Return the rewards that a term compares, before scaling."""
         return self.relative / self.lengths if averages else self.relative
 
 
 def compute_pairs(loss: PreferenceLoss, reads: Mapping[str, Tensor], rows: Rows) -> LossSums:
-    """Sums of a `PreferenceLoss` over one microbatch of whole pairs.
+    """Return sums of a `PreferenceLoss` over one microbatch of whole pairs.
 
     Args:
         loss: Loss with its term and weights.
         reads: `logprobs` float32 `[tokens]`, with gradient.
-        rows: Columns that `loss.columns` names.
+        rows: Columns of `loss.columns`.
     """
     term, pairs = loss.term, Pairs.of(rows)
-    responses = Responses.of(reads["logprobs"], rows, uses_reference=term.uses_reference)
+    responses = ResponseLogprobs.of(reads["logprobs"], rows, uses_reference=term.uses_reference)
     chosen, rejected = responses.select(pairs.chosen), responses.select(pairs.rejected)
     averages = loss.average_logprobs or term.averages
     better, worse = (side.rewards(averages=averages) for side in (chosen, rejected))
@@ -77,14 +123,14 @@ def compute_pairs(loss: PreferenceLoss, reads: Mapping[str, Tensor], rows: Rows)
 
 
 def compute_kto(loss: KTOLoss, reads: Mapping[str, Tensor], rows: Rows) -> LossSums:
-    """Sums of a `KTOLoss` over one microbatch.
+    """Return sums of a `KTOLoss` over one microbatch.
 
     Args:
         loss: Loss with its beta and weights.
         reads: `logprobs` float32 `[tokens]`, with gradient.
-        rows: Columns that `loss.columns` names.
+        rows: Columns of `loss.columns`.
     """
-    responses = Responses.of(reads["logprobs"], rows, uses_reference=True)
+    responses = ResponseLogprobs.of(reads["logprobs"], rows, uses_reference=True)
     is_good = rows["verdict"] > 0.5
     distance = responses.relative - rows["kl"]
     distance = torch.where(is_good, distance, -distance)
@@ -98,6 +144,42 @@ def compute_kto(loss: KTOLoss, reads: Mapping[str, Tensor], rows: Rows) -> LossS
         "kl": MetricSum(rows["kl"].sum(), "responses"),
     }
     return LossSums({"responses": terms.sum()}, metrics)
+
+
+def compute_bradley_terry(loss: BradleyTerryLoss, reads: Mapping[str, Tensor], rows: Rows) -> LossSums:
+    """Return sums of a `BradleyTerryLoss` over one microbatch of whole pairs.
+
+    Args:
+        loss: Loss with its use of margins and its centering weight.
+        reads: `scores` float32 `[rows]`, with gradient.
+        rows: Columns of `loss.columns`.
+    """
+    pairs = Pairs.of(rows)
+    chosen, rejected = reads["scores"][pairs.chosen], reads["scores"][pairs.rejected]
+    difference = chosen - rejected
+    if loss.margin == "subtract":
+        difference = difference - rows["margin"][pairs.chosen]
+    terms = -F.logsigmoid(difference)
+    if loss.margin == "scale":
+        terms = rows["margin"][pairs.chosen] * terms
+    if loss.center_weight:
+        terms = terms + loss.center_weight * (chosen + rejected).square()
+    return LossSums({"pairs": terms.sum()}, pairs.metrics(chosen, rejected))
+
+
+def compute_regression(_loss: RegressionLoss, reads: Mapping[str, Tensor], rows: Rows) -> LossSums:
+    """Return sums of a `RegressionLoss` over one microbatch.
+
+    Args:
+        reads: `scores` float32 `[rows]`, with gradient.
+        rows: Columns of `loss.columns`.
+    """
+    scores = reads["scores"]
+    metrics = {
+        "score": MetricSum(scores.detach().sum(), "responses"),
+        "target": MetricSum(rows["verdict"].sum(), "responses"),
+    }
+    return LossSums({"responses": (scores - rows["verdict"]).square().sum()}, metrics)
 
 
 def _dpo(term: DPO, better: Tensor, worse: Tensor, longer: Tensor) -> Tensor:

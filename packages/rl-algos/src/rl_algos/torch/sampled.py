@@ -1,4 +1,4 @@
-"""The sampled tokens of a microbatch, as the parts of a policy loss see them."""
+"""The sampled tokens of a microbatch, as the parts of a policy loss see them, and their divergences."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ import torch
 from torch import Tensor
 
 from rl_algos.losses.importance import LOG_RATIO_BOUND
+from rl_algos.losses.terms import KLPenalty, KLType
 from rl_core.data.microbatch import PAIR
 from rl_core.torch.loss import Rows
 
 
 def bounded(log_ratio: Tensor) -> Tensor:
-    """Log-ratios within the bounds that keep their exponential and its gradient finite in float32."""
+    """Clamp log-ratios to the bounds that keep their exponential and its gradient finite in float32."""
     return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
 def by_sequence(rows: Rows) -> Rows:
-    """The same tokens with a row per sequence: rows of equal `pair`, which lie side by side, end to end."""
+    """Return the same tokens with a row per sequence: neighbouring rows of equal `pair` are joined."""
     if PAIR not in rows:
         return rows
     begins = torch.cat([rows[PAIR].new_ones(1, dtype=torch.bool), rows[PAIR].diff() != 0])
@@ -28,10 +29,10 @@ def by_sequence(rows: Rows) -> Rows:
 
 @dataclass(frozen=True)
 class Sampled:
-    """Columns at the sampled tokens and 0 at all others, whatever lies there: NaN times 0 would be NaN.
+    """Columns at the sampled tokens and 0 at all others, because NaN times 0 would be NaN.
 
     Args:
-        rows: Rows of the microbatch, those of one sequence joined; row columns are not to be read from them.
+        rows: Rows of the microbatch, with the rows of a sequence joined; do not read row columns from them.
         mask: bool `[tokens]`, the tokens that the policy sampled.
         logprobs: `[tokens]`, with gradient.
         prev: `[tokens]`, logprobs before the step.
@@ -48,7 +49,7 @@ class Sampled:
 
     @classmethod
     def of(cls, logprobs: Tensor, rows: Rows, *, on_policy: bool) -> Sampled:
-        """From the logprobs of the pass and the columns; `on_policy` takes the logprobs themselves as `prev`."""
+        """Select from the logprobs of the pass and the columns; `on_policy` takes the logprobs themselves as `prev`."""
         mask = rows["loss_mask"] > 0
         selected = torch.where(mask, logprobs, 0.0)
         return cls(
@@ -81,21 +82,49 @@ class Sampled:
         return bounded(self.logprobs - self.generation).exp()
 
     def around_generation(self) -> Sampled:
-        """The same tokens with the engine's logprobs as `prev`, as the ratio of a surrogate takes them."""
+        """Return the same tokens with the engine's logprobs as `prev`, as the ratio of a surrogate takes them."""
         return replace(self, prev=self.generation)
 
     def select(self, values: Tensor) -> Tensor:
-        """`[tokens]`, the values at sampled tokens and 0 at all others."""
+        """Return `[tokens]`, the values at sampled tokens and 0 at all others."""
         return torch.where(self.mask, values, 0.0)
 
     def row_sums(self, values: Tensor) -> Tensor:
-        """`[rows]`, the sum over each row's sampled tokens."""
+        """Return `[rows]`, the sum over each row's sampled tokens."""
         return self.rows.row_sums(self.select(values))
 
     def row_means(self, values: Tensor) -> Tensor:
-        """`[rows]`, the mean over each row's sampled tokens; 0 for a row without any."""
+        """Return `[rows]`, the mean over each row's sampled tokens; 0 for a row without any."""
         return self.row_sums(values) / self.lengths
 
     def spread(self, values: Tensor) -> Tensor:
-        """`[tokens]`, each row's value at all its tokens."""
+        """Return `[tokens]`, each row's value at all its tokens."""
         return self.rows.spread(values)
+
+
+def estimate(estimator: KLType, d: Tensor) -> Tensor:
+    """Return k1, k2 or k3 of the log-ratios `d`; always finite."""
+    if estimator == "k1":
+        return -d
+    if estimator == "k2":
+        return 0.5 * d.square()
+    within = bounded(d)
+    return torch.expm1(within) - within
+
+
+def reference_kl(kl: KLPenalty, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """Estimate KL(policy || reference) per token, `[tokens]`."""
+    d = _clamp(ref_logprobs - logprobs, kl.input_clamp)
+    return _clamp(estimate(kl.estimator, d), kl.output_clamp)
+
+
+def weighed(kl: KLPenalty, values: Tensor, sampled: Sampled) -> Tensor:
+    """Return estimates `[tokens]` with the factor that `unbiased` and `from_generation` ask for."""
+    if not (kl.unbiased or kl.from_generation):
+        return values
+    ratio = bounded(sampled.logprobs - (sampled.generation if kl.from_generation else sampled.prev)).exp()
+    return values * (ratio if kl.unbiased else ratio.detach())
+
+
+def _clamp(values: Tensor, bound: float | None) -> Tensor:
+    return values if bound is None else values.clamp(-bound, bound)

@@ -44,38 +44,39 @@ class PolicyTerms:
 
 
 def clip(surrogate: Clip, sampled: Sampled) -> PolicyTerms:
-    """The policy term of `Clip`."""
+    """Compute the policy term of `Clip`."""
     return _clipped(surrogate, sampled.ratio, sampled.advantages)
 
 
 def gspo(surrogate: GSPO, sampled: Sampled) -> PolicyTerms:
-    """The policy term of `GSPO`."""
+    """Compute the policy term of `GSPO`."""
     mean = sampled.row_means((sampled.logprobs - sampled.prev).detach())
     own = torch.where(sampled.spread(mean.abs() < LOG_RATIO_BOUND), sampled.logprobs - sampled.logprobs.detach(), 0.0)
     return _clipped(surrogate, (sampled.spread(bounded(mean)) + own).exp(), sampled.advantages)
 
 
 def cispo(surrogate: CISPO, sampled: Sampled) -> PolicyTerms:
-    """The policy term of `CISPO`."""
+    """Compute the policy term of `CISPO`."""
     ratio = sampled.ratio.detach()
     weight = ratio.clamp(1 - surrogate.clip_low, 1 + surrogate.clip_high)
     return PolicyTerms(-sampled.advantages * weight * sampled.logprobs, ratio, ratio != weight)
 
 
 def reinforce(_surrogate: Reinforce, sampled: Sampled) -> PolicyTerms:
-    """The policy term of `Reinforce`."""
+    """Compute the policy term of `Reinforce`."""
     return _unclipped(-sampled.advantages * sampled.logprobs, sampled.ratio)
 
 
 def sapo(surrogate: SAPO, sampled: Sampled) -> PolicyTerms:
-    """The policy term of `SAPO`."""
+    """Compute the policy term of `SAPO`."""
     ratio, advantages = sampled.ratio, sampled.advantages
-    positive, negative = (_gate(ratio, tau) for tau in (surrogate.tau_positive, surrogate.tau_negative))
+    taus = surrogate.tau_positive, surrogate.tau_negative
+    positive, negative = (torch.sigmoid(tau * (ratio - 1)) * (4 / tau) for tau in taus)
     return _unclipped(-advantages * torch.where(advantages > 0, positive, negative), ratio)
 
 
 def gmpo(surrogate: GMPO, sampled: Sampled) -> PolicyTerms:
-    """The policy term of `GMPO`."""
+    """Compute the policy term of `GMPO`."""
     log_ratio = bounded(sampled.logprobs - sampled.prev)
     low = math.log(1 - surrogate.clip_low) if surrogate.clip_low < 1 else -LOG_RATIO_BOUND
     clamped = log_ratio.clamp(low, math.log1p(surrogate.clip_high))
@@ -87,16 +88,16 @@ def gmpo(surrogate: GMPO, sampled: Sampled) -> PolicyTerms:
 
 
 def dppo_tv(surrogate: DPPOTV, sampled: Sampled) -> PolicyTerms:
-    """The policy term of `DPPOTV`."""
+    """Compute the policy term of `DPPOTV`."""
     divergence = (sampled.logprobs.detach().exp() - sampled.prev.exp()).abs()
     return _within_region(sampled, divergence <= surrogate.threshold)
 
 
 def dppo_kl(surrogate: DPPOKL, sampled: Sampled) -> PolicyTerms:
-    """The policy term of `DPPOKL`."""
+    """Compute the policy term of `DPPOKL`."""
     logprobs, prev = sampled.logprobs.detach(), sampled.prev
     before, others = prev.exp(), -torch.expm1(prev)
-    # at log(1 - p) of a p that rounds to 1, the smallest number above 0 stands for 1 - p
+    # If p rounds to 1, the smallest number above 0 takes the place of 1 - p in log(1 - p).
     tiny = torch.finfo(prev.dtype).tiny
     log_others = (others.clamp(min=tiny) / (-torch.expm1(logprobs)).clamp(min=tiny)).log()
     divergence = before * (prev - logprobs) + others * log_others
@@ -104,14 +105,14 @@ def dppo_kl(surrogate: DPPOKL, sampled: Sampled) -> PolicyTerms:
 
 
 def clip_cov(surrogate: ClipCov, sampled: Sampled) -> PolicyTerms:
-    """The policy term of `ClipCov`."""
+    """Compute the policy term of `ClipCov`."""
     terms = _clipped(surrogate, sampled.ratio, sampled.advantages)
     chosen = sampled.mask & (sampled.rows["high_covariance"] > 0)
     return PolicyTerms(torch.where(chosen, 0.0, terms.loss), terms.ratio, terms.clipped | chosen)
 
 
 def kl_cov(surrogate: KLCov, sampled: Sampled) -> PolicyTerms:
-    """The policy term of `KLCov`."""
+    """Compute the policy term of `KLCov`."""
     log_ratio = bounded(sampled.logprobs - sampled.prev)
     ratio = log_ratio.exp()
     chosen = sampled.mask & (sampled.rows["high_covariance"] > 0)
@@ -120,7 +121,7 @@ def kl_cov(surrogate: KLCov, sampled: Sampled) -> PolicyTerms:
 
 
 def vespo(surrogate: VESPO, sampled: Sampled) -> PolicyTerms:
-    """The policy term of `VESPO`."""
+    """Compute the policy term of `VESPO`."""
     log_ratio = sampled.spread(bounded(sampled.row_sums((sampled.logprobs - sampled.prev).detach())))
     positive = _soft_weight(log_ratio, surrogate.k_positive, surrogate.lambda_positive)
     negative = _soft_weight(log_ratio, surrogate.k_negative, surrogate.lambda_negative)
@@ -145,7 +146,7 @@ COMPUTATIONS: Mapping[type[Surrogate], Callable[[Any, Sampled], PolicyTerms]] = 
 
 
 def policy_terms(surrogate: Surrogate, sampled: Sampled) -> PolicyTerms:
-    """The policy term of each sampled token; what stands at other tokens is finite and means nothing."""
+    """Compute the policy term of each sampled token; the values at other tokens are finite and mean nothing."""
     return COMPUTATIONS[type(surrogate)](surrogate, sampled)
 
 
@@ -162,16 +163,12 @@ def _unclipped(loss: Tensor, ratio: Tensor) -> PolicyTerms:
     return PolicyTerms(loss, ratio.detach(), torch.zeros_like(ratio, dtype=torch.bool))
 
 
-def _gate(ratio: Tensor, tau: float) -> Tensor:
-    return torch.sigmoid(tau * (ratio - 1)) * (4 / tau)
-
-
 def _soft_weight(log_ratio: Tensor, k: float, scale: float) -> Tensor:
     return (scale + k * log_ratio - scale * log_ratio.exp()).exp()
 
 
 def _within_region(sampled: Sampled, is_near: Tensor) -> PolicyTerms:
-    """`-A r`, left out where the policy is not near and the advantage leads it further away."""
+    """Compute `-A r`, left out if the policy is not near and the advantage leads it further away."""
     ratio = sampled.ratio
     leads_away = torch.where(sampled.advantages > 0, ratio > 1, ratio < 1).detach()
     left_out = sampled.mask & ~is_near & leads_away
