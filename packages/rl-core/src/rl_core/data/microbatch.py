@@ -99,7 +99,10 @@ def plan_microbatches(
         plan = _alike(units, max_tokens)
     else:
         plan = (_evenly(units, max_tokens or 0, min_count) if even else None) or _best_fit(units, max_tokens or 0)
-    return [_indices([row for unit in bin_ for row in unit.rows]) for bin_ in _at_least(plan, min_count)]
+    return [
+        np.sort(np.asarray([row for unit in bin_ for row in unit.rows], dtype=np.int64))
+        for bin_ in _at_least(plan, min_count)
+    ]
 
 
 @dataclass(frozen=True)
@@ -264,7 +267,3 @@ def _at_least(plan: list[list[_Unit]], min_count: int) -> list[list[_Unit]]:
             ordered = _by_tokens(plan[largest])
             plan[largest : largest + 1] = [ordered[0::2], ordered[1::2]]
     return plan
-
-
-def _indices(rows: Sequence[int]) -> np.ndarray:
-    return np.sort(np.asarray(rows, dtype=np.int64))

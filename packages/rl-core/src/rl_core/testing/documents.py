@@ -236,7 +236,10 @@ class Workbook:
             DocumentError: If it fails, with its place and its output.
         """
         if block.is_output:
-            self._compare(block)
+            flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+            printed = _IF_SLOW.sub("", self.printed)
+            if not doctest.OutputChecker().check_output(block.text, printed, flags):
+                raise DocumentError(f"{block.place}: expected\n{block.text}\ngot\n{printed}")
         else:
             self.printed = self._run(block)
         return self.printed
@@ -256,15 +259,19 @@ class Workbook:
         if block.language == "sh":
             return self._execute(block, "bash", "-euo", "pipefail", "-c", block.text)
         if block.language == "python":
-            return self._python(block)
+            name = f"{block.document.stem}_line_{block.line}"
+            if block.text.startswith(">>>"):
+                path = self.folder / f"{name}.txt"
+                path.write_text(block.text, encoding="utf-8")
+                return self._execute(block, sys.executable, "-m", "doctest", path.name)
+            if block.checked:
+                return self._execute(block, sys.executable, "-c", block.imports)
+            # a file, which processes that the block starts can import
+            path = self.folder / f"{name}.py"
+            path.write_text(block.text, encoding="utf-8")
+            return self._execute(block, sys.executable, path.name)
         _parse(block)
         return ""
-
-    def _compare(self, block: Block) -> None:
-        flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-        printed = _IF_SLOW.sub("", self.printed)
-        if not doctest.OutputChecker().check_output(block.text, printed, flags):
-            raise DocumentError(f"{block.place}: expected\n{block.text}\ngot\n{printed}")
 
     def _write(self, block: Block) -> str:
         if self.write(block).suffix == ".py" and block.language != "text":
@@ -273,19 +280,6 @@ class Workbook:
             return self._execute(block, sys.executable, "-c", code)
         _parse(block)
         return ""
-
-    def _python(self, block: Block) -> str:
-        name = f"{block.document.stem}_line_{block.line}"
-        if block.text.startswith(">>>"):
-            path = self.folder / f"{name}.txt"
-            path.write_text(block.text, encoding="utf-8")
-            return self._execute(block, sys.executable, "-m", "doctest", path.name)
-        if block.checked:
-            return self._execute(block, sys.executable, "-c", block.imports)
-        # a file, which processes that the block starts can import
-        path = self.folder / f"{name}.py"
-        path.write_text(block.text, encoding="utf-8")
-        return self._execute(block, sys.executable, path.name)
 
     def _execute(self, block: Block, *command: str) -> str:
         changed: dict[str, str | None] = {**os.environ, **self.variables}

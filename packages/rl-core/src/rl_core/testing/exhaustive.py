@@ -26,11 +26,10 @@ def partly_exhaustive(cases: Iterable[Any], *, always: Collection[Any]) -> list[
     """
     cases = list(cases)
     assert all(each in cases for each in always), [each for each in always if each not in cases]
-    return [each if each in always else _exhaustive(each) for each in cases]
-
-
-def _exhaustive(case: Any) -> Any:
-    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=exhaustive)
+    return [
+        each if each in always else pytest.param(*(each if isinstance(each, tuple) else (each,)), marks=exhaustive)
+        for each in cases
+    ]
 
 
 def with_exhaustive(*names: str) -> Callable[[type], type]:

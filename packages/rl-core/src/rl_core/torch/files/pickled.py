@@ -66,7 +66,15 @@ def convert(source: Path, target: Path) -> Converted:
     total, shared = 0, list[str]()
     for place, (file, expected) in enumerate(files.items()):
         tensors = _load(source / file)
-        _check_names(file, tensors, expected, file_of)
+        # Refuse a file that does not hold what the index says, or what another file holds.
+        if not tensors:
+            raise ValueError(f"{file} holds no tensors")
+        absent = sorted((expected or frozenset()) - tensors.keys())
+        if absent:
+            raise ValueError(f"{PICKLED_INDEX} places {_few(absent)} in {file}, which does not hold them")
+        twice = sorted(tensors.keys() & file_of.keys())
+        if twice:
+            raise ValueError(f"{file} holds {_few(twice)}, which another file holds too")
         name = SINGLE if len(files) == 1 else f"model-{place + 1:05d}-of-{len(files):05d}.safetensors"
         whole, parts = _apart(tensors)
         shared += parts
@@ -146,24 +154,6 @@ def _load(path: Path) -> dict[str, Tensor]:
     if odd:
         raise ValueError(f"{path.name} has sparse or quantised tensors, which safetensors does not hold: {_few(odd)}")
     return tensors
-
-
-def _check_names(
-    file: str, tensors: Mapping[str, Tensor], expected: frozenset[str] | None, earlier: Mapping[str, str]
-) -> None:
-    """Refuse a file that does not hold what the index says, or what another file holds.
-
-    Raises:
-        ValueError: Naming the tensors.
-    """
-    if not tensors:
-        raise ValueError(f"{file} holds no tensors")
-    absent = sorted((expected or frozenset()) - tensors.keys())
-    if absent:
-        raise ValueError(f"{PICKLED_INDEX} places {_few(absent)} in {file}, which does not hold them")
-    twice = sorted(tensors.keys() & earlier.keys())
-    if twice:
-        raise ValueError(f"{file} holds {_few(twice)}, which another file holds too")
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:

@@ -84,7 +84,21 @@ class LocalGenerator(Generic[Model]):
         while not self._serving.is_set():  # a pause may follow before one that was woken goes on
             await self._serving.wait()
         self._check_ready(PARTS)
-        row = self._row(request)
+        self._check_tokens(request.token_ids)
+        room = self._model_config.max_total_sequence_length - len(request.token_ids)
+        if room < 1:
+            raise RequestRefused(f"a prompt of {len(request.token_ids)} tokens leaves no room for a completion")
+        stop_strings = request.sampling.stop_strings
+        stop_text = None
+        if stop_strings:
+            prompt, sampled = np.split(request.token_ids, [len(request.token_ids) - request.num_sampled])
+            if self._tokenizer is None:
+                name = self._model_config.tokenizer.name or self._model_config.model_name
+                self._tokenizer = self._load_tokenizer(name)
+            stop_text = StopText(self._tokenizer, stop_strings, prompt)
+            for token in sampled.tolist():
+                stop_text.append(token)
+        row = Row(request, min(request.sampling.max_new_tokens, room), stop_text)
         self._num_in_flight += 1
         self._idle.clear()
         try:
@@ -221,23 +235,6 @@ class LocalGenerator(Generic[Model]):
             raise RequestRefused(
                 f"the request has {len(token_ids)} tokens, more than max_total_sequence_length ({limit})"
             )
-
-    def _row(self, request: GenerationRequest) -> Row:
-        self._check_tokens(request.token_ids)
-        room = self._model_config.max_total_sequence_length - len(request.token_ids)
-        if room < 1:
-            raise RequestRefused(f"a prompt of {len(request.token_ids)} tokens leaves no room for a completion")
-        stop_strings = request.sampling.stop_strings
-        stop_text = None
-        if stop_strings:
-            prompt, sampled = np.split(request.token_ids, [len(request.token_ids) - request.num_sampled])
-            if self._tokenizer is None:
-                name = self._model_config.tokenizer.name or self._model_config.model_name
-                self._tokenizer = self._load_tokenizer(name)
-            stop_text = StopText(self._tokenizer, stop_strings, prompt)
-            for token in sampled.tolist():
-                stop_text.append(token)
-        return Row(request, min(request.sampling.max_new_tokens, room), stop_text)
 
     def _flush(self) -> None:
         rows, self._submitted = self._submitted, []

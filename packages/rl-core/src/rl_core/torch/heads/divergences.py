@@ -81,8 +81,8 @@ def divergences(
     if num_shared > len(other.head.weight) or below > (len(weight) if shard is None else shard.vocab_size):
         raise ValueError(f"{below} ids are compared, but one of the two models has fewer")
     options = _Comparison(
-        HeadPass(head.transform, temperature, False, False, None, 0, 0, chunk_size or CHUNK_SIZE),
-        HeadPass(other.head.transform, temperature, False, False, None, 0, 0, chunk_size or CHUNK_SIZE),
+        HeadPass(head.transform, temperature, chunk_size or CHUNK_SIZE),
+        HeadPass(other.head.transform, temperature, chunk_size or CHUNK_SIZE),
         num_shared,
         start,
         beta,

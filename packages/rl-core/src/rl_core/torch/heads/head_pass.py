@@ -78,12 +78,12 @@ class HeadPass:
 
     transform: LogitTransform
     temperature: float
-    entropy: bool
-    collision: bool
-    token_filter: TokenFilter | None
-    k: int
-    below: int
     chunk_size: int
+    entropy: bool = False
+    collision: bool = False
+    token_filter: TokenFilter | None = None
+    k: int = 0
+    below: int = 0
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return logits before the temperature, in float32 or wider, which may be used up."""

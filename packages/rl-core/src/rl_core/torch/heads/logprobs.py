@@ -4,7 +4,7 @@ all tokens at once."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -81,32 +81,11 @@ class TokenReads(NamedTuple):
         return TokenReads(*(part[chunk] for part in self))
 
 
-def head_reads(
-    hidden: Tensor,
-    head: Head,
-    targets: Tensor,
-    *,
-    temperature: float = 1.0,
-    entropy: bool = False,
-    collision: bool = False,
-    token_filter: TokenFilter | None = None,
-    k: int = 0,
-    below: int = 0,
-    ids: Tensor | None = None,
-    chunk_size: int | None = None,
-) -> TokenReads:
-    """Read the head at each position. At most `[chunk_size, vocab]` logits exist, in the forward and in the backward
-    pass.
-
-    The backward pass computes each chunk's logits again. Reductions are in float32 whatever the dtype of the hidden
-    states. On GPUs the products of hidden states and head are read once in their own dtype, and their gradient takes
-    their place; reads with a filter have a float32 copy instead.
+class HeadOptions(TypedDict, total=False):
+    """Options of `head_reads`.
 
     Args:
-        hidden: `[n, hidden]`.
-        head: Its weight has the dtype of the hidden states.
-        targets: Int64 `[n]`, the token whose logprob is wanted.
-        temperature: Divides the logits.
+        temperature: Divides the logits; 1 if it is not given.
         entropy: True to return it, in nats.
         collision: True to return it.
         token_filter: Limits the distribution at each position to the tokens that it keeps and the target; not with `k`
@@ -116,21 +95,35 @@ def head_reads(
         ids: Int64 `[n, m]`, tokens whose logprobs are wanted too; -1 stands for none, and its logprob is 0.
         chunk_size: Number of positions whose logits exist at one time; None for `chunk_size_of`.
     """
-    options = head_pass(
-        hidden,
-        head,
-        len(head.weight),
-        temperature=temperature,
-        entropy=entropy,
-        collision=collision,
-        token_filter=token_filter,
-        k=k,
-        below=below,
-        ids=ids,
-        chunk_size=chunk_size,
-    )
+
+    temperature: float
+    entropy: bool
+    collision: bool
+    token_filter: TokenFilter | None
+    k: int
+    below: int
+    ids: Tensor | None
+    chunk_size: int | None
+
+
+def head_reads(hidden: Tensor, head: Head, targets: Tensor, **options: Unpack[HeadOptions]) -> TokenReads:
+    """Read the head at each position.
+
+    At most `[chunk_size, vocab]` logits exist, in the forward and in the backward pass. The backward pass computes each
+    chunk's logits again. Reductions are in float32 whatever the dtype of the hidden states. On GPUs the products of
+    hidden states and head are read once in their own dtype, and their gradient takes their place; reads with a filter
+    have a float32 copy instead.
+
+    Args:
+        hidden: `[n, hidden]`.
+        head: Its weight has the dtype of the hidden states.
+        targets: Int64 `[n]`, the token whose logprob is wanted.
+        **options: Further reads, and how they are computed.
+    """
+    head_pass = pass_over(hidden, head, len(head.weight), **options)
+    ids = options.get("ids")
     ids = targets.new_empty((len(targets), 0)) if ids is None else ids
-    return TokenReads(*_HeadReads.apply(hidden, head.weight, head.bias, targets, ids, options))
+    return TokenReads(*_HeadReads.apply(hidden, head.weight, head.bias, targets, ids, head_pass))
 
 
 def chunk_size_of(hidden: Tensor, chunk_size: int | None, token_filter: TokenFilter | None = None) -> int:
@@ -148,34 +141,30 @@ def chunk_size_of(hidden: Tensor, chunk_size: int | None, token_filter: TokenFil
     return FUSED_CHUNK_SIZE if has_kernels else CHUNK_SIZE
 
 
-def head_pass(
-    hidden: Tensor,
-    head: Head,
-    vocab_size: int,
-    *,
-    temperature: float,
-    entropy: bool,
-    collision: bool,
-    token_filter: TokenFilter | None,
-    k: int,
-    below: int,
-    ids: Tensor | None,
-    chunk_size: int | None,
-) -> HeadPass:
-    """Return the pass over a head of `vocab_size` tokens that gives these reads; see `head_reads`.
+def pass_over(hidden: Tensor, head: Head, vocab_size: int, **options: Unpack[HeadOptions]) -> HeadPass:
+    """Return the pass over a head of `vocab_size` tokens that gives these reads.
 
     Raises:
         ValueError: If the temperature is not positive, there are fewer than `k` tokens, or single tokens are to be read
             together with a filter, which may leave them out.
     """
+    temperature, k, token_filter = options.get("temperature", 1.0), options.get("k", 0), options.get("token_filter")
     if temperature <= 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
     if k > vocab_size:
         raise ValueError(f"topk({k}) of a vocabulary of {vocab_size} tokens")
-    if token_filter is not None and (k or ids is not None):
+    if token_filter is not None and (k or options.get("ids") is not None):
         raise ValueError("the most likely tokens and logprobs at given ids are read of all tokens, without a filter")
-    chunk_size = chunk_size_of(hidden, chunk_size, token_filter)
-    return HeadPass(head.transform, temperature, entropy, collision, token_filter, k, below or vocab_size, chunk_size)
+    return HeadPass(
+        head.transform,
+        temperature,
+        chunk_size_of(hidden, options.get("chunk_size"), token_filter),
+        entropy=options.get("entropy", False),
+        collision=options.get("collision", False),
+        token_filter=token_filter,
+        k=k,
+        below=options.get("below", 0) or vocab_size,
+    )
 
 
 def empty_reads(hidden: Tensor, targets: Tensor, ids: Tensor, options: HeadPass) -> tuple[TokenReads, Tensor, Tensor]:

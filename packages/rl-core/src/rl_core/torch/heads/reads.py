@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, TypedDict
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 import torch
@@ -21,11 +21,10 @@ from torch.nn.functional import pad
 
 from rl_core.data.batch import TOKENS
 from rl_core.model import HeadFiles, Read, Role, read_columns
-from rl_core.token_filter import TokenFilter
 from rl_core.torch.files.model_files import WeightFiles, model_folder, read_hf_config
 from rl_core.torch.heads.divergences import Other, divergences
 from rl_core.torch.heads.head_pass import wide_dtype
-from rl_core.torch.heads.logprobs import Head, head_reads, logit_transform
+from rl_core.torch.heads.logprobs import Head, HeadOptions, head_reads, logit_transform
 from rl_core.torch.heads.vocab_parallel import VocabShard, vocab_parallel_reads
 from rl_core.torch.loss import Rows, followers_of
 
@@ -68,8 +67,24 @@ def check_reads(role: Role, reads: Sequence[Read]) -> None:
             raise ValueError("all reads of a pass must have the same filter; use one pass per filter")
 
 
+class PassOptions(TypedDict, total=False):
+    """Options of `position_reads`.
+
+    Args:
+        temperature: Divides the logits; 1 if it is not given.
+        chunk_size: Number of positions whose logits exist at one time; None for `chunk_size_of`.
+        shard: Place of this rank's rows in the head; None if it has the whole head.
+        sums_hidden_grad: As in `vocab_parallel_reads`.
+    """
+
+    temperature: float
+    chunk_size: int | None
+    shard: VocabShard | None
+    sums_hidden_grad: bool
+
+
 def language_reads(
-    hidden: Tensor, rows: Rows, head: Head, reads: Sequence[Read], *, temperature: float, chunk_size: int | None
+    hidden: Tensor, rows: Rows, head: Head, reads: Sequence[Read], **options: Unpack[PassOptions]
 ) -> dict[str, Tensor]:
     """Return the columns of the reads of a language-model head, `[tokens]` or `[tokens, k]`.
 
@@ -80,16 +95,13 @@ def language_reads(
         rows: Rows of the pass, with the columns that the reads take.
         head: The whole head.
         reads: Reads of the head; each adds its columns to the result.
-        temperature: Divides the logits.
-        chunk_size: Number of positions whose logits exist at one time; None for `chunk_size_of`.
+        **options: How the head is read.
 
     Raises:
         ValueError: For ids that are not in the vocabulary, or not `[tokens, k]`.
     """
     follows = rows.followers
-    found = position_reads(
-        hidden[follows - 1], head, rows, follows, reads, temperature=temperature, chunk_size=chunk_size
-    )
+    found = position_reads(hidden[follows - 1], head, rows, follows, reads, **options)
     return {name: join_tokens(column, follows, len(hidden), None) for name, column in found.items()}
 
 
@@ -132,11 +144,8 @@ def split_language_reads(
     head: Head,
     reads: Sequence[Read],
     *,
-    temperature: float,
-    chunk_size: int | None,
-    shard: VocabShard | None = None,
     group: dist.ProcessGroup | None = None,
-    sums_hidden_grad: bool = True,
+    **options: Unpack[PassOptions],
 ) -> dict[str, Tensor]:
     """Read as `language_reads` does, from the positions and the part of the head that this rank holds.
 
@@ -146,26 +155,13 @@ def split_language_reads(
         rows: Whole rows, the same on all ranks of both groups, with the columns that the reads take.
         head: The whole head, or this rank's rows of it if there is a `shard`.
         reads: Reads of the head; each adds its columns to the result.
-        temperature: Divides the logits.
-        chunk_size: Number of positions whose logits exist at one time; None for `chunk_size_of`.
-        shard: Place of this rank's rows in the head; None if it has the whole head.
         group: The ranks that hold all positions between them, each token once; None if this one does.
-        sums_hidden_grad: As in `vocab_parallel_reads`.
+        **options: How the head is read.
 
     Returns:
         Columns of whole rows, the same on all ranks of both groups. The loss must be computed alike on each.
     """
-    found = position_reads(
-        hidden[held.followed],
-        head,
-        rows,
-        held.followers,
-        reads,
-        temperature=temperature,
-        chunk_size=chunk_size,
-        shard=shard,
-        sums_hidden_grad=sums_hidden_grad,
-    )
+    found = position_reads(hidden[held.followed], head, rows, held.followers, reads, **options)
     return {name: join_tokens(column, held.followers, rows.num_tokens, group) for name, column in found.items()}
 
 
@@ -198,24 +194,13 @@ class _Join(torch.autograd.Function):
         return grad, None
 
 
-class _HeadOptions(TypedDict):
-    """Options of a pass over a head that all of its reads share."""
-
-    temperature: float
-    chunk_size: int | None
-
-
 def position_reads(
     hidden: Tensor,
     head: Head,
     rows: Rows,
     places: Tensor,
     reads: Sequence[Read],
-    *,
-    temperature: float,
-    chunk_size: int | None,
-    shard: VocabShard | None = None,
-    sums_hidden_grad: bool = True,
+    **options: Unpack[PassOptions],
 ) -> dict[str, Tensor]:
     """Return the columns of the reads of a language-model head at some tokens, each `[n]` or `[n, k]`.
 
@@ -227,16 +212,12 @@ def position_reads(
         rows: Rows of the pass, with the columns that the reads take.
         places: Int64 `[n]`, indices of the tokens.
         reads: Reads of the head; each adds its columns to the result.
-        temperature: Divides the logits.
-        chunk_size: Number of positions whose logits exist at one time; None for `chunk_size_of`.
-        shard: Place of this rank's rows in the head; None if it has the whole head.
-        sums_hidden_grad: As in `vocab_parallel_reads`.
+        **options: How the head is read.
 
     Raises:
         ValueError: For ids that are not in the vocabulary, or not `[tokens, k]`.
     """
     targets = rows[TOKENS][places]
-    options = _HeadOptions(temperature=temperature, chunk_size=chunk_size)
     columns: dict[str, Tensor] = {}
     for read in reads:
         if read.name == "hidden":
@@ -244,44 +225,34 @@ def position_reads(
             columns["hidden"] = pad(wide, (0, max(0, read.width - wide.shape[1])))
         if read.name == "divergences":
             others = rows[read.column][places], rows[read.choice][places]
-            columns["divergences"] = _divergences(
-                hidden, head, targets, others, read, options, shard=shard, sums_hidden_grad=sums_hidden_grad
-            )
+            columns["divergences"] = _divergences(hidden, head, targets, others, read, **options)
     of_head = [read for read in reads if read.name not in columns]
     if not of_head:
         return columns
+    shard = options.get("shard")
     vocab_size = len(head.weight) if shard is None else shard.vocab_size
     ids = None
     for name in read_columns([read for read in of_head if read.name == "logprobs_at"]):
         _check_ids(name, rows.host_column(name), vocab_size)
         ids = rows[name][places].long()
-    wanted = _Wanted(
-        entropy=any(read.name == "entropy" for read in of_head),
-        collision=any(read.name == "collision" for read in of_head),
+    names = {read.name for read in of_head}
+    wanted = HeadOptions(
+        temperature=options.get("temperature", 1.0),
+        chunk_size=options.get("chunk_size"),
+        entropy="entropy" in names,
+        collision="collision" in names,
         token_filter=next((read.token_filter for read in of_head if read.token_filter is not None), None),
-        k=max((read.k for read in of_head), default=0),
-        below=max((read.below for read in of_head), default=0),
+        k=max(read.k for read in of_head),
+        below=max(read.below for read in of_head),
         ids=ids,
     )
     if shard is None:
-        found = head_reads(hidden, head, targets, **wanted, **options)
+        found = head_reads(hidden, head, targets, **wanted)
     else:
-        found = vocab_parallel_reads(
-            hidden, head, targets, shard, **wanted, **options, sums_hidden_grad=sums_hidden_grad
-        )
+        sums = options.get("sums_hidden_grad", True)
+        found = vocab_parallel_reads(hidden, head, targets, shard, sums_hidden_grad=sums, **wanted)
     results = {**found._asdict(), "topk_ids": found.topk_ids.int()}
     return columns | {name: results[name] for read in of_head for name in read.columns}
-
-
-class _Wanted(TypedDict):
-    """Reads of a pass over a head in addition to logprobs, as arguments of `head_reads` and `vocab_parallel_reads`."""
-
-    entropy: bool
-    collision: bool
-    token_filter: TokenFilter | None
-    k: int
-    below: int
-    ids: Tensor | None
 
 
 def _check_ids(name: str, ids: np.ndarray, vocab_size: int) -> None:
@@ -301,10 +272,7 @@ def _divergences(
     targets: Tensor,
     others: tuple[Tensor, Tensor],
     read: Read,
-    options: _HeadOptions,
-    *,
-    shard: VocabShard | None,
-    sums_hidden_grad: bool,
+    **options: Unpack[PassOptions],
 ) -> Tensor:
     """Return `[n, 6]`, computed for the tokens of one other model after another.
 
@@ -316,10 +284,9 @@ def _divergences(
         targets: Int64 `[n]`, the tokens.
         others: Hidden states `[n, width]` of the other models, and the number of each token's, int `[n]`.
         read: Read with the heads of the other models, the ids to compare and the mixture's weight.
-        options: Options of both heads.
-        shard: Place of this rank's rows in the head; None if it has the whole head.
-        sums_hidden_grad: As in `vocab_parallel_reads`.
+        **options: How both heads are read.
     """
+    shard = options.get("shard")
     # The rows of another model's head are those of the ids that this rank has; the last rank has those beyond as well.
     start, stop = 0, None
     if shard is not None:
@@ -340,19 +307,8 @@ def _divergences(
         bias = None if stored.bias is None else stored.bias.to(device)
         other = Head(stored.weight.to(device), bias, stored.transform)
         rows.append(own)
-        found.append(
-            divergences(
-                its_hidden,
-                head,
-                its_targets,
-                Other(its_states[:, : other.weight.shape[1]], other),
-                below=read.below,
-                beta=read.beta,
-                **options,
-                shard=shard,
-                sums_hidden_grad=sums_hidden_grad,
-            )
-        )
+        compared = Other(its_states[:, : other.weight.shape[1]], other)
+        found.append(divergences(its_hidden, head, its_targets, compared, below=read.below, beta=read.beta, **options))
     return found[0] if len(found) == 1 else torch.cat(found)[torch.cat(rows).argsort()]
 
 

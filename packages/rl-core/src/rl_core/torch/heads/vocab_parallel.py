@@ -4,7 +4,7 @@ logits never meet."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rl_core.token_filter import TokenFilter
 from rl_core.torch.heads.head_pass import (
     HeadGradients,
     HeadPass,
@@ -22,7 +21,7 @@ from rl_core.torch.heads.head_pass import (
     lowest_kept,
     wide_dtype,
 )
-from rl_core.torch.heads.logprobs import Head, TokenReads, empty_reads, head_pass
+from rl_core.torch.heads.logprobs import Head, HeadOptions, TokenReads, empty_reads, pass_over
 from rl_core.torch.kernels.vocabulary import LogitForm, softmax_statistics
 
 
@@ -51,61 +50,34 @@ def vocab_parallel_reads(
     targets: Tensor,
     shard: VocabShard,
     *,
-    temperature: float = 1.0,
-    entropy: bool = False,
-    collision: bool = False,
-    token_filter: TokenFilter | None = None,
-    k: int = 0,
-    below: int = 0,
-    ids: Tensor | None = None,
-    chunk_size: int | None = None,
     sums_hidden_grad: bool = True,
+    **options: Unpack[HeadOptions],
 ) -> TokenReads:
-    """Read the head as `rl_core.torch.heads.logprobs.head_reads` does, from this rank's rows of the head; collective
-    over its group.
+    """Read the head as `rl_core.torch.heads.logprobs.head_reads` does, from this rank's rows of the head.
 
-    At most `[chunk_size, vocab / ranks]` logits exist on a rank. Per chunk, three numbers per position are summed over
-    the group (as many more as there are `ids`, and `2 k` gathered for top-k); the backward pass talks once, about the
-    hidden states.
+    Collective over the group of the shard. At most `[chunk_size, vocab / ranks]` logits exist on a rank. Per chunk,
+    three numbers per position are summed over the group (as many more as there are `ids`, and `2 k` gathered for
+    top-k); the backward pass talks once, about the hidden states.
 
     Args:
         hidden: `[n, hidden]`, the same on every rank of the group.
         head: Weight `[vocab / ranks, hidden]` and bias of this rank.
         targets: Int64 `[n]`, token ids of the whole vocabulary.
         shard: Place of this rank's rows in the head.
-        temperature: Divides the logits.
-        entropy: True to return the entropy, in nats.
-        collision: True to return the sum of squared probabilities.
-        token_filter: As in `head_reads`.
-        k: Number of most likely tokens to return, in descending order.
-        below: Ids that these are chosen among are below it; 0 for all.
-        ids: Int64 `[n, m]`, token ids whose logprobs are wanted too; -1 stands for none.
-        chunk_size: Number of positions whose logits exist at one time; None for `chunk_size_of`.
         sums_hidden_grad: True if the gradient by the hidden states is summed over the group here; otherwise it is this
             rank's part of that sum, for a caller that sums it itself (a reduce-scatter under sequence parallelism).
+        **options: Further reads, and how they are computed; ids are of the whole vocabulary.
 
     Returns:
         The same values on every rank. The loss must be computed alike on every rank too.
     """
-    options = head_pass(
-        hidden,
-        head,
-        shard.vocab_size,
-        temperature=temperature,
-        entropy=entropy,
-        collision=collision,
-        token_filter=token_filter,
-        k=k,
-        below=below,
-        ids=ids,
-        chunk_size=chunk_size,
-    )
+    head_pass = pass_over(hidden, head, shard.vocab_size, **options)
     weight = shard.trim(head.weight)
     bias = None if head.bias is None else shard.trim(head.bias)
+    ids = options.get("ids")
     ids = targets.new_empty((len(targets), 0)) if ids is None else ids
-    return TokenReads(
-        *_VocabParallelReads.apply(hidden, weight, bias, targets, ids, _Pass(shard, options, sums_hidden_grad))
-    )
+    run = _Pass(shard, head_pass, sums_hidden_grad)
+    return TokenReads(*_VocabParallelReads.apply(hidden, weight, bias, targets, ids, run))
 
 
 @dataclass(frozen=True)
