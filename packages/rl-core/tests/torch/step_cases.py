@@ -9,8 +9,7 @@ import torch
 from joined_rank import joined
 
 from rl_core.data.batch import Batch
-from rl_core.data.microbatch import Batching
-from rl_core.data.pipeline import Pipeline
+from rl_core.data.microbatch import Batching, Pipeline
 from rl_core.metrics import Metric
 from rl_core.model import LOGPROBS
 from rl_core.selfcheck.rank_pool import Rank

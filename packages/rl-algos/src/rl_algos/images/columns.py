@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rl_core.data.batch import TOKENS, Batch
-from rl_core.data.image_column import image_column
+from rl_core.data.batch import TOKENS, Batch, image_column
 from rl_core.images import IMAGES
 
 

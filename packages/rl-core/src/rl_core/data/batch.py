@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from rl_core.data.ragged import Ragged, row_index
+from rl_core.images import DIGEST_BYTES
 
 Local = Ragged | np.ndarray
 """A column whose values are in this process."""
@@ -19,7 +20,7 @@ TOKENS = "tokens"
 
 
 class RowStore(Protocol):
-    """Columns over the same rows that lie elsewhere, such as in an object store."""
+    """Columns over the same rows that are stored elsewhere, such as in an object store."""
 
     def fetch(self) -> Batch:
         """Bring the columns into this process."""
@@ -54,7 +55,7 @@ class RemoteRows:
         order = np.argsort(np.concatenate(rows), kind="stable")
         part = np.repeat(np.arange(len(rows)), sizes)[order]
         row = np.concatenate([np.arange(size) for size in sizes])[order]
-        # stores without rows are left out: nobody may know their columns
+        # Stores without rows are left out, because nobody may know their columns.
         return cls(tuple(stores), part, row, lengths).select(np.arange(len(lengths)))
 
     def __len__(self) -> int:
@@ -68,7 +69,7 @@ class RemoteRows:
         """Return the given rows, in the given order."""
         index = row_index(rows)
         used, part = np.unique(self.part[index], return_inverse=True)
-        # without rows one store stays, which knows what a row is like
+        # Without rows one store stays, which knows the dtype and shape of a row.
         stores = tuple(self.stores[i] for i in used) or self.stores[:1]
         return RemoteRows(stores, part, self.row[index], self.lengths[index])
 
@@ -76,10 +77,6 @@ class RemoteRows:
         """Return consecutive rows, which must be those of a single store."""
         assert len(self.stores) == 1, f"rows of {len(self.stores)} stores are selected one by one"
         return RemoteRows(self.stores, self.part[start:end], self.row[start:end], self.lengths[start:end])
-
-    def fetch(self, name: str) -> Local:
-        """Return the rows of one column, each store fetched once."""
-        return self.fetch_all([name])[name]
 
     def fetch_all(self, names: Sequence[str]) -> dict[str, Local]:
         """Return the rows of several columns, each store fetched once."""
@@ -102,7 +99,7 @@ class RemoteRows:
 
 @dataclass(frozen=True, eq=False)
 class RemoteColumn:
-    """A column that lies elsewhere.
+    """A column that is stored elsewhere.
 
     Args:
         rows: Rows of the column.
@@ -119,14 +116,14 @@ class RemoteColumn:
 
     def fetch(self) -> Local:
         """Return the values, in this process."""
-        return zero_rows(self.rows.fetch(self.name), self.zeroed)
+        return zero_rows(self.rows.fetch_all([self.name])[self.name], self.zeroed)
 
 
 Column = Ragged | np.ndarray | RemoteColumn
 
 
 def pick_rows(parts: Sequence[Local], part: np.ndarray, row: np.ndarray) -> Local:
-    """Return rows of a column that lies in several parts, at least one.
+    """Return rows of a column that has several parts, at least one.
 
     Args:
         parts: Parts of the column.
@@ -170,7 +167,10 @@ class Batch:
     def __init__(self, columns: Mapping[str, Column]) -> None:
         if not columns:
             raise ValueError("a Batch needs at least one column")
-        kept = {name: _checked(column) for name, column in columns.items()}
+        for column in columns.values():
+            if not isinstance(column, Ragged | RemoteColumn | np.ndarray):
+                raise TypeError(f"a column is a Ragged, an array or a RemoteColumn, got {type(column).__name__}")
+        kept = dict(columns)
         rows = {name: len(column) for name, column in kept.items()}
         if len(set(rows.values())) > 1:
             raise ValueError(f"columns of a Batch must have the same number of rows, got {rows}")
@@ -194,12 +194,10 @@ class Batch:
         return dict(self._columns)
 
     def __getitem__(self, name: str) -> Local:
-        """Return the column's values, fetched if they lie elsewhere."""
+        """Return the column's values, fetched if they are stored elsewhere."""
         self.require(name)
         column = self._columns[name]
-        if isinstance(column, RemoteColumn):
-            return column.fetch()
-        return column
+        return column.fetch() if isinstance(column, RemoteColumn) else column
 
     def ragged(self, name: str) -> Ragged:
         """Return the column, which must be a `Ragged`."""
@@ -222,7 +220,7 @@ class Batch:
             raise ValueError(f"batch lacks columns {missing}; it has {sorted(self._columns)}")
 
     def only(self, names: Sequence[str]) -> Batch:
-        """Only the named columns."""
+        """Return the batch with only the named columns."""
         self.require(*names)
         return Batch({name: self._columns[name] for name in names})
 
@@ -249,9 +247,16 @@ class Batch:
     def select(self, rows: ArrayLike) -> Batch:
         """Return the given rows, in the given order."""
         index = row_index(rows)
-        # columns that share their rows before share them after
-        remote = {rows: rows.select(index) for rows in {column.rows for column in self._remote()}}
-        return Batch({name: _select(column, index, remote) for name, column in self._columns.items()})
+        # Columns that share their rows before share them after.
+        remote = {rows: rows.select(index) for rows in self._remote_names()}
+        columns: dict[str, Column] = {}
+        for name, column in self._columns.items():
+            if isinstance(column, RemoteColumn):
+                zeroed = None if column.zeroed is None else column.zeroed[index]
+                columns[name] = RemoteColumn(remote[column.rows], column.name, zeroed)
+            else:
+                columns[name] = column.select(index) if isinstance(column, Ragged) else column[index]
+        return Batch(columns)
 
     def split(self, sizes: Sequence[int]) -> list[Batch]:
         """Return consecutive parts of the given numbers of rows, which must add up to all rows."""
@@ -262,18 +267,12 @@ class Batch:
 
     def local(self) -> Batch:
         """Return the same batch with every column in this process; columns of the same rows are fetched together."""
-        by_rows: dict[RemoteRows, set[str]] = {}
-        for column in self._remote():
-            by_rows.setdefault(column.rows, set()).add(column.name)
-        fetched = {rows: rows.fetch_all(sorted(names)) for rows, names in by_rows.items()}
-        return Batch(
-            {
-                name: zero_rows(fetched[column.rows][column.name], column.zeroed)
-                if isinstance(column, RemoteColumn)
-                else column
-                for name, column in self._columns.items()
-            }
-        )
+        fetched = {rows: rows.fetch_all(sorted(names)) for rows, names in self._remote_names().items()}
+        columns = dict(self._columns)
+        for name, column in columns.items():
+            if isinstance(column, RemoteColumn):
+                columns[name] = zero_rows(fetched[column.rows][column.name], column.zeroed)
+        return Batch(columns)
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
@@ -285,34 +284,39 @@ class Batch:
             if set(batch) != names:
                 raise ValueError(f"batches to join must have the same columns, got {sorted(names)} and {sorted(batch)}")
         joined: dict[tuple[RemoteRows, ...], RemoteRows] = {}
-        return Batch({name: _concat([batch._columns[name] for batch in batches], joined) for name in batches[0]})
+        found: dict[str, Column] = {}
+        for name in batches[0]:
+            columns = [batch._columns[name] for batch in batches]
+            remote = [column for column in columns if isinstance(column, RemoteColumn)]
+            if len(remote) < len(columns) or len({column.name for column in remote}) > 1:
+                fetched: Any = [column.fetch() if isinstance(column, RemoteColumn) else column for column in columns]
+                found[name] = Ragged.concat(fetched) if isinstance(fetched[0], Ragged) else np.concatenate(fetched)
+                continue
+            key = tuple(column.rows for column in remote)
+            if key not in joined:
+                joined[key] = RemoteRows.concat(key)
+            zeroed = None
+            if any(column.zeroed is not None for column in remote):
+                zeroed = np.concatenate(
+                    [np.zeros(len(each), dtype=bool) if each.zeroed is None else each.zeroed for each in remote]
+                )
+            found[name] = RemoteColumn(joined[key], remote[0].name, zeroed)
+        return Batch(found)
 
-    def _remote(self) -> list[RemoteColumn]:
-        return [column for column in self._columns.values() if isinstance(column, RemoteColumn)]
+    def _remote_names(self) -> dict[RemoteRows, set[str]]:
+        """Return the rows that are stored elsewhere, and the names of their columns in the stores."""
+        names: dict[RemoteRows, set[str]] = {}
+        for column in self._columns.values():
+            if isinstance(column, RemoteColumn):
+                names.setdefault(column.rows, set()).add(column.name)
+        return names
 
 
-def _checked(column: Column) -> Column:
-    if isinstance(column, Ragged | RemoteColumn | np.ndarray):
-        return column
-    raise TypeError(f"a column is a Ragged, an array or a RemoteColumn, got {type(column).__name__}")
+def image_column(images: Sequence[Sequence[str]]) -> Ragged:
+    """Return the column `rl_core.images.IMAGES` of rows.
 
-
-def _select(column: Column, index: np.ndarray, remote: Mapping[RemoteRows, RemoteRows]) -> Column:
-    if isinstance(column, RemoteColumn):
-        zeroed = None if column.zeroed is None else column.zeroed[index]
-        return RemoteColumn(remote[column.rows], column.name, zeroed)
-    return column.select(index) if isinstance(column, Ragged) else column[index]
-
-
-def _concat(columns: Sequence[Column], joined: dict[tuple[RemoteRows, ...], RemoteRows]) -> Column:
-    remote = [column for column in columns if isinstance(column, RemoteColumn)]
-    if len(remote) == len(columns) and len({column.name for column in remote}) == 1:
-        key = tuple(column.rows for column in remote)
-        if key not in joined:
-            joined[key] = RemoteRows.concat(key)
-        if all(column.zeroed is None for column in remote):
-            return RemoteColumn(joined[key], remote[0].name)
-        zeroed = [np.zeros(len(column), dtype=bool) if column.zeroed is None else column.zeroed for column in remote]
-        return RemoteColumn(joined[key], remote[0].name, np.concatenate(zeroed))
-    fetched: Any = [column.fetch() if isinstance(column, RemoteColumn) else column for column in columns]
-    return Ragged.concat(fetched) if isinstance(fetched[0], Ragged) else np.concatenate(fetched)
+    Args:
+        images: Digests of each row's images, in the order of their tokens.
+    """
+    rows = [np.frombuffer(bytes.fromhex("".join(digests)), dtype=np.uint8) for digests in images]
+    return Ragged.from_rows(rows, np.uint8, (DIGEST_BYTES,))

@@ -1,4 +1,4 @@
-"""Assign rows to data-parallel ranks and to microbatches: pure functions on row lengths."""
+"""Assign rows to data-parallel ranks and to microbatches, as many as a pipeline needs; all by row lengths."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -16,9 +17,14 @@ from rl_core.model_config import ModelConfig
 PAIR = "pair"
 """The column whose equal ids keep rows in one shard and one microbatch."""
 
+BUBBLE = 0.2
+"""Share of a pass for which a pipeline rank may wait, if there are rows for more microbatches."""
 
-@dataclass(frozen=True)
-class _Unit:
+MIN_TOKENS = 512
+"""Number of tokens below which microbatches are not made smaller: matrix products would become the slower part."""
+
+
+class _Unit(NamedTuple):
     """Rows that travel together."""
 
     rows: tuple[int, ...]
@@ -43,8 +49,11 @@ def shard(lengths: ArrayLike, num_shards: int, groups: ArrayLike | None = None) 
     """
     if num_shards < 1:
         raise ValueError(f"num_shards must be at least 1, got {num_shards}")
-    sizes = np.asarray(lengths, dtype=np.int64)
-    unit_of, first = _unit_numbers(sizes, groups)
+    sizes, ids = _sizes_and_ids(lengths, groups)
+    # `unit_of` is the unit of each row, and `first` the first row of each unit.
+    unit_of = first = np.arange(len(sizes))
+    if ids is not None:
+        _, first, unit_of = np.unique(ids, return_index=True, return_inverse=True)
     tokens, num_rows = np.zeros_like(first), np.bincount(unit_of, minlength=len(first))
     np.add.at(tokens, unit_of, sizes)
     order = np.lexsort((first, -tokens))
@@ -92,7 +101,7 @@ def plan_microbatches(
     """
     if (max_tokens is None) == (max_rows is None):
         raise ValueError(f"give one of max_tokens and max_rows, got {max_tokens} and {max_rows}")
-    units = _units(lengths, groups)
+    units = _units(*_sizes_and_ids(lengths, groups))
     if max_rows is not None:
         plan = _consecutive(units, max_rows)
     elif max_tokens is not None and padded:
@@ -172,30 +181,68 @@ class Batching:
         )
 
 
-def _units(lengths: ArrayLike, groups: ArrayLike | None) -> list[_Unit]:
-    sizes = np.asarray(lengths, dtype=np.int64)
+@dataclass(frozen=True)
+class Pipeline:
+    """The pipeline that microbatches pass.
+
+    Args:
+        size: Number of pipeline ranks; 1 without a pipeline.
+        num_chunks: Number of virtual stages of each rank, interleaved with those of the others.
+    """
+
+    size: int = 1
+    num_chunks: int = 1
+
+    @property
+    def multiple(self) -> int:
+        """The number of microbatches of a pass must be a multiple of this: interleaved stages pass them on in rounds of
+        as many as there are ranks."""
+        return self.size if self.num_chunks > 1 else 1
+
+    def bubble(self, num_microbatches: int) -> float:
+        """Return the share of a pass for which a rank waits while the pipeline fills and drains.
+
+        All microbatches and stages are taken to need the same time.
+
+        See Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM" (2021).
+        """
+        waits = self.size - 1
+        return waits / (self.num_chunks * num_microbatches + waits) if waits else 0.0
+
+    def wanted(self, num_units: int, num_tokens: int) -> int:
+        """Return the number of microbatches that keeps the bubble to `BUBBLE`; 1 without a pipeline.
+
+        There are no more than this rank's rows are worth splitting into.
+
+        Args:
+            num_units: Number of units that cannot be split: rows, or groups of them.
+            num_tokens: Number of tokens of all rows.
+        """
+        if self.size == 1:
+            return 1
+        enough = -(-round((self.size - 1) * (1 - BUBBLE) / BUBBLE) // self.num_chunks)
+        return max(1, min(enough, num_units, num_tokens // MIN_TOKENS))
+
+    def rounded(self, num_microbatches: int) -> int:
+        """Return a number of microbatches that can pass, at least as large as the given one."""
+        return -(-num_microbatches // self.multiple) * self.multiple
+
+
+def _units(sizes: np.ndarray, groups: np.ndarray | None) -> list[_Unit]:
     if groups is None:
         return [_Unit((row,), int(size), int(size)) for row, size in enumerate(sizes)]
     members: dict[object, list[int]] = {}
-    for row, id_ in enumerate(_ids(sizes, groups).tolist()):
+    for row, id_ in enumerate(groups.tolist()):
         members.setdefault(id_, []).append(row)
     return [_Unit(tuple(rows), int(sizes[rows].sum()), int(sizes[rows].max())) for rows in members.values()]
 
 
-def _unit_numbers(sizes: np.ndarray, groups: ArrayLike | None) -> tuple[np.ndarray, np.ndarray]:
-    """Return int64 `[rows]`, the unit of each row, and `[units]`, the first row of each unit."""
-    if groups is None:
-        return np.arange(len(sizes)), np.arange(len(sizes))
-    ids = _ids(sizes, groups)
-    _, first, unit_of = np.unique(ids, return_index=True, return_inverse=True)
-    return unit_of, first
-
-
-def _ids(sizes: np.ndarray, groups: ArrayLike) -> np.ndarray:
-    ids = np.asarray(groups)
-    if ids.shape != sizes.shape:
+def _sizes_and_ids(lengths: ArrayLike, groups: ArrayLike | None) -> tuple[np.ndarray, np.ndarray | None]:
+    sizes = np.asarray(lengths, dtype=np.int64)
+    ids = None if groups is None else np.asarray(groups)
+    if ids is not None and ids.shape != sizes.shape:
         raise ValueError(f"groups must have one id per row: {ids.shape} ids for {sizes.shape} rows")
-    return ids
+    return sizes, ids
 
 
 def _by_tokens(units: Sequence[_Unit]) -> list[_Unit]:
@@ -240,7 +287,7 @@ def _best_fit(units: Sequence[_Unit], max_tokens: int) -> list[list[_Unit]]:
 
 
 def _evenly(units: Sequence[_Unit], max_tokens: int, count: int) -> list[list[_Unit]] | None:
-    """Return the longest unit first, each to the microbatch of fewest tokens; None if one would exceed the budget."""
+    """Assign the longest unit first, each to the microbatch of fewest tokens; None if one would exceed the budget."""
     plan: list[list[_Unit]] = [[] for _ in range(count)]
     loads = [(0, place) for place in range(count)]  # a heap of tokens and place in the plan
     for unit in _by_tokens(units) if count else ():

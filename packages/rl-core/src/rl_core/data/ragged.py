@@ -10,7 +10,11 @@ from numpy.typing import ArrayLike, DTypeLike
 
 
 def row_index(rows: ArrayLike) -> np.ndarray:
-    """Return int64 `[selected]`, row numbers as `select` takes them; raises a `TypeError` for a mask or other numbers."""
+    """Return int64 `[selected]`, row numbers as `select` takes them.
+
+    Raises:
+        TypeError: For a mask or other numbers.
+    """
     index = np.asarray(rows)
     if index.size and index.dtype.kind not in "iu":
         raise TypeError(
@@ -58,7 +62,7 @@ class Ragged:
         ]
         arrays = [array.reshape(-1, *inner) for array in arrays] if inner else arrays
         if dtype is None and arrays:
-            # an empty list is of floats to numpy, and would make floats of the tokens around it
+            # An empty list has floats for numpy, and would make floats of the tokens around it.
             filled = [array for array in arrays if array.size] or arrays
             kinds = [_kind(array.dtype) for array in filled]
             if len(set(kinds)) > 1:
@@ -102,7 +106,8 @@ class Ragged:
 
     def sums(self) -> np.ndarray:
         """Return float64 `[rows, *inner]`, the sum of each row; an empty row sums to 0."""
-        # row by row: differences of one running sum would round with the batch, and a NaN would spoil every later row
+        # Each row is summed by itself: differences of one running sum would round with the batch, and a NaN would spoil
+        # every later row.
         totals = np.zeros((len(self), *self.values.shape[1:]), dtype=np.float64)
         filled = self.lengths > 0
         if filled.any():
@@ -134,10 +139,9 @@ class Ragged:
     def concat(parts: Sequence[Ragged]) -> Ragged:
         """Return rows of all parts, in order; there must be at least one part."""
         starts = np.cumsum([0] + [len(part.values) for part in parts])
-        offsets = [np.zeros(1, dtype=np.int64)] + [
-            part.offsets[1:] + start for part, start in zip(parts, starts, strict=False)
-        ]
-        return Ragged(np.concatenate([part.values for part in parts]), np.concatenate(offsets))
+        offsets = [part.offsets[1:] + start for part, start in zip(parts, starts, strict=False)]
+        values = np.concatenate([part.values for part in parts])
+        return Ragged(values, np.concatenate([np.zeros(1, dtype=np.int64), *offsets]))
 
 
 def _of_one_kind(row: ArrayLike, number: int) -> np.ndarray:
@@ -156,6 +160,4 @@ def _of_one_kind(row: ArrayLike, number: int) -> np.ndarray:
 
 
 def _kind(dtype: np.dtype) -> str:
-    return {"b": "numbers", "i": "numbers", "u": "numbers", "f": "numbers", "U": "texts", "S": "bytes"}.get(
-        dtype.kind, "objects"
-    )
+    return "numbers" if dtype.kind in "biuf" else {"U": "texts", "S": "bytes"}.get(dtype.kind, "objects")

@@ -1,4 +1,4 @@
-"""Rows that lie in many stores, brought together for every shard of a model: pure functions.
+"""Rows of many stores, brought together for every shard of a model: pure functions.
 
 A shard's rows come from about as many groups as it has rows. Were each rank to read all of them, a step would make as
 many requests as it has rollouts, for several times the data. So a few ranks, the pickers, each read a part of the
@@ -22,7 +22,7 @@ that family."""
 
 @dataclass(frozen=True)
 class Pick:
-    """Which rows a picker takes of one family, the columns that lie in the same rows.
+    """Which rows a picker takes of one family, the columns over the same rows.
 
     Args:
         names: Names of the columns in the stores.
@@ -37,8 +37,8 @@ class Pick:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How the rows of one shard lie in the chunks that it gets, for one family.
+class ChunkLayout:
+    """Places of the rows of one shard in the chunks that it gets, for one family.
 
     Args:
         columns: Name in the batch, to name in the stores.
@@ -62,7 +62,7 @@ class Shard:
     """
 
     local: Batch | None
-    layouts: tuple[Layout, ...] = ()
+    layouts: tuple[ChunkLayout, ...] = ()
 
     def assemble(self, chunks: Sequence[Chunk]) -> Batch:
         """Return the whole batch, from the chunk of each picker for this shard."""
@@ -100,21 +100,22 @@ def plan_shuffle(batch: Batch, rows: Sequence[np.ndarray], max_pickers: int) -> 
         max_pickers: Maximum number of pickers; there are fewer if there are fewer stores, and none if every column is
             local.
     """
-    families = _families(batch)
+    families: dict[RemoteRows, dict[str, RemoteColumn]] = {}
+    for name, column in batch.columns.items():
+        if isinstance(column, RemoteColumn):
+            families.setdefault(column.rows, {})[name] = column
     near = [name for name, column in batch.columns.items() if not isinstance(column, RemoteColumn)]
     local = batch.only(near) if near else None
     num_pickers = min(max_pickers, max((len(family.stores) for family in families), default=0))
     picked = [_plan_family(family, columns, rows, num_pickers) for family, columns in families.items()]
-    return Plan(
-        picks=tuple(tuple(picks[picker] for picks, _, _ in picked) for picker in range(num_pickers)),
-        stores=tuple(
-            tuple(store for _, stores, _ in picked for store in stores[picker]) for picker in range(num_pickers)
-        ),
-        shards=tuple(
-            Shard(None if local is None else local.select(index), tuple(layouts[shard] for _, _, layouts in picked))
-            for shard, index in enumerate(rows)
-        ),
+    pickers = range(num_pickers)
+    picks = tuple(tuple(of_family[picker] for of_family, _, _ in picked) for picker in pickers)
+    stores = tuple(tuple(store for _, held, _ in picked for store in held[picker]) for picker in pickers)
+    shards = tuple(
+        Shard(None if local is None else local.select(index), tuple(layouts[shard] for _, _, layouts in picked))
+        for shard, index in enumerate(rows)
     )
+    return Plan(picks, stores, shards)
 
 
 def pick(picks: Sequence[Pick], stores: Sequence[Batch]) -> list[Chunk]:
@@ -130,18 +131,10 @@ def pick(picks: Sequence[Pick], stores: Sequence[Batch]) -> list[Chunk]:
     return list(chunks)
 
 
-def _families(batch: Batch) -> dict[RemoteRows, dict[str, RemoteColumn]]:
-    families: dict[RemoteRows, dict[str, RemoteColumn]] = {}
-    for name, column in batch.columns.items():
-        if isinstance(column, RemoteColumn):
-            families.setdefault(column.rows, {})[name] = column
-    return families
-
-
 def _plan_family(
     family: RemoteRows, columns: Mapping[str, RemoteColumn], rows: Sequence[np.ndarray], num_pickers: int
-) -> tuple[list[Pick], list[tuple[RowStore, ...]], list[Layout]]:
-    """For each picker its pick and stores, and for each shard its layout."""
+) -> tuple[list[Pick], list[tuple[RowStore, ...]], list[ChunkLayout]]:
+    """Return for each picker its pick and stores, and for each shard its layout."""
     num_stores = len(family.stores)
     picker_of = np.arange(num_stores) * num_pickers // num_stores
     first = np.searchsorted(picker_of, np.arange(num_pickers + 1))
@@ -157,19 +150,15 @@ def _plan_family(
         mine = np.flatnonzero(picker == number)
         offsets = np.searchsorted(shard[mine], np.arange(len(rows) + 1))
         place[mine] = np.arange(len(mine)) - offsets[shard[mine]]
-        picks.append(
-            Pick(
-                names,
-                int(first[number + 1] - first[number]),
-                Ragged(part[mine] - first[number], offsets),
-                Ragged(row[mine], offsets),
-            )
-        )
+        own = Ragged(part[mine] - first[number], offsets)
+        picks.append(Pick(names, int(first[number + 1] - first[number]), own, Ragged(row[mine], offsets)))
     ends = np.cumsum(sizes)
     zeroed = {name: column.zeroed[index] for name, column in columns.items() if column.zeroed is not None}
     stored = {name: column.name for name, column in columns.items()}
     layouts = [
-        Layout(stored, picker[begin:end], place[begin:end], {name: each[begin:end] for name, each in zeroed.items()})
+        ChunkLayout(
+            stored, picker[begin:end], place[begin:end], {name: each[begin:end] for name, each in zeroed.items()}
+        )
         for begin, end in zip(ends - sizes, ends, strict=True)
     ]
     stores = [family.stores[first[number] : first[number + 1]] for number in range(num_pickers)]

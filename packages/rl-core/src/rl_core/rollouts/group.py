@@ -9,8 +9,7 @@ from typing import overload
 import numpy as np
 from numpy.typing import DTypeLike
 
-from rl_core.data.batch import TOKENS, Batch, Column
-from rl_core.data.image_column import image_column
+from rl_core.data.batch import TOKENS, Batch, Column, image_column
 from rl_core.data.ragged import Ragged
 from rl_core.images import IMAGES
 from rl_core.rollouts.record import rollout_record

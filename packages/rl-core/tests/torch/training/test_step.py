@@ -10,8 +10,7 @@ import torch
 from step_cases import Squares, num_planned, run_pass
 
 from rl_core.data.batch import Batch
-from rl_core.data.microbatch import Batching
-from rl_core.data.pipeline import Pipeline
+from rl_core.data.microbatch import Batching, Pipeline
 from rl_core.data.ragged import Ragged
 from rl_core.errors import RLError, WorkerError
 from rl_core.metrics import reduce_metrics

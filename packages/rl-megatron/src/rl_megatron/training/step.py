@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from rl_core.data.batch import Batch
-from rl_core.data.pipeline import Pipeline
+from rl_core.data.microbatch import Pipeline
 from rl_core.data.ragged import Ragged
 from rl_core.metrics import Metric
 from rl_core.torch.rows import no_images

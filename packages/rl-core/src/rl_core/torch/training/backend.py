@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from rl_core.data.batch import Batch
-from rl_core.data.pipeline import Pipeline
+from rl_core.data.microbatch import Pipeline
 from rl_core.data.ragged import Ragged
 from rl_core.devices import Device
 from rl_core.mesh import Coordinates

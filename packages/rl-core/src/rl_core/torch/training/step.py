@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from rl_core.data.batch import TOKENS, Batch
-from rl_core.data.microbatch import PAIR, Batching
-from rl_core.data.pipeline import Pipeline
+from rl_core.data.microbatch import PAIR, Batching, Pipeline
 from rl_core.data.ragged import Ragged
 from rl_core.errors import RLError
 from rl_core.images import IMAGES
