@@ -15,8 +15,7 @@ import rl_core.errors
 from rl_core.config import all_keys
 from rl_core.errors import RLError
 from rl_launch.cli.app import app
-from rl_launch.commands.documentation import page_of
-from rl_launch.commands.explain import explain_anywhere, roots_of_all
+from rl_launch.commands.explain import explain_anywhere, page_of, roots_of_all
 from rl_launch.recipes import recipe_names
 from rl_launch.submit.profile import PROFILE
 

@@ -308,7 +308,7 @@ def test_a_name_that_is_a_key_here_is_not_explained_as_one_of_others():
 
 
 def test_listings_load_no_engine():
-    commands = ("catalog", "completion_keys", "explain", "key_search", "recipe_files", "schema")
+    commands = ("catalog", "explain", "recipe_files")
     assert not loaded_by("rl_launch.cli", *(f"rl_launch.commands.{name}" for name in commands)) & HEAVY
 
 

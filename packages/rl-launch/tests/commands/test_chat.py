@@ -19,8 +19,7 @@ from rl_core.rollouts.group import RolloutGroup
 from rl_core.rollouts.rollout import Rollout
 from rl_launch.cli import app
 from rl_launch.commands import chat as module
-from rl_launch.commands.chat import AnswerFailed, PoolAnswerer, chat_plan, system_prompt_of
-from rl_launch.commands.chat_loop import ChatLoop
+from rl_launch.commands.chat import AnswerFailed, ChatLoop, PoolAnswerer, chat_plan, system_prompt_of
 
 TOKENIZER = make_tokenizer()
 
@@ -102,7 +101,7 @@ def served(monkeypatch):
     given = SimpleNamespace(model=Model("3<|end|>"))
 
     @contextmanager
-    def serving(plan, sampling, *, num_turns, seed):
+    def serving(plan, *, num_turns, seed, **sampling):
         given.config, given.sampling, given.num_turns, given.seed = plan.config, sampling, num_turns, seed
         yield module.ServedModel(given.model, TOKENIZER, None, "tiny", 32)
 
@@ -115,7 +114,7 @@ def test_once_prints_the_answer_alone(served):
         app, ["chat", "tiny-arithmetic", "--once", "1+2=", "--temperature", "0.5", "--max-new-tokens", "4"]
     )
     assert (done.exit_code, done.stdout) == (0, "3\n")
-    assert (served.sampling.temperature, served.sampling.max_new_tokens, served.num_turns) == (0.5, 4, 1)
+    assert (served.sampling["temperature"], served.sampling["max_new_tokens"], served.num_turns) == (0.5, 4, 1)
 
 
 def test_once_fails_without_an_answer(served):

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from rl_launch.commands.completion_input import CompletionInput
+from rl_launch.commands.environments.run import CompletionInput
 
 
 def read_all(descriptor):

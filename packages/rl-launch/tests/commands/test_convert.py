@@ -17,10 +17,9 @@ from rl_core.data.ragged import Ragged
 from rl_core.errors import ConfigProblems, RLError
 from rl_core.model import LOGPROBS, SCORES, SavedFile
 from rl_launch.cli import app
-from rl_launch.commands import convert, torch_conversion
-from rl_launch.commands.conversion_check import Probe
-from rl_launch.commands.conversion_source import checkpoint_of
-from rl_launch.commands.convert import Verification, _made, to_checkpoint, to_hugging_face
+from rl_launch.commands.conversion import convert, weight_files
+from rl_launch.commands.conversion.convert import Probe, _made, to_checkpoint, to_hugging_face
+from rl_launch.commands.conversion.source import checkpoint_of
 from rl_launch.run_config.reading import read_model_plan, read_plan
 from rl_launch.session.checkpoints.manifest import Manifest
 
@@ -155,8 +154,8 @@ def pickled(model, monkeypatch):
         (target / "model.safetensors").write_text("weights")
         return seen.answer
 
-    monkeypatch.setattr(torch_conversion, "_answer", answer)
-    monkeypatch.setattr(torch_conversion.DriverEnvs, "provided", lambda specs, mode: provided(seen, specs, mode))
+    monkeypatch.setattr(weight_files, "_answer", answer)
+    monkeypatch.setattr(weight_files.DriverEnvs, "provided", lambda specs, mode: provided(seen, specs, mode))
     return seen
 
 
@@ -371,14 +370,14 @@ def test_files_that_compute_something_else_are_not_kept(number_run, started, tmp
     with pytest.raises(RLError, match=r"compute different logprobs than the source: the largest difference is 0\.13"):
         to_hugging_face(number_run, tmp_path / "out")
     assert sorted(tmp_path.rglob("*")) == before
-    to_hugging_face(number_run, tmp_path / "unverified", verification=Verification(enabled=False))
+    to_hugging_face(number_run, tmp_path / "unverified", verify=False)
     assert len(started.sources) == 3
 
 
 def test_another_backend_reads_the_files(number_run, started, tmp_path):
-    to_hugging_face(number_run, tmp_path / "out", verification=Verification(backend="megatron"))
+    to_hugging_face(number_run, tmp_path / "out", verify_with="megatron")
     assert names_of(started) == ["dtensor", "megatron"]
-    to_checkpoint(str(tmp_path / "model"), tmp_path / "new", "megatron", verification=Verification(backend="dtensor"))
+    to_checkpoint(str(tmp_path / "model"), tmp_path / "new", "megatron", verify_with="dtensor")
     assert names_of(started)[2:] == ["megatron", "dtensor", "megatron"]
     assert started.sources[3].checkpoint is None
     assert started.sources[4].checkpoint is not None

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rl_launch.commands import documentation
-from rl_launch.commands.documentation import address_of, guide_about, page_of
-from rl_launch.commands.explain import explain_anywhere
+from rl_launch.commands import explain
+from rl_launch.commands.explain import address_of, explain_anywhere, guide_about, page_of
 
 
 def explanation(key):
@@ -32,13 +31,13 @@ def test_a_key_has_a_place(key, place):
 def test_a_documented_key_has_an_address_below_the_address_in_the_metadata(monkeypatch):
     message = Message()
     message["Project-URL"] = "Documentation, https://example.org/rl/"
-    monkeypatch.setattr(documentation, "metadata", lambda name: message)
+    monkeypatch.setattr(explain, "metadata", lambda name: message)
     assert address_of(explanation("grpo.seed")) == "https://example.org/rl/reference/config/grpo.html#grpo.seed"
     assert address_of(replace(explanation("env.math.type"), key="env.mine.type")) == ""
 
 
 def test_without_an_address_in_the_metadata_there_is_none(monkeypatch):
-    monkeypatch.setattr(documentation, "metadata", lambda name: Message())
+    monkeypatch.setattr(explain, "metadata", lambda name: Message())
     assert address_of(explanation("grpo.seed")) == ""
 
 

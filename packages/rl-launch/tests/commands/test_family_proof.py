@@ -12,7 +12,7 @@ from rl_core.model_config import ModelConfig
 from rl_core.plugins import BackendPlugin, MeshCase, Requirement
 from rl_dtensor.config import DTensorConfig
 from rl_dtensor.plugin import PLUGIN as DTENSOR
-from rl_launch.commands.family_proof import prove_family
+from rl_launch.commands.preparation import prove_family
 from rl_launch.doctor.family_table import FamilyTable
 
 CHECK = """
@@ -121,7 +121,7 @@ def table(tmp_path, monkeypatch):
         content = {"versions": {"some-engine": "1.0"}, "families": {"strange": held}}
         (package / "families.json").write_text(json.dumps(content))
         installed = {"some-engine": version}
-        monkeypatch.setattr("rl_launch.commands.family_proof._versions", lambda python: installed)
+        monkeypatch.setattr("rl_launch.commands.preparation._versions", lambda python: installed)
         monkeypatch.syspath_prepend(str(tmp_path))
         monkeypatch.delitem(sys.modules, "some_tables", raising=False)
         return replace(backend(), config=Settings, family_table="some_tables:families.json")

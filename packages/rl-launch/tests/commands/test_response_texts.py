@@ -1,4 +1,4 @@
-from rl_launch.commands.response_texts import sought_texts
+from rl_launch.commands.environments.check import sought_texts
 
 CODE = r"""
 import re
@@ -17,7 +17,7 @@ class Door:
 
 def test_what_code_looks_for_in_responses_is_found(tmp_path):
     (tmp_path / "door.py").write_text(CODE)
-    assert [str(each) for each in sought_texts(f"{tmp_path}/door.py:Door")] == [
+    assert sought_texts(f"{tmp_path}/door.py:Door") == [
         r"door.py:4: re.compile code: (\d+)",
         "door.py:9: .split ####",
         "door.py:9: .removeprefix I say ",
@@ -39,7 +39,7 @@ def test_the_constant_parts_of_a_composed_string_are_found(tmp_path):
     (tmp_path / "sums.py").write_text(
         'def score(response, answer):\n    return response in ("It is " + answer, f"{answer}!")\n'
     )
-    assert [each.text for each in sought_texts(f"{tmp_path}/sums.py:score")] == ["It is ", "!"]
+    assert sought_texts(f"{tmp_path}/sums.py:score") == ["sums.py:2: in It is ", "sums.py:2: in !"]
 
 
 def test_texts_of_other_definitions_of_the_file_are_left_out(tmp_path):
@@ -47,5 +47,5 @@ def test_texts_of_other_definitions_of_the_file_are_left_out(tmp_path):
         'import re\nBOX = re.compile("box")\n\ndef read(text):\n    return BOX.search(text)\n\n'
         'def boxed(response):\n    return read(response)\n\ndef other(response):\n    return response == "yes"\n'
     )
-    assert [each.text for each in sought_texts(f"{tmp_path}/two.py:boxed")] == ["box"]
-    assert [each.text for each in sought_texts(f"{tmp_path}/two.py:other")] == ["yes"]
+    assert sought_texts(f"{tmp_path}/two.py:boxed") == ["two.py:2: re.compile box"]
+    assert sought_texts(f"{tmp_path}/two.py:other") == ["two.py:11: == yes"]

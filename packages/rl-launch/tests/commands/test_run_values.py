@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from rl_core.errors import ConfigError
 from rl_launch.cli import app
-from rl_launch.commands.run_values import RunValues, condition
+from rl_launch.commands.runs import RunValues, condition
 from rl_launch.session.directory.labels import Labels
 from rl_launch.session.directory.run_folder import RunFolder
 from rl_launch.session.directory.run_state import RunState

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from rl_core.errors import ConfigError
 from rl_launch.cli import app
-from rl_launch.commands.schema import recipe_schema
+from rl_launch.commands.recipe_files import recipe_schema
 from rl_launch.recipes import RECIPES
 
 pytest.importorskip("check_jsonschema")

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from rl_core.errors import ConfigError
 from rl_core.testing.exhaustive import exhaustive
 from rl_launch.cli import app
-from rl_launch.commands.worker_envs import build_worker_envs
+from rl_launch.commands.diagnosis import build_worker_envs
 from rl_launch.worker_envs.node_build import find_built
 from rl_launch.worker_envs.plan import local_plan
 

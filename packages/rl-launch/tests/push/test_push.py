@@ -17,10 +17,9 @@ from huggingface_hub.errors import HfHubHTTPError
 from rich.console import Console
 
 from rl_core.errors import ConfigError, RunDirectoryError
-from rl_launch.commands.push import push
 from rl_launch.push.destinations import destination_of
 from rl_launch.push.model_card import base_model
-from rl_launch.push.pusher import Pusher, pusher_of
+from rl_launch.push.pusher import Pusher, push, pusher_of
 from rl_launch.session import CheckpointingConfig, RunSession
 from rl_launch.session.checkpoints.manifest import Manifest
 from rl_launch.session.directory.run_state import RunState

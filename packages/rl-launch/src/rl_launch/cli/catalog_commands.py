@@ -1,7 +1,8 @@
-"""`rl recipes`, `rl init`, `rl env list` and `rl data list`: the names that a config can use."""
+"""`rl recipes`, `rl init`, `rl env` and `rl data`: the names that a config can use, and environments and rows tried."""
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +11,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rl_launch.cli import explanation_text
-from rl_launch.cli.completion import complete_dataset, complete_environment, complete_recipe, complete_task
+from rl_launch.cli.completion import (
+    complete_algorithm,
+    complete_dataset,
+    complete_environment,
+    complete_recipe,
+    complete_rows,
+    complete_task,
+)
 from rl_launch.cli.failure import reported
+from rl_launch.cli.options import AsJson, keys, named, write_json
 from rl_launch.recipes import recipe_names
 
 if TYPE_CHECKING:
@@ -19,6 +28,36 @@ if TYPE_CHECKING:
 
 environments = typer.Typer(no_args_is_help=True)
 data = typer.Typer(no_args_is_help=True)
+
+All = Annotated[bool, typer.Option("--all", help="Show the settings of all entries.")]
+Name = Annotated[
+    str,
+    typer.Argument(
+        metavar="NAME|FILE.yaml",
+        help="An installed environment, file.py:NAME, package.module:NAME, or a recipe, YAML file or run directory.",
+        autocompletion=complete_environment,
+    ),
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[KEY=VALUE]...",
+        help="Settings of the environment, and keys of data.train such as data.train.split=test.",
+    ),
+]
+Data = Annotated[
+    str,
+    typer.Option(
+        "--data",
+        metavar="FILE|DATASET",
+        help="Rows (default: the installed dataset of the same name).",
+        autocompletion=complete_dataset,
+    ),
+]
+Prompt = Annotated[str, typer.Option("--prompt", metavar="TEXT", help="Use a single row with this prompt instead.")]
+Fields = Annotated[
+    str, typer.Option("--fields", metavar="JSON", help="""Fields of that row, such as '{"answer": "42"}'.""")
+]
 
 
 def recipes(
@@ -43,9 +82,7 @@ def recipes(
 
 
 def init(
-    recipe: Annotated[
-        str, typer.Argument(metavar="RECIPE", help="The recipe to copy.", autocompletion=complete_recipe)
-    ],
+    recipe: Annotated[str, named("RECIPE", "The recipe to copy.")],
     output: Annotated[
         Path | None,
         typer.Option(
@@ -68,9 +105,6 @@ def init(
         )
 
 
-All = Annotated[bool, typer.Option("--all", help="Show the settings of all entries.")]
-
-
 @environments.command("list")
 def list_environments(
     name: Annotated[
@@ -88,8 +122,7 @@ def list_environments(
 
         known = found()
         if name is not None:
-            one = chosen(known, name, "environment")
-            sys.stdout.write(explanation_text.choice(one, "rl env list"))
+            sys.stdout.write(explanation_text.choice(chosen(known, name, "environment"), "rl env list"))
             return
         if not everything:
             sys.stdout.write(explanation_text.names({each.name: _line(each) for each in known.values()}))
@@ -99,9 +132,115 @@ def list_environments(
         everywhere = {each.key.rpartition(".")[2] for each in shared}
         for each in known.values():
             own = tuple(setting for setting in each.settings if setting.key.rpartition(".")[2] not in everywhere)
-            one = replace(each, settings=own)
-            sys.stdout.write(explanation_text.choice(one, "rl env list"))
+            sys.stdout.write(explanation_text.choice(replace(each, settings=own), "rl env list"))
         sys.stdout.write(explanation_text.settings("settings of every environment", shared))
+
+
+@environments.command("run")
+def run_environment(
+    name: Name,
+    settings: Settings = None,
+    data: Data = "",
+    prompt: Prompt = "",
+    fields: Fields = "",
+    row: Annotated[int, typer.Option("--row", metavar="N", min=1, help="Use the Nth row.")] = 1,
+    scripted: Annotated[
+        Path | None,
+        typer.Option("--scripted", metavar="FILE", help="Completions, each followed by a line with a single dot."),
+    ] = None,
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model", metavar="MODEL", help="Sample from a model; keys such as policy.generation.temperature=0.5."
+        ),
+    ] = "",
+    max_turns: Annotated[int, typer.Option("--max-turns", min=1, help="Maximum number of turns.")] = 20,
+    program: Annotated[str, typer.Option("--program", help="The rollout program.")] = "multi_turn",
+    tool_format: Annotated[
+        str | None, typer.Option("--tool-format", metavar="FORMAT", help="Format of tool calls, such as llama.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Try an environment: type the completions of the policy, and see the observations and rewards.
+
+    A completion can have several lines. A line with a single dot ends it. Write tool calls in the format of Hermes
+    models, <tool_call>{"name": ..., "arguments": {...}}</tool_call>, or in the --tool-format. The exit code is 1 if the
+    rollout fails.
+
+    With --json: the record of the rollout, as in rollouts/step_N.jsonl of a run.
+    """
+    with reported():
+        from rl_core.errors import ConfigError
+        from rl_launch.commands.environments.source import environment_of
+        from rl_launch.session import show_logs
+
+        if model and scripted is not None:
+            raise ConfigError("--model and --scripted cannot be combined")
+        of_model = [each for each in settings or () if each.startswith(("policy.", "cluster."))]
+        if of_model and not model:
+            raise ConfigError(f"{of_model[0]} is the key of a model. Pass the model with --model")
+        others = [each for each in settings or () if each not in of_model]
+        given = environment_of(name, others, data, prompt, fields)
+        if row > len(given.rows):
+            raise ConfigError(f"--row: got {row}, but the data has {len(given.rows)} rows")
+        show_logs()
+
+        # imports transformers, which takes a second
+        from rl_launch.commands.environments.run import Course, model_player, play, scripted_player, typed_player
+
+        course, output = Course(program, max_turns, tool_format), sys.stderr if as_json else sys.stdout
+        if model:
+            player = model_player(model, of_model, course, given)
+        elif scripted is not None:
+            player = scripted_player(scripted.expanduser(), course)
+        else:
+            player = typed_player(course)
+            if sys.stdin.isatty():
+                output.write("(end a completion with a line that contains a single dot)\n")
+        record = play(given, given.rows[row - 1], player, output)
+        if as_json:
+            write_json(record)
+        if record["status"] == "failed":
+            raise typer.Exit(1)
+
+
+@environments.command("check")
+def check_environment(
+    name: Name,
+    settings: Settings = None,
+    data: Data = "",
+    prompt: Prompt = "",
+    fields: Fields = "",
+    responses: Annotated[
+        list[str] | None,
+        typer.Option("--response", metavar="TEXT", help="Also try this response on every row. May be repeated."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check on the first rows that an environment works in rollouts. Prints one line per check, with the remedy.
+
+    The environment must start, find the fields that it requests, return finite rewards for every response within its
+    deadline, and handle malformed tool calls. It must return the same results when the calls are repeated, reordered,
+    batched, or mixed with other conversations. The responses are the answer of a row in common forms, an empty string,
+    and the --response values. A warning is printed if a reward is the same for all of them. Ten sample rewards are
+    shown. The exit code is 1 if a check fails.
+
+    With --json: {"schema": 1, "holds", "checks": [{"name", "status": "ok"|"warned"|"failed"|"skipped", "said",
+    "remedy"}, ...], "samples": [{"place", "response", "rewards", "num_turns", "done"}, ...]}.
+    """
+    with reported():
+        from rl_launch.commands.environments import check
+        from rl_launch.commands.environments.source import environment_of
+
+        given = environment_of(name, settings or [], data, prompt, fields)
+        of_code = given.instance.config.type or given.instance.name
+        found = check.check_environment(given, responses or ())
+        if as_json:
+            write_json(check.as_json(found))
+        else:
+            sys.stdout.write(check.as_text(found, check.sought_texts(of_code)))
+        if not found.holds:
+            raise typer.Exit(1)
 
 
 @data.command("list")
@@ -126,11 +265,10 @@ def list_datasets(
     For files (`data.train.data_path`) and other hub datasets, set their columns with keys of `data.train`.
     """
     with reported():
-        from rl_launch.commands.catalog import chosen
+        from rl_launch.commands.catalog import chosen, hub_datasets
         from rl_launch.commands.catalog import datasets as found
-        from rl_launch.commands.catalog import hub_datasets as on_hub
 
-        known, hub = found(), on_hub()
+        known, hub = found(), hub_datasets()
         if name is None and not everything:
             sys.stdout.write("installed:\n")
             sys.stdout.write(explanation_text.names({each.name: _line(each) for each in known.values()}, "  "))
@@ -152,7 +290,75 @@ def list_datasets(
             return
         sys.stdout.write(explanation_text.choice(each, "rl data list"))
         if each.tasks:
-            sys.stdout.write(explanation_text.tasks(each.tasks.values()))
+            sys.stdout.write(explanation_text.names({task.name: task.doc for task in each.tasks.values()}))
+
+
+@data.command("show")
+def show_rows(
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE|DATASET|RECIPE|FILE.yaml|RUN",
+            help="Data (JSON Lines, Parquet, ..., or the name of a dataset), or a config with data.",
+            autocompletion=complete_rows,
+        ),
+    ],
+    overrides: Annotated[list[str] | None, keys("Config keys to set, such as data.train.input_key=question.")] = None,
+    model: Annotated[
+        str, typer.Option("--model", metavar="MODEL", help="Use the tokenizer and chat template of this model.")
+    ] = "",
+    algorithm: Annotated[
+        str,
+        typer.Option(
+            "--algorithm",
+            metavar="NAME",
+            help="Read a data file as this algorithm does (default: inferred from its columns).",
+            autocompletion=complete_algorithm,
+        ),
+    ] = "",
+    rows: Annotated[int, typer.Option("--rows", metavar="N", min=0, help="Show the first N rows.")] = 3,
+    row: Annotated[int | None, typer.Option("--row", metavar="N", min=1, help="Show only the Nth row.")] = None,
+    over: Annotated[
+        int | None, typer.Option("--over", metavar="N", min=1, help="Count over the first N rows (default: 1000).")
+    ] = None,
+    validation: Annotated[bool, typer.Option("--validation", help="Show the validation data.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show how rows of data are read: the text of the model with special tokens, the parts that are learned (green, or
+    between « and » without colours), and the fields that rewards receive.
+
+    Rows that are too long or refused are shown with the reason. A summary line counts tokens and such rows over the
+    first rows of each dataset. No run is started. The exit code is 1 if one of these rows ends a run of the config.
+
+    With --json: {"schema": 1, "algorithm", "model", "limit", "datasets": [{"name", "num_rows", "rows": [{"number",
+    "place", "texts": [{"title", "num_tokens", "num_learned", "too_long", "spans": [{"text", "learned"}, ...]}, ...],
+    "environment", "fields", "not_used"}, ...], "counts": {"num_read", "tokens": {"min", "median", "max"},
+    "num_learned", "num_too_long", "not_used": {REASON: COUNT}, "num_ending"}}, ...]}.
+    """
+    with reported():
+        from rich.console import Console
+
+        from rl_core.errors import ConfigError
+        from rl_launch.cli import data_text
+        from rl_launch.commands.data_rows import MAX_READ, counts, ends_run, given_rows, shown_row
+
+        given = given_rows(recipe, overrides or (), model=model, algorithm=algorithm, validation=validation)
+        if row is not None and all(row > len(dataset.numbers) for dataset in given.datasets):
+            sizes = ", ".join(f"{dataset.name} has {len(dataset.numbers)} rows" for dataset in given.datasets)
+            raise ConfigError(f"--row: got {row}; {sizes}")
+        shown = []
+        for dataset in given.datasets:
+            size = len(dataset.numbers)
+            chosen = range(1, min(rows, size) + 1) if row is None else range(row, row + 1) if row <= size else range(0)
+            found = [shown_row(given, dataset, number) for number in chosen]
+            shown.append((dataset, found, counts(given, dataset, over or MAX_READ)))
+        if as_json:
+            sys.stdout.write(json.dumps(data_text.as_json(given, shown), indent=2, ensure_ascii=False) + "\n")
+        else:
+            data_text.print_rows(recipe, given, shown, Console())
+        ends = any(counted.num_ending or any(ends_run(given, each) for each in found) for _, found, counted in shown)
+        if given.is_run and ends:
+            raise typer.Exit(1)
 
 
 def _line(each: Choice) -> str:

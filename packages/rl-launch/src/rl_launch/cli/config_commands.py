@@ -9,23 +9,13 @@ from typing import Annotated
 import typer
 
 from rl_launch.cli import explanation_text
-from rl_launch.cli.completion import complete_key, complete_override, complete_recipe
+from rl_launch.cli.completion import complete_key, complete_recipe
 from rl_launch.cli.failure import reported
+from rl_launch.cli.options import Overrides, named
 
 app = typer.Typer(no_args_is_help=True)
 
-Source = Annotated[
-    str,
-    typer.Argument(
-        metavar="RECIPE|FILE.yaml",
-        help="Name of a recipe, a YAML file, or a run directory.",
-        autocompletion=complete_recipe,
-    ),
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Config keys to set.", autocompletion=complete_override),
-]
+Source = Annotated[str, named("RECIPE|FILE.yaml", "Name of a recipe, a YAML file, or a run directory.")]
 
 
 @app.command()
@@ -68,15 +58,15 @@ def explain(
     """
     with reported():
         from rl_core.errors import ConfigError
-        from rl_launch.commands.documentation import guide_about
         from rl_launch.commands.explain import (
             explain_anywhere,
             explain_destinations,
             explain_in,
             foreign_meanings,
+            guide_about,
             names_config,
+            search,
         )
-        from rl_launch.commands.key_search import search
 
         overrides = [word for word in words or () if "=" in word]
         names = [word for word in words or () if "=" not in word]
@@ -97,13 +87,13 @@ def explain(
             sys.stdout.write("\n".join(map(explanation_text.explained, found)))
         except ConfigError as error:
             guide = guide_about(key)
-            result = search(key, source, overrides) if key and "." not in key else None
-            is_own = result is not None and any(each.is_named(key) for each in result.best)
+            best, others = search(key, source, overrides) if key and "." not in key else ([], [])
+            is_own = any(each.leaf == key for each in best)
             elsewhere = [] if searches or not key or is_own else foreign_meanings(key, source)
             for meaning in elsewhere:
                 sys.stdout.write(f"{meaning.text}\n")
-            if result is not None and result.best:
-                sys.stdout.write(explanation_text.found_keys(key, result))
+            if best:
+                sys.stdout.write(explanation_text.found_keys(key, best, others))
             elif elsewhere:
                 for each in explain_destinations(elsewhere):
                     sys.stdout.write(f"\n{explanation_text.explained(each)}")
@@ -141,12 +131,29 @@ def import_foreign(
     --keep-going.
     """
     with reported():
-        from rl_launch.commands.import_config import import_recipe
+        from rl_core.errors import ConfigError
+        from rl_launch.foreign.importing import import_config
+        from rl_launch.foreign.report import recipe_text, refusal_text, report_text, summary_text
 
-        recipe, summary = import_recipe(file, system, output, keep_going=keep_going, algorithm=algorithm, gpus=gpus)
-        sys.stdout.write(recipe)
-        # a recipe that is printed can be redirected without the summary
-        (sys.stderr if recipe else sys.stdout).write(summary)
+        if output is not None and output.expanduser().exists():
+            raise ConfigError(f"--output: {output} exists; give another file, or remove it")
+        imported = import_config(file.expanduser(), system, algorithm=algorithm, gpus=gpus)
+        if imported.features and not keep_going:
+            raise ConfigError(refusal_text(imported))
+        summary = summary_text(imported)
+        if output is None:
+            sys.stdout.write(recipe_text(imported))
+            # a recipe that is printed can be redirected without the summary
+            sys.stderr.write(f"{summary}Pass --output FILE to write the recipe, and the result for each key.\n")
+            return
+        recipe = output.expanduser()
+        report = recipe.with_name(f"{recipe.name}.report.txt")
+        try:
+            recipe.write_text(recipe_text(imported, report.name), encoding="utf-8")
+            report.write_text(report_text(imported), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--output: {output} cannot be written: {error.strerror}") from None
+        sys.stdout.write(f"{summary}Wrote {output}, and the result for each key to {output}.report.txt.\n")
 
 
 @app.command()
@@ -164,7 +171,7 @@ def upgrade(
     of a run needs no upgrade: commands read it as it is.
     """
     with reported():
-        from rl_launch.commands.upgrade import upgraded_text
+        from rl_launch.commands.recipe_files import upgraded_text
 
         text, keys = upgraded_text(file.expanduser())
         if output is None:
@@ -192,7 +199,7 @@ def schema(
     `# yaml-language-server: $schema=recipe.schema.json`, relative to the recipe.
     """
     with reported():
-        from rl_launch.commands.schema import recipe_schema, schema_text, write_schema
+        from rl_launch.commands.recipe_files import recipe_schema, schema_text, write_schema
 
         found = recipe_schema(recipe)
         if output is None:

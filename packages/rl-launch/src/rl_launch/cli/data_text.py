@@ -12,33 +12,40 @@ from rich.console import Console
 from rich.text import Text as Line
 
 if TYPE_CHECKING:
-    from rl_algos.data.example import Example
     from rl_algos.data.examples import OpenDataset
     from rl_algos.data.preview import Text
+    from rl_algos.data.rows.example import Example
     from rl_launch.commands.data_rows import Counts, GivenRows, ShownRow
 
 _INDENT = "    "
 _PURPOSE = {"train": "training", "validation": "validation"}
-_MOST_VALUE = 100
+_MAX_VALUE = 100
 """Maximum number of characters of the value of a column."""
-_MOST_REASONS = 3
+_MAX_REASONS = 3
 _MARKS = (("«", "»"), ("⟦", "⟧"), ("⟪", "⟫"))
-"""Pairs that mark what is learned where there are no colours; the first pair of which a string has none is used."""
+"""Pairs that mark the learned parts without colours; the first pair that does not occur in a string is used."""
 _LEARNED = "bold green"
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Characters that would steer the terminal."""
 
 
-def print_heading(source: str, given: GivenRows, console: Console) -> None:
-    """Print what is read, and how."""
+def print_rows(
+    source: str, given: GivenRows, shown: Sequence[tuple[OpenDataset, Sequence[ShownRow], Counts]], console: Console
+) -> None:
+    """Print the source and how it is read, then rows, and counts of the first rows of each dataset."""
     model = given.config.policy.model_name if given.tokenizer is not None else ""
     how = f"read as {given.config.algorithm} does" + (f", with the tokenizer of {model}" if model else "")
     _print(console, Line(f"{source}: {_PURPOSE[given.purpose]} data, {how}", "bold"))
+    for dataset, rows, _ in shown:
+        for row in rows:
+            _print_row(given, dataset, row, console)
+    for dataset, _, counted in shown:
+        _print_counts(given, dataset, counted, console)
 
 
-def print_row(given: GivenRows, dataset: OpenDataset, row: ShownRow, console: Console) -> None:
-    """Print a row and what becomes of it."""
-    from rl_algos.data.faults import with_section
+def _print_row(given: GivenRows, dataset: OpenDataset, row: ShownRow, console: Console) -> None:
+    """Print a row and its use."""
+    from rl_algos.data.encoding import with_section
 
     console.print()
     _print(console, Line(f"row {row.number} of {len(dataset.numbers)}: {row.place}", "bold"))
@@ -52,14 +59,23 @@ def print_row(given: GivenRows, dataset: OpenDataset, row: ShownRow, console: Co
     for text, is_too_long in zip(row.texts, row.too_long, strict=True):
         _print_text(given, text, console, is_too_long=is_too_long)
     _print_scoring(given, row, console)
-    if row.example is not None and given.tokenizer is not None and (token := _special_token(given, row.example)):
-        _print(console, Line(f"  note: the content holds the text of the special token {token}", "yellow"))
+    if row.example is not None and given.tokenizer is not None:
+        # imports transformers, which has been done for the tokenizer
+        from rl_algos.special_tokens import special_tokens
+
+        if token := special_tokens(given.tokenizer).first_in(row.example.messages):
+            _print(console, Line(f"  note: the content holds the text of the special token {token}", "yellow"))
     if row.refusal is not None:
         reason = with_section(row.refusal.reason, f"data.{given.purpose}")
-        _print(console, Line(f"  {_fate(given, row)}: {_printable(reason)}", "red"))
+        fate = f"refused; {_ends('malformed', given)}" if given.is_run else "refused"
+        if not row.refusal.is_fault:
+            fate = "left out"
+        elif given.config.data.malformed == "skip":
+            fate = "left out (data.malformed: skip)"
+        _print(console, Line(f"  {fate}: {_printable(reason)}", "red"))
 
 
-def print_counts(given: GivenRows, dataset: OpenDataset, found: Counts, console: Console) -> None:
+def _print_counts(given: GivenRows, dataset: OpenDataset, found: Counts, console: Console) -> None:
     """Print lengths and refusals of the first rows of a dataset."""
     console.print()
     which = "all" if found.num_read == len(dataset.numbers) else "the first"
@@ -76,10 +92,10 @@ def print_counts(given: GivenRows, dataset: OpenDataset, found: Counts, console:
         parts.append(f"{found.num_ending} {'ends' if found.num_ending == 1 else 'end'} the run")
     _print(console, Line(f"{dataset.name}, {which} {found.num_read} rows: {', '.join(parts)}", "bold"))
     reasons = list(found.refusals.items())
-    for reason, count in reasons[:_MOST_REASONS]:
+    for reason, count in reasons[:_MAX_REASONS]:
         _print(console, Line(f"  {count}: {_printable(reason)}"))
-    if len(reasons) > _MOST_REASONS:
-        _print(console, Line(f"  and {len(reasons) - _MOST_REASONS} other reasons"))
+    if len(reasons) > _MAX_REASONS:
+        _print(console, Line(f"  and {len(reasons) - _MAX_REASONS} other reasons"))
     if given.tokenizer is None:
         _print(console, Line("--model MODEL shows the text and the tokens that a model reads", "dim"))
 
@@ -124,9 +140,7 @@ def _row(given: GivenRows, row: ShownRow) -> dict[str, Any]:
                 "num_tokens": len(text.tokens),
                 "num_learned": int(text.learned.sum()),
                 "too_long": is_too_long,
-                "images": [
-                    {"digest": image.digest, "width": image.width, "height": image.height} for image in text.images
-                ],
+                "images": [{"digest": each.digest, "width": each.width, "height": each.height} for each in text.images],
                 "spans": [{"text": part, "learned": is_learned} for part, is_learned in _spans(given, text)],
             }
             for text, is_too_long in zip(row.texts, row.too_long, strict=True)
@@ -142,7 +156,10 @@ def _print_text(given: GivenRows, text: Text, console: Console, *, is_too_long: 
     size = f"{len(text.tokens)} tokens" + (f", {learned} learned" if learned else "")
     _print(console, Line(f"  {text.title or 'text'} ({size})", "dim"))
     parts = [(_printable(part), is_learned) for part, is_learned in _spans(given, text)]
-    marks = ("", "") if _has_colours(console) else _marks("".join(part for part, _ in parts))
+    has_colours = console.is_terminal and console.color_system is not None and not console.no_color
+    whole = "".join(part for part, _ in parts)
+    free = (pair for pair in _MARKS if not any(mark in whole for mark in pair))
+    marks = ("", "") if has_colours else next(free, _MARKS[-1])
     line = Line()
     for part, is_learned in parts:
         line.append(f"{marks[0]}{part}{marks[1]}" if is_learned else part, _LEARNED if is_learned else "")
@@ -156,7 +173,7 @@ def _print_text(given: GivenRows, text: Text, console: Console, *, is_too_long: 
 
 
 def _print_example(example: Example, console: Console) -> None:
-    """Print messages, tools and responses of a row of which there is no rendered text."""
+    """Print messages, tools and responses of a row without rendered text."""
     _print(console, Line("  messages", "dim"))
     for message in example.messages:
         _print_message(message, console)
@@ -177,8 +194,7 @@ def _print_message(message: Mapping[str, Any], console: Console) -> None:
     content = message.get("content")
     said = content if isinstance(content, str) else _as_json(content)
     calls = f" calls {_shortened(_as_json(message['tool_calls']))}" if message.get("tool_calls") else ""
-    lines = _printable(f"{message['role']}: {said}{calls}").split("\n")
-    for line in lines:
+    for line in _printable(f"{message['role']}: {said}{calls}").split("\n"):
         _print(console, Line(f"{_INDENT}{line}"))
 
 
@@ -198,16 +214,6 @@ def _print_values(values: Mapping[str, Any], console: Console) -> None:
         _print(console, Line(f"{_INDENT}{_printable(str(name))}: {_shortened(_as_json(value))}"))
 
 
-def _fate(given: GivenRows, row: ShownRow) -> str:
-    """What becomes of a row that is refused."""
-    assert row.refusal is not None
-    if not row.refusal.is_fault:
-        return "left out"
-    if given.config.data.malformed == "skip":
-        return "left out (data.malformed: skip)"
-    return f"refused; {_ends('malformed', given)}" if given.is_run else "refused"
-
-
 def _ends(key: str, given: GivenRows) -> str:
     return f"{'it ends' if given.is_run else 'it would end'} the run (data.{key}=skip leaves such rows out)"
 
@@ -218,32 +224,17 @@ def _spans(given: GivenRows, text: Text) -> Iterator[tuple[str, bool]]:
     return spans(given.tokenizer, text)
 
 
-def _special_token(given: GivenRows, example: Example) -> str:
-    # imports transformers, which has been done for the tokenizer
-    from rl_algos.special_tokens import special_tokens
-
-    return special_tokens(given.tokenizer).first_in(example.messages)
-
-
-def _marks(text: str) -> tuple[str, str]:
-    return next((pair for pair in _MARKS if not any(mark in text for mark in pair)), _MARKS[-1])
-
-
-def _has_colours(console: Console) -> bool:
-    return console.is_terminal and console.color_system is not None and not console.no_color
-
-
 def _as_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _shortened(text: str) -> str:
     text = _printable(text)
-    return text if len(text) <= _MOST_VALUE else f"{text[: _MOST_VALUE - 3]}..."
+    return text if len(text) <= _MAX_VALUE else f"{text[: _MAX_VALUE - 3]}..."
 
 
 def _printable(text: str) -> str:
-    """A string whose control characters are written as escapes, except line breaks and tabs."""
+    """Return a string whose control characters are written as escapes, except line breaks and tabs."""
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 

@@ -4,24 +4,16 @@ prompt.
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 from typer.core import TyperGroup
 
 from rl_core.errors import ConfigError
-from rl_launch.cli.completion import complete_override, complete_recipe
 from rl_launch.cli.failure import reported
-
-if TYPE_CHECKING:
-    from rl_launch.doctor import Report
+from rl_launch.cli.options import AsJson, Overrides, named, write_json
 
 _STYLES = {"exact": "green", "off": "bold red", "refused": "dim"}
-
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 class _MachineByDefault(TyperGroup):
@@ -39,17 +31,9 @@ app = typer.Typer(cls=_MachineByDefault)
 @app.command()
 def machine(
     recipe: Annotated[
-        str,
-        typer.Argument(
-            metavar="RECIPE|FILE.yaml",
-            help="The recipe to check (default: the smallest GRPO recipe).",
-            autocompletion=complete_recipe,
-        ),
+        str, named("RECIPE|FILE.yaml", "The recipe to check (default: the smallest GRPO recipe).")
     ] = "grpo-arithmetic",
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Config keys to set.", autocompletion=complete_override),
-    ] = None,
+    overrides: Overrides = None,
     cluster: Annotated[
         bool,
         typer.Option(
@@ -62,7 +46,7 @@ def machine(
         float | None,
         typer.Option("--timeout", min=1, help="With --cluster: limit of each probe in seconds (default: 60)."),
     ] = None,
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Check whether a recipe can run on this machine, or with --cluster on the nodes at RAY_ADDRESS. The exit code is 1
     if it cannot. `rl doctor RECIPE` is the same.
@@ -78,37 +62,27 @@ def machine(
             recipe, overrides = "grpo-arithmetic", [recipe, *(overrides or ())]
         if timeout is not None and not cluster:
             raise ConfigError("--timeout limits the probes of --cluster. Add --cluster, or remove it.")
+        from rich.console import Console
+
         if cluster:
-            _examine_cluster(recipe, overrides or (), timeout, as_json=as_json)
-            return
-        from rich.console import Console
+            from rl_launch.doctor.cluster.examination import TIMEOUT_S, examine_cluster
 
-        from rl_launch.commands.diagnosis import diagnose
+            examined = examine_cluster(recipe, overrides or (), timeout_s=timeout or TIMEOUT_S)
+            report, found = examined.report, examined.as_json()
+        else:
+            from rl_launch.commands.diagnosis import diagnose
 
-        with Console(stderr=True).status("checking this machine and the start of the run"):
-            report = diagnose(recipe, overrides or ())
-        _answer(report, report.as_json() if as_json else None)
+            with Console(stderr=True).status("checking this machine and the start of the run"):
+                report = diagnose(recipe, overrides or ())
+            found = report.as_json()
+        if as_json:
+            write_json(found)
+        else:
+            from rl_launch.doctor.show import show
 
-
-def _examine_cluster(recipe: str, overrides: Sequence[str], timeout: float | None, *, as_json: bool) -> None:
-    from rl_launch.doctor.cluster.examination import TIMEOUT_S, examine_cluster
-
-    found = examine_cluster(recipe, overrides, timeout_s=timeout or TIMEOUT_S)
-    _answer(found.report, found.as_json() if as_json else None)
-
-
-def _answer(report: Report, object_: Mapping[str, Any] | None) -> None:
-    """Print a report, or the object instead, and exit with 1 if the recipe cannot run."""
-    if object_ is not None:
-        sys.stdout.write(json.dumps(object_, indent=2) + "\n")
-    else:
-        from rich.console import Console
-
-        from rl_launch.doctor.show import show
-
-        show(report, Console())
-    if not report.can_run:
-        raise typer.Exit(1)
+            show(report, Console())
+        if not report.can_run:
+            raise typer.Exit(1)
 
 
 @app.command()
@@ -117,7 +91,7 @@ def model(
         str, typer.Argument(metavar="DIR|NAME", help="A folder with the config.json of a model, or a hub name.")
     ],
     backend: Annotated[str, typer.Option("--backend", help="The training backend to check.")] = "dtensor",
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Train a tiny model of the family on every mesh and compare it with a single process. The exit code is 1 if a mesh
     differs. Takes several minutes.
@@ -139,7 +113,7 @@ def model(
                 console.print(family.described(case), style=_STYLES[case.verdict], soft_wrap=True, markup=False)
         report = family.as_json(name, backend, found)
         if as_json:
-            sys.stdout.write(json.dumps(report, indent=2) + "\n")
+            write_json(report)
         elif report["is_right"]:
             console.print(f"{name} trains correctly on every supported mesh.", highlight=False, soft_wrap=True)
         else:
@@ -150,7 +124,9 @@ def model(
 
 
 @app.command()
-def run(folder: Annotated[str, typer.Argument(metavar="DIR", help="A run directory.")], as_json: Json = False) -> None:
+def run(
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="A run directory.")], as_json: AsJson = False
+) -> None:
     """Verify from a run directory that every prompt was trained once, dropped for a reason, or is pending. The exit
     code is 1 if there are contradictions.
 
@@ -165,7 +141,7 @@ def run(folder: Annotated[str, typer.Argument(metavar="DIR", help="A run directo
 
         proof = prove(RunFolder(folder))
         if as_json:
-            sys.stdout.write(json.dumps(proof.as_json(folder), indent=2) + "\n")
+            write_json(proof.as_json(folder))
         else:
             console = Console()
             for line in described(proof):

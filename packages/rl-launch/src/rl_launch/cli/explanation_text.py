@@ -14,17 +14,18 @@ if TYPE_CHECKING:
     from rl_core.config import Explanation
     from rl_core.plugins import DatasetTask
     from rl_launch.commands.catalog import Choice, Recipe
-    from rl_launch.commands.explain import Explained
-    from rl_launch.commands.key_search import Search
+    from rl_launch.commands.explain import Explained, FoundKey
 
-_WIDEST, _NARROWEST = 100, 16
+_MAX_WIDTH, _MIN_WIDTH = 100, 16
 _FIRST_PART = re.compile(r"(?<=\w{3}\.) (?=[A-Z])|: ")
-_MOST_FOUND, _MOST_ALSO, _MOST_OTHERS = 20, 6, 12
+_MAX_FOUND, _MAX_ALSO, _MAX_OTHERS = 20, 6, 12
 """Maximum number of keys that a search shows: with their meaning, of the same meaning, and by name only."""
 
 
 def explained(each: Explained) -> str:
-    """A key with its value, meaning, allowed values and default; for a section, the keys below."""
+    """Return a key with its value, meaning, allowed values and default; for a section, the keys below."""
+    from rl_launch.commands.explain import address_of
+
     explanation = each.explanation
     name = explanation.key or "config"
     lines = [name if explanation.children else f"{name}: {_short(explanation.value)}  ({explanation.origin})"]
@@ -39,25 +40,25 @@ def explained(each: Explained) -> str:
     if each.condition:
         lines.extend(_wrapped(f"only with {each.condition}", "  "))
     lines.extend(_keys(explanation.children, "  ", each.child_conditions))
-    if address := _address(explanation):
+    if address := address_of(explanation):
         lines.append(f"  documentation: {address}")
     return "\n".join(lines) + "\n"
 
 
-def found_keys(text: str, search: Search) -> str:
-    """The keys that a search found, the best with their values and meaning, others by name."""
+def found_keys(text: str, best: Sequence[FoundKey], less_fitting: Sequence[FoundKey]) -> str:
+    """Return the keys that a search found, the best with their values and meaning, others by name."""
     lines = [f"keys found by {text!r}:"]
     documented = None
-    for each in search.best[:_MOST_FOUND]:
+    for each in best[:_MAX_FOUND]:
         found = each.explanation
         # a key whose default depends on the algorithm is there several times
         again = documented == (documented := (found.key, found.doc))
         lines.extend(_keys([replace(found, doc="") if again else found], "  ", [each.condition]))
         if each.also:
-            lines.extend(_wrapped(f"also {_some(each.also, _MOST_ALSO)}", "      "))
-    others = [each.explanation.key for each in (*search.best[_MOST_FOUND:], *search.others)]
+            lines.extend(_wrapped(f"also {_some(each.also, _MAX_ALSO)}", "      "))
+    others = [each.explanation.key for each in (*best[_MAX_FOUND:], *less_fitting)]
     if others:
-        lines.extend(_wrapped(f"others with it in name or description: {_some(others, _MOST_OTHERS)}", ""))
+        lines.extend(_wrapped(f"others with it in name or description: {_some(others, _MAX_OTHERS)}", ""))
     return "\n".join(lines) + "\n"
 
 
@@ -67,12 +68,12 @@ def _some(names: Sequence[str], most: int) -> str:
 
 
 def settings(heading: str, keys: Sequence[Explanation]) -> str:
-    """A heading, and below it keys with their values and meaning."""
+    """Return a heading, and below it keys with their values and meaning."""
     return "\n".join([heading, *_keys(keys, "  ")]) + "\n"
 
 
 def recipes(found: Iterable[Recipe]) -> str:
-    """The recipes by purpose, each with its algorithm, model, size and the beginning of its summary."""
+    """Return the recipes by purpose, each with its algorithm, model, size and the beginning of its summary."""
     lines = []
     for purpose, group in groupby(found, lambda recipe: recipe.purpose):
         lines.append(f"{purpose}:")
@@ -84,7 +85,7 @@ def recipes(found: Iterable[Recipe]) -> str:
 
 
 def choice(each: Choice, command: str) -> str:
-    """An environment or dataset with its settings.
+    """Return an environment or dataset with its settings.
 
     Args:
         each: Environment or dataset to describe.
@@ -102,7 +103,7 @@ def choice(each: Choice, command: str) -> str:
 
 
 def hub_datasets(found: Mapping[str, Sequence[str]]) -> str:
-    """Datasets on the hub, each with lines about it."""
+    """Return datasets on the hub, each with lines about it."""
     lines: list[str] = []
     for name, about in found.items():
         lines.append(name)
@@ -112,29 +113,21 @@ def hub_datasets(found: Mapping[str, Sequence[str]]) -> str:
 
 
 def names(found: Mapping[str, str], indent: str = "") -> str:
-    """Names, each with the first sentence about it, a line each."""
+    """Return names, each with the first sentence about it, a line each."""
     column = max(map(len, found), default=0)
     room = _width() - len(indent) - column - 2
     lines = []
     for name, about in found.items():
-        # a cell that is too narrow holds the name alone
-        said = textwrap.shorten(_sentence(about), room, placeholder="...") if room >= _NARROWEST else ""
+        paragraph = " ".join(about.partition("\n\n")[0].split())
+        sentence = re.split(r"(?<=[.;]) ", paragraph, maxsplit=1)[0].rstrip(".;")
+        # a cell that is too narrow has only the name
+        said = textwrap.shorten(sentence, room, placeholder="...") if room >= _MIN_WIDTH else ""
         lines.append(f"{indent}{name:{column}}  {said}".rstrip())
     return "\n".join(lines) + "\n"
 
 
-def _sentence(text: str) -> str:
-    paragraph, _, _ = text.partition("\n\n")
-    return re.split(r"(?<=[.;]) ", " ".join(paragraph.split()), maxsplit=1)[0].rstrip(".;")
-
-
-def tasks(found: Iterable[DatasetTask]) -> str:
-    """Tasks of a dataset, a line each."""
-    return names({task.name: task.doc for task in found})
-
-
 def task(one: DatasetTask) -> str:
-    """A task and its settings."""
+    """Return a task and its settings."""
     lines = [one.name, *_wrapped(one.doc, "  ")]
     lines.extend(
         f"  config.{name} = {default or '(must be set)'}  {kind}" for name, (kind, default) in one.settings.items()
@@ -147,10 +140,11 @@ def _keys(children: Sequence[Explanation], indent: str, conditions: Sequence[str
         if child.type == "section":
             yield f"{indent}{child.key}"
         elif child.required and child.value is None:
-            yield from _continued(f"{child.key}  (must be set)  {child.type}", indent)
+            yield from _lines(f"{child.key}  (must be set)  {child.type}", indent, f"{indent}    ")
         else:
             origin = "" if str(child.origin) == "default" else f"  ({child.origin})"
-            yield from _continued(f"{child.key} = {_short(child.value)}{origin}  {child.type}", indent)
+            text = f"{child.key} = {_short(child.value)}{origin}  {child.type}"
+            yield from _lines(text, indent, f"{indent}    ")
         yield from _wrapped(child.doc, f"{indent}    ")
         if conditions and conditions[place]:
             yield from _wrapped(f"only with {conditions[place]}", f"{indent}    ")
@@ -160,10 +154,6 @@ def _wrapped(text: str, indent: str) -> list[str]:
     return _lines(" ".join(text.split()), indent, indent)
 
 
-def _continued(text: str, indent: str) -> list[str]:
-    return _lines(text, indent, f"{indent}    ")
-
-
 def _lines(text: str, indent: str, further: str) -> list[str]:
     return textwrap.wrap(
         text, _width(), initial_indent=indent, subsequent_indent=further, break_long_words=False, break_on_hyphens=False
@@ -171,13 +161,7 @@ def _lines(text: str, indent: str, further: str) -> list[str]:
 
 
 def _width() -> int:
-    return min(shutil.get_terminal_size().columns, _WIDEST)
-
-
-def _address(explanation: Explanation) -> str:
-    from rl_launch.commands.documentation import address_of
-
-    return address_of(explanation)
+    return min(shutil.get_terminal_size().columns, _MAX_WIDTH)
 
 
 def _short(value: Any) -> str:

@@ -44,7 +44,7 @@ UNFINISHED = os.EX_TEMPFAIL
 
 _OF_LIMITS = ("can't start new thread", "MemoryError", os.strerror(errno.ENOMEM), os.strerror(errno.EAGAIN))
 _LIMIT_REACHED = (
-    "A limit of memory, processes or threads was reached: that of the shell (ulimit -v, ulimit -u), or that of the "
+    "A limit of memory, processes or threads was reached: the limit of the shell (ulimit -v, ulimit -u), or of the "
     "container or batch job (memory.max, pids.max)."
 )
 
@@ -53,17 +53,17 @@ _READER_IS_GONE = 128 + signal.SIGPIPE
 
 
 @dataclass
-class Failure:
+class CommandFailure:
     """Folder for a traceback; None before the run directory is known."""
 
     run_dir: Path | None = None
 
 
 @contextmanager
-def reported() -> Iterator[Failure]:
+def reported() -> Iterator[CommandFailure]:
     """Turn an error into a message and an exit code: 2 for an error that the user can fix, 75 for a run that can be
     resumed when the cluster has its devices again, 1 for a failed run."""
-    failure = Failure()
+    failure = CommandFailure()
     try:
         yield failure
     except typer.Exit:
@@ -74,8 +74,11 @@ def reported() -> Iterator[Failure]:
     except Exception as error:  # noqa: BLE001  # the end of the process: every failure becomes a report
         if isinstance(error, BrokenPipeError) and _is_reader_gone():
             raise typer.Exit(_READER_IS_GONE) from None
+        from rl_launch.placement.bundles import DevicesLost
+
         _say(explained(error, failure.run_dir))
-        raise typer.Exit(_code_of(error)) from None
+        code = UNFINISHED if isinstance(error, DevicesLost) else _WRONG_USE if _is_users(error) else _FAILED
+        raise typer.Exit(code) from None
 
 
 @contextmanager
@@ -109,19 +112,15 @@ def explained(error: Exception, run_dir: Path | None) -> str:
         return str(error)
     if refusal := _refusal(error):
         (what, remedy), resume = refusal, " to resume from the newest checkpoint" if run_dir is not None else ""
-        return (
-            f"{what}, most likely {_place(error, run_dir)}. {remedy}, and run the same command again{resume}.\n"
-            f"{describe(error)}"
-        )
+        file = error.filename if isinstance(error, OSError) else None
+        place = f"the disk of {run_dir or Path.cwd()}"
+        if file is not None:
+            path = os.fsdecode(file)
+            if run_dir is None or run_dir.absolute() not in Path(path).absolute().parents:
+                place = f"the one of {path}"
+        advice = f"{what}, most likely {place}. {remedy}, and run the same command again{resume}."
+        return f"{advice}\n{describe(error)}"
     return "\n".join([describe(error), *_traceback_left(error, run_dir)])
-
-
-def _code_of(error: Exception) -> int:
-    from rl_launch.placement.bundles import DevicesLost
-
-    if isinstance(error, DevicesLost):
-        return UNFINISHED
-    return _WRONG_USE if _is_users(error) else _FAILED
 
 
 def _is_users(error: Exception) -> bool:
@@ -167,18 +166,11 @@ def _is_reader_gone() -> bool:
 
 
 def _refusal(error: BaseException) -> tuple[str, str] | None:
-    """Return what refused a file and what to do, if that is what an error reports."""
+    """Return the refusal and the remedy if an error reports that a disk, a quota or a mount refused a file."""
     if isinstance(error, OSError) and error.filename is not None and error.errno in _REFUSALS_OF_FILES:
         return _REFUSALS_OF_FILES[error.errno]
     # engines report it in errors of their own, with the system's words in them
     return next((said for number, said in _REFUSALS.items() if os.strerror(number) in str(error)), None)
-
-
-def _place(error: BaseException, run_dir: Path | None) -> str:
-    file = error.filename if isinstance(error, OSError) else None
-    if file is not None and (run_dir is None or run_dir.absolute() not in Path(os.fsdecode(file)).absolute().parents):
-        return f"the one of {os.fsdecode(file)}"
-    return f"the disk of {run_dir or Path.cwd()}"
 
 
 def describe(error: BaseException) -> str:

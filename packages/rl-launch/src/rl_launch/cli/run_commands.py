@@ -1,24 +1,21 @@
-"""`rl runs`, `rl label`, `rl show` and `rl sweep`: commands for several runs."""
+"""`rl runs`, `rl label`, `rl show`, `rl view` and `rl stacks`: commands about runs that exist."""
 
 from __future__ import annotations
 
-import json
 import sys
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rl_launch.cli.completion import complete_override, complete_recipe
-from rl_launch.cli.failure import explained, reported
+from rl_launch.cli.failure import reported
+from rl_launch.cli.options import AsJson, write_json
 
 if TYPE_CHECKING:
     from rl_launch.session.directory.run_folder import RunFolder
     from rl_launch.show.images import Line
     from rl_launch.show.selection import Selection
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 def runs(
@@ -59,17 +56,16 @@ def runs(
     """
     with reported():
         from rl_launch.commands import runs as listing
-        from rl_launch.commands.run_values import condition
 
         chosen = listing.Listing(
             keys=[key.strip() for key in keys.split(",") if key.strip()],
             sort=sort.strip(),
-            conditions=[condition(text) for text in conditions or ()],
+            conditions=[listing.condition(text) for text in conditions or ()],
             is_reversed=is_reversed,
         )
         found = listing.list_runs(folder.expanduser(), chosen)
         if as_json:
-            sys.stdout.write(json.dumps(listing.as_json(found), indent=2) + "\n")
+            write_json(listing.as_json(found))
         else:
             from rich.console import Console
 
@@ -160,7 +156,7 @@ def show(
         from rl_launch.session.directory.checkpoint_name import CheckpointName
         from rl_launch.session.directory.run_folder import RunFolder
         from rl_launch.show.condition import Condition
-        from rl_launch.show.images import check_matplotlib
+        from rl_launch.show.images import check_matplotlib, write_images
         from rl_launch.show.selection import Selection
 
         if png is not None:
@@ -174,105 +170,117 @@ def show(
             holding = [Condition.parse(text, "--where", "reward=0 or status=failed") for text in conditions or ()]
             asked = Selection("val" if of_validation else "step", holding, sort, limit)
         if len(found) == 1:
-            _show_one(found[0], step, asked, png, as_json=as_json, lists_all=lists_all)
+            lines = _show_one(found[0], step, asked, as_json=as_json, lists_all=lists_all)
         elif asked is not None:
             raise ConfigError(f"--val, --where and --sort need a single run, got {len(found)} runs")
+        elif step is not None:
+            raise ConfigError(f"--step needs a single run, got {len(found)} runs")
         else:
-            _show_several(found, step, png, as_json=as_json)
-
-
-def sweep(
-    recipe: Annotated[
-        str,
-        typer.Argument(
-            metavar="RECIPE|FILE.yaml|RUN",
-            help="Name of a recipe, a YAML file, or a run directory whose config is used.",
-            autocompletion=complete_recipe,
-        ),
-    ],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="KEY=A,B... [run_dir=FOLDER]",
-            help="Keys and their values. Quote a value that contains a comma, or put it in brackets, as in YAML.",
-            autocompletion=complete_override,
-        ),
-    ] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")] = False,
-) -> None:
-    """Train once for every combination of values, one run after another on the same Ray cluster, and list the results.
-
-    Each run has its own folder in FOLDER (default: runs/RECIPE-sweep) and is identical to rl train with the same keys.
-    Run the same command again to resume: finished runs are skipped and interrupted ones are resumed. If a run fails,
-    the others are still trained, and the exit code is 1.
-    """
-    with reported():
-        from rich.console import Console
-
-        from rl_launch.commands import runs as listing
-        from rl_launch.commands.sweep import run_sweep, sweep_of
-        from rl_launch.session import show_logs
-
-        show_logs(verbose=verbose)
-        found = sweep_of(recipe, overrides or ())
-        outcome = run_sweep(found, explained)
-        columns = found.listing()
-        listed = listing.listed(found.folders(), columns)
-        if listed:
-            listing.show(listed, found.folder, Console(), now=datetime.now().astimezone(), listing=columns)
-        for name, message in outcome.failures.items():
-            # the log has the whole message, at the time of the failure
-            sys.stderr.write(f"error: {name}: {message.splitlines()[0]}\n")
-        if outcome.stopped is not None:
-            outcome.stopped.exit_if_stopped()
-        if outcome.failures:
-            raise typer.Exit(1)
+            lines = _show_several(found, as_json=as_json)
+        for path in write_images(lines, png.expanduser()) if png is not None else ():
+            sys.stderr.write(f"{path}\n")
 
 
 def _show_one(
-    run: RunFolder, step: int | None, asked: Selection | None, png: Path | None, *, as_json: bool, lists_all: bool
-) -> None:
+    run: RunFolder, step: int | None, asked: Selection | None, *, as_json: bool, lists_all: bool
+) -> list[Line]:
+    """Show a run; returns its line in plots."""
     from rl_launch import show as showing
     from rl_launch.show.images import Line
 
     report = showing.report_of(run, step, asked)
     if as_json:
-        _print_json(report.as_json())
+        write_json(report.as_json())
     else:
         from rich.console import Console
 
         showing.show(report, Console(), lists_all=lists_all)
-    _write_images([Line("", report.series)], png)
+    return [Line("", report.series)]
 
 
-def _show_several(runs: list[RunFolder], step: int | None, png: Path | None, *, as_json: bool) -> None:
-    from rl_core.errors import ConfigError
+def _show_several(runs: list[RunFolder], *, as_json: bool) -> list[Line]:
+    """Show a comparison of runs; returns their lines in plots."""
     from rl_launch.show.comparison import comparison_of
     from rl_launch.show.comparison_text import letter, show_comparison
     from rl_launch.show.images import Line
 
-    if step is not None:
-        raise ConfigError(f"--step needs a single run, got {len(runs)} runs")
     comparison = comparison_of(runs)
     if as_json:
-        _print_json(comparison.as_json())
+        write_json(comparison.as_json())
     else:
         from rich.console import Console
 
         show_comparison(comparison, Console())
-    lines = [
-        Line(f"{letter(index)}: {group.name}", group.series, group.members)
-        for index, group in enumerate(comparison.groups)
-    ]
-    _write_images(lines, png)
+    groups = enumerate(comparison.groups)
+    return [Line(f"{letter(index)}: {group.name}", group.series, group.members) for index, group in groups]
 
 
-def _print_json(data: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(data, indent=2) + "\n")
+def view(
+    paths: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="[DIR]...",
+            help="Runs, evaluations, files of rollouts, or folders that contain them (default: runs).",
+        ),
+    ] = None,
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port; 0 for a free one.")] = 0,
+    opens_browser: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+    folder: Annotated[
+        Path | None,
+        typer.Option("--export", metavar="DIR", help="Write the page as static files to this folder and exit."),
+    ] = None,
+    steps: Annotated[
+        int, typer.Option("--steps", min=0, help="With --export: number of steps of each run with rollouts.")
+    ] = 8,
+    rollouts: Annotated[
+        int, typer.Option("--rollouts", min=1, max=500, help="With --export: number of rollouts of each step.")
+    ] = 64,
+) -> None:
+    """Show runs, rollouts and evaluations in a browser: metrics, rollouts, times, advice, configs, logs, checkpoints.
+
+    Serves a read-only page on 127.0.0.1 and prints its address, which contains a token. Runs in progress are followed.
+    Reads files only, so a copied folder of a run works too. Ends with Ctrl-C.
+
+    With --export: static files that open from file://, without a server.
+    """
+    with reported():
+        from rl_launch.session.directory.run_folder import RUNS
+        from rl_launch.view.catalog import Catalog
+        from rl_launch.view.export import export
+        from rl_launch.view.index import cache_folder
+        from rl_launch.view.server import serve
+
+        catalog = Catalog(paths or [Path(RUNS)], cache_folder())
+        if folder is not None:
+            count = export(catalog, folder.expanduser(), steps=steps, rollouts=rollouts)
+            sys.stdout.write(f"{folder / 'index.html'} ({count} rollouts)\n")
+            return
+
+        def say(url: str) -> None:
+            sys.stdout.write(f"{url}\n")
+            sys.stdout.flush()
+
+        serve(catalog, port, say, opens_browser=opens_browser)
 
 
-def _write_images(lines: list[Line], folder: Path | None) -> None:
-    from rl_launch.show.images import write_images
+def stacks(
+    path: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run in progress.")],
+    is_native: Annotated[bool, typer.Option("--native", help="Show native frames as well. Requires py-spy.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Print the stacks of every process of a run in progress: driver, ranks, rollout workers, engines, environments.
 
-    for path in write_images(lines, folder.expanduser()) if folder is not None else ():
-        sys.stderr.write(f"{path}\n")
+    Run it on the machine of the driver. Processes on other nodes are shown if RAY_ADDRESS is set as for the run. The
+    stacks are written by C code in each process, so one that hangs in native code is shown too. With py-spy installed
+    (rl-launch[profiling]), they also show which thread holds the GIL.
+
+    With --json: {"schema": 1, "processes": [{"name", "pid", "host", "state", "text"}, ...], "missing": [TEXT, ...]}.
+    """
+    with reported():
+        from rl_launch.commands.stacks import stacks_of
+
+        found = stacks_of(path.expanduser(), is_native=is_native)
+        if as_json:
+            write_json(found.as_json())
+        else:
+            sys.stdout.write(f"{found.as_text()}\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from dataclasses import asdict
@@ -11,26 +10,15 @@ from typing import Annotated
 
 import typer
 
-from rl_launch.cli.completion import complete_override, complete_recipe
 from rl_launch.cli.failure import reported
+from rl_launch.cli.options import AsJson, keys, named, write_json
 
 app = typer.Typer(no_args_is_help=True)
 
-Recipe = Annotated[
-    str,
-    typer.Argument(
-        metavar="RECIPE|FILE.yaml|RUN",
-        help="Name of a recipe, a YAML file, or a run directory to resume.",
-        autocompletion=complete_recipe,
-    ),
-]
+Recipe = Annotated[str, named("RECIPE|FILE.yaml|RUN", "Name of a recipe, a YAML file, or a run directory to resume.")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="[KEY=VALUE]...",
-        help="Config keys of the run, such as run_dir=DIR, and of the profile, such as slurm.partition=gpu.",
-        autocompletion=complete_override,
-    ),
+    keys("Config keys of the run, such as run_dir=DIR, and of the profile, such as slurm.partition=gpu."),
 ]
 Profile = Annotated[
     str,
@@ -70,7 +58,7 @@ def kubernetes(
 
 
 @app.command()
-def status(run: Run, as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
+def status(run: Run, as_json: AsJson = False) -> None:
     """Show the state of a submitted run: its job in the queue, and how far the run has come.
 
     With --json: {"schema": 1, "target", "submitted", "jobs": {ID: {"state", "is_waiting", "is_over", "details": {NAME:
@@ -82,13 +70,8 @@ def status(run: Run, as_json: Annotated[bool, typer.Option("--json", help="Print
         found = status_of(run.expanduser().absolute())
         if as_json:
             jobs = {job: asdict(each) for job, each in found.jobs.items()}
-            shown = {
-                "target": found.submission.target,
-                "submitted": found.submission.at,
-                "jobs": jobs,
-                "run": found.run,
-            }
-            sys.stdout.write(json.dumps({"schema": 1, **shown}, indent=2) + "\n")
+            submitted = {"target": found.submission.target, "submitted": found.submission.at}
+            write_json({"schema": 1, **submitted, "jobs": jobs, "run": found.run})
             return
         for job, each in found.jobs.items():
             details = ", ".join(f"{name} {value}" for name, value in each.details.items())

@@ -7,11 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import takewhile
-from pathlib import Path
 from typing import Any
 
-from rl_algos.data.hub_datasets import DATASETS as DATASETS_OF_HUB
-from rl_algos.data.hub_datasets import PREFERENCES
+from rl_algos.data.sources.hub_datasets import DATASETS as DATASETS_OF_HUB
+from rl_algos.data.sources.hub_datasets import PREFERENCES
 from rl_core.config import Config, Explanation, assemble, did_you_mean, explain, nearest
 from rl_core.environments.config import EnvironmentConfig
 from rl_core.errors import ConfigError
@@ -50,7 +49,7 @@ class Recipe:
 
     @property
     def size(self) -> str:
-        """Return the machine that it is made for, in words."""
+        """The machine that it is made for, in words."""
         gpus = f"{self.num_gpus} GPU{'s' * (self.num_gpus > 1)}"
         return f"{gpus} on {self.num_nodes} nodes" if self.num_nodes > 1 else gpus if self.num_gpus else "CPU"
 
@@ -79,7 +78,7 @@ class Choice:
 
 
 def recipes() -> list[Recipe]:
-    """Every recipe of this package, by purpose and name; imports nothing."""
+    """Return every recipe of this package, by purpose and name; imports nothing."""
     return sorted(map(_recipe, recipe_names()), key=lambda recipe: (PURPOSES.index(recipe.purpose), recipe.name))
 
 
@@ -87,25 +86,23 @@ def _recipe(name: str) -> Recipe:
     raw = read_raw(name)
     cluster = raw.select("cluster") or {}
     num_nodes = int(cluster.get("num_nodes", 1))
-    return Recipe(
-        name,
-        str(raw.select("algorithm")),
-        _summary(RECIPES / f"{name}.yaml"),
-        model=str(raw.select("policy.model_name")).rpartition("/")[2],
-        num_gpus=num_nodes * int(cluster["gpus_per_node"]) if cluster.get("device") == "cuda" else 0,
-        num_nodes=num_nodes,
-    )
+    num_gpus = num_nodes * int(cluster["gpus_per_node"]) if cluster.get("device") == "cuda" else 0
+    model = str(raw.select("policy.model_name")).rpartition("/")[2]
+    with (RECIPES / f"{name}.yaml").open(encoding="utf-8") as file:
+        # the comment at the top of its file, on one line
+        comment = takewhile(lambda line: line.startswith("#"), file)
+        summary = " ".join(line.lstrip("#").strip() for line in comment)
+    return Recipe(name, str(raw.select("algorithm")), summary, model, num_gpus, num_nodes)
 
 
 def shared_settings() -> tuple[Explanation, ...]:
-    """The settings that every environment has."""
-    return explain(
-        assemble("Root", {"env": assemble("Environments", {"NAME": EnvironmentConfig})}), "env.NAME"
-    ).children
+    """Return the settings that every environment has."""
+    root = assemble("Root", {"env": assemble("Environments", {"NAME": EnvironmentConfig})})
+    return explain(root, "env.NAME").children
 
 
 def environments() -> dict[str, Choice]:
-    """Every installed environment; settings have their keys in a config, `env.<name>.<setting>`."""
+    """Return every installed environment. Settings have their keys in a config, `env.<name>.<setting>`."""
     found = {}
     for name, plugin in plugins(ENVIRONMENTS).items():
         root = assemble("Root", {"env": assemble("Environments", {name: plugin.config})})
@@ -116,7 +113,7 @@ def environments() -> dict[str, Choice]:
 
 
 def _with_those_within(root: type[Config], settings: Iterable[Explanation]) -> Iterator[Explanation]:
-    """Settings, each section among them followed by its own."""
+    """Yield settings, each section among them followed by its own."""
     for setting in settings:
         yield setting
         if isinstance(setting.default, Mapping):
@@ -124,7 +121,7 @@ def _with_those_within(root: type[Config], settings: Iterable[Explanation]) -> I
 
 
 def datasets() -> dict[str, Choice]:
-    """Every installed dataset; settings have keys relative to `data.train.settings`."""
+    """Return every installed dataset. Settings have keys relative to `data.train.settings`."""
     found = {}
     for name, plugin in plugins(DATASETS).items():
         explained = explain(plugin.settings, "") if plugin.settings is not None else None
@@ -135,7 +132,7 @@ def datasets() -> dict[str, Choice]:
 
 
 def hub_datasets() -> dict[str, tuple[str, ...]]:
-    """The datasets of the hub whose name alone is enough: a line about each, and the keys that it stands for."""
+    """Return the hub datasets that need only a name: a line about each, and the keys that the name stands for."""
     found: dict[str, tuple[str, ...]] = {}
     for known, kind in ((DATASETS_OF_HUB, ""), (PREFERENCES, "preferences: ")):
         for name, one in known.items():
@@ -148,7 +145,7 @@ def hub_datasets() -> dict[str, tuple[str, ...]]:
 
 @cache
 def tasks_of(dataset: str) -> Mapping[str, DatasetTask]:
-    """The tasks of a dataset by name; empty if it has none, or what it needs is not installed."""
+    """Return the tasks of a dataset by name; empty if it has none, or a package that it needs is not installed."""
     plugin = plugins(DATASETS)[dataset]
     try:
         return {task.name: task for task in resolve(plugin.tasks)()} if plugin.tasks else {}
@@ -158,10 +155,10 @@ def tasks_of(dataset: str) -> Mapping[str, DatasetTask]:
 
 
 def chosen(choices: Mapping[str, Any], name: str, kind: str) -> Any:
-    """One of several by name.
+    """Return one of several by name.
 
     Raises:
-        ConfigError: If there is none of that name; the message names the nearest and the allowed ones.
+        ConfigError: If there is none of that name; contains the nearest and the allowed names.
     """
     if name not in choices:
         group = next((group for group, words in KINDS.items() if words == kind), None)
@@ -170,12 +167,6 @@ def chosen(choices: Mapping[str, Any], name: str, kind: str) -> Any:
         known = ", ".join(nearest(name, choices, most=8) or choices) if len(choices) > 20 else ", ".join(choices)
         raise ConfigError(f"there is no {kind} {name!r}{did_you_mean(name, choices)}; allowed: {known or 'none'}")
     return choices[name]
-
-
-def _summary(path: Path) -> str:
-    """The comment at the top of a recipe, on one line."""
-    with path.open(encoding="utf-8") as file:
-        return " ".join(line.lstrip("#").strip() for line in takewhile(lambda line: line.startswith("#"), file))
 
 
 def _missing(requirement: Requirement) -> str:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from rl_algos.rollouts.config import RolloutConfig
 from rl_algos.rollouts.worker.program import REPLY_PROGRAM
 from rl_core.data.batch import TOKENS
-from rl_core.errors import ConfigError, RLError
+from rl_core.errors import ConfigError, DataError, RLError
 from rl_core.model_config import ColocatedConfig
-from rl_core.plugins import GENERATORS, BackendPlugin, RolloutNeeds, plugin, plugins
+from rl_core.plugins import GENERATORS, RolloutNeeds, plugin, plugins
 from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.pool import RolloutPool, RolloutTask
 from rl_core.rollouts.rollout import Message, Prompt
@@ -34,6 +35,9 @@ from rl_launch.session.directory.run_folder import RunFolder
 from rl_launch.worker_envs.driver import missing
 from rl_launch.worker_envs.spec import worker_env
 
+if TYPE_CHECKING:
+    from rl_algos.rollouts.worker.dialogue import Dialogue
+
 S = TypeVar("S")
 _log = logging.getLogger(__name__)
 
@@ -41,18 +45,17 @@ _BACKEND = "policy.generation.backend"
 _SMALLEST = "hf"
 """Generator that needs no engine except a training backend's."""
 
+COMMANDS = {
+    "/reset": "forget the conversation",
+    "/system": "TEXT: replace the system message and clear the conversation; without TEXT, show it",
+    "/raw": "show the conversation as the model reads it, with special tokens",
+    "/help": "list the commands",
+    "/quit": "end (or Ctrl-D)",
+}
 
-@dataclass(frozen=True)
-class Sampling:
-    """How replies are drawn; None takes the value of the config's validation.
-
-    Args:
-        temperature: 0 is greedy.
-        max_new_tokens: Maximum number of tokens of a reply.
-    """
-
-    temperature: float | None = None
-    max_new_tokens: int | None = None
+Answerer = Callable[[np.ndarray, Sequence[Message]], tuple[np.ndarray, bool]]
+"""Returns int32 `[tokens]` that follow a conversation, and whether they were cut off; raises `AnswerFailed` if there is
+no answer."""
 
 
 class AnswerFailed(RLError):
@@ -108,7 +111,11 @@ def chat_plan(source: str, overrides: Sequence[str]) -> RunPlan:
     """
     plan = evaluation_of(source, overrides).plan
     if plan.plugin.name == ALGORITHM and not any(each.startswith(_BACKEND) for each in overrides):
-        plan = evaluation_of(source, [f"{_BACKEND}={_installed_generator(plan)}", *overrides]).plan
+        name = str(plan.config.policy.generation.backend)
+        if name in plugins(GENERATORS) and _SMALLEST in plugins(GENERATORS):
+            needed = worker_env(plugin(GENERATORS, name).requirement, plan.device.extras)
+            name = _SMALLEST if missing(needed) else name
+        plan = evaluation_of(source, [f"{_BACKEND}={name}", *overrides]).plan
     config, found = plan.config, plan.backends.generation
     if found is None:
         raise ConfigError(f"algorithm: {plan.plugin.name} does not generate. Pass a run or a model")
@@ -120,8 +127,12 @@ def chat_plan(source: str, overrides: Sequence[str]) -> RunPlan:
     return plan.with_config(config)
 
 
+def _with(section: S, key: str, changes: Mapping[str, Any]) -> S:
+    return with_values(section, {key: with_values(getattr(section, key), changes)})
+
+
 def system_prompt_of(source: str) -> str:
-    """Return the system message that a run's training data had; empty if there is none, or not one for all.
+    """Return the system message of a run's training data; empty if there is none, or not one for all.
 
     Raises:
         ConfigError: If its file cannot be read.
@@ -159,7 +170,7 @@ class ServedModel:
         max_tokens: Maximum number of tokens of a conversation.
     """
 
-    answer: PoolAnswerer
+    answer: Answerer
     tokenizer: Any
     tool_format: str | None
     name: str
@@ -167,12 +178,15 @@ class ServedModel:
 
 
 @contextmanager
-def serving(plan: RunPlan, sampling: Sampling, *, num_turns: int, seed: int = 0) -> Iterator[ServedModel]:
+def serving(
+    plan: RunPlan, *, temperature: float | None, max_new_tokens: int | None, num_turns: int, seed: int = 0
+) -> Iterator[ServedModel]:
     """Serve a model until the context is left.
 
     Args:
-        plan: Of `chat_plan`.
-        sampling: How replies are drawn.
+        plan: Plan from `chat_plan`.
+        temperature: Sampling temperature, 0 is greedy; None for the temperature of the config's validation.
+        max_new_tokens: Maximum number of tokens of a reply; None for the limit of the config's validation.
         num_turns: Turns that the chat template must be able to render; 1 or more.
         seed: Seed of the sampling.
 
@@ -183,7 +197,6 @@ def serving(plan: RunPlan, sampling: Sampling, *, num_turns: int, seed: int = 0)
     # imports transformers, which takes a second
     from rl_algos.rollouts.setup import validation_sampling
     from rl_algos.rollouts.worker.conversation_checks import check_turns
-    from rl_algos.rollouts.worker.programs import DEFAULT_PROGRAM
     from rl_algos.tokenizer import load_tokenizer
 
     check_devices(plan.config.cluster)
@@ -192,20 +205,15 @@ def serving(plan: RunPlan, sampling: Sampling, *, num_turns: int, seed: int = 0)
     policy = plan.config.policy
     tokenizer = load_tokenizer(policy.tokenizer, policy.model_name, policy.vision)
     check_tokenizer(tokenizer, policy)
-    ends = check_turns(
-        policy, tokenizer, {}, program=DEFAULT_PROGRAM, max_turns=num_turns, turns_key="policy", renders_anew=True
-    )
+    # the chat renders the whole conversation in each turn
+    turns = RolloutConfig(max_rollout_turns=num_turns, rewritten_history="split")
+    ends = check_turns(policy, turns, tokenizer, {}, turns_key="policy")
     longest = policy.max_total_sequence_length
-    drawn = validation_sampling(policy.generation, ends.sampled)
-    given = {name: value for name, value in vars(sampling).items() if value is not None}
+    given = {"temperature": temperature, "max_new_tokens": max_new_tokens}
+    chosen: Any = {name: value for name, value in given.items() if value is not None}
+    drawn = replace(validation_sampling(policy.generation, ends.sampled), **chosen)
     needs = RolloutNeeds(REPLY_PROGRAM, {"max_tokens": longest}, frozenset())
-    with _pool(plan, needs) as pool:
-        answer = PoolAnswerer(pool, replace(drawn, **given), seed=seed)
-        yield ServedModel(answer, tokenizer, policy.tokenizer.tool_format, policy.model_name, longest)
 
-
-@contextmanager
-def _pool(plan: RunPlan, needs: RolloutNeeds) -> Iterator[RolloutPool]:
     # Ray takes a second to import, which checks that fail should not wait for
     from rl_launch.cluster.virtual_cluster import VirtualCluster
     from rl_launch.runtime.runtime import Runtime, check_engines, provision_workers
@@ -221,18 +229,89 @@ def _pool(plan: RunPlan, needs: RolloutNeeds) -> Iterator[RolloutPool]:
         VirtualCluster.of(plan.config.cluster, device) as cluster,
         Runtime(plan, envs, cluster, Path(logs)) as runtime,
     ):
-        yield runtime.evaluation_pool(needs)
+        answer = PoolAnswerer(runtime.evaluation_pool(needs), drawn, seed=seed)
+        yield ServedModel(answer, tokenizer, policy.tokenizer.tool_format, policy.model_name, longest)
 
 
-def _installed_generator(plan: RunPlan) -> str:
-    """Return the configured generator if this environment has its engine, else the smallest."""
-    name = plan.config.policy.generation.backend
-    if name not in plugins(GENERATORS) or _SMALLEST not in plugins(GENERATORS):
-        return str(name)
-    found: BackendPlugin = plugin(GENERATORS, name)
-    extras = plan.device.extras
-    return _SMALLEST if missing(worker_env(found.requirement, extras)) else str(name)
+@dataclass
+class ChatLoop:
+    """A conversation line by line.
 
+    Args:
+        dialogue: The conversation.
+        answer: The model.
+        say: Shows the model's text.
+        note: Shows remarks of this program.
+        waiting: Shown while the model answers.
+        max_tokens: Maximum number of tokens of a conversation; None if it is not limited.
+    """
 
-def _with(section: S, key: str, changes: Mapping[str, Any]) -> S:
-    return with_values(section, {key: with_values(getattr(section, key), changes)})
+    dialogue: Dialogue
+    answer: Answerer
+    say: Callable[[str], None]
+    note: Callable[[str], None]
+    waiting: Callable[[], AbstractContextManager[object]] = nullcontext
+    max_tokens: int | None = None
+
+    def run(self, lines: Iterable[str]) -> None:
+        """Answer lines until they end, or one of them is `/quit`. An interruption (Ctrl-C) of an answer drops it."""
+        for text in filter(None, map(str.strip, lines)):
+            if text == "/quit":
+                return
+            if text.startswith("/") and not text.startswith("//"):
+                self._command(text)
+                continue
+            try:
+                self.ask(text.removeprefix("/"))
+            except KeyboardInterrupt:
+                self.note("(interrupted; the conversation is unchanged)")
+            except AnswerFailed as error:
+                self.note(f"no answer: {error}. Use /reset to start over")
+
+    def ask(self, text: str) -> None:
+        """Ask, and show the answer.
+
+        Raises:
+            AnswerFailed: If there is none, or the chat template cannot render the question.
+        """
+        from jinja2 import TemplateError
+
+        try:
+            tokens = self.dialogue.ask(text)
+        except (ConfigError, DataError, ValueError, TemplateError) as error:
+            raise AnswerFailed(f"the chat template cannot render it: {error}") from None
+        with self.waiting():
+            sampled, is_cut = self.answer(tokens, self.dialogue.messages)
+        text = self.dialogue.answer(sampled).text
+        self.say(text)
+        if not text and not is_cut:
+            self.note("(the model ended its turn without text; use /raw to show the tokens)")
+        if is_cut and self.max_tokens is not None and self.dialogue.num_tokens >= self.max_tokens:
+            self.note(
+                f"(cut off: the conversation has the {self.max_tokens} tokens that policy.max_total_sequence_length "
+                "allows; use /reset to start over)"
+            )
+        elif is_cut:
+            self.note(f"(cut off after {len(sampled)} tokens; increase --max-new-tokens to allow more)")
+
+    def _command(self, text: str) -> None:
+        name, _, argument = text.partition(" ")
+        match name:
+            case "/reset":
+                self.dialogue.reset()
+                self.note("(the conversation is empty)")
+            case "/system" if argument:
+                self.dialogue.system = argument.strip()
+                self.dialogue.reset()
+                self.note("(the system message was replaced, and the conversation is empty)")
+            case "/system":
+                self.note(self.dialogue.system or "(no system message)")
+            case "/raw":
+                self.note(f"{self.dialogue.raw}\n({self.dialogue.num_tokens} tokens)")
+            case "/help":
+                self.note("\n".join(f"{command:8} {what}" for command, what in COMMANDS.items()))
+            case _:
+                known = ", ".join(COMMANDS)
+                self.note(
+                    f"{name} is not a command; commands: {known}. A message that begins with / is written with two"
+                )

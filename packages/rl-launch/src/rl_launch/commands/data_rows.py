@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from rl_algos.data.config import DataConfig, Purpose
-from rl_algos.data.example import WRITTEN, Example, info_of
 from rl_algos.data.examples import OpenDataset, open_datasets
-from rl_algos.data.hub_datasets import DATASETS as ON_HUB
-from rl_algos.data.hub_datasets import PREFERENCES
 from rl_algos.data.pass_rates import pass_rates, reason_to_leave_out
 from rl_algos.data.preview import Refusal, RowReader, Text
+from rl_algos.data.rows.example import WRITTEN, Example, info_of
+from rl_algos.data.sources.hub_datasets import DATASETS as ON_HUB
+from rl_algos.data.sources.hub_datasets import PREFERENCES
 from rl_core.algorithm import Algorithm, implementation_of
 from rl_core.config import assemble, did_you_mean, load, resolve
 from rl_core.errors import ConfigError, DataError
@@ -26,7 +27,7 @@ from rl_launch.recipes import recipe_names
 from rl_launch.run_config.reading import read_plan
 from rl_launch.run_config.root_types import type_of
 
-MOST_READ = 1000
+MAX_READ = 1000
 """Maximum number of rows of a dataset that the summary counts by default."""
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -43,7 +44,7 @@ class GivenRows:
         is_run: Whether they are those of a run's config, which decides what becomes of a row that is refused.
         purpose: Whether they are training or validation rows.
         datasets: Their datasets.
-        reader: How the algorithm reads them.
+        reader: Reader of the algorithm.
         tokenizer: Tokenizer of the model; None if no model is named.
         rates: Pass rates of the prompts, by the name of each dataset that selects by them.
     """
@@ -132,7 +133,7 @@ def given_rows(
     if validation and not config.data.validation_datasets:
         raise ConfigError("--validation: the config has no validation data. Set data.validation, or omit the flag")
     reader: RowReader = implementation_of(algorithm_named(config.algorithm)).row_reader(config)
-    datasets = open_datasets(config.data, purpose, reader.processor, sample=MOST_READ)
+    datasets = open_datasets(config.data, purpose, reader.processor, sample=MAX_READ)
     selecting = {each.name: each.settings.pass_rate for each in datasets if purpose == "train"}
     rates = {name: pass_rates(settings) for name, settings in selecting.items() if settings is not None}
     return GivenRows(config, is_run, purpose, datasets, reader, _tokenizer(config) if is_run or model else None, rates)
@@ -177,7 +178,7 @@ def shown_row(given: GivenRows, dataset: OpenDataset, number: int) -> ShownRow:
     )
 
 
-def counts(given: GivenRows, dataset: OpenDataset, most: int = MOST_READ) -> Counts:
+def counts(given: GivenRows, dataset: OpenDataset, most: int = MAX_READ) -> Counts:
     """Count lengths and refusals over the first rows of a dataset.
 
     Args:
@@ -188,7 +189,8 @@ def counts(given: GivenRows, dataset: OpenDataset, most: int = MOST_READ) -> Cou
     lengths: list[int] = []
     refusals: dict[str, int] = {}
     num_learned = num_too_long = num_read = num_ending = 0
-    for row in islice(_every_row(given, dataset), most):
+    for number in range(1, min(len(dataset.numbers), most) + 1):
+        row = shown_row(given, dataset, number)
         num_read += 1
         num_ending += ends_run(given, row)
         if row.refusal is not None:
@@ -209,12 +211,8 @@ def ends_run(given: GivenRows, row: ShownRow) -> bool:
     return any(row.too_long) and data.overlong == "error"
 
 
-def _every_row(given: GivenRows, dataset: OpenDataset) -> Iterator[ShownRow]:
-    return (shown_row(given, dataset, number) for number in range(1, len(dataset.numbers) + 1))
-
-
 def _refusal(given: GivenRows, dataset: OpenDataset, example: Example) -> Refusal | None:
-    """Why a row is not used, whatever the tokenizer; a file that no run reads need not name an environment."""
+    """Return why a row is not used, whatever the tokenizer. A file that no run reads needs no environment."""
     settings = dataset.settings
     if settings.pass_rate is not None and dataset.name in given.rates:
         reason = reason_to_leave_out(settings.pass_rate, given.rates[dataset.name], example.prompt)
@@ -244,7 +242,7 @@ def _check_shown(algorithm: str) -> None:
     """Refuse an algorithm whose rows cannot be shown.
 
     Raises:
-        ConfigError: Naming it.
+        ConfigError: If it defines no `row_reader`.
     """
     plugin = algorithm_named(algorithm)
     if type(implementation_of(plugin)).row_reader is Algorithm.row_reader:
@@ -254,15 +252,8 @@ def _check_shown(algorithm: str) -> None:
         )
 
 
-def _unreadable(algorithm: str) -> ConfigError:
-    name = algorithm_named(algorithm).name
-    return ConfigError(
-        f"algorithm: rows of {name} cannot be shown, because it defines no `row_reader`. Use another algorithm"
-    )
-
-
 def _kind(source: str) -> str:
-    """The key of a dataset that a source belongs to.
+    """Return the key of a dataset that a source belongs to.
 
     Raises:
         ConfigError: If it can be neither a file nor a name.
@@ -279,13 +270,17 @@ def _kind(source: str) -> str:
 
 
 def _algorithm_of(config: Any) -> str:
-    """The algorithm that a file most likely is for, by the columns of its first row.
+    """Return the algorithm that a file most likely is for, by the columns of its first row.
 
     Raises:
         DataError: If the file cannot be read.
     """
     for dataset in open_datasets(config.data, "train"):
-        row = next(_readable(dataset), {})
+        row: Mapping[str, Any] = {}
+        for position in islice(dataset.numbers, MAX_READ):
+            with suppress(DataError):
+                row = dataset.rows.rows[position]
+                break
         columns = {**row, **{name: row.get(own) for name, own in dataset.settings.columns.items()}}
         if any(name in columns for name in _RESPONSES):
             return "dpo"
@@ -300,17 +295,8 @@ def _algorithm_of(config: Any) -> str:
     return "grpo"
 
 
-def _readable(dataset: OpenDataset) -> Iterator[Mapping[str, Any]]:
-    """The first rows that can be read."""
-    for position in islice(dataset.numbers, MOST_READ):
-        try:
-            yield dataset.rows.rows[position]
-        except DataError:
-            continue
-
-
 def _tokenizer(config: Any) -> Any:
-    """The tokenizer of the policy. Those models that are made here which a run has warmed up have that of the first."""
+    """Return the tokenizer of the policy. A model that is made and warmed up here has that of the untrained model."""
     # imports transformers, which takes a second
     from rl_algos.tokenizer import load_tokenizer, require_chat_template
 

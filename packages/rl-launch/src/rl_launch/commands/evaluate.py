@@ -38,8 +38,8 @@ _log = logging.getLogger(__name__)
 def evaluate(plan: RunPlan, *, folder: str | Path) -> EvaluationResult:
     """Score the weights at `policy.model_name` on the tasks of a config, or on its validation data.
 
-    Finished groups are kept in the folder; an evaluation that was killed there goes on with the others, and a finished
-    one is only summarised again. Samples that fail score 0 and are counted.
+    Finished groups are kept in the folder. An evaluation that was killed there continues with the others, and a
+    finished one is only summarised again. Samples that fail score 0 and are counted.
 
     Args:
         plan: Plan of a run, or of an evaluation.
@@ -136,7 +136,7 @@ def _waiting(task: EvaluationTask, done: Done) -> list[Any]:
 
 
 def _result(place: EvaluationFolder, model: str, plan: EvaluationPlan, done: Done) -> EvaluationResult:
-    """The result of all groups.
+    """Return the result of all groups.
 
     Raises:
         RolloutsFailed: If every sample failed; the next evaluation in the folder then begins anew.

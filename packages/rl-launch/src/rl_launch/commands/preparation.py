@@ -6,9 +6,14 @@ each that fails, and leaves out those that would first download rows, build an e
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
 import os
+import subprocess
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -18,17 +23,19 @@ from rl_core.algorithm import AlgorithmEvaluation
 from rl_core.config import locale_problem, option
 from rl_core.devices import Device
 from rl_core.environments.trial import Trial
-from rl_core.errors import ConfigError, ConfigProblems, DataChanged, RunDirectoryError
-from rl_core.plugins import RolloutNeeds
+from rl_core.errors import ConfigError, ConfigProblems, DataChanged, RLError, RunDirectoryError
+from rl_core.plugins import BackendPlugin, MeshCase, RolloutNeeds
+from rl_core.selfcheck.cases import FamilyCase
 from rl_launch.cluster.device import check_devices
 from rl_launch.cluster.ray_address import check_ray_address
-from rl_launch.commands.family_proof import prove_family
 from rl_launch.doctor.checks import processes_problem, ranks_keys
+from rl_launch.doctor.family import cases, described
+from rl_launch.doctor.family_table import FamilyTable, kind_of
 from rl_launch.doctor.machine import Machine
 from rl_launch.doctor.needs import needs_of_plan
 from rl_launch.model_files.local_models import MADE_HERE, untrained_model
 from rl_launch.model_files.model_facts import check_tokenizer
-from rl_launch.model_files.model_folder import adapter_problems, config_folder
+from rl_launch.model_files.model_folder import adapter_problems, config_folder, hf_config_fields
 from rl_launch.monitoring.run_monitoring import check_monitoring
 from rl_launch.placement.topology import GENERATION
 from rl_launch.push.pusher import Pusher, pusher_of
@@ -53,12 +60,94 @@ from rl_launch.session.directory.writable import check_writable
 from rl_launch.session.tracking.trackers import check_mlflow_store
 from rl_launch.session.tracking.writers import check_writers
 from rl_launch.worker_envs import availability_of, check_home
+from rl_launch.worker_envs.node_build import default_root
 from rl_launch.worker_envs.provision import DriverEnvs
+from rl_launch.worker_envs.variables import worker_process_environment
+
+_log = logging.getLogger(__name__)
+
+_VERSIONS = """
+from importlib.metadata import distributions
+print("\\n".join(sorted({f"{each.name}=={each.version}" for each in distributions()})))
+"""
+
+
+def prove_family(section: Any, key: str, plugin: BackendPlugin, python: str) -> None:
+    """Check that a model's family trains correctly on its mesh, unless tests or an earlier check cover it.
+
+    A mesh that computes slightly wrong results trains all the same, unnoticed. The check trains a tiny random model of
+    the family on the run's own axes, two ranks on each, and compares it with one process. It takes seconds to a minute
+    and is kept under `RL_HOME`, by family, mesh and the versions installed in the trainer's environment. Families that
+    the backend ships results for, in its table, are not checked again.
+
+    Args:
+        section: The model's section of a resolved config, with a folder or a hub name.
+        key: Dotted key of that section.
+        plugin: Plugin of the training backend.
+        python: Interpreter of the trainer's environment.
+
+    Raises:
+        ConfigError: If the family is off on this mesh, or cannot be checked.
+    """
+    if not plugin.selfcheck or plugin.mesh_case is None:
+        return
+    model, switch = section.model_name, f"{key}.family_check"
+    fields = hf_config_fields(model)
+    family = str(fields.get("model_type", ""))
+    if family in plugin.held_families:
+        return
+    case = plugin.mesh_case(section)
+    if section.family_check == "off":
+        _log.warning("%s has not been checked on %s, because %s is off", family, case, switch)
+        return
+    installed = _versions(python)
+    found = FamilyTable.of(plugin).find(fields, case, plugin.config, installed)
+    if found is None:
+        # the result depends on the model's kinds of layers, and not on their sizes
+        text = json.dumps([plugin.name, kind_of(fields), asdict(case), installed], sort_keys=True)
+        file = f"{family}-{hashlib.sha256(text.encode()).hexdigest()[:20]}.json"
+        found = _proof(default_root().parent / "proofs" / file, plugin, model, case, python, switch)
+    if found.verdict != "exact":
+        raise ConfigError(
+            f"a tiny model of the family {family} does not train correctly with the {plugin.name} backend on this "
+            f"mesh: {' '.join(described(found).split())}. Choose another mesh or backend (rl doctor model {model} "
+            f"--backend {plugin.name} tries all of them), or set {switch}=off to train anyway"
+        )
+
+
+def _versions(python: str) -> dict[str, str]:
+    """Return the version of each package in an environment."""
+    command, variables = [python, "-c", _VERSIONS], worker_process_environment(python)
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False, timeout=120)
+    if done.returncode:
+        raise RLError(f"{python} does not list its packages: {done.stderr.strip()}")
+    return dict(line.split("==", 1) for line in done.stdout.splitlines())
+
+
+def _proof(path: Path, plugin: BackendPlugin, model: str, case: MeshCase, python: str, switch: str) -> FamilyCase:
+    """Return the stored result, or a new one after storing it."""
+    if path.is_file():
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        return FamilyCase(**{**kept, "names": tuple(kept["names"])})
+    started = time.monotonic()
+    _log.info(
+        "the project's tests do not cover this model's family on %s: checking a tiny model of this family once", case
+    )
+    try:
+        (found,) = cases(python, plugin.selfcheck, model, case)
+    except ConfigError as error:
+        raise ConfigError(f"{error}. Set {switch}=off to train without this check") from None
+    _log.info("checked in %.0f s: %s", time.monotonic() - started, " ".join(described(found).split()))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_suffix(f".{os.getpid()}")
+    aside.write_text(json.dumps(asdict(found)), encoding="utf-8")
+    aside.rename(path)
+    return found
 
 
 @dataclass
 class Preparation:
-    """A run that is being prepared, with what its checks have read and made.
+    """A run that is being prepared, with the results of its checks.
 
     Args:
         written: Plan of the run, as the user wrote it.
@@ -115,7 +204,7 @@ class StartCheck:
 
     Args:
         name: Name in the report of `rl doctor`.
-        look: Makes the check and keeps its result; raises an `RLError` for what the user has to change.
+        look: Makes the check and keeps its result; raises an `RLError` for a problem that the user has to solve.
         after: Names of checks whose results it needs.
         waits: Function to the reason why `rl doctor` cannot make it yet; empty if it can.
         machine: Names of findings on the machine that report the same in more detail.
@@ -167,7 +256,7 @@ def check_adapters_of_made_models(plan: RunPlan) -> None:
     """Refuse adapters on layers that a model made on this machine does not have, as `read_plan` does for folders.
 
     Raises:
-        ConfigError: Listing the layers.
+        ConfigError: If there are any; lists the layers.
     """
     for key in plan.model_sections:
         section, lora = plan.section(key), plan.section(key).lora_cfg
@@ -259,7 +348,11 @@ def _prepare_prompts(run: Preparation) -> None:
 
 def _compare_data(run: Preparation) -> None:
     """Refuse to resume in the middle of other data; a new branch starts at the beginning of them."""
-    found = _position_of(run)
+    folder = Path(run.run_dir).expanduser()
+    branch = RunDirectory(folder).branch if is_run(folder) else run.branch
+    found = branch.checkpoint if branch is not None and branch.keeps_position else None
+    if is_run(folder) and (steps := RunFolder(folder).checkpoint_steps()):
+        found = folder / "checkpoints" / f"step_{steps[-1]}"
     if found is None:
         return
     try:
@@ -273,16 +366,7 @@ def _compare_data(run: Preparation) -> None:
             ) from None
         run.branch = replace(run.branch, keeps_position=False)
     except (OSError, ValueError, KeyError):
-        return  # the restore tells what the checkpoint lacks
-
-
-def _position_of(run: Preparation) -> Path | None:
-    """Return the checkpoint whose position in the data the run continues from."""
-    folder = Path(run.run_dir).expanduser()
-    branch = RunDirectory(folder).branch if is_run(folder) else run.branch
-    if is_run(folder) and (steps := RunFolder(folder).checkpoint_steps()):
-        return folder / "checkpoints" / f"step_{steps[-1]}"
-    return branch.checkpoint if branch is not None and branch.keeps_position else None
+        return  # the restore reports the missing parts of the checkpoint
 
 
 def _check_placement(run: Preparation) -> None:

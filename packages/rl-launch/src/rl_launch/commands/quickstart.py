@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -26,7 +25,7 @@ _MEASURED = (("initial", "before SFT"), ("sft", "after SFT"), ("grpo", "after GR
 
 _NUM_STEPS = 24
 _DECAY = f"kwargs: {{start_factor: 1.0, end_factor: 0.05, total_iters: {4 * _NUM_STEPS}}}"
-"""Falling rates end higher, and vary less from seed to seed. A step makes four updates."""
+"""Decreasing rates end with a higher accuracy, which varies less from seed to seed. A step makes four updates."""
 
 GRPO = (
     f"grpo.max_num_steps={_NUM_STEPS}",
@@ -54,7 +53,10 @@ class Quickstart:
         self._console = console
         self.seconds: dict[str, float] = {}
         self.accuracy: dict[str, float] = {}
-        self._read_summary()
+        self._summary = folder / "summary.json"
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            earlier = json.loads(self._summary.read_text(encoding="utf-8"))
+            self.accuracy, self.seconds = dict(earlier["accuracy"]), dict(earlier["seconds"])
 
     @property
     def is_finished(self) -> bool:
@@ -77,7 +79,7 @@ class Quickstart:
         self.seconds[name] = round(time.monotonic() - started, 1)
 
     def make_model(self) -> Path:
-        """Make a tiny Qwen3 with random weights, and its tokenizer."""
+        """Make a tiny Qwen3 with random weights and its tokenizer."""
         folder = self._folder / "model"
         if not (folder / "model.safetensors").exists():
             make_tiny_model(folder)
@@ -90,30 +92,29 @@ class Quickstart:
         from rl_launch.worker_envs import provision
 
         settings = [f"policy.model_name={model}", *self._cluster]
-        wanted: list[tuple[Any, Any]] = []
-        for backend in ("hf", "vllm"):
+
+        def prepare(backend: str) -> None:
             plan = read_plan("grpo-arithmetic", [*settings, f"policy.generation.backend={backend}"])
-            specs = role_specs(plan.backends, (), plan.device)
-            wanted.append((specs.values(), plan.config.cluster.worker_envs))
-        first, last = wanted
+            provision(role_specs(plan.backends, (), plan.device).values(), plan.config.cluster.worker_envs)
 
         def prepare_last() -> None:
             # the last stage tries again, and reports a failure
             with suppress(WorkerEnvironmentError):
-                provision(*last)
+                prepare("vllm")
 
-        provision(*first)
+        prepare("hf")
         threading.Thread(target=prepare_last, daemon=True).start()
 
     def score(self, model: Path) -> float:
-        """Greedy accuracy on held-out sums, sampled in the trainer's environment, which starts sooner than vLLM."""
+        """Return the greedy accuracy on held-out sums, sampled in the trainer's environment, which starts sooner than
+        vLLM."""
         from rl_launch.commands.evaluate import evaluate
 
         settings = [f"policy.model_name={model}", "policy.generation.backend=hf", *self._cluster]
         return evaluate(read_plan("grpo-arithmetic", settings), folder=self._folder / "initial").mean_reward
 
     def fine_tune(self, model: Path) -> Path:
-        """Supervised fine-tuning on generated sums; returns the folder of the trained model, with which later runs of
+        """Fine-tune on generated sums; returns the folder of the trained model, with which later runs of
         `grpo-arithmetic` begin.
         """
         run_dir = self._folder / "sft"
@@ -125,17 +126,11 @@ class Quickstart:
         return trained
 
     def reinforce(self, model: Path) -> Path:
-        """GRPO on further sums, validated before the first step and after the last."""
+        """Train by GRPO on further sums, validated before the first step and after the last."""
         run_dir = self._folder / "grpo"
-        settings = [
-            f"policy.model_name={model}",
-            f"run_dir={run_dir}",
-            *GRPO,
-            "grpo.val_at_start=true",
-            "grpo.val_period=6",
-            *self._cluster,
-        ]
-        train(read_plan("grpo-arithmetic", settings), run_dir=run_dir, title="grpo").exit_if_stopped()
+        settings = [f"policy.model_name={model}", f"run_dir={run_dir}", *GRPO, *self._cluster]
+        validated = read_plan("grpo-arithmetic", [*settings, "grpo.val_at_start=true", "grpo.val_period=6"])
+        train(validated, run_dir=run_dir, title="grpo").exit_if_stopped()
         lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
         scores = [line["val/accuracy"] for line in lines if "val/accuracy" in line]
         self.accuracy |= {"sft": scores[0], "grpo": scores[-1]}
@@ -148,7 +143,7 @@ class Quickstart:
         self._summary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
 
     def show(self) -> None:
-        """Show the table, and name the next command."""
+        """Show the table and the next command."""
         table = Table(title="Accuracy on held-out sums (greedy)")
         table.add_column("model")
         table.add_column("accuracy", justify="right")
@@ -156,24 +151,16 @@ class Quickstart:
             table.add_row(label, f"{100 * self.accuracy[name]:.1f} %")
         self._console.print()
         self._console.print(table)
-        self._console.print(f"Model, in Hugging Face format:  {self.model}", soft_wrap=True)
-        self._console.print(f"Runs, metrics and rollouts:     {self._folder}/sft  {self._folder}/grpo", soft_wrap=True)
-        self._console.print(f"These results:                  {self._summary}", soft_wrap=True)
+        self._console.print(
+            f"Model, in Hugging Face format:  {self.model}\n"
+            f"Runs, metrics and rollouts:     {self._folder}/sft  {self._folder}/grpo\n"
+            f"These results:                  {self._summary}",
+            soft_wrap=True,
+        )
         self._console.print(f"It took {self.seconds['total']:.0f} s. Next, change something and train again:")
         self._console.print(
             f"  rl train grpo-arithmetic policy.model_name={self.model} grpo.normalize_rewards=false", soft_wrap=True
         )
-
-    @property
-    def _summary(self) -> Path:
-        return self._folder / "summary.json"
-
-    def _read_summary(self) -> None:
-        try:
-            earlier = json.loads(self._summary.read_text(encoding="utf-8"))
-            self.accuracy, self.seconds = dict(earlier["accuracy"]), dict(earlier["seconds"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return
 
 
 def run(folder: Path, cluster: Sequence[str] = (), console: Console | None = None) -> None:

@@ -1,4 +1,4 @@
-"""`rl runs`: the runs in a folder, the progress of each, and the command that continues it."""
+"""`rl runs`: the runs in a folder by the values of their keys, and the command that continues each."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +16,79 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rl_core.errors import RunDirectoryError
-from rl_launch.commands.run_values import RunValues, check_keys, ordered
+from rl_core.config import did_you_mean
+from rl_core.config.keys import value_at
+from rl_core.config.tree import format_path, leaves, parse_path
+from rl_core.errors import ConfigError, RunDirectoryError
 from rl_launch.session.directory.labels import Labels
 from rl_launch.session.directory.remedies import command_to_go_on
 from rl_launch.session.directory.run_folder import RunFolder, find_runs
 from rl_launch.session.directory.run_state import Best
 from rl_launch.show.condition import Condition, shown
 from rl_launch.show.headings import headings
+from rl_launch.show.report import Summary, higher_is_better, series_of, summaries_of
 
 _STYLES = {"running": "green", "finished": "bold", "interrupted": "yellow", "failed": "red"}
 _OF_A_RUN = re.compile(r"(?:.*/)?([^/]+)/checkpoints/(step_\d+)/hf/?")
-_MOST_COMMANDS = 5
+_MAX_COMMANDS = 5
+_BEST = ":best"
 
 _log = logging.getLogger(__name__)
+
+
+class RunValues:
+    """Values of one run by key. Each of its files is read when a key first needs it.
+
+    A key is one of `FIELDS`, a metric as `metrics.jsonl` spells it (`val/loss`: its last value, `val/loss:best`: its
+    best), or the dotted key of a config (`policy.optimizer.kwargs.lr`).
+    """
+
+    def __init__(self, run: RunFolder) -> None:
+        self.run = run
+
+    def __getitem__(self, key: str) -> Any:
+        """Return the value of a key; None if the run does not have it."""
+        if key in FIELDS:
+            return FIELDS[key](self)
+        if "/" in key:
+            summary = self._summaries.get(key.removesuffix(_BEST))
+            return None if summary is None else summary.best if key.endswith(_BEST) else summary.last
+        return value_at(self.config, parse_path(key))
+
+    def has(self, key: str) -> bool:
+        """Return whether the run has a key, which may be null."""
+        if key in FIELDS or self[key] is not None:
+            return True
+        *around, last = parse_path(key)
+        section = value_at(self.config, tuple(around))
+        return isinstance(section, dict) and last in section
+
+    @property
+    def keys(self) -> list[str]:
+        """Every key of the run."""
+        return [*FIELDS, *self._summaries, *map(format_path, leaves(self.config))]
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The run's config as nested plain values."""
+        return self.run.config()
+
+    @cached_property
+    def _summaries(self) -> dict[str, Summary]:
+        return {summary.name: summary for summary in summaries_of(series_of(self.run.metrics()))}
+
+
+FIELDS: dict[str, Callable[[RunValues], Any]] = {
+    "state": lambda values: values.run.state().status,
+    "step": lambda values: values.run.state().step,
+    "algorithm": lambda values: values.run.description().algorithm,
+    "model": lambda values: values.run.description().model,
+    "name": lambda values: values.run.description().labels.name or values.run.path.name,
+    "group": lambda values: values.run.description().labels.group,
+    "tags": lambda values: list(values.run.description().labels.tags),
+    "notes": lambda values: values.run.description().labels.notes,
+}
+"""Keys in addition to the keys of the config and the metrics."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +124,7 @@ class ListedRun:
 
 @dataclass(frozen=True)
 class Listing:
-    """What `rl runs` lists.
+    """The request of `rl runs`.
 
     Args:
         keys: Columns, as `RunValues` takes them; none for the usual columns.
@@ -79,12 +139,22 @@ class Listing:
     is_reversed: bool = False
 
 
+def condition(text: str) -> Condition:
+    """Read a condition on a run, such as `state=finished`, `tag=baseline` or `sft.seed<3`.
+
+    Raises:
+        ConfigError: If it is not one.
+    """
+    found = Condition.parse(text, "--filter", "state=finished, tag=NAME or sft.seed=1")
+    return replace(found, key="tags") if found.key == "tag" else found
+
+
 def list_runs(folder: Path, listing: Listing = Listing()) -> list[ListedRun]:
-    """The runs in a folder. Reads small files and the ends of others, and all metrics if one is asked for.
+    """List the runs in a folder. Reads small files and the ends of others, and all metrics if one is requested.
 
     Raises:
         RunDirectoryError: If the folder does not exist.
-        ConfigError: If no run has a key that is asked for.
+        ConfigError: If no run has a requested key.
     """
     if not folder.is_dir():
         raise RunDirectoryError(f"{folder} is not a folder. Pass a folder with runs: rl runs DIR.")
@@ -92,35 +162,56 @@ def list_runs(folder: Path, listing: Listing = Listing()) -> list[ListedRun]:
 
 
 def listed(runs: Iterable[RunFolder], listing: Listing = Listing()) -> list[ListedRun]:
-    """The runs that meet the conditions of a listing, in its order.
+    """List the runs that meet the conditions of a listing, in its order.
 
     Raises:
-        ConfigError: If no run has a key that is asked for.
+        ConfigError: If no run has a requested key.
     """
-    found = [RunValues(run) for run in runs if _is_readable(run)]
-    check_keys(found, listing.keys, "--keys")
-    check_keys(found, [condition.key for condition in listing.conditions], "--filter")
-    check_keys(found, [listing.sort] if listing.sort else [], "--sort")
-    found = [values for values in found if all(condition.holds(values) for condition in listing.conditions)]
+    found = []
+    for run in runs:
+        try:
+            run.description(), run.state(), run.changed_at()
+            found.append(RunValues(run))
+        except OSError as error:
+            _log.warning("%s is left out, because it could not be read: %s", run.path, error)
+    _check_keys(found, listing.keys, "--keys")
+    _check_keys(found, [each.key for each in listing.conditions], "--filter")
+    _check_keys(found, [listing.sort] if listing.sort else [], "--sort")
+    found = [values for values in found if all(each.holds(values) for each in listing.conditions)]
     if listing.sort:
-        found = ordered(found, listing.sort)
+        found.sort(key=lambda values: _rank(values[listing.sort], listing.sort))
     else:
         found.sort(key=lambda values: values.run.changed_at(), reverse=True)
     return [_listed(values, listing.keys) for values in (reversed(found) if listing.is_reversed else found)]
 
 
-def _is_readable(run: RunFolder) -> bool:
-    """Return whether the files of a run can be read; a run whose files cannot is reported in the log."""
-    try:
-        run.description(), run.state(), run.changed_at()
-    except OSError as error:
-        _log.warning("%s is left out, because it could not be read: %s", run.path, error)
-        return False
-    return True
+def _rank(value: Any, key: str) -> tuple[int, float, str]:
+    """Return a key that sorts ascending, or the best first for a metric whose higher values are better. Runs that do
+    not have the key come last."""
+    if value is None:
+        return 2, 0.0, ""
+    if isinstance(value, int | float):
+        return 0, -value if "/" in key and higher_is_better(key.removesuffix(_BEST)) else value, ""
+    return 1, 0.0, str(value)
+
+
+def _check_keys(runs: Sequence[RunValues], keys: Sequence[str], option: str) -> None:
+    """Refuse keys that no run has; nothing is known about keys if there are no runs.
+
+    Raises:
+        ConfigError: With the nearest keys.
+    """
+    for key in keys:
+        if runs and not any(values.has(key) for values in runs):
+            known = dict.fromkeys(key for values in runs for key in values.keys)
+            raise ConfigError(
+                f"{option}: none of these runs has {key!r}{did_you_mean(key, known)} A key of the config "
+                f"(sft.seed), a metric (val/loss, val/loss:best) or one of {', '.join(FIELDS)} is allowed."
+            )
 
 
 def as_json(runs: Sequence[ListedRun]) -> dict[str, Any]:
-    """The object that `rl runs --json` prints."""
+    """Return the object that `rl runs --json` prints."""
     return {"schema": 1, "runs": [asdict(run) for run in runs]}
 
 
@@ -136,18 +227,17 @@ def show(
         return
     console.print(_table_of_values(runs, folder, now) if listing.keys else _table(runs, folder, now))
     ended = [run for run in runs if run.status in ("interrupted", "failed")]
-    for run in ended[:_MOST_COMMANDS]:
+    for run in ended[:_MAX_COMMANDS]:
         reason = f" ({run.reason})" if run.reason else ""
-        console.print(
-            f"\n{_relative(run.path, folder)} {run.status}{reason}; go on with", highlight=False, markup=False
-        )
+        heading = f"\n{_relative(run.path, folder)} {run.status}{reason}; go on with"
+        console.print(heading, highlight=False, markup=False)
         console.print(f"  {run.go_on}", highlight=False, markup=False, soft_wrap=True)
-    if len(ended) > _MOST_COMMANDS:
-        console.print(f"\n{len(ended) - _MOST_COMMANDS} more are unfinished: rl runs --json lists their commands.")
+    if len(ended) > _MAX_COMMANDS:
+        console.print(f"\n{len(ended) - _MAX_COMMANDS} more are unfinished: rl runs --json lists their commands.")
 
 
 def age(seconds: float) -> str:
-    """An age in one unit: `12 s`, `3 min`, `5 h`, `2 d`."""
+    """Return an age in one unit: `12 s`, `3 min`, `5 h`, `2 d`."""
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= size:
             return f"{int(seconds // size)} {unit}"
@@ -155,7 +245,7 @@ def age(seconds: float) -> str:
 
 
 def short_model(name: str) -> str:
-    """A model's name without the folders around it; of a checkpoint, its run and step."""
+    """Return a model's name without the folders around it; for a checkpoint, its run and step."""
     if match := _OF_A_RUN.fullmatch(name):
         return f"{match[1]}/{match[2]}"
     return name.rstrip("/").rpartition("/")[2]
@@ -167,14 +257,14 @@ def _listed(values: RunValues, keys: Sequence[str]) -> ListedRun:
     path = os.path.relpath(run.path)
     typed = path if not path.startswith("..") else str(run.path.absolute())
     return ListedRun(
-        path=typed,
-        algorithm=description.algorithm,
-        model=description.model,
-        status=state.status,
-        reason=state.reason,
-        step=state.step,
-        max_steps=state.max_steps,
-        best=state.best,
+        typed,
+        description.algorithm,
+        description.model,
+        state.status,
+        state.reason,
+        state.step,
+        state.max_steps,
+        state.best,
         created=description.created,
         changed=run.changed_at().isoformat(timespec="seconds"),
         go_on=command_to_go_on(typed, state),
@@ -195,16 +285,11 @@ def _table(runs: Sequence[ListedRun], folder: Path, now: datetime) -> Table:
     if has_tags:
         table.add_column("tags", overflow="fold")
     for run in runs:
-        table.add_row(
-            _relative(run.path, folder),
-            run.algorithm,
-            short_model(run.model),
-            _state(run),
-            _step(run),
-            f"{run.best.metric} {run.best.value:.4g}" if run.best else "",
-            _age(run, now),
-            *([shown(list(run.labels.tags))] if has_tags else []),
-        )
+        best = f"{run.best.metric} {run.best.value:.4g}" if run.best else ""
+        tags = [shown(list(run.labels.tags))] if has_tags else []
+        progress = _progress(run, now)
+        cells = (progress["state"], progress["step"], best, progress["age"], *tags)
+        table.add_row(_relative(run.path, folder), run.algorithm, short_model(run.model), *cells)
     return table
 
 
@@ -214,17 +299,13 @@ def _table_of_values(runs: Sequence[ListedRun], folder: Path, now: datetime) -> 
     for key, heading in zip(keys, headings(keys), strict=True):
         numbers = all(isinstance(run.values[key], int | float | None) for run in runs)
         table.add_column(heading, justify="right" if numbers else "left", overflow="fold")
-    others: dict[str, Callable[[ListedRun], str | Text]] = {
-        "state": _state,
-        "step": _step,
-        "age": lambda run: _age(run, now),
-    }
-    others = {name: cell for name, cell in others.items() if name not in keys}
+    others = [name for name in ("state", "step", "age") if name not in keys]
     for name in others:
         table.add_column(name, justify="left" if name == "state" else "right", no_wrap=True)
     for run in runs:
         cells = [short_model(str(run.values[key])) if key == "model" else shown(run.values[key]) for key in keys]
-        table.add_row(_relative(run.path, folder), *cells, *(cell(run) for cell in others.values()))
+        progress = _progress(run, now)
+        table.add_row(_relative(run.path, folder), *cells, *(progress[name] for name in others))
     return table
 
 
@@ -234,16 +315,11 @@ def _empty_table() -> Table:
     return table
 
 
-def _state(run: ListedRun) -> Text:
-    return Text(run.status, style=_STYLES[run.status])
-
-
-def _step(run: ListedRun) -> str:
-    return f"{run.step}/{run.max_steps}" if run.max_steps else str(run.step)
-
-
-def _age(run: ListedRun, now: datetime) -> str:
-    return age((now - datetime.fromisoformat(run.changed)).total_seconds())
+def _progress(run: ListedRun, now: datetime) -> dict[str, str | Text]:
+    """Return the state, step and age of a run as cells."""
+    step = f"{run.step}/{run.max_steps}" if run.max_steps else str(run.step)
+    seconds = (now - datetime.fromisoformat(run.changed)).total_seconds()
+    return {"state": Text(run.status, style=_STYLES[run.status]), "step": step, "age": age(seconds)}
 
 
 def _relative(path: str, folder: Path) -> str:

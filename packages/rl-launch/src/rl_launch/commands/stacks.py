@@ -41,16 +41,12 @@ class Stacks:
         return {"schema": 1, "processes": processes, "missing": list(self.missing)}
 
     def as_text(self) -> str:
-        """Return what is printed."""
-        parts = [
-            f"{each.name} (process {each.pid} on {each.host}): {each.state}\n{_indented(each.text)}\n"
-            for each in self.processes
-        ]
+        """Return the text that is printed."""
+        parts = []
+        for each in self.processes:
+            text = "\n".join(f"    {line}" if line else "" for line in each.text.splitlines())
+            parts.append(f"{each.name} (process {each.pid} on {each.host}): {each.state}\n{text}\n")
         return "\n".join([*parts, *self.missing])
-
-
-def _indented(text: str) -> str:
-    return "\n".join(f"    {line}" if line else "" for line in text.splitlines())
 
 
 def stacks_of(path: Path, *, is_native: bool = False) -> Stacks:
@@ -61,7 +57,7 @@ def stacks_of(path: Path, *, is_native: bool = False) -> Stacks:
         is_native: Show native frames as well; needs py-spy, and its permission to read the processes.
 
     Raises:
-        RunDirectoryError: If the folder is no run, the run is not in progress, or its driver is on another machine.
+        RunDirectoryError: If the folder is not a run, the run is not in progress, or its driver is on another machine.
     """
     run = RunFolder(path)
     host = host_of_holder(run.path)
@@ -90,7 +86,7 @@ def stacks_of(path: Path, *, is_native: bool = False) -> Stacks:
 
 
 def _elsewhere(away: Sequence[Registered], folder: str, *, is_native: bool) -> tuple[list[ProcessStacks], list[str]]:
-    """Stacks of processes on other nodes, and what was not reached."""
+    """Return the stacks of processes on other nodes, and a sentence for each that was not reached."""
     remote = [each for each in away if each.host != socket.gethostname()]
     missing = [f"{each.name}: process {each.pid} has ended" for each in away if each not in remote]
     if not remote:
@@ -99,24 +95,19 @@ def _elsewhere(away: Sequence[Registered], folder: str, *, is_native: bool) -> t
         names = ", ".join(f"{each.name} on {each.host}" for each in remote)
         return [], [*missing, f"not shown: {names}. Set RAY_ADDRESS as for the run to see other machines."]
     try:
-        found = _on_nodes(sorted({each.node for each in remote if each.node}), folder, is_native=is_native)
+        import ray
+
+        from rl_launch.cluster.ray_start import connect
+
+        connect(os.environ["RAY_ADDRESS"], is_own=False)
+        try:
+            found = ask_nodes(sorted({each.node for each in remote if each.node}), folder, is_native=is_native)
+        finally:
+            ray.shutdown()
     except RLError as error:
         return [], [*missing, f"the other nodes were not asked: {error}"]
     seen = {each.name for each in found}
     return found, [*missing, *(f"{each.name}: not found on {each.host}" for each in remote if each.name not in seen)]
-
-
-def _on_nodes(nodes: Sequence[str], folder: str, *, is_native: bool) -> list[ProcessStacks]:
-    """Stacks on these nodes of the cluster that RAY_ADDRESS names."""
-    import ray
-
-    from rl_launch.cluster.ray_start import connect
-
-    connect(os.environ["RAY_ADDRESS"], is_own=False)
-    try:
-        return ask_nodes(nodes, folder, is_native=is_native)
-    finally:
-        ray.shutdown()
 
 
 def ask_nodes(nodes: Sequence[str], folder: str, *, is_native: bool = False) -> list[ProcessStacks]:
@@ -148,6 +139,6 @@ def ask_nodes(nodes: Sequence[str], folder: str, *, is_native: bool = False) -> 
     found: list[ProcessStacks] = []
     for ref in done:
         with suppress(ray.exceptions.RayError):
-            # what comes back is of a class that travelled by value
+            # the results are of a class that was pickled by value
             found += [ProcessStacks(**vars(each)) for each in ray.get(ref)]
     return found

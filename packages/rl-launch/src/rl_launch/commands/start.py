@@ -1,4 +1,4 @@
-"""The run that a command line of `rl train` asks for: its config, its folder and its start."""
+"""The run of a command line of `rl train`: its config, its folder and its start."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class GivenRun:
 
 
 def run_of(recipe: str | Mapping[str, Any], overrides: Sequence[str] = (), start: str = "") -> GivenRun:
-    """The run that the user asks for.
+    """Return the run that the user asks for.
 
     Args:
         recipe: A recipe's name, a YAML file, the directory of a run to resume, or nested values as in such a file.
@@ -65,7 +65,12 @@ def run_of(recipe: str | Mapping[str, Any], overrides: Sequence[str] = (), start
     recipe = _run_to_resume(recipe) if point is None else recipe
     name = recipe_name(recipe)
     plan = read_plan(recipe, overrides)
-    folder = _run_dir(recipe, name, overrides, plan.config.run_dir, branches=point is not None)
+    # the folder of the run that was given as the recipe, unless another branches from it
+    given = Path(recipe).expanduser()
+    is_of_run = is_run(given) and not any(override.startswith(_RUN_DIR) for override in overrides)
+    folder = given
+    if not is_of_run or point is not None:
+        folder = _folder(None if is_of_run else plan.config.run_dir, name)
     return GivenRun(_as_recorded(plan, recipe, overrides, folder), folder, name, point)
 
 
@@ -100,7 +105,7 @@ def _run_to_resume(recipe: str) -> str:
 
 
 def recipe_name(recipe: str) -> str:
-    """Name of a recipe's runs: the recipe's name, or the file's without its ending.
+    """Return the name of a recipe's runs: the recipe's name, or the file's without its ending.
 
     Raises:
         ConfigError: If it is missing, or an override is given instead.
@@ -110,16 +115,6 @@ def recipe_name(recipe: str) -> str:
     if "=" in recipe:
         raise ConfigError(f"got {recipe!r} instead of a recipe. Write rl train RECIPE {recipe}")
     return Path(recipe).stem
-
-
-def _run_dir(recipe: str, name: str, overrides: Sequence[str], configured: str | None, *, branches: bool) -> Path:
-    """The folder of the run: the configured one; else that of the run which was given as the recipe, unless another
-    branches from it; else a new one."""
-    given = Path(recipe).expanduser()
-    is_of_run = is_run(given) and not any(override.startswith(_RUN_DIR) for override in overrides)
-    if is_of_run and not branches:
-        return given
-    return _folder(None if is_of_run else configured, name)
 
 
 def _folder(configured: str | None, name: str) -> Path:

@@ -12,13 +12,12 @@ from typing import Any
 
 from rl_algos import hub
 from rl_core.config import as_written, refusal
-from rl_core.devices import CUDA, Device, device_named
+from rl_core.devices import CUDA, device_named
 from rl_core.errors import ConfigError, ConfigProblems, RLError, RunDirectoryError
 from rl_launch.cluster.device import AUTO
 from rl_launch.commands.preparation import check_run_dir
 from rl_launch.commands.start import run_of
 from rl_launch.commands.train import finished_metrics
-from rl_launch.root_config import ClusterConfig
 from rl_launch.run_config.inputs import input_problems
 from rl_launch.run_config.plan import RunPlan
 from rl_launch.session.directory.row_files import JOBS
@@ -95,13 +94,17 @@ def plan_job(target: str, recipe: str, overrides: Sequence[str], *, profile: str
         raise RunDirectoryError(
             f"{run_dir} holds a finished run. Increase its number of steps, or choose another run_dir."
         )
-    cluster, device = plan.config.cluster, _device(plan.config.cluster)
+    cluster = plan.config.cluster
+    # the machine that submits the job need not have its device
+    device = CUDA if cluster.device == AUTO else device_named(cluster.device)
+    path = Path(recipe).expanduser()
+    source = str(path.absolute()) if path.exists() else recipe
     # the config of a run holds every key, also those that an earlier job has set
-    given_keys, resumes = {each.partition("=")[0] for each in own}, is_run(Path(recipe).expanduser())
+    given_keys, resumes = {each.partition("=")[0] for each in own}, is_run(path)
     request = JobRequest(
         name=run_dir.name,
         run_dir=run_dir,
-        train=("rl", "train", _absolute(recipe), *(each for each in own if not each.startswith("run_dir="))),
+        train=("rl", "train", source, *(each for each in own if not each.startswith("run_dir="))),
         is_written=lambda key: key in given_keys or (not resumes and plan.resolved.raw.is_written(key)),
         num_nodes=cluster.num_nodes,
         gpus_per_node=cluster.gpus_per_node if device.has_gpus else 0,
@@ -165,8 +168,7 @@ def status_of(run_dir: Path) -> SubmittedRun:
 
 def states_of(submission: Submission) -> dict[str, JobStatus]:
     """Return the states of the jobs of a submission that are not over, or of the last one if all are."""
-    target = TARGETS[submission.target]
-    states = {job: target.status(job) for job in submission.jobs}
+    states = {job: TARGETS[submission.target].status(job) for job in submission.jobs}
     alive = {job: status for job, status in states.items() if not status.is_over}
     return alive or dict(list(states.items())[-1:])
 
@@ -199,22 +201,27 @@ def log_lines(run_dir: Path, *, attempt: int = -1, follows: bool = False) -> Ite
         RunDirectoryError: If there is no such attempt.
     """
     submission = submission_of(run_dir)
-    attempts = _attempts(run_dir, submission)
+    target = TARGETS[submission.target]
+    attempts = target.attempts(run_dir / JOBS)
     path = _numbered(run_dir, attempts, attempt) / DRIVER_LOG
     read = 0
     while True:
         # both are asked before the file is read, so that its last lines are not missed
         is_over = not follows or all(status.is_over for status in states_of(submission).values())
         later = attempts[attempts.index(path.parent) + 1 :] if follows else ()
-        lines, read = _lines_from(path, read)
-        yield from lines
+        if path.is_file():
+            with path.open("rb") as file:
+                file.seek(read)
+                whole, _, _ = file.read().rpartition(b"\n")
+            read += len(whole) + bool(whole)
+            yield from whole.decode(errors="replace").splitlines()
         if later:
             path, read = later[0] / DRIVER_LOG, 0
         elif is_over:
             return
         else:
             time.sleep(_POLL_S)
-        attempts = _attempts(run_dir, submission)
+        attempts = target.attempts(run_dir / JOBS)
 
 
 def attach_command(run_dir: Path, node: str = "") -> Sequence[str]:
@@ -228,11 +235,8 @@ def attach_command(run_dir: Path, node: str = "") -> Sequence[str]:
     if not any(not status.is_over and not status.is_waiting for status in states.values()):
         shown = ", ".join(f"job {job} is {status.state or 'over'}" for job, status in states.items())
         raise RunDirectoryError(f"no job of {run_dir} is running: {shown}.")
-    return TARGETS[submission.target].attach(_numbered(run_dir, _attempts(run_dir, submission), -1), node)
-
-
-def _attempts(run_dir: Path, submission: Submission) -> Sequence[Path]:
-    return TARGETS[submission.target].attempts(run_dir / JOBS)
+    target = TARGETS[submission.target]
+    return target.attach(_numbered(run_dir, target.attempts(run_dir / JOBS), -1), node)
 
 
 def _numbered(run_dir: Path, attempts: Sequence[Path], number: int) -> Path:
@@ -241,16 +245,6 @@ def _numbered(run_dir: Path, attempts: Sequence[Path], number: int) -> Path:
     except IndexError:
         known = f"it has attempts 0 to {len(attempts) - 1}" if attempts else "no job of it has started yet"
         raise RunDirectoryError(f"{run_dir} has no attempt {number}: {known}.") from None
-
-
-def _lines_from(path: Path, start: int) -> tuple[list[str], int]:
-    """Return the complete lines of a file from a position, and the position after them."""
-    if not path.is_file():
-        return [], start
-    with path.open("rb") as file:
-        file.seek(start)
-        whole, _, _ = file.read().rpartition(b"\n")
-    return whole.decode(errors="replace").splitlines(), start + len(whole) + bool(whole)
 
 
 def _absent_inputs(plan: RunPlan, recipe: str, variables: Mapping[str, str]) -> Iterator[str]:
@@ -281,14 +275,3 @@ def _absent_inputs(plan: RunPlan, recipe: str, variables: Mapping[str, str]) -> 
             f"{keys}: not found on this machine, so nodes without a network will not find it. "
             f"HF_HUB_OFFLINE=1 rl doctor {recipe} shows what to download"
         )
-
-
-def _device(cluster: ClusterConfig) -> Device:
-    """Return the device of the job; the machine that submits it need not have it."""
-    return CUDA if cluster.device == AUTO else device_named(cluster.device)
-
-
-def _absolute(recipe: str) -> str:
-    """Return the path of a recipe that is a file or a run, or its name."""
-    path = Path(recipe).expanduser()
-    return str(path.absolute()) if path.exists() else recipe

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Self
+from typing import Any
 
 from rl_core.errors import ConfigError, DataError, RunDirectoryError, WorkerEnvironmentError
 from rl_launch.cluster.device import check_devices, resolve_device
@@ -28,12 +28,11 @@ from rl_launch.worker_envs.engine_checks import kept_check_processes
 _log = logging.getLogger(__name__)
 
 _RUN_DIR = "run_dir"
-_LONGEST_VALUE = 40
+_MAX_VALUE_LENGTH = 40
 """Maximum number of characters that a value has in the name of a folder."""
 
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9.+_]+")
 _NUMBER = re.compile(r"-?[0-9.]+([eE][-+]?[0-9]+)?")
-_OPENING, _CLOSING, _QUOTES = "[{", "]}", "'\""
 
 
 @dataclass(frozen=True)
@@ -50,28 +49,15 @@ class Sweep:
     keys: tuple[str, ...]
     runs: tuple[GivenRun, ...]
 
-    def listing(self) -> Listing:
-        """The columns of its table: its keys, and the last and best value of the first headline of its runs."""
-        states = [RunFolder(run.run_dir).state() for run in self.runs if is_run(run.run_dir)]
-        metric = next((state.best.metric for state in states if state.best), None)
-        return Listing(keys=[*self.keys, *([metric, f"{metric}:best"] if metric else [])], sort=metric or "")
-
     def folders(self) -> list[RunFolder]:
-        """The runs that have begun."""
+        """Return the runs that have begun."""
         return [RunFolder(run.run_dir) for run in self.runs if is_run(run.run_dir)]
 
-
-@dataclass(frozen=True)
-class SweepOutcome:
-    """The end of a sweep.
-
-    Args:
-        failures: Messages by name of the runs that failed.
-        stopped: The end of the run that a signal ended, and the sweep with it; None if none did.
-    """
-
-    failures: dict[str, str]
-    stopped: Outcome | None = None
+    def listing(self) -> Listing:
+        """Return the columns of its table: its keys, and the last and best value of the first headline of its runs."""
+        states = [run.state() for run in self.folders()]
+        metric = next((state.best.metric for state in states if state.best), None)
+        return Listing(keys=[*self.keys, *([metric, f"{metric}:best"] if metric else [])], sort=metric or "")
 
 
 def sweep_of(recipe: str, overrides: Sequence[str]) -> Sweep:
@@ -79,31 +65,30 @@ def sweep_of(recipe: str, overrides: Sequence[str]) -> Sweep:
 
     Args:
         recipe: A recipe's name, a YAML file, or the directory of a run with the config of all runs.
-        overrides: Keys to set, some to several values: `sft.seed=1,2`. `run_dir` names the folder of the sweep.
+        overrides: Keys to set, some to several values: `sft.seed=1,2`. `run_dir` is the folder of the sweep.
 
     Raises:
-        ConfigError: Listing every problem of the configs, or if no key has several values.
+        ConfigError: If the configs have problems, or no key has several values; lists every problem.
     """
     name = recipe_name(recipe)
-    choices = [_choice(override) for override in overrides if not override.startswith(f"{_RUN_DIR}=")]
-    swept = [place for place, choice in enumerate(choices) if len(choice.texts) > 1]
+    choices = [_choices(override) for override in overrides if not override.startswith(f"{_RUN_DIR}=")]
+    keys = [choice[0].partition("=")[0] for choice in choices]
+    swept = [place for place, choice in enumerate(choices) if len(choice) > 1]
     if not swept:
         raise ConfigError(
             f"no key has several values. Write KEY=A,B for the keys to sweep, such as rl sweep {recipe} sft.seed=1,2. "
             "For a single run, use rl train"
         )
-    keys = [choice.key for choice in choices]
-    twice = [keys[place] for place in swept if keys.count(keys[place]) > 1]
-    if twice:
+    if twice := [keys[place] for place in swept if keys.count(keys[place]) > 1]:
         raise ConfigError(f"{twice[0]} is set twice. Set all its values at once: {twice[0]}=A,B")
-    combined = list(itertools.product(*(choice.texts for choice in choices)))
-    settings = [[choice.override(text) for choice, text in zip(choices, each, strict=True)] for each in combined]
-    folder = _folder(recipe, name, overrides, settings[0])
-    names = run_names([keys[place] for place in swept], [[each[place] for place in swept] for each in combined])
+    combined = list(itertools.product(*choices))
+    folder = _folder(recipe, name, overrides, combined[0])
+    values = [[each[place].partition("=")[2] for place in swept] for each in combined]
+    swept_keys = [keys[place] for place in swept]
     runs, problems = [], []
-    for run, each in zip(names, settings, strict=True):
+    for run, settings in zip(run_names(swept_keys, values), combined, strict=True):
         try:
-            runs.append(run_of(recipe, [*each, f"{_RUN_DIR}={folder / run}"]))
+            runs.append(run_of(recipe, [*settings, f"{_RUN_DIR}={folder / run}"]))
         except ConfigError as error:
             problems.append(f"{run}: {error}")
     if problems:
@@ -114,99 +99,91 @@ def sweep_of(recipe: str, overrides: Sequence[str]) -> Sweep:
             f"checkpointing.push_to: several runs of the sweep would push to {places[0]}, and overwrite each other. "
             "Remove the key, and push one run with rl push RUN URL"
         )
-    return Sweep(folder, tuple(keys[place] for place in swept), tuple(runs))
+    return Sweep(folder, tuple(swept_keys), tuple(runs))
 
 
 def run_names(keys: Sequence[str], combinations: Sequence[Sequence[str]]) -> list[str]:
-    """Names of folders for combinations of values, such as `lr-0.001_seed-2`, each another one.
+    """Return a different folder name for each combination of values, such as `lr-0.001_seed-2`.
 
     Args:
-        keys: That have several values.
+        keys: Keys that have several values.
         combinations: Values of these keys as they were typed, for each run.
     """
     short, names = headings(keys), list[str]()
     for values in combinations:
-        texts = [text if _NUMBER.fullmatch(text) else _in_name(text) for text in values]
-        name = "_".join(f"{key}-{text or 'empty'}" for key, text in zip(short, texts, strict=True))
+        parts = []
+        for key, text in zip(short, values, strict=True):
+            plain = _NOT_IN_NAMES.sub("-", text).strip("-")[-_MAX_VALUE_LENGTH:].strip("-.")
+            parts.append(f"{key}-{(text if _NUMBER.fullmatch(text) else plain) or 'empty'}")
+        name = "_".join(parts)
         others = (f"{name}-{number}" for number in itertools.count(2))
         names.append(name if name not in names else next(each for each in others if each not in names))
     return names
 
 
-def run_sweep(sweep: Sweep, explained: Callable[[Exception, Path], str]) -> SweepOutcome:
+def run_sweep(sweep: Sweep, explained: Callable[[Exception, Path], str]) -> tuple[dict[str, str], Outcome | None]:
     """Make the runs of a sweep. Finished ones are left as they are, interrupted ones are resumed, and after one that
     fails the others are made all the same.
+
+    One Ray serves all runs. It is started again for a run whose `cluster` section differs, and after one that failed.
 
     Args:
         sweep: The runs.
         explained: Returns the message for an error of the run in a folder.
 
+    Returns:
+        Messages by name of the runs that failed, and the end of the run that a signal ended, and the sweep with it;
+        None if no signal came.
+
     Raises:
         ConfigError, RunDirectoryError: Before anything is started, if a run cannot use its folder or this machine.
         RLError: If Ray does not start.
     """
-    waiting = [run for run in sweep.runs if _is_waiting(run)]
+    for run in sweep.runs:
+        check_run_dir(run.run_dir, run.plan, fresh=False)
+    waiting = [run for run in sweep.runs if finished_metrics(run.run_dir, run.plan) is None]
     for run in waiting:
         check_devices(run.plan.config.cluster)
     failures: dict[str, str] = {}
-    with _SharedRay() as ray, _ended_by_sigterm():
+    started: Any = None
+    with ExitStack() as ray, _ended_by_sigterm():
         for number, run in enumerate(waiting, start=1):
             name = run.run_dir.name
             _log.info("run %d of %d: %s", number, len(waiting), name)
-            ray.start(run.plan.config.cluster)
+            if run.plan.config.cluster != started:
+                ray.close()
+                started = run.plan.config.cluster
+                _start_ray(started, ray)
             try:
                 outcome = train(run.plan, run_dir=run.run_dir, title=name)
             except (ConfigError, DataError, RunDirectoryError, WorkerEnvironmentError) as error:
                 failures[name] = explained(error, run.run_dir)
             except Exception as error:  # noqa: BLE001  # the failure of one run must not cost the others
                 failures[name] = explained(error, run.run_dir)
-                # which processes and devices it left behind is not known
+                # it may have left processes behind that hold devices
                 ray.close()
+                started = None
             else:
                 if outcome.stop_signal is not None:
-                    return SweepOutcome(failures, outcome)
+                    return failures, outcome
             if name in failures:
                 _log.warning("%s failed: %s", name, failures[name])
-    return SweepOutcome(failures)
+    return failures, None
 
 
-class _SharedRay:
-    """One Ray for all runs, started anew for a run whose `cluster` section differs, and after one that failed."""
+def _start_ray(section: Any, held: ExitStack) -> None:
+    # Ray takes a second to import, which sweeps that are finished should not wait for
+    from rl_launch.cluster.virtual_cluster import VirtualCluster
 
-    def __init__(self) -> None:
-        self._held = ExitStack()
-        self._section: Any = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def start(self, section: Any) -> None:
-        """Start Ray for runs with this `cluster` section, unless it is there."""
-        if section == self._section:
-            return
-        self.close()
-
-        # Ray takes a second to import, which sweeps that are finished should not wait for
-        from rl_launch.cluster.virtual_cluster import VirtualCluster
-
-        device = resolve_device(section)
-        if device.forks_workers:
-            self._held.enter_context(kept_check_processes())
-        self._held.enter_context(VirtualCluster.of(section, device))
-        self._section = section
-
-    def close(self) -> None:
-        """End Ray if it is there."""
-        self._section = None
-        self._held.close()
+    device = resolve_device(section)
+    if device.forks_workers:
+        held.enter_context(kept_check_processes())
+    held.enter_context(VirtualCluster.of(section, device))
 
 
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """Context in which SIGTERM between two runs unwinds, so that Ray is ended; runs have their own handlers."""
+    """Unwind at SIGTERM between two runs, so that Ray is ended; runs have their own handlers."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -221,50 +198,33 @@ def _ended_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-@dataclass(frozen=True)
-class _Choice:
-    """An override with its values.
-
-    Args:
-        key: Before the equals sign.
-        texts: Values as they were typed; the whole override if it has no equals sign.
-    """
-
-    key: str
-    texts: tuple[str, ...]
-    is_override: bool = True
-
-    def override(self, text: str) -> str:
-        """The override with one of the values."""
-        return f"{self.key}={text}" if self.is_override else text
-
-
-def _choice(override: str) -> _Choice:
+def _choices(override: str) -> list[str]:
+    """Return an override once for each of its values; as it is if it has no equals sign."""
     key, equals, text = override.partition("=")
     if not equals:
-        return _Choice(key, (override,), is_override=False)
+        return [override]
     texts = split_values(text)
     if len(texts) > 1 and ("" in texts or len(set(texts)) < len(texts)):
         problem = "a value is empty" if "" in texts else "a value is duplicated"
         raise ConfigError(f"{override!r}: {problem}; a value that holds a comma is quoted: {key}='\"A,B\"'")
-    return _Choice(key.strip(), tuple(texts))
+    return [f"{key.strip()}={each}" for each in texts]
 
 
 def split_values(text: str) -> list[str]:
-    """The values of a list that is separated by commas; commas in quotes, brackets and braces separate nothing.
+    """Return the values of a list that is separated by commas; commas in quotes, brackets and braces separate nothing.
 
-    A value that holds quotes or brackets is left as it is, for the reader of overrides.
+    A value with quotes or brackets is left as it is, for the reader of overrides.
     """
     values, depth, quote = [""], 0, ""
     for char in text:
         is_first = not values[-1].strip()
         if quote:
             quote = "" if char == quote else quote
-        elif char in _QUOTES and (is_first or depth):
+        elif char in "'\"" and (is_first or depth):
             quote = char
-        elif char in _OPENING:
+        elif char in "[{":
             depth += 1
-        elif char in _CLOSING:
+        elif char in "]}":
             depth = max(0, depth - 1)
         elif char == "," and not depth:
             values.append("")
@@ -274,8 +234,8 @@ def split_values(text: str) -> list[str]:
 
 
 def _folder(recipe: str, name: str, overrides: Sequence[str], settings: Sequence[str]) -> Path:
-    """The folder of a sweep: the given one, or the configured one, or one under `runs` that the same command finds
-    again.
+    """Return the folder of a sweep: the given one, or the configured one, or one under `runs` that the same command
+    finds again.
     """
     given = [override.partition("=")[2] for override in overrides if override.startswith(f"{_RUN_DIR}=")]
     if given and len(split_values(given[-1])) > 1:
@@ -285,17 +245,3 @@ def _folder(recipe: str, name: str, overrides: Sequence[str], settings: Sequence
     is_of_run = is_run(Path(recipe).expanduser())
     configured = None if is_of_run else read_raw(recipe, settings).select(_RUN_DIR)
     return Path(configured or f"runs/{name}-sweep").expanduser()
-
-
-def _in_name(text: str) -> str:
-    return _NOT_IN_NAMES.sub("-", text).strip("-")[-_LONGEST_VALUE:].strip("-.")
-
-
-def _is_waiting(run: GivenRun) -> bool:
-    """Return whether a run has anything left to do.
-
-    Raises:
-        RunDirectoryError: If its folder holds anything else.
-    """
-    check_run_dir(run.run_dir, run.plan, fresh=False)
-    return finished_metrics(run.run_dir, run.plan) is None

@@ -1,8 +1,9 @@
-"""Pushes of a run's checkpoints, in a background thread."""
+"""Pushes of a run's checkpoints, in a background thread, and of one checkpoint by `rl push`."""
 
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import shutil
 import threading
@@ -13,8 +14,10 @@ from pathlib import Path
 from rl_core.errors import ConfigError, RLError, RunDirectoryError
 from rl_launch.push.destinations import Destination, destination_of
 from rl_launch.push.staging import stage, staging_folder
-from rl_launch.session.checkpoints.checkpoints import newest_checkpoint
+from rl_launch.session.checkpoints.checkpoints import ADAPTER, newest_checkpoint
+from rl_launch.session.checkpoints.manifest import Manifest
 from rl_launch.session.config import CheckpointingConfig
+from rl_launch.session.directory.checkpoint_name import CheckpointName
 from rl_launch.session.directory.run_folder import RunFolder
 
 _log = logging.getLogger(__name__)
@@ -194,6 +197,35 @@ class _Uploads:
     def _fail(self, step: int, reason: str) -> None:
         self._failed[step] = reason
         _log.warning("step %d was not pushed to %s: %s", step, self._destination.url, reason)
+
+
+def push(source: str, url: str, *, adapter: bool, private: bool) -> str:
+    """Push a checkpoint with a model card, and return its address.
+
+    Args:
+        source: The checkpoint, as `CheckpointName` reads it.
+        url: `hf://OWNER/NAME`, or a folder as `s3://bucket/folder` or `file:///folder`.
+        adapter: Push only the adapters.
+        private: Whether a repository that is made on the hub is private.
+
+    Raises:
+        ConfigError: If the destination cannot be written to.
+        RunDirectoryError: If there is no such checkpoint, or it is damaged.
+    """
+    try:
+        destination = destination_of(url, private=private)
+    except ValueError as error:
+        raise ConfigError(f"URL: {error}") from None
+    named = CheckpointName.parse(source) or CheckpointName(Path(source))
+    run, checkpoint, adapter = RunFolder(named.run), named.checkpoint(), adapter or named.part == ADAPTER
+    folder = checkpoint.with_name(f".{checkpoint.name}.push-{os.getpid()}")
+    try:
+        stage(run, checkpoint, folder, adapter=adapter, name=destination.loadable_name)
+        destination.check()
+        step = Manifest.read(checkpoint).step
+        return destination.upload(folder, step=step, title=f"Step {step}")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def pusher_of(config: CheckpointingConfig) -> Pusher | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rl_core.errors import ConfigError, RunDirectoryError
-from rl_launch.commands.convert import named_source
+from rl_launch.commands.conversion.convert import named_source
 from rl_launch.commands.start import run_of
 from rl_launch.doctor.family import check_model
 from rl_launch.evaluation.source import evaluation_of

@@ -1,0 +1,329 @@
+"""`rl eval`, `rl compare`, `rl chat`, `rl push` and `rl convert`: commands about models and checkpoints."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rl_launch.cli.completion import complete_tasks
+from rl_launch.cli.failure import reported
+from rl_launch.cli.options import AsJson, Verbose, keys, named, write_json
+
+if TYPE_CHECKING:
+    from rl_algos.evaluation.comparison import Comparison
+
+Result = Annotated[Path, typer.Argument(help="Folder of an evaluation, or its eval.json.")]
+
+
+def evaluate(
+    recipe: Annotated[
+        str,
+        named(
+            "MODEL|RUN[:STEP]|RECIPE|FILE.yaml",
+            "A Hugging Face folder or hub name, a run (its newest checkpoint), a recipe, or an evaluation to resume.",
+        ),
+    ],
+    overrides: Annotated[
+        list[str] | None, keys("Config keys to set, such as eval.num_samples=8 or run_dir=DIR.")
+    ] = None,
+    tasks: Annotated[
+        str,
+        typer.Option(
+            "--tasks",
+            metavar="NAME|FILE,...",
+            help="Tasks to score, such as gsm8k,reasoning_gym/chain_sum, and files of data, such as problems.jsonl or "
+            "NAME=problems.jsonl (default: the run's validation data).",
+            autocompletion=complete_tasks,
+        ),
+    ] = "",
+    against: Annotated[
+        Path | None, typer.Option("--against", metavar="RESULT", help="Compare with an earlier evaluation.")
+    ] = None,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+) -> None:
+    """Score a model on tasks, or on a run's validation data, without training it.
+
+    The results are written to run_dir (default: a new folder below runs): eval.json, rollouts.jsonl and logs. To resume
+    an interrupted evaluation, use rl eval DIR. For all keys of eval, use rl config explain RECIPE eval.
+
+    Rows of a file are scored by the environment in the row, the environment of the run, or eval.default.env_name:
+    rl eval MODEL --tasks problems.jsonl eval.default.env_name=math eval.num_samples=4 eval.temperature=0.8
+
+    With --json: {"schema": 1, "mean_reward", "num_prompts", "num_rollouts", "num_failed", "path", "tasks": {TASK:
+    {"estimates": {"mean": {"value", "low", "high"}, "pass@K": ..., "cons@K": ...}, "num_truncated", ...}},
+    "comparison": {TASK: as rl compare}}.
+    """
+    with reported() as failure:
+        from rl_launch.evaluation.result import EvaluationResult, compare_results
+        from rl_launch.evaluation.source import evaluation_of
+        from rl_launch.session import show_logs
+
+        earlier = None if against is None else EvaluationResult.read(against)
+        given = evaluation_of(recipe, overrides or (), [name.strip() for name in tasks.split(",") if name.strip()])
+        failure.run_dir = given.folder
+
+        from rl_launch.commands.evaluate import evaluate as run
+
+        show_logs(verbose=verbose)
+        result = run(given.plan, folder=given.folder)
+        compared = None if earlier is None else compare_results(earlier, result)
+        if as_json:
+            found = {"schema": 1, "mean_reward": result.mean_reward, **result.counts, "path": str(result.path)}
+            found["tasks"] = {name: asdict(summary) for name, summary in result.tasks.items()}
+            if compared is not None:
+                found["comparison"] = _as_json(compared)
+            write_json(found)
+            return
+        from rich.console import Console
+
+        from rl_launch.evaluation.table import show_comparison, show_result
+
+        show_result(result, Console())
+        if earlier is not None and compared is not None:
+            show_comparison(earlier, result, compared, Console())
+
+
+def compare(first: Result, second: Result, as_json: AsJson = False) -> None:
+    """Compare two evaluations on their common prompts: difference, interval and significance by task.
+
+    With --json: {"schema": 1, "tasks": {TASK: {"num_prompts", "first", "second", "difference": {"value", "low",
+    "high"}, "p_value", "is_significant", "num_better", "num_worse", "num_only_first", "num_only_second",
+    "confidence"}}}.
+    """
+    with reported():
+        from rl_launch.evaluation.result import EvaluationResult, compare_results
+
+        results = EvaluationResult.read(first), EvaluationResult.read(second)
+        compared = compare_results(*results)
+        if as_json:
+            write_json({"schema": 1, "tasks": _as_json(compared)})
+            return
+        from rich.console import Console
+
+        from rl_launch.evaluation.table import show_comparison
+
+        show_comparison(*results, compared, Console())
+
+
+def _as_json(compared: Mapping[str, Comparison]) -> dict[str, Any]:
+    return {name: {**asdict(each), "is_significant": each.is_significant} for name, each in compared.items()}
+
+
+def chat(
+    source: Annotated[
+        str,
+        named(
+            "RUN|MODEL",
+            "A run (its newest checkpoint), RUN:STEP, RUN:best, a checkpoint, a model folder or a hub name.",
+        ),
+    ],
+    overrides: Annotated[list[str] | None, keys("Config keys to set, such as policy.generation.backend=hf.")] = None,
+    system: Annotated[
+        str | None,
+        typer.Option("--system", metavar="TEXT", help="System message (default: the one of the run's training data)."),
+    ] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            "--temperature",
+            min=0,
+            help="Sampling temperature; 0 is greedy (default: policy.generation.val_temperature).",
+        ),
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--max-new-tokens", min=1, help="Maximum number of tokens (default: policy.generation.max_new_tokens)."
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Sampling seed.")] = 0,
+    once: Annotated[
+        str | None, typer.Option("--once", metavar="TEXT", help="Send this message, print the answer, and exit.")
+    ] = None,
+    verbose: Verbose = False,
+) -> None:
+    """Chat with a model, with the generator and the chat template of its rollouts.
+
+    /reset clears the conversation, /raw shows its tokens as text, /system TEXT replaces the system message, /help lists
+    the commands. Ctrl-C discards an answer, Ctrl-D exits.
+    """
+    with reported():
+        from rl_launch.session import show_logs
+
+        show_logs(verbose=verbose)
+
+        from rl_launch.commands.chat import AnswerFailed, ChatLoop, chat_plan, serving, system_prompt_of
+
+        config = chat_plan(source, overrides or [])
+        said = system_prompt_of(source) if system is None else system
+
+        # imports transformers, which takes a second
+        from rl_algos.rollouts.worker.chat import Chat
+        from rl_algos.rollouts.worker.dialogue import Dialogue
+
+        turns = 1 if once is not None else 2
+        with serving(
+            config, temperature=temperature, max_new_tokens=max_new_tokens, num_turns=turns, seed=seed
+        ) as model:
+            dialogue = Dialogue(model.tokenizer, Chat(model.tokenizer, model.tool_format), system=said)
+            loop = ChatLoop(dialogue, model.answer, _print, _note, _waiting, model.max_tokens)
+            if once is None:
+                if sys.stdin.isatty():
+                    _note(f"{model.name}; /help lists the commands, Ctrl-D ends")
+                loop.run(_lines())
+                return
+            try:
+                loop.ask(once)
+            except AnswerFailed as error:
+                _note(f"error: {error}")
+                raise typer.Exit(1) from None
+
+
+def _lines() -> Iterator[str]:
+    """Yield lines from the keyboard until Ctrl-D or Ctrl-C, or lines from a pipe."""
+    if not sys.stdin.isatty():
+        yield from sys.stdin
+        return
+    import readline  # noqa: F401  # for `input`, which edits lines by it
+
+    while True:
+        try:
+            yield input("> ")
+        except (EOFError, KeyboardInterrupt):
+            sys.stdout.write("\n")
+            return
+
+
+def _print(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def _note(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+
+
+def _waiting() -> AbstractContextManager[object]:
+    from rl_launch.session.tracking.log_output import shared_console
+
+    console = shared_console()
+    return console.status("") if console.is_terminal else nullcontext()
+
+
+def push(
+    source: Annotated[
+        str,
+        typer.Argument(metavar="RUN", help="A run (for its newest checkpoint), RUN:STEP, RUN:best or a checkpoint."),
+    ],
+    url: Annotated[
+        str, typer.Argument(metavar="URL", help="hf://OWNER/NAME, s3://BUCKET/FOLDER, gs://... or file:///FOLDER.")
+    ],
+    adapter: Annotated[bool, typer.Option("--adapter", help="Push only the adapters.")] = False,
+    public: Annotated[bool, typer.Option("--public", help="Make a new repository on the hub public.")] = False,
+) -> None:
+    """Push the Hugging Face files of a checkpoint, with a model card, to the Hugging Face hub or a store.
+
+    To push checkpoints during a run, set checkpointing.push_to.
+    """
+    with reported():
+        from rl_launch.push.pusher import push as run
+        from rl_launch.session import show_logs
+
+        show_logs()
+        sys.stdout.write(f"{run(source, url, adapter=adapter, private=not public)}\n")
+
+
+Source = Annotated[
+    str,
+    typer.Argument(
+        metavar="SOURCE",
+        help="A checkpoint, a run (its newest checkpoint), an adapter, or a model, including pytorch_model.bin.",
+    ),
+]
+Backend = Annotated[
+    str | None,
+    typer.Option(
+        "--to", metavar="BACKEND|hf", help="Write a checkpoint for this training backend, or Hugging Face files (hf)."
+    ),
+]
+Quantize = Annotated[
+    str | None,
+    typer.Option(
+        "--quantize",
+        metavar="FORMAT",
+        help="Quantise linear layers of Hugging Face files for vLLM: int4, mxfp4 or float8.",
+    ),
+]
+Exclude = Annotated[
+    list[str] | None,
+    typer.Option("--exclude", metavar="NAME", help="Layer that --quantize leaves out, such as o_proj; repeatable."),
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option(
+        "--dtype",
+        metavar="DTYPE",
+        help="Dtype that --quantize rounds weights to first, their policy.precision in training; by default the "
+        "files' own.",
+    ),
+]
+
+
+def convert(
+    source: Source,
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="A new folder.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Config keys to set, such as cluster.cpu_ranks_per_node=2."),
+    ] = None,
+    to: Backend = None,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Write only the adapters, or with --to keep them separate.")
+    ] = False,
+    verify: Annotated[
+        bool,
+        typer.Option("--verify/--no-verify", help="Load the result and compare its logprobs with the source."),
+    ] = True,
+    verify_with: Annotated[
+        str | None,
+        typer.Option("--verify-with", metavar="BACKEND", help="Verify the Hugging Face files with this backend."),
+    ] = None,
+    quantize: Quantize = None,
+    group_size: Annotated[
+        int | None, typer.Option("--group-size", help="Inputs that share a scale with int4; 128 if not given.")
+    ] = None,
+    exclude: Exclude = None,
+    dtype: Dtype = None,
+) -> None:
+    """Convert between checkpoints of training backends, adapters and Hugging Face files, and verify the result.
+
+    Writes Hugging Face files, or with --to a checkpoint of a training backend. Weights in pytorch_model.bin become
+    safetensors, without running code from the pickle. --quantize writes Hugging Face files in which linear layers have
+    few bits, as vLLM reads them.
+    """
+    with reported():
+        from rl_launch.commands.conversion.convert import convert as run
+        from rl_launch.session import show_logs
+
+        show_logs()
+        run(
+            source,
+            target.expanduser(),
+            overrides or (),
+            to=to,
+            adapter=adapter,
+            verify=verify,
+            verify_with=verify_with,
+            quantize=quantize,
+            group_size=group_size,
+            exclude=exclude or (),
+            dtype=dtype,
+        )
+        sys.stdout.write(f"{target}\n")

@@ -1,0 +1,1 @@
+"""`rl convert`: checkpoints of training backends, adapters and Hugging Face files, converted into one another."""

@@ -1,0 +1,1 @@
+"""`rl env check` and `rl env run`: environments tried on rows of data, without a run."""
