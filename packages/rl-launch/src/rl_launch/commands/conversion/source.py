@@ -11,7 +11,7 @@ from rl_algos import hub
 from rl_core.config import as_written
 from rl_core.errors import ConfigError, RunDirectoryError
 from rl_core.model import HEADLESS_ROLES, Role
-from rl_core.model_config import LoraConfig, ModelConfig, local_hf_config
+from rl_core.model_config import ModelConfig, local_hf_config
 from rl_core.plugins import POLICIES, BackendPlugin, plugin
 from rl_launch.model_files.adapter_folder import ADAPTER_CONFIG, AdapterFolder
 from rl_launch.model_files.foreign_folders import foreign_kind
@@ -28,22 +28,15 @@ CONFIG = "config.yaml"
 
 PRECISION = f"{POLICY}.precision"
 
-_READ = (POLICY, "cluster")
-"""Sections of a run's config that a conversion reads."""
-
-_OF_TRAINING = (
-    "optimizer",
-    "scheduler",
-    "max_grad_norm",
-    "max_skipped_steps",
-    "train_global_batch_size",
-    "train_micro_batch_size",
-)
+_OF_TRAINING = {
+    *("optimizer", "scheduler", "max_grad_norm", "max_skipped_steps"),
+    *("train_global_batch_size", "train_micro_batch_size"),
+}
 """Keys of a model that only training reads."""
 
 
 @dataclass(frozen=True)
-class Source:
+class ConversionSource:
     """A model that can be built.
 
     Args:
@@ -69,12 +62,13 @@ class Source:
         """Its training backend."""
         return self.plan.backends.models[POLICY].plugin
 
-    def with_policy(self, **changes: Any) -> Source:
-        """The same config with other settings of the model, and without a checkpoint."""
-        return Source(self.plan.with_config(with_section(self.plan.config, POLICY, with_values(self.policy, changes))))
+    def with_policy(self, **changes: Any) -> ConversionSource:
+        """Return the same config with other settings of the model, and without a checkpoint."""
+        config = with_section(self.plan.config, POLICY, with_values(self.policy, changes))
+        return ConversionSource(self.plan.with_config(config))
 
-    def on_backend(self, name: str) -> Source:
-        """The same model on a training backend in its default settings; as it is if that is its backend."""
+    def on_backend(self, name: str) -> ConversionSource:
+        """Return the same model on a training backend in its default settings; as it is if that is its backend."""
         mine, other = self.backend, plugin(POLICIES, name)
         if mine.name == other.name:
             return self
@@ -84,13 +78,18 @@ class Source:
 
 
 def check_overrides(overrides: Sequence[str]) -> None:
-    """Refuse keys that change nothing in what a conversion writes.
+    """Refuse keys that change nothing in the files that a conversion writes.
 
     Raises:
-        ConfigError: Naming them.
+        ConfigError: If there are any; lists them.
     """
     keys = [each.lstrip("+~").partition("=")[0] for each in overrides]
-    idle = [key for key in keys if _is_idle(key.split("."))]
+    paths = {key: key.split(".") for key in keys}
+    idle = [
+        key
+        for key, (section, *rest) in paths.items()
+        if section not in (POLICY, "cluster") or (section == POLICY and rest and rest[0] in _OF_TRAINING)
+    ]
     if idle:
         raise ConfigError(
             f"{', '.join(idle)}: has no effect on the files. Remove it. rl convert reads the section cluster, and "
@@ -98,51 +97,47 @@ def check_overrides(overrides: Sequence[str]) -> None:
         )
 
 
-def _is_idle(path: Sequence[str]) -> bool:
-    return path[0] not in _READ or (path[0] == POLICY and path[1:2] != [] and path[1] in _OF_TRAINING)
-
-
 def is_adapter(folder: Path) -> bool:
     """Return whether a folder holds an adapter in the format of `peft`."""
     return (folder / ADAPTER_CONFIG).is_file()
 
 
-def is_checkpoint(folder: Path) -> bool:
-    """Return whether a folder is a checkpoint or a run directory, whole or not."""
-    return (folder / POLICY).is_dir() or (folder / "checkpoints").is_dir()
-
-
-def checkpoint_source(folder: Path, overrides: Sequence[str]) -> Source:
-    """A checkpoint, or the newest one of a run directory.
+def checkpoint_source(folder: Path, overrides: Sequence[str]) -> ConversionSource:
+    """Return a checkpoint, or the newest one of a run directory.
 
     Raises:
         ConfigError: If there is none.
         RunDirectoryError: If it is damaged.
     """
     checkpoint = checkpoint_of(folder)
-    source = Source(read_model_plan(_config_file(checkpoint), overrides), checkpoint)
+    # its config is next to it, or is the config of its run
+    places = [checkpoint / CONFIG, checkpoint.absolute().parent.parent / CONFIG]
+    config = next((place for place in places if place.is_file()), None)
+    if config is None:
+        raise ConfigError(f"neither {places[0]} nor {places[1]} exists. Copy the {CONFIG} of the run to one of them")
+    source = ConversionSource(read_model_plan(config, overrides), checkpoint)
     if damage := _damage(checkpoint):
         raise RunDirectoryError(f"checkpoint {checkpoint} is damaged: {damage}; choose another one")
     return source
 
 
-def adapter_source(folder: Path, overrides: Sequence[str], *, backend: str | None = None) -> Source:
-    """An adapter on the model that it sits on.
+def adapter_source(folder: Path, overrides: Sequence[str], *, backend: str | None = None) -> ConversionSource:
+    """Return an adapter on its base model.
 
     Args:
         folder: Folder of the adapter.
-        overrides: Keys to set, as `key=value`; they can replace the base model that the adapter names.
+        overrides: Keys to set, as `key=value`; they can replace the base model of the adapter.
         backend: Backend that builds it; by default the one that the overrides enable.
     """
     found = AdapterFolder.read(folder)
     if not found.base and not any(each.startswith("policy.model_name=") for each in overrides):
         raise ConfigError(f"{folder} does not contain the name of its base model. Add policy.model_name=MODEL")
     values = {"model_name": found.base, "precision": _precision(found.base), "lora_cfg": found.settings()}
-    return _single({**values, **_enabling(backend)}, overrides, backend)
+    return _single(values, overrides, backend)
 
 
-def model_source(name: str, overrides: Sequence[str], *, backend: str) -> Source:
-    """A folder with Hugging Face files, or a name on the hub.
+def model_source(name: str, overrides: Sequence[str], *, backend: str) -> ConversionSource:
+    """Return a folder with Hugging Face files, or a model of the hub.
 
     Args:
         name: Path of the folder, or name on the hub.
@@ -161,15 +156,15 @@ def model_source(name: str, overrides: Sequence[str], *, backend: str) -> Source
         if problem := hub.problem("model", name):
             raise ConfigError(f"SOURCE: {name!r} is {problem}")
     found = str(folder.absolute()) if folder.is_dir() else name
-    source = _single({"model_name": found, "precision": _precision(found), **_enabling(backend)}, overrides, backend)
+    source = _single({"model_name": found, "precision": _precision(found)}, overrides, backend)
     facts = model_problems(POLICY, source.policy, longest_row=0, has_scalar_head=False)
     if problems := [problem.message for problem in facts]:
         raise ConfigError("\n".join(problems))
     return source
 
 
-def recast_source(source: Source, overrides: Sequence[str], *, backend: str) -> Source:
-    """The model of a checkpoint on another backend, not yet with its weights.
+def recast_source(source: ConversionSource, overrides: Sequence[str], *, backend: str) -> ConversionSource:
+    """Return the model of a checkpoint on another backend, not yet with its weights.
 
     Args:
         source: Checkpoint, whose config gives the model.
@@ -177,7 +172,7 @@ def recast_source(source: Source, overrides: Sequence[str], *, backend: str) -> 
         backend: Backend that builds the model.
 
     Raises:
-        ConfigError: If the model has no language-model head, which the config of a single model cannot say.
+        ConfigError: If the model has no language-model head, which the config of a single model cannot express.
     """
     if source.role in HEADLESS_ROLES:
         raise ConfigError(
@@ -186,17 +181,11 @@ def recast_source(source: Source, overrides: Sequence[str], *, backend: str) -> 
         )
     kept = ("model_name", "precision", "tokenizer", "hf_config_overrides", "lora_cfg")
     written = as_written(source.plan.root)
-    values = {name: written[POLICY][name] for name in kept}
-    return _single({**values, **_enabling(backend)}, overrides, backend, written["cluster"])
-
-
-def without_adapters(source: Source) -> Source:
-    """The same model without adapters."""
-    return source.with_policy(lora_cfg=LoraConfig())
+    return _single({name: written[POLICY][name] for name in kept}, overrides, backend, cluster=written["cluster"])
 
 
 def checkpoint_of(source: Path) -> Path:
-    """The checkpoint that a source names.
+    """Return the checkpoint of a source.
 
     Raises:
         ConfigError: If there is none; the message lists the kinds of sources.
@@ -219,36 +208,29 @@ def checkpoint_of(source: Path) -> Path:
         raise ConfigError(f"{source} (it contains {held}) is not a valid SOURCE: {foreign}")
     raise ConfigError(
         f"{source} contains {held}, which is neither a checkpoint (with a folder {POLICY}), nor a run directory "
-        "(with a "
-        "folder checkpoints), nor a model's folder (with config.json and safetensors), "
+        "(with a folder checkpoints), nor a model's folder (with config.json and safetensors), "
         f"nor an adapter (with {ADAPTER_CONFIG})"
     )
 
 
 def _single(
-    values: Mapping[str, Any], overrides: Sequence[str], backend: str | None, cluster: Mapping[str, Any] | None = None
-) -> Source:
-    """A single model.
+    values: Mapping[str, Any], overrides: Sequence[str], backend: str | None, **sections: Mapping[str, Any]
+) -> ConversionSource:
+    """Return a single model.
 
     Args:
         values: Values of the model's section.
         overrides: Keys to set, as `key=value`.
         backend: Backend that must be enabled; any backend if None.
-        cluster: Values of the `cluster` section; its defaults if None.
+        sections: Values of further sections, whose keys otherwise have their defaults.
     """
-    sections = {POLICY: dict(values)} if cluster is None else {POLICY: dict(values), "cluster": dict(cluster)}
-    source = Source(read_model_plan(sections, overrides))
+    enabling = {plugin(POLICIES, backend).key: {"enabled": True}} if backend is not None else {}
+    given = {name: dict(section) for name, section in sections.items()}
+    source = ConversionSource(read_model_plan({POLICY: {**values, **enabling}, **given}, overrides))
     chosen = source.backend.name
     if backend is not None and chosen != backend:
         raise ConfigError(f"--to {backend}, but the overrides enable {chosen}; name one backend")
     return source
-
-
-def _enabling(backend: str | None) -> dict[str, Any]:
-    if backend is None:
-        return {}
-    found: BackendPlugin = plugin(POLICIES, backend)
-    return {found.key: {"enabled": True}}
 
 
 def _not_there(source: str) -> str:
@@ -257,15 +239,6 @@ def _not_there(source: str) -> str:
         "(RUN/checkpoints/step_N), an adapter, or a folder that rl convert --to wrote; with --to BACKEND, also a "
         "folder with Hugging Face files or a name on the hub (OWNER/NAME)"
     )
-
-
-def _config_file(checkpoint: Path) -> Path:
-    """Return the config of a checkpoint: next to it, or otherwise the config of its run."""
-    places = [checkpoint / CONFIG, checkpoint.absolute().parent.parent / CONFIG]
-    found = next((place for place in places if place.is_file()), None)
-    if found is None:
-        raise ConfigError(f"neither {places[0]} nor {places[1]} exists. Copy the {CONFIG} of the run to one of them")
-    return found
 
 
 def _damage(checkpoint: Path) -> str:
@@ -279,6 +252,6 @@ def _damage(checkpoint: Path) -> str:
 
 
 def _precision(name: str) -> str:
-    """The precision of the files, so that nothing is rounded; the default if the files do not state it."""
+    """Return the precision of the files, so that nothing is rounded; the default if the files do not state it."""
     fields = local_hf_config(ModelConfig(model_name=name))
     return "float32" if "float32" in (fields.get("dtype"), fields.get("torch_dtype")) else "bfloat16"
