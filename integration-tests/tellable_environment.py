@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 from rl_core.plugins import EnvironmentPlugin, Requirement
-from rl_envs.math.config import MathConfig
 from rl_envs.math.environment import MathEnvironment
+from rl_envs.math.plugin import MathConfig
 
 ORDERS = {"hang": lambda: threading.Event().wait(), "crash": os.abort}
 

@@ -36,9 +36,8 @@ from rl_core.rollouts.pool import RolloutTask
 from rl_core.rollouts.rollout import Completion, Prompt, WeightSpan
 from rl_core.testing.exhaustive import exhaustive, partly_exhaustive
 from rl_core.testing.fakes import FakeModel, FakeRolloutSource, FakeRun, FakeWeights
-from rl_envs.games.config import NimConfig, ProposedSumsConfig
-from rl_envs.games.nim import Nim
-from rl_envs.games.proposed_sums import ProposedSums
+from rl_envs.games.number_games import Nim, ProposedSums
+from rl_envs.games.plugin import NimConfig, ProposedSumsConfig
 
 SEEDS = partly_exhaustive([1, 2, 3], always=[1])
 TOKENIZER = make_tokenizer()

@@ -9,11 +9,11 @@ import pytest
 
 from rl_core.errors import DataError
 from rl_core.rollouts.environment import Conversation, StepResult
-from rl_envs.calculations.dataset import load
+from rl_envs.calculations import load
 from rl_envs.code.cases import InputOutput, read_tests
-from rl_envs.code.extraction import program_in
-from rl_envs.text_tools.config import TextToolsConfig
+from rl_envs.code.environment import program_in
 from rl_envs.text_tools.environment import TextToolsEnvironment
+from rl_envs.text_tools.plugin import TextToolsConfig
 
 
 def _question(row: dict[str, Any]) -> tuple[int, int]:

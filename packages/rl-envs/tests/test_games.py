@@ -10,13 +10,10 @@ import pytest
 from rl_core.errors import ConfigError, DataError
 from rl_core.rollouts.environment import Conversation, StepResult, UnusableAnswer
 from rl_core.testing.environment import EnvironmentSuite
-from rl_envs.games.board import MOVES, Board
-from rl_envs.games.config import GuessNumberConfig, NimConfig, ProposedSumsConfig, SlidingPuzzleConfig
 from rl_envs.games.dataset import numbers, piles, proposed_sums, sliding_puzzles
-from rl_envs.games.guess_number import GuessNumber
-from rl_envs.games.nim import Nim
-from rl_envs.games.proposed_sums import ProposedSums
-from rl_envs.games.sliding_puzzle import SlidingPuzzle
+from rl_envs.games.number_games import GuessNumber, Nim, ProposedSums
+from rl_envs.games.plugin import GuessNumberConfig, NimConfig, ProposedSumsConfig, SlidingPuzzleConfig
+from rl_envs.games.sliding_puzzle import MOVES, Board, SlidingPuzzle
 
 
 def _turn(completion: str, info: dict[str, Any], id: str = "0") -> Conversation:

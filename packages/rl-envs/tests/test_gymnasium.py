@@ -12,9 +12,9 @@ from rl_core.plugins import DATASETS, ENVIRONMENTS, plugin
 from rl_core.rollouts.environment import Conversation, StepResult, UnusableAnswer
 from rl_core.testing.environment import EnvironmentSuite
 from rl_envs.gymnasium import dataset
-from rl_envs.gymnasium.config import GymnasiumConfig
 from rl_envs.gymnasium.dataset import load
 from rl_envs.gymnasium.environment import GymnasiumEnvironment
+from rl_envs.gymnasium.plugin import GymnasiumConfig
 
 LAKE: dict[str, Any] = {
     "id": "FrozenLake-v1",

@@ -11,11 +11,9 @@ from hypothesis import strategies as st
 
 from rl_core.rollouts.environment import Conversation, UnusableAnswer
 from rl_core.testing.environment import EnvironmentSuite
-from rl_envs.instructions.asked import is_followed
 from rl_envs.instructions.checks import CHECKS
-from rl_envs.instructions.config import InstructionsConfig
-from rl_envs.instructions.environment import InstructionsEnvironment
-from rl_envs.instructions.row_check import check
+from rl_envs.instructions.environment import InstructionsEnvironment, check_row, is_followed
+from rl_envs.instructions.plugin import InstructionsConfig
 
 CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "keywords:existence": ({"keywords": ["Sea", "sun"]}, "the sun over the sea", "the sun"),
@@ -113,7 +111,7 @@ def test_rewards_are_for_all_or_for_a_share() -> None:
 )
 def test_a_row_without_usable_instructions_is_refused(info: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        check(info, InstructionsConfig())
+        check_row(info, InstructionsConfig())
     with pytest.raises(UnusableAnswer, match=says):
         InstructionsEnvironment(InstructionsConfig()).step([Conversation("0", (), info, "x")], [None])
 
@@ -292,7 +290,7 @@ def test_a_keyword_that_is_not_a_pattern_is_plain_text(word: str, response: str,
 )
 def test_an_instruction_that_no_response_can_follow_is_refused(name: str, arguments: Any, says: str) -> None:
     with pytest.raises(ValueError, match=f"no response can follow instruction '{name}': .*{says}"):
-        check(_asked(name, **arguments), InstructionsConfig())
+        check_row(_asked(name, **arguments), InstructionsConfig())
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 
 from rl_core.environments.instance import instance_of, machine_check_of
-from rl_envs.code.config import CodeConfig
-from rl_envs.math.config import MathConfig
+from rl_envs.code.plugin import CodeConfig
+from rl_envs.math.plugin import MathConfig
 from rl_envs.sandbox.config import SandboxConfig
 from rl_envs.sandbox.sandbox import Sandbox, SandboxUnavailable
-from rl_envs.text_tools.config import TextToolsConfig
+from rl_envs.text_tools.plugin import TextToolsConfig
 
 
 class Environments(SimpleNamespace):

@@ -9,10 +9,9 @@ import pytest
 
 from rl_core.rollouts.environment import Conversation, UnusableAnswer
 from rl_core.testing.environment import EnvironmentSuite
-from rl_envs.match.config import MatchConfig
-from rl_envs.match.environment import MatchEnvironment
+from rl_envs.match.environment import MatchEnvironment, check_row
 from rl_envs.match.json_schema import check_schema, satisfies
-from rl_envs.match.row_check import check
+from rl_envs.match.plugin import MatchConfig
 
 
 def _turn(completion: str, info: dict[str, Any], id: str = "0") -> Conversation:
@@ -169,7 +168,7 @@ def test_a_pattern_that_takes_too_long_does_not_match(monkeypatch: pytest.Monkey
 def test_a_row_that_cannot_be_compared_is_refused(settings: dict[str, Any], info: dict[str, Any], says: str) -> None:
     config = MatchConfig(**settings)
     with pytest.raises(ValueError, match=says):
-        check(info, config)
+        check_row(info, config)
     with pytest.raises(UnusableAnswer, match=says):
         _reward(MatchEnvironment(config), "1", **info)
 

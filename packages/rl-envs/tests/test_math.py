@@ -17,10 +17,10 @@ from rl_core.environments.pool import EnvironmentPool
 from rl_core.plugins import ENVIRONMENTS, plugin, resolve
 from rl_core.rollouts.environment import Conversation
 from rl_core.testing.environment import EnvironmentSuite
-from rl_envs.math.config import MathConfig
 from rl_envs.math.environment import MathEnvironment
 from rl_envs.math.extraction import last_box
 from rl_envs.math.number import read_number
+from rl_envs.math.plugin import MathConfig
 from rl_envs.time_limit import outside_of_limit, within
 
 

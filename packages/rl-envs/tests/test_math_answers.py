@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from rl_core.rollouts.environment import Conversation
-from rl_envs.math.config import MathConfig
 from rl_envs.math.environment import MathEnvironment
-from rl_envs.math.exact import exact_value
 from rl_envs.math.form import Expression, read
+from rl_envs.math.number import exact_value
+from rl_envs.math.plugin import MathConfig
 from rl_envs.math.verdict import judge
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from rl_core.rollouts.environment import Conversation
-from rl_envs.math.config import MathConfig
-from rl_envs.math.dapo import answer_in, normalised
 from rl_envs.math.environment import MathEnvironment
+from rl_envs.math.extraction import answer_in, normalised
+from rl_envs.math.plugin import MathConfig
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from rl_core.rollouts.environment import Conversation, UnusableAnswer
 from rl_core.testing.environment import EnvironmentSuite
-from rl_envs.multiple_choice.config import MultipleChoiceConfig
-from rl_envs.multiple_choice.environment import MultipleChoiceEnvironment
+from rl_envs.multiple_choice.environment import MultipleChoiceEnvironment, check_row
 from rl_envs.multiple_choice.letter import letter_of, stated_letter
-from rl_envs.multiple_choice.row_check import check
+from rl_envs.multiple_choice.plugin import MultipleChoiceConfig
 
 WRAPPED = [
     "B",
@@ -371,7 +370,7 @@ def test_a_known_answer_is_one_letter(answer: str, letter: str | None) -> None:
 )
 def test_a_row_without_the_letter_of_an_option_is_refused(info: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check(info, MultipleChoiceConfig(num_choices=4))
+        check_row(info, MultipleChoiceConfig(num_choices=4))
 
 
 @pytest.mark.parametrize(

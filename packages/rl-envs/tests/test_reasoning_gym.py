@@ -17,9 +17,9 @@ from rl_core.plugins import DATASETS, ENVIRONMENTS, plugin, resolve
 from rl_core.rollouts.environment import Conversation, EnvironmentFailure, StepResult
 from rl_core.testing.environment import EnvironmentSuite
 from rl_envs.reasoning_gym import generation
-from rl_envs.reasoning_gym.config import ReasoningGymConfig, ReasoningGymSettings
 from rl_envs.reasoning_gym.dataset import load
 from rl_envs.reasoning_gym.environment import ReasoningGymEnvironment
+from rl_envs.reasoning_gym.plugin import ReasoningGymConfig, ReasoningGymSettings
 
 # between them: numbers, text, tuples in the metadata, no single answer, numpy in the metadata
 TASKS = ["chain_sum", "spell_backward", "arc_agi", "countdown", "knights_knaves", "acre"]

@@ -5,7 +5,7 @@ from dataclasses import MISSING, fields
 import pytest
 
 from rl_core.testing.isolation import loaded_by
-from rl_envs.reasoning_gym.tasks import tasks, tasks_in
+from rl_envs.reasoning_gym.dataset import tasks, tasks_in
 
 SOURCE = '''
 NAME = "sums"
@@ -51,4 +51,4 @@ def test_all_tasks_are_found_as_reasoning_gym_registers_them() -> None:
 
 
 def test_listing_imports_no_task() -> None:
-    assert "reasoning_gym" not in loaded_by("rl_envs.reasoning_gym.tasks", "rl_envs.reasoning_gym.plugin")
+    assert "reasoning_gym" not in loaded_by("rl_envs.reasoning_gym.dataset", "rl_envs.reasoning_gym.plugin")

@@ -9,9 +9,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM,
 
 from rl_core.rollouts.environment import Conversation, UnusableAnswer
 from rl_core.testing.environment import EnvironmentSuite
-from rl_envs.reward_model.config import RewardModelConfig
-from rl_envs.reward_model.environment import RewardModelEnvironment
-from rl_envs.reward_model.scorer import Scorer
+from rl_envs.reward_model.environment import RewardModelEnvironment, Scorer
+from rl_envs.reward_model.plugin import RewardModelConfig
 
 CHARACTERS = "0123456789+="
 SPECIAL = ("<pad>", "<end>", "<user>", "<assistant>")

@@ -19,10 +19,8 @@ from rl_envs.sandbox.program import Limits
 from rl_envs.sandbox.sandbox import Sandbox, SandboxUnavailable
 from rl_envs.sandbox.session import Session
 from rl_envs.text_tools.calculator import calculate
-from rl_envs.text_tools.config import TextToolsConfig
-from rl_envs.text_tools.corpus import Corpus
-from rl_envs.text_tools.environment import TextToolsEnvironment
-from rl_envs.text_tools.plugin import PLUGIN
+from rl_envs.text_tools.environment import Corpus, TextToolsEnvironment
+from rl_envs.text_tools.plugin import PLUGIN, TextToolsConfig
 
 LONG_S = 120.0
 

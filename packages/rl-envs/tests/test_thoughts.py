@@ -8,27 +8,25 @@ from typing import Any
 import pytest
 
 from rl_core.rollouts.environment import Conversation, Environment
-from rl_envs.code.config import CodeConfig
 from rl_envs.code.environment import CodeEnvironment
-from rl_envs.games.config import GuessNumberConfig, NimConfig, ProposedSumsConfig, SlidingPuzzleConfig
-from rl_envs.games.guess_number import GuessNumber
-from rl_envs.games.nim import Nim
-from rl_envs.games.proposed_sums import ProposedSums
+from rl_envs.code.plugin import CodeConfig
+from rl_envs.games.number_games import GuessNumber, Nim, ProposedSums
+from rl_envs.games.plugin import GuessNumberConfig, NimConfig, ProposedSumsConfig, SlidingPuzzleConfig
 from rl_envs.games.sliding_puzzle import SlidingPuzzle
-from rl_envs.gymnasium.config import GymnasiumConfig
 from rl_envs.gymnasium.environment import GymnasiumEnvironment
-from rl_envs.instructions.config import InstructionsConfig
+from rl_envs.gymnasium.plugin import GymnasiumConfig
 from rl_envs.instructions.environment import InstructionsEnvironment
-from rl_envs.match.config import MatchConfig
+from rl_envs.instructions.plugin import InstructionsConfig
 from rl_envs.match.environment import MatchEnvironment
-from rl_envs.math.config import MathConfig
+from rl_envs.match.plugin import MatchConfig
 from rl_envs.math.environment import MathEnvironment
-from rl_envs.multiple_choice.config import MultipleChoiceConfig
+from rl_envs.math.plugin import MathConfig
 from rl_envs.multiple_choice.environment import MultipleChoiceEnvironment
-from rl_envs.reasoning_gym.config import ReasoningGymConfig
+from rl_envs.multiple_choice.plugin import MultipleChoiceConfig
 from rl_envs.reasoning_gym.environment import ReasoningGymEnvironment
-from rl_envs.text_tools.config import TextToolsConfig
+from rl_envs.reasoning_gym.plugin import ReasoningGymConfig
 from rl_envs.text_tools.environment import TextToolsEnvironment
+from rl_envs.text_tools.plugin import TextToolsConfig
 
 LEG = {"task": "leg_counting", "task_config": "{}", "entry": "{'question': '?', 'answer': '4', 'metadata': {}}"}
 LAKE = {"id": "FrozenLake-v1", "config": {"desc": ["SG", "HH"], "is_slippery": False}, "seed": 0}

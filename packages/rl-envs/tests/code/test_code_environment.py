@@ -17,13 +17,10 @@ from rl_core.rollouts.environment import Conversation, UnusableAnswer
 from rl_core.testing.environment import EnvironmentSuite
 from rl_envs.code import harness
 from rl_envs.code.cases import Assertions, Calls, InputOutput, read_tests
-from rl_envs.code.comparison import same_text, same_value
-from rl_envs.code.config import CodeConfig
-from rl_envs.code.dataset import load
-from rl_envs.code.environment import CodeEnvironment
-from rl_envs.code.extraction import program_in
-from rl_envs.code.grading import grade
-from rl_envs.code.schemas import row_of
+from rl_envs.code.dataset import load, row_of
+from rl_envs.code.environment import CodeEnvironment, program_in
+from rl_envs.code.grading import grade, same_text, same_value
+from rl_envs.code.plugin import CodeConfig
 from rl_envs.sandbox.config import SandboxConfig
 from rl_envs.sandbox.program import Limits, Outcome, Program
 from rl_envs.sandbox.sandbox import Sandbox, SandboxUnavailable
@@ -333,8 +330,8 @@ def test_a_forged_error_is_no_text_of_any_depth() -> None:
         def close(self) -> None:
             pass
 
-    verdict = grade("", Calls("f", ([],), ([1],)), Forger(), Limits(), tolerance=0.0, stop_early=False)
-    assert verdict.problem == "test 1: no result"
+    calls = Calls("f", ([],), ([1],))
+    assert grade("", calls, Forger(), Limits(), tolerance=0.0, stop_early=False)[2] == "test 1: no result"
 
 
 def test_a_test_may_have_a_huge_whole_number() -> None:

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from rl_core.testing.exhaustive import exhaustive, partly_exhaustive
-from rl_envs.repository.config import RepositoryConfig
-from rl_envs.repository.scoring import Score, score
+from rl_envs.repository.job import Score, score
+from rl_envs.repository.plugin import RepositoryConfig
 from rl_envs.repository.solution import SolutionFiles, installed_modules
 from rl_envs.repository.task import read_task
-from rl_envs.repository.working_copy import overlaid, texts
+from rl_envs.repository.working_copy import overlaid
 from rl_envs.sandbox.cancellation import Cancellation
 from rl_envs.sandbox.program import Limits
 from rl_envs.sandbox.sandbox import Sandbox, SandboxUnavailable
@@ -256,6 +256,10 @@ def _rule(way: Way, site: Path) -> SolutionFiles:
         {"repository": REPOSITORY, "tests": way.command, "test_files": {way.test_file: way.hidden}}, Path()
     )
     return SolutionFiles(texts(REPOSITORY), task, CONFIG.solution, CONFIG.protected, installed_modules([str(site)]))
+
+
+def texts(files: dict[str, str]) -> list[Entry]:
+    return [Entry(path, text.encode()) for path, text in files.items()]
 
 
 def _scored(files: list[Entry], way: Way, sandbox: Sandbox) -> Score:

@@ -16,8 +16,8 @@ import pytest
 from rl_core.rollouts.agent_run import AgentRun
 from rl_core.rollouts.environment import Conversation
 from rl_envs.repository import example_agent
-from rl_envs.repository.config import RepositoryConfig
 from rl_envs.repository.environment import RepositoryEnvironment
+from rl_envs.repository.plugin import RepositoryConfig
 from rl_envs.sandbox.program import Limits
 from rl_envs.sandbox.sandbox import Sandbox
 from rl_envs.sandbox.server import SandboxServer

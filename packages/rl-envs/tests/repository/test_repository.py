@@ -15,15 +15,12 @@ from pydantic import ValidationError
 from rl_core.errors import DataError
 from rl_core.rollouts.agent_run import AgentRun, this_network
 from rl_core.rollouts.environment import Conversation, StepResult, UnusableAnswer
-from rl_envs.calculations.dataset import load as calculations
-from rl_envs.repository.config import RUN_FILES, SOURCE_FILES, TEST_FILES, RepositoryConfig
-from rl_envs.repository.dataset import load
-from rl_envs.repository.environment import RepositoryEnvironment
-from rl_envs.repository.job import AgentUnreachable, check_reached_from, relay_to
-from rl_envs.repository.row_check import check
-from rl_envs.repository.scoring import score
+from rl_envs.calculations import load as calculations
+from rl_envs.repository.environment import RepositoryEnvironment, check_row
+from rl_envs.repository.job import AgentUnreachable, check_reached_from, relay_to, score
+from rl_envs.repository.plugin import RUN_FILES, SOURCE_FILES, TEST_FILES, RepositoryConfig
 from rl_envs.repository.solution import SolutionFiles, installed_modules
-from rl_envs.repository.task import read_task
+from rl_envs.repository.task import load, read_task
 from rl_envs.repository.working_copy import Repositories, RepositoryUnreadable
 from rl_envs.sandbox.cancellation import Cancellation
 from rl_envs.sandbox.program import Limits
@@ -63,7 +60,7 @@ def sandbox() -> Iterator[Sandbox]:
 )
 def test_a_row_that_cannot_be_scored_is_refused(info: dict[str, Any], says: str) -> None:
     with pytest.raises(UnusableAnswer, match=says):
-        check(info, RepositoryConfig())
+        check_row(info, RepositoryConfig())
 
 
 def test_a_command_is_a_string_or_a_list_of_arguments() -> None:
@@ -85,7 +82,7 @@ def test_rows_of_a_file_find_repositories_beside_it(tmp_path: Path) -> None:
     [found] = load({"path": str(file)}, "train")
     assert found["info"] == {"repository": str(tmp_path / "repository"), "tests": "python -m unittest"}
     assert (found["environment"], found["messages"][0]["content"]) == ("repository", "Repair it.")
-    check(found["info"], RepositoryConfig())
+    check_row(found["info"], RepositoryConfig())
     file.write_text('{"repository": "x"}\n')
     with pytest.raises(DataError, match=r"tasks\.jsonl:1"):
         load({"path": str(file)}, "train")

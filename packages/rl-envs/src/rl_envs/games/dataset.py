@@ -7,8 +7,8 @@ from typing import Any
 
 from rl_core.errors import ConfigError, DataError
 from rl_envs.draws import draws
-from rl_envs.games.board import MOVES, Board
-from rl_envs.games.config import GuessNumberSettings, NimSettings, ProposedSumsSettings, SlidingPuzzleSettings
+from rl_envs.games.plugin import GuessNumberSettings, NimSettings, ProposedSumsSettings, SlidingPuzzleSettings
+from rl_envs.games.sliding_puzzle import MOVES, Board
 
 _OPPOSITE = {"up": "down", "down": "up", "left": "right", "right": "left"}
 

@@ -9,7 +9,7 @@ from typing import Any
 from rl_core.errors import ConfigError, DataError
 from rl_core.install_command import install_command
 from rl_envs.draws import draws
-from rl_envs.gymnasium.config import GymnasiumSettings
+from rl_envs.gymnasium.plugin import GymnasiumSettings
 
 
 def load(settings: Mapping[str, Any], split: str) -> list[dict[str, Any]]:
@@ -26,7 +26,7 @@ def load(settings: Mapping[str, Any], split: str) -> list[dict[str, Any]]:
         raise ConfigError(f"gymnasium is not installed: {install_command('rl-envs[gymnasium]')}")
     seeds = (next(draws(f"{config.seed}/{split}/{index}")) % 2**31 for index in range(config.size))
     try:
-        from rl_envs.gymnasium.game import Game
+        from rl_envs.gymnasium.environment import Game
 
         rows, shown = [], config.show
         for seed in seeds:

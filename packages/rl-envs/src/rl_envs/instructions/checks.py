@@ -1,8 +1,8 @@
-"""Checks of instructions, by the names of IFEval (arXiv:2311.07911); those that need no language model or corpus.
+"""Instructions that a program can check, and words and sentences as nltk's tokenizers for English find them.
 
-A response follows an instruction if it does for IFEval, also where that is surprising: `don't` has two words, and a
-keyword is a regular expression. There are three exceptions: a keyword that is not a valid pattern, or does not find
-itself (`$100`), is plain text; sentences are counted by `tokens.num_sentences`; JSON is strict.
+IFEval counts words and sentences with nltk. Sentences follow the decisions of the Punkt model (Kiss and Strunk, 2006)
+by rules and short lists, without its statistics on the case of words, which decide about a capitalised word after an
+abbreviation.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ import re
 from collections.abc import Callable, Mapping
 
 from rl_core.model_json import MalformedJson, read_model_json
-from rl_envs.instructions.tokens import num_sentences as sentences_in
-from rl_envs.instructions.tokens import words_of
 
 Check = Callable[..., bool]
 
@@ -21,10 +19,6 @@ RELATIONS: Mapping[str, Callable[[float, float], bool]] = {
     "less than": lambda count, most: count < most,
     "at most": lambda count, most: count <= most,
 }
-
-
-def _compare(count: float, relation: str, number: float) -> bool:
-    return RELATIONS[relation](count, number)
 
 
 def _pattern(word: str, boundary: str = "") -> re.Pattern[str]:
@@ -43,7 +37,7 @@ def _existence(response: str, keywords: list[str]) -> bool:
 
 
 def _frequency(response: str, keyword: str, frequency: int, relation: str) -> bool:
-    return _compare(len(_pattern(keyword.strip()).findall(response)), relation, frequency)
+    return RELATIONS[relation](len(_pattern(keyword.strip()).findall(response)), frequency)
 
 
 def _forbidden(response: str, forbidden_words: list[str]) -> bool:
@@ -51,15 +45,15 @@ def _forbidden(response: str, forbidden_words: list[str]) -> bool:
 
 
 def _letter_frequency(response: str, letter: str, let_frequency: int, let_relation: str) -> bool:
-    return _compare(response.lower().count(letter.strip().lower()), let_relation, let_frequency)
+    return RELATIONS[let_relation](response.lower().count(letter.strip().lower()), let_frequency)
 
 
 def _number_words(response: str, num_words: int, relation: str) -> bool:
-    return _compare(len(re.findall(r"\w+", response)), relation, num_words)
+    return RELATIONS[relation](len(re.findall(r"\w+", response)), num_words)
 
 
 def _number_sentences(response: str, num_sentences: int, relation: str) -> bool:
-    return _compare(sentences_in(response), relation, num_sentences)
+    return RELATIONS[relation](count_sentences(response), num_sentences)
 
 
 def _number_paragraphs(response: str, num_paragraphs: int) -> bool:
@@ -70,7 +64,7 @@ def _number_paragraphs(response: str, num_paragraphs: int) -> bool:
 def _first_word(response: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
     paragraphs = [part.strip() for part in response.split("\n\n")]
     number = sum(map(bool, paragraphs))
-    # a blank paragraph counts for the place of the word, and not for the number of paragraphs
+    # A blank paragraph counts for the place of the word, and not for the number of paragraphs.
     if number != num_paragraphs or not 1 <= nth_paragraph <= number or not paragraphs[nth_paragraph - 1]:
         return False
     word = paragraphs[nth_paragraph - 1].split()[0].lstrip("'").lstrip('"')
@@ -95,7 +89,7 @@ def _constrained(response: str) -> bool:
 
 
 def _highlights(response: str, num_highlights: int) -> bool:
-    # the text of one in three asterisks counts twice
+    # A text in three asterisks counts twice.
     found = [*re.findall(r"\*([^\n*]*)\*", response), *re.findall(r"\*\*([^\n*]*)\*\*", response)]
     return sum(bool(text.strip()) for text in found) >= num_highlights
 
@@ -143,7 +137,7 @@ def _quotation(response: str) -> bool:
 
 
 def _capital_words(response: str, capital_frequency: int, capital_relation: str) -> bool:
-    return _compare(sum(map(str.isupper, words_of(response))), capital_relation, capital_frequency)
+    return RELATIONS[capital_relation](sum(map(str.isupper, words_of(response))), capital_frequency)
 
 
 WORD_ENDS = ".,?!'\""
@@ -178,3 +172,75 @@ CHECKS: Mapping[str, Check] = {
     "punctuation:no_comma": lambda response: "," not in response,
 }
 """Checks by the name of their instruction; each takes the response and the instruction's arguments."""
+
+
+_ABBREVIATIONS = """
+adm col dr gen lt maj messrs mr mrs ms prof rep reps sen sr jr st
+jan feb aug sep sept oct nov dec fri tues wed
+ala ariz calif colo conn fla ga ill kan ky mich minn nev okla ore pa tenn va vt wash wis
+bros co corp cos inc ltd ave ct ft mg ok vs yr
+c d e f g h k l m n p r s t v w
+a.m p.m a.d ph.d u.s u.k u.n u.s.a u.s.s.r d.c n.y n.j n.c s.c n.h n.m n.d l.a m.b.a
+"""
+"""Words before a period that ends no sentence. The model does not know others, such as `e.g.` and `etc.`."""
+_KNOWN = frozenset(_ABBREVIATIONS.split())
+_STARTERS = """
+according although among both but despite even he however i if in indeed instead it many meanwhile moreover most
+nevertheless nonetheless nor since so some the there these they this though thus under when while yet
+"""
+"""Words that begin a sentence after an abbreviation or an ellipsis, if they are capitalised."""
+_STARTING = frozenset(_STARTERS.split())
+_INITIALS = frozenset("ijoquxyz")
+"""Letters with a period that belong to a name if a capitalised word follows; others are numbers of a list."""
+_ENDS = re.compile(r"[.!?]+")
+_CLOSING = re.compile(r"[\"')\]}”’»]*")
+_AFTER_END = frozenset(")\"';}]*:@({[")
+"""Characters that may follow the end of a sentence without a space."""
+_OPENING = "\"'([{“‘«*_`#<>-"
+_WORD = re.compile(r"\w[\w'-]*")
+
+_SEPARATE = re.compile(r"[«»“”‘’„`\"?!;@#$%&*\[\](){}<>]+|--|\.{2,}|[:,](?!\d)")
+_CLITIC = re.compile(r"(?<=[^' ])(?='(?:[sSmMdD]|ll|LL|re|RE|ve|VE) )|(?<=[^' ])(?=n't |N'T )")
+_FUSED = re.compile(r"\b(can(?=not\b)|gim(?=me\b)|gon(?=na\b)|got(?=ta\b)|lem(?=me\b)|wan(?=na\s))", re.IGNORECASE)
+
+
+def count_sentences(text: str) -> int:
+    """Return the number of sentences."""
+    words = text.split()
+    following = [*words[1:], ""]
+    return bool(words) + sum(map(_num_ends, words, following))
+
+
+def words_of(text: str) -> list[str]:
+    """Return the words as nltk's word tokenizer splits them: a hyphen does not split a word, a clitic such as `'s` is a
+    word."""
+    plain = f" {' '.join(_SEPARATE.sub(' ', text).split())} "
+    return _FUSED.sub(r"\1 ", _CLITIC.sub(" ", plain)).split()
+
+
+def _num_ends(word: str, following: str) -> int:
+    """Return the number of sentences that end in a word, or with it if another word follows."""
+    found = begin = 0
+    for end in _ENDS.finditer(word):
+        closed = _CLOSING.match(word, end.end()).end()  # type: ignore[union-attr]  # it matches the empty text
+        if closed < len(word) and (word[end.end()] not in _AFTER_END or word[closed] in ".!?"):
+            continue
+        rest = word[closed:] or following
+        if rest and _ends(word[begin : end.start()].lstrip(_OPENING).lower(), end[0], rest):
+            found, begin = found + 1, closed
+    return found
+
+
+def _ends(before: str, marks: str, rest: str) -> bool:
+    """Return whether marks end a sentence, after a word and before the rest of the text."""
+    if marks[-1] != ".":
+        return True
+    word = _WORD.search(rest)
+    starts = rest[0] in "\"'“‘" or (word is not None and word[0][0].isupper() and word[0].lower() in _STARTING)
+    if len(marks) > 1:
+        return starts
+    if before in _KNOWN or before.rpartition("-")[2] in _KNOWN:
+        return starts and len(before) > 1
+    if before.isdigit() or (len(before) == 1 and before.isalpha()):
+        return not (rest[0].islower() or (rest[0].isupper() and not starts and before in _INITIALS))
+    return True

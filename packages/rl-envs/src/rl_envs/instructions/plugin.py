@@ -1,12 +1,24 @@
-"""The `instructions` environment, found by its entry point."""
+"""Settings and declaration of the environment `instructions`."""
 
+from __future__ import annotations
+
+from typing import Literal
+
+from rl_core.environments.config import EnvironmentConfig
 from rl_core.plugins import EnvironmentPlugin, Requirement
-from rl_envs.instructions.config import InstructionsConfig
+
+
+class InstructionsConfig(EnvironmentConfig):
+    """Check a response against the row's instructions, `instruction_id_list` and `kwargs` as in IFEval."""
+
+    reward: Literal["all", "share"] = "all"
+    """Reward of a response: `all` is 1 if every instruction is followed; `share` is the fraction that is followed."""
+
 
 PLUGIN = EnvironmentPlugin(
     name="instructions",
     config=InstructionsConfig,
     environment="rl_envs.instructions.environment:InstructionsEnvironment",
-    row_check="rl_envs.instructions.row_check:check",
+    row_check="rl_envs.instructions.environment:check_row",
     requirement=Requirement("rl-envs"),
 )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import TypeVar
 
-from rl_envs.math.exact import exact_value
 from rl_envs.math.notation import canonical
-from rl_envs.math.number import Number, counted, number_in, split_unit, spoken_value
+from rl_envs.math.number import Number, counted, exact_value, number_in, split_unit, spoken_value
 from rl_envs.math.unit import Unit, read_unit
 
 MAX_LENGTH = 3000
@@ -557,3 +557,28 @@ def _closes(text: str) -> bool:
         if depth == 0:
             return index == len(text) - 1
     return False
+
+
+T = TypeVar("T")
+
+
+def all_of(verdicts: Iterable[bool | None]) -> bool | None:
+    """Return whether all hold; None if one is undecided and none fails."""
+    found = list(verdicts)
+    return False if False in found else None if None in found else True
+
+
+def matched(mine: list[T], theirs: list[T], compare: Callable[[T, T], bool | None]) -> bool | None:
+    """Return whether two collections have the same items in any order, equal ones counted once each."""
+    if len(mine) != len(theirs):
+        return False
+    left, undecided = list(theirs), False
+    for item in mine:
+        verdicts = [compare(item, other) for other in left]
+        if True in verdicts:
+            left.pop(verdicts.index(True))
+        elif None in verdicts:
+            undecided = True
+        else:
+            return False
+    return None if undecided else True

@@ -1,13 +1,14 @@
-"""Numbers and units as people write them, read exactly."""
+"""Numbers and units as people write them, and constant expressions, read exactly."""
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from fractions import Fraction
 
-from rl_envs.math.exact import exact_value
 from rl_envs.math.notation import MAX_LENGTH, canonical
 from rl_envs.math.unit import MAX_LENGTH as MAX_UNIT
 from rl_envs.math.unit import SIGNS, Unit, combined, read_unit, sized
@@ -72,7 +73,7 @@ def counted(units: tuple[Unit, ...]) -> tuple[Unit, ...]:
 def plain_value(text: str) -> Fraction | None:
     """Return the value of a number or constant expression without a unit."""
     if (long := _LONG.fullmatch(text)) is not None:
-        # Decimal reads digits without the limit that int has
+        # Decimal reads digits without the limit that int has.
         digits = Fraction(Decimal(long["digits"].replace(",", "")))
         return -digits if long["sign"] == "-" else digits
     if (repeating := _repeating(text)) is not None:
@@ -98,8 +99,8 @@ def split_unit(text: str) -> tuple[str, tuple[Unit, ...]] | None:
 
 
 def _can_begin(text: str, tail: re.Match[str], body: str) -> bool:
-    """Return whether a unit can begin at a place: one letter directly behind a number is a variable, and so is one
-    letter behind an expression with variables."""
+    """Return whether a unit can begin at a place: one letter directly after a number is a variable, and so is one
+    letter after an expression with variables."""
     if tail[0] in "°'\"" and (_ANGLE.search(body) or (tail[0] != "°" and not body[-1].isdigit())):
         return False
     if len(tail[0]) > 1 or not tail[0].isalpha() or "/" in text[tail.start() :]:
@@ -116,7 +117,7 @@ def _sum(text: str) -> Number | None:
     choices = [read_unit(part[2]) for part in parts]
     if not all(choices):
         return None
-    # the marks of feet and inches are those of minutes and seconds of an angle too
+    # The marks of feet and inches are also used for minutes and seconds of an angle.
     last = choices[-1][0 if "°" in text else -1]
     found = [[unit for unit in units if unit.powers == last.powers] for units in choices]
     if not all(found):
@@ -177,3 +178,204 @@ def spoken_value(words: str) -> Fraction | None:
         else:
             return None
     return Fraction(-(total + current) if negative else total + current) if seen else None
+
+
+MAX_EXPRESSION = 2000
+"""Maximum length of a constant expression; longer numbers are read without it."""
+MAX_DEPTH = 30
+"""Maximum number of nested brackets."""
+MAX_BITS = 40_000
+"""Largest numerator or denominator, in bits; an expression beyond it has no exact value here."""
+MAX_FACTORIAL = 2000
+
+_TOKEN = re.compile(
+    r"\s*(?:(?P<number>(?:\d+(?:,\d{3})+(?![\d,])(?:\.\d+)?|\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,4}(?![\d.]))?)"
+    r"|(?P<frac>\\frac)|(?P<binom>\\binom)|(?P<times>\\cdot|\\times|\*|x(?=\s*10\^))|(?P<over>/)"
+    r"|(?P<sign>[-+])|(?P<power>\^)|(?P<bang>!)|(?P<open>[({\[])|(?P<close>[)}\]]))"
+)
+_CLOSING = {"(": ")", "{": "}", "[": "]"}
+
+
+class NotExact(ValueError):
+    """The string is not a constant expression with an exact value, or is too large."""
+
+
+def exact_value(text: str) -> Fraction | None:
+    """Return the value of a constant expression in canonical notation; None for anything else.
+
+    White space between two digits does not multiply: `1 2` has no value.
+    """
+    if len(text) > MAX_EXPRESSION or not any(character.isdigit() for character in text):
+        return None
+    try:
+        return _Reader(text).whole()
+    except (NotExact, ZeroDivisionError):
+        return None
+
+
+class _Reader:
+    """Recursive descent over the tokens of an expression."""
+
+    def __init__(self, text: str) -> None:
+        self._tokens: list[tuple[str, str]] = []
+        position, text = 0, text.rstrip()
+        while position < len(text):
+            match = _TOKEN.match(text, position)
+            if match is None:
+                raise NotExact(text[position:])
+            self._tokens.append((str(match.lastgroup), match[str(match.lastgroup)]))
+            position = match.end()
+        self._at = 0
+        self._depth = 0
+
+    def whole(self) -> Fraction:
+        """Return the value of all tokens."""
+        value = self._sum()
+        if self._at < len(self._tokens):
+            raise NotExact("more follows")
+        return value
+
+    def _kind(self) -> str:
+        return self._tokens[self._at][0] if self._at < len(self._tokens) else ""
+
+    def _take(self) -> str:
+        if self._at >= len(self._tokens):
+            raise NotExact("something is missing")
+        self._at += 1
+        return self._tokens[self._at - 1][1]
+
+    def _sum(self) -> Fraction:
+        # The sign of a mixed number belongs to all of it.
+        negative = self._kind() == "sign" and self._take() == "-"
+        total = -self._product() if negative else self._product()
+        while self._kind() == "sign":
+            sign = self._take()
+            term = self._product()
+            total = _bounded(total + term if sign == "+" else total - term)
+        return total
+
+    def _product(self) -> Fraction:
+        value = self._signed()
+        while True:
+            kind = self._kind()
+            if kind == "times":
+                self._take()
+                value = _bounded(value * self._signed())
+            elif kind == "over":
+                self._take()
+                value = _bounded(value / self._signed())
+            elif kind == "frac" and self._tokens[self._at - 1][0] == "number":
+                # This is a mixed number such as `3\frac{1}{2}`.
+                part = self._power()
+                if value.denominator != 1 or value < 0 or not 0 <= part < 1:
+                    raise NotExact("not a mixed number")
+                value += part
+            elif (kind == "open" and self._tokens[self._at][1] == "(") or (
+                kind in ("open", "frac", "binom") and self._tokens[self._at - 1][0] == "close"
+            ):
+                # A bracket, and anything after a bracket, is multiplied without a sign.
+                value = _bounded(value * self._power())
+            elif kind == "number":
+                value += self._slashed()
+            else:
+                return value
+
+    def _slashed(self) -> Fraction:
+        """Return the fraction of a mixed number such as `3 1/2`."""
+        tokens = self._tokens[self._at - 1 : self._at + 3]
+        kinds = [kind for kind, _ in tokens]
+        if kinds != ["number", "number", "over", "number"] or not all(tokens[i][1].isdigit() for i in (0, 1, 3)):
+            raise NotExact("two numbers side by side")
+        above, _, below = self._take(), self._take(), self._take()
+        part = Fraction(_digits(above), _digits(below))
+        if not 0 <= part < 1:
+            raise NotExact("not a mixed number")
+        return part
+
+    def _signed(self) -> Fraction:
+        if self._kind() != "sign":
+            return self._power()
+        sign = self._take()
+        value = self._deeper(self._signed)
+        return value if sign == "+" else -value
+
+    def _power(self) -> Fraction:
+        value = self._atom()
+        while self._kind() == "bang":
+            self._take()
+            if value.denominator != 1 or not 0 <= value <= MAX_FACTORIAL:
+                raise NotExact("not a factorial within bounds")
+            value = Fraction(math.factorial(int(value)))
+        if self._kind() != "power":
+            return value
+        self._take()
+        exponent = self._deeper(self._argument)
+        if exponent.denominator != 1:
+            raise NotExact("a root")
+        size = max(value.numerator.bit_length(), value.denominator.bit_length())
+        if abs(exponent) * size > MAX_BITS:
+            raise NotExact("too large")
+        return value ** int(exponent)
+
+    def _atom(self) -> Fraction:
+        kind, text = self._kind(), self._take()
+        if kind == "number":
+            return _number(text)
+        if kind == "open":
+            value = self._deeper(self._sum)
+            if self._take() != _CLOSING[text]:
+                raise NotExact("brackets that do not match")
+            return value
+        if kind == "frac":
+            above = self._argument()
+            return _bounded(above / self._argument())
+        if kind == "binom":
+            n, k = self._argument(), self._argument()
+            if n.denominator != 1 or k.denominator != 1 or not 0 <= k <= n <= MAX_FACTORIAL:
+                raise NotExact("not a binomial within bounds")
+            return Fraction(math.comb(int(n), int(k)))
+        raise NotExact(text)
+
+    def _argument(self) -> Fraction:
+        """Return the value of one argument of LaTeX: a group, or the single digit that follows."""
+        kind = self._kind()
+        if kind == "sign":
+            return self._signed()
+        if kind == "frac" or (kind == "open" and self._tokens[self._at][1] == "{"):
+            return self._atom()
+        text = self._take()
+        if kind != "number":
+            raise NotExact(text)
+        if len(text) > 1:  # LaTeX has `\frac12` and `2^10`.
+            if self._tokens[max(0, self._at - 2)][0] == "power":
+                return _number(text)
+            self._at -= 1
+            self._tokens[self._at : self._at + 1] = [("number", text[0]), ("number", text[1:])]
+            self._at += 1
+        return _number(text[0])
+
+    def _deeper(self, read: Callable[[], Fraction]) -> Fraction:
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise NotExact("nested too deeply")
+        value = read()
+        self._depth -= 1
+        return value
+
+
+def _number(text: str) -> Fraction:
+    mantissa, _, exponent = text.lower().replace(",", "").partition("e")
+    digits, _, decimals = mantissa.partition(".")
+    return Fraction(_digits(digits + decimals), 10 ** len(decimals)) * Fraction(10) ** int(exponent or 0)
+
+
+def _digits(text: str) -> int:
+    if len(text) > MAX_EXPRESSION:
+        raise NotExact("too long")
+    return int(text or "0")
+
+
+def _bounded(value: Fraction) -> Fraction:
+    if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
+        raise NotExact("too large")
+    return value

@@ -12,7 +12,7 @@ import sympy
 from latex2sympy2_extended import NormalizationConfig, latex2sympy
 from latex2sympy2_extended.latex2sympy2 import ConversionConfig
 
-from rl_envs.math.agreement import all_of, matched
+from rl_envs.math.form import all_of, matched
 
 MAX_LENGTH = 1000
 """Longest string that is read as an expression."""

@@ -7,10 +7,7 @@ from collections.abc import Callable, Iterable
 from fractions import Fraction
 from typing import Any
 
-from rl_envs.math.agreement import all_of, matched
-from rl_envs.math.config import AnswerFormat
-from rl_envs.math.dapo import normalised
-from rl_envs.math.exact import exact_value
+from rl_envs.math.extraction import is_number, normalised
 from rl_envs.math.form import (
     Collection,
     Equation,
@@ -26,13 +23,15 @@ from rl_envs.math.form import (
     TimeOfDay,
     Union,
     Written,
+    all_of,
     is_variable,
+    matched,
     names_a_value,
     read,
     squeezed,
 )
-from rl_envs.math.number import Number, read_number, split_unit
-from rl_envs.math.prose import is_number
+from rl_envs.math.number import Number, exact_value, read_number, split_unit
+from rl_envs.math.plugin import AnswerFormat
 from rl_envs.math.unit import Unit
 from rl_envs.time_limit import CPU_S, outside_of_limit, within
 

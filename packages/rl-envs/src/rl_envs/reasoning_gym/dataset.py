@@ -1,18 +1,21 @@
-"""Rows of a reasoning-gym task."""
+"""Rows of a reasoning-gym task, and the tasks that there are, without importing reasoning-gym, which takes seconds."""
 
 from __future__ import annotations
 
+import ast
 import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from rl_core.errors import ConfigError, DataError
 from rl_core.install_command import install_command
-from rl_envs.reasoning_gym.config import ReasoningGymSettings
+from rl_core.plugins import DatasetTask
+from rl_envs.reasoning_gym.plugin import ReasoningGymSettings
 
 
 def load(settings: Mapping[str, Any], split: str) -> list[dict[str, Any]]:
@@ -51,3 +54,57 @@ def _generate(config: ReasoningGymSettings, split: str) -> list[dict[str, Any]] 
         raise DataError(f"reasoning_gym task {config.task!r} cannot generate questions: {reason[0]}")
     outcome: list[dict[str, Any]] | ConfigError | DataError = pickle.loads(done.stdout)
     return outcome
+
+
+_OF_THE_DATASET = ("seed", "size")
+"""Settings that every task has, and that the dataset sets."""
+
+
+def tasks() -> list[DatasetTask]:
+    """Return all tasks by name; none if reasoning-gym is not installed."""
+    spec = find_spec("reasoning_gym")
+    if spec is None or spec.origin is None:
+        return []
+    found = [task for path in Path(spec.origin).parent.rglob("*.py") for task in tasks_in(path.read_text("utf-8"))]
+    return sorted(found, key=lambda task: task.name)
+
+
+def tasks_in(source: str) -> Iterator[DatasetTask]:
+    """Yield the tasks that a module registers with `register_dataset(name, dataset class, config class, ...)`."""
+    if "register_dataset(" not in source:
+        return
+    module = ast.parse(source)
+    classes = {each.name: each for each in module.body if isinstance(each, ast.ClassDef)}
+    texts = {
+        target.id: each.value.value
+        for each in module.body
+        if isinstance(each, ast.Assign) and isinstance(each.value, ast.Constant) and isinstance(each.value.value, str)
+        for target in each.targets
+        if isinstance(target, ast.Name)
+    }
+    for call in (each.value for each in module.body if isinstance(each, ast.Expr) and isinstance(each.value, ast.Call)):
+        match call.func, call.args:
+            case ast.Name(id="register_dataset"), [name, ast.Name(id=dataset), ast.Name(id=config), *_]:
+                doc = ast.get_docstring(classes[dataset]) if dataset in classes else None
+                # Names, types and defaults of the fields of the config, which is a dataclass.
+                settings = {}
+                for field in classes[config].body if config in classes else ():
+                    match field:
+                        case ast.AnnAssign(ast.Name(id=key), kind, value) if key not in _OF_THE_DATASET:
+                            settings[key] = ast.unparse(kind), _default(value)
+                known = texts[name.id] if isinstance(name, ast.Name) else str(ast.literal_eval(name))
+                yield DatasetTask(known, (doc or "").strip().partition("\n")[0], settings)
+
+
+def _default(value: ast.expr | None) -> str:
+    match value:
+        case None:
+            return ""
+        case ast.Call(func=ast.Name(id="field"), keywords=keywords):
+            given = {keyword.arg: keyword.value for keyword in keywords}
+            factory = given.get("default_factory")
+            if isinstance(factory, ast.Lambda):
+                return ast.unparse(factory.body)
+            return ast.unparse(given["default"]) if "default" in given else ""
+        case _:
+            return ast.unparse(value)

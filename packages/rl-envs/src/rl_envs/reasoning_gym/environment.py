@@ -12,7 +12,7 @@ from reasoning_gym.factory import create_dataset
 
 from rl_core.rollouts.environment import Conversation, StepResult
 from rl_envs.math.extraction import last_box
-from rl_envs.reasoning_gym.config import AnswerFormat, ReasoningGymConfig
+from rl_envs.reasoning_gym.plugin import AnswerFormat, ReasoningGymConfig
 
 _TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 SHOWN = 200

@@ -16,7 +16,7 @@ from reasoning_gym.factory import DATASETS, create_dataset
 
 from rl_core.config import did_you_mean
 from rl_core.errors import ConfigError, DataError
-from rl_envs.reasoning_gym.config import MAX_SEED, AnswerFormat, ReasoningGymSettings
+from rl_envs.reasoning_gym.plugin import MAX_SEED, AnswerFormat, ReasoningGymSettings
 
 INSTRUCTIONS: Mapping[AnswerFormat, str] = {
     "tag": "Think step by step, then give the final answer between <answer> and </answer>, and nothing else there.",
@@ -71,14 +71,12 @@ def rows(settings: ReasoningGymSettings, split: str) -> list[dict[str, Any]]:
             }
             answer = entry["answer"]
             found.append(
-
-                    {
-                        "messages": [{"role": "user", "content": content}],
-                        "answer": None if answer is None else str(answer),
-                        "info": info,
-                        "environment": "reasoning_gym",
-                    }
-
+                {
+                    "messages": [{"role": "user", "content": content}],
+                    "answer": None if answer is None else str(answer),
+                    "info": info,
+                    "environment": "reasoning_gym",
+                }
             )
             if len(found) == settings.size:
                 return found

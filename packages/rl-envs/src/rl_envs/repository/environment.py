@@ -1,17 +1,18 @@
-"""The `repository` environment."""
+"""The environment `repository`, and its checks of rows and of the machine."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rl_core.rollouts.agent_run import AGENT_FAILURE, AGENT_OUTPUT
 from rl_core.rollouts.environment import Conversation, StepResult, UnusableAnswer
-from rl_envs.repository.config import RepositoryConfig
 from rl_envs.repository.job import AgentJob
-from rl_envs.repository.task import read_task
+from rl_envs.repository.plugin import RepositoryConfig
+from rl_envs.repository.task import check_source, read_task
 from rl_envs.repository.working_copy import Repositories
-from rl_envs.sandbox.sandbox import open_sandbox
+from rl_envs.sandbox.sandbox import machine_problem, open_sandbox
 
 SHOWN = 300
 """Maximum number of characters of a problem, and of the paths of ignored files, that are reported."""
@@ -47,7 +48,7 @@ class RepositoryEnvironment:
             if conversation.agent_run is None:
                 raise UnusableAnswer("it runs agents and does not score responses; set `agent: {place: environment}`")
             task = read_task(conversation.info, Path(self._config.folder))
-            # the rest of the row may have the solution
+            # The rest of the row may have the solution.
             prompt = {"id": conversation.id, "messages": list(conversation.messages), "info": {}, "tools": []}
             job = AgentJob(conversation.agent_run, task, prompt, self._runner, self._repositories, self._config)
         result = job.result
@@ -61,3 +62,13 @@ class RepositoryEnvironment:
         reward = {"reward": share if self._config.reward == "share" else passed, "passed": passed}
         ignored = ", ".join(result.ignored)[:SHOWN]
         return StepResult(reward=reward, info={**told, "problem": result.score.problem[:SHOWN], "ignored": ignored})
+
+
+def check_row(info: Mapping[str, Any], config: RepositoryConfig) -> None:
+    """Raise a `ValueError` if the row has no repository that is there, or no tests."""
+    check_source(read_task(info, Path(config.folder)))
+
+
+def check_machine(config: RepositoryConfig) -> str:
+    """Return why agents cannot run here, and what to do; an empty string if they can, or run on a server."""
+    return "" if config.sandbox.url is not None else machine_problem(config.sandbox)

@@ -12,18 +12,19 @@ from urllib.parse import urlsplit
 
 from rl_core.errors import RLError
 from rl_core.rollouts.agent_run import AgentRun, this_network
-from rl_envs.repository.config import RepositoryConfig
-from rl_envs.repository.scoring import FOLDER, Score, placed, score
+from rl_envs.repository.plugin import RepositoryConfig
 from rl_envs.repository.solution import SolutionFiles, installed_modules
-from rl_envs.repository.task import RepositoryTask
-from rl_envs.repository.working_copy import Repositories
+from rl_envs.repository.task import RepositoryTask, is_python
+from rl_envs.repository.working_copy import Repositories, overlaid
 from rl_envs.sandbox import tree
 from rl_envs.sandbox.cancellation import Cancellation
-from rl_envs.sandbox.program import Outcome, Program
+from rl_envs.sandbox.program import Limits, Program
 from rl_envs.sandbox.relay import Relay
 from rl_envs.sandbox.sandbox import Runner
 from rl_envs.sandbox.tree import Entry
 
+FOLDER = "repository"
+"""Folder of the working copy in the scratch folder of a sandbox."""
 OWN_FOLDER = "agent"
 """Folder of an agent's own files, next to the working copy."""
 PROMPT_FILE = "prompt.json"
@@ -36,14 +37,28 @@ class AgentUnreachable(RLError):
 
 
 @dataclass(frozen=True)
+class Score:
+    """Numbers of a row's test commands.
+
+    Args:
+        num_passed, num_tests: Commands that succeed, and all commands.
+        problem: The first command that fails, and how it ended; empty if none fails.
+    """
+
+    num_passed: int
+    num_tests: int
+    problem: str = ""
+
+
+@dataclass(frozen=True)
 class Result:
     """The end of an agent.
 
     Args:
         score: Score of its working copy; None if it failed.
-        failure: Why it failed; empty if it did not.
+        failure: Reason of its failure; empty if it did not fail.
         output: What it wrote to stdout, then to stderr.
-        ended: How it ended, in words.
+        ended: Description of its end.
         ignored: Paths of files that it wrote and that do not count.
     """
 
@@ -60,7 +75,7 @@ class AgentJob:
     Args:
         agent: The agent.
         task: Repository and tests.
-        prompt: What it reads in the file `RL_PROMPT_FILE`.
+        prompt: Contents of the file `RL_PROMPT_FILE`, which it reads.
         runner: Where it runs, and its tests.
         repositories: Files of repositories.
         config: Settings of the environment.
@@ -94,19 +109,22 @@ class AgentJob:
     def _play(self) -> None:
         try:
             self._result = self._played()
-        except Exception as error:  # noqa: BLE001  # a failure becomes a report of this rollout
+        except Exception as error:  # noqa: BLE001 - a failure becomes a report of this rollout
             self._result = Result(None, f"{type(error).__name__}: {error}"[:2000])
 
     def _played(self) -> Result:
-        base = self._repositories.entries(self._task)
-        limits = self._config.sandbox.limits
+        config, base = self._config, self._repositories.entries(self._task)
+        limits = config.sandbox.limits
         outcome = self._runner.run(self._program(base), limits, self._cancellation)
         ended = outcome.describe(limits)
         output = (outcome.stdout + outcome.stderr).decode(errors="replace")
-        if failure := _failure(outcome, ended):
+        # An agent that reaches a limit of its sandbox has not failed.
+        if outcome.ending == "signal" or (outcome.ending == "exit" and not outcome.ok):
+            return Result(None, f"the agent failed: {ended}", output, ended)
+        if outcome.snapshot_problem:
+            failure = f"the agent's working copy cannot be scored: {outcome.snapshot_problem}"
             return Result(None, failure, output, ended)
         left = tree.unpack(outcome.snapshot, limits.scratch_mib * 2**20)
-        config = self._config
         installed = installed_modules(config.sandbox.python_path)
         solution = SolutionFiles(base, self._task, config.solution, config.protected, installed)
         files, ignored = solution.working_copy(left)
@@ -114,17 +132,17 @@ class AgentJob:
         return Result(found, "", output, ended, ignored)
 
     def _program(self, base: Sequence[Entry]) -> Program:
-        agent = self._agent
+        agent, url = self._agent, self._config.sandbox.url
         own = [
             Entry(OWN_FOLDER),
             Entry(f"{OWN_FOLDER}/{PROMPT_FILE}", json.dumps(self._prompt, default=str).encode()),
             *(Entry(f"{OWN_FOLDER}/{name}", content) for name, content in agent.files.items()),
         ]
-        url = self._config.sandbox.url
-        if url is not None:
+        relay, host = None, agent.host
+        if url is None:
+            relay, host = relay_to(agent), LOOPBACK
+        else:
             check_reached_from(url, agent)
-        relay = relay_to(agent) if url is None else None
-        host = agent.host if relay is None else LOOPBACK
         return Program(
             command=tuple(f"../{OWN_FOLDER}/{each}" if each in agent.files else each for each in agent.command),
             variables={**agent.variables_at(host), "RL_PROMPT_FILE": f"../{OWN_FOLDER}/{PROMPT_FILE}"},
@@ -136,7 +154,7 @@ class AgentJob:
 
 
 def relay_to(agent: AgentRun) -> Relay:
-    """The address at which a sandbox of this machine reaches the policy of an agent.
+    """Return the address at which a sandbox of this machine reaches the policy of an agent.
 
     Raises:
         AgentUnreachable: If it is a loopback address of another machine.
@@ -164,10 +182,43 @@ def _is_loopback(host: str) -> bool:
     return host == "localhost" or host.startswith("127.") or host == "::1"
 
 
-def _failure(outcome: Outcome, ended: str) -> str:
-    """Why an agent failed; empty if what it left can be scored. At a limit of its sandbox an agent has not failed."""
-    if outcome.ending == "signal" or (outcome.ending == "exit" and not outcome.ok):
-        return f"the agent failed: {ended}"
-    if outcome.snapshot_problem:
-        return f"the agent's working copy cannot be scored: {outcome.snapshot_problem}"
-    return ""
+def score(
+    files: Sequence[Entry],
+    task: RepositoryTask,
+    runner: Runner,
+    limits: Limits,
+    cancellation: Cancellation,
+    *,
+    stop_early: bool,
+) -> Score:
+    """Run each test command in its own sandbox, without a network, on a fresh copy of the files.
+
+    Args:
+        files: The working copy, with protected files as they are in the repository.
+        task: The tests.
+        runner: Where they run.
+        limits: Limits of each command.
+        cancellation: Ends them.
+        stop_early: True to leave out the commands after the first that fails.
+    """
+    test_files = [Entry(path, text.encode()) for path, text in task.test_files.items()]
+    packed = placed(overlaid(files, test_files))
+    num_passed, problem = 0, ""
+    for command in task.commands:
+        outcome = runner.run(Program(command=command, tree=packed, folder=FOLDER), limits, cancellation)
+        failure = ""
+        if not outcome.ok:
+            failure = outcome.describe(limits)
+        elif is_python(command) and not outcome.is_complete:
+            failure = "a file of the repository ended it (os._exit, or sys.exit outside of its main file)"
+        num_passed += not failure
+        problem = problem or (failure and f"{' '.join(command)}: {failure}")
+        if failure and stop_early:
+            break
+    return Score(num_passed, len(task.commands), problem)
+
+
+def placed(files: Sequence[Entry], beside: Sequence[Entry] = ()) -> bytes:
+    """Pack a working copy in its folder, with files next to it, into an archive."""
+    moved = [Entry(f"{FOLDER}/{each.path}", each.content, each.link, each.is_executable) for each in files]
+    return tree.pack([Entry(FOLDER), *moved, *beside])

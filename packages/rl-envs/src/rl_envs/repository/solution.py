@@ -1,4 +1,4 @@
-"""The part of an agent's changes that counts: source files which no test command reads as its own."""
+"""The part of an agent's changes that counts: source files that no test command reads as its own."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from itertools import pairwise
 
-from rl_envs.repository.scoring import is_python
-from rl_envs.repository.task import RepositoryTask
+from rl_envs.repository.task import RepositoryTask, is_python
 from rl_envs.repository.working_copy import overlaid
 from rl_envs.sandbox.tree import Entry, parents
 

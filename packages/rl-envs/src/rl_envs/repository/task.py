@@ -1,15 +1,19 @@
-"""The repository and the tests of a row."""
+"""Tasks on repositories: a row with a repository and its tests, and rows from a file."""
 
 from __future__ import annotations
 
+import json
 import posixpath
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from rl_core.errors import DataError
 from rl_core.rollouts.environment import UnusableAnswer
+from rl_envs.repository.plugin import RepositoryTasksSettings
 
 FIELDS = ("repository", "commit", "tests", "test_files")
 """Fields of a row that agents do not see."""
@@ -68,6 +72,11 @@ def read_task(info: Mapping[str, Any], folder: Path) -> RepositoryTask:
     return RepositoryTask(source, commit, files, _commands(info["tests"]), test_files)
 
 
+def is_python(command: Sequence[str]) -> bool:
+    """Return whether a command runs in the interpreter of its sandbox, which reports whether it came to its end."""
+    return command[0].rpartition("/")[2].startswith("python")
+
+
 def check_source(task: RepositoryTask) -> None:
     """Raise an `UnusableAnswer` if the repository is not there."""
     source = task.source
@@ -82,21 +91,20 @@ def _commands(given: Any) -> tuple[tuple[str, ...], ...]:
     listed = [given] if isinstance(given, str) else given
     if not isinstance(listed, list | tuple) or not listed:
         raise UnusableAnswer(f"`tests` must be a command, or a list of commands, got {given!r:.80}")
-    return tuple(_command(each) for each in listed)
-
-
-def _command(given: Any) -> tuple[str, ...]:
-    try:
-        arguments = shlex.split(given) if isinstance(given, str) else given
-    except ValueError as error:
-        raise UnusableAnswer(f"the command {given!r:.80} of `tests` cannot be read: {error}") from None
-    is_command = isinstance(arguments, list | tuple) and arguments and all(isinstance(each, str) for each in arguments)
-    if not is_command or arguments[0].startswith("-"):
-        raise UnusableAnswer(
-            f"each of `tests` must be a command such as 'python -m unittest', or a list of its arguments, got "
-            f"{given!r:.80}"
-        )
-    return tuple(arguments)
+    commands = []
+    for each in listed:
+        try:
+            arguments = shlex.split(each) if isinstance(each, str) else each
+        except ValueError as error:
+            raise UnusableAnswer(f"the command {each!r:.80} of `tests` cannot be read: {error}") from None
+        is_list = isinstance(arguments, list | tuple) and arguments and all(isinstance(word, str) for word in arguments)
+        if not is_list or arguments[0].startswith("-"):
+            raise UnusableAnswer(
+                f"each of `tests` must be a command such as 'python -m unittest', or a list of its arguments, got "
+                f"{each!r:.80}"
+            )
+        commands.append(tuple(arguments))
+    return tuple(commands)
 
 
 def _files(name: str, given: Any) -> dict[str, str]:
@@ -108,3 +116,35 @@ def _files(name: str, given: Any) -> dict[str, str]:
     ):
         raise UnusableAnswer(f"`{name}` must be an object of relative paths and strings, got {given!r:.80}")
     return dict(given)
+
+
+def load(settings: Mapping[str, Any], split: str) -> list[dict[str, Any]]:
+    """Rows with `messages`, `info` (repository and tests) and `environment`; the file is all of the split.
+
+    Raises:
+        DataError: If the file cannot be read, naming the line.
+    """
+    config = RepositoryTasksSettings.model_validate(dict(settings))
+    path = Path(config.path).expanduser().absolute()
+    rows = []
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(islice(lines, config.max_rows), 1):
+                if line.strip():
+                    rows.append(_row(line, path, number))
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from None
+    return rows
+
+
+def _row(line: str, path: Path, number: int) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{path}:{number} is not valid JSON: {error}") from None
+    if not isinstance(row, dict) or not isinstance(row.get("issue"), str) or not row["issue"].strip():
+        raise DataError(f"{path}:{number} must be an object with the task in words as `issue`, got {line!r:.60}")
+    info = {name: row[name] for name in FIELDS if name in row}
+    if isinstance(info.get("repository"), str):
+        info["repository"] = str(path.parent / Path(info["repository"]).expanduser())
+    return {"messages": [{"role": "user", "content": row["issue"]}], "info": info, "environment": "repository"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 from rl_core.errors import RLError
@@ -34,7 +34,7 @@ class Repositories:
         self._kept: dict[tuple[Path, str], tuple[Entry, ...]] = {}
 
     def entries(self, task: RepositoryTask) -> tuple[Entry, ...]:
-        """The files of a repository, without its history.
+        """Return the files of a repository, without its history.
 
         Raises:
             RepositoryUnreadable: If it cannot be read, or is too large.
@@ -54,12 +54,14 @@ class Repositories:
         try:
             if source.is_dir() and not commit:
                 found = list(tree.read(str(source), self._max_bytes, left_out=frozenset({".git", "__pycache__"})))
-            elif source.is_dir():
-                found = tree.unpack(_archive(source, commit), self._max_bytes)
             else:
                 with tempfile.TemporaryDirectory(prefix="rl-repository-") as folder:
-                    _git("clone", "--quiet", "--bare", str(source.absolute()), folder)
-                    found = tree.unpack(_archive(Path(folder), commit or "HEAD"), self._max_bytes)
+                    if source.is_dir():
+                        folder = str(source)
+                    else:
+                        _git("clone", "--quiet", "--bare", str(source.absolute()), folder)
+                    archive = _git("-C", folder, "archive", "--format=tar", commit or "HEAD")
+                found = tree.unpack(archive, self._max_bytes)
         except (tree.UnusableTree, OSError) as error:
             raise RepositoryUnreadable(
                 f"the repository {source} cannot be used: {error}; the limit is env.repository.sandbox.scratch_mib"
@@ -68,7 +70,7 @@ class Repositories:
 
 
 def overlaid(entries: Iterable[Entry], files: Iterable[Entry]) -> list[Entry]:
-    """Entries with further files laid over them: what is in the way of one is left out."""
+    """Return entries with further files laid over them; entries that are in the way of one are left out."""
     laid = list(files)
     paths = {entry.path for entry in laid}
     folders = {parent for path in paths for parent in tree.parents(path)}
@@ -80,17 +82,8 @@ def overlaid(entries: Iterable[Entry], files: Iterable[Entry]) -> list[Entry]:
     return [*kept, *laid]
 
 
-def texts(files: Mapping[str, str]) -> list[Entry]:
-    """Entries of files by path."""
-    return [Entry(path, text.encode()) for path, text in files.items()]
-
-
-def _archive(repository: Path, commit: str) -> bytes:
-    return _git("-C", str(repository), "archive", "--format=tar", commit)
-
-
 def _git(*arguments: str) -> bytes:
-    # a repository's own settings and hooks are not run
+    # These options keep a repository's own settings and hooks from running.
     command = ["git", "-c", "core.fsmonitor=false", "-c", "safe.directory=*", *arguments]
     try:
         return subprocess.run(command, capture_output=True, timeout=GIT_TIMEOUT_S, check=True).stdout

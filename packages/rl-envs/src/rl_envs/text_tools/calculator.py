@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 MAX_CHARACTERS = 2000
-"""Longest expression."""
+"""Maximum number of characters of an expression."""
 MAX_DIGITS = 3000
 """Maximum number of digits to which a number is rounded. More would take long and change nothing."""
 MAX_BITS = 10_000
@@ -32,21 +32,11 @@ _BINARY: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
 _UNARY: Mapping[type[ast.unaryop], Callable[[Any], Any]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
 _NAMES: Mapping[str, float] = {"pi": math.pi, "e": math.e}
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
-    "sqrt": math.sqrt,
-    "exp": math.exp,
-    "log": math.log,
-    "log2": math.log2,
-    "log10": math.log10,
-    "sin": math.sin,
-    "cos": math.cos,
-    "tan": math.tan,
-    "asin": math.asin,
-    "acos": math.acos,
-    "atan": math.atan,
-    "floor": math.floor,
-    "ceil": math.ceil,
-    "gcd": math.gcd,
-    "lcm": math.lcm,
+    **{
+        name: getattr(math, name)
+        for name in ["sqrt", "exp", "log", "log2", "log10", "sin", "cos", "tan", "asin", "acos", "atan"]
+    },
+    **{name: getattr(math, name) for name in ("floor", "ceil", "gcd", "lcm")},
     "abs": abs,
     "round": _rounded,
     "min": min,
@@ -55,7 +45,7 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
 
 
 def calculate(expression: str) -> str:
-    """The value of an expression, or what is wrong with it, beginning with "error:".
+    """Return the value of an expression, or the problem with it, beginning with "error:".
 
     Integers stay exact up to `MAX_BITS`; a float that is a whole number is written as one.
     """
@@ -77,12 +67,8 @@ def _value(node: ast.expr) -> int | float:
             return _bounded(number)
         case ast.BinOp(left, op, right) if type(op) in _BINARY:
             a, b = _value(left), _value(right)
-            if (
-                isinstance(op, ast.Pow)
-                and isinstance(a, int)
-                and isinstance(b, int)
-                and abs(b) * a.bit_length() > MAX_BITS
-            ):
+            are_integers = isinstance(a, int) and isinstance(b, int)
+            if isinstance(op, ast.Pow) and are_integers and abs(b) * int(a).bit_length() > MAX_BITS:
                 raise ValueError("the number is too large")
             return _bounded(_BINARY[type(op)](a, b))
         case ast.UnaryOp(op, operand) if type(op) in _UNARY:

@@ -1,24 +1,24 @@
-"""The `text_tools` environment."""
+"""The environment `text_tools`, the corpus that it searches, and its check of the machine."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+import sqlite3
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from rl_core.errors import DataError
 from rl_core.rollouts.environment import Conversation, StepResult, ToolCall
 from rl_core.rollouts.rollout import Message
-from rl_envs.math.extraction import extract
-from rl_envs.math.known_answer import known_answers
+from rl_envs.math.extraction import extract, known_answers
 from rl_envs.math.verdict import is_correct
-from rl_envs.sandbox.sandbox import Sandbox
+from rl_envs.sandbox.sandbox import Sandbox, machine_problem
 from rl_envs.sandbox.session import Session
 from rl_envs.text_tools.calculator import calculate
-from rl_envs.text_tools.config import TextToolsConfig
-from rl_envs.text_tools.corpus import Corpus
-from rl_envs.text_tools.schemas import DESCRIBED
+from rl_envs.text_tools.plugin import PARAMETERS, TextToolsConfig
 
 _LIFETIME_S = 3600.0
 """Maximum number of seconds of a Python session; those of a call are in the settings."""
@@ -26,7 +26,7 @@ _LIFETIME_S = 3600.0
 
 @dataclass(frozen=True)
 class Progress:
-    """A conversation under way.
+    """A conversation in progress.
 
     Args:
         num_calls: Calls so far.
@@ -38,9 +38,9 @@ class Progress:
 
 
 class TextToolsEnvironment:
-    """Answers the calls of a turn with the tools' output, and scores a turn without one.
+    """Answers the calls of a turn with the tools' output, and scores a turn without calls.
 
-    Of calls by tags, only the first of a turn counts, and none that the token limit cut off.
+    If calls are tags, only the first call of a turn counts, and none that the token limit cut off.
 
     Raises:
         SandboxUnavailable: If Python is a tool and the machine does not offer its sandbox.
@@ -54,6 +54,9 @@ class TextToolsEnvironment:
         isolation, path = config.sandbox.isolation, config.sandbox.python_path
         self._sandbox = Sandbox(isolation, limits=limits, python_path=path) if "python" in config.tools else None
         self._corpus = Corpus(config.corpus) if "search" in config.tools and config.corpus else None
+        self.stop_strings: tuple[str, ...] | None = None
+        if config.call_format == "tags":
+            self.stop_strings = tuple(f"</{tool}>" for tool in config.tools)
 
     def step(self, conversations: Sequence[Conversation], states: Sequence[Any]) -> list[StepResult]:
         return [self._turn(turn, state or Progress()) for turn, state in zip(conversations, states, strict=True)]
@@ -64,39 +67,52 @@ class TextToolsEnvironment:
                 state.session.close()
 
     def save(self, states: Sequence[Progress]) -> list[bytes | None]:
-        """The calls so far: those of Python run again in the session of the restored conversation."""
-        return [_saved(state) for state in states]
+        """Return the calls so far; those of Python run again in the session of the restored conversation."""
+        saved: list[bytes | None] = []
+        for state in states:
+            session = None if state.session is None else state.session.save()
+            # A session that cannot be saved makes the conversation impossible to save.
+            is_lost = state.session is not None and not session
+            text = json.dumps({"num_calls": state.num_calls, "session": session and session.decode()})
+            saved.append(None if is_lost else text.encode())
+        return saved
 
     def restore(self, saved: Sequence[bytes]) -> list[Progress]:
-        """Conversations as they were saved, each with a new session that has run their code."""
-        return [self._restored(json.loads(data)) for data in saved]
-
-    def _restored(self, state: Mapping[str, Any]) -> Progress:
-        if state["session"] is None or self._sandbox is None:
-            return Progress(state["num_calls"])
-        return Progress(state["num_calls"], Session.restore(self._sandbox, state["session"].encode()))
+        """Return conversations as they were saved, each with a new session that has run their code."""
+        restored = []
+        for state in map(json.loads, saved):
+            session = None
+            if state["session"] is not None and self._sandbox is not None:
+                session = Session.restore(self._sandbox, state["session"].encode())
+            restored.append(Progress(state["num_calls"], session))
+        return restored
 
     def _turn(self, turn: Conversation, progress: Progress) -> StepResult:
-        known = known_answers(turn.info, self._config.answer_format)
+        known, kind = known_answers(turn.info, self._config.answer_format)
         calls = self._calls(turn)
         if not calls or progress.num_calls >= self._config.max_calls:
             self.close([progress])
-            found = None if calls else extract(turn.final_text, known.answer_format)
-            correct = found is not None and any(
-                is_correct(found.text, answer, known.answer_format) for answer in known.answers
-            )
+            found = None if calls else extract(turn.final_text, kind)
+            correct = found is not None and any(is_correct(found.text, answer, kind) for answer in known)
             return StepResult(reward=float(correct), info={"accuracy": float(correct), "calls": progress.num_calls})
         session = progress.session
         if session is None and self._sandbox is not None and any(call.name == "python" for call in calls):
             session = Session(self._sandbox, seed=turn.seed)
-        num_calls, most = progress.num_calls + len(calls), self._config.max_calls
-        outputs = [
-            self._output(call, session) if number <= most else f"error: the limit of {most} calls is reached"
-            for number, call in enumerate(calls, progress.num_calls + 1)
-        ]
+        limit, max_output = self._config.max_calls, self._config.max_output
+        messages: list[Message] = []
+        for number, call in enumerate(calls, progress.num_calls + 1):
+            output = self._output(call, session) if number <= limit else f"error: the limit of {limit} calls is reached"
+            if (num_left_out := len(output) - max_output) > 0:
+                ends = output[: max_output // 2], output[len(output) - max_output // 2 :]
+                output = f"{ends[0]}\n[{num_left_out} characters left out]\n{ends[1]}"
+            if self._config.call_format == "model":
+                messages.append({"role": "tool", "name": call.name, "content": output, "tool_call_id": call.id})
+            else:
+                messages.append({"role": "user", "content": f"<result>\n{output}\n</result>"})
+        num_calls = progress.num_calls + len(calls)
         return StepResult(
             done=False,
-            observation=tuple(map(self._message, calls, outputs)),
+            observation=tuple(messages),
             state=Progress(num_calls, session),
             stop_strings=self.stop_strings,
             info={"calls": num_calls},
@@ -106,63 +122,84 @@ class TextToolsEnvironment:
         if self._config.call_format == "model":
             return () if turn.truncated else turn.tool_calls
         found = self._tagged.search(turn.final_text or turn.completion)
-        # a stop string may have ended the turn at a call in thoughts, which do not end then
+        # A stop string may have ended the turn at a call in thoughts, which do not end then.
         if found is not None and not turn.final_text and found.end() < len(turn.completion.rstrip()):
             return ()
         if found is None or (turn.truncated and not found[0].endswith(f"</{found[1]}>")):
             return ()
-        name, text = found[1], found[2].strip()
-        return (ToolCall(name, {DESCRIBED[name].parameter: text}),)
-
-    def _message(self, call: ToolCall, output: str) -> Message:
-        output = self._shortened(output)
-        if self._config.call_format == "model":
-            return {"role": "tool", "name": call.name, "content": output, "tool_call_id": call.id}
-        return {"role": "user", "content": f"<result>\n{output}\n</result>"}
+        name: Any = found[1]
+        return (ToolCall(name, {PARAMETERS[name]: found[2].strip()}),)
 
     def _output(self, call: ToolCall, session: Session | None) -> str:
+        name: Any = call.name
         if call.error:
             return f"error: the call cannot be read: {call.error}"
-        if call.name not in self._config.tools:
-            return f"error: there is no tool {call.name!r}; the tools are {', '.join(self._config.tools)}"
-        parameter = DESCRIBED[call.name].parameter
+        if name not in self._config.tools:
+            return f"error: there is no tool {name!r}; the tools are {', '.join(self._config.tools)}"
+        parameter = PARAMETERS[name]
         text = call.arguments.get(parameter)
         if not isinstance(text, str) or len(call.arguments) != 1:
-            got = ", ".join(name[:40] for name in list(call.arguments)[:4]) or "nothing"
-            return f"error: {call.name} takes one text, as {parameter!r}; got {got}"
-        return self._tools(session)[call.name](text)
-
-    @property
-    def stop_strings(self) -> tuple[str, ...] | None:
-        """Ends of calls by tags, at which a turn is over; None for calls that the model ends by itself."""
-        return tuple(f"</{tool}>" for tool in self._config.tools) if self._config.call_format == "tags" else None
-
-    def _tools(self, session: Session | None) -> Mapping[str, Callable[[str], str]]:
-        return {
-            "calculator": calculate,
-            "python": lambda code: _python(session, code, self._config.sandbox.wall_s),
-            "search": self._search,
-        }
-
-    def _search(self, query: str) -> str:
+            got = ", ".join(each[:40] for each in list(call.arguments)[:4]) or "nothing"
+            return f"error: {name} takes one text, as {parameter!r}; got {got}"
+        match name:
+            case "calculator":
+                return calculate(text)
+            case "python":
+                assert session is not None
+                return session.execute(text, timeout_s=self._config.sandbox.wall_s).rstrip() or "(no output)"
         assert self._corpus is not None
-        found = self._corpus.search(query, self._config.num_results)
-        return "\n\n".join(f"{title}\n{text}".strip() for title, text in found) or "nothing was found"
-
-    def _shortened(self, output: str) -> str:
-        most = self._config.max_output
-        if len(output) <= most:
-            return output
-        return f"{output[: most // 2]}\n[{len(output) - most} characters left out]\n{output[len(output) - most // 2 :]}"
+        found = self._corpus.search(text, self._config.num_results)
+        return "\n\n".join(f"{title}\n{body}".strip() for title, body in found) or "nothing was found"
 
 
-def _saved(progress: Progress) -> bytes | None:
-    if progress.session is None:
-        return json.dumps({"num_calls": progress.num_calls, "session": None}).encode()
-    session = progress.session.save()
-    return session and json.dumps({"num_calls": progress.num_calls, "session": session.decode()}).encode()
+_WORD = re.compile(r"\w+")
+MAX_WORDS = 32
+"""Maximum number of words of a query that count."""
 
 
-def _python(session: Session | None, code: str, timeout_s: float) -> str:
-    assert session is not None
-    return session.execute(code, timeout_s=timeout_s).rstrip() or "(no output)"
+class Corpus:
+    """Documents of a JSON Lines file, each with a `text` and perhaps a `title`, indexed in memory.
+
+    Raises:
+        DataError: If the file cannot be read, naming the line.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._index = sqlite3.connect(":memory:", check_same_thread=False)
+        self._index.execute("CREATE VIRTUAL TABLE documents USING fts5(title, text, tokenize='porter unicode61')")
+        with self._index:
+            self._index.executemany("INSERT INTO documents VALUES (?, ?)", _documents(Path(path)))
+        [(self.num_documents,)] = self._index.execute("SELECT count(*) FROM documents")
+        if not self.num_documents:
+            raise DataError(f"the corpus {path} has no documents")
+
+    def search(self, query: str, num_results: int) -> list[tuple[str, str]]:
+        """Return title and text of the best documents, best first; any word of the query may be in them."""
+        words = _WORD.findall(query)[:MAX_WORDS]
+        if not words:
+            return []
+        match = " OR ".join(f'"{word}"' for word in words)
+        select = "SELECT title, text FROM documents WHERE documents MATCH ? ORDER BY rank, rowid LIMIT ?"
+        return [(title, text) for title, text in self._index.execute(select, (match, num_results))]
+
+
+def _documents(path: Path) -> Iterator[tuple[str, str]]:
+    try:
+        with open(path, encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                try:
+                    row = json.loads(line)
+                    document = str(row.get("title") or ""), row["text"]
+                except (ValueError, AttributeError, KeyError, TypeError):
+                    reason = f"a document must be an object with `text`, got {line!r:.60}"
+                    raise DataError(f"{path}:{number}: {reason}") from None
+                yield document
+    except OSError as error:
+        raise DataError(f"the corpus {path} cannot be read: {error.strerror or error}") from None
+
+
+def check_machine(config: TextToolsConfig) -> str:
+    """Return why the tool `python` cannot run here, and what to do; an empty string if it can, or is not offered."""
+    return machine_problem(config.sandbox) if "python" in config.tools else ""

@@ -1,0 +1,105 @@
+"""The dataset `calculations`: products for a calculator or a program, sums for an agent, and demonstrations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from rl_core.config import Config, Problem, ProblemError
+from rl_core.errors import DataError
+from rl_core.plugins import DatasetPlugin, Requirement
+from rl_envs.draws import draws
+
+_HELD_OUT = 10
+"""One of this number of pairs of operands is for validation."""
+_ENVIRONMENTS = {"calculator": "text_tools", "program": "code", "repository": "repository"}
+_TEST = """import unittest
+
+import answer
+
+
+class TestAnswer(unittest.TestCase):
+    def test_it_is_the_sum(self):
+        self.assertEqual(answer.ANSWER, {total})
+"""
+
+
+class CalculationsSettings(Config):
+    """Generated products of two numbers, which a tiny model cannot compute without a tool, or sums for an agent."""
+
+    form: Literal["calculator", "program", "repository"] = "calculator"
+    """Environment of the rows: `text_tools` for `calculator`, which the policy calls; `code` for `program`, which
+    the policy writes; or `repository` for a repository whose `answer.py` an agent changes to have the sum of two
+    numbers as `ANSWER`."""
+    max_operand: int = Field(default=99, ge=9, le=9999)
+    """Largest operand."""
+    size: int = Field(default=1000, gt=0, le=10**6)
+    """Number of rows in the split; `train` and `validation` share no pair of operands."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of the operands."""
+    demonstrations: bool = False
+    """Rows for supervised fine-tuning: half of them show the right call or program, the others a guessed answer or the
+    program of a sum. A model that has learned from them does either, so reinforcement learning can compare both."""
+
+    @model_validator(mode="after")
+    def _demonstrates(self) -> Self:
+        if self.demonstrations and self.form == "repository":
+            reason, remedy = "cannot be combined with form=repository", "Use the dataset arithmetic"
+            raise ProblemError(Problem("demonstrations", reason, remedy=remedy))
+        return self
+
+
+DATASET = DatasetPlugin(
+    name="calculations",
+    load="rl_envs.calculations:load",
+    requirement=Requirement("rl-envs"),
+    settings=CalculationsSettings,
+)
+
+
+def load(settings: Mapping[str, Any], split: str) -> list[dict[str, Any]]:
+    """Return rows with `messages`, `environment` and the fields that it needs: `answer`, or `info` with the tests.
+    Demonstrations are conversations that end with the assistant.
+
+    Raises:
+        DataError: If the split is unknown.
+    """
+    config = CalculationsSettings.model_validate(dict(settings))
+    if split not in ("train", "validation"):
+        raise DataError(f"calculations have the splits train and validation, got {split!r}")
+    rows = []
+    for index in range(config.size):
+        drawn, form = draws(f"{config.seed}/{split}/{index}"), config.form
+        is_held_out = None
+        while is_held_out != (split == "validation"):
+            a, b = (next(drawn) % (config.max_operand + 1) for _ in range(2))
+            is_held_out = next(draws(f"{min(a, b)}*{max(a, b)}")) % _HELD_OUT == 0
+        asked = {"role": "user", "content": f"{a}{'+' if form == 'repository' else '*'}{b}="}
+        row: dict[str, Any] = {"messages": [asked], "environment": _ENVIRONMENTS[form]}
+        if config.demonstrations:
+            is_right = next(drawn) % 2 == 0
+            if form == "program":
+                said = [f"```python\nprint({a}{'*' if is_right else '+'}{b})\n```"]
+            elif is_right:
+                said = [f"<calculator>{a}*{b}</calculator>", f"<result>\n{a * b}\n</result>", str(a * b)]
+            else:
+                said = [str(next(drawn) % (a * b + 100))]
+            # The result of the calculator is the only message after the question that is not the policy's.
+            roles = ("assistant", "user", "assistant")
+            row["messages"] += [{"role": role, "content": text} for role, text in zip(roles, said, strict=False)]
+        elif form == "calculator":
+            row["answer"] = str(a * b)
+        elif form == "program":
+            row["info"] = {"tests": [{"input": "", "output": f"{a * b}\n"}]}
+        else:
+            readme = "`answer.py` has the answer to a question.\n"
+            info = {
+                "repository": {"answer.py": "ANSWER = None\n", "README.md": readme},
+                "tests": "python -m unittest test_answer",
+                "test_files": {"test_answer.py": _TEST.format(total=a + b)},
+            }
+            row = {"messages": [asked], "info": info, "environment": _ENVIRONMENTS[form]}
+        rows.append(row)
+    return rows
