@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from measurement import num_parameters, seconds, surroundings, table
 
-from rl_algos.losses.nll import NLLLoss
+from rl_algos.losses.tokens import NLLLoss
 from rl_algos.tiny_model import make_tiny_model
 from rl_core.data.batch import TOKENS, Batch
 from rl_core.data.ragged import Ragged

@@ -24,8 +24,8 @@ import numpy as np
 from measurement import seconds, surroundings, table
 from rich.console import Console
 
-from rl_algos.rollouts.driver.evaluation_plan import EvaluationPlan
-from rl_algos.rollouts.evaluation import RolloutEvaluation
+from rl_algos.rollouts.algorithm import RolloutEvaluation
+from rl_algos.rollouts.driver.task_evaluation import EvaluationPlan
 from rl_algos.tokenizer import load_tokenizer
 from rl_core.plugins import resolve
 from rl_core.rollouts.generation import GenerationRequest, Placement

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from rl_algos.agents.program import AgentProgram
-from rl_algos.rollouts.agent_config import AgentConfig
+from rl_algos.rollouts.config import AgentConfig
 from rl_algos.rollouts.worker.chat import Chat
 from rl_algos.tiny_model import END, make_tokenizer
 from rl_core.environments.pool import EnvironmentPool
@@ -20,7 +20,7 @@ from rl_core.rollouts.environment import Conversation, EnvironmentFailure, StepR
 from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.program import Reply
 from rl_core.rollouts.rollout import Completion, Message, Prompt, Rollout, WeightSpan
-from rl_envs.repository.config import RepositoryConfig
+from rl_envs.repository.plugin import RepositoryConfig
 
 TOKENIZER = make_tokenizer()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rl_algos.losses.nll import NLLLoss
+from rl_algos.losses.tokens import NLLLoss
 from rl_algos.sft.algorithm import SFT
 from rl_algos.sft.data import to_batch
 from rl_core.model import LOGPROBS, VALUES

@@ -7,9 +7,9 @@ import pytest
 
 from rl_algos.dpo.loss import LOSSES
 from rl_algos.grpo.estimators import ESTIMATORS
-from rl_algos.losses.aggregation import AggregationName
 from rl_algos.losses.importance import Truncation
 from rl_algos.losses.surrogates import SURROGATES
+from rl_algos.losses.terms import AggregationName
 
 GUIDES = Path(__file__).parents[3] / "docs"
 PARTS = {

@@ -9,7 +9,7 @@ from chat_tokenizers import FAMILIES, tokenizer_of
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rl_algos.preference.encoding import encode_response
+from rl_algos.preference.data import encode_response
 from rl_algos.rollouts.worker.chat import Chat
 from rl_algos.sft.conversation import encode_conversation
 from rl_algos.special_tokens import SPLIT, SpecialTokens, special_tokens, warn_of_special_tokens

@@ -12,7 +12,7 @@ def test_the_command_line_loads_no_runtime():
 
 
 def test_what_is_found_wrong_before_a_run_starts_waits_for_no_tokenizer_and_no_ray():
-    checks = ("rl_launch.commands.train", "rl_algos.grpo.algorithm", "rl_algos.sft.algorithm", "rl_algos.dpo.algorithm")
+    checks = ("rl_launch.commands.train", "rl_algos.grpo.loop", "rl_algos.sft.algorithm", "rl_algos.dpo.algorithm")
     assert not loaded_by(*checks) & {"datasets", "ray", "tensorboardX", "tokenizers", "transformers"}
 
 

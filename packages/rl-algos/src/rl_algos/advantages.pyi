@@ -1,4 +1,5 @@
 from rl_algos.grpo.advantages import drgrpo as drgrpo
+from rl_algos.grpo.advantages import gdpo as gdpo
 from rl_algos.grpo.advantages import gpg as gpg
 from rl_algos.grpo.advantages import grpo as grpo
 from rl_algos.grpo.advantages import grpo_batch_std as grpo_batch_std
@@ -7,11 +8,10 @@ from rl_algos.grpo.advantages import opo as opo
 from rl_algos.grpo.advantages import optimal_token_baseline as optimal_token_baseline
 from rl_algos.grpo.advantages import pass_at_k as pass_at_k
 from rl_algos.grpo.advantages import reinforce as reinforce
+from rl_algos.grpo.advantages import reinforce_plus_plus as reinforce_plus_plus
+from rl_algos.grpo.advantages import reinforce_plus_plus_baseline as reinforce_plus_plus_baseline
 from rl_algos.grpo.advantages import remax as remax
 from rl_algos.grpo.advantages import rloo as rloo
-from rl_algos.grpo.batch_advantages import gdpo as gdpo
-from rl_algos.grpo.batch_advantages import reinforce_plus_plus as reinforce_plus_plus
-from rl_algos.grpo.batch_advantages import reinforce_plus_plus_baseline as reinforce_plus_plus_baseline
-from rl_algos.ppo.gae import gae as gae
-from rl_algos.ppo.gae import length_adaptive_lambda as length_adaptive_lambda
-from rl_algos.ppo.gae import reward_at_last as reward_at_last
+from rl_algos.ppo.estimates import gae as gae
+from rl_algos.ppo.estimates import length_adaptive_lambda as length_adaptive_lambda
+from rl_algos.ppo.estimates import reward_at_last as reward_at_last

@@ -4,11 +4,10 @@ import pytest
 
 from rl_algos.data.config import DataConfig
 from rl_algos.data.examples import load_examples
+from rl_algos.distillation.algorithm import Distillation, OfflineDistillation
 from rl_algos.distillation.config import DistillationConfig, OfflineDistillationConfig
-from rl_algos.distillation.data import prepare, prepare_text
-from rl_algos.distillation.prompts import UNSCORED, load
+from rl_algos.distillation.data import UNSCORED, check_teachers, teacher_tokenizer
 from rl_algos.distillation.unscored import unscored
-from rl_algos.distillation.vocabulary import check_teachers, teacher_tokenizer
 from rl_algos.tiny_model import make_tokenizer
 from rl_core.config import assemble
 from rl_core.environments.config import EnvironmentConfig
@@ -18,6 +17,7 @@ from rl_core.plugins import resolve
 
 POLICY = assemble("Policy", {"generation": GenerationConfig}, base=ModelConfig)
 ENVIRONMENTS = assemble("Environments", {"math": EnvironmentConfig})
+ALGORITHM = Distillation()
 ROWS = ['{"messages": "1+1=", "answer": "2"}', '{"messages": "2+2=", "answer": "4", "environment": "math"}']
 
 
@@ -44,7 +44,7 @@ def config(rows, *, section=DistillationConfig, teachers=None, **settings):
 
 
 def test_prompts_that_name_no_environment_are_not_scored(rows):
-    (dataset,) = load(config(rows)).train
+    (dataset,) = ALGORITHM.load(config(rows)).train
     assert [dataset.environment(row_id) for row_id in dataset.examples] == [UNSCORED, "math"]
     assert resolve(UNSCORED) is unscored
     assert unscored() == 0.0
@@ -53,12 +53,12 @@ def test_prompts_that_name_no_environment_are_not_scored(rows):
 def test_an_environment_that_does_not_exist_is_refused(rows, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"messages": "1+1=", "environment": "reward.py:score"}')
     with pytest.raises(DataError, match=r"line 1.*reward\.py:score"):
-        load(config(rows))
+        ALGORITHM.load(config(rows))
 
 
 def test_prompts_and_the_size_of_the_vocabulary_are_prepared(rows, tokenizer):
     settings = config(rows)
-    data = prepare(settings, tokenizer, load(settings))
+    data = ALGORITHM.prepare(settings, tokenizer, ALGORITHM.load(settings))
     assert data.vocabulary == len(tokenizer)
     assert len(data.validation) == 2
     assert data.translator is None
@@ -67,14 +67,14 @@ def test_prompts_and_the_size_of_the_vocabulary_are_prepared(rows, tokenizer):
 def test_rows_without_a_teacher_are_refused(rows, tokenizer, tmp_path):
     settings = config(rows, teachers=["math"])
     with pytest.raises(DataError, match=r"no teacher: there are teachers\.math"):
-        prepare(settings, tokenizer, load(settings))
+        ALGORITHM.prepare(settings, tokenizer, ALGORITHM.load(settings))
     (tmp_path / "rows.jsonl").write_text(ROWS[1])
-    assert prepare(settings, tokenizer, load(settings)).vocabulary == len(tokenizer)
+    assert ALGORITHM.prepare(settings, tokenizer, ALGORITHM.load(settings)).vocabulary == len(tokenizer)
 
 
 def test_text_is_prepared_with_its_teacher(rows, tokenizer):
     settings = config(rows, section=OfflineDistillationConfig)
-    data = prepare_text(settings, tokenizer, load_examples(settings))
+    data = OfflineDistillation().prepare(settings, tokenizer, load_examples(settings))
     row = data.train.take(1)[0]
     assert row.teacher == "teacher"
     assert row.row.loss_mask.sum() == 2
@@ -102,7 +102,7 @@ def test_a_teacher_may_have_more_tokens_than_the_student(rows, tmp_path):
 def test_a_teacher_with_other_tokens_is_translated_to(rows, tokenizer, tmp_path):
     make_tokenizer("0123456789+=").save_pretrained(str(tmp_path / "other"))
     settings = config(rows, teacher=str(tmp_path / "other"), cross_tokenizer=True)
-    translator = prepare(settings, tokenizer, load(settings)).translator
+    translator = ALGORITHM.prepare(settings, tokenizer, ALGORITHM.load(settings)).translator
     prompt = translator.prompt([{"role": "user", "content": "1+1="}])
     response = translator.response(prompt, [*tokenizer("24")["input_ids"], tokenizer.eos_token_id])
     assert len(response.spans) == 3

@@ -10,17 +10,20 @@ from torch_model import TorchModel
 
 from rl_algos.data.config import DataConfig
 from rl_algos.data.examples import load_examples
-from rl_algos.distillation import vocabulary
-from rl_algos.distillation.algorithm import OfflineDistillation, loss_of, teachers_of, to_batch
+from rl_algos.distillation import data as distillation_data
+from rl_algos.distillation.algorithm import (
+    DistillationValidation,
+    OfflineDistillation,
+    loss_of,
+    teachers_of,
+    to_batch,
+    train,
+)
 from rl_algos.distillation.config import DistillationConfig, DistillationLossConfig, OfflineDistillationConfig
-from rl_algos.distillation.data import prepare_text
-from rl_algos.distillation.loop import train
 from rl_algos.distillation.plugin import OFFLINE
 from rl_algos.distillation.span_teacher import SpanTeacher, Translator
 from rl_algos.distillation.teachers import Teachers
-from rl_algos.distillation.validation import DistillationValidation
-from rl_algos.losses.distillation import HEAD_ERROR
-from rl_algos.losses.spans import METRICS, SpanLoss
+from rl_algos.losses.distillation import HEAD_ERROR, SPAN_METRICS, SpanLoss
 from rl_algos.rollouts.driver.steps import RolloutSteps
 from rl_algos.tokenizer import encode_prompt
 from rl_core.config import assemble
@@ -62,7 +65,7 @@ def text_config(folder, *, kind, k):
 def test_on_text_a_smaller_student_nears_its_teacher(tmp_path, tokenizer, kind, k):
     config = text_config(tmp_path, kind=kind, k=k)
     assert [problem for check in OFFLINE.checks for problem in check(config)] == []
-    data = prepare_text(config, tokenizer, load_examples(config))
+    data = OfflineDistillation().prepare(config, tokenizer, load_examples(config))
     teacher = TorchModel(len(tokenizer), hidden_size=48, seed=1, scale=20.0)
     student = TorchModel(len(tokenizer), seed=2)
     run = FakeRun()
@@ -83,12 +86,12 @@ def test_hidden_states_of_a_teacher_teach_as_its_whole_distributions_do(tmp_path
     named = ModelConfig(model_name=str(tmp_path / "teacher"), precision="float32")
     runs = []
     for most_bytes in (8, 2**16):
-        monkeypatch.setattr(vocabulary, "MOST_BYTES", most_bytes)
+        monkeypatch.setattr(distillation_data, "MAX_BYTES", most_bytes)
         config = text_config(tmp_path, kind=kind, k=None)
         settings = config.distillation.model_copy(update={"max_num_steps": 3})
         loss_fn = config.loss_fn.model_copy(update={"nll_weight": 0.2, "temperature": 0.7})
         config = config.model_copy(update={"teacher": named, "distillation": settings, "loss_fn": loss_fn})
-        data = prepare_text(config, tokenizer, load_examples(config))
+        data = OfflineDistillation().prepare(config, tokenizer, load_examples(config))
         run = FakeRun()
         models = {"policy": TorchModel(len(tokenizer), seed=2), "teacher": teacher}
         OfflineDistillation().run(config, Components(models=models, data=data), run)
@@ -124,11 +127,11 @@ def test_hidden_states_of_teachers_of_several_sizes_teach_as_their_whole_distrib
         },
     )
     config = root(policy=one.policy, teachers=named, data=one.data, distillation=one.distillation, loss_fn=one.loss_fn)
-    data = prepare_text(one, tokenizer, load_examples(one))
+    data = OfflineDistillation().prepare(one, tokenizer, load_examples(one))
     rows = to_batch(next(iter(data.validation.values()))[0][:8])
     runs = []
     for most_bytes in (8, 2**16):
-        monkeypatch.setattr(vocabulary, "MOST_BYTES", most_bytes)
+        monkeypatch.setattr(distillation_data, "MAX_BYTES", most_bytes)
         loss, teachers = loss_of(config, vocabulary=data.vocabulary), teachers_of(config, Components(models, data))
         student = TorchModel(len(tokenizer), seed=2)
         scored = teachers.scored_rows(
@@ -142,14 +145,14 @@ def test_hidden_states_of_teachers_of_several_sizes_teach_as_their_whole_distrib
 
 
 def test_a_head_that_is_not_the_teachers_is_seen(tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setattr(vocabulary, "MOST_BYTES", 8)
+    monkeypatch.setattr(distillation_data, "MAX_BYTES", 8)
     teacher = TorchModel(len(tokenizer), hidden_size=48, seed=1, scale=20.0)
     teacher.net.save_pretrained(tmp_path / "teacher")
     with torch.no_grad():
         teacher.net.lm_head.weight *= 2
     named = ModelConfig(model_name=str(tmp_path / "teacher"), precision="float32")
     config = text_config(tmp_path, kind="forward", k=None).model_copy(update={"teacher": named})
-    data = prepare_text(config, tokenizer, load_examples(config))
+    data = OfflineDistillation().prepare(config, tokenizer, load_examples(config))
     scored = Teachers({"teacher": teacher}, [HIDDEN, LOGPROBS], temperature=1.0).scored_rows(
         to_batch(next(iter(data.validation.values()))[0][:4]), ["teacher"] * 4
     )
@@ -202,7 +205,7 @@ def test_a_teacher_with_other_tokens_teaches_the_likelihood_of_what_the_student_
     steps = RolloutSteps(config, Speaker(prompts, student_tokenizer), FakeWeights(student), validation, run)
     train(config, loss, policy=student, teachers=scorer, steps=steps, rows_per_minibatch=16)
     before, after = run.metrics[0], run.metrics[30]
-    assert {f"val/{name}" for name in METRICS} <= set(before)
+    assert {f"val/{name}" for name in SPAN_METRICS} <= set(before)
     assert before["val/tokens_per_span"] > 1.2  # the teacher's tokens hold several of the student's
     assert after["val/loss"] < before["val/loss"] / 2
     assert after["val/span_logprob_gap"] < before["val/span_logprob_gap"]

@@ -1,9 +1,9 @@
 import pytest
 
 from rl_algos.distillation.algorithm import Distillation, OfflineDistillation
+from rl_algos.distillation.data import check_k, sends_hidden
 from rl_algos.distillation.plugin import OFFLINE, PLUGIN, model_sections
 from rl_algos.distillation.teachers import teacher_of
-from rl_algos.distillation.vocabulary import check_k, sends_hidden
 from rl_core.algorithm import implementation_of
 from rl_core.config import assemble, load, resolve
 from rl_core.errors import ConfigError

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rl_algos.distillation.span_teacher import SpanTeacher, Translator
-from rl_algos.distillation.spans import bytes_of, common_spans, whole_text
+from rl_algos.distillation.span_teacher import SpanTeacher, Translator, bytes_of, common_spans, whole_text
 from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged
 from rl_core.errors import ConfigError

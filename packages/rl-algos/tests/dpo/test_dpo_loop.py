@@ -11,10 +11,8 @@ from file_loss import path_of
 
 from rl_algos.data.config import DataConfig
 from rl_algos.dpo.algorithm import DPO
-from rl_algos.dpo.data import prepare
 from rl_algos.dpo.loss import LOSSES
 from rl_algos.dpo.plugin import PLUGIN, dpo_section
-from rl_algos.preference.data import load
 from rl_core.data.batch import Batch
 from rl_core.errors import DataError
 from rl_core.metrics import Metric
@@ -83,8 +81,9 @@ def trained(tmp_path, tokenizer, loss, *, steps=6, also=None, lr=0.5, **dpo):
         policy=SimpleNamespace(train_global_batch_size=4, max_total_sequence_length=32),
     )
     policy, run = UnigramPolicy(len(tokenizer), lr), FakeRun()
-    data = prepare(config, tokenizer, load(config))
-    DPO().run(config, Components(models={"policy": policy}, data=data), run)
+    algorithm = DPO()
+    data = algorithm.prepare(config, tokenizer, algorithm.load(config))
+    algorithm.run(config, Components(models={"policy": policy}, data=data), run)
     assert set(PLUGIN.validation_metrics(config) or ()) <= set(run.metrics[0])
     return run
 

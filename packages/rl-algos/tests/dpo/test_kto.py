@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from rl_algos.dpo.kto import mismatched, others_of, with_reference_point
+from rl_algos.dpo.algorithm import mismatched, others_of, with_reference_point
 from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged
 from rl_core.images import DIGEST_BYTES, IMAGES

@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 from rollouts_builder import make_group, make_plays, make_prompt, make_rollout
 
-from rl_algos.grpo.advantages import grpo
-from rl_algos.grpo.agents import AgentWatch, trained_batch
-from rl_algos.grpo.batch_advantages import reinforce_plus_plus
+from rl_algos.grpo.advantages import grpo, reinforce_plus_plus
 from rl_algos.grpo.config import GRPOConfig
 from rl_algos.grpo.estimators import advantages_of
+from rl_algos.grpo.loop import AgentWatch, trained_batch
 from rl_algos.grpo.plugin import grpo_section
 from rl_algos.rollouts.training.batch import build_batch, minibatches
 from rl_algos.rollouts.training.metrics import rollout_metrics, signal_metrics

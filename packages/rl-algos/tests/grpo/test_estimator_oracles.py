@@ -9,6 +9,7 @@ import pytest
 
 from rl_algos.grpo.advantages import (
     drgrpo,
+    gdpo,
     gpg,
     grpo,
     grpo_batch_std,
@@ -17,10 +18,11 @@ from rl_algos.grpo.advantages import (
     optimal_token_baseline,
     pass_at_k,
     reinforce,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
     remax,
     rloo,
 )
-from rl_algos.grpo.batch_advantages import gdpo, reinforce_plus_plus, reinforce_plus_plus_baseline
 from rl_core.data.ragged import Ragged
 
 EPS = 1e-6

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 from rollouts_builder import make_group, make_prompt, make_rollout
 
-from rl_algos.grpo.advantages import grpo, optimal_token_baseline, rloo
-from rl_algos.grpo.batch_advantages import gdpo, reinforce_plus_plus
+from rl_algos.grpo.advantages import gdpo, grpo, optimal_token_baseline, reinforce_plus_plus, rloo
 from rl_algos.grpo.config import EstimatorConfig, GRPOConfig
 from rl_algos.grpo.estimators import advantages_of, columns_before, estimator_section
 from rl_algos.policy_gradient.advantages import by_rollout

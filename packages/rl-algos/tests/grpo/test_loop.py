@@ -7,15 +7,12 @@ from rl_algos.grpo.advantages import grpo
 from rl_algos.grpo.config import EstimatorConfig, GRPOConfig
 from rl_algos.grpo.estimators import reads
 from rl_algos.grpo.loop import train
-from rl_algos.losses.aggregation import Aggregation
-from rl_algos.losses.drafts import DraftLoss
 from rl_algos.losses.policy import KLPenalty, PolicyLoss
 from rl_algos.losses.surrogates import GSPO, Clip
-from rl_algos.policy_gradient.adaptive import AdaptiveKL
-from rl_algos.policy_gradient.objective import Objective
-from rl_algos.policy_gradient.step_statistics import rollouts_of_rows
-from rl_algos.rollouts.driver.drafter import Drafter
-from rl_algos.rollouts.driver.steps import RolloutSteps
+from rl_algos.losses.terms import Aggregation
+from rl_algos.losses.tokens import DraftLoss
+from rl_algos.policy_gradient.objective import AdaptiveKL, Objective, rollouts_of_rows
+from rl_algos.rollouts.driver.steps import Drafter, RolloutSteps
 from rl_algos.rollouts.driver.validation import Validation
 from rl_algos.rollouts.training.batch import build_batch
 from rl_algos.rollouts.training.rewards import varies

@@ -1,19 +1,18 @@
 """Settings of opponents, and a step whose plays have some."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from rollouts_builder import make_prompt, make_rollout
 
-from rl_algos.grpo.agents import AgentWatch
 from rl_algos.grpo.config import GRPOConfig
 from rl_algos.grpo.estimators import advantages_of
+from rl_algos.grpo.loop import AgentWatch
 from rl_algos.grpo.opponents import check_tokens, fixed_models, opponent_problems, opponents_of
 from rl_algos.grpo.plugin import grpo_section
-from rl_algos.rollouts.driver.collect import NO_TURN, collect_groups
-from rl_algos.rollouts.driver.saved_groups import group_from, group_state
+from rl_algos.rollouts.driver.saved import group_from, group_state
+from rl_algos.rollouts.driver.steps import NO_TURN, collect_groups
 from rl_algos.rollouts.driver.validation import validation_metrics
 from rl_algos.rollouts.training.batch import build_batch
 from rl_algos.rollouts.training.metrics import rollout_metrics, signal_metrics
@@ -30,10 +29,6 @@ def settings(**agents) -> GRPOConfig:
     return grpo_section(written).model_validate(written)
 
 
-def root(**agents):
-    return SimpleNamespace(grpo=settings(**agents))
-
-
 def test_agents_whose_settings_differ_in_their_share_have_one_engine():
     older = {"update_every": 20, "pool": 4}
     config = settings(
@@ -46,8 +41,8 @@ def test_agents_whose_settings_differ_in_their_share_have_one_engine():
         OpponentNeed("first-second", {"first": 0.5, "second": 0.25}, update_every=20, pool=4, seed=3),
         OpponentNeed("third", {"third": 1.0}, model_name="/models/fixed", seed=3),
     )
-    assert fixed_models(SimpleNamespace(grpo=config)) == {"grpo.agents.third.opponent.model_name": "/models/fixed"}
-    assert list(opponent_problems(SimpleNamespace(grpo=config))) == []
+    assert fixed_models(config) == {"grpo.agents.third.opponent.model_name": "/models/fixed"}
+    assert list(opponent_problems(config)) == []
 
 
 @pytest.mark.parametrize(
@@ -71,20 +66,20 @@ def test_agents_whose_settings_differ_in_their_share_have_one_engine():
     ],
 )
 def test_settings_without_effect_and_contradictions_are_refused(agents, key, says):
-    (problem,) = opponent_problems(root(**agents))
+    (problem,) = opponent_problems(settings(**agents))
     assert problem.key == f"grpo.agents.{key}"
     assert says in problem.message
 
 
 def test_an_agent_that_is_the_policy_in_other_plays_may_have_settings_of_training():
     opponent = {"update_every": 2, "share": 0.5}
-    assert list(opponent_problems(root(second={"opponent": opponent, "weight": 0.5}))) == []
+    assert list(opponent_problems(settings(second={"opponent": opponent, "weight": 0.5}))) == []
 
 
 def test_a_model_with_other_tokens_is_refused(tmp_path):
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(tmp_path)
-    config = root(second={"opponent": {"model_name": str(tmp_path)}})
+    config = settings(second={"opponent": {"model_name": str(tmp_path)}})
     check_tokens(config, tokenizer)
     tokenizer.add_tokens(["another"])
     with pytest.raises(ConfigError, match=r"grpo.agents.second.opponent.model_name: .*'another'"):

@@ -12,9 +12,8 @@ from rl_algos.grpo.config import GRPOConfig
 from rl_algos.grpo.estimators import ESTIMATORS, advantages_of
 from rl_algos.grpo.plugin import grpo_section
 from rl_algos.losses.surrogates import SURROGATES
-from rl_algos.policy_gradient.loss_checks import policy_loss_problems
-from rl_algos.policy_gradient.loss_config import CustomLossConfig
-from rl_algos.policy_gradient.plugin import loss_fn_section
+from rl_algos.policy_gradient.config import CustomLossConfig
+from rl_algos.policy_gradient.plugin import loss_fn_section, policy_loss_problems
 from rl_algos.rollouts.training.batch import build_batch, with_advantages
 from rl_core.config import assemble, load, resolve, settings_of
 from rl_core.plugins import resolve as resolve_name

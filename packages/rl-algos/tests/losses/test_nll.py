@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl_algos.losses.nll import NLLLoss
+from rl_algos.losses.tokens import NLLLoss
 from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged
 from rl_core.plugins import resolve

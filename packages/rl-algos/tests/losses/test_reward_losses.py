@@ -5,7 +5,7 @@ import pytest
 import torch
 from preference_oracle import log_logistic
 
-from rl_algos.losses.reward import BradleyTerryLoss, RegressionLoss
+from rl_algos.losses.preference import BradleyTerryLoss, RegressionLoss
 from rl_core.data.batch import Batch
 from rl_core.plugins import resolve
 from rl_core.torch.loss import Rows

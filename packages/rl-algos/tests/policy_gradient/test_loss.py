@@ -10,8 +10,8 @@ from rl_algos.grpo.config import GRPOConfig
 from rl_algos.grpo.estimators import estimator_section
 from rl_algos.grpo.plugin import check, models
 from rl_algos.losses.surrogates import Reinforce
+from rl_algos.policy_gradient.config import LossConfig
 from rl_algos.policy_gradient.loss import columns_of, loss_of, loss_section, objective_of
-from rl_algos.policy_gradient.loss_config import LossConfig
 from rl_algos.rollouts.config import RewardShapingConfig
 from rl_core.model_config import GenerationConfig
 from rl_core.token_filter import TokenFilter

@@ -7,10 +7,9 @@ from problem_fields import MENTIONS, assert_fields
 
 from rl_algos.grpo.config import GRPOConfig
 from rl_algos.losses.surrogates import SURROGATES
+from rl_algos.policy_gradient.config import LossConfig
 from rl_algos.policy_gradient.loss import loss_of, objective_of
-from rl_algos.policy_gradient.loss_checks import loss_problems, policy_loss_problems
-from rl_algos.policy_gradient.loss_config import LossConfig
-from rl_algos.policy_gradient.plugin import loss_fn_section
+from rl_algos.policy_gradient.plugin import loss_fn_section, loss_problems, policy_loss_problems
 from rl_algos.rollouts.config import AsyncConfig
 from rl_core.config import ProblemError, assemble, load, resolve
 from rl_core.errors import ConfigProblems

@@ -7,14 +7,20 @@ import pytest
 from rollouts_builder import make_group
 
 from rl_algos.grpo.config import GRPOConfig
-from rl_algos.losses.entropy import EntropyBonus
-from rl_algos.losses.kl import KLPenalty
 from rl_algos.losses.policy import PolicyLoss
-from rl_algos.losses.staleness import StalenessDecay
 from rl_algos.losses.surrogates import ClipCov, KLCov
-from rl_algos.policy_gradient.adaptive import AdaptiveEntropy, AdaptiveKL
-from rl_algos.policy_gradient.objective import Objective, kl_estimates, with_logprobs
-from rl_algos.policy_gradient.step_statistics import StepData, high_covariance, high_entropy, positive_examples
+from rl_algos.losses.terms import EntropyBonus, KLPenalty, StalenessDecay
+from rl_algos.policy_gradient.objective import (
+    AdaptiveEntropy,
+    AdaptiveKL,
+    Objective,
+    StepData,
+    high_covariance,
+    high_entropy,
+    kl_estimates,
+    positive_examples,
+    with_logprobs,
+)
 from rl_algos.rollouts.training.batch import build_batch, with_advantages
 from rl_core.metrics import Metric
 from rl_core.testing.fakes import FakeModel, FakeWeights

@@ -5,8 +5,8 @@ import re
 
 import pytest
 
+from rl_algos.policy_gradient.config import RENAMED
 from rl_algos.policy_gradient.plugin import loss_fn_section
-from rl_algos.policy_gradient.renamed_keys import RENAMED
 from rl_core.config import all_keys, assemble, load, resolve
 from rl_core.errors import ConfigError, ConfigProblems
 

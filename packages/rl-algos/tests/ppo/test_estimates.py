@@ -6,7 +6,7 @@ from gae_oracle import written_out
 from rollouts_builder import make_prompt, make_rollout, make_split_rollout
 
 from rl_algos.ppo.config import PPOConfig
-from rl_algos.ppo.estimates import Values, estimates_of, value_metrics, values_of, with_returns
+from rl_algos.ppo.estimates import CriticValues, estimates_of, value_metrics, values_of, with_returns
 from rl_algos.rollouts.training.batch import build_batch
 from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged
@@ -29,7 +29,7 @@ def make_step(seed=0, **settings):
     batch = build_batch(groups, config)
     random = np.random.default_rng(seed)
     before = batch.ragged("tokens").like(random.normal(size=sum(batch.lengths)).astype(np.float32))
-    return groups, config, batch, Values(before, np.zeros(4))
+    return groups, config, batch, CriticValues(before, np.zeros(4))
 
 
 def oracle(batch, values, gamma, lam, rewards, penalties=None):
@@ -78,10 +78,10 @@ def test_the_segments_of_a_rollout_follow_one_another_as_its_turns_do(bootstraps
         penalties = np.where(sampled.values > 0, np.sin(sampled.values.cumsum()), 0.0)
         values = values_of(batch, groups, Valuing(), config)
         estimates = estimates_of(batch, groups, values, config, penalties=sampled.like(penalties))
-        learned = with_returns(batch, values, estimates)
+        learned = with_returns(batch, values, estimates[1])
         assert learned.ragged("returns").lengths.tolist() == batch.lengths.tolist()
         found.append([learned.ragged(name).values[sampled.values > 0] for name in ("returns", "values")])
-        found[-1].append(estimates.advantages.values[sampled.values > 0])
+        found[-1].append(estimates[0].values[sampled.values > 0])
         found[-1].append(values.last)
     for ours, expected in zip(*found, strict=True):
         np.testing.assert_allclose(ours, expected, atol=1e-6)
@@ -93,11 +93,11 @@ def test_the_policy_and_the_critic_have_lambdas_of_their_own():
         gamma=0.98, gae_lambda=0.7, critic_gae_lambda=1.0, normalize_advantages=False
     )
     estimates = estimates_of(batch, groups, values, config)
-    np.testing.assert_allclose(estimates.advantages.values, oracle(batch, values, 0.98, 0.7, REWARDS), atol=1e-9)
+    np.testing.assert_allclose(estimates[0].values, oracle(batch, values, 0.98, 0.7, REWARDS), atol=1e-9)
     sampled = batch.ragged("loss_mask").values > 0
     returns = oracle(batch, values, 0.98, 1.0, REWARDS) + np.where(sampled, values.before.values, 0)
-    np.testing.assert_allclose(estimates.returns.values, returns, atol=1e-9)
-    learned = with_returns(batch, values, estimates)
+    np.testing.assert_allclose(estimates[1].values, returns, atol=1e-9)
+    learned = with_returns(batch, values, estimates[1])
     assert learned.ragged("returns").values.dtype == learned.ragged("values").values.dtype == np.float32
 
 
@@ -105,29 +105,29 @@ def test_a_length_adaptive_lambda_is_that_of_each_rollout_and_the_critic_keeps_i
     groups, config, batch, values = make_step(length_adaptive_alpha=0.5, gae_lambda=0.9, normalize_advantages=False)
     estimates = estimates_of(batch, groups, values, config)
     lam = [1 - 1 / 1.5, 0.0, 1 - 1 / 15, 0.0]
-    np.testing.assert_allclose(estimates.advantages.values, oracle(batch, values, 1.0, lam, REWARDS), atol=1e-9)
+    np.testing.assert_allclose(estimates[0].values, oracle(batch, values, 1.0, lam, REWARDS), atol=1e-9)
     sampled = batch.ragged("loss_mask").values > 0
     returns = oracle(batch, values, 1.0, 0.9, REWARDS)[sampled] + values.before.values[sampled]
-    np.testing.assert_allclose(estimates.returns.values[sampled], returns, atol=1e-9)
+    np.testing.assert_allclose(estimates[1].values[sampled], returns, atol=1e-9)
 
 
 def test_advantages_have_mean_0_and_deviation_1_over_the_sampled_tokens_of_the_step():
     groups, config, batch, values = make_step()
     unscaled = config.model_copy(update={"normalize_advantages": False})
-    plain = estimates_of(batch, groups, values, unscaled).advantages.values
+    plain = estimates_of(batch, groups, values, unscaled)[0].values
     sampled = batch.ragged("loss_mask").values > 0
     expected = (plain[sampled] - plain[sampled].mean()) / plain[sampled].std()
-    found = estimates_of(batch, groups, values, config).advantages.values
+    found = estimates_of(batch, groups, values, config)[0].values
     np.testing.assert_allclose(found[sampled], expected, rtol=1e-6)
     assert not found[~sampled].any()
     clipped = config.model_copy(update={"advantage_clip_high": 0.5})
-    assert estimates_of(batch, groups, values, clipped).advantages.values.max() == 0.5
+    assert estimates_of(batch, groups, values, clipped)[0].values.max() == 0.5
 
 
 def test_penalties_are_taken_from_the_reward_of_each_token():
     groups, config, batch, values = make_step(normalize_advantages=False)
     penalties = batch.ragged("tokens").like(np.linspace(0, 1, sum(batch.lengths)))
-    found = estimates_of(batch, groups, values, config, penalties=penalties).advantages.values
+    found = estimates_of(batch, groups, values, config, penalties=penalties)[0].values
     np.testing.assert_allclose(found, oracle(batch, values, 1.0, 0.95, REWARDS, penalties), atol=1e-9)
 
 
@@ -146,19 +146,19 @@ def test_a_rollout_that_was_cut_off_ends_with_the_critics_value_of_its_last_stat
 def test_filtered_rollouts_teach_neither_policy_nor_critic():
     groups, config, batch, values = make_step(overlong_filtering=True, normalize_advantages=False)
     estimates = estimates_of(batch, groups, values, config)
-    assert not estimates.advantages[1].any()
-    assert not estimates.returns[1].any()
+    assert not estimates[0][1].any()
+    assert not estimates[1][1].any()
     assert batch.ragged("loss_mask").sums().tolist() == [3, 0, 30, 0]
 
 
 def test_the_explained_variance_is_1_for_perfect_values_and_0_for_constant_ones():
     groups, config, batch, values = make_step(gae_lambda=1.0)
     estimates = estimates_of(batch, groups, values, config)
-    perfect = Values(estimates.returns, values.last)
-    assert value_metrics(batch, perfect, estimates)["critic/explained_variance"] == pytest.approx(1.0)
-    constant = Values(Ragged(np.full(len(estimates.returns.values), 0.3), estimates.returns.offsets), values.last)
-    found = value_metrics(batch, constant, estimates)
+    perfect = CriticValues(estimates[1], values.last)
+    assert value_metrics(batch, perfect, estimates[1])["critic/explained_variance"] == pytest.approx(1.0)
+    constant = CriticValues(Ragged(np.full(len(estimates[1].values), 0.3), estimates[1].offsets), values.last)
+    found = value_metrics(batch, constant, estimates[1])
     assert found["critic/explained_variance"] == pytest.approx(0.0)
     assert found["critic/value_mean"] == pytest.approx(0.3)
     sampled = batch.ragged("loss_mask").values > 0
-    assert found["critic/return_mean"] == pytest.approx(estimates.returns.values[sampled].mean())
+    assert found["critic/return_mean"] == pytest.approx(estimates[1].values[sampled].mean())

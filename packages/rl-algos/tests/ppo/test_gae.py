@@ -6,7 +6,7 @@ from gae_oracle import written_out
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_algos.ppo.gae import gae, length_adaptive_lambda, reward_at_last
+from rl_algos.ppo.estimates import gae, length_adaptive_lambda, reward_at_last
 from rl_core.data.ragged import Ragged
 
 LENGTHS = (1, 9, 4, 70, 2, 6)

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 from rl_algos.losses.policy import KLPenalty, PolicyLoss
-from rl_algos.losses.value import ValueLoss
-from rl_algos.policy_gradient.adaptive import AdaptiveKL
-from rl_algos.policy_gradient.objective import Objective
+from rl_algos.losses.tokens import ValueLoss
+from rl_algos.policy_gradient.objective import AdaptiveKL, Objective
 from rl_algos.ppo.config import PPOConfig
 from rl_algos.ppo.loop import train
 from rl_algos.rollouts.driver.steps import RolloutSteps

@@ -7,8 +7,8 @@ from problem_fields import MENTIONS, assert_fields
 
 from rl_algos.data.config import DataConfig, DatasetConfig
 from rl_algos.evaluation.config import EvaluationConfig
+from rl_algos.policy_gradient.config import LossConfig
 from rl_algos.policy_gradient.loss import loss_of
-from rl_algos.policy_gradient.loss_config import LossConfig
 from rl_algos.ppo.config import PPOConfig
 from rl_algos.ppo.plugin import PLUGIN
 from rl_core.model_config import GenerationConfig, ModelConfig

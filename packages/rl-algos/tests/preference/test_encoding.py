@@ -1,6 +1,6 @@
 import pytest
 
-from rl_algos.preference.encoding import encode_response
+from rl_algos.preference.data import encode_response
 from rl_algos.tiny_model import make_tokenizer
 from rl_core.errors import DataError
 

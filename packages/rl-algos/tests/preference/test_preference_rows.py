@@ -6,9 +6,9 @@ import pytest
 
 from rl_algos.data.config import DataConfig
 from rl_algos.data.examples import load_datasets
-from rl_algos.data.preference import preference
+from rl_algos.data.rows.preference import preference
+from rl_algos.dpo.algorithm import ReferenceLogprobs
 from rl_algos.preference.data import judged_rows, pair_rows
-from rl_algos.preference.reference import ReferenceLogprobs
 from rl_algos.preference.rows import judged_batch, pair_batch
 from rl_core.data.ragged import Ragged
 from rl_core.errors import DataError

@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 
 from rl_algos.data.config import DataConfig
-from rl_algos.losses.reward import BradleyTerryLoss, RegressionLoss
+from rl_algos.losses.preference import BradleyTerryLoss, RegressionLoss
 from rl_algos.reward_model.algorithm import RewardModel, objective_of
 from rl_algos.reward_model.config import RewardModelConfig
 from rl_algos.reward_model.plugin import PLUGIN

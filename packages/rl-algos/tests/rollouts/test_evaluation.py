@@ -5,18 +5,17 @@ import pytest
 from chat_tokenizers import tokenizer_of
 
 from rl_algos.data.config import DataConfig, DatasetConfig
-from rl_algos.data.hub_datasets import DATASETS, with_known
+from rl_algos.data.sources.hub_datasets import DATASETS, with_known
 from rl_algos.evaluation.config import EvaluationConfig, TaskConfig
 from rl_algos.evaluation.tasks import TASKS, task_named, task_of
 from rl_algos.grpo.config import GRPOConfig
-from rl_algos.rollouts.agent_config import AgentConfig
+from rl_algos.rollouts.algorithm import VALIDATION, EvaluationOnly, RolloutAlgorithm, RolloutEvaluation
 from rl_algos.rollouts.checks import evaluation_problems, task_problems
-from rl_algos.rollouts.data import RolloutData, load, prepare
+from rl_algos.rollouts.config import AgentConfig
+from rl_algos.rollouts.data import RolloutData
 from rl_algos.rollouts.driver.source import PacedRolloutSource
-from rl_algos.rollouts.evaluation import VALIDATION, RolloutEvaluation
-from rl_algos.rollouts.evaluation_plugin import training_problems
-from rl_algos.rollouts.inputs import evaluation_problems as input_problems_of_evaluation
-from rl_algos.rollouts.setup import needs, source_of, validation_sampling
+from rl_algos.rollouts.plugin import training_problems
+from rl_algos.rollouts.setup import source_of, validation_sampling
 from rl_algos.rollouts.worker.programs import PROGRAMS
 from rl_core.config import Config, assemble
 from rl_core.environments.config import EnvironmentConfig
@@ -39,7 +38,7 @@ class Base(Config):
 
 
 def evaluation_of(config):
-    return RolloutEvaluation(config, load)
+    return RolloutEvaluation(config, RolloutAlgorithm().load)
 
 
 def make_config(*, data=None, grpo=None, total=40, **settings):
@@ -69,6 +68,16 @@ def file(tmp_path):
 
 def mine(file, **settings):
     return TaskConfig(name="mine", dataset=DatasetConfig(data_path=str(file)), **settings)
+
+
+def prepared_data(config, tokenizer):
+    algorithm = RolloutAlgorithm()
+    return algorithm.prepare(config, tokenizer, algorithm.load(config))
+
+
+def problems_of_tasks(**settings):
+    config = make_config(**settings)
+    return task_problems(config.eval, config.grpo)
 
 
 class OnePool:
@@ -117,7 +126,7 @@ def test_rows_that_were_held_out_are_the_validation_data(file, tokenizer, has_va
     ]
     validation = DatasetConfig(data_path=str(file)) if has_validation else None
     of_run = DataConfig(train=training[0], validation=validation)
-    expected = prepare(make_config(data=of_run), tokenizer, load(make_config(data=of_run))).validation
+    expected = prepared_data(make_config(data=of_run), tokenizer).validation
     data = of_run.model_copy(update={"train": training})
     (task,) = evaluation_of(make_config(data=data)).plan(tokenizer).tasks
     assert [group.prompt.id for group in task.groups] == [prompt.id for prompt in expected]
@@ -139,10 +148,10 @@ def test_a_run_is_evaluated_with_the_program_the_time_and_the_stop_tokens_of_its
         grpo=GRPOConfig(rollout_program=f"{agent}:Agent", max_rollout_seconds=5, max_rollout_turns=3),
         total=4000,
     )
-    prepared = prepare(config, tokenizer, load(config))
+    prepared = prepared_data(config, tokenizer)
     plan = evaluation_of(config).plan(tokenizer)
     # nothing is trained, so rewards are told of no steps, and no weights travel that prompts would prove
-    assert plan.needs == replace(needs(config, prepared), max_steps=1, sample_prompts=())
+    assert plan.needs == replace(RolloutAlgorithm().rollouts(config, prepared), max_steps=1, sample_prompts=())
     assert isinstance(plan.needs.program, FromFile)
     assert plan.needs.max_seconds == 5
     (task,) = plan.tasks
@@ -280,7 +289,9 @@ def test_tasks_of_a_run_that_trains_get_the_rollouts_of_rl_eval(file, tokenizer)
     (task,) = evaluation_of(config).plan(tokenizer).tasks
     assert (len(task.groups), len(task.refused)) == (5, 1)
     pool = OnePool()
-    source = source_of(config, RolloutData(NoPrompts(), [], tokenizer.eos_token_id), pool)
+    source = source_of(
+        config.grpo, config.policy.generation, RolloutData(NoPrompts(), [], tokenizer.eos_token_id), pool
+    )
     with pytest.raises(StopIteration):
         source.evaluate([group.prompt for group in task.groups], task.groups[0].sampling, num_generations=3)
     assert [(g.prompt.id, g.sampling, g.seeds) for g in pool.tasks] == [
@@ -298,10 +309,10 @@ def test_tasks_of_a_run_that_trains_get_the_rollouts_of_rl_eval(file, tokenizer)
 )
 def test_settings_that_a_run_cannot_score_tasks_with_as_it_trains_are_found(file, settings, key):
     data = DataConfig(train=DatasetConfig(data_path=str(file)))
-    assert [problem.key for problem in task_problems(make_config(data=data, **settings))] == [key]
+    assert [problem.key for problem in problems_of_tasks(data=data, **settings)] == [key]
     fine = {"tasks": ["gsm8k"], "max_turns": 1, "seed": 42}
-    assert not list(task_problems(make_config(data=data, period=5, **fine)))
-    assert not list(task_problems(make_config(data=data)))
+    assert not list(problems_of_tasks(data=data, period=5, **fine))
+    assert not list(problems_of_tasks(data=data))
 
 
 @pytest.mark.parametrize(("key", "value"), [("period", 1), ("at_start", True), ("at_end", True)])
@@ -380,7 +391,7 @@ def test_settings_of_files_that_have_no_effect_are_refused(tasks, default, key):
 
 def test_a_file_that_is_not_there_is_reported_before_any_row_is_read(file):
     missing = make_config(tasks=[str(file), f"{file}.parquet", "gsm"])
-    problems = list(input_problems_of_evaluation(missing))
+    problems = list(EvaluationOnly().evaluation_problems(missing))
     assert [problem.key for problem in problems] == ["eval.tasks[1]", "eval.tasks[2]"]
     assert "no data at" in problems[0].message
     assert "problems.jsonl, with eval.default.env_name" in problems[1].message

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_algos.data.stream import Stream
+from rl_algos.data.streams.stream import Stream
 from rl_algos.rollouts.config import PolicyGradientConfig
-from rl_algos.rollouts.driver.collect import NO_SIGNAL, collect_groups
 from rl_algos.rollouts.driver.ledger import Ledger, digest
 from rl_algos.rollouts.driver.source import PacedRolloutSource
+from rl_algos.rollouts.driver.steps import NO_SIGNAL, collect_groups
 from rl_core.errors import DataError
 from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.group import RolloutGroup

@@ -9,9 +9,8 @@ from rl_algos.distillation.config import DistillationConfig
 from rl_algos.grpo.config import GRPOConfig
 from rl_algos.ppo.config import PPOConfig
 from rl_algos.rollouts import checks
-from rl_algos.rollouts.agent_config import AgentConfig
 from rl_algos.rollouts.checks import rollout_problems
-from rl_algos.rollouts.config import AsyncConfig, CurriculumConfig
+from rl_algos.rollouts.config import AgentConfig, AsyncConfig, CurriculumConfig
 from rl_core.model_config import ColocatedConfig, GenerationConfig
 
 AHEAD = AsyncConfig(enabled=True, max_trajectory_age_steps=2)
@@ -25,8 +24,8 @@ def problems(algorithm, *, colocated=APART, num_datasets=1, **generation):
         generation=GenerationConfig(max_new_tokens=8, colocated=colocated, **generation),
     )
     data = SimpleNamespace(sections=list, validation_datasets=[], train_datasets=[None] * num_datasets)
-    config = SimpleNamespace(section=algorithm, policy=policy, data=data, env=None)
-    return {problem.key: problem for problem in rollout_problems(config)}
+    config = SimpleNamespace(policy=policy, data=data, env=None)
+    return {problem.key: problem for problem in rollout_problems(config, algorithm)}
 
 
 @pytest.mark.parametrize("kind", [GRPOConfig, PPOConfig, DistillationConfig])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from chat_tokenizers import tokenizer_of
 
-from rl_algos.preference.encoding import encode_response
+from rl_algos.preference.data import encode_response
 from rl_algos.sft.conversation import encode_conversation
 
 TOOLS = ({"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}},)

@@ -7,7 +7,7 @@ from chat_templates import APPENDING, MARKED, THINKING, TURNS
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rl_algos.losses.nll import NLLLoss
+from rl_algos.losses.tokens import NLLLoss
 from rl_algos.sft.conversation import encode_conversation
 from rl_algos.tiny_model import make_tokenizer
 from rl_algos.tokenizer import encode_prompt

@@ -3,7 +3,7 @@
 import pytest
 from learned_spans import says, shown, user
 
-from rl_algos.preference.encoding import encode_response
+from rl_algos.preference.data import encode_response
 from rl_algos.sft.conversation import encode_conversation
 from rl_algos.tiny_model import make_tokenizer
 from rl_core.errors import DataError

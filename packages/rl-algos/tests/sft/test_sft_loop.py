@@ -4,8 +4,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from rl_algos.data.stream import Stream
-from rl_algos.losses.nll import NLLLoss
+from rl_algos.data.streams.stream import Stream
+from rl_algos.losses.tokens import NLLLoss
 from rl_algos.sft.algorithm import SFT
 from rl_algos.sft.config import SFTConfig
 from rl_algos.sft.data import TrainingRow

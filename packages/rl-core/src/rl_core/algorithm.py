@@ -28,7 +28,7 @@ class AlgorithmEvaluation(Protocol):
         ...
 
     def plan(self, tokenizer: Any) -> Any:
-        """Return the rollouts and their scoring (`rl_algos.rollouts.driver.evaluation_plan.EvaluationPlan`).
+        """Return the rollouts and their scoring (`rl_algos.rollouts.driver.task_evaluation.EvaluationPlan`).
 
         Raises:
             ConfigError, DataError: If the prompts cannot be tokenized, or none leaves room for a completion.

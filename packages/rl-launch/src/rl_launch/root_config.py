@@ -91,50 +91,24 @@ class RunConfig(run_config.RunConfig, Protocol):
     """A resolved config: `RootConfig` with the sections that every config has. The sections of the algorithm are not
     part of it."""
 
-    @property
-    def algorithm(self) -> str:
-        """Name of the algorithm."""
-        ...
-
-    @property
-    def run_dir(self) -> str | None:
-        """Folder of the run; None for a new one."""
-        ...
-
-    @property
-    def callbacks(self) -> Sequence[str | CallbackConfig]:
-        """Callback classes of the user."""
-        ...
-
-    @property
-    def policy(self) -> GeneratingModelConfig:
-        """The trained model. It has a section `generation` only if the algorithm generates."""
-        ...
-
-    @property
-    def cluster(self) -> ClusterConfig:
-        """Nodes, devices and time limits."""
-        ...
-
-    @property
-    def checkpointing(self) -> CheckpointingConfig:
-        """When to save."""
-        ...
-
-    @property
-    def logger(self) -> LoggerConfig:
-        """Destinations of metrics."""
-        ...
-
-    @property
-    def profiling(self) -> ProfilingConfig:
-        """Profiles of workers, and traces."""
-        ...
-
-    @property
-    def env(self) -> Config:
-        """Settings of environments, by name, if the algorithm generates."""
-        ...
+    algorithm: str
+    """Name of the algorithm."""
+    run_dir: str | None
+    """Folder of the run; None for a new one."""
+    callbacks: Sequence[str | CallbackConfig]
+    """Callback classes of the user."""
+    policy: GeneratingModelConfig
+    """The trained model. It has a section `generation` only if the algorithm generates."""
+    cluster: ClusterConfig
+    """Nodes, devices and time limits."""
+    checkpointing: CheckpointingConfig
+    """When to save."""
+    logger: LoggerConfig
+    """Destinations of metrics."""
+    profiling: ProfilingConfig
+    """Profiles of workers, and traces."""
+    env: Config
+    """Settings of environments, by name, if the algorithm generates."""
 
 
 C = TypeVar("C")

@@ -3,7 +3,7 @@
 import numpy as np
 
 from rl_algos.evaluation.summary import Scoring
-from rl_algos.rollouts.driver.evaluation_plan import EvaluationPlan, EvaluationTask
+from rl_algos.rollouts.driver.task_evaluation import EvaluationPlan, EvaluationTask
 from rl_core.plugins import RolloutNeeds
 from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.group import RolloutGroup

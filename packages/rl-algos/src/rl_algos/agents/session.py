@@ -22,7 +22,7 @@ from jinja2 import TemplateError
 
 from rl_algos.agents.calls import CallRefused, FinishReason, ModelAnswer, ModelCall, ModelChoice
 from rl_algos.agents.tree import CallTree, Node, digests_of
-from rl_algos.rollouts.driver.watches import ignored_info
+from rl_algos.rollouts.training.metrics import ignored_info
 from rl_core.rollouts.environment import ToolCall
 from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.program import GenerationClient

@@ -1,36 +1,54 @@
-"""Distillation, from the resolved config to the objects of its loop, or of the loop for given rows."""
+"""Distillation: of a student's own rollouts (GKD, arXiv:2306.13649), or of given rows by the supervised loop."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
-from rl_algos.data.examples import Datasets
+from rl_algos.data.examples import Dataset, Datasets, load_examples
 from rl_algos.data.preview import RowReader
-from rl_algos.distillation import loop
+from rl_algos.data.rows.lazily import Lazily
 from rl_algos.distillation.config import DistillationLossConfig, RolloutsRoot, TextRoot, teacher_sections
-from rl_algos.distillation.data import DistillationData, TextData, TextRow, prepare, prepare_text, reader, text_reader
-from rl_algos.distillation.prompts import load
+from rl_algos.distillation.data import (
+    UNSCORED,
+    DistillationData,
+    TextData,
+    TextRow,
+    check_k,
+    check_teachers,
+    require_teacher,
+    sends_hidden,
+    teacher_tokenizer,
+)
 from rl_algos.distillation.span_teacher import SpanTeacher, Translator
 from rl_algos.distillation.teachers import RolloutScorer, Teachers
-from rl_algos.distillation.validation import DistillationValidation
-from rl_algos.distillation.vocabulary import sends_hidden
-from rl_algos.losses.distillation import DistillationLoss, Divergence, WholeDistillationLoss
-from rl_algos.losses.spans import SpanLoss
+from rl_algos.losses.distillation import DistillationLoss, Divergence, SpanLoss, WholeDistillationLoss
 from rl_algos.rollouts.algorithm import RolloutAlgorithm
+from rl_algos.rollouts.config import RolloutConfig
+from rl_algos.rollouts.data import check_environments, prompt_reader
+from rl_algos.rollouts.driver.steps import RolloutSteps
+from rl_algos.rollouts.driver.validation import goal_value, validation_metrics
 from rl_algos.rollouts.setup import steps_of, validation_sampling
+from rl_algos.rollouts.training.batch import build_batch, minibatches
+from rl_algos.rollouts.training.metrics import rollout_metrics, training_metrics
+from rl_algos.sft.data import conversation_reader, training_rows
 from rl_algos.sft.data import to_batch as text_batch
 from rl_algos.supervised.algorithm import SupervisedAlgorithm
+from rl_algos.supervised.data import longest_row, supervised_data
 from rl_algos.supervised.loop import Objective
 from rl_algos.supervised.loop import train as learn
+from rl_algos.tokenizer import require_chat_template
 from rl_core.data.batch import Batch
 from rl_core.model import HIDDEN, LOGPROBS, HeadFiles, Loss, Model, hidden_states, topk
 from rl_core.model_config import ModelConfig
+from rl_core.rollouts.generation import SamplingParams
+from rl_core.rollouts.rollout import Prompt
+from rl_core.rollouts.source import RolloutSource
 from rl_core.run import Components, Run
 
 TEACHER = "teacher"
@@ -41,21 +59,54 @@ class Distillation(RolloutAlgorithm[RolloutsRoot]):
     """Distillation on the student's own rollouts."""
 
     def load(self, config: RolloutsRoot) -> Datasets:
-        return load(config)
+        # A row without an environment is not scored: a teacher is all that the student learns from.
+        loaded = load_examples(config)
+        train, validation = (
+            [replace(each.answered(), default_environment=UNSCORED) for each in part]
+            for part in (loaded.train, loaded.validation)
+        )
+        datasets = Datasets(train, validation)
+        check_environments(config.env, datasets, also=[UNSCORED])
+        return datasets
 
     def prepare(self, config: RolloutsRoot, tokenizer: Any, loaded: Datasets) -> DistillationData:
-        return prepare(config, tokenizer, loaded)
+        translator = None
+        if config.distillation.cross_tokenizer:
+            translator = Translator(tokenizer, teacher_tokenizer(config, "teacher"), key="teacher.model_name")
+        else:
+            check_k(config.distillation.topk_logits_k, len(tokenizer))
+            check_teachers(config, tokenizer)
+        for dataset in (*loaded.train, *loaded.validation):
+            for environment in dataset.environments():
+                require_teacher(config, dataset, environment)
+        data = super().prepare(config, tokenizer, loaded)
+        return DistillationData(
+            data.train,
+            data.validation,
+            data.end_of_sequence,
+            len(tokenizer),
+            translator,
+            environments=data.environments,
+            turn_ends=data.turn_ends,
+        )
 
     def row_reader(self, config: RolloutsRoot) -> RowReader:
-        return reader(config)
+        return prompt_reader(config, needs_environment=False)
 
     def run(self, config: RolloutsRoot, components: Components, run: Run) -> None:
         data: DistillationData = components.data
         settings, policy = config.distillation, components.models["policy"]
-        loss, teachers = _comparison(config, components)
+        if data.translator is None:
+            loss: Loss = loss_of(config, vocabulary=data.vocabulary)
+            teachers: RolloutScorer = teachers_of(config, components)
+        else:
+            loss = SpanLoss(config.loss_fn.span_tau, config.loss_fn.temperature)
+            longest = attrgetter("teacher.max_total_sequence_length")(config)
+            model = components.models["teacher"]
+            teachers = SpanTeacher(model, data.translator, max_tokens=longest, temperature=loss.temperature)
         sampling = validation_sampling(config.policy.generation, data.stop_token_ids)
         validation = DistillationValidation(policy, teachers, loss, data.validation, sampling, settings)
-        loop.train(
+        train(
             settings,
             loss,
             policy=policy,
@@ -69,10 +120,21 @@ class OfflineDistillation(SupervisedAlgorithm[TextRoot, TextData]):
     """Distillation on given text."""
 
     def prepare(self, config: TextRoot, tokenizer: Any, loaded: Datasets) -> TextData:
-        return prepare_text(config, tokenizer, loaded)
+        settings, data = config.distillation, config.data
+        require_chat_template(tokenizer)
+        check_k(settings.topk_logits_k, len(tokenizer))
+        check_teachers(config, tokenizer)
+
+        def rows_of(dataset: Dataset) -> Sequence[TextRow]:
+            teacher = require_teacher(config, dataset)
+            rows = training_rows(dataset, data, tokenizer, longest_row(data, config.policy), learn=settings.learn)
+            return Lazily(len(rows), lambda index: TextRow(rows[index], teacher))
+
+        rows = supervised_data(settings, data, config.policy, loaded, rows_of)
+        return TextData(rows.train, rows.validation, len(tokenizer))
 
     def row_reader(self, config: TextRoot) -> RowReader:
-        return text_reader(config)
+        return conversation_reader(config.data, config.policy, config.distillation.learn)
 
     def run(self, config: TextRoot, components: Components, run: Run) -> None:
         loss = loss_of(config, vocabulary=components.data.vocabulary)
@@ -82,7 +144,7 @@ class OfflineDistillation(SupervisedAlgorithm[TextRoot, TextData]):
 
 
 def loss_of(config: TextRoot | RolloutsRoot, *, vocabulary: int) -> DistillationLoss | WholeDistillationLoss:
-    """The loss of a run.
+    """Return the loss of a run.
 
     Args:
         config: Resolved config of the run.
@@ -102,23 +164,12 @@ def loss_of(config: TextRoot | RolloutsRoot, *, vocabulary: int) -> Distillation
 
 
 def head_files(teacher: ModelConfig) -> HeadFiles:
-    """The head of a teacher, for the student's ranks to read."""
+    """Return the head of a teacher, for the student's ranks to read."""
     return HeadFiles(teacher.model_name, teacher.precision, json.dumps(teacher.hf_config_overrides, sort_keys=True))
 
 
-def _comparison(config: TextRoot | RolloutsRoot, components: Components) -> tuple[Loss, RolloutScorer]:
-    """The loss of a run on rollouts, and who says what it needs to know."""
-    translator: Translator | None = components.data.translator
-    if translator is None:
-        return loss_of(config, vocabulary=components.data.vocabulary), teachers_of(config, components)
-    loss = SpanLoss(config.loss_fn.span_tau, config.loss_fn.temperature)
-    longest = attrgetter("teacher.max_total_sequence_length")(config)
-    model = components.models["teacher"]
-    return loss, SpanTeacher(model, translator, max_tokens=longest, temperature=loss.temperature)
-
-
 def text_objective(loss: DistillationLoss | WholeDistillationLoss, teachers: Teachers) -> Objective[TextRow]:
-    """The objective of learning from text that teachers score."""
+    """Return the objective of learning from text that teachers score."""
 
     def complete(batch: Batch, policy: Model) -> Batch:
         return teachers.scored_rows(batch, batch.array(TEACHER).tolist())
@@ -127,12 +178,12 @@ def text_objective(loss: DistillationLoss | WholeDistillationLoss, teachers: Tea
 
 
 def to_batch(rows: Sequence[TextRow]) -> Batch:
-    """Text as the columns that the loss needs, and `teacher`, the role of each row's teacher."""
+    """Return text as the columns that the loss needs, and `teacher`, the role of each row's teacher."""
     return text_batch([row.row for row in rows]).with_columns({TEACHER: np.array([row.teacher for row in rows])})
 
 
 def teachers_of(config: TextRoot | RolloutsRoot, components: Components) -> Teachers:
-    """The teachers of a run."""
+    """Return the teachers of a run."""
     vocabulary = components.data.vocabulary
     models = {role: components.models[role] for role in teacher_sections(config)}
     k = config.distillation.topk_logits_k
@@ -143,8 +194,8 @@ def teachers_of(config: TextRoot | RolloutsRoot, components: Components) -> Teac
 
 
 def _widest(config: TextRoot | RolloutsRoot) -> int:
-    """The largest hidden size of the teachers."""
-    # imports torch where it is installed
+    """Return the largest hidden size of the teachers."""
+    # This package imports torch where it is installed.
     from transformers import AutoConfig
 
     teachers = [attrgetter(key)(config) for key in teacher_sections(config).values()]
@@ -153,3 +204,82 @@ def _widest(config: TextRoot | RolloutsRoot) -> int:
         for each in teachers
     ]
     return max(each.get_text_config().hidden_size for each in found)
+
+
+def train(
+    config: RolloutConfig,
+    loss: Loss,
+    *,
+    policy: Model,
+    teachers: RolloutScorer,
+    steps: RolloutSteps,
+    rows_per_minibatch: int,
+) -> None:
+    """Train the student for `config.max_num_steps` steps, or until the data or the run ends.
+
+    Where models run and on what backend are properties of the objects handed in.
+
+    Args:
+        config: Config section of the algorithm.
+        loss: Loss of the student.
+        policy: Student, the model to train.
+        teachers: Teachers that score the rollouts.
+        steps: Rollouts of each step, weight sync, validation and checkpoints.
+        rows_per_minibatch: Rollouts of one optimizer step.
+    """
+    run = steps.run
+    for step, groups, *_ in steps.take(models={"policy": policy}):
+        with run.phase("teacher"):
+            batch = teachers.scored(build_batch(groups, config), groups)
+        with run.phase("training"):
+            updates = [policy.train_step(minibatch, loss) for minibatch in minibatches(batch, rows_per_minibatch)]
+        steps.sync(step, batch)
+        run.record(step, {**training_metrics(updates), **rollout_metrics(groups)})
+        run.record_rollouts(step, groups, np.zeros(0), batch=batch)
+
+
+FALLING = ("loss",)
+"""Metrics of a validation that reach a goal from above."""
+
+
+@dataclass(frozen=True)
+class DistillationValidation:
+    """Compares the student with its teachers, and ends the run when a goal is reached.
+
+    Args:
+        policy: The student.
+        teachers: Teachers that it is compared with.
+        loss: Loss that is measured.
+        prompts: All validation prompts; at most `config.max_val_samples` of them are used.
+        sampling: How completions are drawn.
+        config: Number of samples and generations, and the goal.
+    """
+
+    policy: Model
+    teachers: RolloutScorer
+    loss: Loss
+    prompts: Sequence[Prompt]
+    sampling: SamplingParams
+    config: RolloutConfig
+
+    def __call__(self, rollouts: RolloutSource, run: Run, *, step: int) -> None:
+        """Evaluate and record `val/*` under the step: rewards and lengths, and the loss with its parts."""
+        config = self.config
+        with run.phase("validation"):
+            evaluation = rollouts.evaluate(
+                self.prompts[: config.max_val_samples],
+                self.sampling,
+                num_generations=config.val_num_generations_per_prompt,
+            )
+            groups = evaluation.groups
+            batch = self.teachers.scored(build_batch(groups, config), groups)
+            found = {f"val/{name}": metric.result() for name, metric in self.policy.evaluate(batch, self.loss).items()}
+        metrics = {**validation_metrics(evaluation), **found}
+        run.record(step, metrics)
+        run.record_validation(step, evaluation.groups)
+        name, goal = config.stop_at_validation_metric, config.stop_at_validation_threshold
+        if name is None or goal is None:
+            return
+        value = goal_value(metrics, name, config)
+        if value <= goal if name in FALLING else value >= goal:
+            run.stop(f"val/{name} reached {value:.4g}, the goal was {goal:.4g}")

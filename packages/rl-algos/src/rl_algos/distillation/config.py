@@ -71,39 +71,23 @@ class DistillationLossConfig(Config):
 class TextRoot(DataRoot, Protocol):
     """The resolved config of distillation on given text, as far as it reads it."""
 
-    @property
-    def distillation(self) -> OfflineDistillationConfig:
-        """Settings of the loop."""
-        ...
-
-    @property
-    def loss_fn(self) -> DistillationLossConfig:
-        """Settings of the loss."""
-        ...
-
-    @property
-    def policy(self) -> ModelConfig:
-        """The student."""
-        ...
+    distillation: OfflineDistillationConfig
+    """Settings of the loop."""
+    loss_fn: DistillationLossConfig
+    """Settings of the loss."""
+    policy: ModelConfig
+    """The student."""
 
 
 class RolloutsRoot(RolloutRoot, Protocol):
     """The resolved config of distillation on the student's own rollouts, as far as it reads it."""
 
-    @property
-    def distillation(self) -> DistillationConfig:
-        """Settings of the loop."""
-        ...
-
-    @property
-    def loss_fn(self) -> DistillationLossConfig:
-        """Settings of the loss."""
-        ...
-
-    @property
-    def policy(self) -> GeneratingModelConfig:
-        """The student."""
-        ...
+    distillation: DistillationConfig
+    """Settings of the loop."""
+    loss_fn: DistillationLossConfig
+    """Settings of the loss."""
+    policy: GeneratingModelConfig
+    """The student."""
 
 
 def teacher_sections(config: object) -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 from rl_algos.distillation.config import (
     DistillationConfig,
@@ -13,9 +12,7 @@ from rl_algos.distillation.config import (
     TextRoot,
     teacher_sections,
 )
-from rl_algos.losses.distillation import METRICS, NLL
-from rl_algos.losses.spans import METRICS as SPAN_METRICS
-from rl_algos.rollouts.checks import validation_metrics as of_rollouts
+from rl_algos.losses.distillation import METRICS, NLL, SPAN_METRICS
 from rl_algos.rollouts.plugin import rollout_algorithm
 from rl_algos.supervised.config import validation_metrics as of_text
 from rl_algos.supervised.plugin import supervised_algorithm
@@ -24,37 +21,34 @@ from rl_core.model import ModelSpec
 from rl_core.plugins import ModelNeed, TrainingDefaults, WrittenValues
 
 _WEIGHTS = {"mixed_kl_weight": "mixed", "jensen_shannon_beta": "jensen_shannon"}
-"""The divergence of `loss_fn` that each key is for."""
+"""Keys of `loss_fn` with the divergence that reads each."""
 
 
 def model_sections(names_in: Callable[[str], tuple[str, ...]]) -> tuple[str, ...]:
-    """`policy`, each `teachers.NAME`, and `teacher`, which may only be left out if there are others."""
+    """Return `policy`, each `teachers.NAME`, and `teacher`, which may only be left out if there are others."""
     several = tuple(f"teachers.{name}" for name in names_in("teachers"))
     return ("policy", *(("teacher",) if names_in("teacher") or not several else ()), *several)
 
 
 def models(config: TextRoot | RolloutsRoot) -> dict[str, ModelNeed]:
-    """The student trains; teachers are what they are."""
+    """Return the student, which trains, and the teachers, which do not change."""
     teacher = ModelSpec(role="teacher", trains=False)
     teachers = {role: ModelNeed(key, teacher) for role, key in teacher_sections(config).items()}
     return {"policy": ModelNeed("policy", ModelSpec(seed=config.distillation.seed)), **teachers}
 
 
 def check_rollouts(config: RolloutsRoot) -> Iterator[Problem]:
-    """Problems of distillation on rollouts."""
+    """Yield problems of distillation on rollouts."""
     yield from _loss(config.loss_fn)
     yield from _cross_tokenizer(config)
-    if config.loss_fn.nll_weight:
-        yield Problem(
-            "loss_fn.nll_weight",
-            "is for training on given text; here the student would train on its own rollouts",
-            got=config.loss_fn.nll_weight,
-            remedy=f"Remove this key, or use algorithm: {OFFLINE.name}",
-        )
+    if weight := config.loss_fn.nll_weight:
+        reason = "is for training on given text; here the student would train on its own rollouts"
+        remedy = f"Remove this key, or use algorithm: {OFFLINE.name}"
+        yield Problem("loss_fn.nll_weight", reason, got=weight, remedy=remedy)
 
 
 def check_text(config: TextRoot) -> Iterator[Problem]:
-    """Yield problems of distillation on given text, in addition to those of every algorithm with given rows."""
+    """Yield problems of distillation on given text, in addition to problems of every algorithm with given rows."""
     yield from _loss(config.loss_fn)
     if is_changed(config.loss_fn, "span_tau"):
         yield Problem.unused("loss_fn.span_tau", f"with algorithm: {OFFLINE.name}")
@@ -71,70 +65,53 @@ def _cross_tokenizer(config: RolloutsRoot) -> Iterator[Problem]:
     if is_changed(loss, "kl_type"):
         yield Problem.unused("loss_fn.kl_type", "with distillation.cross_tokenizer=true")
     if settings.max_rollout_turns > 1:
-        yield Problem(
-            "distillation.max_rollout_turns",
-            "cross_tokenizer supports single-turn rollouts only",
-            got=settings.max_rollout_turns,
-            allowed="1",
-        )
+        reason = "cross_tokenizer supports single-turn rollouts only"
+        yield Problem("distillation.max_rollout_turns", reason, got=settings.max_rollout_turns, allowed="1")
     if settings.agent is not None:
-        yield Problem(
-            "distillation.agent", "cannot be combined with cross_tokenizer, which supports single-turn rollouts only"
-        )
+        reason = "cannot be combined with cross_tokenizer, which supports single-turn rollouts only"
+        yield Problem("distillation.agent", reason)
     elif settings.renders_anew:
-        yield Problem.unused(
-            "distillation.rewritten_history",
-            "because cross_tokenizer supports single-turn rollouts only, which have no earlier turns to rewrite",
-        )
+        because = "because cross_tokenizer supports single-turn rollouts only, which have no earlier turns to rewrite"
+        yield Problem.unused("distillation.rewritten_history", because)
     if list(teacher_sections(config)) != ["teacher"]:
-        yield Problem(
-            "distillation.cross_tokenizer",
-            "supports a single teacher only, the section `teacher`",
-            got=True,
-            remedy="Remove `teachers`",
-        )
+        reason = "supports a single teacher only, the section `teacher`"
+        yield Problem("distillation.cross_tokenizer", reason, got=True, remedy="Remove `teachers`")
 
 
 def _loss(loss: DistillationLossConfig) -> Iterator[Problem]:
     for key, kind in _WEIGHTS.items():
         if is_changed(loss, key) and loss.kl_type != kind:
-            yield Problem.unused(
-                f"loss_fn.{key}",
-                f"with loss_fn.kl_type={loss.kl_type}",
-                remedy=f"Remove this key, or set loss_fn.kl_type={kind}",
-            )
+            remedy = f"Remove this key, or set loss_fn.kl_type={kind}"
+            yield Problem.unused(f"loss_fn.{key}", f"with loss_fn.kl_type={loss.kl_type}", remedy=remedy)
 
 
 def rollout_validation_metrics(config: RolloutsRoot) -> list[str]:
-    """Names of the metrics that a validation on rollouts records; none if the run does not validate."""
-    names = of_rollouts(config)
+    """Return the names of the metrics that a validation on rollouts records, in addition to every algorithm's."""
     measured = SPAN_METRICS if config.distillation.cross_tokenizer else METRICS
-    return [*names, *(f"val/{name}" for name in ("loss", *measured))] if names else []
+    return [f"val/{name}" for name in ("loss", *measured)]
 
 
 def text_validation_metrics(config: TextRoot) -> list[str]:
-    """Names of the metrics that a validation on text records; none if the run does not validate."""
+    """Return the names of the metrics that a validation on text records; none if the run does not validate."""
     measured = [*METRICS, *([NLL] if config.loss_fn.nll_weight else [])]
     return of_text(config.distillation, config.data, ["loss", *measured, "num_tokens"])
 
 
 def training_defaults(written: WrittenValues) -> dict[str, TrainingDefaults]:
-    """One update of the policy with all the rollouts of a step."""
+    """Return the defaults of one update of the policy with all rollouts of a step."""
     rollouts = DistillationConfig.rollouts_written(written)
     return {"policy": TrainingDefaults(lr=1e-5, adapter_lr=1e-4, rows=rollouts)}
 
 
-PLUGIN = replace(
-    rollout_algorithm(
-        "distillation",
-        sections={"distillation": DistillationConfig, "loss_fn": DistillationLossConfig},
-        implementation="rl_algos.distillation.algorithm:Distillation",
-        models=models,
-        model_sections=model_sections,
-        training_defaults=training_defaults,
-        checks=(check_rollouts,),
-    ),
-    validation_metrics=rollout_validation_metrics,
+PLUGIN = rollout_algorithm(
+    "distillation",
+    sections={"distillation": DistillationConfig, "loss_fn": DistillationLossConfig},
+    implementation="rl_algos.distillation.algorithm:Distillation",
+    models=models,
+    model_sections=model_sections,
+    training_defaults=training_defaults,
+    checks=(check_rollouts,),
+    further_metrics=rollout_validation_metrics,
 )
 OFFLINE = supervised_algorithm(
     "offline_distillation",

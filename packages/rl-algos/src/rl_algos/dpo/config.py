@@ -45,7 +45,5 @@ class DPOConfig(PreferenceConfig):
 class DPORoot(PreferenceRoot, Protocol):
     """The resolved config of preference optimisation, as far as it reads it."""
 
-    @property
-    def dpo(self) -> DPOConfig:
-        """Settings of loop and loss."""
-        ...
+    dpo: DPOConfig
+    """Settings of loop and loss."""

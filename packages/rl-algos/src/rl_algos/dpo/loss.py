@@ -1,19 +1,21 @@
-"""The loss that `dpo.loss` names: one of a pair, KTO, or a class of the user's."""
+"""The loss that `dpo.loss` selects: one of a pair, KTO, or a class of the user's."""
 
 from __future__ import annotations
 
 from rl_algos.dpo.config import DPOConfig, PreferenceLossConfig
 from rl_algos.losses.custom import PATH, is_path, loss_class, unknown_name
-from rl_algos.losses.preference import PAIR_TERMS, KTOLoss, PairTerm, PreferenceLoss
-from rl_algos.preference.reference import REF_LOGPROBS
+from rl_algos.losses.preference import PAIR_TERMS, KTOLoss, PreferenceLoss
 from rl_core.config import Config, section_of, settings_of
 from rl_core.data.microbatch import PAIR
 from rl_core.model import Loss
 
 KTO = "kto"
 
+REF_LOGPROBS = "ref_logprobs"
+"""Column of the reference policy's logprobs."""
+
 LOSSES = (*PAIR_TERMS, KTO)
-"""Names of all losses that have one."""
+"""Names of all installed losses."""
 
 OF_BOTH = ("loss_mask", REF_LOGPROBS)
 """Columns that every loss may read, in addition to `tokens`."""
@@ -26,7 +28,7 @@ OF_RESPONSES = ("verdict", "kl")
 
 
 def loss_section(name: str | None) -> type[Config]:
-    """The type of `dpo.loss`: the name of a loss and its settings.
+    """Return the type of `dpo.loss`: the name of a loss and its settings.
 
     Raises:
         ValueError: If there is no such loss, or its class is not a loss.
@@ -41,12 +43,12 @@ def loss_section(name: str | None) -> type[Config]:
     if name not in PAIR_TERMS:
         raise unknown_name(name, LOSSES, others=PATH)
     kind = PAIR_TERMS[name]
-    # the weight of the KL divergence has its own key
+    # The weight of the KL divergence has its own key.
     return section_of(kind, PreferenceLossConfig, derived=("beta",) if kind.uses_reference else ())
 
 
 def loss_of(dpo: DPOConfig) -> Loss:
-    """The loss of a run.
+    """Return the loss of a run.
 
     Raises:
         ValueError: If a setting is out of its bounds.
@@ -56,7 +58,9 @@ def loss_of(dpo: DPOConfig) -> Loss:
         return loss
     if dpo.loss.name == KTO:
         return KTOLoss(beta=dpo.reference_policy_kl_penalty, **settings_of(dpo.loss))
-    term = term_of(dpo)
+    kind = PAIR_TERMS[dpo.loss.name]
+    beta = {"beta": dpo.reference_policy_kl_penalty} if kind.uses_reference else {}
+    term = kind(**beta, **settings_of(dpo.loss))
     averages = dpo.preference_average_log_probs or term.averages
     return PreferenceLoss(
         term,
@@ -65,13 +69,6 @@ def loss_of(dpo: DPOConfig) -> Loss:
         sft_weight=term.sft_weight if dpo.sft_loss_weight is None else dpo.sft_loss_weight,
         sft_average_logprobs=averages if dpo.sft_average_log_probs is None else dpo.sft_average_log_probs,
     )
-
-
-def term_of(dpo: DPOConfig) -> PairTerm:
-    """The term of a pair, with its settings."""
-    kind = PAIR_TERMS[dpo.loss.name]
-    beta = {"beta": dpo.reference_policy_kl_penalty} if kind.uses_reference else {}
-    return kind(**beta, **settings_of(dpo.loss))
 
 
 def uses_reference(loss: Loss) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rl_algos.dpo.config import DPOConfig, DPORoot
@@ -16,19 +16,18 @@ from rl_algos.dpo.loss import (
     loss_section,
     uses_reference,
 )
-from rl_algos.losses.custom import is_path, loss_requirements
+from rl_algos.losses.custom import chosen_type, is_path, loss_requirements
 from rl_algos.losses.preference import PAIR_TERMS, PreferenceLoss
-from rl_algos.preference.checks import preference_data_problems
+from rl_algos.preference.config import preference_data_problems
 from rl_algos.supervised.config import validation_metrics as metrics_of
 from rl_algos.supervised.plugin import supervised_algorithm
-from rl_core.config import Config, Problem, ProblemError, assemble, is_changed
+from rl_core.config import Config, Problem, assemble, is_changed
 from rl_core.model import Loss, ModelSpec
 from rl_core.plugins import ModelNeed, TrainingDefaults
 
 _OF_PAIRS = ("accuracy", "loss", "margin", "num_pairs", "preference_loss", "reward_chosen", "reward_rejected")
 _OF_RESPONSES = ("accuracy", "kl", "loss", "num_responses", "reward_desirable", "reward_undesirable")
 
-_OF_REFERENCE = ("reference_policy_kl_penalty", "cache_reference_logprobs")
 _OF_PREFERENCE_LOSS = (
     "preference_loss_weight",
     "preference_average_log_probs",
@@ -38,21 +37,13 @@ _OF_PREFERENCE_LOSS = (
 
 
 def dpo_section(written: Any) -> type[Config]:
-    """The type of `dpo`, with the settings of the loss that is written there."""
+    """Return the type of `dpo`, with the settings of the loss that is written there."""
     loss = written.get("loss") if isinstance(written, Mapping) else None
-    name = loss.get("name") if isinstance(loss, Mapping) else loss
-    try:
-        # what is not text is refused by the type itself
-        kind = loss_section(name if isinstance(name, str) else None)
-    except ProblemError as error:
-        raise ProblemError(*(problem.at("loss.name") for problem in error.problems)) from None
-    except (ValueError, ModuleNotFoundError) as error:
-        raise ProblemError(Problem("loss.name", str(error))) from None
-    return assemble("DPO", {"loss": kind}, base=DPOConfig)
+    return assemble("DPO", {"loss": chosen_type("loss.name", loss, loss_section)}, base=DPOConfig)
 
 
-def check(config: DPORoot) -> Iterable[Problem]:
-    """Yield problems of the whole resolved config, in addition to those of every algorithm with given rows."""
+def check(config: DPORoot) -> Iterator[Problem]:
+    """Yield problems of the whole resolved config, in addition to problems of every algorithm with given rows."""
     yield from preference_data_problems("dpo", config.data)
     name = config.dpo.loss.name
     try:
@@ -64,14 +55,20 @@ def check(config: DPORoot) -> Iterable[Problem]:
     if is_path(name):
         yield from _custom(name, columns, temperature)
     yield from _unused(config.dpo, loss)
-    if name in PAIR_TERMS:
+    if isinstance(loss, PreferenceLoss):
         yield from _weights(config.dpo, loss)
-    if learns_from_responses(loss):
-        yield from _responses(config, loss)
+    if not learns_from_responses(loss):
+        return
+    if config.dpo.pairing == "all":
+        yield Problem.unused("dpo.pairing", f"with the loss {name}, which learns from single responses")
+    rows = config.policy.train_global_batch_size
+    if "kl" in loss.columns and rows < 2:
+        reason = f"must be at least 2, because {name} estimates its reference point from responses to other prompts"
+        yield Problem("policy.train_global_batch_size", f"{reason} of the batch", got=rows)
 
 
 def _custom(name: str, columns: tuple[str, ...], temperature: float) -> Iterator[Problem]:
-    """Find what a batch does not have of what a loss of the user's reads."""
+    """Yield problems of a loss of the user's that reads columns which a batch does not have."""
     of_pairs, of_responses = ([column for column in columns if column in known] for known in (OF_PAIRS, OF_RESPONSES))
     unknown = [column for column in columns if column not in (*OF_BOTH, *OF_PAIRS, *OF_RESPONSES)]
     if unknown:
@@ -79,21 +76,17 @@ def _custom(name: str, columns: tuple[str, ...], temperature: float) -> Iterator
         reason = f"needs {', '.join(unknown)}, which a batch does not have"
         yield Problem("dpo.loss.name", reason, got=name, allowed=f"columns {known}")
     if of_pairs and of_responses:
-        yield Problem(
-            "dpo.loss.name",
-            f"needs {', '.join(of_pairs)} of pairs and {', '.join(of_responses)} of single responses, but a batch has "
-            "one kind of rows",
-            got=name,
-        )
+        needed = f"needs {', '.join(of_pairs)} of pairs and {', '.join(of_responses)} of single responses"
+        yield Problem("dpo.loss.name", f"{needed}, but a batch has one kind of rows", got=name)
     if temperature != 1:
         reason = f"has temperature {temperature}, but preferences are learned at temperature 1"
         yield Problem("dpo.loss.name", reason, got=name)
 
 
 def _unused(dpo: DPOConfig, loss: Loss) -> Iterator[Problem]:
-    """Keys that the loss does not read."""
+    """Yield keys that the loss does not read."""
     name = dpo.loss.name
-    for key in _OF_REFERENCE:
+    for key in ("reference_policy_kl_penalty", "cache_reference_logprobs"):
         if not uses_reference(loss) and is_changed(dpo, key):
             yield Problem.unused(f"dpo.{key}", f"with the loss {name}, which does not use a reference policy")
     if uses_reference(loss) and is_path(name) and is_changed(dpo, "reference_policy_kl_penalty"):
@@ -107,47 +100,19 @@ def _unused(dpo: DPOConfig, loss: Loss) -> Iterator[Problem]:
             yield Problem.unused(f"dpo.{key}", f"with the loss {name}{because}")
 
 
-def _weights(dpo: DPOConfig, loss: Loss) -> Iterator[Problem]:
-    assert isinstance(loss, PreferenceLoss)
+def _weights(dpo: DPOConfig, loss: PreferenceLoss) -> Iterator[Problem]:
     if not (loss.weight or loss.sft_weight):
-        yield Problem(
-            "dpo.preference_loss_weight",
-            "must not be 0 if dpo.sft_loss_weight is 0 too, because nothing would be learned",
-            got=dpo.preference_loss_weight,
-            remedy="Increase one of the two",
-        )
+        reason = "must not be 0 if dpo.sft_loss_weight is 0 too, because nothing would be learned"
+        got, remedy = dpo.preference_loss_weight, "Increase one of the two"
+        yield Problem("dpo.preference_loss_weight", reason, got=got, remedy=remedy)
     if dpo.sft_average_log_probs is not None and not loss.sft_weight:
-        yield Problem.unused(
-            "dpo.sft_average_log_probs",
-            "with dpo.sft_loss_weight=0",
-            remedy="Remove this key, or set dpo.sft_loss_weight above 0",
-        )
-
-
-def _responses(config: DPORoot, loss: Loss) -> Iterator[Problem]:
-    name = config.dpo.loss.name
-    if config.dpo.pairing == "all":
-        yield Problem.unused("dpo.pairing", f"with the loss {name}, which learns from single responses")
-    if "kl" in loss.columns and config.policy.train_global_batch_size < 2:
-        yield Problem(
-            "policy.train_global_batch_size",
-            f"must be at least 2, because {name} estimates its reference point from responses to other prompts of the "
-            "batch",
-            got=config.policy.train_global_batch_size,
-        )
-
-
-def _known_loss(dpo: DPOConfig) -> Loss | None:
-    """The loss of a run, None for one that cannot be made, which the checks report."""
-    try:
-        return loss_of(dpo)
-    except (ValueError, TypeError):
-        return None
+        remedy = "Remove this key, or set dpo.sft_loss_weight above 0"
+        yield Problem.unused("dpo.sft_average_log_probs", "with dpo.sft_loss_weight=0", remedy=remedy)
 
 
 def validation_metrics(config: DPORoot) -> list[str] | None:
-    """Metrics that a validation records, none if there is no validation; None for a loss of the user's, whose metrics
-    are its own."""
+    """Return the metrics that a validation records, none if there is no validation; None for a loss of the user's,
+    which has its own metrics."""
     name = config.dpo.loss.name
     if is_path(name):
         return None
@@ -155,9 +120,11 @@ def validation_metrics(config: DPORoot) -> list[str] | None:
 
 
 def models(config: DPORoot) -> dict[str, ModelNeed]:
-    """The policy trains, and keeps its reference if the loss compares with it."""
-    loss = _known_loss(config.dpo)
-    keeps_reference = loss is not None and uses_reference(loss)
+    """Return the policy, which trains, and keeps its reference if the loss compares with it."""
+    try:
+        keeps_reference = uses_reference(loss_of(config.dpo))
+    except (ValueError, TypeError):
+        keeps_reference = False  # the checks report a loss that cannot be created
     return {"policy": ModelNeed("policy", ModelSpec(keeps_reference=keeps_reference, seed=config.dpo.seed))}
 
 

@@ -96,7 +96,5 @@ def trained_agents(config: GRPOConfig) -> dict[str, TrainedAgentConfig]:
 class GRPORoot(ObjectiveRoot, Protocol):
     """The resolved config of a GRPO run, as far as GRPO reads it."""
 
-    @property
-    def grpo(self) -> GRPOConfig:
-        """Settings of the loop."""
-        ...
+    grpo: GRPOConfig
+    """Settings of the loop."""

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_algos.grpo import advantages as by_group
-from rl_algos.grpo import batch_advantages
+from rl_algos.grpo import advantages as of_rewards
 from rl_algos.grpo.config import EstimatorConfig, GRPOConfig, trained_agents
 from rl_algos.losses.custom import unknown_name
 from rl_algos.policy_gradient.advantages import clip_advantages, loss_masks
@@ -31,36 +30,37 @@ settings. It returns float64 `[rollouts]`, or a `Ragged` with a value at every t
 ESTIMATORS: Mapping[str, Estimator] = {
     function.__name__: function
     for function in (
-        by_group.grpo,
-        by_group.grpo_batch_std,
-        by_group.drgrpo,
-        by_group.rloo,
-        by_group.reinforce,
-        batch_advantages.reinforce_plus_plus,
-        batch_advantages.reinforce_plus_plus_baseline,
-        by_group.gpg,
-        by_group.opo,
-        by_group.remax,
-        by_group.pass_at_k,
-        by_group.maxrl,
-        by_group.optimal_token_baseline,
-        batch_advantages.gdpo,
+        of_rewards.grpo,
+        of_rewards.grpo_batch_std,
+        of_rewards.drgrpo,
+        of_rewards.rloo,
+        of_rewards.reinforce,
+        of_rewards.reinforce_plus_plus,
+        of_rewards.reinforce_plus_plus_baseline,
+        of_rewards.gpg,
+        of_rewards.opo,
+        of_rewards.remax,
+        of_rewards.pass_at_k,
+        of_rewards.maxrl,
+        of_rewards.optimal_token_baseline,
+        of_rewards.gdpo,
     )
 }
 """Estimators by the name that `grpo.adv_estimator` gives."""
 
 
 @dataclass(frozen=True)
-class _Step:
-    """Sources of the inputs of an estimator.
+class _Rollouts:
+    """The rollouts of one agent in a step, from which the inputs of its estimator are computed.
 
     Args:
-        groups, config: of the step.
-        rows: int64, ascending: the rollouts that are given to the estimator, those of one agent.
+        groups: Groups of the step.
+        config: Config section of the algorithm.
+        rows: int64, ascending: the rollouts that are given to the estimator.
         penalties: `[tokens]`, a row per rollout, what each sampled token takes from the reward; None for nothing.
         greedy: One greedy rollout of each group's prompt; empty if the estimator reads none.
         batch: Batch of the rollouts, with logprobs; None if the estimator reads none.
-        by_token: True if the estimator takes the penalties off by token itself.
+        by_token: True if the estimator subtracts the penalties by token itself.
     """
 
     groups: Sequence[RolloutGroup]
@@ -71,12 +71,10 @@ class _Step:
     batch: Batch | None
     by_token: bool
 
-    @property
     def rewards(self) -> np.ndarray:
         shaped = trained_rewards(self.groups, self.config)[self.rows]
         return shaped if self.penalties is None or self.by_token else shaped - self.penalties.sums()[self.rows]
 
-    @property
     def rewards_by_name(self) -> dict[str, np.ndarray]:
         failed = np.array([status == "failed" for group in self.groups for status in group.rollouts.status])
         all_rewards = [each for group in self.groups for each in group.rollouts.rewards]
@@ -84,13 +82,11 @@ class _Step:
         names = sorted(set().union(*rewards) - {"reward"})
         return {name: np.where(failed[self.rows], np.nan, [each.get(name, 0.0) for each in rewards]) for name in names}
 
-    @property
     def compared(self) -> np.ndarray:
         keys = [(place, *key) for place, group in enumerate(self.groups) for key in group.rollouts.compared]
         numbers: dict[tuple[int, str, str], int] = {}
         return np.array([numbers.setdefault(keys[row], len(numbers)) for row in self.rows], dtype=np.int64)
 
-    @property
     def baselines(self) -> np.ndarray:
         if any(len(group.rollouts) > 1 for group in self.greedy):
             raise ValueError(
@@ -100,14 +96,12 @@ class _Step:
         of_prompts = trained_rewards(self.greedy, self.config)
         return np.repeat(of_prompts, [len(group.rollouts) for group in self.groups])[self.rows]
 
-    @property
     def masks(self) -> Ragged:
         return loss_masks(self.groups).select(self.rows)
 
-    @property
     def squared_scores(self) -> Ragged:
         assert self.batch is not None, "an estimator that reads squared scores is handed the batch"
-        mask = loss_masks(self.groups)  # by the rows of the batch, of which tokens are chosen
+        mask = loss_masks(self.groups)  # has the tokens of all rows of the batch, from which some are selected below
         is_sampled = mask.values > 0
         prev, collision = (self.batch.ragged(name).values for name in ("prev_logprobs", "prev_collision"))
         squared = np.zeros(len(is_sampled))
@@ -116,16 +110,16 @@ class _Step:
         return mask.like(squared).select(self.rows)
 
 
-INPUTS: Mapping[str, Callable[[_Step], Any]] = {
-    "rewards": lambda step: step.rewards,
+INPUTS: Mapping[str, Callable[[_Rollouts], Any]] = {
+    "rewards": _Rollouts.rewards,
     "scores": lambda step: scores_of(step.groups)[step.rows],
-    "rewards_by_name": lambda step: step.rewards_by_name,
-    "baselines": lambda step: step.baselines,
-    "groups": lambda step: step.compared,
+    "rewards_by_name": _Rollouts.rewards_by_name,
+    "baselines": _Rollouts.baselines,
+    "groups": _Rollouts.compared,
     "lengths": lambda step: lengths_of(step.groups)[step.rows],
-    "loss_mask": lambda step: step.masks,
+    "loss_mask": _Rollouts.masks,
     "penalties": lambda step: None if step.penalties is None else step.penalties.select(step.rows),
-    "squared_scores": lambda step: step.squared_scores,
+    "squared_scores": _Rollouts.squared_scores,
     "normalize": lambda step: step.config.normalize_rewards,
 }
 """Inputs that an estimator may read, by the name of its parameter. If plays have several agents, an estimator is given
@@ -135,12 +129,12 @@ the rollouts of one agent at a time:
 - `scores` float64 `[rollouts]`, rewards as the environments gave them, likewise;
 - `rewards_by_name`, the same by the name that environments give them, except `reward`;
 - `baselines` float64 `[rollouts]`, the reward of a greedy rollout of the same prompt, scaled and shaped;
-- `groups` int64 `[rollouts]`, the group of each: the rollouts that it is compared with, those of the same prompt and,
-  if they are named, peers;
+- `groups` int64 `[rollouts]`, the group of each: the rollouts that it is compared with, of the same prompt and, if they
+  have a name of peers, with the same name;
 - `lengths` int64 `[rollouts]`, sampled tokens;
 - `loss_mask` uint8 `[tokens]` (a `Ragged` with a row per rollout), 1 on sampled tokens;
 - `penalties` float64 `[tokens]` (a `Ragged`), with KL in the reward what each sampled token takes from it, None
-  without: an estimator that does not read them finds their sums taken off `rewards`;
+  without: for an estimator that does not read them, their sums are subtracted from `rewards`;
 - `squared_scores` float64 `[tokens]` (a `Ragged`), the squared norm of the gradient of each sampled token's logprob by
   the logits, before the update: 1 less twice its probability, plus the sum of the squares of all probabilities;
 - `normalize`, the setting `grpo.normalize_rewards`.
@@ -148,7 +142,7 @@ the rollouts of one agent at a time:
 
 
 def estimator_section(name: str | None) -> type[Config]:
-    """The type of `grpo.adv_estimator`: the name of an estimator and its settings.
+    """Return the type of `grpo.adv_estimator`: the name of an estimator and its settings.
 
     Raises:
         ValueError: If there is no such estimator, or it asks for an input that does not exist.
@@ -166,9 +160,9 @@ def estimator_section(name: str | None) -> type[Config]:
 
 def chosen(config: GRPOConfig, agent: str = "") -> str:
     """Return the name of the effective estimator of an agent, or of rollouts whose agent has none of its own."""
-    own = _own(config, agent)
-    if own is not None:
-        return own.name or ""
+    settings = trained_agents(config).get(agent)
+    if settings is not None and settings.adv_estimator.name:
+        return settings.adv_estimator.name
     return config.adv_estimator.name or ("rloo" if config.use_leave_one_out_baseline else "grpo")
 
 
@@ -176,12 +170,6 @@ def estimators_in_use(config: GRPOConfig) -> dict[str, str]:
     """Return the names of the effective estimators by the agent that has it, the default by the empty name."""
     own = [agent for agent, settings in trained_agents(config).items() if settings.adv_estimator.name]
     return {agent: chosen(config, agent) for agent in ("", *own)}
-
-
-def _own(config: GRPOConfig, agent: str) -> EstimatorConfig | None:
-    """The estimator that an agent has for itself."""
-    settings = trained_agents(config).get(agent)
-    return settings.adv_estimator if settings is not None and settings.adv_estimator.name else None
 
 
 def inputs_of(function: Estimator) -> list[str]:
@@ -196,7 +184,7 @@ def reads(config: GRPOConfig, name: str) -> bool:
 
 
 def columns_before(config: GRPOConfig) -> frozenset[str]:
-    """Columns that the estimators in force read, of those that the policy gives before the update."""
+    """Return the columns that the effective estimators read among the reads of the policy before the update."""
     return frozenset(("prev_logprobs", "prev_collision")) if reads(config, "squared_scores") else frozenset()
 
 
@@ -208,7 +196,7 @@ def advantages_of(
     greedy: Sequence[RolloutGroup] = (),
     batch: Batch | None = None,
 ) -> Advantages:
-    """Advantages of all rollouts, in the order of groups and of rollouts within them.
+    """Return the advantages of all rollouts, in the order of groups and of rollouts within them.
 
     If plays have several agents, each agent's rollouts are given to its estimator by themselves, and its advantages are
     multiplied by its weight after they are clipped.
@@ -232,27 +220,27 @@ def advantages_of(
         rows = np.flatnonzero(agents == agent)
         settings = trained_agents(config).get(agent)
         is_trained = settings is None or settings.train
-        # a play that failed has no agent
+        # A play that failed has no agent.
         if not is_trained or (len(rows) < len(agents) and np.isnan(scores[rows]).all()):
             parts.append((rows, np.zeros(len(rows))))
             continue
-        name, own = chosen(config, agent), _own(config, agent)
+        has_own = settings is not None and settings.adv_estimator.name
+        section = settings.adv_estimator if settings is not None and has_own else config.adv_estimator
+        name = chosen(config, agent)
         function = _function(name)
         wanted = inputs_of(function)
-        step = _Step(groups, config, rows, penalties, greedy, batch, by_token="penalties" in wanted)
-        found = function(*[INPUTS[name](step) for name in wanted], **settings_of(own or config.adv_estimator))
+        step = _Rollouts(groups, config, rows, penalties, greedy, batch, by_token="penalties" in wanted)
+        found = function(*[INPUTS[name](step) for name in wanted], **settings_of(section))
         _check(found, name, step)
-        clipped = clip_advantages(found, config.advantage_clip_low, config.advantage_clip_high)
-        parts.append((rows, clipped if settings is None else _times(clipped, settings.weight)))
+        own = clip_advantages(found, config.advantage_clip_low, config.advantage_clip_high)
+        if settings is not None:
+            own = own.like(settings.weight * own.values) if isinstance(own, Ragged) else settings.weight * own
+        parts.append((rows, own))
     return parts[0][1] if len(parts) == 1 else _joined(parts, groups)
 
 
-def _times(advantages: Advantages, weight: float) -> Advantages:
-    return advantages.like(weight * advantages.values) if isinstance(advantages, Ragged) else weight * advantages
-
-
 def _joined(parts: Sequence[tuple[np.ndarray, Advantages]], groups: Sequence[RolloutGroup]) -> Advantages:
-    """The advantages of all rollouts from those of some of them each; by token if some are by token."""
+    """Return the advantages of all rollouts from parts with some rollouts each; by token if some are by token."""
     by_rollout = [(rows, advantages) for rows, advantages in parts if not isinstance(advantages, Ragged)]
     if len(by_rollout) == len(parts):
         whole = np.zeros(sum(len(rows) for rows, _ in parts))
@@ -279,10 +267,10 @@ def _function(name: str) -> Estimator:
     return found
 
 
-def _check(advantages: Any, name: str, step: _Step) -> None:
+def _check(advantages: Any, name: str, step: _Rollouts) -> None:
     """Raise a `ValueError` unless there is one advantage for each rollout or token."""
     if isinstance(advantages, Ragged):
-        wanted = step.masks
+        wanted = step.masks()
         if advantages.values.ndim != 1 or not np.array_equal(advantages.offsets, wanted.offsets):
             raise ValueError(f"the estimator {name} must return a value at every token of `loss_mask`")
         values = advantages.values

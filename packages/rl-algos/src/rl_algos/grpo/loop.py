@@ -2,16 +2,55 @@
 
 from __future__ import annotations
 
-from rl_algos.grpo.agents import AgentWatch, trained_batch
-from rl_algos.grpo.config import GRPOConfig
-from rl_algos.grpo.estimators import advantages_of
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from rl_algos.data.examples import Datasets
+from rl_algos.grpo.config import GRPOConfig, GRPORoot, trained_agents
+from rl_algos.grpo.estimators import advantages_of, columns_before, reads
+from rl_algos.grpo.opponents import check_tokens, opponents_of
 from rl_algos.policy_gradient.advantages import by_rollout
-from rl_algos.policy_gradient.objective import Objective, with_logprobs
-from rl_algos.policy_gradient.step_statistics import StepData
+from rl_algos.policy_gradient.loss import objective_of
+from rl_algos.policy_gradient.objective import Objective, StepData, with_logprobs
+from rl_algos.rollouts.algorithm import RolloutAlgorithm
+from rl_algos.rollouts.data import RolloutData
 from rl_algos.rollouts.driver.steps import RolloutSteps
+from rl_algos.rollouts.setup import steps_of
 from rl_algos.rollouts.training.batch import build_batch, passes, with_advantages
 from rl_algos.rollouts.training.metrics import rollout_metrics, signal_metrics, training_metrics
+from rl_algos.rollouts.training.segments import to_rows
+from rl_core.data.batch import Batch
 from rl_core.model import Model
+from rl_core.plugins import RolloutNeeds
+from rl_core.rollouts.group import LOSS_MASK, RolloutGroup
+from rl_core.run import Components, Run
+
+_log = logging.getLogger(__name__)
+
+
+class GRPO(RolloutAlgorithm[GRPORoot]):
+    """Group-relative policy optimization and its family."""
+
+    def prepare(self, config: GRPORoot, tokenizer: Any, loaded: Datasets) -> RolloutData:
+        check_tokens(config.grpo, tokenizer)
+        return super().prepare(config, tokenizer, loaded)
+
+    def rollouts(self, config: GRPORoot, prepared: RolloutData) -> RolloutNeeds:
+        return replace(super().rollouts(config, prepared), opponents=opponents_of(config.grpo))
+
+    def run(self, config: GRPORoot, components: Components, run: Run) -> None:
+        grpo = config.grpo
+        train(
+            grpo,
+            objective_of(config, grpo, read_before=columns_before(grpo), weights=components.weights),
+            policy=components.models["policy"],
+            steps=steps_of(config, components, run, with_greedy=reads(grpo, "baselines")),
+            rows_per_minibatch=config.policy.train_global_batch_size,
+        )
 
 
 def train(
@@ -23,11 +62,11 @@ def train(
 
     Args:
         config: Config section of the algorithm.
-        objective: Loss of the policy, with what is computed for it once a step.
+        objective: Loss of the policy, with the columns and weights that are computed for it once a step.
         policy: Policy to train.
         steps: Rollouts of each step, weight sync, validation and checkpoints; with greedy rollouts for an estimator
             that compares with them.
-        rows_per_minibatch: Plays of one optimizer step: rollouts, where all that a play returned count as one.
+        rows_per_minibatch: Plays of one optimizer step. All rollouts that a play returned count as one.
     """
     run, watch = steps.run, AgentWatch(config)
     for step, groups, aside, greedy in steps.take(models={"policy": policy}, state={"objective": objective}):
@@ -49,3 +88,40 @@ def train(
         run.record(step, {**metrics, **objective.observe(metrics)})
         run.record(step, {**rollout_metrics(groups, advantages), **signal_metrics(groups, aside)})
         run.record_rollouts(step, [*groups, *aside], by_rollout(advantages, groups), batch=batch)
+
+
+def trained_batch(batch: Batch, groups: Sequence[RolloutGroup], config: GRPOConfig) -> Batch:
+    """Return the batch with an empty loss mask at the rollouts of agents that do not train.
+
+    Args:
+        batch: Batch of the groups, from `build_batch`.
+        groups: Groups of the step.
+        config: Config section of the algorithm.
+    """
+    left_out = {agent for agent, settings in trained_agents(config).items() if not settings.train}
+    if not left_out:
+        return batch
+    agents = [agent for group in groups for agent in group.rollouts.agents]
+    return batch.with_zeros(LOSS_MASK, to_rows(batch, np.array([agent in left_out for agent in agents])))
+
+
+class AgentWatch:
+    """Warns once of each agent in the config that no rollout of a step has, such as one whose name is misspelt.
+
+    Args:
+        config: Config section of the algorithm.
+    """
+
+    def __init__(self, config: GRPOConfig) -> None:
+        self._missing = set(trained_agents(config))
+
+    def observe(self, groups: Sequence[RolloutGroup]) -> None:
+        """Look at the rollouts of a step."""
+        if not self._missing:
+            return
+        plays = [part for group in groups for part in (group, group.opponents) if part is not None]
+        found = sorted({agent for part in plays for agent in part.rollouts.agents if agent})
+        for agent in sorted(self._missing.difference(found)):
+            names = ", ".join(found) or "unnamed"
+            _log.warning("grpo.agents.%s has no effect so far: the agents of this step are %s", agent, names)
+        self._missing.clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from rl_algos.grpo.config import GRPOConfig, GRPORoot, OpponentConfig, TrainedAgentConfig, trained_agents
+from rl_algos.grpo.config import GRPOConfig, OpponentConfig, trained_agents
 from rl_algos.grpo.estimators import reads
 from rl_core.config import Problem, is_changed
 from rl_core.errors import ConfigError
@@ -16,7 +16,7 @@ _ALL = 1 + 1e-9
 
 
 def opponents_of(config: GRPOConfig) -> tuple[OpponentNeed, ...]:
-    """The opponents of a run: one engine serves all agents whose settings differ only in their share."""
+    """Return the opponents of a run: one engine serves all agents whose settings differ only in their share."""
     found: dict[tuple[Any, ...], dict[str, float]] = {}
     for agent, opponent in _opponents(config).items():
         key = (opponent.update_every, opponent.pool, opponent.model_name)
@@ -27,56 +27,53 @@ def opponents_of(config: GRPOConfig) -> tuple[OpponentNeed, ...]:
     )
 
 
-def fixed_models(config: GRPORoot) -> dict[str, str]:
-    """Models that play as they are, by the key that names each."""
+def fixed_models(config: GRPOConfig) -> dict[str, str]:
+    """Return the models that play as they are during the whole run, by their key."""
     return {
-        f"{_key(agent)}.model_name": opponent.model_name
-        for agent, opponent in _opponents(config.grpo).items()
+        f"grpo.agents.{agent}.opponent.model_name": opponent.model_name
+        for agent, opponent in _opponents(config).items()
         if opponent.model_name is not None
     }
 
 
-def opponent_problems(config: GRPORoot) -> Iterator[Problem]:
+def opponent_problems(config: GRPOConfig) -> Iterator[Problem]:
     """Yield the problems of the opponents in a config."""
-    opponents = _opponents(config.grpo)
+    opponents, agents = _opponents(config), trained_agents(config)
     for agent, opponent in opponents.items():
-        key = _key(agent)
+        key = f"grpo.agents.{agent}.opponent"
         if (opponent.update_every is None) == (opponent.model_name is None):
             given = "has neither" if opponent.model_name is None else "has both"
-            yield Problem(
-                key,
-                f"{given} update_every and model_name, but an opponent is either an older version of the policy or "
-                "another model",
-                remedy="Set one of the two, such as update_every: 20",
-            )
+            reason = "update_every and model_name, but an opponent is either an older version of the policy or another"
+            remedy = "Set one of the two, such as update_every: 20"
+            yield Problem(key, f"{given} {reason} model", remedy=remedy)
         if opponent.update_every is None and is_changed(opponent, "pool"):
             yield Problem.unused(f"{key}.pool", f"without {key}.update_every")
-        yield from _untrained(agent, trained_agents(config.grpo)[agent], opponent)
-    if opponents and reads(config.grpo, "baselines"):
-        yield Problem(
-            _key(next(iter(opponents))),
-            "cannot be used with an estimator that compares with a greedy rollout of each prompt, such as remax",
-            remedy="Choose another grpo.adv_estimator, such as grpo",
-        )
+        for name in ("train", "weight", "adv_estimator"):
+            # An agent that is an opponent in all plays is never the policy, so nothing is trained on its turns.
+            if opponent.share >= 1 and is_changed(agents[agent], name):
+                remedy = f"Remove it, or set {key}.share below 1, so that the agent is the policy in other plays"
+                because = f"with {key}, whose turns are not trained on"
+                yield Problem.unused(f"grpo.agents.{agent}.{name}", because, remedy=remedy)
+    if opponents and reads(config, "baselines"):
+        reason = "cannot be used with an estimator that compares with a greedy rollout of each prompt, such as remax"
+        remedy = "Choose another grpo.adv_estimator, such as grpo"
+        yield Problem(f"grpo.agents.{next(iter(opponents))}.opponent", reason, remedy=remedy)
     shares = {agent: opponent.share for agent, opponent in opponents.items() if opponent.share < 1}
-    if sum(shares.values()) > _ALL:
+    if (total := sum(shares.values())) > _ALL:
         agent = next(iter(shares))
-        yield Problem(
-            f"{_key(agent)}.share",
-            f"and those of the other agents add up to {sum(shares.values()):g}, but they are shares of different plays",
-            got=shares[agent],
-            remedy="Lower them so that they add up to at most 1",
-        )
+        reason = f"and those of the other agents add up to {total:g}, but they are shares of different plays"
+        remedy = "Lower them so that they add up to at most 1"
+        yield Problem(f"grpo.agents.{agent}.opponent.share", reason, got=shares[agent], remedy=remedy)
 
 
-def check_tokens(config: GRPORoot, tokenizer: Any) -> None:
-    """Refuse a model to which the policy's tokens mean something else; one without tokenizer files is taken to have
-    the policy's.
+def check_tokens(config: GRPOConfig, tokenizer: Any) -> None:
+    """Refuse a model whose tokens differ from the policy's. A model without tokenizer files is assumed to have the
+    same tokens.
 
     Raises:
-        ConfigError: Naming the first token that differs.
+        ConfigError: With the first token that differs.
     """
-    # imports transformers, which takes a second
+    # This module imports transformers, which takes a second.
     from rl_algos.tokenizer import different_token
 
     for key, name in fixed_models(config).items():
@@ -87,23 +84,6 @@ def check_tokens(config: GRPORoot, tokenizer: Any) -> None:
             )
 
 
-def _untrained(agent: str, settings: TrainedAgentConfig, opponent: OpponentConfig) -> Iterator[Problem]:
-    """Yield settings of training for an agent that never is the policy."""
-    if opponent.share < 1:
-        return
-    for name in ("train", "weight", "adv_estimator"):
-        if is_changed(settings, name):
-            yield Problem.unused(
-                f"grpo.agents.{agent}.{name}",
-                f"with {_key(agent)}, whose turns are not trained on",
-                remedy=f"Remove it, or set {_key(agent)}.share below 1, so that the agent is the policy in other plays",
-            )
-
-
 def _opponents(config: GRPOConfig) -> dict[str, OpponentConfig]:
     found = {agent: settings.opponent for agent, settings in trained_agents(config).items()}
     return {agent: opponent for agent, opponent in found.items() if opponent is not None}
-
-
-def _key(agent: str) -> str:
-    return f"grpo.agents.{agent}.opponent"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from rl_core.config import Problem, ProblemError, nearest_as_remedy
+from rl_core.config import Config, Problem, ProblemError, nearest_as_remedy
 from rl_core.plugins import Requirement, requirement_of, resolve
 from rl_core.user_code import is_in_file
 
@@ -27,7 +27,7 @@ def unknown_name(name: str, known: Collection[str], *, others: str = "") -> Prob
     Args:
         name: Value that is not known.
         known: Accepted names.
-        others: What is accepted in addition to them, in words.
+        others: Further accepted values, in words.
     """
     allowed = ", ".join([*known, *([f"or {others}"] if others else [])])
     remedy = nearest_as_remedy(name, known)
@@ -35,7 +35,7 @@ def unknown_name(name: str, known: Collection[str], *, others: str = "") -> Prob
 
 
 def loss_class(path: str) -> Any:
-    """The class of a loss, a dataclass with the members of `rl_core.Loss`.
+    """Return the class of a loss, a dataclass with the members of `rl_core.Loss`.
 
     Args:
         path: `package.module:Class` or `file.py:Class`.
@@ -58,3 +58,24 @@ def loss_requirements(name: str) -> tuple[Requirement, ...]:
     """Return the packages that a loss needs on every machine, from its name in a config; none for a loss of this
     package or of a file, whose source is sent along."""
     return (requirement_of(name),) if is_path(name) and not is_in_file(name) else ()
+
+
+def chosen_type(key: str, written: Any, section: Callable[[str | None], type[Config]]) -> type[Config]:
+    """Return the type of a section whose settings depend on its name.
+
+    Args:
+        key: Key of the name, for messages.
+        written: Plain value of the section, as the user wrote it.
+        section: Function from the name to the type.
+
+    Raises:
+        ProblemError: If there is no such name.
+    """
+    name = written.get("name") if isinstance(written, Mapping) else written
+    try:
+        # The type itself refuses a name that is not a string.
+        return section(name if isinstance(name, str) else None)
+    except ProblemError as error:
+        raise ProblemError(*(problem.at(key) for problem in error.problems)) from None
+    except (ValueError, ModuleNotFoundError) as error:
+        raise ProblemError(Problem(key, str(error))) from None

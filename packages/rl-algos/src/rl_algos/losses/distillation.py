@@ -1,11 +1,13 @@
-"""Divergence of a student from a teacher at the teacher's most likely tokens, or over whole vocabularies, described;
-computed by `rl_algos.torch.distillation`."""
+"""Losses of distillation, described: divergence from a teacher at its most likely tokens or over whole vocabularies,
+and the likelihood of spans for a teacher with other tokens; computed by `rl_algos.torch`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
+
+import numpy as np
 
 from rl_algos.losses.mask import num_masked
 from rl_core.data.batch import Batch
@@ -18,7 +20,7 @@ TEACHER_IDS = "teacher_ids"
 """Column of the teacher's most likely tokens, int32 `[tokens, k]`; -1 where there are fewer."""
 
 TEACHER_LOGPROBS = "teacher_logprobs"
-"""Column of their logprobs by the teacher, float32 `[tokens, k]`."""
+"""Column of their logprobs under the teacher, float32 `[tokens, k]`."""
 
 FORWARD_KL, REVERSE_KL = "forward_kl", "reverse_kl"
 TEACHER_TAIL, STUDENT_TAIL = "teacher_tail", "student_tail"
@@ -49,8 +51,8 @@ class Divergence:
 
     Both are taken over k + 1 outcomes: the teacher's k most likely tokens, each by itself, and the tail, all others
     together: `p_tail = 1 - sum p`, `q_tail = 1 - sum q`. So a student that puts mass outside the teacher's tokens pays
-    for it, and nothing is renormalised. The value is never above that over the whole vocabulary, and equal to it if k
-    is the vocabulary's size.
+    for it, and nothing is renormalised. The value is a lower bound of the divergence over the whole vocabulary, and
+    equal to it if k is the vocabulary's size.
 
     - `forward`: `KL(p || q) = sum p (log p - log q)`: covers all that the teacher may say (Hinton et al.,
       arXiv:1503.02531).
@@ -87,14 +89,14 @@ _FORWARD = Divergence()
 class DistillationLoss:
     """The mean divergence over the tokens under `loss_mask`, plus `nll_weight` times their mean `-log q`.
 
-    The divergence at token i is that of the distributions of token i, given the tokens before it. All logits, the
-    student's and those that the teacher's columns come from, are divided by one temperature; the loss is not multiplied
-    by its square, as some do.
+    The divergence at token i compares the distributions of token i, given the tokens before it. All logits, of the
+    student and of the teacher, are divided by one temperature; the loss is not multiplied by its square, as in some
+    other implementations.
 
     Args:
-        divergence: Which, and its weights.
+        divergence: Divergence, with its weights.
         nll_weight: Weight of the negative log-likelihood of the text itself.
-        temperature: Divides the student's logits; that of the teacher's columns must be the same.
+        temperature: Divides the student's logits; the teacher's columns must have the same temperature.
     """
 
     divergence: Divergence = _FORWARD
@@ -113,7 +115,7 @@ class DistillationLoss:
         return (logprobs_at(TEACHER_IDS), LOGPROBS) if self.nll_weight else (logprobs_at(TEACHER_IDS),)
 
     def totals(self, batch: Batch) -> Mapping[str, float]:
-        """`tokens` under the mask."""
+        """Return the `tokens` under the mask."""
         return {"tokens": num_masked(batch)}
 
 
@@ -152,5 +154,41 @@ class WholeDistillationLoss:
         return (read, LOGPROBS) if self.nll_weight else (read,)
 
     def totals(self, batch: Batch) -> Mapping[str, float]:
-        """`tokens` under the mask."""
+        """Return the `tokens` under the mask."""
         return {"tokens": num_masked(batch)}
+
+
+SPANS = "spans"
+"""Column uint8 `[tokens]`: 1 on tokens of a span, 2 on the last token of each, 0 on tokens of none."""
+
+SPAN_LOGPROBS = "span_logprobs"
+"""Column float32 `[tokens]`: at the last token of a span its logprob by the teacher; 0 elsewhere."""
+
+LOGPROB_GAP, TOKENS_PER_SPAN = "span_logprob_gap", "tokens_per_span"
+SPAN_METRICS = (LOGPROB_GAP, TOKENS_PER_SPAN)
+"""Metrics of the loss, means over spans: the difference of the logprobs by teacher and student, and the number of the
+student's tokens."""
+
+
+@dataclass(frozen=True)
+class SpanLoss:
+    """Approximate likelihood matching (ALM, arXiv:2503.20083), averaged over the spans of the batch.
+
+    A span is a piece of text that both tokenizers make of whole tokens; its likelihood is the product of its tokens'
+    likelihoods. With P and Q the likelihoods by teacher and student, each to the power of `1 / tau`, a span costs the
+    KL divergence of two outcomes, this text or another: `P (log P - log Q) + (1 - P) (log (1 - P) - log (1 - Q))`.
+
+    Args:
+        tau: Values above 1 distinguish unlikely spans.
+        temperature: Divides the student's logits; the teacher's column must have the same temperature.
+    """
+
+    columns: ClassVar[tuple[str, ...]] = (SPANS, SPAN_LOGPROBS)
+    reads: ClassVar[tuple[Read, ...]] = (LOGPROBS,)
+    tau: float = 100.0
+    temperature: float = 1.0
+    implementation: str = "rl_algos.torch.distillation:compute_spans"
+
+    def totals(self, batch: Batch) -> Mapping[str, float]:
+        """Return the `spans` of the batch."""
+        return {"spans": float(np.count_nonzero(batch.ragged(SPANS).values == 2))}

@@ -1,4 +1,4 @@
-"""Correction for what the engine sampled from another distribution than the trainer computes."""
+"""Correction for tokens that the engine sampled from another distribution than the trainer computes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
-from rl_algos.losses.checked import CheckedConfig
-from rl_algos.losses.kl import KLType
-from rl_algos.losses.sequences import by_sequence
+from rl_algos.losses.mask import by_sequence
 from rl_algos.losses.surrogates import Level
+from rl_algos.losses.terms import CheckedConfig, KLType
 from rl_core.config import Problem
 from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged
@@ -80,7 +79,7 @@ class ImportanceCorrection(CheckedConfig):
         return self.level == "sequence" or self.truncation == "seq-mask-tis" or self.rejection is not None
 
     def at_level(self, level: Level) -> ImportanceCorrection:
-        """The same correction, with this level if it has none."""
+        """Return the correction with this level if it has none."""
         return self if self.level is not None else self.model_copy(update={"level": level})
 
     def _problems(self) -> Iterator[Problem]:
@@ -91,7 +90,7 @@ class ImportanceCorrection(CheckedConfig):
 
 
 def importance_weights(correction: ImportanceCorrection, batch: Batch) -> Ragged:
-    """float64 `[tokens]`, the weights of `rl_algos.torch.importance`, 0 off the loss mask; a row per sequence.
+    """Return float64 `[tokens]`, the weights of `rl_algos.torch.policy_loss`, 0 off the loss mask; a row per sequence.
 
     Args:
         correction: Truncation, bounds and level of the weights, and the sequences to reject.

@@ -1,16 +1,17 @@
-"""The mask of the tokens that a loss counts."""
+"""Tokens and sequences that a loss counts."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from rl_core.data.batch import Batch
+from rl_core.data.microbatch import PAIR
 from rl_core.data.ragged import Ragged
 from rl_core.rollouts.group import LOSS_MASK
 
 
 def loss_mask(batch: Batch) -> Ragged:
-    """uint8 `[tokens]`, the column `loss_mask`.
+    """Return uint8 `[tokens]`, the column `loss_mask`.
 
     Raises:
         ValueError: If it is set at the first token of a row, whose logprob does not exist.
@@ -27,5 +28,13 @@ def loss_mask(batch: Batch) -> Ragged:
 
 
 def num_masked(batch: Batch) -> float:
-    """Tokens under the mask; raises as `loss_mask`."""
+    """Count the tokens under the mask; see `loss_mask` for errors."""
     return float(loss_mask(batch).values.sum(dtype=np.int64))
+
+
+def by_sequence(batch: Batch, column: Ragged) -> Ragged:
+    """Return a token-aligned column with a row per sequence: consecutive rows of equal `pair` are joined end to end."""
+    if PAIR not in batch:
+        return column
+    first = np.flatnonzero(np.diff(batch.array(PAIR), prepend=-1))
+    return column.joined(np.diff(first, append=len(batch)))

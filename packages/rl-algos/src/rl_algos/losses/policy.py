@@ -4,17 +4,17 @@ It is put together from parts that know nothing of one another:
 
 - a surrogate (`rl_algos.losses.surrogates`), the policy term of a token;
 - an importance correction (`rl_algos.losses.importance`), weights of that term;
-- weights of that term by the age of tokens (`rl_algos.losses.staleness`);
-- filters (`rl_algos.losses.filters`), tokens and sequences that it leaves out;
-- a KL penalty (`rl_algos.losses.kl`), an entropy bonus (`rl_algos.losses.entropy`) and a term for positive examples,
+- weights of that term by the age of tokens (`rl_algos.losses.terms`);
+- filters (`rl_algos.losses.terms`), tokens and sequences that it leaves out;
+- a KL penalty (`rl_algos.losses.terms`), an entropy bonus (`rl_algos.losses.terms`) and a term for positive examples,
   each added to it;
-- an aggregation (`rl_algos.losses.aggregation`), from tokens to one number.
+- an aggregation (`rl_algos.losses.terms`), from tokens to one number.
 
 The parts are the sections of `loss_fn`: a config holds the objects that the loss is made of.
 
 Each is a function of one sequence, and the loss is sums over sequences divided by global counts: microbatches, packing
-and meshes change nothing. A sequence is a row, or the rows of equal `pair`, the segments of a rollout. What needs the
-whole step (the tokens of highest covariance, weights that adapt) comes as a column or as a setting, computed before the
+and meshes change nothing. A sequence is a row, or the rows of equal `pair`, the segments of a rollout. Values of the
+whole step (the tokens of highest covariance, weights that adapt) come as a column or as a setting, computed before the
 step (`rl_algos.policy_gradient.objective`).
 """
 
@@ -26,14 +26,10 @@ from typing import Literal
 
 import numpy as np
 
-from rl_algos.losses.aggregation import Aggregation
-from rl_algos.losses.entropy import EntropyBonus
-from rl_algos.losses.filters import Filters
 from rl_algos.losses.importance import ImportanceCorrection, importance_weights
-from rl_algos.losses.kl import KLPenalty
-from rl_algos.losses.sequences import by_sequence
-from rl_algos.losses.staleness import StalenessDecay
+from rl_algos.losses.mask import by_sequence
 from rl_algos.losses.surrogates import Clip, Surrogate
+from rl_algos.losses.terms import Aggregation, EntropyBonus, Filters, KLPenalty, StalenessDecay
 from rl_core.data.batch import Batch
 from rl_core.data.microbatch import PAIR
 from rl_core.model import ENTROPY, LOGPROBS, Read
@@ -68,8 +64,8 @@ class PolicyLoss:
         has_segments: A sequence may be several rows. Terms of whole sequences then read the column `pair`, the
             number of each row's sequence, which also keeps its rows in one microbatch.
         temperature: Sampling temperature.
-        token_filter: Filter of sampling; logprobs and entropy are those of the tokens that it keeps, and the
-            reference's are those of all tokens.
+        token_filter: Filter of sampling. Logprobs and entropy are normalised over the tokens that it keeps, and the
+            reference's logprobs over all tokens.
     """
 
     surrogate: Surrogate = _CLIP
@@ -91,8 +87,8 @@ class PolicyLoss:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """`loss_mask`, `generation_logprobs` `[tokens]`, `advantages` `[rows]` or `[tokens]`, and what the terms in use
-        compare with.
+        """`loss_mask`, `generation_logprobs` `[tokens]`, `advantages` `[rows]` or `[tokens]`, and further columns of
+        the terms in use.
         """
         prev = () if self.on_policy else ("prev_logprobs",)
         ref = ("ref_logprobs",) if self.kl else ()
@@ -123,7 +119,7 @@ class PolicyLoss:
         return of_surrogate or of_weights or filters or self.aggregation.denominator == "sequences"
 
     def totals(self, batch: Batch) -> Mapping[str, float]:
-        """`tokens` that train, `sequences` with at least one, and what else the terms in use are divided by."""
+        """Return `tokens` that train, `sequences` with at least one, and further divisors of the terms in use."""
         mask = by_sequence(batch, batch.ragged("loss_mask"))
         sampled = mask.sums()
         totals = {"tokens": float(sampled.sum()), "sequences": float(np.count_nonzero(sampled))}

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 
 from rl_algos.losses.mask import loss_mask
 from rl_core.data.batch import Batch
 from rl_core.data.microbatch import PAIR
-from rl_core.model import LOGPROBS, Read
+from rl_core.model import LOGPROBS, SCORES, Read
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class PairTerm:
         uses_reference: True if it compares with a reference policy; `beta` is then the weight of the KL divergence.
         averages: True if logprobs are always averaged over tokens.
         weight: Weight of the term; `sft_weight` has its own.
-        sft_weight: of the negative log-likelihood of the chosen response that belongs to it.
+        sft_weight: Weight of the negative log-likelihood of the chosen response that belongs to it.
     """
 
     name: ClassVar[str]
@@ -173,7 +173,7 @@ class PreferenceLoss:
         term: Term of a pair.
         weight: Weight of the term.
         average_logprobs: Average logprobs over the tokens of a response.
-        sft_weight: of the negative log-likelihood of the chosen response.
+        sft_weight: Weight of the negative log-likelihood of the chosen response.
         sft_average_logprobs: Average it over the response's tokens; otherwise it is their sum.
     """
 
@@ -193,7 +193,7 @@ class PreferenceLoss:
         return (PAIR, "is_chosen", "loss_mask", *reference)
 
     def totals(self, batch: Batch) -> Mapping[str, float]:
-        """`pairs`, of which each shard has whole ones."""
+        """Return the `pairs`; each shard has whole pairs."""
         loss_mask(batch)
         return {"pairs": num_pairs(batch)}
 
@@ -204,8 +204,9 @@ class KTOLoss:
     desirable response and the negative of it for an undesirable one.
 
     z is the reference point, an estimate of the KL divergence between policy and reference over the whole batch, which
-    no gradient goes through: it comes as the column `kl` `[rows]` and is computed before the step (`rl_algos.dpo.kto`).
-    The column `verdict` `[rows]` is 1 for a desirable response. At the first step the loss is half the mean weight.
+    no gradient goes through: it comes as the column `kl` `[rows]` and is computed before the step
+    (`rl_algos.dpo.algorithm`). The column `verdict` `[rows]` is 1 for a desirable response. At the first step the loss
+    is half the mean weight.
 
     Args:
         beta: Weight of the KL divergence.
@@ -227,13 +228,13 @@ class KTOLoss:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
 
     def totals(self, batch: Batch) -> Mapping[str, float]:
-        """`responses`."""
+        """Return the `responses`."""
         loss_mask(batch)
         return {"responses": float(len(batch))}
 
 
 def num_pairs(batch: Batch) -> float:
-    """Pairs of a batch of whole pairs.
+    """Count the pairs of a batch of whole pairs.
 
     Raises:
         ValueError: If a pair is torn apart, or has not one chosen and one rejected response.
@@ -250,3 +251,47 @@ def num_pairs(batch: Batch) -> float:
 def _smoothing(share: float) -> None:
     if not 0 <= share < 0.5:
         raise ValueError(f"label_smoothing must be at least 0 and below 0.5, got {share}")
+
+
+MarginUse = Literal["ignore", "subtract", "scale"]
+
+
+@dataclass(frozen=True)
+class BradleyTerryLoss:
+    """Mean over pairs of `-logsigmoid(s(c) - s(r))` (Bradley-Terry; arXiv:2203.02155).
+
+    Args:
+        margin: Use of the margin m of a pair: with `subtract` the term is `-logsigmoid(s(c) - s(r) - m)`
+            (Llama 2, arXiv:2307.09288), with `scale` it is `-m logsigmoid(s(c) - s(r))` (HelpSteer2-Preference,
+            arXiv:2410.01257).
+        center_weight: Weight of `(s(c) + s(r))^2`, which keeps scores near 0 (arXiv:2312.09244).
+    """
+
+    reads: ClassVar[tuple[Read, ...]] = (SCORES,)
+    temperature: ClassVar[float] = 1.0
+    margin: MarginUse = "ignore"
+    center_weight: float = 0.0
+    implementation: str = "rl_algos.torch.preference:compute_bradley_terry"
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """`pair`, `is_chosen` and, if it counts, `margin` `[rows]`."""
+        return (PAIR, "is_chosen") if self.margin == "ignore" else (PAIR, "is_chosen", "margin")
+
+    def totals(self, batch: Batch) -> Mapping[str, float]:
+        """Return the `pairs`; each shard has whole pairs."""
+        return {"pairs": num_pairs(batch)}
+
+
+@dataclass(frozen=True)
+class RegressionLoss:
+    """Mean over responses of `(s(y) - target)^2`, with the target in the column `verdict` `[rows]`."""
+
+    columns: ClassVar[tuple[str, ...]] = ("verdict",)
+    reads: ClassVar[tuple[Read, ...]] = (SCORES,)
+    temperature: ClassVar[float] = 1.0
+    implementation: str = "rl_algos.torch.preference:compute_regression"
+
+    def totals(self, batch: Batch) -> Mapping[str, float]:
+        """Return the `responses`."""
+        return {"responses": float(len(batch))}

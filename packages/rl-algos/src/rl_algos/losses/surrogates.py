@@ -4,7 +4,7 @@
 Notation, for token t of sequence i with n_i sampled tokens: `A` is its advantage, `logp` its logprob under the policy,
 `prev` its logprob before the step, `r = exp(logp - prev)` its ratio, `s = exp(mean of logp - prev over the sequence)`
 the ratio of its sequence, `clip(x) = min(max(x, 1 - clip_low), 1 + clip_high)`, and `sg` stops the gradient. Log-ratios
-are bounded to [-20, 20] before `exp`. `rl_algos.losses.aggregation` defines how token terms are added up and divided;
+are bounded to [-20, 20] before `exp`. `rl_algos.losses.terms` defines how token terms are added up and divided;
 each surrogate mentions the choice of its paper.
 """
 
@@ -16,7 +16,7 @@ from typing import ClassVar, Literal, Self, get_args
 import numpy as np
 from pydantic import Field, model_validator
 
-from rl_algos.losses.aggregation import AggregationName
+from rl_algos.losses.terms import AggregationName
 from rl_core.config import NamedConfig, Problem, ProblemError
 
 Level = Literal["token", "sequence"]
@@ -81,7 +81,7 @@ class Clip(DualClippedSurrogate):
 class GSPO(DualClippedSurrogate):
     """`max(-A s, -A clip(s))` with the ratio of the sequence (GSPO, arXiv:2507.18071); sequence mean.
 
-    The gradient is that of GSPO-token: `s` is taken as `sg(s) exp(logp - sg(logp))`, so that an advantage that
+    The gradient is the gradient of GSPO-token: `s` is taken as `sg(s) exp(logp - sg(logp))`, so that an advantage that
     differs by token acts on its own token. With one advantage per sequence both forms have the same gradient. With the
     aggregation `sequence-mean-token-sum` it is LUSPO (arXiv:2602.05261), which weighs a sequence by its length.
     """
@@ -176,7 +176,7 @@ class ClipCov(ClippedSurrogate):
         return self
 
     def chosen(self, covariance: np.ndarray, random: np.random.Generator) -> np.ndarray:
-        """bool `[tokens]`, the tokens left out, from the covariances of all sampled tokens of a step."""
+        """Return bool `[tokens]`, the tokens left out, from the covariances of all sampled tokens of a step."""
         candidates = np.flatnonzero((covariance >= self.low) & (covariance <= self.high))
         count = min(round(self.share * len(covariance)), len(candidates))
         is_chosen = np.zeros(len(covariance), dtype=bool)
@@ -188,7 +188,7 @@ class KLCov(Surrogate):
     """`-A r`, and `+ weight |logp - prev|` at the tokens of highest covariance (KL-Cov, arXiv:2505.22617);
     token mean.
 
-    The covariance is that of `ClipCov`; `share` of all sampled tokens, at least one, have the penalty.
+    See `ClipCov` for the covariance; `share` of all sampled tokens, at least one, have the penalty.
     """
 
     columns = ("high_covariance",)
@@ -200,7 +200,7 @@ class KLCov(Surrogate):
     """Weight of the penalty."""
 
     def chosen(self, covariance: np.ndarray, _random: np.random.Generator) -> np.ndarray:
-        """bool `[tokens]`, the tokens with the penalty, from the covariances of all sampled tokens of a step."""
+        """Return bool `[tokens]`, the tokens with the penalty, from the covariances of all sampled tokens of a step."""
         count = min(max(1, int(self.share * len(covariance))), len(covariance))
         is_chosen = np.zeros(len(covariance), dtype=bool)
         is_chosen[np.argsort(-covariance, kind="stable")[:count]] = True

@@ -1,4 +1,4 @@
-"""What is done with advantages whatever their estimator: by rollout, clipped, whitened."""
+"""Operations on the advantages of every estimator: by rollout, clipped, whitened."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rl_core.rollouts.group import LOSS_MASK, RolloutGroup
 
 
 def loss_masks(groups: Sequence[RolloutGroup]) -> Ragged:
-    """uint8 `[tokens]`, a row per rollout."""
+    """Return uint8 `[tokens]`, a row per rollout."""
     return whole_rollouts(Ragged.concat([group.columns.ragged(LOSS_MASK) for group in groups]), groups)
 
 
 def by_rollout(advantages: Advantages, groups: Sequence[RolloutGroup]) -> np.ndarray:
-    """`[rollouts]`: those of tokens as the mean over each rollout's sampled tokens, 0 without any."""
+    """Return `[rollouts]`: advantages of tokens as the mean over each rollout's sampled tokens, 0 without any."""
     if not isinstance(advantages, Ragged):
         return advantages
     mask = loss_masks(groups)
@@ -28,7 +28,7 @@ def by_rollout(advantages: Advantages, groups: Sequence[RolloutGroup]) -> np.nda
 
 
 def clip_advantages(advantages: Advantages, low: float | None, high: float | None) -> Advantages:
-    """Advantages bounded on either side; None leaves a side open."""
+    """Bound advantages on either side; None leaves a side open."""
     if low is None and high is None:
         return advantages
     if isinstance(advantages, Ragged):
@@ -37,8 +37,8 @@ def clip_advantages(advantages: Advantages, low: float | None, high: float | Non
 
 
 def whitened(values: np.ndarray, counts: np.ndarray, eps: float) -> np.ndarray:
-    """Values less their mean, over their deviation, each counted so many times; 0 for a count of 0, and for all if the
-    values are equal.
+    """Return values less their mean, over their deviation, each counted several times; 0 for a count of 0, and for all
+    if the values are equal.
 
     Args:
         values: float `[n]`.

@@ -9,11 +9,11 @@ from typing import Any
 from rl_algos.losses.custom import PATH, is_path, loss_class, unknown_name
 from rl_algos.losses.policy import PolicyLoss
 from rl_algos.losses.surrogates import SURROGATES, ClipCov, KLCov, Surrogate
-from rl_algos.policy_gradient.adaptive import AdaptiveEntropy, AdaptiveKL
-from rl_algos.policy_gradient.config import ObjectiveRoot
-from rl_algos.policy_gradient.loss_config import CustomLossConfig, LossConfig
-from rl_algos.policy_gradient.objective import Objective
-from rl_algos.policy_gradient.step_statistics import (
+from rl_algos.policy_gradient.config import CustomLossConfig, LossConfig, ObjectiveRoot
+from rl_algos.policy_gradient.objective import (
+    AdaptiveEntropy,
+    AdaptiveKL,
+    Objective,
     Statistic,
     high_covariance,
     high_entropy,
@@ -33,7 +33,7 @@ _DERIVED = ("temperature", "token_filter", "implementation")
 
 
 def loss_section(name: str | None) -> type[Config]:
-    """The type of `loss_fn`: the name of a loss and its settings.
+    """Return the type of `loss_fn`: the name of a loss and its settings.
 
     Raises:
         ValueError: If there is no such loss, or its class is not a loss.
@@ -47,7 +47,7 @@ def loss_section(name: str | None) -> type[Config]:
 
 
 def surrogate_section(name: str | None) -> type[Surrogate]:
-    """The type of `loss_fn.surrogate`: the surrogate itself.
+    """Return the type of `loss_fn.surrogate`: the surrogate itself.
 
     Raises:
         ValueError: If there is no such surrogate.
@@ -59,7 +59,7 @@ def surrogate_section(name: str | None) -> type[Surrogate]:
 
 
 def loss_of(config: ObjectiveRoot, algorithm: PolicyGradientConfig) -> Loss:
-    """The loss of a run.
+    """Return the loss of a run.
 
     Args:
         config: Resolved config of the run.
@@ -83,13 +83,13 @@ def objective_of(
     read_before: Collection[str] = (),
     weights: Weights | None = None,
 ) -> Objective:
-    """The loss of a run with what is computed once a step for it.
+    """Return the loss of a run with the computations that it needs once a step.
 
     Args:
         config: Resolved config of the run.
         algorithm: Config section of the algorithm.
-        read_before: Columns that its advantages read, of those that the policy gives before the update.
-        weights: Weights of the policy, whose version tells the age of rollouts; None if no step is taken with the loss.
+        read_before: Columns that its advantages read among the reads of the policy before the update.
+        weights: Weights of the policy, whose version gives the age of rollouts; None if no step is taken with the loss.
     """
     loss, settings = loss_of(config, algorithm), config.loss_fn
     statistics: dict[str, Statistic] = {}
@@ -118,7 +118,8 @@ def objective_of(
 
 
 def columns_of(config: ObjectiveRoot, algorithm: PolicyGradientConfig) -> frozenset[str]:
-    """Columns that the loss of a run reads; none of a loss that cannot be made, which the plugin's checks report."""
+    """Return the columns that the loss of a run reads; none for a loss that cannot be created, which the plugin's
+    checks report."""
     try:
         return objective_of(config, algorithm).columns
     except (ValueError, TypeError):
@@ -126,7 +127,8 @@ def columns_of(config: ObjectiveRoot, algorithm: PolicyGradientConfig) -> frozen
 
 
 def policy_loss(config: ObjectiveRoot, algorithm: PolicyGradientConfig, loss: LossConfig) -> PolicyLoss:
-    """The policy loss: the sections of its config that are in use, and what follows from the rest of the config."""
+    """Return the policy loss: the sections of its config in use, with values that follow from the rest of the
+    config."""
     on_policy = has_one_update(config, algorithm) and not needs_prev(loss)
     return PolicyLoss(
         surrogate=loss.surrogate,

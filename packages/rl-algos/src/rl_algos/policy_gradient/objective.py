@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
-from typing import Any, TypeVar
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 
 from rl_algos.losses.importance import LOG_RATIO_BOUND
-from rl_algos.losses.kl import KLPenalty
 from rl_algos.losses.policy import PolicyLoss
-from rl_algos.policy_gradient.adaptive import AdaptiveWeight
-from rl_algos.policy_gradient.step_statistics import Statistic, StepData
-from rl_core.config import Config
-from rl_core.data.batch import Batch
+from rl_algos.losses.terms import EntropyBonus, KLPenalty
+from rl_algos.rollouts.training.segments import ROLLOUT, to_rows
+from rl_core.data.batch import Batch, Column
 from rl_core.data.ragged import Ragged
 from rl_core.metrics import Metric
 from rl_core.model import COLLISION, ENTROPY, LOGPROBS, Loss, Model, Read
-from rl_core.rollouts.group import LOSS_MASK
+from rl_core.rollouts.group import LOSS_MASK, RolloutGroup
 from rl_core.weights import Weights
-
-T = TypeVar("T", bound=Config)
 
 READ_BEFORE: Mapping[str, Read] = {"prev_logprobs": LOGPROBS, "prev_entropy": ENTROPY, "prev_collision": COLLISION}
 """Reads of the policy before the update, by the columns that they become."""
 
 
 def kl_estimates(kl: KLPenalty, batch: Batch) -> Ragged:
-    """float64 `[tokens]`, the estimate of KL(policy || reference) at each sampled token, 0 elsewhere.
+    """Return float64 `[tokens]`, the estimate of KL(policy || reference) at each sampled token, 0 elsewhere.
 
     Args:
         kl: Estimator and clamps.
@@ -46,7 +44,7 @@ def kl_estimates(kl: KLPenalty, batch: Batch) -> Ragged:
 
 
 class Objective:
-    """The loss of a run, and what has to be computed once a step for it, on the driver.
+    """The loss of a run, with the computations that it needs once a step, on the driver.
 
     The usage loop::
 
@@ -57,11 +55,11 @@ class Objective:
         objective.observe(metrics_of(updates))
 
     Args:
-        loss: What a step minimises.
+        loss: Loss that a step minimises.
         statistics: Columns of the whole step by name, for a loss that reads them.
-        read_before: Columns that statistics and the estimator read, of those that `with_logprobs` adds.
-        weights: of the policy, whose version tells a loss with weights by age how old tokens are; then `loss` is a
-            `PolicyLoss`.
+        read_before: Columns that statistics and the estimator read among the columns that `with_logprobs` adds.
+        weights: Weights of the policy, whose version a loss with weights by age needs for the age of tokens; then
+            `loss` is a `PolicyLoss`.
         reward_kl: The KL penalty on rewards, None for none.
         kl_weight: The weight of the KL term, or of the penalty on rewards, if it adapts; then `loss` is a `PolicyLoss`.
         entropy_weight: The weight of the entropy bonus, if it adapts; likewise.
@@ -96,22 +94,22 @@ class Objective:
         if loss.staleness is not None and self._versions is not None:
             loss = dataclasses.replace(loss, weight_version=self._versions.version)
         if "kl_weight" in self._weights and loss.kl is not None:
-            loss = dataclasses.replace(loss, kl=_weighing(loss.kl, self._weights["kl_weight"]))
+            kl = loss.kl.model_copy(update={"weight": self._weights["kl_weight"].value})
+            loss = dataclasses.replace(loss, kl=kl)
         if "entropy_weight" in self._weights and loss.entropy_bonus is not None:
-            loss = dataclasses.replace(
-                loss, entropy_bonus=_weighing(loss.entropy_bonus, self._weights["entropy_weight"])
-            )
+            bonus = loss.entropy_bonus.model_copy(update={"weight": self._weights["entropy_weight"].value})
+            loss = dataclasses.replace(loss, entropy_bonus=bonus)
         return loss
 
     @property
     def columns(self) -> frozenset[str]:
-        """Columns that the loss, the penalty on rewards, statistics and the estimator read, beside those that
+        """Columns that the loss, the penalty on rewards, statistics and the estimator read, except the columns that
         `prepared` adds."""
         of_rewards = () if self._reward_kl is None else ("prev_logprobs", "ref_logprobs")
         return frozenset((*self._loss.columns, *of_rewards, *self._read_before)) - self._statistics.keys()
 
     def penalties(self, batch: Batch) -> Ragged | None:
-        """float64 `[tokens]`, what each sampled token takes from the reward, None if nothing does."""
+        """Return float64 `[tokens]`, what each sampled token takes from the reward, None without a penalty."""
         if self._reward_kl is None:
             return None
         estimates = kl_estimates(self._reward_kl, batch)
@@ -121,7 +119,7 @@ class Objective:
         return estimates.like(weight * estimates.values)
 
     def prepared(self, data: StepData) -> Batch:
-        """The batch with the columns of the whole step that the loss reads."""
+        """Return the batch with the columns of the whole step that the loss reads."""
         columns = {name: statistic(data) for name, statistic in self._statistics.items()}
         return data.batch.with_columns(columns) if columns else data.batch
 
@@ -129,8 +127,7 @@ class Objective:
         """Move the weights by the metrics of a step's updates.
 
         Returns:
-            What to report beside them: the penalty on rewards, the effective sample size, and the weights that were in
-            force.
+            Further metrics: the penalty on rewards, the effective sample size, and the weights during the step.
         """
         weights = {f"policy/{name}": weight.value for name, weight in self._weights.items()}
         reported = {**self._measured, **_effective_sample_size(metrics), **weights}
@@ -140,20 +137,22 @@ class Objective:
         return reported
 
     def state(self) -> Mapping[str, Any]:
-        """The weights that adapt."""
+        """Return the weights that adapt."""
         return {name: weight.state() for name, weight in self._weights.items()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from those weights; one that the state does not have, as after a change of the config, starts anew."""
+        """Continue from saved weights; a weight that the state does not have, as after a change of the config, starts
+        anew."""
         for name, weight in self._weights.items():
             if name in state:
                 weight.restore(state[name])
 
 
 def with_logprobs(batch: Batch, policy: Model, objective: Objective) -> Batch:
-    """The batch with what the objective asks for of the policy before the update, and with `ref_logprobs`.
+    """Add the columns that the objective reads from the policy before the update, and `ref_logprobs`.
 
-    Those of the policy are of the tokens that sampling keeps, as the loss reads them; those of the reference of all.
+    Logprobs of the policy are normalised over the tokens that sampling keeps, as the loss reads them; logprobs of the
+    reference over all tokens.
     """
     temperature, columns = objective.loss.temperature, objective.columns
     token_filter = next((read.token_filter for read in objective.loss.reads), None)
@@ -172,8 +171,8 @@ def with_logprobs(batch: Batch, policy: Model, objective: Objective) -> Batch:
 
 
 def _effective_sample_size(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """The share of the sampled tokens that as many tokens of the policy itself would be worth: with the importance
-    weights `w = exp(prev - generation)`, `(mean w)^2 / mean w^2`. Empty if the loss does not measure the weights.
+    """Return the effective sample size of importance sampling as a share of the sampled tokens: `(mean w)^2 / mean w^2`
+    with the weights `w = exp(prev - generation)`. Empty if the loss does not measure the weights.
     """
     if "mismatch/weight" not in metrics:
         return {}
@@ -181,10 +180,178 @@ def _effective_sample_size(metrics: Mapping[str, Metric]) -> dict[str, float]:
     return {"mismatch/effective_sample_size": mean**2 / square} if square else {}
 
 
-def _weighing(term: T, weight: AdaptiveWeight) -> T:
-    """The same term of the loss with the weight in force."""
-    return term.model_copy(update={"weight": weight.value})
-
-
 def _clamp(values: np.ndarray, bound: float | None) -> np.ndarray:
     return values if bound is None else np.clip(values, -bound, bound)
+
+
+class AdaptiveWeight(Protocol):
+    """A weight that follows a metric which it influences."""
+
+    @property
+    def value(self) -> float:
+        """Current weight."""
+        ...
+
+    @property
+    def watches(self) -> str:
+        """Name of the metric that it follows."""
+        ...
+
+    def observe(self, measured: float) -> None:
+        """Move by the measurement of a step."""
+        ...
+
+    def state(self) -> Mapping[str, Any]:
+        """Return the state from which `restore` continues."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved state."""
+        ...
+
+
+class AdaptiveKL:
+    """`weight (1 + clip(kl / target - 1, -0.2, 0.2) rollouts / horizon)` after each step (Ziegler et al.,
+    arXiv:1909.08593).
+
+    Args:
+        kl: Initial weight, target and horizon.
+        rollouts_per_step: Number of rollouts of a step.
+    """
+
+    watches = "policy/kl"
+
+    def __init__(self, kl: KLPenalty, *, rollouts_per_step: int) -> None:
+        assert kl.target is not None
+        self.value = kl.weight
+        self._target = kl.target
+        self._rate = rollouts_per_step / kl.horizon
+
+    def observe(self, measured: float) -> None:
+        """Increase above the target, and decrease below it."""
+        self.value *= 1 + float(np.clip(measured / self._target - 1, -0.2, 0.2)) * self._rate
+
+    def state(self) -> Mapping[str, Any]:
+        """Return the weight."""
+        return {"weight": self.value}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved weight."""
+        self.value = state["weight"]
+
+
+class AdaptiveEntropy:
+    """A weight that increases by a step below the target entropy and decreases above it, not below 0, and which is 0
+    above it (Skywork-OR1, arXiv:2505.22312).
+
+    Args:
+        bonus: Initial weight, target and change of the weight.
+    """
+
+    watches = "policy/entropy"
+
+    def __init__(self, bonus: EntropyBonus) -> None:
+        assert bonus.target is not None
+        self._weight = bonus.weight
+        self._target = bonus.target
+        self._step = bonus.weight_step
+        self._is_below = True
+
+    @property
+    def value(self) -> float:
+        """Current weight; 0 while the last measured entropy is above the target."""
+        return self._weight if self._is_below else 0.0
+
+    def observe(self, measured: float) -> None:
+        """Increase below the target, and decrease above it."""
+        self._is_below = measured <= self._target
+        self._weight = max(0.0, self._weight + (self._step if measured < self._target else -self._step))
+
+    def state(self) -> Mapping[str, Any]:
+        """Return the weight, and whether it applies."""
+        return {"weight": self._weight, "is_below": self._is_below}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved weight."""
+        self._weight, self._is_below = state["weight"], state["is_below"]
+
+
+@dataclass(frozen=True)
+class StepData:
+    """Data of a whole step that a statistic may be computed from.
+
+    Args:
+        step: Number of the step.
+        groups: Groups trained on.
+        batch: Batch of the rollouts, with advantages and logprobs.
+    """
+
+    step: int
+    groups: Sequence[RolloutGroup]
+    batch: Batch
+
+
+Statistic = Callable[[StepData], Column]
+"""A column that needs all rows of a step."""
+
+
+class CovarianceSurrogate(Protocol):
+    """A surrogate that treats some tokens of high covariance differently."""
+
+    def chosen(self, covariance: np.ndarray, random: np.random.Generator) -> np.ndarray:
+        """Return bool `[tokens]`, True at these tokens among all sampled tokens of a step."""
+        ...
+
+
+def high_covariance(surrogate: CovarianceSurrogate, seed: int) -> Statistic:
+    """Return a statistic, uint8 `[tokens]`: 1 at the tokens that the surrogate chooses by `(prev - mean prev) (A - mean
+    A)`, means over all sampled tokens of the step (arXiv:2505.22617).
+
+    Args:
+        surrogate: Surrogate that chooses tokens by covariance: Clip-Cov or KL-Cov.
+        seed: Seed of a random choice, together with the number of the step.
+    """
+
+    def statistic(data: StepData) -> Column:
+        mask = data.batch.ragged(LOSS_MASK)
+        is_sampled = mask.values > 0
+        prev = data.batch.ragged("prev_logprobs").values[is_sampled].astype(np.float64)
+        advantages = data.batch["advantages"]
+        by_token = advantages.values if isinstance(advantages, Ragged) else np.repeat(advantages, mask.lengths)
+        own = by_token[is_sampled].astype(np.float64)
+        chosen = np.zeros(len(is_sampled), dtype=np.uint8)
+        if len(own):
+            covariance = (prev - prev.mean()) * (own - own.mean())
+            chosen[is_sampled] = surrogate.chosen(covariance, np.random.default_rng((seed, data.step)))
+        return mask.like(chosen)
+
+    return statistic
+
+
+def high_entropy(share: float) -> Statistic:
+    """Return a statistic, uint8 `[tokens]`: 1 at the share of the step's sampled tokens with the highest entropy of the
+    policy before the update (arXiv:2506.01939); tokens that tie with the last of them count too."""
+
+    def statistic(data: StepData) -> Column:
+        mask = data.batch.ragged(LOSS_MASK)
+        is_sampled = mask.values > 0
+        entropy = data.batch.ragged("prev_entropy").values[is_sampled]
+        chosen = np.zeros(len(is_sampled), dtype=np.uint8)
+        if len(entropy):
+            place = len(entropy) - math.ceil(share * len(entropy))
+            chosen[is_sampled] = entropy >= np.partition(entropy, place)[place]
+        return mask.like(chosen)
+
+    return statistic
+
+
+def positive_examples(data: StepData) -> Column:
+    """Return uint8 `[rows]`, 1 for rollouts with a reward above 0 from their environment."""
+    # A failed rollout has the reward NaN, which is not above 0.
+    positive: np.ndarray = np.concatenate([group.rewards() for group in data.groups]) > 0
+    return to_rows(data.batch, positive.astype(np.uint8))
+
+
+def rollouts_of_rows(data: StepData) -> Column:
+    """Return int64 `[rows]`, the number of each row's rollout."""
+    return data.batch.array(ROLLOUT)

@@ -62,12 +62,7 @@ class PPOConfig(PolicyGradientConfig):
 class PPORoot(ObjectiveRoot, Protocol):
     """The resolved config of a PPO run, as far as PPO reads it."""
 
-    @property
-    def ppo(self) -> PPOConfig:
-        """Settings of the loop."""
-        ...
-
-    @property
-    def value(self) -> ModelConfig:
-        """The critic."""
-        ...
+    ppo: PPOConfig
+    """Settings of the loop."""
+    value: ModelConfig
+    """The critic."""

@@ -1,4 +1,10 @@
-"""Advantages and returns of a step, from its rewards and the critic's values."""
+"""Advantages and returns of a step, from its rewards and the critic's values.
+
+They are estimated by generalised advantage estimation (GAE, arXiv:1506.02438) on rows of tokens. The policy acts at the
+tokens that it sampled, under `loss_mask`. The tokens between two turns (observations of the environment) are part of
+the step from the last token of one turn to the first token of the next: they are skipped, neither discounted nor
+valued.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +15,6 @@ import numpy as np
 
 from rl_algos.policy_gradient.advantages import clip_advantages, whitened
 from rl_algos.ppo.config import PPOConfig
-from rl_algos.ppo.gae import gae, length_adaptive_lambda, reward_at_last
 from rl_algos.rollouts.training.rewards import trained_rewards
 from rl_algos.rollouts.training.segments import rows_by_rollout, token_rows, whole_rollouts
 from rl_core.data.batch import Batch
@@ -21,7 +26,7 @@ _EPS = 1e-8
 
 
 @dataclass(frozen=True)
-class Values:
+class CriticValues:
     """The critic's values before the step.
 
     Args:
@@ -33,43 +38,39 @@ class Values:
     last: np.ndarray
 
 
-@dataclass(frozen=True)
-class Estimates:
-    """Results for the sampled tokens, 0 at all others, with a row per rollout.
-
-    Args:
-        advantages: float64 `[tokens]`, what the policy learns from.
-        returns: float64 `[tokens]`, what the critic learns.
-    """
-
-    advantages: Ragged
-    returns: Ragged
-
-
-def values_of(batch: Batch, groups: Sequence[RolloutGroup], critic: Model, config: PPOConfig) -> Values:
-    """The critic's values of a batch of all rollouts of the groups."""
+def values_of(batch: Batch, groups: Sequence[RolloutGroup], critic: Model, config: PPOConfig) -> CriticValues:
+    """Return the critic's values of a batch of all rollouts of the groups."""
     goes_on = np.array([status == "truncated" for group in groups for status in group.rollouts.status])
     if not config.bootstrap_truncated:
-        return Values(critic.infer(batch, [VALUES]).ragged(VALUES.name), np.zeros(len(goes_on)))
-    # a rollout ends with a token that was sampled, so that the last state is that after the last action
+        return CriticValues(critic.infer(batch, [VALUES]).ragged(VALUES.name), np.zeros(len(goes_on)))
+    # A rollout ends with a token that was sampled, so its last state follows the last action.
     found = critic.infer(batch, [VALUES, SCORES])
     after_rows = found.array(SCORES.name)
     last_rows = rows_by_rollout(batch).offsets[1:] - 1
-    return Values(found.ragged(VALUES.name), np.where(goes_on, after_rows[last_rows], 0.0))
+    return CriticValues(found.ragged(VALUES.name), np.where(goes_on, after_rows[last_rows], 0.0))
 
 
 def estimates_of(
-    batch: Batch, groups: Sequence[RolloutGroup], values: Values, config: PPOConfig, *, penalties: Ragged | None = None
-) -> Estimates:
-    """Advantages by GAE with the policy's lambda, and returns `A + V` with the critic's (decoupled GAE of VAPO,
+    batch: Batch,
+    groups: Sequence[RolloutGroup],
+    values: CriticValues,
+    config: PPOConfig,
+    *,
+    penalties: Ragged | None = None,
+) -> tuple[Ragged, Ragged]:
+    """Return advantages by GAE with the policy's lambda, and returns `A + V` with the critic's (decoupled GAE of VAPO,
     arXiv:2504.05118). The segments of a rollout follow one another as its turns do.
 
     Args:
         batch: Batch of all rollouts of the groups.
         groups: Groups of the step, in the order of the batch.
-        values: Values of the critic before the step.
+        values: CriticValues of the critic before the step.
         config: Config section of the algorithm, with `gamma` and the lambdas.
         penalties: `[tokens]`, by rows of the batch, what each sampled token takes from the reward; None for nothing.
+
+    Returns:
+        The advantages that the policy learns from, and the returns that the critic learns, with a row per rollout:
+        float64 `[tokens]`, 0 at tokens that were not sampled.
     """
     mask, before = whole_rollouts(batch.ragged(LOSS_MASK), groups), whole_rollouts(values.before, groups)
     penalties = None if penalties is None else whole_rollouts(penalties, groups)
@@ -86,20 +87,20 @@ def estimates_of(
         of_policy = mask.like(whitened(of_policy.values, mask.values, _EPS))
     clipped = clip_advantages(of_policy, config.advantage_clip_low, config.advantage_clip_high)
     assert isinstance(clipped, Ragged)
-    return Estimates(clipped, mask.like(returns))
+    return clipped, mask.like(returns)
 
 
-def with_returns(batch: Batch, values: Values, estimates: Estimates) -> Batch:
-    """The batch with what the critic learns, `returns`, and its `values` before the step; float32 `[tokens]`."""
-    returns = estimates.returns.like(estimates.returns.values.astype(np.float32))
-    return batch.with_columns({"values": values.before, "returns": token_rows(batch, returns)})
+def with_returns(batch: Batch, values: CriticValues, returns: Ragged) -> Batch:
+    """Return the batch with the critic's targets, `returns`, and its `values` before the step; float32 `[tokens]`."""
+    single = returns.like(returns.values.astype(np.float32))
+    return batch.with_columns({"values": values.before, "returns": token_rows(batch, single)})
 
 
-def value_metrics(batch: Batch, values: Values, estimates: Estimates) -> dict[str, float]:
-    """Means over the sampled tokens of values and returns, and the share of the returns' variance that the values
-    explain: `1 - var(R - V) / var(R)`, 0 if the returns are all equal."""
+def value_metrics(batch: Batch, values: CriticValues, returns: Ragged) -> dict[str, float]:
+    """Return the means of values and returns over the sampled tokens, and the share of the returns' variance that the
+    values explain: `1 - var(R - V) / var(R)`, 0 if the returns are all equal."""
     sampled = batch.ragged(LOSS_MASK).values > 0
-    value, target = values.before.values[sampled].astype(np.float64), estimates.returns.values[sampled]
+    value, target = values.before.values[sampled].astype(np.float64), returns.values[sampled]
     if not len(value):
         return {}
     variance = float(target.var())
@@ -109,3 +110,89 @@ def value_metrics(batch: Batch, values: Values, estimates: Estimates) -> dict[st
         "critic/return_mean": float(target.mean()),
         "critic/explained_variance": explained,
     }
+
+
+def gae(
+    rewards: Ragged,
+    values: Ragged,
+    loss_mask: Ragged,
+    *,
+    last_values: np.ndarray,
+    gamma: float,
+    lam: float | np.ndarray,
+) -> Ragged:
+    """Return `A_t = sum over k of (gamma lambda)^k d_{t+k}` with `d_t = r_t + gamma V_{t+1} - V_t`, t and t + 1 being
+    consecutive sampled tokens of a row.
+
+    Args:
+        rewards: `[tokens]`, r, at sampled tokens.
+        values: `[tokens]`, V, the critic's value of the state before each token.
+        loss_mask: `[tokens]`, 1 on sampled tokens.
+        last_values: `[rows]`, V after the last sampled token: 0 for a row that has ended.
+        gamma: Discount.
+        lam: Lambda, of all rows or `[rows]`.
+
+    Returns:
+        float64 `[tokens]`, 0 off the mask.
+    """
+    sampled = np.flatnonzero(loss_mask.values > 0)
+    row = np.repeat(np.arange(len(loss_mask)), loss_mask.lengths)[sampled]
+    value = values.values[sampled].astype(np.float64)
+    is_last = np.append(row[1:] != row[:-1], True)[: len(row)]
+    following = np.where(is_last, last_values[row], np.append(value[1:], 0.0)[: len(row)])
+    differences = rewards.values[sampled] + gamma * following - value
+    advantages = np.zeros(len(loss_mask.values))
+    advantages[sampled] = _discounted_sums(differences, row, gamma * np.broadcast_to(lam, len(loss_mask)))
+    return loss_mask.like(advantages)
+
+
+def reward_at_last(rewards: np.ndarray, loss_mask: Ragged, penalties: Ragged | None = None) -> Ragged:
+    """Return float64 `[tokens]`, the reward of each row at its last sampled token, less the penalties of all tokens.
+
+    Args:
+        rewards: float `[rows]`; a row without sampled tokens counts for nothing.
+        loss_mask: `[tokens]`, 1 on sampled tokens.
+        penalties: `[tokens]`, what each sampled token takes from the reward; None for nothing.
+    """
+    by_token = np.zeros(len(loss_mask.values))
+    sampled = np.flatnonzero(loss_mask.values > 0)
+    if penalties is not None:
+        by_token[sampled] = -penalties.values[sampled]
+    row = np.repeat(np.arange(len(loss_mask)), loss_mask.lengths)[sampled]
+    is_last = np.append(row[1:] != row[:-1], True)[: len(row)]
+    by_token[sampled[is_last]] += rewards[row[is_last]]
+    return loss_mask.like(by_token)
+
+
+def length_adaptive_lambda(lengths: np.ndarray, alpha: float) -> np.ndarray:
+    """Return `max(0, 1 - 1 / (alpha l))` for rows of l sampled tokens (VAPO, arXiv:2504.05118): the weights of all
+    differences add up to about `alpha l`, a share of the row regardless of its length. 0 for rows without any.
+
+    Args:
+        lengths: int `[rows]`, sampled tokens.
+        alpha: Approximate share of a row's tokens that the weights add up to; above 0.
+    """
+    lam: np.ndarray = np.maximum(0.0, 1 - 1 / (alpha * np.maximum(lengths, 1)))
+    return lam
+
+
+def _discounted_sums(terms: np.ndarray, row: np.ndarray, factors: np.ndarray) -> np.ndarray:
+    """Return `[terms]`, `sum over k of factor^k x_{t+k}` within each row.
+
+    Sums are doubled: a sum over 2n terms is the sum over n terms, plus the sum over the next n terms times factor^n, so
+    that a row of a million terms takes twenty passes over the array.
+
+    Args:
+        terms: `[terms]`, the terms of all rows, end to end.
+        row: int `[terms]`, row of each term, ascending.
+        factors: `[rows]`, discount factor of each row.
+    """
+    sums = terms.copy()
+    ends = np.searchsorted(row, row, side="right")
+    remaining = ends - np.arange(len(row))
+    power, span = factors[row].astype(np.float64), 1
+    while np.any(reaches := remaining > span):
+        at = np.flatnonzero(reaches)
+        sums[at] += power[at] * sums[at + span]
+        power, span = power * power, 2 * span
+    return sums

@@ -3,16 +3,19 @@ over several passes."""
 
 from __future__ import annotations
 
-from rl_algos.losses.value import ValueLoss
+from rl_algos.losses.tokens import ValueLoss
 from rl_algos.policy_gradient.advantages import by_rollout
-from rl_algos.policy_gradient.objective import Objective, with_logprobs
-from rl_algos.policy_gradient.step_statistics import StepData
-from rl_algos.ppo.config import PPOConfig
+from rl_algos.policy_gradient.loss import objective_of
+from rl_algos.policy_gradient.objective import Objective, StepData, with_logprobs
+from rl_algos.ppo.config import PPOConfig, PPORoot
 from rl_algos.ppo.estimates import estimates_of, value_metrics, values_of, with_returns
+from rl_algos.rollouts.algorithm import RolloutAlgorithm
 from rl_algos.rollouts.driver.steps import RolloutSteps
+from rl_algos.rollouts.setup import steps_of
 from rl_algos.rollouts.training.batch import build_batch, shuffled_minibatches, with_advantages
 from rl_algos.rollouts.training.metrics import rollout_metrics, training_metrics
 from rl_core.model import Model
+from rl_core.run import Components, Run
 
 
 def train(
@@ -29,7 +32,7 @@ def train(
 
     Args:
         config: Config section of the algorithm.
-        objective: Objective of the policy, as in GRPO.
+        objective: Objective of the policy; see GRPO.
         policy: Policy to train.
         critic: Critic to train, which predicts the return from the state before each token.
         steps: Rollouts of each step, weight sync, validation and checkpoints.
@@ -44,14 +47,15 @@ def train(
             values = values_of(batch, groups, critic, config)
         with run.phase("logprobs"):
             batch = with_logprobs(batch, policy, objective)
-        estimates = estimates_of(batch, groups, values, config, penalties=objective.penalties(batch))
+        penalties = objective.penalties(batch)
+        advantages, returns = estimates_of(batch, groups, values, config, penalties=penalties)
         passes, seed = config.num_ppo_epochs, (config.seed, step)
         with run.phase("critic_training"):
-            learned = with_returns(batch, values, estimates)
+            learned = with_returns(batch, values, returns)
             minibatches = shuffled_minibatches(learned, critic_rows, passes=passes, seed=seed)
             of_critic = [critic.train_step(minibatch, value_loss) for minibatch in minibatches]
         run.record(step, training_metrics(of_critic, prefix="critic"))
-        batch = with_advantages(batch, estimates.advantages)
+        batch = with_advantages(batch, advantages)
         if step > config.critic_warmup_steps:
             batch = objective.prepared(StepData(step, groups, batch))
             loss = objective.loss
@@ -63,6 +67,21 @@ def train(
             metrics = training_metrics(of_policy)
             run.record(step, {**metrics, **objective.observe(metrics)})
         steps.sync(step, batch)
-        run.record(step, value_metrics(batch, values, estimates))
-        run.record(step, rollout_metrics(groups, estimates.advantages))
-        run.record_rollouts(step, [*groups, *aside], by_rollout(estimates.advantages, groups), batch=batch)
+        run.record(step, value_metrics(batch, values, returns))
+        run.record(step, rollout_metrics(groups, advantages))
+        run.record_rollouts(step, [*groups, *aside], by_rollout(advantages, groups), batch=batch)
+
+
+class PPO(RolloutAlgorithm[PPORoot]):
+    """Proximal policy optimization with a critic."""
+
+    def run(self, config: PPORoot, components: Components, run: Run) -> None:
+        train(
+            config.ppo,
+            objective_of(config, config.ppo, weights=components.weights),
+            policy=components.models["policy"],
+            critic=components.models["critic"],
+            steps=steps_of(config, components, run),
+            policy_rows=config.policy.train_global_batch_size,
+            critic_rows=config.value.train_global_batch_size,
+        )

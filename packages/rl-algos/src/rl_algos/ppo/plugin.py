@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from rl_algos.losses.custom import loss_requirements
-from rl_algos.policy_gradient.loss_checks import loss_problems
-from rl_algos.policy_gradient.plugin import loss_fn_section, policy_need
+from rl_algos.policy_gradient.plugin import loss_fn_section, loss_problems, policy_need
 from rl_algos.ppo.config import PPOConfig, PPORoot
 from rl_algos.rollouts.checks import length_problem, minibatch_problem, reward_problems
 from rl_algos.rollouts.plugin import rollout_algorithm
@@ -16,7 +15,7 @@ from rl_core.plugins import ModelNeed, TrainingDefaults, WrittenValues
 
 
 def models(config: PPORoot) -> dict[str, ModelNeed]:
-    """Policy and critic, which both train."""
+    """Return the policy and the critic, which both train."""
     critic = ModelSpec(role="critic", seed=config.ppo.seed)
     return {
         "policy": policy_need(config, config.ppo),
@@ -24,42 +23,28 @@ def models(config: PPORoot) -> dict[str, ModelNeed]:
     }
 
 
-def check(config: PPORoot) -> Iterable[Problem]:
-    """Yield problems of the whole resolved config, in addition to those of its rollouts."""
-    yield from reward_problems(config.ppo)
-    yield from loss_problems(config, config.ppo)
-    yield from _critic(config)
-    yield from _estimates(config.ppo)
-
-
-def _critic(config: PPORoot) -> Iterator[Problem]:
-    yield from minibatch_problem(config, "value.train_global_batch_size", config.value.train_global_batch_size)
-    yield from length_problem(config, "value", config.value.max_total_sequence_length)
-    if config.ppo.critic_warmup_steps >= config.ppo.max_num_steps:
-        yield Problem(
-            "ppo.critic_warmup_steps",
-            f"must be less than ppo.max_num_steps ({config.ppo.max_num_steps}), or no step would train the policy",
-            got=config.ppo.critic_warmup_steps,
-        )
-
-
-def _estimates(ppo: PPOConfig) -> Iterator[Problem]:
+def check(config: PPORoot) -> Iterator[Problem]:
+    """Yield problems of the whole resolved config, in addition to problems of its rollouts."""
+    ppo, value = config.ppo, config.value
+    yield from reward_problems(ppo)
+    yield from loss_problems(config, ppo)
+    yield from minibatch_problem(ppo, "value.train_global_batch_size", value.train_global_batch_size)
+    yield from length_problem(config.policy, "value", value.max_total_sequence_length)
+    if ppo.critic_warmup_steps >= ppo.max_num_steps:
+        reason = f"must be less than ppo.max_num_steps ({ppo.max_num_steps}), or no step would train the policy"
+        yield Problem("ppo.critic_warmup_steps", reason, got=ppo.critic_warmup_steps)
     if ppo.use_dynamic_sampling and ppo.num_generations_per_prompt < 2:
-        yield Problem(
-            "ppo.use_dynamic_sampling",
-            "needs at least 2 rollouts per prompt to compare",
-            got=True,
-            remedy="Set ppo.num_generations_per_prompt to 2 or more, or remove this key",
-        )
+        remedy = "Set ppo.num_generations_per_prompt to 2 or more, or remove this key"
+        reason = "needs at least 2 rollouts per prompt to compare"
+        yield Problem("ppo.use_dynamic_sampling", reason, got=True, remedy=remedy)
     is_set = ppo.gae_lambda != PPOConfig.model_fields["gae_lambda"].default
     if is_set and ppo.length_adaptive_alpha is not None and ppo.critic_gae_lambda is not None:
-        yield Problem.unused(
-            "ppo.gae_lambda", "with length_adaptive_alpha and critic_gae_lambda, which set both lambdas"
-        )
+        because = "with length_adaptive_alpha and critic_gae_lambda, which set both lambdas"
+        yield Problem.unused("ppo.gae_lambda", because)
 
 
 def training_defaults(written: WrittenValues) -> dict[str, TrainingDefaults]:
-    """Four updates a step where its rollouts divide by four, and a critic that learns faster than the policy."""
+    """Return four updates a step if its rollouts divide by four, and a critic that learns faster than the policy."""
     rollouts = PPOConfig.rollouts_written(written)
     rows = rollouts if rollouts % 4 else rollouts // 4
     return {
@@ -71,7 +56,7 @@ def training_defaults(written: WrittenValues) -> dict[str, TrainingDefaults]:
 PLUGIN = rollout_algorithm(
     "ppo",
     sections={"ppo": PPOConfig, "loss_fn": loss_fn_section},
-    implementation="rl_algos.ppo.algorithm:PPO",
+    implementation="rl_algos.ppo.loop:PPO",
     models=models,
     training_defaults=training_defaults,
     reads_filtered=True,

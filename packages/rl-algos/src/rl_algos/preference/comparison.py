@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import combinations
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from rl_algos.data.example import Example, Response
+from rl_algos.data.rows.example import Example, Response
 from rl_core.errors import DataError
 
 Pairing = Literal["best-worst", "all"]
 Verdict = Literal["label", "score"]
 
 
-@dataclass(frozen=True)
-class Comparison:
+class Comparison(NamedTuple):
     """Two responses to one conversation.
 
     Args:
-        better, worse: of them.
-        margin: How much it is better; None if it is not known.
+        better: Better response.
+        worse: Worse response.
+        margin: Difference of their scores, or as the data has it; None if it is not known.
     """
 
     better: Response
@@ -28,14 +27,14 @@ class Comparison:
 
 
 def comparisons(example: Example, pairing: Pairing) -> list[Comparison]:
-    """The responses paired, a better one with a worse one; none if all are equally good.
+    """Pair responses, a better one with a worse one; return no pair if all are equally good.
 
     Args:
         example: Example whose responses all have a rank or all have a score.
-        pairing: `best-worst` pairs the best with the worst; `all` pairs every two, of which one is better.
+        pairing: `best-worst` pairs the best with the worst; `all` forms every pair in which one is better.
 
     Raises:
-        DataError: If there are fewer than two responses, or nothing says which is better.
+        DataError: If there are fewer than two responses, or they have no order.
     """
     responses = example.responses
     if len(responses) < 2:
@@ -54,10 +53,10 @@ def comparisons(example: Example, pairing: Pairing) -> list[Comparison]:
 
 
 def verdicts(example: Example, by: Verdict) -> list[tuple[Response, float]]:
-    """Each response with its label, 1 for a good one and 0 for a bad one, or with its score.
+    """Return each response with its label, 1 for a good one and 0 for a bad one, or with its score.
 
-    Responses that are compared and not labelled count as good if they are the better one of a pair, and as bad if they
-    are the worse one (KTO, arXiv:2402.01306, on data of pairs).
+    Responses without a label count as good if they are the better one of a pair, and as bad if they are the worse one
+    (KTO, arXiv:2402.01306, on data of pairs).
 
     Raises:
         DataError: If a response has no such verdict.
@@ -68,7 +67,13 @@ def verdicts(example: Example, by: Verdict) -> list[tuple[Response, float]]:
             "that returns Example(messages, responses=...)"
         )
     if by == "score":
-        return [(response, _known_score(response)) for response in example.responses]
+        scores = [response.score for response in example.responses]
+        known = [score for score in scores if score is not None]
+        if len(known) < len(scores):
+            raise DataError(
+                "a response has no `score`, which regression learns to predict. Add `completion` and `score`"
+            )
+        return list(zip(example.responses, known, strict=True))
     if all(response.is_desirable is not None for response in example.responses):
         return [(response, float(bool(response.is_desirable))) for response in example.responses]
     if len(example.responses) < 2:
@@ -78,7 +83,7 @@ def verdicts(example: Example, by: Verdict) -> list[tuple[Response, float]]:
 
 
 def _places(responses: tuple[Response, ...]) -> list[float]:
-    """The place of each response, lower is better."""
+    """Return the place of each response, lower is better."""
     ranks = [response.rank for response in responses if response.rank is not None]
     if len(ranks) == len(responses):
         return ranks
@@ -92,9 +97,3 @@ def _margin(example: Example, better: Response, worse: Response) -> float | None
     if example.margin is not None and len(example.responses) == 2:
         return example.margin
     return None if better.score is None or worse.score is None else better.score - worse.score
-
-
-def _known_score(response: Response) -> float:
-    if response.score is None:
-        raise DataError("a response has no `score`, which regression learns to predict. Add `completion` and `score`")
-    return response.score

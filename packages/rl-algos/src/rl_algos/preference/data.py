@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
-from rl_algos.data.config import DataConfig, DataRoot, DatasetConfig
-from rl_algos.data.example import Example
-from rl_algos.data.examples import Dataset, Datasets, load_examples
-from rl_algos.data.lazily import RowMapping
-from rl_algos.data.learned_flags import check_columns
-from rl_algos.data.preference import preference
+from rl_algos.data.config import DataConfig, DatasetConfig
+from rl_algos.data.examples import Dataset, Datasets
 from rl_algos.data.preview import RowReader, Text, UnusedRow
-from rl_algos.data.row_images import check_placed
-from rl_algos.preference.comparison import Comparison, Pairing, Verdict, comparisons, verdicts
+from rl_algos.data.rows.example import Example
+from rl_algos.data.rows.lazily import RowMapping
+from rl_algos.data.rows.learned_flags import check_columns, without_flags
+from rl_algos.data.rows.preference import preference
+from rl_algos.images.row_images import check_placed
+from rl_algos.preference.comparison import Pairing, Verdict, comparisons, verdicts
 from rl_algos.preference.config import PreferenceConfig, PreferenceRoot
-from rl_algos.preference.encoding import EncodedResponse, encode_response
-from rl_algos.preference.rows import JudgedRow, PairRow
+from rl_algos.preference.rows import EncodedResponse, JudgedRow, PairRow
+from rl_algos.sft.conversation import encode_conversation
 from rl_algos.special_tokens import warn_of_special_tokens
 from rl_algos.supervised.data import SupervisedData, longest_row, row_limit, supervised_data
 from rl_algos.tokenizer import require_chat_template
 from rl_core.errors import DataError
-from rl_core.images import image_refs
+from rl_core.images import image_digests, image_refs
+from rl_core.rollouts.rollout import Message
 
 _log = logging.getLogger(__name__)
 
@@ -31,12 +33,6 @@ T = TypeVar("T")
 
 PreferenceData: TypeAlias = SupervisedData[PairRow] | SupervisedData[JudgedRow]
 """Rows to train and validate on: pairs, or single responses with a verdict."""
-
-
-def load(config: DataRoot) -> Datasets:
-    """All data that the `data` section names, by the processor `preference` if a dataset names none; raises as
-    `rl_algos.data.examples.load_examples`."""
-    return load_examples(config, default=preference)
 
 
 def preference_data(
@@ -54,34 +50,30 @@ def preference_data(
         config: Resolved config of the run.
         section: Config section of the algorithm.
         tokenizer: Tokenizer from `rl_algos.tokenizer.load_tokenizer`.
-        datasets: Datasets from `load`.
+        datasets: Datasets of the run.
         by: Verdict on single responses; None for pairs.
         needs_margin: True to refuse pairs without a margin.
 
     Raises:
-        DataError: Naming dataset and row, and the remedy.
+        DataError: With dataset and row, and the remedy.
         ConfigError: If the tokenizer has no chat template.
     """
     require_chat_template(tokenizer)
     data, policy = config.data, config.policy
     limit = longest_row(data, policy)
 
-    def judged(dataset: Dataset) -> Sequence[JudgedRow]:
-        assert by is not None
-        return judged_rows(dataset, data, tokenizer, limit, by=by)
-
-    def paired(dataset: Dataset) -> Sequence[PairRow]:
-        return pair_rows(dataset, data, tokenizer, limit, pairing=section.pairing, needs_margin=needs_margin)
-
-    if by is None:
-        return supervised_data(section, data, policy, datasets, paired)
-    return supervised_data(section, data, policy, datasets, judged)
+    if by is not None:
+        judged = partial(judged_rows, data=data, tokenizer=tokenizer, limit=limit, by=by)
+        return supervised_data(section, data, policy, datasets, judged)
+    pairing = section.pairing
+    paired = partial(pair_rows, data=data, tokenizer=tokenizer, limit=limit, pairing=pairing, needs_margin=needs_margin)
+    return supervised_data(section, data, policy, datasets, paired)
 
 
 def preference_reader(
     config: PreferenceRoot, section: PreferenceConfig, *, by: Verdict | None, needs_margin: bool
 ) -> RowReader:
-    """How an algorithm reads its rows, to look at them; see `preference_data` for the arguments."""
+    """Return the reader of the rows of an algorithm; see `preference_data` for the arguments."""
 
     def encode(tokenizer: Any, example: Example, _settings: DatasetConfig) -> list[Text]:
         if by is not None:
@@ -110,7 +102,7 @@ def _text(title: str, response: EncodedResponse, example: Example) -> Text:
 def pair_rows(
     dataset: Dataset, data: DataConfig, tokenizer: Any, limit: int, *, pairing: Pairing, needs_margin: bool = False
 ) -> Sequence[PairRow]:
-    """Pairs of responses, one better than the other, of which neither is longer than `limit` tokens.
+    """Return pairs of responses, one better than the other and both with at most `limit` tokens.
 
     Args:
         dataset: Dataset whose examples have several responses.
@@ -121,11 +113,9 @@ def pair_rows(
         needs_margin: True to refuse pairs without a margin.
 
     Raises:
-        DataError: Naming a row that has nothing to compare or is too long, or the dataset if it has no pairs.
+        DataError: With the row that has nothing to compare or is too long, or the dataset if it has no pairs.
     """
-    warn_of_special_tokens(dataset.name, dataset.conversations(), tokenizer)
-    dataset.log_unused_columns()
-    found = _encoded(dataset, data, _EncodePairs(tokenizer, pairing, needs_margin), limit)
+    found = _encoded(dataset, data, tokenizer, _EncodePairs(tokenizer, pairing, needs_margin), limit)
     ties = sum(not pairs for pairs in found.values_in_order)
     if ties == len(found):
         raise DataError(f"the dataset {dataset.name!r} has no pairs: the responses of every row are equally good")
@@ -136,14 +126,12 @@ def pair_rows(
 
 
 def judged_rows(dataset: Dataset, data: DataConfig, tokenizer: Any, limit: int, *, by: Verdict) -> Sequence[JudgedRow]:
-    """Single responses with a verdict, none longer than `limit` tokens.
+    """Return single responses with a verdict, none longer than `limit` tokens.
 
     Raises:
-        DataError: Naming a row that has no such verdict or is too long.
+        DataError: With the row that has no such verdict or is too long.
     """
-    warn_of_special_tokens(dataset.name, dataset.conversations(), tokenizer)
-    dataset.log_unused_columns()
-    found = _encoded(dataset, data, _EncodeJudged(tokenizer, by), limit)
+    found = _encoded(dataset, data, tokenizer, _EncodeJudged(tokenizer, by), limit)
     return found.flat(lambda row_id, number, count, judged: JudgedRow(_numbered(row_id, number, count), *judged))
 
 
@@ -156,19 +144,19 @@ class _EncodePairs:
     def __call__(self, example: Example) -> list[tuple[EncodedResponse, EncodedResponse, float | None]]:
         check_columns(example)
         check_placed(self.tokenizer, example)
-        return [self._pair(example, found) for found in comparisons(example, self.pairing)]
-
-    def _pair(self, example: Example, found: Comparison) -> tuple[EncodedResponse, EncodedResponse, float | None]:
-        if self.needs_margin and found.margin is None:
-            raise DataError(
-                "the pair has no margin. Add a column `margin` or the scores of both responses, or use a loss without "
-                "margins, such as rm.margin=ignore"
+        pairs = []
+        for better, worse, margin in comparisons(example, self.pairing):
+            if self.needs_margin and margin is None:
+                raise DataError(
+                    "the pair has no margin. Add a column `margin` or the scores of both responses, or use a loss "
+                    "without margins, such as rm.margin=ignore"
+                )
+            first, second = (
+                encode_response(self.tokenizer, example.messages, response.messages, example.tools)
+                for response in (better, worse)
             )
-        better, worse = (
-            encode_response(self.tokenizer, example.messages, response.messages, example.tools)
-            for response in (found.better, found.worse)
-        )
-        return better, worse, found.margin
+            pairs.append((first, second, margin))
+        return pairs
 
 
 @dataclass(frozen=True)
@@ -186,18 +174,46 @@ class _EncodeJudged:
 
 
 def _encoded(
-    dataset: Dataset, data: DataConfig, encode: Callable[[Example], list[T]], limit: int
+    dataset: Dataset, data: DataConfig, tokenizer: Any, encode: Callable[[Example], list[T]], limit: int
 ) -> RowMapping[list[T]]:
-    """Encoded rows by their id, those within the limit."""
+    """Return the encoded rows within the limit by their id."""
+    warn_of_special_tokens(dataset.name, dataset.conversations(), tokenizer)
+    dataset.log_unused_columns()
     encoded = dataset.encode(encode, data.num_workers)
-    lengths = map(_longest, encoded.values_in_order)
+
+    def longest(items: Sequence[Any]) -> int:
+        parts = (part for item in items for part in item if isinstance(part, EncodedResponse))
+        return max((len(part.tokens) for part in parts), default=0)
+
+    lengths = map(longest, encoded.values_in_order)
     return dataset.within_limit(encoded, lengths, limit, overlong=data.overlong)
-
-
-def _longest(items: Sequence[Any]) -> int:
-    """Tokens of the longest response of a row."""
-    return max((len(part.tokens) for item in items for part in item if isinstance(part, EncodedResponse)), default=0)
 
 
 def _numbered(row_id: str, number: int, count: int) -> str:
     return f"{row_id}/{number}" if count > 1 else row_id
+
+
+def encode_response(
+    tokenizer: Any,
+    prompt: Sequence[Message],
+    response: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> EncodedResponse:
+    """Return the tokens of prompt and response, with a mask of the response.
+
+    Args:
+        tokenizer: Tokenizer with a chat template.
+        prompt: Messages before the response, which are not learned.
+        response: Messages of the response, whose assistant's text is learned.
+        tools: JSON schemas of the tools that the assistant may call.
+
+    Raises:
+        DataError: If the chat template renders the prompt in another way once the response follows, or the response is
+            empty.
+        jinja2.TemplateError: if the template refuses the messages.
+    """
+    given = [{**without_flags(message), "train": False} for message in prompt]
+    tokens, mask = encode_conversation(tokenizer, [*given, *response], tools=tools)
+    if not mask.any():
+        raise DataError("the response is empty: it contains no assistant text")
+    return EncodedResponse(tokens, mask, image_digests([*prompt, *response]))

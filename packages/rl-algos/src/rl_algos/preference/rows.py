@@ -4,22 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from rl_algos.data.encoding import storable
 from rl_algos.images.columns import with_image_column
 from rl_core.data.batch import TOKENS, Batch, Column
 from rl_core.data.microbatch import PAIR
 from rl_core.data.ragged import Ragged
 from rl_core.rollouts.group import LOSS_MASK
 
-if TYPE_CHECKING:
-    # imports transformers, which the plugins need not wait for
-    from rl_algos.preference.encoding import EncodedResponse
-
 ID = "id"
-"""Column of text: names each row of a batch across epochs and runs."""
+"""Column of strings that identify each row of a batch across epochs and runs."""
+
+
+@storable
+@dataclass(frozen=True)
+class EncodedResponse:
+    """A conversation that ends with a response.
+
+    Args:
+        tokens: int32 `[tokens]`.
+        loss_mask: uint8 `[tokens]`, 1 on the assistant's text in the response.
+        images: Digests of the images, in the order of their tokens.
+    """
+
+    tokens: np.ndarray
+    loss_mask: np.ndarray
+    images: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -28,7 +40,7 @@ class PairRow:
 
     Args:
         id: Unique within the run and stable across runs.
-        chosen, rejected: The better and the worse one.
+        chosen, rejected: The better and the worse response.
         margin: How much the chosen response is better; None if it is not known.
     """
 
@@ -54,8 +66,8 @@ class JudgedRow:
 
 
 def pair_batch(rows: Sequence[PairRow]) -> Batch:
-    """Two rows for each pair, the chosen one first: tokens, `loss_mask`, `pair`, `is_chosen` uint8 and `margin` float32
-    (0 if it is not known) `[rows]`."""
+    """Return two rows for each pair, the chosen one first: tokens, `loss_mask`, `pair`, `is_chosen` uint8 and `margin`
+    float32 (0 if it is not known) `[rows]`."""
     numbers = np.arange(len(rows))
     margins = np.array([row.margin or 0.0 for row in rows], dtype=np.float32)
     columns: dict[str, Column] = {
@@ -68,7 +80,7 @@ def pair_batch(rows: Sequence[PairRow]) -> Batch:
 
 
 def judged_batch(rows: Sequence[JudgedRow]) -> Batch:
-    """Tokens, `loss_mask` and `verdict` float32 `[rows]`."""
+    """Return tokens, `loss_mask` and `verdict` float32 `[rows]`."""
     verdicts = np.array([row.verdict for row in rows], dtype=np.float32)
     return _batch([(row.id, row.response) for row in rows]).with_columns({"verdict": verdicts})
 

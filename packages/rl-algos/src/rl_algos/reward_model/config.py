@@ -6,7 +6,7 @@ from typing import Literal, Protocol
 
 from pydantic import Field
 
-from rl_algos.losses.reward import MarginUse
+from rl_algos.losses.preference import MarginUse
 from rl_algos.preference.config import PreferenceConfig, PreferenceRoot
 
 
@@ -26,7 +26,5 @@ class RewardModelConfig(PreferenceConfig):
 class RewardModelRoot(PreferenceRoot, Protocol):
     """The resolved config of a reward model, as far as its training reads it."""
 
-    @property
-    def rm(self) -> RewardModelConfig:
-        """Settings of loop and loss."""
-        ...
+    rm: RewardModelConfig
+    """Settings of loop and loss."""

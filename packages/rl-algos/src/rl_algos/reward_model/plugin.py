@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from rl_algos.preference.checks import preference_data_problems
+from rl_algos.preference.config import preference_data_problems
 from rl_algos.reward_model.config import RewardModelConfig, RewardModelRoot
 from rl_algos.supervised.config import validation_metrics as metrics_of
 from rl_algos.supervised.plugin import supervised_algorithm
@@ -16,16 +16,13 @@ _OF_PAIRS = ("accuracy", "loss", "margin", "num_pairs", "reward_chosen", "reward
 _OF_RESPONSES = ("loss", "num_responses", "score", "target")
 
 
-def check(config: RewardModelRoot) -> Iterable[Problem]:
-    """Yield problems of the whole resolved config, in addition to those of every algorithm with given rows."""
+def check(config: RewardModelRoot) -> Iterator[Problem]:
+    """Yield problems of the whole resolved config, in addition to problems of every algorithm with given rows."""
     yield from preference_data_problems("rm", config.data)
-    yield from _regression(config.rm)
-
-
-def _regression(rm: RewardModelConfig) -> Iterator[Problem]:
-    """Settings of pairs, which regression has none of."""
+    rm = config.rm
     if rm.loss != "regression":
         return
+    # Regression learns from single responses, so keys of pairs have no effect.
     pairs = {"margin": "ignore", "center_rewards_coefficient": 0.0, "pairing": "best-worst"}
     for key, unused in pairs.items():
         if getattr(rm, key) != unused:
@@ -33,12 +30,12 @@ def _regression(rm: RewardModelConfig) -> Iterator[Problem]:
 
 
 def validation_metrics(config: RewardModelRoot) -> list[str]:
-    """Metrics that a validation records; none if there is no validation."""
+    """Return the metrics that a validation records; none if there is no validation."""
     return metrics_of(config.rm, config.data, _OF_RESPONSES if config.rm.loss == "regression" else _OF_PAIRS)
 
 
 def models(config: RewardModelRoot) -> dict[str, ModelNeed]:
-    """The role `policy` is the model that is exported: here the reward model."""
+    """Return the reward model, in the role `policy` of the model that is exported."""
     return {"policy": ModelNeed("policy", ModelSpec(role="reward_model", seed=config.rm.seed))}
 
 

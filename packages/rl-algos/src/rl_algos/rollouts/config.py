@@ -1,18 +1,123 @@
-"""Settings shared by the algorithms that train on their own rollouts."""
+"""Settings that all algorithms with rollouts share, and settings of agents, which call the policy over HTTP."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, Literal, Protocol
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Protocol, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rl_algos.data.config import DataRoot
 from rl_algos.evaluation.config import EvaluationConfig
-from rl_algos.rollouts.agent_config import AgentConfig
-from rl_core.config import Config, WhenChanged
-from rl_core.model_config import DraftHeadConfig, GenerationConfig, TokenizerConfig
+from rl_core.config import Config, EnvVars, PathText, Problem, ProblemError, WhenChanged
+from rl_core.model_config import DraftHeadConfig, GenerationConfig, ModelConfig, TokenizerConfig
+
+SCORED_BY_AGENT = "agent"
+"""Name of the environment of prompts whose rewards come from an agent; there is no such environment."""
+
+DRAFTER = "drafter"
+"""Role and section of a draft model that trains with the policy."""
+
+_LEASE_S = 300.0
+
+
+class AgentConfig(Config):
+    """An agent that calls the policy over HTTP: a function, a command or a program elsewhere."""
+
+    run: PathText | None = None
+    """Function that plays one rollout, as `file.py:function` or `package.module:function`. It is called as
+    `run(base_url, api_key, prompt)` in a process of its own for each rollout, may be `async`, and returns the reward: a
+    number, or numbers by name."""
+    command: list[str] = []
+    """Command that plays one rollout, such as `[python, agent.py]`, started for each. It finds the policy in
+    `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL` and `ANTHROPIC_API_KEY`, its task in the JSON file
+    `RL_PROMPT_FILE`, and writes its reward, a number or numbers by name, as JSON to `RL_REWARD_FILE`."""
+    external: bool = False
+    """Let agents that run elsewhere take rollouts: `POST /rollouts` answers with a prompt, a URL and keys, and
+    `POST /rollouts/ID/v1/end` ends the rollout. The log shows the address; the key is in a file in `logs/agents` of the
+    run directory. A rollout waits for an agent, and for its end, as long as `max_rollout_seconds` allows."""
+    lease_s: Annotated[float, WhenChanged.RESUME] = Field(default=_LEASE_S, gt=0)
+    """Seconds without a call after which an external agent loses the rollout that it took: the next agent that asks
+    gets it, from its beginning. Any request with one of the rollout's keys begins the time anew, such as
+    `POST /rollouts/ID/v1/renew` while the agent does other work. The time does not run while a call is answered."""
+    reward: Literal["returned", "posted", "environment"] = "returned"
+    """Where rewards come from. `returned`: the function's result, or the command's reward file. `posted`: only
+    `POST /rollouts/ID/v1/reward` with the key in `RL_REWARD_KEY`, for rewards of single calls or of a judge's.
+    `environment`: the environment of the prompt scores the conversation that the agent ends with; the agent itself has
+    no say in it. Always `environment` with `place: environment`."""
+    place: Literal["process", "environment"] = "process"
+    """Where `command` runs. `process`: in a process next to the rollout worker, with its files and its network.
+    `environment`: the environment of the prompt runs it, such as `repository` in a sandbox, and scores what it leaves;
+    of the rollout worker's environment variables it has none."""
+    files: list[PathText] = []
+    """Files that `command` needs with `place: environment`, such as `[agent.py]` for `[python, agent.py]`, or modules
+    as `package.module`. Their contents are sent. An argument of the command that is the name of one stands for it."""
+    env: EnvVars = {}
+    """Environment variables of the function or the command, in addition to those of the rollout worker."""
+    max_calls: int = Field(default=64, gt=0)
+    """Maximum number of completions in one rollout; further calls are refused."""
+    host: str = "127.0.0.1"
+    """Address at which the policy is served. Agents on other machines need one of the node's own addresses."""
+    grace_s: Annotated[float, WhenChanged.RESUME] = Field(default=5.0, ge=0)
+    """Seconds between SIGTERM and SIGKILL when an agent is stopped, after its rollout has ended or taken too long
+    (`max_rollout_seconds`). All processes that it started are ended with it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _scored_where_it_runs(cls, written: Any) -> Any:
+        """With `place: environment`, only the environment can give rewards."""
+        if isinstance(written, Mapping) and written.get("place") == "environment" and "reward" not in written:
+            return {**written, "reward": "environment"}
+        return written
+
+    @model_validator(mode="after")
+    def _has_one_kind(self) -> Self:
+        kinds = {"run": self.run is not None, "command": bool(self.command), "external": self.external}
+        given = [name for name, is_given in kinds.items() if is_given]
+        if len(given) != 1:
+            remedy = f"Set one of {', '.join(kinds)}"
+            raise ProblemError(Problem("", f"sets {' and '.join(given) or 'no agent'}", remedy=remedy))
+        if problem := self._place_problem:
+            raise ProblemError(problem)
+        if self.external and self.reward == "returned":
+            reason = "an agent that runs elsewhere returns nothing"
+            raise ProblemError(Problem("reward", reason, got=self.reward, allowed="posted, environment"))
+        if self.lease_s != _LEASE_S and not self.external:
+            reason = "has no effect on an agent that the run starts"
+            remedy = "Remove it, or set external: true; max_rollout_seconds limits the time of a rollout"
+            raise ProblemError(Problem("lease_s", reason, got=self.lease_s, is_unused=True, remedy=remedy))
+        if self.host in ("0.0.0.0", "::"):
+            remedy = "Set one of the node's own addresses"
+            raise ProblemError(Problem("host", "is not an address that agents can call", got=self.host, remedy=remedy))
+        return self
+
+    @property
+    def needs_environment(self) -> bool:
+        """True if the environments of the prompts score the rollouts."""
+        return self.reward == "environment"
+
+    @property
+    def scores_last_turn(self) -> bool:
+        """True if the environment scores the conversation that the agent ends with, not the state that it leaves."""
+        return self.reward == "environment" and self.place == "process"
+
+    @property
+    def _place_problem(self) -> Problem | None:
+        """Problem of `place` with other keys; None without one."""
+        if self.place == "process":
+            unused = Problem.unused("files", "with place=process", remedy="Remove it, or set place=environment")
+            return unused if self.files else None
+        if not self.command:
+            return Problem("place", "runs a command", got=self.place, remedy="Set command, or place=process")
+        if self.reward != "environment":
+            reason = "is given by the environment with place=environment"
+            return Problem("reward", reason, got=self.reward, allowed="environment")
+        names = [Path(name).name for name in self.files]
+        if double := next((name for name in names if names.count(name) > 1), None):
+            return Problem("files", f"has two files with the name {double}", got=self.files, remedy="Rename one")
+        return None
 
 
 class AsyncConfig(Config):
@@ -128,7 +233,7 @@ class RolloutConfig(Config):
 
     @property
     def rollouts_per_step(self) -> int:
-        """Rollouts that one step trains on."""
+        """Number of rollouts that one step trains on."""
         return self.num_prompts_per_step * self.num_generations_per_prompt
 
     @classmethod
@@ -153,12 +258,12 @@ class RolloutConfig(Config):
 
     @property
     def renders_anew(self) -> bool:
-        """Whether the chat template renders the whole conversation for every turn."""
+        """True if the chat template renders the whole conversation for every turn."""
         return self.rewritten_history == "split"
 
     @property
     def splits(self) -> bool:
-        """Whether a rollout may be several rows of a batch, its segments."""
+        """True if a rollout may be several rows of a batch, its segments."""
         return self.renders_anew or self.agent is not None
 
     @property
@@ -268,49 +373,27 @@ class PolicyGradientConfig(RolloutConfig):
 class GeneratingPolicy(Protocol):
     """The keys of `policy` that an algorithm which trains on its own rollouts reads."""
 
-    @property
-    def train_global_batch_size(self) -> int:
-        """Rollouts of one optimizer step."""
-        ...
-
-    @property
-    def max_total_sequence_length(self) -> int:
-        """Maximum number of tokens of a rollout."""
-        ...
-
-    @property
-    def generation(self) -> GenerationConfig:
-        """How completions are sampled."""
-        ...
-
-    @property
-    def tokenizer(self) -> TokenizerConfig:
-        """The tokenizer and its chat template."""
-        ...
-
-    @property
-    def draft_head(self) -> DraftHeadConfig | None:
-        """Draft head that trains with the policy; None without one."""
-        ...
+    train_global_batch_size: int
+    """Rollouts of one optimizer step."""
+    max_total_sequence_length: int
+    """Maximum number of tokens of a rollout."""
+    generation: GenerationConfig
+    """How completions are sampled."""
+    tokenizer: TokenizerConfig
+    """The tokenizer and its chat template."""
+    draft_head: DraftHeadConfig | None
+    """Draft head that trains with the policy; None without one."""
 
 
 class EvaluationRoot(Protocol):
     """The resolved config of an evaluation, and of a run that can be evaluated."""
 
-    @property
-    def eval(self) -> EvaluationConfig:
-        """Settings of the evaluation."""
-        ...
-
-    @property
-    def env(self) -> Config:
-        """Settings of environments by name."""
-        ...
-
-    @property
-    def policy(self) -> GeneratingPolicy:
-        """The model that generates."""
-        ...
+    eval: EvaluationConfig
+    """Settings of the evaluation."""
+    env: Config
+    """Settings of environments by name."""
+    policy: GeneratingPolicy
+    """The model that generates."""
 
 
 class RolloutRoot(EvaluationRoot, DataRoot, Protocol):
@@ -322,3 +405,9 @@ def rollout_config(config: RolloutRoot) -> RolloutConfig:
     found = [section for section in vars(config).values() if isinstance(section, RolloutConfig)]
     assert len(found) == 1, f"an algorithm that trains on its rollouts has one RolloutConfig, this has {len(found)}"
     return found[0]
+
+
+def drafter_section(config: RolloutRoot) -> ModelConfig | None:
+    """Return the section of the draft model; None if none trains."""
+    found: ModelConfig | None = getattr(config, DRAFTER, None)
+    return found

@@ -1,33 +1,22 @@
-"""The plugin of an algorithm that trains on its own rollouts."""
+"""Plugins of algorithms with rollouts: those that train on them, and the evaluation of a model without a run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from rl_algos.data.config import DataConfig
 from rl_algos.evaluation.config import EvaluationConfig
 from rl_algos.requirement import LOSSES
-from rl_algos.rollouts.checks import (
-    WITHOUT_VALIDATION,
-    evaluation_problems,
-    rollout_problems,
-    task_problems,
-    validation_metrics,
-    whole_distribution,
-)
-from rl_algos.rollouts.drafter import (
-    ModelSections,
-    defaults_with_drafter,
-    drafter_need,
-    drafter_problems,
-    sections_with_drafter,
-)
+from rl_algos.rollouts import checks as of_rollouts
+from rl_algos.rollouts.config import DRAFTER, EvaluationRoot, RolloutRoot, drafter_section
 from rl_core.config import Config, Problem
+from rl_core.model import ModelSpec
 from rl_core.plugins import (
     AlgorithmPlugin,
     ModelNeed,
     Requirement,
+    SectionNames,
     TrainingDefaults,
     WrittenValues,
     no_defaults,
@@ -43,14 +32,15 @@ def rollout_algorithm(
     implementation: str,
     models: Callable[[Any], Mapping[str, ModelNeed]],
     training_defaults: Callable[[WrittenValues], Mapping[str, TrainingDefaults]] = no_defaults,
-    model_sections: ModelSections = ("policy",),
+    model_sections: tuple[str, ...] | Callable[[SectionNames], tuple[str, ...]] = ("policy",),
     requirements: tuple[Requirement, ...] = (),
     further: Callable[[Any], tuple[Requirement, ...]] = nothing_further,
     reads_filtered: bool = False,
     checks: tuple[Callable[[Any], Iterable[Problem]], ...] = (),
     further_models: Callable[[Any], Mapping[str, str]] = no_models,
+    further_metrics: Callable[[Any], Iterable[str]] = lambda config: (),
 ) -> AlgorithmPlugin:
-    """A plugin that loads prompts, rolls them out with `MultiTurnProgram`, validates and evaluates as all such
+    """Return a plugin that loads prompts, rolls them out with `MultiTurnProgram`, validates and evaluates as all such
     algorithms do.
 
     Args:
@@ -66,29 +56,74 @@ def rollout_algorithm(
             keep (`Read.token_filter`); otherwise these are refused.
         checks: Checks in addition to those of rollouts, validation and environments.
         further_models: See `AlgorithmPlugin`.
+        further_metrics: Function from the resolved config to metrics that its validation records in addition.
     """
     key = next(iter(sections), name)
+
+    def all_models(config: RolloutRoot) -> Mapping[str, ModelNeed]:
+        found = dict(models(config))
+        if drafter_section(config) is not None:
+            found[DRAFTER] = ModelNeed(DRAFTER, ModelSpec(seed=getattr(config, key).seed), exported=True)
+        return found
+
+    def all_sections(names_in: SectionNames) -> tuple[str, ...]:
+        own = model_sections if isinstance(model_sections, tuple) else model_sections(names_in)
+        return (*own, DRAFTER) if names_in(DRAFTER) else own
+
+    def all_defaults(written: WrittenValues) -> Mapping[str, TrainingDefaults]:
+        own = training_defaults(written)
+        if "policy" not in own or not isinstance(written(DRAFTER), Mapping):
+            return own
+        # A drafter has as many updates as the policy, with a larger learning rate, because the policy moves.
+        return {**own, DRAFTER: TrainingDefaults(lr=1e-5, adapter_lr=1e-4, rows=own["policy"].rows)}
+
+    def metrics(config: RolloutRoot) -> list[str]:
+        names = of_rollouts.validation_metrics(getattr(config, key), config.data)
+        return [*names, *further_metrics(config)] if names else []
+
+    def problems(config: RolloutRoot) -> Iterator[Problem]:
+        settings, drafter = getattr(config, key), drafter_section(config)
+        yield from of_rollouts.rollout_problems(config, settings)
+        yield from of_rollouts.evaluation_problems(config)
+        yield from of_rollouts.task_problems(config.eval, settings)
+        if drafter is not None:
+            rows, length = drafter.train_global_batch_size, drafter.max_total_sequence_length
+            yield from of_rollouts.minibatch_problem(settings, f"{DRAFTER}.train_global_batch_size", rows)
+            yield from of_rollouts.length_problem(config.policy, DRAFTER, length)
+
     return AlgorithmPlugin(
         name=name,
         sections={**sections, "data": DataConfig, "eval": EvaluationConfig},
         implementation=implementation,
         generates=True,
         evaluates=True,
-        models=lambda config: {**models(config), **drafter_need(config)},
-        model_sections=sections_with_drafter(model_sections),
-        training_defaults=defaults_with_drafter(training_defaults),
+        models=all_models,
+        model_sections=all_sections,
+        training_defaults=all_defaults,
         requirements=(LOSSES, *requirements),
         further=further,
-        validation_metrics=validation_metrics,
-        without_validation={f"{key}.{asked}": value for asked, value in WITHOUT_VALIDATION.items()},
+        validation_metrics=metrics,
+        without_validation={f"{key}.{asked}": value for asked, value in of_rollouts.WITHOUT_VALIDATION.items()},
         evaluates_in_training=lambda config: config.eval.in_training,
-        checks=(
-            rollout_problems,
-            evaluation_problems,
-            task_problems,
-            drafter_problems,
-            *(() if reads_filtered else (whole_distribution,)),
-            *checks,
-        ),
+        checks=(problems, *(() if reads_filtered else (of_rollouts.whole_distribution,)), *checks),
         further_models=further_models,
     )
+
+
+def training_problems(config: EvaluationRoot) -> Iterator[Problem]:
+    """Yield keys that are for runs that train."""
+    for key in ("period", "at_start", "at_end"):
+        if getattr(config.eval, key):
+            yield Problem.unused(f"eval.{key}", "because this run does not train")
+
+
+EVALUATION = AlgorithmPlugin(
+    name="evaluation",
+    sections={"eval": EvaluationConfig},
+    implementation="rl_algos.rollouts.algorithm:EvaluationOnly",
+    generates=True,
+    trains=False,
+    evaluates=True,
+    models=lambda config: {},
+    checks=(of_rollouts.evaluation_problems, training_problems),
+)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_algos.data.examples import Datasets
 from rl_algos.data.preview import RowReader
-from rl_algos.losses.nll import NLLLoss
+from rl_algos.losses.tokens import NLLLoss
 from rl_algos.sft.config import SFTRoot
 from rl_algos.supervised.algorithm import SupervisedAlgorithm
 from rl_algos.supervised.loop import Objective, train

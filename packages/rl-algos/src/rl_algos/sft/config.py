@@ -24,12 +24,7 @@ class SFTConfig(SupervisedConfig):
 class SFTRoot(DataRoot, Protocol):
     """The resolved config of supervised fine-tuning, as far as it reads it."""
 
-    @property
-    def sft(self) -> SFTConfig:
-        """Settings of the loop."""
-        ...
-
-    @property
-    def policy(self) -> ModelConfig:
-        """The model that is trained."""
-        ...
+    sft: SFTConfig
+    """Settings of the loop."""
+    policy: ModelConfig
+    """The model that is trained."""

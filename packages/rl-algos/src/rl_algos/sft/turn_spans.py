@@ -9,11 +9,12 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from rl_algos.rollouts.worker.continuation import find_turn_ends
 from rl_algos.sft.marked_template import Span, has_marks, render_marked, template_of
-from rl_algos.sft.turn_closing import TurnClosing, beginning, ends_of
 from rl_algos.sft.turn_proofs import check_arguments, check_turn
 from rl_algos.template_coverage import Coverage, thoughts_key
 from rl_algos.tokenizer import check_shown, render
+from rl_algos.tool_calls.formats import format_of
 from rl_core.errors import DataError
 from rl_core.rollouts.rollout import Message
 from rl_core.rollouts.thoughts import THOUGHT_KEYS
@@ -346,3 +347,56 @@ def _shared(first: str, second: str) -> int:
     """Length of the common beginning of two strings."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((index for index, (one, other) in pairs if one != other), min(len(first), len(second)))
+
+
+@dataclass(frozen=True)
+class TurnClosing:
+    """Finds the end of a turn.
+
+    Args:
+        turn: Tokens at which the policy stops, the end of sequence first.
+        special: All special tokens, the longest first, if the template does not show which of them ends a turn;
+            otherwise none.
+    """
+
+    turn: tuple[str, ...]
+    special: tuple[str, ...]
+
+    def closed(self, text: str, span: Span) -> tuple[Span, str]:
+        """Return a span up to the token that ends its turn, and that token; it is empty if there is none.
+
+        Whatever a template writes after the token is left out.
+        """
+        start, end = span
+        end = start + len(self.without(text[start:end]))
+        rest = text[end:]
+        gap = len(rest) - len(rest.lstrip())
+        if follows := beginning(rest[gap:], self.turn):
+            return (start, end + gap + len(follows)), follows
+        said = text[start:end].rstrip()
+        if inside := next((token for token in self.special if said.endswith(token)), ""):
+            return (start, start + len(said)), inside
+        if follows := beginning(rest, self.special):
+            return (start, end + len(follows)), follows
+        return span, ""
+
+    def without(self, turn: str) -> str:
+        """Return a turn without the token that ends it, and without what follows that."""
+        found = [turn.index(end) for end in self.turn if end in turn]
+        return turn[: min(found)] if found else turn
+
+
+@lru_cache(maxsize=8)
+def ends_of(tokenizer: Any, template: str) -> TurnClosing:
+    """Return how turns of a tokenizer with a chat template end."""
+    found = find_turn_ends(tokenizer, format_of(template).ends)
+    turn = tuple(str(token) for token in tokenizer.convert_ids_to_tokens(list(found.sampled)))
+    if len(turn) > 1 or turn[0] in template:
+        return TurnClosing(turn, ())
+    special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    return TurnClosing(turn, tuple(sorted(special, key=len, reverse=True)))
+
+
+def beginning(text: str, tokens: Sequence[str]) -> str:
+    """Return the token at the start of a string; empty if there is none."""
+    return next((token for token in tokens if text.startswith(token)), "")

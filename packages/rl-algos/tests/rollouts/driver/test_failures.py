@@ -4,7 +4,7 @@ import logging
 import numpy as np
 import pytest
 
-from rl_algos.rollouts.driver.failures import TOLD_EVERY, FailureWatch
+from rl_algos.rollouts.driver.watches import REPORT_EVERY, FailureWatch
 from rl_core.errors import RolloutsFailed
 from rl_core.rollouts.group import RolloutGroup
 from rl_core.rollouts.rollout import Prompt, Rollout
@@ -91,7 +91,7 @@ def test_another_cause_is_told_of_at_once(caplog):
 def test_a_rare_cause_is_told_of_again_after_some_calls(caplog):
     watch = FailureWatch(0.9)
     watch.check(groups("hung", "hung", "hung", ""))
-    for _ in range(TOLD_EVERY - 1):
+    for _ in range(REPORT_EVERY - 1):
         watch.check(groups("", ""))
     watch.check(groups("hung", ""))
     assert len(caplog.messages) == 2

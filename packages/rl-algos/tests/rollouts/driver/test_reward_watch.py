@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 from rollouts_builder import make_group, make_prompt, make_rollout
 
-from rl_algos.rollouts.driver.reward_watch import PATIENCE, RewardWatch
+from rl_algos.rollouts.driver.watches import PATIENCE, RewardWatch
 from rl_core.rollouts.group import RolloutGroup
 from rl_core.rollouts.rollout import SegmentContext, Turn
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from rollouts_builder import make_group, make_plays, make_prompt, make_rollout, make_split_rollout
 
-from rl_algos.rollouts.driver.saved_groups import group_from, group_state
+from rl_algos.rollouts.driver.saved import group_from, group_state
 from rl_core.data.batch import Batch, RemoteRows
 from rl_core.rollouts.group import RolloutGroup
 from rl_core.rollouts.rollout import Rollout

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from rl_algos.rollouts.driver.saved_turns import turns_from, turns_state
+from rl_algos.rollouts.driver.saved import turns_from, turns_state
 from rl_core.rollouts.environment import KeptState, StepResult
 from rl_core.rollouts.pool import AnsweredTurns, RolloutTurns
 from rl_core.rollouts.rollout import Completion, WeightSpan

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from rollouts_builder import make_prompt, make_rollout
 
-from rl_algos.rollouts.driver.staleness import staleness_metrics
+from rl_algos.rollouts.driver.source import staleness_metrics
 from rl_core.rollouts.group import RolloutGroup
 from rl_core.rollouts.rollout import Rollout, WeightSpan
 

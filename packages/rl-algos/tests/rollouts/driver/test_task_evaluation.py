@@ -5,13 +5,11 @@ import pytest
 from rollouts_builder import make_prompt
 
 from rl_algos.evaluation.config import EvaluationConfig
-from rl_algos.evaluation.scores import PromptScore, SampleScore
-from rl_algos.evaluation.summary import Scoring, summarize
+from rl_algos.evaluation.summary import PromptScore, SampleScore, Scoring, summarize
 from rl_algos.grpo.config import GRPOConfig
-from rl_algos.rollouts.driver.evaluation_plan import EvaluationPlan, EvaluationTask
 from rl_algos.rollouts.driver.source import evaluation_tasks
 from rl_algos.rollouts.driver.steps import RolloutSteps
-from rl_algos.rollouts.driver.task_evaluation import TaskEvaluation
+from rl_algos.rollouts.driver.task_evaluation import EvaluationPlan, EvaluationTask, TaskEvaluation
 from rl_core.plugins import RolloutNeeds
 from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.group import RolloutGroup

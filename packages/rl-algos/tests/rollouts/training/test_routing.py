@@ -3,7 +3,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rl_algos.rollouts.training.routing import with_routing
+from rl_algos.rollouts.training.batch import with_routing
 from rl_core.data.batch import Batch, RemoteColumn, RemoteRows
 from rl_core.data.ragged import Ragged
 

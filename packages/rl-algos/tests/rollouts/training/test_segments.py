@@ -7,7 +7,7 @@ from rollouts_builder import make_prompt, make_rollout, make_split_rollout
 from rl_algos.grpo.config import GRPOConfig
 from rl_algos.grpo.estimators import ESTIMATORS, advantages_of
 from rl_algos.policy_gradient.advantages import by_rollout
-from rl_algos.policy_gradient.step_statistics import StepData, positive_examples
+from rl_algos.policy_gradient.objective import StepData, positive_examples
 from rl_algos.rollouts.training.batch import build_batch, minibatches, shuffled_minibatches, with_advantages
 from rl_algos.rollouts.training.metrics import rollout_metrics
 from rl_algos.rollouts.training.rewards import repeated_share, trained_rewards

@@ -2,8 +2,7 @@ import numpy as np
 import pytest
 from chat_tokenizers import FAMILIES, tokenizer_of
 
-from rl_algos.rollouts.worker.continuation import Continuation, rewrites_history
-from rl_algos.rollouts.worker.turn_ends import find_turn_ends
+from rl_algos.rollouts.worker.continuation import Continuation, find_turn_ends, rewrites_history
 from rl_algos.tiny_model import make_tokenizer
 
 ASKED = {"role": "user", "content": "What is the sum?"}

@@ -16,8 +16,7 @@ TOOLS = {"game": [{"type": "function", "function": {"name": "look_up", "paramete
 def check(tokenizer, tools=(), tool_format=None, stop_strings=(), **settings):
     generation = GenerationConfig(stop_strings=list(stop_strings))
     policy = SimpleNamespace(tokenizer=TokenizerConfig(tool_format=tool_format), generation=generation)
-    config = SimpleNamespace(policy=policy, grpo=GRPOConfig(**settings))
-    return check_conversations(config, tokenizer, dict(tools))
+    return check_conversations(policy, GRPOConfig(**settings), tokenizer, dict(tools))
 
 
 def test_the_ends_of_a_turn_are_those_of_the_template():

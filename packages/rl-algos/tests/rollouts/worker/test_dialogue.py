@@ -8,8 +8,7 @@ from chat_tokenizers import tokenizer_of
 
 from rl_algos.rollouts.worker.chat import Chat
 from rl_algos.rollouts.worker.dialogue import Dialogue
-from rl_algos.rollouts.worker.program import MultiTurnProgram
-from rl_algos.rollouts.worker.reply_program import ReplyProgram
+from rl_algos.rollouts.worker.program import MultiTurnProgram, ReplyProgram
 from rl_algos.tokenizer import encode_prompt
 from rl_core.rollouts.environment import StepResult
 from rl_core.rollouts.generation import SamplingParams

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_algos.rollouts.worker.idle_time import IdleTime
+from rl_algos.rollouts.worker.worker import IdleTime
 
 
 class Clock:

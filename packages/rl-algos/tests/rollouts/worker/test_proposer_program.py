@@ -3,8 +3,8 @@ import asyncio
 import pytest
 from test_program import PROMPT, ScriptedClient, said
 
+from rl_algos.rollouts.worker.program import ProposerSolverProgram
 from rl_algos.rollouts.worker.programs import argument_problem
-from rl_algos.rollouts.worker.proposer_program import ProposerSolverProgram
 from rl_core.rollouts.environment import StepResult
 
 

@@ -394,7 +394,7 @@ def finished_after_all_ended(worker, *tasks):
 
 
 def test_groups_that_have_finished_meanwhile_are_given_out_together(make_worker, monkeypatch):
-    monkeypatch.setattr(worker_module, "MOST_TOGETHER", 2)
+    monkeypatch.setattr(worker_module, "MAX_TOGETHER", 2)
     worker, _ = make_worker(lambda conversation: StepResult(reward=1.0))
     first, second = finished_after_all_ended(worker, task(5, 6), task(7), task(8))
     assert [number for number, _ in first[0]] == [0, 1]

@@ -1,24 +1,41 @@
-"""The Hugging Face generator, as rl-launch finds it."""
+"""The light half of the Hugging Face generator: its config, and the name of its class."""
 
 from __future__ import annotations
 
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from rl_core.config import Config, WhenChanged
 from rl_core.devices import Device
 from rl_core.model_config import ModelConfig, local_family
 from rl_core.plugins import BackendPlugin, Requirement, reports_routing
-from rl_dtensor.generation.config import HFConfig
-from rl_dtensor.model.vision.settings import FAMILIES
+from rl_dtensor.model.settings import FAMILIES
 from rl_dtensor.plugin import VISION
 
 
+class HFConfig(Config):
+    """Generation with Hugging Face transformers."""
+
+    when_changed: ClassVar[WhenChanged | None] = WhenChanged.RESUME
+
+    max_batch_size: int = Field(default=64, gt=0)
+    """Maximum number of completions decoded together; further requests wait for a free row."""
+    max_prefill_tokens: int = Field(default=16384, gt=0)
+    """Maximum number of tokens, padding included, in one forward pass over prompts. A single longer prompt is an
+    exception."""
+    attn_implementation: Literal["auto", "sdpa", "eager"] = "auto"
+    """Attention implementation of the model. `auto` uses `sdpa`, and `eager` for models that `sdpa` does not compute:
+    with a soft cap of scores, or with sinks."""
+
+
 def ranks(backend: HFConfig) -> int:
-    """A replica is one process on one device."""
-    del backend
+    """Return the number of ranks: a replica is one process on one device."""
     return 1
 
 
 def image_problem(config: HFConfig, model: ModelConfig, device: Device) -> str:
-    """Why the generator cannot serve this model with images; empty if it can."""
-    del config, device
+    """Return why the generator cannot serve this model with images; empty if it can."""
     family = local_family(model)
     if family is None or family in FAMILIES:
         return ""

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rl_algos.rollouts.driver.evaluation_plan import EvaluationPlan
+from rl_algos.rollouts.driver.task_evaluation import EvaluationPlan
 from rl_core.config import as_written
 from rl_core.environments.instance import instance_of
 from rl_core.environments.rewards import RewardSum

@@ -34,8 +34,9 @@ class RunRecording(Recording):
         named as enabled."""
         plan = RunPlan.of(config)
         tree = plan.without_unused(tree)
-        for name in names(ENVIRONMENTS) if self._environments is not None else ():
-            if name not in self._environments:
+        used = self._environments
+        for name in names(ENVIRONMENTS) if used is not None else ():
+            if used is not None and name not in used:
                 tree = without(tree, (_ENV, name))
             elif name not in tree[_ENV]:
                 # Only rows name it. The recorded defaults keep the run as it is if a later version has others.

@@ -1,4 +1,4 @@
-"""The state of a prompt from its draw until it is trained or set aside, and which draws make up a batch."""
+"""The state of a prompt from its draw until it is trained or set aside, and the choice of the draws of a batch."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Draw:
         state: The state; only the methods of this class change it.
         begun_at: Newest weight version when its rollouts first began: the oldest that their tokens can have.
         turns: Turns of an earlier run of its rollouts, from which they continue.
-        reason: Why nothing trains on it, once it is SET_ASIDE.
+        reason: Reason that nothing trains on it, once it is SET_ASIDE.
     """
 
     number: int
@@ -133,7 +133,7 @@ class BatchPlan(NamedTuple):
     Args:
         due: Draws that the batch waits for.
         candidates: Draws of one version, of which the batch takes those that finish first, in order.
-        num_candidates: How many of the candidates it takes.
+        num_candidates: Number of candidates that it takes.
     """
 
     due: tuple[int, ...]
@@ -151,8 +151,8 @@ class BatchPlan(NamedTuple):
 def plan_batch(begun_at: Mapping[int, int], num_groups: int) -> BatchPlan:
     """Return which draws the next batch takes: the oldest first, by the version at which they began.
 
-    A batch waits for a slow group only when it is due. Of the newest version that it takes, of which it may need only
-    a part, it takes the groups that finish first.
+    A batch waits for a slow group only when it is due. It may need only a part of the newest version that it takes;
+    then it takes the groups of this version that finish first.
 
     >>> begun_at = {3: 1, 4: 1, 5: 2, 6: 2, 7: 2, 8: 3}  # version at which each draw began
     >>> plan = plan_batch(begun_at, 4)  # 4 groups: both of version 1, and 2 of the 3 of version 2

@@ -12,7 +12,7 @@ import numpy as np
 _PENDING = 0
 """Version of a draw that has not left."""
 _TRAINED = 0
-"""Reason of a draw that was trained; those of dropped ones count from 1."""
+"""Reason of a draw that was trained; the reasons of dropped draws count from 1."""
 
 
 class Ledger:
@@ -41,7 +41,7 @@ class Ledger:
         return self._num_pending
 
     def draw(self, prompt_ids: Sequence[str]) -> range:
-        """Number the next draws, which are pending from now on."""
+        """Number the next draws, which become pending."""
         first = self.num_drawn
         self._versions.extend([_PENDING] * len(prompt_ids))
         self._reasons.extend([_TRAINED] * len(prompt_ids))
@@ -63,7 +63,7 @@ class Ledger:
 
         Args:
             draws: Numbers of the draws.
-            version: Weights that the step led to for which the draw was made, from 1.
+            version: Weights that the step of the draw led to, from 1.
             reason: Reason why they are dropped; not empty.
         """
         assert reason, "a draw is dropped for a reason"
@@ -72,27 +72,27 @@ class Ledger:
         self._leave(draws, version, 1 + self._reason_texts.index(reason))
 
     def pending(self) -> list[int]:
-        """Draws that have not left, in order."""
+        """Return the draws that have not left, in order."""
         found: list[int] = np.flatnonzero(np.asarray(self._versions) == _PENDING).tolist()
         return found
 
     def trained(self) -> Mapping[int, list[int]]:
-        """Draws that were trained, by the version that their step led to."""
+        """Return the draws that were trained, by the version that their step led to."""
         versions, reasons = np.asarray(self._versions), np.asarray(self._reasons)
         return _by_key(versions, (versions != _PENDING) & (reasons == _TRAINED))
 
     def dropped(self) -> Mapping[str, list[int]]:
-        """Draws that train nothing, by the reason."""
+        """Return the draws that train nothing, by the reason."""
         reasons = np.asarray(self._reasons)
         return {self._reason_texts[key - 1]: draws for key, draws in _by_key(reasons, reasons != _TRAINED).items()}
 
     def left(self) -> Mapping[int, list[int]]:
-        """Draws that were trained or dropped, by the version that their step led to."""
+        """Return the draws that were trained or dropped, by the version that their step led to."""
         versions = np.asarray(self._versions)
         return _by_key(versions, versions != _PENDING)
 
     def digest(self, index: int) -> int:
-        """The digest of the prompt's id of a draw."""
+        """Return the digest of the prompt's id of a draw."""
         return self._digests[index]
 
     def is_of(self, index: int, prompt_id: str) -> bool:
@@ -100,7 +100,7 @@ class Ledger:
         return self._digests[index] == digest(prompt_id)
 
     def state(self) -> Mapping[str, Any]:
-        """Plain data that `restore` continues from."""
+        """Return plain data from which `restore` continues."""
         return {
             "versions": np.array(self._versions, dtype=np.int32),
             "reasons": np.array(self._reasons, dtype=np.uint8),
@@ -109,10 +109,10 @@ class Ledger:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state.
+        """Continue from a saved state.
 
         Raises:
-            ValueError: If it is not the state of a ledger, naming what is wrong.
+            ValueError: If it is not the state of a ledger.
         """
         versions, reasons, digests = (np.asarray(state[name]) for name in ("versions", "reasons", "digests"))
         texts = [str(text) for text in state["reason_texts"]]
@@ -142,12 +142,12 @@ class Ledger:
 
 
 def digest(prompt_id: str) -> int:
-    """A number below 2^32 that follows from a prompt's id."""
+    """Return a number below 2^32 that follows from a prompt's id."""
     return zlib.crc32(prompt_id.encode("utf-8", errors="surrogatepass"))
 
 
 def _by_key(keys: np.ndarray, chosen: np.ndarray) -> dict[int, list[int]]:
-    """The indices of chosen entries by their key, in order."""
+    """Return the indices of chosen entries by their key, in order."""
     indices = np.flatnonzero(chosen)
     order = indices[np.argsort(keys[indices], kind="stable")]
     values, starts = np.unique(keys[order], return_index=True)

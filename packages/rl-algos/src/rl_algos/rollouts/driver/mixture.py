@@ -1,4 +1,4 @@
-"""What the policy earns on each of a run's datasets, and how often each is drawn from."""
+"""Rewards of the policy on each dataset of a run, and the weights with which prompts are drawn from them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Weighed(Protocol):
         ...
 
     def weigh(self, weights: Sequence[float]) -> None:
-        """Draw in proportion to these weights from here on."""
+        """Draw in proportion to these weights from this call on."""
         ...
 
 
@@ -30,12 +30,12 @@ class Mixture:
     With a curriculum, a dataset of configured weight w on which a share s of the rollouts succeeds is drawn with weight
     `w * max(floor, 4 s (1 - s))`: the variance of success, from which algorithms that compare rollouts learn, relative
     to its largest. s is the mean over the groups of the dataset, and from the `window`-th on its exponential average
-    over so many; a dataset without a group yet counts fully.
+    over this number; a dataset without a group yet counts fully.
 
     Args:
         stream: Stream of the prompts.
         names: Names of its datasets, as prompts have them.
-        curriculum: Curriculum by which weights change; None for those that are configured.
+        curriculum: Curriculum that changes the weights; None to keep the configured ones.
     """
 
     def __init__(self, stream: Weighed, names: Sequence[str], curriculum: CurriculumConfig | None) -> None:
@@ -50,12 +50,13 @@ class Mixture:
         return self._curriculum is not None
 
     def learn(self, groups: Sequence[RolloutGroup]) -> Mapping[str, float]:
-        """Take a step's groups into account; returns its metrics."""
+        """Take a step's groups into account, and return its metrics."""
         metrics: dict[str, float] = {}
         for name in self._success:
             own = [group for group in groups if group.prompt.dataset == name]
             metrics[f"dataset/{name}/prompts"] = float(len(own))
-            rewards = [_usable(group) for group in own]
+            usable = [np.array([status != "failed" for status in group.rollouts.status], dtype=bool) for group in own]
+            rewards = [group.rewards()[mask] for group, mask in zip(own, usable, strict=True)]
             if any(map(len, rewards)):
                 metrics[f"dataset/{name}/reward"] = float(np.concatenate(rewards).mean())
             if self._curriculum is not None:
@@ -68,11 +69,11 @@ class Mixture:
         return metrics | {f"dataset/{name}/weight": each for name, each in zip(self._success, factors, strict=True)}
 
     def state(self) -> Mapping[str, Any]:
-        """Success by dataset, as JSON."""
+        """Return the success by dataset, as JSON."""
         return {"success": self._success, "num_groups": self._num_groups}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state; the weights in force are part of the stream's own."""
+        """Continue from a state; the current weights are part of the state of the stream."""
         self._success |= {name: state["success"].get(name, 0.0) for name in self._success}
         self._num_groups |= {name: state["num_groups"].get(name, 0) for name in self._num_groups}
 
@@ -89,8 +90,3 @@ class Mixture:
         if not self._num_groups[name]:
             return 1.0
         return max(curriculum.floor, 4 * self._success[name] * (1 - self._success[name]))
-
-
-def _usable(group: RolloutGroup) -> np.ndarray:
-    """Rewards of the rollouts that did not fail."""
-    return group.rewards()[np.array([status != "failed" for status in group.rollouts.status], dtype=bool)]

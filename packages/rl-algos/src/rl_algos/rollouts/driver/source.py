@@ -1,4 +1,4 @@
-"""Rollouts of the prompts of a stream, at most so many versions old, each prompt once."""
+"""Rollouts of the prompts of a stream, each prompt once, with a limit on the age of their weights."""
 
 from __future__ import annotations
 
@@ -10,12 +10,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from rl_algos.rollouts.driver.draw import Draw, DrawState, plan_batch
-from rl_algos.rollouts.driver.failures import FailureWatch
 from rl_algos.rollouts.driver.ledger import Ledger
-from rl_algos.rollouts.driver.saved_groups import group_from, group_state
-from rl_algos.rollouts.driver.saved_turns import turns_from, turns_state
-from rl_algos.rollouts.driver.staleness import staleness_metrics
-from rl_algos.rollouts.ignored_fields import IgnoredFieldsWatch
+from rl_algos.rollouts.driver.saved import group_from, group_state, turns_from, turns_state
+from rl_algos.rollouts.driver.watches import FailureWatch, IgnoredFieldsWatch
 from rl_core.errors import DataError
 from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.group import RolloutGroup
@@ -29,15 +26,15 @@ class PromptStream(Protocol):
     """Prompts in a repeatable order, each once per epoch."""
 
     def take(self, count: int) -> list[Prompt]:
-        """The next prompts; fewer at the end of the last epoch."""
+        """Return the next prompts; fewer at the end of the last epoch."""
         ...
 
     def state(self) -> Mapping[str, Any]:
-        """The position of the stream."""
+        """Return the position of the stream."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a position."""
+        """Continue from a position."""
         ...
 
 
@@ -48,6 +45,10 @@ class _Drawing:
     first: int
     count: int
     position: Mapping[str, Any]
+
+    @property
+    def numbers(self) -> range:
+        return range(self.first, self.first + self.count)
 
 
 class PacedRolloutSource:
@@ -73,13 +74,13 @@ class PacedRolloutSource:
         prompts: The prompts to roll out.
         sampling: How completions are drawn.
         num_generations: Rollouts per prompt.
-        seed: of sampling; a rollout's seed follows from it, from the number of prompts drawn before, and its place in
+        seed: Sampling seed; a rollout's seed follows from it, from the number of prompts drawn before, and its place in
             the group.
         max_staleness: Maximum number of weight versions between the start of a group and its training.
         prompts_per_step: Groups that a step trains on; read above staleness 0 only.
         in_flight: True if new weights interrupt in-flight completions, which then continue with them.
         max_failed_share: Share of failed rollouts of one call above which they are refused, as they are if all failed.
-        section: Config section of that share, named in messages.
+        section: Config section of that share, for messages.
         clock: Seconds.
     """
 
@@ -120,7 +121,7 @@ class PacedRolloutSource:
         self._waited_s = 0.0
 
     def collect(self, num_groups: int, *, num_later: int | None = None) -> list[RolloutGroup]:
-        """The next groups, in the order in which their prompts were drawn; fewer at the end of the data.
+        """Return the next groups, in the order in which their prompts were drawn; fewer at the end of the data.
 
         Raises:
             RolloutsFailed: If too many of their rollouts failed.
@@ -142,10 +143,10 @@ class PacedRolloutSource:
             collected[id(group)].set_aside(reason)
 
     def metrics(self) -> Mapping[str, float]:
-        """The number of replicas, what speculative decoding did since the last call and, above staleness 0, ages of the
-        groups that were collected since the last `adopt`, how many are under way or finished behind them, the share of
-        the step's time that was spent waiting for them, and the share of the replicas' time since the last call in
-        which they had no rollouts.
+        """Return the number of replicas and the counts of speculative decoding since the last call. Above staleness 0,
+        there are also the ages of the groups that were collected since the last `adopt`, the numbers of groups that are
+        under way or finished, the share of the step's time that was spent waiting for groups, and the share of the
+        replicas' time since the last call without rollouts.
         """
         speculation = self._pool.speculation()
         replicas = {
@@ -161,7 +162,7 @@ class PacedRolloutSource:
         return {
             **replicas,
             **staleness_metrics(groups, self._version, max_staleness=self._max_staleness),
-            "queue/under_way": float(len(self._open()) - num_finished),
+            "queue/under_way": float(sum(not draw.is_collected for draw in self._draws.values()) - num_finished),
             "queue/finished": float(num_finished),
             "idle/trainer": self._waited_s / elapsed if elapsed > 0 else 0.0,
             **({} if idle is None else {"idle/generators": idle}),
@@ -182,13 +183,13 @@ class PacedRolloutSource:
         return Evaluation(groups)
 
     def adopt(self, update: WeightUpdate) -> None:
-        """Bring the replicas to this version; the groups collected before it count as trained, but for those that were
+        """Bring the replicas to this version. Groups that were collected before it count as trained, unless they were
         set aside.
         """
         self._pool.adopt(update, in_flight=self._in_flight)
         self._version = update.version
         collected = [draw for draw in self._draws.values() if draw.is_collected]
-        # a step is measured from the end of the collecting before it, the first from the first weights
+        # A step is measured from the end of the collecting before it, the first step from the first weights.
         self._step_began_at, self._waited_s = self._collected_at if collected else self._clock(), 0.0
         self._ledger.train([draw.number for draw in self._in(DrawState.COLLECTED)], update.version)
         for draw in self._in(DrawState.SET_ASIDE):
@@ -197,14 +198,13 @@ class PacedRolloutSource:
             del self._draws[draw.number]
 
     def state(self) -> Mapping[str, Any]:
-        """The ledger, data position, finished groups and draws to run again with their turns, as of the last `adopt`:
-        groups collected since then have trained nothing yet and come again.
+        """Return the ledger, data position, finished groups and draws to run again with their turns, as of the last
+        `adopt`: groups collected since then have trained nothing yet and come again.
         """
-        drawings = [each for each in self._drawings if any(number in self._draws for number in _range(each))]
         return {
             "ledger": self._ledger.state(),
             "prompts": self._prompts.state(),
-            "drawings": [{"first": each.first, "count": each.count, "prompts": each.position} for each in drawings],
+            "drawings": [{"first": each.first, "count": each.count, "prompts": each.position} for each in self._kept()],
             "finished": {
                 str(draw.number): {"version": draw.begun_at, **group_state(draw.group)}
                 for draw in self._in(DrawState.FINISHED)
@@ -215,10 +215,10 @@ class PacedRolloutSource:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state.
+        """Continue from a saved state.
 
         Raises:
-            DataError: If the prompts are not those of the state, or end before them.
+            DataError: If the prompts are not the ones of the state, or end before them.
         """
         self._ledger = Ledger()
         self._ledger.restore(state["ledger"])
@@ -229,7 +229,11 @@ class PacedRolloutSource:
         self._prompts.restore(state["prompts"])
         self._draws = {number: Draw(number, drawn[number]) for number in self._ledger.pending()}
         for draw in self._draws.values():
-            self._check_prompt(draw)
+            if not self._ledger.is_of(draw.number, draw.prompt.id):
+                raise DataError(
+                    f"the data has changed since the checkpoint: draw {draw.number} was not the prompt {draw.prompt}; "
+                    "restore the data and its settings, or start a new run"
+                )
         for key, saved in state["finished"].items():
             draw = self._draws[int(key)]
             draw.restore_group(saved["version"], group_from(saved, draw.prompt))
@@ -241,45 +245,43 @@ class PacedRolloutSource:
         """Do nothing: the source owns no process."""
 
     def _in(self, *states: DrawState) -> list[Draw]:
-        """The draws in one of these states, in the order in which they were drawn."""
+        """Return the draws in one of these states, in the order in which they were drawn."""
         return [draw for draw in self._draws.values() if draw.state in states]
 
-    def _open(self) -> list[Draw]:
-        """The draws that no step has collected."""
-        return [draw for draw in self._draws.values() if not draw.is_collected]
-
     def _begin(self, num_groups: int) -> None:
-        """Draw prompts, and hand prompts to the pool, until so many are under way or finished."""
-        self._discard_old()
-        missing = num_groups - len(self._open())
+        """Draw prompts, and hand prompts to the pool, until this many groups are under way or finished."""
+        for draw in self._in(DrawState.RESTORED, DrawState.FINISHED):
+            # Groups and turns of a checkpoint are too old if the bound was lowered since.
+            if draw.begun_at < self._version - self._max_staleness:
+                draw.discard()
+        missing = num_groups - sum(not draw.is_collected for draw in self._draws.values())
         if missing > 0:
             self._draw(missing)
         num_begun = len(self._in(DrawState.UNDER_WAY, DrawState.FINISHED))
         waiting = self._in(DrawState.WAITING, DrawState.RESTORED)
         draws = waiting[: max(0, num_groups - num_begun)]
-        tickets = self._pool.submit([self._task(draw) for draw in draws])
+        seeds = [_seeds((self._seed, draw.number), self._num_generations) for draw in draws]
+        pairs = zip(draws, seeds, strict=True)
+        tasks = [RolloutTask(draw.prompt, self._sampling, own, turns=draw.turns) for draw, own in pairs]
+        tickets = self._pool.submit(tasks)
         for ticket, draw in zip(tickets, draws, strict=True):
             draw.begin(self._version)
             self._under_way[ticket] = draw
 
-    def _discard_old(self) -> None:
-        """Sample finished groups and turns again that are older than the bound, as those of a checkpoint are if
-        the bound was lowered since.
-        """
-        for draw in self._in(DrawState.RESTORED, DrawState.FINISHED):
-            if draw.begun_at < self._version - self._max_staleness:
-                draw.discard()
+    def _kept(self) -> list[_Drawing]:
+        """Return the drawings from which at least one draw has not left."""
+        return [each for each in self._drawings if any(number in self._draws for number in each.numbers)]
 
     def _draw(self, count: int) -> None:
         position = self._prompts.state()
         prompts = self._prompts.take(count)
-        kept = [each for each in self._drawings if any(number in self._draws for number in _range(each))]
+        kept = self._kept()
         numbers = self._ledger.draw([prompt.id for prompt in prompts])
         self._draws |= {number: Draw(number, prompt) for number, prompt in zip(numbers, prompts, strict=True)}
         self._drawings = [*kept, _Drawing(numbers.start, len(numbers), position)] if prompts else kept
 
     def _wait_for(self, num_groups: int) -> list[int]:
-        """The draws of a batch, in order, once their groups are finished."""
+        """Return the draws of a batch, in order, once their groups are finished."""
         begun = self._in(DrawState.UNDER_WAY, DrawState.FINISHED)
         plan = plan_batch({draw.number: draw.begun_at for draw in begun}, num_groups)
         finished = {draw.number for draw in begun if draw.state is DrawState.FINISHED}
@@ -290,7 +292,7 @@ class PacedRolloutSource:
         return chosen
 
     def _take_one(self) -> Draw | None:
-        """Take the next group that is finished; returns its draw, or None if it belongs to an evaluation."""
+        """Take the next group that is finished. Return its draw, or None if it belongs to an evaluation."""
         ticket, group = self._pool.next_done()
         if ticket in self._evaluated:
             self._evaluated[ticket] = group
@@ -299,12 +301,8 @@ class PacedRolloutSource:
         draw.finish(group)
         return draw
 
-    def _task(self, draw: Draw) -> RolloutTask:
-        seeds = _seeds((self._seed, draw.number), self._num_generations)
-        return RolloutTask(draw.prompt, self._sampling, seeds, turns=draw.turns)
-
     def _turns(self) -> Iterator[tuple[Draw, tuple[RolloutTurns, ...]]]:
-        """Draws that are not finished and have turns, with these."""
+        """Yield the draws that are not finished and have turns, with these."""
         latest = self._pool.turns() if self._under_way else {}
         turns = {draw.number: latest[ticket] for ticket, draw in self._under_way.items() if ticket in latest}
         for draw in self._in(DrawState.RESTORED, DrawState.UNDER_WAY):
@@ -319,21 +317,14 @@ class PacedRolloutSource:
                 f"the data ends after {drawing.first + len(prompts)} prompts, but the checkpoint has drawn "
                 f"{self._ledger.num_drawn}. Increase max_num_epochs, or start a new run"
             )
-        return dict(zip(_range(drawing), prompts, strict=True))
-
-    def _check_prompt(self, draw: Draw) -> None:
-        if not self._ledger.is_of(draw.number, draw.prompt.id):
-            raise DataError(
-                f"the data has changed since the checkpoint: draw {draw.number} was not the prompt {draw.prompt}; "
-                "restore the data and its settings, or start a new run"
-            )
+        return dict(zip(drawing.numbers, prompts, strict=True))
 
 
 def evaluation_tasks(
     prompts: Sequence[Prompt], sampling: SamplingParams, *, num_generations: int, seed: int
 ) -> list[RolloutTask]:
-    """The rollouts of an evaluation. The seed of a sample follows from `seed`, the place of its prompt and its place in
-    the group, and depends neither on the number of prompts nor on that of samples.
+    """Return the rollouts of an evaluation. The seed of a sample follows from `seed`, the place of its prompt and its
+    place in the group, and depends neither on the number of prompts nor on the number of samples.
     """
     return [RolloutTask(prompt, sampling, _seeds((seed, i, 1), num_generations)) for i, prompt in enumerate(prompts)]
 
@@ -342,5 +333,25 @@ def _seeds(entropy: tuple[int, ...], count: int) -> tuple[int, ...]:
     return tuple(int(seed) for seed in np.random.SeedSequence(entropy).generate_state(count))
 
 
-def _range(drawing: _Drawing) -> range:
-    return range(drawing.first, drawing.first + drawing.count)
+def staleness_metrics(groups: Sequence[RolloutGroup], version: int, *, max_staleness: int) -> dict[str, float]:
+    """Return the ages of the sampled tokens, in weight versions; nothing if no token was sampled.
+
+    Args:
+        groups: Groups trained on.
+        version: Version of the weights that train on the groups.
+        max_staleness: Bound of the ages; each age up to it has its own share.
+    """
+    by_rollout = [spans for group in groups for spans in group.rollouts.spans if spans]
+    if not by_rollout:
+        return {}
+    spans = np.array([span for spans in by_rollout for span in spans], dtype=np.int64)
+    ages, num_tokens = version - spans[:, 0], spans[:, 1]
+    total = max(1, int(num_tokens.sum()))
+    is_mixed = [len({sampled_by for sampled_by, _ in spans}) > 1 for spans in by_rollout]
+    metrics = {
+        "staleness/mean": float((ages * num_tokens).sum() / total),
+        "staleness/max": float(ages.max()),
+        "staleness/several_versions": float(np.mean(is_mixed)),
+    }
+    shares = {age: float(num_tokens[ages == age].sum() / total) for age in range(max_staleness + 1)}
+    return metrics | {f"staleness/share_{age}": share for age, share in shares.items()}

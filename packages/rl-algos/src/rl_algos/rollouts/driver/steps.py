@@ -1,22 +1,25 @@
-"""The steps of a loop that trains on its own rollouts, and what surrounds the training in each."""
+"""The steps of a loop that trains on its own rollouts: the work around the training of each step."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from rl_algos.rollouts.config import RolloutConfig
-from rl_algos.rollouts.drafter import DRAFTER
-from rl_algos.rollouts.driver.collect import collect_groups, greedy_groups
-from rl_algos.rollouts.driver.drafter import Drafter
+from rl_algos.losses.tokens import NLLLoss
+from rl_algos.rollouts.config import DRAFTER, PolicyGradientConfig, RolloutConfig
 from rl_algos.rollouts.driver.mixture import Mixture
-from rl_algos.rollouts.driver.reward_watch import RewardWatch
 from rl_algos.rollouts.driver.task_evaluation import TaskEvaluation
 from rl_algos.rollouts.driver.validation import RolloutValidation
+from rl_algos.rollouts.driver.watches import RewardWatch
+from rl_algos.rollouts.training.batch import minibatches
+from rl_algos.rollouts.training.metrics import training_metrics
+from rl_algos.rollouts.training.rewards import varies
 from rl_core.data.batch import Batch
-from rl_core.errors import ConfigError
-from rl_core.model import Saved
+from rl_core.errors import ConfigError, DataError
+from rl_core.metrics import Metric
+from rl_core.model import Loss, Model, Saved
 from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.group import RolloutGroup
 from rl_core.rollouts.source import RolloutSource
@@ -57,7 +60,7 @@ class RolloutSteps:
 
     Args:
         config: Section of the algorithm.
-        rollouts: What groups are collected from.
+        rollouts: Source of the groups.
         weights: Weights of the policy.
         validation: Validation of the policy.
         run: Owns steps, timing and checkpoints.
@@ -80,10 +83,10 @@ class RolloutSteps:
     drafter: Drafter | None = None
 
     def take(self, *, models: Mapping[str, Saved], state: Mapping[str, Checkpointable] | None = None) -> Iterator[Step]:
-        """Steps still to do, until `config.max_num_steps`, or until the data or the run ends.
+        """Yield the steps still to do, until `config.max_num_steps`, or until the data or the run ends.
 
         Args:
-            models: What trains, by role.
+            models: Models that train, by role.
             state: Further state of the loop, in addition to the rollouts and the weights.
         """
         config, run = self.config, self.run
@@ -107,7 +110,9 @@ class RolloutSteps:
             with run.phase("generation"):
                 num_later = (config.max_num_steps - number) * config.num_prompts_per_step
                 groups, aside = collect_groups(self.rollouts, config, num_later=num_later)
-                greedy = greedy_groups(self.rollouts, groups, self.greedy)
+                greedy: Sequence[RolloutGroup] = ()
+                if self.greedy is not None:
+                    greedy = self.rollouts.evaluate([group.prompt for group in groups], self.greedy).groups
             if len(groups) < config.num_prompts_per_step:
                 run.stop("the data has ended")
                 return
@@ -146,3 +151,101 @@ class RolloutSteps:
     def _evaluate_tasks(self, number: int) -> None:
         if self.evaluation is not None and self.evaluation.is_due(self.run, number):
             self.evaluation(self.rollouts, self.run, step=number)
+
+
+NO_SIGNAL = "all rewards of the group are equal"
+NOT_WANTED = "the step had its groups"
+"""Reasons for which dynamic sampling sets groups aside."""
+
+NO_TURN = "the policy had no turn"
+"""Reason for which a group is set aside whose plays opponents ended before the policy had a turn."""
+
+TRIES = 10
+"""Prompts that are tried for each prompt of a step before a run in which the policy has no turn fails."""
+
+
+def collect_groups(
+    rollouts: RolloutSource, config: RolloutConfig, *, num_later: int | None = None
+) -> tuple[list[RolloutGroup], list[RolloutGroup]]:
+    """Collect the groups of one step. The second list has the groups that were set aside: by dynamic sampling (without
+    signal, or more than the step needs), or because opponents ended every play before the policy had a turn. Both lists
+    are empty or short when the data ends.
+
+    Args:
+        rollouts: Source of the rollouts.
+        config: Config section of the algorithm, with the size of a step and the settings of dynamic sampling.
+        num_later: Groups that later steps train on; None if that is not known.
+
+    Raises:
+        DataError: If `dynamic_sampling_max_gen_batches` rounds did not find enough groups whose rewards differ, or the
+            policy had no turn in far too many.
+    """
+    if not (isinstance(config, PolicyGradientConfig) and config.use_dynamic_sampling):
+        return _with_turns(rollouts, config, num_later)
+    kept: list[RolloutGroup] = []
+    aside: list[RolloutGroup] = []
+    for _ in range(config.dynamic_sampling_max_gen_batches):
+        drawn = math.ceil((config.num_prompts_per_step - len(kept)) * config.batch_multiplier)
+        groups = rollouts.collect(drawn, num_later=num_later)
+        useful = [group for group in groups if varies(group)]
+        num_wanted = config.num_prompts_per_step - len(kept)
+        kept += useful[:num_wanted]
+        rollouts.set_aside([group for group in groups if not varies(group)], NO_SIGNAL)
+        rollouts.set_aside(useful[num_wanted:], NOT_WANTED)
+        chosen = {id(group) for group in kept}
+        aside += [group for group in groups if id(group) not in chosen]
+        if len(kept) == config.num_prompts_per_step or len(groups) < drawn:
+            return kept, aside
+    raise DataError(
+        f"dynamic sampling found {len(kept)} of {config.num_prompts_per_step} groups with differing rewards in "
+        f"{config.dynamic_sampling_max_gen_batches} rounds. Increase "
+        f"{config.section}.dynamic_sampling_max_gen_batches, or choose prompts that the policy sometimes solves"
+    )
+
+
+def _with_turns(
+    rollouts: RolloutSource, config: RolloutConfig, num_later: int | None
+) -> tuple[list[RolloutGroup], list[RolloutGroup]]:
+    kept: list[RolloutGroup] = []
+    aside: list[RolloutGroup] = []
+    while len(aside) < TRIES * config.num_prompts_per_step:
+        num_wanted = config.num_prompts_per_step - len(kept)
+        groups = rollouts.collect(num_wanted, num_later=num_later)
+        without = [group for group in groups if not len(group.rollouts)]
+        kept += [group for group in groups if len(group.rollouts)]
+        if without:
+            rollouts.set_aside(without, NO_TURN)
+            aside += without
+        if not without or len(groups) < num_wanted:
+            return kept, aside
+    raise DataError(
+        f"opponents ended every play of {len(aside)} prompts before the policy had a turn, and {len(kept)} of "
+        f"{config.num_prompts_per_step} prompts are left to train on. Leave an agent to the policy in "
+        f"{config.section}.agents, or begin with a policy that can play"
+    )
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """Trains a drafter on the rollouts of the policy.
+
+    A draft model learns by the likelihood of sampled tokens, an unbiased estimate of its divergence from the policy, up
+    to the policy's entropy, so no pass of the policy is needed. A draft head reads a pass of the policy in any case, so
+    it learns the distributions of that pass.
+
+    Args:
+        model: The drafter.
+        rows: Rollouts of one optimizer step.
+        loss: Objective of the drafter.
+        section: Dotted key of its config section, for messages.
+    """
+
+    model: Model
+    rows: int
+    loss: Loss = field(default_factory=NLLLoss)
+    section: str = DRAFTER
+
+    def learn(self, batch: Batch) -> dict[str, Metric]:
+        """Train on the rollouts of a step, once each, and return the metrics of the step."""
+        updates = [self.model.train_step(minibatch, self.loss) for minibatch in minibatches(batch, self.rows)]
+        return training_metrics(updates, prefix="drafter")

@@ -3,21 +3,56 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from rl_algos.evaluation.config import EvaluationConfig
-from rl_algos.evaluation.scores import PromptScore
-from rl_algos.evaluation.summary import mean_length, values_by_name
-from rl_algos.rollouts.driver.evaluation_plan import EvaluationPlan, EvaluationTask
+from rl_algos.evaluation.summary import PromptScore, Scoring, mean_length, values_by_name
+from rl_core.plugins import RolloutNeeds
 from rl_core.rollouts.group import RECORD, RolloutGroup
+from rl_core.rollouts.pool import RolloutTask
+from rl_core.rollouts.rollout import Prompt
 from rl_core.rollouts.source import RolloutSource
 from rl_core.run import Run
+
+
+@dataclass(frozen=True)
+class EvaluationTask:
+    """Prompts that are scored together.
+
+    Args:
+        name: Unique in the evaluation.
+        groups: The rollouts of each prompt.
+        refused: Prompts that leave no room for a completion, each with the reason; they score 0.
+        num_samples: Samples of each prompt.
+    """
+
+    name: str
+    groups: Sequence[RolloutTask]
+    refused: Sequence[tuple[Prompt, str]] = ()
+    num_samples: int = 1
+
+
+@dataclass(frozen=True)
+class EvaluationPlan:
+    """Everything that an evaluation rolls out, and how it is scored.
+
+    Args:
+        tasks: Tasks in order.
+        needs: Requirements of the rollout workers.
+        scoring: The estimates to make.
+    """
+
+    tasks: Sequence[EvaluationTask]
+    needs: RolloutNeeds
+    scoring: Scoring = field(default_factory=Scoring)
 
 
 class TaskEvaluation:
     """Scores the policy on the tasks of `eval`, with the prompts, sampling, seeds and estimates of `rl eval`.
 
     Args:
-        plan: of the tasks. Its seeds are those of the run, so that the run's source of rollouts gives the same ones.
+        plan: Plan of the tasks. It has the seeds of the run, so that the run's source gives the same rollouts.
         settings: How often.
     """
 
@@ -48,13 +83,13 @@ class TaskEvaluation:
             return refused
         prompts = [group.prompt for group in task.groups]
         evaluation = rollouts.evaluate(prompts, task.groups[0].sampling, num_generations=task.num_samples)
-        # opponents may end all plays of a prompt before the policy has a turn
+        # Opponents may end all plays of a prompt before the policy has a turn.
         played = [group for group in evaluation.groups if len(group.rollouts)]
         return [*map(self._score, played), *refused]
 
     def _score(self, group: RolloutGroup) -> PromptScore:
         if all(k == 1 for k in self._plan.scoring.k):
             return PromptScore.of_group(group)
-        # cons@k needs the answers, which only the records hold
+        # cons@k needs the answers, which only the records hold.
         records = group.records.ragged(RECORD)
         return PromptScore.of_records([json.loads(record.tobytes()) for record in records])

@@ -8,8 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from rl_algos.evaluation.estimates import pass_at_k
-from rl_algos.evaluation.scores import PromptScore
-from rl_algos.evaluation.summary import mean_length, means, means_by_dataset, powers_of_two
+from rl_algos.evaluation.summary import PromptScore, mean_length, means, means_by_dataset, powers_of_two
 from rl_algos.rollouts.config import RolloutConfig
 from rl_algos.rollouts.training.metrics import agent_metrics, opponent_metrics
 from rl_core.errors import ConfigError
@@ -20,10 +19,10 @@ from rl_core.rollouts.source import Evaluation, RolloutSource
 from rl_core.run import Run
 
 ACCURACY = "accuracy"
-"""Number in an environment's `info` that says whether a response is right, whatever the reward weighs."""
+"""Number in an environment's `info`: 1 for a right response and 0 for a wrong one, regardless of the reward."""
 
 PASSES = 1.0
-"""Least reward of a sample that counts for `val/pass@k`."""
+"""Minimum reward of a sample that counts for `val/pass@k`."""
 
 
 class RolloutValidation(Protocol):
@@ -63,7 +62,7 @@ class Validation:
 
 
 def goal_value(metrics: Mapping[str, float], name: str, config: RolloutConfig) -> float:
-    """The metric that ends the run at a goal.
+    """Return the metric that ends the run at a goal.
 
     Raises:
         ConfigError: If the validation has not recorded it.
@@ -77,7 +76,7 @@ def goal_value(metrics: Mapping[str, float], name: str, config: RolloutConfig) -
 
 
 def validation_metrics(evaluation: Evaluation) -> dict[str, float]:
-    """What a validation records.
+    """Return the metrics of a validation.
 
     - `val/reward`, the mean over all samples, and `val/reward/<part>` of each reward by name; 0 for a failed sample.
     - `val/accuracy` over the samples of environments that report one, and by dataset if there are several; likewise
@@ -87,7 +86,7 @@ def validation_metrics(evaluation: Evaluation) -> dict[str, float]:
     - With several samples of a prompt, each a rollout of one agent, `val/reward_std`, their deviation within a prompt,
       and `val/pass@k`.
     """
-    # opponents may end all plays of a prompt before the policy has a turn
+    # Opponents may end all plays of a prompt before the policy has a turn.
     groups = [group for group in evaluation.groups if len(group.rollouts)]
     of_opponents = opponent_metrics(evaluation.groups, prefix="val/")
     if not groups:
@@ -113,7 +112,7 @@ def validation_metrics(evaluation: Evaluation) -> dict[str, float]:
 
 
 def _parts(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """The mean of each further reward over the samples that have it, and 0 for those that failed."""
+    """Return the mean of each further reward over the samples that have it or failed, which count as 0."""
     rollouts = [group.rollouts for group in groups]
     by_sample = [rewards for each in rollouts for rewards in each.rewards]
     failed = [status == "failed" for each in rollouts for status in each.status]
@@ -134,13 +133,7 @@ def _accuracies(groups: Sequence[RolloutGroup]) -> dict[str, float]:
             found += [float(info.get(ACCURACY, 0.0)) for info in group.rollouts.info]
     if not by_dataset:
         return {}
-    whole = float(np.mean([value for found in by_dataset.values() for value in found]))
-    several = len({group.prompt.dataset for group in groups}) > 1
-    return {
-        "val/accuracy": whole,
-        **(
-            {f"val/{name}/accuracy": float(np.mean(found)) for name, found in sorted(by_dataset.items())}
-            if several
-            else {}
-        ),
-    }
+    accuracies = {"val/accuracy": float(np.mean([value for found in by_dataset.values() for value in found]))}
+    if len({group.prompt.dataset for group in groups}) > 1:
+        accuracies |= {f"val/{name}/accuracy": float(np.mean(found)) for name, found in sorted(by_dataset.items())}
+    return accuracies

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from rl_algos.rollouts.config import RolloutConfig
-from rl_algos.rollouts.training.images import with_images
 from rl_algos.rollouts.training.rewards import are_cut
-from rl_algos.rollouts.training.routing import with_routing
 from rl_algos.rollouts.training.segments import (
     PLAY,
     ROLLOUT,
@@ -19,18 +18,20 @@ from rl_algos.rollouts.training.segments import (
     to_rows,
     token_rows,
 )
-from rl_core.data.batch import Batch, Column
+from rl_core.data.batch import Batch, Column, RemoteRows, image_column
 from rl_core.data.ragged import Ragged
 from rl_core.errors import ConfigError
-from rl_core.rollouts.group import LOSS_MASK, RECORD, RolloutGroup
+from rl_core.images import IMAGES
+from rl_core.rollouts.group import LOSS_MASK, RECORD, ROUTED_EXPERTS, RolloutGroup
+from rl_core.rollouts.rollout import unknown_routing
 
 Advantages = np.ndarray | Ragged
 """float64, `[rollouts]` or token-aligned `[tokens]`."""
 
 
 def build_batch(groups: Sequence[RolloutGroup], config: RolloutConfig) -> Batch:
-    """One row per rollout, or per segment if the config splits rollouts, with the column `rollout`: `tokens`,
-    `loss_mask` and `generation_logprobs` by token. If plays have several rollouts, there is the column `play`.
+    """Build a batch with one row per rollout, or per segment if the config splits rollouts, with the column `rollout`.
+    It has `tokens`, `loss_mask` and `generation_logprobs` by token. If plays have several rollouts, it has `play`.
 
     If rollouts have images, there is the column `images`, empty in rows without any.
 
@@ -38,7 +39,7 @@ def build_batch(groups: Sequence[RolloutGroup], config: RolloutConfig) -> Batch:
     columns stay where they are.
 
     Raises:
-        ConfigError: If rollouts have several segments, and the config does not say so.
+        ConfigError: If rollouts have several segments, and the config does not allow it.
     """
     parts = with_images(with_routing([group.columns for group in groups]))
     shared = set.intersection(*(set(part) for part in parts)) - {RECORD}
@@ -59,7 +60,7 @@ def build_batch(groups: Sequence[RolloutGroup], config: RolloutConfig) -> Batch:
 
 
 def with_advantages(batch: Batch, advantages: Advantages) -> Batch:
-    """The batch with `advantages`, float32 by row or by token; the rows of a rollout have the same."""
+    """Return the batch with `advantages`, float32 by row or by token; all rows of a rollout have the same."""
     if isinstance(advantages, Ragged):
         single: Column = token_rows(batch, advantages.like(advantages.values.astype(np.float32)))
     else:
@@ -68,7 +69,7 @@ def with_advantages(batch: Batch, advantages: Advantages) -> Batch:
 
 
 def minibatches(batch: Batch, num_plays: int) -> Iterator[Batch]:
-    """Consecutive parts of so many plays, one optimizer step each; the last may be smaller.
+    """Yield consecutive parts with this number of plays, one optimizer step each; the last may be smaller.
 
     A play is one rollout, or all rollouts that a rollout program returned together. A step then makes the same number
     of updates however many rollouts its plays have.
@@ -80,8 +81,8 @@ def minibatches(batch: Batch, num_plays: int) -> Iterator[Batch]:
 
 
 def passes(batch: Batch, num_plays: int, *, count: int, seed: Sequence[int]) -> Iterator[Batch]:
-    """Yield the minibatches of one or several passes over the batch. A single pass keeps the order of the plays; of
-    several, each is shuffled anew by the seed.
+    """Yield the minibatches of one or several passes over the batch. A single pass keeps the order of the plays; each
+    of several passes is shuffled anew by the seed.
 
     Args:
         batch: Rows of all rollouts of a step.
@@ -95,8 +96,76 @@ def passes(batch: Batch, num_plays: int, *, count: int, seed: Sequence[int]) -> 
 
 
 def shuffled_minibatches(batch: Batch, num_plays: int, *, passes: int, seed: Sequence[int]) -> Iterator[Batch]:
-    """The minibatches of several passes over the batch, each in its own order, which depends on the seed."""
+    """Yield the minibatches of several passes over the batch, each in its own order, which depends on the seed."""
     rows = rows_by_play(batch)
     for number in range(passes):
         order = np.random.default_rng((*seed, number)).permutation(len(rows))
         yield from minibatches(batch.select(rows.select(order).values), num_plays)
+
+
+@dataclass(frozen=True, eq=False)
+class NoImages:
+    """A `rl_core.data.batch.RowStore` of rows without images, made by the process that reads it.
+
+    Args:
+        num_rows: Number of rows.
+    """
+
+    num_rows: int
+
+    def fetch(self) -> Batch:
+        """Make the column."""
+        return Batch({IMAGES: image_column([()] * self.num_rows)})
+
+
+def with_images(batches: Sequence[Batch]) -> list[Batch]:
+    """Add `images` to all batches if one has it, with empty rows in the others.
+
+    Args:
+        batches: Columns of groups of rollouts, with `tokens`.
+    """
+    if not any(IMAGES in batch for batch in batches):
+        return list(batches)
+    return [
+        batch
+        if IMAGES in batch
+        else batch.with_columns(RemoteRows.of(NoImages(len(batch)), batch.lengths).columns([IMAGES]))
+        for batch in batches
+    ]
+
+
+@dataclass(frozen=True, eq=False)
+class UnknownRouting:
+    """A `rl_core.data.batch.RowStore` of unknown routing, made by the process that reads it.
+
+    Args:
+        lengths: int64 `[rows]`, tokens of each row.
+        shape: Layers and experts per token.
+    """
+
+    lengths: np.ndarray
+    shape: tuple[int, ...]
+
+    def fetch(self) -> Batch:
+        """Make the column."""
+        offsets = np.concatenate([[0], np.cumsum(self.lengths)])
+        return Batch({ROUTED_EXPERTS: Ragged(unknown_routing(int(offsets[-1]), self.shape), offsets)})
+
+
+def with_routing(batches: Sequence[Batch]) -> list[Batch]:
+    """Add `routed_experts` to all batches if one has it, marked as unknown if it was not reported.
+
+    Args:
+        batches: Columns of groups of rollouts, with `tokens`.
+    """
+    known = next((batch for batch in batches if ROUTED_EXPERTS in batch), None)
+    if known is None or all(ROUTED_EXPERTS in batch for batch in batches):
+        return list(batches)
+    # This fetches the column of one group, only if another group failed as a whole.
+    shape = known.ragged(ROUTED_EXPERTS).values.shape[1:]
+
+    def filled(batch: Batch) -> Batch:
+        rows = RemoteRows.of(UnknownRouting(batch.lengths, shape), batch.lengths)
+        return batch.with_columns(rows.columns([ROUTED_EXPERTS]))
+
+    return [batch if ROUTED_EXPERTS in batch else filled(batch) for batch in batches]

@@ -8,7 +8,6 @@ from itertools import compress
 
 import numpy as np
 
-from rl_algos.rollouts.ignored_fields import PREFIX
 from rl_algos.rollouts.training.batch import Advantages
 from rl_algos.rollouts.training.rewards import varies
 from rl_core.data.ragged import Ragged
@@ -16,9 +15,17 @@ from rl_core.metrics import Metric, over_updates
 from rl_core.model import Metrics
 from rl_core.rollouts.group import RolloutGroup
 
+PREFIX = "ignored/"
+"""Prefix of the fields in `Rollout.info`."""
+
+
+def ignored_info(fields: Iterable[str]) -> Mapping[str, float]:
+    """Return the entries of `Rollout.info` for the fields that a rollout's agent has set."""
+    return {f"{PREFIX}{name}": 1.0 for name in sorted(fields)}
+
 
 def training_metrics(updates: Sequence[Metrics], *, prefix: str = "train") -> dict[str, Metric]:
-    """Metrics of a step's optimizer updates, each combined as it says itself; none without updates.
+    """Combine the metrics of a step's optimizer updates, each by its own reduction; return none without updates.
 
     Args:
         updates: Metrics of each optimizer update of the step.
@@ -31,17 +38,17 @@ def training_metrics(updates: Sequence[Metrics], *, prefix: str = "train") -> di
 
 
 def signal_metrics(groups: Sequence[RolloutGroup], aside: Sequence[RolloutGroup]) -> dict[str, float]:
-    """The number of groups whose rewards are all equal, for an algorithm that compares the rollouts of a group.
+    """Return the number of groups whose rewards are all equal, for an algorithm that compares rollouts of a group.
 
     Args:
-        groups: Trained on.
-        aside: Rolled out and not trained on.
+        groups: Groups trained on.
+        aside: Groups rolled out and not trained on.
     """
     return {"rollout/groups_without_signal": float(sum(not varies(group) for group in aside) + _num_alike(groups))}
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup], advantages: Advantages | None = None) -> dict[str, float]:
-    """Rewards, lengths and endings of the rollouts trained on.
+    """Return rewards, lengths and endings of the rollouts trained on.
 
     Args:
         groups: Groups trained on.
@@ -49,9 +56,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup], advantages: Advantages | Non
     """
     statuses = [status for group in groups for status in group.rollouts.status]
     usable = np.array([status != "failed" for status in statuses])
-    metrics = {
-        "rollout/failed": float(len(usable) - usable.sum()),
-    }
+    metrics = {"rollout/failed": float(len(usable) - usable.sum())}
     if advantages is not None:
         values = advantages.values if isinstance(advantages, Ragged) else advantages
         metrics["advantage/max"] = float(np.abs(values).max())
@@ -72,20 +77,24 @@ def rollout_metrics(groups: Sequence[RolloutGroup], advantages: Advantages | Non
     if any(group.rollouts.segments for group in groups):
         num_rows = np.array([len(rows) for group in groups for rows in group.rollouts.row_lengths])[usable]
         metrics["rollout/segments"] = float(num_rows.mean())
-    named = [rewards for group in groups for rewards in group.rollouts.rewards]
-    reported = [info for group in groups for info in group.rollouts.info]
+    named = _means(compress([rewards for group in groups for rewards in group.rollouts.rewards], usable))
+    reported = _means(compress([info for group in groups for info in group.rollouts.info], usable))
     return {
         **metrics,
-        **_named_rewards(compress(named, usable)),
-        **_reported(compress(reported, usable)),
+        **{f"reward/{name}": value for name, value in named.items() if name != "reward"},
+        # Environments report numbers; the worker adds fields that agents set without effect.
+        **{
+            f"{'rollout' if name.startswith(PREFIX) else 'environment'}/{name}": value
+            for name, value in reported.items()
+        },
         **agent_metrics(groups),
         **opponent_metrics(groups),
     }
 
 
 def agent_metrics(groups: Sequence[RolloutGroup], *, prefix: str = "") -> dict[str, float]:
-    """Number of rollouts, mean reward and mean length of each agent, of rollouts that did not fail; none if no agent is
-    named.
+    """Return the number, mean reward and mean length of the rollouts of each agent that did not fail; none if no agent
+    has a name.
 
     Args:
         groups: Groups of the rollouts.
@@ -108,8 +117,8 @@ def agent_metrics(groups: Sequence[RolloutGroup], *, prefix: str = "") -> dict[s
 
 
 def opponent_metrics(groups: Sequence[RolloutGroup], *, prefix: str = "") -> dict[str, float]:
-    """Number of rollouts, mean reward, mean length and mean weight version of each agent in the plays in which it was
-    an opponent; none without opponents.
+    """Return the number, mean reward, mean length and mean weight version of the rollouts of each agent that was an
+    opponent; none without opponents.
 
     Args:
         groups: Groups of the plays.
@@ -129,7 +138,7 @@ def opponent_metrics(groups: Sequence[RolloutGroup], *, prefix: str = "") -> dic
 
 
 def _num_alike(groups: Sequence[RolloutGroup]) -> int:
-    """Groups whose rewards are all equal among those that are compared; those without rewards do not count."""
+    """Count the groups whose compared rewards are all equal; groups without rewards do not count."""
     several = [group for group in groups if group.rollouts.agent or group.rollouts.peers]
     if several:
         alone = [group for group in groups if not (group.rollouts.agent or group.rollouts.peers)]
@@ -141,24 +150,10 @@ def _num_alike(groups: Sequence[RolloutGroup]) -> int:
     return int((np.fmin.reduceat(joined, starts) == np.fmax.reduceat(joined, starts)).sum())
 
 
-def _named_rewards(rewards: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Rewards except the one trained on, each averaged over the rollouts that have it."""
-    values: dict[str, list[float]] = {}
-    for by_name in rewards:
-        for name, value in by_name.items():
-            if name != "reward":
-                values.setdefault(name, []).append(value)
-    return {f"reward/{name}": float(np.mean(found)) for name, found in sorted(values.items())}
-
-
-def _reported(infos: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Numbers that the environments reported, and fields that agents set without effect, averaged over the rollouts
-    that have them."""
-    values: dict[str, list[float]] = {}
-    for info in infos:
-        for name, value in info.items():
-            values.setdefault(name, []).append(float(value))
-    return {
-        f"{'rollout' if name.startswith(PREFIX) else 'environment'}/{name}": float(np.mean(seen))
-        for name, seen in sorted(values.items())
-    }
+def _means(values: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Average the values of each name over the rollouts that have it."""
+    by_name: dict[str, list[float]] = {}
+    for each in values:
+        for name, value in each.items():
+            by_name.setdefault(name, []).append(float(value))
+    return {name: float(np.mean(found)) for name, found in sorted(by_name.items())}

@@ -1,10 +1,9 @@
-"""Rewards as they are trained on: scaled, and lowered for how a response ended, repeated itself or was written."""
+"""Rewards for training: scaled, and lowered by the ending, the repetitions and the format of a response."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -16,21 +15,21 @@ from rl_core.rollouts.record import turns_of
 from rl_core.rollouts.thoughts import only_thoughts
 
 EFFORT = "effort"
-"""Field of a row of data that names its level of effort."""
+"""Field of a row of data with its level of effort."""
 
 
 def scores_of(groups: Sequence[RolloutGroup]) -> np.ndarray:
-    """float64 `[rollouts]`, rewards as the environments gave them; NaN for failed rollouts."""
+    """Return float64 `[rollouts]`, rewards as the environments gave them; NaN for failed rollouts."""
     return np.concatenate([group.rewards() for group in groups])
 
 
 def lengths_of(groups: Sequence[RolloutGroup]) -> np.ndarray:
-    """int64 `[rollouts]`, sampled tokens."""
+    """Return int64 `[rollouts]`, sampled tokens."""
     return np.array([length for group in groups for length in group.rollouts.num_sampled], dtype=np.int64)
 
 
 def trained_rewards(groups: Sequence[RolloutGroup], config: PolicyGradientConfig) -> np.ndarray:
-    """float64 `[rollouts]`, rewards scaled and then shaped; NaN for failed rollouts."""
+    """Return float64 `[rollouts]`, rewards scaled and then shaped; NaN for failed rollouts."""
     rewards, shaping = scale_rewards(scores_of(groups), config.reward_scaling), config.reward_shaping
     if not shaping.enabled:
         return rewards
@@ -43,9 +42,20 @@ def trained_rewards(groups: Sequence[RolloutGroup], config: PolicyGradientConfig
     if shaping.length_penalty:
         rewards = rewards + shaping.length_penalty * np.concatenate([length_rewards(group) for group in groups])
     if shaping.repetition_penalty:
-        rewards = rewards - shaping.repetition_penalty * _repeated(groups, shaping.repetition_ngram_size)
+        sampled = (
+            tokens[mask > 0]
+            for group in groups
+            for tokens, mask in zip(
+                whole_rollouts(group.columns.ragged(TOKENS), [group]),
+                whole_rollouts(group.columns.ragged(LOSS_MASK), [group]),
+                strict=True,
+            )
+        )
+        shares = [repeated_share(tokens, shaping.repetition_ngram_size) for tokens in sampled]
+        rewards = rewards - shaping.repetition_penalty * np.array(shares)
     if shaping.malformed_thinking_penalty or shaping.invalid_tool_call_penalty:
-        rollouts = _turns(groups)
+        records = [json.loads(record.tobytes()) for group in groups for record in group.records.ragged(RECORD)]
+        rollouts = [turns_of(record) for record in records]
         thinking = np.array([any(only_thoughts(turn["text"]) is None for turn in turns) for turns in rollouts])
         calls = np.array([any(turn.get("has_invalid_call") for turn in turns) for turns in rollouts])
         rewards = rewards - shaping.malformed_thinking_penalty * thinking - shaping.invalid_tool_call_penalty * calls
@@ -61,15 +71,15 @@ def varies(group: RolloutGroup) -> bool:
 
 
 def compared(group: RolloutGroup) -> Iterator[np.ndarray]:
-    """Yield bool `[rollouts]` for each set of rollouts that are compared with one another: those of one agent and one
-    name of peers, which are all of them if a play has one agent."""
+    """Yield bool `[rollouts]` for each set of rollouts that are compared with one another. They have one agent and one
+    name of peers; if a play has one agent, the set is all rollouts."""
     keys = group.rollouts.compared
     for key in dict.fromkeys(keys):
         yield np.array([each == key for each in keys])
 
 
 def scale_rewards(rewards: np.ndarray, scaling: RewardScalingConfig) -> np.ndarray:
-    """Rewards mapped linearly from the source range to the target range, clamped at its ends; NaN stays NaN."""
+    """Map rewards linearly from the source range to the target range, clamped at its ends; NaN stays NaN."""
     if not scaling.enabled:
         return rewards
     share = (rewards - scaling.source_min) / (scaling.source_max - scaling.source_min)
@@ -77,7 +87,7 @@ def scale_rewards(rewards: np.ndarray, scaling: RewardScalingConfig) -> np.ndarr
 
 
 def response_limits(groups: Sequence[RolloutGroup], shaping: RewardShapingConfig) -> np.ndarray:
-    """int64 `[rollouts]`, tokens that a response may have: those of its prompt's level of effort, if it has one."""
+    """Return int64 `[rollouts]`, the tokens that a response may have, by its prompt's level of effort if it has one."""
     if not shaping.effort_levels:
         return np.full(sum(len(group.rollouts) for group in groups), shaping.max_response_length)
     of_group = [
@@ -87,8 +97,8 @@ def response_limits(groups: Sequence[RolloutGroup], shaping: RewardShapingConfig
 
 
 def length_rewards(group: RolloutGroup) -> np.ndarray:
-    """float64 `[rollouts]`, the length reward (Kimi k1.5, arXiv:2501.12599) within a group, or the part of it that is
-    compared: `w = 0.5 - (n - shortest) / (longest - shortest)` of the n sampled tokens for a reward above 0, else
+    """Return float64 `[rollouts]`, the length reward (Kimi k1.5, arXiv:2501.12599) within the compared rollouts of a
+    group: `w = 0.5 - (n - shortest) / (longest - shortest)` of the n sampled tokens for a reward above 0, else
     `min(w, 0)`; 0 if all lengths are equal. Failed rollouts count for nothing.
     """
     rewards, lengths = group.rewards(), np.array(group.rollouts.num_sampled, dtype=np.float64)
@@ -105,13 +115,13 @@ def length_rewards(group: RolloutGroup) -> np.ndarray:
 def overlong_share(
     num_sampled: np.ndarray, shaping: RewardShapingConfig, *, limits: np.ndarray | None = None
 ) -> np.ndarray:
-    """`[rollouts]`, share of the overlong penalty: 0 up to the buffer before the limit, then rising linearly to 1 at it
-    (DAPO, arXiv:2503.14476).
+    """Return `[rollouts]`, the share of the overlong penalty: 0 up to the buffer before the limit, then linearly up to
+    1 at the limit (DAPO, arXiv:2503.14476).
 
     Args:
         num_sampled: `[rollouts]`, sampled tokens of each.
         shaping: Limit and buffer.
-        limits: `[rollouts]`, the limit of each; None for the one of `shaping`.
+        limits: `[rollouts]`, the limit of each; None for the limit of `shaping`.
     """
     start = (shaping.max_response_length if limits is None else limits) - shaping.overlong_buffer_length
     share: np.ndarray = np.clip((num_sampled - start) / shaping.overlong_buffer_length, 0.0, 1.0)
@@ -119,7 +129,7 @@ def overlong_share(
 
 
 def repeated_share(tokens: np.ndarray, size: int) -> float:
-    """Share of the runs of `size` tokens that have occurred before (arXiv:2502.03373); 0 for fewer tokens.
+    """Return the share of the runs of `size` tokens that have occurred before (arXiv:2502.03373); 0 for fewer tokens.
 
     Args:
         tokens: int32 `[tokens]`, sampled.
@@ -128,7 +138,7 @@ def repeated_share(tokens: np.ndarray, size: int) -> float:
     num_runs = len(tokens) - size + 1
     if num_runs < 2:
         return 0.0
-    # one number for each run, by Horner's rule modulo 2^64 with an odd factor
+    # Each run becomes one number by Horner's rule modulo 2^64 with an odd factor.
     runs = np.zeros(num_runs, dtype=np.uint64)
     for offset in range(size):
         runs = runs * np.uint64(0x9E3779B97F4A7C15) + tokens[offset : offset + num_runs].astype(np.uint64)
@@ -136,8 +146,8 @@ def repeated_share(tokens: np.ndarray, size: int) -> float:
 
 
 def are_cut(groups: Sequence[RolloutGroup], max_turns: int) -> np.ndarray:
-    """bool `[rollouts]`, those that ran into a token limit: in a completion, or because an observation did not fit
-    behind it. One that ended at the last turn allowed was not cut by a token limit.
+    """Return bool `[rollouts]`, True if a rollout ran into a token limit: in a completion, or because an observation
+    did not fit after it. A rollout that ended at the last turn allowed was not cut by a token limit.
     """
     return np.array(
         [
@@ -148,22 +158,3 @@ def are_cut(groups: Sequence[RolloutGroup], max_turns: int) -> np.ndarray:
             )
         ]
     )
-
-
-def _repeated(groups: Sequence[RolloutGroup], size: int) -> np.ndarray:
-    shares = [
-        repeated_share(tokens[mask > 0], size)
-        for group in groups
-        for tokens, mask in zip(
-            whole_rollouts(group.columns.ragged(TOKENS), [group]),
-            whole_rollouts(group.columns.ragged(LOSS_MASK), [group]),
-            strict=True,
-        )
-    ]
-    return np.array(shares)
-
-
-def _turns(groups: Sequence[RolloutGroup]) -> list[list[dict[str, Any]]]:
-    """The turns of each rollout, as its record has them."""
-    records = [json.loads(record.tobytes()) for group in groups for record in group.records.ragged(RECORD)]
-    return [turns_of(record) for record in records]

@@ -11,27 +11,27 @@ from rl_core.data.ragged import Ragged
 from rl_core.rollouts.group import RolloutGroup
 
 ROLLOUT = "rollout"
-"""Column of a batch whose rows are segments, int64: the number of each row's rollout, rising from 0. The rows of a
-rollout lie side by side."""
+"""Column of a batch whose rows are segments, int64: the number of each row's rollout, increasing from 0. The rows of a
+rollout are consecutive."""
 
 PLAY = "play"
-"""Column of a batch of which some plays have several rollouts, int64: the number of each row's play, rising from 0."""
+"""Column of a batch with plays of several rollouts, int64: the number of each row's play, increasing from 0."""
 
 
 def rollout_numbers(groups: Sequence[RolloutGroup]) -> np.ndarray:
-    """int64 `[rows]`, the column `rollout` of the rollouts of these groups."""
+    """Return int64 `[rows]`, the column `rollout` of the rollouts of these groups."""
     return np.repeat(np.arange(sum(len(group.rollouts) for group in groups)), _num_rows(groups))
 
 
 def play_numbers(groups: Sequence[RolloutGroup]) -> np.ndarray:
-    """int64 `[rows]`, the column `play` of the rollouts of these groups."""
+    """Return int64 `[rows]`, the column `play` of the rollouts of these groups."""
     plays = [(number, play) for number, group in enumerate(groups) for play in group.rollouts.plays]
     is_first = [number == 0 or plays[number] != plays[number - 1] for number in range(len(plays))]
     return np.repeat(np.cumsum(is_first) - 1, _num_rows(groups))
 
 
 def whole_rollouts(column: Ragged, groups: Sequence[RolloutGroup]) -> Ragged:
-    """A token-aligned column with a row per rollout, its segments end to end, instead of a row per segment.
+    """Return a token-aligned column with a row per rollout, its segments end to end, instead of a row per segment.
 
     Args:
         column: `[tokens]`, by rows of the batch.
@@ -41,29 +41,29 @@ def whole_rollouts(column: Ragged, groups: Sequence[RolloutGroup]) -> Ragged:
 
 
 def to_rows(batch: Batch, values: np.ndarray) -> np.ndarray:
-    """Values `[rollouts]` at every row of the batch."""
+    """Return values `[rollouts]` at every row of the batch."""
     return values[batch.array(ROLLOUT)] if ROLLOUT in batch else values
 
 
 def token_rows(batch: Batch, column: Ragged) -> Ragged:
-    """A token-aligned column of whole rollouts, as rows of the batch."""
+    """Return a token-aligned column of whole rollouts as rows of the batch."""
     if ROLLOUT not in batch:
         return column
     return Ragged(column.values, np.concatenate([[0], np.cumsum(batch.lengths)]))
 
 
 def rows_by_rollout(batch: Batch) -> Ragged:
-    """int64, the rows of each rollout of a batch."""
+    """Return int64, the rows of each rollout of a batch."""
     return _rows_by(batch, ROLLOUT)
 
 
 def rows_by_play(batch: Batch) -> Ragged:
-    """int64, the rows of each play of a batch."""
+    """Return int64, the rows of each play of a batch."""
     return _rows_by(batch, PLAY if PLAY in batch else ROLLOUT)
 
 
 def _rows_by(batch: Batch, column: str) -> Ragged:
-    """The rows of each value of a column of ascending numbers; every row by itself without the column."""
+    """Return the rows of each value of a column of ascending numbers; without the column, every row is one value."""
     rows = np.arange(len(batch))
     if column not in batch:
         return Ragged(rows, np.arange(len(batch) + 1))
@@ -72,5 +72,5 @@ def _rows_by(batch: Batch, column: str) -> Ragged:
 
 
 def _num_rows(groups: Sequence[RolloutGroup]) -> np.ndarray:
-    """int64 `[rollouts]`, the rows of each."""
+    """Return int64 `[rollouts]`, the number of rows of each."""
     return np.array([len(lengths) for group in groups for lengths in group.rollouts.row_lengths], dtype=np.int64)

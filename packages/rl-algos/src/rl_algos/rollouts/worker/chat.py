@@ -12,8 +12,7 @@ import numpy as np
 from jinja2 import TemplateError
 
 from rl_algos.images.image_tokens import check_images, image_tokens, with_images
-from rl_algos.rollouts.worker.continuation import Continuation
-from rl_algos.rollouts.worker.turn_ends import TurnEnds, find_turn_ends
+from rl_algos.rollouts.worker.continuation import Continuation, TurnEnds, find_turn_ends
 from rl_algos.special_tokens import special_tokens, splits_observations, splits_prompts
 from rl_algos.token_bytes import characters_per_token
 from rl_algos.tokenizer import render
@@ -54,25 +53,29 @@ class Chat:
         return characters_per_token(self._tokenizer)
 
     def prepare(self) -> None:
-        """Compute what depends on the tokenizer alone, and would halt other rollouts for a second when first used."""
+        """Compute the values that depend only on the tokenizer: their first use would halt other rollouts."""
         _ = self.characters_per_token, special_tokens(self._tokenizer).renamed
 
     def read(self, token_ids: np.ndarray, tools: Sequence[Mapping[str, Any]] = ()) -> Reply:
-        """The turn of these tokens.
+        """Return the turn of these tokens.
 
         Args:
             token_ids: int32 `[tokens]`, sampled.
             tools: Tools that the policy may call.
         """
-        text = self._without_special_tokens(self._said(token_ids))
+        ids: list[int] = token_ids.tolist()
+        if ids and ids[-1] in self.ends.sampled:
+            ids = ids[:-1]  # the token that ended the turn, which need not be a special one
+        text = self._without_special_tokens(ids)
         if not tools and not self.tool_format.reads_all:
             return Reply(text, {"role": "assistant", "content": text})
-        parsed = self.tool_format.parse(self._with_marks(token_ids), schemas_of(tools), self._opened)
+        marked = str(self._tokenizer.decode(ids, skip_special_tokens=False))
+        parsed = self.tool_format.parse(marked, schemas_of(tools), self._opened)
         if self.tool_format.reads_all:
             text = parsed.content
         if not tools or not parsed.calls:
             return Reply(text, {"role": "assistant", "content": text})
-        # nine letters and digits, as templates of Mistral ask for
+        # Templates of Mistral require ids of nine letters and digits.
         calls = tuple(replace(call, id=f"call{index:05d}") for index, call in enumerate(parsed.calls))
         written = [self._as_written(call) for call in calls]
         return Reply(text, {"role": "assistant", "content": parsed.content, "tool_calls": written}, calls)
@@ -91,16 +94,16 @@ class Chat:
             )
 
     def encoded(self, text: str) -> np.ndarray:
-        """int32 `[tokens]` of a text as it is, in which the texts of special tokens are these."""
+        """Return int32 `[tokens]` of a string, in which the strings of special tokens become these tokens."""
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
 
     def shown(self, token_ids: np.ndarray) -> str:
-        """The text of tokens, with special tokens."""
+        """Return the text of tokens, with special tokens."""
         ids = token_ids.tolist()
         return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def continuation(self, turn: Message, observation: Sequence[Message], sampled: np.ndarray) -> np.ndarray:
-        """int32 `[tokens]` to append after `sampled`; as `Continuation.tokens`."""
+        """Return int32 `[tokens]` to append after `sampled`; see `Continuation.tokens`."""
         return self._continuation.tokens(turn, observation, sampled)
 
     def rendered(
@@ -118,7 +121,7 @@ class Chat:
         return np.concatenate([kept, np.asarray(special.encode(rest), dtype=np.int32)]).astype(np.int32)
 
     def _with_arguments(self, message: Message) -> Message:
-        """A message whose tool calls have their arguments in the form that the template takes."""
+        """Return a message whose tool calls have their arguments in the form that the template takes."""
         if not message.get("tool_calls"):
             return message
         calls = []
@@ -131,7 +134,7 @@ class Chat:
         return {**message, "tool_calls": calls}
 
     def _with_plain_content(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages with special tokens hidden: in what answers the policy, or in the prompt as well."""
+        """Return the messages with special tokens hidden in answers to the policy, or in the prompt as well."""
         answered = next((place for place, each in enumerate(messages) if each["role"] == "assistant"), len(messages))
         first = 0 if splits_prompts(self._tokenizer) else answered
         if not splits_observations(self._tokenizer):
@@ -140,7 +143,7 @@ class Chat:
 
     @cached_property
     def _opened(self) -> str:
-        """The mark with which the prompt itself opens thoughts, as that of DeepSeek-R1 does; empty without one."""
+        """Mark of thoughts at the end of the prompt, as DeepSeek-R1 has one; empty without one."""
         try:
             prompt = render(self._tokenizer, [{"role": "user", "content": "x"}], add_generation_prompt=True)
         except (ConfigError, TemplateError):
@@ -158,7 +161,7 @@ class Chat:
         return Continuation(self._tokenizer, self.ends, arguments_as_text=self.tool_format.arguments_as_text)
 
     def _without_special_tokens(self, ids: list[int]) -> str:
-        """The text of tokens; the marks of thoughts stay if they are special tokens, as in Magistral."""
+        """Return the text of tokens; the marks of thoughts stay if they are special tokens, as in Magistral."""
         if self._hidden is None:
             return str(self._tokenizer.decode(ids, skip_special_tokens=True))
         return str(self._tokenizer.decode([id for id in ids if id not in self._hidden], skip_special_tokens=False))
@@ -169,15 +172,6 @@ class Chat:
         special = {id: str(token) for id, token in self._tokenizer.added_tokens_decoder.items() if token.special}
         hidden = frozenset(id for id, text in special.items() if text not in MARKS)
         return hidden if len(hidden) < len(special) else None
-
-    def _with_marks(self, token_ids: np.ndarray) -> str:
-        """The text with special tokens, but for the one that ended it."""
-        return str(self._tokenizer.decode(self._said(token_ids), skip_special_tokens=False))
-
-    def _said(self, token_ids: np.ndarray) -> list[int]:
-        """A turn without the token that ended it, which need not be a special one."""
-        ids: list[int] = token_ids.tolist()
-        return ids[:-1] if ids and ids[-1] in self.ends.sampled else ids
 
     def _as_written(self, call: ToolCall) -> dict[str, Any]:
         arguments: Any = json.dumps(call.arguments) if self.tool_format.arguments_as_text else dict(call.arguments)

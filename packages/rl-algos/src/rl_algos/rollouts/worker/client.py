@@ -1,4 +1,4 @@
-"""The services that one play gets from its rollout worker."""
+"""The services of a rollout worker for one play."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class PlayClient:
     """The `rl_core.rollouts.program.GenerationClient` of one play.
 
     Args:
-        services: What the worker has for all plays.
+        services: Parts of the worker that all plays share.
         prompt: Prompt of the play.
         sampling: How its completions are drawn.
         seed: Seed of the play.
@@ -105,11 +105,14 @@ class PlayClient:
         images: Sequence[str] = (),
     ) -> Completion:
         request = GenerationRequest(token_ids, sampling or self._sampling, self._seed, images=tuple(images))
-        request = dataclasses.replace(request, seed=self._next_seed() if draw is None else _seed_of(request, draw))
+        request = dataclasses.replace(
+            request, seed=self._next_seed() if draw is None else _seed([int(request.digest, 16), draw])
+        )
         opponent = self._opponents.get(agent)
         if opponent is not None:
-            # no request of an opponent equals one of the policy, whose completion would be taken for it
-            request = dataclasses.replace(request, seed=_seed_for(agent, request.seed))
+            # Otherwise a request of an opponent could equal one of the policy and get its completion.
+            name = int.from_bytes(hashlib.blake2b(agent.encode(), digest_size=8).digest(), "big")
+            request = dataclasses.replace(request, seed=_seed([request.seed, name]))
         digest = request.digest
         if digest not in self._completions:
             generator = self._services.generator if opponent is None else opponent
@@ -137,7 +140,8 @@ class PlayClient:
                     else conversation.num_prompt_messages
                 ),
                 is_text=self._prompt.is_text,
-                trainer_state=self._trainer_state(),
+                # Every step publishes the next weight version, and the first is published before the first step.
+                trainer_state=TrainerState(max(self._version - 1, 0), self._services.max_steps),
             )
         )
 
@@ -190,25 +194,13 @@ class PlayClient:
             for rollout in rollouts
         ]
 
-    def _trainer_state(self) -> TrainerState:
-        """Progress of the training as the newest completion of the policy tells it: every step publishes the next
-        weight version, and the first is published before the first step."""
-        return TrainerState(max(self._version - 1, 0), self._services.max_steps)
-
     def _next_seed(self) -> int:
-        """That of the rollout for its first turn; the later ones follow from it."""
+        """Return the seed of the next turn: the rollout's own seed, then seeds that follow from it."""
         if self._later_seeds is None:
             self._later_seeds = np.random.SeedSequence(self._seed)
             return self._seed
         return int(self._later_seeds.spawn(1)[0].generate_state(1)[0])
 
 
-def _seed_of(request: GenerationRequest, draw: int) -> int:
-    """The seed of one of several equal requests of a rollout, whose own seed the request has."""
-    return int(np.random.SeedSequence([int(request.digest, 16), draw]).generate_state(1)[0])
-
-
-def _seed_for(agent: str, seed: int) -> int:
-    """The seed of an opponent's request that would have this seed if it were the policy's."""
-    name = int.from_bytes(hashlib.blake2b(agent.encode(), digest_size=8).digest(), "big")
-    return int(np.random.SeedSequence([seed, name]).generate_state(1)[0])
+def _seed(entropy: Sequence[int]) -> int:
+    return int(np.random.SeedSequence(entropy).generate_state(1)[0])

@@ -4,28 +4,67 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from rl_algos.images.image_tokens import check_images, with_images
-from rl_algos.rollouts.worker.turn_ends import TurnEnds
 from rl_algos.special_tokens import special_tokens, splits_observations
-from rl_algos.tokenizer import render
+from rl_algos.tokenizer import generation_ends, render
 from rl_core.rollouts.rollout import Message
-from rl_core.template_ends import OTHER_MARK, POLICY_MARK
+from rl_core.template_ends import OTHER_MARK, POLICY_MARK, template_ends
+
+
+@dataclass(frozen=True)
+class TurnEnds:
+    """Tokens that end a turn of the policy, or follow one.
+
+    Args:
+        sampled: Ids that end a completion; the end of sequence comes first.
+        marks: Ids by text of these tokens, and of a token that the template writes after an earlier turn instead, such
+            as `<|end|>` of gpt-oss, which ends a last turn with `<|return|>`.
+        open_next: True if these tokens begin the next message, as `<|user|>` of GLM does, rather than end the turn.
+        plain: Text that the template writes after a turn if there is no token, such as the marks of ChatML in a
+            tokenizer that does not have them; empty if a token ends the turn.
+    """
+
+    sampled: tuple[int, ...]
+    marks: Mapping[str, int]
+    open_next: bool = False
+    plain: str = ""
+
+
+def find_turn_ends(tokenizer: Any, further: Sequence[str] = ()) -> TurnEnds:
+    """Find the ends of a turn: the end of sequence, the first added token after the policy's text, and the special
+    tokens that the model's generation config lists.
+
+    Args:
+        tokenizer: Tokenizer with or without a chat template.
+        further: Strings of tokens that may also end a turn, such as those after a tool call.
+    """
+    added = {str(token): index for index, token in tokenizer.added_tokens_decoder.items()}
+    written = template_ends(tokenizer)
+    configured = [str(tokenizer.added_tokens_decoder[index]) for index in generation_ends(tokenizer)]
+    sampled = [tokenizer.eos_token, written.token, *(text for text in further if text in added), *configured]
+    marks = {text: added[text] for text in (*sampled, written.earlier) if text in added}
+    ids = (tokenizer.eos_token_id, *(added[text] for text in sampled if text in added))
+    plain = "" if written.token else written.behind.strip()
+    open_next = not written.last and bool(written.earlier)
+    return TurnEnds(tuple(dict.fromkeys(ids)), marks, open_next=open_next, plain=plain)
+
 
 _KINDS = 256
-"""Most kinds of turn and answer whose seams are remembered."""
+"""Maximum number of kinds of turn and answer whose seams are kept."""
 
 
 class Continuation:
     """Renders the text that the chat template puts between a turn of the policy and its next one.
 
-    A short conversation is rendered twice: with marks instead of the texts, which shows where the end of the policy's
-    turn is, and with the real answer, of which everything after that place is taken. So it does not matter how the
-    template would write the policy's turn: its tokens stay as they were sampled, thoughts and tool calls included.
+    A short conversation is rendered twice: with marks instead of the texts, to find the end of the policy's turn, and
+    with the real answer, whose text after that place is used. So it does not matter how the template would write the
+    policy's turn: its tokens stay as they were sampled, thoughts and tool calls included.
     Special tokens in the content of an answer are tokenised as text unless the tokenizer's settings say otherwise, and
     its images have all their tokens.
 
@@ -62,7 +101,7 @@ class Continuation:
         special = special_tokens(self._tokenizer)
         told = special.hidden(observation) if splits_observations(self._tokenizer) else observation
         check_images(self._tokenizer, told)
-        text = self._render([*self._opening(calls), *told])
+        text = render(self._tokenizer, [*self._opening(calls), *told], add_generation_prompt=True)
         if not text.startswith(before):
             raise ValueError(
                 "the chat template renders an assistant turn differently depending on the next message, so a rollout "
@@ -82,7 +121,7 @@ class Continuation:
         return last in self._ends.sampled or last in self._ends.marks.values()
 
     def _find_seam(self, kind: str) -> tuple[str, str]:
-        """The text up to and with the end of the policy's turn, and that end; an empty one if there is none.
+        """Return the text up to and with the end of the policy's turn, and that end; an empty end if there is none.
 
         Args:
             kind: JSON of the ids of the turn's tool calls, and of the observation without its texts.
@@ -90,7 +129,7 @@ class Continuation:
         calls, kinds = json.loads(kind)
         contents = [OTHER_MARK, *("x" for _ in kinds[1:])]
         observation = [{**each, "content": content} for each, content in zip(kinds, contents, strict=True)]
-        text = self._render([*self._opening(calls), *observation])
+        text = render(self._tokenizer, [*self._opening(calls), *observation], add_generation_prompt=True)
         begin, other = text.find(POLICY_MARK), text.rfind(OTHER_MARK)
         if begin < 0 or other < begin:
             roles = ", ".join(str(each.get("role")) for each in kinds)
@@ -111,36 +150,30 @@ class Continuation:
         return text[: begin + len(POLICY_MARK)], ""
 
     def _opening(self, calls: Sequence[str]) -> list[dict[str, Any]]:
-        """The shortest conversation that ends with a turn of the policy with these calls."""
+        """Return the shortest conversation that ends with a turn of the policy with these calls."""
         turn: dict[str, Any] = {"role": "assistant", "content": POLICY_MARK}
         if calls:
-            # a template may leave out the text of a turn with calls, but not the names
+            # A template may leave out the text of a turn with calls, but not the names.
             function = {"name": POLICY_MARK, "arguments": self._arguments}
             turn["tool_calls"] = [{"type": "function", "id": call, "function": function} for call in calls]
         return [{"role": "user", "content": "x"}, turn]
 
-    def _render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        return render(self._tokenizer, messages, add_generation_prompt=True)
-
 
 def rewrites_history(tokenizer: Any, ends: TurnEnds) -> bool:
-    """Return whether the template renders an earlier turn differently from what the engine saw: in two renderings,
-    as the last one and as an earlier one, or after the text at which the policy begins.
+    """Return whether the template renders an earlier turn in a form that the engine did not see: it renders the last
+    turn and the same turn before others differently, or not after the text at which the policy begins.
     """
-    thinks = "</think>" in str(tokenizer.chat_template)
-    return any(
-        _rewrites(tokenizer, ends, text)
-        for text in ("An answer.", *(["<think>\nA thought.\n</think>\n\nAn answer."] if thinks else []))
-    )
 
-
-def _rewrites(tokenizer: Any, ends: TurnEnds, text: str) -> bool:
-    def render(*messages: Message, begins: bool = False) -> str:
+    def shown(*messages: Message, begins: bool = False) -> str:
         return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=begins))
 
-    asked, said = {"role": "user", "content": "A question."}, {"role": "assistant", "content": text}
-    as_last, as_earlier = render(asked, said), render(asked, said, {"role": "user", "content": "Another."})
-    cut = max((as_last.rfind(mark) for mark in ends.marks), default=-1)
-    # of the last turn without the tokens after it, which may differ
-    turn = as_last[:cut] if cut > as_last.rfind("An answer.") else as_last.rstrip()
-    return not (as_earlier.startswith(turn) and turn.startswith(render(asked, begins=True)))
+    thinks = "</think>" in str(tokenizer.chat_template)
+    for text in ("An answer.", *(["<think>\nA thought.\n</think>\n\nAn answer."] if thinks else [])):
+        asked, said = {"role": "user", "content": "A question."}, {"role": "assistant", "content": text}
+        as_last, as_earlier = shown(asked, said), shown(asked, said, {"role": "user", "content": "Another."})
+        cut = max((as_last.rfind(mark) for mark in ends.marks), default=-1)
+        # The tokens after the last turn may differ, so they are cut off.
+        turn = as_last[:cut] if cut > as_last.rfind("An answer.") else as_last.rstrip()
+        if not (as_earlier.startswith(turn) and turn.startswith(shown(asked, begins=True))):
+            return True
+    return False

@@ -9,17 +9,10 @@ from typing import Any
 import numpy as np
 from jinja2 import TemplateError
 
-from rl_algos.rollouts.config import (
-    GeneratingPolicy,
-    PolicyGradientConfig,
-    RolloutConfig,
-    RolloutRoot,
-    rollout_config,
-)
+from rl_algos.rollouts.config import GeneratingPolicy, PolicyGradientConfig, RolloutConfig
 from rl_algos.rollouts.worker.chat import Chat
-from rl_algos.rollouts.worker.continuation import rewrites_history
+from rl_algos.rollouts.worker.continuation import TurnEnds, rewrites_history
 from rl_algos.rollouts.worker.programs import DEFAULT_PROGRAM
-from rl_algos.rollouts.worker.turn_ends import TurnEnds
 from rl_algos.tokenizer import render, require_chat_template
 from rl_algos.tool_calls.formats import FORMATS, PLAIN
 from rl_core.errors import ConfigError
@@ -28,15 +21,20 @@ from rl_core.rollouts.rollout import Message
 _log = logging.getLogger(__name__)
 
 _ASKED: Message = {"role": "user", "content": "A question."}
+_ANSWERED: Message = {"role": "assistant", "content": "An answer."}
+_CALL = {"type": "function", "id": "call00000", "function": {"name": "look_up", "arguments": {}}}
+_RESULT: Message = {"role": "tool", "name": "look_up", "content": "A result.", "tool_call_id": "call00000"}
+
+Tools = Mapping[str, Sequence[Mapping[str, Any]]]
+"""JSON schemas of the tools of each environment that has some."""
 
 
-def check_conversations(
-    config: RolloutRoot, tokenizer: Any, tools: Mapping[str, Sequence[Mapping[str, Any]]]
-) -> TurnEnds:
+def check_conversations(policy: GeneratingPolicy, settings: RolloutConfig, tokenizer: Any, tools: Tools) -> TurnEnds:
     """Render short conversations as rollouts of several turns, and of tools, do.
 
     Args:
-        config: Resolved config of the run.
+        policy: Config section of the model.
+        settings: Section of the algorithm.
         tokenizer: Tokenizer of the policy.
         tools: Tools by environment; empty if none has any.
 
@@ -44,22 +42,12 @@ def check_conversations(
         The tokens that end a turn.
 
     Raises:
-        ConfigError: Naming the key to change.
+        ConfigError: With the key to change.
     """
-    settings = rollout_config(config)
-    turns, program = settings.max_rollout_turns, settings.rollout_program
-    key = f"{settings.section}.max_rollout_turns"
-    ends = check_turns(
-        config.policy,
-        tokenizer,
-        tools,
-        program=program,
-        max_turns=turns,
-        turns_key=key,
-        renders_anew=settings.renders_anew,
-    )
-    _check_penalties(settings, Chat(tokenizer, config.policy.tokenizer.tool_format), has_tools=bool(tools))
-    is_rendered = turns > 1 and program == DEFAULT_PROGRAM and settings.agent is None
+    ends = check_turns(policy, settings, tokenizer, tools, turns_key=f"{settings.section}.max_rollout_turns")
+    _check_penalties(settings, Chat(tokenizer, policy.tokenizer.tool_format), has_tools=bool(tools))
+    takes_turns = settings.max_rollout_turns > 1 and settings.rollout_program == DEFAULT_PROGRAM
+    is_rendered = takes_turns and settings.agent is None
     if is_rendered and settings.rewritten_history is None and rewrites_history(tokenizer, ends):
         raise ConfigError(
             f"{settings.section}.rewritten_history: the chat template renders earlier turns differently from how "
@@ -71,34 +59,41 @@ def check_conversations(
 
 
 def check_turns(
-    policy: GeneratingPolicy,
-    tokenizer: Any,
-    tools: Mapping[str, Sequence[Mapping[str, Any]]],
-    *,
-    program: str,
-    max_turns: int,
-    turns_key: str,
-    renders_anew: bool,
+    policy: GeneratingPolicy, settings: RolloutConfig, tokenizer: Any, tools: Tools, *, turns_key: str
 ) -> TurnEnds:
-    """See `check_conversations`; for a model that does not train on what it says, so that its template may rewrite
-    earlier turns.
+    """Check the conversations of a model that does not train on its turns, so that its template may rewrite earlier
+    ones; see `check_conversations`.
 
     Args:
         policy: Config section of the model.
+        settings: Section of the algorithm.
         tokenizer: Tokenizer of the model.
         tools: Tools by environment; empty if none has any.
-        program: Name or path of the rollout program, as in `RolloutConfig.rollout_program`.
-        max_turns: Maximum number of turns of a rollout.
-        turns_key: Key of `max_turns`, for messages.
-        renders_anew: True if the chat template renders the whole conversation for every turn.
+        turns_key: Key of the maximum number of turns, for messages.
     """
     require_chat_template(tokenizer)
-    chat = Chat(tokenizer, policy.tokenizer.tool_format)
-    _warn_of_plain_end(chat.ends, tokenizer, policy.generation.stop_strings)
+    chat, max_turns = Chat(tokenizer, policy.tokenizer.tool_format), settings.max_rollout_turns
+    plain = chat.ends.plain
+    if plain and not any(stop in plain for stop in policy.generation.stop_strings):
+        _log.warning(
+            "the chat template ends a turn with %r, which is not a token of the tokenizer, so a turn ends only at %s. "
+            "Set policy.generation.stop_strings: [%r], or set policy.tokenizer.name to a tokenizer that has the token",
+            plain,
+            tokenizer.eos_token,
+            plain,
+        )
     if tools:
         _check_tools(chat, tokenizer, max_turns, turns_key, tools)
-    if max_turns > 1 and program == DEFAULT_PROGRAM:
-        _check_continuation(chat, with_tools=bool(tools), renders_anew=renders_anew)
+    if max_turns > 1 and settings.rollout_program == DEFAULT_PROGRAM:
+        turn, answer = ({**_ANSWERED, "tool_calls": [_CALL]}, _RESULT) if tools else (_ANSWERED, _ASKED)
+        nothing = np.zeros(0, dtype=np.int32)
+        try:
+            if settings.renders_anew:
+                chat.rendered([_ASKED, turn, answer], nothing)
+            else:
+                chat.continuation(turn, [answer], nothing)
+        except (ValueError, TemplateError) as error:
+            raise ConfigError(f"policy.tokenizer.chat_template: {error}") from error
     return chat.ends
 
 
@@ -119,21 +114,7 @@ def _check_penalties(settings: RolloutConfig, chat: Chat, *, has_tools: bool) ->
         )
 
 
-def _warn_of_plain_end(ends: TurnEnds, tokenizer: Any, stop_strings: Sequence[str]) -> None:
-    """Warn if a turn ends with text that is not a token, so that a policy which writes it does not stop."""
-    if ends.plain and not any(stop in ends.plain for stop in stop_strings):
-        _log.warning(
-            "the chat template ends a turn with %r, which is not a token of the tokenizer, so a turn ends only at %s. "
-            "Set policy.generation.stop_strings: [%r], or set policy.tokenizer.name to a tokenizer that has the token",
-            ends.plain,
-            tokenizer.eos_token,
-            ends.plain,
-        )
-
-
-def _check_tools(
-    chat: Chat, tokenizer: Any, max_turns: int, turns_key: str, tools: Mapping[str, Sequence[Mapping[str, Any]]]
-) -> None:
+def _check_tools(chat: Chat, tokenizer: Any, max_turns: int, turns_key: str, tools: Tools) -> None:
     name, schemas = next(iter(tools.items()))
     if max_turns < 2:
         raise ConfigError(
@@ -148,21 +129,3 @@ def _check_tools(
     plain = render(tokenizer, [_ASKED], add_generation_prompt=True)
     if render(tokenizer, [_ASKED], add_generation_prompt=True, tools=schemas) == plain:
         _log.warning("the chat template does not show the tools of %s; the prompts must describe them", name)
-
-
-def _check_continuation(chat: Chat, *, with_tools: bool, renders_anew: bool) -> None:
-    said: Message = {"role": "assistant", "content": "An answer."}
-    seams: list[tuple[Message, Message]] = [(said, _ASKED)]
-    if with_tools:
-        call = {"type": "function", "id": "call00000", "function": {"name": "look_up", "arguments": {}}}
-        result = {"role": "tool", "name": "look_up", "content": "A result.", "tool_call_id": "call00000"}
-        seams = [({**said, "tool_calls": [call]}, result)]
-    nothing = np.zeros(0, dtype=np.int32)
-    for turn, observation in seams:
-        try:
-            if renders_anew:
-                chat.rendered([_ASKED, turn, observation], nothing)
-            else:
-                chat.continuation(turn, [observation], nothing)
-        except (ValueError, TemplateError) as error:
-            raise ConfigError(f"policy.tokenizer.chat_template: {error}") from error

@@ -19,7 +19,7 @@ from rl_core.rollouts.pool import AnsweredTurns
 _log = logging.getLogger(__name__)
 
 _OF_ENVIRONMENTS = 0x656E76
-"""Separates the seeds of conversations from other seeds that follow from that of a rollout."""
+"""Separates the seeds of conversations from other seeds that follow from the seed of a rollout."""
 _WARNED: set[str] = set()
 """Environments whose replays are known to differ."""
 
@@ -28,11 +28,11 @@ class EnvironmentClient(Protocol):
     """An environment, one conversation at a time."""
 
     async def step(self, conversation: Conversation) -> StepResult | EnvironmentFailure:
-        """The environment's answer, or the reason that there is none."""
+        """Return the environment's answer, or the reason that there is none."""
         ...
 
     async def abandon(self, conversation_ids: Sequence[str]) -> None:
-        """Free what the environment holds for conversations that will not go on."""
+        """Free the resources of the environment for conversations that will not continue."""
         ...
 
 
@@ -43,7 +43,7 @@ class _Course:
     Args:
         id: Id by which the environment knows it.
         seed: Its seed.
-        earlier: Answers of an earlier run, as long as the turns are those that were answered.
+        earlier: Answers of an earlier run, as long as the turns are equal to the answered ones.
         digests: Digests of the turns so far.
         results: Answers so far; of the states only the last is kept.
         untold: Turns that were answered from the earlier run, without the environment.
@@ -67,7 +67,7 @@ class _Course:
         return None if saved is None else Resumption(saved)
 
     def recorded(self, digest: str) -> StepResult | None:
-        """The answer of the earlier run to this turn, if there is one and all turns before it were the same."""
+        """Return the answer of the earlier run to this turn, if there is one and all turns before it were the same."""
         if self.earlier is None or len(self.results) >= len(self.earlier.digests):
             return None
         if self.earlier.digests[len(self.results)] != digest:
@@ -86,9 +86,9 @@ class _Course:
 class Conversations:
     """Steps the conversations of a rollout, and records the answers, so that no turn is answered twice.
 
-    A rollout that runs again gets the answers of its earlier run back if the conversation can go on behind them: it
+    A rollout that runs again gets the answers of its earlier run back if the conversation can continue after them: it
     ended, has no state, or its state was saved. Otherwise the environment takes its steps again, with the same seed; if
-    it answers otherwise, its new answer counts and a warning is logged.
+    its answer differs, the new answer counts and a warning is logged.
 
     A conversation whose state was lost with the environment's process or node resumes once per turn from the saved one.
 
@@ -108,13 +108,13 @@ class Conversations:
 
     @property
     def turns(self) -> tuple[AnsweredTurns, ...]:
-        """Answers so far, in the order in which conversations began; those of the earlier run that did not begin yet
-        are among them."""
+        """Answers so far, in the order in which conversations began, with conversations of the earlier run that have
+        not begun yet."""
         answered = [AnsweredTurns(tuple(each.digests), tuple(each.results)) for each in self._courses.values()]
         return (*(each for each in answered if each.digests), *(each for each in self._earlier if each is not None))
 
     async def step(self, conversation: Conversation) -> StepResult:
-        """The answer to the newest turn; raises `EnvironmentFailed` if there is none."""
+        """Return the answer to the newest turn; raise `EnvironmentFailed` if there is none."""
         digest = turn_digest(conversation)
         course = self._courses.get(conversation.id) or self._begin(conversation.id, digest)
         conversation = replace(conversation, id=course.id, seed=course.seed)
@@ -126,7 +126,14 @@ class Conversations:
         result = await self._answer(course, await self._told(course, conversation))
         if recorded is not None and _seen(result) != _seen(recorded):
             course.earlier = None
-            self._warn()
+            if self._name not in _WARNED:
+                _WARNED.add(self._name)
+                _log.warning(
+                    "environment %s answered otherwise when a rollout ran again, so the rollout differs from its first "
+                    "run. Give the environment `save` and `restore`, or draw all that is random from the "
+                    "conversation's seed",
+                    self._name,
+                )
         course.note(digest, result)
         return result
 
@@ -149,14 +156,14 @@ class Conversations:
         return course
 
     async def _told(self, course: _Course, conversation: Conversation) -> Conversation:
-        """The conversation with what an environment that does not know it needs to go on."""
+        """Return the conversation with the state that an environment needs to continue it."""
         untold, course.untold = course.untold, []
         if not untold:
             return conversation
         if course.resumption is not None:
             return replace(conversation, resumption=course.resumption)
         for earlier in untold:
-            # answers that were given before the conversation took another course
+            # These answers were given before the conversation took another course.
             await self._answer(course, earlier)
         return conversation
 
@@ -165,7 +172,7 @@ class Conversations:
         outcome = await self._environment.step(conversation)
         if isinstance(outcome, EnvironmentFailure) and outcome.fault == "lost" and course.resumption is not None:
             _log.info("a conversation resumes from its saved state: %s", outcome.reason)
-            # unlike the one before, which a pool that was out of reach may still have
+            # A pool that was out of reach may still have the conversation with the earlier id.
             course.id = f"{course.id}+"
             resumption = course.resumption if course.results else None
             outcome = await self._environment.step(replace(conversation, id=course.id, resumption=resumption))
@@ -175,19 +182,9 @@ class Conversations:
         course.is_open = not outcome.done
         return outcome
 
-    def _warn(self) -> None:
-        if self._name in _WARNED:
-            return
-        _WARNED.add(self._name)
-        _log.warning(
-            "environment %s answered otherwise when a rollout ran again, so the rollout differs from its first run. "
-            "Give the environment `save` and `restore`, or draw all that is random from the conversation's seed",
-            self._name,
-        )
-
 
 def turn_digest(conversation: Conversation) -> str:
-    """The same for equal turns after equal messages, in every process; hexadecimal."""
+    """Return a hexadecimal digest that is the same for equal turns after equal messages, in every process."""
     calls = [(call.name, call.arguments, call.error) for call in conversation.tool_calls]
     content = [conversation.turn, conversation.completion, conversation.truncated, conversation.messages, calls]
     text = json.dumps(content, default=repr, sort_keys=True)
@@ -197,11 +194,11 @@ def turn_digest(conversation: Conversation) -> str:
 
 
 def _seed_of(seed: int, number: int) -> int:
-    """Seed of a conversation of a rollout, below 2**63; independent of the seeds of the completions."""
+    """Return the seed of a conversation of a rollout, below 2**63; independent of the seeds of the completions."""
     spread = np.random.SeedSequence([seed, number, _OF_ENVIRONMENTS])
     return int(spread.generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 def _seen(result: StepResult) -> bytes:
-    """An answer as far as the policy or the loss sees it."""
+    """Return the part of an answer that the policy or the loss sees."""
     return write_results([replace(result, state=None, info={})])

@@ -14,10 +14,10 @@ from rl_core.rollouts.rollout import Message
 
 
 class Dialogue:
-    """Renders what a person says, and reads the policy's replies.
+    """Renders the messages of a person, and reads the policy's replies.
 
-    The first turn is encoded as a prompt of the data, later ones as the observations of a multi-turn rollout: what the
-    policy sampled is not tokenised again, unless the chat template rewrites earlier turns. The usage loop::
+    The first turn is encoded as a prompt of the data, later ones as the observations of a multi-turn rollout: the turns
+    of the policy are not tokenised again, unless the chat template rewrites earlier turns. The usage loop::
 
         dialogue = Dialogue(tokenizer, chat, system="Be brief.")
         tokens = dialogue.ask("What is 1 + 1?")
@@ -54,7 +54,7 @@ class Dialogue:
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The conversation, with what was asked last."""
+        """The conversation, with the last question."""
         return tuple(self._asked or self._messages)
 
     def ask(self, text: str) -> np.ndarray:
@@ -67,7 +67,13 @@ class Dialogue:
         said: Message = {"role": "user", "content": text}
         if self._messages:
             messages = [*self._messages, said]
-            tokens = self._following(messages)
+            if self._rewrites is None:
+                self._rewrites = rewrites_history(self._tokenizer, self._chat.ends)
+            if self._rewrites:
+                tokens = self._chat.rendered(messages, self._tokens)
+            else:
+                continuation = self._chat.continuation(messages[-2], messages[-1:], self._sampled)
+                tokens = np.concatenate([self._tokens, continuation])
         else:
             messages = [{"role": "system", "content": self.system}, said] if self.system else [said]
             tokens = encode_prompt(self._tokenizer, messages)
@@ -75,7 +81,7 @@ class Dialogue:
         return tokens
 
     def answer(self, sampled: np.ndarray) -> Reply:
-        """Add the policy's answer to what was asked last.
+        """Add the policy's answer to the last question.
 
         Args:
             sampled: int32 `[tokens]`.
@@ -86,11 +92,3 @@ class Dialogue:
         self._sampled = sampled
         self._tokens = np.concatenate([self._asked_tokens, sampled])
         return reply
-
-    def _following(self, messages: list[Message]) -> np.ndarray:
-        if self._rewrites is None:
-            self._rewrites = rewrites_history(self._tokenizer, self._chat.ends)
-        if self._rewrites:
-            return self._chat.rendered(messages, self._tokens)
-        continuation = self._chat.continuation(messages[-2], messages[-1:], self._sampled)
-        return np.concatenate([self._tokens, continuation])

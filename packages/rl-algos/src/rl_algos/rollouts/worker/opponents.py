@@ -12,10 +12,10 @@ from rl_core.plugins import OpponentNeed
 from rl_core.rollouts.generation import Generator
 
 _OF_OPPONENTS = 0x6F70
-"""Entropy of the draws of who is an opponent, unlike that of other draws from a play's seed."""
+"""Entropy of the draws of who is an opponent; other draws from a play's seed have other entropy."""
 
 _COUNTS = ("num_requests", "num_sampled")
-"""Numbers of an engine's health by which its progress is judged."""
+"""Numbers of an engine's health that show its progress."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Opponents:
         return self._engines[name]
 
     def of_play(self, seed: int) -> Mapping[str, Generator]:
-        """Engines of the agents that are opponents in the play of a seed."""
+        """Return the engines of the agents that are opponents in the play of a seed."""
         return {agent: self._engines[name] for agent, name in opponents_of_play(self._needs, seed).items()}
 
     async def start(self) -> None:
@@ -61,7 +61,7 @@ class Opponents:
             await getattr(engine, method)()
 
     async def with_health(self, health: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The report of another engine, with the counts of these added; raises `GeneratorError` if one is dead."""
+        """Return the report of another engine with the counts of these added; raise `GeneratorError` if one is dead."""
         if not self._engines:
             return health
         reports = [health, *[await engine.health() for engine in self._engines.values()]]
@@ -69,7 +69,7 @@ class Opponents:
 
 
 def opponents_of_play(needs: Sequence[OpponentNeed], seed: int) -> dict[str, str]:
-    """Name of the opponent of each agent that is one in a play.
+    """Return the name of the opponent of each agent that is one in a play.
 
     An opponent with a share of 1 takes part in every play. The others take part in disjoint shares of the plays, so
     that two players who alternate are never opponents at once.

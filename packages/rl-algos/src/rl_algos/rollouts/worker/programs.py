@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 from collections.abc import Mapping, Sequence
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +17,19 @@ DEFAULT_PROGRAM = "multi_turn"
 
 PROGRAMS = {
     DEFAULT_PROGRAM: "rl_algos.rollouts.worker.program:MultiTurnProgram",
-    "proposer_solver": "rl_algos.rollouts.worker.proposer_program:ProposerSolverProgram",
+    "proposer_solver": "rl_algos.rollouts.worker.program:ProposerSolverProgram",
 }
 """`"package.module:Class"` of the installed programs."""
 
 GIVEN = ("max_turns", "max_tokens", "split")
-"""Arguments of programs that other keys of the config give."""
+"""Arguments of programs that other keys of the config set."""
 
 AGENT_PROGRAM = "rl_algos.agents.program:AgentProgram"
 """The program that an algorithm's `agent` section asks for."""
 
 
 def program_named(name: str) -> str | FromFile:
-    """A rollout program by name, as `file.py:Class` or as `package.module:Class`; nothing is imported.
+    """Return a rollout program by name, as `file.py:Class` or as `package.module:Class`; nothing is imported.
 
     Raises:
         ValueError: If no program has that name, or its file does not define it.
@@ -71,18 +72,13 @@ def code_named(name: str) -> str | FromFile:
     module, colon, _ = name.partition(":")
     if not colon:
         raise ValueError(f"{name!r} does not name a function; write file.py:function or package.module:function")
-    # a package is imported to look for a module in it, which may itself not be installed
-    try:
-        found = importlib.util.find_spec(module)
-    except ModuleNotFoundError:
-        found = None
-    if found is None:
+    if _spec(module) is None:
         raise ValueError(f"the module {module} of {name!r} is not installed. To name code in a file: file.py:NAME")
     return name
 
 
 def files_named(names: Sequence[str]) -> dict[str, bytes]:
-    """Contents of files, by their names without folders.
+    """Read files, by their names without folders.
 
     Args:
         names: Paths, or modules of installed packages as `package.module`; nothing is run.
@@ -93,8 +89,9 @@ def files_named(names: Sequence[str]) -> dict[str, bytes]:
     found = {}
     for name in names:
         path = Path(name).expanduser()
-        if not path.exists() and (module := _module_file(name)):
-            path = Path(module)
+        if not path.exists() and all(part.isidentifier() for part in name.split(".")):
+            module = _spec(name)
+            path = Path(module.origin) if module is not None and module.origin else path
         try:
             found[path.name] = path.read_bytes()
         except OSError as error:
@@ -102,12 +99,10 @@ def files_named(names: Sequence[str]) -> dict[str, bytes]:
     return found
 
 
-def _module_file(name: str) -> str | None:
-    """The file of a module; None if the name is not one of a module that is installed."""
-    if not all(part.isidentifier() for part in name.split(".")):
-        return None
+def _spec(module: str) -> ModuleSpec | None:
+    """Return the spec of a module; None if it is not installed."""
+    # The search for a module imports its package, which may itself not be installed.
     try:
-        found = importlib.util.find_spec(name)
+        return importlib.util.find_spec(module)
     except ModuleNotFoundError:
         return None
-    return found.origin if found is not None else None

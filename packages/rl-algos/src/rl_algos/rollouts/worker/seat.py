@@ -1,4 +1,4 @@
-"""An agent's side of a play: what it has seen and said, as messages and as tokens."""
+"""An agent's side of a play: its conversation as messages and as tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import numpy as np
 from rl_algos.rollouts.worker.transcript import Transcript
 from rl_core.images import image_digests
 from rl_core.rollouts.environment import Conversation, StepResult
-from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.program import GenerationClient, Reply
 from rl_core.rollouts.rollout import Completion, Message, Prompt, Rollout
 from rl_core.rollouts.thoughts import opened_by
@@ -50,7 +49,7 @@ class Seat:
         prompt: Prompt of the play.
         client: Client of the play.
         limits: Limits of the rollout.
-        messages: What the agent has seen before its first turn.
+        messages: Messages that the agent has seen before its first turn.
         tokens: int32 `[tokens]`, these messages as the engine consumes them, with all tokens of their images.
         agent: Name of the agent; empty for the only one.
     """
@@ -81,14 +80,14 @@ class Seat:
 
     @classmethod
     def first(cls, prompt: Prompt, client: GenerationClient, limits: SeatLimits, *, agent: str = "") -> Seat:
-        """The agent that the prompt of the play addresses."""
+        """Return the agent that the prompt of the play addresses."""
         return cls(prompt, client, limits, prompt.messages, prompt.token_ids, agent=agent)
 
     @classmethod
     def joining(
         cls, prompt: Prompt, client: GenerationClient, limits: SeatLimits, observation: Sequence[Message], *, agent: str
     ) -> Seat:
-        """An agent that sees nothing but an observation.
+        """Return an agent that sees only an observation.
 
         Raises:
             ValueError: If there is no observation.
@@ -98,7 +97,7 @@ class Seat:
 
     @property
     def is_cut(self) -> bool:
-        """Whether the newest turn ran into a token limit."""
+        """True if the newest turn ran into a token limit."""
         return self._newest.stop_reason != "stop"
 
     async def take_turn(self, *, draw: int | None = None) -> None:
@@ -108,16 +107,21 @@ class Seat:
             draw: See `rl_core.rollouts.program.GenerationClient.generate`.
 
         Raises:
-            ValueError: If what the agent has seen leaves no room for a turn.
+            ValueError: If the messages leave no room for a turn.
         """
         told: dict[str, Any] = {"agent": self.agent} if self.agent else {}
         if draw is not None:
             told["draw"] = draw
         if self._transcript.images:
             told["images"] = self._transcript.images
-        asked = self._transcript.tokens
+        asked, sampling = self._transcript.tokens, self._sampling
+        room = self._limits.max_tokens - len(asked)
+        if room < 1:
+            raise ValueError(f"the prompt has {len(asked)} tokens; a rollout may have {self._limits.max_tokens}")
+        if sampling.max_new_tokens > room:
+            sampling = dataclasses.replace(sampling, max_new_tokens=room)
         self._opened_thoughts = opened_by(self._client.shown(asked[-_PROMPT_END:]))
-        self._completion = await self._client.generate(asked, self._within(), **told)
+        self._completion = await self._client.generate(asked, sampling, **told)
         self._transcript.add_completion(self._completion)
         self._reply = self._client.read(self._completion.token_ids)
         self._messages.append(self._reply.message)
@@ -156,10 +160,10 @@ class Seat:
         self._transcript.add_rewards(StepResult(reward=rewards).rewards())
 
     def hear(self, observation: Sequence[Message]) -> bool:
-        """Take what the agent sees before its next turn.
+        """Take the messages that the agent sees before its next turn.
 
         Returns:
-            False if it may not take another turn: it has taken all that it may, or the observation does not fit.
+            False if it may not take another turn: it has taken all its turns, or the observation does not fit.
 
         Raises:
             ValueError: If there is no observation, or the chat template cannot render it.
@@ -195,25 +199,25 @@ class Seat:
         result = dataclasses.replace(self._earned, observation=tuple(observation or ()))
         is_invalid = self._reply.has_invalid_call
         self._transcript.add_result(self._reply.text, result, ends=observation is None, has_invalid_call=is_invalid)
-        configured = self._client.sampling
-        self._sampling = _for_next_turn(self._sampling, configured, self._earned)
+        # Stop strings stay until others come, whereas a limit is for one turn.
+        most, limit, stops = (
+            self._client.sampling.max_new_tokens,
+            self._earned.max_new_tokens,
+            self._earned.stop_strings,
+        )
+        self._sampling = dataclasses.replace(
+            self._sampling,
+            stop_strings=self._sampling.stop_strings if stops is None else stops,
+            max_new_tokens=most if limit is None else min(limit, most),
+        )
         self._earned = None
 
-    def _within(self) -> SamplingParams:
-        room = self._limits.max_tokens - len(self._transcript.tokens)
-        if room < 1:
-            raise ValueError(
-                f"the prompt has {len(self._transcript.tokens)} tokens; a rollout may have {self._limits.max_tokens}"
-            )
-        sampling = self._sampling
-        return sampling if sampling.max_new_tokens <= room else dataclasses.replace(sampling, max_new_tokens=room)
-
     def _following(self, so_far: np.ndarray, observation: Sequence[Message]) -> np.ndarray:
-        """int32 `[tokens]` that the engine consumes for the next turn.
+        """Return int32 `[tokens]` that the engine consumes for the next turn.
 
         Args:
             so_far: All tokens of the last request and its completion.
-            observation: What follows the newest turn, the last of the messages already.
+            observation: Messages that follow the newest turn; they are the last of the messages already.
         """
         _require(observation)
         if self._limits.split:
@@ -230,13 +234,3 @@ _PROMPT_END = 32
 def _require(observation: Sequence[Message]) -> None:
     if not observation:
         raise ValueError("the environment returned no observation, so there is nothing for the policy to answer")
-
-
-def _for_next_turn(present: SamplingParams, configured: SamplingParams, result: StepResult) -> SamplingParams:
-    """How the turn after a result is drawn; stop strings stay until others come, a limit is for one turn."""
-    most = configured.max_new_tokens
-    return dataclasses.replace(
-        present,
-        stop_strings=present.stop_strings if result.stop_strings is None else result.stop_strings,
-        max_new_tokens=most if result.max_new_tokens is None else min(result.max_new_tokens, most),
-    )

@@ -14,11 +14,11 @@ from rl_core.rollouts.rollout import Completion, Prompt, Rollout, Turn, WeightSp
 class Transcript:
     """Tokens, mask and logprobs of a rollout, always of one length, with its turns and rewards.
 
-    Its tokens are segments end to end, one unless the engine is given something else than all tokens before.
+    Its tokens are segments end to end. There is one segment unless a request does not begin with all tokens before it.
 
     Args:
         prompt: The prompt.
-        first: int32 `[tokens]`, what the engine consumed first; None for the tokens of the prompt.
+        first: int32 `[tokens]` that the engine consumed first; None for the tokens of the prompt.
         images: Digests of the images among these tokens, in order.
     """
 
@@ -39,7 +39,7 @@ class Transcript:
 
     @property
     def tokens(self) -> np.ndarray:
-        """int32 `[tokens]` of the last segment: those that the engine consumed and sampled last."""
+        """int32 `[tokens]` of the last segment, which the engine consumed and sampled last."""
         return np.concatenate(self._tokens[self._begins[-1] :])
 
     @property
@@ -48,7 +48,7 @@ class Transcript:
         return self._images[-1]
 
     def go_on(self, tokens: np.ndarray, images: Sequence[str] = ()) -> None:
-        """Take what the engine consumes next; a segment begins unless it begins with all tokens of the last one.
+        """Take the tokens that the engine consumes next. A segment begins unless they begin with the last segment.
 
         Args:
             tokens: int32 `[tokens]`.
@@ -62,7 +62,7 @@ class Transcript:
         self.begin(tokens, images)
 
     def begin(self, tokens: np.ndarray, images: Sequence[str] = ()) -> None:
-        """Begin a segment; as `go_on`."""
+        """Begin a segment; see `go_on`."""
         self._begins.append(len(self._tokens))
         self._routing.append([])
         self._images.append(tuple(images))
@@ -75,7 +75,7 @@ class Transcript:
     def add_completion(self, completion: Completion) -> None:
         """Append sampled tokens as they are.
 
-        If the experts of a token are reported more than once, the first report stays: that of the pass that sampled it.
+        If the experts of a token are reported more than once, the report of the pass that sampled it stays.
         """
         if completion.routed_experts is not None:
             own = self._routing[-1]
@@ -98,8 +98,10 @@ class Transcript:
             self._rewards[name] += reward  # type: ignore[assignment]  # Counter sums floats as well
 
     def rollout(self, *, truncated: bool) -> Rollout:
-        """The finished rollout."""
-        segments = self._segments()
+        """Return the finished rollout."""
+        ends = [*self._begins[1:], len(self._tokens)]
+        places = zip(self._begins, ends, strict=True)
+        segments = tuple(sum(map(len, self._tokens[begin:end])) for begin, end in places)
         return Rollout(
             prompt_id=self._prompt.id,
             tokens=np.concatenate(self._tokens),
@@ -115,11 +117,6 @@ class Transcript:
             segments=segments if len(segments) > 1 else (),
             images=tuple(self._images) if any(self._images) else (),
         )
-
-    def _segments(self) -> tuple[int, ...]:
-        """Tokens of each segment."""
-        ends = [*self._begins[1:], len(self._tokens)]
-        return tuple(sum(map(len, self._tokens[begin:end])) for begin, end in zip(self._begins, ends, strict=True))
 
     def _routed_experts(self, segments: Sequence[int]) -> np.ndarray | None:
         known = [part for own in self._routing for part in own]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ import numpy as np
 from rl_algos.rollouts.worker.chat import Chat
 from rl_algos.rollouts.worker.client import PlayClient, PlayServices
 from rl_algos.rollouts.worker.conversations import EnvironmentClient
-from rl_algos.rollouts.worker.idle_time import IdleTime
 from rl_algos.rollouts.worker.opponents import Opponents, OpponentSpec
 from rl_algos.tokenizer import load_tokenizer
 from rl_core import spans
@@ -38,11 +38,11 @@ from rl_core.weights import Manifest
 
 _log = logging.getLogger(__name__)
 
-MOST_TOGETHER = 16
-"""Most groups whose columns are joined in one answer, as a node that needs one of their rows fetches all of them."""
+MAX_TOGETHER = 16
+"""Maximum number of groups whose columns are joined in one answer: a node that needs one row fetches all of them."""
 
 Group = tuple[Prompt, Sequence[Rollout]]
-"""A prompt and its rollouts, in the order of their seeds; those of one play next to one another."""
+"""A prompt and its rollouts, in the order of their seeds; the rollouts of one play are consecutive."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +103,7 @@ class RolloutWorker:
         self._writing = spans.overlapping("recording", "recording")
 
     async def start(self) -> int:
-        """Load the engine; returns its number of ranks."""
+        """Load the engine, and return its number of ranks."""
         await self._generator.start()
         await self._opponents.start()
         if isinstance(self._program, PreparedProgram):
@@ -123,14 +123,14 @@ class RolloutWorker:
                 for seed, earlier in zip(task.seeds, task.turns or [RolloutTurns()] * len(task.seeds), strict=True)
             ]
             self._clients[number] = clients
-            # tasks of their own at once: the engine has the first request before the last group has been looked at
+            # Each play is a task at once, so that the engine has the first request before the last group is read.
             rollouts = [asyncio.create_task(self._run_one(task.prompt, client)) for client in clients]
             running = asyncio.create_task(self._whole_group(task.prompt, rollouts))
             self._under_way.add(running)
             running.add_done_callback(partial(self._note_finished, number))
 
     async def finished(self) -> tuple[Sequence[tuple[int, GroupReport]], Batch, Batch]:
-        """Wait for the next group to finish, and take all that are finished by then and have the same columns.
+        """Wait for the next group to finish, and take all finished groups that have the same columns.
 
         Returns:
             Number and report of each, then the columns and the records of all their rollouts, in the same order.
@@ -141,13 +141,13 @@ class RolloutWorker:
         await self._any_finished.wait()
         taken = [self._take()]
         _, (_, first) = taken[0]
-        while self._finished and len(taken) < MOST_TOGETHER and _has_columns_of(first, self._finished[0][1]):
+        while self._finished and len(taken) < MAX_TOGETHER and _has_columns_of(first, self._finished[0][1]):
             taken.append(self._take())
         reports, columns, records = parts_of([group for _, group in taken])
         return list(zip([number for number, _ in taken], reports, strict=True)), columns, records
 
     async def turns(self) -> Mapping[int, tuple[RolloutTurns, ...]]:
-        """Turns so far of the groups that have not been taken, by number; groups without any are left out."""
+        """Return the turns so far of the groups that have not been taken, by number, without groups that have none."""
         found = {number: tuple(client.turns for client in clients) for number, clients in self._clients.items()}
         return {number: turns for number, turns in found.items() if any(each.completions for each in turns)}
 
@@ -156,7 +156,7 @@ class RolloutWorker:
         return self._program.num_untaken if isinstance(self._program, OfferingProgram) else 0
 
     async def idle_time(self) -> tuple[float, float]:
-        """Seconds since the last call, or the first group, without a rollout under way, and all seconds since then."""
+        """Return the seconds since the last call, or the first group, without a rollout under way; and all seconds."""
         return self._idle.take()
 
     async def generator(self, method: str, *args: Any) -> Any:
@@ -217,7 +217,7 @@ class RolloutWorker:
         return await self._generator.stop_profile()
 
     async def health(self) -> Mapping[str, Any]:
-        """The replica's report, with the requests and tokens of opponents added."""
+        """Return the replica's report, with the requests and tokens of opponents added."""
         return await self._opponents.with_health(await self._generator.health())
 
     async def close(self) -> None:
@@ -248,9 +248,18 @@ class RolloutWorker:
     async def _run_one(self, prompt: Prompt, client: PlayClient) -> Sequence[Rollout]:
         try:
             async with asyncio.timeout(self._max_seconds) as limit:
-                return client.marked(_rollouts_of(await self._program.run(prompt, client)))
+                played = await self._program.run(prompt, client)
+                rollouts = (played,) if isinstance(played, Rollout) else tuple(played)
+                if not rollouts:
+                    raise ValueError(
+                        "the rollout program returned no rollout; return one for every agent that is trained"
+                    )
+                return client.marked(rollouts)
         except TimeoutError as error:
-            return _failed(prompt, self._overdue() if limit.expired() else error, client)
+            if limit.expired():
+                allowed = f"the {self._max_seconds:g} s that max_rollout_seconds allows"
+                return _failed(prompt, TimeoutError(f"the rollout took longer than {allowed}"), client)
+            return _failed(prompt, error, client)
         except RequestRefused as error:
             return _failed(prompt, error, client)
         except GeneratorError:
@@ -259,9 +268,6 @@ class RolloutWorker:
             return _failed(prompt, error, client)
         finally:
             await client.release()
-
-    def _overdue(self) -> TimeoutError:
-        return TimeoutError(f"the rollout took longer than the {self._max_seconds:g} s that max_rollout_seconds allows")
 
 
 def _has_columns_of(rollouts: Sequence[Rollout], task: asyncio.Task[Group]) -> bool:
@@ -272,15 +278,8 @@ def _has_columns_of(rollouts: Sequence[Rollout], task: asyncio.Task[Group]) -> b
     return has_routing(others) == has_routing(rollouts) and has_images(others) == has_images(rollouts)
 
 
-def _rollouts_of(played: Rollout | Sequence[Rollout]) -> Sequence[Rollout]:
-    rollouts = (played,) if isinstance(played, Rollout) else tuple(played)
-    if not rollouts:
-        raise ValueError("the rollout program returned no rollout; return one for every agent that is trained")
-    return rollouts
-
-
 def _numbered(plays: Sequence[Sequence[Rollout]]) -> list[Rollout]:
-    """The rollouts of all plays in order, with the number of their play if some play has several."""
+    """Return the rollouts of all plays in order, with the number of their play if some play has several."""
     if all(len(play) == 1 for play in plays):
         return [rollout for (rollout,) in plays]
     return [dataclasses.replace(rollout, play=number) for number, play in enumerate(plays) for rollout in play]
@@ -290,3 +289,42 @@ def _failed(prompt: Prompt, error: Exception, client: PlayClient) -> Sequence[Ro
     reason = f"{type(error).__name__}: {error}"
     _log.warning("rollout of %s failed: %s", prompt, reason)
     return (Rollout.failed(prompt, reason, image_digests(prompt.messages), client.played()),)
+
+
+class IdleTime:
+    """Measures the seconds without work since the first work, from one reading to the next.
+
+    Args:
+        clock: Seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._read_at: float | None = None
+        self._idle_since: float | None = None
+        self._idle_s = 0.0
+
+    def begin(self) -> None:
+        """Note that there is work."""
+        now = self._clock()
+        if self._read_at is None:
+            self._read_at = now
+        if self._idle_since is not None:
+            self._idle_s += now - self._idle_since
+            self._idle_since = None
+
+    def end(self) -> None:
+        """Note that all work is done."""
+        self._idle_since = self._clock()
+
+    def take(self) -> tuple[float, float]:
+        """Return the seconds without work since the last reading, or the first work, and all seconds since then."""
+        if self._read_at is None:
+            return 0.0, 0.0
+        now = self._clock()
+        if self._idle_since is not None:
+            self._idle_s += now - self._idle_since
+            self._idle_since = now
+        found = self._idle_s, now - self._read_at
+        self._idle_s, self._read_at = 0.0, now
+        return found

@@ -1,4 +1,4 @@
-"""A generator whose completions a person or a file writes, and a tokenizer that has every text."""
+"""A generator whose completions a person or a file writes, and a tokenizer that encodes every string."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CHAT_TEMPLATE = (
 class WrittenGenerator:
     """The part of `rl_core.rollouts.generation.Generator` that a rollout calls, without an engine.
 
-    Completions end and are cut as an engine's are: at their token limit (a token is a byte of UTF-8), and behind the
+    Completions end and are cut as an engine's are: at their token limit (a token is a byte of UTF-8), and after the
     first of the stop strings. Their logprobs are 0.
 
     Args:
@@ -48,14 +48,14 @@ class WrittenGenerator:
 
     @property
     def num_ranks(self) -> int:
-        """1, the one who writes."""
+        """1, the writer."""
         return 1
 
     async def start(self) -> None:
-        """Nothing is loaded."""
+        """Do nothing, because nothing is loaded."""
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """The next completion that is written; raises `RequestRefused` if there are no more."""
+        """Return the next completion that is written; raise `RequestRefused` if there are no more."""
         text = await self._write()
         if text is None:
             raise RequestRefused("no completion is left: the input ended before the conversation did")
@@ -73,15 +73,15 @@ class WrittenGenerator:
         )
 
     async def health(self) -> Mapping[str, Any]:
-        """Tokens so far."""
+        """Return the number of tokens so far."""
         return {"num_requests": 0, "num_sampled": self._num_sampled}
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing, because nothing is held."""
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer of bytes with `CHAT_TEMPLATE`, which loses nothing of any text."""
+    """Make a tokenizer of bytes with `CHAT_TEMPLATE`, which decodes every string to itself."""
     special = [END, *(f"<|{role}|>" for role in ROLES)]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate([*special, *alphabet])}

@@ -1,33 +1,27 @@
-"""The embeddings of a pass: those of its tokens, and the features of its images in their places."""
+"""The vision of a model: the parts next to its language model, and the embeddings of a pass with images."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
-from rl_core.config import Problem
-from rl_core.model import HEADLESS_ROLES, Role
 from rl_core.model_config import PartTraining, VisionConfig
 from rl_core.torch.host_arrays import to_device
-from rl_dtensor.config import DTensorConfig
 from rl_dtensor.model.layout import RowLayout
-from rl_dtensor.model.settings import vision_problems
-from rl_dtensor.model.vision.columns import AXES, FEATURES, ImageColumns, ProcessedImages, pixels_of
-from rl_dtensor.model.vision.families import VISION_FAMILIES, Features, VisionFamily, as_computed, as_held, is_floating
+from rl_dtensor.model.vision.columns import AXES, FEATURES, PREFIX, ImageColumns, ProcessedImages
+from rl_dtensor.model.vision.families import PIXELS, VISION_FAMILIES, VisionFamily, as_computed, as_held
 
 
 @dataclass(frozen=True)
 class Vision:
-    """How a model sees the images of rows.
+    """Embedding of the images of rows.
 
-    The tower computes in every pass: FSDP gathers and reduces its parameters, in which all ranks take part, also those
-    whose rows have no images. They pass the smallest image, of which no token takes anything.
+    The tower computes in every pass: FSDP gathers and reduces its parameters, and all ranks take part in that, also
+    ranks whose rows have no images. These pass the smallest image, and no token takes anything of it.
 
     Args:
         family: Family of the model.
@@ -42,73 +36,70 @@ class Vision:
     token_part: tuple[int, int] = (0, 1)
 
     def inputs(self, hf: PreTrainedModel, layout: RowLayout) -> dict[str, Any]:
-        """Return arguments of the language model in place of token ids: embeddings `[batch, seq, hidden]`, and what the
-        family hands on next to them."""
-        found = self._features(hf, layout)
-        places, is_token = layout.places.clamp(min=0), layout.places >= 0
+        """Return arguments of the language model in place of token ids: embeddings `[batch, seq, hidden]`, and further
+        arguments of the family."""
         rows = layout.rows
+        if FEATURES in rows.columns:
+            pixels = {name: rows.columns[PREFIX + name] for name in self.family.columns}
+        else:
+            blank = dict(self.family.blank(hf.config))
+            blank[PIXELS] = as_held(blank[PIXELS], self.compute)
+            pixels = dict(zip(blank, to_device(list(blank.values()), layout.input_ids.device), strict=True))
+        pixels[PIXELS] = as_computed(pixels[PIXELS], self.compute)
+        values, deep = self.family.features(hf.base_model, pixels)
+        places, is_token = layout.places.clamp(min=0), layout.places >= 0
         index = torch.full_like(layout.places, -1)
         if FEATURES in rows:
             index = rows[FEATURES][places].where(is_token, -1)
         index = index.view(layout.shape)
-        # an id that is not in the table stands for images in some families
+        # In some families an id that is not in the table stands for images.
         embeddings = hf.get_input_embeddings()(layout.input_ids.where(index < 0, 0))
         rank, size = self.token_part
         own = index.chunk(size, 1)[rank]
-        is_image, values = own >= 0, found.values.to(embeddings.dtype)
+        is_image, values = own >= 0, values.to(embeddings.dtype)
         inputs: dict[str, Any] = {
             "inputs_embeds": torch.where(is_image[..., None], values[own.clamp(min=0)], embeddings)
         }
-        if found.deep:
+        if deep:
             chosen = own[is_image]
             inputs["visual_pos_masks"] = is_image
-            inputs["deepstack_visual_embeds"] = [each[chosen] for each in found.deep]
+            inputs["deepstack_visual_embeds"] = [each[chosen] for each in deep]
         if AXES in rows:
             axes = rows[AXES][places].T.reshape(3, *layout.shape)
             inputs["position_ids"] = axes.where(is_token.view(layout.shape), layout.position_ids)
         return inputs
 
-    def _features(self, hf: PreTrainedModel, layout: RowLayout) -> Features:
-        pixels = pixels_of(layout.rows.columns, self.family)
-        if pixels is None:
-            pixels = self._blank(hf, layout.input_ids.device)
-        columns = {
-            name: as_computed(values, self.compute) if is_floating(name) else values for name, values in pixels.items()
-        }
-        return self.family.features(hf.base_model, columns)
 
-    def _blank(self, hf: PreTrainedModel, device: torch.device) -> dict[str, Tensor]:
-        blank = self.family.blank(hf.config)
-        held = {name: as_held(each, self.compute) if is_floating(name) else each for name, each in blank.items()}
-        return dict(zip(held, to_device(list(held.values()), device), strict=True))
-
-
-def build_problems(vision: VisionConfig, backend: DTensorConfig, hf_config: Any, role: Role) -> Iterator[Problem]:
-    """Settings that do not go with a vision-language model, or with its role.
+def vision_of(
+    hf: PreTrainedModel, vision: VisionConfig, folder: Path, compute: torch.dtype, *, token_part: tuple[int, int]
+) -> Vision | None:
+    """Return the embedding of the images of rows; None for a language model.
 
     Args:
-        vision: Settings of images; without `enabled` nothing is checked.
-        backend: Settings of the backend.
-        hf_config: Whole Hugging Face config.
-        role: Role of the model.
+        hf: Model, on `meta`, whose tower leaves out a head on which no feature depends from then on. The weights of
+            that head are kept for the files.
+        vision: Settings of images.
+        folder: Folder of the model, with the files of its image processor.
+        compute: Dtype in which the model computes.
+        token_part: Rank and number of ranks that share the tokens between blocks.
     """
-    if vision.enabled and role in HEADLESS_ROLES:
-        yield Problem(
-            "vision.enabled",
-            f"is not supported for a {role}, whose head has one output",
-            got=True,
-            allowed="false",
-        )
-    yield from vision_problems(vision, backend, {"model_type": hf_config.model_type})
+    if not vision.enabled:
+        return None
+    family = VISION_FAMILIES[hf.config.model_type]
+    for name in family.unused:
+        vars(hf.get_submodule(name.rpartition(".")[0]))["use_head"] = False
+    images = ProcessedImages(folder, family, vision, compute)
+    columns = ImageColumns(family, hf.base_model, images, max_images=vision.max_images)
+    return Vision(family, columns, compute, token_part)
 
 
 @dataclass(frozen=True)
 class VisionParts:
-    """The parts of a model next to its language model; none of a language model.
+    """The parts of a model next to its language model; a language model has none.
 
     Args:
-        family: Family of the model; None of a language model.
-        vision: How each part trains.
+        family: Family of the model; None for a language model.
+        vision: Training of each part.
     """
 
     family: VisionFamily | None
@@ -116,89 +107,44 @@ class VisionParts:
 
     @classmethod
     def of(cls, hf: PreTrainedModel, vision: VisionConfig) -> VisionParts:
-        """The parts of a model on `meta`."""
+        """Return the parts of a model on `meta`."""
         return cls(VISION_FAMILIES[hf.config.model_type] if vision.enabled else None, vision)
 
     def frozen(self, hf: PreTrainedModel) -> set[str]:
-        """Return the names of the parameters that do not train with the language model."""
-        return set() if self.family is None else frozen_names(hf, self.vision, self.family)
-
-    def freeze(self, hf: PreTrainedModel) -> None:
-        """Have those parameters not train."""
-        frozen = self.frozen(hf)
-        for name, parameter in hf.named_parameters():
-            if name in frozen:
-                parameter.requires_grad_(False)
+        """Return the names of the parameters of tower and projector that do not train with the language model, and of
+        parameters that no result depends on."""
+        if self.family is None:
+            return set()
+        frozen, others = self._parts_that("frozen")
+        unused = self.family.unused
+        return {
+            name
+            for name, _ in hf.named_parameters()
+            if _is_inside(name, frozen, others) or any(_is_in(name, each) for each in unused)
+        }
 
     def has_no_adapter(self, name: str) -> bool:
         """Return whether a layer belongs to a part without adapters, or to one on which no result depends."""
         if self.family is None:
             return False
+        adapted, others = self._parts_that("adapters")
         is_unused = name.startswith(tuple(f"{each}." for each in self.family.unused))
-        return is_unused or is_in_part(name, without_adapters(self.vision, self.family))
+        return is_unused or _is_inside(name, others, adapted)
+
+    def _parts_that(self, choice: PartTraining) -> tuple[list[str], list[str]]:
+        """Return the names of the modules whose parameters train in a way, and of the other parts."""
+        assert self.family is not None
+        chosen: list[str] = []
+        others: list[str] = []
+        for part, names in ((self.vision.tower, self.family.tower), (self.vision.projector, self.family.projector)):
+            (chosen if part == choice else others).extend(names)
+        return chosen, others
 
 
-def vision_of(
-    hf: PreTrainedModel,
-    vision: VisionConfig,
-    folder: Path,
-    compute: torch.dtype,
-    *,
-    token_part: tuple[int, int],
-) -> Vision:
-    """Return how a model sees the images of rows.
-
-    Args:
-        hf: Model, on `meta`, whose tower leaves out what no feature depends on from then on.
-        vision: Settings of images.
-        folder: Folder of the model, with the files of its image processor.
-        compute: Dtype in which the model computes.
-        token_part: Rank and number of ranks that share the tokens between blocks.
-    """
-    family = VISION_FAMILIES[hf.config.model_type]
-    drop_unused(hf, family)
-    images = ProcessedImages(folder, family, vision, compute)
-    columns = ImageColumns(family, hf.base_model, images, max_images=vision.max_images)
-    return Vision(family, columns, compute, token_part)
-
-
-def parts_that(vision: VisionConfig, family: VisionFamily, choice: PartTraining) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names of the modules whose parameters train in a way, and of those inside them that do not."""
-    chosen: list[str] = []
-    others: list[str] = []
-    for part, names in ((vision.tower, family.tower), (vision.projector, family.projector)):
-        (chosen if part == choice else others).extend(names)
-    return tuple(chosen), tuple(others)
-
-
-def is_in_part(name: str, parts: tuple[tuple[str, ...], tuple[str, ...]]) -> bool:
-    """Return whether a parameter or module belongs to parts, which may lie inside one another: the innermost counts."""
-    inside, outside = (max((len(each) for each in names if _is_in(name, each)), default=0) for names in parts)
-    return inside > outside
-
-
-def frozen_names(hf: PreTrainedModel, vision: VisionConfig, family: VisionFamily) -> set[str]:
-    """Return the names of the parameters of tower and projector that do not train, where the language model does, and
-    of those that no result depends on."""
-    frozen = parts_that(vision, family, "frozen")
-    return {
-        name
-        for name, _ in hf.named_parameters()
-        if is_in_part(name, frozen) or any(_is_in(name, unused) for unused in family.unused)
-    }
-
-
-def without_adapters(vision: VisionConfig, family: VisionFamily) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the parts whose layers get no adapters, and those inside them that do."""
-    adapted, others = parts_that(vision, family, "adapters")
-    return others, adapted
-
-
-def drop_unused(hf: PreTrainedModel, family: VisionFamily) -> None:
-    """Have the tower leave out a head of its own on which no feature depends. Its weights are kept for the files."""
-    for name in family.unused:
-        owner = hf.get_submodule(name.rpartition(".")[0])
-        vars(owner)["use_head"] = False
+def _is_inside(name: str, parts: list[str], others: list[str]) -> bool:
+    """Return whether a parameter or module belongs to parts. They may be inside one another: the innermost counts."""
+    inner, outer = (max((len(each) for each in names if _is_in(name, each)), default=0) for names in (parts, others))
+    return inner > outer
 
 
 def _is_in(name: str, module: str) -> bool:

@@ -6,19 +6,44 @@ import hashlib
 import importlib.metadata
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.resources import files
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
 import yaml
 
-from rl_core.config import Config, Problem, load, refusal
+from rl_core.config import Config, Problem, load, refusal, tree_to_yaml
+from rl_core.user_code import is_in_file
+from rl_launch.session.directory.user_files import copies_of
 from rl_launch.submit.kubernetes.config import KubernetesConfig
-from rl_launch.submit.kubernetes.pods import FILES, HEAD_PORT, WORKER_PORT, PodSetting, head, worker
-from rl_launch.submit.kubernetes.queues import queued
-from rl_launch.submit.kubernetes.recipe import FILE_NAME, recipe_files
+from rl_launch.submit.kubernetes.pods import FILES, HEAD_PORT, WORKER_PORT, PodSetting, head, queued, worker
 from rl_launch.submit.target import JobRequest
+
+FILE_NAME = "recipe.yaml"
+
+
+def recipe_files(config: Config, written: Mapping[str, Any]) -> dict[str, str]:
+    """Return the texts of the files that hold a config, by name; `file.py:NAME` in it names a file next to it."""
+    copies = copies_of(config)
+    names = {file.path: name for name, file in copies.items()}
+    tree = tree_to_yaml(_beside(dict(written), names))
+    return {FILE_NAME: tree, **{name: file.text for name, file in copies.items()}}
+
+
+def _beside(value: Any, names: dict[str, str]) -> Any:
+    match value:
+        case str() if is_in_file(value):
+            path, _, attribute = value.rpartition(":")
+            name = names.get(str(Path(path).expanduser().absolute()))
+            return value if name is None else f"{name}:{attribute}"
+        case dict():
+            return {key: _beside(item, names) for key, item in value.items()}
+        case list():
+            return [_beside(item, names) for item in value]
+        case _:
+            return value
+
 
 _SCRIPTS = ("run.sh", "stop.sh")
 _NUM_NAME_CHARACTERS = 24

@@ -1,19 +1,57 @@
-"""Turns of rollouts under way as plain data of a checkpoint."""
+"""Finished groups, and turns of rollouts under way, as plain data of a checkpoint."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
+from rl_core.data.batch import Batch, Column
+from rl_core.data.ragged import Ragged
 from rl_core.environments.messages import read_results, write_results
+from rl_core.rollouts.group import RolloutGroup, RolloutReports
 from rl_core.rollouts.pool import AnsweredTurns, RolloutTurns
-from rl_core.rollouts.rollout import Completion, WeightSpan
+from rl_core.rollouts.rollout import Completion, Prompt, WeightSpan
+
+
+def group_state(group: RolloutGroup) -> Mapping[str, Any]:
+    """Return the plain data of a group without its prompt; columns in other processes are fetched."""
+    columns = group.columns.local()
+    return {
+        "rollouts": asdict(group.rollouts),
+        "columns": {
+            name: {"values": column.values, "offsets": column.offsets}
+            if isinstance(column, Ragged)
+            else {"values": column}
+            for name, column in ((name, columns[name]) for name in columns)
+        },
+        "opponents": None if group.opponents is None else group_state(group.opponents),
+    }
+
+
+def group_from(state: Mapping[str, Any], prompt: Prompt) -> RolloutGroup:
+    """Return the group of a prompt from its plain data.
+
+    Raises:
+        ValueError: If the data is of another prompt.
+    """
+    rollouts = RolloutReports(**state["rollouts"])
+    if rollouts.prompt_id != prompt.id:
+        raise ValueError(f"the saved rollouts are of prompt {rollouts.prompt_id}, not of {prompt.id}")
+    columns: dict[str, Column] = {
+        name: Ragged(saved["values"], saved["offsets"]) if "offsets" in saved else saved["values"]
+        for name, saved in state["columns"].items()
+    }
+    # A checkpoint of an earlier release has no opponents.
+    opponents = state.get("opponents")
+    played = None if opponents is None else group_from(opponents, prompt)
+    return RolloutGroup(prompt, rollouts, Batch(columns), played)
 
 
 def turns_state(turns: Sequence[RolloutTurns]) -> Mapping[str, Any]:
-    """Plain data of the turns of a group's rollouts; few arrays, however many turns there are."""
+    """Return the plain data of the turns of a group's rollouts; few arrays, however many turns there are."""
     completions = [completion for each in turns for completion in each.completions.values()]
     results = [result for each in turns for answered in each.conversations for result in answered.results]
     return {
@@ -34,7 +72,7 @@ def turns_state(turns: Sequence[RolloutTurns]) -> Mapping[str, Any]:
 
 
 def turns_from(state: Mapping[str, Any]) -> tuple[RolloutTurns, ...]:
-    """The turns whose plain data this is."""
+    """Return turns from their plain data."""
     ends = np.cumsum(state["lengths"], dtype=np.int64)
     completions = iter(
         Completion(token_ids, logprobs, reason, spans, state["routed_experts"].get(str(index)))
@@ -48,7 +86,7 @@ def turns_from(state: Mapping[str, Any]) -> tuple[RolloutTurns, ...]:
             )
         )
     )
-    # a checkpoint of an earlier release has no answers
+    # A checkpoint of an earlier release has no answers.
     answers = iter(read_results(state["results"].tobytes()) if "results" in state else ())
     conversations = state.get("conversations") or ((),) * len(state["digests"])
     return tuple(
