@@ -2,90 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from rl_launch.foreign.translation import Translation
 from rl_launch.foreign_keys.table import Kind
 
+ROLLOUTS = ("grpo", "ppo", "distillation")
+"""Algorithms that train on their own rollouts."""
 
-@dataclass(frozen=True)
-class Known:
-    """A dataset that NeMo RL has a name for.
-
-    Args:
-        hub: Its name on the hub.
-        settings: Further keys of the dataset here.
-        split: Split that NeMo RL reads if none is given; empty for that of the purpose.
-        by_split: Names on the hub by the split of NeMo RL, if each split is a dataset with the one split `train`.
-        has_images: True if its rows have images.
-    """
-
-    hub: str
-    settings: Mapping[str, Any]
-    split: str = ""
-    by_split: Mapping[str, str] = field(default_factory=dict)
-    has_images: bool = False
-
-
-_KNOWN: Mapping[str, Known] = {
-    name.lower(): known
-    for name, known in {
-        "OpenMathInstruct-2": Known("nvidia/OpenMathInstruct-2", {}, "train_1M"),
-        "DeepScaler": Known("agentica-org/DeepScaleR-Preview-Dataset", {}),
-        "DAPOMath17K": Known("BytedTsinghua-SIA/DAPO-Math-17k", {}),
-        "DAPOMathAIME2024": Known("BytedTsinghua-SIA/AIME-2024", {"processor": "dapo_math"}, "train"),
-        "AIME2024": Known("HuggingFaceH4/aime_2024", {}),
-        "AIME2025": Known("opencompass/AIME2025", {}),
-        "gsm8k": Known("openai/gsm8k", {}),
-        "squad": Known("rajpurkar/squad", {}),
-        "HelpSteer3": Known("nvidia/HelpSteer3", {}),
-        "tulu3_sft_mixture": Known("allenai/tulu-3-sft-mixture", {}),
-        "Tulu3Preference": Known("allenai/llama-3.1-tulu-3-8b-preference-mixture", {}),
-        "oasst": Known("OpenAssistant/oasst1", {}),
-        "open_assistant": Known("OpenAssistant/oasst1", {}),
-        "math500": Known("HuggingFaceH4/MATH-500", {}),
-        "gpqa": Known("Idavidrein/gpqa", {}),
-        "mmlu": Known("cais/mmlu", {}),
-        "geometry3k": Known("hiyouga/geometry3k", {}, has_images=True),
-        "clevr-cogent": Known(
-            "MMInstruction/Clevr_CoGenT_TrainA_70K_Complex",
-            {"input_key": "problem", "output_key": "solution"},
-            by_split={
-                "train": "MMInstruction/Clevr_CoGenT_TrainA_70K_Complex",
-                "trainA": "MMInstruction/Clevr_CoGenT_TrainA_70K_Complex",
-                "trainB": "MMInstruction/Clevr_CoGenT_TrainB_70K_Complex",
-                "valA": "MMInstruction/Clevr_CoGenT_ValA",
-                "valB": "MMInstruction/Clevr_CoGenT_ValB",
-            },
-            has_images=True,
-        ),
-    }.items()
-}
-_VISUAL = ("clevr", "refcoco", "geo3k", "mmpr", "avqa", "daily-omni", "omni", "vlm", "image", "video")
-_OWN_REWARDS = ("clevr-cogent", "math_multi_reward")
-"""Environments of NeMo RL that are sums of small rewards, which the user writes as functions."""
-_FROM_FILES = (
-    "responsedataset",
-    "preferencedataset",
-    "binarypreferencedataset",
-    "openai_format",
-    "chatdataset",
-    "prompt_response_dataset",
-)
-"""Names of NeMo RL for data of any file, whose columns are given."""
-
-_TEXT_ONLY = ("arrow_text",)
-_BUILT_IN_PROCESSORS = (
-    "math_hf_data_processor",
-    "math_data_processor",
-    "sft_processor",
-    "preference_preprocessor",
-    "preference_processor",
-    "multichoice_qa_processor",
-    "helpsteer3_data_processor",
-)
+_VISUAL = "image, video or audio models"
 _COLUMNS = {"prompt_key": "prompt", "chosen_key": "chosen", "rejected_key": "rejected"}
 _PURPOSES = ("train", "validation")
 _OLD = {
@@ -95,34 +20,51 @@ _OLD = {
     "val_split": ("validation", "split"),
 }
 """Keys of earlier releases, which had one dataset."""
+_SHARED = ("prompt_file", "system_prompt_file", "env_name", "processor", "input_key", "output_key", "subset")
+_KNOWN_COLUMNS = "the columns of this dataset are known"
 
 
 def translate_data(config: Translation) -> None:
     """Answer the keys of `data`."""
     if not isinstance(config.values.get("data"), dict):
         return
-    _in_sections(config)
+    if not isinstance(config.values["data"].get("train"), dict | list):
+        _in_sections(config.values["data"])
     repeats: list[int] = []
     for purpose in _PURPOSES:
         given = config.get(f"data.{purpose}")
         if given is None:
             config.unneeded(f"data.{purpose}", "no such data")
             continue
-        several = given if isinstance(given, list) else [given]
-        made = [_dataset(config, purpose, each, repeats) for each in several if isinstance(each, dict)]
+        made = [_dataset(config, purpose, each, repeats) for each in datasets_in(given)]
         config.put(f"data.{purpose}", made if isinstance(given, list) else made[0])
         if isinstance(given, list):
             config.follows([f"data.{purpose}"], f"data.{purpose}, dataset by dataset")
     _repeat(config, repeats)
     _defaults(config)
-    _lengths(config)
+    total, limit = config.get("policy.max_total_sequence_length"), config.get("data.max_input_seq_length")
+    if total and limit and limit >= total:
+        config.unneeded("data.max_input_seq_length", "the default is policy.max_total_sequence_length")
+    # NeMo RL cuts rows that are too long, or leaves them out of the loss. Here they end the run if not skipped.
+    config.put("data.overlong", "skip")
+    config.notes.append("data.overlong: skip leaves out rows that are too long, which NeMo RL masks or cuts")
 
 
-def _in_sections(config: Translation) -> None:
+def datasets_in(value: Any) -> list[dict[str, Any]]:
+    """Return the datasets of a purpose, which has one or a list of them."""
+    return [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, dict)]
+
+
+def has_images(config: Translation) -> bool:
+    """Return whether the rows of a dataset have images."""
+    data = config.get("data") or {}
+    datasets = [data, *datasets_in(data.get("train")), *datasets_in(data.get("validation"))]
+    known = config.table.tables["datasets"]
+    return any(known.get(str(each.get("dataset_name")).lower(), {}).get("has_images") for each in datasets)
+
+
+def _in_sections(data: dict[str, Any]) -> None:
     """Write the single dataset of earlier releases as sections."""
-    data = config.values["data"]
-    if isinstance(data.get("train"), dict | list):
-        return
     made: dict[str, dict[str, Any]] = {"train": {}, "validation": {}}
     for key, (purpose, name) in _OLD.items():
         if data.get(key) is not None:
@@ -130,7 +72,7 @@ def _in_sections(config: Translation) -> None:
     name = data.get("dataset_name")
     if name is not None and "data_path" not in made["train"]:
         made["train"]["dataset_name"] = name
-    for key in ("prompt_file", "system_prompt_file", "env_name", "processor", "input_key", "output_key", "subset"):
+    for key in _SHARED:
         if data.get(key) is not None:
             data.setdefault("default", {})[key] = data[key]
     for key in _COLUMNS:
@@ -149,82 +91,64 @@ def _in_sections(config: Translation) -> None:
 
 
 def _dataset(config: Translation, purpose: str, given: dict[str, Any], repeats: list[int]) -> dict[str, Any]:
-    """The dataset here; its keys are answered as those of the purpose."""
+    """Return the dataset here; its keys are answered as keys of the purpose."""
     at = f"data.{purpose}"
+    name_at = f"{at}.dataset_name"
     made: dict[str, Any] = {}
     name, path = given.get("dataset_name"), given.get("data_path")
     lower = str(name or "").lower()
-    if any(each in lower for each in _VISUAL) and lower not in _KNOWN:
-        config.refuse(f"{at}.dataset_name" if config.has(f"{at}.dataset_name") else at, _visual())
-    elif lower in _TEXT_ONLY:
-        config.refuse(f"{at}.dataset_name", f"the dataset {name}")
-        for key in config.keys(at):
-            config.refuse(key, f"the dataset {name}")
+    known = config.table.tables["datasets"].get(lower)
+    if known is None and _is_visual(config, lower):
+        _refuse(config, name_at, at, _VISUAL)
+    elif lower == "arrow_text":
+        config.refuse(at, f"the dataset {name}")
     elif "gym" in lower:
-        config.refuse(f"{at}.dataset_name", "NeMo Gym environments (env.nemo_gym)")
+        config.refuse(name_at, "NeMo Gym environments (env.nemo_gym)")
     elif path is not None:
         made["data_path"] = path
         _answer(config, f"{at}.data_path", Kind.SAME, f"{at}.data_path")
-        config.unneeded(f"{at}.dataset_name", "the file is data_path")
-    elif lower in _KNOWN:
-        known = _KNOWN[lower]
-        made = {"dataset_name": known.by_split.get(given.get("split", purpose), known.hub), **known.settings}
-        if known.split and "split" not in given:
-            made["split"] = known.split
-        _answer(config, f"{at}.dataset_name", Kind.FOLLOWS, f"{at}.dataset_name: {known.hub}")
-        _answer(config, f"{at}.output_key", Kind.NOT_NEEDED, "the columns of this dataset are known")
-        _answer(config, f"{at}.input_key", Kind.NOT_NEEDED, "the columns of this dataset are known")
+        config.unneeded(name_at, "the file is data_path")
+    elif known is not None:
+        made["dataset_name"] = known.get("by_split", {}).get(given.get("split", purpose), known["hub"])
+        made |= known.get("settings", {})
+        if "split" in known and "split" not in given:
+            made["split"] = known["split"]
+        _answer(config, name_at, Kind.FOLLOWS, f"{name_at}: {known['hub']}")
+        for key in ("output_key", "input_key"):
+            _answer(config, f"{at}.{key}", Kind.NOT_NEEDED, _KNOWN_COLUMNS)
     elif "/" in lower:
         made["dataset_name"] = name
-        _answer(config, f"{at}.dataset_name", Kind.SAME, f"{at}.dataset_name")
+        _answer(config, name_at, Kind.SAME, name_at)
     else:
-        config.refuse(f"{at}.dataset_name" if config.has(f"{at}.dataset_name") else at, f"the dataset {name}")
-    known_columns = lower in _KNOWN and path is None
+        _refuse(config, name_at, at, f"the dataset {name}")
+    is_known = known is not None and path is None
     for key, value in given.items():
-        _setting(config, f"{at}.{key}", key, value, made, repeats, known_columns=known_columns)
-    if known_columns and _KNOWN[lower].by_split:
+        if key == "repeat" and value is not None:
+            repeats.append(value)
+        elif key not in ("dataset_name", "data_path"):
+            _setting(config, f"{at}.{key}", key, value, made, known_columns=is_known)
+    if is_known and known.get("by_split"):
         made["split"] = "train"  # each split of NeMo RL is a dataset of its own
     return made
 
 
-def has_images(config: Translation) -> bool:
-    """Return whether the rows of a dataset have images."""
-    data = config.get("data") or {}
-    named = [data.get("dataset_name"), *_names_in(data.get("train")), *_names_in(data.get("validation"))]
-    return any(_KNOWN[name].has_images for each in named if (name := str(each).lower()) in _KNOWN)
-
-
-def _names_in(datasets: Any) -> list[Any]:
-    several = datasets if isinstance(datasets, list) else [datasets]
-    return [each.get("dataset_name") for each in several if isinstance(each, dict)]
-
-
-def _setting(
-    config: Translation,
-    at: str,
-    key: str,
-    value: Any,
-    made: dict[str, Any],
-    repeats: list[int],
-    *,
-    known_columns: bool,
-) -> None:
+def _setting(config: Translation, at: str, key: str, value: Any, made: dict[str, Any], *, known_columns: bool) -> None:
     same = ("split", "subset", "split_validation_size", "prompt_file", "system_prompt_file", "input_key", "output_key")
-    if key in ("dataset_name", "data_path"):
-        return
+    reasons = {
+        "seed": "held-out rows are random, but the same in every run",
+        "download_dir": "datasets are in the Hugging Face cache",
+    }
     if value is None or (key == "split_validation_size" and not value):
         _answer(config, at, Kind.NOT_NEEDED, "unset")
-    elif key == "repeat":
-        repeats.append(value)
     elif key in ("input_key", "output_key") and known_columns:
-        _answer(config, at, Kind.NOT_NEEDED, "the columns of this dataset are known")
+        _answer(config, at, Kind.NOT_NEEDED, _KNOWN_COLUMNS)
     elif key == "split" and "data_path" in made and str(made["data_path"]).count("/") != 1:
         _answer(config, at, Kind.NOT_NEEDED, "a file has no splits")
     elif key in same:
         made[key] = value
         _answer(config, at, Kind.SAME, at)
-    elif key == "seed":
-        _answer(config, at, Kind.NOT_NEEDED, "held-out rows are random, but the same in every run")
+    elif key in reasons:
+        _answer(config, at, Kind.NOT_NEEDED, reasons[key])
     elif key == "env_name":
         _environment(config, at, value, made)
     elif key == "processor":
@@ -235,12 +159,10 @@ def _setting(
     elif key in _COLUMNS:
         made.setdefault("columns", {})[_COLUMNS[key]] = value
         _answer(config, at, Kind.FOLLOWS, at.replace(key, "columns"))
-    elif key == "download_dir":
-        _answer(config, at, Kind.NOT_NEEDED, "datasets are in the Hugging Face cache")
     elif value in (False, [], {}):
         _answer(config, at, Kind.NOT_NEEDED, "off")
     else:
-        config.refuse(at if config.has(at) else at.rpartition(".")[0], f"the setting {key} of a dataset")
+        _refuse(config, at, at.rpartition(".")[0], f"the setting {key} of a dataset")
 
 
 def _answer(config: Translation, key: str, kind: Kind, text: str) -> None:
@@ -249,15 +171,20 @@ def _answer(config: Translation, key: str, kind: Kind, text: str) -> None:
         config.answer(key, kind, text)
 
 
-def _visual() -> str:
-    return "image, video or audio models"
+def _refuse(config: Translation, key: str, section: str, feature: str) -> None:
+    """Refuse a key of a dataset, or the section if the key was not given as one."""
+    config.refuse(key if config.has(key) else section, feature)
+
+
+def _is_visual(config: Translation, name: str) -> bool:
+    return any(each in name for each in config.table.tables["visual"].split())
 
 
 def _environment(config: Translation, at: str, value: str, made: dict[str, Any]) -> None:
-    generates = config.algorithm in ("grpo", "ppo", "distillation", "evaluation")
-    if not generates:
+    known = config.table.tables["environments"]
+    if config.algorithm not in (*ROLLOUTS, "evaluation"):
         _answer(config, at, Kind.NOT_NEEDED, f"{config.algorithm} scores nothing")
-    elif value in _OWN_REWARDS:
+    elif value in config.table.tables["own rewards"].split():
         named = config.get(f"env.{value}.reward_functions") or []
         listed = ", ".join(f"{each.get('name')} (weight {each.get('weight', 1)})" for each in named)
         config.notes.append(
@@ -265,57 +192,52 @@ def _environment(config: Translation, at: str, value: str, made: dict[str, Any])
             "FILE.py:FUNCTION, or env.NAME.rewards for several"
         )
         _answer(config, at, Kind.FOLLOWS, f"{at}, which the recipe leaves to you")
-    elif any(each in value for each in _VISUAL):
-        config.refuse(at if config.has(at) else "data.train", _visual())
-    elif value in ("math", "dapo", "dapo_math", "geometry3k"):
-        made["env_name"] = "math"
-        _answer(config, at, Kind.SAME if value == "math" else Kind.FOLLOWS, at)
-    elif value in ("code", "reward_model", "code_jaccard"):
-        made["env_name"] = value
-        _answer(config, at, Kind.SAME, at)
+    elif _is_visual(config, value):
+        _refuse(config, at, "data.train", _VISUAL)
+    elif value in known:
+        made["env_name"] = known[value]
+        _answer(config, at, Kind.SAME if value == known[value] else Kind.FOLLOWS, at)
     else:
-        config.refuse(at if config.has(at) else "data.train", f"the environment {value}")
+        _refuse(config, at, "data.train", f"the environment {value}")
 
 
 def _processor(config: Translation, at: str, value: str, made: dict[str, Any]) -> None:
-    if value in _BUILT_IN_PROCESSORS:
+    if value in config.table.tables["processors"].split():
         _answer(config, at, Kind.NOT_NEEDED, "rows of known datasets and configured columns need none")
     elif value == "vlm_hf_data_processor" and has_images(config):
         _answer(config, at, Kind.NOT_NEEDED, "images of a row are found by images_key")
     elif value.startswith("vlm"):
-        config.refuse(at if config.has(at) else "data.train", _visual())
+        _refuse(config, at, "data.train", _VISUAL)
     elif ":" in value:
         made["processor"] = value
         _answer(config, at, Kind.SAME, at)
     else:
-        config.refuse(at if config.has(at) else "data.train", f"the processor {value}")
+        _refuse(config, at, "data.train", f"the processor {value}")
 
 
 def _repeat(config: Translation, repeats: list[int]) -> None:
     """Have every validation prompt rolled out several times in place of repeating its row."""
-    at = f"{config.algorithm}.val_num_generations_per_prompt"
-    times = set(repeats)
+    at, times = f"{config.algorithm}.val_num_generations_per_prompt", set(repeats)
     if not repeats or times == {1}:
         for purpose in _PURPOSES:
             _answer(config, f"data.{purpose}.repeat", Kind.NOT_NEEDED, "1")
         return
     if len(times) > 1 or config.has("data.train.repeat"):
-        config.refuse("data.train.repeat" if config.has("data.train.repeat") else "data.validation", "rows repeated")
+        _refuse(config, "data.train.repeat", "data.validation", "rows repeated")
         return
     count = times.pop()
     config.put(at, count * config.get(at, 1))
     _answer(config, at, Kind.FOLLOWS, at)
     _answer(config, "data.validation.repeat", Kind.FOLLOWS, f"{at}: {count}")
-    most = f"{config.algorithm}.max_val_samples"
-    if config.get(most):
-        config.put(most, max(1, config.get(most) // count))
-        config.follows([most], f"{most}, which counts prompts, of {count} rollouts each")
+    limit = f"{config.algorithm}.max_val_samples"
+    if config.get(limit):
+        config.put(limit, max(1, config.get(limit) // count))
+        config.follows([limit], f"{limit}, which counts prompts, of {count} rollouts each")
 
 
 def _defaults(config: Translation) -> None:
-    given = config.get("data.default")
     made: dict[str, Any] = {}
-    for key, value in (given or {}).items():
+    for key, value in (config.get("data.default") or {}).items():
         at = f"data.default.{key}"
         if value is None:
             _answer(config, at, Kind.NOT_NEEDED, "unset")
@@ -332,7 +254,7 @@ def _defaults(config: Translation) -> None:
             _environment(config, at, value, made)
         elif key == "processor":
             _processor(config, at, value, made)
-        elif key == "dataset_name" and str(value).lower() in _FROM_FILES:
+        elif key == "dataset_name" and str(value).lower() in config.table.tables["from files"].split():
             _answer(config, at, Kind.NOT_NEEDED, "a file is named by data_path, and its columns by their keys")
         elif key in _COLUMNS:
             made.setdefault("columns", {})[_COLUMNS[key]] = value
@@ -343,12 +265,3 @@ def _defaults(config: Translation) -> None:
         rule = config.table.rule(f"data.{key}")
         if rule is not None:
             _answer(config, f"data.{key}", rule.kind, rule.text)
-
-
-def _lengths(config: Translation) -> None:
-    total, limit = config.get("policy.max_total_sequence_length"), config.get("data.max_input_seq_length")
-    if total and limit and limit >= total:
-        config.unneeded("data.max_input_seq_length", "the default is policy.max_total_sequence_length")
-    # NeMo RL cuts rows that are too long, or leaves them out of the loss; here they end the run unless they are skipped
-    config.put("data.overlong", "skip")
-    config.notes.append("data.overlong: skip leaves out rows that are too long, which NeMo RL masks or cuts")

@@ -2,42 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rl_launch.foreign.translation import Translation
 from rl_launch.foreign_keys.table import Kind
 
-_TASKS = {
-    "aime2024": "aime_2024",
-    "aime2025": "aime_2025",
-    "gpqa": "gpqa",
-    "gpqa_diamond": "gpqa",
-    "gsm8k": "gsm8k",
-    "math": "math_500",
-    "math500": "math_500",
-    "math-500": "math_500",
-    "math_500": "math_500",
-    "mmlu": "mmlu",
-    "mmlu_pro": "mmlu_pro",
-}
-_DATASETS = {
-    "aime_2024": "HuggingFaceH4/aime_2024",
-    "aime_2025": "math-ai/aime25",
-    "gpqa": "Idavidrein/gpqa",
-    "gsm8k": "openai/gsm8k",
-    "math_500": "HuggingFaceH4/MATH-500",
-    "mmlu": "cais/mmlu",
-    "mmlu_pro": "TIGER-Lab/MMLU-Pro",
-}
-"""Tasks of `rl eval` by the names of NeMo RL, and the datasets of those that get a prompt of their own."""
-
 _ENGINE = (
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "gpu_memory_utilization",
-    "enforce_eager",
-    "kv_cache_dtype",
-)
+    "tensor_parallel_size", "pipeline_parallel_size", "gpu_memory_utilization", "enforce_eager", "kv_cache_dtype"
+)  # fmt: skip
 
 
 def translate_evaluation(config: Translation) -> None:
@@ -45,10 +15,8 @@ def translate_evaluation(config: Translation) -> None:
     _model(config)
     _sampling(config)
     _task(config)
-    for key in config.keys("generation.colocated"):
-        config.unneeded(key, "an evaluation has no trained model to share devices with")
-    for key in config.keys("env"):
-        config.unneeded(key, "the environment is set by the task")
+    config.unneeded("generation.colocated", "an evaluation has no trained model to share devices with")
+    config.unneeded("env", "the environment is set by the task")
 
 
 def _model(config: Translation) -> None:
@@ -64,8 +32,8 @@ def _model(config: Translation) -> None:
         config.unneeded("tokenizer.chat_template", "the default is the tokenizer's own")
     else:
         config.rename("tokenizer.chat_template", "policy.tokenizer.chat_template")
-    if config.get("tokenizer.chat_template_kwargs"):
-        config.put("policy.tokenizer.chat_template_kwargs", config.get("tokenizer.chat_template_kwargs"))
+    if kwargs := config.get("tokenizer.chat_template_kwargs"):
+        config.put("policy.tokenizer.chat_template_kwargs", kwargs)
         for key in config.keys("tokenizer.chat_template_kwargs"):
             config.answer(key, Kind.RENAMED, f"policy.{key}")
     config.unneeded("tokenizer.chat_template_kwargs", "unset")
@@ -79,11 +47,8 @@ def _model(config: Translation) -> None:
     for key in ("expert_parallel_size", "async_engine", "skip_tokenizer_init", "use_deep_gemm"):
         if config.get(f"generation.vllm_cfg.{key}", 1) in (1, True, False):
             config.unneeded(f"generation.vllm_cfg.{key}", "the engine selects it")
-    for key, here in (
-        ("max_num_seqs", "policy.generation.vllm_cfg.max_num_seqs"),
-        ("max_num_batched_tokens", "policy.generation.vllm_cfg.max_num_batched_tokens"),
-    ):
-        config.rename(f"generation.vllm_kwargs.{key}", here)
+    for key in ("max_num_seqs", "max_num_batched_tokens"):
+        config.rename(f"generation.vllm_kwargs.{key}", f"policy.generation.vllm_cfg.{key}")
     for key in config.keys("generation.vllm_kwargs"):
         rule = config.table.rule(f"policy.{key}")
         if rule is not None and rule.kind is Kind.NOT_NEEDED:
@@ -112,27 +77,24 @@ def _sampling(config: Translation) -> None:
             config.rename(f"generation.{name}", f"policy.generation.{name}")
         config.unneeded(f"generation.{name}", "unset")
     config.rename("eval.num_tests_per_prompt", "eval.num_samples")
-    k = config.get("eval.k_value")
-    if k:
+    if k := config.get("eval.k_value"):
         config.put("eval.k", [k])
-        config.follows(["eval.k_value"], "eval.k")
     config.rename("eval.seed", "eval.seed")
 
 
 def _task(config: Translation) -> None:
-    name = str(config.get("data.dataset_name", ""))
-    task = _TASKS.get(name.lower(), name if "/" in name else "")
-    if config.get("data.dataset_name") is None and config.get("data.data_path") is not None:
-        task = str(config.get("data.data_path"))
+    given, path = config.get("data.dataset_name"), config.get("data.data_path")
+    name = str(given or "") if given is not None else ""
+    task = config.table.tables["tasks"].get(name.lower(), name if "/" in name else "")
+    if given is None and path is not None:
+        task = str(path)
+    files = ("prompt_file", "system_prompt_file")
     if not task:
         config.refuse("data.dataset_name", f"the evaluation on {name}")
     else:
-        prompt = {
-            key: config.get(f"data.{key}")
-            for key in ("prompt_file", "system_prompt_file")
-            if config.get(f"data.{key}") is not None
-        }
-        config.put("eval.tasks", [_with_prompt(task, prompt) if prompt else task])
+        prompt = {key: config.get(f"data.{key}") for key in files if config.get(f"data.{key}") is not None}
+        dataset = {"dataset_name": config.table.tables["task datasets"].get(task, task), **prompt}
+        config.put("eval.tasks", [{"name": task, "dataset": dataset} if prompt else task])
         config.follows(["data.dataset_name", "data.data_path"], f"eval.tasks: {task}")
         for key in prompt:
             config.follows([f"data.{key}"], f"eval.tasks: {key} of the dataset")
@@ -143,10 +105,6 @@ def _task(config: Translation) -> None:
     config.unneeded("data.repeat", "1")
     for key in ("split", "processor", "env_name", "subset"):
         config.unneeded(f"data.{key}", "it is set by the task")
-    for key in ("prompt_file", "system_prompt_file"):
+    for key in files:
         config.unneeded(f"data.{key}", "unset")
     config.unneeded("data.max_input_seq_length", "prompts are not truncated")
-
-
-def _with_prompt(task: str, prompt: dict[str, Any]) -> dict[str, Any]:
-    return {"name": task, "dataset": {"dataset_name": _DATASETS.get(task, task), **prompt}}

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-from rl_launch.foreign.nemo_rl.data import has_images
-from rl_launch.foreign.nemo_rl.loops import ROLLOUTS
-from rl_launch.foreign.nemo_rl.variables import take_variable
+from rl_launch.foreign.nemo_rl.data import ROLLOUTS, has_images
 from rl_launch.foreign.translation import Translation
 from rl_launch.foreign_keys.table import Kind
 
-_GENERATORS = {"vllm", "hf", "megatron"}
 _ENGINES = {"sglang": "SGLang", "trtllm": "TensorRT-LLM", "dynamo": "Dynamo"}
-"""Engines whose place vLLM takes, by the backend of NeMo RL."""
+"""Engines that vLLM replaces, by the backend of NeMo RL."""
 _SIZES = {"sglang": "sglang_cfg.tp_size", "trtllm": "trtllm_cfg.tensor_parallel_size"}
 _IN_BF16 = ("num_first_layers_in_bf16", "num_last_layers_in_bf16")
 _IGNORED = "quantization_ignored_layer_kws"
 
 
+def take_variable(config: Translation, key: str, here: str) -> None:
+    """Take an environment variable of workers over, as text."""
+    name, value = key.rpartition(".")[2], config.get(key)
+    if name.startswith("NRL_"):
+        config.unneeded(key, "only NeMo RL reads it")
+    elif value is not None and not isinstance(value, dict):
+        config.put(f"{here}.{name}", str(value))
+        config.answer(key, Kind.RENAMED, f"{here}.{name}")
+
+
 def translate_asynchrony(config: Translation) -> None:
-    """The single controller's settings of how far generation runs ahead."""
+    """Answer the single controller's settings of how far generation runs ahead."""
     section = f"{config.algorithm}.async_grpo"
     for old in ("async_ppo", "async_distillation"):
         if config.get(f"{config.algorithm}.{old}.enabled") is False:
-            for key in config.keys(f"{config.algorithm}.{old}"):
-                config.unneeded(key, "the run is synchronous")
+            config.unneeded(f"{config.algorithm}.{old}", "the run is synchronous")
     if not config.has("async_rl"):
         return
     sampler = config.get("async_rl.sampler.name", "windowed")
@@ -46,19 +52,17 @@ def translate_generation(config: Translation) -> None:
     """Answer the keys of `policy.generation`."""
     section = "policy.generation"
     if config.algorithm not in ROLLOUTS:
-        for key in config.keys(section):
-            config.unneeded(key, f"{config.algorithm} generates nothing")
+        config.unneeded(section, f"{config.algorithm} generates nothing")
         return
     backend = config.get(f"{section}.backend", "vllm")
     if backend in _ENGINES:
-        _by_vllm(config, section, backend)
+        _replace_engine(config, section, backend)
         backend = "vllm"
-    elif backend not in _GENERATORS:
+    elif backend not in ("vllm", "hf", "megatron"):
         config.refuse(f"{section}.backend", f"generation by {backend}")
     if backend != "vllm":
         for name in ("vllm_cfg", "vllm_kwargs"):
-            for key in config.keys(f"{section}.{name}"):
-                config.unneeded(key, f"{section}.backend is {backend}")
+            config.unneeded(f"{section}.{name}", f"{section}.backend is {backend}")
     if backend == "megatron":
         own = f"{section}.mcore_generation_config.tensor_model_parallel_size"
         size = config.get(own) or config.get("policy.megatron_cfg.tensor_model_parallel_size", 1)
@@ -67,18 +71,24 @@ def translate_generation(config: Translation) -> None:
                 f"{section}.backend: a replica of the megatron generator is one GPU, in the place of {size}. If the "
                 "model does not fit, set vllm and its tensor_parallel_size"
             )
-        config.follows([own], f"{section}.megatron_cfg.tensor_model_parallel_size: 1, the size of a replica")
-    for name, least in (("temperature", 1.0), ("top_p", 1.0), ("top_k", None)):
-        # releases without these keys validate as they train; here validation is greedy by default
+    for name, default in (("temperature", 1.0), ("top_p", 1.0), ("top_k", None)):
+        # Releases without these keys validate as they train. Here validation is greedy by default.
         if not config.has(f"{section}.val_{name}"):
-            config.put(f"{section}.val_{name}", config.get(f"{section}.{name}", least))
+            config.put(f"{section}.val_{name}", config.get(f"{section}.{name}", default))
     _lengths(config, section)
-    _images(config, section)
+    is_on = has_images(config)
+    config.unneeded(f"{section}.vllm_kwargs.language_model_only", "it follows from policy.vision.enabled")
+    for at in (f"{section}.vllm_kwargs.limit_mm_per_prompt", f"{section}.vllm_cfg.limit_mm_per_prompt"):
+        for key in config.keys(at):
+            if is_on and key.endswith(".image"):
+                config.put("policy.vision.max_images", config.get(key))
+                config.follows([key], "policy.vision.max_images")
+            elif not config.get(key):
+                config.unneeded(key, "0")
     if backend == "vllm":
         _vllm(config, section)
     if config.get(f"{section}.colocated.enabled", True):
-        for key in config.keys(f"{section}.colocated.resources"):
-            config.unneeded(key, "generation shares the policy's devices")
+        config.unneeded(f"{section}.colocated.resources", "generation shares the policy's devices")
     elif config.get(f"{section}.colocated.resources.num_nodes") and config.get("cluster.num_nodes", 1) == 1:
         config.unneeded(f"{section}.colocated.resources.num_nodes", "there is only one node")
     for key in config.keys(section):
@@ -86,7 +96,7 @@ def translate_generation(config: Translation) -> None:
             config.unneeded(key, "-1 samples from all tokens, which is the default")
 
 
-def _by_vllm(config: Translation, section: str, backend: str) -> None:
+def _replace_engine(config: Translation, section: str, backend: str) -> None:
     """Take vLLM in the place of another engine, which samples from the same distribution."""
     name = _ENGINES[backend]
     config.put(f"{section}.backend", "vllm")
@@ -94,30 +104,16 @@ def _by_vllm(config: Translation, section: str, backend: str) -> None:
     config.notes.append(f"{section}.backend: vllm, in the place of {name}, whose settings are not taken over")
     size = f"{section}.{_SIZES.get(backend, '')}"
     if backend in _SIZES and config.get(size):
-        config.put(f"{section}.vllm_cfg.tensor_parallel_size", config.get(size))
-        config.follows([size, f"{section}.vllm_cfg.tensor_parallel_size"], f"{section}.vllm_cfg.tensor_parallel_size")
+        here = f"{section}.vllm_cfg.tensor_parallel_size"
+        config.put(here, config.get(size))
+        config.follows([size, here], here)
     for part in ("cfg", "kwargs"):
-        for key in config.keys(f"{section}.{backend}_{part}"):
-            config.unneeded(key, f"a setting of {name}")
-
-
-def _images(config: Translation, section: str) -> None:
-    """Limits of images in a prompt; without images, only the language model is served."""
-    is_on = has_images(config)
-    config.unneeded(f"{section}.vllm_kwargs.language_model_only", "it follows from policy.vision.enabled")
-    for at in (f"{section}.vllm_kwargs.limit_mm_per_prompt", f"{section}.vllm_cfg.limit_mm_per_prompt"):
-        for key in config.keys(at):
-            number = config.get(key)
-            if is_on and key.endswith(".image"):
-                config.put("policy.vision.max_images", number)
-                config.follows([key], "policy.vision.max_images")
-            elif not number:
-                config.unneeded(key, "0")
+        config.unneeded(f"{section}.{backend}_{part}", f"a setting of {name}")
 
 
 def _lengths(config: Translation, section: str) -> None:
-    """Have a row leave room for a prompt: NeMo RL bounds a completion by what the prompt leaves of a row, and here the
-    prompt has what the longest completion leaves.
+    """Have a row leave room for a prompt: NeMo RL bounds a completion by the rest of a row after its prompt, and here a
+    prompt has the rest of a row after the longest completion.
     """
     total = config.get("policy.max_total_sequence_length")
     longest = config.get(f"{section}.max_new_tokens")
@@ -134,8 +130,41 @@ def _lengths(config: Translation, section: str) -> None:
         config.unneeded(key, "it follows policy.max_total_sequence_length")
 
 
+def _vllm(config: Translation, section: str) -> None:
+    engine, further = f"{section}.vllm_cfg", f"{section}.vllm_cfg.vllm_kwargs"
+    precision, policy = config.get(f"{engine}.precision"), config.get("policy.precision", "bfloat16")
+    if precision == "fp8":
+        _quantization(config, engine)
+    else:
+        for name in (*_IN_BF16, _IGNORED):
+            config.unneeded(f"{engine}.{name}", f"{engine}.precision is not fp8")
+    if precision == "mxfp8":
+        config.refuse(f"{engine}.precision", "generation in MXFP8")
+    elif precision in (None, policy):
+        config.unneeded(f"{engine}.precision", "it is policy.precision")
+    elif precision != "fp8":
+        config.refuse(f"{engine}.precision", f"generation in {precision} beside training in {policy}")
+    if config.get(f"{engine}.expert_parallel_size", 1) == 1:
+        config.unneeded(f"{engine}.expert_parallel_size", "experts are not sharded over ranks")
+    else:
+        config.put(f"{further}.enable_expert_parallel", True)
+    kwargs = f"{section}.vllm_kwargs"
+    if room := config.get(f"{kwargs}.kv_cache_memory_bytes"):
+        config.put(f"{engine}.kv_cache_gib", room / 2**30)
+        config.follows([f"{kwargs}.kv_cache_memory_bytes"], f"{engine}.kv_cache_gib")
+    for name in ("precision", "dtype"):
+        if name in (config.get(kwargs) or {}):
+            config.unneeded(f"{kwargs}.{name}", "it is policy.precision")
+    for key in config.keys(kwargs):
+        rule = config.table.rule(key)
+        if rule is not None and rule.kind is Kind.FOLLOWS and config.get(key) is not None:
+            config.rename(key, key.replace(kwargs, further))
+    for key in config.keys(f"{engine}.env_vars"):
+        take_variable(config, key, f"{section}.env_vars")
+
+
 def _quantization(config: Translation, engine: str) -> None:
-    """Rollouts in 8 bits, which NeMo RL quantises in blocks of 128 by 128 and does not require a correction for."""
+    """Answer rollouts in 8 bits, which NeMo RL quantises in blocks of 128 by 128 and does not have to correct."""
     here = f"{engine}.quantization"
     config.put(f"{here}.method", "fp8_per_block")
     text = f"{here}.method: fp8_per_block"
@@ -147,40 +176,3 @@ def _quantization(config: Translation, engine: str) -> None:
         config.rename(f"{engine}.{name}", f"{here}.{name}")
     if config.get(f"{engine}.{_IGNORED}"):
         config.put(f"{here}.ignored_layers", [f"*{word}*" for word in config.get(f"{engine}.{_IGNORED}")])
-    config.follows([f"{engine}.{_IGNORED}"], f"{here}.ignored_layers")
-
-
-def _vllm(config: Translation, section: str) -> None:
-    engine, further = f"{section}.vllm_cfg", f"{section}.vllm_cfg.vllm_kwargs"
-    precision, policy = config.get(f"{engine}.precision"), config.get("policy.precision", "bfloat16")
-    if precision == "fp8":
-        _quantization(config, engine)
-    elif precision == "mxfp8":
-        config.refuse(f"{engine}.precision", "generation in MXFP8")
-    elif precision in (None, policy):
-        config.unneeded(f"{engine}.precision", "it is policy.precision")
-    else:
-        config.refuse(f"{engine}.precision", f"generation in {precision} beside training in {policy}")
-    if precision != "fp8":
-        for name in (*_IN_BF16, _IGNORED):
-            config.unneeded(f"{engine}.{name}", f"{engine}.precision is not fp8")
-    experts = config.get(f"{engine}.expert_parallel_size", 1)
-    if experts == 1:
-        config.unneeded(f"{engine}.expert_parallel_size", "experts are not sharded over ranks")
-    else:
-        config.put(f"{further}.enable_expert_parallel", True)
-        text = f"{further}.enable_expert_parallel, over the tensor-parallel ranks of a replica"
-        config.follows([f"{engine}.expert_parallel_size"], text)
-    room = config.get(f"{section}.vllm_kwargs.kv_cache_memory_bytes")
-    if room:
-        config.put(f"{engine}.kv_cache_gib", room / 2**30)
-        config.follows([f"{section}.vllm_kwargs.kv_cache_memory_bytes"], f"{engine}.kv_cache_gib")
-    for name in ("precision", "dtype"):
-        if name in (config.get(f"{section}.vllm_kwargs") or {}):
-            config.unneeded(f"{section}.vllm_kwargs.{name}", "it is policy.precision")
-    for key in config.keys(f"{section}.vllm_kwargs"):
-        rule = config.table.rule(key)
-        if rule is not None and rule.kind is Kind.FOLLOWS and config.get(key) is not None:
-            config.rename(key, key.replace(f"{section}.vllm_kwargs", further))
-    for key in config.keys(f"{engine}.env_vars"):
-        take_variable(config, key, f"{section}.env_vars")

@@ -17,10 +17,10 @@ _FIELDS = (
 """Keys of `megatron_cfg` that are fields of Megatron's config, passed on by `megatron_kwargs`."""
 
 _OF_TRANSFORMER_ENGINE = ("apply_rope_fusion", "gradient_accumulation_fusion", "moe_permute_fusion")
-"""Those of layers that adapters do not sit on."""
+"""Fields of layers that have no adapters."""
 
 _ON = ("apply_rope_fusion", "bias_activation_fusion", "moe_permute_fusion")
-"""Those that are on unless `megatron_kwargs` turns them off."""
+"""Fields that are on unless `megatron_kwargs` turns them off."""
 
 
 def translate_megatron(config: Translation, model: str) -> None:
@@ -34,15 +34,14 @@ def translate_megatron(config: Translation, model: str) -> None:
     adapts = bool(config.get(f"{section}.peft.enabled"))
     fields = [f"{section}.{name}" for name in _FIELDS]
     fields += [key for key in config.keys(f"{section}.model_overrides") if key != f"{section}.model_overrides"]
-    # what neither system's section has is a field of Megatron's config, which the backend accepts or refuses by name
+    # A key that neither system has is a field of Megatron's config, which the backend accepts or refuses by name.
     fields += [key for key in config.keys(section) if key.count(".") == 2 and not config.is_known(key)]
     for key in fields:
         name, value = key.rpartition(".")[2], config.get(key)
         here = f"{section}.megatron_kwargs.{name}"
         is_off = value in (None, [], False) and not (value is False and name in _ON)
         if is_off or (adapts and name in _OF_TRANSFORMER_ENGINE):
-            reason = "adapters do not have this kernel" if adapts and value else "off"
-            config.unneeded(key, reason)
+            config.unneeded(key, "adapters do not have this kernel" if adapts and value else "off")
         else:
             config.put(here, value)
             config.answer(key, Kind.RENAMED, here)
@@ -54,7 +53,7 @@ def translate_megatron(config: Translation, model: str) -> None:
 
 
 def _multi_token_prediction(config: Translation, section: str) -> None:
-    """Layers that draft tokens: if their loss does not reach the policy, it is the same policy without them."""
+    """Answer layers that draft tokens: if their loss does not reach the policy, it is the same policy without them."""
     weight = f"{section}.mtp_loss_scaling_factor"
     if config.get(weight) and config.get(f"{section}.mtp_num_layers") and config.get(f"{section}.mtp_detach_heads"):
         config.unneeded(weight, "the layers only draft tokens, and their loss does not reach the policy")
@@ -67,7 +66,7 @@ def _multi_token_prediction(config: Translation, section: str) -> None:
 
 
 def _recompute(config: Translation, section: str) -> None:
-    """What is recomputed, by three keys there and two here."""
+    """Answer the three keys of recomputation, which are two here."""
     switch, granularity, modules = (
         f"{section}.{name}" for name in ("activation_checkpointing", "recompute_granularity", "recompute_modules")
     )
@@ -77,8 +76,7 @@ def _recompute(config: Translation, section: str) -> None:
         config.answer(switch, Kind.RENAMED, here)
     if config.written(here) in ("full", "selective"):
         config.follows([granularity], here)
-    else:
-        config.unneeded(granularity, "nothing is recomputed")
+    config.unneeded(granularity, "nothing is recomputed")
     if config.written(here) != "selective" or not config.get(modules):
         config.unneeded(modules, f"{here} is not selective, or the default suffices")
 
@@ -88,18 +86,15 @@ def _experts(config: Translation, section: str) -> None:
     tensor = config.get(f"{section}.tensor_model_parallel_size", 1)
     if experts == 1:
         config.unneeded(f"{section}.expert_tensor_parallel_size", "experts are not sharded over ranks")
-    if experts > 1 and tensor > 1 and not config.get(f"{section}.sequence_parallel"):
-        config.put(f"{section}.sequence_parallel", True)
-        text = f"{section}.sequence_parallel: true, without which Megatron does not spread experts over such ranks"
-        config.follows([f"{section}.sequence_parallel"], text)
+    parallel = f"{section}.sequence_parallel"
+    if experts > 1 and tensor > 1 and not config.get(parallel):
+        config.put(parallel, True)
+        config.follows([parallel], f"{parallel}: true; otherwise Megatron does not spread experts over such ranks")
     dispatcher, dtype = f"{section}.moe_token_dispatcher_type", config.get(f"{section}.moe_router_dtype") or "fp32"
     is_flexible = config.get(dispatcher) == "flex" or config.get(f"{section}.moe_enable_deepep")
-    may_be = dtype == "fp32" and experts * tensor > 1
-    if is_flexible and may_be:
-        config.put(dispatcher, "flex")
-    elif is_flexible or config.get(dispatcher) == "allgather":
-        config.put(dispatcher, "alltoall")
     if is_flexible or config.get(dispatcher) == "allgather":
+        may_be_flexible = is_flexible and dtype == "fp32" and experts * tensor > 1
+        config.put(dispatcher, "flex" if may_be_flexible else "alltoall")
         config.follows([dispatcher], f"{dispatcher}: {config.written(dispatcher)}, which computes the same")
     config.follows([f"{section}.moe_enable_deepep"], f"{dispatcher}")
     for name in ("moe_flex_dispatcher_backend", "moe_hybridep_num_sms"):
@@ -118,7 +113,7 @@ def _experts(config: Translation, section: str) -> None:
 
 
 def _balancing(config: Translation, section: str, experts: int) -> None:
-    """The loss that balances experts, whose weight is a field of the model's own config."""
+    """Answer the loss that balances experts, whose weight is a field of the model's own config."""
     key, model = f"{section}.moe_router_load_balancing_type", section.partition(".")[0]
     overrides = config.get(f"{model}.hf_config_overrides") or {}
     weights = [each.get("router_aux_loss_coef") for each in (overrides, overrides.get("text_config") or {})]
@@ -139,8 +134,6 @@ def _balancing(config: Translation, section: str, experts: int) -> None:
             f"{key}: if the model has experts, set it, and {section}.moe_aux_loss_coeff to the model's own weight"
         )
     else:
-        config.refuse(
-            key,
-            f"a balancing loss of unknown weight ({key.partition('.')[2]}): set it to none, or give "
-            "hf_config_overrides.router_aux_loss_coef",
-        )
+        name = key.partition(".")[2]
+        text = f"a balancing loss of unknown weight ({name}): set it to none, or give"
+        config.refuse(key, f"{text} hf_config_overrides.router_aux_loss_coef")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from rl_launch.foreign.nemo_rl.data import has_images
+from rl_launch.foreign.nemo_rl.generation import take_variable
 from rl_launch.foreign.nemo_rl.megatron import translate_megatron
 from rl_launch.foreign.nemo_rl.optimizer import translate_optimizer
-from rl_launch.foreign.nemo_rl.variables import take_variable
 from rl_launch.foreign.translation import Translation
 from rl_launch.foreign_keys.table import Kind
 
@@ -21,6 +21,13 @@ _FROZEN = {
     "freeze_language_model": "",
 }
 """Keys that freeze a part of a model, and the key of the part in `policy.vision`; empty if it has none."""
+
+_UNUSED_BY_TEACHERS = (
+    "generation", "optimizer", "scheduler", "train_global_batch_size", "train_micro_batch_size", "max_grad_norm",
+    "megatron_cfg.optimizer", "megatron_cfg.scheduler", "megatron_cfg.distributed_data_parallel_config",
+    "megatron_cfg.peft", "dtensor_cfg.lora_cfg", "megatron_cfg.activation_checkpointing",
+    "dtensor_cfg.activation_checkpointing", "dynamic_batching.train_mb_tokens", "sequence_packing.train_mb_tokens",
+)  # fmt: skip
 
 _LINEAR = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
@@ -39,18 +46,18 @@ def translate_model(config: Translation, model: str) -> None:
         model: Key of the model's section.
     """
     if model == "teacher":
-        _teacher(config)
-    backend = next((name for name in _BACKENDS if config.get(f"{model}.{name}.enabled")), None)
-    other = {"dtensor_cfg": "megatron_cfg", "megatron_cfg": "dtensor_cfg"}.get(backend or "", "megatron_cfg")
-    backend = backend or "dtensor_cfg"
+        for name in _UNUSED_BY_TEACHERS:
+            config.unneeded(f"teacher.{name}", "the teacher is not trained and does not generate")
+    enabled = next((name for name in _BACKENDS if config.get(f"{model}.{name}.enabled")), None)
+    backend = enabled or "dtensor_cfg"
+    other = "dtensor_cfg" if enabled == "megatron_cfg" else "megatron_cfg"
     trains = "dtensor_cfg" if model == "policy" and has_images(config) else backend
     if trains == "megatron_cfg":
         config.put(f"{model}.megatron_cfg.enabled", True)
     elif backend == "megatron_cfg":
-        _by_dtensor(config, model)
+        _replace_megatron(config, model)
     config.follows([f"{model}.{name}.enabled" for name in _BACKENDS], f"{model}.{backend}, the selected backend")
-    for key in config.keys(f"{model}.{other}"):
-        config.unneeded(key, f"{model} trains with {backend}")
+    config.unneeded(f"{model}.{other}", f"{model} trains with {backend}")
     for key in config.keys(f"{model}.{backend}.env_vars"):
         take_variable(config, key, f"{model}.env_vars")
     _tokenizer(config, model)
@@ -65,11 +72,10 @@ def translate_model(config: Translation, model: str) -> None:
     _vision(config, model)
     if config.get(f"{model}.router_replay.enabled"):
         config.put(f"{model}.{backend}.moe_router_replay", True)
-        config.follows([f"{model}.router_replay.enabled"], f"{model}.{backend}.moe_router_replay")
 
 
-def _by_dtensor(config: Translation, model: str) -> None:
-    """Train a model with images by PyTorch's own parallelism, because Megatron takes none here."""
+def _replace_megatron(config: Translation, model: str) -> None:
+    """Train a model with images by PyTorch's own parallelism, because Megatron takes no images here."""
     sizes = f"{model}.megatron_cfg.tensor_model_parallel_size"
     config.put(f"{model}.dtensor_cfg.tensor_parallel_size", config.get(sizes, 1))
     config.follows([sizes], f"{model}.dtensor_cfg.tensor_parallel_size")
@@ -80,18 +86,17 @@ def _by_dtensor(config: Translation, model: str) -> None:
 
 
 def _vision(config: Translation, model: str) -> None:
-    """Parts of a model of text and images: without images, only the language model is loaded and trained."""
+    """Answer the parts of a model of text and images: without images, only the language model is loaded and trained."""
     is_on = model == "policy" and has_images(config)
     if is_on:
         for name, value in (("enabled", True), ("tower", "trained"), ("projector", "trained")):
             config.put(f"policy.vision.{name}", value)
         config.unneeded("grpo.deduplicate_multimodal_data", "images are kept once")
     for section in ("dtensor_cfg.automodel_kwargs.freeze_config", "megatron_cfg.freeze_config", "megatron_cfg"):
-        for name in _FROZEN:
+        for name, part in _FROZEN.items():
             key = f"{model}.{section}.{name}"
             if not config.has(key):
                 continue
-            part = _FROZEN[name]
             if name == "freeze_language_model":
                 if config.get(key):
                     config.refuse(key, "a language model that is not trained (freeze_language_model)")
@@ -103,29 +108,6 @@ def _vision(config: Translation, model: str) -> None:
                 config.unneeded(key, "only the language model is loaded (policy.vision.enabled is false)")
 
 
-def _teacher(config: Translation) -> None:
-    reason = "the teacher is not trained and does not generate"
-    for name in (
-        "generation",
-        "optimizer",
-        "scheduler",
-        "train_global_batch_size",
-        "train_micro_batch_size",
-        "max_grad_norm",
-        "megatron_cfg.optimizer",
-        "megatron_cfg.scheduler",
-        "megatron_cfg.distributed_data_parallel_config",
-        "megatron_cfg.peft",
-        "dtensor_cfg.lora_cfg",
-        "megatron_cfg.activation_checkpointing",
-        "dtensor_cfg.activation_checkpointing",
-        "dynamic_batching.train_mb_tokens",
-        "sequence_packing.train_mb_tokens",
-    ):
-        for key in config.keys(f"teacher.{name}"):
-            config.unneeded(key, reason)
-
-
 def _tokenizer(config: Translation, model: str) -> None:
     section = f"{model}.tokenizer"
     own = config.get(f"{model}.model_name")
@@ -133,8 +115,7 @@ def _tokenizer(config: Translation, model: str) -> None:
     if model != "policy":
         if config.get(f"{model}.megatron_cfg") is not None and name not in (None, own):
             config.refuse(f"{section}.name", f"a tokenizer of {model} that differs from the tokenizer of its model")
-        for key in config.keys(section):
-            config.unneeded(key, "policy.tokenizer produces all tokens")
+        config.unneeded(section, "policy.tokenizer produces all tokens")
         return
     if name == own:
         config.unneeded(f"{section}.name", "the default is the model's own")
@@ -143,7 +124,6 @@ def _tokenizer(config: Translation, model: str) -> None:
     text = config.get(template)
     if text is None:
         config.put(template, "{% for message in messages %}{{ message['content'] }}{% endfor %}")
-        config.follows([template], f"{template}: the plain text of all messages")
     elif text == "default" or text in (f"{own}/chat_template.jinja", f"{name}/chat_template.jinja"):
         config.unneeded(template, "the default is the tokenizer's own")
 
@@ -152,8 +132,7 @@ def _adapters(config: Translation, model: str, backend: str) -> None:
     section = f"{model}.{backend}." + ("lora_cfg" if backend == "dtensor_cfg" else "peft")
     here = f"{model}.lora_cfg"
     if not config.get(f"{section}.enabled"):
-        for key in config.keys(section):
-            config.unneeded(key, "no adapters are trained")
+        config.unneeded(section, "no adapters are trained")
         return
     targets, left_out = config.get(f"{section}.target_modules", []), config.get(f"{section}.exclude_modules", [])
     if targets and not config.get(f"{section}.match_all_linear", False):
@@ -164,13 +143,10 @@ def _adapters(config: Translation, model: str, backend: str) -> None:
     for name, given in (("target_modules", targets), ("exclude_modules", left_out)):
         if any("*" in each.strip("*") for each in given):
             config.refuse(f"{section}.{name}", "patterns with * inside the name of an adapted layer")
-        config.follows([f"{section}.{name}"], f"{here}.{name}, with Hugging Face names")
     position = config.get(f"{section}.dropout_position", "pre")
     if config.get(f"{section}.dropout", 0) and position != "pre":
         config.refuse(f"{section}.dropout_position", "dropout after an adapter (dropout_position: post)")
-    config.unneeded(
-        f"{section}.dropout_position", "there is no dropout, or it is before the adapter, as in this project"
-    )
+    config.unneeded(f"{section}.dropout_position", "there is no dropout, or it is before the adapter, as here")
 
 
 def _layers(names: list[str]) -> list[str]:
@@ -179,7 +155,7 @@ def _layers(names: list[str]) -> list[str]:
 
 
 def _batching(config: Translation, model: str) -> None:
-    """Packing and dynamic batching: packing is on here unless it is turned off."""
+    """Answer packing and dynamic batching: packing is on here unless it is turned off."""
     packs = bool(config.get(f"{model}.sequence_packing.enabled"))
     config.put(f"{model}.sequence_packing.enabled", packs)
     config.follows([f"{model}.sequence_packing.enabled"], f"{model}.sequence_packing.enabled")
@@ -198,10 +174,8 @@ def _batching(config: Translation, model: str) -> None:
 def _dtensor(config: Translation, model: str) -> None:
     section = f"{model}.dtensor_cfg"
     attention = config.get(f"{section}.automodel_kwargs.attn_implementation")
-    known = ("sdpa", "eager", "flash_attention_2", "flash_attention_3")
-    if attention in known:
+    if attention in ("sdpa", "eager", "flash_attention_2", "flash_attention_3"):
         config.put(f"{section}.attention_backend", attention)
-        config.follows([f"{section}.automodel_kwargs.attn_implementation"], f"{section}.attention_backend")
     if config.get(f"{section}.sequence_parallel") and config.get(f"{section}.tensor_parallel_size", 1) == 1:
         config.unneeded(f"{section}.sequence_parallel", "there is only one tensor-parallel rank")
     if config.get(f"{section}.custom_parallel_plan"):
@@ -235,18 +209,3 @@ def _overrides(config: Translation, model: str) -> None:
             config.follows([key], f"{section}.rope_parameters")
         else:
             config.answer(key, Kind.SAME, key)
-
-
-def translate_pairs(config: Translation) -> None:
-    """Count microbatches of preferences in rows, two for a pair."""
-    if config.algorithm not in ("dpo", "rm"):
-        return
-    for key, here in (
-        ("policy.train_micro_batch_size", "policy.train_micro_batch_size"),
-        ("policy.logprob_batch_size", "policy.logprob_batch_size"),
-        (f"{config.algorithm}.val_micro_batch_size", "policy.logprob_batch_size"),
-    ):
-        count = config.get(key)
-        if count is not None:
-            config.put_default(here, 2 * count)
-            config.follows([key], f"{here}, counted in rows, two for a pair")

@@ -1,4 +1,0 @@
-"""Algorithms by what they do."""
-
-ROLLOUTS = ("grpo", "ppo", "distillation")
-"""Algorithms that train on their own rollouts."""
