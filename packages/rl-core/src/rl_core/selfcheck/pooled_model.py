@@ -11,7 +11,7 @@ import numpy as np
 from rl_core.data.batch import Batch
 from rl_core.data.microbatch import PAIR, shard
 from rl_core.metrics import CLOCKED, OF_LAYOUT, reduce_metrics
-from rl_core.model import Loss, ModelSpec, ModelPart, Read, SavedFile
+from rl_core.model import Loss, ModelPart, ModelSpec, Read, SavedFile
 from rl_core.model_config import ModelConfig
 from rl_core.plugins import resolve
 from rl_core.selfcheck.rank_pool import Rank, RankPool

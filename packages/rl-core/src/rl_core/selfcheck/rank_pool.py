@@ -8,8 +8,7 @@ import os
 import socket
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -91,9 +90,13 @@ class RankPool:
         world = len(args)
         if world > self.num_ranks:
             raise ValueError(f"{world} ranks requested from a pool of {self.num_ranks}")
-        self._start()
+        if not self._ranks:
+            self._start()
         self._release()
-        self._port = _hold_port()
+        # The port is kept from other processes: bound, reusing addresses as the listeners do, and never listening.
+        self._port = socket.socket()
+        self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._port.bind(("", 0))
         port = self._port.getsockname()[1]
         for rank, rank_args in enumerate(args):
             rendezvous = Rendezvous(rank, world, rank, "127.0.0.1", port, self._device, timeout_s)
@@ -123,14 +126,18 @@ class RankPool:
         self.close()
 
     def _start(self) -> None:
-        if self._ranks:
-            return
         for rank in range(self.num_ranks):
             ours, theirs = _context.Pipe()
             args = (theirs, self._variables(rank))
             process = _context.Process(target=_serve, args=args, name=f"rank{rank}", daemon=True)
-            with _one_thread():
+            # Libraries of new processes compute in one thread, unless the variable is set.
+            is_ours = "OMP_NUM_THREADS" not in os.environ
+            os.environ.setdefault("OMP_NUM_THREADS", "1")
+            try:
                 process.start()
+            finally:
+                if is_ours:
+                    del os.environ["OMP_NUM_THREADS"]
             theirs.close()
             self._ranks.append((process, ours))
 
@@ -155,7 +162,13 @@ class RankPool:
             for connection in ready:
                 assert isinstance(connection, Connection)
                 rank = pending.pop(connection)
-                results[rank], error = _received(connection, rank)
+                origin = Origin("pool", rank, "localhost", "run")
+                error: Exception | None = None
+                try:
+                    results[rank], raised = connection.recv()
+                    error = None if raised is None else raised.at(origin)
+                except EOFError:
+                    error = WorkerDied("the process ended without an answer", origin)
                 if error is not None and failure is None:
                     failure = error
                     deadline = min(deadline, time.monotonic() + GRACE_S)
@@ -168,27 +181,6 @@ class RankPool:
         return results
 
 
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Make libraries of new processes compute in one thread, unless the variable is set."""
-    is_ours = "OMP_NUM_THREADS" not in os.environ
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    try:
-        yield
-    finally:
-        if is_ours:
-            del os.environ["OMP_NUM_THREADS"]
-
-
-def _hold_port() -> socket.socket:
-    """Return a socket that keeps a port from other processes: bound, reusing addresses as the listeners do at which
-    ranks meet, and never listening."""
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(("", 0))
-    return held
-
-
 def free_port() -> int:
     """Return a port that nothing listens on at the moment."""
     with socket.socket() as probe:
@@ -196,18 +188,10 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _received(connection: Connection, rank: int) -> tuple[Any, Exception | None]:
-    origin = Origin("pool", rank, "localhost", "run")
-    try:
-        result, error = connection.recv()
-    except EOFError:
-        return None, WorkerDied("the process ended without an answer", origin)
-    return result, None if error is None else error.at(origin)
-
-
 def _serve(connection: Connection, variables: dict[str, str]) -> None:
     os.environ.update(variables)
     held: dict[str, Any] = {}
+    answer: tuple[Any, WorkerError | None]
     is_frozen = False
     num_threads = _num_threads()
     while True:
@@ -215,9 +199,16 @@ def _serve(connection: Connection, variables: dict[str, str]) -> None:
             request = connection.recv()
         except EOFError:
             return
-        connection.send(_answer(*request, held=held))
+        function, rendezvous, args = request
+        try:
+            called = resolve(function) if isinstance(function, str) else function
+            answer = called(Rank(rendezvous, held), *args), None
+        except Exception as error:  # noqa: BLE001  # becomes the caller's error
+            kind = f"{type(error).__module__}.{type(error).__qualname__}"
+            answer = None, WorkerError(kind, str(error), traceback.format_exc())
+        connection.send(answer)
         if not held and not is_frozen:
-            # what is there now is imported modules, a million objects that no collection needs to walk again
+            # These are imported modules, a million objects that no collection needs to walk again.
             gc.collect()
             gc.freeze()
             is_frozen = True
@@ -228,14 +219,3 @@ def _serve(connection: Connection, variables: dict[str, str]) -> None:
 
 def _num_threads() -> int:
     return len(os.listdir("/proc/self/task"))
-
-
-def _answer(
-    function: Callable[..., Any] | str, rendezvous: Rendezvous, args: tuple[Any, ...], *, held: dict[str, Any]
-) -> tuple[Any, WorkerError | None]:
-    try:
-        called = resolve(function) if isinstance(function, str) else function
-        return called(Rank(rendezvous, held), *args), None
-    except Exception as error:  # noqa: BLE001  # becomes the caller's error
-        kind = f"{type(error).__module__}.{type(error).__qualname__}"
-        return None, WorkerError(kind, str(error), traceback.format_exc())

@@ -33,21 +33,15 @@ def partly_exhaustive(cases: Iterable[Any], *, always: Collection[Any]) -> list[
 
 
 def with_exhaustive(*names: str) -> Callable[[type], type]:
-    """Return decorator of a class of tests in which these, inherited from another class, are exhaustive."""
+    """Return a decorator of a class of tests in which these, inherited from another class, are exhaustive."""
 
     def marked(suite: type) -> type:
         assert all(hasattr(suite, name) for name in names), names
-        # a mark would stay with the function, which is the other class's as well
+        # A mark would stay with the function, which is the other class's as well.
         setattr(suite, _OF_CLASS, getattr(suite, _OF_CLASS, frozenset()) | set(names))
         return suite
 
     return marked
-
-
-def _is_exhaustive(item: pytest.Item) -> bool:
-    if item.get_closest_marker("exhaustive"):
-        return True
-    return isinstance(item, pytest.Function) and item.originalname in getattr(item.cls, _OF_CLASS, ())
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -64,6 +58,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave out the cases that are marked `exhaustive`, unless every case is asked for."""
     if config.getoption("--every-case"):
         return
-    left_out = [item for item in items if _is_exhaustive(item)]
+    left_out = []
+    for item in items:
+        of_class = getattr(item.cls, _OF_CLASS, ()) if isinstance(item, pytest.Function) else ()
+        if item.get_closest_marker("exhaustive") or getattr(item, "originalname", None) in of_class:
+            left_out.append(item)
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]

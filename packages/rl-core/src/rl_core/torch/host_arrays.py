@@ -30,17 +30,17 @@ def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor
         buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True)
         host = buffer.numpy()
     else:
-        # this way round, tensors without data can be made of it, too
+        # In this order, tensors without data can be made of it, too.
         host = np.empty(max(size, ALIGNMENT), np.uint8)
         buffer = torch.from_numpy(host)
     for array, start in zip(arrays, starts, strict=True):
         host[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     moved = buffer.to(device, non_blocking=True)
-    return [_part(moved, start, array) for array, start in zip(arrays, starts, strict=True)]
-
-
-def _part(buffer: Tensor, start: int, array: np.ndarray) -> Tensor:
-    dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
-    part = buffer[start : start + array.nbytes].view(dtype).view(array.shape)
-    # a view shares the count of changes in place, by which autograd would take a change of one array for one of all
-    return part.data
+    parts = []
+    for array, start in zip(arrays, starts, strict=True):
+        dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
+        part = moved[start : start + array.nbytes].view(dtype).view(array.shape)
+        # A view shares the count of changes in place, so that autograd would take a change of one array for a change
+        # of all.
+        parts.append(part.data)
+    return parts

@@ -59,7 +59,11 @@ def to_rows(batch: Batch, device: torch.device, *, images: ImageColumns = no_ima
         if isinstance(column, Ragged) and not np.array_equal(column.offsets, tokens.offsets):
             raise ValueError(f"column {name!r} is not aligned with {TOKENS!r}: its rows have other lengths")
         values = column.values if isinstance(column, Ragged) else column
-        columns[name] = _for_device(name, values)
+        if values.dtype.kind not in "biuf":
+            raise ValueError(
+                f"column {name!r} of dtype {values.dtype} cannot go to a device; leave it out of the loss's columns"
+            )
+        columns[name] = values.astype(np.float32, copy=False) if values.dtype.kind == "f" else values
     columns[TOKENS] = columns[TOKENS].astype(np.int64)
     columns |= images(batch)
     offsets, *moved = to_device([tokens.offsets, *columns.values()], device)
@@ -80,16 +84,6 @@ def idle_rows(device: torch.device, id_columns: Sequence[str] = ()) -> Rows:
     host_offsets = np.array([0, 2])
     offsets, *moved = to_device([host_offsets, *columns.values()], device)
     return Rows.laid_out(offsets, dict(zip(columns, moved, strict=True)), host_offsets, columns)
-
-
-def _for_device(name: str, values: np.ndarray) -> np.ndarray:
-    if values.dtype.kind not in "biuf":
-        raise ValueError(
-            f"column {name!r} of dtype {values.dtype} cannot go to a device; leave it out of the loss's columns"
-        )
-    if values.dtype.kind == "f":
-        values = values.astype(np.float32, copy=False)
-    return values
 
 
 @dataclass(frozen=True)

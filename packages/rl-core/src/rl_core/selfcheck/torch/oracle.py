@@ -50,7 +50,8 @@ class Oracle:
     def loss(self, batch: Batch, loss: Loss) -> Tensor:
         """Return the loss over the whole batch, with gradients."""
         rows = to_rows(batch.only([TOKENS, *loss.columns]), torch.device("cpu"))
-        rows = Rows(rows.offsets, {name: _widened(column) for name, column in rows.columns.items()})
+        wide = {name: each.double() if each.is_floating_point() else each for name, each in rows.columns.items()}
+        rows = Rows(rows.offsets, wide)
         compute = resolve(implementation_name(loss, loss.implementation))
         sums = compute(loss, self._reads(batch, loss.reads, loss.temperature), rows)
         return sums.loss(loss.totals(batch))
@@ -142,7 +143,3 @@ def _with_ties(row: Tensor, falling: Tensor, num: int) -> Tensor:
 def _after_first(values: Tensor) -> Tensor:
     """Return results of the tokens that follow another, after a 0 for the first."""
     return torch.cat([values.new_zeros((1, *values.shape[1:])), values])
-
-
-def _widened(column: Tensor) -> Tensor:
-    return column.double() if column.is_floating_point() else column

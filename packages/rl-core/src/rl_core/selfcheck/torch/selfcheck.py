@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from rl_core.data.batch import Batch
@@ -34,7 +34,7 @@ from rl_core.selfcheck.torch.oracle import Oracle
 from rl_core.torch.files.model_files import WeightFiles
 
 TOLERANCE = 1e-5
-MOST_ROUNDED = 1e-4
+MAX_ROUNDED = 1e-4
 """Largest difference that rounding may explain; then as large a one is looked for in one process in float32."""
 ROUNDING_RUNS = 3
 ROUNDING_SPREAD = 4
@@ -86,8 +86,12 @@ class SelfCheck:
             folder: Folder of the model.
             cases: Mesh, layout and trained weights of each run.
         """
-        kinds = sorted({case.has_adapters for case in cases})
-        expected = {has_adapters: self._expect_or_why(folder, has_adapters=has_adapters) for has_adapters in kinds}
+        expected: dict[bool, Expected | Exception] = {}
+        for has_adapters in sorted({case.has_adapters for case in cases}):
+            try:
+                expected[has_adapters] = self.expect(folder, has_adapters=has_adapters)
+            except Exception as error:  # noqa: BLE001  # Any kind, from a family's own code, becomes the answer.
+                expected[has_adapters] = error
         for case in cases:
             wanted = expected[case.has_adapters]
             if isinstance(wanted, Expected):
@@ -111,22 +115,35 @@ class SelfCheck:
                 before = self.weights_of(model)
                 steps = [model.train_step(self.batch(seed), TokenLoss()) for seed in range(NUM_STEPS)]
                 after = self.weights_of(model)
-                by_adapter = _by_adapter(model, folder) if case.has_adapters else {}
+                by_adapter: Mapping[str, Tensor] = {}
+                if case.has_adapters:
+                    with tempfile.TemporaryDirectory() as adapter, tempfile.TemporaryDirectory() as merged:
+                        model.export_adapter(adapter)
+                        base = Oracle(folder).model
+                        merge_files(base, Path(adapter))
+                        base.save_pretrained(merged)
+                        by_adapter = read_files(Path(merged))
         except (WorkerError, WorkerDied, TimeoutError) as error:
             refused = str(error).partition("ValueError: ")[2]
             return FamilyCase(case.mesh, case.layout, "refused" if refused else "off", reason=refused or str(error))
         source = read_files(folder)
-        inexact = tuple(sorted(name for name in {*source, *before} if not _same(before.get(name), source.get(name))))
+        inexact = source.keys() ^ before.keys()
+        for name in source.keys() & before.keys():
+            sent, stored = before[name], source[name]
+            if sent.dtype != stored.dtype or not torch.equal(sent, stored):
+                inexact.add(name)
         differences = _differences(steps, after, expected)
         if case.has_adapters:
             differences["adapter"] = _farthest(by_adapter, expected)
         is_exact, reason = not inexact and _are_within(differences, {}), ""
-        if not inexact and not is_exact and _are_within(differences, dict.fromkeys(differences, MOST_ROUNDED)):
+        if not inexact and not is_exact and _are_within(differences, dict.fromkeys(differences, MAX_ROUNDED)):
             rounded = self.rounding(folder, expected, has_adapters=case.has_adapters)
             is_exact = _are_within(differences, {name: ROUNDING_SPREAD * value for name, value in rounded.items()})
             shown = ", ".join(f"{name.replace('_', ' ')} {value:.1e}" for name, value in rounded.items())
             reason = f"in one process transformers in float32 differs from float64 by {shown}" if is_exact else ""
-        return FamilyCase(case.mesh, case.layout, "exact" if is_exact else "off", differences, inexact, reason)
+        return FamilyCase(
+            case.mesh, case.layout, "exact" if is_exact else "off", differences, tuple(sorted(inexact)), reason
+        )
 
     def rounding(self, folder: Path, expected: Expected, *, has_adapters: bool) -> dict[str, float]:
         """Return largest differences in one process that come only from float32, by what is compared: with the weights
@@ -147,7 +164,13 @@ class SelfCheck:
         """
         oracle = Oracle(folder)
         if float32_seed is not None:
-            _lower(oracle.model, float32_seed)
+            oracle.model.float()
+            if float32_seed:
+                generator = torch.Generator().manual_seed(float32_seed)
+                with torch.no_grad():
+                    for parameter in oracle.model.parameters():
+                        step = torch.randint(-1, 2, parameter.shape, generator=generator)
+                        parameter.mul_(1 + step * torch.finfo(torch.float32).eps)
         if has_adapters:
             adapt(oracle.model, self.lora)
         steps = tuple(oracle.train_step(self.batch(seed), TokenLoss(), SGD, 1.0) for seed in range(NUM_STEPS))
@@ -166,12 +189,6 @@ class SelfCheck:
         candidates = rng.integers(-1, VOCABULARY, (len(mask), 3), dtype=np.int32)
         columns: dict[str, np.ndarray] = {"loss_mask": mask, "weights": weights, "candidates": candidates}
         return Batch({"tokens": tokens, **{name: tokens.like(column) for name, column in columns.items()}})
-
-    def _expect_or_why(self, folder: Path, *, has_adapters: bool) -> Expected | Exception:
-        try:
-            return self.expect(folder, has_adapters=has_adapters)
-        except Exception as error:  # noqa: BLE001  # any kind, from a family's own code, becomes the answer
-            return error
 
 
 def case_on(layouts: Layouts, mesh: str, *, is_packed: bool, has_adapters: bool) -> MeshCase:
@@ -209,27 +226,22 @@ def read_files(folder: Path) -> dict[str, Tensor]:
         return {name: opened.read(name, ()) for name in files.names}
 
 
-def _lower(model: nn.Module, seed: int) -> None:
-    """Put a model into float32, its weights moved by at most their last bit unless the seed is 0."""
-    model.float()
-    if seed:
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                step = torch.randint(-1, 2, parameter.shape, generator=generator)
-                parameter.mul_(1 + step * torch.finfo(torch.float32).eps)
-
-
 def _differences(
     steps: Sequence[Mapping[str, float]], weights: Mapping[str, Tensor], expected: Expected
 ) -> dict[str, float]:
-    """Return largest differences by what is compared."""
-    found = {name: _largest(steps, expected.steps, name) for name in ("loss", "grad_norm")}
+    """Return the largest differences by what is compared; those over the steps are relative to values above 1."""
+    found = {}
+    for name in ("loss", "grad_norm"):
+        pairs = ((one[name], other[name]) for one, other in zip(steps, expected.steps, strict=True))
+        found[name] = _maximum(abs(one - other) / max(1.0, abs(other)) for one, other in pairs)
     return {**found, "weights": _farthest(weights, expected)}
 
 
 def _farthest(weights: Mapping[str, Tensor], expected: Expected) -> float:
-    return _maximum(_distance(weights.get(name), weight) for name, weight in expected.weights.items())
+    missing = expected.weights.keys() - weights.keys()
+    if missing:
+        return math.inf
+    return _maximum(float((weights[name] - weight).abs().max()) for name, weight in expected.weights.items())
 
 
 def _are_within(differences: Mapping[str, float], limits: Mapping[str, float]) -> bool:
@@ -238,30 +250,6 @@ def _are_within(differences: Mapping[str, float], limits: Mapping[str, float]) -
     return all(value <= max(TOLERANCE, limits.get(name, 0.0)) for name, value in differences.items())
 
 
-def _by_adapter(model: PooledModel, folder: Path) -> dict[str, Tensor]:
-    """Return the weights of a folder with the adapters that a model exports, by name in the files."""
-    with tempfile.TemporaryDirectory() as adapter, tempfile.TemporaryDirectory() as merged:
-        model.export_adapter(adapter)
-        base = Oracle(folder).model
-        merge_files(base, Path(adapter))
-        base.save_pretrained(merged)
-        return read_files(Path(merged))
-
-
-def _same(found: Tensor | None, wanted: Tensor | None) -> bool:
-    return found is not None and wanted is not None and found.dtype == wanted.dtype and torch.equal(found, wanted)
-
-
-def _distance(found: Tensor | None, wanted: Tensor) -> float:
-    return math.inf if found is None else float((found - wanted).abs().max())
-
-
-def _largest(found: Sequence[Mapping[str, float]], wanted: Sequence[Mapping[str, float]], name: str) -> float:
-    """Return largest difference over the steps, relative to values above 1."""
-    pairs = ((one[name], other[name]) for one, other in zip(found, wanted, strict=True))
-    return _maximum(abs(one - other) / max(1.0, abs(other)) for one, other in pairs)
-
-
 def _maximum(values: Iterable[float]) -> float:
-    """See `max`, and not a number if a value is not one."""
+    """Return the maximum, which is not a number if a value is not one."""
     return float(np.max(list(values)))

@@ -76,7 +76,9 @@ def copy_side_files(
         settings: Settings of the tokenizer.
         is_whole: True of a model that sees images, whose processor's files are copied too.
     """
-    _copy_files((GENERATION_CONFIG, *(PROCESSOR_FILES if is_whole else ())), source, target)
+    for name in (GENERATION_CONFIG, *(PROCESSOR_FILES if is_whole else ())):
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
     copy_tokenizer(target, tokenizer=tokenizer, settings=settings)
 
 
@@ -88,27 +90,24 @@ def copy_tokenizer(target: Path, *, tokenizer: Path, settings: TokenizerConfig) 
         tokenizer: Folder of the tokenizer.
         settings: Settings of the tokenizer.
     """
-    _copy_files(TOKENIZER_FILES, tokenizer, target)
-    if (tokenizer / TEMPLATES).is_dir():
-        shutil.copytree(tokenizer / TEMPLATES, target / TEMPLATES, dirs_exist_ok=True)
-    template = settings.template_text() or _own_template(target)
-    if template is not None:
+    copy_files(tokenizer, target)
+    template = settings.template_text()
+    if not template and (target / TEMPLATE).is_file():
+        template = (target / TEMPLATE).read_text(encoding="utf-8")
+    elif not template and (config := target / "tokenizer_config.json").is_file():
+        template = json.loads(config.read_text(encoding="utf-8")).get("chat_template")
+    # A tokenizer may have several templates by name, which are kept as they are.
+    if isinstance(template, str):
         (target / TEMPLATE).write_text(settings.with_variables(template), encoding="utf-8")
 
 
-def _copy_files(names: Iterable[str], source: Path, target: Path) -> None:
-    for name in names:
+def copy_files(source: Path, target: Path, *names: str) -> None:
+    """Copy the tokenizer's files and these into a folder, those of them that there are."""
+    for name in (*names, *TOKENIZER_FILES):
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
-
-
-def _own_template(folder: Path) -> str | None:
-    """Return a tokenizer's template; None if it has none, or several by name."""
-    if (folder / TEMPLATE).is_file():
-        return (folder / TEMPLATE).read_text(encoding="utf-8")
-    config = folder / "tokenizer_config.json"
-    found = json.loads(config.read_text(encoding="utf-8")).get("chat_template") if config.is_file() else None
-    return found if isinstance(found, str) else None
+    if (source / TEMPLATES).is_dir():
+        shutil.copytree(source / TEMPLATES, target / TEMPLATES, dirs_exist_ok=True)
 
 
 def model_folder(name: str) -> Path:
@@ -199,7 +198,7 @@ class WeightFiles:
 
     @classmethod
     def of(cls, folder: Path, *, is_whole: bool = False) -> WeightFiles:
-        """Return reads the index, or the names in the single file.
+        """Read the index, or the names in the single file.
 
         Args:
             folder: Folder of the model.
@@ -208,12 +207,18 @@ class WeightFiles:
         Raises:
             ValueError: If the folder has no safetensors.
         """
-        file_of, kept_as = _unwrapped(_files_of_tensors(folder))
+        file_of, kept_as = _files_of_tensors(folder), dict[str, str]()
+        if all(_WRAPPERS.match(name) for name in file_of):
+            kept_as = {_WRAPPERS.sub("", name): name for name in file_of}
+            file_of = {name: file_of[stored] for name, stored in kept_as.items()}
         if is_whole:
             others = tower_names(file_of)
-            own = _renamed(file_of, others)
+            names = {other: name for name, other in others.items()}
+            own = {names.get(name, name): file for name, file in file_of.items()}
             return cls(folder, own, kept_as | {name: kept_as.get(other, other) for name, other in others.items()})
-        named = language_names(file_of) if _is_composite(folder) else _bare_names(folder, file_of)
+        config = folder / CONFIG
+        is_more = config.is_file() and is_composite(json.loads(config.read_text(encoding="utf-8")))
+        named = language_names(file_of) if is_more else _bare_names(folder, file_of)
         stored_as = {name: kept_as.get(other, other) for name, other in named.items()}
         return cls(folder, {name: file_of[other] for name, other in named.items()}, stored_as)
 
@@ -226,7 +231,7 @@ class WeightFiles:
 
     @contextmanager
     def open(self) -> Iterator[OpenWeights]:
-        """The files, mapped and open for reading."""
+        """Open the files for reading, mapped, in the context."""
         with ExitStack() as stack:
             files = {
                 file: stack.enter_context(safe_open(self.folder / file, framework="pt"))
@@ -252,12 +257,6 @@ class WeightFiles:
         }
 
 
-def _renamed(file_of: Mapping[str, str], others: Mapping[str, str]) -> dict[str, str]:
-    """Return files by name, with names in place of other ones."""
-    own = {other: name for name, other in others.items()}
-    return {own.get(name, name): file for name, file in file_of.items()}
-
-
 _WRAPPERS = re.compile(r"^(?:module\.|_orig_mod\.|_fsdp_wrapped_module\.)+")
 """Start of the names of weights that were saved from within a wrapper: of data parallelism, `torch.compile` or FSDP."""
 
@@ -266,15 +265,6 @@ _BARE_LAYER = re.compile(r"^(?:decoder\.|encoder\.)?(?:layers|h|blocks|block)\.\
 
 _HEADS = ("lm_head.", "score.", "v_head.", "value_head.", "embed_out.")
 """Start of the names of heads, which a model has next to its body."""
-
-
-def _unwrapped(file_of: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return files by name, without the names of wrappers that all of them start with, and the names in the files that
-    differ."""
-    if not all(_WRAPPERS.match(name) for name in file_of):
-        return dict(file_of), {}
-    kept_as = {_WRAPPERS.sub("", name): name for name in file_of}
-    return {name: file_of[stored] for name, stored in kept_as.items()}, kept_as
 
 
 def _bare_names(folder: Path, stored: Iterable[str]) -> dict[str, str]:
@@ -325,17 +315,11 @@ def _files_of_tensors(folder: Path) -> dict[str, str]:
 
 
 def two_models(folder: Path) -> str:
-    """Return message for a folder with weights in one file and in several, of which libraries read either."""
+    """Return the message for a folder with weights in one file and in several; libraries read either."""
     return (
         f"{folder} has both {SINGLE} and {INDEX}, which does not name that file, so two models may lie there; remove "
         "the one that is out of date"
     )
-
-
-def _is_composite(folder: Path) -> bool:
-    """Return whether the config is of a model of more than text; a folder with only weights has none."""
-    path = folder / CONFIG
-    return path.is_file() and is_composite(json.loads(path.read_text(encoding="utf-8")))
 
 
 @dataclass(frozen=True)
@@ -349,11 +333,11 @@ class OpenWeights:
     weights: Mapping[str, StoredWeight]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return shape of a whole weight."""
+        """Return the shape of a whole weight."""
         return self.weights[name].shape
 
     def dtype(self, name: str) -> str:
-        """Return dtype of a weight by its name in safetensors (`F32`, `BF16`, `F8_E4M3`, ...), or its quantisation."""
+        """Return the dtype of a weight by its name in safetensors (`F32`, `BF16`, `F8_E4M3`, ...), or its quantisation."""
         return self.weights[name].dtype
 
     @property

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import shutil
 import sys
 import zipfile
 from collections import Counter
@@ -20,12 +19,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rl_core.torch.files.model_files import CONFIG, GENERATION_CONFIG, INDEX, SINGLE, TEMPLATES, TOKENIZER_FILES
+from rl_core.torch.files.model_files import CONFIG, GENERATION_CONFIG, INDEX, SINGLE, copy_files
 
 PICKLED_SINGLE = "pytorch_model.bin"
 PICKLED_INDEX = "pytorch_model.bin.index.json"
 
-_MOST_NAMED = 4
+_MAX_NAMED = 4
 _LFS_POINTER = b"version https://git-lfs"
 _REFUSED = "GLOBAL "
 """Comes before the name of what a pickle holds other than tensors, in the error of PyTorch."""
@@ -85,7 +84,8 @@ def convert(source: Path, target: Path) -> Converted:
     if len(files) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
         (target / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    _copy_others(source, target)
+    # Code that came with the model is left out.
+    copy_files(source, target, CONFIG, GENERATION_CONFIG)
     return Converted(len(files), len(file_of), total, tuple(sorted(shared)))
 
 
@@ -130,7 +130,7 @@ def _load(path: Path) -> dict[str, Tensor]:
         if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
             raise ValueError(f"{path.name} is a pointer of Git LFS; run `git lfs pull` to get the file itself")
     try:
-        # the older of the two formats cannot be mapped
+        # The older of the two formats cannot be mapped.
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError) as error:
         said = " ".join(str(error).split()) or type(error).__name__
@@ -189,15 +189,6 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def _copy_others(source: Path, target: Path) -> None:
-    """Copy the config and the files of the tokenizer; code that came with the model is left out."""
-    for name in (CONFIG, GENERATION_CONFIG, *TOKENIZER_FILES):
-        if (source / name).is_file():
-            shutil.copyfile(source / name, target / name)
-    if (source / TEMPLATES).is_dir():
-        shutil.copytree(source / TEMPLATES, target / TEMPLATES)
-
-
 def _few(names: list[str]) -> str:
-    more = len(names) - _MOST_NAMED
-    return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+    more = len(names) - _MAX_NAMED
+    return ", ".join(names[:_MAX_NAMED]) + (f" and {more} more" if more > 0 else "")

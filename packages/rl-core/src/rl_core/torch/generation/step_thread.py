@@ -111,10 +111,19 @@ class StepThread(Generic[Work]):
             return
         self.loaded.set_result(None)
         try:
-            while self._run_calls(block=not work.busy):
+            reason = "the generator is closed"
+            while True:
+                # Functions run between two steps; without work the thread waits for the next one.
+                is_closed, waits = False, not work.busy
+                while not is_closed and (waits or not self._calls.empty()):
+                    function = self._calls.get()
+                    is_closed, waits = function is None, False
+                    if function is not None:
+                        function()
+                if is_closed:
+                    break
                 if work.busy:
                     work.step()
-            reason = "the generator is closed"
         except BaseException as error:  # noqa: BLE001 - becomes the failure of everything that is asked for
             reason = f"the engine died: {type(error).__name__}: {error}"
             _log.error("the engine died", exc_info=error)
@@ -129,13 +138,3 @@ class StepThread(Generic[Work]):
         """Refuse further functions."""
         with self._ending:
             self.failure = reason
-
-    def _run_calls(self, *, block: bool) -> bool:
-        """Run the functions that were handed over; False if the end was asked for."""
-        while block or not self._calls.empty():
-            function = self._calls.get()
-            if function is None:
-                return False
-            function()
-            block = False
-        return True

@@ -83,9 +83,13 @@ def build_optimizer(
         ValueError: If the name is not an optimizer class, or the class does not take these arguments.
     """
     optimizer_class = _class_of(config.name, Optimizer, "optimizer.name")
-    parts: list[dict[str, Any]] = [{"params": list(group)} for group in groups]
-    if not config.decay_norms_and_biases:
-        parts = [part for group in parts for part in _by_decay(group["params"], undecayed)]
+    parts: list[dict[str, Any]] = []
+    for group in map(list, groups):
+        if config.decay_norms_and_biases:
+            parts.append({"params": group})
+            continue
+        parts.append({"params": [each for each in group if each not in undecayed]})
+        parts.append({"params": [each for each in group if each in undecayed], "weight_decay": 0.0})
     optimizer: Optimizer = _built(optimizer_class, config.name, "optimizer", config.kwargs, parts)
     if not config.decay_norms_and_biases and "weight_decay" not in optimizer.defaults:
         raise ValueError(
@@ -93,13 +97,6 @@ def build_optimizer(
             "weight_decay; remove this key"
         )
     return optimizer
-
-
-def _by_decay(group: Sequence[nn.Parameter], undecayed: Set[nn.Parameter]) -> list[dict[str, Any]]:
-    return [
-        {"params": [each for each in group if each not in undecayed]},
-        {"params": [each for each in group if each in undecayed], "weight_decay": 0.0},
-    ]
 
 
 def build_schedule(configs: Sequence[SchedulerConfig], optimizer: Optimizer) -> LRScheduler | None:
@@ -118,15 +115,14 @@ def build_schedule(configs: Sequence[SchedulerConfig], optimizer: Optimizer) -> 
         )
     if milestones != sorted(milestones):
         raise ValueError(f"scheduler milestones must be strictly increasing, got {milestones}")
-    schedules = [_schedule(config, optimizer) for config in named]
+    schedules = []
+    for config in named:
+        name = config.name or ""
+        schedule_class = _class_of(name, LRScheduler, "scheduler name")
+        schedules.append(_built(schedule_class, name, "scheduler", config.kwargs, optimizer))
     if len(schedules) <= 1:
         return schedules[0] if schedules else None
     return SequentialLR(optimizer, schedules, milestones)
-
-
-def _schedule(config: SchedulerConfig, optimizer: Optimizer) -> LRScheduler:
-    name = config.name or ""
-    return _built(_class_of(name, LRScheduler, "scheduler name"), name, "scheduler", config.kwargs, optimizer)
 
 
 def _class_of(name: str, base: type, key: str) -> Any:

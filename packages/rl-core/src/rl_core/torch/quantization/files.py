@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -24,9 +23,8 @@ from rl_core.torch.files.model_files import (
     GENERATION_CONFIG,
     INDEX,
     PRECISION,
-    TEMPLATES,
-    TOKENIZER_FILES,
     WeightFiles,
+    copy_files,
 )
 from rl_core.torch.quantization.formats import WeightFormat, weight_format
 
@@ -36,7 +34,6 @@ _KEPT = re.compile(r"\.experts\.|(^|\.)(vision|visual|audio)")
 """Experts, and encoders next to the language model."""
 _ROUTERS = ("gate", "router", "shared_expert_gate")
 """Last names of modules whose weights choose experts."""
-_MOST_NAMED = 4
 
 
 @dataclass(frozen=True)
@@ -101,7 +98,7 @@ def quantise(
     config["dtype"] = totals.dtype
     config.pop("torch_dtype", None)
     (target / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    _copy_others(source, target)
+    copy_files(source, target, GENERATION_CONFIG)
     return QuantizedFiles(len(chosen), totals.after, totals.before, totals.relative_error, totals.dtype)
 
 
@@ -203,28 +200,16 @@ def _write(
                 continue
             if not bool(tensor.isfinite().all()):
                 raise ValueError(f"{name} has values that are not finite; choose an earlier checkpoint")
-            written |= _quantised(name, tensor, dtype or tensor.dtype, fmt, totals)
+            if tensor.shape[1] % fmt.step:
+                raise ValueError(f"{name} has {tensor.shape[1]} inputs, not a multiple of {fmt.step}; exclude it")
+            compute = dtype or tensor.dtype
+            try:
+                quantised = fmt.quantise(tensor.to(compute))
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}; choose another group size, or exclude it") from None
+            totals.count(tensor, quantised.dequantise(compute))
+            prefix = name.removesuffix("weight")
+            written |= {prefix + suffix: part for suffix, part in quantised.tensors().items()}
     totals.after += sum(tensor.numel() * tensor.element_size() for tensor in written.values())
     save_file({name: tensor.contiguous() for name, tensor in written.items()}, target, metadata={"format": "pt"})
     return list(written)
-
-
-def _quantised(name: str, weight: Tensor, dtype: torch.dtype, fmt: WeightFormat, totals: _Totals) -> dict[str, Tensor]:
-    if weight.shape[1] % fmt.step:
-        raise ValueError(f"{name} has {weight.shape[1]} inputs, not a multiple of {fmt.step}; exclude it")
-    try:
-        quantised = fmt.quantise(weight.to(dtype))
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}; choose another group size, or exclude it") from None
-    totals.count(weight, quantised.dequantise(dtype))
-    prefix = name.removesuffix("weight")
-    return {prefix + suffix: tensor for suffix, tensor in quantised.tensors().items()}
-
-
-def _copy_others(source: Path, target: Path) -> None:
-    """Copy the generation config and the files of the tokenizer."""
-    for name in (GENERATION_CONFIG, *TOKENIZER_FILES):
-        if (source / name).is_file():
-            shutil.copyfile(source / name, target / name)
-    if (source / TEMPLATES).is_dir():
-        shutil.copytree(source / TEMPLATES, target / TEMPLATES)

@@ -63,10 +63,16 @@ class Float8Recipe:
         Args:
             largest: From `largest_values`; for a part of a matrix, the largest of all parts.
         """
-        # a tensor as the divisor: torch multiplies by the reciprocal of a number
+        # The divisor is a tensor, because torch multiplies by the reciprocal of a number.
         scales = largest.float() / torch.tensor(LARGEST, device=largest.device)
         scales = scales.clamp_min(self.smallest_scale)
-        return _next_power_of_two(scales) if self.has_power_of_two_scales else scales
+        if not self.has_power_of_two_scales:
+            return scales
+        # These are the smallest powers of two that are not below. frexp gives mantissas from 0.5 on: 0.5 is a power of
+        # two itself.
+        mantissa, exponent = torch.frexp(scales)
+        rounded = torch.ldexp(torch.ones_like(scales), torch.where(mantissa == 0.5, exponent - 1, exponent))
+        return torch.where(scales.isfinite(), rounded, scales)
 
     def quantise_with(self, weight: Tensor, scales: Tensor) -> Float8Weight:
         """Quantise a matrix with given scales; values beyond 448 times their scale become 448."""
@@ -108,7 +114,7 @@ class Float8Weight:
         scales = self.scales
         if self.granularity == "per_block":
             scales = scales[:, columns // BLOCK].repeat_interleave(BLOCK, 0)[: len(self.values)]
-        # 8-bit floats cannot be indexed on every device
+        # 8-bit floats cannot be indexed on every device.
         found = self.values.view(torch.uint8)[:, columns].view(torch.float8_e4m3fn)
         return found.float().mul_(scales)
 
@@ -119,7 +125,7 @@ class Float8Weight:
         binade. A little more covers quotients that are rounded to float32 before they are rounded to 8 bits.
         """
         magnitudes = self.values.double().abs()
-        exponents = torch.frexp(magnitudes).exponent - 1  # of zero -1, which is below the smallest after the next line
+        exponents = torch.frexp(magnitudes).exponent - 1
         exponents = torch.where(magnitudes > 0, exponents, SMALLEST_EXPONENT).clamp_min(SMALLEST_EXPONENT)
         steps = torch.ldexp(torch.ones_like(magnitudes), exponents - MANTISSA_BITS)
         return (steps / 2 + magnitudes * _ROUNDING) * self._factors(torch.float64)
@@ -186,11 +192,3 @@ def _expanded(scales: Tensor, shape: torch.Size, granularity: Granularity) -> Te
         return scales
     rows, columns = shape
     return scales.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
-
-
-def _next_power_of_two(scales: Tensor) -> Tensor:
-    """Return the smallest powers of two that are not below."""
-    mantissa, exponent = torch.frexp(scales)
-    # frexp gives mantissas from 0.5 on: 0.5 is a power of two itself
-    rounded = torch.ldexp(torch.ones_like(scales), torch.where(mantissa == 0.5, exponent - 1, exponent))
-    return torch.where(scales.isfinite(), rounded, scales)

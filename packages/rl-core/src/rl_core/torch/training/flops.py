@@ -137,17 +137,17 @@ class ModelShape:
         backward by both factors."""
         rows = np.asarray(lengths, dtype=np.float64)
         products = 2.0 * rows.sum() * (2 * self.matrices + self.trained)
-        attention = sum(3.0 * layer.pair_flops() * _num_pairs(rows, layer) for layer in self.attention)
+        attention = 0.0
+        for layer in self.attention:
+            # The number of pairs of a query and a key that it sees.
+            if layer.chunk is not None:
+                whole, last = np.divmod(rows, layer.chunk)
+                num_pairs = float((whole * layer.chunk * (layer.chunk + 1) / 2 + last * (last + 1) / 2).sum())
+            else:
+                seen = rows if layer.window is None else np.minimum(rows, layer.window)
+                num_pairs = float((seen * (seen + 1) / 2 + (rows - seen) * seen).sum())
+            attention += 3.0 * layer.pair_flops() * num_pairs
         return float(products + attention)
-
-
-def _num_pairs(lengths: np.ndarray, layer: AttentionShape) -> float:
-    """Return number of pairs of a query and a key that it sees."""
-    if layer.chunk is not None:
-        whole, last = np.divmod(lengths, layer.chunk)
-        return float((whole * layer.chunk * (layer.chunk + 1) / 2 + last * (last + 1) / 2).sum())
-    seen = lengths if layer.window is None else np.minimum(lengths, layer.window)
-    return float((seen * (seen + 1) / 2 + (lengths - seen) * seen).sum())
 
 
 def speed_metrics(flops: float, seconds: float, peak: float | None) -> dict[str, Metric]:

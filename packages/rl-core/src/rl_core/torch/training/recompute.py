@@ -129,23 +129,17 @@ def smallest_plan(
         room: Bytes for activations.
         passes: Microbatches whose activations exist at one time.
     """
-    # a layer that is recomputed has all of its activations while its backward pass runs
+    # A layer that is recomputed has all of its activations while its backward pass runs.
     again = tokens * max(layer.none for layer in layers)
     plan = RecomputePlan()
     for plan in plans:
-        if passes * tokens * _kept(layers, plan) + (again if plan != RecomputePlan() else 0) <= room:
+        until = plan.num_full + plan.num_selective
+        kept = sum(layer.full for layer in layers[: plan.num_full])
+        kept += sum(layer.selective for layer in layers[plan.num_full : until])
+        kept += sum(layer.none for layer in layers[until:])
+        if passes * tokens * kept + (again if plan != RecomputePlan() else 0) <= room:
             return plan
     return plan
-
-
-def _kept(layers: Sequence[LayerActivations], plan: RecomputePlan) -> int:
-    """Return bytes per token of all layers under a plan."""
-    until = plan.num_full + plan.num_selective
-    return (
-        sum(layer.full for layer in layers[: plan.num_full])
-        + sum(layer.selective for layer in layers[plan.num_full : until])
-        + sum(layer.none for layer in layers[until:])
-    )
 
 
 def log_unknown(problem: ActivationsUnknown) -> None:
@@ -175,7 +169,7 @@ def passes_kept(num_ranks: int, num_chunks: int) -> float:
 
 def logit_bytes(config: ModelConfig, vocab: int) -> int:
     """Return the bytes of the logits that exist at one time, of so many tokens of the vocabulary."""
-    # by default kernels take larger chunks, in no more memory
+    # By default kernels take larger chunks, in no more memory.
     return LOGIT_COPIES * WIDE * (config.logprob_chunk_size or CHUNK_SIZE) * vocab
 
 
