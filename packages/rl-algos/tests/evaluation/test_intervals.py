@@ -3,7 +3,7 @@ from math import comb
 import numpy as np
 import pytest
 
-from rl_algos.evaluation.intervals import bootstrap_mean
+from rl_algos.evaluation.estimates import bootstrap_mean
 
 
 def binomial_quantiles(count, probability, *levels):

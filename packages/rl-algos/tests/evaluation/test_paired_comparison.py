@@ -3,7 +3,7 @@ from math import comb
 import numpy as np
 import pytest
 
-from rl_algos.evaluation.comparison import MOST_EXACT, compare, permutation_p_value
+from rl_algos.evaluation.estimates import MAX_EXACT, compare, permutation_p_value
 
 
 def sign_test(num_better, num_worse):
@@ -29,7 +29,7 @@ def test_the_exact_test_counts_the_signs_of_dyadic_differences():
 
 def test_the_sampled_test_agrees_with_the_sign_test():
     num_better, num_worse = 60, 40
-    assert num_better + num_worse > MOST_EXACT
+    assert num_better + num_worse > MAX_EXACT
     found = permutation_p_value([1.0] * num_better + [-1.0] * num_worse, seed=1)
     expected = sign_test(num_better, num_worse)
     assert found == pytest.approx(expected, abs=4 * np.sqrt(expected / 10_000))

@@ -1,4 +1,4 @@
-"""Tasks by name: small data, of the same settings that training has."""
+"""Tasks by name: small data with the same settings as training data."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_algos.data.config import DataConfig, DatasetConfig
-from rl_algos.data.files import kind_of
+from rl_algos.data.sources.files import kind_of
 from rl_algos.evaluation.config import EvaluationConfig, TaskConfig
 from rl_core.config import did_you_mean
 from rl_core.errors import ConfigError
@@ -21,19 +21,19 @@ GYM_ROWS = 200
 
 _AROUND = ("env_name", "prompt_file", "system_prompt_file")
 _OF_COLUMNS = ("input_key", "output_key", "columns", "processor")
-"""Keys of a dataset that a file of rows takes from those of its run."""
+"""Keys of a dataset that a file of rows takes from the datasets of its run."""
 
 TASKS: Mapping[str, DatasetConfig] = {
     "gsm8k": DatasetConfig(dataset_name="openai/gsm8k"),
     "math_500": DatasetConfig(dataset_name="HuggingFaceH4/MATH-500"),
     "aime_2024": DatasetConfig(dataset_name="HuggingFaceH4/aime_2024"),
     "aime_2025": DatasetConfig(dataset_name="math-ai/aime25"),
-    # published scores are those of `test`; training validates on the smaller `validation`
+    # Published scores are on `test`; training validates on the smaller `validation`.
     "mmlu": DatasetConfig(dataset_name="cais/mmlu", split="test"),
     "mmlu_pro": DatasetConfig(dataset_name="TIGER-Lab/MMLU-Pro"),
     "gpqa": DatasetConfig(dataset_name="Idavidrein/gpqa"),
 }
-"""Datasets of the hub by the names of their tasks; `rl_algos.data.hub_datasets` knows their columns and splits."""
+"""Datasets of the hub by task; `rl_algos.data.sources.hub_datasets` has their columns and splits."""
 
 
 def task_of(given: str | TaskConfig, settings: EvaluationConfig, data: DataConfig | None) -> TaskConfig:
@@ -45,7 +45,7 @@ def task_of(given: str | TaskConfig, settings: EvaluationConfig, data: DataConfi
         data: Data of the run; None without one.
 
     Raises:
-        ConfigError: If there is no such task; the message names the nearest and all others.
+        ConfigError: If there is no such task; the message lists the nearest and all others.
     """
     if not isinstance(given, str):
         return given
@@ -63,8 +63,8 @@ def is_file(given: str) -> bool:
 
 
 def of_run(data: DataConfig | None) -> dict[str, Any]:
-    """Return the settings that the datasets of a run give to a file of rows: those in which its validation datasets, or
-    else its training datasets, agree. Columns and processors are only taken from files.
+    """Return the settings that the datasets of a run give to a file of rows: the equal settings of its validation
+    datasets, or else of its training datasets. Columns and processors are only taken from files.
 
     Args:
         data: Data of the run; None without one.
@@ -72,18 +72,15 @@ def of_run(data: DataConfig | None) -> dict[str, Any]:
     datasets = [] if data is None else data.validation_datasets or data.train_datasets
     keys = _AROUND + (_OF_COLUMNS if all(each.data_path is not None for each in datasets) else ())
     found = {key: [getattr(each, key) for each in datasets] for key in keys}
-    return {
-        key: values[0]
-        for key, values in found.items()
-        if values and values[0] and values.count(values[0]) == len(values)
-    }
+    agreed = {key: values[0] for key, values in found.items() if values and values.count(values[0]) == len(values)}
+    return {key: value for key, value in agreed.items() if value}
 
 
 def task_named(name: str) -> TaskConfig:
-    """The task of that name: one of `TASKS`, `reasoning_gym/TASK`, an installed dataset, or a dataset of the hub.
+    """Return the task of that name: one of `TASKS`, `reasoning_gym/TASK`, an installed dataset, or one of the hub.
 
     Raises:
-        ConfigError: If there is no such task; the message names the nearest and all others.
+        ConfigError: If there is no such task; the message lists the nearest and all others.
     """
     if name in TASKS:
         return TaskConfig(name=name, dataset=TASKS[name])
@@ -102,7 +99,7 @@ def task_named(name: str) -> TaskConfig:
 
 
 def _named_file(given: str) -> tuple[str, str]:
-    """The name of a task that is a file, a folder, a pattern or an address, and the path; no path for other tasks."""
+    """Return the name and path of a task that is a file, a folder, a pattern or an address; empty for other tasks."""
     name, equals, path = given.partition("=")
     path = path if equals else given
     place = Path(path).expanduser()

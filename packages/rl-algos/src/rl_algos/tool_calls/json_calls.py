@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from functools import partial
 
-from rl_algos.tool_calls.objects import named_call, object_before, object_call, without_arguments
 from rl_algos.tool_calls.parsed import (
     MAX_CALLS,
     BrokenCall,
@@ -14,9 +13,13 @@ from rl_algos.tool_calls.parsed import (
     end_of_thoughts,
     malformed,
     marked_calls,
+    named_call,
+    object_before,
+    object_call,
+    without_arguments,
 )
-from rl_core.model_json import MalformedJson, after_space, read_model_json_at
 from rl_core.rollouts.environment import ToolCall
+from rl_core.rollouts.model_json import MalformedJson, after_space, read_model_json_at
 from rl_core.rollouts.thoughts import THOUGHTS
 
 _TOOL_CALL = re.compile("</?tool_call>")
@@ -29,13 +32,13 @@ _DEEPSEEK_BEGIN, _DEEPSEEK_END = "<｜tool▁call▁begin｜>", "<｜tool▁call
 
 
 def hermes(text: str, schemas: Schemas, opened: str = "") -> Parsed:
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them."""
+    """Read `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them."""
     first, calls = marked_calls(text, "<tool_call>", partial(_hermes_call, schemas=schemas), opened)
     return Parsed(text[:first], tuple(calls))
 
 
 def llama(text: str, schemas: Schemas, opened: str = "") -> Parsed:
-    """`{"name": ..., "parameters": {...}}` as the whole turn, or `<|python_tag|>` and it; one call a turn.
+    """Read `{"name": ..., "parameters": {...}}` as the whole turn, or `<|python_tag|>` and it; one call a turn.
 
     Without the mark, JSON is a call only if it has `parameters` or `arguments`, or the name of a tool that is offered;
     other JSON is an answer.
@@ -45,7 +48,16 @@ def llama(text: str, schemas: Schemas, opened: str = "") -> Parsed:
         _, closed, rest = text[begin:].partition(THOUGHTS[opened])
         begin = after_space(text, len(text) - len(rest)) if closed else begin
     if text.startswith("{", begin):
-        is_call = _means_a_call(text, begin, schemas)
+        # An object at the beginning may be an answer, so its keys or its name must be those of a call.
+        try:
+            found, _ = read_model_json_at(text, begin)
+        except MalformedJson:
+            name = _LLAMA_NAME.match(text, begin)
+            has_key = '"parameters"' in text or '"arguments"' in text
+            is_call = name is not None and (name[1] in schemas or has_key)
+        else:
+            is_named = isinstance(found.get("name"), str)
+            is_call = is_named and (found["name"] in schemas or "parameters" in found or "arguments" in found)
         return Parsed(text[:begin], (_llama_call(text, begin, schemas),)) if is_call else Parsed(text)
     content, marked, rest = text[begin:].partition(_LLAMA)
     if not marked or (content and not rest.lstrip().startswith("{")):
@@ -55,14 +67,14 @@ def llama(text: str, schemas: Schemas, opened: str = "") -> Parsed:
 
 
 def mistral(text: str, schemas: Schemas, opened: str = "") -> Parsed:
-    """`[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, or `[TOOL_CALLS]NAME[ARGS]{...}` for each call."""
+    """Read `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, or `[TOOL_CALLS]NAME[ARGS]{...}` for each call."""
     first, calls = marked_calls(text, _MISTRAL, partial(_mistral_calls, schemas=schemas), opened)
     return Parsed(text[:first], tuple(calls))
 
 
 def deepseek(text: str, schemas: Schemas, opened: str = "") -> Parsed:
-    """`<｜tool▁call▁begin｜>...<｜tool▁call▁end｜>` around `function<｜tool▁sep｜>NAME` and fenced JSON (V3, R1), or
-    `NAME<｜tool▁sep｜>{...}` (V3.1).
+    """Read `<｜tool▁call▁begin｜>...<｜tool▁call▁end｜>` around `function<｜tool▁sep｜>NAME` and fenced JSON (V3, R1),
+    or `NAME<｜tool▁sep｜>{...}` (V3.1).
     """
     first, calls = marked_calls(text, _DEEPSEEK_BEGIN, partial(_deepseek_call, schemas=schemas), opened)
     content = text[:first]
@@ -70,7 +82,7 @@ def deepseek(text: str, schemas: Schemas, opened: str = "") -> Parsed:
 
 
 def broken_block(text: str, begin: int, problem: str) -> BrokenCall:
-    """Return the error of a `<tool_call>` after which no call begins.
+    """Return the error of a `<tool_call>` without a call after it.
 
     Args:
         text: The turn.
@@ -103,19 +115,6 @@ def _llama_call(text: str, start: int, schemas: Schemas) -> ToolCall:
     if not call.error and rest:
         return malformed(f"a turn has one call and no text after it, got {rest[:20]!r}", call.name)
     return call
-
-
-def _means_a_call(text: str, start: int, schemas: Schemas) -> bool:
-    """Return whether a JSON object at the beginning of a turn is meant as a call."""
-    try:
-        found, _ = read_model_json_at(text, start)
-    except MalformedJson:
-        name = _LLAMA_NAME.match(text, start)
-        keys = '"parameters"' in text or '"arguments"' in text
-        return name is not None and (name[1] in schemas or keys)
-    return isinstance(found.get("name"), str) and (
-        found["name"] in schemas or "parameters" in found or "arguments" in found
-    )
 
 
 def _mistral_calls(text: str, start: int, *, schemas: Schemas) -> tuple[list[ToolCall], int]:

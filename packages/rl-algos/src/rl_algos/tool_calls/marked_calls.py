@@ -1,29 +1,32 @@
-"""Tool calls whose arguments stand as plain text between marks: by Qwen3-Coder and GLM.
+"""Tool calls whose arguments are plain text between marks, by Qwen3-Coder and GLM, with the types of their schemas.
 
-Nothing is escaped in such a call. A value ends at the first closing mark that is followed by what may follow a value. A
-text that leaves another reading open is malformed.
+Nothing is escaped in such a call. A value ends at the first closing mark that is followed by a mark that may follow a
+value. A text that leaves another reading open is malformed.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from rl_algos.tool_calls.json_calls import broken_block
-from rl_algos.tool_calls.objects import named_call
-from rl_algos.tool_calls.parsed import BrokenCall, Parsed, ReadCalls, Schemas, malformed, marked_calls
-from rl_algos.tool_calls.typed import properties_of, typed
-from rl_core.model_json import MalformedJson, after_space
+from rl_algos.tool_calls.parsed import BrokenCall, Parsed, ReadCalls, Schemas, malformed, marked_calls, named_call
 from rl_core.rollouts.environment import ToolCall
+from rl_core.rollouts.model_json import MalformedJson, after_space, read_model_json
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _QWEN_MARK = re.compile("<tool_call>|</tool_call>|</?function[=>]|</?parameter[=>]")
 _GLM_MARK = re.compile("<tool_call>|</tool_call>|</?arg_(?:key|value)>")
 _LABEL = re.compile(r"([^<>\s]{1,128})>")
 _SURROGATE = re.compile("[\ud800-\udfff]")
+
+_MAX_REFERENCES = 8
+"""Maximum depth of references and unions in a schema that are followed."""
+_PYTHON = {"True": True, "False": False, "None": None}
+"""Values that policies write as Python does."""
 
 
 def qwen_coder(text: str, schemas: Schemas, opened: str = "") -> Parsed:
@@ -38,7 +41,7 @@ def glm(text: str, schemas: Schemas, opened: str = "") -> Parsed:
 
 
 def _all_or_none(text: str, read: ReadCalls, opened: str, mark: str = _OPEN) -> Parsed:
-    """The calls of a turn; none is made if one is broken, because another may be a part of its value."""
+    """Return the calls of a turn; none is made if one is broken, because another may be a part of its value."""
     first, calls = marked_calls(text, mark, read, opened)
     if any(call.error for call in calls):
         unmade = "it is not made, because another call of the turn cannot be read"
@@ -95,7 +98,7 @@ def _glm_call(text: str, start: int, *, schemas: Schemas) -> tuple[list[ToolCall
 
 
 def _labelled(text: str, start: int, mark: str) -> tuple[str, int] | None:
-    """The label of a mark such as `<function=`, and the position after it and white space."""
+    """Return the label of a mark such as `<function=`, and the position after it and white space."""
     if not text.startswith(mark, start):
         return None
     label = _LABEL.match(text, start + len(mark))
@@ -105,7 +108,7 @@ def _labelled(text: str, start: int, mark: str) -> tuple[str, int] | None:
 
 
 def _value(text: str, start: int, close: str, followers: tuple[str, ...], name: str) -> tuple[str, int]:
-    """The text before the first `close` after which one of `followers` stands, and the position of that."""
+    """Return the text before the first `close` that one of `followers` follows, and the follower's position."""
     at = text.find(close, start)
     while at >= 0:
         end = after_space(text, at + len(close))
@@ -122,7 +125,7 @@ def _unclosed(text: str, end: int, mark: str, name: str) -> BrokenCall:
 
 
 def _require_no_marks(text: str, end: int, marks: re.Pattern[str], name: str) -> None:
-    """Require that the next mark after a call, if any, begins another one."""
+    """Require that the next mark after a call, if any, begins another call."""
     mark = marks.search(text, end)
     if mark is not None and mark[0] != _OPEN:
         raise BrokenCall(f"{mark[0]} follows the end of the call, so where it ends is unclear", mark.end(), name=name)
@@ -142,3 +145,106 @@ def _typed_call(name: str, pairs: Sequence[tuple[str, str]], schemas: Schemas) -
         except MalformedJson as error:
             return malformed(f"the argument {key[:60]!r} cannot be read: {error}", name)
     return named_call(name, arguments)
+
+
+def typed(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
+    """Return the value of an argument.
+
+    A text that is the JSON of a value of one of the schema's types is that value; the string type comes last, so with
+    `["string", "null"]` the text `null` is None. Any other text stays as it is, and the tool reports its expectation.
+
+    Args:
+        text: As the policy wrote it.
+        schema: JSON schema of the argument; one without types, such as None, asks for a string.
+        root: Schema of all arguments, for references.
+
+    Raises:
+        MalformedJson: If it must be a list or an object, begins like one and cannot be read.
+    """
+    types = types_of(schema, root)
+    is_choice = isinstance(schema, Mapping) and text in _choices(schema, "enum")
+    if types <= {"string"} or is_choice:
+        return text
+    try:
+        value = read_model_json(text)
+    except MalformedJson:
+        if "string" in types:
+            return text
+        if types & {"array", "object"} and text.lstrip().startswith(("[", "{")):
+            raise
+        value = _PYTHON.get(text.strip(), text)
+    return value if _type_names(value) & (types - {"string"}) else text
+
+
+def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
+    """Return the names of the JSON types that a schema allows; none if it has no type."""
+    if not isinstance(schema, Mapping) or depth > _MAX_REFERENCES:
+        return frozenset()
+    types = _own_types(schema) or types_of(_referred(schema, root), root, depth + 1)
+    for key in ("anyOf", "oneOf"):
+        types = types or frozenset().union(*(types_of(each, root, depth + 1) for each in _choices(schema, key)))
+    for each in _choices(schema, "allOf"):
+        further = types_of(each, root, depth + 1)
+        types = (types & further) or types or further
+    return types | {"null"} if types and schema.get("nullable") is True else types
+
+
+def _own_types(schema: Mapping[str, Any]) -> frozenset[str]:
+    """Return the types of a schema without the schemas that it combines or refers to."""
+    named = schema.get("type")
+    listed = [named] if isinstance(named, str) else _choices(schema, "type")
+    if types := frozenset(each for each in listed if isinstance(each, str)):
+        return types
+    if "const" in schema:
+        return _type_names(schema["const"])
+    if "properties" in schema or "additionalProperties" in schema:
+        return frozenset({"object"})
+    if "items" in schema or "prefixItems" in schema:
+        return frozenset({"array"})
+    return frozenset().union(*map(_type_names, _choices(schema, "enum")))
+
+
+def properties_of(schema: Any, depth: int = 0, root: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
+    """Return the schemas of arguments by name, including the ones of references and of `allOf`."""
+    if not isinstance(schema, Mapping) or depth > _MAX_REFERENCES:
+        return {}
+    root = schema if root is None else root
+    found = dict(properties_of(_referred(schema, root), depth + 1, root))
+    for part in _choices(schema, "allOf"):
+        found.update(properties_of(part, depth + 1, root))
+    own = schema.get("properties")
+    return {**found, **own} if isinstance(own, Mapping) else found
+
+
+def _referred(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Any:
+    """Return the schema of `$ref`, as in `#/$defs/Name`; None if it does not exist."""
+    reference = schema.get("$ref")
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    found: Any = root
+    for part in reference.removeprefix("#").split("/")[1:]:
+        found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+    return found
+
+
+def _choices(schema: Mapping[str, Any], key: str) -> Sequence[Any]:
+    """Return the list under a key, an empty one if it is not a list."""
+    found = schema.get(key)
+    return found if isinstance(found, list | tuple) else ()
+
+
+_TYPE_NAMES: Mapping[type, frozenset[str]] = {
+    type(None): frozenset({"null"}),
+    bool: frozenset({"boolean"}),
+    int: frozenset({"integer", "number"}),
+    str: frozenset({"string"}),
+    list: frozenset({"array"}),
+    tuple: frozenset({"array"}),
+    dict: frozenset({"object"}),
+}
+
+
+def _type_names(value: Any) -> frozenset[str]:
+    if isinstance(value, float):
+        return frozenset({"number", "integer"} if value.is_integer() else {"number"})
+    return _TYPE_NAMES.get(type(value), frozenset())

@@ -10,9 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from rl_algos.evaluation.reasons import listed
-from rl_algos.evaluation.scores import PromptScore
-from rl_algos.evaluation.summary import summarize
+from rl_algos.evaluation.summary import PromptScore, listed, summarize
 from rl_algos.rollouts.driver.task_evaluation import EvaluationPlan, EvaluationTask
 from rl_core.config import option
 from rl_core.environments.instance import instance_of

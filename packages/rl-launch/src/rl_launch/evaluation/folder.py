@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from rl_algos.data.pass_rates import ROLLOUTS
-from rl_algos.evaluation.scores import PromptScore
+from rl_algos.evaluation.summary import PromptScore
 from rl_core.config import Config, tree_to_yaml, with_absolute_paths
 from rl_core.errors import RunDirectoryError
 from rl_core.rollouts.group import RECORD, RolloutGroup

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
-from rl_algos.evaluation.reasons import listed
+from rl_algos.evaluation.summary import listed
 from rl_launch.session.tracking.balance import imbalance, steady
 
 FEWEST_STEPS = 8

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from math import isfinite
 from typing import Any
 
-from rl_algos.evaluation.reasons import reason_counts
+from rl_algos.evaluation.summary import reason_counts
 from rl_core.errors import RunDirectoryError
 from rl_core.rollouts.record import segments_of
 from rl_launch.session.checkpoints.checkpoints import ADAPTER, EXPORT
