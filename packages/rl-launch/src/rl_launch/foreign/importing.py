@@ -23,9 +23,8 @@ import psutil
 from rl_core.config import Config, Problem, as_written, did_you_mean, load
 from rl_core.config.keys import Key, key_at, value_at
 from rl_core.config.tree import KeyPath, leaves, mapped, parse_path
-from rl_core.errors import ConfigError, ConfigProblems
+from rl_core.errors import ConfigError, ConfigProblems, show
 from rl_core.plugins import algorithm_named
-from rl_core.problems import show
 from rl_launch.foreign import nemo_rl, trl
 from rl_launch.foreign.source import interpolated, read
 from rl_launch.foreign.translation import Answer, Line, Translation
@@ -195,10 +194,7 @@ def _of_trl(path: Path, algorithm: str, gpus: int | None) -> Translation:
     return config
 
 
-_TRANSLATORS: Mapping[str, Callable[[Path, str, int | None], Translation]] = {
-    "nemo-rl": _of_nemo_rl,
-    "trl": _of_trl,
-}
+_TRANSLATORS: Mapping[str, Callable[[Path, str, int | None], Translation]] = {"nemo-rl": _of_nemo_rl, "trl": _of_trl}
 """Functions that translate a file, by system. They take the algorithm and the number of GPUs in case the file does not
 contain them."""
 

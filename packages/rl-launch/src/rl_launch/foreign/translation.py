@@ -10,8 +10,7 @@ from typing import Any
 
 from rl_algos.losses.surrogates import SURROGATES
 from rl_core.config.keys import Key
-from rl_core.errors import ConfigError
-from rl_core.problems import show
+from rl_core.errors import ConfigError, show
 from rl_launch.foreign_keys.table import Kind, Table, flattened
 
 _OFF = "its section is off ({section}.enabled is false)"

@@ -12,13 +12,7 @@ from typing import Any
 
 import yaml
 
-SYSTEMS = {
-    "nemo-rl": "NeMo RL",
-    "trl": "TRL",
-    "verl": "verl",
-    "openrlhf": "OpenRLHF",
-    "prime-rl": "prime-rl",
-}
+SYSTEMS = {"nemo-rl": "NeMo RL", "trl": "TRL", "verl": "verl", "openrlhf": "OpenRLHF", "prime-rl": "prime-rl"}
 """Systems with a table of keys, by the name that commands take."""
 
 IMPORTED = ("nemo-rl", "trl")

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from rl_core.config import Config, Problem, ProblemError, WhenChanged
-from rl_core.profiling import Tool
+from rl_core.tracing.profiling import Tool
 from rl_launch.session.monitoring_config import MonitoringConfig, NotifyConfig
 
 _DESTINATION = re.compile(r"hf://[\w.-]+/[\w.-]+|(?!hf:)[a-z][a-z0-9+.-]*://\S+")

@@ -23,8 +23,8 @@ from rl_core.model import Saved
 from rl_core.plugins import export_suffixes
 from rl_core.rollouts.group import RolloutGroup
 from rl_core.run import Checkpointable
-from rl_core.stacks import FOLDER as STACKS_FOLDER
-from rl_core.stacks import stop_writing_stacks, write_stacks_of
+from rl_core.tracing.stacks import FOLDER as STACKS_FOLDER
+from rl_core.tracing.stacks import stop_writing_stacks, write_stacks_of
 from rl_launch.placement.bundles import DevicesLost
 from rl_launch.session.callbacks.callback_classes import MadeCallback
 from rl_launch.session.callbacks.callbacks import Callbacks

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from rl_core import spans
+from rl_core.tracing import spans
 from rl_launch.session.observer import RunObserver
 from rl_launch.session.tracking.progress import Progress
 

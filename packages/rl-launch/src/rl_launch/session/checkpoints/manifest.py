@@ -10,8 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rl_core.errors import CheckpointDamaged, RunDirectoryError
-from rl_core.file_errors import MISSING, named
+from rl_core.errors import MISSING, CheckpointDamaged, RunDirectoryError, named
 from rl_core.model import SavedFile
 
 FILE_NAME = "manifest.json"

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_core.file_errors import named
+from rl_core.errors import named
 
 _ARRAY = "__array__"
 _TUPLE = "__tuple__"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from rl_core.file_errors import named
+from rl_core.errors import named
 from rl_launch.session.checkpoints.manifest import sync_folder
 
 

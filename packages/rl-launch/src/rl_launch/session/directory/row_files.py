@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from rl_core.file_errors import named
+from rl_core.errors import named
 from rl_launch.session.config import Access
 from rl_launch.session.directory import lock
 from rl_launch.session.directory.run_folder import CONFIG

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.config import Config, RuledChange, option, plain, tree_to_yaml
-from rl_core.errors import ConfigError, RunDirectoryError
-from rl_core.file_errors import require_readable
+from rl_core.errors import ConfigError, RunDirectoryError, require_readable
 from rl_core.user_code import SourceFile
 from rl_launch.session.checkpoints.checkpoints import saved_checkpoints
 from rl_launch.session.config import Access

@@ -28,8 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.config import Problem, load, nearest_as_remedy
-from rl_core.errors import ConfigError, RunDirectoryError
-from rl_core.file_errors import MISSING, named, require_readable
+from rl_core.errors import MISSING, ConfigError, RunDirectoryError, named, require_readable
 from rl_launch.session.checkpoints.checkpoints import saved_checkpoints
 from rl_launch.session.checkpoints.manifest import Manifest
 from rl_launch.session.directory import lock

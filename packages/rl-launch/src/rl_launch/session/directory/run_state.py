@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from rl_core.file_errors import MISSING, named
+from rl_core.errors import MISSING, named
 from rl_launch.session.directory.atomic_file import write_atomically
 
 FILE_NAME = "state.json"

@@ -17,8 +17,7 @@ from uuid import uuid4
 import numpy as np
 
 from rl_core.data.batch import Batch, RemoteColumn, RemoteRows
-from rl_core.errors import RLError, WorkerDied
-from rl_core.file_errors import named
+from rl_core.errors import RLError, WorkerDied, named
 from rl_core.rollouts.group import RECORD, RolloutGroup
 from rl_core.rollouts.record import append_records
 from rl_launch.session.checkpoints.manifest import sync_folder

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl_core import spans
-from rl_core.spans import Span, SpanReport
+from rl_core.tracing import spans
+from rl_core.tracing.spans import Span, SpanReport
 from rl_launch.session.observer import RunObserver
 from rl_launch.session.traces.busy import STEPS
 from rl_launch.session.traces.trace_folder import Piece, TraceWriter
