@@ -41,9 +41,8 @@ from rl_algos.rollouts.training.metrics import rollout_metrics, signal_metrics
 from rl_core.data.batch import Batch
 from rl_core.devices import device_named
 from rl_core.errors import Origin
-from rl_core.mesh import Coordinates
 from rl_core.metrics import Metric
-from rl_core.model import Model
+from rl_core.model import Coordinates, Model
 from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.group import RolloutGroup
 from rl_core.rollouts.rollout import Prompt

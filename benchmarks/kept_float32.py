@@ -31,7 +31,7 @@ from families import engine
 from served_models import CORRECTION, SYNC_SIZES, config_of, one_line, write_served
 from torch.overrides import TorchFunctionMode
 
-from rl_core.model_config import num_experts_of
+from rl_core.facts.hf_config import num_experts_of
 
 PAGE_PATH = Path(__file__).parent / "results" / "kept_float32.md"
 
@@ -291,8 +291,8 @@ def served(
     from rl_core.rollouts.generation import Placement
     from rl_core.testing.torch.weight_sender import SenderProcess
     from rl_core.testing.weights import Bench
-    from rl_dtensor.generation.config import HFConfig
     from rl_dtensor.generation.generator import HFGenerator
+    from rl_dtensor.generation.plugin import HFConfig
 
     model = ModelConfig(model_name=str(folder), precision=precision, max_total_sequence_length=longest)
     placement = Placement("cpu", awaits_weights=True)

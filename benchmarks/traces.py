@@ -20,8 +20,8 @@ from typing import Any
 import ray
 from measurement import median, surroundings, table
 
-from rl_core import spans
-from rl_core.spans import Span, SpanReport, machine_clock
+from rl_core.tracing import spans
+from rl_core.tracing.spans import Span, SpanReport, machine_clock
 from rl_launch.cluster.ray_start import retried
 from rl_launch.runtime.process_spans import NamedActor, ProcessSpans
 from rl_launch.session.traces.step_trace import MOST_SHARE, PERIOD_S, StepTrace

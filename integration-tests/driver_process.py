@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl_core.imports import collect_seldom
+from rl_core.usage.garbage import collect_seldom
 
 
 @dataclass(frozen=True)

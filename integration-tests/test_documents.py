@@ -17,17 +17,17 @@ from document_runs import DOCUMENTS, GUIDES, name_of, parameters
 from quoted_messages import quoted_messages, unknown_messages
 
 from rl_algos.rollouts.driver.draw import DrawState
+from rl_core.facts.vllm_readings import READINGS
 from rl_core.testing.documents import read_document
-from rl_core.vllm_readings import READINGS
 
 NOTEBOOKS = sorted(ROOT.glob("docs/notebooks/*.ipynb"))
 CHANGELOGS = sorted(ROOT.glob("packages/*/CHANGELOG.md"))
 
-INTERNAL = {ROOT / "docs" / "architecture.md", ROOT / "AGENTS.md"}
+INTERNAL = {ROOT / "docs" / "architecture.md", ROOT / "docs" / "service-names.md", ROOT / "AGENTS.md"}
 """Documents for those who change the packages, which name modules."""
 
-READ_IN_PARTS = {"api.md", "metrics.md", "architecture.md"}
-"""Guides that nobody reads from start to end: two references, which are looked up, and the map of the code."""
+READ_IN_PARTS = {"api.md", "service-names.md", "metrics.md", "architecture.md"}
+"""Guides that nobody reads from start to end: references, which are looked up, and the map of the code."""
 
 MAX_WORDS = 2000
 """Ten minutes at 200 words a minute, tables and code included."""
@@ -76,12 +76,13 @@ def test_names_in_a_notebook_are_public(path):
     assert private_names(text_of_notebook(path)) == []
 
 
-def test_the_page_of_public_names_is_current(monkeypatch):
+def test_the_pages_of_public_and_service_names_are_current(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
     import write_api_page
 
     try:
-        assert write_api_page.PAGE.read_text(encoding="utf-8") == write_api_page.page()
+        for path, text in write_api_page.pages().items():
+            assert path.read_text(encoding="utf-8") == text
     finally:
         sys.modules.pop("write_api_page")
 

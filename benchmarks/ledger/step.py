@@ -25,8 +25,9 @@ from ledger.costs import Costs
 from ledger.counter import CostCounter
 from rl_core.data.batch import TOKENS, Batch
 from rl_core.data.ragged import Ragged
+from rl_core.facts.hf_config import num_experts_of
 from rl_core.model import LOGPROBS, ModelSpec, Read, Rendezvous
-from rl_core.model_config import ModelConfig, num_experts_of
+from rl_core.model_config import ModelConfig
 from rl_core.torch.files.model_files import WeightFiles
 from rl_core.torch.kernels.devices import as_on_gpus
 from rl_core.torch.rows import to_rows

@@ -12,12 +12,12 @@ from rl_core.errors import (
     ConfigProblems,
     DataError,
     Origin,
+    Problem,
     RLError,
     WeightSyncError,
     WorkerDied,
     WorkerError,
 )
-from rl_core.problems import Problem
 
 ORIGIN = Origin("policy", 3, "10.0.0.7", "train_step")
 ARGUMENTS: dict[type[RLError], tuple[Any, ...]] = {

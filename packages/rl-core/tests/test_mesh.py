@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_core.mesh import AXES, Coordinates
+from rl_core.model import AXES, Coordinates
 
 sizes = st.dictionaries(st.sampled_from(["dp", "pp", "cp", "tp"]), st.integers(1, 3))
 

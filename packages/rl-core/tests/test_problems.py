@@ -5,8 +5,7 @@ import pickle
 import pytest
 
 from rl_core.config import Problem
-from rl_core.errors import ConfigProblems
-from rl_core.problems import NOT_GIVEN, show
+from rl_core.errors import NOT_GIVEN, ConfigProblems, show
 
 KEY = "loss_fn.clip"
 

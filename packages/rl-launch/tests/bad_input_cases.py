@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_core.problems import NOT_GIVEN, show
+from rl_core.errors import NOT_GIVEN, show
 
 SFT, GRPO = "sft-arithmetic", "grpo-arithmetic"
 QUESTION = {"messages": [{"role": "user", "content": "1+2="}], "answer": "3", "environment": "math"}

@@ -6,8 +6,8 @@ from typing import get_args
 
 import pytest
 
+from rl_core.facts.model_size import ModelSize
 from rl_core.model_config import LoraConfig, ModelConfig, OptimizerConfig
-from rl_core.model_size import ModelSize
 from rl_core.testing.isolation import fork_problem
 from rl_megatron.config import Fp8Config, MegatronConfig
 from rl_megatron.plugin import PLUGIN, num_ranks

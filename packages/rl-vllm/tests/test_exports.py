@@ -21,6 +21,7 @@ import torch
 from served_exports import NUM_TOKENS
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rl_core.facts.vllm_readings import SERVING_NOTE
 from rl_core.model import ModelSpec
 from rl_core.model_config import ModelConfig, OptimizerConfig
 from rl_core.selfcheck.losses import TokenLoss
@@ -29,7 +30,6 @@ from rl_core.selfcheck.rank_pool import RankPool
 from rl_core.testing.exhaustive import partly_exhaustive
 from rl_core.testing.model_worker import make_batch
 from rl_core.testing.torch.reference_model import write_reference_model
-from rl_core.vllm_readings import SERVING_NOTE
 
 pytestmark = pytest.mark.timeout(1800)  # with every case, two processes start twenty engines each
 

@@ -24,8 +24,8 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from rl_algos.images.image_tokens import texts_of
+from rl_core.facts.template_ends import template_ends
 from rl_core.rollouts.rollout import Message
-from rl_core.template_ends import template_ends
 
 _log = logging.getLogger(__name__)
 

@@ -20,9 +20,9 @@ from rl_algos.images.image_tokens import ATTRIBUTE, check_images, image_tokens, 
 from rl_algos.special_tokens import SPLIT, special_tokens, splits_prompts
 from rl_algos.tool_calls.formats import format_of
 from rl_core.errors import ConfigError, DataError
+from rl_core.facts.template_ends import POLICY_MARK
 from rl_core.model_config import TokenizerConfig, VisionConfig
 from rl_core.rollouts.rollout import Message
-from rl_core.template_ends import POLICY_MARK
 
 # AutoTokenizer imports torch if it is installed (3 s); the fast class reads the same tokenizer.json
 _FILES = "tokenizer.json"

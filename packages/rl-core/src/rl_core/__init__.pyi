@@ -5,10 +5,10 @@ from rl_core.callback import CallbackRun as CallbackRun
 from rl_core.callback import RunEnd as RunEnd
 from rl_core.config.schema import Config as Config
 from rl_core.config.schema import EnvVars as EnvVars
+from rl_core.config.schema import NamedConfig as NamedConfig
 from rl_core.config.schema import PathText as PathText
 from rl_core.config.schema import ProblemError as ProblemError
 from rl_core.config.schema import WhenChanged as WhenChanged
-from rl_core.config.signature import NamedConfig as NamedConfig
 from rl_core.data.batch import Batch as Batch
 from rl_core.data.ragged import Ragged as Ragged
 from rl_core.environments.config import EnvironmentConfig as EnvironmentConfig
@@ -25,6 +25,7 @@ from rl_core.errors import EnvironmentFailed as EnvironmentFailed
 from rl_core.errors import EnvironmentTimeout as EnvironmentTimeout
 from rl_core.errors import GeneratorError as GeneratorError
 from rl_core.errors import PeerFailed as PeerFailed
+from rl_core.errors import Problem as Problem
 from rl_core.errors import RequestRefused as RequestRefused
 from rl_core.errors import RLError as RLError
 from rl_core.errors import RolloutsFailed as RolloutsFailed
@@ -66,7 +67,6 @@ from rl_core.plugins.declarations import Preload as Preload
 from rl_core.plugins.declarations import Requirement as Requirement
 from rl_core.plugins.declarations import RolloutNeeds as RolloutNeeds
 from rl_core.plugins.declarations import TrainingDefaults as TrainingDefaults
-from rl_core.problems import Problem as Problem
 from rl_core.rollouts.agent_run import AgentRun as AgentRun
 from rl_core.rollouts.environment import Conversation as Conversation
 from rl_core.rollouts.environment import Environment as Environment
@@ -99,10 +99,10 @@ from rl_core.run import Run as Run
 from rl_core.user_code import resolve as resolve
 
 __version__: str
-from rl_core.data.pipeline import Pipeline as Pipeline
+from rl_core.data.microbatch import Pipeline as Pipeline
 from rl_core.devices.device import Device as Device
-from rl_core.mesh import Coordinates as Coordinates
 from rl_core.model import HEADLESS_ROLES as HEADLESS_ROLES
+from rl_core.model import Coordinates as Coordinates
 from rl_core.model import ModelPart as ModelPart
 from rl_core.model import Role as Role
 from rl_core.weights import TensorSpec as TensorSpec

@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from rl_core.environments.trial import Attempt
-from rl_core.errors import ConfigError
+from rl_core.errors import ConfigError, Problem
 from rl_core.plugins import AlgorithmPlugin, RolloutNeeds
-from rl_core.problems import Problem
 from rl_core.run import Components, Run
 from rl_core.user_code import resolve
 

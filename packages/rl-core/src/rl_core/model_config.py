@@ -24,8 +24,8 @@ from rl_core.config import (
     nearest_as_remedy,
 )
 from rl_core.devices import Device
-from rl_core.hf_config import image_token, with_overrides
-from rl_core.optimizer_arguments import (
+from rl_core.facts.hf_config import image_token, language_fields, with_overrides
+from rl_core.facts.optimizer_arguments import (
     NUMBERS,
     OPTIMIZERS,
     PAIRS,
@@ -633,26 +633,6 @@ def local_image_token(policy: ModelConfig) -> int | None:
     """Id of the tokens that stand for an image in the input of a model on this machine that is trained with images;
     None for any other model."""
     return image_token(local_whole_config(policy)) if policy.vision.enabled else None
-
-
-def is_composite(fields: Mapping[str, Any]) -> bool:
-    """Return whether a Hugging Face config is that of a model of text and images or sound, whose text has a config
-    within."""
-    return isinstance(fields.get("text_config"), Mapping)
-
-
-def language_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a language model's Hugging Face config; of a composite model those of its text."""
-    return dict(fields["text_config"] if is_composite(fields) else fields)
-
-
-NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Fields by which Hugging Face configs count experts."""
-
-
-def num_experts_of(fields: Mapping[str, Any]) -> int:
-    """Experts of each layer by the fields of a language model's Hugging Face config; 0 without experts."""
-    return next((count for name in NUM_EXPERTS if isinstance(count := fields.get(name), int) and count), 0)
 
 
 class ColocatedResources(Config):

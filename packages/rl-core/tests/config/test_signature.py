@@ -16,8 +16,7 @@ from rl_core.config import (
     section_of,
     settings_of,
 )
-from rl_core.errors import ConfigProblems
-from rl_core.problems import NOT_GIVEN
+from rl_core.errors import NOT_GIVEN, ConfigProblems
 
 
 class Chosen(Config):

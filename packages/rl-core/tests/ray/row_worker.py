@@ -6,9 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from rl_core.data.batch import Batch
-from rl_core.mesh import Coordinates
 from rl_core.metrics import Metric
-from rl_core.model import LOGPROBS, Read
+from rl_core.model import LOGPROBS, Coordinates, Read
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import os
 import time
 from pathlib import Path
 
-from rl_core.mesh import Coordinates
+from rl_core.model import Coordinates
 
 
 class StubbornWorker:

@@ -12,8 +12,7 @@ from row_worker import RowLoss
 from rl_core.data.batch import Batch, RemoteColumn, RemoteRows
 from rl_core.data.ragged import Ragged
 from rl_core.errors import Origin, WorkerDied, WorkerError
-from rl_core.mesh import Coordinates
-from rl_core.model import LOGPROBS
+from rl_core.model import LOGPROBS, Coordinates
 from rl_core.ray import model as model_module
 from rl_core.ray.calls import gather
 from rl_core.ray.host import CONCURRENCY_GROUPS, WorkerHost

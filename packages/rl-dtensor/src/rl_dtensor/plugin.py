@@ -7,18 +7,21 @@ from typing import Any
 
 from rl_core.config import Problem
 from rl_core.devices import DEVICES
+from rl_core.facts.model_size import MOMENTS, WIDE_BYTES, ModelSize, RankMemory
+from rl_core.facts.optimizer_arguments import OF_WHOLE_PARAMETERS
 from rl_core.model_config import ModelConfig, local_hf_config, local_whole_config, optimizer_problems
-from rl_core.model_size import MOMENTS, WIDE_BYTES, ModelSize, RankMemory
-from rl_core.optimizer_arguments import OF_WHOLE_PARAMETERS
 from rl_core.plugins import BackendPlugin, MeshCase, Requirement
 from rl_core.run_config import RunConfig
 from rl_core.selfcheck.cases import at_most_two
 from rl_core.weights import ITEM_BYTES
 from rl_dtensor.config import DTensorConfig
-from rl_dtensor.draft_head.settings import draft_head_problems
-from rl_dtensor.model.low_precision_checks import low_precision_problems
-from rl_dtensor.model.settings import device_problems, kernel_problems
-from rl_dtensor.model.vision.settings import vision_problems
+from rl_dtensor.model.settings import (
+    device_problems,
+    draft_head_problems,
+    kernel_problems,
+    low_precision_problems,
+    vision_problems,
+)
 from rl_dtensor.parallel.sizes import AxisSizes, combination_problems, num_ranks, shape_problems
 
 SIZES = {
@@ -29,12 +32,7 @@ SIZES = {
 }
 """Keys of the sizes along which a model is split, and the names of their axes."""
 
-SHAPING = (
-    "sequence_parallel",
-    "custom_parallel_plan",
-    "context_parallel_method",
-    "recompute",
-)
+SHAPING = ("sequence_parallel", "custom_parallel_plan", "context_parallel_method", "recompute")
 """Further keys that decide how a split model computes."""
 
 VISION = Requirement("rl-dtensor", {"cpu": ("vision",), "cuda": ("vision",)}, ("PIL", "torchvision"))
@@ -44,7 +42,7 @@ FLOAT8 = Requirement("rl-dtensor", extras={"cpu": ("float8",), "cuda": ("float8"
 
 
 def check_mesh(section: Any, config: RunConfig) -> Iterable[Problem]:
-    """Problems of the mesh, by itself and, if the model's config is on this machine, with the model."""
+    """Yield the problems of the mesh and, if the model's config is on this machine, of the mesh with the model."""
     backend = section.dtensor_cfg
     model = local_hf_config(section)
     yield from combination_problems(backend)
@@ -53,7 +51,7 @@ def check_mesh(section: Any, config: RunConfig) -> Iterable[Problem]:
 
 
 def check_vision(section: Any, config: RunConfig) -> Iterable[Problem]:
-    """Settings that do not go with a vision-language model."""
+    """Return the settings that do not go with a vision-language model."""
     return vision_problems(section.vision, section.dtensor_cfg, local_whole_config(section))
 
 
@@ -65,8 +63,8 @@ UNSUPPORTED_OPTIMIZERS = {
 
 
 def check_device(section: Any, config: RunConfig) -> Iterable[Problem]:
-    """Settings that the run's device, or the model's precision, cannot run."""
-    device = DEVICES.get(config.cluster.device)  # `auto` may still become any
+    """Yield the settings that the run's device, or the model's precision, cannot run."""
+    device = DEVICES.get(config.cluster.device)  # `auto` may still become any device.
     backend, precision = section.dtensor_cfg, section.precision
     yield from optimizer_problems(section, UNSUPPORTED_OPTIMIZERS, device)
     yield from device_problems(backend, precision=precision, device=device)
@@ -74,41 +72,30 @@ def check_device(section: Any, config: RunConfig) -> Iterable[Problem]:
 
 
 def check_draft_head(section: Any, config: RunConfig) -> Iterable[Problem]:
-    """Settings that do not go with a draft head that trains."""
+    """Return the settings that do not go with a draft head that trains."""
     return draft_head_problems(section, section.dtensor_cfg)
 
 
 def kernels(config: DTensorConfig) -> tuple[Requirement, ...]:
-    """Return what the chosen attention and precision need in addition to torch, if a package index has it."""
+    """Return the packages that the chosen attention and precision need in addition to torch, if an index has them."""
     flash = (FLASH,) if config.attention_backend == "flash_attention_2" else ()
     return (*flash, FLOAT8) if config.float8.enabled else flash
 
 
 HELD_FAMILIES = frozenset(
-    {
-        "llama",
-        "mistral",
-        "mixtral",
-        "qwen2",
-        "qwen3",
-        "qwen3_moe",
-        "gemma3_text",
-        # with images: `tests/test_vision.py`
-        "qwen2_5_vl_text",
-        "qwen3_vl_text",
-    }
+    ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "qwen2_5_vl_text", "qwen3_vl_text")
 )
-"""Model types that the tests of this package train on every mesh."""
+"""Model types that the tests of this package train on every mesh; the last two with images."""
 
 
 def mesh_case(section: Any) -> MeshCase:
-    """The case of `rl_dtensor.selfcheck` that a model's mesh comes down to: the same axes, two ranks on each."""
+    """Return the case of `rl_dtensor.selfcheck` for a model's mesh: the same axes, two ranks on each."""
     backend: DTensorConfig = section.dtensor_cfg
     sizes = at_most_two({name: getattr(backend, name) for name in SIZES})
     settings = {**{name: getattr(backend, name) for name in SHAPING}, **sizes}
     least = num_ranks(DTensorConfig(**settings))
     axes = [f"{SIZES[name]}2" for name, size in sizes.items() if size > 1]
-    # with one rank per copy only the data is split, which takes two ranks to show
+    # With one rank per copy only the data is split, and a check of that needs two ranks.
     return MeshCase(
         " x ".join(axes) or "fsdp2",
         max(2, least),
@@ -125,7 +112,7 @@ def memory_of(model: ModelConfig, backend: DTensorConfig, size: ModelSize, ranks
     trains_all = trains and not model.lora_cfg.enabled
     weights = sharded * (WIDE_BYTES if trains_all else ITEM_BYTES[model.precision])
     state = weights + (sharded * WIDE_BYTES * (1 + MOMENTS) if trains_all else 0)
-    # gradients are dropped while others use the device
+    # Gradients are dropped while others use the device.
     kept = weights + (sharded * WIDE_BYTES * MOMENTS if trains_all else 0)
     trained = weights if trains_all else 0
     return RankMemory(0, 0, trained, host=state) if backend.cpu_offload else RankMemory(state, kept, trained)

@@ -12,21 +12,24 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from rl_core.facts.optimizer_arguments import OPTIMIZERS
 from rl_core.model_config import ModelConfig, OptimizerConfig, SchedulerConfig
-from rl_core.optimizer_arguments import OPTIMIZERS
 from rl_core.torch.files.model_files import CONFIG, read_hf_config
 from rl_core.torch.optim.optimizer import build_schedule
 from rl_dtensor.config import DTensorConfig
-from rl_dtensor.model.compilation import compiler_problem
-from rl_dtensor.model.float8 import import_problem
 from rl_dtensor.model.kernels import kernel_of
+from rl_dtensor.model.layers.compilation import compiler_problem
+from rl_dtensor.model.layers.low_precision import import_problem
 from rl_dtensor.parallel.deep_ep import deep_ep_buffer
-from rl_dtensor.training.optimizer import build_sharded_optimizer
+from rl_dtensor.training.step import build_sharded_optimizer
 
 
 def check(section: Mapping[str, Any]) -> list[str]:
-    """Problems of a model's section of a resolved config, as text: the optimizer and the schedules are built on one
-    parameter; the attention backend, the dispatcher of experts and float8 are imported."""
+    """Return the problems of a model's section of a resolved config, as text.
+
+    The optimizer and the schedules are built on one parameter; the attention backend, the dispatcher of experts and
+    float8 are imported.
+    """
     fields = ModelConfig.model_fields
     optimizer_config = OptimizerConfig.model_validate(section.get("optimizer", fields["optimizer"].default))
     schedules = [SchedulerConfig.model_validate(entry) for entry in section.get("scheduler", [])]
@@ -39,47 +42,38 @@ def check(section: Mapping[str, Any]) -> list[str]:
         build_schedule(schedules, optimizer)
     except ValueError as error:
         return [str(error)]
-    problems = (
+    overrides = section.get("hf_config_overrides", {})
+    folder = Path(section.get("model_name") or "").expanduser()
+    has_model = section.get("model_name") is not None and (folder / CONFIG).is_file()
+    problems = [
         "" if optimizer_config.name in OPTIMIZERS else _step_problem(optimizer_config),
-        _model_problem(section),
+        "",
         compiler_problem() if backend.compile else "",
         import_problem() if backend.float8.enabled else "",
-    )
-    return [problem for problem in problems if problem] or _rounding_problems(section, backend)
+    ]
+    if has_model:
+        # The import takes seconds, which models of the hub do not need. The worker checks the heads, because it knows
+        # the role of the model.
+        from rl_dtensor.model.whole import files_problem
 
-
-def _rounding_problems(section: Mapping[str, Any], backend: DTensorConfig) -> list[str]:
-    """Return the layers of a local model that the format of `qat` does not fit."""
-    folder = Path(section.get("model_name", "")).expanduser()
-    if not backend.qat.enabled or not (folder / CONFIG).is_file():
-        return []
-    # transformers' models take seconds to import
+        problem = files_problem(folder, overrides, is_whole=section.get("vision", {}).get("enabled", False))
+        problems[1] = problem and f"model_name: {problem}"
+    found = [problem for problem in problems if problem]
+    if found or not has_model or not backend.qat.enabled:
+        return found
     from transformers import AutoModelForCausalLM
 
-    from rl_dtensor.model.build import decoder_layers
-    from rl_dtensor.model.qat import check_rounding
+    from rl_dtensor.model.layers.low_precision import check_rounding
+    from rl_dtensor.model.whole import decoder_layers
 
+    # The format of `qat` must fit the layers of a local model.
     try:
         with torch.device("meta"):
-            hf = AutoModelForCausalLM.from_config(read_hf_config(folder, section.get("hf_config_overrides", {})))
+            hf = AutoModelForCausalLM.from_config(read_hf_config(folder, overrides))
         check_rounding(hf, decoder_layers(hf), backend)
     except ValueError as error:
         return [str(error)]
     return []
-
-
-def _model_problem(section: Mapping[str, Any]) -> str:
-    """Return why a model in a local folder is not one that can be trained, or its files do not have its weights; empty
-    if they do. Heads are left to the worker, which knows the role of the model."""
-    # takes seconds, which models of the hub do not pay
-    from rl_dtensor.model.files_check import files_problem
-
-    name = section.get("model_name")
-    if name is None or not (folder := Path(name).expanduser()).joinpath(CONFIG).is_file():
-        return ""
-    is_whole = section.get("vision", {}).get("enabled", False)
-    problem = files_problem(folder, section.get("hf_config_overrides", {}), is_whole=is_whole)
-    return problem and f"model_name: {problem}"
 
 
 def _step_problem(config: OptimizerConfig) -> str:
@@ -93,7 +87,7 @@ def _step_problem(config: OptimizerConfig) -> str:
             parameter.grad = torch.ones_like(parameter)
         build_sharded_optimizer(config, [parameters]).step()
     except (RuntimeError, NotImplementedError) as error:
-        # Another failure may be one of this machine, such as a kernel that needs a GPU.
+        # Another failure may come from this machine, such as a kernel that needs a GPU.
         if any(word in str(error) for word in ("DTensor", "placement", "sharding strategy")):
             return f"optimizer: {config.name} cannot step sharded parameters (DTensor): {str(error).splitlines()[0]}"
     finally:

@@ -8,13 +8,13 @@ import torch
 from ledger.shapes import config_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rl_core.facts.model_size import size_of_fields
 from rl_core.model_config import ModelConfig, SequencePackingConfig
-from rl_core.model_size import size_of_fields
 from rl_core.torch.training.recompute import LayerActivations, RecomputePlan, smallest_plan
 from rl_dtensor.config import DTensorConfig
 from rl_dtensor.model.attention import ROWS
-from rl_dtensor.model.build import decoder_layers
-from rl_dtensor.model.recompute_choice import RankParameters, plans_of, recompute_plan
+from rl_dtensor.model.layers.recompute import RankParameters, plans_of, recompute_plan
+from rl_dtensor.model.whole import decoder_layers
 from rl_dtensor.parallel.sizes import AxisSizes
 from rl_dtensor.plugin import PLUGIN
 

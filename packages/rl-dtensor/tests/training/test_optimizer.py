@@ -8,9 +8,9 @@ import torch.distributed.checkpoint as dcp
 from transformers import AutoConfig
 
 from rl_core.errors import WorkerError
+from rl_core.facts.optimizer_arguments import OPTIMIZERS
 from rl_core.model import ModelSpec
 from rl_core.model_config import ModelConfig, OptimizerConfig, SchedulerConfig
-from rl_core.optimizer_arguments import OPTIMIZERS
 from rl_core.selfcheck.losses import TokenLoss
 from rl_core.selfcheck.pooled_model import PooledModel
 from rl_core.testing.exhaustive import exhaustive, partly_exhaustive

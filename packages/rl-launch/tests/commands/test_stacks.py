@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from rl_core.errors import RunDirectoryError
-from rl_core.spans import machine_clock
 from rl_core.testing.exhaustive import exhaustive
+from rl_core.tracing.spans import machine_clock
 from rl_launch.cli import app
 from rl_launch.commands import stacks
 from rl_launch.commands.stacks import ask_nodes, stacks_of
@@ -21,7 +21,7 @@ from rl_launch.session.directory.lock import DirectoryLock
 WORKER = """
 import ctypes, os, subprocess, sys
 from pathlib import Path
-from rl_core.stacks import write_stacks_of
+from rl_core.tracing.stacks import write_stacks_of
 
 def waits_for_ever():
     print(child.pid, flush=True)

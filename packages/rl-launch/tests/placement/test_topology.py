@@ -1,8 +1,8 @@
 import pytest
 
 from rl_core.devices import CPU, CUDA, REHEARSAL
+from rl_core.errors import NOT_GIVEN
 from rl_core.model_config import ColocatedConfig, ColocatedResources
-from rl_core.problems import NOT_GIVEN
 from rl_launch.placement.topology import (
     Claim,
     Devices,

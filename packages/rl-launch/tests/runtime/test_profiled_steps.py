@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from rl_core.errors import WorkerDied
-from rl_core.profiling import ProfileReport
+from rl_core.tracing.profiling import ProfileReport
 from rl_launch.runtime import profiled_steps
 from rl_launch.runtime.profiled_steps import Profiled, ProfiledSteps
 from rl_launch.session.config import ProfilingConfig

@@ -8,8 +8,8 @@ from typing import Any
 from rl_core.config import Problem
 from rl_core.data.microbatch import Batching
 from rl_core.devices import DEVICES
+from rl_core.facts.optimizer_arguments import OF_WHOLE_PARAMETERS
 from rl_core.model_config import local_hf_config, optimizer_problems
-from rl_core.optimizer_arguments import OF_WHOLE_PARAMETERS
 from rl_core.run_config import RunConfig
 from rl_megatron.config import KEY, MegatronConfig
 from rl_megatron.families.supported import architecture_problems

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from rl_core.facts.model_size import MOMENTS, WIDE_BYTES, ModelSize, RankMemory
 from rl_core.model_config import ModelConfig
-from rl_core.model_size import MOMENTS, WIDE_BYTES, ModelSize, RankMemory
 from rl_core.weights import ITEM_BYTES
 from rl_megatron.config import MegatronConfig
 

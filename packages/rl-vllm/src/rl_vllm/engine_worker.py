@@ -4,41 +4,38 @@ from __future__ import annotations
 
 import pickle
 import traceback
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import wraps
 from itertools import islice
 from typing import Any
 
 import torch
+from torch import nn
 from vllm.config import ModelConfig, set_current_vllm_config
 from vllm.lora.model_manager import LoRAModelManager
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from rl_core.devices import Device
 from rl_core.errors import WeightSyncError
-from rl_core.profiling import Profile, ProfileReport
-from rl_core.stacks import write_stacks_of_child
 from rl_core.torch.transport import ReceivingEnd
-from rl_core.weights import Manifest, Transport, WeightTarget
-from rl_vllm.engine.parent_watch import end_with, forget_cpu_groups, forget_semaphores
+from rl_core.tracing.profiling import Profile, ProfileReport
+from rl_core.tracing.stacks import write_stacks_of_child
+from rl_core.weights import Manifest, WeightTarget
+from rl_vllm.engine.process_env import end_with, forget_cpu_groups, forget_semaphores
 from rl_vllm.patches.bare_model import without_adapters
-from rl_vllm.patches.draft_files import load_drafters_as_configured
-from rl_vllm.patches.empty_top_k import filter_no_logits
-from rl_vllm.patches.expert_routing import complete_routing_on_cpu
-from rl_vllm.patches.layers_of_heads import keep_layers_of_heads
+from rl_vllm.patches.draft_files import keep_layers_of_heads, load_drafters_as_configured
+from rl_vllm.patches.expert_layers import complete_routing_on_cpu
 from rl_vllm.patches.numbers_of_videos import spell_no_numbers
 from rl_vllm.patches.per_layer_inputs import embed_tokens_for_each_layer
 from rl_vllm.patches.rotary_embeddings import flatten_heads_on_cpu
-from rl_vllm.patches.sampling_of_drafts import repeat_sampling_parameters_on_cpu
+from rl_vllm.patches.sampling_of_drafts import filter_no_logits, repeat_sampling_parameters_on_cpu
 from rl_vllm.patches.siglip_names import name_siglip_weights
-from rl_vllm.weights.adapter_receiver import AdapterReceiver
 from rl_vllm.weights.load_plan import NOT_TAKEN, LoadPlan, plan_load
 from rl_vllm.weights.planned_load import PlannedLoad
-from rl_vllm.weights.quantisation_check import QuantisationError
-from rl_vllm.weights.shared_layers import without_layers_of
-from rl_vllm.weights.weight_receiver import WeightReceiver
+from rl_vllm.weights.weight_receiver import AdapterReceiver, WeightReceiver
 
-# vLLM imports this module in every process of an engine, before it makes the model
+# vLLM imports this module in every process of an engine, before it makes the model.
 flatten_heads_on_cpu()
 complete_routing_on_cpu()
 embed_tokens_for_each_layer()
@@ -55,14 +52,14 @@ Report = dict[str, Any]
 
 @dataclass
 class Target:
-    """A model of this rank that weights are sent to, and what stays from one transfer to the next.
+    """A model of this rank that weights are sent to, with its state between transfers.
 
     Args:
         model: This rank's part of it.
-        config: vLLM's.
+        config: Config of vLLM.
         end: Connection to the sender; it ends with this process.
-        host: Model that it may share layers with, whose weights arrive with that model's; None for the engine's own.
-        planned: The last manifest, the plan of its load, and that load if the plan is all it takes.
+        host: Model that it may share layers with; their weights arrive with the host's. None for the engine's own.
+        planned: The last manifest, the plan of its load, and that load if the plan is sufficient for it.
     """
 
     model: torch.nn.Module
@@ -72,24 +69,70 @@ class Target:
     planned: tuple[Manifest, LoadPlan, PlannedLoad | None] | None = None
 
     def apart(self) -> AbstractContextManager[None]:
-        """Context in which it has only the layers that it does not share."""
+        """Return a context without the layers that it shares."""
         return nullcontext() if self.host is None else without_layers_of(self.host, self.model)
 
     def plan(self, manifest: Manifest) -> tuple[LoadPlan, PlannedLoad | None]:
-        """Plan of the load of these tensors; made once, as versions of one model differ only in their values."""
+        """Plan the load of these tensors, once: versions of one model differ only in their values."""
         if self.planned is None or self.planned[0] != replace(manifest, version=self.planned[0].version):
             plan = plan_load(self.model, manifest)
             self.planned = manifest, plan, PlannedLoad.of(self.model, plan, self.config.dtype)
         return self.planned[1:]
 
 
+@contextmanager
+def without_layers_of(model: nn.Module, drafter: nn.Module) -> Iterator[None]:
+    """Take out of a drafter the embedding and the output layer that belong to a model, and put them back afterwards.
+    They are filled with the model's weights, and loading only the drafter's would leave them empty.
+
+    Args:
+        model: Model that may have some of its layers.
+        drafter: Drafter, changed in place.
+    """
+    shared = {id(layer) for layer in model.modules() if isinstance(layer, VocabParallelEmbedding)}
+    places = [
+        (parent, name, layer)
+        for parent in drafter.modules()
+        for name, layer in parent.named_children()
+        if id(layer) in shared
+    ]
+    for parent, name, _ in places:
+        parent._modules[name] = None
+    try:
+        yield
+    finally:
+        for parent, name, layer in places:
+            parent._modules[name] = layer
+
+
+def _reported(act: Callable[..., Any]) -> Callable[..., Report]:
+    """Make a method of the worker run in the engine's context and return a report, also of a failure."""
+
+    @wraps(act)
+    def reported(self: EngineWorker, *args: Any, **kwargs: Any) -> Report:
+        # Loaders make tensors on the default device. On CPU no context is needed, and one slows every torch call.
+        device: AbstractContextManager[Any] = nullcontext() if self.device.type == "cpu" else self.device
+        config = set_current_vllm_config(self.vllm_config)
+        try:
+            with torch.no_grad(), config, device, without_adapters(self.get_model()):
+                return {"value": act(self, *args, **kwargs)}
+        except WeightSyncError as error:
+            return {"error": str(error), "tensors": list(error.tensors)}
+        except Exception as error:  # noqa: BLE001 - a rank that fails reports, or the other ranks would wait for it
+            text = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+            return {"error": f"engine rank {self.rank}: {text}", "tensors": []}
+
+    return reported
+
+
 class EngineWorker:
     """Worker extension that receives weights; vLLM mixes it into its worker class and calls it on every rank.
 
     `--worker-extension-cls rl_vllm.EngineWorker` gives any vLLM the corrections of its models that rl's engines have.
+    Every method returns a `Report`.
     """
 
-    # of vLLM's worker
+    # These attributes belong to vLLM's worker.
     rank: int
     local_rank: int
     device: torch.device
@@ -103,75 +146,122 @@ class EngineWorker:
     _recording: Profile | None = None
     _uses_oracle = False
 
-    def end_with_parent(self, pid: int) -> Report:
+    @_reported
+    def end_with_parent(self, pid: int) -> None:
         """End the engine's processes as soon as process `pid` ends, with nothing left in shared memory."""
         forget_semaphores()
         forget_cpu_groups()
         write_stacks_of_child(f"engine-rank-{self.rank}")
-        return self._reported(end_with, pid)
+        end_with(pid)
 
-    def begin_receiving(self, manifest: bytes, scale: float, uses_oracle: bool = False) -> Report:
-        """Plan the load of a manifest: `unknown` tensors to the reason, and `missing` ones.
+    @_reported
+    def begin_receiving(self, pickled: bytes, scale: float, uses_oracle: bool = False) -> dict[str, Any]:
+        """Plan the load of a manifest; return the `unknown` tensors to the reason, and the `missing` ones.
 
         Args:
-            manifest: Pickled `Manifest` of the tensors to receive.
+            pickled: Pickled `Manifest` of the tensors to receive.
             scale: Factor of an adapter's product, for the factors of adapters among the tensors.
             uses_oracle: Compare quantised weights in float64 with those that arrive.
         """
         self._uses_oracle = uses_oracle
-        return self._reported(self._begin, pickle.loads(manifest), scale)
+        self._manifest = self._receiver = self._adapters = None
+        manifest: Manifest = pickle.loads(pickled)
+        unknown: dict[str, str] = {}
+        missing: list[str] = []
+        if manifest.form != "adapter":
+            with self.target(manifest.target).apart():
+                self._receiver = self.make_receiver(manifest.without_factors())
+            unknown, missing = dict(self._receiver.plan.unknown), list(self._receiver.plan.missing)
+        if manifest.num_factors:
+            self._adapters = AdapterReceiver(self._adapter_manager(), manifest, scale)
+            unknown |= self._adapters.unknown
+            missing += self._adapters.missing
+        self._manifest = manifest
+        return {"unknown": unknown, "missing": missing}
 
-    def compare_with_files(self, manifest: bytes) -> Report:
-        """Return the tensors of a manifest of files that the engine did not load: `unknown` ones to the reason, and
-        `missing` ones, as `begin_receiving`. Nothing is received.
+    @_reported
+    def compare_with_files(self, pickled: bytes) -> dict[str, Any]:
+        """Return the tensors of a manifest of files that the engine did not load, as `begin_receiving` does. Nothing is
+        received.
 
         Args:
-            manifest: Pickled `Manifest` of the tensors in the files.
+            pickled: Pickled `Manifest` of the tensors in the files.
         """
-        return self._reported(self._compare, pickle.loads(manifest))
+        manifest: Manifest = pickle.loads(pickled)
+        target = self.target(manifest.target)
+        with target.apart():
+            plan = plan_load(target.model, manifest)
+        # The files have been loaded, so that an error of a loader comes from a tensor without data.
+        unknown = {name: reason for name, reason in plan.unknown.items() if reason == NOT_TAKEN}
+        # Scales of quantised weights are not among the tensors.
+        return {"unknown": unknown, "missing": plan.missing if self.vllm_config.quant_config is None else []}
 
-    def receive_weights(self, order: bytes, first_rank: int) -> Report:
-        """Receive the announced tensors; returns the digest of all of them.
+    @_reported
+    def receive_weights(self, order: bytes, first_rank: int) -> str:
+        """Receive the announced tensors; return the digest of all of them.
 
         Args:
             order: The transport, and the device of the engine's first rank.
             first_rank: First rank of the engine's receivers.
         """
         transport, device = pickle.loads(order)
-        return self._reported(self._receive, transport, device.at(self.local_rank), first_rank + self.rank)
+        manifest = self._announced()
+        target = self.target(manifest.target)
+        target.end = target.end or ReceivingEnd(device.at(self.local_rank))
+        parts = {} if self._receiver is None else self._receiver.parts
+        transfer = target.end.transfer(manifest, transport, first_rank + self.rank, parts)
+        with target.apart(), transfer as tensors:
+            arriving = iter(tensors)
+            if self._receiver is not None:
+                self._receiver.load(islice(arriving, len(manifest.tensors) - manifest.num_factors))
+            for name, tensor in arriving:
+                if self._adapters is None:
+                    raise WeightSyncError(f"the engine's loaders left out {name} and what follows it", (name,))
+                self._adapters.take(name, tensor)
+            if self._adapters is not None:
+                self._adapters.apply()
+        return tensors.digest
 
     def quantisation_error(self) -> Report:
-        """Number of layers of this rank that quantise the weights that are being received, and the sum of the squares
-        of their relative errors; None if it was not measured."""
-        error = QuantisationError(0, None) if self._receiver is None else self._receiver.quantisation_error
-        return {"value": (error.num_layers, error.sum_of_squares)}
+        """Return the number of layers of this rank that quantise the weights that are being received, and the sum of
+        the squares of their relative errors; None if it was not measured."""
+        return {"value": (0, None) if self._receiver is None else self._receiver.quantisation_error}
 
-    def check_received(self) -> Report:
-        """Names of tensors that this rank does not compute with."""
-        return self._reported(self._check)
+    @_reported
+    def check_received(self) -> list[str]:
+        """Return the names of tensors that this rank does not compute with."""
+        manifest = self._announced()
+        with self.target(manifest.target).apart():
+            stale = [] if self._receiver is None else self._receiver.stale()
+        if self._adapters is not None:
+            stale += self._adapters.stale()
+        self._manifest = self._receiver = self._adapters = None
+        return stale
 
     def start_recording(self, order: bytes, num_ranks: int) -> Report:
-        """Begin to record this rank's process; files that were written, and tools that failed.
+        """Begin to record this rank's process; return the files that were written, and the tools that failed.
 
         Args:
             order: Pickled `ProfileOrder` of the replica.
             num_ranks: Number of ranks of the engine.
         """
         self._recording = self._recording or Profile()
-        return _plain(self._recording.start(pickle.loads(order).of_rank(self.rank, num_ranks)))
+        report = self._recording.start(pickle.loads(order).of_rank(self.rank, num_ranks))
+        return {"value": (list(report.files), list(report.problems))}
 
     def stop_recording(self) -> Report:
-        """End the recording, and write its files; as `start_recording`."""
-        return _plain(self._recording.stop() if self._recording is not None else ProfileReport())
+        """End the recording, and write its files; return the same as `start_recording`."""
+        report = self._recording.stop() if self._recording is not None else ProfileReport()
+        return {"value": (list(report.files), list(report.problems))}
 
     def make_receiver(self, manifest: Manifest) -> WeightReceiver:
-        """Return the receiver of a manifest without factors of adapters, for this rank's model that it is for."""
+        """Return the receiver of a manifest without factors of adapters, for the model of this rank that it targets."""
         target = self.target(manifest.target)
         plan, planned = target.plan(manifest)
         return WeightReceiver(target.model, target.config, manifest, plan, planned, uses_oracle=self._uses_oracle)
 
     def target(self, name: WeightTarget) -> Target:
-        """This rank's part of one of the engine's models.
+        """Return this rank's part of one of the engine's models.
 
         Raises:
             WeightSyncError: If the engine has no such model.
@@ -187,56 +277,6 @@ class EngineWorker:
             targets[name] = Target(drafter, config, self.get_model())
         return targets[name]
 
-    def _begin(self, manifest: Manifest, scale: float) -> dict[str, Any]:
-        self._manifest = self._receiver = self._adapters = None
-        unknown: dict[str, str] = {}
-        missing: list[str] = []
-        if manifest.form != "adapter":
-            with self.target(manifest.target).apart():
-                self._receiver = self.make_receiver(manifest.without_factors())
-            unknown, missing = dict(self._receiver.plan.unknown), list(self._receiver.plan.missing)
-        if manifest.num_factors:
-            self._adapters = AdapterReceiver(self._adapter_manager(), manifest, scale)
-            unknown |= self._adapters.unknown
-            missing += self._adapters.missing
-        self._manifest = manifest
-        return {"unknown": unknown, "missing": missing}
-
-    def _compare(self, manifest: Manifest) -> dict[str, Any]:
-        target = self.target(manifest.target)
-        with target.apart():
-            plan = plan_load(target.model, manifest)
-        # the files have been loaded, so that an error of a loader comes from a tensor without data
-        unknown = {name: reason for name, reason in plan.unknown.items() if reason == NOT_TAKEN}
-        # scales of quantised weights are not among the tensors
-        return {"unknown": unknown, "missing": plan.missing if self.vllm_config.quant_config is None else []}
-
-    def _receive(self, transport: Transport, device: Device, rank: int) -> str:
-        manifest = self._announced()
-        target = self.target(manifest.target)
-        target.end = target.end or ReceivingEnd(device)
-        parts = {} if self._receiver is None else self._receiver.parts
-        with target.apart(), target.end.transfer(manifest, transport, rank, parts) as tensors:
-            arriving = iter(tensors)
-            if self._receiver is not None:
-                self._receiver.load(islice(arriving, len(manifest.tensors) - manifest.num_factors))
-            for name, tensor in arriving:
-                if self._adapters is None:
-                    raise WeightSyncError(f"the engine's loaders left out {name} and what follows it", (name,))
-                self._adapters.take(name, tensor)
-            if self._adapters is not None:
-                self._adapters.apply()
-        return tensors.digest
-
-    def _check(self) -> list[str]:
-        manifest = self._announced()
-        with self.target(manifest.target).apart():
-            stale = [] if self._receiver is None else self._receiver.stale()
-        if self._adapters is not None:
-            stale += self._adapters.stale()
-        self._manifest = self._receiver = self._adapters = None
-        return stale
-
     def _announced(self) -> Manifest:
         if self._manifest is None:
             raise WeightSyncError("no weight version was announced: call `begin` first")
@@ -247,26 +287,3 @@ class EngineWorker:
             raise WeightSyncError("the engine was started without adapters; set policy.generation.lora_sync=adapter")
         manager: LoRAModelManager = self.model_runner.lora_manager._adapter_manager
         return manager
-
-    def _default_device(self) -> AbstractContextManager[Any]:
-        """Loaders make tensors on the default device. On CPU no context is needed, and one slows every torch call."""
-        return nullcontext() if self.device.type == "cpu" else self.device
-
-    def _reported(self, act: Callable[..., Any], *args: Any) -> Report:
-        try:
-            with (
-                torch.no_grad(),
-                set_current_vllm_config(self.vllm_config),
-                self._default_device(),
-                without_adapters(self.get_model()),
-            ):
-                return {"value": act(*args)}
-        except WeightSyncError as error:
-            return {"error": str(error), "tensors": list(error.tensors)}
-        except Exception as error:  # noqa: BLE001 - a rank that fails reports, or the other ranks would wait for it
-            text = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
-            return {"error": f"engine rank {self.rank}: {text}", "tensors": []}
-
-
-def _plain(report: ProfileReport) -> Report:
-    return {"value": (list(report.files), list(report.problems))}

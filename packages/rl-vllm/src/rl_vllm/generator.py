@@ -13,15 +13,14 @@ import numpy as np
 
 from rl_core.errors import GeneratorError, RequestRefused, WeightSyncError
 from rl_core.model_config import GenerationConfig, ModelConfig
-from rl_core.profiling import ProfileOrder, ProfileReport
 from rl_core.rollouts.generation import GenerationRequest, PauseMode, Placement
 from rl_core.rollouts.quantisation import QUANTISATION_NOISE, quantisation_noise
 from rl_core.rollouts.rollout import Completion, WeightSpan
+from rl_core.tracing.profiling import ProfileOrder, ProfileReport
 from rl_core.weights import Manifest, Transport, WeightTarget
 from rl_vllm.config import VllmConfig
 from rl_vllm.engine import process_env
 from rl_vllm.engine.lifecycle import PARTS, Lifecycle
-from rl_vllm.engine.parent_watch import forget_semaphores
 from rl_vllm.plugin import adapter_problem, image_problem, routing_problem
 
 if TYPE_CHECKING:
@@ -36,22 +35,22 @@ class VllmGenerator:
 
     Completions carry float32 logprobs after temperature, top-p and top-k. Only the request's stop tokens and strings
     end a completion; the model's own end of sequence counts if it is among them. Requests in flight finish or are
-    interrupted before a pause takes hold, so that a completion has one weight version; version 0 is what was loaded,
-    and is served unless weights are awaited. `score` is answered during a pause, for the canary of a weight sync.
+    interrupted before a pause takes hold, so that a completion has one weight version. Version 0 is the loaded weights;
+    it is served unless weights are awaited. `score` is answered during a pause, for the canary of a weight sync.
 
-    On CPU sleeping frees nothing, for vLLM cannot; it is accepted and keeps requests waiting all the same. A rehearsal
-    asks for the weights again as GPUs do.
+    On CPU sleeping frees nothing, because vLLM cannot; it is accepted and still keeps requests waiting. A rehearsal
+    needs the weights again as GPUs do.
 
-    Several engines of one process (`Placement.num_engines`) run in processes of their own, and each has an equal share
-    of `gpu_memory_utilization`.
+    Several engines of one process (`Placement.num_engines`) run in separate processes, and each has an equal share of
+    `gpu_memory_utilization`.
 
-    If `lora_sync` is `adapter`, weights may arrive without their adapters, which follow by themselves: the engine then
-    applies those of the newest version to every request. It keeps the weights in sleep.
+    If `lora_sync` is `adapter`, weights may arrive without their adapters, which follow separately: the engine then
+    applies the newest adapters to every request. It keeps the weights in sleep.
 
     Args:
         config: Neutral settings of generation.
         backend: Settings of vLLM.
-        model: What to load.
+        model: Model to load.
         placement: Device, GPUs and threads of this replica, whose ranks share a node.
     """
 
@@ -84,47 +83,34 @@ class VllmGenerator:
         """Load the engine.
 
         Raises:
-            GeneratorError: With the reason, if it does not come up or cannot do what is asked of it.
+            GeneratorError: With the reason, if it does not come up or does not support the settings.
         """
-        if self._placement.reports_routing:
-            problem = routing_problem(self._backend, self._placement.kind)
-            if problem:
-                raise GeneratorError(f"the routing of experts is not reported: {problem}")
-        if self._applies_adapters:
-            problem = adapter_problem(self._backend, self._model, self._placement.kind)
-            if problem:
-                raise GeneratorError(f"adapters cannot be sent separately: {problem}")
-        if self._model.vision.enabled:
-            problem = image_problem(self._backend, self._model, self._placement.kind)
-            if problem:
-                raise GeneratorError(f"the model cannot be served with images: {problem}")
-        eager = self._backend.is_eager(self._placement.kind)
-        # engines in threads of one process would share vLLM's global state
-        several = self._placement.num_engines > 1
-        if several and self._backend.own_process is False:
-            raise GeneratorError(
-                "vllm_cfg.own_process=false: a replica with opponents has several engines, each in its own process. "
-                "Remove this key"
-            )
-        own_process = several or self._backend.has_own_process(self._placement.kind)
+        self._check_settings()
+        backend, placement = self._backend, self._placement
+        eager = backend.is_eager(placement.kind)
+        own_process = placement.num_engines > 1 or backend.has_own_process(placement.kind)
         process_env.apply(
-            self._placement,
+            placement,
             eager=eager,
             num_ranks=self.num_ranks,
             own_process=own_process,
             environ=os.environ,
-            quantises=self._backend.quantization is not None,
+            quantises=backend.quantization is not None,
         )
-        # vLLM reads the environment when it is imported
+        # vLLM reads the environment when it is imported.
         from rl_vllm.engine.arguments import engine_arguments, image_token_of, starts_empty
 
-        self._check_kernels()
-        # vLLM changes classes of transformers that it runs itself, so the files are read before
-        loaded = self._loaded_files(with_policy=not starts_empty(self._backend, self._placement))
+        if backend.reduced_precision:
+            from rl_vllm.engine.quantisation_kernels import quantisation_problems
+
+            if problems := quantisation_problems(backend.quantization, backend.kv_cache_dtype):
+                raise GeneratorError("; ".join(f"vllm_cfg.{problem}" for problem in problems))
+        # vLLM changes classes of transformers that it runs itself, so the files are read before.
+        loaded = self._loaded_files(with_policy=not starts_empty(backend, placement))
         arguments = engine_arguments(
-            self._backend,
+            backend,
             self._model,
-            self._placement,
+            placement,
             max_len=self._max_len,
             eager=eager,
             extension=self.worker_extension,
@@ -133,20 +119,39 @@ class VllmGenerator:
         if own_process:
             from rl_vllm.engine.process_engine import ProcessEngine
 
-            reports_load = self._placement.reports_load or self._backend.speculation is not None
+            reports_load = placement.reports_load or backend.speculation is not None
             self._engine = await ProcessEngine.start(arguments, reports_load=reports_load)
         else:
             from rl_vllm.engine.local_engine import LocalEngine
 
-            self._engine = await LocalEngine.start(arguments, self._placement.cpu_threads)
-        forget_semaphores()
+            self._engine = await LocalEngine.start(arguments, placement.cpu_threads)
+        process_env.forget_semaphores()
         for target, weights in loaded.items():
             await self._compare_with_files(target, weights)
-        if self._placement.keeps_cache:
+        if placement.keeps_cache:
             self._engine.require_prefix_cache()
         if self._model.vision.enabled:
             self._engine.take_images(image_token=image_token_of(self._model), max_images=self._model.vision.max_images)
         self._lifecycle.load(awaits_weights=self._placement.awaits_weights)
+
+    def _check_settings(self) -> None:
+        backend, device = self._backend, self._placement.kind
+        found = {}
+        if self._placement.reports_routing:
+            found["the routing of experts is not reported"] = routing_problem(backend, device)
+        if self._applies_adapters:
+            found["adapters cannot be sent separately"] = adapter_problem(backend, self._model, device)
+        if self._model.vision.enabled:
+            found["the model cannot be served with images"] = image_problem(backend, self._model, device)
+        for consequence, problem in found.items():
+            if problem:
+                raise GeneratorError(f"{consequence}: {problem}")
+        # Engines in threads of one process would share vLLM's global state.
+        if self._placement.num_engines > 1 and backend.own_process is False:
+            raise GeneratorError(
+                "vllm_cfg.own_process=false: a replica with opponents has several engines, each in its own process. "
+                "Remove this key"
+            )
 
     def _loaded_files(self, *, with_policy: bool) -> dict[WeightTarget, FileWeights]:
         """Read the headers of the files that the engine loads, by the model that they are for."""
@@ -165,7 +170,7 @@ class VllmGenerator:
         return found
 
     async def _compare_with_files(self, target: WeightTarget, weights: FileWeights) -> None:
-        """Compare the weights in files with those that the engine has loaded.
+        """Compare the weights in files with the weights that the engine has loaded.
 
         Raises:
             GeneratorError: If the engine computes another model; it is closed then.
@@ -179,22 +184,8 @@ class VllmGenerator:
             await self.close()
             raise GeneratorError(f"{weights.folder}: {problem}")
 
-    def _check_kernels(self) -> None:
-        """Refuse quantised weights and caches that this machine has no kernels for.
-
-        Raises:
-            GeneratorError: With the reason, and what the machine has kernels for.
-        """
-        if not self._backend.reduced_precision:
-            return
-        from rl_vllm.engine.quantisation_kernels import quantisation_problems
-
-        problems = quantisation_problems(self._backend.quantization, self._backend.kv_cache_dtype)
-        if problems:
-            raise GeneratorError("; ".join(f"vllm_cfg.{problem}" for problem in problems))
-
     async def generate(self, request: GenerationRequest) -> Completion:
-        """One completion; concurrent calls are batched by the engine.
+        """Generate one completion; concurrent calls are batched by the engine.
 
         Raises:
             RequestRefused: If the prompt leaves no room for a completion, or the engine refuses the request.
@@ -217,11 +208,12 @@ class VllmGenerator:
         return self._completion(output, version, num_prompt_tokens)
 
     async def score(self, token_ids: np.ndarray) -> np.ndarray:
-        """float32 `[tokens]`, logprobs of given tokens at temperature 1; index i belongs to token i, the first is 0.
+        """Return float32 `[tokens]`, logprobs of given tokens at temperature 1; index i belongs to token i, the first
+        is 0.
 
         Raises:
             RequestRefused: For more tokens than the engine was set up for.
-            GeneratorError: As `generate`.
+            GeneratorError: If the engine died, or has no whole weights.
         """
         if len(token_ids) > self._max_len:
             raise RequestRefused(f"got {len(token_ids)} tokens; max_model_len is {self._max_len}")
@@ -253,9 +245,8 @@ class VllmGenerator:
             return True
         if not self._placement.shares_devices:
             raise GeneratorError("a replica that does not share its GPUs cannot sleep (Placement.shares_devices)")
-        if (
-            "weights" not in self._lifecycle.asleep
-        ):  # the KV cache may sleep already, after a weight sync that broke off
+        # The KV cache may sleep already, after a weight sync that broke off.
+        if "weights" not in self._lifecycle.asleep:
             await self._running().forget_images()
             await self._running().sleep(self._sleep_level)
             self._lifecycle.sleep()
@@ -277,11 +268,11 @@ class VllmGenerator:
         self._lifecycle.wake(woken)
 
     async def begin(self, manifest: Manifest) -> None:
-        """Make ready; nothing is served from here until a `commit` succeeds.
+        """Prepare for these weights; nothing is served from here until a `commit` succeeds.
 
         Raises:
-            WeightSyncError: Naming tensors the engine does not know, or those that its parameters wait for; or if
-                adapters are to come without weights that it does not have.
+            WeightSyncError: If the engine does not know tensors, or its parameters need others, with their names; or if
+                adapters are announced without weights that it does not have.
             GeneratorError: If requests are in flight; pause first.
         """
         self._lifecycle.begin(manifest)
@@ -300,10 +291,10 @@ class VllmGenerator:
         self._lifecycle.receive(manifest)
 
     async def receive(self, transport: Transport, first_rank: int) -> Sequence[str]:
-        """Receive all tensors as receivers `first_rank`, `first_rank + 1`, ...; returns their digest per engine rank.
+        """Receive all tensors as receivers `first_rank`, `first_rank + 1`, ...; return their digest per engine rank.
 
         Raises:
-            WeightSyncError: Naming rank and phase, or tensors.
+            WeightSyncError: If the transfer fails, with rank and phase, or with tensors.
             GeneratorError: If the weights are asleep.
         """
         if "weights" in self._lifecycle.asleep:
@@ -312,15 +303,25 @@ class VllmGenerator:
         return await self._on_every_rank("receive_weights", order, first_rank)
 
     async def commit(self, version: int) -> None:
-        """Check that every layer computes with what was received, empty the prefix cache unless it is to be kept, then
-        serve this version.
+        """Check that every layer computes with the received tensors, empty the prefix cache unless it is to be kept,
+        then serve this version.
 
         Raises:
-            WeightSyncError: Naming the stale tensors; nothing is served then until a transfer succeeds.
+            WeightSyncError: If tensors are stale, with their names; nothing is served then until a transfer succeeds.
         """
         manifest = self._lifecycle.announced(version)
         if self._backend.quantization is not None:
-            self._measure(await self._on_every_rank("quantisation_error"))
+            errors = await self._on_every_rank("quantisation_error")
+            num_layers, squares = sum(count for count, _ in errors), [found for _, found in errors if found is not None]
+            if not num_layers:
+                raise WeightSyncError(
+                    "vllm_cfg.quantization is set, but no linear layer of this model is quantised: its names match "
+                    "ignored_layers, or vLLM does not quantise this family's layers. Remove vllm_cfg.quantization"
+                )
+            if squares:
+                # Tensor-parallel ranks have parts of the same layers.
+                num_matrices = num_layers // self._backend.tensor_parallel_size
+                self._quantisation_noise = quantisation_noise((sum(squares) / num_layers) ** 0.5, num_matrices)
         stale = await self._on_every_rank("check_received")
         names = tuple(dict.fromkeys(name for found in stale for name in found))
         if names:
@@ -337,8 +338,8 @@ class VllmGenerator:
     async def start_profile(self, order: ProfileOrder) -> ProfileReport:
         """Begin to record every rank of the engine, in the process and thread that compute.
 
-        This is not vLLM's own `start_profile`, which needs `profiler_config` at the start of the engine and writes
-        files of torch only, under names of its own.
+        vLLM's own `start_profile` is not used: it needs `profiler_config` at the start of the engine and writes only
+        files of torch, under other names.
         """
         return _joined(await self._on_every_rank("start_recording", pickle.dumps(order), self.num_ranks))
 
@@ -347,20 +348,20 @@ class VllmGenerator:
         return _joined(await self._on_every_rank("stop_recording"))
 
     async def health(self) -> Mapping[str, Any]:
-        """Numbers worth logging. An engine that has requests and samples nothing hangs. Raises `GeneratorError` if it
-        is dead.
+        """Return numbers worth logging. An engine that has requests and samples nothing hangs. Raises `GeneratorError`
+        if it is dead.
         """
         await self._running().check()
         load = self._running().load if self._placement.reports_load else {}
         speculation = self._backend.speculation
         return {
             "weight_version": self._lifecycle.version,
-            "num_requests": self._lifecycle.num_requests,
+            "num_requests": self._lifecycle.admission.num_inside,
             "num_completions": self._num_completions,
             "num_sampled": self._running().num_sampled,
             **load,
-            # those that are not let in yet, as during a pause, and those in the engine's queue
-            "num_waiting": self._lifecycle.num_waiting + load.get("num_waiting", 0),
+            # Requests wait to be let in, as during a pause, and in the engine's queue.
+            "num_waiting": self._lifecycle.admission.num_waiting + load.get("num_waiting", 0),
             **({} if self._quantisation_noise is None else {QUANTISATION_NOISE: self._quantisation_noise}),
             **({} if speculation is None else self._running().speculation(speculation.min_tokens_per_step).as_health()),
         }
@@ -372,53 +373,30 @@ class VllmGenerator:
         if engine is not None:
             await engine.end()
 
-    def _measure(self, ranks: Sequence[tuple[int, float | None]]) -> None:
-        """Take the error of quantised weights from what the ranks measured.
-
-        Raises:
-            WeightSyncError: If no layer quantises its weights.
-        """
-        num_layers = sum(count for count, _ in ranks)
-        if not num_layers:
-            raise WeightSyncError(
-                "vllm_cfg.quantization is set, but no linear layer of this model is quantised: its names match "
-                "ignored_layers, or vLLM does not quantise this family's layers. Remove vllm_cfg.quantization"
-            )
-        squares = [found for _, found in ranks if found is not None]
-        if squares:
-            # tensor-parallel ranks have parts of the same layers
-            num_matrices = num_layers // self._backend.tensor_parallel_size
-            self._quantisation_noise = quantisation_noise((sum(squares) / num_layers) ** 0.5, num_matrices)
-
     def _completion(self, output: Any, version: int, num_prompt_tokens: int) -> Completion:
         if output.finish_reason not in ("stop", "length", "abort"):
             raise GeneratorError(f"the engine ended a request with {output.finish_reason!r}")
         tokens = np.array(output.token_ids, dtype=np.int32)
         self._num_completions += 1
+        routed_experts = None
+        if self._placement.reports_routing and len(tokens):
+            # int16 `[computed, layers, experts per token]` of all tokens except the last one sampled, or of fewer if
+            # the request was interrupted.
+            routed, num_computed = output.routed_experts, num_prompt_tokens + len(tokens) - 1
+            num_reported = 0 if routed is None else len(routed)
+            if output.finish_reason != "abort" and num_reported < num_computed:
+                raise GeneratorError(f"the engine reported the routing of {num_reported} of {num_computed} tokens")
+            routed_experts = None if routed is None else np.asarray(routed[:num_computed]).astype(np.int16)
         return Completion(
             token_ids=tokens,
             logprobs=np.array(output.logprobs.logprobs, dtype=np.float32),
             stop_reason=output.finish_reason,
             spans=(WeightSpan(version, len(tokens)),) if len(tokens) else (),
-            routed_experts=self._routed_experts(output, num_prompt_tokens + len(tokens) - 1),
+            routed_experts=routed_experts,
         )
 
-    def _routed_experts(self, output: Any, num_computed: int) -> np.ndarray | None:
-        """int16 `[num_computed, layers, experts per token]`: of all tokens but the last one sampled, or of fewer if
-        the request was interrupted.
-        """
-        if not self._placement.reports_routing or not len(output.token_ids):
-            return None
-        routed = output.routed_experts
-        if output.finish_reason == "abort":
-            return None if routed is None else np.asarray(routed[:num_computed]).astype(np.int16)
-        num_reported = 0 if routed is None else len(routed)
-        if num_reported < num_computed:
-            raise GeneratorError(f"the engine reported the routing of {num_reported} of {num_computed} tokens")
-        return np.asarray(routed[:num_computed]).astype(np.int16)
-
     def _salt(self, first_version: int | None) -> str | None:
-        """Of a request's keys and values in the prefix cache, if those of several versions are there."""
+        """Return the salt of a request's keys and values in the prefix cache; None unless it has several versions."""
         if not self._placement.keeps_cache:
             return None
         return f"weight version {self._lifecycle.version if first_version is None else first_version}"
@@ -438,7 +416,7 @@ class VllmGenerator:
 
 
 def _left_out(plans: Sequence[Mapping[str, Any]]) -> tuple[dict[str, str], list[str]]:
-    """Return the tensors that no rank takes, to the reason, and those that parameters of some rank wait for. With
+    """Return the tensors that no rank takes, to the reason, and the tensors that parameters of some rank need. With
     pipeline parallelism each rank knows only its own layers."""
     first = plans[0]["unknown"]
     unknown = {name: reason for name, reason in first.items() if all(name in plan["unknown"] for plan in plans)}
@@ -446,5 +424,5 @@ def _left_out(plans: Sequence[Mapping[str, Any]]) -> tuple[dict[str, str], list[
 
 
 def _joined(ranks: Sequence[tuple[Sequence[str], Sequence[str]]]) -> ProfileReport:
-    """The report of all ranks, from the files and the problems of each."""
+    """Return the report of all ranks, from the files and the problems of each."""
     return ProfileReport.joined([ProfileReport(tuple(files), tuple(problems)) for files, problems in ranks])

@@ -8,11 +8,11 @@ from typing import Any
 
 from rl_core.config import Problem
 from rl_core.devices import Device
-from rl_core.hf_config import num_positions, switches_at
-from rl_core.model_config import LoraConfig, ModelConfig, local_family, local_hf_config
+from rl_core.facts.hf_config import num_positions, switches_at
+from rl_core.facts.vllm_readings import scales_read_otherwise
+from rl_core.model_config import ModelConfig, local_family, local_hf_config
 from rl_core.plugins import BackendPlugin, Preload, Requirement
 from rl_core.run_config import RunConfig
-from rl_core.vllm_readings import scales_read_otherwise
 from rl_vllm.config import MAX_TEMPERATURE, MIN_TEMPERATURE, SpeculationConfig, VllmConfig
 from rl_vllm.engine.process_env import import_variables
 
@@ -22,47 +22,34 @@ MAX_ADAPTER_DIM = 512
 FOLDED = "kv_b_proj"
 """The layer of multi-head latent attention that vLLM computes with only while it reads a prompt."""
 
-
-def _room_for_prompts(section: Any, config: RunConfig) -> Iterable[Problem]:
-    generation = section.generation
-    max_model_len = generation.vllm_cfg.max_model_len
-    if max_model_len is None:
-        return
-    if max_model_len <= generation.max_new_tokens:
-        yield Problem(
-            "generation.vllm_cfg.max_model_len",
-            f"leaves no room for a prompt, because max_new_tokens is {generation.max_new_tokens}",
-            got=max_model_len,
-            remedy="Increase it, or remove this key to use max_total_sequence_length",
-        )
+KEY = "generation.vllm_cfg"
 
 
-def _positions(section: Any, config: RunConfig) -> Iterable[Problem]:
-    max_model_len = section.generation.vllm_cfg.max_model_len
-    fields = local_hf_config(section)
-    limit = num_positions(fields)
-    switch, longest = switches_at(fields), section.max_total_sequence_length
-    # the engine has room for one token more than a row, and chooses by that room
+def _lengths(section: Any, config: RunConfig) -> Iterable[Problem]:
+    """Yield the problems of the length of rows: room for prompts, and the model's positions."""
+    generation, fields = section.generation, local_hf_config(section)
+    max_model_len, longest = generation.vllm_cfg.max_model_len, section.max_total_sequence_length
+    if max_model_len is not None and max_model_len <= generation.max_new_tokens:
+        reason = f"leaves no room for a prompt, because max_new_tokens is {generation.max_new_tokens}"
+        remedy = "Increase it, or remove this key to use max_total_sequence_length"
+        yield Problem(f"{KEY}.max_model_len", reason, got=max_model_len, remedy=remedy)
+    limit, switch = num_positions(fields), switches_at(fields)
+    # The engine has room for one token more than a row, and chooses by that room.
     if switch is not None and (longest > switch) != ((max_model_len or longest) + 1 > switch):
-        yield Problem(
-            "max_total_sequence_length",
-            f"selects other factors of LongRoPE in training than in vLLM, which has room for "
-            f"{max_model_len or longest} tokens: the long factors begin after {switch} tokens",
-            got=longest,
-            remedy=f"Set it below or above {switch}, and remove generation.vllm_cfg.max_model_len",
-        )
+        room = f"room for {max_model_len or longest} tokens: the long factors begin after {switch} tokens"
+        reason = f"selects other factors of LongRoPE in training than in vLLM, which has {room}"
+        remedy = f"Set it below or above {switch}, and remove {KEY}.max_model_len"
+        yield Problem("max_total_sequence_length", reason, got=longest, remedy=remedy)
     if limit is not None and max_model_len is not None and max_model_len > limit:
-        yield Problem(
-            "generation.vllm_cfg.max_model_len",
-            f"exceeds the model's positions, which are for {limit} tokens",
-            got=max_model_len,
-            remedy="Lower it, or extend the positions in hf_config_overrides (rope_parameters, "
-            "max_position_embeddings)",
-        )
+        reason = f"exceeds the model's positions, which are for {limit} tokens"
+        remedy = "Lower it, or extend the positions in hf_config_overrides (rope_parameters, max_position_embeddings)"
+        yield Problem(f"{KEY}.max_model_len", reason, got=max_model_len, remedy=remedy)
 
 
-def _rotary_scales(section: Any, config: RunConfig) -> Iterable[Problem]:
-    found = scales_read_otherwise(local_hf_config(section))
+def _architecture(section: Any, config: RunConfig) -> Iterable[Problem]:
+    """Yield the problems of a model that vLLM computes differently, or cannot split."""
+    fields = local_hf_config(section)
+    found = scales_read_otherwise(fields)
     kind = found.pop("rope_type", None)
     for name, value in found.items():
         yield Problem(
@@ -71,49 +58,32 @@ def _rotary_scales(section: Any, config: RunConfig) -> Iterable[Problem]:
             "compute different logprobs",
             remedy="Set generation.backend=hf, or set other rope_parameters, which changes the model",
         )
-
-
-def _heads(section: Any, config: RunConfig) -> Iterable[Problem]:
-    size = section.generation.vllm_cfg.tensor_parallel_size
-    heads = local_hf_config(section).get("num_attention_heads")
+    size, heads = section.generation.vllm_cfg.tensor_parallel_size, fields.get("num_attention_heads")
     if heads and heads % size:
-        yield Problem(
-            "generation.vllm_cfg.tensor_parallel_size",
-            f"does not divide the model's {heads} attention heads",
-            got=size,
-            remedy="Set it to a divisor",
-        )
+        reason = f"does not divide the model's {heads} attention heads"
+        yield Problem(f"{KEY}.tensor_parallel_size", reason, got=size, remedy="Set it to a divisor")
 
 
-def _temperatures(section: Any, config: RunConfig) -> Iterable[Problem]:
+def _sampling(section: Any, config: RunConfig) -> Iterable[Problem]:
+    """Yield the problems of temperatures, and of speculative decoding."""
     generation = section.generation
-    for key, temperature in (
-        ("temperature", generation.temperature),
-        ("val_temperature", generation.val_temperature),
-    ):
+    for key, temperature in (("temperature", generation.temperature), ("val_temperature", generation.val_temperature)):
         if temperature and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
-            yield Problem(
-                f"generation.{key}",
+            reason, allowed = (
                 "is outside the temperatures at which vLLM samples",
-                got=temperature,
-                allowed=f"{MIN_TEMPERATURE} to {MAX_TEMPERATURE}",
+                f"{MIN_TEMPERATURE} to {MAX_TEMPERATURE}",
             )
-
-
-def _speculation(section: Any, config: RunConfig) -> Iterable[Problem]:
-    generation = section.generation
+            yield Problem(f"generation.{key}", reason, got=temperature, allowed=allowed)
     speculation = generation.vllm_cfg.speculation
-    if speculation is None:
-        return
-    if generation.min_p:
+    if speculation is not None and generation.min_p:
         yield Problem(
             "generation.min_p",
             "does not work with vllm_cfg.speculation: vLLM accepts drafts without it, so that tokens and logprobs "
             "would be those of another distribution",
             got=generation.min_p,
-            remedy="Set top_p or top_k instead, or remove generation.vllm_cfg.speculation",
+            remedy=f"Set top_p or top_k instead, or remove {KEY}.speculation",
         )
-    if speculation.model is not None:
+    if speculation is not None and speculation.model is not None:
         yield from _drafter(speculation, section)
 
 
@@ -121,23 +91,16 @@ def _quantization(section: Any, config: RunConfig) -> Iterable[Problem]:
     quantization = section.generation.vllm_cfg.quantization
     if quantization is None:
         return
-    key = "generation.vllm_cfg.quantization"
     if section.precision != "bfloat16":
-        yield Problem(
-            f"{key}.method",
-            f"quantises weights in bfloat16, but policy.precision is {section.precision}",
-            got=quantization.method,
-            remedy="Set policy.precision=bfloat16, or remove generation.vllm_cfg.quantization",
-        )
+        reason = f"quantises weights in bfloat16, but policy.precision is {section.precision}"
+        remedy = f"Set policy.precision=bfloat16, or remove {KEY}.quantization"
+        yield Problem(f"{KEY}.quantization.method", reason, got=quantization.method, remedy=remedy)
     num_layers = local_hf_config(section).get("num_hidden_layers", 0)
-    kept = quantization.num_first_layers_in_bf16 + quantization.num_last_layers_in_bf16
-    if num_layers and kept >= num_layers:
-        yield Problem(
-            f"{key}.num_first_layers_in_bf16",
-            f"and num_last_layers_in_bf16 together leave none of the model's {num_layers} layers to quantise",
-            got=quantization.num_first_layers_in_bf16,
-            remedy="Lower one of them",
-        )
+    first = quantization.num_first_layers_in_bf16
+    if num_layers and first + quantization.num_last_layers_in_bf16 >= num_layers:
+        reason = f"and num_last_layers_in_bf16 together leave none of the model's {num_layers} layers to quantise"
+        key = f"{KEY}.quantization.num_first_layers_in_bf16"
+        yield Problem(key, reason, got=first, remedy="Lower one of them")
 
 
 MTP_FAMILIES = ("deepseek_v3", "glm4_moe")
@@ -146,8 +109,8 @@ transformers."""
 
 
 def _drafter(speculation: SpeculationConfig, policy: ModelConfig) -> Iterable[Problem]:
-    """Problems of a drafter's files."""
-    key, folder = "generation.vllm_cfg.speculation.model", speculation.model or ""
+    """Yield the problems of a drafter's files."""
+    key, folder = f"{KEY}.speculation.model", speculation.model or ""
     fields = local_hf_config(ModelConfig(model_name=folder))
     if not fields:
         reason, remedy = "is not a folder of this machine with the files of a model", "Download the drafter first"
@@ -155,10 +118,9 @@ def _drafter(speculation: SpeculationConfig, policy: ModelConfig) -> Iterable[Pr
         return
     if speculation.method == "mtp":
         if (family := fields.get("model_type")) not in MTP_FAMILIES:
-            reason = (
-                f"vLLM has not been verified with layers for multi-token prediction in models of the type {family}, "
-                f"only of {', '.join(MTP_FAMILIES)}"
-            )
+            verified = f"only of {', '.join(MTP_FAMILIES)}"
+            layers = "layers for multi-token prediction in models of the type"
+            reason = f"vLLM has not been verified with {layers} {family}, {verified}"
             yield Problem(key, reason, got=folder, remedy="Set another method")
         elif not fields.get("num_nextn_predict_layers"):
             reason = "has no layer for multi-token prediction: its config.json lacks num_nextn_predict_layers"
@@ -182,7 +144,7 @@ computes it for none."""
 
 
 def image_problem(config: VllmConfig, model: ModelConfig, device: Device) -> str:
-    """Why the engine cannot serve this model with images; empty if it can."""
+    """Return why the engine cannot serve this model with images; empty if it can."""
     family = local_family(model)
     if family is not None and family not in IMAGE_FAMILIES:
         return (
@@ -195,16 +157,16 @@ def image_problem(config: VllmConfig, model: ModelConfig, device: Device) -> str
             f"directions, as models of the type {family} do. Use GPUs, or generation.backend=hf"
         )
     if config.speculation is not None:
-        return "speculative decoding has not been verified with images. Remove generation.vllm_cfg.speculation"
+        return f"speculative decoding has not been verified with images. Remove {KEY}.speculation"
     if config.quantization is not None:
-        return "weights in 8 bits have not been verified with images. Remove generation.vllm_cfg.quantization"
+        return f"weights in 8 bits have not been verified with images. Remove {KEY}.quantization"
     return ""
 
 
 def routing_problem(config: VllmConfig, device: Device) -> str:
-    """Why completions cannot carry the experts that tokens were sent to; empty if they can."""
+    """Return why completions cannot carry the experts that tokens were sent to; empty if they can."""
     if not device.runs_on_gpus:
-        # of vLLM 0.32; its AuxOutput connector is part of that model runner
+        # The AuxOutput connector of vLLM 0.32 is part of model runner V2.
         return (
             f"on {device.name} vLLM has only model runner V1, and only V2, which needs Triton, reports routing. Set "
             "generation.backend=hf or megatron"
@@ -212,20 +174,20 @@ def routing_problem(config: VllmConfig, device: Device) -> str:
     if config.speculation is not None:
         return (
             "vLLM has not been verified to leave out the routing of drafts that were not accepted. Remove "
-            "generation.vllm_cfg.speculation"
+            f"{KEY}.speculation"
         )
     if config.pipeline_parallel_size > 1:
-        return "only the last of several pipeline ranks reports. Set generation.vllm_cfg.pipeline_parallel_size=1"
+        return f"only the last of several pipeline ranks reports. Set {KEY}.pipeline_parallel_size=1"
     return ""
 
 
 def adapter_problem(config: VllmConfig, model: ModelConfig, device: Device) -> str:
-    """Why the engine cannot apply the adapters of this model by itself; empty if it can."""
+    """Return why the engine cannot apply the adapters of this model itself; empty if it can."""
     lora = model.lora_cfg
     if config.speculation is not None:
         return (
             "speculative decoding has not been verified with adapters that vLLM applies. Set lora_sync=merged, or "
-            "remove generation.vllm_cfg.speculation"
+            f"remove {KEY}.speculation"
         )
     if model.vision.enabled:
         return (
@@ -235,7 +197,7 @@ def adapter_problem(config: VllmConfig, model: ModelConfig, device: Device) -> s
     if config.quantization is not None:
         return (
             "adapters that vLLM applies to quantised weights have not been verified. Set lora_sync=merged, or remove "
-            "generation.vllm_cfg.quantization"
+            f"{KEY}.quantization"
         )
     if lora.dim > MAX_ADAPTER_DIM:
         return f"vLLM applies adapters up to dim {MAX_ADAPTER_DIM}, but lora_cfg.dim is {lora.dim}"
@@ -248,7 +210,9 @@ def adapter_problem(config: VllmConfig, model: ModelConfig, device: Device) -> s
         return "the engine must keep the base weights of the adapters, but vllm_cfg.sleep_level=2 drops them in sleep"
     if device.runs_on_gpus and model.precision == "float32":
         return "on GPUs vLLM applies adapters only in half precision. Set policy.precision=bfloat16"
-    if "kv_lora_rank" in local_hf_config(model) and _targets(lora, FOLDED):
+    ends = [target.rpartition(".")[2] for target in lora.target_modules]
+    adapts_folded = (lora.match_all_linear or FOLDED in ends) and FOLDED not in lora.exclude_modules
+    if adapts_folded and "kv_lora_rank" in local_hf_config(model):
         return (
             f"vLLM folds {FOLDED} into attention, which then computes without its adapter. Add {FOLDED} to "
             "lora_cfg.exclude_modules"
@@ -256,18 +220,8 @@ def adapter_problem(config: VllmConfig, model: ModelConfig, device: Device) -> s
     return ""
 
 
-def _targets(lora: LoraConfig, layer: str) -> bool:
-    """Return whether layers whose names end so may get an adapter."""
-    ends = [target.rpartition(".")[2] for target in lora.target_modules]
-    return (lora.match_all_linear or layer in ends) and layer not in lora.exclude_modules
-
-
-def _ranks(config: VllmConfig) -> int:
-    return config.num_ranks
-
-
 def _preload(config: VllmConfig, device: Device) -> Preload:
-    """All of vLLM but its engine's core, which imports Ray."""
+    """Return all of vLLM except its engine's core, which imports Ray."""
     worker = "vllm.v1.worker.gpu_worker" if device.runs_on_gpus else "vllm.v1.worker.cpu_worker"
     modules = ("vllm.engine.arg_utils", worker, "vllm.lora.model_manager")
     return Preload(modules, import_variables(device, eager=config.is_eager(device)))
@@ -289,14 +243,13 @@ PLUGIN = BackendPlugin(
     config=VllmConfig,
     worker="rl_vllm.generator:VllmGenerator",
     requirement=Requirement("rl-vllm", {"cpu": ("cpu",), "cuda": ("cuda",)}, imports=("vllm",)),
-    ranks=_ranks,
+    ranks=lambda config: config.num_ranks,
     preload=_preload,
-    checks=(_room_for_prompts, _positions, _rotary_scales, _heads, _temperatures, _speculation, _quantization),
+    checks=(_lengths, _architecture, _sampling, _quantization),
     routing_problem=routing_problem,
     adapter_problem=adapter_problem,
     keeps_cache=True,
-    # they come with vLLM
-    images=Requirement("rl-vllm", imports=("PIL", "torchvision")),
+    images=Requirement("rl-vllm", imports=("PIL", "torchvision")),  # They come with vLLM.
     image_problem=image_problem,
     draft_model=_draft_model,
     draft_head=_draft_head,

@@ -4,35 +4,60 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
-from rl_core.hf_config import with_overrides
-from rl_core.model_config import ModelConfig, language_fields
+from rl_core.facts.hf_config import language_fields, with_overrides
+from rl_core.model_config import ModelConfig
 from rl_core.rollouts.generation import Placement
-from rl_vllm.config import VllmConfig
+from rl_vllm.config import QuantizationConfig, VllmConfig
 
 _log = logging.getLogger(__name__)
 
 
 def problems(section: Mapping[str, Any]) -> list[str]:
-    """Return the engine arguments that this vLLM does not have, models that it is not to decode speculatively or whose
-    weights it does not load, and formats of weights and caches that this machine has no kernels for."""
+    """Return the problems of a model's section as text: engine arguments that this vLLM does not have, models that it
+    does not decode speculatively or whose weights it does not load, and formats of weights and caches that this machine
+    has no kernels for."""
     backend = section["generation"]["vllm_cfg"]
-    found = [
-        *_unknown_arguments(backend["vllm_kwargs"]),
-        *_states_with_drafts(section, backend.get("speculation")),
-        *_formats_without_kernels(backend.get("quantization"), backend.get("kv_cache_dtype", "auto")),
-    ]
+    quantization, kv_cache_dtype = backend.get("quantization"), backend.get("kv_cache_dtype", "auto")
+    # Every import of vLLM takes seconds, so it is done only for a setting that needs it.
+    found = []
+    if given := backend["vllm_kwargs"]:
+        from vllm import AsyncEngineArgs
+
+        known = [field.name for field in fields(AsyncEngineArgs)]
+        for name in (name for name in given if name not in known):
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            found.append(f"generation.vllm_cfg.vllm_kwargs.{name}: is not an argument of vLLM's engine{hint}")
+    if backend.get("speculation") is not None:
+        from transformers import PreTrainedConfig
+
+        from rl_vllm.engine.arguments import has_states
+
+        name = section["model_name"]
+        stored, _ = PreTrainedConfig.get_config_dict(name)
+        if has_states(with_overrides(language_fields(stored), section["hf_config_overrides"])):
+            kept = f"states of sequences (Mamba, linear attention), as {name} does"
+            reason = f"has not been verified with models that keep {kept}: a draft that is refused must leave no trace"
+            found.append(f"generation.vllm_cfg.speculation: {reason} in them. Remove it")
+    if quantization is not None or kv_cache_dtype != "auto":
+        from rl_vllm.engine.quantisation_kernels import quantisation_problems
+
+        config = None if quantization is None else QuantizationConfig.model_validate(dict(quantization))
+        found += [f"generation.vllm_cfg.{problem}" for problem in quantisation_problems(config, kv_cache_dtype)]
     return found or _weights_left_out(section)
 
 
 def _weights_left_out(section: Mapping[str, Any]) -> list[str]:
-    """Compare the headers of a local model's files with what the engine's model would load.
+    """Compare the headers of a local model's files with the tensors that the engine's model would load.
 
     The engine repeats this comparison after it has loaded files, and in every weight sync. So a model that cannot be
     built here, such as one that needs several ranks, is left to them.
@@ -41,11 +66,16 @@ def _weights_left_out(section: Mapping[str, Any]) -> list[str]:
         return []
     model = ModelConfig.model_validate({name: section[name] for name in ModelConfig.model_fields if name in section})
     backend = VllmConfig.model_validate(section["generation"]["vllm_cfg"])
-    # vLLM takes seconds to import
-    from rl_vllm.empty_model import plan_without_weights
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    # Importing the worker corrects vLLM's models as in the engine's processes.
+    import rl_vllm.engine_worker  # noqa: F401
     from rl_vllm.engine.arguments import engine_arguments
     from rl_vllm.generator import VllmGenerator
     from rl_vllm.weights.file_weights import FileWeights
+    from rl_vllm.weights.load_plan import plan_load
 
     extension = VllmGenerator.worker_extension
     placement = Placement("cuda" if torch.cuda.is_available() else "cpu", awaits_weights=True)
@@ -53,7 +83,11 @@ def _weights_left_out(section: Mapping[str, Any]) -> list[str]:
     try:
         weights = FileWeights.of(model, as_sent=True)
         arguments = engine_arguments(VllmConfig(), model, placement, max_len=longest, eager=True, extension=extension)
-        plan = plan_without_weights(arguments, weights.manifest)
+        config = arguments.create_engine_config()
+        with set_current_vllm_config(config), _one_rank():
+            with torch.device("meta"), set_default_torch_dtype(config.model_config.dtype):
+                engine_model = initialize_model(vllm_config=config)
+            plan = plan_load(engine_model, weights.manifest)
     except Exception as error:  # noqa: BLE001 - the engine itself reports what keeps it from starting
         _log.info("the weights of %s are compared when the engine starts: %s", model.model_name, error)
         return []
@@ -62,43 +96,17 @@ def _weights_left_out(section: Mapping[str, Any]) -> list[str]:
     return [f"model_name: {problem}"] if problem else []
 
 
-def _formats_without_kernels(quantization: Mapping[str, Any] | None, kv_cache_dtype: str) -> list[str]:
-    if quantization is None and kv_cache_dtype == "auto":
-        return []
-    from rl_vllm.engine.quantisation_kernels import quantisation_problems
-    from rl_vllm.quantization_config import QuantizationConfig
+@contextmanager
+def _one_rank() -> Iterator[None]:
+    """Give layers the process groups that they look up when they are built."""
+    from vllm import distributed
 
-    config = None if quantization is None else QuantizationConfig.model_validate(dict(quantization))
-    return [f"generation.vllm_cfg.{problem}" for problem in quantisation_problems(config, kv_cache_dtype)]
-
-
-def _states_with_drafts(section: Mapping[str, Any], speculation: Mapping[str, Any] | None) -> list[str]:
-    if speculation is None:
-        return []
-    from transformers import PreTrainedConfig
-
-    from rl_vllm.engine.arguments import has_states
-
-    stored, _ = PreTrainedConfig.get_config_dict(section["model_name"])
-    if not has_states(with_overrides(language_fields(stored), section["hf_config_overrides"])):
-        return []
-    reason = (
-        f"has not been verified with models that keep states of sequences (Mamba, linear attention), as "
-        f"{section['model_name']} does: a draft that is refused must leave no trace in them. Remove it"
-    )
-    return [f"generation.vllm_cfg.speculation: {reason}"]
-
-
-def _unknown_arguments(given: Mapping[str, Any]) -> list[str]:
-    if not given:
-        return []
-    from vllm import AsyncEngineArgs
-
-    known = [field.name for field in fields(AsyncEngineArgs)]
-    found = []
-    for name in given:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            found.append(f"generation.vllm_cfg.vllm_kwargs.{name}: is not an argument of vLLM's engine{hint}")
-    return found
+    with TemporaryDirectory() as folder:
+        meeting = f"file://{folder}/ranks"
+        distributed.init_distributed_environment(1, 0, local_rank=0, backend="gloo", distributed_init_method=meeting)
+        distributed.ensure_model_parallel_initialized(1, 1, backend="gloo")
+        try:
+            yield
+        finally:
+            distributed.destroy_model_parallel()
+            distributed.destroy_distributed_environment()

@@ -13,10 +13,10 @@ from rl_algos.tokenizer import encode_prompt, generation_ends
 from rl_core.data.batch import TOKENS, Batch
 from rl_core.data.ragged import Ragged
 from rl_core.errors import ConfigError
+from rl_core.facts.template_ends import template_ends
 from rl_core.model import LOGPROBS, Model
 from rl_core.rollouts.group import LOSS_MASK, RolloutGroup
 from rl_core.rollouts.rollout import Message
-from rl_core.template_ends import template_ends
 
 
 class Response(NamedTuple):

@@ -16,9 +16,9 @@ from rl_algos.template_coverage import Coverage, thoughts_key
 from rl_algos.tokenizer import check_shown, render
 from rl_algos.tool_calls.formats import format_of
 from rl_core.errors import DataError
+from rl_core.facts.template_ends import OTHER_MARK, POLICY_MARK
 from rl_core.rollouts.rollout import Message
 from rl_core.rollouts.thoughts import THOUGHT_KEYS
-from rl_core.template_ends import OTHER_MARK, POLICY_MARK
 
 _ASKED: Message = {"role": "user", "content": POLICY_MARK}
 

@@ -18,17 +18,21 @@ is replaced as a whole, and so is a section whose `name` chooses another `module
 YAML 1.2 (`no` is text, `1e-5` a number) and reach a text field as typed.
 """
 
-from rl_core.config.changes import RuledChange, changed_keys, keys_when_changed, rule_of, with_absolute_paths
 from rl_core.config.dump import (
     ABSENT,
     Change,
+    RuledChange,
     as_written,
     changed_as_written,
+    changed_keys,
     changed_to_yaml,
     diff,
+    keys_when_changed,
+    rule_of,
     to_override,
     to_yaml,
     tree_to_yaml,
+    with_absolute_paths,
 )
 from rl_core.config.explain import Explanation, explain, explain_all
 from rl_core.config.json_schema import JsonSchema
@@ -40,6 +44,7 @@ from rl_core.config.resolve import Resolved, Values, locale_problem, refusal, re
 from rl_core.config.schema import (
     Config,
     EnvVars,
+    NamedConfig,
     PathText,
     ProblemError,
     Rename,
@@ -47,10 +52,11 @@ from rl_core.config.schema import (
     assemble,
     is_changed,
     plain,
+    section_of,
+    settings_of,
 )
-from rl_core.config.signature import NamedConfig, section_of, settings_of
 from rl_core.config.tree import COMMAND_LINE, DEFAULT, PYTHON, Origin, given_in, option
-from rl_core.problems import Problem, show
+from rl_core.errors import Problem, show
 
 __all__ = [
     "ABSENT",

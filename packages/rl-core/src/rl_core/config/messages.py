@@ -14,7 +14,7 @@ from rl_core.config.keys import Key, all_keys, key_at, value_at
 from rl_core.config.renames import new_keys, replacement
 from rl_core.config.schema import Config, ProblemError
 from rl_core.config.tree import Entry, KeyPath, format_path, parse_path
-from rl_core.problems import Problem, show
+from rl_core.errors import Problem, show
 
 Hint = Callable[[str, Any], str]
 """Explains an unknown key, given with its value; returns an empty string for a key that it does not know either."""

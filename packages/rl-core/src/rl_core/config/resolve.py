@@ -5,21 +5,19 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
 
 from pydantic import ValidationError
 
 from rl_core.config.dump import escaped
-from rl_core.config.keys import Key, all_keys, key_at
+from rl_core.config.keys import Key, all_keys, key_at, value_at
 from rl_core.config.load import RawConfig, interpolate, interpolations
 from rl_core.config.messages import Hint, left_out_to_go_on, nearest, new_names, problems_in, report, without
 from rl_core.config.schema import Config, plain
-from rl_core.config.secrets import hide_values, literal_credentials, with_references
 from rl_core.config.tree import MISSING, KeyPath, Origin, Unquoted, Unset, format_path, leaves, mapped, parse_path
-from rl_core.errors import ConfigError, ConfigProblems
-from rl_core.problems import Problem
+from rl_core.errors import ConfigError, ConfigProblems, Problem, show
 
 C = TypeVar("C", bound=Config)
 
@@ -268,3 +266,75 @@ def _meets(key: KeyPath, paths: set[KeyPath]) -> bool:
     """Return whether a key is one of the paths, or around or below one."""
     texts = [str(segment) for segment in key]
     return any(all(one == str(other) for one, other in zip(texts, path, strict=False)) for path in paths)
+
+
+_ENV_VARS = "env_vars"
+_SECRET_VARIABLE = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD)$", re.IGNORECASE)
+_SECRET_KEY = re.compile(r"(^|_)(api_?key|secret|password|(access|auth)_(key|token))$", re.IGNORECASE)
+_SHORTEST = 4
+"""Characters of the shortest value that is hidden from the messages of other keys."""
+
+
+def literal_credentials(written: Any, references: Mapping[KeyPath, str]) -> Iterator[tuple[KeyPath, Problem]]:
+    """Yield the problems with credentials that the user wrote in the config itself, which is stored with the run and
+    uploaded, by path.
+
+    Args:
+        written: Plain nested values as the user wrote them.
+        references: Interpolations of environment variables by key path.
+    """
+    for path, value in leaves(written).items():
+        is_variable = len(path) > 1 and path[-2] == _ENV_VARS
+        pattern = _SECRET_SECRET_VARIABLE if is_variable else _SECRET_KEY
+        name = str(path[-1])
+        if isinstance(value, Unset) or value in (None, "") or path in references or not pattern.search(name):
+            continue
+        yield (
+            path,
+            Problem(
+                format_path(path),
+                "must not contain a credential, because the config is stored with the run",
+                remedy=f"Write {name}: ${{oc.env:{name.upper()}}} and set {name.upper()} where you start the run",
+            ),
+        )
+
+
+def with_references(values: Any, references: Mapping[KeyPath, str], path: KeyPath = ()) -> Any:
+    """Nested values with the interpolations of environment variables as they were written."""
+    if path in references:
+        return references[path]
+    match values:
+        case dict():
+            return {key: with_references(item, references, (*path, key)) for key, item in values.items()}
+        case list():
+            return [with_references(item, references, (*path, index)) for index, item in enumerate(values)]
+        case _:
+            return values
+
+
+def hide_values(problems: Sequence[Problem], values: Any, references: Mapping[KeyPath, str]) -> list[Problem]:
+    """Return the problems with the names of environment variables in place of their values."""
+    hidden = [(path, text, form) for path, text in references.items() for form in _forms(value_at(values, path))]
+    hidden.sort(key=lambda each: -len(each[2]))
+
+    def without_values(problem: Problem) -> Problem:
+        path = parse_path(problem.key) if problem.key else ()
+
+        def rewrite(said: str) -> str:
+            for other, text, form in hidden:
+                is_own = other[: len(path)] == path or path[: len(other)] == other
+                if is_own or len(form) >= _SHORTEST:
+                    # a word of its own: 1 is not hidden in 10
+                    said = text.join(re.split(rf"(?<![\w.]){re.escape(form)}(?![\w.])", said))
+            return said
+
+        return problem.rewritten(rewrite)
+
+    return [without_values(problem) for problem in problems]
+
+
+def _forms(value: Any) -> set[str]:
+    """The ways in which a message may show a value, also cut."""
+    if value is None or isinstance(value, dict | list):
+        return set()
+    return {str(value), repr(value), json.dumps(value), json.dumps(value, ensure_ascii=False), show(value)}

@@ -1,21 +1,21 @@
-"""The base of every config type, the problems that its validators raise, and types assembled from plugins' sections."""
+"""The base of every config type, problems that validators raise, and types assembled from the sections of plugins."""
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from copy import copy
 from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated, Any, ClassVar, Self
-from uuid import uuid4
+from typing import Annotated, Any, ClassVar, NamedTuple, Self, get_type_hints
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, create_model
-from pydantic.fields import FieldInfo
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, create_model, model_validator
 from pydantic_core import to_jsonable_python
 
 from rl_core.config.tree import KeyPath
-from rl_core.problems import Problem
+from rl_core.errors import Problem
 
 _VARIABLE_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
@@ -130,14 +130,14 @@ class Config(BaseModel):
         return self._references
 
     def with_references(self, references: Mapping[KeyPath, str]) -> Self:
-        """The same config with these references."""
+        """Return the config with these references."""
         config = self.model_copy()
         config._references = dict(references)
         return config
 
 
 def plain(value: Any) -> Any:
-    """A value of a config as nested dicts, lists and scalars, as YAML can hold it."""
+    """Return a value of a config as nested dicts, lists and scalars, as YAML can hold it."""
     return to_jsonable_python(value, inf_nan_mode="constants")
 
 
@@ -152,13 +152,12 @@ def is_changed(section: Config, key: str) -> bool:
 
 
 def _check_variables(variables: dict[str, str]) -> dict[str, str]:
-    problems = [problem for name in variables if (problem := _refusal(name))]
-    if problems:
+    if problems := [problem for name in variables if (problem := _variable_problem(name))]:
         raise ProblemError(*problems)
     return variables
 
 
-def _refusal(name: str) -> Problem | None:
+def _variable_problem(name: str) -> Problem | None:
     if not _VARIABLE_NAME.fullmatch(name):
         remedy = "Use letters, digits and underscores"
         return Problem(name, "is not a valid name for an environment variable", remedy=remedy)
@@ -182,18 +181,16 @@ class Default(Enum):
     OF_TYPE = "the section's type, given no keys"
 
 
-@dataclass(frozen=True)
-class Assembly:
-    """How a type was put together, so that its values pickle although no module holds the type.
+class Parts(NamedTuple):
+    """Parts of an assembled type, from which another process assembles it again.
 
     Args:
-        token: Names the type in every process that its values reach.
-        base: The type extended, or its assembly.
-        sections: Key, type (or its assembly) and default.
-        defaults: Key of the base and the default that it has in place of its own.
+        name: Name of the type.
+        base: Type that it extends, or the parts of an assembled one.
+        sections: Key, type (or its parts) and default of each section.
+        defaults: Keys of the base with their other defaults.
     """
 
-    token: str
     name: str
     base: Any
     sections: tuple[tuple[str, Any, Any], ...]
@@ -201,15 +198,16 @@ class Assembly:
 
 
 class Assembled(Config):
-    """Base of assembled types."""
+    """Base of assembled types. Their values pickle by the parts of the type, because no module holds it."""
 
-    assembly: ClassVar[Assembly]
+    parts_of_type: ClassVar[Parts]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _blank, (self.assembly,), self.__getstate__()
+        return _blank, (self.parts_of_type,), self.__getstate__()
 
 
-_BUILT: dict[str, type[Assembled]] = {}
+_BUILT: dict[Any, type[Assembled]] = {}
+"""Assembled types by their parts: each reading of a config asks for the same ones, which take pydantic some time."""
 
 
 def assemble(
@@ -219,11 +217,11 @@ def assemble(
     base: type[Config] = Config,
     defaults: Mapping[str, Any] | None = None,
 ) -> type[Config]:
-    """A strict config type with the sections of several parties, or a section (`base`) with the keys of others in it.
+    """Return a strict config type with the sections of several parties, or a section (`base`) with further keys.
 
     A section whose fields all have defaults may be left out by the user. Sections may be assembled themselves:
     `assemble("Root", {"policy": assemble("Policy", {"dtensor_cfg": DTensorConfig}, base=PolicyConfig)})`.
-    Values of an assembled type pickle into any process that can import the parts.
+    Values of an assembled type pickle into any process that can import the parts. Equal parts give the same type.
 
     Args:
         name: Name of the type.
@@ -238,38 +236,34 @@ def assemble(
     if taken:
         raise ValueError(f"{base.__name__} has {', '.join(taken)} already: two parties claim the same config key")
     pairs = {key: part if isinstance(part, tuple) else (part, Default.OF_TYPE) for key, part in sections.items()}
-    parts = [name, base, *((key, kind, _compared(default)) for key, (kind, default) in pairs.items())]
-    parts += [(key, _compared(default)) for key, default in (defaults or {}).items()]
-    # every reading of a config asks for the same types, which take pydantic tens of milliseconds
-    found = _BY_PARTS.get(tuple(parts))
-    if found is None:
-        portable = tuple((key, _portable(kind), default) for key, (kind, default) in pairs.items())
-        found = _build(Assembly(uuid4().hex, name, _portable(base), portable, tuple((defaults or {}).items())))
-        _BY_PARTS[tuple(parts)] = found
-    return found
-
-
-_BY_PARTS: dict[tuple[Any, ...], type[Assembled]] = {}
-
-
-def _compared(default: Any) -> Any:
-    """What two defaults are compared by: their types and values, or, if these cannot be told, themselves."""
-    if default is None or default is ... or isinstance(default, str | int | float | bool | Enum):
-        return type(default), default
-    return (type(default), repr(default)) if isinstance(default, Config) else _Same(default)
-
-
-@dataclass(frozen=True)
-class _Same:
-    """Equal only to what holds the same object, which it keeps."""
-
-    value: Any
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.value is other.value
+    others = defaults or {}
+    known = [(key, kind, type(default), repr(default)) for key, (kind, default) in pairs.items()]
+    identity = (name, base, *known, *((key, type(default), repr(default)) for key, default in others.items()))
+    if identity in _BUILT:
+        return _BUILT[identity]
+    fields: dict[str, Any] = {}
+    for key, (kind, default) in pairs.items():
+        if default is Default.OF_TYPE:
+            required = any(field.is_required() for field in kind.model_fields.values())
+            default = Field() if required else Field(default_factory=kind)
+        fields[key] = (kind, default)
+    for key, default in others.items():
+        field = copy(base.model_fields[key])
+        field.default, field.default_factory = default, None
+        fields[key] = (field.annotation, field)
+    built = create_model(
+        name,
+        __base__=(base,) if issubclass(base, Assembled) else (Assembled, base),
+        __module__=base.__module__,
+        __doc__=None if base is Config else base.__doc__,
+        # The parts document the fields. Otherwise pydantic would search all loaded modules for their source.
+        __cls_kwargs__={"use_attribute_docstrings": False},
+        **fields,
+    )
+    portable = tuple((key, _portable(kind), default) for key, (kind, default) in pairs.items())
+    built.parts_of_type = Parts(name, _portable(base), portable, tuple(others.items()))
+    _BUILT[identity] = built
+    return built
 
 
 def _narrows(part: Section, base: type[Config], key: str) -> bool:
@@ -281,49 +275,85 @@ def _narrows(part: Section, base: type[Config], key: str) -> bool:
 
 
 def _portable(kind: Any) -> Any:
-    return kind.assembly if isinstance(kind, type) and issubclass(kind, Assembled) else kind
+    return kind.parts_of_type if isinstance(kind, type) and issubclass(kind, Assembled) else kind
 
 
 def _type(portable: Any) -> Any:
-    if not isinstance(portable, Assembly):
+    if not isinstance(portable, Parts):
         return portable
-    return _BUILT.get(portable.token) or _build(portable)
+    name, base, sections, defaults = portable
+    pairs = {key: (_type(kind), default) for key, kind, default in sections}
+    return assemble(name, pairs, base=_type(base), defaults=dict(defaults))
 
 
-def _build(assembly: Assembly) -> type[Assembled]:
-    base = _type(assembly.base)
-    fields: dict[str, Any] = {key: _field(_type(kind), default) for key, kind, default in assembly.sections}
-    fields |= {key: _redefined(base.model_fields[key], default) for key, default in assembly.defaults}
-    bases = (base,) if issubclass(base, Assembled) else (Assembled, base)
-    doc = None if base is Config else base.__doc__
-    built = create_model(
-        assembly.name,
-        __base__=bases,
-        __module__=base.__module__,
-        __doc__=doc,
-        # the parts describe its fields: pydantic would search all loaded modules for its source
-        __cls_kwargs__={"use_attribute_docstrings": False},
-        **fields,
-    )
-    built.assembly = assembly
-    _BUILT[assembly.token] = built
-    return built
+def _blank(parts: Parts) -> Assembled:
+    kind = _type(parts)
+    blank: Assembled = kind.__new__(kind)
+    return blank
 
 
-def _field(kind: Any, default: Any) -> tuple[Any, Any]:
-    if default is not Default.OF_TYPE:
-        return kind, default
-    required = any(field.is_required() for field in kind.model_fields.values())
-    return kind, Field() if required else Field(default_factory=kind)
+class NamedConfig(Config):
+    """A section that chooses a function or class by `name`; its other keys are the settings of that function."""
+
+    settings_follow_name: ClassVar[bool] = True
+    """True if `name` may be any function or class, whose keys then replace those of the type; False if the keys are
+    fixed and `name` is only the short form of the section."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _a_name_alone(cls, written: Any) -> Any:
+        return {"name": written} if isinstance(written, str) else written
 
 
-def _redefined(field: FieldInfo, default: Any) -> tuple[Any, Any]:
-    """A field as it is, except its default."""
-    changed = copy(field)
-    changed.default, changed.default_factory = default, None
-    return field.annotation, changed
+def section_of(target: Callable[..., Any], base: type[Config], *, derived: Collection[str] = ()) -> type[Config]:
+    """Return a section with the keys of `base`, and in addition the settings of a function or dataclass.
+
+    Settings of a function are its keyword-only parameters, settings of a dataclass its fields, and settings of another
+    class the keyword-only parameters of its constructor. Keys have their annotations as types, and their defaults.
+
+    Args:
+        target: The function or class.
+        base: The keys that choose it.
+        derived: Settings that follow from other keys, and get no key.
+
+    Raises:
+        ValueError: If a setting has no annotation, one that cannot be resolved, or the name of a key of `base`.
+    """
+    name = getattr(target, "__name__", str(target))
+    try:
+        has_constructor = isinstance(target, type) and not dataclasses.is_dataclass(target)
+        hints = get_type_hints(target.__init__ if has_constructor else target)
+    except NameError as error:
+        raise ValueError(f"an annotation of {name} cannot be resolved: {error}") from None
+    defaults = {key: default for key, default in _defaults(target).items() if key not in derived}
+    for key in defaults:
+        if key in base.model_fields:
+            raise ValueError(f"{name} has a setting {key!r}, which is the key that chooses {name}; rename the setting")
+        if key not in hints:
+            raise ValueError(f"the setting {key!r} of {name} has no type annotation, such as {key}: float")
+    return assemble(name, {key: (hints[key], default) for key, default in defaults.items()}, base=base)
 
 
-def _blank(assembly: Assembly) -> Assembled:
-    kind = _type(assembly)
-    return kind.__new__(kind)
+def settings_of(section: Config) -> dict[str, Any]:
+    """Return the settings in a section that `section_of` made."""
+    chosen_by = next(kind for kind in type(section).__mro__ if not issubclass(kind, Assembled))
+    assert issubclass(chosen_by, Config)
+    return {key: getattr(section, key) for key in type(section).model_fields if key not in chosen_by.model_fields}
+
+
+def _defaults(target: Callable[..., Any]) -> dict[str, Any]:
+    """Return the settings of a function or dataclass, with their defaults as pydantic takes them."""
+    if dataclasses.is_dataclass(target):
+        found: dict[str, Any] = {}
+        for field in dataclasses.fields(target):
+            if field.init and field.default_factory is not dataclasses.MISSING:
+                found[field.name] = Field(default_factory=field.default_factory)
+            elif field.init:
+                found[field.name] = ... if field.default is dataclasses.MISSING else field.default
+        return found
+    parameters = inspect.signature(target).parameters.values()
+    return {
+        each.name: ... if each.default is each.empty else each.default
+        for each in parameters
+        if each.kind is each.KEYWORD_ONLY
+    }

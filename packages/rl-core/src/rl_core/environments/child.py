@@ -21,7 +21,7 @@ from rl_core.environments.messages import LENGTH, STACKS, MalformedAnswer, Messa
 from rl_core.environments.rewards import RewardSum
 from rl_core.errors import EnvironmentTimeout, WorkerDied, WorkerError
 from rl_core.images import STORE_VARIABLE
-from rl_core.stacks import PREFIX_VARIABLE
+from rl_core.tracing.stacks import PREFIX_VARIABLE
 from rl_core.user_code import FromFile, is_own
 
 logger = logging.getLogger(__name__)

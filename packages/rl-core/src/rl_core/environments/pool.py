@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rl_core import spans
 from rl_core.environments.child import ChildSpec
 from rl_core.environments.config import EnvironmentConfig
 from rl_core.environments.rewards import RewardSum
 from rl_core.environments.worker import Backlog, Home, QueuedTurn, Worker, fail_all
 from rl_core.rollouts.environment import Conversation, EnvironmentFailure, StepResult
+from rl_core.tracing import spans
 from rl_core.user_code import FromFile
 
 logger = logging.getLogger(__name__)

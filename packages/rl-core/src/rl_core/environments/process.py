@@ -35,7 +35,7 @@ from rl_core.rollouts.environment import (
     StepResult,
     UnusableAnswer,
 )
-from rl_core.stacks import write_stacks_of_child
+from rl_core.tracing.stacks import write_stacks_of_child
 from rl_core.user_code import FromFile, calls_of, place_of, raised_at, resolve
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from rl_core.imports import without_collections
+from rl_core.usage.garbage import without_collections
 
 _NEVER = "ray"
 """A package that reads, when it is imported, variables that differ between processes."""

@@ -12,9 +12,9 @@ from rl_core.user_code import FromFile
 if TYPE_CHECKING:
     from rl_core.config import Config, Problem
     from rl_core.devices import Device
+    from rl_core.facts.model_size import RankMemory
     from rl_core.model import ModelSpec
     from rl_core.model_config import ModelConfig
-    from rl_core.model_size import RankMemory
 
 SectionNames = Callable[[str], tuple[str, ...]]
 """From the dotted key of a section of a config to the names of those within it; none if there is no such section."""

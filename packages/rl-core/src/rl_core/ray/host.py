@@ -16,20 +16,20 @@ from typing import Any
 
 import ray
 
-from rl_core import spans
 from rl_core.data.batch import Batch
 from rl_core.data.shuffle import Chunk, Pick, Shard, pick
 from rl_core.devices.device import NODE_ADDRESS, node_address
 from rl_core.devices.rehearsal import hide_real_gpus
 from rl_core.errors import RLError, WorkerError
-from rl_core.imports import without_collections
 from rl_core.plugins import plugin_packages, resolve
-from rl_core.profiling import Profile, ProfileOrder, ProfileReport
 from rl_core.ray.bounded_log import keep_bounded
 from rl_core.ray.stacks import write_stacks_on_signal
-from rl_core.spans import SpanReport
-from rl_core.stacks import FOLDER as STACKS_FOLDER
-from rl_core.stacks import write_stacks_of
+from rl_core.tracing import spans
+from rl_core.tracing.profiling import Profile, ProfileOrder, ProfileReport
+from rl_core.tracing.spans import SpanReport
+from rl_core.tracing.stacks import FOLDER as STACKS_FOLDER
+from rl_core.tracing.stacks import write_stacks_of
+from rl_core.usage.garbage import without_collections
 from rl_core.usage.meter import Meter, Usage
 
 _log = logging.getLogger(__name__)
@@ -237,7 +237,7 @@ class RestartingHost(AsyncWorkerHost):
 
 def log_to(path: str) -> None:
     """Send log records of this process to a file, those of packages with plugins from INFO and others from WARNING,
-    and on `SIGNAL` of `rl_core.ray.stacks` the stacks of its threads; on that of `rl_core.stacks` they go to a file of
+    and on `SIGNAL` of `rl_core.ray.stacks` the stacks of its threads; on that of `rl_core.tracing.stacks` they go to a file of
     their own.
     """
     write_stacks_on_signal(path)

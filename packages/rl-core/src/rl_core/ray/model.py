@@ -18,9 +18,8 @@ from rl_core.data.microbatch import PAIR, shard
 from rl_core.data.shuffle import Shard, plan_shuffle
 from rl_core.errors import Origin, RLError, WorkerDied, WorkerError, WorkerStalled
 from rl_core.images import IMAGES
-from rl_core.mesh import Coordinates
 from rl_core.metrics import combine
-from rl_core.model import Loss, Metrics, ModelPart, Read, SavedFile, read_columns
+from rl_core.model import Coordinates, Loss, Metrics, ModelPart, Read, SavedFile, read_columns
 from rl_core.ray.calls import fetch, gather
 from rl_core.ray.rows import StoredRows
 from rl_core.ray.stacks import request_stacks

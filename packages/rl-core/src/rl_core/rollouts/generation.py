@@ -10,9 +10,9 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from rl_core.devices import Device, device_named
-from rl_core.profiling import ProfileOrder, ProfileReport
 from rl_core.rollouts.rollout import Completion
 from rl_core.token_filter import TokenFilter
+from rl_core.tracing.profiling import ProfileOrder, ProfileReport
 from rl_core.weights import WeightSink
 
 

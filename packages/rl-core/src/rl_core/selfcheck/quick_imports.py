@@ -1,12 +1,12 @@
 """The first import of the process that ranks are forks of: what it imports then costs a fifth less, as with
-`rl_core.imports.without_collections`, and the ranks, whose models are tiny, collect garbage seldom."""
+`rl_core.usage.garbage.without_collections`, and the ranks, whose models are tiny, collect garbage seldom."""
 
 from __future__ import annotations
 
 import gc
 import os
 
-from rl_core.imports import collect_seldom
+from rl_core.usage.garbage import collect_seldom
 
 
 def _collect() -> None:

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from rl_core.errors import RequestRefused
-from rl_core.profiling import ProfileOrder, ProfileReport
 from rl_core.rollouts.generation import GenerationRequest, SamplingParams
 from rl_core.rollouts.interruption import generate_whole
 from rl_core.rollouts.rollout import Completion
 from rl_core.testing.torch.reference_model import EOS_TOKEN_ID, VOCAB_SIZE, processed_logprobs
 from rl_core.testing.weights import CONTEXT, Bench, WeightSinkSuite, prompt
+from rl_core.tracing.profiling import ProfileOrder, ProfileReport
 
 FILTERS = [
     SamplingParams(12),

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from rl_core.imports import collect_seldom
+from rl_core.usage.garbage import collect_seldom
 
 gc.disable()
 

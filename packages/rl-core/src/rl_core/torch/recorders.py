@@ -1,4 +1,4 @@
-"""Recorders of `rl_core.profiling` that torch has."""
+"""Recorders of `rl_core.tracing.profiling` that torch has."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from rl_core.profiling import ProfileOrder
+from rl_core.tracing.profiling import ProfileOrder
 
 MOST_ALLOCATIONS = 200_000
 """Number of the newest allocations and releases in a memory snapshot."""

@@ -13,7 +13,8 @@ from transformers import (
     AutoModelForMultimodalLM,
 )
 
-from rl_core.model_config import ModelConfig, local_hf_config, num_experts_of
+from rl_core.facts.hf_config import num_experts_of
+from rl_core.model_config import ModelConfig, local_hf_config
 from rl_core.selfcheck.torch.tiny_model import SIZES, write_composite, write_tiny_model
 from rl_core.testing.exhaustive import exhaustive
 from rl_core.torch.files.language_part import KEY_MAPPING, language_names, read_language_config

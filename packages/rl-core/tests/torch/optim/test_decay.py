@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer
 
+from rl_core.facts.optimizer_arguments import OPTIMIZERS
 from rl_core.model_config import ModelConfig, OptimizerConfig
-from rl_core.optimizer_arguments import OPTIMIZERS
 from rl_core.torch.optim.optimizer import build_optimizer, norms_and_biases
 
 FAMILIES = ("gpt2", "gpt_oss", "olmo2", "phi", "qwen2", "qwen3_next", "falcon_h1", "stablelm")

@@ -5,7 +5,7 @@ import inspect
 
 import pytest
 
-from rl_core.optimizer_arguments import OPTIMIZERS, SCHEDULES
+from rl_core.facts.optimizer_arguments import OPTIMIZERS, SCHEDULES
 
 
 @pytest.mark.parametrize(("name", "arguments"), [*OPTIMIZERS.items(), *SCHEDULES.items()])

@@ -9,43 +9,46 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    AttentionInterface,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from rl_core.errors import ConfigError
-from rl_core.model_config import ModelConfig, is_composite
+from rl_core.facts.hf_config import is_composite
+from rl_core.model_config import ModelConfig
 from rl_core.torch.files.language_part import KEY_MAPPING, read_composite_config, read_language_config
 from rl_core.torch.files.model_files import WeightFiles, model_folder
 from rl_core.torch.training.flops import CHUNKED, RECURRENT_LAYERS, ROW_LAYERS
-from rl_dtensor.generation.attention import attend_in_groups
+from rl_dtensor.generation.batch import last_logits
 from rl_dtensor.generation.cache import Kind, RowCache, has_states, row_layers
-from rl_dtensor.generation.whole_rows import last_logits
 from rl_dtensor.model.precision import Kept, widen
-from rl_dtensor.model.rope import fix_frequencies
 from rl_dtensor.model.weights import Catalog, persistent, read_into
+from rl_dtensor.model.whole import fix_frequencies
 
 _logger = logging.getLogger(__name__)
 
-# the code of chunked attention in transformers counts the places of queries with padding (Llama 4)
+# The code of chunked attention in transformers counts the places of queries with padding (Llama 4).
 _LAYER_TYPES = (ROW_LAYERS - {CHUNKED}) | RECURRENT_LAYERS
 
 _PROBE_TOKENS = 9
 
 _FAMILY_ERRORS = (AttributeError, KeyError, RuntimeError, TypeError, ValueError)
-"""Errors of a family's code for what it did not foresee."""
+"""Errors of a family's code for calls that it did not foresee."""
 
 
 def load_model(model: ModelConfig, attn_implementation: str, device: torch.device) -> PreTrainedModel:
-    """The causal language model `model.model_name` in its precision, without dropout; with `vision.enabled` the whole
-    vision-language model.
+    """Load the causal language model `model.model_name` in its precision, without dropout; with `vision.enabled` the
+    whole vision-language model.
 
     Raises:
-        ConfigError: For a type of which `transformers` has no such model, a field in `hf_config_overrides` that the
+        ConfigError: For a type without such a model in `transformers`, a field in `hf_config_overrides` that the
             model does not have, attention that `attn_implementation` does not compute, or weights that are missing.
     """
     config = hf_config(model)
@@ -69,7 +72,8 @@ def load_model(model: ModelConfig, attn_implementation: str, device: torch.devic
             f"transformers does not compute the attention of {model.model_name} with sdpa; set "
             "hf_cfg.attn_implementation=eager"
         )
-    attend_in_groups()
+    # In this process `sdpa` then computes passes over one token by groups of heads.
+    AttentionInterface.register("sdpa", grouped_attention)
     auto: Any = AutoModelForImageTextToText if model.vision.enabled else AutoModelForCausalLM
     is_part = not model.vision.enabled and is_composite(PreTrainedConfig.get_config_dict(model.model_name)[0])
     result: Any = auto.from_pretrained(
@@ -81,7 +85,7 @@ def load_model(model: ModelConfig, attn_implementation: str, device: torch.devic
         key_mapping=KEY_MAPPING if is_part else None,
     )
     loaded, info = result
-    if info["missing_keys"]:  # transformers has filled them at random
+    if info["missing_keys"]:  # transformers has filled them at random.
         raise ConfigError(
             f"the files of {model.model_name} lack {', '.join(sorted(info['missing_keys']))}; save the whole model"
         )
@@ -95,11 +99,11 @@ def load_model(model: ModelConfig, attn_implementation: str, device: torch.devic
 
 @torch.no_grad()
 def _keep_float32(hf: PreTrainedModel, folder: Path) -> None:
-    """Make a model compute in float32 with what a trained model of these files computes with in float32; `transformers`
-    keeps only what the family's class names."""
+    """Make a model compute in float32 with the same tensors as a trained model of these files; `transformers` keeps
+    only the tensors that the family's class lists."""
     try:
         catalog, files = Catalog.of(hf, lambda name: 0), WeightFiles.of(folder)
-    except ValueError:  # no policy trains a model of such files
+    except ValueError:  # No policy trains a model of such files.
         return
     names = Kept.of(hf, catalog, files, hf.dtype).computed
     held = persistent(hf)
@@ -113,7 +117,7 @@ def _keep_float32(hf: PreTrainedModel, folder: Path) -> None:
 
 
 def _has_sdpa(config: PreTrainedConfig) -> bool:
-    """Return whether the family's code takes `sdpa`; true of whole vision-language models."""
+    """Return whether the family's code takes `sdpa`; whole vision-language models do."""
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return True
     family: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -122,11 +126,11 @@ def _has_sdpa(config: PreTrainedConfig) -> bool:
 
 @torch.inference_mode()
 def cache_layers(hf: PreTrainedModel, name: str) -> tuple[Kind, ...] | None:
-    """Kinds of the layers of the cache that a model decodes with; None if it must be decoded without one.
+    """Return the kinds of the layers of the cache that a model decodes with; None if it must be decoded without one.
 
-    A model is decoded without a cache, and a warning says why, if its layers keep something else than a `RowCache`
-    holds, if its code refuses such a cache, or if it does not compute the same token by token as in one pass.
-    Of models without states, logprobs are compared only in float32: in bfloat16 rounding may choose other experts.
+    A model is decoded without a cache, and a warning gives the reason, if its layers keep something else than a
+    `RowCache` holds, if its code refuses such a cache, or if it does not compute the same token by token as in one
+    pass. Logprobs of models without states are compared only in float32: in bfloat16 rounding may choose other experts.
 
     Raises:
         ConfigError: If the model's code fails in a plain pass, or if a token's logprobs change with the tokens after
@@ -142,7 +146,11 @@ def cache_layers(hf: PreTrainedModel, name: str) -> tuple[Kind, ...] | None:
             f"({type(error).__name__}: {error}); use another generation.backend"
         ) from error
     try:
-        kinds = _row_layers(hf.config)
+        foreign = sorted(set(hf.config.get_text_config().to_dict().get("layer_types") or ()) - _LAYER_TYPES)
+        if foreign:
+            known = ", ".join(sorted(_LAYER_TYPES))
+            raise ValueError(f"its layers are {', '.join(foreign)}, and a cache serves {known}")
+        kinds = row_layers(hf.config)
         problem = _cache_problem(hf, kinds, tokens, whole)
     except ValueError as error:
         problem = str(error)
@@ -161,16 +169,8 @@ def cache_layers(hf: PreTrainedModel, name: str) -> tuple[Kind, ...] | None:
     return None
 
 
-def _row_layers(config: PreTrainedConfig) -> tuple[Kind, ...]:
-    """Same as `row_layers`; also raises `ValueError` for layers of types that a `RowCache` is not known to serve."""
-    foreign = sorted(set(config.get_text_config().to_dict().get("layer_types") or ()) - _LAYER_TYPES)
-    if foreign:
-        raise ValueError(f"its layers are {', '.join(foreign)}, and a cache serves {', '.join(sorted(_LAYER_TYPES))}")
-    return row_layers(config)
-
-
 def _cache_problem(hf: PreTrainedModel, kinds: Sequence[Kind], tokens: Tensor, whole: Tensor) -> str:
-    """Why a cache does not serve a model; empty if it does.
+    """Return why a cache does not serve a model; empty if it does.
 
     Args:
         hf: Model to probe.
@@ -194,7 +194,7 @@ def _cache_problem(hf: PreTrainedModel, kinds: Sequence[Kind], tokens: Tensor, w
 
 
 def _largest_difference(found: Tensor, whole: Tensor) -> float:
-    """Largest difference of logprobs, given logits."""
+    """Return the largest difference of logprobs, given logits."""
     return (found.float().log_softmax(-1) - whole.float().log_softmax(-1)).abs().max().item()
 
 
@@ -203,11 +203,52 @@ def _tolerance(logits: Tensor) -> float:
 
 
 def hf_config(model: ModelConfig) -> PreTrainedConfig:
-    """The Hugging Face config of the language model, or with `vision.enabled` of the whole model, with the overrides;
-    raises `ConfigError` naming one it does not know."""
+    """Return the Hugging Face config of the language model, or with `vision.enabled` of the whole model, with the
+    overrides; raises `ConfigError` for an unknown override."""
     read = read_composite_config if model.vision.enabled else read_language_config
     try:
-        config: PreTrainedConfig = read(model.model_name, model.hf_config_overrides)
+        return read(model.model_name, model.hf_config_overrides)
     except ValueError as error:
         raise ConfigError(f"{model.model_name}: {error}") from None
-    return config
+
+
+def grouped_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Compute attention as the `sdpa` function of `transformers`, which with a mask copies keys and values once for
+    every head that shares them.
+
+    The heads that share keys are passed as places of one head, if there is one query, so that nothing is copied. All
+    other calls go to the function of `transformers`.
+
+    Args:
+        module: Attention layer that calls the function.
+        query: `[rows, heads, queries, head_dim]`.
+        key: `[rows, shared heads, columns, head_dim]`.
+        value: Same layout as `key`.
+        attention_mask: Boolean or added to the scores, `[rows, 1, queries, columns]`; None for none.
+        dropout: Share of the attention weights that is dropped.
+        scaling: Scaling of the products; `head_dim ** -0.5` if None.
+        **others: Other arguments that the model passes.
+
+    Returns:
+        `[rows, queries, heads, head_dim]`.
+    """
+    rows, heads, queries, head_dim = query.shape
+    shared = key.shape[1]
+    is_plain = others.get("position_bias") is None and others.get("cache") is None
+    has_mask_of_heads = attention_mask is not None and (attention_mask.dim() != 4 or attention_mask.shape[1] != 1)
+    if queries > 1 or heads == shared or not is_plain or has_mask_of_heads:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others
+        )
+    grouped = query.reshape(rows, shared, heads // shared, head_dim)
+    out = scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling)
+    return out.reshape(rows, 1, heads, value.shape[-1]), None

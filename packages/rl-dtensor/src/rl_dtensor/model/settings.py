@@ -1,4 +1,4 @@
-"""Checks of settings that depend on the device or on the size of the model's heads."""
+"""Checks of settings against the device, the model and one another; read without torch."""
 
 from __future__ import annotations
 
@@ -7,14 +7,30 @@ from typing import Any
 
 from rl_core.config import Problem
 from rl_core.devices import Device
+from rl_core.model import HEADLESS_ROLES, Role
+from rl_core.model_config import LoraConfig, ModelConfig, VisionConfig
 from rl_dtensor.config import AttentionBackend, DTensorConfig
 from rl_dtensor.parallel.sizes import SECTION, text_fields
 
-MOST_FLASH_DIM = 256
+MAX_FLASH_DIM = 256
 """Largest heads that flash attention takes."""
 
 HEAD_DIMS = ("head_dim", "global_head_dim", "v_head_dim")
 """Fields of a Hugging Face config that size heads."""
+
+ATTENTION, DISPATCHER = f"{SECTION}.attention_backend", f"{SECTION}.expert_dispatcher"
+FLOAT8, QAT = f"{SECTION}.float8", f"{SECTION}.qat"
+DRAFT_KEY = "draft_head.model_name"
+_FLASH = ("flash_attention_2", "flash_attention_3")
+
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3", "idefics3", "smolvlm", "internvl")
+"""Model types that train with images."""
+ONLY_WITH_IMAGES = ("qwen2_5_vl", "qwen3_vl")
+"""Families without a causal language model in transformers for their text."""
+SIZED = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
+"""Families whose image processors scale images to a number of pixels."""
+BOTH_WAYS = ("gemma3",)
+"""Families in which the tokens of an image see one another."""
 
 
 def without_softcap(backend: AttentionBackend) -> Problem | None:
@@ -28,48 +44,40 @@ def without_sinks(backend: AttentionBackend) -> Problem | None:
 
 
 def _without(needed: str, backend: AttentionBackend) -> Problem:
-    return Problem(
-        f"{SECTION}.attention_backend",
-        f"does not support the {needed} of this model",
-        got=backend,
-        remedy="Set it to auto or eager, or to flex on GPUs",
-    )
+    remedy = "Set it to auto or eager, or to flex on GPUs"
+    return Problem(ATTENTION, f"does not support the {needed} of this model", got=backend, remedy=remedy)
 
 
 def kernel_problems(backend: DTensorConfig, model: Mapping[str, Any]) -> Iterator[Problem]:
-    """An attention backend whose kernels do not take heads of this model's size, or its soft cap.
+    """Yield the problem of an attention backend that does not take heads of this model's size, or its soft cap.
 
     Args:
         backend: Settings of the backend.
         model: Fields of the model's Hugging Face config; missing fields are not checked.
     """
-    largest = largest_head(model)
-    if backend.attention_backend in ("flash_attention_2", "flash_attention_3") and largest > MOST_FLASH_DIM:
-        yield Problem(
-            f"{SECTION}.attention_backend",
-            f"supports head dimensions up to {MOST_FLASH_DIM}, but this model uses {largest}",
-            got=backend.attention_backend,
-            remedy="Set it to auto or sdpa",
-        )
+    attention, largest = backend.attention_backend, largest_head(model)
+    if attention in _FLASH and largest > MAX_FLASH_DIM:
+        reason = f"supports head dimensions up to {MAX_FLASH_DIM}, but this model uses {largest}"
+        yield Problem(ATTENTION, reason, got=attention, remedy="Set it to auto or sdpa")
     capped = text_fields(model).get("attn_logit_softcapping") is not None
-    if capped and (problem := without_softcap(backend.attention_backend)):
+    if capped and (problem := without_softcap(attention)):
         yield problem
 
 
 def largest_head(model: Mapping[str, Any]) -> int:
-    """Entries of the largest query, key or value head; 0 if the fields do not say."""
+    """Return the entries of the largest query, key or value head; 0 if the fields do not show them."""
     model = text_fields(model)
     hidden, heads = model.get("hidden_size"), model.get("num_attention_heads")
     stated = [model.get(name) for name in HEAD_DIMS]
-    joined = [model.get("qk_nope_head_dim"), model.get("qk_rope_head_dim")]  # of latent attention
-    sizes = [*(size for size in stated if isinstance(size, int)), sum(size for size in joined if isinstance(size, int))]
+    latent = [model.get("qk_nope_head_dim"), model.get("qk_rope_head_dim")]  # Latent attention joins both parts.
+    sizes = [*(size for size in stated if isinstance(size, int)), sum(size for size in latent if isinstance(size, int))]
     if not any(sizes) and isinstance(hidden, int) and isinstance(heads, int) and heads:
         return hidden // heads
     return max(sizes)
 
 
 def device_problems(backend: DTensorConfig, *, precision: str, device: Device | None) -> Iterator[Problem]:
-    """Settings that this device or compute dtype cannot run.
+    """Yield the problems of settings that this device or compute dtype cannot run.
 
     Args:
         backend: Settings of the backend.
@@ -77,36 +85,112 @@ def device_problems(backend: DTensorConfig, *, precision: str, device: Device | 
         device: Device of the workers; None if it is not known yet.
     """
     attention = backend.attention_backend
-    if (
-        device is not None
-        and not device.runs_on_gpus
-        and attention in ("flash_attention_2", "flash_attention_3", "flex")
-    ):
-        yield Problem(
-            f"{SECTION}.attention_backend",
-            f"needs GPUs, but the device is {device.name}",
-            got=attention,
-            allowed="auto, sdpa, eager",
-        )
-    if precision == "float32" and attention in ("flash_attention_2", "flash_attention_3"):
-        yield Problem(
-            f"{SECTION}.attention_backend",
-            "needs half precision, but precision is float32",
-            got=attention,
-            remedy="Set precision=bfloat16, or set this key to auto, sdpa or flex",
-        )
+    no_gpus = f"needs GPUs, but the device is {device.name}" if device is not None and not device.runs_on_gpus else ""
+    if no_gpus and attention in (*_FLASH, "flex"):
+        yield Problem(ATTENTION, no_gpus, got=attention, allowed="auto, sdpa, eager")
+    if precision == "float32" and attention in _FLASH:
+        remedy = "Set precision=bfloat16, or set this key to auto, sdpa or flex"
+        yield Problem(ATTENTION, "needs half precision, but precision is float32", got=attention, remedy=remedy)
     if backend.expert_dispatcher == "deep_ep" and backend.expert_parallel_size > 1:
-        yield from _deep_ep_problems(precision, device)
+        if no_gpus:
+            yield Problem(DISPATCHER, no_gpus, got="deep_ep", allowed="all_to_all")
+        if precision != "bfloat16":
+            reason = f"sends bfloat16, but precision is {precision}"
+            remedy = "Set precision=bfloat16, or expert_dispatcher=all_to_all"
+            yield Problem(DISPATCHER, reason, got="deep_ep", remedy=remedy)
 
 
-def _deep_ep_problems(precision: str, device: Device | None) -> Iterator[Problem]:
-    key = f"{SECTION}.expert_dispatcher"
-    if device is not None and not device.runs_on_gpus:
-        yield Problem(key, f"needs GPUs, but the device is {device.name}", got="deep_ep", allowed="all_to_all")
-    if precision != "bfloat16":
-        yield Problem(
-            key,
-            f"sends bfloat16, but precision is {precision}",
-            got="deep_ep",
-            remedy="Set precision=bfloat16, or expert_dispatcher=all_to_all",
-        )
+def low_precision_problems(
+    backend: DTensorConfig, adapters: LoraConfig, *, precision: str, device: Device | None
+) -> Iterator[Problem]:
+    """Yield the settings of float8 and quantisation-aware training that cannot run, or would have no effect.
+
+    Args:
+        backend: Settings of the backend.
+        adapters: Adapters of the model.
+        precision: Name of the compute dtype, such as `bfloat16`.
+        device: Device of the workers; None if it is not known yet.
+    """
+    qat = backend.qat
+    if backend.float8.enabled and not backend.float8.emulate:
+        if device is not None and not device.runs_on_gpus:
+            reason = f"needs GPUs of compute capability 8.9 or higher, but the device is {device.name}"
+            remedy = f"Set {FLOAT8}.emulate=true to round as float8 does, without its speed, or remove this key"
+            yield Problem(f"{FLOAT8}.enabled", reason, got=True, remedy=remedy)
+        if precision != "bfloat16":
+            reason = f"multiplies into bfloat16, but precision is {precision}"
+            remedy = f"Set precision=bfloat16, or {FLOAT8}.emulate=true"
+            yield Problem(f"{FLOAT8}.enabled", reason, got=True, remedy=remedy)
+    if qat.enabled and backend.float8.enabled:
+        reason = "rounds the weights that float8 products would round again"
+        yield Problem(f"{QAT}.enabled", reason, got=True, remedy=f"Remove {FLOAT8}.enabled or this key")
+    if qat.enabled and adapters.enabled:
+        reason = "rounds the weights that train, but with lora_cfg.enabled only adapters train"
+        remedy = "Set lora_cfg.enabled=false, or remove this key"
+        yield Problem(f"{QAT}.enabled", reason, got=True, remedy=remedy)
+    if qat.enabled and qat.format != "int4" and "group_size" in qat.model_fields_set:
+        yield Problem.unused(f"{QAT}.group_size", f"with {QAT}.format={qat.format}")
+
+
+def vision_build_problems(vision: VisionConfig, backend: DTensorConfig, config: Any, role: Role) -> Iterator[Problem]:
+    """Yield the settings that do not go with a vision-language model, or with its role.
+
+    Args:
+        vision: Settings of images; without `enabled` nothing is checked.
+        backend: Settings of the backend.
+        config: Whole Hugging Face config.
+        role: Role of the model.
+    """
+    if vision.enabled and role in HEADLESS_ROLES:
+        reason = f"is not supported for a {role}, whose head has one output"
+        yield Problem("vision.enabled", reason, got=True, allowed="false")
+    yield from vision_problems(vision, backend, {"model_type": config.model_type})
+
+
+def vision_problems(vision: VisionConfig, backend: DTensorConfig, fields: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield the settings that do not go with a vision-language model.
+
+    Args:
+        vision: Settings of images.
+        backend: Settings of the backend.
+        fields: Fields of the whole Hugging Face config; empty if it is not available.
+    """
+    kind = fields.get("model_type")
+    if not vision.enabled and kind in ONLY_WITH_IMAGES:
+        reason = f"must be true for {kind} models, which cannot be trained as language models"
+        yield Problem("vision.enabled", reason, got=False, remedy="Set it to true; rows need no images")
+    if not vision.enabled:
+        return
+    if (stages := backend.pipeline_parallel_size) > 1:
+        reason = "must be 1 with vision.enabled=true: a vision tower cannot be cut into stages"
+        remedy = "Set it to 1, and tensor_parallel_size or context_parallel_size instead"
+        yield Problem(f"{SECTION}.pipeline_parallel_size", reason, got=stages, remedy=remedy)
+    if kind is None:
+        return
+    if kind not in FAMILIES:
+        allowed = f"false, or a model of one of the families {', '.join(FAMILIES)}"
+        yield Problem("vision.enabled", f"is not supported for {kind} models", allowed=allowed)
+        return
+    for name in ("min_pixels", "max_pixels"):
+        if getattr(vision, name) is not None and kind not in SIZED:
+            reason = f"has no effect on {kind} models, whose images have fixed sizes"
+            yield Problem(f"vision.{name}", reason, remedy="Remove this key")
+    if kind in BOTH_WAYS and backend.attention_backend in _FLASH:
+        reason = f"cannot let the tokens of an image see one another, as {kind} models do"
+        yield Problem(ATTENTION, reason, got=backend.attention_backend, allowed="auto, sdpa, eager, flex")
+
+
+def draft_head_problems(section: ModelConfig, backend: DTensorConfig) -> Iterator[Problem]:
+    """Yield the problems of `draft_head` with the other settings of its model."""
+    if section.draft_head is None:
+        return
+    for size in ("tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size"):
+        if (value := getattr(backend, size)) > 1:
+            reason = "must be 1 with draft_head, because the head reads whole hidden states"
+            yield Problem(f"{SECTION}.{size}", reason, got=value, remedy="Set it to 1, or remove draft_head")
+    if section.vision.enabled:
+        reason = "is not supported with draft_head, because the head does not read images"
+        yield Problem("vision.enabled", reason, got=True, remedy="Remove one of the two")
+    if section.lora_cfg.enabled:
+        reason = "has not been verified with draft_head"
+        yield Problem("lora_cfg.enabled", reason, got=True, remedy="Remove one of the two")

@@ -1,11 +1,11 @@
-"""Gradients of several microbatches, added up before or after they are brought together."""
+"""Gradients of several microbatches, added up before or after they are reduced over the ranks."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from rl_core.model_size import MOMENTS
+from rl_core.facts.model_size import MOMENTS
 from rl_dtensor.config import GradientAccumulation
 from rl_dtensor.parallel.fsdp import local
 from rl_dtensor.parallel.mesh import Mesh
@@ -26,13 +26,13 @@ left to this backend; activations, gathered layers and logits need the rest."""
 
 
 class Accumulation:
-    """Brings the gradients of a sharded module together: those of every microbatch, or the sum of all.
+    """Reduces the gradients of a sharded module over the ranks: after every microbatch, or their sum after the last.
 
-    With HSDP, gradients that are brought together in every microbatch are so within a replica only; replicas add up
-    theirs after the last.
+    With HSDP, gradients are reduced after every microbatch only within a replica; replicas add up theirs after the
+    last.
 
     Args:
-        root: Module whose forward pass is a stage's.
+        root: Module whose forward pass is the pass of a stage.
         keeps_whole: True to add up whole gradients of the microbatches on each rank.
     """
 
@@ -42,7 +42,7 @@ class Accumulation:
         self._is_last = True
 
     def before_backward(self, *, is_last: bool) -> None:
-        """To be called before each backward pass.
+        """Prepare FSDP for a backward pass; to be called before each.
 
         Args:
             is_last: True if no other backward pass follows before the step.
@@ -57,29 +57,23 @@ class Accumulation:
             self._root.set_requires_all_reduce(is_last)
 
     def abandon(self) -> None:
-        """Forget what is added up, after a pass that failed; the next one would continue with it."""
+        """Forget the gradients of a pass that failed; the next pass would add to them."""
         if self._is_last:
             return
         self._root.reset_iter_state()
-        for parameter in _managed(self._root):
+        # FSDP has no public way to drop a gradient that is not yet reduced.
+        units = [each for each in cast("nn.Module", self._root).modules() if isinstance(each, FSDPModule)]
+        groups = [group for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups]
+        for parameter in (parameter for group in groups for parameter in group.fsdp_params):
             parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
         self.before_backward(is_last=True)
 
 
-def _managed(root: FSDPModule) -> Iterator[Any]:
-    """FSDP's own record of each parameter; it has no public way to drop a gradient that is not yet reduced."""
-    assert isinstance(root, nn.Module)
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            for group in module._get_fsdp_state()._fsdp_param_groups:
-                yield from group.fsdp_params
-
-
 @dataclass(frozen=True)
 class GradientMemory:
-    """Bytes on a device that the choice of an accumulation depends on.
+    """Bytes on a device that decide the choice of an accumulation.
 
     Args:
         state: This rank's part of parameters, gradients and optimizer state.
@@ -103,7 +97,12 @@ class GradientMemory:
             state += part.numel() * part.element_size()
             if parameter.requires_grad:
                 state += part.numel() * torch.float32.itemsize * (1 + MOMENTS)
-                whole += parameter.numel() // _split_by_others(parameter) * torch.float32.itemsize
+                parts = 1  # Tensor and expert parallelism split a parameter, and its ranks compute on the parts.
+                if isinstance(parameter, DTensor):
+                    mesh, placements = parameter.device_mesh, parameter.placements
+                    for name, size, placement in zip(mesh.mesh_dim_names or (), mesh.shape, placements, strict=True):
+                        parts *= size if name in ("tp", "ep") and placement.is_shard() else 1
+                whole += parameter.numel() // parts * torch.float32.itemsize
         return cls(0 if cpu_offload else state, whole)
 
     def fits(self, capacity: int) -> bool:
@@ -111,24 +110,12 @@ class GradientMemory:
         return self.state + self.whole <= SHARE * capacity
 
 
-def _split_by_others(parameter: nn.Parameter) -> int:
-    """Number of parts that a parameter is split into by tensor and expert parallelism, whose ranks compute on them."""
-    if not isinstance(parameter, DTensor):
-        return 1
-    parts = 1
-    names = parameter.device_mesh.mesh_dim_names or ()
-    for name, size, placement in zip(names, parameter.device_mesh.shape, parameter.placements, strict=True):
-        if name in ("tp", "ep") and placement.is_shard():
-            parts *= size
-    return parts
-
-
 def keeps_whole_gradients(choice: GradientAccumulation, memory: GradientMemory, mesh: Mesh) -> bool:
     """Return whether whole gradients of the microbatches are added up, the same on every rank; collective.
 
     Args:
         choice: `dtensor_cfg.gradient_accumulation`.
-        memory: Of this rank.
+        memory: Memory of this rank.
         mesh: Mesh of the run.
     """
     if choice != "auto":

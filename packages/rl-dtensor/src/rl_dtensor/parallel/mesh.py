@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import chain, combinations
@@ -16,33 +16,32 @@ from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_r
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from rl_core.devices import Device
-from rl_core.mesh import Coordinates
-from rl_core.model import Rendezvous
+from rl_core.model import Coordinates, Rendezvous
 from rl_core.torch.process_group import join_process_group
 from rl_dtensor.config import DTensorConfig
 from rl_dtensor.parallel.sizes import AxisSizes, combination_problems
 
 Direction = Literal["forward", "backward"]
-"""Which way tensors go through a pipeline: activations forward, their gradients backward."""
+"""Direction of tensors through a pipeline: activations forward, their gradients backward."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The place of this rank among the ranks of its model.
+    """Place of this rank among the ranks of its model, and their groups.
 
     Args:
         sizes: Ranks along each axis.
         kind: The device that it computes on.
-        control: All ranks, on gloo: scalars that decide what every rank does next.
-        axes: `(pp, dp, cp, tp)`, whose groups compute and count together.
-        dense: `(pp, dp_replicate, fsdp, tp)`, over which parameters are split; `fsdp` is `dp_shard x cp`.
-        experts: `(pp, dp_replicate, efsdp, ep)`, over which experts are split; None without expert parallelism. Its
+        control: All ranks, on gloo, for scalars that decide the next action of every rank.
+        axes: `(pp, dp, cp, tp)`; the groups compute and count together.
+        dense: `(pp, dp_replicate, fsdp, tp)`, the mesh that splits parameters; `fsdp` is `dp_shard x cp`.
+        experts: `(pp, dp_replicate, efsdp, ep)`, the mesh that splits experts; None without expert parallelism. Its
             last axis has `ep x tp` ranks, as tensor-parallel ranks share the experts too.
         exchanges: Groups that tokens pass through on their way to experts: the ranks of that axis, or, if it spans
             several nodes, the ranks at one place of each node and then those of a node. Empty without expert
             parallelism.
         ends: The first and the last rank of this rank's pipeline; None if it is neither.
-        edges: Direction and sending pipeline rank, to the group of it and the receiver; of this rank's pipeline.
+        edges: Group of a sender and its receiver by direction and sending pipeline rank, in this rank's pipeline.
     """
 
     rank: int
@@ -68,7 +67,7 @@ class Mesh:
             raise ValueError(f"{problem.key}: {problem.message}")
         sizes = AxisSizes.of(config, rendezvous.world_size)
         if config.compile:
-            # compiled code asks a mesh itself for its groups
+            # Compiled code asks a mesh itself for its groups.
             _forget_meshes()
         join_process_group(rendezvous)
         try:
@@ -81,56 +80,51 @@ class Mesh:
     def of_joined(
         cls, rendezvous: Rendezvous, sizes: AxisSizes, *, control: str = "gloo", node_size: int | None = None
     ) -> Mesh:
-        """Make the groups of the axes out of the ranks that have met; collective.
+        """Make the groups of the axes from the ranks that have met; collective.
 
         Args:
             rendezvous: Place of this rank among them.
             sizes: Ranks along each axis.
-            control: Backend of the group of all ranks that decides what every rank does next.
+            control: Backend of the group of all ranks that decides the next action of every rank.
             node_size: Number of ranks on each node; None to ask the other ranks.
         """
-        timeout = timedelta(seconds=rendezvous.timeout_s)
-        # first of all: groups are named by their number, and so those of equal meshes alike
-        axes = _device_mesh(rendezvous, {"pp": sizes.pp, "dp": sizes.dp, "cp": sizes.cp, "tp": sizes.tp})
-        dense = _device_mesh(
-            rendezvous, {"pp": sizes.pp, "dp_replicate": sizes.dp_replicate, "fsdp": sizes.fsdp, "tp": sizes.tp}
-        )
-        experts = _expert_mesh(rendezvous, sizes)
+        rank, timeout = rendezvous.rank, timedelta(seconds=rendezvous.timeout_s)
+
+        def meshed(**ranks: int) -> DeviceMesh:
+            return init_device_mesh(rendezvous.kind.kernels, tuple(ranks.values()), mesh_dim_names=tuple(ranks))
+
+        # Meshes come first: groups are named by their number, so equal meshes get groups of equal names.
+        axes = meshed(pp=sizes.pp, dp=sizes.dp, cp=sizes.cp, tp=sizes.tp)
+        dense = meshed(pp=sizes.pp, dp_replicate=sizes.dp_replicate, fsdp=sizes.fsdp, tp=sizes.tp)
+        experts: DeviceMesh | None = None
+        if sizes.ep > 1:
+            efsdp, ep = sizes.fsdp // sizes.ep, sizes.ep * sizes.tp
+            experts = meshed(pp=sizes.pp, dp_replicate=sizes.dp_replicate, efsdp=efsdp, ep=ep)
         _recall(dense, experts)
         everyone = dist.new_group(backend=control, timeout=timeout)
         exchanges: Sequence[dist.ProcessGroup] = []
         if experts is not None:
             node_size = node_size or _node_size(rendezvous, everyone)
             exchanges = _exchanges(rendezvous, experts, node_size, timeout)
-        return cls(
-            rendezvous.rank,
-            rendezvous.world_size,
-            sizes,
-            rendezvous.kind,
-            everyone,
-            axes,
-            dense,
-            experts,
-            exchanges,
-            _ends(rendezvous.rank, sizes, timeout),
-            _edges(rendezvous.rank, sizes, timeout),
-        )
+        ends, edges = _pipeline_groups(rank, sizes, timeout)
+        kind, world_size = rendezvous.kind, rendezvous.world_size
+        return cls(rank, world_size, sizes, kind, everyone, axes, dense, experts, exchanges, ends, edges)
 
     @property
     def device(self) -> torch.device:
-        """The device that this rank computes on, as torch names it."""
+        """Device that this rank computes on, for torch."""
         return self.kind.torch_device
 
     @property
     def coordinates(self) -> Coordinates:
-        """This rank's place; `ep` folds into the others."""
+        """Place of this rank; `ep` folds into the others."""
         index = {axis: self.on(axis) for axis in ("pp", "dp", "cp", "tp")}
         index["ep"] = 0 if self.experts is None else self.experts.get_local_rank("ep") // self.sizes.tp
         sizes = self.sizes
         return Coordinates(index, {"pp": sizes.pp, "dp": sizes.dp, "cp": sizes.cp, "tp": sizes.tp, "ep": sizes.ep})
 
     def on(self, axis: str) -> int:
-        """This rank's index on `pp`, `dp`, `cp` or `tp`."""
+        """Return this rank's index on `pp`, `dp`, `cp` or `tp`."""
         return self.axes.get_local_rank(axis)
 
     def group(self, axis: str) -> dist.ProcessGroup:
@@ -142,23 +136,23 @@ class Mesh:
 
     @property
     def sharding(self) -> DeviceMesh:
-        """The mesh FSDP2 shards over, `(fsdp,)` or `(dp_replicate, fsdp)`."""
+        """Mesh over which FSDP2 shards, `(fsdp,)` or `(dp_replicate, fsdp)`."""
         return self.dense["fsdp"] if self.sizes.dp_replicate == 1 else self.dense["dp_replicate", "fsdp"]
 
     @property
     def expert_sharding(self) -> DeviceMesh:
-        """The mesh FSDP2 shards this rank's experts over, `(efsdp,)` or `(dp_replicate, efsdp)`."""
+        """Mesh over which FSDP2 shards this rank's experts, `(efsdp,)` or `(dp_replicate, efsdp)`."""
         assert self.experts is not None
         return self.experts["efsdp"] if self.sizes.dp_replicate == 1 else self.experts["dp_replicate", "efsdp"]
 
     @property
     def num_gradients(self) -> int:
-        """Gradients that FSDP2 averages: those of ranks with different tokens."""
+        """Number of gradients that FSDP2 averages: one for each rank with different tokens."""
         return self.sizes.dp_replicate * self.sizes.fsdp
 
     @property
     def data(self) -> dist.ProcessGroup:
-        """The ranks that hold the same part of the model and other rows."""
+        """Ranks that hold the same part of the model and other rows."""
         return self.group("dp")
 
     @property
@@ -171,17 +165,17 @@ class Mesh:
         torch.manual_seed(seed + self.on("dp"))
 
     def rng_state(self) -> dict[str, Any]:
-        """State of torch's generators."""
+        """Return the state of torch's generators."""
         return self.kind.rng_state()
 
     def set_rng_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `rng_state` returned."""
+        """Continue from a state of `rng_state`."""
         self.kind.set_rng_state(state)
 
     def leave(self) -> None:
         """Leave the groups, and free their threads and connections."""
         dist.destroy_process_group()
-        # DTensor's caches keep the meshes, which would keep their groups, each with a thread that polls
+        # DTensor's caches keep the meshes, which would keep their groups, each with a thread that polls.
         for mesh in (self.axes, self.dense, self.experts):
             if mesh is not None:
                 mesh._pg_registry.clear()
@@ -192,32 +186,28 @@ _known: dict[tuple[object, ...], list[str]] = {}
 
 
 def _recall(*meshes: DeviceMesh | None) -> None:
-    """Use what DTensor has cached with meshes of earlier models of this process, if it holds for these.
+    """Use the results that DTensor has cached with meshes of earlier models of this process, if they are valid here.
 
-    A cached result has the earlier mesh, which finds its groups by their names. It holds for an equal mesh whose groups
-    have these names. Where any of these or of their parts has others, everything is forgotten.
+    A cached result has the earlier mesh, which finds its groups by their names. It is valid for an equal mesh whose
+    groups have these names. If any of these meshes or of their parts has other names, everything is forgotten.
     """
     found: dict[tuple[object, ...], list[str]] = {}
-    for part in chain.from_iterable(_parts(mesh) for mesh in meshes if mesh is not None):
-        ranks = part.mesh
-        known_by = (dist.get_world_size(), tuple(ranks.flatten().tolist()), ranks.shape, part.mesh_dim_names)
-        found[known_by] = [group.group_name for group in part.get_all_groups()]
-    if any(_known.get(mesh, names) != names for mesh, names in found.items()):
+    for mesh in meshes:
+        # Tensors may be split over some of a mesh's axes; a stage of a pipeline has its own.
+        axes = () if mesh is None else (mesh.mesh_dim_names or ())[1:]
+        for chosen in chain.from_iterable(combinations(axes, count) for count in range(1, len(axes) + 1)):
+            if mesh is not None and chosen != ("dp_replicate",):
+                part = mesh[chosen]
+                ranks = part.mesh
+                known_by = (dist.get_world_size(), tuple(ranks.flatten().tolist()), ranks.shape, part.mesh_dim_names)
+                found[known_by] = [group.group_name for group in part.get_all_groups()]
+    if any(_known.get(known_by, names) != names for known_by, names in found.items()):
         _forget_meshes()
     _known.update(found)
 
 
-def _parts(mesh: DeviceMesh) -> Iterator[DeviceMesh]:
-    """The meshes of some of a mesh's axes over which tensors may be split: a stage of a pipeline has its own."""
-    axes = (mesh.mesh_dim_names or ())[1:]
-    for count in range(1, len(axes) + 1):
-        for chosen in combinations(axes, count):
-            if chosen != ("dp_replicate",):
-                yield mesh[chosen]
-
-
 def _forget_meshes() -> None:
-    """Clear what DTensor has cached by mesh."""
+    """Clear DTensor's results that are cached by mesh."""
     _known.clear()
     _clear_sharding_prop_cache()
     clear_redistribute_planner_cache()
@@ -225,26 +215,8 @@ def _forget_meshes() -> None:
     MeshTopoInfo.build_from_mesh.cache_clear()
 
 
-def _device_mesh(rendezvous: Rendezvous, sizes: Mapping[str, int]) -> DeviceMesh:
-    return init_device_mesh(rendezvous.kind.kernels, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-
-
-def _expert_mesh(rendezvous: Rendezvous, sizes: AxisSizes) -> DeviceMesh | None:
-    if sizes.ep == 1:
-        return None
-    return _device_mesh(
-        rendezvous,
-        {
-            "pp": sizes.pp,
-            "dp_replicate": sizes.dp_replicate,
-            "efsdp": sizes.fsdp // sizes.ep,
-            "ep": sizes.ep * sizes.tp,
-        },
-    )
-
-
 def _node_size(rendezvous: Rendezvous, everyone: dist.ProcessGroup) -> int:
-    """Number of ranks on each node; that of all ranks if nodes have different numbers."""
+    """Return the number of ranks on each node; the number of all ranks if nodes have different numbers."""
     places = [torch.zeros((), dtype=torch.int64) for _ in range(rendezvous.world_size)]
     dist.all_gather(places, torch.tensor(rendezvous.local_rank), group=everyone)
     found = [int(place) for place in places]
@@ -271,23 +243,23 @@ def _exchanges(
     return found
 
 
-def _ends(rank: int, sizes: AxisSizes, timeout: timedelta) -> dist.ProcessGroup | None:
-    found = None
+def _pipeline_groups(
+    rank: int, sizes: AxisSizes, timeout: timedelta
+) -> tuple[dist.ProcessGroup | None, dict[tuple[Direction, int], dist.ProcessGroup]]:
+    """Make the groups of the two ends of each pipeline, then a group for each sender and direction.
+
+    One group for both directions could wait in opposite orders at its two ends.
+    """
+    ends, edges = None, {}
     stride = sizes.dp * sizes.cp * sizes.tp
-    for column in range(stride if sizes.pp > 1 else 0):
+    columns = range(stride if sizes.pp > 1 else 0)
+    for column in columns:
         ranks = [column, column + (sizes.pp - 1) * stride]
         group = dist.new_group(ranks, timeout=timeout)
         if rank in ranks:
-            found = group
-    return found
-
-
-def _edges(rank: int, sizes: AxisSizes, timeout: timedelta) -> dict[tuple[Direction, int], dist.ProcessGroup]:
-    """A group per sender and direction: one for both directions could wait in opposite orders at its two ends."""
-    edges = {}
-    stride = sizes.dp * sizes.cp * sizes.tp
+            ends = group
     steps: dict[Direction, int] = {"forward": 1, "backward": -1}
-    for column in range(stride if sizes.pp > 1 else 0):
+    for column in columns:
         for sender in range(sizes.pp):
             for direction, step in steps.items():
                 receiver = (sender + step) % sizes.pp
@@ -295,4 +267,4 @@ def _edges(rank: int, sizes: AxisSizes, timeout: timedelta) -> dict[tuple[Direct
                 group = dist.new_group(ranks, timeout=timeout)
                 if rank % stride == column:
                     edges[direction, sender] = group
-    return edges
+    return ends, edges

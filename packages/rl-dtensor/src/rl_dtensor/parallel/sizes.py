@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_core.config import Problem
-from rl_core.model_config import num_experts_of
+from rl_core.facts.hf_config import num_experts_of
 from rl_dtensor.config import DTensorConfig
 
 SECTION = "dtensor_cfg"
@@ -32,7 +32,7 @@ class AxisSizes:
 
     @classmethod
     def of(cls, config: DTensorConfig, world: int) -> AxisSizes:
-        """All ranks that the other axes leave shard the parameters.
+        """Compute the sizes; all ranks that the other axes leave shard the parameters.
 
         Raises:
             ValueError: If the world is not a multiple of what the config asks for.
@@ -40,69 +40,52 @@ class AxisSizes:
         needed = num_ranks(config)
         if world % needed:
             nearest = max(needed, world // needed * needed)
+            sizes = {name: size for name, size in config.model_dump().items() if name.endswith("_size")}
+            product = " x ".join(f"{name}={size}" for name, size in sizes.items() if isinstance(size, int) and size > 1)
             raise ValueError(
-                f"{_product(config)} needs a multiple of {needed} ranks, but there are {world}. "
+                f"{product or 'the mesh'} needs a multiple of {needed} ranks, but there are {world}. "
                 f"Use {nearest}, or lower one of the sizes"
             )
-        outer = config.pipeline_parallel_size * config.dp_replicate_size
-        inner = config.context_parallel_size * config.tensor_parallel_size
-        return cls(
-            config.pipeline_parallel_size,
-            config.dp_replicate_size,
-            world // (outer * inner),
-            config.context_parallel_size,
-            config.tensor_parallel_size,
-            config.expert_parallel_size,
-        )
+        pp, cp, tp = config.pipeline_parallel_size, config.context_parallel_size, config.tensor_parallel_size
+        dp_shard = world // (pp * config.dp_replicate_size * cp * tp)
+        return cls(pp, config.dp_replicate_size, dp_shard, cp, tp, config.expert_parallel_size)
 
     @property
     def dp(self) -> int:
-        """Ranks with different rows."""
+        """Number of ranks with different rows."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def fsdp(self) -> int:
-        """Ranks that share one copy of a parameter."""
+        """Number of ranks that share one copy of a parameter."""
         return self.dp_shard * self.cp
 
 
 def num_ranks(config: DTensorConfig) -> int:
-    """Ranks that one model needs at least; the world is a multiple of it."""
+    """Return the number of ranks that one model needs at least; the world is a multiple of it."""
     shards = math.lcm(config.context_parallel_size, config.expert_parallel_size)
     return config.pipeline_parallel_size * config.dp_replicate_size * shards * config.tensor_parallel_size
 
 
 def combination_problems(config: DTensorConfig) -> Iterator[Problem]:
-    """Settings that do not go together, whatever the model."""
+    """Yield the settings that do not go together, whatever the model."""
+    no_tensor = "needs tensor parallelism, but tensor_parallel_size is 1"
     if config.sequence_parallel and config.tensor_parallel_size == 1:
-        yield Problem(
-            f"{SECTION}.sequence_parallel",
-            "needs tensor parallelism, but tensor_parallel_size is 1",
-            remedy="Set tensor_parallel_size=2 or more, or sequence_parallel=false",
-        )
+        remedy = "Set tensor_parallel_size=2 or more, or sequence_parallel=false"
+        yield Problem(f"{SECTION}.sequence_parallel", no_tensor, remedy=remedy)
     if config.custom_parallel_plan is not None and config.tensor_parallel_size == 1:
-        yield Problem(
-            f"{SECTION}.custom_parallel_plan",
-            "needs tensor parallelism, but tensor_parallel_size is 1",
-            remedy="Set tensor_parallel_size=2 or more",
-        )
+        yield Problem(f"{SECTION}.custom_parallel_plan", no_tensor, remedy="Set tensor_parallel_size=2 or more")
     if config.expert_dispatcher != "all_to_all" and config.expert_parallel_size == 1:
-        yield Problem.unused(
-            f"{SECTION}.expert_dispatcher",
-            "without expert parallelism",
-            remedy="Set expert_parallel_size=2 or more, or remove this key",
-        )
-    if config.pipeline_chunks_per_rank > 1 and config.pipeline_parallel_size == 1:
-        yield Problem(
-            f"{SECTION}.pipeline_chunks_per_rank",
-            "needs pipeline parallelism, but pipeline_parallel_size is 1",
-            got=config.pipeline_chunks_per_rank,
-            remedy="Set pipeline_parallel_size=2 or more, or pipeline_chunks_per_rank=1",
-        )
+        remedy = "Set expert_parallel_size=2 or more, or remove this key"
+        yield Problem.unused(f"{SECTION}.expert_dispatcher", "without expert parallelism", remedy=remedy)
+    if (chunks := config.pipeline_chunks_per_rank) > 1 and config.pipeline_parallel_size == 1:
+        reason = "needs pipeline parallelism, but pipeline_parallel_size is 1"
+        remedy = "Set pipeline_parallel_size=2 or more, or pipeline_chunks_per_rank=1"
+        yield Problem(f"{SECTION}.pipeline_chunks_per_rank", reason, got=chunks, remedy=remedy)
 
 
 def shape_problems(config: DTensorConfig, model: Mapping[str, Any]) -> Iterator[Problem]:
-    """Settings that do not go with a model.
+    """Yield the settings that do not go with a model.
 
     Args:
         config: Settings of the backend.
@@ -110,79 +93,54 @@ def shape_problems(config: DTensorConfig, model: Mapping[str, Any]) -> Iterator[
             if the config is not available.
     """
     model = text_fields(model)
-    heads = _number(model, "num_attention_heads")
-    kv_heads = _number(model, "num_key_value_heads") or heads
-    tp, cp = config.tensor_parallel_size, config.context_parallel_size
-    for what, count in (("attention heads", heads), ("key-value heads", kv_heads)):
+    heads, stated_kv, layers = (
+        value if isinstance(value := model.get(name), int) else None
+        for name in ("num_attention_heads", "num_key_value_heads", "num_hidden_layers")
+    )
+    kv_heads = stated_kv or heads
+    tp, cp, pp = config.tensor_parallel_size, config.context_parallel_size, config.pipeline_parallel_size
+    for counted, count in (("attention heads", heads), ("key-value heads", kv_heads)):
         if count and count % tp:
-            yield _indivisible("tensor_parallel_size", tp, count, what)
+            yield _indivisible("tensor_parallel_size", tp, count, counted)
             return
     if config.context_parallel_method == "ulysses" and heads and kv_heads:
         own_heads, own_kv = heads // tp, kv_heads // tp
         if own_heads % cp:
             yield _indivisible("context_parallel_size", cp, own_heads, "attention heads of a rank (ulysses)")
         elif own_kv % cp and cp % own_kv:
-            yield Problem(
-                f"{SECTION}.context_parallel_size",
-                f"neither divides the {own_kv} key-value heads of a rank nor is a multiple of them",
-                got=cp,
-                remedy=f"Set it to {_nearest(own_kv, cp)}, or set context_parallel_method=all_gather",
-            )
+            reason = f"neither divides the {own_kv} key-value heads of a rank nor is a multiple of them"
+            remedy = f"Set it to {_nearest(own_kv, cp)}, or set context_parallel_method=all_gather"
+            yield Problem(f"{SECTION}.context_parallel_size", reason, got=cp, remedy=remedy)
     experts = num_experts_of(model)
     ep = config.expert_parallel_size
     if ep > 1 and model and not any("expert" in name for name in model):
-        yield Problem(
-            f"{SECTION}.expert_parallel_size",
-            "must be 1 because this model has no experts",
-            got=ep,
-            remedy="Set it to 1",
-        )
+        reason = "must be 1 because this model has no experts"
+        yield Problem(f"{SECTION}.expert_parallel_size", reason, got=ep, remedy="Set it to 1")
     elif experts and experts % tp:
         yield _indivisible("tensor_parallel_size", tp, experts, "experts")
     elif experts and experts // tp % ep:
         of_each = f"experts of each of {tp} tensor-parallel ranks" if tp > 1 else "experts"
         yield _indivisible("expert_parallel_size", ep, experts // tp, of_each)
-    layers = _number(model, "num_hidden_layers")
-    stages = config.pipeline_parallel_size * config.pipeline_chunks_per_rank
+    stages = pp * config.pipeline_chunks_per_rank
     if layers and stages > layers:
-        yield Problem(
-            f"{SECTION}.pipeline_parallel_size",
+        reason = (
             f"results in {stages} pipeline stages (pipeline_parallel_size x pipeline_chunks_per_rank), but the model "
-            f"has only {layers} layers",
-            got=config.pipeline_parallel_size,
-            remedy=f"Use at most {layers} stages",
+            f"has only {layers} layers"
         )
+        yield Problem(f"{SECTION}.pipeline_parallel_size", reason, got=pp, remedy=f"Use at most {layers} stages")
 
 
 def text_fields(model: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Fields of the language model in a Hugging Face config, which may hold those of other models next to it."""
+    """Return the fields of the language model in a Hugging Face config, which may hold other models next to it."""
     text = model.get("text_config")
     return {**model, **text} if isinstance(text, Mapping) else model
 
 
-def _indivisible(key: str, size: int, count: int, what: str) -> Problem:
-    return Problem(
-        f"{SECTION}.{key}",
-        f"does not divide the model's {count} {what}",
-        got=size,
-        remedy=f"Set it to {_nearest(count, size)}",
-    )
+def _indivisible(key: str, size: int, count: int, counted: str) -> Problem:
+    reason, remedy = f"does not divide the model's {count} {counted}", f"Set it to {_nearest(count, size)}"
+    return Problem(f"{SECTION}.{key}", reason, got=size, remedy=remedy)
 
 
 def _nearest(count: int, size: int) -> int:
     divisors = [candidate for candidate in range(1, count + 1) if count % candidate == 0]
     return min(divisors, key=lambda candidate: (abs(candidate - size), candidate))
-
-
-def _number(model: Mapping[str, Any], name: str) -> int | None:
-    value = model.get(name)
-    return value if isinstance(value, int) else None
-
-
-def _product(config: DTensorConfig) -> str:
-    sizes = {
-        name: size
-        for name, size in config.model_dump().items()
-        if name.endswith("_size") and isinstance(size, int) and size > 1
-    }
-    return " x ".join(f"{name}={size}" for name, size in sizes.items()) or "the mesh"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 
-from rl_core.model_json import MalformedJson, read_model_json
+from rl_core.rollouts.model_json import MalformedJson, read_model_json
 
 Check = Callable[..., bool]
 

@@ -10,8 +10,8 @@ from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
-from rl_core.model_json import MalformedJson, read_model_json
 from rl_core.rollouts.environment import Conversation, StepResult, UnusableAnswer
+from rl_core.rollouts.model_json import MalformedJson, read_model_json
 from rl_envs.fences import fenced_blocks
 from rl_envs.match.json_schema import check_schema, contradiction, same_json, satisfies
 from rl_envs.match.plugin import MatchConfig

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from rl_core.imports import collect_seldom
+from rl_core.usage.garbage import collect_seldom
 from rl_launch.cli import (
     catalog_commands,
     config_commands,

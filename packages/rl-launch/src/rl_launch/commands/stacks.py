@@ -12,7 +12,7 @@ from typing import Any
 
 from rl_core.errors import RLError, RunDirectoryError
 from rl_core.install_command import install_command
-from rl_core.stacks import FOLDER, SIGNAL, SUFFIX
+from rl_core.tracing.stacks import FOLDER, SIGNAL, SUFFIX
 from rl_launch.cluster import process_stacks
 from rl_launch.cluster.process_stacks import ProcessStacks, Registered, is_here, registered, stacks_here
 from rl_launch.run_config.profiling_checks import py_spy_program

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from rl_core.devices import Device
-from rl_core.model_size import RankMemory, size_of_fields, size_of_name
+from rl_core.facts.model_size import RankMemory, size_of_fields, size_of_name
 from rl_launch.backends import ModelBackend
 from rl_launch.model_files.model_facts import hf_fields
 from rl_launch.placement.topology import Topology

@@ -12,7 +12,7 @@ from typing import Any
 from rl_algos import hub
 from rl_core.config import Problem
 from rl_core.errors import ConfigError
-from rl_core.hf_config import custom_code, num_positions, other_task, unread_quantisation
+from rl_core.facts.hf_config import custom_code, num_positions, other_task, unread_quantisation
 from rl_core.model_config import ModelConfig, local_hf_config
 from rl_launch.model_files.weight_files import Header
 

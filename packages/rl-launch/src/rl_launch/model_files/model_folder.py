@@ -12,7 +12,7 @@ from rl_algos import hub
 from rl_core.config import Problem, nearest_as_remedy
 from rl_core.config.tree import reason as in_words
 from rl_core.errors import ConfigError
-from rl_core.model_config import language_fields
+from rl_core.facts.hf_config import language_fields
 from rl_launch.model_files.absent_run import absent_run, run_of_path
 from rl_launch.model_files.foreign_folders import foreign_kind
 from rl_launch.model_files.weight_files import INDEX, SINGLE, Header, weight_file_problems

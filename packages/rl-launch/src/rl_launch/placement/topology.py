@@ -8,8 +8,8 @@ from typing import Any, get_args
 
 from rl_core.config import Problem
 from rl_core.devices import Device
+from rl_core.errors import NOT_GIVEN
 from rl_core.model_config import ColocatedConfig
-from rl_core.problems import NOT_GIVEN
 from rl_core.weights import TransportKind, WeightSyncChoice, WeightSyncEncoding, WeightTarget
 
 GENERATION = "generation"

@@ -20,14 +20,9 @@ from rl_core.config import (
 )
 from rl_core.devices import Device
 from rl_core.errors import ConfigProblems
+from rl_core.facts.hf_config import num_experts_of
 from rl_core.model import HEADLESS_ROLES
-from rl_core.model_config import (
-    BackendConfig,
-    local_family,
-    local_hf_config,
-    local_image_token,
-    num_experts_of,
-)
+from rl_core.model_config import BackendConfig, local_family, local_hf_config, local_image_token
 from rl_launch.backends import (
     Backends,
     GenerationBackend,

@@ -12,7 +12,7 @@ from rl_core.config import Problem, is_changed
 from rl_core.devices import Device
 from rl_core.errors import ConfigError
 from rl_core.install_command import install_command
-from rl_core.profiling import Tool
+from rl_core.tracing.profiling import Tool
 from rl_launch.cluster.device import AUTO, resolve_device
 from rl_launch.run_config.plan import RunPlan
 from rl_launch.session.config import ProfilingConfig

@@ -10,9 +10,9 @@ from pathlib import Path
 import ray
 from ray.actor import ActorHandle
 
-from rl_core import spans
 from rl_core.errors import Origin, RLError
 from rl_core.ray.calls import fetch, wait
+from rl_core.tracing import spans
 from rl_launch.session.traces.step_trace import RESTARTS
 
 _log = logging.getLogger(__name__)

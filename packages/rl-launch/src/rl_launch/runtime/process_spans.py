@@ -12,7 +12,7 @@ from ray.actor import ActorHandle
 
 from rl_core.errors import Origin, RLError
 from rl_core.ray.calls import fetch, wait
-from rl_core.spans import SpanReport, machine_clock
+from rl_core.tracing.spans import SpanReport, machine_clock
 from rl_launch.session.traces.step_trace import Collected
 
 _log = logging.getLogger(__name__)

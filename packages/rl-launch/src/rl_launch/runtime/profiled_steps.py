@@ -11,8 +11,8 @@ from typing import Any
 import ray
 
 from rl_core.errors import Origin, RLError
-from rl_core.profiling import ProfileOrder, ProfileReport, Tool
 from rl_core.ray.calls import fetch
+from rl_core.tracing.profiling import ProfileOrder, ProfileReport, Tool
 from rl_launch.session.config import ProfilingConfig
 from rl_launch.session.observer import RunObserver
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-from rl_core import spans
 from rl_core.errors import ConfigError, DataError, RLError, WorkerDied
+from rl_core.tracing import spans
 from rl_launch.placement.bundles import DevicesLost, PlacementError
 from rl_launch.session.traces.step_trace import RESTARTS
 

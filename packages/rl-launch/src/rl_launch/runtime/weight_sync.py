@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rl_core import spans
 from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged
 from rl_core.errors import WeightSyncError
 from rl_core.model import LOGPROBS
 from rl_core.ray.calls import gather
+from rl_core.tracing import spans
 from rl_core.weights import Manifest, WeightForm, WeightUpdate
 from rl_launch.placement.residency import Residency
 from rl_launch.placement.topology import GENERATION

@@ -11,12 +11,12 @@ from typing import Any, Protocol
 import numpy as np
 import ray
 
-from rl_core import spans
 from rl_core.errors import GeneratorError, Origin, RLError, WeightSyncError, WorkerDied, WorkerError, WorkerStalled
 from rl_core.model import Part
 from rl_core.ray.calls import settle
 from rl_core.ray.model import RemoteModel
 from rl_core.rollouts.delivery import Delivery, Taken
+from rl_core.tracing import spans
 from rl_core.weights import Manifest, Transport, TransportKind, WeightForm, WeightTarget
 from rl_launch.placement.residency import Residency
 

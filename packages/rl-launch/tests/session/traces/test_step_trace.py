@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from rl_core import spans
-from rl_core.spans import Span, SpanReport
+from rl_core.tracing import spans
+from rl_core.tracing.spans import Span, SpanReport
 from rl_launch.session.traces.step_trace import Collected, StepTrace
 from rl_launch.session.traces.trace_folder import trace_files
 

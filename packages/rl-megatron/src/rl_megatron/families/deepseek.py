@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rl_core.hf_config import HFConfig
+from rl_core.facts.hf_config import HFConfig
 from rl_megatron.conversion.splits import Chunks, Split, Whole
 from rl_megatron.conversion.weight_map import HFTensor, WeightMap
 from rl_megatron.families.dense import (

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch.nn.functional as F
 from transformers import PreTrainedConfig
 
-from rl_core.hf_config import HFConfig
+from rl_core.facts.hf_config import HFConfig
 from rl_megatron.conversion.splits import Chunks, QueryKeyValue, Split, Vocabulary, Whole, gate_up
 from rl_megatron.conversion.weight_map import HFTensor, WeightMap
 from rl_megatron.families.supported import LINEAR_ATTENTION, activation_problem, bias_problem, refuse, window_problem

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from rl_core.hf_config import HFConfig
+from rl_core.facts.hf_config import HFConfig
 from rl_megatron.conversion.splits import Blocks, Chunks, Whole
 from rl_megatron.conversion.weight_map import HFTensor, WeightMap
 from rl_megatron.families.dense import (

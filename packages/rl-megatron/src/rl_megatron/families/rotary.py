@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from rl_core.hf_config import HFConfig
+from rl_core.facts.hf_config import HFConfig
 from rl_megatron.families.supported import rope_problem
 
 

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rl_core.config import Problem
-from rl_core.hf_config import rope_parameters
-from rl_core.model_config import num_experts_of
+from rl_core.facts.hf_config import num_experts_of, rope_parameters
 from rl_megatron.config import KEY, MegatronConfig
 
 Fields = Mapping[str, Any]

@@ -16,8 +16,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer import TransformerConfig
 
 from rl_core.devices import Device
-from rl_core.mesh import Coordinates
-from rl_core.model import Rendezvous
+from rl_core.model import Coordinates, Rendezvous
 from rl_core.torch.process_group import join_process_group
 from rl_megatron.config import MegatronConfig
 

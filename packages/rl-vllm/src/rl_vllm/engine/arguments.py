@@ -19,14 +19,13 @@ from vllm.model_executor.models import ModelRegistry
 from vllm.sampling_params import RequestOutputKind
 
 from rl_core.errors import GeneratorError, RequestRefused
-from rl_core.hf_config import image_token, with_overrides
-from rl_core.model_config import ModelConfig, VisionConfig, is_composite, language_fields
+from rl_core.facts.hf_config import image_token, is_composite, language_fields, with_overrides
+from rl_core.facts.vllm_readings import arguments_for_vllm
+from rl_core.model_config import ModelConfig, VisionConfig
 from rl_core.rollouts.generation import GenerationRequest, Placement
 from rl_core.torch.files.language_part import language_config, read_language_config
 from rl_core.torch.training.lora import is_adapted
-from rl_core.vllm_readings import arguments_for_vllm
 from rl_vllm.config import MAX_TEMPERATURE, MIN_TEMPERATURE, VllmConfig
-from rl_vllm.engine.quantisation import quantisation_arguments
 from rl_vllm.engine.speculation import speculative_config
 from rl_vllm.patches.continued_text import NUM_SAMPLED
 from rl_vllm.patches.model_inspection import inspect_in_this_process
@@ -41,10 +40,10 @@ CPU_BATCH_TOKENS = 4096
 
 @dataclass(frozen=True)
 class AsSent:
-    """Change of a Hugging Face config, as vLLM calls it, to that of the model whose weights are sent: of a composite
-    model its language model, with some fields, and without quantisation.
+    """Change of a Hugging Face config, as vLLM calls it, to the config of the model whose weights are sent. This is the
+    language model of a composite model, with some fields, and without quantisation.
 
-    A model that is served with its vision tower keeps its whole config, and the fields are those of its text.
+    A model that is served with its vision tower keeps its whole config, and its text config gets the fields.
 
     The field `quantization_config` is removed, because some of vLLM's models (gpt-oss) only ask whether there is one,
     and read it if it is None.
@@ -95,7 +94,7 @@ def engine_arguments(
 
     Nothing here chooses a model runner: both of vLLM 0.32's keep what training relies on. A draw depends on its
     request's seed and position, not on the batch (V2 hashes them with the token, V1 has a generator per request);
-    processed logprobs are those of the logits that were drawn from; a prompt's logprobs are those at temperature 1.
+    processed logprobs belong to the logits that were drawn from; a prompt's logprobs are at temperature 1.
     """
     on_cpu = not placement.kind.runs_on_gpus
     utilization = backend.gpu_memory_utilization or (0.6 if placement.shares_devices else 0.9)
@@ -104,27 +103,47 @@ def engine_arguments(
     smallest_batch = max(max_len + 1, CPU_BATCH_TOKENS) if on_cpu else None
     drafting = speculative_config(backend.speculation)
     if smallest_batch is not None and drafting is not None:
-        smallest_batch += 1  # the draft model's place for the token that it begins with
+        smallest_batch += 1  # The draft model needs a place for the token that it begins with.
     is_empty = starts_empty(backend, placement)
     stored, _ = PreTrainedConfig.get_config_dict(model.model_name)
     fields = with_overrides(language_fields(stored), model.hf_config_overrides)
     written = {name: fields[name] for name in model.hf_config_overrides}
-    mending = arguments_for_vllm(_with_defaults(model, fields))
+    whole: Mapping[str, Any] = fields
+    if fields.get("model_type") in CONFIG_MAPPING:
+        # The file leaves out fields that have their defaults.
+        whole = read_language_config(model.model_name, model.hf_config_overrides).to_dict()
+    mending = arguments_for_vllm(whole)
     changed = {**written, **mending.get("hf_overrides", {})}
-    # an engine that reads the weights of a composite model serves it whole
+    # An engine that reads the weights of a composite model serves it whole.
     overrides = {"text_config": changed} if is_composite(stored) else changed
+    further: dict[str, Any] = {"load_format": "dummy" if is_empty else "auto"}
+    further |= image_arguments(model.vision) if model.vision.enabled else {"language_model_only": is_composite(stored)}
+    # Prefixes of states are cached only where prompts are read in parts; None is vLLM's own choice.
+    further["enable_prefix_caching"] = False if on_cpu and has_states(fields) else None
+    if on_cpu and fields.get("kv_lora_rank") is not None:
+        # For latent attention (DeepSeek-V3) on processors with AMX, vLLM (0.32) takes its AMX_MLA backend. It does not
+        # start in float32, and in bfloat16 frees weights that the next weight update needs.
+        further["attention_backend"] = "CPU_MLA"
+    if (quantization := backend.quantization) is not None:
+        # Experts keep their precision.
+        ignored = quantization.ignored(fields.get("num_hidden_layers", 0))
+        further["quantization"] = "online"
+        further["quantization_config"] = {"linear": quantization.method, "ignore": ignored}
+    if applies_adapters:
+        # The engine has room for the adapters of one weight version.
+        further |= {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1}
+        further["max_lora_rank"] = min(rank for rank in get_args(MaxLoRARanks) if rank >= model.lora_cfg.dim)
+        further["lora_target_modules"] = adapted_layers(model)
+    drafter = (drafting or {}).get("model", "")
+    as_sent = AsSent(changed, drafter, with_images=model.vision.enabled)
     return AsyncEngineArgs(
         model=model.model_name,
         tokenizer=model.tokenizer.name,
         dtype=model.precision,
-        # the policy has dequantised what is quantised in the files, and sends it so
-        hf_overrides=(
-            AsSent(changed, (drafting or {}).get("model", ""), with_images=model.vision.enabled)
-            if is_empty
-            else overrides
-        ),
+        # The policy has dequantised the weights of the files, and sends them so.
+        hf_overrides=as_sent if is_empty else overrides,
         enforce_eager=eager,
-        # scoring a row of full length asks for one more token, which is discarded
+        # Scoring a row of full length samples one more token, which is discarded.
         max_model_len=max_len + 1,
         max_num_seqs=backend.max_num_seqs,
         tensor_parallel_size=backend.tensor_parallel_size,
@@ -137,7 +156,7 @@ def engine_arguments(
         enable_return_routed_experts=placement.reports_routing,
         enable_sleep_mode=placement.shares_devices and not on_cpu,
         # vLLM 0.32 dies on CPU when the prompt of a request with a seed is read in parts: it takes back
-        # the token drawn too early by rewinding the request's generator, which CPU generators cannot
+        # the token drawn too early by rewinding the request's generator, which CPU generators cannot do.
         enable_chunked_prefill=not on_cpu,
         max_num_batched_tokens=backend.max_num_batched_tokens or smallest_batch,
         generation_config="vllm",
@@ -146,41 +165,30 @@ def engine_arguments(
         speculative_config=drafting,
         per_request_spec_decode_metrics="none" if drafting is None else "detailed",
         disable_log_stats=True,
-        **(_adapter_arguments(model) if applies_adapters else {}),
-        **{
-            "load_format": "dummy" if is_empty else "auto",
-            **(
-                image_arguments(model.vision) if model.vision.enabled else {"language_model_only": is_composite(stored)}
-            ),
-            # prefixes of states are cached only where prompts are read in parts; None is vLLM's own choice
-            "enable_prefix_caching": False if on_cpu and has_states(fields) else None,
-            **(_latent_attention_on_cpu(fields) if on_cpu else {}),
-            **quantisation_arguments(backend.quantization, fields),
-            **backend.vllm_kwargs,
-        },
+        **{**further, **backend.vllm_kwargs},
     )
 
 
 def image_arguments(vision: VisionConfig) -> dict[str, Any]:
-    """Return the arguments with which the engine serves requests with images.
+    """Return the arguments that make the engine serve requests with images.
 
-    vLLM's cache of processed images is off, because it hands the engine an image once and nothing in its place later,
-    which requests that are made here (`rl_vllm.engine.image_inputs`) cannot rely on; that module has its own.
+    vLLM's cache of processed images is off, because it hands the engine an image once and nothing in its place later.
+    Requests that are made here (`rl_vllm.engine.image_inputs`) cannot rely on that; their module has its own cache.
     """
     pixels = {"min_pixels": vision.min_pixels, "max_pixels": vision.max_pixels}
     given = {name: value for name, value in pixels.items() if value is not None}
     return {
         "limit_mm_per_prompt": {"image": vision.max_images, "video": 0, "audio": 0},
         "mm_processor_cache_gb": 0.0,
-        # by the processor, as for the trainer: vLLM's own layer for it keeps its constants among the weights, where an
-        # engine that starts without weights has random ones (0.32)
+        # The processor normalises, as for the trainer. vLLM's own layer for it keeps its constants among the weights,
+        # and they are random in an engine that starts without weights (0.32).
         "mm_device_do_normalize": False,
         "mm_processor_kwargs": given or None,
     }
 
 
 def image_token_of(model: ModelConfig) -> int:
-    """Return the id of the tokens that stand for an image.
+    """Return the id of the tokens that represent an image.
 
     Raises:
         GeneratorError: If the model has none.
@@ -189,27 +197,15 @@ def image_token_of(model: ModelConfig) -> int:
     token = image_token(stored)
     if token is None:
         raise GeneratorError(
-            f"policy.vision.enabled: the config of {model.model_name} names no image token, so it takes no images. Set "
+            f"policy.vision.enabled: the config of {model.model_name} has no image token, so it takes no images. Set "
             "it to false, or choose a vision-language model"
         )
     return token
 
 
-def _adapter_arguments(model: ModelConfig) -> dict[str, Any]:
-    """Arguments with which the engine has room for the adapters of one weight version."""
-    dim = model.lora_cfg.dim
-    return {
-        "enable_lora": True,
-        "max_loras": 1,
-        "max_cpu_loras": 1,
-        "max_lora_rank": min(rank for rank in get_args(MaxLoRARanks) if rank >= dim),
-        "lora_target_modules": adapted_layers(model),
-    }
-
-
 def adapted_layers(model: ModelConfig) -> list[str]:
-    """Last parts of the names of the layers that the policy puts adapters on; the engine's other layers get no place
-    for any."""
+    """Return the last parts of the names of the layers that the policy puts adapters on; the engine's other layers have
+    no place for any."""
     lora = model.lora_cfg
     if not lora.match_all_linear:
         return sorted({target.rpartition(".")[2] for target in lora.target_modules})
@@ -222,30 +218,10 @@ def adapted_layers(model: ModelConfig) -> list[str]:
 
 
 def starts_empty(backend: VllmConfig, placement: Placement) -> bool:
-    """Return whether the weights that are sent are all that the engine needs, so that it can start with random ones.
+    """Return whether the engine needs only the weights that are sent, so that it can start with random ones.
     Scales of a cache that the engine quantises come only from the model's files.
     """
     return placement.awaits_weights and backend.kv_cache_dtype == "auto"
-
-
-def _with_defaults(model: ModelConfig, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the fields of a language model's config with those that the file leaves out."""
-    if fields.get("model_type") not in CONFIG_MAPPING:
-        return fields
-    found: Mapping[str, Any] = read_language_config(model.model_name, model.hf_config_overrides).to_dict()
-    return found
-
-
-def _latent_attention_on_cpu(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments with which latent attention (DeepSeek-V3) takes weights on CPU.
-
-    On processors with AMX vLLM (0.32) takes its AMX_MLA backend, which does not start in float32, and in bfloat16
-    frees weights that the next weight update needs.
-
-    Args:
-        fields: Fields of the language model's Hugging Face config.
-    """
-    return {"attention_backend": "CPU_MLA"} if fields.get("kv_lora_rank") is not None else {}
 
 
 def has_states(fields: Mapping[str, Any]) -> bool:
@@ -255,7 +231,7 @@ def has_states(fields: Mapping[str, Any]) -> bool:
     Args:
         fields: Fields of the language model's Hugging Face config.
     """
-    # the config within that of a composite model does not say
+    # The config within a composite model's has no architectures.
     names = fields.get("architectures") or [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(fields.get("model_type", ""))]
     found = [ModelRegistry.models.get(name) for name in names]
     return any(each is not None and each.inspect_model_cls().has_inner_state for each in found)
@@ -268,6 +244,12 @@ def sampling_params(request: GenerationRequest, *, max_tokens: int) -> VllmSampl
         RequestRefused: For a temperature that vLLM does not sample at.
     """
     sampling = request.sampling
+    seed = request.seed % 2**63
+    if request.num_sampled:
+        # The rest of a completion has another seed, because some of vLLM's model runners draw the same random numbers
+        # from the start of every request.
+        entropy = np.random.SeedSequence([seed, request.num_sampled])
+        seed = int(entropy.generate_state(1, np.uint64)[0]) % 2**63
     if sampling.temperature and not MIN_TEMPERATURE <= sampling.temperature <= MAX_TEMPERATURE:
         raise RequestRefused(
             f"vLLM samples at temperature 0 or from {MIN_TEMPERATURE} to {MAX_TEMPERATURE}, got {sampling.temperature}"
@@ -280,10 +262,10 @@ def sampling_params(request: GenerationRequest, *, max_tokens: int) -> VllmSampl
         min_p=sampling.min_p,
         stop_token_ids=list(sampling.stop_token_ids),
         stop=list(sampling.stop_strings),
-        skip_special_tokens=False,  # a stop string may be a special token's text
+        skip_special_tokens=False,  # A stop string may be a special token's text.
         ignore_eos=True,
         detokenize=bool(sampling.stop_strings),
-        seed=_seed(request),
+        seed=seed,
         logprobs=0,
         flat_logprobs=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
@@ -292,18 +274,8 @@ def sampling_params(request: GenerationRequest, *, max_tokens: int) -> VllmSampl
     )
 
 
-def _seed(request: GenerationRequest) -> int:
-    """The seed of a request; another one for the rest of a completion, as some of vLLM's model runners draw the same
-    random numbers from the start of every request.
-    """
-    if not request.num_sampled:
-        return request.seed % 2**63
-    entropy = np.random.SeedSequence([request.seed % 2**63, request.num_sampled])
-    return int(entropy.generate_state(1, np.uint64)[0]) % 2**63
-
-
 def scoring_params() -> VllmSamplingParams:
-    """A prompt's own logprobs, which vLLM computes before temperature and filters."""
+    """Return the parameters of a prompt's own logprobs, which vLLM computes before temperature and filters."""
     return VllmSamplingParams(
         max_tokens=1,
         temperature=0.0,

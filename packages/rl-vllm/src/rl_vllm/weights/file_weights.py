@@ -1,19 +1,19 @@
-"""Weights in a model's files that transformers computes with, to be compared with those that the engine loads."""
+"""Weights in a model's files that transformers computes with, to compare them with those that the engine loads."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from rl_core.model_config import ModelConfig, language_fields
-from rl_core.torch.files.model_files import OpenWeights, WeightFiles, model_folder, read_hf_config
+from rl_core.facts.hf_config import language_fields
+from rl_core.model_config import ModelConfig
+from rl_core.torch.files.model_files import WeightFiles, model_folder, read_hf_config
 from rl_core.torch.training.ties import weights_differ
 from rl_core.weights import Manifest, TensorSpec, WeightTarget
 
@@ -59,8 +59,20 @@ class FileWeights:
         is_quantised = "quantization_config" in {**stored, **language_fields(stored)}
         read = names_read(hf, files.names if as_sent else files.file_of)
         with files.open() as opened:
-            tied, apart = _ties(hf, read, opened)
-            tensors = [_spec(files, opened, name, model, as_sent=as_sent) for name in sorted(read) if name not in tied]
+            # Two names in the files may be tied: they belong to one weight of the model.
+            stored_as = {own: name for name, own in read.items()}
+            pairs = [(stored_as.get(x), stored_as.get(y)) for x, y in (hf.all_tied_weights_keys or {}).items()]
+            tied = {alias: owner for alias, owner in pairs if alias is not None and owner is not None}
+            apart = next((pair for pair in tied.items() if weights_differ(opened, *pair)), ())
+            tensors = []
+            for name in (name for name in sorted(read) if name not in tied):
+                if as_sent:
+                    tensors.append(TensorSpec(name, opened.shape(name), model.precision))
+                    continue
+                weight = opened.weights[name]
+                dtype = weight.read((slice(0, 0),) if weight.shape else ()).dtype
+                known = files.stored_as.get(name, name)
+                tensors.append(TensorSpec(known, weight.shape, str(dtype).removeprefix("torch.")))
         manifest = Manifest(version=0, tensors=tuple(tensors), tied=tied, target=target)
         return cls(folder, manifest, apart, is_quantised)
 
@@ -78,7 +90,11 @@ class FileWeights:
                 "policy.hf_config_overrides={tie_word_embeddings: false}"
             )
         found = {"vLLM does not load": list(unknown), "vLLM needs and the files lack": sorted(missing)}
-        parts = [f"{what} {_shown(names)}" for what, names in found.items() if names]
+        parts = []
+        for clause, names in found.items():
+            more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+            if names:
+                parts.append(f"{clause} {', '.join(names[:MAX_NAMED])}{more}")
         if not parts:
             return ""
         return (
@@ -88,7 +104,7 @@ class FileWeights:
 
 
 def names_read(hf: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
-    """Return the names of tensors in files that a model of transformers reads, to the names of its own state that they
+    """Return the names of tensors in files that a model of transformers reads, to the names in its state that they
     are a part of. Buffers that it computes and layers that it leaves out are not among them.
 
     Args:
@@ -101,25 +117,3 @@ def names_read(hf: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
     state = hf.state_dict()
     owned = {name: rename_source_key(name, renamings, converters, hf.base_model_prefix, state)[0] for name in names}
     return {name: own for name, own in owned.items() if own in state}
-
-
-def _ties(hf: Any, read: Mapping[str, str], opened: OpenWeights) -> tuple[dict[str, str], list[str]]:
-    """Names in the files that are a second name of another weight there, to that one, and those whose values differ."""
-    stored = {own: name for name, own in read.items()}
-    pairs = [(stored.get(alias), stored.get(owner)) for alias, owner in (hf.all_tied_weights_keys or {}).items()]
-    tied = {alias: owner for alias, owner in pairs if alias is not None and owner is not None}
-    apart = [pair for pair in tied.items() if weights_differ(opened, *pair)]
-    return tied, [name for pair in apart[:1] for name in pair]
-
-
-def _spec(files: WeightFiles, opened: OpenWeights, name: str, model: ModelConfig, *, as_sent: bool) -> TensorSpec:
-    if as_sent:
-        return TensorSpec(name, opened.shape(name), model.precision)
-    stored = opened.weights[name]
-    sample = stored.read((slice(0, 0),) if stored.shape else ())
-    return TensorSpec(files.stored_as.get(name, name), stored.shape, str(sample.dtype).removeprefix("torch."))
-
-
-def _shown(names: Sequence[str]) -> str:
-    more = len(names) - MAX_NAMED
-    return ", ".join(names[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -12,13 +12,13 @@ import numpy as np
 
 from rl_algos.rollouts.worker.chat import Chat
 from rl_algos.rollouts.worker.conversations import Conversations, EnvironmentClient
-from rl_core import spans
 from rl_core.rollouts.environment import Conversation, StepResult, TrainerState
 from rl_core.rollouts.generation import GenerationRequest, Generator, SamplingParams
 from rl_core.rollouts.interruption import generate_whole
 from rl_core.rollouts.pool import RolloutTurns
 from rl_core.rollouts.program import Reply
 from rl_core.rollouts.rollout import Completion, Message, Prompt, Rollout
+from rl_core.tracing import spans
 
 
 @dataclasses.dataclass

@@ -13,8 +13,8 @@ import numpy as np
 from rl_algos.images.image_tokens import check_images, with_images
 from rl_algos.special_tokens import special_tokens, splits_observations
 from rl_algos.tokenizer import generation_ends, render
+from rl_core.facts.template_ends import OTHER_MARK, POLICY_MARK, template_ends
 from rl_core.rollouts.rollout import Message
-from rl_core.template_ends import OTHER_MARK, POLICY_MARK, template_ends
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,11 @@ from rl_algos.rollouts.worker.client import PlayClient, PlayServices
 from rl_algos.rollouts.worker.conversations import EnvironmentClient
 from rl_algos.rollouts.worker.opponents import Opponents, OpponentSpec
 from rl_algos.tokenizer import load_tokenizer
-from rl_core import spans
 from rl_core.data.batch import Batch
 from rl_core.errors import GeneratorError, RequestRefused
 from rl_core.images import image_digests
 from rl_core.model_config import TokenizerConfig, VisionConfig
 from rl_core.plugins import resolve
-from rl_core.profiling import ProfileOrder, ProfileReport
 from rl_core.rollouts.delivery import Delivery, Taken, score_canary, take_over
 from rl_core.rollouts.generation import Generator
 from rl_core.rollouts.group import RECORD, GroupReport, parts_of
@@ -33,6 +31,8 @@ from rl_core.rollouts.pool import RolloutTask, RolloutTurns
 from rl_core.rollouts.program import OfferingProgram, PreparedProgram, RolloutProgram
 from rl_core.rollouts.record import write_records
 from rl_core.rollouts.rollout import Prompt, Rollout, has_images, has_routing
+from rl_core.tracing import spans
+from rl_core.tracing.profiling import ProfileOrder, ProfileReport
 from rl_core.user_code import FromFile
 from rl_core.weights import Manifest
 

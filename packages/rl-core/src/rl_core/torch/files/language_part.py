@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_core.hf_config import HFConfig, with_overrides
+from rl_core.facts.hf_config import HFConfig, with_overrides
 
 LANGUAGE_PREFIX = re.compile(r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?")
 """Start of the names of the language model's weights in the files of a composite model, which differs by family and by

@@ -17,7 +17,8 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from rl_core.model_config import TokenizerConfig, is_composite
+from rl_core.facts.hf_config import is_composite
+from rl_core.model_config import TokenizerConfig
 from rl_core.torch.files.language_part import language_names, read_composite_config, read_language_config, tower_names
 from rl_core.torch.files.stored import FLOATING, BlockScaledWeight, Slices, StoredMXFP4, StoredTensor, StoredWeight
 from rl_core.torch.process_group import on_rank0

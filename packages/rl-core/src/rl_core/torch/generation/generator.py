@@ -11,13 +11,13 @@ import numpy as np
 
 from rl_core.errors import GeneratorError, RequestRefused, WeightSyncError
 from rl_core.model_config import ModelConfig
-from rl_core.profiling import Profile, ProfileOrder, ProfileReport
 from rl_core.rollouts.generation import GenerationRequest, PauseMode, Placement
 from rl_core.rollouts.rollout import Completion
 from rl_core.torch.generation.decoder import Adoption, Decoder
 from rl_core.torch.generation.row import Row, StopText, Tokenizer
 from rl_core.torch.generation.step_thread import StepThread
 from rl_core.torch.transport import ReceivingEnd
+from rl_core.tracing.profiling import Profile, ProfileOrder, ProfileReport
 from rl_core.weights import Manifest, Transport
 
 Model = TypeVar("Model", bound=Decoder)

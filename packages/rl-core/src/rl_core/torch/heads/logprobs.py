@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rl_core.hf_config import HFConfig
+from rl_core.facts.hf_config import HFConfig
 from rl_core.token_filter import TokenFilter
 from rl_core.torch.heads.head_pass import (
     HeadGradients,

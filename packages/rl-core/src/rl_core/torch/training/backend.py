@@ -41,9 +41,8 @@ from rl_core.data.batch import Batch
 from rl_core.data.microbatch import Pipeline
 from rl_core.data.ragged import Ragged
 from rl_core.devices import Device
-from rl_core.mesh import Coordinates
 from rl_core.metrics import Metric
-from rl_core.model import Read
+from rl_core.model import Coordinates, Read
 from rl_core.torch.loss import Rows
 from rl_core.torch.residency import Residency
 from rl_core.torch.training.checkpoint_files import KeptSavePlanner

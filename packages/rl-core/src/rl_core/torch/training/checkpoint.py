@@ -14,8 +14,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from rl_core.mesh import Coordinates
-from rl_core.model import ModelPart, SavedFile
+from rl_core.model import Coordinates, ModelPart, SavedFile
 from rl_core.torch.optim.optimizer import WAYS_TO_STEP
 from rl_core.torch.process_group import on_rank0
 from rl_core.torch.residency import Reference, Residency

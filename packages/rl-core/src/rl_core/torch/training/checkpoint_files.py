@@ -27,8 +27,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlan, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
 
-from rl_core.errors import CheckpointDamaged, RLError
-from rl_core.file_errors import MISSING, named
+from rl_core.errors import MISSING, CheckpointDamaged, RLError, named
 from rl_core.model import SavedFile
 from rl_core.torch.process_group import on_all_ranks
 

@@ -11,9 +11,9 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rl_core.facts.hf_config import language_fields
+from rl_core.facts.template_ends import template_ends
 from rl_core.model import HEADLESS_ROLES, Role
-from rl_core.model_config import language_fields
-from rl_core.template_ends import template_ends
 from rl_core.torch.files.model_files import CONFIG, GENERATION_CONFIG, INDEX, PRECISION, SINGLE, WeightFiles
 from rl_core.torch.process_group import on_all_ranks, on_rank0
 from rl_core.torch.training.backend import RankMesh, RankModel, RankWeights

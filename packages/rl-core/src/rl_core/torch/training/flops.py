@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from rl_core.hf_config import HFConfig
+from rl_core.facts.hf_config import HFConfig
 from rl_core.metrics import Metric
 
 PEAK_FLOPS: Mapping[str, float] = {

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from rl_core.hf_config import HFConfig
+from rl_core.facts.hf_config import HFConfig
 from rl_core.torch.files.model_files import OpenWeights, WeightFiles
 from rl_core.torch.process_group import on_all_ranks
 

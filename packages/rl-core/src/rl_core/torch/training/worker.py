@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from rl_core.data.batch import TOKENS, Batch
 from rl_core.data.microbatch import Batching
+from rl_core.facts.vllm_readings import write_serving_note
 from rl_core.metrics import Metric
 from rl_core.model import HEADLESS_ROLES, Loss, ModelSpec, Read, SavedFile
 from rl_core.model_config import ModelConfig
@@ -33,7 +34,6 @@ from rl_core.torch.training.peft_form import AdapterExport
 from rl_core.torch.training.publishing import manifest_of, send_weights
 from rl_core.torch.training.step import SkippedSteps, run_evaluation, run_reads, run_train_step
 from rl_core.torch.transport import SendingEnd, interrupt
-from rl_core.vllm_readings import write_serving_note
 from rl_core.weights import Manifest, Transport, WeightForm
 
 CLOSE_TIMEOUT = timedelta(seconds=30)

@@ -12,8 +12,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rl_core.errors import RunDirectoryError
+from rl_core.errors import RunDirectoryError, named
+from rl_launch.session.checkpoints.manifest import sync_folder
 from rl_launch.session.config import Access
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a UTF-8 file so that a reader, a kill or a power cut finds the old contents or the new ones.
+
+    A process that is killed may leave `NAME.part` in the folder, which the next write of the same file replaces.
+    """
+    aside = path.with_name(f"{path.name}.part")
+    with named(path), aside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+    sync_folder(path.parent)
+
 
 _LEAST_FREE_BYTES = 2**24
 _USUAL_UMASK = 0o022

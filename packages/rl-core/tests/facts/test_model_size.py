@@ -1,0 +1,40 @@
+"""Sizes of models by their names. Sizes by config are compared with built models in the tests of rl-dtensor."""
+
+import pytest
+
+from rl_core.facts.model_size import ModelSize, size_of_fields, size_of_name
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "experts"),
+    [
+        ("meta-llama/Llama-3.3-70B-Instruct", 70e9, 0),
+        ("Qwen/Qwen2.5-0.5B", 0.5e9, 0),
+        ("/models/Qwen2.5-7B/", 7e9, 0),
+        ("HuggingFaceTB/SmolLM2-135M", 135e6, 0),
+        ("Qwen/Qwen3-30B-A3B", 30e9, 27e9),
+        ("google/gemma-2-9b-it", 9e9, 0),
+    ],
+)
+def test_a_name_states_a_size(name, count, experts):
+    size = size_of_name(name)
+    assert (size.count, size.experts) == (count, experts)
+
+
+@pytest.mark.parametrize(
+    "name", ["tiny-arithmetic-sft", "mistralai/Mixtral-8x7B", "google/gemma-3n-E4B", "my/4bit-model", "org/7B/model"]
+)
+def test_a_name_that_states_no_number_of_parameters_is_not_guessed(name):
+    assert size_of_name(name) is None
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"hidden_size": 8}, {"n_embd": 768, "n_layer": 12}, {"hidden_size": None, "vocab_size": "16"}]
+)
+def test_fields_that_do_not_determine_the_size_are_not_guessed(fields):
+    assert size_of_fields(fields) is None
+
+
+def test_one_end_of_the_model_is_on_the_largest_pipeline_stage():
+    size = ModelSize(layers=80, embedding=5, head=5)
+    assert [size.dense_of_stage(stages) for stages in (1, 8)] == [90, 15]
