@@ -21,10 +21,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from rl_core.model_config import ModelConfig
 from rl_core.torch.training.recompute import ActivationMemory, LayerActivations, max_tokens, smallest_plan
 from rl_dtensor.config import DTensorConfig
-from rl_dtensor.model.activations import activations_of
 from rl_dtensor.model.attention import ROWS
-from rl_dtensor.model.build import decoder_layers
-from rl_dtensor.model.recompute_choice import RankParameters, plans_of
+from rl_dtensor.model.layers.recompute import RankParameters, activations_of, plans_of
+from rl_dtensor.model.whole import decoder_layers
 from rl_dtensor.parallel.experts import expert_modules
 from rl_dtensor.parallel.sizes import AxisSizes
 

@@ -289,7 +289,7 @@ def pipeline(models: Sequence[str]) -> str:
     return _titled(
         "Pipelines",
         "Share of the time in which a rank waits for others under 1F1B, from the order of passes of "
-        "`rl_dtensor.parallel.schedule` (Megatron's schedule is the same) and microbatches of `plan_microbatches`, at "
+        "`rl_dtensor.training.pipeline` (Megatron's schedule is the same) and microbatches of `plan_microbatches`, at "
         "least as many as stated. With two chunks of layers per rank their number is a multiple of the ranks.",
         table(head, rows),
     )

@@ -13,7 +13,7 @@ from gpu_check.report import Report
 from gpu_check.setup import Setup
 from gpu_check.workers import SGD, NextToken, batch_of, config_of, numbers, open_worker, packed
 from rl_dtensor.config import Float8Config, Float8Recipe
-from rl_dtensor.model.float8 import MULTIPLE, convert, device_problem
+from rl_dtensor.model.layers.low_precision import MULTIPLE, convert, device_problem
 
 RECIPES = get_args(Float8Recipe)
 ROUNDING = 2.0**-4 / 3**0.5

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rl_dtensor.parallel.schedule import Action, one_forward_one_backward
+from rl_dtensor.training.pipeline import Action, one_forward_one_backward
 
 
 def bubble(size: int, num_microbatches: int, *, num_chunks: int = 1, backward: float = 2.0) -> float:

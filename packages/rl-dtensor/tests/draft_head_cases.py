@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_core.model import draft_losses
 from rl_core.torch.loss import LossSums, MetricSum
-from rl_dtensor.draft_head import attention
+from rl_dtensor.draft_head import head
 
 WIDTH, VOCABULARY, HEADS, KV_HEADS, DIM = 32, 101, 4, 2, 8
 AUX = [0, 1, 2]
@@ -286,4 +286,4 @@ def compute(loss, reads, rows):
 
 def attend_in_parts(rank, size):
     """Have this process attend from drafts of `size` tokens at a time."""
-    attention.CHUNK = size
+    head.CHUNK = size

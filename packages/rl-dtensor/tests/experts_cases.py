@@ -10,9 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_core.selfcheck.rank_pool import Rank
 from rl_core.torch.process_group import join_process_group
-from rl_dtensor.model import expert_layers
-from rl_dtensor.model.expert_layers import dispatch_experts
-from rl_dtensor.model.shared_experts import NAMES
+from rl_dtensor.model.layers import experts as expert_layers
+from rl_dtensor.model.layers.experts import NAMES, dispatch_experts
 from rl_dtensor.model.tiny import made_tiny, shrink
 from rl_dtensor.parallel import collectives
 from rl_dtensor.parallel.all_to_all import AllToAll

@@ -6,9 +6,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_core.selfcheck.rank_pool import Rank
-from rl_dtensor.model import build, expert_layers, fusion, rotation
-from rl_dtensor.model.build import decoder_layers
-from rl_dtensor.model.fusion import fuse_layers
+from rl_dtensor.model import build
+from rl_dtensor.model.whole import decoder_layers
+from rl_dtensor.model.layers import experts, fusion
+from rl_dtensor.model.layers.fusion import fuse_layers
 from rl_dtensor.model.tiny import made_tiny, shrink
 
 
@@ -55,7 +56,7 @@ class _Counted:
 
 def count_launches(rank: Rank) -> None:
     """Count the norms that kernels of this process compute from here on."""
-    from rl_core.torch.kernels.programs import norm
+    from rl_core.torch.kernels import layer_programs as norm
 
     program = rank.held.setdefault("norm program", norm.rms_norm_backward)
     rank.held["launches"] = [0]
@@ -74,9 +75,8 @@ def fuse_formulas(rank: Rank) -> None:
         (module, name, getattr(module, name))
         for module, names in {
             build: ("runs_kernels", "fuse_layers"),
-            expert_layers: ("takes",),
+            experts: ("takes",),
             fusion: ("takes", "takes_norm"),
-            rotation: ("takes", "takes_norm"),
         }.items()
         for name in names
     ]

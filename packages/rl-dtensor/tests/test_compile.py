@@ -6,7 +6,7 @@ from transformers import AutoConfig
 from rl_core.selfcheck.torch.selfcheck import case_on
 from rl_core.testing.exhaustive import partly_exhaustive
 from rl_dtensor import preflight
-from rl_dtensor.model.compilation import compiler_problem
+from rl_dtensor.model.layers.compilation import compiler_problem
 from rl_dtensor.selfcheck import CHECK, MESHES, write_tiny
 
 GRAPHS = "aot_eager_decomp_partition"

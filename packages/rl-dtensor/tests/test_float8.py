@@ -18,7 +18,7 @@ from rl_core.selfcheck.pooled_model import PooledModel
 from rl_core.selfcheck.torch.selfcheck import write_random
 from rl_core.testing.model_worker import make_batch
 from rl_dtensor.config import Float8Config
-from rl_dtensor.model.float8 import use_float8
+from rl_dtensor.model.layers.low_precision import use_float8
 
 # an extra of its own: transformers imports it wherever it is installed, which takes seconds
 pytest.importorskip("torchao")

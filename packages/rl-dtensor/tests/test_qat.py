@@ -24,9 +24,7 @@ from rl_core.testing.exhaustive import exhaustive, partly_exhaustive
 from rl_core.testing.model_worker import make_batch
 from rl_core.torch.quantization.files import quantise
 from rl_core.torch.quantization.float8 import Float8Weight
-from rl_core.torch.quantization.formats import StoredFloat8, rounded, weight_format
-from rl_core.torch.quantization.int4 import Int4Weight
-from rl_core.torch.quantization.mxfp4 import MXFP4Weight
+from rl_core.torch.quantization.formats import Int4Weight, MXFP4Weight, rounded, weight_format
 from rl_core.weights import Transport
 from rl_dtensor import preflight
 
@@ -91,7 +89,7 @@ def read_parts(parts: dict[str, Tensor]) -> Any:
         return Int4Weight.of_tensors(parts)
     if "weight_packed" in parts:
         return MXFP4Weight.of_tensors(parts)
-    return StoredFloat8(Float8Weight(parts["weight"], parts["weight_scale"], "per_channel"))
+    return Float8Weight(parts["weight"], parts["weight_scale"], "per_channel")
 
 
 def is_linear(name: str) -> bool:

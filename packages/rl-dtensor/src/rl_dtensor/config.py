@@ -11,31 +11,24 @@ from rl_core.config import Config, Rename, WhenChanged
 from rl_core.model_config import RECOMPUTE_KEYS, BackendConfig
 
 Style = Literal[
-    "colwise",
-    "rowwise",
-    "colwise_gather_output",
-    "rowwise_split_input",
-    "replicated",
-    "whole",
-    "embedding",
-    "head",
+    "colwise", "rowwise", "colwise_gather_output", "rowwise_split_input", "replicated", "whole", "embedding", "head",
     "experts",
-]
-"""How a module's parameters are split over tensor-parallel ranks; see `rl_dtensor.parallel.plan`."""
+]  # fmt: skip
+"""Split of a module's parameters over tensor-parallel ranks; see `rl_dtensor.parallel.plan`."""
 
 AttentionBackend = Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex"]
 """Kernels that compute attention; see `rl_dtensor.model.kernels`."""
 
 
 GradientAccumulation = Literal["auto", "sharded", "unsharded"]
-"""How gradients of several microbatches are added up; see `rl_dtensor.parallel.accumulation`."""
+"""Accumulation of the gradients of several microbatches; see `rl_dtensor.parallel.accumulation`."""
 
 ExpertDispatcher = Literal["all_to_all", "deep_ep"]
 """Transport of tokens to the ranks of their experts; see `rl_dtensor.parallel.dispatch`."""
 
 
 Float8Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
-"""Recipes of torchao; see `rl_dtensor.model.float8`."""
+"""Recipes of torchao; see `rl_dtensor.model.layers.low_precision`."""
 
 
 class Float8Config(Config):

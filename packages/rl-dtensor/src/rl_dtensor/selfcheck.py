@@ -24,7 +24,7 @@ from rl_core.selfcheck.torch.received import receive
 from rl_core.selfcheck.torch.selfcheck import SelfCheck, all_cases, write_random
 from rl_core.weights import Transport
 from rl_dtensor.config import DTensorConfig
-from rl_dtensor.model.lora import stacked_weights
+from rl_dtensor.model.layers.lora import stacked_weights
 from rl_dtensor.model.tiny import SMALL, check_size, made_tiny, shrink
 from rl_dtensor.worker import DTensorWorker
 
@@ -50,11 +50,11 @@ MESHES: Mapping[str, tuple[int, Mapping[str, Any]]] = {
 
 
 def cases_of(model: str, only: MeshCase | None = None) -> Iterator[FamilyCase]:
-    """Every mesh, packed and padded, and with adapters, as `rl doctor model` shows it, or one case.
+    """Check every mesh, packed and padded, and with adapters, as `rl doctor model` shows it, or one case.
 
     Args:
         model: A folder with a `config.json`, or a hub name.
-        only: The one to check; all if None.
+        only: The case to check; all if None.
 
     Raises:
         ConfigError: If transformers knows no such family, or no language model of it.
@@ -64,9 +64,8 @@ def cases_of(model: str, only: MeshCase | None = None) -> Iterator[FamilyCase]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{model} has no config that transformers can read: {str(error).splitlines()[0]}") from None
     if type(config.get_text_config()) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ConfigError(
-            f"{model} is a {config.model_type} model, and transformers has no language model of that kind"
-        )
+        kind = config.model_type
+        raise ConfigError(f"{model} is a {kind} model, and transformers has no language model of that kind")
     cases = all_cases(MESHES) if only is None else [only]
     with RankPool(max(case.num_ranks for case in cases)) as pool, tempfile.TemporaryDirectory() as workspace:
         tiny = write_tiny(config, Path(workspace, "tiny"))
@@ -74,12 +73,12 @@ def cases_of(model: str, only: MeshCase | None = None) -> Iterator[FamilyCase]:
 
 
 def build(config: ModelConfig, spec: ModelSpec, rendezvous: Rendezvous, **settings: Any) -> DTensorWorker:
-    """A worker in a process of the pool."""
+    """Build a worker in a process of the pool."""
     return DTensorWorker(config, DTensorConfig(**settings), spec, rendezvous)
 
 
 def streamed(model: PooledModel) -> dict[str, Tensor]:
-    """The weights that a model sends."""
+    """Return the weights that a model sends."""
     manifest = model.manifest(1)
     transport = Transport("collective", f"127.0.0.1:{free_port()}", 1, bucket_bytes=4096, timeout_s=60)
     received: list[dict[str, Tensor]] = []
@@ -102,7 +101,7 @@ def check_of(config: PreTrainedConfig) -> SelfCheck:
 
 
 def write_tiny(config: PreTrainedConfig, folder: Path, seed: int = 0, sizes: Mapping[str, Any] = SMALL) -> Path:
-    """A random model of the family at a tiny size as Hugging Face files."""
+    """Write a random model of the family at a tiny size as Hugging Face files."""
     small = shrink(config, sizes)
     with made_tiny(small.model_type):
         check_size(small)

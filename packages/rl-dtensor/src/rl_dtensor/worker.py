@@ -16,10 +16,8 @@ from rl_dtensor.model.build import build_model
 from rl_dtensor.parallel.accumulation import GradientMemory, keeps_whole_gradients
 from rl_dtensor.parallel.mesh import Mesh
 from rl_dtensor.training.gradients import grad_norm
-from rl_dtensor.training.optimizer import build_sharded_optimizer
-from rl_dtensor.training.residency import ModelResidency
-from rl_dtensor.training.state import TrainingState
-from rl_dtensor.training.step import DTensorModel, ShardedOptimizer
+from rl_dtensor.training.state import ModelResidency, TrainingState
+from rl_dtensor.training.step import DTensorModel, ShardedOptimizer, build_sharded_optimizer
 
 
 class DTensorWorker(TrainingWorker):
@@ -32,8 +30,8 @@ class DTensorWorker(TrainingWorker):
     Args:
         config: The model; master weights are float32 if it trains.
         backend: This backend's settings.
-        spec: Its purpose. The reference are the weights at `config.model_name`, also after a `load`.
-        rendezvous: How to find the other ranks.
+        spec: Its purpose. A reference has the weights at `config.model_name`, also after a `load`.
+        rendezvous: Place at which the ranks meet.
 
     Raises:
         ValueError: If files, config, role and settings do not fit together.
@@ -53,15 +51,13 @@ def build_parts(
     inner = None
     if spec.trains:
         inner = build_sharded_optimizer(config.optimizer, model.trained_groups(), norms_and_biases(model.chunks))
-    keeps_whole = spec.trains and keeps_whole_gradients(
-        backend.gradient_accumulation,
-        GradientMemory.of(model.parameters(), cpu_offload=backend.cpu_offload),
-        mesh,
-    )
+    memory = GradientMemory.of(model.parameters(), cpu_offload=backend.cpu_offload)
+    keeps_whole = spec.trains and keeps_whole_gradients(backend.gradient_accumulation, memory, mesh)
     policy = DTensorModel(model, mesh, keeps_whole_gradients=keeps_whole)
     built = None
     if config.draft_head is not None and spec.trains:
-        from rl_dtensor.draft_head.build import build_draft_head  # imports the code of a family, for others in vain
+        # The module imports the code of a family, which other policies do not need.
+        from rl_dtensor.draft_head.build import build_draft_head
 
         built = build_draft_head(config, config.draft_head, backend, policy, mesh)
     return TrainingParts(

@@ -28,8 +28,8 @@ from rl_core.rollouts.rollout import Completion
 from rl_core.selfcheck.torch.tiny_model import write_composite
 from rl_core.testing.exhaustive import exhaustive
 from rl_core.testing.torch.reference_model import ReferenceModel, write_reference_model
-from rl_dtensor.generation.config import HFConfig
 from rl_dtensor.generation.generator import HFGenerator
+from rl_dtensor.generation.plugin import HFConfig
 from rl_dtensor.selfcheck import SMALL as SIZES
 from rl_dtensor.selfcheck import shrink
 

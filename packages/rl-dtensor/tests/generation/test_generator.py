@@ -10,8 +10,8 @@ from rl_core.model_config import GenerationConfig
 from rl_core.rollouts.generation import Generator, Placement
 from rl_core.testing.generator import GeneratorSuite
 from rl_core.testing.weights import model_config
-from rl_dtensor.generation.config import HFConfig
 from rl_dtensor.generation.generator import HFGenerator
+from rl_dtensor.generation.plugin import HFConfig
 
 
 class TestHFGenerator(GeneratorSuite):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from rl_dtensor.generation.attention import grouped_attention
+from rl_dtensor.generation.loading import grouped_attention
 
 ROWS, HEADS, COLUMNS, SIZE = 3, 6, 11, 8
 

@@ -24,9 +24,9 @@ from rl_core.testing.torch.tiny_vision import write_tiny_vision_model
 from rl_core.testing.torch.weight_sender import Fault, SenderProcess, manifest_of
 from rl_core.torch.generation.row import Row
 from rl_core.weights import Transport
-from rl_dtensor.generation.config import HFConfig
 from rl_dtensor.generation.generator import HFGenerator
-from rl_dtensor.model.vision.settings import FAMILIES
+from rl_dtensor.generation.plugin import HFConfig
+from rl_dtensor.model.settings import FAMILIES
 
 
 @dataclass

@@ -5,8 +5,8 @@ from transformers import AutoConfig
 from rl_core.model_config import GenerationConfig
 from rl_core.selfcheck.torch.tiny_model import write_tiny_model
 from rl_core.testing.torch.reported_routing import ReportedRoutingSuite
-from rl_dtensor.generation.config import HFConfig
 from rl_dtensor.generation.generator import HFGenerator
+from rl_dtensor.generation.plugin import HFConfig
 from rl_dtensor.selfcheck import write_tiny
 
 FIELDS = {

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.attention import current_flash_attention_impl, restore_flash_attention_impl
 
-from rl_dtensor.model.flash import activate_flash_attention
+from rl_dtensor.model.kernels import activate_flash_attention
 
 
 @pytest.fixture

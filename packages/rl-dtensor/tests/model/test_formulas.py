@@ -5,7 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_core.torch.kernels.norm import NormForm
-from rl_dtensor.model.formulas import (
+from rl_dtensor.model.layers.formulas import (
     computes_by_row,
     has_plain_gate,
     is_gated_mlp,

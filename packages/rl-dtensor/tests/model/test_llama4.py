@@ -5,8 +5,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_core.selfcheck.torch.tiny_model import SIZES
-from rl_dtensor.model.llama4 import patch_llama4
-from rl_dtensor.model.replay import intercept, routers_of, routing_shape
+from rl_dtensor.model.layers.llama4 import patch_llama4
+from rl_dtensor.model.layers.replay import intercept, routers_of, routing_shape
 
 
 @pytest.mark.parametrize("num_chosen", [1, 2])

@@ -22,7 +22,7 @@ from rl_core.testing.exhaustive import exhaustive
 from rl_core.torch.files.model_files import WeightFiles
 from rl_dtensor.generation.loading import load_model
 from rl_dtensor.model.precision import computed_in_float32, kept_by_family, kept_by_files, widen
-from rl_dtensor.model.weights import Catalog, Weights, persistent
+from rl_dtensor.model.weights import Catalog, ShardedWeights, persistent
 from rl_dtensor.selfcheck import CHECK, shrink, streamed, write_tiny
 
 BIAS = "mlp.gate.e_score_correction_bias"
@@ -115,7 +115,7 @@ def test_what_the_files_keep_is_sent_in_float32(tmp_path, qwen, most, others, st
     (tmp_path / "config.json").write_text(json.dumps({"dtype": stated}))
     found = kept_by_files(catalog, WeightFiles.of(tmp_path))
     assert found == expected
-    weights = Weights(catalog.keeping(found), [], mesh=None)
+    weights = ShardedWeights(catalog.keeping(found), [], mesh=None)
     sent = {spec.name: spec.dtype for spec in weights.specs("bfloat16")}
     assert sent == {name: "float32" if name in expected else "bfloat16" for name in shapes}
     assert {spec.dtype for spec in weights.specs("float32")} == {"float32"}

@@ -11,7 +11,7 @@ from rl_core.selfcheck.losses import TokenLoss
 from rl_core.selfcheck.pooled_model import PooledModel
 from rl_core.testing.exhaustive import exhaustive
 from rl_core.torch.training.recompute import RecomputePlan
-from rl_dtensor.model.recompute import checkpoint_activations
+from rl_dtensor.model.layers.recompute import checkpoint_activations
 from rl_dtensor.selfcheck import CHECK, shrink, write_tiny
 
 FULL, SELECTIVE = {"recompute": "full"}, {"recompute": "selective"}

@@ -10,8 +10,8 @@ from rl_core.selfcheck.torch.selfcheck import case_on
 from rl_core.testing.exhaustive import exhaustive
 from rl_core.torch.loss import Rows
 from rl_dtensor.model.attention import RowsUnknown
+from rl_dtensor.model.layers.recurrent import mix_rows, recurrent_mixers, run_rows_alone
 from rl_dtensor.model.layout import Alignment, lay_out
-from rl_dtensor.model.recurrent import mix_rows, recurrent_mixers, run_rows_alone
 from rl_dtensor.selfcheck import CHECK, MESHES, SMALL, shrink, write_tiny
 
 LENGTHS = (5, 1, 17, 2, 16, 33, 3)

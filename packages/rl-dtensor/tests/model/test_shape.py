@@ -10,8 +10,8 @@ from rl_core.model_config import LoraConfig, ModelConfig
 from rl_core.selfcheck.losses import TokenLoss
 from rl_core.selfcheck.pooled_model import PooledModel
 from rl_core.selfcheck.torch.selfcheck import LENGTHS
-from rl_dtensor.model.lora import add_adapters
-from rl_dtensor.model.shape import shape_of
+from rl_dtensor.model.layers.lora import add_adapters
+from rl_dtensor.model.whole import shape_of
 from rl_dtensor.selfcheck import CHECK, shrink, write_tiny
 
 FAMILIES = {

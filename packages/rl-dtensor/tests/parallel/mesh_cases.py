@@ -19,7 +19,7 @@ from rl_dtensor.parallel import mesh
 def fail_half_way(rank: Rank) -> tuple[str, bool]:
     """Join while the last groups cannot be made; the error, and whether this process is in a group afterwards."""
     try:
-        with mock.patch.object(mesh, "_edges", side_effect=OSError("too many open files")):
+        with mock.patch.object(mesh, "_pipeline_groups", side_effect=OSError("too many open files")):
             mesh.Mesh.join(rank.rendezvous, DTensorConfig())
     except OSError as error:
         return str(error), dist.is_initialized()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rl_dtensor.model.build import decoder_layers
+from rl_dtensor.model.whole import decoder_layers
 from rl_dtensor.parallel.plan import blocks_of, plan_of, whole_blocks_of
 
 ATTENTION = "model.layers.*.self_attn"

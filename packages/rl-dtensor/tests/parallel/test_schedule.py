@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl_dtensor.parallel.schedule import Action, forward_only, one_forward_one_backward
+from rl_dtensor.training.pipeline import Action, forward_only, one_forward_one_backward
 
 SHAPES = [(1, 1, 3), (2, 1, 1), (2, 1, 5), (4, 1, 6), (2, 2, 4), (4, 2, 8), (2, 3, 2)]
 

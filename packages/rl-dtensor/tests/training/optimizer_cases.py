@@ -13,7 +13,7 @@ from rl_core.model_config import OptimizerConfig
 from rl_core.selfcheck.rank_pool import Rank
 from rl_core.torch.optim.optimizer import build_optimizer
 from rl_core.torch.process_group import join_process_group
-from rl_dtensor.training.optimizer import build_sharded_optimizer
+from rl_dtensor.training.step import build_sharded_optimizer
 
 SHAPES = ((5, 4), (3,), (1,))
 """Shapes of parameters, of which ranks have uneven parts or none."""

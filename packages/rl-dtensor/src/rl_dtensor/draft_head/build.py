@@ -4,31 +4,31 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rl_core.model_config import DraftHeadConfig, ModelConfig
 from rl_core.torch.files.model_files import CONFIG, WeightFiles, fetched_folder
 from rl_core.torch.optim.optimizer import norms_and_biases
 from rl_core.torch.training.backend import HeadParts
+from rl_core.weights import TensorSpec
 from rl_dtensor.config import DTensorConfig
-from rl_dtensor.draft_head.eagle import EagleHead
-from rl_dtensor.draft_head.eagle_shape import ARCHITECTURES, DRAFT_TO_TARGET, TARGET_TO_DRAFT, HeadShape
+from rl_dtensor.draft_head.eagle import ARCHITECTURES, DRAFT_TO_TARGET, TARGET_TO_DRAFT, EagleHead, HeadShape
 from rl_dtensor.draft_head.head import Head
 from rl_dtensor.draft_head.model import DraftHeadModel, ShardedHead
-from rl_dtensor.draft_head.mtp import FAMILIES, MtpHead, is_mtp, with_one_more_layer
-from rl_dtensor.draft_head.settings import KEY, draft_head_problems
-from rl_dtensor.draft_head.weights import HeadWeights, is_drafted, load_head, read_map
-from rl_dtensor.model.build import decoder_layers, model_on_meta
+from rl_dtensor.draft_head.mtp import FAMILIES, MtpHead, with_one_more_layer
 from rl_dtensor.model.kernels import kernel_of
-from rl_dtensor.parallel.fsdp import shard_whole
+from rl_dtensor.model.settings import DRAFT_KEY, draft_head_problems
+from rl_dtensor.model.weights import FilePiece, read_into
+from rl_dtensor.model.whole import decoder_layers, model_on_meta
+from rl_dtensor.parallel.fsdp import shard_whole, whole
 from rl_dtensor.parallel.mesh import Mesh
-from rl_dtensor.training.optimizer import build_sharded_optimizer
 from rl_dtensor.training.state import TrainingState
-from rl_dtensor.training.step import DTensorModel, ShardedOptimizer
+from rl_dtensor.training.step import DTensorModel, ShardedOptimizer, build_sharded_optimizer
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,17 @@ def build_draft_head(
     module.to_empty(device=mesh.device)
     module.rebuild_rotary(mesh.device)
     load_head(module, files)
-    draft_ids, sent, exported = _vocabulary(module, files, mesh.device)
+    draft_ids: Tensor | None = None
+    sent: dict[str, Tensor] = {}
+    exported: dict[str, Tensor] = {}
+    if isinstance(module, EagleHead) and module.shape.is_reduced:
+        # The files hold the distance of each token of the reduced vocabulary from the policy's token.
+        with files.open() as opened:
+            distances = opened.read(DRAFT_TO_TARGET, (slice(None),)).to(mesh.device, torch.int64)
+        draft_ids = distances + torch.arange(len(distances), device=mesh.device)
+        is_drafted = torch.zeros(module.shape.vocabulary, dtype=torch.bool, device=mesh.device)
+        sent = {DRAFT_TO_TARGET: distances}
+        exported = {**sent, TARGET_TO_DRAFT: is_drafted.index_fill(0, draft_ids, value=True)}
     head = ShardedHead(module, draft_ids)
     inner = build_sharded_optimizer(settings.optimizer, [head.trained()], norms_and_biases([head.module]))
     parts = HeadParts(
@@ -86,25 +96,20 @@ def build_draft_head(
 def _head_in(
     folder: Path, files: WeightFiles, config: ModelConfig, backend: DTensorConfig, policy: DTensorModel
 ) -> Head:
-    """The head that a folder holds.
+    """Return the head in a folder.
 
     Raises:
-        ValueError: If it holds none, or not one of this policy.
+        ValueError: If there is none, or not one of this policy.
     """
     fields = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     hf = policy.hf_config.get_text_config()
-    attend = kernel_of(backend.attention_backend)
+    attend, chunk_size = kernel_of(backend.attention_backend), config.logprob_chunk_size
     if set(fields.get("architectures") or ()) & set(ARCHITECTURES):
         (chunk,) = policy.sharded.chunks
-        shape = HeadShape.of(
-            folder,
-            files.names,
-            num_layers=len(decoder_layers(chunk.hf)),
-            policy_width=hf.hidden_size,
-            vocabulary=hf.vocab_size,
-        )
-        return EagleHead(shape, attend=attend, chunk_size=config.logprob_chunk_size)
-    if is_mtp(fields):
+        num_layers, width = len(decoder_layers(chunk.hf)), hf.hidden_size
+        shape = HeadShape.of(folder, files.names, num_layers=num_layers, policy_width=width, vocabulary=hf.vocab_size)
+        return EagleHead(shape, attend=attend, chunk_size=chunk_size)
+    if fields.get("model_type") in FAMILIES:
         longer = model_on_meta(
             with_one_more_layer(hf, folder, fields),
             "policy",
@@ -114,22 +119,86 @@ def _head_in(
             is_split=False,
             longest_row=config.max_total_sequence_length,
         )
-        return MtpHead(longer, attend=attend, chunk_size=config.logprob_chunk_size)
+        return MtpHead(longer, attend=attend, chunk_size=chunk_size)
     raise ValueError(
-        f"{KEY}: {folder} does not hold a draft head: its architectures are {fields.get('architectures')}; allowed are "
-        f"{', '.join(ARCHITECTURES)}, and models of the type {', '.join(FAMILIES)} with a layer for multi-token "
-        "prediction"
+        f"{DRAFT_KEY}: {folder} does not hold a draft head: its architectures are {fields.get('architectures')}; "
+        f"allowed are {', '.join(ARCHITECTURES)}, and models of the type {', '.join(FAMILIES)} with a layer for "
+        "multi-token prediction"
     )
 
 
-def _vocabulary(
-    head: Head, files: WeightFiles, device: torch.device
-) -> tuple[Tensor | None, dict[str, Tensor], dict[str, Tensor]]:
-    """Int64 `[draft vocabulary]`, the policy's token of each output of a head, None if they are the same; the maps that
-    are sent with its weights, and those that are exported."""
-    if not isinstance(head, EagleHead) or not head.shape.is_reduced:
-        return None, {}, {}
-    distances = read_map(files, device)
-    draft_ids = distances + torch.arange(len(distances), device=device)
-    sent = {DRAFT_TO_TARGET: distances}
-    return draft_ids, sent, {**sent, TARGET_TO_DRAFT: is_drafted(draft_ids, head.shape.vocabulary)}
+class HeadWeights:
+    """The `rl_core.torch.training.backend.RankWeights` of a head, by the names of its files.
+
+    Args:
+        head: This rank's part.
+        maps: Tensors of the files that the module lacks, such as the map between both vocabularies.
+    """
+
+    tied: Mapping[str, str] = {}
+
+    def __init__(self, head: Head, maps: Mapping[str, Tensor], mesh: Mesh) -> None:
+        stored = list(_stored(head))
+        self._weights = [(pieces, tensor) for pieces, tensor in stored if isinstance(tensor, nn.Parameter)]
+        buffers = [(pieces, tensor) for pieces, tensor in stored if not isinstance(tensor, nn.Parameter)]
+        self._fixed = {piece.name: tensor for (piece,), tensor in buffers} | dict(maps)
+        self.holders: Sequence[int] = range(mesh.world_size)
+
+    def specs(self, dtype: str) -> list[TensorSpec]:
+        """Return all tensors, parameters in a dtype."""
+        weights = [TensorSpec(piece.name, piece.shape, dtype) for pieces, _ in self._weights for piece in pieces]
+        fixed = self._fixed.items()
+        return weights + [
+            TensorSpec(name, tuple(own.shape), str(own.dtype).removeprefix("torch.")) for name, own in fixed
+        ]
+
+    def stream(
+        self,
+        dtype: str,
+        *,
+        everywhere: bool = True,
+        bucket_bytes: int = 0,
+        merges_adapters: bool = True,
+        served: bool = False,
+    ) -> Iterator[Sequence[tuple[str, Tensor]]]:
+        """Yield whole tensors in the order of `specs`, one parameter at a time, on every rank; collective. Only
+        `dtype` is used."""
+        for pieces, tensor in self._weights:
+            gathered = whole(tensor, getattr(torch, dtype))
+            yield [(piece.name, gathered[piece.region]) for piece in pieces]
+        for name, own in self._fixed.items():
+            yield [(name, own)]
+
+    def adapter_specs(self, dtype: str) -> list[TensorSpec]:
+        """Return nothing: a head has no adapters."""
+        return []
+
+    def adapters(self, dtype: str = "float32", *, everywhere: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """Return nothing."""
+        yield from ()
+
+
+def load_head(head: Head, files: WeightFiles) -> None:
+    """Fill this rank's part of a head from its files.
+
+    Raises:
+        ValueError: Naming tensors that are missing or unexpected, or one of another shape.
+    """
+    stored = [(piece, tensor) for pieces, tensor in _stored(head) for piece in pieces]
+    names = {piece.name for piece, _ in stored}
+    missing = sorted(names - files.names)
+    unexpected = sorted(head.names_among(files.names) - names)
+    if missing or unexpected:
+        raise ValueError(
+            f"{DRAFT_KEY}: the weights in {files.folder} are not those of {head.kind}: missing {missing or 'none'}; "
+            f"unexpected {unexpected or 'none'}"
+        )
+    with files.open() as opened, torch.no_grad():
+        for piece, tensor in stored:
+            read_into(opened, piece, tensor)
+
+
+def _stored(head: Head) -> Iterator[tuple[Sequence[FilePiece], Tensor]]:
+    """Yield this rank's part of each parameter and persistent buffer, and its tensors in the files."""
+    for name, tensor in head.state_dict(keep_vars=True).items():
+        yield list(head.pieces(name, tuple(tensor.shape))), tensor

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator
-from typing import ClassVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +18,127 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
-from rl_dtensor.draft_head.attention import KeysAndValues, attending_from_drafts
-from rl_dtensor.draft_head.eagle_shape import DRAFT_TO_TARGET, TARGET_TO_DRAFT, HeadShape
-from rl_dtensor.draft_head.head import Head, PolicyStates
+from rl_core.torch.files.model_files import CONFIG
+from rl_dtensor.draft_head.head import Head, KeysAndValues, PolicyStates, attending_from_drafts
 from rl_dtensor.model.kernels import Attend, Softmax
-from rl_dtensor.model.layout import Layout
-from rl_dtensor.model.names import Piece
+from rl_dtensor.model.layout import RowLayout
+from rl_dtensor.model.settings import DRAFT_KEY
+from rl_dtensor.model.weights import FilePiece
+
+ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+"""Architectures that vLLM serves as `Eagle3LlamaForCausalLM`."""
+
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+DRAFT_TO_TARGET, TARGET_TO_DRAFT = "d2t", "t2d"
+LAYER = "midlayer"
+"""Name of the layer; it is `layers.0` in some files."""
+
+_FORMS = {
+    "attention_bias": False,
+    "fc_norm": False,
+    "logit_scale": 1.0,
+    "mlp_bias": False,
+    "norm_before_fc": False,
+    "norm_output": False,
+    "num_hidden_layers": 1,
+    "use_aux_hidden_state": True,
+}
+"""Fields that change the computation of heads, and the only value that is trained."""
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """The form of a head.
+
+    Args:
+        config: Its `transformers` config.
+        layers: Numbers of layers of the policy, in ascending order; the head reads the hidden states that enter them,
+            and the ones that leave the last layer if the number is the number of all layers.
+        policy_width: Hidden size of the policy.
+        draft_vocabulary: Number of tokens that the head can draft.
+        vocabulary: Number of tokens of the policy.
+        has_embedding: True if it has its own embedding, which is not trained; otherwise it reads the policy's.
+        has_head: True if it has its own output layer; otherwise it uses the policy's.
+        norms_residual: True if the layer adds to the normed hidden state.
+        layer_name: Name of its layer in the files.
+    """
+
+    config: LlamaConfig
+    layers: tuple[int, ...]
+    policy_width: int
+    draft_vocabulary: int
+    vocabulary: int
+    has_embedding: bool
+    has_head: bool
+    norms_residual: bool
+    layer_name: str
+
+    @classmethod
+    def of(
+        cls, folder: Path, names: Collection[str], *, num_layers: int, policy_width: int, vocabulary: int
+    ) -> HeadShape:
+        """Read the shape of the head in a folder.
+
+        Args:
+            folder: Folder of its files.
+            names: Names of the tensors in them.
+            num_layers: Number of layers of the policy.
+            policy_width: Hidden size of the policy.
+            vocabulary: Number of tokens of the policy.
+
+        Raises:
+            ValueError: If it is not a head of this policy, or of a form that is not trained.
+        """
+        fields = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        nested = fields.get("eagle_config") or {}
+        form = {**fields, **nested}
+        for name, allowed in _FORMS.items():
+            if form.get(name, allowed) != allowed:
+                raise ValueError(
+                    f"{DRAFT_KEY}: heads with {name}={form[name]!r} in config.json are not trained, only those with "
+                    f"{allowed!r}. Remove draft_head, so that the head stays as it is"
+                )
+        if set(form.get("layer_types") or ()) - {"full_attention"} or form.get("use_sliding_window"):
+            raise ValueError(
+                f"{DRAFT_KEY}: only heads whose layer attends to the whole row are trained. Remove draft_head"
+            )
+        chosen = fields.get("eagle_aux_hidden_state_layer_ids") or nested.get("eagle_aux_hidden_state_layer_ids")
+        shape = cls(
+            LlamaConfig.from_dict(fields),
+            tuple(sorted(set(chosen or (2, num_layers // 2, num_layers - 3)))),
+            policy_width,
+            fields.get("draft_vocab_size") or fields["vocab_size"],
+            vocabulary,
+            has_embedding=EMBEDDING in names,
+            has_head=HEAD in names,
+            norms_residual=bool(fields.get("norm_before_residual", False)),
+            layer_name=LAYER if any(name.startswith(f"{LAYER}.") for name in names) else "layers.0",
+        )
+        shape._check_policy(folder, num_layers, DRAFT_TO_TARGET in names)
+        return shape
+
+    @property
+    def is_reduced(self) -> bool:
+        """Return whether it drafts only some of the policy's tokens."""
+        return self.draft_vocabulary != self.vocabulary
+
+    def _check_policy(self, folder: Path, num_layers: int, has_map: bool) -> None:
+        if self.config.vocab_size != self.vocabulary:
+            reason = f"the head knows {self.config.vocab_size} tokens and the policy {self.vocabulary}"
+        elif not all(0 <= layer <= num_layers for layer in self.layers):
+            reason = f"the head reads layers {list(self.layers)}, but the policy has {num_layers}"
+        elif self.is_reduced and not has_map:
+            reason = f"the head drafts {self.draft_vocabulary} of {self.vocabulary} tokens, and its files have no d2t"
+        elif self.is_reduced and not self.has_head:
+            reason = f"the head drafts {self.draft_vocabulary} tokens, and its files have no {HEAD}"
+        elif self.config.hidden_size != self.policy_width and not (self.has_embedding and self.has_head):
+            reason = (
+                f"the hidden size of the head is {self.config.hidden_size} and the policy's {self.policy_width}, so it "
+                f"needs its own {EMBEDDING} and {HEAD}"
+            )
+        else:
+            return
+        raise ValueError(f"{DRAFT_KEY}: {folder} does not fit the policy: {reason}. Choose a head of this policy")
 
 
 class DraftLayer(nn.Module):
@@ -42,23 +160,22 @@ class DraftLayer(nn.Module):
         hidden: Tensor,
         cos_sin: tuple[Tensor, Tensor],
         past: list[KeysAndValues],
-        layout: Layout,
+        layout: RowLayout,
     ) -> Tensor:
-        """Hidden states before the last norm, `[1, tokens, hidden]`.
+        """Return hidden states before the last norm, `[1, tokens, hidden]`.
 
         Args:
             embedded: `[1, tokens, hidden]`, embeddings of the tokens.
             hidden: `[1, tokens, hidden]`, hidden states of the tokens before them.
-            cos_sin: Rotary embedding of the places of the latter.
-            past: Keys and values of earlier passes; those of this pass are added.
+            cos_sin: Rotary embedding of the places of the tokens before them.
+            past: Keys and values of earlier passes, to which this pass adds its own.
             layout: Rows of the pass.
         """
         normed = self.hidden_norm(hidden)
         residual = normed if self.norms_residual else hidden
         both = torch.cat([self.input_layernorm(embedded), normed], -1)
         residual = residual + self.self_attn(both, cos_sin, past, layout)
-        out: Tensor = residual + self.mlp(self.post_attention_layernorm(residual))
-        return out
+        return residual + self.mlp(self.post_attention_layernorm(residual))
 
 
 class DraftAttention(nn.Module):
@@ -76,7 +193,7 @@ class DraftAttention(nn.Module):
         self.attend: Attend | None = None
 
     def forward(
-        self, hidden: Tensor, cos_sin: tuple[Tensor, Tensor], past: list[KeysAndValues], layout: Layout
+        self, hidden: Tensor, cos_sin: tuple[Tensor, Tensor], past: list[KeysAndValues], layout: RowLayout
     ) -> Tensor:
         """Attend to the row in the first pass, and in later ones also to the tokens of the same draft; see
         `DraftLayer.forward`."""
@@ -87,8 +204,7 @@ class DraftAttention(nn.Module):
         )
         query, key = apply_rotary_pos_emb(query, key, *cos_sin)
         out = attending_from_drafts(self.attend, past)(query, key, value, layout.segments, Softmax())
-        attended: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
-        return attended
+        return cast("Tensor", self.o_proj(out.transpose(1, 2).flatten(2)))
 
 
 class EagleHead(Head):
@@ -127,21 +243,18 @@ class EagleHead(Head):
         return self.lm_head.weight if self.shape.has_head else None
 
     def begin(self, policy: PolicyStates) -> Tensor:
-        hidden: Tensor = self.fc(policy.entered)[None]
-        return hidden
+        return cast("Tensor", self.fc(policy.entered)[None])
 
     def advance(
-        self, embedded: Tensor, hidden: Tensor, places: Tensor, past: list[KeysAndValues], layout: Layout
+        self, embedded: Tensor, hidden: Tensor, places: Tensor, past: list[KeysAndValues], layout: RowLayout
     ) -> Tensor:
-        out: Tensor = self.midlayer(embedded, hidden, self.rotary_emb(hidden, places), past, layout)
-        return out
+        return cast("Tensor", self.midlayer(embedded, hidden, self.rotary_emb(hidden, places), past, layout))
 
     def last_norm(self, hidden: Tensor) -> Tensor:
-        normed: Tensor = self.norm(hidden)
-        return normed
+        return cast("Tensor", self.norm(hidden))
 
-    def pieces(self, name: str, shape: tuple[int, ...]) -> Iterator[Piece]:
-        yield Piece(self.shape.in_files(name), (), shape)
+    def pieces(self, name: str, shape: tuple[int, ...]) -> Iterator[FilePiece]:
+        yield FilePiece(name.replace(LAYER, self.shape.layer_name, 1), (), shape)
 
     def names_among(self, names: Collection[str]) -> set[str]:
         return set(names) - {DRAFT_TO_TARGET, TARGET_TO_DRAFT}

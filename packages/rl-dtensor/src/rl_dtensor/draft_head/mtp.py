@@ -1,4 +1,4 @@
-"""A layer for multi-token prediction (arXiv:2412.19437, section 2.2), as vLLM computes that of DeepSeek-V3 and
+"""A layer for multi-token prediction (arXiv:2412.19437, section 2.2), as vLLM computes it for DeepSeek-V3 and
 GLM-4.5."""
 
 from __future__ import annotations
@@ -7,19 +7,18 @@ from collections.abc import Collection, Iterator, Mapping
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from rl_dtensor.draft_head.attention import KeysAndValues, attending_from_drafts
-from rl_dtensor.draft_head.head import Head, PolicyStates
-from rl_dtensor.draft_head.settings import KEY
-from rl_dtensor.model.build import decoder_layers
+from rl_dtensor.draft_head.head import Head, KeysAndValues, PolicyStates, attending_from_drafts
 from rl_dtensor.model.kernels import Attend
-from rl_dtensor.model.layout import Layout
-from rl_dtensor.model.names import FileNames, Piece
+from rl_dtensor.model.layout import RowLayout
+from rl_dtensor.model.settings import DRAFT_KEY
+from rl_dtensor.model.weights import FileNames, FilePiece
+from rl_dtensor.model.whole import decoder_layers
 
 FAMILIES = ("deepseek_v3", "glm4_moe")
 """Types of the models whose files may hold one."""
@@ -32,10 +31,10 @@ OF_THE_POLICY = ("embed_tokens.weight", "shared_head.head.weight")
 
 
 class MtpHead(Head):
-    """A layer for multi-token prediction, which reads what the policy's last layer gives.
+    """A layer for multi-token prediction, which reads the output of the policy's last layer.
 
     Args:
-        policy: The policy with one layer more, which becomes that of the head.
+        policy: The policy with one more layer, which becomes the layer of the head.
         attend: Kernel of its attention.
         chunk_size: See `Head`.
     """
@@ -50,23 +49,21 @@ class MtpHead(Head):
         self.attend = attend
         self.layer: Any = decoder_layers(policy)[-1]
         kind: Any = type(self.layer.input_layernorm)
-        norm = partial(kind, width, eps=config.rms_norm_eps)
-        self.enorm = norm()
-        self.hnorm = norm()
+        norm: Any = partial(kind, width, eps=config.rms_norm_eps)
+        self.enorm, self.hnorm = norm(), norm()
         self.eh_proj = nn.Linear(2 * width, width, bias=False)
-        shared_norm: nn.Module = norm()
-        self.shared_head = nn.ModuleDict({"norm": shared_norm})
+        self.shared_head = nn.ModuleDict({"norm": norm()})
         self.rotary_emb: Any = policy.get_submodule("model.rotary_emb")
-        self.prefix = prefix_of(config.num_hidden_layers - 1)
+        self.prefix = f"model.layers.{config.num_hidden_layers - 1}."
         self._names = FileNames(policy)
 
     def begin(self, policy: PolicyStates) -> Tensor:
         return policy.last.roll(-1, 0)[None]
 
     def advance(
-        self, embedded: Tensor, hidden: Tensor, places: Tensor, past: list[KeysAndValues], layout: Layout
+        self, embedded: Tensor, hidden: Tensor, places: Tensor, past: list[KeysAndValues], layout: RowLayout
     ) -> Tensor:
-        # as engines do it
+        # Engines mask the first token of a row in the same way.
         embedded = embedded.masked_fill(places[..., None] == 0, 0.0)
         joined = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], -1))
         out = self.layer(
@@ -75,17 +72,15 @@ class MtpHead(Head):
             layout=layout,
             attend=attending_from_drafts(self.attend, past),
         )
-        given: Tensor = out if isinstance(out, Tensor) else out[0]
-        return given
+        return out if isinstance(out, Tensor) else out[0]
 
     def last_norm(self, hidden: Tensor) -> Tensor:
-        normed: Tensor = self.shared_head["norm"](hidden)
-        return normed
+        return cast("Tensor", self.shared_head["norm"](hidden))
 
-    def pieces(self, name: str, shape: tuple[int, ...]) -> Iterator[Piece]:
+    def pieces(self, name: str, shape: tuple[int, ...]) -> Iterator[FilePiece]:
         own = name.removeprefix("layer.")
         if own == name:
-            yield Piece(self.prefix + name, (), shape)
+            yield FilePiece(self.prefix + name, (), shape)
         else:
             yield from self._names.pieces(self.prefix + own, shape)
 
@@ -94,18 +89,8 @@ class MtpHead(Head):
         return own - {self.prefix + name for name in OF_THE_POLICY}
 
 
-def prefix_of(layer: int) -> str:
-    """Beginning of the names of a layer's tensors in the files."""
-    return f"model.layers.{layer}."
-
-
-def is_mtp(fields: Mapping[str, Any]) -> bool:
-    """Whether a model with these fields in its config may have such a layer in its files."""
-    return fields.get("model_type") in FAMILIES
-
-
 def with_one_more_layer(config: PreTrainedConfig, folder: Path, fields: Mapping[str, Any]) -> PreTrainedConfig:
-    """The config of a policy with its head as its last layer.
+    """Return the config of a policy with its head as its last layer.
 
     Args:
         config: Config of the policy.
@@ -113,20 +98,20 @@ def with_one_more_layer(config: PreTrainedConfig, folder: Path, fields: Mapping[
         fields: Their config.
 
     Raises:
-        ValueError: If the files are those of another model, or do not have exactly one such layer.
+        ValueError: If the files belong to another model, or do not have exactly one such layer.
     """
     names = ("model_type", "num_hidden_layers", "hidden_size", "vocab_size")
     other = [name for name in names if fields.get(name) != getattr(config, name)]
     if other:
         name = other[0]
         raise ValueError(
-            f"{KEY}: {folder} does not fit the policy: its {name} is {fields.get(name)} and the policy's "
+            f"{DRAFT_KEY}: {folder} does not fit the policy: its {name} is {fields.get(name)} and the policy's "
             f"{getattr(config, name)}. Choose the files of this policy"
         )
     if fields.get(COUNT) != 1:
         raise ValueError(
-            f"{KEY}: the config.json in {folder} has {COUNT}={fields.get(COUNT)}; heads with one layer for multi-token "
-            "prediction are trained. Remove draft_head"
+            f"{DRAFT_KEY}: the config.json in {folder} has {COUNT}={fields.get(COUNT)}; heads with one layer for "
+            "multi-token prediction are trained. Remove draft_head"
         )
     longer = deepcopy(config)
     longer.num_hidden_layers += 1

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rl_core.torch.generation.row import Row
-from rl_core.torch.generation.sampling import draw
+from rl_core.torch.generation.row import Row, draw
 from rl_dtensor.generation.cache import Kind, RowCache, has_states
-from rl_dtensor.generation.images import TEXT, PromptImages, ShownRows
-from rl_dtensor.model.replay import RoutingRecorder
+from rl_dtensor.generation.images import TEXT, PromptImages
+from rl_dtensor.model.layers.replay import RoutingRecorder
 
 
 class DecodingBatch:
@@ -45,11 +47,11 @@ class DecodingBatch:
         self._shifts: list[int] = []
 
     def join(self, rows: Sequence[Row], version: int) -> None:
-        """Read the prompts of these rows, sample the first token of each, and decode on with those that continue."""
+        """Read the prompts of these rows and sample the first token of each; rows that continue stay."""
         if not has_states(self._kinds):
             self._join(rows, version)
             return
-        # a state would take in the padding
+        # A state would also include the padding.
         for length in sorted({row.num_prompt_tokens for row in rows}):
             self._join([row for row in rows if row.num_prompt_tokens == length], version)
 
@@ -62,26 +64,35 @@ class DecodingBatch:
             tokens[index, columns - lengths[index] :] = torch.from_numpy(row.request.token_ids)
         cache = RowCache(self._kinds)
         shown = TEXT if self._images is None else self._images.of([row.request for row in rows], tokens)
-        logits = self._forward(tokens, lengths, cache, _places(shown, lengths, columns), shown)
-        shifts = shown.shifts(lengths)
+        if shown.axes is None:
+            start = torch.tensor([[columns - length] for length in lengths])
+            places = (torch.arange(columns)[None] - start).clamp(min=0)
+        else:
+            places = torch.zeros(3, len(lengths), columns, dtype=torch.int64)
+            for index, (axes, length) in enumerate(zip(shown.axes, lengths, strict=True)):
+                places[:, index, columns - length :] = torch.from_numpy(axes.T)
+        logits = self._forward(tokens, lengths, cache, places, shown.arguments)
+        shifts = [0] * len(lengths)
+        if shown.axes is not None:  # An image has more tokens than places.
+            shifts = [int(row.max()) + 1 - length for row, length in zip(shown.axes, lengths, strict=True)]
         add_routing(self._recorder, rows, lengths)
-        going_on = sample_next(rows, logits, version)
-        if not going_on:
+        continuing = sample_next(rows, logits, version)
+        if not continuing:
             return
-        if len(going_on) < len(rows):
-            lengths, shifts = ([each[index] for index in going_on] for each in (lengths, shifts))
-            cache.keep(torch.tensor(going_on, device=self._device), columns - max(lengths))
+        if len(continuing) < len(rows):
+            lengths, shifts = ([each[index] for index in continuing] for each in (lengths, shifts))
+            cache.keep(torch.tensor(continuing, device=self._device), columns - max(lengths))
         if self.rows:
             self._cache.join(cache)
         else:
             self._cache = cache
-        self.rows += [rows[index] for index in going_on]
+        self.rows += [rows[index] for index in continuing]
         self._lengths += lengths
         self._shifts += shifts
 
     @torch.inference_mode()
     def step(self, version: int) -> None:
-        """Sample one token for every row; those that end leave."""
+        """Sample one token for every row; rows that end leave."""
         tokens = torch.tensor([[row.tokens[-1]] for row in self.rows])
         self._lengths = [length + 1 for length in self._lengths]
         ends = [[length + shift - 1] for length, shift in zip(self._lengths, self._shifts, strict=True)]
@@ -90,26 +101,31 @@ class DecodingBatch:
         self._keep(sample_next(self.rows, logits, version))
 
     def drop_cancelled(self) -> None:
-        """Drop rows that nobody waits for any longer."""
+        """Drop rows whose requests were cancelled."""
         self._keep([index for index, row in enumerate(self.rows) if not row.future.cancelled()])
 
     def clear(self) -> list[Row]:
-        """Drop all rows and their cache; the rows that were there."""
+        """Drop all rows and their cache; return the rows."""
         rows, self.rows, self._cache = self.rows, [], RowCache(self._kinds)
         self._lengths, self._shifts = [], []
         return rows
 
     def _forward(
-        self, tokens: Tensor, lengths: Sequence[int], cache: RowCache, positions: Tensor, shown: ShownRows = TEXT
+        self,
+        tokens: Tensor,
+        lengths: Sequence[int],
+        cache: RowCache,
+        positions: Tensor,
+        of_images: Mapping[str, Any] = MappingProxyType({}),
     ) -> Tensor:
-        """float32 `[rows, vocab]`, logits after the last column.
+        """Compute float32 `[rows, vocab]`, logits after the last column.
 
         Args:
             tokens: Int64 `[rows, new]`.
             lengths: Number of each row's tokens, these included.
-            cache: Cache of the tokens before; takes these in.
+            cache: Cache of the tokens before, to which these are added.
             positions: Int64 `[rows, new]`, or `[3, rows, new]` in time, height and width.
-            shown: Images among these tokens.
+            of_images: Arguments of the model for the images among these tokens.
         """
         columns = cache.get_seq_length() + tokens.shape[1]
         start = torch.tensor([[columns - length] for length in lengths])
@@ -121,7 +137,7 @@ class DecodingBatch:
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
-            **shown.arguments,
+            **of_images,
         )
         return output.logits[:, -1].float()
 
@@ -138,27 +154,83 @@ class DecodingBatch:
         self._cache.keep(torch.tensor(indices, device=self._device), first_column)
 
 
-def _places(shown: ShownRows, lengths: Sequence[int], columns: int) -> Tensor:
-    """Places of left-padded rows, 0 for padding: int64 `[rows, columns]`, with axes `[3, rows, columns]`."""
-    if shown.axes is None:
-        start = torch.tensor([[columns - length] for length in lengths])
-        return (torch.arange(columns)[None] - start).clamp(min=0)
-    places = torch.zeros(3, len(lengths), columns, dtype=torch.int64)
-    for row, (axes, length) in enumerate(zip(shown.axes, lengths, strict=True)):
-        places[:, row, columns - length :] = torch.from_numpy(axes.T)
-    return places
-
-
 def add_routing(recorder: RoutingRecorder | None, rows: Sequence[Row], counts: Sequence[int]) -> None:
-    """Tell each row where its last tokens, so many, were sent in the forward pass before, if that is reported."""
+    """Add to each row the experts of its last `count` tokens in the forward pass before, if they are reported."""
     if recorder is not None:
         for row, experts, count in zip(rows, recorder.take(len(rows)), counts, strict=True):
             row.add_routing(experts[len(experts) - count :])
 
 
 def sample_next(rows: Sequence[Row], logits: Tensor, version: int) -> list[int]:
-    """Give each row its next token; indices of those that continue."""
+    """Give each row its next token; return the indices of rows that continue."""
     sampling = [row.request.sampling for row in rows]
     tokens, logprobs = draw(logits, sampling, [row.uniform for row in rows])
     pairs = zip(rows, tokens.tolist(), logprobs.tolist(), strict=True)
     return [index for index, (row, token, logprob) in enumerate(pairs) if not row.append(token, logprob, version)]
+
+
+class WholeRowBatch:
+    """A continuous batch of a model that no cache of rows serves, with the methods of a `DecodingBatch`.
+
+    A pass takes only rows of one length, so that none is padded. A completion of n tokens takes n passes.
+
+    Args:
+        max_tokens: Maximum number of tokens in one pass. A single longer row is an exception.
+        recorder: Recorder of the experts that tokens are sent to; None if they are not reported.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        device: torch.device,
+        recorder: RoutingRecorder | None = None,
+        *,
+        max_tokens: int,
+    ) -> None:
+        self._model = model
+        self._device = device
+        self._recorder = recorder
+        self._max_tokens = max_tokens
+        self.rows: list[Row] = []
+
+    def join(self, rows: Sequence[Row], version: int) -> None:
+        """Read the prompts of these rows and sample the first token of each; rows that continue stay."""
+        self.rows += self._extend(rows, version)
+
+    def step(self, version: int) -> None:
+        """Sample one token for every row; rows that end leave."""
+        self.rows = self._extend(self.rows, version)
+
+    def drop_cancelled(self) -> None:
+        """Drop rows whose requests were cancelled."""
+        self.rows = [row for row in self.rows if not row.future.cancelled()]
+
+    def clear(self) -> list[Row]:
+        """Drop all rows and return them."""
+        rows, self.rows = self.rows, []
+        return rows
+
+    @torch.inference_mode()
+    def _extend(self, rows: Sequence[Row], version: int) -> list[Row]:
+        """Sample one token for each of these rows; return rows that continue."""
+
+        def length_of(row: Row) -> int:
+            return row.num_prompt_tokens + len(row.tokens)
+
+        continuing: list[Row] = []
+        for length, equal in groupby(sorted(rows, key=length_of), key=length_of):
+            alike, size = list(equal), max(1, self._max_tokens // length)
+            for start in range(0, len(alike), size):
+                together = alike[start : start + size]
+                tokens = torch.tensor([[*row.request.token_ids.tolist(), *row.tokens] for row in together])
+                # The experts of earlier tokens have been reported.
+                counts = [1 if row.tokens else tokens.shape[1] for row in together]
+                logits = last_logits(self._model, tokens.to(self._device))
+                add_routing(self._recorder, together, counts)
+                continuing += [together[index] for index in sample_next(together, logits, version)]
+        return continuing
+
+
+def last_logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    """Return float32 `[rows, vocab]`, logits after the last of tokens `[rows, columns]`."""
+    return model(input_ids=tokens, use_cache=False, logits_to_keep=1).logits[:, -1].float()

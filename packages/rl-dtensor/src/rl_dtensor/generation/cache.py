@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ class RowLayer(CacheLayerMixin):
     """
 
     is_sliding = False
-    keys: Tensor  # None until it is initialized
+    keys: Tensor  # It is None until the layer is initialized.
     values: Tensor
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class RowLayer(CacheLayerMixin):
 
     def keep(self, rows: Tensor, first_column: int) -> None:
         """Drop all other rows and the columns before `first_column`."""
-        if not self.is_initialized:  # it has the keys of another layer
+        if not self.is_initialized:  # It uses the keys of another layer.
             return
         self.keys = _room(self.keys[:, :, first_column : self._columns].index_select(0, rows), 0)
         self.values = _room(self.values[:, :, first_column : self._columns].index_select(0, rows), 0)
@@ -85,7 +85,7 @@ class RowLayer(CacheLayerMixin):
 
 
 class RowStates(LinearAttentionLayer):
-    """One layer's state of each row: of its convolution, and of its recurrence. No row may be padded."""
+    """One layer's states of each row, of its convolution and of its recurrence. No row may be padded."""
 
     def keep(self, rows: Tensor, first_column: int) -> None:
         """Drop all other rows."""
@@ -96,15 +96,11 @@ class RowStates(LinearAttentionLayer):
 
     def join(self, other: Self) -> None:
         """Put the rows of another layer below."""
-        for mine, theirs in (
-            (self.conv_states, other.conv_states),
-            (self.recurrent_states, other.recurrent_states),
-        ):
+        pairs = ((self.conv_states, other.conv_states), (self.recurrent_states, other.recurrent_states))
+        for mine, theirs in pairs:
             for index, state in mine.items():
                 if state is not None:
-                    below = theirs[index]
-                    assert below is not None
-                    mine[index] = torch.cat([state, below])
+                    mine[index] = torch.cat([state, cast("Tensor", theirs[index])])
 
 
 class RowStatesAndKeys(RowStates, RowLayer):
@@ -138,10 +134,10 @@ _KINDS: dict[type, Kind] = {
 
 
 def row_layers(config: PreTrainedConfig) -> tuple[Kind, ...]:
-    """Kind of every layer of a model's cache.
+    """Return the kind of every layer of a model's cache.
 
     Raises:
-        ValueError: Naming what a layer keeps, if that is something else.
+        ValueError: If a layer keeps something else.
     """
     layers = DynamicCache(config=config).layers
     foreign = sorted({type(layer).__name__ for layer in layers if type(layer) not in _KINDS})
@@ -151,8 +147,8 @@ def row_layers(config: PreTrainedConfig) -> tuple[Kind, ...]:
 
 
 def has_states(kinds: Sequence[Kind]) -> bool:
-    """Return whether some layers carry a state of each row, which no row may pad and several tokens may not
-    continue."""
+    """Return whether some layers carry a state of each row. Then no row may be padded, and only one token at a time may
+    continue a row."""
     return any(issubclass(kind, RowStates) for kind in kinds)
 
 
@@ -163,7 +159,7 @@ class RowCache(Cache):
         kinds: Kinds of the layers, by `row_layers`.
     """
 
-    layers: list[Any]  # of these kinds
+    layers: list[Any]
 
     def __init__(self, kinds: Sequence[Kind]) -> None:
         super().__init__(layers=[kind() for kind in kinds])
@@ -180,7 +176,7 @@ class RowCache(Cache):
 
 
 def _room(states: Tensor, columns: int) -> Tensor:
-    """A copy with free columns at the end, at least `columns` together."""
+    """Copy states with free columns at the end, at least `columns` together."""
     rows, heads, present, size = states.shape
     grown = states.new_empty(rows, heads, max(columns, present) * 5 // 4 + _SLACK, size)
     grown[:, :, :present] = states
@@ -189,7 +185,7 @@ def _room(states: Tensor, columns: int) -> Tensor:
 
 def _below(upper: Tensor, lower: Tensor, columns: int) -> Tensor:
     rows = upper.shape[0] + lower.shape[0]
-    # zeros: attention multiplies padding by 0, which gives 0 only for finite values
+    # Padding must be finite: attention multiplies it by 0.
     joined = upper.new_zeros(rows, upper.shape[1], columns + columns // 4 + _SLACK, upper.shape[3])
     joined[: upper.shape[0], :, columns - upper.shape[2] : columns] = upper
     joined[upper.shape[0] :, :, columns - lower.shape[2] : columns] = lower

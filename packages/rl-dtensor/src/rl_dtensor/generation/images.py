@@ -1,4 +1,4 @@
-"""Prompts with images, as the model that decodes their rows reads them."""
+"""Prompts with images, for the model that decodes their rows."""
 
 from __future__ import annotations
 
@@ -11,25 +11,23 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rl_core.data.batch import TOKENS, Batch
-from rl_core.data.image_column import image_column
+from rl_core.data.batch import TOKENS, Batch, image_column
 from rl_core.data.ragged import Ragged
 from rl_core.errors import RequestRefused
 from rl_core.images import IMAGES
 from rl_core.model_config import VisionConfig
 from rl_core.rollouts.generation import GenerationRequest
 from rl_core.torch.host_arrays import to_device
-from rl_dtensor.model.vision.columns import AXES, PREFIX, ImageColumns
-from rl_dtensor.model.vision.families import VISION_FAMILIES, as_computed, is_floating
-from rl_dtensor.model.vision.pixels import ProcessedImages
+from rl_dtensor.model.vision.columns import AXES, PREFIX, ImageColumns, ProcessedImages
+from rl_dtensor.model.vision.families import PIXELS, VISION_FAMILIES, as_computed
 
 
 @dataclass(frozen=True)
 class ShownRows:
-    """What a pass over whole prompts is given of their images.
+    """The images of whole prompts, for a pass over them.
 
     Args:
-        arguments: Further arguments of the model: pixels, and what belongs to them.
+        arguments: Further arguments of the model: pixels, and their grids or masks.
         axes: Int64 `[tokens, 3]` of each row, the places of its tokens in time, height and width; None if the family
             has one place for each token, or no row has images.
     """
@@ -37,16 +35,9 @@ class ShownRows:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     axes: Sequence[np.ndarray] | None = None
 
-    def shifts(self, lengths: Sequence[int]) -> list[int]:
-        """Return how much further than its number the place of each row's next token is: an image has more tokens than
-        places."""
-        if self.axes is None:
-            return [0] * len(lengths)
-        return [int(row.max()) + 1 - length for row, length in zip(self.axes, lengths, strict=True)]
-
 
 TEXT = ShownRows()
-"""Of prompts without images."""
+"""Prompts without images."""
 
 
 class PromptImages:
@@ -78,7 +69,7 @@ class PromptImages:
             raise RequestRefused(str(error).removeprefix("row 0: ").replace("row 0", "the request")) from error
 
     def of(self, requests: Sequence[GenerationRequest], tokens: Tensor) -> ShownRows:
-        """Return what a pass is given of the images of prompts.
+        """Return the images of prompts for a pass.
 
         Args:
             requests: Prompts, each of which `check` accepts.
@@ -89,9 +80,7 @@ class PromptImages:
             return TEXT
         names = self._family.columns
         held = dict(zip(names, to_device([columns[PREFIX + name] for name in names], self._device), strict=True))
-        arguments: dict[str, Any] = {
-            name: as_computed(values, self._compute) if is_floating(name) else values for name, values in held.items()
-        }
+        arguments: dict[str, Any] = {**held, PIXELS: as_computed(held[PIXELS], self._compute)}
         if self._family.is_batched:
             arguments = {name: values[None] for name, values in arguments.items()}
         if self._family.sees_both_ways:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +17,7 @@ from rl_core.torch.loss import Rows
 from rl_core.torch.training.flops import CHUNKED, RECURRENT_LAYERS, ROW_LAYERS, setting
 from rl_dtensor.config import AttentionBackend
 from rl_dtensor.model.kernels import Attend, Softmax, check_softmax
-from rl_dtensor.model.layout import Context, Layout, Segments
+from rl_dtensor.model.layout import RowLayout, Segments
 from rl_dtensor.parallel.body import body_of
 from rl_dtensor.parallel.collectives import exchange, gather
 from rl_dtensor.parallel.experts import expert_modules
@@ -27,7 +26,7 @@ ROWS = "rl_rows"
 """Name under which `transformers` models find this attention."""
 
 INERT = frozenset({"use_cache", *TransformersKwargs.__annotations__})
-"""Keyword arguments that models hand on to every attention function, and that do not change what it computes."""
+"""Keyword arguments that models pass on to every attention function, and that do not change its result."""
 
 MODEL_ERRORS = (NotImplementedError, RuntimeError, TypeError, ValueError)
 """Errors of a family's code on tensors without data."""
@@ -50,7 +49,7 @@ def row_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    layout: Layout | None = None,
+    layout: RowLayout | None = None,
     attend: Attend | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -61,7 +60,7 @@ def row_attention(
     query_scale: QueryScale | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention of each row, as an attention function of `transformers`.
+    """Attend causally within each row, as an attention function of `transformers`.
 
     Padding on the right needs no mask: no token of the row comes after it.
 
@@ -71,14 +70,14 @@ def row_attention(
         key: Same layout as `query`; may have fewer heads.
         value: Same layout as `key`.
         attention_mask: None; the rows' bounds replace it.
-        layout: The rows, and which of their tokens this rank has.
+        layout: Rows, and their tokens on this rank.
         attend: Kernel that computes attention once all keys that a query sees are here.
         scaling: Scaling of the products; `head_dim ** -0.5` if None.
         dropout: Share of the attention weights that is dropped.
         sliding_window: Tokens that each token sees, itself included; all before it if None.
         softcap: Bounds the scores; see `Softmax`.
         s_aux: Sinks, `[heads]`; see `Softmax`.
-        chunk_size: Tokens of each chunk of a row, outside of which no token sees any; the whole row if None.
+        chunk_size: Tokens of each chunk of a row; no token sees tokens of other chunks. The whole row if None.
         query_scale: Factors of the queries; 1 if None.
         **others: Other arguments that the model passes; all that are not None must be in `INERT`.
 
@@ -86,8 +85,8 @@ def row_attention(
         `[batch, tokens, heads, head_dim]`.
 
     Raises:
-        RowsUnknown: If the model did not pass on the layout and the kernel that its forward pass was given, or passes
-            on more than is computed with here.
+        RowsUnknown: If the model did not pass on the layout and the kernel of its forward pass, or passes on arguments
+            that are not used here.
     """
     if layout is None or attend is None:
         raise RowsUnknown(f"{type(module).__name__} calls attention without the layout of rows")
@@ -109,35 +108,21 @@ def row_attention(
         key, value = (gather(part, 2, context.group).index_select(2, places) for part in (key, value))
         out = attend(query, key, value, segments, softmax)
     else:
-        key, value = (_repeated(part, context.size) for part in (key, value))
-        query, key, value = (
-            _to_heads(part, context).index_select(2, layout.key_places) for part in (query, key, value)
-        )
+        # Ulysses: ranks trade their tokens of all heads for all tokens of some heads, and back.
+        size, ones = context.size, [1] * context.size
+        if key.shape[1] % size:
+            key, value = (part.repeat_interleave(size // part.shape[1], 1) for part in (key, value))
+
+        def traded(x: Tensor, split_dim: int, joined_dim: int) -> Tensor:
+            parts = torch.stack(x.chunk(size, split_dim))
+            return torch.cat(exchange(parts, ones, ones, context.group).unbind(0), joined_dim)
+
+        query, key, value = (traded(part, 1, 2).index_select(2, layout.key_places) for part in (query, key, value))
         if s_aux is not None:
-            softmax = replace(softmax, sinks=s_aux.chunk(context.size)[context.rank])
+            softmax = replace(softmax, sinks=s_aux.chunk(size)[context.rank])
         out = attend(query, key, value, segments, softmax)
-        out = _to_tokens(out.index_select(2, layout.rank_places), context)
+        out = traded(out.index_select(2, layout.rank_places), 2, 1)
     return out.transpose(1, 2).contiguous(), None
-
-
-def _repeated(x: Tensor, size: int) -> Tensor:
-    """Key or value heads as often as they must be for every rank to have one."""
-    heads = x.shape[1]
-    return x if heads % size == 0 else x.repeat_interleave(size // heads, 1)
-
-
-def _to_heads(x: Tensor, context: Context) -> Tensor:
-    """`[batch, heads, own tokens, head_dim]` as `[batch, heads / size, tokens in the order of ranks, head_dim]`."""
-    parts = torch.stack(x.chunk(context.size, 1))  # [size, batch, heads / size, own, head_dim]
-    ones = [1] * context.size
-    return torch.cat(exchange(parts, ones, ones, context.group).unbind(0), 2)
-
-
-def _to_tokens(x: Tensor, context: Context) -> Tensor:
-    """The way back from `_to_heads`."""
-    parts = torch.stack(x.chunk(context.size, 2))
-    ones = [1] * context.size
-    return torch.cat(exchange(parts, ones, ones, context.group).unbind(0), 1)
 
 
 def tell_chunks(hf: PreTrainedModel, layers: Sequence[nn.Module]) -> None:
@@ -148,7 +133,7 @@ def tell_chunks(hf: PreTrainedModel, layers: Sequence[nn.Module]) -> None:
         layers: Repeated layers of the model, in order.
 
     Raises:
-        RowsUnknown: If the config does not say how long they are.
+        RowsUnknown: If the config has no chunk length.
     """
     config = hf.config.get_text_config()
     kinds = setting(config, "layer_types") or []
@@ -164,29 +149,29 @@ def tell_chunks(hf: PreTrainedModel, layers: Sequence[nn.Module]) -> None:
         layer.register_forward_pre_hook(tell, with_kwargs=True)
 
 
-class _Told(Exception):
-    """Rows have reached attention, with this softmax."""
-
-    def __init__(self, softmax: Softmax) -> None:
-        super().__init__()
-        self.softmax = softmax
+class _Reached(Exception):
+    """Rows have reached attention, with the softmax in `args`."""
 
 
 def rows_problem(hf: PreTrainedModel, backend: AttentionBackend = "auto") -> str:
-    """Why rows cannot be packed or split with a model on `meta` that was built with this attention; empty if they can.
+    """Return why rows cannot be packed or split with a model on `meta` that has this attention; empty if they can.
 
-    They can if its forward pass takes the places of tokens and is seen to hand on to attention the layout of rows. A
-    model that cannot be computed on `meta` as far as its first attention does not show that.
+    They can if its forward pass takes the places of tokens and passes the layout of rows on to attention. A model that
+    cannot be computed on `meta` up to its first attention does not show that.
 
     Raises:
         ValueError: If the backend cannot compute that attention.
     """
     if "position_ids" not in inspect.signature(body_of(hf).forward).parameters:
         return "its forward pass takes no position_ids"
+
+    def reached(query: Tensor, key: Tensor, value: Tensor, segments: Segments, softmax: Softmax) -> Tensor:
+        raise _Reached(softmax)
+
     try:
-        pass_on_meta(hf, _tell)
-    except _Told as told:
-        check_softmax(backend, told.softmax)
+        pass_on_meta(hf, reached)
+    except _Reached as stop:
+        check_softmax(backend, stop.args[0])
         return ""
     except RowsUnknown as error:
         return str(error)
@@ -207,35 +192,22 @@ def pass_on_meta(hf: PreTrainedModel, attend: Attend) -> None:
     """
     place = torch.zeros(1, 1, dtype=torch.long, device=hf.device)
     rows = Rows(place[0], {TOKENS: place[0]})
-    layout = Layout(rows, place, place, place[0], None, bounds=((0, 1),), length=1, context=None)
-    # with a mask the model does not derive rows from the positions, and of one token it does not look at the mask:
-    # neither is possible on `meta`
+    layout = RowLayout(rows, place, place, place[0], None, bounds=((0, 1),), length=1, context=None)
+    # Without a mask the model would derive rows from the positions, and it reads a mask of several tokens. Neither is
+    # possible on `meta`.
     inputs = {"input_ids": place, "position_ids": place, "attention_mask": torch.ones_like(place)}
-    with _without_experts(hf), torch.no_grad():
-        body_of(hf)(**inputs, use_cache=False, layout=layout, attend=attend)
-
-
-@contextmanager
-def _without_experts(hf: PreTrainedModel) -> Iterator[None]:
-    """Let tokens pass stacked experts as they are: what multiplies them fails on `meta` in some dtypes."""
+    # Tokens pass stacked experts unchanged, because their products fail on `meta` in some dtypes.
     replaced = [(module, vars(module).get("forward")) for module in expert_modules(hf)]
     for module, _ in replaced:
-        module.forward = _passed
+        module.forward = lambda hidden, *_, **__: hidden
     try:
-        yield
+        with torch.no_grad():
+            body_of(hf)(**inputs, use_cache=False, layout=layout, attend=attend)
     finally:
         for module, forward in replaced:
             del module.forward
             if forward is not None:
                 module.forward = forward
-
-
-def _passed(hidden: Tensor, *_: Any, **__: Any) -> Tensor:
-    return hidden
-
-
-def _tell(query: Tensor, key: Tensor, value: Tensor, segments: Segments, softmax: Softmax) -> Tensor:
-    raise _Told(softmax)
 
 
 def attention_for(
@@ -247,7 +219,7 @@ def attention_for(
     supports_sdpa: bool,
     rows_problem: str = "",
 ) -> str:
-    """The attention implementation to ask `transformers` for.
+    """Return the name of the attention implementation that `transformers` should use.
 
     Args:
         config: Hugging Face config of the model.
@@ -256,7 +228,7 @@ def attention_for(
         split: True if rows are split over ranks, by context or sequence parallelism.
         supports_sdpa: True if torch's scaled dot-product attention can be the model's own (`_supports_sdpa` of its
             class).
-        rows_problem: Why its attention cannot be told where rows start and end; empty if it can.
+        rows_problem: Reason why its attention does not get the bounds of rows; empty if it does.
 
     Raises:
         ValueError: If rows of this model cannot be packed or split without one seeing another, or without changing
@@ -291,5 +263,6 @@ def attention_for(
     return own if backend == "auto" else backend
 
 
-# without an entry for masks, models make none, nor do they look for rows in the positions, for which the host waits
+# Without an entry for masks, models make none. They also do not look for rows in the positions, which the host would
+# wait for.
 AttentionInterface.register(ROWS, row_attention)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -12,26 +13,26 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, current_flash_attention_impl, sdpa_kernel
+from torch.nn.attention import SDPBackend, activate_flash_attention_impl, current_flash_attention_impl, sdpa_kernel
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
 from rl_core.install_command import install_command
 from rl_dtensor.config import AttentionBackend
 from rl_dtensor.model.layout import Segments
-from rl_dtensor.model.settings import MOST_FLASH_DIM, without_sinks, without_softcap
+from rl_dtensor.model.settings import MAX_FLASH_DIM, without_sinks, without_softcap
 
 WITH_DROPOUT = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""Kernels that know dropout where flash attention is one that does not."""
+"""Kernels with dropout, for flash attention that has none."""
 
 HALF = (torch.bfloat16, torch.float16)
-LEAST_FLEX_DIM = 16
+MIN_FLEX_DIM = 16
 """Smallest heads that compiled flex attention takes."""
 
 
 @dataclass(frozen=True)
 class Softmax:
-    """How an attention layer turns scores into weights.
+    """Conversion of the scores of an attention layer into weights.
 
     Args:
         scaling: Scaling of the products; `head_dim ** -0.5` if None.
@@ -54,7 +55,7 @@ class Softmax:
 
     @property
     def flash_window(self) -> tuple[int, int]:
-        """Tokens seen before and after each, as flash attention counts them."""
+        """Numbers of tokens seen before and after each, as flash attention counts them."""
         return (-1 if self.window is None else self.window - 1, 0)
 
 
@@ -63,17 +64,28 @@ Attend = Callable[[Tensor, Tensor, Tensor, Segments, Softmax], Tensor]
 queries. The segments cover the queries in order; the last query of each is at its last key."""
 
 _Row = Callable[[Tensor, Tensor, Tensor, Softmax, Tensor | None], Tensor]
-"""Of one segment. The last argument, bool `[batch, 1, queries, keys]`, is the keys that each query sees; None for those
-up to its own."""
+"""Attention of one segment. The last argument, bool `[batch, 1, queries, keys]`, marks the keys that each query sees;
+None for the keys up to its own."""
 
 
 def kernel_of(backend: AttentionBackend) -> Attend:
-    """The attention of a backend, which raises a ValueError if it cannot compute a layer's softmax.
+    """Return the attention of a backend, which raises a ValueError if it cannot compute a layer's softmax.
 
     Raises:
         ValueError: If its package is not installed.
     """
-    attend = _kernel(backend)
+    if backend == "flash_attention_2":
+        install = install_command("rl-dtensor[flash]")
+        remedy = f"on GPUs set cluster.worker_envs=isolated, whose environments have it, or install it here ({install})"
+        attend = _flash("flash_attn", remedy, takes_dropout=True)
+    elif backend == "flash_attention_3":
+        remedy = (
+            "no package has it: build it from hopper/ of the flash-attention repository in the environment that this "
+            "run is started from, with cluster.worker_envs=shared"
+        )
+        attend = _flash("flash_attn_interface", remedy)
+    else:
+        attend = _KERNELS[backend]
 
     def checked(query: Tensor, key: Tensor, value: Tensor, segments: Segments, softmax: Softmax) -> Tensor:
         check_softmax(backend, softmax)
@@ -94,24 +106,10 @@ def check_softmax(backend: AttentionBackend, softmax: Softmax) -> None:
         raise ValueError(f"{problem.key}: {problem.message}")
 
 
-def _kernel(backend: AttentionBackend) -> Attend:
-    if backend == "flash_attention_2":
-        install = install_command("rl-dtensor[flash]")
-        remedy = f"on GPUs set cluster.worker_envs=isolated, whose environments have it, or install it here ({install})"
-        return _flash("flash_attn", remedy, takes_dropout=True)
-    if backend == "flash_attention_3":
-        remedy = (
-            "no package has it: build it from hopper/ of the flash-attention repository in the environment that this "
-            "run is started from, with cluster.worker_envs=shared"
-        )
-        return _flash("flash_attn_interface", remedy)
-    return _KERNELS[backend]
-
-
 def _by_row(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, softmax: Softmax, *, attend_row: _Row
 ) -> Tensor:
-    """One segment after another: skips the work between rows that a block-diagonal mask would pay for.
+    """Compute one segment after another, without the work between rows that a block-diagonal mask would cost.
 
     Tensors are split rather than sliced: the gradient of each slice would be as large as the whole.
     """
@@ -120,29 +118,30 @@ def _by_row(
     num_queries, num_keys = segments.lengths
     parts = zip(query.split(num_queries, 2), key.split(num_keys, 2), value.split(num_keys, 2), strict=True)
     masks: Sequence[Tensor | None] = [None] * len(num_queries)
-    if segments.blocks is not None:
-        masks = segments.block_masks(softmax.window)
+    masks = masks if segments.blocks is None else segments.block_masks(softmax.window)
     return torch.cat([attend_row(*part, softmax, mask) for part, mask in zip(parts, masks, strict=True)], dim=2)
 
 
 def _sdpa_row(query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, seen: Tensor | None) -> Tensor:
-    """On GPUs only the kernel for causal attention of equal heads takes grouped ones; every other kernel that is fast
-    there wants as many of keys and values, and without them torch makes all scores."""
+    """Attend by torch's scaled dot-product attention.
+
+    On GPUs only the kernel for causal attention of equal heads takes grouped ones. Every other fast kernel needs as
+    many heads of keys and values, and torch makes all scores if it does not get them.
+    """
     num_queries, num_keys = query.shape[2], key.shape[2]
     is_short = softmax.window is None or num_keys <= softmax.window
     is_plain = seen is None and num_queries == num_keys and is_short
-    mask = seen
     if seen is None and not is_plain:
-        mask = _seen(num_queries, num_keys, softmax.window, query.device)
+        seen = _seen(num_queries, num_keys, softmax.window, query.device)
     has_dropout = softmax.dropout > 0.0 and current_flash_attention_impl() is not None
-    if has_dropout or not (is_plain and _fits_flash(query, value) and query.shape[-1] == value.shape[-1]):
+    if has_dropout or not (is_plain and query.shape[-1] == value.shape[-1] <= MAX_FLASH_DIM):
         key, value = _for_each_head(query, key, value)
     with sdpa_kernel(WITH_DROPOUT) if has_dropout else nullcontext():
         return F.scaled_dot_product_attention(
             query,
             key,
             value,
-            attn_mask=mask,
+            attn_mask=seen,
             dropout_p=softmax.dropout,
             is_causal=is_plain,
             scale=softmax.scaling,
@@ -151,18 +150,17 @@ def _sdpa_row(query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, seen:
 
 
 def _for_each_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values as many times as there are query heads that share them."""
+    """Repeat keys and values for each query head that shares them."""
     repeats = query.shape[1] // key.shape[1]
     return (key, value) if repeats == 1 else (key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1))
 
 
 def _eager_row(query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, seen: Tensor | None) -> Tensor:
-    """Matrix products and a softmax, in float32 at least."""
+    """Attend by matrix products and a softmax, in float32 at least."""
     key, value = _for_each_head(query, key, value)
-    scaling = query.shape[-1] ** -0.5 if softmax.scaling is None else softmax.scaling
     if seen is None:
         seen = _seen(query.shape[2], key.shape[2], softmax.window, query.device)
-    scores = query @ key.transpose(2, 3) * scaling
+    scores = query @ key.transpose(2, 3) * _scale(query, softmax)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if softmax.softcap is not None:
         scores = (scores / softmax.softcap).tanh() * softmax.softcap
@@ -176,7 +174,7 @@ def _eager_row(query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, seen
 
 
 def _seen(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
-    """bool `[queries, keys]`."""
+    """Return the keys that each query sees, bool `[queries, keys]`."""
     place = torch.arange(num_keys, device=device)
     distance = place[num_keys - num_queries :, None] - place
     seen = distance >= 0
@@ -184,7 +182,7 @@ def _seen(num_queries: int, num_keys: int, window: int | None, device: torch.dev
 
 
 def varlen(attend: Callable[..., Any] = varlen_attn) -> Attend:
-    """All segments in one flash attention of torch; without dropout, in half precision on CUDA.
+    """Return the attention of all segments in one call of torch; without dropout, in half precision on CUDA.
 
     Args:
         attend: Computes it, with the signature of `torch.nn.attention.varlen.varlen_attn`.
@@ -209,19 +207,17 @@ def varlen(attend: Callable[..., Any] = varlen_attn) -> Attend:
     return attend_all
 
 
-def _fits_flash(query: Tensor, value: Tensor) -> bool:
-    return max(query.shape[-1], value.shape[-1]) <= MOST_FLASH_DIM
-
-
 def _scale(query: Tensor, softmax: Softmax) -> float:
-    """Return the scaling of the products, by default that of the size that heads have before they are padded."""
+    """Return the scaling of the products, by default by the size of heads before they are padded."""
     return query.shape[-1] ** -0.5 if softmax.scaling is None else softmax.scaling
 
 
 def _of_one_size(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`[..., head_dim]` padded with zeros to the one size of heads that flash attention takes, a multiple of 8; zeros
-    add nothing to the products, and the end of the results is to be cut off. Tensors of that size are returned as they
-    are: padding by nothing would copy them."""
+    """Pad `[..., head_dim]` with zeros to the one size of heads that flash attention takes, a multiple of 8.
+
+    Zeros add nothing to the products, and the caller cuts off the end of the results. Tensors of that size are returned
+    as they are: padding by nothing would copy them.
+    """
     size = -(-max(query.shape[-1], value.shape[-1]) // 8) * 8
     query, key, value = (
         part if part.shape[-1] == size else F.pad(part, (0, size - part.shape[-1])) for part in (query, key, value)
@@ -230,12 +226,11 @@ def _of_one_size(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Ten
 
 
 def _flex(query: Tensor, key: Tensor, value: Tensor, segments: Segments, softmax: Softmax) -> Tensor:
-    """One kernel that skips the blocks between rows; a block mask is made once per microbatch and window.
+    """Attend by one kernel that skips the blocks between rows; a block mask is made once per microbatch and window.
 
     A sink adds its share to the sum that the softmax divides by, whose logarithm the kernel returns and differentiates.
     """
     attend = _compiled_flex() if query.is_cuda else flex_attention
-    out: Tensor
     out, aux = attend(
         query,
         key,
@@ -254,7 +249,7 @@ def _flex(query: Tensor, key: Tensor, value: Tensor, segments: Segments, softmax
 
 @cache
 def _capped(softcap: float) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Kept for each cap: a new function would be compiled anew."""
+    """Return a function for a cap, which is kept: a new function would be compiled anew."""
 
     def capped(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (score / softcap).tanh() * softcap
@@ -264,7 +259,7 @@ def _capped(softcap: float) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 @cache
 def _compiled_flex() -> Any:
-    return torch.compile(flex_attention)  # uncompiled, it makes all scores
+    return torch.compile(flex_attention)  # Uncompiled, it makes all scores.
 
 
 @lru_cache(maxsize=8)
@@ -276,19 +271,18 @@ def _block_mask(segments: Segments, window: int | None, num_keys: int, num_rows:
         seen = (key >= first[query]) & (key <= last[query])
         return seen if window is None else seen & (key > last[query] - window)
 
-    if blocks is None:
-        return create_block_mask(sees, None, None, len(first), num_keys, segments.device, _compile=first.is_cuda)
-
     def sees_images(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        assert blocks is not None
         own = blocks[batch, last[query]]
         seen = sees(batch, head, query, key) | ((own == blocks[batch, key]) & (own >= 0))
         return seen if window is None else seen & (key > last[query] - window)
 
-    return create_block_mask(sees_images, num_rows, None, len(first), num_keys, segments.device, _compile=first.is_cuda)
+    rule, rows = (sees, None) if blocks is None else (sees_images, num_rows)
+    return create_block_mask(rule, rows, None, len(first), num_keys, segments.device, _compile=first.is_cuda)
 
 
 def _flash(package: str, remedy: str, *, takes_dropout: bool = False) -> Attend:
-    """Packed rows in one flash attention of a package, those side by side segment by segment."""
+    """Return the flash attention of a package: one call for packed rows, one for each segment of padded rows."""
     try:
         functions = importlib.import_module(package)
     except ImportError as error:
@@ -307,10 +301,14 @@ def _flash(package: str, remedy: str, *, takes_dropout: bool = False) -> Attend:
             **dropout,
         }
 
+    def first(returned: Any) -> Tensor:
+        # Some versions also return the logarithms of the softmax's sums.
+        return returned[0] if isinstance(returned, tuple) else returned
+
     def attend_row(query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, seen: Tensor | None) -> Tensor:
         assert seen is None, "flash attention takes no mask"
         parts = (part.transpose(1, 2) for part in _of_one_size(query, key, value))
-        out = _output(functions.flash_attn_func(*parts, **options(query, softmax)))
+        out = first(functions.flash_attn_func(*parts, **options(query, softmax)))
         return out.transpose(1, 2)[..., : value.shape[-1]]
 
     def attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, softmax: Softmax) -> Tensor:
@@ -320,28 +318,21 @@ def _flash(package: str, remedy: str, *, takes_dropout: bool = False) -> Attend:
             key, value = key.index_select(2, segments.keys), value.index_select(2, segments.keys)
         flat = (part.squeeze(0).transpose(0, 1) for part in _of_one_size(query, key, value))
         ends = (segments.query_ends, segments.key_ends)
-        out = _output(functions.flash_attn_varlen_func(*flat, *ends, *segments.longest, **options(query, softmax)))
+        out = first(functions.flash_attn_varlen_func(*flat, *ends, *segments.longest, **options(query, softmax)))
         return out.transpose(0, 1)[None, ..., : value.shape[-1]]
 
     return attend
 
 
-def _output(returned: Any) -> Tensor:
-    """Some versions also return the logarithms of the softmax's sums."""
-    out: Tensor = returned[0] if isinstance(returned, tuple) else returned
-    return out
-
-
 def _auto(query: Tensor, key: Tensor, value: Tensor, segments: Segments, softmax: Softmax) -> Tensor:
-    """On GPUs torch's flash attention, or flex for scores that it does not know, if it can run; else row by row."""
-    is_packed = len(query) == 1
+    """Attend on GPUs by torch's flash attention, or by flex for other scores, if these can run; else row by row."""
     on_gpu = query.is_cuda and softmax.dropout == 0.0
     if not softmax.is_plain or segments.blocks is not None:
-        if on_gpu and min(query.shape[-1], value.shape[-1]) >= LEAST_FLEX_DIM:
+        if on_gpu and min(query.shape[-1], value.shape[-1]) >= MIN_FLEX_DIM:
             return _flex(query, key, value, segments, softmax)
         row = _sdpa_row if softmax.is_plain else _eager_row
         return _by_row(query, key, value, segments, softmax, attend_row=row)
-    if on_gpu and query.dtype in HALF and is_packed and _fits_flash(query, value):
+    if on_gpu and query.dtype in HALF and len(query) == 1 and max(query.shape[-1], value.shape[-1]) <= MAX_FLASH_DIM:
         return _varlen(query, key, value, segments, softmax)
     return _by_row(query, key, value, segments, softmax, attend_row=_sdpa_row)
 
@@ -354,3 +345,36 @@ _KERNELS: Mapping[AttentionBackend, Attend] = {
     "eager": partial(_by_row, attend_row=_eager_row),
     "flex": _flex,
 }
+
+
+logger = logging.getLogger(__name__)
+
+OF_GENERATION = {9: ("FA3", 256), 10: ("FA4", 128)}
+"""Major compute capability to torch's name of its implementation, and the largest heads that it takes."""
+
+
+def activate_flash_attention(largest_head: int) -> str | None:
+    """Make torch's flash attention the one of this GPU's generation, if its package is installed.
+
+    FlashAttention 3 (module `flash_attn_interface`) is for Hopper, FlashAttention 4 (`flash_attn.cute`) for Blackwell;
+    without them torch's own runs, which is FlashAttention 2. It stays so for the process.
+
+    Args:
+        largest_head: Entries of the model's largest query, key or value head; 0 if they are not known.
+
+    Returns:
+        Name of the implementation that runs; None for torch's own.
+    """
+    if not torch.cuda.is_available():
+        return None
+    name, limit = OF_GENERATION.get(torch.cuda.get_device_capability()[0], ("", 0))
+    active: str | None = current_flash_attention_impl()
+    if not name or not 0 < largest_head <= limit or active == name:
+        return active
+    try:
+        activate_flash_attention_impl(name)
+    except (ImportError, RuntimeError) as error:  # It is not installed, or its package is another build.
+        logger.info("attention_backend=auto runs torch's own flash attention; %s is not available: %s", name, error)
+        return None
+    logger.info("attention_backend=auto runs %s", name)
+    return name

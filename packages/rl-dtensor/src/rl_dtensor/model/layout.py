@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_core.data.batch import TOKENS
-from rl_core.torch.heads.split_reads import HeldTokens
+from rl_core.torch.heads.reads import HeldTokens
 from rl_core.torch.host_arrays import to_device
 from rl_core.torch.loss import Rows
 from rl_core.torch.rows import zigzag_order, zigzag_slices, zigzag_tokens
 
 IMAGE_BLOCKS = "image_blocks"
-"""Column of rows in which the tokens of an image see one another, int64 `[tokens]`: the number of each token's image;
--1 for text. Rows without such images lack it."""
+"""Column of the number of each token's image, int64 `[tokens]`; -1 for text. The tokens of an image see one another.
+Rows without such images lack the column."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,6 @@ class Context:
     rank: int
     size: int
     method: str
-
-    def chunks(self, length: int) -> tuple[tuple[int, int], ...]:
-        """Start and end of this rank's chunks of a sequence."""
-        return zigzag_slices(length, self.size, self.rank)
-
-    def places(self, length: int) -> Tensor:
-        """int64 `[length]` on the host, the place in the sequence of each token in the order of ranks."""
-        return zigzag_order(length, self.size)
 
 
 @dataclass(frozen=True)
@@ -65,7 +57,7 @@ class Segment:
     Args:
         query: Start and end among this rank's tokens.
         key: Start and end in the whole sequence.
-        beyond: Number of those keys that come after the last query: of an image that it belongs to.
+        beyond: Number of those keys that come after the last query, because it belongs to an image that continues.
     """
 
     query: tuple[int, int]
@@ -111,53 +103,52 @@ class Segments:
 
     @cached_property
     def seen_keys(self) -> tuple[Tensor, Tensor]:
-        """int64 `[queries]` each: the first and the last key in the sequence that a query may see."""
+        """Int64 `[queries]` each: the first and the last key in the sequence that a query may see."""
         first = np.repeat([item.key[0] for item in self._items], self.lengths[0])
         ahead = np.repeat([item.ahead for item in self._items], self.lengths[0])
         moved = to_device([first, np.arange(len(ahead)) + ahead], self.device)
         return moved[0], moved[1]
 
     def block_masks(self, window: int | None) -> list[Tensor]:
-        """bool `[batch, 1, queries, keys]` of each segment: the keys that each query sees, kept for all layers of the
-        same window.
+        """Return bool `[batch, 1, queries, keys]` of each segment: the keys that each query sees.
+
+        The masks are kept for all layers of the same window.
 
         Args:
             window: Tokens that each token sees, itself and those after it in its image included; all if None.
         """
-        assert self.blocks is not None, "segments without images"
-        if window not in self._masks:
-            self._masks[window] = [self._block_mask(item, self.blocks, window) for item in self._items]
-        return self._masks[window]
-
-    def _block_mask(self, item: Segment, blocks: Tensor, window: int | None) -> Tensor:
-        query = torch.arange(item.query[0] + item.ahead, item.query[1] + item.ahead, device=self.device)
-        key = torch.arange(*item.key, device=self.device)
-        of_query, of_key = blocks[:, query, None], blocks[:, None, key]
-        distance = query[:, None] - key
-        seen = (distance >= 0) | ((of_query == of_key) & (of_query >= 0))
-        return (seen if window is None else seen & (distance < window))[:, None]
+        blocks = self.blocks
+        assert blocks is not None, "segments without images"
+        if window in self._masks:
+            return self._masks[window]
+        masks = self._masks[window] = []
+        for item in self._items:
+            query = torch.arange(item.query[0] + item.ahead, item.query[1] + item.ahead, device=self.device)
+            key = torch.arange(*item.key, device=self.device)
+            of_query, of_key = blocks[:, query, None], blocks[:, None, key]
+            distance = query[:, None] - key
+            seen = (distance >= 0) | ((of_query == of_key) & (of_query >= 0))
+            masks.append((seen if window is None else seen & (distance < window))[:, None])
+        return masks
 
     def chunked(self, size: int) -> Segments:
-        """The same queries, which see no key before their chunk: `size` consecutive tokens of their row."""
+        """Return the same queries, which see no key before their chunk: `size` consecutive tokens of their row."""
         if size not in self._chunked:
-            parts = [part for item in self._items for part in _in_chunks(item, size)]
+            parts = []
+            for item in self._items:
+                row, last = item.key
+                ahead = last - item.query[1]
+                start = item.query[0] + ahead
+                while start < last:
+                    first = start - (start - row) % size
+                    end = min(first + size, last)
+                    parts.append(Segment((start - ahead, end - ahead), (first, end)))
+                    start = end
             self._chunked[size] = Segments(parts, self.device)
         return self._chunked[size]
 
 
-def _in_chunks(item: Segment, size: int) -> Iterator[Segment]:
-    """A segment cut where chunks of its row end."""
-    row, last = item.key
-    ahead = last - item.query[1]
-    start = item.query[0] + ahead
-    while start < last:
-        first = start - (start - row) % size
-        end = min(first + size, last)
-        yield Segment((start - ahead, end - ahead), (first, end))
-        start = end
-
-
-class Layout:
+class RowLayout:
     """One forward pass: some rows, and which of their tokens this rank has.
 
     It is not a dataclass on purpose: FSDP rebuilds every dataclass among the arguments of each layer in order to cast
@@ -169,7 +160,7 @@ class Layout:
         position_ids: Int64, of the same shape; they start at 0 in every row.
         places: Int64 `[batch * seq]`, the index among the rows' tokens of each position; -1 for padding.
         attention_mask: Int64 `[batch, seq]`, 1 on tokens; None if packed.
-        held: The tokens of the positions; None if nothing is read of them.
+        held: Tokens of the positions; None if nothing is read of them.
         bounds: Start and end of each row in the whole sequence; the whole sequence if padded, as the end of a row
             cannot be seen from within it.
         length: Length of the whole sequence.
@@ -178,7 +169,7 @@ class Layout:
             None if no tokens see what follows them.
 
     Attributes:
-        segments: What this rank's queries attend to; with the `ulysses` method, its heads of the queries of all ranks.
+        segments: Keys that this rank's queries attend to; with the `ulysses` method, for its heads of all queries.
         rank_places: Int64 `[length]`, the place in the sequence of each token in the order of context-parallel ranks.
         key_places: Int64 `[length]`, the place in the order of context-parallel ranks of each token of the sequence.
     """
@@ -208,10 +199,10 @@ class Layout:
         device = input_ids.device
         chunks: Sequence[tuple[int, int]] = ((0, length),)
         if context is not None and context.method == "all_gather":
-            chunks = context.chunks(length)
+            chunks = zigzag_slices(length, context.size, context.rank)
         self.segments = Segments(_segments(chunks, bounds, blocks), device, blocks)
         if context is not None:
-            order = context.places(length).numpy()
+            order = zigzag_order(length, context.size).numpy()
             self.rank_places, self.key_places = to_device([order, order.argsort()], device)
 
     @property
@@ -230,31 +221,45 @@ class Layout:
 def _segments(
     chunks: Sequence[tuple[int, int]], bounds: Sequence[tuple[int, int]], blocks: np.ndarray | None = None
 ) -> list[Segment]:
-    """Those of the queries in these chunks of the sequence, chunk by chunk; to their keys belong the rest of an image
-    that a chunk ends in."""
+    """Return the segments of the queries in these chunks of the sequence, chunk by chunk.
+
+    If a chunk ends inside an image, the rest of the image belongs to the keys.
+    """
     found, own = [], 0
     for start, end in chunks:
         for first, last in bounds:
             begin, stop = max(start, first), min(end, last)
             if begin < stop:
-                beyond = 0 if blocks is None else _rest_of_image(blocks[:, :last], stop)
+                beyond = 0
+                if blocks is not None:
+                    image = blocks[:, stop - 1, None]
+                    continues = ((blocks[:, stop:last] == image) & (image >= 0)).any(0)
+                    beyond = len(continues) if continues.all() else int(continues.argmin())
                 found.append(Segment((own + begin - start, own + stop - start), (first, stop + beyond), beyond))
         own += end - start
     return found
 
 
-def _rest_of_image(blocks: np.ndarray, stop: int) -> int:
-    """Number of tokens from `stop` on that belong to the image of the token before, in any sequence."""
-    last = blocks[:, stop - 1, None]
-    goes_on = ((blocks[:, stop:] == last) & (last >= 0)).any(0)
-    return len(goes_on) if goes_on.all() else int(goes_on.argmin())
-
-
-def lay_out(rows: Rows, alignment: Alignment, *, is_packed: bool) -> Layout:
-    """The layout of rows for this rank. Everything follows from their lengths, on the host."""
+def lay_out(rows: Rows, alignment: Alignment, *, is_packed: bool) -> RowLayout:
+    """Return the layout of rows for this rank. Everything follows from their lengths, on the host."""
     offsets, context = rows.host_offsets, alignment.context
-    places, position, bounds = (_packed if is_packed else _padded)(offsets, alignment.multiple)
-    length = places.shape[1]
+    lengths = np.diff(offsets)
+    if is_packed:
+        # Rows are end to end, followed by one row of padding.
+        total = int(offsets[-1])
+        missing = -total % alignment.multiple
+        extra = np.arange(missing)
+        position = np.concatenate([np.arange(total) - np.repeat(offsets[:-1], lengths), extra])[None]
+        places = np.concatenate([np.arange(total), np.full_like(extra, -1)])[None]
+        bounds = tuple(pairwise([*offsets.tolist(), *([total + missing] if missing else [])]))
+        length = total + missing
+    else:
+        # Each row is a sequence, padded on the right.
+        longest = int(lengths.max())
+        length = longest + -longest % alignment.multiple
+        position = np.tile(np.arange(length), (len(lengths), 1))
+        places = np.where(position < lengths[:, None], offsets[:-1, None] + position, -1)
+        bounds = ((0, length),)
     blocks = None
     if IMAGE_BLOCKS in rows:
         blocks = np.where(places < 0, -1, rows.host_column(IMAGE_BLOCKS)[places])
@@ -265,7 +270,7 @@ def lay_out(rows: Rows, alignment: Alignment, *, is_packed: bool) -> Layout:
     device = rows.offsets.device
     position_ids, at, *held = to_device([position, flat, *HeldTokens.arrays(flat, offsets)], device)
     is_token = at >= 0
-    return Layout(
+    return RowLayout(
         rows,
         rows[TOKENS][at.clamp(min=0)].where(is_token, 0).view(places.shape),
         position_ids,
@@ -277,31 +282,3 @@ def lay_out(rows: Rows, alignment: Alignment, *, is_packed: bool) -> Layout:
         context=context,
         blocks=blocks,
     )
-
-
-Whole = tuple[np.ndarray, np.ndarray, tuple[tuple[int, int], ...]]
-"""Places and positions of the tokens of the whole sequence, `[batch, length]`, and the bounds of rows in it."""
-
-
-def _packed(offsets: np.ndarray, multiple: int) -> Whole:
-    """Rows end to end, and one of padding."""
-    total = int(offsets[-1])
-    missing = -total % multiple
-    extra = np.arange(missing)
-    position = np.arange(total) - np.repeat(offsets[:-1], np.diff(offsets))
-    ends = [*offsets.tolist(), *([total + missing] if missing else [])]
-    return (
-        np.concatenate([np.arange(total), np.full_like(extra, -1)])[None],
-        np.concatenate([position, extra])[None],
-        tuple(pairwise(ends)),
-    )
-
-
-def _padded(offsets: np.ndarray, multiple: int) -> Whole:
-    """One row per sequence, padded on the right."""
-    lengths = np.diff(offsets)
-    longest = int(lengths.max())
-    length = longest + -longest % multiple
-    position = np.tile(np.arange(length), (len(lengths), 1))
-    places = np.where(position < lengths[:, None], offsets[:-1, None] + position, -1)
-    return places, position, ((0, length),)

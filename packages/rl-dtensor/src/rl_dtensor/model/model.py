@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,17 +15,16 @@ from transformers import PreTrainedModel
 
 from rl_core.model import HEADLESS_ROLES, Read, Role
 from rl_core.torch.heads.logprobs import Head, logit_transform
-from rl_core.torch.heads.scalar import scalar_reads
-from rl_core.torch.heads.split_reads import join_tokens, split_language_reads
+from rl_core.torch.heads.reads import join_tokens, scalar_reads, split_language_reads
 from rl_core.torch.heads.vocab_parallel import VocabShard
 from rl_core.torch.loss import Rows
 from rl_core.torch.training.flops import ModelShape
 from rl_dtensor.model.attention import ROWS
 from rl_dtensor.model.kernels import Attend
-from rl_dtensor.model.layout import Alignment, Layout, lay_out
-from rl_dtensor.model.replay import Replay
+from rl_dtensor.model.layers.replay import Replay
+from rl_dtensor.model.layout import Alignment, RowLayout, lay_out
 from rl_dtensor.model.vision.vision import Vision
-from rl_dtensor.model.weights import Weights, persistent
+from rl_dtensor.model.weights import ShardedWeights, persistent
 from rl_dtensor.parallel.body import body_of
 from rl_dtensor.parallel.fsdp import local
 from rl_dtensor.parallel.local_parameters import to_local
@@ -36,19 +34,6 @@ ADAPTER_DROPOUT = "lora_dropout"
 """Part of the names of the modules that drop inputs of adapters."""
 
 
-@dataclass(frozen=True)
-class HeadShard:
-    """The part of the head that this rank has, if it has one.
-
-    Args:
-        vocab: This rank's part of the vocabulary; None if it has the whole head.
-        tokens_are_split: True if tokens are; the gradient by the hidden states is then summed when they are scattered.
-    """
-
-    vocab: VocabShard | None
-    tokens_are_split: bool
-
-
 class ReadingModel(nn.Module):
     """Consecutive layers of a Hugging Face model, whose forward pass answers reads of rows instead of returning logits.
 
@@ -56,14 +41,17 @@ class ReadingModel(nn.Module):
 
     Args:
         hf: The model; its names are those of the checkpoint.
-        role: Decides how the head is read.
-        attend: Its attention, if that is told of rows.
+        role: Purpose of the model, which decides how the head is read.
+        attend: Kernel of its attention, if that takes the layout of rows.
         chunk_size: Tokens whose logits exist at one time; None for the default.
-        alignment: What a forward pass must fit.
-        is_packed: Rows lie end to end instead of being padded.
+        alignment: Constraints on the layout of a forward pass.
+        is_packed: True if rows lie end to end instead of being padded.
         is_last: True if it has the last layers and the head.
+        vocab: This rank's part of the vocabulary; None if it has the whole head, or none.
+        tokens_are_split: True if tensor-parallel ranks split the tokens between blocks. The gradient by the hidden
+            states is then summed when they are scattered.
         replay: Replay of the generator's routing; None if its routers choose.
-        vision: How it sees the images of rows; None if it does not.
+        vision: Embeddings of the images of rows; None if the model does not see them.
     """
 
     def __init__(
@@ -76,7 +64,8 @@ class ReadingModel(nn.Module):
         alignment: Alignment,
         is_packed: bool,
         is_last: bool,
-        head: HeadShard,
+        vocab: VocabShard | None,
+        tokens_are_split: bool,
         replay: Replay | None = None,
         vision: Vision | None = None,
     ) -> None:
@@ -88,7 +77,8 @@ class ReadingModel(nn.Module):
         self.alignment = alignment
         self.is_packed = is_packed
         self.is_last = is_last
-        self.head_shard = head
+        self._vocab = vocab
+        self.tokens_are_split = tokens_are_split
         self.replay = replay
         self.vision = vision
         self.transform = logit_transform(hf.config)
@@ -97,14 +87,14 @@ class ReadingModel(nn.Module):
 
     def forward(
         self,
-        layout: Layout,
+        layout: RowLayout,
         entered: Tensor | None,
         reads: Sequence[Read],
         temperature: float,
         *,
         checks_logits: bool = False,
     ) -> Any:
-        """Hidden states for the next stage; from the last, columns of the reads, `[tokens]`, `[tokens, k]` or
+        """Return hidden states for the next stage; from the last, columns of the reads, `[tokens]`, `[tokens, k]` or
         `[rows]`, or a check of the head, by `logit_error`.
 
         Args:
@@ -115,20 +105,17 @@ class ReadingModel(nn.Module):
             checks_logits: True to check the head instead of computing reads.
         """
         self.give_routing(layout)
-        hidden = self._hidden(layout, entered)
+        inputs = self._inputs(layout, entered)
+        if self.vision is not None:
+            del inputs["input_ids"]
+            inputs |= self.vision.inputs(self.hf, layout)
+        # After the last norm if this is the last stage, `[batch, seq, hidden]`.
+        hidden: Tensor = body_of(self.hf)(use_cache=False, **inputs).last_hidden_state
         if not self.is_last:
             return hidden
         if checks_logits:
             return {"logit_error": self._logit_error(hidden, layout, entered)}
-        return self._reads(hidden.flatten(0, 1), layout, reads, temperature)
-
-    def give_routing(self, layout: Layout) -> None:
-        """Send the tokens of a pass to the experts of the generator, if those are replayed."""
-        if self.replay is not None:
-            self.replay.give(layout)
-
-    def _reads(self, hidden: Tensor, layout: Layout, reads: Sequence[Read], temperature: float) -> Mapping[str, Tensor]:
-        rows = layout.rows
+        hidden, rows = hidden.flatten(0, 1), layout.rows
         group = None if layout.context is None else layout.context.group
         if self.role in HEADLESS_ROLES:
             scores = self.hf.get_submodule("score")(hidden)[:, 0]
@@ -143,21 +130,25 @@ class ReadingModel(nn.Module):
             reads,
             temperature=temperature,
             chunk_size=self.chunk_size,
-            shard=self.head_shard.vocab,
+            shard=self._vocab,
             group=group,
-            sums_hidden_grad=not self.head_shard.tokens_are_split,
+            sums_hidden_grad=not self.tokens_are_split,
         )
+
+    def give_routing(self, layout: RowLayout) -> None:
+        """Send the tokens of a pass to the experts of the generator, if those are replayed."""
+        if self.replay is not None:
+            self.replay.give(layout)
 
     def _head(self) -> Head:
         lm_head = self.hf.get_output_embeddings()
-        if isinstance(lm_head, FSDPModule):  # computes in float32, so it is gathered apart from the rest
+        if isinstance(lm_head, FSDPModule):  # It computes in float32, so it is gathered apart from the rest.
             lm_head.unshard()
-        own = Shard(0)
-        bias = None if lm_head.bias is None else to_local(lm_head.bias, own)
-        return Head(to_local(lm_head.weight, own), bias, self.transform)
+        bias = None if lm_head.bias is None else to_local(lm_head.bias, Shard(0))
+        return Head(to_local(lm_head.weight, Shard(0)), bias, self.transform)
 
-    def _logit_error(self, hidden: Tensor, layout: Layout, entered: Tensor | None) -> Tensor:
-        """Largest difference between the head's logits and the model's own, relative to the largest of those."""
+    def _logit_error(self, hidden: Tensor, layout: RowLayout, entered: Tensor | None) -> Tensor:
+        """Return the largest difference of the head's logits from the model's own, relative to the largest of these."""
         head = self._head()
         if hidden.shape[-1] != head.weight.shape[-1]:
             raise ValueError(
@@ -170,22 +161,15 @@ class ReadingModel(nn.Module):
         largest = own.abs().where(is_token, 0.0).amax()
         return (logits - own).abs().where(is_token, 0.0).amax() / largest.clamp(min=1e-6)
 
-    def _hidden(self, layout: Layout, entered: Tensor | None) -> Tensor:
-        """`[batch, seq, hidden]`, after the last norm if this is the last stage."""
-        inputs = self._inputs(layout, entered)
-        if self.vision is not None:
-            del inputs["input_ids"]
-            inputs |= self.vision.inputs(self.hf, layout)
-        hidden: Tensor = body_of(self.hf)(use_cache=False, **inputs).last_hidden_state
-        return hidden
-
-    def _inputs(self, layout: Layout, entered: Tensor | None) -> dict[str, Any]:
+    def _inputs(self, layout: RowLayout, entered: Tensor | None) -> dict[str, Any]:
         first = {"input_ids": layout.input_ids} if entered is None else {"inputs_embeds": entered}
         return {**first, **self.rows_of(layout)}
 
-    def rows_of(self, layout: Layout) -> dict[str, Any]:
-        """Arguments that tell attention where rows start and end and how to compute them, and the place of each token
-        in its row. A family that takes no places counts from the first token of each row, which is then padded."""
+    def rows_of(self, layout: RowLayout) -> dict[str, Any]:
+        """Return arguments by which attention finds where rows start and end, and the place of each token in its row.
+
+        A family that takes no places counts from the first token of each row, which is then padded.
+        """
         places = {"position_ids": layout.position_ids} if self.takes_positions else {}
         if self.sees_rows:
             return {**places, "layout": layout, "attend": self.attend}
@@ -197,14 +181,14 @@ class ShardedModel:
 
     Args:
         chunks: Chunks in the order of their stages.
-        stages_here: Which stage each is.
+        stages_here: Stage of each chunk.
         num_stages: Number of stages of all pipeline ranks.
         compute: Dtype of hidden states.
         shape: Shape of the whole model.
         replicated: Parameters of this rank that train and that every rank of its stage has whole, in float32; None if
             no stage has any.
         is_adapted: True if the model has adapters, on this rank or another.
-        asks_for_dropout: Whether the user set the model's dropout, which is then active under every loss.
+        asks_for_dropout: True if the user set the model's dropout, which is then active under every loss.
     """
 
     def __init__(
@@ -214,7 +198,7 @@ class ShardedModel:
         num_stages: int,
         *,
         compute: torch.dtype,
-        weights: Weights,
+        weights: ShardedWeights,
         shape: ModelShape,
         mesh: Mesh,
         replicated: Sequence[nn.Parameter] | None = None,
@@ -230,24 +214,24 @@ class ShardedModel:
         self.shape = shape
         self.replicated = replicated
         self._is_adapted = is_adapted
-        self._split_tokens = mesh.sizes.tp if chunks[0].head_shard.tokens_are_split else 1
+        self._split_tokens = mesh.sizes.tp if chunks[0].tokens_are_split else 1
 
     @property
     def hf(self) -> PreTrainedModel:
-        """The Hugging Face model of the last chunk, for its config."""
+        """Hugging Face model of the last chunk, for its config."""
         return self.chunks[-1].hf
 
     def parameters(self) -> list[nn.Parameter]:
-        """All parameters of this rank."""
+        """Return all parameters of this rank."""
         return [parameter for chunk in self.chunks for parameter in chunk.parameters()]
 
     def trained(self) -> list[nn.Parameter]:
-        """Parameters that train."""
+        """Return the parameters that train."""
         return [parameter for parameter in self.parameters() if parameter.requires_grad]
 
     def trained_groups(self) -> list[list[nn.Parameter]]:
-        """Parameters that train, in groups that an optimizer can step together: sharded ones, and replicated ones if
-        the whole model has some."""
+        """Return the parameters that train, in groups that an optimizer can step together: sharded ones, and replicated
+        ones if the whole model has some."""
         if self.replicated is None:
             return [self.trained()]
         replicated = {id(parameter) for parameter in self.replicated}
@@ -255,18 +239,18 @@ class ShardedModel:
         return [[each for each in trained if (id(each) in replicated) == kind] for kind in (False, True)]
 
     def trained_parts(self) -> list[Tensor]:
-        """This rank's part of each parameter that trains; parameters that were gathered are sharded again."""
+        """Return this rank's part of each parameter that trains; gathered parameters are sharded again."""
         self.reshard_all()
         return [local(parameter) for parameter in self.trained()]
 
     def state(self) -> dict[str, Tensor]:
-        """Tensors that a checkpoint holds, by name: persistent buffers and all parameters, or only the adapters and a
-        score head of a model with adapters."""
+        """Return the tensors that a checkpoint holds, by name: persistent buffers and all parameters, or only the
+        adapters and a score head of a model with adapters."""
         tied = self.weights.catalog.tied
         found: dict[str, Tensor] = {}
         for chunk in self.chunks:
             for name, parameter in chunk.hf.named_parameters():
-                # without adapters, all parameters train or none
+                # Without adapters, all parameters train or none.
                 if parameter.requires_grad or not self._is_adapted:
                     found[tied.get(name, name)] = parameter
             kept = persistent(chunk.hf)
@@ -274,7 +258,7 @@ class ShardedModel:
         return found
 
     def train(self, mode: bool, *, compares: bool = False) -> None:
-        """Put dropout on or off.
+        """Turn dropout on or off.
 
         Args:
             mode: True for training, which turns dropout on.
@@ -298,11 +282,11 @@ class ShardedModel:
                 if isinstance(module, FSDPModule):
                     module.reshard()
 
-    def lay_out(self, rows: Rows) -> Layout:
-        """The layout of a microbatch for this rank."""
+    def lay_out(self, rows: Rows) -> RowLayout:
+        """Return the layout of a microbatch for this rank."""
         return lay_out(rows, self.chunks[0].alignment, is_packed=self.chunks[0].is_packed)
 
-    def hidden_shape(self, layout: Layout) -> tuple[int, int, int]:
-        """Shape of the hidden states between stages."""
+    def hidden_shape(self, layout: RowLayout) -> tuple[int, int, int]:
+        """Return the shape of the hidden states between stages."""
         batch, tokens = layout.shape
         return batch, tokens // self._split_tokens, self.hf.config.get_text_config().hidden_size

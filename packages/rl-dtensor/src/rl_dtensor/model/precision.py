@@ -1,4 +1,4 @@
-"""Tensors of a model that stay float32 while the rest of it computes in less."""
+"""Tensors of a model that stay float32 while the rest of it computes in lower precision."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Kept:
     """Names of parameters and persistent buffers that stay float32.
 
     Args:
-        stored: Those that are held, saved and sent in float32.
-        computed: Those of them that the model also computes with in float32. The others are cast for each pass, as
-            `transformers` casts them.
+        stored: Tensors that are held, saved and sent in float32.
+        computed: Tensors among these that the model also computes with in float32. The others are cast for each pass,
+            as `transformers` casts them.
     """
 
     stored: frozenset[str] = frozenset()
@@ -43,8 +43,8 @@ class Kept:
     def of(cls, hf: PreTrainedModel, catalog: Catalog, files: WeightFiles, compute: torch.dtype) -> Kept:
         """Decide from a model's class, its files and its code.
 
-        Float32 are the tensors that the family keeps so, and those that the files have so next to others in less. They
-        compute in float32 if the family's code takes them so.
+        A tensor stays float32 if the family keeps it so, or if it is float32 in files whose other tensors are not. It
+        also computes in float32 if the family's code takes it so.
 
         Args:
             hf: The whole model, built in the compute dtype, without adapters.
@@ -61,8 +61,8 @@ class Kept:
 
 
 def kept_by_family(hf: PreTrainedModel, compute: torch.dtype) -> set[str]:
-    """Names of the tensors that `transformers` keeps in float32 when it loads a family in another dtype: those that the
-    class names, and those that the code makes in float32.
+    """Return the names of the tensors that `transformers` keeps in float32 when it loads a family in another dtype:
+    the ones that the class lists, and the ones that the code makes in float32.
 
     Args:
         hf: Model, built in the compute dtype.
@@ -79,8 +79,8 @@ def kept_by_family(hf: PreTrainedModel, compute: torch.dtype) -> set[str]:
 
 
 def kept_by_files(catalog: Catalog, files: WeightFiles) -> set[str]:
-    """Names of the tensors that are float32 in files of which others are not, if the config says that the model is of
-    less, or most values are."""
+    """Return the names of the tensors that are float32 in files whose other tensors are not, if the model is of lower
+    precision by its config, or by most of its values."""
     wide = float32_among_others(files)
     sources = {entry.name: catalog.sources(entry, files.names) for entry in catalog.entries}
     return {name for name, pieces in sources.items() if pieces and all(piece.name in wide for piece in pieces)}
@@ -89,22 +89,27 @@ def kept_by_files(catalog: Catalog, files: WeightFiles) -> set[str]:
 def computed_in_float32(
     config: PreTrainedConfig, by_family: Set[str], by_files: Set[str], compute: torch.dtype
 ) -> set[str]:
-    """Names of those tensors that a family's code computes with in float32 in the midst of another dtype, as passes of
-    a tiny model of it show. Experts, which are split over ranks, never are.
+    """Return the names of the tensors that a family's code computes with in float32 among another dtype.
+
+    Passes of a tiny model of the family show them. Experts, which are split over ranks, are never among them.
 
     Args:
         config: Hugging Face config of the model.
-        by_family: Tensors that the family keeps. They are taken to compute so if no tiny model can be made, or none
-            that has them.
+        by_family: Tensors that the family keeps. They are assumed to compute so if no tiny model can be made, or the
+            tiny model does not have them.
         by_files: Tensors that only files keep.
         compute: Dtype in which the rest of the model computes.
     """
     if not by_family and not by_files:
         return set()
-    if config.get_text_config() is not config:  # no tiny model is made of a vision tower
+    if config.get_text_config() is not config:  # A tiny model of a vision tower cannot be made.
         return set(by_family)
     try:
-        tiny = _tiny(config, compute)
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            small = shrink(config)
+            with made_tiny(small.model_type):
+                check_size(small)
+                tiny = AutoModelForCausalLM.from_config(small, dtype=compute, attn_implementation="eager").eval()
     except ConfigError:
         return set(by_family)
     if not _runs(tiny, []):
@@ -112,7 +117,12 @@ def computed_in_float32(
     known = {_kind(name) for name in _plain_tensors(tiny)}
     taken: list[str] = []
     for names in (by_family, by_files):
-        taken = _taken(tiny, taken, sorted({_kind(name) for name in names} & known))
+        kinds = sorted({_kind(name) for name in names} & known)
+        if not _runs(tiny, [*taken, *kinds]):
+            kinds = [kind for kind in kinds if _runs(tiny, [*taken, kind])]
+            # Kinds that the code takes one at a time may fail together.
+            kinds = kinds if len(kinds) < 2 or _runs(tiny, [*taken, *kinds]) else []
+        taken += kinds
     unknown = {name for name in by_family if _kind(name) not in known}
     return unknown | {name for name in by_family | by_files if _kind(name) in taken}
 
@@ -122,8 +132,8 @@ def widen(hf: PreTrainedModel, names: Set[str] | None = None) -> None:
 
     Args:
         hf: Model, changed in place.
-        names: The ones to widen; all of lower precision if None. Buffers that no file holds keep the dtype that the
-            family's code made them in.
+        names: Names of the tensors to widen; all of lower precision if None. Buffers that no file holds keep the dtype
+            of the family's code.
     """
     for name, tensor in persistent(hf).items():
         is_lower = tensor.is_floating_point() and tensor.dtype.itemsize < torch.float32.itemsize
@@ -132,42 +142,25 @@ def widen(hf: PreTrainedModel, names: Set[str] | None = None) -> None:
 
 
 def _kind(name: str) -> str:
-    """A name with a star for the number of each layer."""
+    """Return a name with a star for the number of each layer."""
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 
-def _tiny(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        small = shrink(config)
-        with made_tiny(small.model_type):
-            check_size(small)
-            return AutoModelForCausalLM.from_config(small, dtype=dtype, attn_implementation="eager").eval()
-
-
 def _plain_tensors(tiny: PreTrainedModel) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name, without those of experts."""
+    """Return parameters and persistent buffers by name, without tensors of experts."""
     stacks = expert_modules(tiny)
     experts = tuple(f"{name}." for name, module in tiny.named_modules() if module in stacks)
     return {name: tensor for name, tensor in persistent(tiny).items() if not (experts and name.startswith(experts))}
 
 
-def _taken(tiny: PreTrainedModel, before: list[str], kinds: list[str]) -> list[str]:
-    """The kinds of tensors that a tiny model computes with in float32, these next to those before."""
-    if _runs(tiny, [*before, *kinds]):
-        return [*before, *kinds]
-    alone = [kind for kind in kinds if _runs(tiny, [*before, kind])]
-    return [*before, *alone] if len(alone) < 2 or _runs(tiny, [*before, *alone]) else before
-
-
 def _runs(tiny: PreTrainedModel, kinds: list[str]) -> bool:
-    """Return whether a tiny model computes with tensors of these kinds in float32 and of no others, and hands on its
-    own dtype."""
+    """Return whether a tiny model computes with tensors of only these kinds in float32, and returns its own dtype."""
     dtype = tiny.config.dtype
     for name, tensor in _plain_tensors(tiny).items():
         if tensor.is_floating_point():
             tensor.data = tensor.data.to(torch.float32 if _kind(name) in kinds else dtype)
-    handed_on: list[torch.dtype] = []
-    hook = body_of(tiny).register_forward_hook(lambda *call: handed_on.append(call[-1].last_hidden_state.dtype))
+    returned: list[torch.dtype] = []
+    hook = body_of(tiny).register_forward_hook(lambda *call: returned.append(call[-1].last_hidden_state.dtype))
     tokens = torch.arange(_PROBE_TOKENS)[None] % cast("nn.Embedding", tiny.get_input_embeddings()).num_embeddings
     try:
         with torch.no_grad():
@@ -175,6 +168,6 @@ def _runs(tiny: PreTrainedModel, kinds: list[str]) -> bool:
     except _FAMILY_ERRORS:
         return False
     else:
-        return handed_on == [dtype]
+        return returned == [dtype]
     finally:
         hook.remove()

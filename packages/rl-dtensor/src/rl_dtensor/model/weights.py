@@ -1,4 +1,4 @@
-"""The weights of a whole model by their names in its files, of which a rank holds parts of some."""
+"""The weights of a whole model by their names in its files. A rank holds parts of some of them."""
 
 from __future__ import annotations
 
@@ -11,39 +11,47 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+)
 
 from rl_core.torch.files.model_files import READ_AS_WEIGHTS, OpenWeights, WeightFiles, head_advice
 from rl_core.torch.quantization.formats import WeightFormat, rounded
 from rl_core.torch.training.lora import LORA_A, LORA_B, WEIGHT
 from rl_core.weights import TensorSpec
-from rl_dtensor.model.lora import BASE, Adapter, adapters_of
-from rl_dtensor.model.names import FileNames, Piece
+from rl_dtensor.model.layers.lora import BASE, Adapter, adapters_of
 from rl_dtensor.parallel.fsdp import local, local_slices, whole
 from rl_dtensor.parallel.mesh import Mesh
 
 SCORE = "score.weight"
 SHOWN = 8
-"""Maximum number of names that an error spells out."""
+"""Maximum number of names in an error."""
 
 
 @dataclass(frozen=True)
-class Entry:
+class WeightEntry:
     """A parameter or persistent buffer of the whole model.
 
     Args:
-        keeps_float32: Whether it is saved and sent in float32 whatever the rest is.
+        keeps_float32: True if it is saved and sent in float32 whatever the rest is.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    pieces: tuple[Piece, ...]
+    pieces: tuple[FilePiece, ...]
     stage: int
     keeps_float32: bool = False
 
     def dtype_in(self, dtype: str) -> str:
-        """Name of its dtype among floating tensors of a dtype."""
+        """Return the name of its dtype if floating tensors have this dtype."""
         if not self.dtype.is_floating_point:
             return str(self.dtype).removeprefix("torch.")
         return "float32" if self.keeps_float32 else dtype
@@ -59,7 +67,7 @@ class Catalog:
         tied_in_files: The same, by the names in the files.
     """
 
-    entries: tuple[Entry, ...]
+    entries: tuple[WeightEntry, ...]
     tied: Mapping[str, str]
     tied_in_files: Mapping[str, str]
     ignored: tuple[str, ...]
@@ -67,28 +75,26 @@ class Catalog:
 
     @classmethod
     def of(cls, hf: PreTrainedModel, stage_of: Callable[[str], int]) -> Catalog:
-        """Read off a whole model on `meta`, without adapters."""
+        """Read the catalog of a whole model on `meta`, without adapters."""
         names = FileNames(hf)
-        entries = [
-            Entry(
-                name,
-                tuple(tensor.shape),
-                tensor.dtype,
-                tuple(names.pieces(name, tuple(tensor.shape))),
-                stage_of(name),
-            )
-            for name, tensor in persistent(hf).items()
-        ]
+        entries = []
+        for name, tensor in persistent(hf).items():
+            shape = tuple(tensor.shape)
+            entries.append(WeightEntry(name, shape, tensor.dtype, tuple(names.pieces(name, shape)), stage_of(name)))
+        # Files have the layers for multi-token prediction after those of the model.
+        text: Any = hf.config.get_text_config()
+        first = getattr(text, "num_hidden_layers", 0)
+        further = range(first, first + (getattr(text, "num_nextn_predict_layers", None) or 0))
         ignored = (
             *(hf._keys_to_ignore_on_load_unexpected or ()),
             r"rotary_emb\.inv_freq$",
-            *_beyond_the_last(hf.config),
+            *(rf"^model\.layers\.{number}\." for number in further),
         )
         in_files = {alias: owner for owner, alias in tied_pairs(hf)}
         return cls(tuple(entries), tied_names(hf), in_files, ignored, type(hf).__name__)
 
     def keeping(self, float32: Set[str]) -> Catalog:
-        """The same, with names of tensors that stay float32."""
+        """Return the catalog with these names of tensors that stay float32."""
         entries = (replace(entry, keeps_float32=entry.name in float32) for entry in self.entries)
         return replace(self, entries=tuple(entries))
 
@@ -122,40 +128,21 @@ class Catalog:
             f"missing {_shown(missing)}; unexpected {_shown(unexpected)}{advice or head_advice(unexpected)}"
         )
 
-    def sources(self, entry: Entry, available: Set[str]) -> list[Piece] | None:
-        """Tensors to read a weight from: its pieces, or one tensor under its own or a tied name; None if there are
-        none."""
+    def sources(self, entry: WeightEntry, available: Set[str]) -> list[FilePiece] | None:
+        """Return the tensors to read a weight from: its pieces, or one tensor under its own or a tied name; None if
+        there are none."""
         if all(piece.name in available for piece in entry.pieces):
             return list(entry.pieces)
         names = [entry.name, *(alias for alias, owner in self.tied.items() if owner == entry.name)]
         found = next((name for name in names if name in available), None)
-        return None if found is None else [Piece(found, (), entry.shape)]
+        return None if found is None else [FilePiece(found, (), entry.shape)]
 
 
-@dataclass(frozen=True)
-class PlacedAdapter:
-    """An adapter of the whole model.
-
-    Args:
-        weight: Name of the weight that it sits on.
-        down: Shape of its first factor.
-        up: Shape of its second factor.
-        stage: The pipeline stage that holds it.
-    """
-
-    weight: str
-    down: tuple[int, ...]
-    up: tuple[int, ...]
-    stage: int
-
-    @property
-    def factors(self) -> tuple[tuple[str, tuple[int, ...]], tuple[str, tuple[int, ...]]]:
-        """Name and shape of each factor."""
-        layer = self.weight.removesuffix(WEIGHT)
-        return (layer + LORA_A, self.down), (layer + LORA_B, self.up)
+PlacedAdapter = tuple[str, int, tuple[tuple[str, tuple[int, ...]], tuple[str, tuple[int, ...]]]]
+"""Name of the weight of an adapter, the pipeline stage that holds it, and the name and shape of both factors."""
 
 
-class Weights:
+class ShardedWeights:
     """This rank's part of the weights of a model.
 
     Args:
@@ -184,11 +171,11 @@ class Weights:
 
     @property
     def tied(self) -> Mapping[str, str]:
-        """Each name that is not sent, to the name of the tensor that it equals, as in the files."""
+        """Name in the files of each tensor that is not sent, to the name of the tensor that it equals."""
         return self.catalog.tied_in_files
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
-        """The parameters and persistent buffers of this rank by name."""
+        """Yield the parameters and persistent buffers of this rank by name."""
         yield from self._tensors.items()
 
     def load(self, files: WeightFiles, *, new: Iterable[str] = (), foreign: Iterable[str] = ()) -> None:
@@ -211,12 +198,9 @@ class Weights:
                     read_into(opened, piece, target)
 
     def specs(self, dtype: str) -> list[TensorSpec]:
-        """All tensors of the files, floating ones in a dtype unless they stay float32."""
-        return [
-            TensorSpec(piece.name, piece.shape, entry.dtype_in(dtype))
-            for entry in self.catalog.entries
-            for piece in entry.pieces
-        ]
+        """Return all tensors of the files, floating ones in a dtype unless they stay float32."""
+        entries = self.catalog.entries
+        return [TensorSpec(each.name, each.shape, own.dtype_in(dtype)) for own in entries for each in own.pieces]
 
     @property
     def holders(self) -> Sequence[int]:
@@ -232,14 +216,14 @@ class Weights:
         merges_adapters: bool = True,
         served: bool = False,
     ) -> Iterator[Sequence[tuple[str, Tensor]]]:
-        """Parameter by parameter its whole tensors, in the order of `specs`; collective. They are gathered one at a
+        """Yield the whole tensors of each parameter, in the order of `specs`; collective. They are gathered one at a
         time and reach all ranks, whatever is asked for.
 
         Args:
             dtype: Name of the dtype of floating tensors, such as `bfloat16`, except those that are kept in float32.
             everywhere: Not used: every rank gets whole tensors.
             bucket_bytes: Not used: tensors are gathered one at a time.
-            merges_adapters: True if adapters are added to the weights that they sit on.
+            merges_adapters: True if adapters are added to their weights.
             served: True for the weights that generators compute with.
         """
         for entry in self.catalog.entries:
@@ -249,38 +233,40 @@ class Weights:
             yield [(piece.name, tensor[piece.region] if piece.region else tensor) for piece in entry.pieces]
 
     def adapter_specs(self, dtype: str) -> list[TensorSpec]:
-        """The tensors of `adapters` in their order; collective."""
-        factors = [
-            TensorSpec(name, shape, dtype) for placed in self._placed_adapters() for name, shape in placed.factors
-        ]
-        return factors + [TensorSpec(SCORE, each.shape, dtype) for each in self.catalog.entries if each.name == SCORE]
+        """Return the tensors of `adapters` in their order; collective."""
+        found = [TensorSpec(*factor, dtype) for _, _, factors in self._placed_adapters() for factor in factors]
+        return found + [TensorSpec(SCORE, each.shape, dtype) for each in self.catalog.entries if each.name == SCORE]
 
     @torch.no_grad()
     def adapters(self, dtype: str = "float32", *, everywhere: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """The factors of every adapter, and a score head, whole on every rank, whatever is asked for; collective."""
+        """Yield the factors of every adapter, and a score head; collective.
+
+        All are whole on every rank, whatever is asked for.
+        """
         kind = getattr(torch, dtype)
-        for placed in self._placed_adapters():
-            own = self._adapters.get(placed.weight)
-            factors = (None, None) if own is None else (whole(own.down, kind), whole(own.up, kind))
-            for (name, shape), factor in zip(placed.factors, factors, strict=True):
-                yield name, self._from_stage(factor, shape, kind, placed.stage)
+        for weight, stage, factors in self._placed_adapters():
+            own = self._adapters.get(weight)
+            parts = (None, None) if own is None else (whole(own.down, kind), whole(own.up, kind))
+            for (name, shape), part in zip(factors, parts, strict=True):
+                yield name, self._from_stage(part, shape, kind, stage)
         for entry in self.catalog.entries:
             if entry.name == SCORE:
                 yield SCORE, self._whole(entry, kind)
 
     def _placed_adapters(self) -> list[PlacedAdapter]:
-        """The adapters of all pipeline stages, in the same order on every rank; collective."""
-        stage = self._mesh.on("pp")
-        here = [
-            PlacedAdapter(name, tuple(each.down.shape), tuple(each.up.shape), stage)
-            for name, each in self._adapters.items()
-        ]
+        """Return the adapters of all pipeline stages, in the same order on every rank; collective."""
+        stage, here = self._mesh.on("pp"), []
+        for name, each in self._adapters.items():
+            layer = name.removesuffix(WEIGHT)
+            here.append(
+                (name, stage, ((layer + LORA_A, tuple(each.down.shape)), (layer + LORA_B, tuple(each.up.shape))))
+            )
         everyone: list[list[PlacedAdapter]] = [[]] * self._mesh.world_size
         dist.all_gather_object(everyone, here, group=self._mesh.control)
         return list(dict.fromkeys(placed for several in everyone for placed in several))
 
-    def _whole(self, entry: Entry, dtype: torch.dtype, *, merges_adapters: bool = True) -> Tensor:
-        """A whole tensor, on the ranks of every stage."""
+    def _whole(self, entry: WeightEntry, dtype: torch.dtype, *, merges_adapters: bool = True) -> Tensor:
+        """Return a whole tensor on the ranks of every stage."""
         stage = entry.stage % self._mesh.sizes.pp
         gathered = None
         if self._mesh.on("pp") == stage:
@@ -290,7 +276,7 @@ class Weights:
         return self._from_stage(gathered, entry.shape, dtype, stage)
 
     def _from_stage(self, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, stage: int) -> Tensor:
-        """A tensor that the ranks of one pipeline stage have, on the ranks of every stage.
+        """Return on the ranks of every stage a tensor that one pipeline stage has.
 
         Args:
             tensor: Whole tensor; None on the ranks of other stages.
@@ -307,16 +293,8 @@ class Weights:
         return gathered
 
 
-def _beyond_the_last(config: PreTrainedConfig) -> list[str]:
-    """Patterns of the names of layers for multi-token prediction, which files have after those of the model."""
-    text: Any = config.get_text_config()
-    first = getattr(text, "num_hidden_layers", 0)
-    num_layers = getattr(text, "num_nextn_predict_layers", None) or 0
-    return [rf"^model\.layers\.{number}\." for number in range(first, first + num_layers)]
-
-
 def persistent(hf: PreTrainedModel) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name, a shared one once, without adapters."""
+    """Return parameters and persistent buffers by name, a shared one once, without adapters."""
     transient = {name for name, _ in hf.named_non_persistent_buffers()}
     buffers = {name: buffer for name, buffer in hf.named_buffers() if name not in transient}
     parameters = {name: parameter for name, parameter in hf.named_parameters() if ".lora_" not in name}
@@ -324,7 +302,7 @@ def persistent(hf: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def tied_names(hf: PreTrainedModel) -> dict[str, str]:
-    """Each further name of a shared parameter, to its first name."""
+    """Return each further name of a shared parameter, to its first name."""
     first: dict[int, str] = {}
     tied = {}
     for name, parameter in hf.named_parameters(remove_duplicate=False):
@@ -335,7 +313,7 @@ def tied_names(hf: PreTrainedModel) -> dict[str, str]:
 
 
 def tied_pairs(hf: PreTrainedModel) -> list[tuple[str, str]]:
-    """Names in the files of each two tensors that a model has as one."""
+    """Return the names in the files of each two tensors that a model has as one."""
     names, held = FileNames(hf), persistent(hf)
 
     def in_files(name: str, owner: str) -> str:
@@ -344,13 +322,25 @@ def tied_pairs(hf: PreTrainedModel) -> list[tuple[str, str]]:
     return [(in_files(owner, owner), in_files(alias, owner)) for alias, owner in tied_names(hf).items()]
 
 
-def read_into(opened: OpenWeights, piece: Piece, target: Tensor) -> None:
-    """Read what a rank holds of a piece into its part of the parameter.
+def read_into(opened: OpenWeights, piece: FilePiece, target: Tensor) -> None:
+    """Read a rank's share of a piece into its part of the parameter.
 
     Raises:
         ValueError: If the tensor in the files has another shape, or does not hold the values of a weight.
     """
-    _check_stored(opened, piece, is_weight=target.is_floating_point())
+    name, shape, dtype = piece.name, opened.shape(piece.name), opened.dtype(piece.name)
+    if target.is_floating_point() and dtype not in READ_AS_WEIGHTS:
+        raise ValueError(f"weight {_quantised(name, dtype)}")
+    if name == SCORE and shape != piece.shape and shape[1:] == piece.shape[1:]:
+        raise ValueError(
+            f"weight {name} has shape {shape}: this classifier has {shape[0]} labels, and the head of a reward model "
+            "or critic has one output. Use a model with num_labels=1, or one without a score head, which gets a new one"
+        )
+    if shape != piece.shape:
+        raise ValueError(
+            f"weight {name} has shape {shape}, the model's config says {piece.shape}; check config.json and "
+            "policy.hf_config_overrides"
+        )
     part = local(target)
     if not part.numel():
         return
@@ -373,23 +363,6 @@ def read_into(opened: OpenWeights, piece: Piece, target: Tensor) -> None:
     part[tuple(into)].copy_(opened.read(piece.name, tuple(taken)))
 
 
-def _check_stored(opened: OpenWeights, piece: Piece, *, is_weight: bool) -> None:
-    name, shape, dtype = piece.name, opened.shape(piece.name), opened.dtype(piece.name)
-    if is_weight and dtype not in READ_AS_WEIGHTS:
-        raise ValueError(f"weight {_quantised(name, dtype)}")
-    if shape == piece.shape:
-        return
-    if name == SCORE and shape[1:] == piece.shape[1:]:
-        raise ValueError(
-            f"weight {name} has shape {shape}: this classifier has {shape[0]} labels, and the head of a reward model "
-            "or critic has one output. Use a model with num_labels=1, or one without a score head, which gets a new one"
-        )
-    raise ValueError(
-        f"weight {name} has shape {shape}, the model's config says {piece.shape}; check config.json and "
-        "policy.hf_config_overrides"
-    )
-
-
 def _quantised(name: str, dtype: str) -> str:
     return (
         f"{name} is stored as {dtype}: it is quantised in a way that is not supported. Convert the model to bfloat16, "
@@ -400,3 +373,86 @@ def _quantised(name: str, dtype: str) -> str:
 def _shown(names: list[str]) -> str:
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return (", ".join(names[:SHOWN]) or "none") + more
+
+
+Region = tuple[int | slice, ...]
+"""Part of a parameter: an index removes a dim; dims that are left out are whole."""
+
+
+@dataclass(frozen=True)
+class FilePiece:
+    """A tensor as the files have it.
+
+    Args:
+        name: Name in the files.
+        region: Region of the parameter.
+        shape: Shape of the tensor.
+    """
+
+    name: str
+    region: Region
+    shape: tuple[int, ...]
+
+
+class FileNames:
+    """Maps a model's parameters to the tensors of its files, as `transformers` converts them.
+
+    Raises:
+        ValueError: If the family's files hold anything except parameters, single experts with separate gate and up, and
+            separate convolutions of the results of several projections.
+    """
+
+    def __init__(self, hf: PreTrainedModel) -> None:
+        self._stacked: dict[str, tuple[str, ...]] = {}
+        self._convolutions: dict[str, tuple[str, ...]] = {}
+        self._num_rows = {name: len(parameter) for name, parameter in hf.named_parameters() if parameter.dim()}
+        self._renamings: list[WeightTransform] = []
+        for conversion in get_model_conversion_mapping(hf, add_legacy=False):
+            if isinstance(conversion, WeightConverter):
+                kinds = [type(operation) for operation in conversion.operations]
+                operations: list[Any] = conversion.operations
+                dims = [operation.dim for operation in operations]
+                patterns = (conversion.target_patterns[0], *conversion.source_patterns)
+                target, *sources = (pattern.replace("\\", "") for pattern in patterns)
+                if kinds == [Concatenate] and dims == [0] and all("conv1d" in source for source in sources):
+                    self._convolutions[target] = tuple(sources)
+                    continue
+                is_known = kinds in ([MergeModulelist], [MergeModulelist, Concatenate])
+                if not is_known or dims not in ([0], [0, 1]):
+                    raise ValueError(
+                        f"files of {hf.config.model_type} models hold weights in a layout that is not supported "
+                        f"({', '.join(kind.__name__ for kind in kinds)} of {', '.join(sources)})"
+                    )
+                self._stacked[target] = tuple(sources)
+            elif isinstance(conversion, WeightRenaming) and not isinstance(conversion, PrefixChange):
+                # The last renaming on the way in is the first on the way out.
+                self._renamings.insert(0, conversion.reverse_transform())
+
+    def pieces(self, name: str, shape: tuple[int, ...]) -> Iterator[FilePiece]:
+        """Yield the tensors that make up a parameter."""
+        found = next((target for target in self._convolutions if target in name), None)
+        if found is not None:
+            # A convolution of each channel of several projections is one tensor for each projection in the files.
+            start = 0
+            for source in self._convolutions[found]:
+                width = self._num_rows[name.replace(found, source.replace("conv1d", "proj"))]
+                tensor = self._rename(name.replace(found, source))
+                yield FilePiece(tensor, (slice(start, start + width),), (width, *shape[1:]))
+                start += width
+            return
+        found = next((target for target in self._stacked if target in name), None)
+        if found is None:
+            yield FilePiece(self._rename(name), (), shape)
+            return
+        sources = self._stacked[found]
+        width = shape[1] // len(sources)
+        for expert in range(shape[0]):
+            for index, source in enumerate(sources):
+                tensor = name.replace(found, source.replace("*", str(expert)))
+                rows = slice(index * width, (index + 1) * width)
+                yield FilePiece(self._rename(tensor), (expert, rows), (width, *shape[2:]))
+
+    def _rename(self, name: str) -> str:
+        for renaming in self._renamings:
+            name, _ = renaming.rename_source_key(name)
+        return name

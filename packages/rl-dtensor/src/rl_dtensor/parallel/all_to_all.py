@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,36 +16,18 @@ from torch import Tensor
 from rl_core.torch.kernels.permutation import collect, spread
 from rl_dtensor.parallel.collectives import exchange, start_exchange
 from rl_dtensor.parallel.dispatch import Grouped, group_tokens, nothing
-from rl_dtensor.parallel.kept_sizes import ExchangeSizes, sizes_of_exchange
-
-
-@dataclass(frozen=True)
-class _Hop:
-    """One exchange of tokens.
-
-    Args:
-        places: int32 `[tokens, ranks]`, the row of the copy of a token for each rank of the group, or -1.
-        sent: Number of rows for each rank.
-        received: Number of rows from each rank.
-        group: Ranks that take part.
-    """
-
-    places: Tensor
-    sent: Sequence[int]
-    received: Sequence[int]
-    group: dist.ProcessGroup
 
 
 class AllToAll:
     """Sends each token once to every rank that has experts of it, with the ids and weights of its choices.
 
-    A rank adds up what its experts compute of a token before it sends that back. The host waits once in a pass, for
+    A rank adds up the results of its experts for a token before it sends them back. The host waits once in a pass, for
     the numbers of tokens; the backward pass and recomputation use them again.
 
     With two groups a token goes once to every node that has experts of it, and from there to the ranks inside.
 
     Args:
-        groups: The ranks that share the experts; or first the ranks at the same place of each node, then those of a
+        groups: The ranks that share the experts; or first the ranks at the same place of each node, then the ranks of a
             node. Experts are in the order of nodes, and in a node of ranks.
         fused: False to index also where kernels run.
     """
@@ -57,55 +42,38 @@ class AllToAll:
     ) -> Grouped:
         """Dispatch tokens; see `rl_dtensor.parallel.dispatch.Dispatch`."""
         sizes = sizes_of_exchange(lambda: self._ask(ids, num_experts))
-        hops: list[_Hop] = []
+        hops: list[tuple[Tensor, Sequence[int], Sequence[int], dist.ProcessGroup]] = []
         num_below = num_experts * math.prod(self._dims)
         for group, (sent, received) in zip(self._groups, sizes.hops, strict=True):
             num_below //= len(sent)
-            hop = _Hop(_places(ids, num_below, len(sent)), sent, received, group)
-            choices = self._sent(_packed(ids, weights), hop)
-            arrive = start_exchange(self._copies(hidden, hop), sent, received, group)
+            places = _places(ids, num_below, len(sent))
+            # Ids and weights go in one tensor, whose dtype represents numbers of experts exactly.
+            dtype = torch.promote_types(weights.dtype, torch.float32)
+            packed = spread(torch.cat([ids.to(dtype), weights.to(dtype)], 1), places, sum(sent), fused=self._fused)
+            choices = exchange(packed, sent, received, group)
+            arrive = start_exchange(spread(hidden, places, sum(sent), fused=self._fused), sent, received, group)
             if not hops:
                 meanwhile()
             hidden = arrive()
-            ids, weights = _unpacked(choices, weights.dtype, num_below, dist.get_rank(group))
-            hops.append(hop)
+            # An expert gets its number among this rank's experts, and `num_below` if it is elsewhere.
+            all_ids, all_weights = choices.chunk(2, 1)
+            own = all_ids.detach().long() - dist.get_rank(group) * num_below
+            ids, weights = own.where((own >= 0) & (own < num_below), num_below), all_weights.to(weights.dtype)
+            hops.append((places, sent, received, group))
         grouped = group_tokens(hidden, ids, weights, num_experts, sizes.num_choices, fused=self._fused)
 
         def combine(outputs: Tensor) -> Tensor:
             out = grouped.combine(outputs)
-            for hop in reversed(hops):
-                returned = exchange(out, hop.received, hop.sent, hop.group)
-                out = collect(returned, hop.places, fused=self._fused)
+            for places, sent, received, group in reversed(hops):
+                out = collect(exchange(out, received, sent, group), places, fused=self._fused)
             return out
 
         return Grouped(grouped.rows, grouped.weights, grouped.ends, combine)
 
-    def _sent(self, x: Tensor, hop: _Hop) -> Tensor:
-        return exchange(self._copies(x, hop), hop.sent, hop.received, hop.group)
-
-    def _copies(self, x: Tensor, hop: _Hop) -> Tensor:
-        return spread(x, hop.places, sum(hop.sent), fused=self._fused)
-
     def _ask(self, ids: Tensor, num_experts: int) -> ExchangeSizes:
         """Count tokens with the other ranks, and wait for the numbers."""
-        table = self._counts(ids, num_experts)
-        asked = []
-        for group, after in zip(self._groups, [*self._dims[1:], 1], strict=True):
-            received = torch.empty_like(table)
-            dist.all_to_all_single(received, table, group=group)
-            asked.append(torch.stack([table[:, 0], received[:, 0]], 1))
-            table = received[:, 1:].sum(0).view(after, -1)  # of what arrives here from all
-        numbers = torch.cat([*asked, table.expand(1, 2)]).tolist()
-        hops = []
-        for size in self._dims:
-            sent, received_numbers = zip(*numbers[:size], strict=True)
-            hops.append((sent, received_numbers))
-            numbers = numbers[size:]
-        return ExchangeSizes(tuple(hops), numbers[0][0])
-
-    def _counts(self, ids: Tensor, num_experts: int) -> Tensor:
-        """Numbers of this rank's tokens, `[ranks of the first group, n]`: those for each rank of it; then, for each of
-        the next group, those that it hands on to that; and those of choices of the experts at the end."""
+        # The table has numbers of this rank's tokens, `[ranks of the first group, n]`: first the tokens for each rank
+        # of it; then, for each of the next group, the tokens that it passes on to that; last the choices of experts.
         num_ranks = math.prod(self._dims)
         ranks = ids // num_experts
         goes = torch.zeros(len(ids), num_ranks, dtype=torch.bool, device=ids.device).scatter_(1, ranks, True)
@@ -116,11 +84,25 @@ class AllToAll:
         for _ in self._dims[1:]:
             goes = goes.any(-1)
             table = torch.cat([goes.sum(0)[..., None], table.flatten(-2)], -1)
-        return table
+        asked = []
+        for group, after in zip(self._groups, [*self._dims[1:], 1], strict=True):
+            received = torch.empty_like(table)
+            dist.all_to_all_single(received, table, group=group)
+            asked.append(torch.stack([table[:, 0], received[:, 0]], 1))
+            table = received[:, 1:].sum(0).view(after, -1)  # The sum counts the arrivals from all ranks.
+        numbers = torch.cat([*asked, table.expand(1, 2)]).tolist()
+        hops = []
+        for size in self._dims:
+            sent, received_numbers = zip(*numbers[:size], strict=True)
+            hops.append((sent, received_numbers))
+            numbers = numbers[size:]
+        return ExchangeSizes(tuple(hops), numbers[0][0])
 
 
 def _places(ids: Tensor, num_below: int, size: int) -> Tensor:
-    """Rows of copies in the order of ranks, and for each rank of tokens.
+    """Return int32 `[tokens, ranks]`, the row of the copy of a token for each rank of a group, or -1.
+
+    Rows are in the order of ranks, and for each rank of tokens.
 
     Args:
         ids: `[tokens, k]`; `num_below * size` and more are experts elsewhere.
@@ -133,14 +115,77 @@ def _places(ids: Tensor, num_below: int, size: int) -> Tensor:
     return rows.where(goes, -1).to(torch.int32)
 
 
-def _packed(ids: Tensor, weights: Tensor) -> Tensor:
-    """Ids and weights in one tensor `[tokens, 2 * k]`, in which numbers of experts are exact."""
-    dtype = torch.promote_types(weights.dtype, torch.float32)
-    return torch.cat([ids.to(dtype), weights.to(dtype)], 1)
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+"""Contexts of a checkpoint's forward pass and of its recomputation, for `torch.utils.checkpoint`."""
 
 
-def _unpacked(choices: Tensor, dtype: torch.dtype, num_below: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Ids by the number among this rank's experts, `num_below` for those elsewhere, and weights."""
-    ids, weights = choices.chunk(2, 1)
-    own = ids.detach().long() - rank * num_below
-    return own.where((own >= 0) & (own < num_below), num_below), weights.to(dtype)
+@dataclass(frozen=True)
+class ExchangeSizes:
+    """Numbers of tokens that a rank exchanges in a layer.
+
+    Args:
+        hops: Tokens sent to and received from each rank of a group, for each group that tokens pass through.
+        num_choices: Number of choices of this rank's experts.
+    """
+
+    hops: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    num_choices: int
+
+
+class _Tape:
+    """Sizes of the exchanges of one checkpoint, in order; recomputation reads them from a position."""
+
+    def __init__(self) -> None:
+        self.sizes: list[ExchangeSizes] = []
+        self.position: int | None = None
+
+
+_tape: ContextVar[_Tape | None] = ContextVar("_tape", default=None)
+
+
+def sizes_of_exchange(ask: Callable[[], ExchangeSizes]) -> ExchangeSizes:
+    """Return the sizes of an exchange: the forward pass's sizes if it is recomputed, otherwise the result of `ask`.
+
+    Args:
+        ask: Function that counts tokens with the other ranks and waits for the numbers; collective.
+    """
+    tape = _tape.get()
+    if tape is None:
+        return ask()
+    if tape.position is None:
+        tape.sizes.append(ask())
+        return tape.sizes[-1]
+    tape.position += 1
+    return tape.sizes[tape.position - 1]
+
+
+def keeping_sizes(others: Callable[[], Contexts] | None = None) -> Contexts:
+    """Return the contexts of a checkpoint whose recomputation repeats exchanges without asking for their sizes.
+
+    Args:
+        others: Function that returns further contexts to enter; None if there are none.
+    """
+    tape = _Tape()
+    forward, recomputation = others() if others is not None else (ExitStack(), ExitStack())
+    return _Using(tape, None, forward), _Using(tape, 0, recomputation)
+
+
+class _Using(AbstractContextManager[None]):
+    """Records sizes, or replays them from a position, inside another context.
+
+    It is a class because a graph that is kept enters the context of its recomputation again.
+    """
+
+    def __init__(self, tape: _Tape, position: int | None, inner: AbstractContextManager[Any]) -> None:
+        self._tape = tape
+        self._position = position
+        self._inner = inner
+
+    def __enter__(self) -> None:
+        self._inner.__enter__()
+        self._tape.position = self._position
+        self._token = _tape.set(self._tape)
+
+    def __exit__(self, *error: Any) -> bool | None:
+        _tape.reset(self._token)
+        return self._inner.__exit__(*error)

@@ -1,4 +1,4 @@
-"""A model without its head: what `transformers` calls its base model."""
+"""A model without its head, which is the base model of `transformers`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ def is_composite(hf: PreTrainedModel) -> bool:
 
 
 def body_of(hf: PreTrainedModel) -> PreTrainedModel:
-    """Return a model without its head, which some families keep under another name than they declare; of a composite
-    model its language model."""
+    """Return a model without its head, which some families keep under another name than they declare. For a composite
+    model it is the language model."""
     body = hf.get_submodule(body_name(hf))
     assert isinstance(body, PreTrainedModel)
     return body

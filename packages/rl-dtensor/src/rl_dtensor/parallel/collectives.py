@@ -10,21 +10,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+Counts = tuple[int, ...]
+"""Number of rows for, or from, each rank of a group."""
+
 
 def enter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The same tensor; its gradient is summed over the group, whose ranks each use it for a part of the work."""
-    out: Tensor = _Enter.apply(x, group)
-    return out
+    """Return the same tensor; its gradient is summed over the group, whose ranks use it for parts of the work."""
+    return cast("Tensor", _Enter.apply(x, group))
 
 
 def leave(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum over the group; each rank's part gets the whole gradient."""
-    out: Tensor = _Leave.apply(x, group)
-    return out
+    """Return the sum over the group; each rank's part gets the whole gradient."""
+    return cast("Tensor", _Leave.apply(x, group))
 
 
 def gather(x: Tensor, dim: int, group: dist.ProcessGroup, *, sums_grad: bool = True) -> Tensor:
-    """All ranks' tensors joined along a dim.
+    """Return all ranks' tensors joined along a dim.
 
     Args:
         x: Tensor of this rank, of the same shape on all ranks.
@@ -32,24 +33,21 @@ def gather(x: Tensor, dim: int, group: dist.ProcessGroup, *, sums_grad: bool = T
         group: Ranks that take part.
         sums_grad: True if ranks have different gradients, to be summed; otherwise all have the same one.
     """
-    out: Tensor = _Gather.apply(x, dim, group, sums_grad)
-    return out
+    return cast("Tensor", _Gather.apply(x, dim, group, sums_grad))
 
 
 def scatter_sum(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """This rank's part along a dim of the sum over the group."""
-    out: Tensor = _ScatterSum.apply(x, dim, group)
-    return out
+    """Return this rank's part along a dim of the sum over the group."""
+    return cast("Tensor", _ScatterSum.apply(x, dim, group))
 
 
 def split(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """This rank's part along a dim of a tensor that all ranks have, as they have its gradient."""
-    out: Tensor = _Split.apply(x, dim, group)
-    return out
+    """Return this rank's part along a dim of a tensor that all ranks have; all have its gradient too."""
+    return cast("Tensor", _Split.apply(x, dim, group))
 
 
 def exchange(x: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """Consecutive rows to each rank of the group, and theirs for this one in the order of ranks.
+    """Send consecutive rows to each rank of the group; return the rows for this rank in the order of ranks.
 
     Args:
         x: `[rows, ...]`, in the order of the ranks that receive them.
@@ -57,17 +55,16 @@ def exchange(x: Tensor, sent: Sequence[int], received: Sequence[int], group: dis
         received: Number of rows from each rank.
         group: Ranks that take part.
     """
-    out: Tensor = _Exchange.apply(x, tuple(sent), tuple(received), group)
-    return out
+    return cast("Tensor", _Exchange.apply(x, tuple(sent), tuple(received), group))
 
 
 def start_exchange(
     x: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
 ) -> Callable[[], Tensor]:
-    """Start what `exchange` does, and return the function that waits for its result.
+    """Start an `exchange`, and return the function that waits for its result.
 
-    What is computed until that is called overlaps with the exchange, and its backward pass with the exchange of
-    gradients. It is to be called once.
+    Work until that call overlaps with the exchange, and the backward pass of the work with the exchange of gradients.
+    The function is to be called once.
     """
     trip = _Trip(tuple(sent), tuple(received), group)
     out = _Start.apply(x, trip)
@@ -75,9 +72,8 @@ def start_exchange(
 
 
 def scale_grad(x: Tensor, factor: float) -> Tensor:
-    """The same tensor, its gradient multiplied."""
-    out: Tensor = _ScaleGrad.apply(x, factor)
-    return out
+    """Return the same tensor; its gradient is multiplied."""
+    return cast("Tensor", _ScaleGrad.apply(x, factor))
 
 
 def _gathered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -158,9 +154,7 @@ class _Split(torch.autograd.Function):
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, sent: tuple[int, ...], received: tuple[int, ...], group: dist.ProcessGroup
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, sent: Counts, received: Counts, group: dist.ProcessGroup) -> Tensor:
         ctx.sent, ctx.received, ctx.group = sent, received, group
         return _exchanged(x, sent, received, group)
 
@@ -169,7 +163,7 @@ class _Exchange(torch.autograd.Function):
         return _exchanged(grad, ctx.received, ctx.sent, ctx.group), None, None, None
 
 
-def _exchanged(x: Tensor, sent: tuple[int, ...], received: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
+def _exchanged(x: Tensor, sent: Counts, received: Counts, group: dist.ProcessGroup) -> Tensor:
     out = x.new_empty((sum(received), *x.shape[1:]))
     dist.all_to_all_single(out, x.contiguous(), list(received), list(sent), group=group)
     return out
@@ -177,19 +171,18 @@ def _exchanged(x: Tensor, sent: tuple[int, ...], received: tuple[int, ...], grou
 
 @dataclass
 class _Trip:
-    """An exchange on its way, forward or back."""
+    """An exchange that has started, forward or back."""
 
-    sent: tuple[int, ...]
-    received: tuple[int, ...]
+    sent: Counts
+    received: Counts
     group: dist.ProcessGroup
     work: Any = None
     arriving: Tensor | None = None
 
-    def start(self, x: Tensor, sent: tuple[int, ...], received: tuple[int, ...]) -> None:
-        self.arriving = x.new_empty((sum(received), *x.shape[1:]))
-        self.work = dist.all_to_all_single(
-            self.arriving, x.contiguous(), list(received), list(sent), group=self.group, async_op=True
-        )
+    def start(self, x: Tensor, sent: Counts, received: Counts) -> None:
+        out = self.arriving = x.new_empty((sum(received), *x.shape[1:]))
+        sizes = (list(received), list(sent))
+        self.work = dist.all_to_all_single(out, x.contiguous(), *sizes, group=self.group, async_op=True)
 
     def finish(self) -> Tensor:
         assert self.arriving is not None
@@ -222,7 +215,7 @@ class _Arrive(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         trip = ctx.trip
         trip.start(grad, trip.received, trip.sent)
-        return grad, None  # `_Start` returns what arrives
+        return grad, None  # `_Start` returns the gradient that arrives.
 
 
 class _ScaleGrad(torch.autograd.Function):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -64,20 +64,18 @@ class DeepEP:
         meanwhile()
         trip.event.current_stream_wait()
         own = row_ids.where(row_ids >= 0, num_experts)
-        grouped = group_tokens(
-            rows, own, row_weights.to(weights.dtype), num_experts, trip.num_choices, fused=self._fused
-        )
+        row_weights = row_weights.to(weights.dtype)
+        grouped = group_tokens(rows, own, row_weights, num_experts, trip.num_choices, fused=self._fused)
 
         def combine(outputs: Tensor) -> Tensor:
-            out: Tensor = _Combine.apply(grouped.combine(outputs), trip)
-            return out
+            return cast("Tensor", _Combine.apply(grouped.combine(outputs), trip))
 
         return Grouped(grouped.rows, grouped.weights, grouped.ends, combine)
 
 
 @dataclass
 class _Trip:
-    """One dispatch: the buffer, and what it returned for the ways back.
+    """One dispatch: the buffer, and its results for the ways back.
 
     Args:
         buffer: DeepEP's buffer.
@@ -88,11 +86,11 @@ class _Trip:
     num_experts: int
     handle: Any = None
     event: Any = None
-    num_choices: int = field(default=0)
+    num_choices: int = 0
 
 
 class _Dispatch(torch.autograd.Function):
-    """Copies of tokens, float32 weights of their choices and ids of these; -1 stands for an expert elsewhere."""
+    """Returns copies of tokens, float32 weights of their choices and ids of these; -1 is an expert elsewhere."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weights: Tensor, ids: Tensor, trip: _Trip) -> tuple[Tensor, Tensor, Tensor]:
@@ -114,22 +112,19 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, by_rows: Tensor, by_weights: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-        by_hidden, by_choices, _ = ctx.trip.buffer.combine(
-            by_rows.contiguous(), ctx.trip.handle, topk_weights=by_weights.contiguous()
-        )
+        trip, weights = ctx.trip, by_weights.contiguous()
+        by_hidden, by_choices, _ = trip.buffer.combine(by_rows.contiguous(), trip.handle, topk_weights=weights)
         return by_hidden, by_choices, None, None
 
 
 class _Combine(torch.autograd.Function):
-    """Sum of what all ranks computed of each token."""
+    """Sums the results of all ranks for each token."""
 
     @staticmethod
     def forward(ctx: Any, outputs: Tensor, trip: _Trip) -> Tensor:
         ctx.trip = trip
-        combined: Tensor = trip.buffer.combine(outputs.contiguous(), trip.handle)[0]
-        return combined
+        return trip.buffer.combine(outputs.contiguous(), trip.handle)[0]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        rows: Tensor = ctx.trip.buffer.dispatch(grad.contiguous(), handle=ctx.trip.handle)[0]
-        return rows, None
+        return ctx.trip.buffer.dispatch(grad.contiguous(), handle=ctx.trip.handle)[0], None

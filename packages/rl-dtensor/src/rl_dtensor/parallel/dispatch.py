@@ -1,4 +1,4 @@
-"""Tokens brought to the experts that they chose, and what these compute brought back."""
+"""Tokens brought to the experts that they chose, and the results of these brought back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Grouped:
 
     Args:
         rows: `[rows, hidden]`.
-        weights: `[rows]`, by which the router weighs what the expert computes of each row.
+        weights: `[rows]`, the router's weight of the expert's result for each row.
         ends: int32 `[experts]`, the end of the rows of each of this rank's experts. Rows after the last one belong to
             none and may have any values.
         combine: Function from the weighted outputs of the experts, `[rows, hidden]`, to their sum for each token that
@@ -75,7 +75,7 @@ def group_tokens(
     """
     places, ends = group_by_expert(ids, num_experts)
     num_rows = ids.numel() if num_choices is None else num_choices
-    if not num_rows:  # all parameters need a gradient, if only zeros: FSDP2 reduces them together
+    if not num_rows:  # All parameters need a gradient, even of zeros: FSDP2 reduces them together.
         num_rows, ends = 1, ends + 1
     rows, row_weights = spread_weighted(hidden, weights, places, num_rows, fused=fused)
     return Grouped(rows, row_weights, ends, partial(collect, places=places, fused=fused))

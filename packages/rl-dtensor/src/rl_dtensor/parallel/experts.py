@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -26,7 +26,7 @@ WHOLE_EXPERTS = "set dtensor_cfg.expert_parallel_size=1 and tensor_parallel_size
 
 
 def expert_modules(hf: PreTrainedModel) -> list[nn.Module]:
-    """Modules of stacked experts, as `transformers` builds them."""
+    """Return the modules of stacked experts, as `transformers` builds them."""
     return [
         module
         for name, module in hf.named_modules()
@@ -35,14 +35,14 @@ def expert_modules(hf: PreTrainedModel) -> list[nn.Module]:
 
 
 def check_stacked(module: nn.Module, kind: str) -> None:
-    """Refuse experts that cannot be split over ranks, which send tokens by what the router says of each.
+    """Refuse experts that cannot be split over ranks, which send each token by the choices of the router.
 
     Args:
         module: Module with the experts of a layer.
         kind: Kind of the model, for messages.
 
     Raises:
-        ValueError: If the experts are not called with what the router says, or not stacked by expert.
+        ValueError: If the experts are not called with the choices of the router, or not stacked by expert.
     """
     if not takes_choices(module):
         called = ", ".join(_arguments(module))
@@ -69,14 +69,13 @@ def mask_foreign_experts(module: Any, rank: int, size: int) -> None:
     """Make stacked experts, split over the ranks that see the same tokens, add up only this rank's."""
     own = module.num_experts // size
     module.num_experts = own
-    module._is_expert_parallel = True  # an id of `num_experts` then stands for an expert elsewhere
+    module._is_expert_parallel = True  # An id of `num_experts` then means an expert elsewhere.
     original = module.forward
 
     def forward(hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         local = ids - rank * own
         is_here = (local >= 0) & (local < own)
-        out: Tensor = original(hidden, local.where(is_here, own), weights.where(is_here, 0.0))
-        return out
+        return cast("Tensor", original(hidden, local.where(is_here, own), weights.where(is_here, 0.0)))
 
     module.forward = forward
 
@@ -84,13 +83,13 @@ def mask_foreign_experts(module: Any, rank: int, size: int) -> None:
 def split_experts(
     hf: PreTrainedModel, mesh: DeviceMesh, *, grad_scale: float, sharing: dist.ProcessGroup | None
 ) -> list[nn.Module]:
-    """Split all stacked experts of a model on `meta` over the ranks of a mesh of one axis; these modules.
+    """Split all stacked experts of a model on `meta` over the ranks of a mesh of one axis; return these modules.
 
     Args:
-        hf: Model whose experts compute on what a dispatcher brings them, changed in place.
+        hf: Model whose experts compute on the tokens of a dispatcher, changed in place.
         mesh: Mesh of the ranks that share the experts of each layer.
         grad_scale: Multiplies the gradients of experts. A rank's experts see the tokens of all these ranks, and FSDP2
-            averages their gradients over fewer ranks than the rest's.
+            averages their gradients over fewer ranks than other gradients.
         sharing: Ranks that have the same tokens, each of which is to dispatch a part; None if all have others.
     """
     modules = expert_modules(hf)
@@ -112,12 +111,10 @@ def _share_tokens(module: Any, group: dist.ProcessGroup) -> None:
 
     def forward(hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         num_tokens = len(hidden)
-        parts = [split(_padded(part, -num_tokens % size), 0, group) for part in (hidden, ids, weights)]
+        # Zeros after the tokens give every rank as many.
+        missing = -num_tokens % size
+        padded = [F.pad(part, (0, 0, 0, missing)) if missing else part for part in (hidden, ids, weights)]
+        parts = [split(part, 0, group) for part in padded]
         return gather(original(*parts), 0, group, sums_grad=False)[:num_tokens]
 
     module.forward = forward
-
-
-def _padded(x: Tensor, count: int) -> Tensor:
-    """Zeros after the tokens."""
-    return F.pad(x, (0, 0, 0, count)) if count else x

@@ -1,9 +1,11 @@
-"""FSDP2 sharding of a model, and the parts of its tensors that a rank holds."""
+"""FSDP2 sharding of a model, and the parts of its tensors on a rank."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import chain
 from typing import cast
 
 import torch
@@ -12,8 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
+from rl_dtensor.parallel.body import body_of, is_composite
+from rl_dtensor.parallel.experts import STACK_DIMS, expert_modules
 from rl_dtensor.parallel.mesh import Mesh
+from rl_dtensor.parallel.stages import Stages
 
 LAYERS_AHEAD = 2
 """Number of layers that are gathered ahead in a mixture of experts. Its host waits for the sizes of exchanges in every
@@ -22,13 +29,13 @@ layer, so that a gather which starts when the host reaches its layer starts too 
 
 @dataclass(frozen=True)
 class Units:
-    """Modules whose parameters are gathered, and whose gradients are reduced, in one collective each. What they leave
-    of the root is another unit.
+    """Modules whose parameters are gathered, and whose gradients are reduced, in one collective each. The rest of the
+    root is another unit.
 
     Args:
         layers: Repeated layers, in order.
         experts: Modules of experts that are split over expert-parallel ranks, by the place of their layer; they are
-            sharded over the ranks that this leaves.
+            sharded over the other ranks.
         stacks: Stacked parameters of experts, whether split or not.
         embedding: The embedding, unless it shares its weight with the head.
         end: Final norm and head, which a pass reads last; empty if they share parameters with others.
@@ -69,7 +76,7 @@ def shard_model(
         cpu_offload: True to keep parameters, gradients and optimizer state in host memory.
     """
     offload = CPUOffloadPolicy(pin_memory=mesh.kind.pins_host_memory) if cpu_offload else OffloadPolicy()
-    # what a layer is told besides hidden states may be float32 on purpose, such as rotary embeddings
+    # Inputs of a layer in addition to hidden states may be float32 on purpose, such as rotary embeddings.
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
     in_float32 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
 
@@ -87,9 +94,7 @@ def shard_model(
             offload_policy=offload,
             ignored_params=set(replicated),
             reshard_after_forward=frees_after_forward,
-            shard_placement_fn=lambda parameter: (
-                shard_of_stack(parameter, over.shape[-1]) if parameter in units.stacks else None
-            ),
+            shard_placement_fn=lambda each: _shard_of_stack(each, over.shape[-1]) if each in units.stacks else None,
         )
 
     for head in units.wide:
@@ -100,19 +105,29 @@ def shard_model(
         shard(layer)
     if units.embedding is not None:
         shard(units.embedding)
-        # the gradient of a look-up does not depend on the table
+        # The gradient of a look-up does not depend on the table.
         cast("FSDPModule", units.embedding).set_unshard_in_backward(False)
     if units.end:
-        # what a forward pass needs last, the backward pass needs first
+        # The backward pass needs them first, right after the forward pass needed them last.
         shard(list(units.end), frees_after_forward=False)
     shard(root)
     if units.stacks:
-        _gather_ahead(units)
+        # Each layer starts the gathers of the layers that follow it, in both directions.
+        own = [[layer, *units.experts.get(place, ())] for place, layer in enumerate(units.layers)]
+        for place, layer in enumerate(units.layers):
+            after = own[place + 1 : place + 1 + LAYERS_AHEAD]
+            before = own[max(0, place - LAYERS_AHEAD) : place][::-1]
+            end = units.end[:1] if place + LAYERS_AHEAD >= len(own) else ()
+            sharded, experts = cast("FSDPModule", layer), own[place][1:]
+            ahead = [*experts, *chain.from_iterable(after), *end]
+            sharded.set_modules_to_forward_prefetch([cast("FSDPModule", each) for each in ahead])
+            behind = [*experts, *chain.from_iterable(before)]
+            sharded.set_modules_to_backward_prefetch([cast("FSDPModule", each) for each in behind])
     for module in (units.embedding if units.embedding is not None else units.layers[0], *units.tower[:1]):
         first = cast("FSDPModule", module)
         if not first._get_fsdp_state()._states_to_backward_prefetch:
-            # nothing comes before it, or a tower that may be frozen: by default it would gather what the microbatch
-            # before it ended with
+            # Nothing comes before it, or a tower that may be frozen. By default it would gather the last units of the
+            # microbatch before it.
             first.set_modules_to_backward_prefetch([first])
 
 
@@ -122,9 +137,12 @@ def shard_whole(root: nn.Module, *, mesh: Mesh, compute: torch.dtype) -> None:
     fully_shard(root, mesh=mesh.sharding, mp_policy=policy)
 
 
-def shard_of_stack(parameter: Tensor, num_ranks: int) -> Shard:
-    """Return the dim along which stacked weights of experts are sharded: that of the experts if every rank gets as
-    many, which copies least, otherwise the largest that the ranks divide, so that all of them hold something."""
+def _shard_of_stack(parameter: Tensor, num_ranks: int) -> Shard:
+    """Return the dim along which stacked weights of experts are sharded.
+
+    It is the dim of the experts if every rank gets as many, which copies least. Otherwise it is the largest dim that
+    the ranks divide, so that all of them hold something.
+    """
     shape = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).shape
     even = [dim for dim, extent in enumerate(shape) if extent % num_ranks == 0]
     if 0 in even or not even:
@@ -132,31 +150,14 @@ def shard_of_stack(parameter: Tensor, num_ranks: int) -> Shard:
     return Shard(max(even, key=lambda dim: shape[dim]))
 
 
-def _gather_ahead(units: Units) -> None:
-    """Have each layer start the gathers of those that follow it, in both directions."""
-    own = [[layer, *units.experts.get(place, ())] for place, layer in enumerate(units.layers)]
-    end = [*units.end[:1]]
-    for place, layer in enumerate(units.layers):
-        after = own[place + 1 : place + 1 + LAYERS_AHEAD]
-        before = own[max(0, place - LAYERS_AHEAD) : place][::-1]
-        is_near_end = place + LAYERS_AHEAD >= len(own)
-        sharded = cast("FSDPModule", layer)
-        sharded.set_modules_to_forward_prefetch(_flat([own[place][1:], *after, end if is_near_end else []]))
-        sharded.set_modules_to_backward_prefetch(_flat([own[place][1:], *before]))
-
-
-def _flat(groups: Sequence[Sequence[nn.Module]]) -> list[FSDPModule]:
-    return [cast("FSDPModule", module) for group in groups for module in group]
-
-
 def local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this rank holds, sharing memory with it."""
+    """Return the part of a tensor on this rank, sharing memory with it."""
     detached = tensor.detach()
     return detached.to_local() if isinstance(detached, DTensor) else detached
 
 
 def local_slices(tensor: Tensor) -> tuple[slice, ...]:
-    """Slices of the whole tensor that this rank holds."""
+    """Return the slices of the whole tensor that this rank holds."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, extent) for extent in tensor.shape)
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -164,7 +165,7 @@ def local_slices(tensor: Tensor) -> tuple[slice, ...]:
 
 
 def whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The whole tensor in a dtype, cast before it is gathered; collective over the ranks that share it.
+    """Return the whole tensor in a dtype, cast before it is gathered; collective over the ranks that share it.
 
     A part that is kept in host memory is brought to the device first: gathered there, it takes NCCL and not gloo.
     """
@@ -172,11 +173,83 @@ def whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
         return tensor.detach().to(dtype)
     mesh = tensor.device_mesh
     with torch.no_grad():
-        # every operation on the DTensor itself would be dispatched in Python
+        # Every operation on the DTensor itself would be dispatched in Python.
         part = tensor.to_local().to(dtype).to(mesh.device_type)
     if mesh.size() == 1:
         return part
-    placed = DTensor.from_local(
-        part, mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    shape, stride = tensor.shape, tensor.stride()
+    return DTensor.from_local(part, mesh, tensor.placements, run_check=False, shape=shape, stride=stride).full_tensor()
+
+
+def ends_of(hf: PreTrainedModel) -> tuple[str, str] | None:
+    """Return the names of the embedding and the final norm of a whole model; None if it is more than these and its
+    layers."""
+    try:
+        stages = Stages.of(hf, 1)
+    except ValueError:
+        return None
+    return stages.embedding, stages.final_norm
+
+
+def units_of(
+    hf: PreTrainedModel,
+    ends: tuple[str, str] | None,
+    *,
+    layers: Sequence[nn.Module],
+    experts: Sequence[nn.Module],
+    wide: Sequence[nn.Module],
+) -> Units:
+    """Return the units of a model, or of the part of it on a pipeline stage.
+
+    Embedding and head are units apart from the root, so that a forward pass starts without the head, and the head's
+    gradient is reduced while the layers' is computed. If they share a weight they stay in the root.
+
+    Args:
+        hf: Model, not yet sharded.
+        ends: Names of its embedding and final norm; None if they are unknown, and stay in the root.
+        layers: Its repeated layers.
+        experts: Its modules of experts that are split over expert-parallel ranks.
+        wide: Heads that compute in float32.
+    """
+    embedding, end = None, []
+    if ends is not None:
+        uses = Counter(id(parameter) for _, parameter in hf.named_parameters(remove_duplicate=False))
+        table, norm = (hf.get_submodule(name) for name in ends)
+        head = hf.get_output_embeddings()
+        if isinstance(table, nn.Embedding) and _is_apart(table, uses):
+            embedding = table
+        if isinstance(head, nn.Module) and head not in wide and _is_apart(head, uses):
+            end = [module for module in (norm, head) if _is_apart(module, uses)]
+    within = [{id(module) for module in layer.modules()} for layer in layers]
+    inside = [[module for module in experts if id(module) in held] for held in within]
+    return Units(
+        layers,
+        {place: found for place, found in enumerate(inside) if found},
+        {
+            parameter
+            for module in expert_modules(hf)
+            for parameter in module.parameters(recurse=False)
+            if parameter.dim() == STACK_DIMS
+        },
+        embedding,
+        end,
+        wide,
+        list(_vision_layers(hf, body_of(hf))) if is_composite(hf) else (),
     )
-    return placed.full_tensor()
+
+
+def _is_apart(module: nn.Module, uses: Counter[int]) -> bool:
+    """Return whether a module has parameters, and shares none of them."""
+    own = [uses[id(parameter)] for parameter in module.parameters()]
+    return bool(own) and max(own) == 1
+
+
+def _vision_layers(module: nn.Module, language: nn.Module) -> Iterator[nn.Module]:
+    """Yield the repeated layers of the vision tower, outside of the language model."""
+    for child in module.children():
+        if child is language:
+            continue
+        if isinstance(child, GradientCheckpointingLayer):
+            yield child
+        else:
+            yield from _vision_layers(child, language)

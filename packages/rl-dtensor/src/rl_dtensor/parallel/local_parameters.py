@@ -29,10 +29,8 @@ def localize(
     """
 
     def local_parts(held: Parameters) -> Parameters:
-        return {
-            name: None if parameter is None else to_local(parameter, placements[name], grad_scale)
-            for name, parameter in held.items()
-        }
+        parts = {name: each for name, each in held.items() if each is not None}
+        return {**held, **{name: to_local(each, placements[name], grad_scale) for name, each in parts.items()}}
 
     compute_on(module, local_parts, reader)
 
@@ -50,7 +48,7 @@ def compute_on(
     reader = reader or module
     original = reader.forward
 
-    @wraps(original)  # how experts are called is read off the signature
+    @wraps(original)  # The signature shows how experts are called.
     def forward(*args: Any, **kwargs: Any) -> Any:
         held = module.__dict__["_parameters"]
         module.__dict__["_parameters"] = replaced(held)
@@ -63,7 +61,7 @@ def compute_on(
 
 
 def to_local(parameter: Tensor, grad: Placement, grad_scale: float = 1.0) -> Tensor:
-    """This rank's part of a parameter, with gradients."""
+    """Return this rank's part of a parameter, with gradients."""
     part = parameter.to_local(grad_placements=[grad]) if isinstance(parameter, DTensor) else parameter
     return part if grad_scale == 1.0 else scale_grad(part, grad_scale)
 

@@ -1,30 +1,30 @@
-"""How the modules of a model are split over tensor-parallel ranks.
+"""Splits of the modules of a model over tensor-parallel ranks.
 
-A plan says so by module name, with `*` for the number of a layer, or by the name of a parameter that a module holds
+A plan has the style of a module by its name, with `*` for the number of a layer, or of a parameter that a module holds
 itself, which may be `colwise` (the sinks of attention, one per head):
 
-- `colwise`: a linear layer whose outputs are split (query, key, value, gate, up). Its parent is a *block*: what enters
-  the block is whole on every rank, and everything inside works on a part of it.
+- `colwise`: a linear layer whose outputs are split (query, key, value, gate, up). Its parent is a *block*: the inputs
+  of the block are whole on every rank, and everything inside works on a part of them.
 - `rowwise`: a linear layer whose inputs are split (output, down); its results are summed over the ranks and leave the
   block.
-- `colwise_gather_output`, `rowwise_split_input`: as the two above, but whole tensors go in and come out of each. What
-  lies between them is not split: it cuts fused projections apart, or norms all heads at once. Their parent is a *whole
-  block*, which every rank computes alike but for these products.
-- `whole`: a whole block without such products. Parts of layers that compute across tokens are, unless the plan names
-  something in them: every rank computes them for all tokens.
+- `colwise_gather_output`, `rowwise_split_input`: as the two above, but whole tensors go in and come out of each. The
+  code between them is not split: it cuts fused projections apart, or norms all heads at once. Their parent is a *whole
+  block*: every rank computes all of it, except these products.
+- `whole`: a whole block without such products. Parts of layers that compute across tokens are whole, unless the plan
+  contains something in them: every rank computes them for all tokens.
 - `replicated`: a module inside a block that every rank has whole (the norms of queries and keys).
 - `experts`: a module of stacked experts, split by expert. Every rank passes all tokens through its own; the router and
   shared experts next to it are outside.
 - `embedding`, `head`: split by vocabulary.
 
-Every rank has the modules that a plan does not name whole.
+Every rank has all other modules whole.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -34,28 +34,20 @@ from rl_dtensor.parallel.body import body_name
 from rl_dtensor.parallel.experts import expert_modules, takes_choices
 
 _ATTENTION: dict[str, Style] = {
-    "layers.*.self_attn.q_proj": "colwise",
-    "layers.*.self_attn.k_proj": "colwise",
-    "layers.*.self_attn.v_proj": "colwise",
+    **{f"layers.*.self_attn.{name}_proj": "colwise" for name in ("q", "k", "v")},
     "layers.*.self_attn.o_proj": "rowwise",
 }
-_QUERY_KEY_NORMS: dict[str, Style] = {
-    "layers.*.self_attn.q_norm": "replicated",
-    "layers.*.self_attn.k_norm": "replicated",
-}
+_QUERY_KEY_NORMS: dict[str, Style] = {f"layers.*.self_attn.{name}_norm": "replicated" for name in ("q", "k")}
 _MLP: dict[str, Style] = {
-    "layers.*.mlp.gate_proj": "colwise",
-    "layers.*.mlp.up_proj": "colwise",
+    **{f"layers.*.mlp.{name}_proj": "colwise" for name in ("gate", "up")},
     "layers.*.mlp.down_proj": "rowwise",
 }
 _FEED_FORWARD: dict[str, Style] = {name.replace("mlp", "feed_forward"): style for name, style in _MLP.items()}
 _LFM2: dict[str, Style] = {
     **{f"layers.*.self_attn.{name}_proj": "colwise" for name in ("q", "k", "v")},
     "layers.*.self_attn.out_proj": "rowwise",
-    "layers.*.self_attn.q_layernorm": "replicated",
-    "layers.*.self_attn.k_layernorm": "replicated",
-    "layers.*.feed_forward.w1": "colwise",
-    "layers.*.feed_forward.w3": "colwise",
+    **{f"layers.*.self_attn.{name}_layernorm": "replicated" for name in ("q", "k")},
+    **{f"layers.*.feed_forward.{name}": "colwise" for name in ("w1", "w3")},
     "layers.*.feed_forward.w2": "rowwise",
     "layers.*.feed_forward.experts": "experts",
 }
@@ -69,7 +61,7 @@ PLANS: Mapping[str, Mapping[str, Style]] = {
     "gemma3n_text": {
         **_ATTENTION,
         **_QUERY_KEY_NORMS,
-        # its activation takes the mean and the spread of all features of a token
+        # Its activation takes the mean and the spread of all features of a token.
         **{f"layers.*.mlp.{name}_proj": "colwise_gather_output" for name in ("gate", "up")},
         "layers.*.mlp.down_proj": "rowwise_split_input",
     },
@@ -92,8 +84,8 @@ NAMED: Sequence[tuple[tuple[str, ...], str]] = (
     (("q_proj", "k_proj", "v_proj"), "o_proj"),
     (("gate_proj", "up_proj"), "down_proj"),
 )
-"""Names of linear layers whose outputs are split, and of the one next to them whose inputs are, in families without a
-plan."""
+"""Names of linear layers whose outputs are split, and of the layer next to them whose inputs are split, in families
+without a plan."""
 
 STYLES_OF_TRANSFORMERS: Mapping[str, Style] = {
     "colwise": "colwise",
@@ -104,8 +96,8 @@ STYLES_OF_TRANSFORMERS: Mapping[str, Style] = {
     "mla_kv_a_proj": "replicated",
     "moe_tp_experts": "experts",
 }
-"""Words of the plans in `transformers` that mean the same. Parameters of stacked experts are named there too; here they
-follow from `experts`."""
+"""Words of the plans in `transformers` that mean the same. Parameters of stacked experts are listed there too; here
+they follow from `experts`."""
 
 EXPERT_PARAMETERS = ("packed_colwise", "grouped_gemm")
 VOCABULARY = "embedding_rowwise"
@@ -113,8 +105,8 @@ VOCABULARY = "embedding_rowwise"
 
 
 def plan_of(hf: PreTrainedModel, custom: Mapping[str, Style] | None, layers: Sequence[nn.Module]) -> dict[str, Style]:
-    """The name of every split module and parameter to its style: the custom plan, or this backend's for the family, or
-    the model's own, or what the names of its layers say.
+    """Return the style of every split module and parameter by its name, from the custom plan, or this backend's plan
+    for the family, or the model's own, or the names of its layers.
 
     Args:
         hf: Whole model.
@@ -125,7 +117,14 @@ def plan_of(hf: PreTrainedModel, custom: Mapping[str, Style] | None, layers: Seq
     Raises:
         ValueError: If there is no plan, or if it names what the model lacks or a split that is not supported here.
     """
-    patterns = _with_vocabulary(hf, custom if custom is not None else _layers_plan(hf, layers))
+    names_of = {id(module): name for name, module in hf.named_modules()}
+    patterns: dict[str, Style] = {}
+    embedding, head = hf.get_input_embeddings(), hf.get_output_embeddings()
+    if isinstance(embedding, nn.Embedding):
+        patterns[names_of[id(embedding)]] = "embedding"
+    if isinstance(head, nn.Linear):
+        patterns[names_of[id(head)]] = "head"
+    patterns |= custom if custom is not None else _layers_plan(hf, layers)
     modules = {name.replace(".base_layer", ""): module for name, module in hf.named_modules()}
     parameters = [name.replace(".base_layer", "") for name, _ in hf.named_parameters()]
     plan: dict[str, Style] = {}
@@ -133,9 +132,10 @@ def plan_of(hf: PreTrainedModel, custom: Mapping[str, Style] | None, layers: Seq
         expression = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
         names = [name for name in (*modules, *parameters) if expression.fullmatch(name)]
         if not names and custom is not None:
+            projections = (re.sub(r"\.\d+\.", ".*.", name) for name in modules if name.endswith("q_proj"))
             raise ValueError(
                 f"dtensor_cfg.custom_parallel_plan names {pattern!r}, which is not a module or a parameter of "
-                f"{type(hf).__name__}; modules look like {_example(modules)}"
+                f"{type(hf).__name__}; modules look like {next(projections, 'model.layers.*.mlp')}"
             )
         if style != "colwise" and not modules.keys() >= set(names):
             raise ValueError(
@@ -148,7 +148,14 @@ def plan_of(hf: PreTrainedModel, custom: Mapping[str, Style] | None, layers: Seq
             f"the plan of {hf.config.model_type} models does not shard any linear layer. Set "
             "dtensor_cfg.custom_parallel_plan"
         )
-    mixers = {id(mixer) for layer in layers for mixer in _mixers_of(layer)}
+    # Parts that compute across tokens take more than hidden states and have linear layers, unlike norms.
+    mixers = {
+        id(part)
+        for layer in layers
+        for part in layer.children()
+        if len(inspect.signature(part.forward).parameters) > 1
+        and any(isinstance(module, nn.Linear) for module in part.modules())
+    }
     for name, module in modules.items():
         if id(module) in mixers and not any(f"{named}.".startswith(f"{name}.") for named in plan):
             plan[name] = "whole"
@@ -157,12 +164,12 @@ def plan_of(hf: PreTrainedModel, custom: Mapping[str, Style] | None, layers: Seq
 
 
 def blocks_of(plan: Mapping[str, Style]) -> set[str]:
-    """Names of the modules inside which ranks work on parts."""
+    """Return the names of the modules inside which ranks work on parts."""
     return _parents(plan, "colwise")
 
 
 def whole_blocks_of(plan: Mapping[str, Style]) -> set[str]:
-    """Names of the modules inside which only single products are split, or nothing."""
+    """Return the names of the modules inside which only single products are split, or nothing."""
     return _parents(plan, "colwise_gather_output") | {name for name, style in plan.items() if style == "whole"}
 
 
@@ -170,18 +177,10 @@ def _parents(plan: Mapping[str, Style], style: Style) -> set[str]:
     return {name.rpartition(".")[0] for name, found in plan.items() if found == style}
 
 
-def _mixers_of(layer: nn.Module) -> Iterator[nn.Module]:
-    """Parts of a layer that compute across tokens: those that are told of more than hidden states, and have linear
-    layers, unlike norms."""
-    for part in layer.children():
-        is_told_more = len(inspect.signature(part.forward).parameters) > 1
-        if is_told_more and any(isinstance(module, nn.Linear) for module in part.modules()):
-            yield part
-
-
 def _check_blocks(hf: PreTrainedModel, plan: Mapping[str, Style]) -> None:
-    """Refuse a block inside another: its gradients would be summed where it starts and again where the other does.
-    Refuse one that is split and whole as well.
+    """Refuse a block that is split and whole as well, and a block inside another.
+
+    The gradients of a block inside another would be summed twice, where each of them starts.
     """
     both = sorted(blocks_of(plan) & whole_blocks_of(plan))
     if both:
@@ -228,8 +227,10 @@ def _layers_plan(hf: PreTrainedModel, layers: Sequence[nn.Module]) -> dict[str, 
 
 
 def _named_plan(hf: PreTrainedModel, layers: Sequence[nn.Module]) -> dict[str, Style]:
-    """A plan of a family that has none, by the names that most families have for the same; empty if it has others. That
-    a model computes the same by it is for the check of its family to show."""
+    """Return a plan for a family without one, by the names of most families; empty if it has other names.
+
+    The check of the family shows whether a model computes the same by it.
+    """
     names = {id(module): name.replace(".base_layer", "") for name, module in hf.named_modules()}
     experts = {id(module) for module in expert_modules(hf)}
     plan: dict[str, Style] = {}
@@ -244,7 +245,7 @@ def _named_plan(hf: PreTrainedModel, layers: Sequence[nn.Module]) -> dict[str, S
 
 
 def _styles_by_name(module: nn.Module) -> dict[str, Style] | None:
-    """Styles of the parts of a block; empty if a module is not one, None if it has more than the names tell of."""
+    """Return the styles of the parts of a block; empty if a module is not one, None if it has unknown parts."""
     parts = dict(module.named_children())
     bases = {name: dict(part.named_children()).get("base_layer", part) for name, part in parts.items()}
     linear = {name: base for name, base in bases.items() if isinstance(base, nn.Linear)}
@@ -256,22 +257,6 @@ def _styles_by_name(module: nn.Module) -> dict[str, Style] | None:
     spans_heads = any(weight.numel() == width for norm in norms.values() for weight in norm.parameters())
     if spans_heads or any(parameter is not None for parameter in module._parameters.values()):
         return None
-    # a gate of what attention computes is as wide as that
+    # A gate of the results of attention is as wide as these.
     split = {*inputs, *(name for name, part in linear.items() if part.out_features == width and name != output)}
     return {**dict.fromkeys(sorted(split), "colwise"), output: "rowwise", **dict.fromkeys(norms, "replicated")}
-
-
-def _with_vocabulary(hf: PreTrainedModel, plan: Mapping[str, Style]) -> dict[str, Style]:
-    """The plan, the embedding and the head split by vocabulary."""
-    names = {id(module): name for name, module in hf.named_modules()}
-    found: dict[str, Style] = {}
-    embedding, head = hf.get_input_embeddings(), hf.get_output_embeddings()
-    if isinstance(embedding, nn.Embedding):
-        found[names[id(embedding)]] = "embedding"
-    if isinstance(head, nn.Linear):
-        found[names[id(head)]] = "head"
-    return {**found, **plan}
-
-
-def _example(modules: Mapping[str, nn.Module]) -> str:
-    return next((re.sub(r"\.\d+\.", ".*.", name) for name in modules if name.endswith("q_proj")), "model.layers.*.mlp")

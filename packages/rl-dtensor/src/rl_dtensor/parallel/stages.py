@@ -1,4 +1,4 @@
-"""Consecutive layers of a model, as pipeline ranks hold them."""
+"""Consecutive layers of a model on pipeline ranks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 from rl_dtensor.parallel.body import body_name, body_of
 
 
-class Absent(nn.Module):
-    """In the place of a module that another pipeline rank has: what comes in goes out.
+class AbsentModule(nn.Module):
+    """A module in the place of one that another pipeline rank has: it returns its input.
 
     Args:
-        replaced: Layer whose strings and numbers it has: some models read the kind of a layer.
+        replaced: Layer whose strings and numbers it copies: some models read the kind of a layer.
     """
 
     def __init__(self, replaced: nn.Module) -> None:
@@ -26,17 +26,18 @@ class Absent(nn.Module):
         self.__dict__.update(words)
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        """The first argument."""
+        """Return the first argument."""
         return hidden_states
 
 
 @dataclass(frozen=True)
 class Stages:
-    """Which stage of a pipeline has which part of a model.
+    """Assignment of the parts of a model to the stages of a pipeline.
 
     Args:
         layers: Name of the list of layers.
-        embedding, final_norm: names of the modules before and after it.
+        embedding: Name of the module before it.
+        final_norm: Name of the module after it.
         num_layers: Layers of the whole model.
         count: Stages; with several chunks per rank more than there are ranks.
     """
@@ -49,7 +50,7 @@ class Stages:
 
     @classmethod
     def of(cls, hf: PreTrainedModel, count: int) -> Stages:
-        """Read off a whole model on `meta`; with a count of 1 only for the names, by which tokens are split.
+        """Read the stages of a whole model on `meta`; with a count of 1 only the names, for a split of tokens.
 
         Raises:
             ValueError: If the model is more than an embedding, a list of layers and a norm, and cannot be cut.
@@ -71,33 +72,33 @@ class Stages:
         return cls(prefix + lists[0], prefix + embedding, prefix + norms[0], num_layers, count)
 
     def layers_of(self, stage: int) -> range:
-        """Layers of a stage: split evenly, the first stages taking one more each if need be."""
+        """Return the layers of a stage: split evenly, the first stages get one more each if some are left."""
         share, more = divmod(self.num_layers, self.count)
         start = stage * share + min(stage, more)
         return range(start, start + share + (stage < more))
 
     def stage_of(self, name: str) -> int:
-        """Stage that holds a parameter of the whole model."""
+        """Return the stage that holds a parameter of the whole model."""
         layer = re.match(rf"{re.escape(self.layers)}\.(\d+)\.", name)
         if layer:
             return next(stage for stage in range(self.count) if int(layer[1]) in self.layers_of(stage))
         return 0 if name.startswith(f"{self.embedding}.") else self.count - 1
 
     def cut(self, hf: PreTrainedModel, stage: int) -> None:
-        """Take everything out of a whole model that other stages have."""
+        """Remove the parts of other stages from a whole model."""
         layers = hf.get_submodule(self.layers)
         assert isinstance(layers, nn.ModuleList)
         kept = self.layers_of(stage)
         for index in range(self.num_layers):
             if index not in kept:
-                layers[index] = Absent(layers[index])
+                layers[index] = AbsentModule(layers[index])
         if stage > 0:
-            hf.set_submodule(self.embedding, Absent(hf.get_submodule(self.embedding)))
+            hf.set_submodule(self.embedding, AbsentModule(hf.get_submodule(self.embedding)))
         if stage < self.count - 1:
-            hf.set_submodule(self.final_norm, Absent(hf.get_submodule(self.final_norm)))
+            hf.set_submodule(self.final_norm, AbsentModule(hf.get_submodule(self.final_norm)))
             for head in ("lm_head", "score"):
                 if head in dict(hf.named_children()):
-                    hf.set_submodule(head, Absent(hf.get_submodule(head)))
+                    hf.set_submodule(head, AbsentModule(hf.get_submodule(head)))
 
     def check_cut(self, hf: PreTrainedModel, rows: dict[str, Any], num_tokens: int, device: torch.device) -> None:
         """Pass hidden states through a stage without its own modules; all stages answer alike.
@@ -118,11 +119,11 @@ class Stages:
         held = list(layers)
         probe = torch.linspace(-1, 1, num_tokens * hf.config.hidden_size, device=device).view(1, num_tokens, -1)
         try:
-            _fill(layers, [Absent(layer) for layer in held])
-            hf.set_submodule(self.final_norm, Absent(norm))
+            _fill(layers, [AbsentModule(layer) for layer in held])
+            hf.set_submodule(self.final_norm, AbsentModule(norm))
             with torch.no_grad():
                 out = body_of(hf)(inputs_embeds=probe, use_cache=False, **rows).last_hidden_state
-        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:  # of the family's code
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{hf.config.model_type} models cannot be cut into stages, as their code does not pass by layers that "
                 f"are elsewhere ({type(error).__name__}: {error}); set pipeline_parallel_size=1"

@@ -1,12 +1,12 @@
 """Tensor and sequence parallelism: parameters are DTensors, modules compute on this rank's part of them.
 
-The modules of `transformers` see plain tensors: while one runs, its parameters are the local ones. Collectives stand at
-the doors of blocks, so no operation is dispatched over a mesh.
+The modules of `transformers` see plain tensors: while one runs, its parameters are the local ones. Collectives are only
+where blocks begin and end, so no operation is dispatched over a mesh.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from typing import Any, cast
 
@@ -42,16 +42,16 @@ def split_tensors(
 
     Args:
         hf: Model on `meta`, changed in place.
-        plan: Name of a module or a parameter to style; those that this model lacks are passed over.
+        plan: Style of a module or a parameter by its name; names that this model lacks are skipped.
         mesh: Mesh of the tensor-parallel ranks.
         layers: The repeated ones, which may read parameters of their parts without calling these.
         sequence_parallel: True if tokens are split between blocks.
         final_norm: Name of the module whose output is made whole for the head; None if another rank has the head.
         has_split_head: True if the head is split, so that ranks have different gradients by its input.
-        apart: Modules that are split over other ranks too, and left alone here.
+        apart: Modules that are split over other ranks too, and are not changed here.
     """
-    splitter = _Splitter(hf, plan, mesh, layers, apart, sequence_parallel)
-    splitter.split_parameters()
+    splitter = _Splitter(hf, plan, mesh, layers, sequence_parallel)
+    splitter.split_parameters({id(module) for module in apart})
     if sequence_parallel and final_norm is not None:
         group = mesh.get_group()
 
@@ -68,7 +68,6 @@ class _Splitter:
         plan: Mapping[str, Style],
         mesh: DeviceMesh,
         layers: Sequence[nn.Module],
-        apart: Sequence[nn.Module],
         sequence_parallel: bool,
     ) -> None:
         self._hf = hf
@@ -76,18 +75,16 @@ class _Splitter:
         self._mesh = mesh
         self._group = mesh.get_group()
         self._layers = layers
-        self._apart = {id(module) for module in apart}
         self._tokens_are_split = sequence_parallel
         self._blocks = blocks_of(plan)
         self._whole_blocks = whole_blocks_of(plan)
         self._between: Placement = Partial() if sequence_parallel else Replicate()
 
-    def split_parameters(self) -> None:
+    def split_parameters(self, apart: Set[int]) -> None:
         tied = self._hf.get_output_embeddings()
         embedding = self._hf.get_input_embeddings()
-        is_tied = (
-            isinstance(tied, nn.Linear) and embedding is not None and tied.weight is embedding._parameters.get("weight")
-        )
+        table = None if embedding is None else embedding._parameters.get("weight")
+        is_tied = isinstance(tied, nn.Linear) and embedding is not None and tied.weight is table
         for name, module in list(self._hf.named_modules()):
             plain = name.replace(".base_layer", "")
             if plain in self._blocks:
@@ -96,84 +93,83 @@ class _Splitter:
                 module.register_forward_pre_hook(self._make_whole, with_kwargs=True)
                 module.register_forward_hook(self._split_again)
             has_parameters = any(parameter is not None for parameter in module._parameters.values())
-            if has_parameters and id(module) not in self._apart:
-                self._split(name, plain, module)
+            if has_parameters and id(module) not in apart:
+                self._split(plain, module)
         if is_tied:
             assert isinstance(tied, nn.Linear)
             tied.weight = cast("nn.Embedding", embedding).weight
 
-    def _split(self, name: str, plain: str, module: nn.Module) -> None:
+    def _split(self, plain: str, module: nn.Module) -> None:
         owner, is_a, is_b = plain, LORA_A in plain, LORA_B in plain
-        if is_a or is_b:
+        is_adapter = is_a or is_b
+        if is_adapter:
             owner = plain.partition(LORA_A if is_a else LORA_B)[0]
         style = self._plan.get(owner)
         if is_a and style == "colwise":
-            return self._replicate(module, Partial())
-        if is_b and style == "rowwise":
-            return self._replicate(module, self._between)
-        if style == "colwise" or (style == "head" and not (is_a or is_b)):
-            return self._shard(module, 0)
-        if style == "rowwise":
-            return self._row(module)
-        if style == "colwise_gather_output" and not (is_a or is_b):
-            return self._gathered_column(plain, module)
-        if style == "rowwise_split_input" and not (is_a or is_b):
-            return self._whole_row(plain, module)
-        if style == "embedding" and isinstance(module, nn.Embedding):
-            return self._embedding(module)
-        if style == "experts":
-            return self._experts(module)
-        return self._own_parameters(plain, module)
+            self._place(module, Replicate(), Partial())
+        elif is_b and style == "rowwise":
+            self._place(module, Replicate(), self._between)
+        elif style == "colwise" or (style == "head" and not is_adapter):
+            self._place(module, Shard(0), Shard(0))
+        elif style == "rowwise":
+            self._row(plain, module, has_whole_inputs=False)
+        elif style == "colwise_gather_output" and not is_adapter:
+            self._gathered_column(plain, module)
+        elif style == "rowwise_split_input" and not is_adapter:
+            self._row(plain, module, has_whole_inputs=True)
+        elif style == "embedding" and isinstance(module, nn.Embedding):
+            self._embedding(module)
+        elif style == "experts":
+            self._experts(module)
+        else:
+            self._own_parameters(plain, module)
 
     def _own_parameters(self, plain: str, module: nn.Module) -> None:
-        """Every rank has the module's parameters whole, except those that the plan names."""
+        """Leave the module's parameters whole on every rank, except the ones that the plan contains."""
         split = {name for name in module._parameters if f"{plain}.{name}" in self._plan}
-        whole = self._placement_of(plain)
-        names = self._distribute(
-            module, {name: Shard(0) if name in split else Replicate() for name in module._parameters}
-        )
-        reader = self._reader_of(plain, module)
-        localize(module, {name: Shard(0) if name in split else whole for name in names}, reader=reader)
-
-    def _reader_of(self, plain: str, module: nn.Module) -> nn.Module | None:
-        """The module around another that may read its parameters without calling it: its whole block, or its layer."""
-        block = next((block for block in self._whole_blocks if plain.startswith(f"{block}.")), None)
-        if block is not None:
-            return self._hf.get_submodule(block)
-        around = [layer for layer in self._layers if any(part is module for part in layer.modules())]
-        return around[0] if len(around) == 1 else None
-
-    def _placement_of(self, plain: str) -> Placement:
-        """Placement of the gradients of a module that every rank has whole."""
+        within = [block for block in self._whole_blocks if plain.startswith(f"{block}.")]
+        # The gradients of a part of a split block are summed; a whole block and a score head have whole gradients.
         if any(f"{plain}.".startswith(f"{block}.") for block in self._blocks):
-            return Partial()
-        if any(f"{plain}.".startswith(f"{block}.") for block in self._whole_blocks):
-            return Replicate()
-        is_after_gathering = plain == "score"
-        return Replicate() if is_after_gathering else self._between
+            whole: Placement = Partial()
+        elif plain in self._whole_blocks or within or plain == "score":
+            whole = Replicate()
+        else:
+            whole = self._between
+        self._distribute(module, {name: Shard(0) if name in split else Replicate() for name in module._parameters})
+        # The module around it may read its parameters without calling it: its whole block, or its layer.
+        around = [layer for layer in self._layers if any(part is module for part in layer.modules())]
+        reader = around[0] if len(around) == 1 else None
+        if within:
+            reader = self._hf.get_submodule(within[0])
+        localize(module, {name: Shard(0) if name in split else whole for name in module._parameters}, reader=reader)
 
-    def _replicate(self, module: nn.Module, grad: Placement) -> None:
-        names = self._distribute(module, dict.fromkeys(module._parameters, Replicate()))
-        localize(module, dict.fromkeys(names, grad))
+    def _place(self, module: nn.Module, held: Placement, grad: Placement) -> None:
+        """Distribute all parameters of a module, and place the gradients of its computation."""
+        self._distribute(module, dict.fromkeys(module._parameters, held))
+        localize(module, dict.fromkeys(module._parameters, grad))
 
-    def _shard(self, module: nn.Module, dim: int) -> None:
-        names = self._distribute(module, dict.fromkeys(module._parameters, Shard(dim)))
-        localize(module, dict.fromkeys(names, Shard(dim)))
+    def _row(self, name: str, module: nn.Module, *, has_whole_inputs: bool) -> None:
+        """Sum the products of split inputs before the bias.
 
-    def _row(self, module: nn.Module) -> None:
-        """Products of split inputs are summed before the bias."""
+        If every rank has the inputs whole, each multiplies its part of them, and all get the whole sum.
+        """
         assert isinstance(module, nn.Linear)
+        if has_whole_inputs:
+            self._check_even(name, module.in_features)
         self._distribute(module, {"weight": Shard(1), "bias": Replicate()})
 
         def forward(x: Tensor) -> Tensor:
-            out = self._close(product(module, x))
+            if has_whole_inputs:
+                out = leave(product(module, split(x, -1, self._group)), self._group)
+            else:
+                out = self._close(product(module, x))
             return out if module.bias is None else out + module.bias
 
-        _compute_with(module, forward)
-        localize(module, {"weight": Shard(1), "bias": self._between})
+        cast("Any", module).forward = forward
+        localize(module, {"weight": Shard(1), "bias": Replicate() if has_whole_inputs else self._between})
 
     def _gathered_column(self, name: str, module: nn.Module) -> None:
-        """Each rank multiplies with its rows, and all get all products."""
+        """Multiply with the rows of each rank, and gather all products on every rank."""
         assert isinstance(module, nn.Linear)
         self._check_even(name, module.out_features)
         self._distribute(module, dict.fromkeys(module._parameters, Shard(0)))
@@ -182,21 +178,8 @@ class _Splitter:
             products = type(module).forward(module, enter(x, self._group))
             return gather(products, -1, self._group, sums_grad=False)
 
-        _compute_with(module, forward)
+        cast("Any", module).forward = forward
         localize(module, {"weight": Shard(0), "bias": Shard(0)})
-
-    def _whole_row(self, name: str, module: nn.Module) -> None:
-        """Each rank multiplies its part of whole inputs, and all get the sum, before the bias."""
-        assert isinstance(module, nn.Linear)
-        self._check_even(name, module.in_features)
-        self._distribute(module, {"weight": Shard(1), "bias": Replicate()})
-
-        def forward(x: Tensor) -> Tensor:
-            out = leave(product(module, split(x, -1, self._group)), self._group)
-            return out if module.bias is None else out + module.bias
-
-        _compute_with(module, forward)
-        localize(module, {"weight": Shard(1), "bias": Replicate()})
 
     def _check_even(self, name: str, width: int) -> None:
         if width % self._mesh.size():
@@ -207,9 +190,8 @@ class _Splitter:
 
     def _embedding(self, module: nn.Embedding) -> None:
         vocab, padding = module.num_embeddings, module.padding_idx
-        size, rank = self._mesh.size(), self._mesh.get_local_rank()
         self._distribute(module, {"weight": Shard(0)})
-        start, stop = part_of(vocab, size, rank)
+        start, stop = part_of(vocab, self._mesh.size(), self._mesh.get_local_rank())
         module.padding_idx = padding - start if padding is not None and start <= padding < stop else None
         original = module.forward
 
@@ -218,15 +200,15 @@ class _Splitter:
             rows = original((ids - start).clamp(0, max(stop - start - 1, 0)))
             return self._close(rows.where(is_here[..., None], 0.0))
 
-        _compute_with(module, forward)
+        cast("Any", module).forward = forward
         localize(module, {"weight": Shard(0)})
 
     def _experts(self, module: nn.Module) -> None:
-        """Each rank's experts see all tokens, and what all ranks' make of a token is summed."""
+        """Let each rank's experts see all tokens, and sum the results of all ranks for a token."""
         check_stacked(module, self._hf.config.model_type)
-        names = self._distribute(module, dict.fromkeys(module._parameters, Shard(0)))
+        self._distribute(module, dict.fromkeys(module._parameters, Shard(0)))
         mask_foreign_experts(module, self._mesh.get_local_rank(), self._mesh.size())
-        localize(module, dict.fromkeys(names, Shard(0)))
+        localize(module, dict.fromkeys(module._parameters, Shard(0)))
         original = module.forward
 
         def forward(hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -236,40 +218,38 @@ class _Splitter:
                 return scatter_sum(original(hidden, ids, weights), 0, self._group)
             return leave(original(enter(hidden, self._group), ids, enter(weights, self._group)), self._group)
 
-        _compute_with(module, forward)
+        cast("Any", module).forward = forward
 
-    def _distribute(self, module: nn.Module, placements: Mapping[str, Placement]) -> list[str]:
-        names = list(module._parameters)
-        for name in names:
+    def _distribute(self, module: nn.Module, placements: Mapping[str, Placement]) -> None:
+        for name in list(module._parameters):
             if module._parameters[name] is not None:
                 distribute(module, name, self._mesh, placements[name])
-        return names
 
     def _open(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Whole tokens for a block; its ranks' gradients by them are parts."""
+        """Give a block whole tokens; each rank has a part of the gradients by them."""
         if self._tokens_are_split:
             return _through(partial(gather, dim=SEQUENCE, group=self._group), args, kwargs)
         return _through(partial(enter, group=self._group), args, kwargs)
 
     def _make_whole(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Whole tokens for a block whose ranks all have the gradients by all of them."""
+        """Give whole tokens to a block whose ranks all have the gradients by all of them."""
         return _through(partial(gather, dim=SEQUENCE, group=self._group, sums_grad=False), args, kwargs)
 
     def _split_again(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """This rank's tokens of what a whole block returns, alone or first."""
+        """Return this rank's tokens of the result of a whole block, which may be the first of a tuple."""
         if isinstance(output, tuple):
             return (split(output[0], SEQUENCE, self._group), *output[1:])
         return split(output, SEQUENCE, self._group)
 
     def _close(self, products: Tensor) -> Tensor:
-        """The sum over the ranks: of all tokens, or of this rank's."""
+        """Return the sum over the ranks: of all tokens, or of this rank's."""
         if self._tokens_are_split:
             return scatter_sum(products, SEQUENCE, self._group)
         return leave(products, self._group)
 
 
 def product(module: nn.Linear, x: Tensor) -> Tensor:
-    """What a linear layer computes by its class, without the bias."""
+    """Return the result of a linear layer by its class, without the bias."""
     held = module.__dict__["_parameters"]
     module.__dict__["_parameters"] = {**held, "bias": None}
     try:
@@ -278,18 +258,14 @@ def product(module: nn.Linear, x: Tensor) -> Tensor:
         module.__dict__["_parameters"] = held
 
 
-def _compute_with(module: nn.Module, forward: Callable[..., Tensor]) -> None:
-    module.forward = forward
-
-
 def _through(change: Callable[[Tensor], Tensor], args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Arguments of a block with its hidden states changed."""
+    """Return the arguments of a block with its hidden states changed."""
     if args:
         return (change(args[0]), *args[1:]), kwargs
     return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
 
 
 def part_of(extent: int, size: int, rank: int) -> tuple[int, int]:
-    """Start and end of a rank's part of a dim, as DTensor splits it."""
+    """Return start and end of a rank's part of a dim, as DTensor splits it."""
     width = -(-extent // size)
     return min(width * rank, extent), min(width * (rank + 1), extent)

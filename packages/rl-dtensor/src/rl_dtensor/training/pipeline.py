@@ -1,31 +1,30 @@
-"""Microbatches through the stages of a pipeline; one stage is its own pipeline."""
+"""Microbatches through the stages of a pipeline; a single stage is its own pipeline."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rl_core.torch.training.backend import Microbatch, Pass
-from rl_dtensor.model.layout import Layout
+from rl_dtensor.model.layout import RowLayout
 from rl_dtensor.model.model import ShardedModel
 from rl_dtensor.parallel.accumulation import Accumulation
 from rl_dtensor.parallel.mesh import Direction, Mesh
-from rl_dtensor.parallel.schedule import forward_only, one_forward_one_backward
 
 
 def run_pipeline(
     model: ShardedModel, run: Pass, *, mesh: Mesh, accumulations: Sequence[Accumulation] | None = None
 ) -> list[Any]:
-    """Pass all microbatches through all pipeline ranks; on the last, what `on_reads` returned for each, in order.
+    """Pass all microbatches through all pipeline ranks; on the last, return the results of `on_reads` in order.
 
     Args:
         model: This rank's chunks of the model.
-        run: Microbatches, and what to compute from each.
+        run: Microbatches, and their reads.
         mesh: Mesh, whose `pp` axis is the pipeline.
         accumulations: Accumulation of gradients of each chunk, to run backward passes too; None to run none.
     """
@@ -36,103 +35,132 @@ def run_pipeline(
             work.forward(action.chunk, action.microbatch)
         else:
             work.backward(action.chunk, action.microbatch)
-    work.wait()
+    for sending, _ in work.sent:
+        sending.wait()
     return [work.results[index] for index in sorted(work.results)]
 
 
-@dataclass
-class _Passed:
-    """Tensors of a forward pass that its backward pass needs."""
-
-    entered: Tensor | None
-    left: Tensor
-
-
-@dataclass
 class _Run:
-    model: ShardedModel
-    run: Pass
-    mesh: Mesh
-    accumulations: Sequence[Accumulation] | None
-    results: dict[int, Any] = field(default_factory=dict)
-    _laid_out: dict[int, tuple[Microbatch, Layout]] = field(default_factory=dict)
-    _passed: dict[tuple[int, int], _Passed] = field(default_factory=dict)
-    _sent: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
-
-    @property
-    def has_backward(self) -> bool:
-        return self.accumulations is not None
+    def __init__(
+        self, model: ShardedModel, run: Pass, mesh: Mesh, accumulations: Sequence[Accumulation] | None
+    ) -> None:
+        self._model = model
+        self._run = run
+        self._mesh = mesh
+        self._accumulations = accumulations
+        self._laid_out: dict[int, tuple[Microbatch, RowLayout]] = {}
+        # Hidden states that entered and left a chunk are kept until its backward pass.
+        self._passed: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
+        self.results: dict[int, Any] = {}
+        self.sent: list[tuple[dist.Work, Tensor]] = []
 
     def forward(self, chunk: int, index: int) -> None:
         microbatch, layout = self._lay_out(index)
-        stage = self.model.stages_here[chunk]
+        stage, has_backward = self._model.stages_here[chunk], self._accumulations is not None
         entered = None
         if stage > 0:
-            entered = self._receive("forward", layout).requires_grad_(self.has_backward)
-        output = self.model.chunks[chunk](layout, entered, self.run.reads, self.run.temperature)
-        if stage < self.model.num_stages - 1:
-            left = output.to(self.model.compute)
+            entered = self._receive("forward", layout).requires_grad_(has_backward)
+        output = self._model.chunks[chunk](layout, entered, self._run.reads, self._run.temperature)
+        if stage < self._model.num_stages - 1:
+            left = output.to(self._model.compute)
             self._send("forward", left.detach())
         else:
-            left = self.run.on_reads(microbatch, output)
+            left = self._run.on_reads(microbatch, output)
             self.results[index] = left.detach() if isinstance(left, Tensor) else left
-        if self.has_backward:
-            self._passed[chunk, index] = _Passed(entered, left)
-        elif chunk == len(self.model.chunks) - 1:
+        if has_backward:
+            self._passed[chunk, index] = entered, left
+        elif chunk == len(self._model.chunks) - 1:
             del self._laid_out[index]
 
     def backward(self, chunk: int, index: int) -> None:
-        assert self.accumulations is not None
-        # the schedule has the backward passes of each chunk in the order of microbatches
-        self.accumulations[chunk].before_backward(is_last=index == len(self.run.microbatches) - 1)
-        passed = self._passed.pop((chunk, index))
-        stage = self.model.stages_here[chunk]
+        assert self._accumulations is not None
+        # The schedule has the backward passes of each chunk in the order of microbatches.
+        self._accumulations[chunk].before_backward(is_last=index == len(self._run.microbatches) - 1)
+        entered, left = self._passed.pop((chunk, index))
+        stage, layout = self._model.stages_here[chunk], self._lay_out(index)[1]
         grad = None
-        if stage < self.model.num_stages - 1:
-            grad = self._receive("backward", self._lay_out(index)[1])
-        # what was not kept is computed again
-        self.model.chunks[chunk].give_routing(self._lay_out(index)[1])
-        if passed.left.requires_grad:
-            torch.autograd.backward(passed.left, grad)
+        if stage < self._model.num_stages - 1:
+            grad = self._receive("backward", layout)
+        # Activations that were not kept are computed again.
+        self._model.chunks[chunk].give_routing(layout)
+        if left.requires_grad:
+            torch.autograd.backward(left, grad)
         if stage > 0:
-            assert passed.entered is not None
-            assert passed.entered.grad is not None
-            self._send("backward", passed.entered.grad)
+            assert entered is not None
+            assert entered.grad is not None
+            self._send("backward", entered.grad)
         if chunk == 0:
             del self._laid_out[index]
 
-    def wait(self) -> None:
-        """Until the neighbours have everything."""
-        for work, _ in self._sent:
-            work.wait()
-        self._sent.clear()
-
-    def _lay_out(self, index: int) -> tuple[Microbatch, Layout]:
-        """A microbatch and its layout, kept until its last pass."""
+    def _lay_out(self, index: int) -> tuple[Microbatch, RowLayout]:
+        """Return a microbatch and its layout, kept until its last pass."""
         if index not in self._laid_out:
-            microbatch = self.run.microbatches[index]()
-            self._laid_out[index] = microbatch, self.model.lay_out(microbatch.rows)
+            microbatch = self._run.microbatches[index]()
+            self._laid_out[index] = microbatch, self._model.lay_out(microbatch.rows)
         return self._laid_out[index]
 
     def _send(self, direction: Direction, tensor: Tensor) -> None:
-        rank, size = self.mesh.on("pp"), self.mesh.sizes.pp
+        rank, size = self._mesh.on("pp"), self._mesh.sizes.pp
         peer = (rank + (1 if direction == "forward" else -1)) % size
-        group = self.mesh.edges[direction, rank]
         tensor = tensor.contiguous()
-        work = dist.isend(tensor, group=group, group_dst=_place(rank, peer))
+        # A group has two ranks, the lower one first.
+        work = dist.isend(tensor, group=self._mesh.edges[direction, rank], group_dst=int(peer > rank))
         assert work is not None
-        self._sent = [(sent, kept) for sent, kept in self._sent if not sent.is_completed()]
-        self._sent.append((work, tensor))
+        self.sent = [(sending, kept) for sending, kept in self.sent if not sending.is_completed()]
+        self.sent.append((work, tensor))
 
-    def _receive(self, direction: Direction, layout: Layout) -> Tensor:
-        rank, size = self.mesh.on("pp"), self.mesh.sizes.pp
+    def _receive(self, direction: Direction, layout: RowLayout) -> Tensor:
+        rank, size = self._mesh.on("pp"), self._mesh.sizes.pp
         peer = (rank - (1 if direction == "forward" else -1)) % size
-        group = self.mesh.edges[direction, peer]
-        tensor = torch.empty(self.model.hidden_shape(layout), dtype=self.model.compute, device=self.mesh.device)
-        dist.recv(tensor, group=group, group_src=_place(rank, peer))
+        tensor = torch.empty(self._model.hidden_shape(layout), dtype=self._model.compute, device=self._mesh.device)
+        dist.recv(tensor, group=self._mesh.edges[direction, peer], group_src=int(peer > rank))
         return tensor
 
 
-def _place(rank: int, peer: int) -> int:
-    """A peer's rank in the group of two."""
-    return 0 if peer < rank else 1
+@dataclass(frozen=True)
+class Action:
+    """One pass of one microbatch through one of the rank's chunks."""
+
+    kind: Literal["forward", "backward"]
+    chunk: int
+    microbatch: int
+
+
+def forward_only(rank: int, size: int, num_chunks: int, num_microbatches: int) -> Iterator[Action]:
+    """Yield all forward passes, in the order of `one_forward_one_backward`."""
+    for unit in range(num_microbatches * num_chunks):
+        yield _action("forward", unit, size, num_chunks)
+
+
+def one_forward_one_backward(rank: int, size: int, num_chunks: int, num_microbatches: int) -> Iterator[Action]:
+    """Yield the passes of 1F1B, interleaved if a rank has several chunks.
+
+    A few forward passes fill the pipeline. Then a backward pass follows each forward pass, so that no rank keeps the
+    activations of more microbatches than the pipeline is long. See Narayanan et al., "Efficient Large-Scale Language
+    Model Training on GPU Clusters Using Megatron-LM" (2021).
+
+    Args:
+        rank: Pipeline rank, from 0.
+        size: Number of pipeline ranks.
+        num_chunks: Number of model chunks per rank.
+        num_microbatches: Number of microbatches; a multiple of `size` if there are several chunks.
+    """
+    total = num_microbatches * num_chunks
+    ahead = size - rank - 1 if num_chunks == 1 else 2 * (size - rank - 1) + (num_chunks - 1) * size
+    ahead = min(ahead, total)
+    for unit in range(ahead):
+        yield _action("forward", unit, size, num_chunks)
+    for unit in range(ahead, total):
+        yield _action("forward", unit, size, num_chunks)
+        yield _action("backward", unit - ahead, size, num_chunks)
+    for unit in range(total - ahead, total):
+        yield _action("backward", unit, size, num_chunks)
+
+
+def _action(kind: Literal["forward", "backward"], unit: int, size: int, num_chunks: int) -> Action:
+    """Return the unit-th pass: `size` microbatches go through one chunk, then through the next."""
+    if num_chunks == 1:
+        return Action(kind, 0, unit)
+    chunk = unit // size % num_chunks
+    microbatch = unit // (size * num_chunks) * size + unit % size
+    return Action(kind, chunk if kind == "forward" else num_chunks - 1 - chunk, microbatch)

@@ -26,11 +26,19 @@ MODEL_PREFIX = "model/"
 OPTIMIZER_PREFIX = "optimizer/"
 
 
-class Stateful(Protocol):
-    """What has tensors that a checkpoint holds: a `ShardedModel`, or a draft head."""
+class Sharded(Protocol):
+    """Parameters that FSDP shards: a `ShardedModel`, or a draft head."""
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return all parameters of this rank."""
+        ...
+
+    def trained(self) -> list[nn.Parameter]:
+        """Return the parameters of this rank that train."""
+        ...
 
     def state(self) -> dict[str, Tensor]:
-        """The tensors by name."""
+        """Return the tensors of a checkpoint by name."""
         ...
 
     def reshard_all(self) -> None:
@@ -46,15 +54,19 @@ class TrainingState:
         optimizer: None if the model does not train.
     """
 
-    def __init__(self, model: Stateful, optimizer: Optimizer | None, mesh: Mesh) -> None:
+    def __init__(self, model: Sharded, optimizer: Optimizer | None, mesh: Mesh) -> None:
         self._model = model
         self._weights = model.state()
         self._optimizer = optimizer
         self._mesh = mesh
 
     def tensors(self, *, copies: bool) -> dict[str, Any]:
-        """Parameters and optimizer state by name; copies are in host memory."""
-        tensors = self._model_state() | self._optimizer_state()
+        """Return parameters and optimizer state by name; copies are in host memory."""
+        tensors = self._model_state()
+        states = {} if self._optimizer is None else self._optimizer.state
+        for name, parameter in self._weights.items():
+            state = states.get(parameter, {})
+            tensors |= {f"{OPTIMIZER_PREFIX}{name}/{key}": value for key, value in state.items()}
         return _host_copies(tensors) if copies else tensors
 
     def description(self) -> dict[str, Any]:
@@ -64,14 +76,18 @@ class TrainingState:
     def restore(self, path: Path, description: Mapping[str, Any]) -> None:
         """Read parameters and optimizer state into place; collective."""
         self._model.reshard_all()
-        saved = {} if self._optimizer is None else self._saved_optimizer_state(path / SHARDS)
+        optimizer = self._optimizer
+        saved = {} if optimizer is None else self._saved_optimizer_state(path / SHARDS, optimizer)
         state = self._model_state() | saved
         read_tensors(path, state, group=self._mesh.control)
-        if self._optimizer is not None:
-            self._restore_optimizer(self._optimizer, {key: state[key] for key in saved})
+        if optimizer is not None:
+            optimizer.state.clear()
+            for key in saved:
+                name, _, state_key = key.removeprefix(OPTIMIZER_PREFIX).rpartition("/")
+                optimizer.state[self._weights[name]][state_key] = state[key]
 
     def weights(self) -> dict[str, Any]:
-        """The tensors of the model's `state` by name, in host memory."""
+        """Return the tensors of the model's `state` by name, in host memory."""
         return _host_copies(self._model_state())
 
     def restore_weights(self, path: Path) -> None:
@@ -93,71 +109,35 @@ class TrainingState:
     def _model_state(self) -> dict[str, Any]:
         return {MODEL_PREFIX + name: tensor.detach() for name, tensor in self._weights.items()}
 
-    def _optimizer_state(self) -> dict[str, Any]:
-        if self._optimizer is None:
-            return {}
-        return {
-            f"{OPTIMIZER_PREFIX}{name}/{key}": value
-            for name, parameter in self._weights.items()
-            for key, value in self._optimizer.state.get(parameter, {}).items()
-        }
-
-    def _saved_optimizer_state(self, shards: Path) -> dict[str, Any]:
-        """Empty tensors for exactly the state that was saved: an optimizer that has not stepped has none."""
+    def _saved_optimizer_state(self, shards: Path, optimizer: Optimizer) -> dict[str, Any]:
+        """Return empty tensors for exactly the saved state: an optimizer that has not stepped has none."""
         metadata = dcp.FileSystemReader(shards).read_metadata().state_dict_metadata
         state: dict[str, Any] = {}
         for key, saved in metadata.items():
             if not key.startswith(OPTIMIZER_PREFIX):
                 continue
             parameter = self._weights.get(key.removeprefix(OPTIMIZER_PREFIX).rpartition("/")[0])
-            if parameter is None:  # another pipeline rank holds it
+            if parameter is None:  # Another pipeline rank holds it.
                 continue
             if not isinstance(saved, TensorStorageMetadata):
                 state[key] = None
             elif parameter.dim() and saved.size == parameter.shape:
                 state[key] = torch.zeros_like(parameter, dtype=saved.properties.dtype)
             else:
-                device = local(parameter).device if self._counts_on_device else torch.device("cpu")
+                device = local(parameter).device if counts_on_device(optimizer) else torch.device("cpu")
                 state[key] = torch.zeros(saved.size, dtype=saved.properties.dtype, device=device)
         return state
 
-    @property
-    def _counts_on_device(self) -> bool:
-        assert self._optimizer is not None
-        return counts_on_device(self._optimizer)
-
-    def _restore_optimizer(self, optimizer: Optimizer, flat: Mapping[str, Any]) -> None:
-        optimizer.state.clear()
-        for key, value in flat.items():
-            name, _, state_key = key.removeprefix(OPTIMIZER_PREFIX).rpartition("/")
-            optimizer.state[self._weights[name]][state_key] = value
-
 
 def _host_copies(tensors: dict[str, Any]) -> dict[str, Any]:
-    """The same in host memory, so that training may continue; of a sharded tensor this rank's shard."""
-    stager = DefaultStager(
-        StagingOptions(
-            use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
-        )
-    )
+    """Return copies in host memory, so that training may continue; of a sharded tensor this rank's shard."""
+    stager = DefaultStager(StagingOptions(False, False, False, False))  # Plain copies, made before the call returns.
     try:
         copies = stager.stage(tensors)
         assert isinstance(copies, dict)
         return copies
     finally:
         stager.close()
-
-
-class Sharded(Protocol):
-    """Parameters that FSDP shards: a `ShardedModel`, or a draft head."""
-
-    def parameters(self) -> list[nn.Parameter]:
-        """All parameters of this rank."""
-        ...
-
-    def reshard_all(self) -> None:
-        """Free every gathered parameter."""
-        ...
 
 
 class ModelResidency(Residency):
@@ -178,8 +158,11 @@ class ModelResidency(Residency):
         head: tuple[Sharded, Optimizer] | None = None,
     ) -> None:
         super().__init__(device)
-        self._models: list[Sharded] = [model, *(() if head is None else (head[0],))]
-        self._optimizers = [each for each in (optimizer, None if head is None else head[1]) if each is not None]
+        self._models: list[Sharded] = [model]
+        self._optimizers = [] if optimizer is None else [optimizer]
+        if head is not None:
+            self._models.append(head[0])
+            self._optimizers.append(head[1])
 
     def kept(self, part: ModelPart) -> list[Tensor]:
         if part == "parameters":

@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from transformers import PreTrainedConfig
 
 from rl_core.data.batch import Batch
-from rl_core.data.pipeline import Pipeline
+from rl_core.data.microbatch import Pipeline
 from rl_core.data.ragged import Ragged
 from rl_core.metrics import Metric
+from rl_core.model_config import OptimizerConfig
+from rl_core.torch.optim.optimizer import build_optimizer, with_fused_step
 from rl_core.torch.rows import no_images
 from rl_core.torch.training.backend import Microbatch, Pass
 from rl_core.torch.training.flops import ModelShape
 from rl_dtensor.model.model import ShardedModel
 from rl_dtensor.parallel.accumulation import Accumulation
+from rl_dtensor.parallel.fsdp import local
 from rl_dtensor.parallel.mesh import Mesh
-from rl_dtensor.training.gradients import Trained, average_replicated, local_grads, sum_tied
+from rl_dtensor.training.gradients import average_replicated, sum_tied
 from rl_dtensor.training.pipeline import run_pipeline
+from rl_dtensor.training.state import Sharded
 
 
 class DTensorModel:
@@ -63,18 +67,18 @@ class DTensorModel:
         return type(self.sharded.hf).__name__
 
     def extra_columns(self, batch: Batch, *, for_loss: bool) -> Mapping[str, Ragged]:
-        """The experts that tokens were sent to, if routing is replayed."""
+        """Return the experts that tokens were sent to, if routing is replayed."""
         replay = self.sharded.chunks[0].replay
         return {} if replay is None else replay.columns_of(batch, for_loss=for_loss)
 
     def image_columns(self, batch: Batch) -> Mapping[str, np.ndarray]:
-        """Pixels of the images of rows, and what takes the place of their tokens; rows with images are refused if the
-        model sees none."""
+        """Return pixels of the images of rows, and the columns that replace their tokens; rows with images are refused
+        if the model sees none."""
         vision = self.sharded.chunks[0].vision
         return no_images(batch) if vision is None else vision.columns(batch)
 
     def read(self, run: Pass) -> list[Any]:
-        """Forward through all stages."""
+        """Run forward passes through all stages."""
         self.sharded.train(False)
         with torch.no_grad():
             results = run_pipeline(self.sharded, run, mesh=self._mesh)
@@ -82,11 +86,12 @@ class DTensorModel:
         return results
 
     def accumulate(self, run: Pass) -> Mapping[str, Metric]:
-        """Forward and backward through all stages; FSDP scatters each rank its part of the gradient."""
+        """Run forward and backward passes through all stages; FSDP gives each rank its part of the gradient."""
 
         def share(microbatch: Microbatch, columns: Mapping[str, Tensor]) -> Tensor:
-            part: Tensor = run.on_reads(microbatch, columns)
-            return part * self._mesh.num_gradients  # FSDP averages over them
+            return (
+                cast("Tensor", run.on_reads(microbatch, columns)) * self._mesh.num_gradients
+            )  # FSDP averages over them.
 
         self.sharded.train(True, compares=run.compares)
         try:
@@ -102,7 +107,7 @@ class DTensorModel:
         """Do nothing: a backward pass changes only gradients."""
 
     def trained_parts(self) -> list[Tensor]:
-        """This rank's shards."""
+        """Return this rank's shards."""
         return self.sharded.trained_parts()
 
     def close(self) -> None:
@@ -118,23 +123,48 @@ class ShardedOptimizer:
         norm: Function to the norm of all of them; collective.
     """
 
-    def __init__(self, inner: Optimizer, model: Trained, norm: Callable[[], float]) -> None:
+    def __init__(self, inner: Optimizer, model: Sharded, norm: Callable[[], float]) -> None:
         self.inner = inner
         self._model = model
         self._norm = norm
 
     def grad_norm(self) -> float:
-        """Norm of the whole gradient; collective."""
+        """Return the norm of the whole gradient; collective."""
         return self._norm()
 
     def scale_grads(self, factor: float) -> None:
         """Multiply this rank's shards of the gradient."""
-        torch._foreach_mul_(local_grads(self._model), factor)
+        grads = [local(parameter.grad) for parameter in self._model.trained() if parameter.grad is not None]
+        torch._foreach_mul_(grads, factor)
 
     def step(self) -> None:
-        """Step this rank's shards; others see them when FSDP gathers them."""
+        """Step this rank's shards; other ranks get them when FSDP gathers them."""
         self.inner.step()
 
     def zero_grad(self) -> None:
         """Free the gradients."""
         self.inner.zero_grad(set_to_none=True)
+
+
+def build_sharded_optimizer(
+    config: OptimizerConfig, groups: Sequence[Sequence[nn.Parameter]], undecayed: Set[nn.Parameter] = frozenset()
+) -> Optimizer:
+    """Build an optimizer as `build_optimizer` does, for parameters whose first group are DTensors. The step is fused if
+    the optimizer has a fused step for them and the config does not choose.
+
+    Args:
+        config: Name and arguments of the optimizer.
+        groups: Parameters that the optimizer steps together.
+        undecayed: Parameters that are not decayed if `decay_norms_and_biases` is false.
+
+    Raises:
+        ValueError: Also if the optimizer's fused step has no implementation for them.
+    """
+    config = with_fused_step(config, groups[0])
+    optimizer = build_optimizer(config, *groups, undecayed=undecayed)
+    if optimizer.defaults.get("fused") and not isinstance(optimizer, torch.optim.Adam):  # AdamW is a subclass.
+        raise ValueError(
+            f"optimizer: the fused step of {config.name} does not run on sharded parameters; leave fused out of "
+            "optimizer.kwargs, or use torch.optim.AdamW"
+        )
+    return optimizer

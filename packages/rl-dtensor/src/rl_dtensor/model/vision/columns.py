@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from rl_core.data.batch import TOKENS, Batch
-from rl_core.images import IMAGES, ImageError
+from rl_core.images import IMAGES, ImageError, ImageStore
+from rl_core.model_config import VisionConfig
 from rl_dtensor.model.layout import IMAGE_BLOCKS
-from rl_dtensor.model.vision.families import GRID, Arrays, VisionFamily
-from rl_dtensor.model.vision.pixels import ProcessedImages
+from rl_dtensor.model.vision.families import GRID, PIXELS, Arrays, VisionFamily, as_held
 
 FEATURES = "image_features"
 """Int64 `[tokens]`: the feature, counted over the microbatch, that takes the place of a token; -1 for text."""
@@ -29,7 +32,7 @@ class ImageColumns:
 
     Args:
         family: Family of the model.
-        model: The model without its head, of which only the config and the rule for places are used.
+        model: The model without its head. Only its config and its rule for places are used.
         images: Processed images by digest.
         max_images: Maximum number of images in a row.
     """
@@ -47,6 +50,15 @@ class ImageColumns:
         Raises:
             ValueError: Naming a row whose images cannot be read, or do not have the tokens that it has for them.
         """
+
+        def axes_of(tokens: np.ndarray, images: Sequence[Arrays]) -> np.ndarray:
+            if not images:
+                return np.repeat(np.arange(len(tokens))[:, None], 3, 1)
+            ids = torch.from_numpy(tokens.astype(np.int64))[None]
+            grid = torch.from_numpy(np.concatenate([image[GRID] for image in images]))
+            axes, _ = self._model.get_rope_index(ids, (ids == self._token).int(), image_grid_thw=grid)
+            return axes[:, 0].T.numpy()
+
         rows = list(batch.ragged(TOKENS))
         digests: Sequence[Sequence[str]] = [()] * len(rows)
         if IMAGES in batch:
@@ -60,13 +72,13 @@ class ImageColumns:
         columns = {PREFIX + name: np.concatenate([each[name] for each in images]) for name in self._family.columns}
         columns[FEATURES] = np.where(is_image, np.cumsum(is_image) - 1, -1)
         if self._family.has_axes:
-            columns[AXES] = np.concatenate([self._axes(*each) for each in zip(rows, shown, strict=True)])
+            columns[AXES] = np.concatenate([axes_of(*each) for each in zip(rows, shown, strict=True)])
         if self._family.sees_both_ways:
             columns[IMAGE_BLOCKS] = image_blocks(is_image, batch.ragged(TOKENS).offsets)
         return columns
 
     def _shown(self, row: int, tokens: np.ndarray, digests: Sequence[str]) -> list[Arrays]:
-        """The images of a row, which are those that its tokens stand for."""
+        """Return the images of a row, after a check that its tokens stand for them."""
         if len(digests) > self._max_images:
             raise ValueError(
                 f"row {row} has {len(digests)} images and vision.max_images is {self._max_images}; set it to more"
@@ -93,20 +105,10 @@ class ImageColumns:
             )
         return images
 
-    def _axes(self, tokens: np.ndarray, images: Sequence[Arrays]) -> np.ndarray:
-        """Int64 `[tokens, 3]` of one row."""
-        if not images:
-            return np.repeat(np.arange(len(tokens))[:, None], 3, 1)
-        ids = torch.from_numpy(tokens.astype(np.int64))[None]
-        grid = torch.from_numpy(np.concatenate([image[GRID] for image in images]))
-        axes, _ = self._model.get_rope_index(ids, (ids == self._token).int(), image_grid_thw=grid)
-        found: np.ndarray = axes[:, 0].T.numpy()
-        return found
-
 
 def image_blocks(is_image: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """Return int64 `[tokens]`, the number of the run of image tokens that each belongs to; -1 for text. No run goes on
-    in another row.
+    """Return int64 `[tokens]`, the number of the run of image tokens that each belongs to; -1 for text. Each run is in
+    one row.
 
     Args:
         is_image: Bool `[tokens]`.
@@ -117,8 +119,66 @@ def image_blocks(is_image: np.ndarray, offsets: np.ndarray) -> np.ndarray:
     return np.where(is_image, np.cumsum(is_image & ~follows) - 1, -1)
 
 
-def pixels_of(columns: Mapping[str, Any], family: VisionFamily) -> dict[str, Any] | None:
-    """Return the columns of pixels by the names of the image processor; None if there are none."""
-    if FEATURES not in columns:
-        return None
-    return {name: columns[PREFIX + name] for name in family.columns}
+CACHE_BYTES = 2**30
+"""Maximum number of bytes of processed images that a rank keeps in host memory. The rows of a group show the same
+images, and each step reads its rows several times."""
+
+
+class ProcessedImages:
+    """Processed images of a rank, made when they are first asked for.
+
+    Args:
+        folder: Folder of the model, which has the files of the image processor.
+        family: Family of the model.
+        vision: Number of pixels that images are scaled to.
+        compute: Dtype in which pixels are kept.
+    """
+
+    def __init__(self, folder: Path, family: VisionFamily, vision: VisionConfig, compute: torch.dtype) -> None:
+        self._folder = folder
+        self._family = family
+        self._vision = vision
+        self._compute = compute
+        self._store: ImageStore | None = None
+        self._kept: OrderedDict[str, Arrays] = OrderedDict()
+        self._num_bytes = 0
+
+    def of(self, digest: str) -> Arrays:
+        """Return the columns of one image.
+
+        Raises:
+            ImageError: If the image is not in the store, or cannot be read.
+        """
+        found = self._kept.pop(digest, None)
+        if found is None:
+            found = self._processed(digest)
+            self._num_bytes += _bytes_of(found)
+        self._kept[digest] = found
+        while self._num_bytes > CACHE_BYTES and len(self._kept) > 1:
+            _, oldest = self._kept.popitem(last=False)
+            self._num_bytes -= _bytes_of(oldest)
+        return found
+
+    @cached_property
+    def _processor(self) -> Any:
+        # The processor imports torchvision, which models without images do not need.
+        from transformers import AutoImageProcessor
+
+        sizes = {"min_pixels": self._vision.min_pixels, "max_pixels": self._vision.max_pixels}
+        given = {name: size for name, size in sizes.items() if size is not None}
+        return AutoImageProcessor.from_pretrained(self._folder, trust_remote_code=False, **given)
+
+    def _processed(self, digest: str) -> Arrays:
+        if self._store is None:
+            self._store = ImageStore.of_run()
+        output = self._processor(images=[self._store.open(digest)], return_tensors="pt")
+        columns: dict[str, np.ndarray] = {}
+        for name in self._family.columns:
+            values = output[name].numpy()
+            columns[name] = values[0] if self._family.is_batched else values
+        columns[PIXELS] = as_held(columns[PIXELS], self._compute)
+        return columns
+
+
+def _bytes_of(image: Arrays) -> int:
+    return sum(values.nbytes for values in image.values())

@@ -1,9 +1,9 @@
-"""What differs between families of vision-language models: the names of their parts, and how they see an image."""
+"""Families of vision-language models: the names of their parts, and their tokens and features of an image."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -19,17 +19,9 @@ PIXELS = "pixel_values"
 PIXEL_MASK = "pixel_attention_mask"
 
 
-@dataclass(frozen=True)
-class Features:
-    """What a vision tower and its projector make of images.
-
-    Args:
-        values: `[image tokens, hidden]`, in the order of the images' tokens.
-        deep: More of them, added to the hidden states after each of the first layers; often none.
-    """
-
-    values: Tensor
-    deep: Sequence[Tensor] = ()
+Features = tuple[Tensor, Sequence[Tensor]]
+"""Results of a vision tower and its projector: `[image tokens, hidden]` in the order of the images' tokens, and more of
+them, often none, that are added to the hidden states after each of the first layers."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +30,7 @@ class VisionFamily:
 
     Args:
         tower: Names of the modules of the vision tower.
-        projector: Names of the modules between tower and language model, which may lie inside the tower.
+        projector: Names of the modules between tower and language model, which may be inside the tower.
         columns: Results of the image processor that the tower takes.
         num_tokens: Function from the config and the columns of one image to the number of its tokens.
         features: Function from the model without its head and columns of images to their features.
@@ -69,30 +61,26 @@ def _grid_blank(config: Any) -> Arrays:
     vision = config.vision_config
     side = vision.spatial_merge_size
     width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    return {
-        PIXELS: np.zeros((side * side, width), np.float32),
-        GRID: np.array([[1, side, side]], np.int64),
-    }
+    return {PIXELS: np.zeros((side * side, width), np.float32), GRID: np.array([[1, side, side]], np.int64)}
 
 
 def _grid_features(model: Any, columns: Mapping[str, Tensor]) -> Features:
-    return Features(model.visual(columns[PIXELS], grid_thw=columns[GRID]).pooler_output)
+    return model.visual(columns[PIXELS], grid_thw=columns[GRID]).pooler_output, ()
 
 
 def _deep_features(model: Any, columns: Mapping[str, Tensor]) -> Features:
     output = model.visual(columns[PIXELS], grid_thw=columns[GRID])
-    return Features(output.pooler_output, output.deepstack_features)
+    return output.pooler_output, output.deepstack_features
 
 
 def _crop_features(model: Any, columns: Mapping[str, Tensor]) -> Features:
-    return Features(model.get_image_features(pixel_values=columns[PIXELS]).pooler_output.flatten(0, 1))
+    return model.get_image_features(pixel_values=columns[PIXELS]).pooler_output.flatten(0, 1), ()
 
 
 def _masked_crop_features(model: Any, columns: Mapping[str, Tensor]) -> Features:
-    output = model.get_image_features(
-        pixel_values=columns[PIXELS][None], pixel_attention_mask=columns[PIXEL_MASK][None].bool()
-    )
-    return Features(output.pooler_output.flatten(0, 1))
+    pixels, mask = columns[PIXELS][None], columns[PIXEL_MASK][None].bool()
+    output = model.get_image_features(pixel_values=pixels, pixel_attention_mask=mask)
+    return output.pooler_output.flatten(0, 1), ()
 
 
 def _crop_size(config: Any) -> tuple[int, int]:
@@ -105,7 +93,7 @@ def _crop_blank(config: Any) -> Arrays:
 
 
 def _masked_crop_blank(config: Any) -> Arrays:
-    # an image of zeros is taken for padding
+    # An image of zeros would be taken for padding.
     size = _crop_size(config)
     return {PIXELS: np.ones((1, 3, *size), np.float32), PIXEL_MASK: np.ones((1, *size), np.int64)}
 
@@ -115,7 +103,7 @@ def _crop_tokens_of(per_crop: Callable[[Any], int]) -> Callable[[Any, Arrays], i
 
 
 def _shuffled_tokens(config: Any) -> int:
-    """Tokens of a crop whose patches are joined by `scale_factor` in both directions."""
+    """Return the tokens of a crop whose patches are joined by `scale_factor` in both directions."""
     vision = config.vision_config
     return int((vision.image_size // vision.patch_size) ** 2 // config.scale_factor**2)
 
@@ -141,38 +129,28 @@ _IDEFICS = VisionFamily(
     blank=_masked_crop_blank,
     is_batched=True,
 )
+_GEMMA = VisionFamily(
+    tower=("model.vision_tower",),
+    projector=("model.multi_modal_projector",),
+    columns=(PIXELS,),
+    num_tokens=_crop_tokens_of(lambda config: int(config.mm_tokens_per_image)),
+    features=_crop_features,
+    blank=_crop_blank,
+    sees_both_ways=True,
+    unused=("model.vision_tower.head",),
+)
+_INTERN_TOKENS = _crop_tokens_of(lambda config: int(config.image_seq_length))
 
 VISION_FAMILIES: Mapping[str, VisionFamily] = {
     "qwen2_5_vl": _qwen(("merger",), _grid_features),
     "qwen3_vl": _qwen(("merger", "deepstack_merger_list"), _deep_features),
     "qwen3_5": _qwen(("merger",), _grid_features),
-    "gemma3": VisionFamily(
-        tower=("model.vision_tower",),
-        projector=("model.multi_modal_projector",),
-        columns=(PIXELS,),
-        num_tokens=_crop_tokens_of(lambda config: int(config.mm_tokens_per_image)),
-        features=_crop_features,
-        blank=_crop_blank,
-        sees_both_ways=True,
-        unused=("model.vision_tower.head",),
-    ),
+    "gemma3": _GEMMA,
     "idefics3": _IDEFICS,
     "smolvlm": _IDEFICS,
-    "internvl": VisionFamily(
-        tower=("model.vision_tower",),
-        projector=("model.multi_modal_projector",),
-        columns=(PIXELS,),
-        num_tokens=_crop_tokens_of(lambda config: int(config.image_seq_length)),
-        features=_crop_features,
-        blank=_crop_blank,
-    ),
+    "internvl": replace(_GEMMA, num_tokens=_INTERN_TOKENS, sees_both_ways=False, unused=()),
 }
 """Model type to family."""
-
-
-def is_floating(name: str) -> bool:
-    """Return whether a column has pixels, which are held in the compute dtype."""
-    return name == PIXELS
 
 
 def as_held(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:

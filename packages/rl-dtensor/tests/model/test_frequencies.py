@@ -13,7 +13,7 @@ from rl_core.model_config import ModelConfig, SequencePackingConfig
 from rl_core.selfcheck.pooled_model import PooledModel
 from rl_core.selfcheck.torch.tiny_model import write_tiny_model
 from rl_core.testing.model_worker import make_batch
-from rl_dtensor.model.rope import fix_frequencies
+from rl_dtensor.model.whole import fix_frequencies
 
 FACTORY = "dtensor_factories:build"
 ORIGINAL = 16

@@ -1,4 +1,7 @@
-"""Formulas that the code of a model family computes, as trials on small tensors show."""
+"""Formulas that the code of a model family computes, found by trials on small tensors.
+
+Trials compute values even if the caller makes tensors without data, so each leaves the current dispatch modes.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,9 @@ import copy
 import inspect
 import textwrap
 from collections.abc import Callable, Mapping
-from functools import cache, wraps
+from functools import cache
 from types import FunctionType
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -42,41 +45,17 @@ hidden_states = self.mlp(hidden_states)
 hidden_states = residual + hidden_states
 return hidden_states"""
 """Statements of a layer whose norms come before attention and MLP, as in Llama; the dots stand for arguments that are
-handed on by their own names."""
+passed on by their own names."""
 
 _OFTEN = 0.02
-"""Share of bfloat16 values that may round otherwise: two orders of the same operations differ in fewer, two formulas in
-many."""
+"""Share of bfloat16 values that may round differently: two orders of the same operations differ in fewer values, two
+formulas in many."""
 
-_ERRORS = (
-    AssertionError,
-    AttributeError,
-    IndexError,
-    KeyError,
-    NotImplementedError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
+_ERRORS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """Errors of a family's code for a trial that it did not foresee."""
 
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def _with_values(recognise: Callable[P, R]) -> Callable[P, R]:
-    """Have trials compute values, even where tensors are made without data."""
-
-    @wraps(recognise)
-    def apart(*args: P.args, **kwargs: P.kwargs) -> R:
-        with _disable_current_modes():
-            return recognise(*args, **kwargs)
-
-    return apart
-
-
-@_with_values
+@_disable_current_modes()
 def norm_form(module: nn.Module) -> NormForm | None:
     """Return the formula of an RMSNorm; None if it is not one, or not one that kernels know.
 
@@ -97,28 +76,26 @@ def norm_form(module: nn.Module) -> NormForm | None:
 
 def _is_norm(module: nn.Module, form: NormForm) -> bool:
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(64, 16, generator=generator) * torch.tensor([[1.0], [1e-3]]).repeat(32, 1)  # eps counts in half
+    # Half of the rows are so small that the epsilon counts.
+    x = torch.randn(64, 16, generator=generator) * torch.tensor([[1.0], [1e-3]]).repeat(32, 1)
     weight = torch.rand(16, generator=generator) + 0.5
-    for of_x, of_weight in (
-        (torch.float32, torch.float32),
-        (torch.bfloat16, torch.bfloat16),
-        (torch.bfloat16, torch.float32),
-    ):
-        own = _on(module, parameters={"weight": nn.Parameter(weight.to(of_weight))})
+    wide, half = torch.float32, torch.bfloat16
+    for of_x, of_weight in ((wide, wide), (half, half), (half, wide)):
+        own = _with_parts(module, _parameters={"weight": nn.Parameter(weight.to(of_weight))})
         found = _tried(type(module).forward, own, x.to(of_x))
         expected = form(x.to(of_x), weight.to(of_weight))
         if found is None or found.dtype != expected.dtype:
             return False
         differs = ~torch.isclose(found.float(), expected.float(), rtol=1e-5, atol=0)
-        if differs.float().mean() > (0 if of_x == torch.float32 else _OFTEN):
+        if differs.float().mean() > (0 if of_x == wide else _OFTEN):
             return False
     return True
 
 
-@_with_values
+@_disable_current_modes()
 def computes_by_row(module: nn.Module) -> bool:
-    """Return whether a module without parts computes each vector of features `[..., features]` of one tensor by
-    itself."""
+    """Return whether a module without parts computes each vector of features of one tensor `[..., features]` from that
+    vector only."""
     takes_one = len(inspect.signature(type(module).forward).parameters) == 2
     held = {name: each for name, each in module._parameters.items() if each is not None}
     if "forward" in vars(module) or not takes_one or module._modules or module._buffers:
@@ -128,7 +105,7 @@ def computes_by_row(module: nn.Module) -> bool:
     width = next((len(each) for each in held.values()), 4)
     generator = torch.Generator().manual_seed(0)
     parameters = {name: nn.Parameter(torch.randn(width, generator=generator)) for name in held}
-    own = _on(module, parameters={**module._parameters, **parameters})
+    own = _with_parts(module, _parameters={**module._parameters, **parameters})
     x = torch.randn(2, 3, width, generator=generator)
     together, apart = (_tried(type(module).forward, own, each) for each in (x, x.view(6, width)))
     are_found = isinstance(together, Tensor) and isinstance(apart, Tensor) and together.shape == x.shape
@@ -140,26 +117,24 @@ def activation_of(module: nn.Module) -> nn.Module | None:
     return next((module._modules[name] for name in ACTIVATIONS if name in module._modules), None)
 
 
-@_with_values
+@_disable_current_modes()
 def is_gated_mlp(module: nn.Module, activation: Callable[[Tensor], Tensor] = F.silu) -> bool:
     """Return whether a module computes `down_proj(activation(gate_proj(x)) * up_proj(x))` and nothing else."""
 
     def formula(parts: Mapping[str, nn.Module], x: Tensor) -> Tensor:
-        out: Tensor = parts["down_proj"](activation(parts["gate_proj"](x)) * parts["up_proj"](x))
-        return out
+        return cast("Tensor", parts["down_proj"](activation(parts["gate_proj"](x)) * parts["up_proj"](x)))
 
     return _is_mlp(module, {"gate_proj": (4, 6), "up_proj": (4, 6), "down_proj": (6, 4)}, formula)
 
 
-@_with_values
+@_disable_current_modes()
 def is_packed_mlp(module: nn.Module, activation: Callable[[Tensor], Tensor] = F.silu) -> bool:
     """Return whether a module computes `down_proj(activation(gate) * up)` of the halves of `gate_up_proj(x)`, and
     nothing else."""
 
     def formula(parts: Mapping[str, nn.Module], x: Tensor) -> Tensor:
         gate, up = parts["gate_up_proj"](x).chunk(2, -1)
-        out: Tensor = parts["down_proj"](activation(gate) * up)
-        return out
+        return cast("Tensor", parts["down_proj"](activation(gate) * up))
 
     return _is_mlp(module, {"gate_up_proj": (4, 12), "down_proj": (6, 4)}, formula)
 
@@ -179,12 +154,12 @@ def _is_mlp(
         torch.manual_seed(0)
         linear = {name: nn.Linear(*size, dtype=torch.float64) for name, size in sizes.items()}
         x = torch.randn(2, 3, 4, dtype=torch.float64)
-    own = _on(module, modules={**module._modules, **linear})
+    own = _with_parts(module, _modules={**module._modules, **linear})
     found = _tried(type(module).forward, own, x)
     return found is not None and found.shape == x.shape and torch.allclose(found, formula(linear, x), rtol=1e-12)
 
 
-@_with_values
+@_disable_current_modes()
 def has_plain_gate(module: nn.Module) -> bool:
     """Return whether stacked experts gate by `_apply_gate(gate_up)`: `silu(gate) * up` of the halves of
     `[tokens, 2 * features]`."""
@@ -197,7 +172,7 @@ def has_plain_gate(module: nn.Module) -> bool:
 
 
 @cache
-@_with_values
+@_disable_current_modes()
 def is_plain_rotation(rotate: Callable[..., Any]) -> bool:
     """Return whether a function of the arguments `ROTATION` rotates as Llama does, in the dtype of the products, and
     takes angles of a part of each head if it takes any."""
@@ -207,7 +182,7 @@ def is_plain_rotation(rotate: Callable[..., Any]) -> bool:
             torch.randn(*shape, dtype=torch.float64, generator=generator)
             for shape in ((2, 3, 5, 8), (2, 1, 5, 8), (2, 5, size // 2))
         )
-        # cosines and sines of a wider dtype show whether the result is cast to that of the queries
+        # Cosines and sines of a wider dtype show whether the result is cast to the dtype of the queries.
         cos, sin = torch.cat([angle, angle], -1).cos(), torch.cat([angle, angle], -1).sin()
         cos, sin = (part if dtype == torch.float64 else part.float() for part in (cos, sin))
         found = _tried(rotate, q.to(dtype), k.to(dtype), cos, sin)
@@ -230,7 +205,7 @@ def calling_rotation(module: nn.Module) -> FunctionType | None:
 
 
 def rotating_forward(module: nn.Module) -> FunctionType | None:
-    """Return the same if that rotation is a plain one."""
+    """Return the function of `calling_rotation` if that rotation is a plain one."""
     forward = calling_rotation(module)
     return forward if forward is not None and is_plain_rotation(forward.__globals__[ROTATE]) else None
 
@@ -249,36 +224,25 @@ def is_pre_norm_layer(kind: type[nn.Module]) -> bool:
     called = ["hidden_states", *names[2:], None]
     for node in ast.walk(function):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "self.self_attn":
-            handed_on = all(each.arg in (None, "hidden_states", ast.unparse(each.value)) for each in node.keywords)
-            if node.args or not handed_on or {each.arg for each in node.keywords} != set(called):
+            passed_on = all(each.arg in (None, "hidden_states", ast.unparse(each.value)) for each in node.keywords)
+            if node.args or not passed_on or {each.arg for each in node.keywords} != set(called):
                 return False
             node.keywords = [each for each in node.keywords if each.arg == "hidden_states"]
             node.args = []
-    statements = [each for each in function.body if not _is_docstring(each)]
+    is_documented = isinstance(function.body[0], ast.Expr) and isinstance(function.body[0].value, ast.Constant)
+    statements = function.body[1:] if is_documented else function.body
     return ast.unparse(ast.Module(statements, [])) == PRE_NORM_LAYER.replace(", ...", "")
 
 
-def _is_docstring(statement: ast.stmt) -> bool:
-    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
-
-
-def _on(
-    module: nn.Module,
-    *,
-    parameters: Mapping[str, nn.Parameter] | None = None,
-    modules: Mapping[str, nn.Module | None] | None = None,
-) -> Any:
-    """The same module with other parameters or parts; the module itself keeps its own."""
+def _with_parts(module: nn.Module, **parts: Mapping[str, Any]) -> Any:
+    """Return a copy of a module with other `_parameters` or `_modules`; the module itself keeps its own."""
     own = copy.copy(module)
-    if parameters is not None:
-        vars(own)["_parameters"] = dict(parameters)
-    if modules is not None:
-        vars(own)["_modules"] = dict(modules)
+    vars(own).update({name: dict(held) for name, held in parts.items()})
     return own
 
 
 def _tried(function: Callable[..., Any], *args: Any) -> Any:
-    """The result of a family's code; None if it raises."""
+    """Return the result of a family's code; None if it raises."""
     try:
         with torch.no_grad(), torch.device("cpu"):
             return function(*args)

@@ -1,9 +1,9 @@
-"""Low-rank adapters on linear layers, by peft, and on stacked experts; the weights that leave the model have them
-merged in.
+"""Low-rank adapters on linear layers, by peft, and on stacked experts.
 
-The adapters of stacked experts are parameters of the experts' module, stacked alike, so that whatever splits experts
-over ranks splits them too; the module computes with `weight + scale * up @ down`. (peft's own for such weights keep the
-experts in the last dim of `up`, where no mesh can split them.)
+The weights that leave the model have the adapters merged in. The adapters of stacked experts are parameters of the
+experts' module, stacked in the same way, so that a split of experts over ranks splits them too. The module computes
+with `weight + scale * up @ down`. (peft's own adapters for such weights keep the experts in the last dim of `up`, where
+no mesh can split them.)
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BASE = ".base_layer"
 STACKED_A, STACKED_B = "lora_A_", "lora_B_"
 """Prefixes of the name of a stacked weight in the names of its factors, parameters of the same module."""
 LINEAR = (nn.Linear.forward, Conv1D.forward)
-"""Forward functions of the modules that take adapters. The latter is that of GPT-2 and its kin, whose weights are
+"""Forward functions of the modules that take adapters. The latter belongs to GPT-2 and its kin, whose weights are
 transposed. A router may be a linear layer that returns more than its product, which is another function."""
 
 
@@ -58,7 +58,7 @@ class Adapter:
     is_transposed: bool = False
 
     def merged(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """The whole weight with the adapter, added in float32; collective over the ranks that share it."""
+        """Return the whole weight with the adapter, added in float32; collective over the ranks that share it."""
         total = whole(weight, torch.float32)
         added = self.scale * (whole(self.up, torch.float32) @ whole(self.down, torch.float32))
         return (total + (added.mT if self.is_transposed else added)).to(dtype)
@@ -71,11 +71,11 @@ def add_adapters(
 
     Args:
         hf: Model, changed in place.
-        config: Which layers get adapters, and their size.
+        config: Layers that get adapters, and their size.
         is_left_out: Returns whether a module of this name belongs to a part without adapters.
 
     Raises:
-        ValueError: If the config names no layer of the model, or something of it that gets no adapter.
+        ValueError: If the config names no layer of the model, or a part that gets no adapter.
     """
     _check_targets(hf, config)
     stacks = {name: module for name, module in stacked_weights(hf).items() if is_adapted_stack(name, config)}
@@ -84,29 +84,25 @@ def add_adapters(
         raise nothing_adapted(config, type(hf).__name__)
     hf.requires_grad_(False)
     if targets:
-        _adapt_linear(hf, targets, config)
+        # The import takes seconds, which models without adapters do not need.
+        from peft import LoraConfig as PeftConfig
+        from peft import inject_adapter_in_model
+
+        # If peft knows the family, it takes any `gate_proj` in a model with experts for one of the experts' layers. It
+        # does not know the shell around the model.
+        peft = PeftConfig(
+            r=config.dim,
+            lora_alpha=cast("int", config.alpha),  # peft computes with any number.
+            lora_dropout=config.dropout,
+            use_rslora=config.use_rslora,
+            target_modules=[f"hf.{name}" for name in targets],
+        )
+        inject_adapter_in_model(peft, nn.ModuleDict({"hf": hf}), adapter_name=ADAPTER)
     for module in dict.fromkeys(stacks.values()):
         _adapt_stacks(module, [name.rpartition(".")[2] for name, of in stacks.items() if of is module], config)
     score = dict(hf.named_children()).get("score")
     if score is not None:
         score.requires_grad_(True)
-
-
-def _adapt_linear(hf: PreTrainedModel, targets: list[str], config: LoraConfig) -> None:
-    # takes seconds, which models without adapters do not pay
-    from peft import LoraConfig as PeftConfig
-    from peft import inject_adapter_in_model
-
-    # if peft knows the family, it takes any `gate_proj` in a model with experts for one of theirs
-    shell = nn.ModuleDict({"hf": hf})
-    peft = PeftConfig(
-        r=config.dim,
-        lora_alpha=cast("int", config.alpha),  # peft computes with any number
-        lora_dropout=config.dropout,
-        use_rslora=config.use_rslora,
-        target_modules=[f"hf.{name}" for name in targets],
-    )
-    inject_adapter_in_model(peft, shell, adapter_name=ADAPTER)
 
 
 def _adapt_stacks(module: nn.Module, names: list[str], config: LoraConfig) -> None:
@@ -119,7 +115,7 @@ def _adapt_stacks(module: nn.Module, names: list[str], config: LoraConfig) -> No
     """
     is_transposed = _is_transposed(module)
     for name in names:
-        weight = _existing(module._parameters, name)
+        weight = cast("Tensor", module._parameters[name])
         num_experts, outputs, inputs = weight.mT.shape if is_transposed else weight.shape
         module.register_parameter(STACKED_A + name, nn.Parameter(weight.new_empty(num_experts, config.dim, inputs)))
         module.register_parameter(STACKED_B + name, nn.Parameter(weight.new_empty(num_experts, outputs, config.dim)))
@@ -129,7 +125,7 @@ def _adapt_stacks(module: nn.Module, names: list[str], config: LoraConfig) -> No
     def merged(held: Parameters) -> Parameters:
         computed = dict(held)
         for name in names:
-            weight, down, up = (_existing(held, each) for each in (name, STACKED_A + name, STACKED_B + name))
+            weight, down, up = (cast("Tensor", held[each]) for each in (name, STACKED_A + name, STACKED_B + name))
             left, right = (down.mT, up.mT) if is_transposed else (up, down)
             computed[name] = torch.baddbmm(weight, left, right, alpha=scale)
         return computed
@@ -137,28 +133,17 @@ def _adapt_stacks(module: nn.Module, names: list[str], config: LoraConfig) -> No
     compute_on(module, merged)
 
 
-def _existing(parameters: Parameters, name: str) -> Tensor:
-    parameter = parameters[name]
-    assert parameter is not None
-    return parameter
-
-
 def adapted_modules(hf: PreTrainedModel, config: LoraConfig) -> list[str]:
-    """Names of the linear layers that get an adapter: never the head, nor layers that peft refuses unless they are
-    named."""
+    """Return the names of the linear layers that get an adapter: never the head, nor layers that peft refuses unless
+    they are named."""
     layers = [name for name in _linear_layers(hf) if is_adapted(name, config)]
     refused = refused_by_peft(hf, layers) if config.match_all_linear else set()
     return [name for name in layers if name not in refused]
 
 
-def _is_adapted(module: nn.Module) -> bool:
-    """Return whether it is a layer of peft, which is not imported before the first adapter."""
-    peft = sys.modules.get("peft.tuners.lora")
-    return peft is not None and isinstance(module, peft.LoraLayer)
-
-
 def adapters_of(hf: PreTrainedModel) -> dict[str, Adapter]:
-    """Name of each weight without adapters in it to its adapter."""
+    """Return the adapter of each weight by the weight's name without adapters in it."""
+    peft: Any = sys.modules.get("peft.tuners.lora")  # It is not imported before the first adapter.
     linear = {
         f"{name}.weight": Adapter(
             cast("Tensor", module.lora_A[ADAPTER].weight),
@@ -167,7 +152,7 @@ def adapters_of(hf: PreTrainedModel) -> dict[str, Adapter]:
             is_transposed=isinstance(module.get_base_layer(), Conv1D),
         )
         for name, module in hf.named_modules()
-        if _is_adapted(module)
+        if peft is not None and isinstance(module, peft.LoraLayer)
     }
     stacked = {}
     for name, module in stacked_weights(hf).items():
@@ -179,7 +164,7 @@ def adapters_of(hf: PreTrainedModel) -> dict[str, Adapter]:
 
 
 def stacked_weights(hf: PreTrainedModel) -> dict[str, Any]:
-    """Name of each weight of stacked experts to their module."""
+    """Return the module of each weight of stacked experts by the name of the weight."""
     experts = {id(module) for module in expert_modules(hf)}
     return {
         f"{module_name}.{name}": module
@@ -191,7 +176,7 @@ def stacked_weights(hf: PreTrainedModel) -> dict[str, Any]:
 
 
 def _is_transposed(module: Any) -> bool:
-    """Return whether weights of stacked experts are `[experts, inputs, outputs]`, as peft tells."""
+    """Return whether weights of stacked experts are `[experts, inputs, outputs]`, as peft decides it."""
     return bool(getattr(module, "is_transposed", False))
 
 
@@ -221,22 +206,21 @@ def _check_targets(hf: PreTrainedModel, config: LoraConfig) -> None:
     for ending in config.target_modules:
         if any(ends_with(name, [ending]) for name in linear):
             continue
-        is_there = any(ends_with(name, [ending]) for name in others)
-        kind = type(hf).__name__
-        what = (
-            f"names the head, a router or stacked experts of this {kind}, which get no adapter from this key"
-            if is_there
-            else f"is not a linear layer of this {kind}"
-        )
+        problem = f"is not a linear layer of this {type(hf).__name__}"
+        if any(ends_with(name, [ending]) for name in others):
+            problem = (
+                f"names the head, a router or stacked experts of this {type(hf).__name__}, which get no adapter from "
+                "this key"
+            )
         raise ValueError(
-            f"lora_cfg.target_modules: {ending!r} {what}; name some of "
+            f"lora_cfg.target_modules: {ending!r} {problem}; name some of "
             f"{', '.join(sorted({name.rpartition('.')[2] for name in linear}))}, or name stacked experts in "
             "target_parameters"
         )
 
 
 def init_adapters(hf: PreTrainedModel, initial: InitialFactors) -> None:
-    """Fill adapters, the same on any mesh."""
+    """Fill adapters with values that are the same on any mesh."""
     with torch.no_grad():
         adapters = adapters_of(hf)
         layers = peft_layers(adapters)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,10 +15,10 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged
-from rl_core.model_config import num_experts_of
+from rl_core.facts.hf_config import num_experts_of
 from rl_core.rollouts.rollout import UNKNOWN_EXPERT
 from rl_core.torch.training.replay import RoutingShape, chosen_experts
-from rl_dtensor.model.layout import Layout
+from rl_dtensor.model.layout import RowLayout
 from rl_dtensor.parallel.body import body_of
 
 Choose = Callable[[Tensor], Tensor]
@@ -27,7 +27,7 @@ Choose = Callable[[Tensor], Tensor]
 REMEDY = "set moe_router_replay=false"
 
 ROUTER_LOGITS = "router_logits"
-"""Output of routers, by which `transformers` tells which modules they are."""
+"""Output by which `transformers` declares the modules that are routers."""
 
 
 class Replay:
@@ -35,7 +35,8 @@ class Replay:
 
     Args:
         hf: A whole model.
-        token_part: Which of how many equal parts of each row's tokens routers see (sequence parallelism).
+        token_part: Index of the part of each row's tokens that routers see, and number of equal parts (sequence
+            parallelism).
 
     Raises:
         ValueError: If it has no routers, or not of a known kind.
@@ -50,7 +51,7 @@ class Replay:
             intercept(router, self._shape, partial(self._choose, layer), self._kind)
 
     def columns_of(self, batch: Batch, *, for_loss: bool) -> dict[str, Ragged]:
-        """The column that says which experts the tokens of a batch were sent to; none if routers choose for a batch
+        """Return the column of the experts that the tokens of a batch were sent to; none if routers choose for a batch
         that is only read.
 
         Raises:
@@ -58,9 +59,8 @@ class Replay:
         """
         return self._shape.column_of(batch, is_needed=for_loss, key="dtensor_cfg.moe_router_replay")
 
-    def give(self, layout: Layout) -> None:
-        """Send the tokens of a pass to their experts: of the forward pass that follows, or of the backward pass, which
-        may compute layers again."""
+    def give(self, layout: RowLayout) -> None:
+        """Send the tokens of the next pass to their experts. A backward pass may compute layers again."""
         part, count = self._token_part
         places = layout.places.view(layout.shape).chunk(count, 1)[part].flatten()
         self._routed = self._shape.at_places(layout.rows, places)
@@ -89,14 +89,14 @@ class RoutingRecorder:
             intercept(router, self._shape, partial(self._record, layer), hf.config.model_type)
 
     def take(self, num_rows: int) -> np.ndarray:
-        """int16 `[rows, columns, layers, experts per token]` of the last forward pass; -1 in layers without experts."""
+        """Return int16 `[rows, columns, layers, experts per token]` of the last forward pass; -1 in layers without
+        experts."""
         first = next(iter(self._chosen.values()))
         shape = (len(first), self._shape.num_layers, self._shape.num_chosen)
         found = torch.full(shape, UNKNOWN_EXPERT, dtype=torch.int16, device=first.device)
         for layer, experts in self._chosen.items():
             found[:, layer] = experts.to(torch.int16)
-        by_row: np.ndarray = found.unflatten(0, (num_rows, -1)).cpu().numpy()
-        return by_row
+        return found.unflatten(0, (num_rows, -1)).cpu().numpy()
 
     def _record(self, layer: int, own: Tensor) -> Tensor:
         self._chosen[layer] = own
@@ -104,36 +104,39 @@ class RoutingRecorder:
 
 
 def routing_shape(hf: PreTrainedModel) -> RoutingShape:
-    """Routing of one token in a model.
+    """Return the routing of one token in a model.
 
     Raises:
         ValueError: If the model has no experts, or its config does not say how many of them a token is sent to.
     """
     config = hf.config.get_text_config()
     fields = config.to_dict()
+    refused = f"routing of {hf.config.model_type} models cannot be replayed"
     num_experts = num_experts_of(fields)
     if not num_experts:
-        kind = hf.config.model_type
-        raise ValueError(f"routing of {kind} models cannot be replayed: they have no experts; {REMEDY}")
+        raise ValueError(f"{refused}: they have no experts; {REMEDY}")
     num_chosen = fields.get("num_experts_per_tok")
     if not isinstance(num_chosen, int):
-        raise ValueError(
-            f"routing of {hf.config.model_type} models cannot be replayed: their config has no num_experts_per_tok; "
-            f"{REMEDY}"
-        )
+        raise ValueError(f"{refused}: their config has no num_experts_per_tok; {REMEDY}")
     return RoutingShape(config.num_hidden_layers, num_chosen, num_experts)
 
 
 def routers_of(hf: PreTrainedModel) -> Sequence[tuple[int, nn.Module]]:
-    """The routers of a whole model and the numbers of their layers, by what `transformers` records as their output.
+    """Return the routers of a whole model and the numbers of their layers, as `transformers` declares them.
 
     Raises:
-        ValueError: If it records none.
+        ValueError: If it declares none.
     """
+    declared = hf._can_record_outputs or body_of(hf)._can_record_outputs or {}
+    recorded = declared.get(ROUTER_LOGITS, ())
+    recorders = [
+        each if isinstance(each, OutputRecorder) else OutputRecorder(each)
+        for each in (recorded if isinstance(recorded, list | tuple) else (recorded,))
+    ]
     found = [
         (next(int(part) for part in name.split(".") if part.isdecimal()), module)
         for name, module in hf.named_modules()
-        if any(_is_recorded(recorder, name, module) for recorder in _recorders(hf))
+        if any(isinstance(module, each.target_class) and (each.layer_name or "") in name for each in recorders)
     ]
     if not found:
         raise ValueError(
@@ -143,19 +146,8 @@ def routers_of(hf: PreTrainedModel) -> Sequence[tuple[int, nn.Module]]:
     return found
 
 
-def _recorders(hf: PreTrainedModel) -> Iterator[OutputRecorder]:
-    stated = hf._can_record_outputs or body_of(hf)._can_record_outputs or {}
-    recorded = stated.get(ROUTER_LOGITS, ())
-    for each in recorded if isinstance(recorded, list | tuple) else (recorded,):
-        yield each if isinstance(each, OutputRecorder) else OutputRecorder(each)
-
-
-def _is_recorded(recorder: OutputRecorder, name: str, module: nn.Module) -> bool:
-    return isinstance(module, recorder.target_class) and (recorder.layer_name or "") in name
-
-
 def intercept(router: Any, shape: RoutingShape, choose: Choose, kind: str) -> None:
-    """Make a router send tokens to the experts that `choose` returns, weighed by its own scores of them.
+    """Make a router send tokens to the experts that `choose` returns, with its own scores of them as weights.
 
     Args:
         router: Router module, whose forward pass is replaced.
@@ -198,7 +190,7 @@ class _TopK(TorchFunctionMode):
             return found
         scores: Tensor = args[0] if args else kwargs["input"]
         if scores.shape[-1] != self._shape.num_experts or found.indices.shape[-1] != self._shape.num_chosen:
-            return found  # it chooses groups of experts
+            return found  # It chooses groups of experts.
         self.num_calls += 1
         experts = self._choose(found.indices)
         return torch.return_types.topk((scores.gather(-1, experts), experts))

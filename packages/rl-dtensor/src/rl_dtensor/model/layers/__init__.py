@@ -1,0 +1,1 @@
+"""Changes of what the layers of a model compute."""

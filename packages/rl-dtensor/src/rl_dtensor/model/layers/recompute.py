@@ -1,0 +1,348 @@
+"""Activations that the backward pass computes again instead of keeping them, chosen by the memory of the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from rl_core.data.batch import TOKENS
+from rl_core.model_config import ModelConfig
+from rl_core.facts.model_size import MOMENTS
+from rl_core.torch.loss import Rows
+from rl_core.torch.training.recompute import (
+    WIDE,
+    ActivationMemory,
+    ActivationsUnknown,
+    LayerActivations,
+    RecomputePlan,
+    least_capacity,
+    log_unknown,
+    logit_bytes,
+    max_tokens,
+    passes_kept,
+)
+from rl_dtensor.config import DTensorConfig
+from rl_dtensor.model.attention import ROWS
+from rl_dtensor.model.kernels import Softmax
+from rl_dtensor.model.layout import RowLayout, Segments
+from rl_dtensor.parallel.accumulation import GradientMemory
+from rl_dtensor.parallel.all_to_all import keeping_sizes
+from rl_dtensor.parallel.body import body_of
+from rl_dtensor.parallel.experts import expert_modules
+from rl_dtensor.parallel.fsdp import LAYERS_AHEAD
+from rl_dtensor.parallel.mesh import Mesh
+from rl_dtensor.parallel.sizes import AxisSizes
+
+_aten = torch.ops.aten
+KEPT = frozenset(
+    (
+        _aten.mm.default,
+        _aten.addmm.default,
+        _aten._grouped_mm.default,
+        _aten._scaled_dot_product_flash_attention.default,
+        _aten._scaled_dot_product_flash_attention_for_cpu.default,
+        _aten._scaled_dot_product_efficient_attention.default,
+        _aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops.higher_order.flex_attention,
+    )
+)
+"""Operations that cost most for the size of their results; scores (`bmm`) are not among them."""
+
+KEPT_NAMESPACES = ("torch_attn", "flash_attn", "flash_attn_3")
+"""Namespaces of variable-length attention, in torch and in packages."""
+
+
+def checkpoint_activations(hf: PreTrainedModel, layers: Sequence[nn.Module], plan: RecomputePlan) -> None:
+    """Make layers of a model keep less for the backward pass, and compute the rest again.
+
+    If a model's layers cannot be treated separately, all of them recompute as most of them should.
+
+    Args:
+        hf: The model, or a stage of it.
+        layers: Its repeated layers, in order.
+        plan: Numbers of layers that recompute everything, or some operations.
+    """
+    plan = plan.clamped(len(layers))
+    if plan == RecomputePlan():
+        return
+
+    def policy(context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if is_kept(operation) else CheckpointPolicy.PREFER_RECOMPUTE
+
+    full = partial(checkpoint, use_reentrant=False, context_fn=keeping_sizes)
+    selecting = partial(create_selective_checkpoint_contexts, policy)
+    selective = partial(full, context_fn=partial(keeping_sizes, selecting))
+    hf.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": keeping_sizes})
+    if not all(isinstance(layer, GradientCheckpointingLayer) for layer in layers):
+        if not plan.num_full:
+            hf._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=selective)
+        return
+    for place, layer in enumerate(layers):
+        own: Any = layer
+        own.gradient_checkpointing = place < plan.num_full + plan.num_selective
+        own._gradient_checkpointing_func = full if place < plan.num_full else selective
+
+
+def is_kept(operation: Any) -> bool:
+    """Return whether selective recomputation keeps the results of an operation."""
+    return operation in KEPT or operation.namespace in KEPT_NAMESPACES
+
+
+def recompute_plan(
+    config: ModelConfig,
+    backend: DTensorConfig,
+    hf: PreTrainedModel,
+    layers: Sequence[nn.Module],
+    *,
+    mesh: Mesh,
+    trains_all: bool,
+) -> RecomputePlan:
+    """Return the plan for each run of layers of a rank, the same on every rank; collective.
+
+    Args:
+        config: Model's config, whose microbatches decide how many activations there are.
+        backend: Settings of this backend.
+        hf: Whole model on `meta`, in the dtype that it computes in.
+        layers: Its repeated layers.
+        mesh: Mesh of the run.
+        trains_all: True if all weights train, rather than adapters.
+    """
+    if backend.recompute == "none":
+        return RecomputePlan()
+    if backend.recompute == "full":
+        return RecomputePlan(num_full=len(layers))
+    if backend.recompute == "selective":
+        return RecomputePlan(num_selective=len(layers))
+    capacity = least_capacity(mesh.kind.capacity_bytes, mesh.control)
+    if not capacity:
+        return RecomputePlan()
+    sizes, chunks = mesh.sizes, backend.pipeline_chunks_per_rank
+    here = -(-len(layers) // sizes.pp)
+    try:
+        counted = activations_of(hf, layers, tensor_ranks=sizes.tp, splits_tokens=backend.sequence_parallel)
+    except ActivationsUnknown as problem:
+        if mesh.rank == 0:
+            log_unknown(problem)
+        return RecomputePlan(num_full=len(layers))
+    other = RankParameters.of(hf, layers, here, sizes).bytes_besides(config, backend, capacity, trains_all=trains_all)
+    memory = ActivationMemory(capacity, other, max_tokens(config, sizes.cp), passes_kept(sizes.pp, chunks))
+    return memory.choose(plans_of(here), counted[-here:], logs=mesh.rank == 0).of_chunks(chunks)
+
+
+def plans_of(num_layers: int) -> list[RecomputePlan]:
+    """Return the plans from the one that recomputes least to the one that recomputes most.
+
+    Recomputing selectively costs little and comes first; then whole layers replace it, one after another.
+
+    Args:
+        num_layers: Number of layers.
+    """
+    selective = [RecomputePlan(0, num) for num in range(num_layers + 1)]
+    return selective + [RecomputePlan(num, num_layers - num) for num in range(num_layers + 1)]
+
+
+@dataclass(frozen=True)
+class RankParameters:
+    """Numbers of parameters of a rank, and of the parameters that a pass gathers.
+
+    Args:
+        whole: In its layers and at the ends of the model, not sharded by FSDP.
+        sharded: In its shards of these.
+        layer: In its largest layer, not sharded.
+        ends: In embedding, head and the rest outside of layers, not sharded.
+        itemsize: Bytes of each in the dtype that the model computes in.
+        vocab: Tokens of its part of the head.
+    """
+
+    whole: int
+    sharded: int
+    layer: int
+    ends: int
+    itemsize: int
+    vocab: int
+
+    @classmethod
+    def of(cls, hf: PreTrainedModel, layers: Sequence[nn.Module], here: int, sizes: AxisSizes) -> RankParameters:
+        """Count a whole model.
+
+        Args:
+            hf: The model, on `meta`.
+            layers: Its repeated layers.
+            here: Number of layers of a rank.
+            sizes: Ranks along each axis.
+        """
+        in_experts = {id(each) for module in expert_modules(hf) for each in module.parameters()}
+        in_layers = {id(each) for layer in layers for each in layer.parameters()}
+        by_layer = []
+        for layer in layers:
+            held = list(layer.parameters())
+            experts = sum(each.numel() for each in held if id(each) in in_experts)
+            dense = sum(each.numel() for each in held) - experts
+            by_layer.append((experts // (sizes.ep * sizes.tp), dense // sizes.tp))
+        outside = [each.numel() // sizes.tp for each in hf.parameters() if id(each) not in in_layers]
+        # The first stage has the embedding, the last one the head.
+        ends = sum(outside) if sizes.pp == 1 else max(outside, default=0)
+        experts = sum(each for each, _ in by_layer[-here:])
+        dense = sum(each for _, each in by_layer[-here:]) + ends
+        sharded = dense // sizes.fsdp + experts // (sizes.fsdp // sizes.ep)
+        itemsize = next(hf.parameters()).element_size()
+        vocab = hf.config.get_text_config().vocab_size // sizes.tp
+        return cls(dense + experts, sharded, max(sum(each) for each in by_layer), ends, itemsize, vocab)
+
+    def bytes_besides(self, config: ModelConfig, backend: DTensorConfig, capacity: int, *, trains_all: bool) -> int:
+        """Return the bytes of a rank's device next to activations: state, gathered layers, their gradients, logits."""
+        each = WIDE * (2 + MOMENTS) if trains_all else self.itemsize
+        state = 0 if backend.cpu_offload else self.sharded * each
+        grads = self.itemsize + WIDE if trains_all else 0
+        gathered = self.layer * ((1 + LAYERS_AHEAD) * self.itemsize + 2 * grads) + self.ends * (self.itemsize + grads)
+        kept = GradientMemory(state, self.whole * WIDE if trains_all else 0)
+        choice = backend.gradient_accumulation
+        keeps_whole = choice == "unsharded" or (choice == "auto" and kept.fits(capacity))
+        return kept.state + gathered + logit_bytes(config, self.vocab) + (kept.whole if keeps_whole else 0)
+
+
+@dataclass
+class _Count:
+    """Bytes of one layer.
+
+    Tensors with the width of hidden states are between blocks. They are whole on tensor-parallel ranks unless tokens
+    are split; the rest is split.
+
+    Args:
+        width: Width of hidden states.
+        tensor_ranks: Ranks that share the inside of blocks.
+        splits_tokens: True if they share the tokens between blocks too.
+    """
+
+    width: int
+    tensor_ranks: int
+    splits_tokens: bool
+    saved: float = 0.0
+    products: float = 0.0
+    entered: float = 0.0
+    alive: dict[int, Tensor] = field(default_factory=dict)
+
+    def save(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.alive:
+            self.alive[storage._cdata] = tensor  # Another storage must not get its address.
+            self.saved += self.share(tensor, storage.nbytes())
+
+    def share(self, tensor: Tensor, num_bytes: int) -> float:
+        is_between = bool(tensor.dim()) and tensor.shape[-1] == self.width
+        return num_bytes if is_between and not self.splits_tokens else num_bytes / self.tensor_ranks
+
+
+class _Counter(TorchDispatchMode):
+    """Counts of layers, one after another, and of the results that selective recomputation keeps."""
+
+    def __init__(self, hf: PreTrainedModel, counts: Sequence[_Count], layers: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self._now: _Count | None = None
+        self._parameters = {parameter.untyped_storage()._cdata for parameter in hf.parameters()}
+        self._hooks = ExitStack()
+
+        def leave(*_: Any) -> None:
+            self._now = None
+
+        for count, layer in zip(counts, layers, strict=True):
+            hook = layer.register_forward_pre_hook(partial(self._enter, count), with_kwargs=True, prepend=True)
+            self._hooks.callback(hook.remove)
+            self._hooks.callback(layer.register_forward_hook(leave).remove)
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._hooks.close()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if is_kept(func):
+            for each in result if isinstance(result, tuple | list) else (result,):
+                if isinstance(each, Tensor):
+                    self.product(each)
+        return result
+
+    def product(self, tensor: Tensor) -> None:
+        if self._now is not None:
+            self._now.products += self._now.share(tensor, tensor.numel() * tensor.element_size())
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        if self._now is not None and tensor.untyped_storage()._cdata not in self._parameters:
+            self._now.save(tensor)
+        return tensor
+
+    def _enter(self, count: _Count, layer: nn.Module, args: Any, kwargs: Any) -> None:
+        hidden: Tensor = args[0] if args else kwargs["hidden_states"]
+        self._now = count
+        count.entered = count.share(hidden, hidden.numel() * hidden.element_size())
+
+
+def activations_of(
+    hf: PreTrainedModel, layers: Sequence[nn.Module], *, tensor_ranks: int, splits_tokens: bool
+) -> list[LayerActivations]:
+    """Count the bytes that each layer keeps, by a forward pass of one token on `meta`.
+
+    Args:
+        hf: Whole model on `meta` in the dtype that it computes in.
+        layers: Its repeated layers.
+        tensor_ranks: Ranks that share the inside of each layer.
+        splits_tokens: True if they share the tokens between blocks too.
+
+    Raises:
+        ActivationsUnknown: If the model's code needs data.
+    """
+    width = hf.config.get_text_config().hidden_size
+    counts = [_Count(width, tensor_ranks, splits_tokens) for _ in layers]
+    counter = _Counter(hf, counts, layers)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, softmax: Softmax) -> Tensor:
+        out: Tensor = _Attention.apply(query, key, value)
+        counter.product(out)
+        return out
+
+    place = torch.zeros(1, 1, dtype=torch.long, device="meta")
+    inputs = {"input_ids": place, "attention_mask": torch.ones_like(place)}
+    if hf.config.get_text_config()._attn_implementation == ROWS:
+        rows = Rows(place[0], {TOKENS: place[0]})
+        layout = RowLayout(rows, place, place, place[0], None, bounds=((0, 1),), length=1, context=None)
+        inputs |= {"position_ids": place, "layout": layout, "attend": attend}
+    was_training = hf.training
+    hf.train()
+    saving = torch.autograd.graph.saved_tensors_hooks(counter.pack, lambda tensor: tensor)
+    try:
+        with torch.enable_grad(), saving, counter:
+            body_of(hf)(**inputs, use_cache=False)
+    except (KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        raise ActivationsUnknown(f"{type(error).__name__}: {error}") from error
+    finally:
+        hf.train(was_training)
+    found = []
+    for count in counts:
+        entered = round(count.entered)
+        # The first operation of a layer keeps its input, and a checkpoint does.
+        found.append(LayerActivations(max(round(count.saved), entered), round(count.products) + entered, entered))
+    return found
+
+
+class _Attention(torch.autograd.Function):
+    """Keeps the same tensors as flash attention: its inputs, its results and a number per token and head."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:-1], dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        raise NotImplementedError("only counted")
