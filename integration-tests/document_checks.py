@@ -19,8 +19,7 @@ from rl_core.errors import ConfigError
 from rl_core.testing.documents import Block, Document, DocumentError, Workbook
 from rl_launch.cli.app import app
 from rl_launch.run_config.reading import read_plan
-from rl_launch.submit.profile import PROFILE, belongs_to_profile, read_profile
-from rl_launch.submit.targets import TARGETS
+from rl_launch.submit.profile import PROFILE, TARGETS, belongs_to_profile, read_profile
 
 ROOT = Path(__file__).parents[1]
 

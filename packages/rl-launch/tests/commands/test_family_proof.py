@@ -13,7 +13,7 @@ from rl_core.plugins import BackendPlugin, MeshCase, Requirement
 from rl_dtensor.config import DTensorConfig
 from rl_dtensor.plugin import PLUGIN as DTENSOR
 from rl_launch.commands.preparation import prove_family
-from rl_launch.doctor.family_table import FamilyTable
+from rl_launch.doctor.family import FamilyTable
 
 CHECK = """
 from pathlib import Path

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from rl_launch.cli.app import app
 from rl_launch.commands.submit import log_lines, plan_job, status_of
 from rl_launch.session.directory.run_directory import RunDirectory
-from rl_launch.submit.record import Submission, newest_submission
+from rl_launch.submit.target import Submission, newest_submission
 
 SHOWN = (
     "JobId={job} JobName=run UserId=me(1) JobState={state} Reason=None Requeue=1 Restarts=2 ExitCode=0:0 "

@@ -16,7 +16,7 @@ from rl_launch.commands import sweep as module
 from rl_launch.commands.start import run_of
 from rl_launch.commands.sweep import run_names, run_sweep, split_values, sweep_of
 from rl_launch.commands.train import Outcome
-from rl_launch.run_config.run_recording import RunRecording
+from rl_launch.run_config.reading import RunRecording
 from rl_launch.session import RunDirectory
 from rl_launch.session.directory.run_state import Best, RunState
 

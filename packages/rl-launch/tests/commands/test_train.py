@@ -14,8 +14,7 @@ from rl_core.errors import ConfigError, RunDirectoryError
 from rl_launch.commands.preparation import check_adapters_of_made_models, check_run_dir
 from rl_launch.commands.train import keep_warmed_up, train, with_local_models
 from rl_launch.model_files.local_models import WARMED_UP
-from rl_launch.run_config.reading import read_plan
-from rl_launch.run_config.run_recording import RunRecording
+from rl_launch.run_config.reading import RunRecording, read_plan
 from rl_launch.session import RunDirectory
 from rl_launch.session.checkpoints.manifest import Manifest
 from rl_launch.session.directory.branch import BranchPoint

@@ -18,8 +18,8 @@ from rich.console import Console
 
 from rl_core.errors import ConfigError, RunDirectoryError
 from rl_launch.push.destinations import destination_of
-from rl_launch.push.model_card import base_model
 from rl_launch.push.pusher import Pusher, push, pusher_of
+from rl_launch.push.staging import base_model
 from rl_launch.session import CheckpointingConfig, RunSession
 from rl_launch.session.checkpoints.manifest import Manifest
 from rl_launch.session.directory.run_state import RunState
@@ -314,7 +314,7 @@ def test_configs_of_pushed_files_name_no_folder_of_this_machine(tmp_path, api):
         ("s3://bucket/f?AWS_SECRET=hunter2", "contains a password"),
         ("hf://../..", "allowed: hf://OWNER/NAME"),
         ("hf://owner/.name", "allowed: hf://OWNER/NAME"),
-        ("memory://folder", "ends with the process"),
+        ("memory://folder", "end with the process"),
         ("zip://a::file:///tmp/b.zip", "chains"),
         ("simplecache::s3://bucket/f", "chains"),
         ("file:///a\nb", "control characters"),

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from rl_algos.evaluation.comparison import Comparison
+from rl_algos.evaluation.estimates import ModelComparison
 from rl_core.config.tree import PYTHON, given_in, parse_path
 from rl_core.errors import ConfigError, DataError, RunDirectoryError
 from rl_launch.api.in_memory_rows import with_paths, without_rows
@@ -19,7 +18,6 @@ from rl_launch.api.named_objects import with_names
 from rl_launch.commands.start import run_of
 from rl_launch.evaluation.result import EvaluationResult, compare_results
 from rl_launch.evaluation.source import evaluation_of
-from rl_launch.root_config import RunConfig
 from rl_launch.session import ADAPTER, EXPORT, show_logs
 from rl_launch.session.directory.row_files import RowFile, kept
 from rl_launch.session.directory.run_folder import RunFolder
@@ -126,7 +124,7 @@ def train(
     # imports what only a run needs
     from rl_launch.commands.train import train as run
 
-    with values.kept(given.plan.config, given.run_dir):
+    with kept(values.files, given.run_dir, given.plan.config.logger.run_dir_access):
         outcome = run(given.plan, run_dir=given.run_dir, title=given.name, fresh=fresh, branch_point=given.branch_point)
     if outcome.stop_signal == signal.SIGINT:
         raise KeyboardInterrupt(f"the run in {given.run_dir} was interrupted and has saved; the same call resumes it")
@@ -163,12 +161,12 @@ def evaluate(
     # imports what only a run needs
     from rl_launch.commands.evaluate import evaluate as run
 
-    with values.kept(given.plan.config, given.folder):
+    with kept(values.files, given.folder, given.plan.config.logger.run_dir_access):
         return run(given.plan, folder=given.folder)
 
 
 @_told_plainly
-def compare(first: str | Path | EvaluationResult, second: str | Path | EvaluationResult) -> dict[str, Comparison]:
+def compare(first: str | Path | EvaluationResult, second: str | Path | EvaluationResult) -> dict[str, ModelComparison]:
     """Compare two evaluations by task, on the prompts that they share.
 
     Args:
@@ -178,17 +176,17 @@ def compare(first: str | Path | EvaluationResult, second: str | Path | Evaluatio
     Raises:
         ConfigError: If one is not the result of an evaluation, or they share no task or no prompt.
     """
-    return compare_results(
-        *(each if isinstance(each, EvaluationResult) else EvaluationResult.read(each) for each in (first, second))
-    )
+    results = (each if isinstance(each, EvaluationResult) else EvaluationResult.read(each) for each in (first, second))
+    return compare_results(*results)
 
 
 def result_of(run_dir: Path) -> TrainResult:
-    """The result of the run in a folder."""
+    """Return the result of the run in a folder."""
     run = RunFolder(run_dir)
     best = run.best_checkpoint()
-    files = best.path / EXPORT if best is not None and (best.path / EXPORT).is_dir() else None
-    adapter = best.path / ADAPTER if best is not None and (best.path / ADAPTER).is_dir() else None
+    files, adapter = (
+        best.path / name if best is not None and (best.path / name).is_dir() else None for name in (EXPORT, ADAPTER)
+    )
     return TrainResult(run.path, run.metrics(), files, adapter, run.state().status == "finished")
 
 
@@ -211,7 +209,7 @@ class _Values:
         """Take the rows out of the arguments of a call.
 
         Raises:
-            ConfigError: naming key, row and column of rows that cannot be stored.
+            ConfigError: If rows cannot be stored; contains key, row and column.
         """
         if isinstance(overrides, str):
             raise ConfigError(
@@ -226,38 +224,32 @@ class _Values:
             for key, value in overrides.items():
                 values[key], found = without_rows(value, parse_path(key))
                 files += found
-            overrides = dict(_single_source(key, value) for key, value in values.items())
+            overrides = {}
+            for key, value in values.items():
+                match value:
+                    # rows are set by their path, which keeps the other keys of a dataset that has a path
+                    case {"data_path": RowFile() as file} if len(value) == 1:
+                        overrides[f"{key}.data_path"] = file
+                    case _:
+                        overrides[key] = value
         return cls(config, overrides, files)
 
     def given(self, run_dir: Path | None = None) -> tuple[str | Mapping[str, Any], list[str]]:
-        """The config and the overrides by names and paths, as a command line has them.
+        """Return the config and the overrides by names and paths, as a command line has them.
 
         Args:
             run_dir: Folder that will have the rows; None if it is not known yet.
         """
         config = self.config
         source = with_names(with_paths(config, run_dir)) if isinstance(config, Mapping) else str(config)
-        if not isinstance(self.overrides, Mapping):
-            overrides = list(self.overrides)
+        if isinstance(self.overrides, Mapping):
+            overrides = [
+                f"{key}={json.dumps(with_names(with_paths(value, run_dir), parse_path(key)))}"
+                for key, value in self.overrides.items()
+            ]
         else:
-            named = {
-                key: with_names(with_paths(value, run_dir), parse_path(key)) for key, value in self.overrides.items()
-            }
-            overrides = [f"{key}={json.dumps(value)}" for key, value in named.items()]
+            overrides = list(self.overrides)
         if run_dir is not None:
             # a folder that was named by the time of the first reading
             overrides = [*overrides, f"run_dir={json.dumps(str(run_dir))}"]
         return source, overrides
-
-    def kept(self, config: RunConfig, run_dir: Path) -> AbstractContextManager[None]:
-        """Write the rows into the folder of a run; see `rl_launch.session.directory.row_files.kept`."""
-        return kept(self.files, run_dir, config.logger.run_dir_access)
-
-
-def _single_source(key: str, value: Any) -> tuple[str, Any]:
-    """The override of one dataset of rows by its path, which keeps the other keys of a dataset that has a path."""
-    match value:
-        case {"data_path": RowFile() as file} if len(value) == 1:
-            return f"{key}.data_path", file
-        case _:
-            return key, value

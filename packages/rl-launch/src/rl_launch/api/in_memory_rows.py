@@ -27,18 +27,18 @@ _KEYS = ("dataset_name", "data_path")
 
 
 def without_rows(value: Any, path: KeyPath) -> tuple[Any, list[RowFile]]:
-    """A value of a config with the rows in it taken out: each dataset of rows becomes a `RowFile`.
+    """Take the rows out of a value of a config: each dataset of rows becomes a `RowFile`.
 
-    Rows stand where a dataset does (`data.train`, an entry of a list there, `eval.tasks[0].dataset`) or in place of its
+    Rows are in place of a dataset (`data.train`, an entry of a list there, `eval.tasks[0].dataset`) or of its
     `data_path`: a `datasets.Dataset`, a list of dicts, a generator, a function that returns rows, or anything else that
-    yields dicts. Those of a `datasets.Dataset` are stored as Arrow, with their types, and others as JSON Lines.
+    yields dicts. Rows of a `datasets.Dataset` are stored as Arrow, with their types, and others as JSON Lines.
 
     Args:
         value: Value of a key, or a whole config.
         path: Key of the value; empty for a whole config.
 
     Raises:
-        ConfigError: naming key, row and column of a value that cannot be stored.
+        ConfigError: If a value cannot be stored; contains key, row and column.
     """
     files: list[RowFile] = []
 
@@ -51,7 +51,8 @@ def without_rows(value: Any, path: KeyPath) -> tuple[Any, list[RowFile]]:
             return files[-1]
         match value:
             case Mapping():
-                return {key: taken(item, (*path, *_parts(key))) for key, item in value.items()}
+                parts = {key: key.split(".") if isinstance(key, str) else [str(key)] for key in value}
+                return {key: taken(item, (*path, *parts[key])) for key, item in value.items()}
             case list() | tuple():
                 return [taken(item, (*path, index)) for index, item in enumerate(value)]
             case _:
@@ -61,7 +62,7 @@ def without_rows(value: Any, path: KeyPath) -> tuple[Any, list[RowFile]]:
 
 
 def with_paths(value: Any, run_dir: Path | None) -> Any:
-    """The value with each `RowFile` replaced by its path in a run's folder; by its name if the folder is not known."""
+    """Replace each `RowFile` in a value by its path in a run's folder; by its name if the folder is not known."""
     match value:
         case RowFile(name=name):
             return name if run_dir is None else str(run_dir / FOLDER / name)
@@ -73,12 +74,8 @@ def with_paths(value: Any, run_dir: Path | None) -> Any:
             return value
 
 
-def _parts(key: Any) -> KeyPath:
-    return tuple(key.split(".")) if isinstance(key, str) else (str(key),)
-
-
 def _is_dataset(path: KeyPath) -> bool:
-    """Return whether the section of a dataset stands at a key."""
+    """Return whether a key is the section of a dataset."""
     match path:
         case ("data", "train" | "validation") | ("data", "train" | "validation", int()):
             return True
@@ -96,13 +93,11 @@ def _is_rows(value: Any, path: KeyPath) -> bool:
         return _of_datasets(value, "DatasetDict", "IterableDatasetDict")
     if isinstance(value, list | tuple):
         # a list of sections, or of datasets
-        rows = [item for item in value if isinstance(item, Mapping) and not _is_section(item)]
+        known = DatasetConfig.model_fields.keys()
+        mappings = [item for item in value if isinstance(item, Mapping)]
+        rows = [item for item in mappings if not (item.keys() & set(_KEYS) or item.keys() <= known)]
         return bool(rows) and (isinstance(path[-1], int) or len(rows) == len(value))
     return True
-
-
-def _is_section(item: Mapping[str, Any]) -> bool:
-    return bool(set(_KEYS) & item.keys()) or item.keys() <= DatasetConfig.model_fields.keys()
 
 
 def _file(value: Any, path: KeyPath) -> RowFile:
@@ -113,10 +108,11 @@ def _file(value: Any, path: KeyPath) -> RowFile:
             f"{key}: got a {type(value).__name__} with the splits {', '.join(splits)}; give one of them, such as "
             f"dataset[{splits[0]!r}]"
         )
-    if type(value).__module__.partition(".")[0] in ("pandas", "polars"):
+    library = type(value).__module__.partition(".")[0]
+    if library in ("pandas", "polars"):
         raise ConfigError(
-            f"{key}: got a {type(value).__name__} of {type(value).__module__.partition('.')[0]}; give "
-            "datasets.Dataset.from_pandas(frame), or a list of dicts, one for each row"
+            f"{key}: got a {type(value).__name__} of {library}; give datasets.Dataset.from_pandas(frame), or a list of "
+            "dicts, one for each row"
         )
     content: IO[bytes] = tempfile.SpooledTemporaryFile(_SPOOLED_BYTES)  # noqa: SIM115 - the run writes it
     digest = hashlib.sha256()
@@ -139,7 +135,7 @@ def _of_datasets(value: Any, *names: str) -> bool:
 def _write_arrow(dataset: Any, content: IO[bytes], digest: Any) -> int:
     """Write the rows of a `datasets.Dataset`; returns their number.
 
-    The digest is that of the values: the bytes depend on how the rows were made.
+    The digest is computed from the values, because the bytes depend on how the rows were made.
     """
     import pyarrow
 
@@ -163,7 +159,13 @@ def _write_lines(value: Any, content: IO[bytes], digest: Any, key: str) -> int:
             raise ConfigError(
                 f"{key}: row {number - 1} (from 0) is a {type(row).__name__}; every row must be a dict of columns"
             )
-        line = json.dumps(_plain_row(row, key, number - 1)).encode() + b"\n"
+        plain = {}
+        for column, cell in row.items():
+            where = f"{key}: row {number - 1} (from 0), column {column!r}"
+            if not isinstance(column, str):
+                raise ConfigError(f"{where}: the name of a column must be a string")
+            plain[column] = _plain(cell, where)
+        line = json.dumps(plain).encode() + b"\n"
         content.write(line)
         digest.update(line)
     return number
@@ -182,18 +184,8 @@ def _rows(value: Any, key: str) -> Iterator[Any]:
         ) from None
 
 
-def _plain_row(row: Mapping[Any, Any], key: str, number: int) -> dict[str, Any]:
-    plain = {}
-    for column, value in row.items():
-        where = f"{key}: row {number} (from 0), column {column!r}"
-        if not isinstance(column, str):
-            raise ConfigError(f"{where}: the name of a column must be a string")
-        plain[column] = _plain(value, where)
-    return plain
-
-
 def _plain(value: Any, where: str) -> Any:
-    """A value of a row as JSON has it."""
+    """Return a value of a row as JSON has it."""
     match value:
         case None | bool() | str() | int() | float():
             return value

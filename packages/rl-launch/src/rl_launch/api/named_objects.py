@@ -8,6 +8,7 @@ import site
 import sys
 import sysconfig
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from importlib.metadata import packages_distributions
 from pathlib import Path
@@ -23,15 +24,14 @@ _DOTTED = ("optimizer", "scheduler")
 
 
 def with_names(config: Any, path: tuple[str | int, ...] = ()) -> Any:
-    """Nested plain values with every function and class replaced by its name, every path by its text, and a callback
-    that is a dataclass by its class and settings.
+    """Replace every function and class in nested plain values by its name, every path by its text, and a callback that
+    is a dataclass by its class and settings.
 
     A function or class of an installed package is named `package.module:Name`, one in a file `file.py:Name`: workers
     get that file, and run it.
 
     Raises:
-        ConfigError: If one has no name by which a worker could find it, or a value cannot be part of a config; the
-            message names the key and the remedy.
+        ConfigError: If one has no name by which a worker could find it, or a value cannot be part of a config.
     """
     match config:
         case Mapping():
@@ -69,8 +69,11 @@ def _name(target: Any, key: str, *, is_dotted: bool) -> str:
     module, home = sys.modules.get(target.__module__), public_home(target.__module__, name.partition(".")[0])
     if module is not None and (home != target.__module__ or _is_installed(module)):
         return f"{home}{'.' if is_dotted else ':'}{name}"
-    file = _file(target)
-    if file is None:
+    found = None
+    with suppress(TypeError):
+        found = inspect.getsourcefile(target)
+    file = Path(found).absolute() if found else None
+    if file is None or file.suffix != ".py" or not file.is_file():
         raise ConfigError(
             f"{key}: {name} is defined in a notebook or an interactive session, but workers need a file. Write it to a "
             f"file (in a notebook, %%writefile mine.py at the top of its cell) and give its name, 'mine.py:{name}'"
@@ -91,33 +94,18 @@ def _is_installed(module: Any) -> bool:
     return any(Path(file).is_relative_to(folder) for folder in folders) or top in packages_distributions()
 
 
-def _file(target: Any) -> Path | None:
-    try:
-        found = inspect.getsourcefile(target)
-    except TypeError:
-        return None
-    path = Path(found).absolute() if found else None
-    return path if path is not None and path.suffix == ".py" and path.is_file() else None
-
-
 def _check_script(file: Path, name: str, key: str) -> None:
     """Refuse a script that does more than define things when it runs: workers run the file to get the function."""
     for statement in ast.parse(file.read_text(encoding="utf-8")).body:
         is_call = isinstance(statement, ast.Expr | ast.With | ast.For | ast.While)
         is_text = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
-        holds_call = isinstance(statement, ast.Assign | ast.AnnAssign) and any(
-            isinstance(node, ast.Call) and _called(node) in ("train", "evaluate") for node in ast.walk(statement)
-        )
-        if (is_call and not is_text) or holds_call:
+        called = {
+            getattr(node.func, "id", getattr(node.func, "attr", ""))
+            for node in (ast.walk(statement) if isinstance(statement, ast.Assign | ast.AnnAssign) else ())
+            if isinstance(node, ast.Call)
+        }
+        if (is_call and not is_text) or called & {"train", "evaluate"}:
             raise ConfigError(
                 f"{key}: workers run {file.name} to get {name}, and line {statement.lineno} would run there as well. "
                 f'Put the code that starts the run below `if __name__ == "__main__":`, or {name} into a file of its own'
             )
-
-
-def _called(node: ast.Call) -> str:
-    match node.func:
-        case ast.Name(id=name) | ast.Attribute(attr=name):
-            return name
-        case _:
-            return ""

@@ -16,7 +16,7 @@ from rl_launch.cli.failure import reported
 from rl_launch.cli.options import AsJson, Verbose, keys, named, write_json
 
 if TYPE_CHECKING:
-    from rl_algos.evaluation.comparison import Comparison
+    from rl_algos.evaluation.estimates import ModelComparison
 
 Result = Annotated[Path, typer.Argument(help="Folder of an evaluation, or its eval.json.")]
 
@@ -112,7 +112,7 @@ def compare(first: Result, second: Result, as_json: AsJson = False) -> None:
         show_comparison(*results, compared, Console())
 
 
-def _as_json(compared: Mapping[str, Comparison]) -> dict[str, Any]:
+def _as_json(compared: Mapping[str, ModelComparison]) -> dict[str, Any]:
     return {name: {**asdict(each), "is_significant": each.is_significant} for name, each in compared.items()}
 
 

@@ -87,8 +87,8 @@ def label(
         from dataclasses import replace
 
         from rl_core.config import tree_to_yaml
-        from rl_launch.session.directory.labels import write_labels
         from rl_launch.session.directory.run_folder import DESCRIPTION, RunFolder
+        from rl_launch.session.directory.run_state import write_labels
 
         found = [RunFolder(path) for path in paths]
         given = {"name": name, "group": group, "notes": notes}
@@ -155,9 +155,8 @@ def show(
         from rl_core.errors import ConfigError
         from rl_launch.session.directory.checkpoint_name import CheckpointName
         from rl_launch.session.directory.run_folder import RunFolder
-        from rl_launch.show.condition import Condition
         from rl_launch.show.images import check_matplotlib, write_images
-        from rl_launch.show.selection import Selection
+        from rl_launch.show.selection import Condition, Selection
 
         if png is not None:
             check_matplotlib()

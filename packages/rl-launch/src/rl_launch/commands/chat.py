@@ -216,7 +216,8 @@ def serving(
 
     # Ray takes a second to import, which checks that fail should not wait for
     from rl_launch.cluster.virtual_cluster import VirtualCluster
-    from rl_launch.runtime.runtime import Runtime, check_engines, provision_workers
+    from rl_launch.runtime.processes import check_engines, provision_workers
+    from rl_launch.runtime.runtime import Runtime
 
     plan, device = plan.without_models(), plan.device
     assert plan.backends.generation is not None, "`chat_plan` refuses others"

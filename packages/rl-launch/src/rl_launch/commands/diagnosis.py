@@ -10,7 +10,7 @@ from rl_launch.cluster.local_gpus import local_gpus
 from rl_launch.commands.preparation import Preparation, StartCheck, checks_of
 from rl_launch.commands.start import run_of
 from rl_launch.commands.train import with_local_models
-from rl_launch.doctor import CHECKS, Finding, Machine, Report, examine
+from rl_launch.doctor import CHECKS, Diagnosis, Machine, Report, examine
 from rl_launch.doctor.needs import needs_of, needs_of_plan
 from rl_launch.model_files.local_models import untrained_model
 from rl_launch.root_config import with_section
@@ -38,7 +38,7 @@ def diagnose(recipe: str, overrides: Sequence[str] = (), machine: Machine | None
     return replace(report, findings=(*start_findings(run, checks_of(given.plan), known), *report.findings))
 
 
-def start_findings(run: Preparation, checks: Sequence[StartCheck], known: Collection[str] = ()) -> Iterator[Finding]:
+def start_findings(run: Preparation, checks: Sequence[StartCheck], known: Collection[str] = ()) -> Iterator[Diagnosis]:
     """Make the checks of a start, and report those that fail or have to wait.
 
     Args:
@@ -51,20 +51,21 @@ def start_findings(run: Preparation, checks: Sequence[StartCheck], known: Collec
         if not all(each in passed for each in check.after):
             continue
         if reason := check.waits(run):
-            yield Finding(check.name, "ok", f"not checked: {reason}")
+            yield Diagnosis(check.name, "ok", f"not checked: {reason}")
             continue
         found = []
         try:
             check.look(run)
             passed.append(check.name)
         except ConfigProblems as error:
-            found = [Finding(problem.key or check.name, "missing", problem.message) for problem in error.problems]
+            found = [Diagnosis(problem.key or check.name, "missing", problem.message) for problem in error.problems]
         except Exception as error:  # noqa: BLE001  # of the user's functions too; each would end the start
             text = str(error) if isinstance(error, RLError) else f"{type(error).__name__}: {error}"
-            found = [Finding(check.name, "missing", text)]
+            found = [Diagnosis(check.name, "missing", text)]
         if not set(check.machine) & set(known):
             yield from found
-    yield Finding("start", "ok", f"these checks of rl train, which precede the start of Ray, pass: {', '.join(passed)}")
+    found = f"these checks of rl train, which precede the start of Ray, pass: {', '.join(passed)}"
+    yield Diagnosis("start", "ok", found)
 
 
 def _quickly_local(plan: RunPlan) -> RunPlan:

@@ -19,16 +19,15 @@ from rl_core.errors import ConfigError, RolloutsFailed
 from rl_core.rollouts.pool import RolloutPool
 from rl_launch.cluster.device import check_devices
 from rl_launch.commands.train import with_local_models
-from rl_launch.evaluation.folder import Done, EvaluationFolder
-from rl_launch.evaluation.identity import identity_of, prompt_digest
+from rl_launch.evaluation.folder import Done, EvaluationFolder, identity_of, prompt_digest
 from rl_launch.evaluation.progress import EvaluationProgress
 from rl_launch.evaluation.result import EvaluationResult, ScoredPrompt
 from rl_launch.model_files.model_facts import check_tokenizer
 from rl_launch.run_config.checks import check_placement
 from rl_launch.run_config.inputs import check_inputs
 from rl_launch.run_config.plan import RunPlan
-from rl_launch.runtime.environment_trials import try_here, try_in
-from rl_launch.session.directory.run_images import name_images
+from rl_launch.runtime.role_envs import try_here, try_in
+from rl_launch.session.directory.row_files import name_images
 
 _log = logging.getLogger(__name__)
 
@@ -115,7 +114,8 @@ def _roll_out(
     """Run `roll_out` with the processes that it needs."""
     # Ray takes a second to import, which checks that fail should not wait for
     from rl_launch.cluster.virtual_cluster import VirtualCluster
-    from rl_launch.runtime.runtime import Runtime, provision_workers
+    from rl_launch.runtime.processes import provision_workers
+    from rl_launch.runtime.runtime import Runtime
 
     plan, device = plan.without_models(), plan.device
     check_placement(plan, device)

@@ -29,8 +29,7 @@ from rl_core.selfcheck.cases import FamilyCase
 from rl_launch.cluster.device import check_devices
 from rl_launch.cluster.ray_address import check_ray_address
 from rl_launch.doctor.checks import processes_problem, ranks_keys
-from rl_launch.doctor.family import cases, described
-from rl_launch.doctor.family_table import FamilyTable, kind_of
+from rl_launch.doctor.family import FamilyTable, cases, described, kind_of
 from rl_launch.doctor.machine import Machine
 from rl_launch.doctor.needs import needs_of_plan
 from rl_launch.model_files.local_models import MADE_HERE, untrained_model
@@ -41,21 +40,18 @@ from rl_launch.placement.topology import GENERATION
 from rl_launch.push.pusher import Pusher, pusher_of
 from rl_launch.root_config import with_section, with_values
 from rl_launch.run_config.checks import check_models, check_placement
-from rl_launch.run_config.inputs import check_inputs
+from rl_launch.run_config.inputs import check_inputs, check_profiling
 from rl_launch.run_config.plan import RunPlan
-from rl_launch.run_config.profiling_checks import check_profiling
-from rl_launch.run_config.run_recording import RunRecording, recorded_environments
-from rl_launch.runtime.environment_trials import load_agent_in, trials_of, try_here, try_in
-from rl_launch.runtime.role_envs import role_specs
+from rl_launch.run_config.reading import RunRecording, recorded_environments
+from rl_launch.runtime.role_envs import load_agent_in, role_specs, trials_of, try_here, try_in
 from rl_launch.session import RunDirectory
-from rl_launch.session.callbacks.callback_classes import MadeCallback, make_callbacks
+from rl_launch.session.callbacks import MadeCallback, make_callbacks
 from rl_launch.session.checkpoints.checkpoints import saved_state
 from rl_launch.session.directory.branch import Branch, BranchPoint
 from rl_launch.session.directory.lock import FILE_NAME as LOCK
 from rl_launch.session.directory.remedies import train_command
-from rl_launch.session.directory.row_files import names_of_run
+from rl_launch.session.directory.row_files import name_images, names_of_run
 from rl_launch.session.directory.run_folder import CONFIG, RunFolder, is_run
-from rl_launch.session.directory.run_images import name_images
 from rl_launch.session.directory.writable import check_writable
 from rl_launch.session.tracking.trackers import check_mlflow_store
 from rl_launch.session.tracking.writers import check_writers
@@ -375,7 +371,7 @@ def _check_placement(run: Preparation) -> None:
 
 
 def _provide_environments(run: Preparation) -> None:
-    from rl_launch.runtime.runtime import provision_workers
+    from rl_launch.runtime.processes import provision_workers
 
     run.envs = provision_workers(run.plan, run.needs, run.device)
     try_in(run.envs.interpreters, run.untried)
@@ -390,7 +386,7 @@ def _load_agent(run: Preparation) -> None:
 
 
 def _check_engines(run: Preparation) -> None:
-    from rl_launch.runtime.runtime import check_engines
+    from rl_launch.runtime.processes import check_engines
 
     check_engines(run.plan, run.envs, run.device)
 

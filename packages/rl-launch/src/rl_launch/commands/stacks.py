@@ -15,7 +15,7 @@ from rl_core.install_command import install_command
 from rl_core.tracing.stacks import FOLDER, SIGNAL, SUFFIX
 from rl_launch.cluster import process_stacks
 from rl_launch.cluster.process_stacks import ProcessStacks, Registered, is_here, registered, stacks_here
-from rl_launch.run_config.profiling_checks import py_spy_program
+from rl_launch.run_config.inputs import py_spy_program
 from rl_launch.session.directory.lock import holder, host_of_holder
 from rl_launch.session.directory.run_folder import RunFolder
 

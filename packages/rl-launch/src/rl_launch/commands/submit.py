@@ -23,10 +23,8 @@ from rl_launch.run_config.plan import RunPlan
 from rl_launch.session.directory.row_files import JOBS
 from rl_launch.session.directory.run_folder import RunFolder, is_run
 from rl_launch.session.directory.writable import make_folder
-from rl_launch.submit.profile import belongs_to_profile, refused, settings_of
-from rl_launch.submit.record import Submission, newest_submission, submission_of
-from rl_launch.submit.target import JobRequest, JobStatus, Target
-from rl_launch.submit.targets import TARGETS
+from rl_launch.submit.profile import TARGETS, belongs_to_profile, refused, settings_of
+from rl_launch.submit.target import JobRequest, JobStatus, Submission, Target, newest_submission, submission_of
 
 _POLL_S = 1.0
 DRIVER_LOG = "driver.log"

@@ -31,14 +31,13 @@ from rl_launch.monitoring.run_monitoring import RunMonitoring
 from rl_launch.placement.bundles import PlacementError
 from rl_launch.root_config import DRAFTER, with_section, with_values
 from rl_launch.run_config.plan import RunPlan
-from rl_launch.run_config.reading import read_plan
-from rl_launch.run_config.run_recording import RunRecording
+from rl_launch.run_config.reading import RunRecording, read_plan
 from rl_launch.runtime.restoration import Restoration
 from rl_launch.session import RunSession
 from rl_launch.session.checkpoints.checkpoints import newest_checkpoint
 from rl_launch.session.directory.branch import BranchPoint
 from rl_launch.session.directory.lock import holder
-from rl_launch.session.directory.origins import write_origins
+from rl_launch.session.directory.recording import write_origins
 from rl_launch.session.directory.remedies import finished
 from rl_launch.session.directory.run_folder import RunFolder, is_run
 from rl_launch.show.advice import advice
@@ -170,7 +169,7 @@ def _run(
             held.enter_context(restoration.judging(session, runtime.lost_nodes))
             components = runtime.components(run.data, needs, vocabulary=len(run.tokenizer))
             components = replace(components, evaluation=run.evaluated)
-            observe_steps(session, runtime, config.profiling, held)
+            observe_steps(session, config.profiling, runtime.processes, runtime.profiled, held)
         if runtime.rollout_pool is not None:
             session.write_rollouts_by(runtime.rollout_pool.write_rollouts)
             runtime.rollout_pool.is_asked_to_end = lambda: session.stop_signal is not None

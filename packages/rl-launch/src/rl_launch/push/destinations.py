@@ -17,13 +17,9 @@ from rl_core.install_command import install_command
 _HUB = re.compile(r"hf://(?P<name>\w[\w.-]*/\w[\w.-]*)", re.ASCII)
 _PASSWORD = re.compile(r"://[^/@]*:[^/@]*@|[?&;](?:[\w-]*(?:key|token|secret|password|sig|signature))=", re.IGNORECASE)
 _LIBRARIES = {
-    "s3": "s3fs",
-    "s3a": "s3fs",
-    "gs": "gcsfs",
-    "gcs": "gcsfs",
-    "abfs": "adlfs",
-    "abfss": "adlfs",
-    "az": "adlfs",
+    **dict.fromkeys(("s3", "s3a"), "s3fs"),
+    **dict.fromkeys(("gs", "gcs"), "gcsfs"),
+    **dict.fromkeys(("abfs", "abfss", "az"), "adlfs"),
 }
 
 _LOST = ("memory", "data")
@@ -105,7 +101,7 @@ def destination_of(url: str, *, private: bool = True, by_step: bool = False) -> 
         near = did_you_mean(scheme, known)
         raise ValueError(f"got {url!r}, whose scheme {scheme!r} is unknown{near}; allowed: {_ALLOWED}")
     if scheme in _LOST:
-        raise ValueError(f"got {url!r}: what is pushed to {scheme}:// ends with the process; allowed: {_ALLOWED}")
+        raise ValueError(f"got {url!r}: files in {scheme}:// end with the process; allowed: {_ALLOWED}")
     return StoreFolder(url.rstrip("/"), by_step=by_step)
 
 
@@ -118,22 +114,13 @@ class HubRepository:
     """
 
     def __init__(self, name: str, *, private: bool) -> None:
-        self.name = name
+        self.name = self.loadable_name = name
+        self.url = f"hf://{name}"
         self._private = private
 
-    @property
-    def url(self) -> str:
-        """`hf://OWNER/NAME`."""
-        return f"hf://{self.name}"
-
-    @property
-    def loadable_name(self) -> str:
-        """As `Destination.loadable_name`."""
-        return self.name
-
     def check(self) -> None:
-        """As `Destination.check`: without network access, only that there is a token."""
-        from huggingface_hub import get_token
+        """See `Destination.check`."""
+        from huggingface_hub import HfApi, get_token
         from huggingface_hub.errors import HfHubHTTPError
 
         if hub.is_offline():
@@ -143,7 +130,7 @@ class HubRepository:
         if get_token() is None:
             raise ConfigError(f"{self.url} needs a token with write access. Set HF_TOKEN, or run hf auth login")
         try:
-            self._api().create_repo(self.name, private=self._private, exist_ok=True)
+            HfApi().create_repo(self.name, private=self._private, exist_ok=True)
         except HfHubHTTPError as error:
             if self.is_final(error):
                 raise ConfigError(
@@ -155,24 +142,19 @@ class HubRepository:
             raise ConfigError(f"{self.url}: {hub.endpoint()} cannot be reached: {_first_line(error)}") from None
 
     def upload(self, folder: Path, *, step: int, title: str) -> str:
-        """As `Destination.upload`."""
-        api = self._api()
+        """See `Destination.upload`."""
+        # takes a while to import, which runs that push nothing should not wait for
+        from huggingface_hub import HfApi
+
+        api, stale = HfApi(), list(_STALE)
         api.create_repo(self.name, private=self._private, exist_ok=True)
-        api.upload_folder(
-            repo_id=self.name, folder_path=str(folder), commit_message=title, delete_patterns=list(_STALE)
-        )
+        api.upload_folder(repo_id=self.name, folder_path=str(folder), commit_message=title, delete_patterns=stale)
         return f"{hub.endpoint()}/{self.name}"
 
     def is_final(self, error: Exception) -> bool:
         """See `Destination.is_final`."""
         status = getattr(getattr(error, "response", None), "status_code", None)
         return status in _REFUSALS or isinstance(error, ValueError)
-
-    def _api(self) -> Any:
-        # takes a while to import, which runs that push nothing should not wait for
-        from huggingface_hub import HfApi
-
-        return HfApi()
 
 
 class StoreFolder:
@@ -183,43 +165,37 @@ class StoreFolder:
         by_step: Whether each step has its own folder below it.
     """
 
+    loadable_name = "FOLDER"
+    """Stands for a copy of the folder."""
+
     def __init__(self, url: str, *, by_step: bool) -> None:
-        self._url = url
+        self.url = url
         self._by_step = by_step
 
-    @property
-    def url(self) -> str:
-        """Address of the folder."""
-        return self._url
-
-    @property
-    def loadable_name(self) -> str:
-        """As `Destination.loadable_name`: `FOLDER` stands for a copy of the folder."""
-        return "FOLDER"
-
     def check(self) -> None:
-        """As `Destination.check`: writes a small file and removes it again."""
+        """See `Destination.check`. Writes a small file and removes it again."""
         try:
             system, path = self._opened()
             system.makedirs(path, exist_ok=True)
             system.pipe_file(f"{path}/.push_check", b"")
             system.rm_file(f"{path}/.push_check")
         except ImportError as error:
-            scheme = self._url.partition("://")[0]
+            scheme = self.url.partition("://")[0]
             library = _LIBRARIES.get(scheme)
             remedy = install_command(library) if library else str(error)
-            raise ConfigError(f"{self._url} needs a library that is not installed: {remedy}") from None
+            raise ConfigError(f"{self.url} needs a library that is not installed: {remedy}") from None
         except Exception as error:  # noqa: BLE001  # of any library that a store is reached through
             raise ConfigError(
-                f"{self._url} cannot be written to ({type(error).__name__}: {_first_line(error)}). Check the address "
+                f"{self.url} cannot be written to ({type(error).__name__}: {_first_line(error)}). Check the address "
                 "and its credentials"
             ) from None
 
     def upload(self, folder: Path, *, step: int, title: str) -> str:
-        """As `Destination.upload`. The config is written last, so that a reader never takes a part for the whole."""
+        """See `Destination.upload`. The config is written last, so that a reader never takes a part for the whole."""
         system, path = self._opened()
         target = f"{path}/step_{step}" if self._by_step else path
-        sizes = {each.relative_to(folder).as_posix(): each.stat().st_size for each in _files(folder)}
+        files = [each for each in folder.rglob("*") if each.is_file()]
+        sizes = {each.relative_to(folder).as_posix(): each.stat().st_size for each in files}
         earlier = _recorded(system, target)
         system.makedirs(target, exist_ok=True)
         for name in sorted(sizes, key=lambda name: (name.endswith("config.json"), name)):
@@ -234,31 +210,25 @@ class StoreFolder:
                 raise OSError(f"{name} has {found} of {size} bytes in {target}")
         record = {"step": step, "title": title, "files": sizes}
         system.pipe_file(f"{target}/{_RECORD}", json.dumps(record, indent=1).encode())
-        return f"{self._url}/step_{step}" if self._by_step else self._url
+        return f"{self.url}/step_{step}" if self._by_step else self.url
 
     def is_final(self, error: Exception) -> bool:
-        """As `Destination.is_final`."""
+        """See `Destination.is_final`."""
         return isinstance(error, ImportError | PermissionError | NotADirectoryError | ValueError)
 
     def _opened(self) -> tuple[Any, str]:
         # imports the libraries of stores
         import fsspec
 
-        system, path = fsspec.core.url_to_fs(self._url)
+        system, path = fsspec.core.url_to_fs(self.url)
         return system, path.rstrip("/")
-
-
-def _files(folder: Path) -> list[Path]:
-    return [each for each in folder.rglob("*") if each.is_file()]
 
 
 def _recorded(system: Any, target: str) -> Mapping[str, int]:
     """Return the files of an earlier push into a folder, with their sizes; none of files that somebody else wrote."""
     try:
-        files: Mapping[str, int] = json.loads(system.cat_file(f"{target}/{_RECORD}"))["files"]
-        return {
-            name: int(size) for name, size in files.items() if ".." not in name.split("/") and not os.path.isabs(name)
-        }
+        files = json.loads(system.cat_file(f"{target}/{_RECORD}"))["files"].items()
+        return {name: int(size) for name, size in files if ".." not in name.split("/") and not os.path.isabs(name)}
     except (FileNotFoundError, KeyError, TypeError, ValueError, AttributeError, RecursionError):
         return {}
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from rl_core.errors import ConfigError, RLError, RunDirectoryError
 from rl_launch.push.destinations import Destination, destination_of
-from rl_launch.push.staging import stage, staging_folder
-from rl_launch.session.checkpoints.checkpoints import ADAPTER, newest_checkpoint
+from rl_launch.push.staging import stage
+from rl_launch.session.checkpoints.checkpoints import ADAPTER, STAGED, newest_checkpoint
 from rl_launch.session.checkpoints.manifest import Manifest
 from rl_launch.session.config import CheckpointingConfig
 from rl_launch.session.directory.checkpoint_name import CheckpointName
@@ -30,7 +30,7 @@ UNFINISHED_WAIT_S = 30.0
 
 
 class Pusher:
-    """Pushes checkpoints of a run as `checkpointing.push_to` says; a failure is reported and never ends the run.
+    """Pushes checkpoints of a run to `checkpointing.push_to`. A failure is reported and never ends the run.
 
     The usage, by a run session::
 
@@ -58,7 +58,6 @@ class Pusher:
         self._attempts_after_s = attempts_after_s
         self._unfinished_wait_s = unfinished_wait_s
         self._run: RunFolder | None = None
-        self._uploads = _Uploads(destination, attempts_after_s)
 
     def begin(self, run_dir: Path) -> None:
         """Begin the pushes of a run, new or resumed."""
@@ -83,7 +82,7 @@ class Pusher:
                 pass
 
     def end(self, *, is_finished: bool, at_once: bool) -> None:
-        """Push the last checkpoint if it is the one to push, wait for what is under way, and report.
+        """Push the last checkpoint if it is the one to push, wait for pushes in progress, and report.
 
         Args:
             is_finished: Whether the run has made all its steps or met its goal. One that will be resumed waits for a
@@ -100,18 +99,6 @@ class Pusher:
             except (OSError, RunDirectoryError) as error:
                 _log.warning("nothing was pushed to %s: %s", self._destination.url, error)
         self._uploads.finish(0.0 if at_once else None if is_finished else self._unfinished_wait_s)
-        self._report(run)
-
-    def _ask(self, run: RunFolder, step: int, checkpoint: Path) -> None:
-        folder, name = staging_folder(checkpoint), self._destination.loadable_name
-        try:
-            stage(run, checkpoint, folder, adapter=self._config.push_adapter, name=name)
-        except (OSError, ValueError, RLError) as error:
-            self._uploads.refuse(step, str(error))
-        else:
-            self._uploads.add(step, folder)
-
-    def _report(self, run: RunFolder) -> None:
         if self._uploads.done:
             steps = ", ".join(map(str, self._uploads.done))
             _log.info("pushed to %s: step%s %s", self._destination.url, "s"[: len(self._uploads.done) > 1], steps)
@@ -119,6 +106,15 @@ class Pusher:
         for step, reason in self._uploads.left().items():
             command = f"rl push {run.path}:{step} {self._destination.url}{option}"
             _log.warning("step %d was not pushed (%s); push it by: %s", step, reason, command)
+
+    def _ask(self, run: RunFolder, step: int, checkpoint: Path) -> None:
+        folder, name = checkpoint.with_name(f".{checkpoint.name}{STAGED}"), self._destination.loadable_name
+        try:
+            stage(run, checkpoint, folder, adapter=self._config.push_adapter, name=name)
+        except (OSError, ValueError, RLError) as error:
+            self._uploads.refuse(step, str(error))
+        else:
+            self._uploads.add(step, folder)
 
 
 class _Uploads:

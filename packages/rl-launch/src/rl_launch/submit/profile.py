@@ -34,7 +34,13 @@ from rl_core.config import (
 )
 from rl_core.config.tree import MISSING, format_path
 from rl_core.errors import ConfigError, ConfigProblems
-from rl_launch.submit.targets import TARGETS
+from rl_launch.submit.kubernetes.target import KubernetesTarget
+from rl_launch.submit.slurm.target import SlurmTarget
+from rl_launch.submit.target import Target
+
+TARGETS: Mapping[str, Target] = {target.name: target for target in (SlurmTarget(), KubernetesTarget())}
+"""Every target by name."""
+
 
 DEFAULT = "submit"
 """Name of the profile that is read if none is given, if it exists."""
@@ -108,7 +114,14 @@ def refused(problems: Sequence[Problem], target: str, name: str, overrides: Sequ
     missing = [each.key for each in problems if each.key.partition(".")[0] == target]
     if raw.files or not missing:
         return error
-    template = tree_to_yaml(_nested(missing)).replace("'???'", "???")
+    tree: dict[str, Any] = {}
+    for key in missing:
+        *sections, last = key.split(".")
+        section = tree
+        for each in sections:
+            section = section.setdefault(each, {})
+        section[last] = MISSING
+    template = tree_to_yaml(tree).replace("'???'", "???")
     explained = f"docs/{target}.md and rl submit profile show all keys"
     advice = f"{_path(name)} does not exist. It may contain ({explained}):\n{template}".rstrip()
     return ConfigProblems(f"{error}\n{advice}", error.problems)
@@ -141,18 +154,6 @@ def _path(name: str) -> Path:
     """Return the file of a profile; see `read_profile`."""
     is_path = name.endswith((".yaml", ".yml"))
     return Path(name).expanduser() if is_path else profiles_folder() / f"{name or DEFAULT}.yaml"
-
-
-def _nested(keys: Sequence[str]) -> dict[str, Any]:
-    """Return a profile in which these keys must be set."""
-    tree: dict[str, Any] = {}
-    for key in keys:
-        *sections, last = key.split(".")
-        section = tree
-        for each in sections:
-            section = section.setdefault(each, {})
-        section[last] = MISSING
-    return tree
 
 
 def _raw(name: str, overrides: Sequence[str]) -> RawConfig:

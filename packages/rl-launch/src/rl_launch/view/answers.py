@@ -14,7 +14,7 @@ from rl_core.config import load
 from rl_core.config.tree import format_path, leaves
 from rl_core.errors import ConfigError, RunDirectoryError
 from rl_launch.evaluation.result import EvaluationResult, compare_results
-from rl_launch.session.directory.origins import read_origins
+from rl_launch.session.directory.recording import read_origins
 from rl_launch.session.directory.remedies import command_to_go_on
 from rl_launch.session.directory.run_folder import CONFIG, RunFolder
 from rl_launch.show.advice import advice

@@ -9,9 +9,8 @@ from typing import Any
 from rl_core.config.tree import mapped
 from rl_core.errors import RunDirectoryError
 from rl_core.rollouts.record import segments_of, turns_of
-from rl_launch.session.directory.run_images import text_of_content
-from rl_launch.show.condition import Condition
-from rl_launch.show.selection import RecordValues, response_of
+from rl_launch.session.directory.row_files import text_of_content
+from rl_launch.show.selection import Condition, RecordValues, response_of
 from rl_launch.view.catalog import Catalog, CatalogEntry
 from rl_launch.view.index import EQUALS, RANGES, Question, RolloutLine
 from rl_launch.view.parameters import Parameters

@@ -12,7 +12,7 @@ from rl_core.errors import ConfigError, RunDirectoryError
 from rl_launch.cli import app
 from rl_launch.submit.kubernetes.kubectl import Job, KubectlError
 from rl_launch.submit.kubernetes.target import KubernetesTarget
-from rl_launch.submit.record import Submission
+from rl_launch.submit.target import Submission
 
 KUBECTL = """#!/bin/bash
 echo "$*" >> {folder}/calls

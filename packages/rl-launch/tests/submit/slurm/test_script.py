@@ -13,8 +13,7 @@ from rl_core.devices import CPU, CUDA, REHEARSAL
 from rl_core.errors import ConfigError, ConfigProblems
 from rl_launch.run_config.reading import read_plan
 from rl_launch.submit.slurm.config import SlurmConfig
-from rl_launch.submit.slurm.container import outside_mounts
-from rl_launch.submit.slurm.script import LIMIT_KEY, job_name, render
+from rl_launch.submit.slurm.script import LIMIT_KEY, job_name, outside_mounts, render
 from rl_launch.submit.target import JobRequest
 
 PROFILE = assemble("Profile", {"slurm": SlurmConfig})

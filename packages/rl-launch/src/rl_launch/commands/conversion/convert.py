@@ -421,7 +421,8 @@ def _cluster(target: Path, sources: Sequence[ConversionSource]) -> Iterator[Star
 
     # Ray takes a second to import, which checks that fail should not wait for
     from rl_launch.cluster.virtual_cluster import VirtualCluster
-    from rl_launch.runtime.runtime import Runtime, check_engines, provision_workers
+    from rl_launch.runtime.processes import check_engines, provision_workers
+    from rl_launch.runtime.runtime import Runtime
 
     device = resolve_device(cluster_config)
     envs = {}

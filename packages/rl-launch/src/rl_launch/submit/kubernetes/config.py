@@ -1,4 +1,4 @@
-"""Settings of Kubernetes jobs: what a cluster needs to say once, in a profile, and what differs from run to run."""
+"""Settings of Kubernetes jobs: those that a cluster sets once, in a profile, and those that differ from run to run."""
 
 from __future__ import annotations
 
@@ -196,17 +196,11 @@ class KubernetesConfig(Config):
     @field_validator("env_vars")
     @classmethod
     def _are_names(cls, variables: dict[str, str]) -> dict[str, str]:
-        problems = [
-            Problem(name, "is not a valid name for an environment variable")
-            for name in variables
-            if not _VARIABLE.fullmatch(name)
-        ]
+        odd = [name for name in variables if not _VARIABLE.fullmatch(name)]
+        secret = [name for name in variables if name.upper().endswith(_OF_SECRETS)]
         remedy = "Create a secret with kubectl create secret generic, and add it to secrets"
-        problems += [
-            Problem(name, "would be readable in the manifest", remedy=remedy)
-            for name in variables
-            if name.upper().endswith(_OF_SECRETS)
-        ]
+        problems = [Problem(name, "is not a valid name for an environment variable") for name in odd]
+        problems += [Problem(name, "would be readable in the manifest", remedy=remedy) for name in secret]
         if problems:
             raise ProblemError(*problems)
         return variables

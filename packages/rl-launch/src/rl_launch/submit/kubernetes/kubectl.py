@@ -1,4 +1,4 @@
-"""What `rl submit` asks of a cluster, through kubectl."""
+"""Requests of `rl submit` to a cluster, through kubectl."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import yaml
 
 from rl_core.config import Config, Problem, load, refusal, tree_to_yaml
 from rl_core.user_code import is_in_file
-from rl_launch.session.directory.user_files import copies_of
+from rl_launch.session.directory.recording import copies_of
 from rl_launch.submit.kubernetes.config import KubernetesConfig
 from rl_launch.submit.kubernetes.pods import FILES, HEAD_PORT, WORKER_PORT, PodSetting, head, queued, worker
 from rl_launch.submit.target import JobRequest
@@ -47,7 +47,7 @@ def _beside(value: Any, names: dict[str, str]) -> Any:
 
 _SCRIPTS = ("run.sh", "stop.sh")
 _NUM_NAME_CHARACTERS = 24
-_MOST_BYTES = 1_000_000
+_MAX_BYTES = 1_000_000
 """Size of a ConfigMap that the API server accepts, with room for its names."""
 
 
@@ -70,13 +70,16 @@ def manifests(request: JobRequest[KubernetesConfig]) -> list[dict[str, Any]]:
     if settings.namespace is not None:
         metadata["namespace"] = settings.namespace
     cluster = _cluster(request, labels)
+    # the config of a recipe that is a file has the overrides
+    train = ["rl", "train", f"{FILES}/{FILE_NAME}"] if _is_file(request) else list(request.train)
+    train.append(f"run_dir={run_folder(request)}")
     if settings.interactive:
         return [{"apiVersion": "ray.io/v1", "kind": "RayCluster", "metadata": metadata, "spec": cluster}]
     job = {
         # submitted by the operator: a pod for that could be evicted, and is not part of a gang
         "submissionMode": "HTTPMode",
         "jobId": job_name(request),
-        "entrypoint": f"bash {FILES}/run.sh {shlex.join(_train(request))}",
+        "entrypoint": f"bash {FILES}/run.sh {shlex.join(train)}",
         "backoffLimit": settings.max_attempts - 1,
         "shutdownAfterJobFinishes": True,
         "rayClusterSpec": cluster,
@@ -101,11 +104,8 @@ def run_folder(request: JobRequest[KubernetesConfig]) -> PurePosixPath | None:
     """Return the run directory in the pods; None if it is not on a volume that all pods write to."""
     settings, given = request.settings, PurePosixPath(request.run_dir)
     choices = [given, *([PurePosixPath(settings.runs_folder) / given.name] if settings.runs_folder else [])]
-    return next((each for each in choices if any(map(each.is_relative_to, _writable(settings)))), None)
-
-
-def _writable(settings: KubernetesConfig) -> list[str]:
-    return [volume.path for volume in settings.volumes if not volume.read_only]
+    writable = [volume.path for volume in settings.volumes if not volume.read_only]
+    return next((each for each in choices if any(map(each.is_relative_to, writable))), None)
 
 
 def _problems(request: JobRequest[KubernetesConfig]) -> Iterator[Problem]:
@@ -120,14 +120,14 @@ def _problems(request: JobRequest[KubernetesConfig]) -> Iterator[Problem]:
         remedy = "Set cluster.num_nodes to the number of nodes"
         yield Problem("cluster.autoscaling", "the cluster of a job has a fixed size", got=True, remedy=remedy)
     if not settings.interactive and run_folder(request) is None:
-        folders = [f"{path}/..." for path in _writable(settings)]
+        folders = [f"{volume.path}/..." for volume in settings.volumes if not volume.read_only]
         yield Problem(
             "kubernetes.runs_folder",
             "must be on a volume that all pods write to",
             got=settings.runs_folder,
             allowed=", ".join(folders) or "none, because kubernetes.volumes has no such volume",
         )
-    if sum(len(text.encode()) for text in _files(request).values()) > _MOST_BYTES:
+    if sum(len(text.encode()) for text in _files(request).values()) > _MAX_BYTES:
         yield Problem("", "the recipe and its code are larger than 1 MB", remedy="Put the code into the image")
 
 
@@ -140,13 +140,8 @@ def _cluster(request: JobRequest[KubernetesConfig], labels: dict[str, str]) -> d
         # between SIGTERM and SIGKILL, when the job is stopped
         "RAY_JOB_STOP_WAIT_TIME_S": str(settings.save_margin_s),
     }
-    setting = PodSetting(
-        settings,
-        queued(settings.queue),
-        labels,
-        {} if settings.interactive else of_job,
-        "" if settings.interactive else job_name(request),
-    )
+    variables, files_of_job = ({}, "") if settings.interactive else (of_job, job_name(request))
+    setting = PodSetting(settings, queued(settings.queue), labels, variables, files_of_job)
     has_gpus = request.device.has_gpus and not request.device.is_logical
     return {
         "rayVersion": importlib.metadata.version("ray"),
@@ -167,14 +162,6 @@ def _cluster(request: JobRequest[KubernetesConfig], labels: dict[str, str]) -> d
             }
         ],
     }
-
-
-def _train(request: JobRequest[KubernetesConfig]) -> list[str]:
-    command, overrides = list(request.train[:3]), list(request.train[3:])
-    if _is_file(request):
-        # the config of the file has the overrides
-        command[2], overrides = f"{FILES}/{FILE_NAME}", []
-    return [*command, *overrides, f"run_dir={run_folder(request)}"]
 
 
 def _files(request: JobRequest[KubernetesConfig]) -> dict[str, str]:

@@ -3,11 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from rl_launch.submit.kubernetes.config import KubernetesConfig, PodConfig, TolerationConfig
-from rl_launch.submit.kubernetes.queues import Queued
+from rl_launch.submit.kubernetes.config import KubernetesConfig, PodConfig, QueueConfig
+
+
+@dataclass(frozen=True)
+class Queued:
+    """Labels and fields that a queue adds to the manifests.
+
+    Args:
+        job_labels: Labels of the job, which KubeRay copies to its cluster.
+        pod_labels: Labels of all pods.
+        pod_spec: Fields of the specs of all pods.
+    """
+
+    job_labels: Mapping[str, str] = field(default_factory=dict)
+    pod_labels: Mapping[str, str] = field(default_factory=dict)
+    pod_spec: Mapping[str, Any] = field(default_factory=dict)
+
+
+def queued(queue: QueueConfig) -> Queued:
+    """Return the labels and fields that a queue adds to the manifests."""
+    priority = {} if queue.priority is None else {"priorityClassName": queue.priority}
+    match queue.scheduler:
+        case "kueue":
+            # its webhook suspends a job with this label until the job is admitted
+            labels = {"kueue.x-k8s.io/queue-name": str(queue.name)}
+            if queue.priority is not None:
+                labels["kueue.x-k8s.io/priority-class"] = queue.priority
+            return Queued(job_labels=labels)
+        case "kai":
+            labels = {"kai.scheduler/queue": str(queue.name)}
+            return Queued(labels, labels, {"schedulerName": "kai-scheduler", **priority})
+        case "volcano":
+            # the operator makes the pod group from these labels, and sets the scheduler of the pods
+            labels = {"volcano.sh/queue-name": str(queue.name)}
+            if queue.priority is not None:
+                labels["ray.io/priority-class-name"] = queue.priority
+            return Queued(job_labels=labels)
+        case _:
+            return Queued(pod_spec=priority)
+
 
 FILES = "/etc/rl/job"
 """Folder of the job's scripts, and of its recipe if that is a file, in all pods."""
@@ -25,11 +63,11 @@ SHUTDOWN_MARGIN_S = 60
 
 @dataclass(frozen=True)
 class PodSetting:
-    """What all pods of a job share.
+    """Settings that all pods of a job share.
 
     Args:
         settings: Settings of the job.
-        queue: What its queue adds.
+        queue: Labels and fields that its queue adds.
         labels: Labels of the job.
         variables: Environment variables that the job sets itself.
         files: Name of the ConfigMap of the job's files; empty if it has none.
@@ -44,47 +82,68 @@ class PodSetting:
 
 def head(setting: PodSetting) -> dict[str, Any]:
     """Return the pod template of the head."""
-    return _template("ray-head", setting, setting.settings.head, _size(setting.settings.head), port=HEAD_PORT)
+    return _template("ray-head", setting, setting.settings.head, {}, port=HEAD_PORT)
 
 
 def worker(setting: PodSetting, num_gpus: int) -> dict[str, Any]:
     """Return the pod template of the workers.
 
     Args:
-        setting: What all pods share.
+        setting: Settings that all pods share.
         num_gpus: GPUs of each, 0 without.
     """
     settings = setting.settings
     devices = {settings.gpu_resource: str(num_gpus)} if num_gpus else {}
     devices |= {name: str(number) for name, number in settings.rdma.items()}
-    size = _size(settings.workers) | devices
-    return _template("ray-worker", setting, settings.workers, size, port=WORKER_PORT)
+    return _template("ray-worker", setting, settings.workers, devices, port=WORKER_PORT)
 
 
-def _template(name: str, setting: PodSetting, pod: PodConfig, size: Mapping[str, str], *, port: int) -> dict[str, Any]:
+def _template(
+    name: str, setting: PodSetting, pod: PodConfig, devices: Mapping[str, str], *, port: int
+) -> dict[str, Any]:
     settings = setting.settings
     metadata: dict[str, Any] = {"labels": {**setting.labels, **setting.queue.pod_labels}}
     if pod.annotations:
         metadata["annotations"] = dict(pod.annotations)
-    container = {
+    size = {"cpu": str(pod.cpus), "memory": str(pod.memory), **devices}
+    literal = {**settings.env_vars, **setting.variables}
+    secrets = {
+        each.env_var: {"valueFrom": {"secretKeyRef": {"name": each.name, "key": each.key}}} for each in settings.secrets
+    }
+    mounts, volumes = _storage(setting, pod)
+    # probes that need no dashboard: a connection to Ray's own port; Ray itself checks that its processes work
+    connects = {"tcpSocket": {"port": port}, "timeoutSeconds": 2, "periodSeconds": 5}
+    container: dict[str, Any] = {
         "name": name,
         "image": settings.image,
-        "env": _environment(setting),
+        "env": [
+            *({"name": name, "value": value} for name, value in literal.items()),
+            *({"name": name, **source} for name, source in secrets.items()),
+        ],
         "resources": {"requests": dict(size), "limits": dict(size)},
-        "volumeMounts": _mounts(setting),
+        "volumeMounts": mounts,
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
-        **_probes(port),
-    }
-    spec: dict[str, Any] = {
-        "automountServiceAccountToken": False,
-        "terminationGracePeriodSeconds": settings.save_margin_s + SHUTDOWN_MARGIN_S,
-        "securityContext": _pod_security(settings),
-        "containers": [container],
-        "volumes": _volumes(setting, pod),
-        **setting.queue.pod_spec,
+        "startupProbe": {**connects, "failureThreshold": 60},
+        "readinessProbe": {**connects, "failureThreshold": 10},
+        "livenessProbe": {**connects, "failureThreshold": 120},
     }
     if setting.files:
         container["lifecycle"] = {"preStop": {"exec": {"command": ["bash", f"{FILES}/stop.sh"]}}}
+    spec: dict[str, Any] = {
+        "automountServiceAccountToken": False,
+        "terminationGracePeriodSeconds": settings.save_margin_s + SHUTDOWN_MARGIN_S,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": settings.run_as_user,
+            "runAsGroup": settings.run_as_group,
+            "fsGroup": settings.run_as_group,
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": settings.seccomp_profile},
+        },
+        "containers": [container],
+        "volumes": volumes,
+        **setting.queue.pod_spec,
+    }
     if settings.service_account is not None:
         spec["serviceAccountName"] = settings.service_account
     if settings.image_pull_secrets:
@@ -92,25 +151,17 @@ def _template(name: str, setting: PodSetting, pod: PodConfig, size: Mapping[str,
     if pod.node_selector:
         spec["nodeSelector"] = dict(pod.node_selector)
     if pod.tolerations:
-        spec["tolerations"] = [_toleration(each) for each in pod.tolerations]
+        spec["tolerations"] = [
+            {"operator": each.operator, **each.model_dump(exclude_none=True)} for each in pod.tolerations
+        ]
     return {"metadata": metadata, "spec": spec}
 
 
-def _size(pod: PodConfig) -> dict[str, str]:
-    return {"cpu": str(pod.cpus), "memory": str(pod.memory)}
-
-
-def _environment(setting: PodSetting) -> list[dict[str, Any]]:
-    literal = {**setting.settings.env_vars, **setting.variables}
-    from_secrets = [
-        {"name": each.env_var, "valueFrom": {"secretKeyRef": {"name": each.name, "key": each.key}}}
-        for each in setting.settings.secrets
-    ]
-    return [*({"name": name, "value": value} for name, value in literal.items()), *from_secrets]
-
-
-def _mounts(setting: PodSetting) -> list[dict[str, Any]]:
+def _storage(setting: PodSetting, pod: PodConfig) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the mounts of a container, and the volumes of its pod."""
+    memory = {"medium": "Memory", **({"sizeLimit": pod.shared_memory} if pod.shared_memory else {})}
     mounts: list[dict[str, Any]] = [{"name": SHARED_MEMORY, "mountPath": "/dev/shm"}]
+    volumes: list[dict[str, Any]] = [{"name": SHARED_MEMORY, "emptyDir": memory}]
     for volume in setting.settings.volumes:
         mount: dict[str, Any] = {"name": volume.claim, "mountPath": volume.path}
         if volume.sub_path is not None:
@@ -118,43 +169,10 @@ def _mounts(setting: PodSetting) -> list[dict[str, Any]]:
         if volume.read_only:
             mount["readOnly"] = True
         mounts.append(mount)
-    if setting.files:
-        mounts.append({"name": JOB_FILES, "mountPath": FILES, "readOnly": True})
-    return mounts
-
-
-def _volumes(setting: PodSetting, pod: PodConfig) -> list[dict[str, Any]]:
-    memory = {"medium": "Memory", **({"sizeLimit": pod.shared_memory} if pod.shared_memory else {})}
-    volumes: list[dict[str, Any]] = [{"name": SHARED_MEMORY, "emptyDir": memory}]
     # a claim may be mounted in several places, but must be a volume of the pod once
     for claim in dict.fromkeys(volume.claim for volume in setting.settings.volumes):
         volumes.append({"name": claim, "persistentVolumeClaim": {"claimName": claim}})
     if setting.files:
+        mounts.append({"name": JOB_FILES, "mountPath": FILES, "readOnly": True})
         volumes.append({"name": JOB_FILES, "configMap": {"name": setting.files}})
-    return volumes
-
-
-def _probes(port: int) -> dict[str, Any]:
-    """Probes that need no dashboard: a connection to Ray's own port. Ray itself checks that its processes work."""
-    connects = {"tcpSocket": {"port": port}, "timeoutSeconds": 2, "periodSeconds": 5}
-    return {
-        "startupProbe": {**connects, "failureThreshold": 60},
-        "readinessProbe": {**connects, "failureThreshold": 10},
-        "livenessProbe": {**connects, "failureThreshold": 120},
-    }
-
-
-def _pod_security(settings: KubernetesConfig) -> dict[str, Any]:
-    return {
-        "runAsNonRoot": True,
-        "runAsUser": settings.run_as_user,
-        "runAsGroup": settings.run_as_group,
-        "fsGroup": settings.run_as_group,
-        "fsGroupChangePolicy": "OnRootMismatch",
-        "seccompProfile": {"type": settings.seccomp_profile},
-    }
-
-
-def _toleration(toleration: TolerationConfig) -> dict[str, str]:
-    fields = {"key": toleration.key, "value": toleration.value, "effect": toleration.effect}
-    return {"operator": toleration.operator, **{name: value for name, value in fields.items() if value is not None}}
+    return mounts, volumes

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 
 from rl_core.config import Config
 from rl_core.errors import RunDirectoryError
 from rl_launch.submit.kubernetes.config import KubernetesConfig
-from rl_launch.submit.kubernetes.driver_logs import fetch_logs
-from rl_launch.submit.kubernetes.kubectl import Job, kubectl, run
+from rl_launch.submit.kubernetes.kubectl import Job, kubectl, read, run
 from rl_launch.submit.kubernetes.manifests import job_name, manifests, to_text
-from rl_launch.submit.record import submission_of
-from rl_launch.submit.target import JobRequest, JobStatus
+from rl_launch.submit.target import JobRequest, JobStatus, submission_of
 
+_LOGS = ("driver.log", "job.log")
+_LIST = f'cd "$RL_RUN_DIR/jobs" && stat --format="%s %n" "$RL_JOB".*/{{{",".join(_LOGS)}}} 2> /dev/null || true'
 _OVER = ("Complete", "Failed")
 _ATTEMPT = re.compile(r".*\.(\d+)")
 
@@ -51,7 +52,10 @@ class KubernetesTarget:
         """
         settings = request.settings
         command = kubectl(settings.context, settings.namespace)
-        namespace = settings.namespace or _default_namespace(command)
+        namespace = settings.namespace
+        if namespace is None:
+            shown = run([*command, "config", "view", "--minify", "--output=jsonpath={..namespace}"])
+            namespace = shown.strip() or "default"
         kind = "raycluster" if settings.interactive else "rayjob"
         job = Job(kind, job_name(request), namespace, settings.context or "")
         status = self.status(job.id)
@@ -62,7 +66,12 @@ class KubernetesTarget:
             )
         run([*command, "delete", "--ignore-not-found", f"--filename={file}"])
         run([*command, "create", "--validate=strict", f"--filename={file}"])
-        _own_files(job)
+        if kind == "rayjob":
+            # its files are deleted with it
+            uid = (job.state() or {})["metadata"]["uid"]
+            owner = {"apiVersion": "ray.io/v1", "kind": "RayJob", "name": job.name, "uid": uid}
+            patch = {"metadata": {"ownerReferences": [owner]}}
+            run(job.command("patch", "configmap", job.name, "--type=merge", f"--patch={json.dumps(patch)}"))
         return (job.id,)
 
     def status(self, job: str) -> JobStatus:
@@ -71,7 +80,13 @@ class KubernetesTarget:
         state = found.state()
         if state is None:
             return JobStatus("", is_waiting=False, is_over=True, details={})
-        return _of_job(state.get("status", {})) if found.kind == "rayjob" else _of_cluster(state.get("status", {}))
+        status = state.get("status", {})
+        if found.kind == "rayjob":
+            return _of_job(status)
+        facts = {"ready workers": status.get("readyWorkerReplicas"), "reason": status.get("reason")}
+        details = {name: str(value) for name, value in facts.items() if value}
+        word = status.get("state") or "New"
+        return JobStatus(word, is_waiting=word != "ready", is_over=False, details=details)
 
     def cancel(self, job: str, *, at_once: bool) -> str:
         """See `Target.cancel`."""
@@ -87,7 +102,7 @@ class KubernetesTarget:
     def attempts(self, jobs: Path) -> Sequence[Path]:
         """See `Target.attempts`. Copies what is new in the logs to this machine, as long as the cluster is there."""
         job = Job.parse(submission_of(jobs.parent).jobs[-1])
-        fetch_logs(job, jobs)
+        _fetch_logs(job, jobs)
         if job.kind == "raycluster":
             return [jobs / job.name]  # nothing is logged there, but `attach` has its place
         found = [(match, path) for path in jobs.glob(f"{job.name}.*") if (match := _ATTEMPT.fullmatch(path.name))]
@@ -110,23 +125,8 @@ class KubernetesTarget:
         return job.command("exec", "--stdin", "--tty", pod, "--", "bash")
 
 
-def _default_namespace(command: Sequence[str]) -> str:
-    shown = run([*command, "config", "view", "--minify", "--output=jsonpath={..namespace}"])
-    return shown.strip() or "default"
-
-
-def _own_files(job: Job) -> None:
-    """Let the files of a job be deleted with it."""
-    if job.kind != "rayjob":
-        return
-    state = job.state() or {}
-    owner = {"apiVersion": "ray.io/v1", "kind": "RayJob", "name": job.name, "uid": state["metadata"]["uid"]}
-    patch = {"metadata": {"ownerReferences": [owner]}}
-    run(job.command("patch", "configmap", job.name, "--type=merge", f"--patch={json.dumps(patch)}"))
-
-
 def _of_job(status: dict[str, Any]) -> JobStatus:
-    """The state of a RayJob: that of its deployment, or of the driver once there is one."""
+    """Return the state of a RayJob: the state of its deployment, or of the driver once there is one."""
     deployment = status.get("jobDeploymentStatus") or "New"
     starts = deployment not in ("Running", *_OVER)
     facts = {
@@ -143,8 +143,28 @@ def _of_job(status: dict[str, Any]) -> JobStatus:
     )
 
 
-def _of_cluster(status: dict[str, Any]) -> JobStatus:
-    state = status.get("state") or "New"
-    facts = {"ready workers": status.get("readyWorkerReplicas"), "reason": status.get("reason")}
-    details = {name: str(value) for name, value in facts.items() if value}
-    return JobStatus(state, is_waiting=state != "ready", is_over=False, details=details)
+def _fetch_logs(job: Job, folder: Path) -> None:
+    """Add to the logs in a folder the lines that the head of a job has beyond them; none if it is not running.
+
+    Args:
+        job: The job.
+        folder: Gets a folder for each attempt, as the run directory has.
+    """
+    head = job.head() if job.kind == "rayjob" else None
+    if head is None:
+        return
+    for line in run(job.command("exec", head, "--", "bash", "-c", _LIST)).splitlines():
+        size, _, name = line.partition(" ")
+        relative = PurePosixPath(name)
+        # the names come from a volume that others write to
+        if len(relative.parts) != 2 or relative.name not in _LOGS or not relative.parts[0].startswith(f"{job.name}."):
+            continue
+        file = folder.joinpath(*relative.parts)
+        start = file.stat().st_size if file.is_file() else 0
+        if start >= int(size):
+            continue
+        tail = f'tail --bytes=+{start + 1} "$RL_RUN_DIR/jobs/"{shlex.quote(name)}'
+        new = read(job.command("exec", head, "--", "bash", "-c", tail))
+        file.parent.mkdir(exist_ok=True)
+        with file.open("ab") as local:
+            local.write(new)

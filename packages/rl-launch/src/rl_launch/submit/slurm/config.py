@@ -1,4 +1,4 @@
-"""Settings of Slurm jobs: what a site needs to say once, in a profile, and what differs from run to run."""
+"""Settings of Slurm jobs: those that a site sets once, in a profile, and those that differ from run to run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rl_core.config import Config, Problem, ProblemError, is_changed
 _TIME = re.compile(r"\d+|\d+:\d+(:\d+)?|\d+-\d+(:\d+){0,2}")
 _VARIABLE = re.compile(r"[A-Za-z_]\w*")
 _OPTION = re.compile(r"-[A-Za-z]|--[a-z][a-z-]*")
-_LONGEST_LOCAL_FOLDER = 18
+_MAX_LOCAL_FOLDER = 18
 """The job's folder is below it, and Ray's sockets below that, whose paths the operating system limits."""
 
 OWN_OPTIONS = {
@@ -141,10 +141,9 @@ class SlurmConfig(Config):
     @field_validator("local_folder")
     @classmethod
     def _is_short(cls, value: str) -> str:
-        if not value.startswith("/") or len(value) > _LONGEST_LOCAL_FOLDER:
-            raise ProblemError(
-                Problem("", got=value, allowed=f"an absolute path of up to {_LONGEST_LOCAL_FOLDER} characters")
-            )
+        if not value.startswith("/") or len(value) > _MAX_LOCAL_FOLDER:
+            allowed = f"an absolute path of up to {_MAX_LOCAL_FOLDER} characters"
+            raise ProblemError(Problem("", got=value, allowed=allowed))
         return value.rstrip("/")
 
     @field_validator("env_vars")
@@ -163,9 +162,8 @@ class SlurmConfig(Config):
     @field_validator("ray_options")
     @classmethod
     def _are_other_options_of_ray(cls, options: list[str]) -> list[str]:
-        return _other_options(
-            options, OWN_RAY_OPTIONS, "an option of ray start, such as --object-store-memory=8000000000"
-        )
+        allowed = "an option of ray start, such as --object-store-memory=8000000000"
+        return _other_options(options, OWN_RAY_OPTIONS, allowed)
 
     @model_validator(mode="after")
     def _fits(self) -> SlurmConfig:

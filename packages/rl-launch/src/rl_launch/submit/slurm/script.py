@@ -6,15 +6,32 @@ import hashlib
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from importlib.resources import files
 from pathlib import Path
 
 from rl_core.config import Problem, load, refusal
 from rl_core.config.load import interpolate
 from rl_launch.submit.slurm.config import SlurmConfig
-from rl_launch.submit.slurm.container import in_container
 from rl_launch.submit.target import JobRequest
+
+_CACHES = ("RL_HOME", "HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "XDG_CACHE_HOME")
+"""Environment variables with the folders of downloads and worker environments."""
+
+
+def outside_mounts(request: JobRequest[SlurmConfig]) -> dict[str, str]:
+    """Return the environment variables of a job that name folders of caches which no mount of its container has; their
+    values by name."""
+    container = request.settings.container
+    if container.image is None:
+        return {}
+    mounted = [request.run_dir, Path.home(), *(Path(mount.split(":")[:2][-1]) for mount in container.mounts)]
+    return {
+        name: value
+        for name, value in request.settings.env_vars.items()
+        if name in _CACHES and not any(map(Path(value).is_relative_to, mounted))
+    }
+
 
 _REFERENCE = re.compile(r"(?<!\\)(\$\{oc\.env:\w+(?:,[^{}]*)?\})")
 _NAME = re.compile(r"(?<=:)\w+")
@@ -71,15 +88,45 @@ grep -e '^missing' -e '^warning' -e '^error' "$logs/doctor.log"
 """
 
 
+def _in_container(request: JobRequest[SlurmConfig]) -> tuple[list[str], list[str]]:
+    """Return how the commands of a job are run in its container, if it has one: options of srun, with which each
+    command needs its own step, and words before the command."""
+    container, recipe = request.settings.container, Path(request.train[2])
+    # bash reads the mounts between double quotes
+    own = dict.fromkeys(map(str, [request.run_dir, *([recipe.parent] if recipe.is_absolute() else [])]))
+    given = [mount if ":" in mount else f"{mount}:{mount}" for mount in container.mounts]
+    escaped = [re.sub(r'([\\"$`])', r"\\\1", each) for each in (*(f"{path}:{path}" for path in own), *given)]
+    mounts = ",".join([*escaped[: len(own)], "$scratch:$scratch", *escaped[len(own) :]])
+    image, options = shlex.quote(str(container.image)), [*map(shlex.quote, container.options)]
+    match container.runtime:
+        case "pyxis":
+            # without this option a variable of the image would be kept instead
+            names = ",".join(request.settings.env_vars)
+            chosen = [f"--container-env={names}"] if names else []
+            return [f"--container-image={image}", f'--container-mounts="{mounts}"', *chosen, *options], []
+        case "apptainer":
+            gpus = ["--nv"] if request.device.has_gpus and not request.device.is_logical else []
+            return [], ["apptainer exec", *gpus, f'--bind "{mounts}"', *options, image]
+        case _:
+            return [], []
+
+
 def render(request: JobRequest[SlurmConfig]) -> str:
     """Return the batch script of a run."""
     own_limit = request.is_written(LIMIT_KEY)
+    header = [
+        f"# Trains {request.run_dir}, in as many attempts as it takes.",
+        "# Written by `rl submit slurm`; jobs/ in the run directory has the logs of each attempt.",
+        *(f"#SBATCH {option}" for option in _sbatch_options(request)),
+    ]
+    doctor = shlex.join(("rl", "doctor", "--cluster", *request.train[2:], f"run_dir={request.run_dir}"))
+    preflight = _PREFLIGHT.replace("@DOCTOR@", doctor).rstrip() if request.settings.preflight else ""
     filled = {
-        "HEADER": "\n".join(_header(request)),
+        "HEADER": "\n".join(header),
         "SETTINGS": "\n".join(_settings(request)),
-        "COMMANDS": "\n".join(_commands(request)),
+        "COMMANDS": _commands(request),
         "CONTINUATION": CONTINUATIONS[request.settings.continuation],
-        "PREFLIGHT": _preflight(request) if request.settings.preflight else "",
+        "PREFLIGHT": preflight,
         "LIMIT": "" if own_limit else _LIMIT,
         "TRAIN": _train(request, own_limit=own_limit),
     }
@@ -93,13 +140,6 @@ def job_name(request: JobRequest[SlurmConfig]) -> str:
     """Return the name of the jobs of a run, which no other run has."""
     readable = re.sub(r"[^\w.-]", "-", request.name)[:_NUM_NAME_CHARACTERS]
     return f"{readable}-{hashlib.sha256(str(request.run_dir).encode()).hexdigest()[:8]}"
-
-
-def _header(request: JobRequest[SlurmConfig]) -> Iterator[str]:
-    yield f"# Trains {request.run_dir}, in as many attempts as it takes."
-    yield "# Written by `rl submit slurm`; jobs/ in the run directory has the logs of each attempt."
-    for option in _sbatch_options(request):
-        yield f"#SBATCH {option}"
 
 
 def _sbatch_options(request: JobRequest[SlurmConfig]) -> Iterator[str]:
@@ -137,12 +177,9 @@ def _sbatch_options(request: JobRequest[SlurmConfig]) -> Iterator[str]:
     if settings.continuation == "dependency":
         yield "--dependency=singleton"
     yield "--open-mode=append"
-    yield f"--output={_in_header(str(request.jobs / '%j.log'))}"
+    log = str(request.jobs / "%j.log")
+    yield f'--output="{log}"' if re.search(r"\s", log) else f"--output={log}"
     yield from (option for option in settings.sbatch_options if not option.startswith(_GRES))
-
-
-def _in_header(path: str) -> str:
-    return f'"{path}"' if re.search(r"\s", path) else path
 
 
 def _settings(request: JobRequest[SlurmConfig]) -> Iterator[str]:
@@ -198,27 +235,21 @@ def _in_bash(reference: str) -> str:
     return f'"${{{name}-{escaped}}}"'
 
 
-def _commands(request: JobRequest[SlurmConfig]) -> Iterator[str]:
-    inside = in_container(request)
+def _commands(request: JobRequest[SlurmConfig]) -> str:
+    """Return the commands of the first node and of the others, as arrays of bash with a line for each group."""
+    step_options, command = _in_container(request)
     mark = 'env "RL_JOB=$job"'
     # options of srun take effect in a step only
-    at_first = (
-        [f'{_STEP} --nodes=1 --ntasks=1 --nodelist="$first"', *inside.step_options] if inside.step_options else []
-    )
-    yield _array("on_first", [mark, *at_first, *inside.command])
+    step = [f'{_STEP} --nodes=1 --ntasks=1 --nodelist="$first"', *step_options] if step_options else []
     sizes = "--nodes=$((SLURM_NNODES - 1)) --ntasks=$((SLURM_NNODES - 1)) --ntasks-per-node=1"
     where = '--exclude="$first" --no-kill --kill-on-bad-exit=0'
-    yield _array("on_others", [mark, f"{_STEP} {sizes}", where, *inside.step_options, *inside.command])
-
-
-def _array(name: str, lines: Sequence[str]) -> str:
-    """An array of bash, given as lines of words."""
-    return f"{name}=({lines[0]})" if len(lines) == 1 else "\n    ".join([f"{name}=(", *lines]) + "\n)"
-
-
-def _preflight(request: JobRequest[SlurmConfig]) -> str:
-    words = ("rl", "doctor", "--cluster", *request.train[2:], f"run_dir={request.run_dir}")
-    return _PREFLIGHT.replace("@DOCTOR@", shlex.join(words)).rstrip()
+    on_first = [mark, *step, *command]
+    on_others = [mark, f"{_STEP} {sizes}", where, *step_options, *command]
+    arrays = []
+    for name, lines in (("on_first", on_first), ("on_others", on_others)):
+        several = "\n    ".join([f"{name}=(", *lines]) + "\n)"
+        arrays.append(f"{name}=({lines[0]})" if len(lines) == 1 else several)
+    return "\n".join(arrays)
 
 
 def _train(request: JobRequest[SlurmConfig], *, own_limit: bool) -> str:
