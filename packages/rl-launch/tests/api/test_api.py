@@ -11,7 +11,7 @@ import rl_launch
 from rl_core.errors import ConfigError, DataError
 from rl_launch.api.api import TrainResult, result_of
 from rl_launch.commands.train import Outcome
-from rl_launch.session.checkpoints.manifest import Manifest
+from rl_launch.session.checkpoints.manifest import CheckpointManifest
 
 
 def score(completion):
@@ -200,7 +200,7 @@ def test_the_result_names_the_best_checkpoint(tmp_path):
     for row in rows:
         folder = tmp_path / "checkpoints" / f"step_{row['step']}"
         (folder / "hf").mkdir(parents=True)
-        Manifest.of(folder, row["step"], {"val/loss": row["val/loss"]}, written={}).write(folder)
+        CheckpointManifest.of(folder, row["step"], {"val/loss": row["val/loss"]}, written={}).write(folder)
     result = result_of(tmp_path)
     assert result.best_checkpoint == tmp_path / "checkpoints/step_2/hf"
     assert result.last_metrics == rows[-1]
@@ -213,7 +213,7 @@ def test_a_checkpoint_without_a_metric_is_the_newest(tmp_path):
     for step in (1, 2):
         folder = tmp_path / "checkpoints" / f"step_{step}"
         (folder / "hf").mkdir(parents=True)
-        Manifest.of(folder, step, {}, written={}).write(folder)
+        CheckpointManifest.of(folder, step, {}, written={}).write(folder)
     assert result_of(tmp_path).best_checkpoint == tmp_path / "checkpoints/step_2/hf"
 
 
@@ -222,7 +222,7 @@ def test_a_checkpoint_without_files_is_no_model(tmp_path):
     (tmp_path / "run.json").write_text("{}")
     folder = tmp_path / "checkpoints" / "step_1"
     folder.mkdir(parents=True)
-    Manifest.of(folder, 1, {}, written={}).write(folder)
+    CheckpointManifest.of(folder, 1, {}, written={}).write(folder)
     assert result_of(tmp_path).best_checkpoint is None
 
 

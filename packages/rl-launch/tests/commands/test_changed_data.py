@@ -10,7 +10,7 @@ from rl_launch.commands.preparation import DATA_CHECKS, FOLDER, START_CHECKS, Pr
 from rl_launch.commands.start import run_of
 from rl_launch.commands.train import with_local_models
 from rl_launch.session import RunDirectory
-from rl_launch.session.checkpoints.manifest import Manifest, read_state, write_state
+from rl_launch.session.checkpoints.manifest import CheckpointManifest, read_state, write_state
 
 ROWS = [{"prompt": f"{number}+1=", "response": str(number + 1)} for number in range(8)]
 OF_FILE = "data.train={data_path: rows.jsonl}"
@@ -51,7 +51,7 @@ def run(request, tmp_path, monkeypatch):
     checkpoint = directory.checkpoints / "step_2"
     position = {"prompts": made.data.train.state()} if request.param == "grpo" else made.data.train.state()
     write_state(checkpoint / "state", {"sft": "data", "grpo": "rollouts"}[request.param], position)
-    Manifest.of(checkpoint, 2, {}, written={}, own=["state"]).write(checkpoint)
+    CheckpointManifest.of(checkpoint, 2, {}, written={}, own=["state"]).write(checkpoint)
     return directory
 
 

@@ -21,7 +21,7 @@ from rl_launch.commands.conversion import convert, weight_files
 from rl_launch.commands.conversion.convert import Probe, _made, to_checkpoint, to_hugging_face
 from rl_launch.commands.conversion.source import checkpoint_of
 from rl_launch.run_config.reading import read_model_plan, read_plan
-from rl_launch.session.checkpoints.manifest import Manifest
+from rl_launch.session.checkpoints.manifest import CheckpointManifest
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +55,7 @@ def run_dir(tmp_path, model):
     (checkpoint / "policy").mkdir(parents=True)
     (checkpoint / "policy" / "trainer.pt").write_text("state")
     written = [SavedFile("trainer.pt", 5, hashlib.sha256(b"state").hexdigest(), rank=0)]
-    Manifest.of(checkpoint, 3, {}, written={"policy": written}).write(checkpoint)
+    CheckpointManifest.of(checkpoint, 3, {}, written={"policy": written}).write(checkpoint)
     config = read_plan("sft-arithmetic").config
     policy = config.policy.model_copy(update={"model_name": str(model)})
     (folder / "config.yaml").write_text(to_yaml(config.model_copy(update={"policy": policy})))
@@ -341,7 +341,7 @@ def number_run(run_dir, model):
     checkpoint = run_dir / "checkpoints" / "step_3"
     (checkpoint / "policy" / "trainer.pt").write_text("7.5")
     written = [SavedFile("trainer.pt", 3, hashlib.sha256(b"7.5").hexdigest(), rank=0)]
-    Manifest.of(checkpoint, 3, {}, written={"policy": written}).write(checkpoint)
+    CheckpointManifest.of(checkpoint, 3, {}, written={"policy": written}).write(checkpoint)
     (model / "number").write_text("2.5")
     return run_dir
 

@@ -8,7 +8,7 @@ from rich.console import Console
 from rl_launch.commands import quickstart
 from rl_launch.commands.quickstart import Quickstart
 from rl_launch.commands.train import Outcome
-from rl_launch.session.checkpoints.manifest import Manifest
+from rl_launch.session.checkpoints.manifest import CheckpointManifest
 from rl_launch.session.directory.run_state import RunState
 
 ACCURACY = {"initial": 0.01, "sft": 0.5, "grpo": 0.875}
@@ -28,7 +28,7 @@ def finish(folder, *names):
     for name in names:
         checkpoint = folder / name / "checkpoints/step_2"
         checkpoint.mkdir(parents=True)
-        Manifest(2).write(checkpoint)
+        CheckpointManifest(2).write(checkpoint)
         for file in ("run.json", "config.yaml"):
             (folder / name / file).write_text("{}")
         RunState("finished", 2, 2).write(folder / name)

@@ -16,7 +16,7 @@ from rl_launch.commands.train import keep_warmed_up, train, with_local_models
 from rl_launch.model_files.local_models import WARMED_UP
 from rl_launch.run_config.reading import RunRecording, read_plan
 from rl_launch.session import RunDirectory
-from rl_launch.session.checkpoints.manifest import Manifest
+from rl_launch.session.checkpoints.manifest import CheckpointManifest
 from rl_launch.session.directory.branch import BranchPoint
 from rl_launch.session.directory.run_state import RunState
 
@@ -39,7 +39,7 @@ def finish(path, plan, *, step=400, reason=""):
     directory.close()
     checkpoint = path / "checkpoints" / f"step_{step}"
     checkpoint.mkdir()
-    Manifest(step).write(checkpoint)
+    CheckpointManifest(step).write(checkpoint)
     goals = keys_when_changed(plan.config, WhenChanged.GOAL)
     RunState("finished", step, 400, reason, goals).write(path)
     (path / "metrics.jsonl").write_text(json.dumps({"step": step, "train/loss": 0.5, "val/loss": None}) + "\n")

@@ -5,7 +5,7 @@ from typer.testing import CliRunner
 
 from rl_core.errors import RunDirectoryError
 from rl_launch.cli import app
-from rl_launch.model_files.absent_run import absent_run
+from rl_launch.model_files.local_models import absent_run
 from rl_launch.model_files.model_folder import folder_problems
 from rl_launch.session.directory.run_folder import RunFolder
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from rl_launch.model_files.foreign_folders import FOREIGN_KINDS, foreign_kind
 from rl_launch.model_files.model_folder import MODEL_FILES, folder_problems
+from rl_launch.model_files.weight_files import FOREIGN_KINDS, foreign_kind
 
 FILES = {
     "a DeepSpeed checkpoint": "zero_to_fp32.py",

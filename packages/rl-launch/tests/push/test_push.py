@@ -21,7 +21,7 @@ from rl_launch.push.destinations import destination_of
 from rl_launch.push.pusher import Pusher, push, pusher_of
 from rl_launch.push.staging import base_model
 from rl_launch.session import CheckpointingConfig, RunSession
-from rl_launch.session.checkpoints.manifest import Manifest
+from rl_launch.session.checkpoints.manifest import CheckpointManifest
 from rl_launch.session.directory.run_state import RunState
 
 
@@ -133,14 +133,14 @@ def test_the_best_checkpoint_is_pushed_when_there_is_another(tmp_path, caplog):
 def test_a_checkpoint_that_cannot_be_read_is_not_pushed_and_the_run_finishes(
     tmp_path, monkeypatch, caplog, pushed, step
 ):
-    read = Manifest.read
+    read = CheckpointManifest.read
 
     def unreadable(folder):
         if folder.name == f"step_{step}":
             raise OSError(errno.EIO, "Input/output error", str(folder))
         return read(folder)
 
-    monkeypatch.setattr(Manifest, "read", unreadable)
+    monkeypatch.setattr(CheckpointManifest, "read", unreadable)
     keys = {"push_checkpoints": pushed, "metric_name": "val:accuracy"}
     run(tmp_path / "run", push_to=f"file://{tmp_path}/store", **keys)
     assert RunState.read(tmp_path / "run").status == "finished"

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from rl_core.errors import ConfigError, ConfigProblems, RLError
-from rl_launch.cluster.local_gpus import local_gpus
+from rl_launch.cluster.device import local_gpus
 from rl_launch.commands.preparation import Preparation, StartCheck, checks_of
 from rl_launch.commands.start import run_of
 from rl_launch.commands.train import with_local_models
@@ -53,7 +53,7 @@ def start_findings(run: Preparation, checks: Sequence[StartCheck], known: Collec
         if reason := check.waits(run):
             yield Diagnosis(check.name, "ok", f"not checked: {reason}")
             continue
-        found = []
+        found: list[Diagnosis] = []
         try:
             check.look(run)
             passed.append(check.name)
@@ -64,8 +64,8 @@ def start_findings(run: Preparation, checks: Sequence[StartCheck], known: Collec
             found = [Diagnosis(check.name, "missing", text)]
         if not set(check.machine) & set(known):
             yield from found
-    found = f"these checks of rl train, which precede the start of Ray, pass: {', '.join(passed)}"
-    yield Diagnosis("start", "ok", found)
+    said = f"these checks of rl train, which precede the start of Ray, pass: {', '.join(passed)}"
+    yield Diagnosis("start", "ok", said)
 
 
 def _quickly_local(plan: RunPlan) -> RunPlan:

@@ -23,7 +23,7 @@ from rl_core.errors import ConfigError, RunDirectoryError
 from rl_launch.session.directory.remedies import command_to_go_on
 from rl_launch.session.directory.run_folder import RunFolder, find_runs
 from rl_launch.session.directory.run_state import Best, Labels
-from rl_launch.show.report import Summary, headings, higher_is_better, series_of, summaries_of
+from rl_launch.show.report import MetricSummary, headings, higher_is_better, series_of, summaries_of
 from rl_launch.show.selection import Condition, shown
 
 _STYLES = {"running": "green", "finished": "bold", "interrupted": "yellow", "failed": "red"}
@@ -72,7 +72,7 @@ class RunValues:
         return self.run.config()
 
     @cached_property
-    def _summaries(self) -> dict[str, Summary]:
+    def _summaries(self) -> dict[str, MetricSummary]:
         return {summary.name: summary for summary in summaries_of(series_of(self.run.metrics()))}
 
 

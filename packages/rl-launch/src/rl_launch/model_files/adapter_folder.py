@@ -1,4 +1,4 @@
-"""Adapters in the format of `peft`, seen without the libraries that load them."""
+"""Adapters in the format of `peft`, read without the libraries that load them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from rl_core.config import Problem
 from rl_core.config.tree import reason
 from rl_core.errors import ConfigError
 from rl_core.model_config import LoraConfig
-from rl_launch.model_files.foreign_folders import foreign_kind
 from rl_launch.model_files.model_folder import layer_names
-from rl_launch.model_files.weight_files import Header
+from rl_launch.model_files.weight_files import Header, foreign_kind
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -30,7 +29,7 @@ class AdapterFolder:
     """A folder with an adapter.
 
     Args:
-        base: The model that it sits on, as the folder names it.
+        base: Its base model, as its config names it.
         layers: Names of the linear layers that it adapts.
         parameters: Names, or ends of names, of the stacked weights of experts that it adapts.
     """
@@ -63,11 +62,13 @@ class AdapterFolder:
             what = f"{type(error).__name__}: {reason(error)[:200]}"
             raise ConfigError(f"{path / ADAPTER_CONFIG} is not the config of a low-rank adapter: {what}") from None
         if kind != _LORA:
-            raise ConfigError(_other_type(path, kind))
+            advice = "pass a LoRA adapter" if kind in _PROMPTS else "merge it with peft, or pass a LoRA adapter"
+            raise ConfigError(f"{path} is an adapter with peft_type={kind}, which is not supported; {advice}")
         if odd := _unsupported(said):
             raise ConfigError(f"{path} is an adapter with {', '.join(odd)}, which is not supported; merge it with peft")
-        _check_weights(path)
-        if others := _other_tensors(path):
+        # tensors of embeddings, heads, biases and magnitudes are not factors of a layer
+        factors = (_DOWN + ".weight", _UP + ".weight")
+        if others := sorted(name for name in _tensors(path) if not name.endswith(factors)):
             raise ConfigError(
                 f"{path} has tensors that are not factors of linear layers, such as {others[0]}, which are not "
                 "supported; merge it with peft"
@@ -86,7 +87,7 @@ class AdapterFolder:
         return cls(path, base, dim, alpha, bool(said.get("use_rslora")), linear, parameters)
 
     def settings(self) -> dict[str, Any]:
-        """A `lora_cfg` that starts from this adapter."""
+        """Return a `lora_cfg` that starts from this adapter."""
         return {
             "enabled": True,
             "match_all_linear": False,
@@ -102,15 +103,9 @@ class AdapterFolder:
 _HEADS = ("lm_head", "embed_out", "score")
 """Last parts of the names of heads; layers within blocks are named otherwise."""
 _LORA = "LORA"
-_PROMPTS = (
-    "ADAPTION_PROMPT",
-    "CARTRIDGE",
-    "CPT",
-    "MULTITASK_PROMPT_TUNING",
-    "P_TUNING",
-    "PREFIX_TUNING",
-    "PROMPT_TUNING",
-)
+_PROMPTS = {
+    *("ADAPTION_PROMPT", "CARTRIDGE", "CPT", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "PROMPT_TUNING"),
+}
 """Types of adapters that add tokens, or states of tokens, and change no weights that they could be merged into."""
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "peft_type": (_LORA,),
@@ -125,19 +120,13 @@ _IRRELEVANT = {
     *("layers_to_transform", "layers_pattern", "megatron_core", "runtime_config", "ensure_weight_tying"),
     *("qalora_group_size", "loftq_config", "eva_config", "fan_in_fan_out"),
 }
-"""Fields that are read elsewhere, or say where adapters are, which the names of the tensors say as well, or how they
-began or were trained. `fan_in_fan_out` follows from the kind of layer: peft sets it for transposed weights (GPT-2), and
-ignores it for others."""
-
-
-def _other_type(path: Path, kind: str) -> str:
-    """Return the message for an adapter that is not a LoRA adapter."""
-    advice = "pass a LoRA adapter" if kind in _PROMPTS else "merge it with peft, or pass a LoRA adapter"
-    return f"{path} is an adapter with peft_type={kind}, which is not supported; {advice}"
+"""Fields that are read elsewhere, or list the adapted layers, which follow from the names of the tensors as well, or
+describe how adapters began or were trained. `fan_in_fan_out` follows from the kind of layer: peft sets it for
+transposed weights (GPT-2), and ignores it for others."""
 
 
 def _unsupported(said: Mapping[str, Any]) -> list[str]:
-    """Fields that make an adapter something else than the product of two factors, with their values."""
+    """Return the fields, with their values, that make an adapter something else than the product of two factors."""
     odd = []
     for name, value in said.items():
         neutral = _NEUTRAL.get(name)
@@ -146,29 +135,23 @@ def _unsupported(said: Mapping[str, Any]) -> list[str]:
     return odd
 
 
-def _other_tensors(folder: Path) -> list[str]:
-    """Tensors in the file that are not the factors of a layer: of embeddings, heads, biases and magnitudes."""
-    names = Header.read(folder / ADAPTER_WEIGHTS).shapes
-    return sorted(name for name in names if not name.endswith((_DOWN + ".weight", _UP + ".weight")))
-
-
 def _is_of_parameters(layer: str, parameters: Sequence[str]) -> bool:
     """Return whether factors with this name belong to parameters of a module, each of which peft wraps."""
     module = "." + layer.replace(_WRAPPED, "")
     return any(module.endswith("." + parameter.rpartition(".")[0]) for parameter in parameters)
 
 
-def _check_weights(folder: Path) -> None:
-    """Refuse factors that are missing or damaged.
+def _tensors(folder: Path) -> Mapping[str, tuple[int, ...]]:
+    """Return the shapes of the factors of an adapter, which may be missing or damaged.
 
     Raises:
-        ConfigError: naming the file.
+        ConfigError: If they are; contains the name of the file.
     """
     if not (folder / ADAPTER_WEIGHTS).is_file():
         advice = foreign_kind(folder) or "save the adapter again"
         raise ConfigError(f"{folder} does not contain {ADAPTER_WEIGHTS}; {advice}")
     try:
-        Header.checked(folder / ADAPTER_WEIGHTS)
+        return Header.checked(folder / ADAPTER_WEIGHTS).shapes
     except ValueError as error:
         raise ConfigError(f"{folder} is damaged: {error}") from None
 
@@ -190,6 +173,5 @@ def initial_adapter_problems(key: str, config: LoraConfig) -> Iterator[Problem]:
     for name in ("dim", "alpha", "use_rslora"):
         ours, theirs = getattr(config, name), getattr(found, name)
         if ours != theirs:
-            yield Problem(
-                f"{key}.{name}", f"differs from the adapter in {config.adapter}", got=ours, remedy=f"Set it to {theirs}"
-            )
+            differs, remedy = f"differs from the adapter in {config.adapter}", f"Set it to {theirs}"
+            yield Problem(f"{key}.{name}", differs, got=ours, remedy=remedy)

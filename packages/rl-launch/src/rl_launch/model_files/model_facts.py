@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -44,14 +45,14 @@ def model_problems(
         return
     name = f"{key}.model_name"
     # a composite model states both for all its parts
-    whole = {**_whole_config(folder), **fields}
-    if found := other_task(whole, has_scalar_head=has_scalar_head):
-        yield Problem(
-            name,
-            f"is a {found}, but this run needs a causal language model (...ForCausalLM)",
-            got=model.model_name,
-            remedy="Use the model that it was made from, or another one",
-        )
+    whole: dict[str, Any] = {}
+    with suppress(OSError, ValueError):
+        found = json.loads((Path(folder).expanduser() / "config.json").read_text(encoding="utf-8"))
+        whole = found if isinstance(found, dict) else {}
+    whole |= fields
+    if task := other_task(whole, has_scalar_head=has_scalar_head):
+        reason = f"is a {task}, but this run needs a causal language model (...ForCausalLM)"
+        yield Problem(name, reason, got=model.model_name, remedy="Use the model that it was made from, or another one")
     if not whole.get("model_type"):
         remedy = "Save the model again with `save_pretrained`"
         yield Problem(name, "its config.json has no model_type", got=model.model_name, remedy=remedy)
@@ -67,19 +68,20 @@ def model_problems(
             f"{{max_position_embeddings: {longest_row}}} or {{rope_parameters: {{rope_type: yarn, factor: 4.0, "
             f"original_max_position_embeddings: {limit}}}}}",
         )
-    if has_scalar_head:
-        yield from _head_problems(name, model.model_name, folder)
+    shape = _shapes(folder).get("score.weight") if has_scalar_head else None
+    if shape is not None and shape[0] != 1:
+        reason = f"its head (score.weight) has {shape[0]} labels, but a reward or value is one number"
+        remedy = "Choose a model with one label, or a model without a head, to which a new head is added"
+        yield Problem(name, reason, got=model.model_name, remedy=remedy)
 
 
 def _unreadable(key: str, name: str, fields: Mapping[str, Any], folder: str) -> Problem | None:
     """Return the reason why a training backend cannot read a model; None if it can."""
-    if method := unread_quantisation(fields) or _quantised_by(folder):
-        return Problem(
-            key,
-            f"is quantised with {method}, so it cannot be trained",
-            got=name,
-            remedy="Use the model that it was quantised from, or dequantise it",
-        )
+    parts = {part for tensor in _shapes(folder) for part in tensor.split(".")}
+    written_by = (writer for part, writer in _QUANTISED_PARTS.items() if part in parts)
+    if method := unread_quantisation(fields) or next(written_by, ""):
+        remedy = "Use the model that it was quantised from, or dequantise it"
+        return Problem(key, f"is quantised with {method}, so it cannot be trained", got=name, remedy=remedy)
     model_type = fields["model_type"]
     if _is_known(str(model_type)):
         return None
@@ -87,17 +89,6 @@ def _unreadable(key: str, name: str, fields: Mapping[str, Any], folder: str) -> 
     if written := custom_code(fields):
         reason = f"{reason}, and its own code ({written}) is not run"
     return Problem(key, reason, got=name, remedy="Choose a model of a type that transformers has")
-
-
-def _head_problems(key: str, name: str, folder: str) -> Iterator[Problem]:
-    shape = _shapes(folder).get("score.weight")
-    if shape is not None and shape[0] != 1:
-        yield Problem(
-            key,
-            f"its head (score.weight) has {shape[0]} labels, but a reward or value is one number",
-            got=name,
-            remedy="Choose a model with one label, or a model without a head, to which a new head is added",
-        )
 
 
 def hf_fields(model: ModelConfig) -> dict[str, Any]:
@@ -136,14 +127,6 @@ def _folder(name: str) -> str:
     return name if found is None else str(found)
 
 
-def _whole_config(name: str) -> dict[str, Any]:
-    try:
-        fields = json.loads((Path(name).expanduser() / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return fields if isinstance(fields, dict) else {}
-
-
 def _is_known(model_type: str) -> bool:
     """Return whether `transformers` has a model type."""
     found = find_spec("transformers")
@@ -155,11 +138,6 @@ def _is_known(model_type: str) -> bool:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     return model_type in CONFIG_MAPPING_NAMES
-
-
-def _quantised_by(name: str) -> str:
-    parts = {part for tensor in _shapes(name) for part in tensor.split(".")}
-    return next((writer for part, writer in _QUANTISED_PARTS.items() if part in parts), "")
 
 
 def _shapes(name: str) -> Mapping[str, tuple[int, ...]]:

@@ -13,9 +13,8 @@ from rl_core.config import Problem, nearest_as_remedy
 from rl_core.config.tree import reason as in_words
 from rl_core.errors import ConfigError
 from rl_core.facts.hf_config import language_fields
-from rl_launch.model_files.absent_run import absent_run, run_of_path
-from rl_launch.model_files.foreign_folders import foreign_kind
-from rl_launch.model_files.weight_files import INDEX, SINGLE, Header, weight_file_problems
+from rl_launch.model_files.local_models import absent_run, run_of_path
+from rl_launch.model_files.weight_files import INDEX, SINGLE, Header, foreign_kind, weight_file_problems
 from rl_launch.session.directory.run_folder import is_run
 
 Needed = tuple[tuple[str, ...], str]
@@ -70,7 +69,14 @@ def folder_problems(key: str, name: str, needed: Sequence[Needed]) -> Iterator[P
             for damage in weight_file_problems(folder):
                 yield Problem(key, f"this folder is damaged: {damage}", got=name)
     if any("config.json" in files for files, _ in needed) and "config.json" in held:
-        yield from _unreadable(key, folder / "config.json")
+        path, odd = folder / "config.json", ""
+        try:
+            if not isinstance(json.loads(path.read_text(encoding="utf-8")), dict):
+                odd = "it is not a JSON object"
+        except (OSError, ValueError, RecursionError) as error:
+            odd = in_words(error)
+        if odd:
+            yield Problem(key, f"{path} is not a valid Hugging Face config: {odd}", remedy="Save the model again")
 
 
 def hf_config_fields(name: str) -> dict[str, Any]:
@@ -165,13 +171,3 @@ def _exported(run_dir: Path) -> str:
 def _listed(names: Sequence[str], most: int = 8) -> str:
     shown = ", ".join(names[:most]) or "nothing"
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
-
-
-def _unreadable(key: str, path: Path) -> Iterator[Problem]:
-    try:
-        is_object = isinstance(json.loads(path.read_text(encoding="utf-8")), dict)
-        reason = "" if is_object else "it is not a JSON object"
-    except (OSError, ValueError, RecursionError) as error:
-        reason = in_words(error)
-    if reason:
-        yield Problem(key, f"{path} is not a valid Hugging Face config: {reason}", remedy="Save the model again")

@@ -1,4 +1,5 @@
-"""Safetensors files, checked by their headers without the libraries that load them."""
+"""Files of weights: safetensors checked by their headers, and checkpoint folders of other frameworks, recognised by
+their files. No library that loads weights is needed."""
 
 from __future__ import annotations
 
@@ -13,10 +14,10 @@ from rl_core.config.tree import reason
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-_LONGEST_HEADER = 100_000_000
+_MAX_HEADER_BYTES = 100_000_000
 _LENGTH_BYTES = 8
 _LFS_POINTER = b"version https://git-lfs"
-_MOST_NAMED = 4
+_MAX_NAMED = 4
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Header:
 
     @classmethod
     def read(cls, path: Path) -> Header:
-        """Read the header alone.
+        """Read only the header.
 
         Raises:
             ValueError: If the file does not start with one; the message begins with the file's name.
@@ -45,7 +46,7 @@ class Header:
                 length = int.from_bytes(start, "little")
                 if _LFS_POINTER.startswith(start) and start:
                     raise ValueError(f"{path.name} is a pointer of Git LFS; run `git lfs pull` to get the file itself")
-                if len(start) < _LENGTH_BYTES or length > _LONGEST_HEADER:
+                if len(start) < _LENGTH_BYTES or length > _MAX_HEADER_BYTES:
                     raise ValueError(f"{path.name} is not a safetensors file")
                 text = file.read(length)
         except OSError as error:
@@ -66,10 +67,10 @@ class Header:
 
     @classmethod
     def checked(cls, path: Path) -> Header:
-        """Read the header, and check that the file is as long as it says.
+        """Read the header, and check the length of the file.
 
         Raises:
-            ValueError: naming the file.
+            ValueError: If the file has another length; contains the name of the file.
         """
         header = cls.read(path)
         if (size := path.stat().st_size) != header.num_bytes:
@@ -79,13 +80,16 @@ class Header:
 
 
 def weight_file_problems(folder: Path) -> Iterator[str]:
-    """Damage of the safetensors of a model's folder: files that are missing or truncated, and tensors that the index
-    places in files which do not hold them. Contents are not read. None for a folder without safetensors.
+    """Yield the damage of the safetensors of a model's folder: files that are missing or truncated, and tensors that
+    the index places in files without them. Contents are not read. A folder without safetensors has no damage.
     """
     if (folder / INDEX).is_file():
         yield from _index_problems(folder)
     elif (folder / SINGLE).is_file():
-        yield from _file_problems(folder / SINGLE)
+        try:
+            Header.checked(folder / SINGLE)
+        except ValueError as error:
+            yield str(error)
 
 
 def _index_problems(folder: Path) -> Iterator[str]:
@@ -96,7 +100,8 @@ def _index_problems(folder: Path) -> Iterator[str]:
         return
     files = sorted({str(file) for file in file_of.values()})
     if outside := [file for file in files if Path(file).name != file]:
-        yield f"{INDEX} lists {_few(outside)}, which {_is(outside)} not in the folder. Download the model again"
+        are = "is" if len(outside) == 1 else "are"
+        yield f"{INDEX} lists {_few(outside)}, which {are} not in the folder. Download the model again"
         return
     if (folder / SINGLE).is_file() and SINGLE not in files:
         yield (
@@ -105,10 +110,9 @@ def _index_problems(folder: Path) -> Iterator[str]:
         )
     missing = [file for file in files if not (folder / file).is_file()]
     if missing:
-        yield f"{INDEX} lists {_few(missing)}, which {_is(missing)} missing ({len(missing)} of {len(files)} files)"
-    for file in files:
-        if file in missing:
-            continue
+        are = "is" if len(missing) == 1 else "are"
+        yield f"{INDEX} lists {_few(missing)}, which {are} missing ({len(missing)} of {len(files)} files)"
+    for file in (each for each in files if each not in missing):
         try:
             held = Header.checked(folder / file).shapes
         except ValueError as error:
@@ -120,17 +124,79 @@ def _index_problems(folder: Path) -> Iterator[str]:
             yield f"{INDEX} places {_few(absent)} in {file}, which does not contain {which}"
 
 
-def _file_problems(path: Path) -> Iterator[str]:
-    try:
-        Header.checked(path)
-    except ValueError as error:
-        yield str(error)
-
-
 def _few(names: list[str]) -> str:
-    more = len(names) - _MOST_NAMED
-    return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+    more = len(names) - _MAX_NAMED
+    return ", ".join(names[:_MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
-def _is(names: list[str]) -> str:
-    return "is" if len(names) == 1 else "are"
+@dataclass(frozen=True)
+class ForeignKind:
+    """A kind of checkpoint that cannot be read.
+
+    Args:
+        name: Name with an article.
+        patterns: Globs. A folder that matches one of them contains such a checkpoint.
+        remedy: How to get Hugging Face files from it, as a sentence without the full stop.
+    """
+
+    name: str
+    patterns: tuple[str, ...]
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"it is {self.name}. {self.remedy}"
+
+
+FOREIGN_KINDS = (
+    ForeignKind(
+        "a DeepSpeed checkpoint",
+        ("zero_to_fp32.py", "global_step*/*_optim_states.pt", "*_optim_states.pt", "global_step*/mp_rank_*"),
+        "Run its zero_to_fp32.py with --safe_serialization, and save the model's config.json next to the result",
+    ),
+    ForeignKind(
+        "a Megatron-LM checkpoint",
+        ("latest_checkpointed_iteration.txt", "iter_*", "mp_rank_*/model_optim_rng.pt", "common.pt"),
+        "Convert it with Megatron Bridge, or with tools/checkpoint of the Megatron-LM that wrote it",
+    ),
+    ForeignKind(
+        "a PyTorch distributed checkpoint (torch.distributed.checkpoint)",
+        (".metadata", "*.distcp"),
+        "Export it with the program that wrote it",
+    ),
+    ForeignKind(
+        "a NeMo checkpoint", ("model_config.yaml", "*.nemo", "weights/*.distcp"), "Export it with NeMo's export_ckpt"
+    ),
+    ForeignKind("a GGUF file of llama.cpp", ("*.gguf",), "Use the model that it was quantised from"),
+    ForeignKind(
+        "a model in Meta's own format",
+        ("consolidated.*.pth",),
+        "Convert it with convert_llama_weights_to_hf.py of transformers",
+    ),
+    ForeignKind(
+        "a model in Mistral's own format",
+        ("consolidated*.safetensors", "params.json"),
+        "Use the Hugging Face files of the same model",
+    ),
+    ForeignKind(
+        "a Flax or TensorFlow model",
+        ("flax_model*.msgpack", "tf_model*.h5", "model.ckpt*"),
+        "Load it with from_flax=True or from_tf=True of transformers 4 and save it with `save_pretrained`",
+    ),
+    ForeignKind(
+        "a pickled adapter", ("adapter_model.bin",), "Load it with peft and save it with safe_serialization=True"
+    ),
+    ForeignKind(
+        "a model with pickled weights",
+        ("pytorch_model*.bin", "pytorch_model*.bin.index.json"),
+        "Run `rl convert FOLDER NEW_FOLDER`, which writes safetensors files without running code from the pickle",
+    ),
+)
+
+
+PICKLED = FOREIGN_KINDS[-1]
+"""Folders that `rl convert` turns into safetensors."""
+
+
+def foreign_kind(folder: Path) -> ForeignKind | None:
+    """Return the framework whose checkpoint a folder contains; None if it is not known."""
+    return next((kind for kind in FOREIGN_KINDS if any(any(folder.glob(each)) for each in kind.patterns)), None)

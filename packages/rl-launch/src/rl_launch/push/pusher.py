@@ -15,7 +15,7 @@ from rl_core.errors import ConfigError, RLError, RunDirectoryError
 from rl_launch.push.destinations import Destination, destination_of
 from rl_launch.push.staging import stage
 from rl_launch.session.checkpoints.checkpoints import ADAPTER, STAGED, newest_checkpoint
-from rl_launch.session.checkpoints.manifest import Manifest
+from rl_launch.session.checkpoints.manifest import CheckpointManifest
 from rl_launch.session.config import CheckpointingConfig
 from rl_launch.session.directory.checkpoint_name import CheckpointName
 from rl_launch.session.directory.run_folder import RunFolder
@@ -218,7 +218,7 @@ def push(source: str, url: str, *, adapter: bool, private: bool) -> str:
     try:
         stage(run, checkpoint, folder, adapter=adapter, name=destination.loadable_name)
         destination.check()
-        step = Manifest.read(checkpoint).step
+        step = CheckpointManifest.read(checkpoint).step
         return destination.upload(folder, step=step, title=f"Step {step}")
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -13,7 +13,7 @@ from typing import Any
 from rl_core.config import tree_to_yaml
 from rl_core.errors import RunDirectoryError
 from rl_launch.session.checkpoints.checkpoints import ADAPTER, EXPORT, exported_model
-from rl_launch.session.checkpoints.manifest import Manifest
+from rl_launch.session.checkpoints.manifest import CheckpointManifest
 from rl_launch.session.directory.run_folder import RunFolder, is_run
 
 _CARD = "README.md"
@@ -42,7 +42,7 @@ def stage(run: RunFolder, checkpoint: Path, folder: Path, *, adapter: bool, name
         RunDirectoryError: If the checkpoint is damaged, or has no such files.
     """
     try:
-        manifest = Manifest.read(checkpoint)
+        manifest = CheckpointManifest.read(checkpoint)
         damage = manifest.damage(checkpoint)
     except ValueError as error:
         raise RunDirectoryError(f"{checkpoint} is damaged: {error}") from None
@@ -87,7 +87,7 @@ def base_model(name: str, depth: int = 0) -> str:
     return base_model(RunFolder(runs[0]).description().model, depth + 1) if runs and depth < _MAX_DEPTH else ""
 
 
-def _model_card(run: RunFolder, manifest: Manifest, name: str, architecture: str, *, is_adapter: bool) -> str:
+def _model_card(run: RunFolder, manifest: CheckpointManifest, name: str, architecture: str, *, is_adapter: bool) -> str:
     """Return the text of a model card. It has no paths of this machine.
 
     Args:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from rl_launch.session.rollouts.run_files import metrics_row
-from rl_launch.show.report import Summary, summaries_of
+from rl_launch.show.report import MetricSummary, summaries_of
 
 Axis = Literal["step", "time", "tokens"]
 AXES: tuple[Axis, ...] = ("step", "time", "tokens")
@@ -81,7 +81,7 @@ class FollowedMetrics:
         column = self.columns.get(name, ())
         return [(step, value) for step, value in zip(self.steps, column, strict=False) if isfinite(value)]
 
-    def summaries(self) -> list[Summary]:
+    def summaries(self) -> list[MetricSummary]:
         """Return summaries of all metrics that have a value, times included."""
         return summaries_of({name: self.series(name) for name in self.columns})
 

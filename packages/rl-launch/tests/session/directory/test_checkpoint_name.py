@@ -11,9 +11,9 @@ from rl_launch.commands.conversion.convert import named_source
 from rl_launch.commands.start import run_of
 from rl_launch.doctor.family import check_model
 from rl_launch.evaluation.source import evaluation_of
-from rl_launch.model_files.run_models import adapter_of_run, model_of_run
+from rl_launch.model_files.local_models import adapter_of_run, model_of_run
 from rl_launch.run_config.reading import read_raw
-from rl_launch.session.checkpoints.manifest import Manifest
+from rl_launch.session.checkpoints.manifest import CheckpointManifest
 from rl_launch.session.directory.branch import BranchPoint
 from rl_launch.session.directory.checkpoint_name import CheckpointName
 from rl_launch.session.directory.run_folder import RunFolder
@@ -50,7 +50,7 @@ def run(tmp_path, monkeypatch):
         checkpoint = folder / "checkpoints" / f"step_{step}"
         for part in ("hf", "adapter", "policy"):
             (checkpoint / part).mkdir(parents=True)
-        Manifest(step, {"val/loss": loss}, {}).write(checkpoint)
+        CheckpointManifest(step, {"val/loss": loss}, {}).write(checkpoint)
     (tmp_path / "linked").symlink_to(folder / "checkpoints" / "step_2")
     return folder
 

@@ -36,12 +36,12 @@ from rl_launch.commands.conversion.source import (
 from rl_launch.commands.conversion.weight_files import Quantization, is_pickled, write_quantized, write_safetensors
 from rl_launch.commands.train import with_local_models
 from rl_launch.model_files.adapter_folder import AdapterFolder
+from rl_launch.model_files.local_models import model_of_run
 from rl_launch.model_files.model_folder import hf_config_fields
-from rl_launch.model_files.run_models import model_of_run
 from rl_launch.root_config import POLICY
 from rl_launch.run_config.checks import check_placement
 from rl_launch.run_config.plan import RunPlan
-from rl_launch.session.checkpoints.manifest import Manifest, sync_folder
+from rl_launch.session.checkpoints.manifest import CheckpointManifest, sync_folder
 from rl_launch.session.directory.checkpoint_name import CheckpointName
 
 if TYPE_CHECKING:
@@ -357,7 +357,7 @@ class _Conversion:
             written = model.finish_save() or ()
         tree = stated.plan.without_unused(as_written(stated.plan.root))
         (folder / CONFIG).write_text(tree_to_yaml(tree), encoding="utf-8")
-        Manifest.of(folder, 0, {}, written={POLICY: written}, own=[CONFIG]).write(folder)
+        CheckpointManifest.of(folder, 0, {}, written={POLICY: written}, own=[CONFIG]).write(folder)
         return replace(stated, checkpoint=folder)
 
     def check_files(self, source: ConversionSource, subject: str) -> None:
@@ -441,7 +441,7 @@ def _cluster(target: Path, sources: Sequence[ConversionSource]) -> Iterator[Star
             model = runtime.models()[POLICY]
             if source.checkpoint is not None:
                 _log.info("reading %s", source.checkpoint)
-                files = Manifest.read(source.checkpoint).files_of(POLICY)
+                files = CheckpointManifest.read(source.checkpoint).files_of(POLICY)
                 model.load(str((source.checkpoint / POLICY).absolute()), files=files)
             yield model
 

@@ -14,15 +14,15 @@ from rl_core.model import HEADLESS_ROLES, Role
 from rl_core.model_config import ModelConfig, local_hf_config
 from rl_core.plugins import POLICIES, BackendPlugin, plugin
 from rl_launch.model_files.adapter_folder import ADAPTER_CONFIG, AdapterFolder
-from rl_launch.model_files.foreign_folders import foreign_kind
 from rl_launch.model_files.local_models import MADE_HERE
 from rl_launch.model_files.model_facts import model_problems
 from rl_launch.model_files.model_folder import MODEL_FILES, folder_problems
+from rl_launch.model_files.weight_files import foreign_kind
 from rl_launch.root_config import POLICY, with_section, with_values
 from rl_launch.run_config.plan import RunPlan
 from rl_launch.run_config.reading import read_model_plan
 from rl_launch.session.checkpoints.checkpoints import newest_checkpoint
-from rl_launch.session.checkpoints.manifest import FILE_NAME, Manifest
+from rl_launch.session.checkpoints.manifest import FILE_NAME, CheckpointManifest
 
 CONFIG = "config.yaml"
 
@@ -245,7 +245,7 @@ def _damage(checkpoint: Path) -> str:
     if not (checkpoint / FILE_NAME).is_file():
         return f"it has no {FILE_NAME}, which is written last, so it is incomplete"
     try:
-        manifest = Manifest.read(checkpoint)
+        manifest = CheckpointManifest.read(checkpoint)
     except ValueError as error:
         return str(error)
     return manifest.damage(checkpoint) or ("" if manifest.files_of(POLICY) else f"it has no files of {POLICY}")

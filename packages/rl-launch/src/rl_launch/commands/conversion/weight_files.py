@@ -17,8 +17,7 @@ from rl_core.config import did_you_mean
 from rl_core.errors import ConfigError, RLError
 from rl_core.plugins import POLICIES, BackendPlugin, plugin, plugins
 from rl_launch.cluster.device import resolve_device
-from rl_launch.model_files.foreign_folders import PICKLED, foreign_kind
-from rl_launch.model_files.weight_files import INDEX, SINGLE
+from rl_launch.model_files.weight_files import INDEX, PICKLED, SINGLE, foreign_kind
 from rl_launch.root_config import POLICY, ClusterConfig
 from rl_launch.worker_envs.provision import DriverEnvs, Mode
 from rl_launch.worker_envs.spec import worker_env
