@@ -16,8 +16,7 @@ from rl_core.errors import ConfigError, RunDirectoryError
 from rl_core.model_config import ModelConfig
 from rl_core.plugins import algorithm_named
 from rl_launch.evaluation.folder import is_evaluation
-from rl_launch.model_files.absent_run import absent_run
-from rl_launch.model_files.local_models import MADE_HERE
+from rl_launch.model_files.local_models import MADE_HERE, absent_run
 from rl_launch.model_files.model_facts import longest_of
 from rl_launch.root_config import RunConfig
 from rl_launch.run_config.plan import RunPlan

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -16,21 +16,21 @@ from rl_core.config import (
     RawConfig,
     assemble,
     load,
+    plain,
     refusal,
     resolve,
 )
 from rl_core.errors import ConfigError, ConfigProblems
-from rl_core.plugins import ALGORITHMS, ENVIRONMENTS, AlgorithmPlugin, names, plugins
+from rl_core.plugins import ALGORITHMS, ENVIRONMENTS, AlgorithmPlugin, names, plugin, plugins
 from rl_launch.foreign_keys.hints import ForeignHints
-from rl_launch.model_files.absent_run import absent_run
-from rl_launch.model_files.run_models import with_models_of_runs
+from rl_launch.model_files.local_models import absent_run, with_models_of_runs
 from rl_launch.recipes import RECIPES
-from rl_launch.root_config import ClusterConfig
+from rl_launch.root_config import ClusterConfig, RunConfig
 from rl_launch.run_config.checks import PlanChecks, model_checks
-from rl_launch.run_config.plan import RunPlan
+from rl_launch.run_config.plan import RunPlan, without
 from rl_launch.run_config.root_types import algorithm_of, policy_type, root_type, type_of
-from rl_launch.run_config.validation_off import takes_out_validation, without_validation
 from rl_launch.session.directory.checkpoint_name import CheckpointName
+from rl_launch.session.directory.recording import Recording
 from rl_launch.session.directory.run_folder import CONFIG, DESCRIPTION, RunFolder, is_run
 
 _log = logging.getLogger(__name__)
@@ -188,7 +188,7 @@ def _is_recorded(path: Path) -> bool:
 
 @lru_cache
 def _log_version(folder: Path, num_keys: int) -> None:
-    # a command reads the config of a run several times
+    # This is cached, because a command reads the config of a run several times.
     version = RunFolder(folder).description().versions.get("rl-launch") if is_run(folder) else None
     written_by = f"version {version}" if version else "an earlier version"
     keys = "1 key is read under its new name" if num_keys == 1 else f"{num_keys} keys are read under their new names"
@@ -224,3 +224,89 @@ def check_environments(raw: RawConfig) -> None:
             f"environment {listed} {verb} not installed, but {raw.name} has settings for it. Install the package that "
             f"the run was started with (installed environments: {', '.join(known) or 'none'})"
         )
+
+
+_ENV = "env"
+_DATA, _METRIC = "data.validation", "checkpointing.metric_name"
+
+
+def takes_out_validation(raw: RawConfig) -> bool:
+    """Return whether a config has `data.validation: null` and holds out no rows of training data to validate on."""
+    data = raw.plain().get("data")
+    if not isinstance(data, Mapping) or data.get("validation", data) is not None:
+        return False
+    train = data.get("train")
+    several = train if isinstance(train, list) else [train]
+    return not any(isinstance(each, Mapping) and each.get("split_validation_size") for each in several)
+
+
+def without_validation(raw: RawConfig, algorithm: AlgorithmPlugin) -> RawConfig:
+    """Return a config without validation data and with the inherited keys off that ask for a validation or need one.
+    Keys that were written together with `data.validation`, or over it, stay, and the checks refuse them.
+    """
+    off: dict[str, Any] = dict(algorithm.without_validation)
+    checkpointing = raw.plain().get("checkpointing")
+    metric = checkpointing.get("metric_name") if isinstance(checkpointing, Mapping) else None
+    if str(metric).startswith(("val:", "val/")):
+        off[_METRIC] = None
+    place = raw.layer(_DATA)
+    for key, value in off.items():
+        if raw.is_written(key) and raw.layer(key) < place:
+            *sections, name = key.split(".")
+            nested: dict[str, Any] = {name: value}
+            for section in reversed(sections):
+                nested = {section: nested}
+            raw = raw.with_values(nested, f"{_DATA}: null")
+    return raw
+
+
+class RunRecording(Recording):
+    """Keep the sections of the training backends, the generation engine and the environments that a run uses. A driver
+    with other installed plugins can then resume it.
+
+    Args:
+        environments: Names of the environments that the run uses; None to keep all while they are not known.
+    """
+
+    def __init__(self, environments: Collection[str] | None = None) -> None:
+        self._environments = environments
+
+    def used(self, config: RunConfig, tree: dict[str, Any]) -> dict[str, Any]:
+        """Return the tree without the sections of plugins that the run does not use; the backend that trains a model is
+        enabled in it."""
+        plan = RunPlan.of(config)
+        tree = plan.without_unused(tree)
+        used = self._environments
+        for name in names(ENVIRONMENTS) if used is not None else ():
+            if used is not None and name not in used:
+                tree = without(tree, (_ENV, name))
+            elif name not in tree[_ENV]:
+                # Only rows name it. The recorded defaults keep the run as it is if a later version has others.
+                tree = _with(tree, (_ENV, name), plain(plugin(ENVIRONMENTS, name).config()))
+        for model in plan.backends.models.values():
+            tree = _with(tree, (*model.section.split("."), model.plugin.key, "enabled"), True)
+        return tree
+
+    def read(self, path: Path, like: Config) -> Config:
+        """Return the config in the file, with the type of its own algorithm.
+
+        Raises:
+            ConfigError: If it uses a plugin that is not installed, or does not fit.
+        """
+        raw = load(path)
+        check_environments(raw)
+        raw = of_this_version(raw, type_of(raw), path)
+        return resolve(raw, type_of(raw, of_run=True)).config
+
+
+def recorded_environments(path: Path) -> list[str] | None:
+    """Return the environments that a `config.yaml` has settings for; None if it cannot be read."""
+    try:
+        return list(load(path).select(_ENV) or {})
+    except ConfigError:
+        return None
+
+
+def _with(tree: dict[str, Any], path: tuple[str, ...], value: Any) -> dict[str, Any]:
+    head, *rest = path
+    return {**tree, head: _with(tree[head], tuple(rest), value) if rest else value}
