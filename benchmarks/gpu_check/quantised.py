@@ -53,8 +53,8 @@ async def noise(generator: Generator) -> float:
 def check(setup: Setup, report: Report) -> None:
     """Several versions for every method that this device has kernels for, beside the same engine in bfloat16."""
     from rl_dtensor.plugin import PLUGIN
+    from rl_vllm.config import QuantizationConfig
     from rl_vllm.engine.quantisation_kernels import quantisation_problems
-    from rl_vllm.quantization_config import QuantizationConfig
 
     name, shape = next(iter(setup.models.items()))
     length, num_new = setup.pick(24, 256), setup.pick(8, 128)

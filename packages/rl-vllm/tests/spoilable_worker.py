@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rl_core.weights import Manifest
-from rl_vllm.engine_worker import EngineWorker
+from rl_vllm.engine_worker import EngineWorker, Report
 from rl_vllm.weights.planned_load import PlannedLoad
 from rl_vllm.weights.quantised_layers import quantised_layers
 from rl_vllm.weights.weight_receiver import WeightReceiver
@@ -99,12 +99,12 @@ class SpoilableWorker(EngineWorker):
         """Have a layer keep another second factor than arrives, from now on; none if the path is empty."""
         self._spoiled_layer = path
 
-    def _receive(self, *args: Any) -> str:
-        digest = super()._receive(*args)
+    def receive_weights(self, *args: Any) -> Report:
+        report = super().receive_weights(*args)
         if self._spoiled_layer:
             layer = self._adapter_manager().modules[self._spoiled_layer]
-            layer.lora_b_stacked[0][:, 0, 1, 0] += 1e-3
-        return digest
+            layer.lora_b_stacked[0].data[:, 0, 1, 0] += 1e-3
+        return report
 
     def break_forward(self) -> None:
         """Make the next forward pass fail."""

@@ -23,7 +23,7 @@ from rl_core.testing.weights import SYNC_TIMEOUT_S, Bench, _address, model_confi
 from rl_core.torch.quantization.float8 import Float8Recipe, Float8Weight
 from rl_core.weights import Transport
 from rl_vllm import VllmConfig
-from rl_vllm.quantization_config import QuantizationConfig
+from rl_vllm.config import QuantizationConfig
 
 RECIPE = Float8Recipe("per_channel", smallest_scale=1 / (448 * 512))
 FUSED = {

@@ -16,10 +16,10 @@ from rl_core.errors import GeneratorError
 from rl_core.model_config import GenerationConfig, LoraConfig, ModelConfig
 from rl_core.rollouts.generation import Placement
 from rl_vllm import VllmConfig, VllmGenerator, preflight
+from rl_vllm.config import ROUTERS, QuantizationConfig
 from rl_vllm.engine import quantisation_kernels
 from rl_vllm.engine.arguments import engine_arguments
 from rl_vllm.plugin import PLUGIN, adapter_problem
-from rl_vllm.quantization_config import ROUTERS, QuantizationConfig
 
 PER_CHANNEL = QuantizationConfig(method="fp8_per_channel")
 

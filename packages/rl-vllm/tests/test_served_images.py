@@ -21,8 +21,8 @@ from rl_core.testing.exhaustive import exhaustive, partly_exhaustive
 from rl_core.testing.torch.weight_sender import SenderProcess
 from rl_vllm import VllmConfig
 from rl_vllm import generator as generator_module
+from rl_vllm.config import QuantizationConfig
 from rl_vllm.plugin import IMAGE_FAMILIES, image_problem
-from rl_vllm.quantization_config import QuantizationConfig
 
 TOLERANCE = 1e-4
 

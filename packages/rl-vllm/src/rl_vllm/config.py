@@ -9,97 +9,115 @@ from pydantic import Field, model_validator
 from rl_core.config import Config, PathText, Problem, ProblemError, WhenChanged
 from rl_core.devices import Device
 from rl_core.model_config import EngineConfig
-from rl_vllm.quantization_config import QuantizationConfig
+
+Method = Literal["fp8_per_channel", "fp8_per_block", "fp8_per_tensor", "mxfp8", "nvfp4"]
+
+ROUTERS = ("*.gate", "*.router", "*.shared_expert_gate")
+"""Patterns of the names of linear layers that choose experts."""
+
+_REFUSED_METHODS = {
+    "mxfp8": "stores scales in an order that vLLM's kernels choose, so that a weight sync could not be verified "
+    "against what was sent",
+    "nvfp4": "is not applied to linear layers of bfloat16 models by vLLM 0.32, only to experts",
+}
+
+
+class QuantizationConfig(Config):
+    """Rollouts with quantised weights.
+
+    The policy sends its weights in `policy.precision`. Every rank of the engine quantises them again at each weight
+    sync, and the sync is refused if the engine does not hold what its recipe gives. Embeddings, the head, norms,
+    routers and the experts of a mixture keep their precision.
+    """
+
+    when_changed = WhenChanged.RESUME
+
+    method: Method
+    """Format of the weights of linear layers. 8-bit floating point (E4M3) with a scale per output
+    (`fp8_per_channel`), per block of 128 by 128 (`fp8_per_block`) or per matrix (`fp8_per_tensor`). Activations are
+    quantised too, as they are computed. Devices differ in the methods that they have kernels for; a run is refused
+    before it starts if this one is missing. `mxfp8` and `nvfp4` are refused, with the reason."""
+    num_first_layers_in_bf16: int = Field(default=0, ge=0)
+    """Number of layers at the start of the model that are not quantised."""
+    num_last_layers_in_bf16: int = Field(default=0, ge=0)
+    """Number of layers at the end of the model that are not quantised."""
+    ignored_layers: list[str] = []
+    """Names of linear layers that are not quantised, with `*` for any characters, such as `*.o_proj`. Layers that the
+    engine computes as one (`q_proj`, `k_proj` and `v_proj`; `gate_proj` and `up_proj`) must be named together."""
+    oracle_every: int = Field(default=10, ge=1)
+    """Number of weight syncs from one comparison in float64 of all quantised weights with the weights that were sent to
+    the next. It measures the error of the quantisation; the first sync has one. Scales and values are compared with the
+    recipe at every sync."""
+
+    @model_validator(mode="after")
+    def _refuse_methods(self) -> QuantizationConfig:
+        reason = _REFUSED_METHODS.get(self.method)
+        if reason:
+            remedy = "Set fp8_per_channel or fp8_per_block"
+            raise ProblemError(Problem("method", reason, got=self.method, remedy=remedy))
+        return self
+
+    def ignored(self, num_layers: int) -> list[str]:
+        """Return the patterns of the names of the engine's layers that are not quantised.
+
+        Args:
+            num_layers: Number of layers of the model.
+        """
+        first = range(min(self.num_first_layers_in_bf16, num_layers))
+        last = range(max(num_layers - self.num_last_layers_in_bf16, 0), num_layers)
+        return [*ROUTERS, *(f"*layers.{layer}.*" for layer in sorted({*first, *last})), *self.ignored_layers]
+
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
 """vLLM silently raises a lower temperature to the first and refuses one above the second."""
 
-_PLACED = "the runtime places replicas and their ranks. Give generation more devices"
-_SPECULATION = "set `vllm_cfg.speculation`, which refuses what would be wrong"
-_QUANTIZATION = "set `vllm_cfg.quantization`, which verifies every weight sync"
-_SAMPLING = "sampling parameters come from `policy.generation` only"
-_TASK = "the engine only generates"
-_ADAPTERS = "`policy.generation.lora_sync` determines how the policy's adapters are applied"
+_REASONS = {
+    "the runtime places replicas and their ranks. Give generation more devices": """
+        data_parallel_address data_parallel_backend data_parallel_external_lb data_parallel_hybrid_lb
+        data_parallel_multi_port_external_lb data_parallel_rank data_parallel_rpc_port data_parallel_size
+        data_parallel_size_local data_parallel_start_rank device_ids master_addr master_port nnodes node_rank""",
+    "`policy.generation.lora_sync` determines how the policy's adapters are applied": """
+        enable_lora fully_sharded_loras lora_dtype lora_target_modules max_cpu_loras max_lora_rank max_loras""",
+    "set `vllm_cfg.speculation`, which refuses what would be wrong": """
+        spec_method spec_model spec_tokens speculative_config""",
+    "set `vllm_cfg.quantization`, which verifies every weight sync": "quantization quantization_config",
+    "sampling parameters come from `policy.generation` only": "generation_config override_generation_config",
+    "the engine only generates": "convert mm_encoder_only runner",
+    "the generator reports through `health`": "disable_log_stats",
+    "each rank of a replica is its own process": "distributed_executor_backend",
+    "set `policy.precision`": "dtype",
+    "the generator chooses it for the device": "enable_chunked_prefill",
+    "set `moe_router_replay` in the section of the policy's training backend": "enable_return_routed_experts",
+    "the generator sleeps if it shares its device": "enable_sleep_mode",
+    "set `policy.hf_config_overrides`": "hf_overrides",
+    "set `vllm_cfg.kv_cache_gib`": "kv_cache_memory_bytes",
+    "set `policy.vision.enabled`": "language_model_only",
+    "set `policy.vision.max_images`": "limit_mm_per_prompt",
+    "training needs processed logprobs": "logprobs_mode",
+    "images are normalised as the trainer does": "mm_device_do_normalize",
+    "the generator keeps processed images itself": "mm_processor_cache_gb",
+    "set `policy.vision.min_pixels` and `max_pixels`": "mm_processor_kwargs",
+    "set `policy.model_name`": "model",
+    "a replica has tensor_parallel_size x pipeline_parallel_size ranks": "prefill_context_parallel_size",
+    "the generator counts drafts by them, and reports through `health`": "per_request_spec_decode_metrics",
+    "every request carries its own seed": "seed",
+    "stop strings need the tokenizer": "skip_tokenizer_init",
+    "set `policy.tokenizer.name`": "tokenizer",
+    "a watermark changes the distribution that is sampled from": "watermark_config",
+    "weights arrive through the run's own transport": "weight_transfer_config",
+    "the generator's own extension receives the weights": "worker_extension_cls",
+}
+
+_SAME_KEYS = """
+    enforce_eager gpu_memory_utilization kv_cache_dtype max_model_len max_num_batched_tokens max_num_seqs
+    pipeline_parallel_size tensor_parallel_size"""
+"""Engine arguments that are keys of `vllm_cfg` by the same name."""
 
 OWNED_ARGUMENTS = {
-    "convert": _TASK,
-    "data_parallel_address": _PLACED,
-    "data_parallel_backend": _PLACED,
-    "data_parallel_external_lb": _PLACED,
-    "data_parallel_hybrid_lb": _PLACED,
-    "data_parallel_multi_port_external_lb": _PLACED,
-    "data_parallel_rank": _PLACED,
-    "data_parallel_rpc_port": _PLACED,
-    "data_parallel_size": _PLACED,
-    "data_parallel_size_local": _PLACED,
-    "data_parallel_start_rank": _PLACED,
-    "device_ids": _PLACED,
-    "disable_log_stats": "the generator reports through `health`",
-    "distributed_executor_backend": "each rank of a replica is its own process",
-    "dtype": "set `policy.precision`",
-    "enable_chunked_prefill": "the generator chooses it for the device",
-    "enable_lora": _ADAPTERS,
-    "enable_return_routed_experts": "set `moe_router_replay` in the section of the policy's training backend",
-    "enable_sleep_mode": "the generator sleeps if it shares its device",
-    "enforce_eager": "set `vllm_cfg.enforce_eager`",
-    "fully_sharded_loras": _ADAPTERS,
-    "generation_config": _SAMPLING,
-    "gpu_memory_utilization": "set `vllm_cfg.gpu_memory_utilization`",
-    "hf_overrides": "set `policy.hf_config_overrides`",
-    "kv_cache_dtype": "set `vllm_cfg.kv_cache_dtype`",
-    "kv_cache_memory_bytes": "set `vllm_cfg.kv_cache_gib`",
-    "lora_dtype": _ADAPTERS,
-    "lora_target_modules": _ADAPTERS,
-    "language_model_only": "set `policy.vision.enabled`",
-    "limit_mm_per_prompt": "set `policy.vision.max_images`",
-    "logprobs_mode": "training needs processed logprobs",
-    "master_addr": _PLACED,
-    "master_port": _PLACED,
-    "max_cpu_loras": _ADAPTERS,
-    "max_lora_rank": _ADAPTERS,
-    "max_loras": _ADAPTERS,
-    "max_model_len": "set `vllm_cfg.max_model_len`",
-    "max_num_batched_tokens": "set `vllm_cfg.max_num_batched_tokens`",
-    "max_num_seqs": "set `vllm_cfg.max_num_seqs`",
-    "mm_device_do_normalize": "images are normalised as the trainer does",
-    "mm_encoder_only": _TASK,
-    "mm_processor_cache_gb": "the generator keeps processed images itself",
-    "mm_processor_kwargs": "set `policy.vision.min_pixels` and `max_pixels`",
-    "model": "set `policy.model_name`",
-    "nnodes": _PLACED,
-    "node_rank": _PLACED,
-    "override_generation_config": _SAMPLING,
-    "pipeline_parallel_size": "set `vllm_cfg.pipeline_parallel_size`",
-    "prefill_context_parallel_size": "a replica has tensor_parallel_size x pipeline_parallel_size ranks",
-    "quantization": _QUANTIZATION,
-    "per_request_spec_decode_metrics": "the generator counts drafts by them, and reports through `health`",
-    "quantization_config": _QUANTIZATION,
-    "runner": _TASK,
-    "seed": "every request carries its own seed",
-    "skip_tokenizer_init": "stop strings need the tokenizer",
-    "spec_method": _SPECULATION,
-    "spec_model": _SPECULATION,
-    "spec_tokens": _SPECULATION,
-    "speculative_config": _SPECULATION,
-    "tensor_parallel_size": "set `vllm_cfg.tensor_parallel_size`",
-    "tokenizer": "set `policy.tokenizer.name`",
-    "watermark_config": "a watermark changes the distribution that is sampled from",
-    "weight_transfer_config": "weights arrive through the run's own transport",
-    "worker_extension_cls": "the generator's own extension receives the weights",
+    **{name: reason for reason, names in _REASONS.items() for name in names.split()},
+    **{name: f"set `vllm_cfg.{name}`" for name in _SAME_KEYS.split()},
 }
 """Engine arguments that other settings determine, and the key or the reason."""
-
-
-def _owned_problem(name: str) -> Problem:
-    cause, _, setting = OWNED_ARGUMENTS[name].partition("set ")
-    reason = ": ".join(filter(None, ("cannot be set here", cause.removesuffix("; "))))
-    remedy = f"Set {setting}" if setting else ""
-    return Problem(f"vllm_kwargs.{name}", reason, remedy=remedy)
-
-
-_REFUSED_METHODS = {
-    "suffix": "needs arctic-inference 0.1.1, which has no builds and is not among the packages of the engine",
-}
 
 
 class SpeculationConfig(Config):
@@ -133,30 +151,18 @@ class SpeculationConfig(Config):
     device: the time of an engine step with drafts divided by its time without."""
 
     @model_validator(mode="after")
-    def _refuse_methods(self) -> SpeculationConfig:
-        reason = _REFUSED_METHODS.get(self.method)
-        if reason:
+    def _refuse(self) -> SpeculationConfig:
+        if self.method == "suffix":
+            reason = "needs arctic-inference 0.1.1, which has no builds and is not among the packages of the engine"
             remedy = "Set ngram, or draft_model, eagle3 or mtp with the folder of a drafter"
             raise ProblemError(Problem("method", reason, got=self.method, remedy=remedy))
-        return self
-
-    @model_validator(mode="after")
-    def _refuse_keys_of_other_methods(self) -> SpeculationConfig:
-        if self.has_weights:
-            if self.model is None:
-                reason = f"is needed by method {self.method}"
-                raise ProblemError(Problem("model", reason, remedy="Set it to the folder of the drafter"))
-            unread = ["prompt_lookup_min", "prompt_lookup_max"]
-        else:
-            unread = ["model"]
-        for name in unread:
+        if self.has_weights and self.model is None:
+            reason = f"is needed by method {self.method}"
+            raise ProblemError(Problem("model", reason, remedy="Set it to the folder of the drafter"))
+        for name in ("prompt_lookup_min", "prompt_lookup_max") if self.has_weights else ("model",):
             if (value := getattr(self, name)) is not None:
                 reason = f"is not read by method {self.method}"
                 raise ProblemError(Problem(name, reason, got=value, remedy="Remove this key, or set another method"))
-        return self
-
-    @model_validator(mode="after")
-    def _refuse_empty_range(self) -> SpeculationConfig:
         smallest, largest = self.lookup
         if smallest > largest:
             reason = f"is larger than prompt_lookup_max, which is {largest}"
@@ -165,12 +171,12 @@ class SpeculationConfig(Config):
 
     @property
     def has_weights(self) -> bool:
-        """Return whether the drafter is a model."""
+        """True if the drafter is a model."""
         return self.method != "ngram"
 
     @property
     def drafts_with_head(self) -> bool:
-        """Return whether the drafter reads the policy's hidden states."""
+        """True if the drafter reads the policy's hidden states."""
         return self.method in ("eagle3", "mtp")
 
     @property
@@ -224,41 +230,32 @@ class VllmConfig(EngineConfig):
     """Further arguments of vLLM's engine, passed on unchanged."""
 
     @model_validator(mode="after")
-    def _refuse_owned_arguments(self) -> VllmConfig:
-        owned = [name for name in self.vllm_kwargs if name in OWNED_ARGUMENTS]
+    def _refuse(self) -> VllmConfig:
+        owned = []
+        for name in self.vllm_kwargs:
+            if name in OWNED_ARGUMENTS:
+                cause, _, setting = OWNED_ARGUMENTS[name].partition("set ")
+                reason = ": ".join(filter(None, ("cannot be set here", cause)))
+                owned.append(Problem(f"vllm_kwargs.{name}", reason, remedy=f"Set {setting}" if setting else ""))
         if owned:
-            raise ProblemError(*map(_owned_problem, owned))
-        return self
-
-    @model_validator(mode="after")
-    def _refuse_ranks_in_one_process(self) -> VllmConfig:
+            raise ProblemError(*owned)
         if self.own_process is False and self.num_ranks > 1:
             reason = f"must be true because each of the {self.num_ranks} ranks is a separate process"
             raise ProblemError(Problem("own_process", reason, got=False, remedy="Remove this key"))
-        return self
-
-    @model_validator(mode="after")
-    def _refuse_what_speculation_excludes(self) -> VllmConfig:
         if self.speculation is None:
             return self
         on = f"vllm_cfg.speculation (method {self.speculation.method})"
-        if self.pipeline_parallel_size > 1:
+        if (ranks := self.pipeline_parallel_size) > 1:
             reason = f"must be 1 with {on}: drafts have not been verified across pipeline ranks"
             remedy = "Use tensor_parallel_size, or remove speculation"
-            raise ProblemError(
-                Problem("pipeline_parallel_size", reason, got=self.pipeline_parallel_size, remedy=remedy)
-            )
+            raise ProblemError(Problem("pipeline_parallel_size", reason, got=ranks, remedy=remedy))
         if self.speculation.has_weights and self.sleep_level == 2:
             reason = f"would drop the drafter's weights, which nobody sends again, with {on}"
             raise ProblemError(Problem("sleep_level", reason, got=2, remedy="Set 1, or remove this key"))
         if self.speculation.method == "ngram" and self.vllm_kwargs.get("async_scheduling"):
             reason = f"does not work with {on}: the engine looks up n-grams between two steps"
             raise ProblemError(Problem("vllm_kwargs.async_scheduling", reason, got=True, remedy="Remove this key"))
-        return self
-
-    @model_validator(mode="after")
-    def _refuse_what_quantization_excludes(self) -> VllmConfig:
-        if self.quantization is not None and self.speculation is not None and self.speculation.has_weights:
+        if self.quantization is not None and self.speculation.has_weights:
             reason = "has not been verified with a drafter, which would be quantised as well"
             remedy = "Set vllm_cfg.speculation.method=ngram, or remove one of the two"
             raise ProblemError(Problem("quantization", reason, got=self.quantization.method, remedy=remedy))

@@ -5,12 +5,12 @@ import asyncio
 import pytest
 
 from rl_core.errors import GeneratorError
-from rl_vllm.engine.admission import Admission
+from rl_vllm.engine.lifecycle import Admission
 
 
 def open_admission() -> Admission:
     admission = Admission("not yet")
-    admission.serve()
+    admission.refuse("")
     return admission
 
 
@@ -110,7 +110,7 @@ def test_refusals_reach_those_who_waited_too() -> None:
         admission.resume()
         with pytest.raises(GeneratorError, match="broken weights"):
             await late
-        admission.serve()
+        admission.refuse("")
         assert await visit(admission) == "served"
 
     asyncio.run(scene())
@@ -123,7 +123,7 @@ def test_a_closed_gate_stays_closed_and_keeps_nobody_waiting() -> None:
         late = asyncio.create_task(visit(admission))
         await settled()
         admission.close("closed")
-        admission.serve()
+        admission.refuse("")
         for visitor in (late, visit(admission)):
             with pytest.raises(GeneratorError, match="closed"):
                 await visitor

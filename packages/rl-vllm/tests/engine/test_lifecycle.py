@@ -104,10 +104,10 @@ def test_requests_wait_until_both_parts_are_awake_and_scores_only_in_sleep() -> 
         asleep = [asyncio.ensure_future(visit(lifecycle, while_paused=paused)) for paused in (True, False)]
         lifecycle.wake(["weights"])
         await asyncio.sleep(0)
-        assert lifecycle.num_waiting == 2
+        assert lifecycle.admission.num_waiting == 2
         lifecycle.admission.resume()
         await asyncio.sleep(0)
-        assert lifecycle.num_waiting == 2
+        assert lifecycle.admission.num_waiting == 2
         lifecycle.wake(["kv_cache"])
         assert await asyncio.gather(*asleep) == ["served", "served"]
 

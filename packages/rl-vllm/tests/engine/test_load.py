@@ -3,7 +3,7 @@
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from rl_vllm.engine.load import Load
+from rl_vllm.engine.process_engine import Load
 
 
 def stats(running, waiting, deferred, usage, drafts=None):
@@ -18,13 +18,12 @@ def stats(running, waiting, deferred, usage, drafts=None):
 
 def test_the_newest_step_counts_and_drafts_add_up():
     load = Load()
-    logger = load.logger(config=None)
-    logger.record(stats(3, 2, 1, 0.25), None)
-    logger.record(None, None)
+    load.record(stats(3, 2, 1, 0.25), None)
+    load.record(None, None)
     assert load.newest == {"num_running": 3, "num_waiting": 3, "kv_cache_usage": 0.25}
     for accepted in (4, 1):
         drafts = SpecDecodingStats.new(5)
         drafts.observe_draft(num_draft_tokens=5, num_accepted_tokens=accepted)
-        logger.record(stats(1, 0, 0, 0.5, drafts), None, engine_idx=0)
+        load.record(stats(1, 0, 0, 0.5, drafts), None, engine_idx=0)
     assert load.newest == {"num_running": 1, "num_waiting": 0, "kv_cache_usage": 0.5}
     assert load.drafts.read() == (2, 10, (2, 1, 1, 1, 0))

@@ -4,7 +4,7 @@ import os
 import uuid
 from pathlib import Path
 
-from rl_vllm.engine.parent_watch import CPU_GROUPS, forget_cpu_groups, forget_semaphores
+from rl_vllm.engine.process_env import CPU_GROUPS, forget_cpu_groups, forget_semaphores
 
 
 def test_a_semaphore_without_a_name_still_locks_and_leaves_nothing() -> None:

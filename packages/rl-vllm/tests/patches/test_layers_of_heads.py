@@ -11,7 +11,7 @@ from torch import nn
 from vllm.v1.spec_decode import llm_base_proposer
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
-from rl_vllm.patches.layers_of_heads import LAYERS, keep_layers_of_heads
+from rl_vllm.patches.draft_files import LAYERS, keep_layers_of_heads
 
 
 def model_with(weight: torch.Tensor) -> nn.Module:

@@ -33,49 +33,45 @@ class Engine(ABC):
     """An engine that has been started; all methods are called on one event loop.
 
     Args:
-        processor: VLLM's, which the tokens of every step pass through.
+        processor: Output processor of vLLM, which the tokens of every step pass through.
         drafts: Counts of its drafts.
         speculates: True if it decodes speculatively.
 
     Attributes:
-        adapter: That requests are computed with; set by `use_adapter`.
+        adapter: Adapter that requests are computed with; set by `use_adapter`.
+        num_sampled: Tokens sampled so far, including requests in flight.
     """
 
     def __init__(self, processor: OutputProcessor, drafts: DraftCounts, *, speculates: bool) -> None:
         self.adapter: LoRARequest | None = None
-        self._num_sampled = self._num_steps = 0
+        self.num_sampled = self._num_steps = 0
         self._drafts = drafts
         self._image_inputs: ImageInputs | None = None
         process = processor.process_outputs
 
         def count(outputs: Sequence[EngineCoreOutput], *args: Any, **kwargs: Any) -> Any:
-            self._num_sampled += sum(len(output.new_token_ids) for output in outputs)
+            self.num_sampled += sum(len(output.new_token_ids) for output in outputs)
             self._num_steps += sum(bool(output.new_token_ids) for output in outputs)
             if speculates:
                 for output in outputs:
                     drafts.see(processor.request_states.get(output.request_id), output)
             return process(outputs, *args, **kwargs)
 
-        # vLLM's own statistics cost more, and their interface is not stable
+        # vLLM's own statistics cost more, and their interface is not stable.
         processor.process_outputs = count
         continue_texts(processor)
 
-    @property
-    def num_sampled(self) -> int:
-        """Tokens sampled so far, those of requests in flight included."""
-        return self._num_sampled
-
     def speculation(self, break_even: float) -> SpeculationCounts:
-        """Counts of speculative decoding so far.
+        """Return the counts of speculative decoding so far.
 
         Args:
             break_even: See `SpeculationCounts`.
         """
-        return SpeculationCounts(self._num_sampled, self._num_steps, *self._drafts.read(), break_even)
+        return SpeculationCounts(self.num_sampled, self._num_steps, *self._drafts.read(), break_even)
 
     def use_adapter(self, version: int | None) -> None:
         """Compute later requests with the adapters that were received with a weight version, or with none."""
-        # nothing is read from the path: the worker extension has handed the adapters to every rank
+        # Nothing is read from the path: the worker extension has handed the adapters to every rank.
         name = f"version-{version}"
         self.adapter = None if version is None else LoRARequest(name, version, lora_path=name)
 
@@ -83,13 +79,13 @@ class Engine(ABC):
         """Serve requests with images from now on.
 
         Args:
-            image_token: Id of the tokens that stand for an image.
+            image_token: Id of the tokens that represent an image.
             max_images: Maximum number of images of a request.
         """
         self._image_inputs = ImageInputs(self.renderer, image_token=image_token, max_images=max_images)
 
     async def generate(self, request: GenerationRequest, *, max_tokens: int, salt: str | None = None) -> Any:
-        """vLLM's `CompletionOutput` of one request; concurrent ones are decoded together.
+        """Return vLLM's `CompletionOutput` of one request; concurrent ones are decoded together.
 
         Args:
             request: Prompt tokens and sampling parameters.
@@ -100,10 +96,20 @@ class Engine(ABC):
             RequestRefused: If the engine does not take the request or its images.
         """
         params = sampling_params(request, max_tokens=max_tokens)
-        return (await self.run(self._prompt(request, salt), params)).outputs[0]
+        prompt: EnginePrompt = tokens_prompt(request.token_ids, salt)
+        if request.images:
+            if self._image_inputs is None:
+                raise RequestRefused(
+                    f"the request has {len(request.images)} images, but the engine serves a language model only; set "
+                    "policy.vision.enabled=true"
+                )
+            prompt = partial(self._image_inputs.prompt, request.token_ids, request.images, salt)
+        elif self._image_inputs is not None:
+            self._image_inputs.require_text(request.token_ids)
+        return (await self.run(prompt, params)).outputs[0]
 
     async def score(self, token_ids: np.ndarray, *, salt: str | None = None) -> Sequence[float]:
-        """Logprobs at temperature 1 of all tokens but the first."""
+        """Return the logprobs at temperature 1 of all tokens except the first."""
         output = await self.run(tokens_prompt(token_ids, salt), scoring_params())
         logprobs: Sequence[float] = output.prompt_logprobs.logprobs
         return logprobs
@@ -123,21 +129,9 @@ class Engine(ABC):
             raise GeneratorError("the engine kept its prefix cache: requests are in flight")
 
     async def forget_images(self) -> None:
-        """Empty the cache of what the vision tower computed, if the engine has one."""
+        """Empty the cache of the vision tower's results, if the engine has one."""
         if self._image_inputs is not None:
             await self.reset_encoder_cache()
-
-    def _prompt(self, request: GenerationRequest, salt: str | None) -> EnginePrompt:
-        if request.images:
-            if self._image_inputs is None:
-                raise RequestRefused(
-                    f"the request has {len(request.images)} images, but the engine serves a language model only; set "
-                    "policy.vision.enabled=true"
-                )
-            return partial(self._image_inputs.prompt, request.token_ids, request.images, salt)
-        if self._image_inputs is not None:
-            self._image_inputs.require_text(request.token_ids)
-        return tokens_prompt(request.token_ids, salt)
 
     @property
     @abstractmethod
@@ -147,27 +141,27 @@ class Engine(ABC):
     @property
     @abstractmethod
     def renderer(self) -> BaseRenderer:
-        """VLLM's renderer of prompts, which has the processor of images."""
+        """Renderer of prompts, which has the processor of images."""
 
     @property
     @abstractmethod
     def caches_prefixes(self) -> bool:
-        """Return whether the engine has a prefix cache."""
+        """True if the engine has a prefix cache."""
 
     @abstractmethod
     async def run(self, prompt: EnginePrompt, params: VllmSamplingParams) -> Any:
-        """vLLM's `RequestOutput` of one request, computed with `adapter`; cancelling the call takes it out of the
-        engine."""
+        """Return vLLM's `RequestOutput` of one request, computed with `adapter`. Cancelling the call takes it out of
+        the engine."""
 
     @abstractmethod
     async def interrupt(self) -> None:
-        """End the requests that the engine generates for, with what they have. Those that score continue, and so may
-        requests that are still on their way into the engine.
+        """End the requests that the engine generates for, with the tokens they have. Requests that score continue, and
+        so may requests that are still on their way into the engine.
         """
 
     @abstractmethod
     async def call(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of the worker extension on every rank; returns the answers by rank."""
+        """Call a method of the worker extension on every rank; return the answers by rank."""
 
     @abstractmethod
     async def sleep(self, level: int) -> None:
@@ -179,11 +173,11 @@ class Engine(ABC):
 
     @abstractmethod
     async def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache; returns whether it was possible."""
+        """Empty the prefix cache; return whether it was possible."""
 
     @abstractmethod
     async def reset_encoder_cache(self) -> None:
-        """Empty the cache of what the vision tower computed."""
+        """Empty the cache of the vision tower's results."""
 
     @abstractmethod
     async def check(self) -> None:
@@ -191,11 +185,11 @@ class Engine(ABC):
 
     @abstractmethod
     async def end(self) -> None:
-        """End it, and see all its processes end."""
+        """End it, and wait until all its processes have ended."""
 
 
 def tokens_prompt(token_ids: np.ndarray, salt: str | None) -> dict[str, Any]:
-    """vLLM's prompt of tokens."""
+    """Return vLLM's prompt of tokens."""
     return {"prompt_token_ids": token_ids.tolist()} | ({} if salt is None else {"cache_salt": salt})
 
 
@@ -206,7 +200,7 @@ def generates(params: VllmSamplingParams) -> bool:
 
 @contextmanager
 def failures() -> Iterator[None]:
-    """Failures of the engine, and requests it refuses, as `GeneratorError`."""
+    """Raise failures of the engine, and requests it refuses, as `GeneratorError`."""
     try:
         yield
     except EngineDeadError as error:
@@ -218,6 +212,6 @@ def failures() -> Iterator[None]:
 
 
 def one_line(error: BaseException) -> str:
-    """Kind and first line of an error."""
+    """Return the kind and the first line of an error."""
     first, _, _ = str(error).strip().partition("\n")
     return f"{type(error).__name__}: {first}"

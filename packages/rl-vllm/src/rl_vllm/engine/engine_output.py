@@ -45,11 +45,11 @@ class EngineOutput:
 
     @contextmanager
     def captured(self) -> Iterator[None]:
-        """Processes started in this block write to a pipe, whose lines are copied to this process's standard error.
+        """Make processes started in this block write to a pipe; its lines are copied to this process's standard error.
 
-        This process writes there too inside the block, as file descriptors belong to it as a whole.
+        This process writes there too inside the block, because file descriptors belong to it as a whole.
         """
-        # the tracker would inherit the pipe and outlive the engine
+        # The tracker would inherit the pipe and outlive the engine.
         resource_tracker.ensure_running()
         read_end, write_end = os.pipe()
         saved = {fd: os.dup(fd) for fd in (1, 2)}
@@ -68,9 +68,8 @@ class EngineOutput:
                 os.close(original)
 
     def cause(self, timeout_s: float) -> str:
-        """Cause of the processes' end in one line, once they have ended or after the time-out; empty if they gave none.
-
-        Blocks.
+        """Wait for the processes to end, or for the time-out; return the cause of their end in one line, or nothing if
+        they gave none.
         """
         if self._reader is not None:
             self._reader.join(timeout_s)
@@ -80,17 +79,18 @@ class EngineOutput:
     def _read(self, source: int, target: int) -> None:
         with os.fdopen(source, "rb") as lines:
             for line in lines:
-                _write(target, line)
+                with suppress(OSError):  # This process's own output may be closed.
+                    os.write(target, line)
                 with self._lock:
                     self._lines.append(line.decode(errors="replace").rstrip())
         os.close(target)
 
 
 def cause_in(lines: Iterable[str]) -> str:
-    """The first exception, or other fatal report, that ends a traceback in the output of an engine's processes.
+    """Return the first exception, or other fatal report, that ends a traceback in the output of an engine's processes.
 
-    The first is the root: other processes fail after it, and because of it. Exceptions that were logged as warnings and
-    those that led to another one in the same traceback are left out.
+    The first is the root: other processes fail after it, and because of it. Exceptions that were logged as warnings,
+    and exceptions that led to a further one in the same traceback, are left out.
     """
     found: list[str] = []
     last_in: dict[str, int] = {}
@@ -132,14 +132,9 @@ def end_of(exit_code: int) -> str:
 
 
 def ends_of(processes: Sequence[BaseProcess]) -> str:
-    """Return in words how those processes that failed have ended; empty if none failed."""
+    """Return in words how the processes that failed have ended; empty if none failed."""
     codes = [(process.name, process.exitcode) for process in processes]
     return ", ".join(f"{name} {end_of(code)}" for name, code in codes if code)
-
-
-def _write(fd: int, text: bytes) -> None:
-    with suppress(OSError):  # this process's own output may be closed
-        os.write(fd, text)
 
 
 def _flush() -> None:

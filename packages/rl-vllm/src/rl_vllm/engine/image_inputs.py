@@ -19,7 +19,7 @@ from rl_core.errors import RequestRefused
 from rl_core.images import ImageError, ImageStore
 from rl_vllm.patches.numbers_of_videos import spell_no_numbers
 
-# vLLM makes the processor with the engine
+# vLLM makes the processor with the engine.
 spell_no_numbers()
 
 CACHED_BYTES = 2**30
@@ -34,7 +34,7 @@ class ProcessedImage:
     """An image as the engine's processor reads it.
 
     Args:
-        item: Pixels and what belongs to them.
+        item: Pixels and their further inputs.
         token_ids: Tokens between its first and its last embedding, and both.
         is_embed: Bool `[tokens]`, the tokens that embeddings replace; None for all.
     """
@@ -54,12 +54,12 @@ class ProcessedImage:
 class ImageInputs:
     """Makes the prompts of requests with images; called outside the event loop, from one thread or several.
 
-    Every image is processed by itself, with the engine's own processor, and placed where its tokens are. vLLM's way of
-    expanding placeholders is not used: it expands ids that are expanded already once more, without an error.
+    Every image is processed separately, with the engine's own processor, and placed where its tokens are. vLLM's way of
+    expanding placeholders is not used: it expands ids that are already expanded once more, without an error.
 
     Args:
-        renderer: VLLM's, which has the processor of the model.
-        image_token: Id of the tokens that stand for an image.
+        renderer: Renderer of vLLM, which has the processor of the model.
+        image_token: Id of the tokens that represent an image.
         max_images: Maximum number of images of a request.
     """
 
@@ -75,7 +75,7 @@ class ImageInputs:
         """Refuse tokens of images in a request without images.
 
         Raises:
-            RequestRefused: With their number.
+            RequestRefused: If there are any, with their number.
         """
         num_tokens = int(np.count_nonzero(token_ids == self._image_token))
         if num_tokens:
@@ -93,7 +93,7 @@ class ImageInputs:
             salt: Keys and values in the prefix cache are used only by requests with the same salt.
 
         Raises:
-            RequestRefused: If an image is not there, or its tokens are not those that the engine's processor makes.
+            RequestRefused: If an image is missing, or its tokens are not the ones that the engine's processor makes.
         """
         if len(digests) > self._max_images:
             raise RequestRefused(
@@ -110,36 +110,32 @@ class ImageInputs:
         )
 
     def _processed(self, digest: str) -> ProcessedImage:
-        # one thread at a time: image processors need not be safe for several
+        # One thread works at a time: image processors need not be safe for several.
         with self._lock:
             if digest in self._cache:
                 self._cache.move_to_end(digest)
                 return self._cache[digest]
-            image = self._process(digest)
-            self._cache[digest] = image
+            try:
+                pixels = ImageStore.of_run().open(digest)
+            except ImageError as error:
+                raise RequestRefused(str(error)) from error
+            items = self._processor.info.parse_mm_data({IMAGE: [pixels]})
+            inputs = ProcessorInputs([], items, {IMAGE: [digest]})
+            result = self._processor._apply_hf_processor(inputs, TimingContext(enabled=False))
+            (update,) = result.prompt_updates[IMAGE][0]
+            content = update.content
+            is_embed = None if content.is_embed is None else content.is_embed(content.full)
+            image = self._cache[digest] = trimmed(result.kwargs[IMAGE][0], content.full, is_embed)
             self._num_bytes += _num_bytes(image.item)
             while self._num_bytes > CACHED_BYTES and len(self._cache) > 1:
                 _, oldest = self._cache.popitem(last=False)
                 self._num_bytes -= _num_bytes(oldest.item)
             return image
 
-    def _process(self, digest: str) -> ProcessedImage:
-        try:
-            pixels = ImageStore.of_run().open(digest)
-        except ImageError as error:
-            raise RequestRefused(str(error)) from error
-        items = self._processor.info.parse_mm_data({IMAGE: [pixels]})
-        inputs = ProcessorInputs([], items, {IMAGE: [digest]})
-        result = self._processor._apply_hf_processor(inputs, TimingContext(enabled=False))
-        (update,) = result.prompt_updates[IMAGE][0]
-        content = update.content
-        is_embed = None if content.is_embed is None else content.is_embed(content.full)
-        return trimmed(result.kwargs[IMAGE][0], content.full, is_embed)
-
 
 def trimmed(item: MultiModalKwargsItem, token_ids: list[int], is_embed: torch.Tensor | None) -> ProcessedImage:
     """Return an image without the tokens before its first and after its last embedding. A tokenizer may have merged
-    these with the text around the image, as that of Gemma 3 merges line ends.
+    these with the text around the image, as Gemma 3's tokenizer merges line ends.
     """
     if is_embed is None:
         return ProcessedImage(item, token_ids, None)
@@ -155,10 +151,10 @@ def placed(ids: list[int], images: Sequence[ProcessedImage], image_token: int) -
     Args:
         ids: All tokens.
         images: Images in the order of their tokens.
-        image_token: Id of the tokens that stand for an image.
+        image_token: Id of the tokens that represent an image.
 
     Raises:
-        RequestRefused: If the tokens are not those of these images, all of them and no others.
+        RequestRefused: If the tokens are not exactly the tokens of these images.
     """
     places: list[PlaceholderRange] = []
     start = 0
@@ -191,7 +187,7 @@ def _mismatch(ids: list[int], start: int, image: ProcessedImage, number: int) ->
 
 
 def _next(ids: list[int], token: int, start: int) -> int:
-    """Return the place of a token from `start` on; the end if there is none."""
+    """Return the next place of a token, beginning at `start`; the end if there is none."""
     try:
         return ids.index(token, start)
     except ValueError:

@@ -1,18 +1,119 @@
-"""The states of a replica: which weights it serves, if any, and which parts of it sleep."""
+"""The states of a replica: the weights it serves, if any, the parts of it that sleep, and the admission of requests."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Literal
 
 from rl_core.errors import GeneratorError, WeightSyncError
 from rl_core.weights import Manifest
-from rl_vllm.engine.admission import Admission
 
-Part = Literal["weights", "kv_cache"]
-PARTS: tuple[Part, ...] = ("weights", "kv_cache")
+INTERRUPT_AGAIN_S = 0.05
+"""Time in seconds that requests have to end before the engine is told again to end them."""
+
+
+class Admission:
+    """Admits requests, keeps them waiting (paused, asleep) or refuses them (no weights fit to serve).
+
+    Args:
+        refusal: Reason why no request is admitted yet.
+
+    Attributes:
+        num_inside: Requests in flight.
+        num_waiting: Requests that wait until they are let in.
+    """
+
+    def __init__(self, refusal: str) -> None:
+        self.refusal = refusal
+        self.num_inside = 0
+        self.num_waiting = 0
+        self._paused = False
+        self._held = False
+        self._closed = False
+        self._open = asyncio.Event()
+        self._empty = asyncio.Event()
+        self._open.set()
+        self._empty.set()
+
+    @asynccontextmanager
+    async def passage(self, *, while_paused: bool = False) -> AsyncIterator[None]:
+        """Count as a request in flight for the length of the block.
+
+        Waits first while admission is paused or held; with `while_paused` only while it is held.
+
+        Raises:
+            GeneratorError: If requests are refused.
+        """
+        if not (self._open.is_set() or (while_paused and not self._held)):
+            self.num_waiting += 1
+            try:
+                while not self._open.is_set():
+                    await self._open.wait()
+            finally:
+                self.num_waiting -= 1
+        if self.refusal:
+            raise GeneratorError(f"the generator serves nothing: {self.refusal}")
+        self.num_inside += 1
+        self._empty.clear()
+        try:
+            yield
+        finally:
+            self.num_inside -= 1
+            if not self.num_inside:
+                self._empty.set()
+
+    async def pause(self, interrupt: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Admit nothing until `resume`, and wait for the requests in flight.
+
+        Args:
+            interrupt: Ends the requests that the engine has; called until none is in flight, because some may be on
+                their way into the engine. None lets them finish.
+        """
+        self._update(paused=True)
+        while interrupt is not None and not self._empty.is_set():
+            await interrupt()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._empty.wait(), INTERRUPT_AGAIN_S)
+        await self._empty.wait()
+
+    def resume(self) -> None:
+        """Admit requests again, once `release` has been called after a `hold`."""
+        self._update(paused=False)
+
+    async def hold(self) -> None:
+        """Admit nothing until `release`, and wait for the requests in flight."""
+        self._update(held=True)
+        await self._empty.wait()
+
+    def release(self) -> None:
+        """Admit requests again, once `resume` has been called after a `pause`."""
+        self._update(held=False)
+
+    def refuse(self, reason: str) -> None:
+        """Refuse every request, with a reason; an empty reason serves requests again."""
+        if not self._closed:
+            self.refusal = reason
+
+    def close(self, reason: str) -> None:
+        """Refuse every request for good, including waiting ones."""
+        self.refusal = reason
+        self._update(closed=True)
+
+    def _update(self, *, paused: bool | None = None, held: bool | None = None, closed: bool = False) -> None:
+        self._paused = self._paused if paused is None else paused
+        self._held = self._held if held is None else held
+        self._closed = self._closed or closed
+        if self._closed or not (self._paused or self._held):
+            self._open.set()
+        else:
+            self._open.clear()
+
+
+EnginePart = Literal["weights", "kv_cache"]
+PARTS: tuple[EnginePart, ...] = ("weights", "kv_cache")
 
 
 @dataclass(frozen=True)
@@ -28,8 +129,8 @@ class Refusing:
     """Nothing is answered.
 
     Args:
-        refusal: Why.
-        has_weights: Whether the engine has whole weights, on which adapters can sit.
+        refusal: The reason.
+        has_weights: True if the engine has whole weights, which adapters need.
     """
 
     refusal: str
@@ -38,7 +139,7 @@ class Refusing:
 
 @dataclass(frozen=True)
 class Receiving:
-    """Nothing is answered while the weights of a manifest arrive, all of whose tensors the engine knows.
+    """Nothing is answered while the weights of a manifest arrive. The engine knows all of its tensors.
 
     Args:
         manifest: The tensors.
@@ -50,7 +151,7 @@ class Receiving:
 
     @property
     def refusal(self) -> str:
-        """Why nothing is answered."""
+        """Reason why nothing is answered."""
         return _not_whole(self.manifest)
 
 
@@ -81,31 +182,22 @@ class Lifecycle:
         state: The state.
         version: Weight version that was last committed; 0 for the weights that were loaded.
         asleep: Parts that sleep.
+        admission: Admission of requests, which can be paused and resumed.
     """
 
     def __init__(self) -> None:
         self.state: State = Refusing("the engine has not been started")
         self.version = 0
-        self.asleep: frozenset[Part] = frozenset()
-        self._admission = Admission(self.state.refusal)
+        self.asleep: frozenset[EnginePart] = frozenset()
+        self.admission = Admission(self.state.refusal)
 
     @property
     def refusal(self) -> str:
-        """Why no request is answered; empty while it serves."""
-        return self._admission.refusal
-
-    @property
-    def num_requests(self) -> int:
-        """Requests in flight."""
-        return self._admission.num_inside
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests that wait until they are let in."""
-        return self._admission.num_waiting
+        """Reason why no request is answered; empty while it serves."""
+        return self.admission.refusal
 
     def request(self, *, while_paused: bool = False) -> AbstractAsyncContextManager[None]:
-        """Context of a request in flight, which is entered when it is let in.
+        """Return the context of a request in flight, which is entered when it is let in.
 
         Args:
             while_paused: Let it in during a pause, too, unless a part of the replica sleeps.
@@ -113,12 +205,7 @@ class Lifecycle:
         Raises:
             GeneratorError: If the state refuses it.
         """
-        return self._admission.passage(while_paused=while_paused and not self.asleep)
-
-    @property
-    def admission(self) -> Admission:
-        """Pauses and resumes the admission of requests."""
-        return self._admission
+        return self.admission.passage(while_paused=while_paused and not self.asleep)
 
     def load(self, *, awaits_weights: bool) -> None:
         """Note that the engine is there, with its weights or with random ones."""
@@ -129,10 +216,10 @@ class Lifecycle:
 
         Raises:
             GeneratorError: If requests are in flight.
-            WeightSyncError: If the version has adapters only, and there are no weights that they sit on.
+            WeightSyncError: If the version has adapters only, and their base weights are missing.
         """
-        if self.num_requests:
-            raise GeneratorError(f"{self.num_requests} requests are in flight: pause before a weight sync")
+        if count := self.admission.num_inside:
+            raise GeneratorError(f"{count} requests are in flight: pause before a weight sync")
         keeps_weights = self.state.has_weights and manifest.form == "adapter"
         self._enter(Refusing(_not_whole(manifest), has_weights=keeps_weights))
         if manifest.form == "adapter" and not keeps_weights:
@@ -170,23 +257,20 @@ class Lifecycle:
         """Note that both parts sleep; requests are held already."""
         self.asleep = frozenset(PARTS)
 
-    def wake(self, parts: Sequence[Part]) -> None:
+    def wake(self, parts: Sequence[EnginePart]) -> None:
         """Note that parts are awake again; once all are, requests are let in."""
         self.asleep -= frozenset(parts)
         if not self.asleep:
-            self._admission.release()
+            self.admission.release()
 
     def close(self) -> None:
-        """Refuse all requests for good, those that wait included."""
+        """Refuse all requests for good, including waiting ones."""
         self.state = Refusing("the generator is closed")
-        self._admission.close(self.state.refusal)
+        self.admission.close(self.state.refusal)
 
     def _enter(self, state: State) -> None:
         self.state = state
-        if state.refusal:
-            self._admission.refuse(state.refusal)
-        else:
-            self._admission.serve()
+        self.admission.refuse(state.refusal)
 
 
 def _not_whole(manifest: Manifest) -> str:

@@ -22,15 +22,15 @@ from rl_vllm.engine.engine import Engine, EnginePrompt, failures, generates, one
 from rl_vllm.engine.speculation import DraftCounts
 from rl_vllm.patches.kernel_overrides import skip_odd_namespaces
 
-# an engine may have been here before, or another library that uses numba
+# An engine may have been here before, or another library that uses numba.
 skip_odd_namespaces()
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Request:
-    """A prompt on its way through the engine, and who waits for the answer."""
+class LocalRequest:
+    """A prompt on its way through the engine, with the future of its answer."""
 
     prompt: EnginePrompt
     params: VllmSamplingParams
@@ -39,7 +39,7 @@ class Request:
 
 
 class LocalEngine(Engine):
-    """vLLM's engine without its own processes: it is there in half the time, and nothing travels to it."""
+    """vLLM's engine without its own processes: it starts in half the time, and nothing travels to it."""
 
     def __init__(self, thread: StepThread[SteppedEngine], engine: SteppedEngine) -> None:
         drafts = DraftCounts()
@@ -49,11 +49,11 @@ class LocalEngine(Engine):
             drafts.follow(engine.vllm.engine_core.engine_core.scheduler)
         self._thread = thread
         self._engine = engine
-        self._submitted: list[Request] = []
+        self._submitted: list[LocalRequest] = []
 
     @classmethod
     async def start(cls, arguments: AsyncEngineArgs, num_threads: int) -> LocalEngine:
-        """Start the engine on so many OpenMP threads.
+        """Start the engine on this number of OpenMP threads.
 
         Raises:
             GeneratorError: With the engine's reason, if it does not come up.
@@ -74,7 +74,7 @@ class LocalEngine(Engine):
 
     @property
     def load(self) -> Mapping[str, float]:
-        # figures that the engine has anyway; vLLM's statistics cost more
+        # The engine has these numbers anyway; vLLM's statistics cost more.
         scheduler = self._engine.vllm.engine_core.engine_core.scheduler
         num_running, num_waiting = scheduler.get_request_counts()
         usage = scheduler.kv_cache_manager.usage
@@ -90,16 +90,16 @@ class LocalEngine(Engine):
 
     async def run(self, prompt: EnginePrompt, params: VllmSamplingParams) -> Any:
         await self.check()
-        request = Request(prompt, params, self.adapter)
+        request = LocalRequest(prompt, params, self.adapter)
         if not self._submitted:
-            # those of one turn of the event loop enter together, so that their batch does not depend on timing
+            # Requests of one turn of the event loop enter together, so that their batch does not depend on timing.
             asyncio.get_running_loop().call_soon(self._flush)
         self._submitted.append(request)
         with failures():
             return await asyncio.wrap_future(request.output)
 
     async def interrupt(self) -> None:
-        self._flush()  # those of this turn of the event loop too
+        self._flush()  # Requests of this turn of the event loop must be in the engine too.
         with failures():
             await asyncio.wrap_future(self._thread.call(self._engine.interrupt))
 
@@ -144,38 +144,35 @@ class SteppedEngine:
     def __init__(self, vllm: LLMEngine) -> None:
         self.vllm = vllm
         self._ids = itertools.count()
-        self._requests: dict[str, Request] = {}
+        self._requests: dict[str, LocalRequest] = {}
         self._id_of: dict[str, str] = {}
 
     @property
     def busy(self) -> bool:
-        """Return whether requests are under way."""
+        """True if the engine has requests."""
         return bool(self._requests)
 
-    def admit(self, requests: Sequence[Request]) -> None:
-        """Take requests in; one that the engine refuses fails alone."""
+    def admit(self, requests: Sequence[LocalRequest]) -> None:
+        """Take requests in; if the engine refuses one, only that one fails."""
         for request in requests:
             name = str(next(self._ids))
             try:
-                # images are processed in this thread, so that requests stay in order
+                # Images are processed in this thread, so that requests stay in order.
                 prompt = request.prompt() if callable(request.prompt) else request.prompt
                 internal = self.vllm.add_request(name, prompt, request.params, lora_request=request.adapter)
-                self._id_of[name] = internal
-            except RequestRefused as error:
-                _fail(request, error)
-                continue
             except Exception as error:  # noqa: BLE001 - becomes the failure of the request
-                _fail(request, RequestRefused(f"the engine refused a request: {error}"))
+                is_refused = isinstance(error, RequestRefused)
+                _fail(request, error if is_refused else RequestRefused(f"the engine refused a request: {error}"))
                 continue
-            self._requests[name] = request
+            self._id_of[name], self._requests[name] = internal, request
 
     def step(self) -> None:
-        """Decode a token of every request, and answer those that end; cancelled ones leave."""
+        """Decode a token of every request, and answer requests that end; cancelled ones leave."""
         cancelled = [name for name, request in self._requests.items() if request.output.cancelled()]
         if cancelled:
             self.vllm.abort_request([self._id_of[name] for name in cancelled], internal=True)
             for name in cancelled:
-                self._take_out(name)
+                del self._id_of[name], self._requests[name]
         if not self._requests:
             return
         for output in self.vllm.step():
@@ -183,10 +180,10 @@ class SteppedEngine:
                 self._answer(output.request_id, output)
 
     def interrupt(self) -> None:
-        """End requests for tokens with those that they have."""
+        """End requests for tokens with the tokens that they have."""
         for name in [name for name, request in self._requests.items() if generates(request.params)]:
             internal = self._id_of[name]
-            # vLLM 0.32 makes no output of requests that are aborted in an engine of the caller's process
+            # vLLM 0.32 makes no output of requests that are aborted in an engine of the caller's process.
             state = self.vllm.output_processor.request_states[internal]
             output = state.make_request_output([], None, FinishReason.ABORT, None)
             self.vllm.abort_request([internal], internal=True)
@@ -203,15 +200,12 @@ class SteppedEngine:
         self.vllm.engine_core.shutdown()
 
     def _answer(self, name: str, output: Any) -> None:
-        request = self._take_out(name)
+        del self._id_of[name]
+        request = self._requests.pop(name)
         if request.output.set_running_or_notify_cancel():
             request.output.set_result(output)
 
-    def _take_out(self, name: str) -> Request:
-        del self._id_of[name]
-        return self._requests.pop(name)
 
-
-def _fail(request: Request, error: Exception) -> None:
+def _fail(request: LocalRequest, error: Exception) -> None:
     if not request.output.done() and request.output.set_running_or_notify_cancel():
         request.output.set_exception(error)

@@ -6,10 +6,10 @@ import asyncio
 import itertools
 import multiprocessing
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 from vllm import AsyncEngineArgs
@@ -17,15 +17,46 @@ from vllm import SamplingParams as VllmSamplingParams
 from vllm.renderers import BaseRenderer
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.metrics.loggers import StatLoggerBase
+from vllm.v1.metrics.stats import SchedulerStats
 
 from rl_core.errors import GeneratorError
 from rl_vllm.engine.engine import Engine, EnginePrompt, failures, generates, one_line
 from rl_vllm.engine.engine_output import EngineOutput, ends_of
-from rl_vllm.engine.load import Load
+from rl_vllm.engine.speculation import DraftCounts
+
+
+class Load(StatLoggerBase):
+    """The newest load of an engine and its drafts, from the statistics that its scheduler sends.
+
+    Attributes:
+        newest: The newest load, as entries of `Generator.health`.
+        drafts: Counts of speculative decoding.
+    """
+
+    def __init__(self) -> None:
+        self.newest: dict[str, float] = {}
+        self.drafts = DraftCounts()
+
+    def record(self, scheduler_stats: SchedulerStats | None, *args: Any, **kwargs: Any) -> None:
+        """Note the statistics of a step."""
+        if scheduler_stats is not None:
+            self.newest["num_running"] = scheduler_stats.num_running_reqs
+            waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
+            self.newest["num_waiting"] = waiting
+            self.newest["kv_cache_usage"] = scheduler_stats.kv_cache_usage
+            if scheduler_stats.spec_decoding_stats is not None:
+                self.drafts.take(scheduler_stats.spec_decoding_stats)
+
+    def log_engine_initialized(self) -> None:
+        """Log nothing."""
+
+
+Answer = TypeVar("Answer")
 
 SHUTDOWN_S = 10.0
 LAST_WORDS_S = 10.0
-"""Longest time that a dead engine's processes may take to write the cause."""
+"""Maximum time in seconds for a dead engine's processes to write the cause."""
 
 
 class ProcessEngine(Engine):
@@ -49,17 +80,18 @@ class ProcessEngine(Engine):
         """Start the engine with its processes.
 
         Args:
-            arguments: Of vLLM.
-            reports_load: Have its scheduler send statistics with every step, for `load`, and for `speculation`.
+            arguments: Arguments of vLLM.
+            reports_load: True if its scheduler sends statistics with every step, for `load` and for `speculation`.
 
         Raises:
             GeneratorError: With the engine's reason, if it does not come up.
         """
         others = set(multiprocessing.active_children())
         output, load = EngineOutput(), Load()
+        loggers: list[Any] | None = [lambda config, engine_index=0: load] if reports_load else None
         try:
             with output.captured():
-                engine = AsyncLLM.from_engine_args(arguments, stat_loggers=[load.logger] if reports_load else None)
+                engine = AsyncLLM.from_engine_args(arguments, stat_loggers=loggers)
         except Exception as error:
             cause = await asyncio.to_thread(output.cause, LAST_WORDS_S)
             raise GeneratorError(f"vLLM did not start: {cause or one_line(error)}") from error
@@ -99,36 +131,40 @@ class ProcessEngine(Engine):
         raise GeneratorError("the engine ended a request without an answer")
 
     async def interrupt(self) -> None:
-        async with self._failures():
-            await self._engine.abort(sorted(self._generating))
+        await self._answered(self._engine.abort(sorted(self._generating)))
 
     async def call(self, method: str, *args: Any) -> list[Any]:
-        async with self._failures():
-            return await self._engine.collective_rpc(method, args=args)
+        return await self._answered(self._engine.collective_rpc(method, args=args))
 
     async def sleep(self, level: int) -> None:
-        async with self._failures():
-            await self._engine.sleep(level=level)
+        await self._answered(self._engine.sleep(level=level))
 
     async def wake(self, parts: Sequence[str]) -> None:
-        async with self._failures():
-            await self._engine.wake_up(list(parts))
+        await self._answered(self._engine.wake_up(list(parts)))
 
     async def reset_prefix_cache(self) -> bool:
-        async with self._failures():
-            return await self._engine.reset_prefix_cache()
+        return await self._answered(self._engine.reset_prefix_cache())
 
     async def reset_encoder_cache(self) -> None:
-        async with self._failures():
-            await self._engine.reset_encoder_cache()
+        await self._answered(self._engine.reset_encoder_cache())
 
     async def check(self) -> None:
+        await self._answered(self._engine.check_health())
+
+    async def end(self) -> None:
+        await asyncio.to_thread(self._engine.shutdown, SHUTDOWN_S)
+        _, alive = await asyncio.to_thread(psutil.wait_procs, self._processes, SHUTDOWN_S)
+        for process in alive:
+            process.kill()
+        await asyncio.to_thread(psutil.wait_procs, alive, SHUTDOWN_S)
+
+    async def _answered(self, answer: Awaitable[Answer]) -> Answer:
         async with self._failures():
-            await self._engine.check_health()
+            return await answer
 
     @asynccontextmanager
     async def _failures(self) -> AsyncIterator[None]:
-        """Same as `failures`; a dead engine's with the cause that its processes wrote."""
+        """Raise failures as `failures` does; the end of the engine carries the cause that its processes wrote."""
         try:
             with failures():
                 yield
@@ -137,16 +173,9 @@ class ProcessEngine(Engine):
                 raise
             if self._cause is None:
                 self._cause = asyncio.create_task(asyncio.to_thread(self._find_cause))
-            # shielded: other requests wait for it when one is cancelled
+            # It is shielded, because other requests wait for it when one is cancelled.
             raise GeneratorError(f"{error}: {await asyncio.shield(self._cause)}") from error.__cause__
 
     def _find_cause(self) -> str:
         cause = self._output.cause(LAST_WORDS_S)
         return cause or ends_of(self._roots) or "its processes reported no cause"
-
-    async def end(self) -> None:
-        await asyncio.to_thread(self._engine.shutdown, SHUTDOWN_S)
-        _, alive = await asyncio.to_thread(psutil.wait_procs, self._processes, SHUTDOWN_S)
-        for process in alive:
-            process.kill()
-        await asyncio.to_thread(psutil.wait_procs, alive, SHUTDOWN_S)

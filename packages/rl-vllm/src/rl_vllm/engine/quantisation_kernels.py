@@ -15,12 +15,13 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 )
 from vllm.platforms import current_platform
 
-from rl_vllm.quantization_config import QuantizationConfig
+from rl_vllm.config import QuantizationConfig
 from rl_vllm.weights.quantised_layers import METHODS, RECIPES
 
 
 def quantisation_problems(quantization: QuantizationConfig | None, kv_cache_dtype: str) -> list[str]:
-    """Problems of quantised weights and caches on this machine, as text that begins with a key of `vllm_cfg`.
+    """Return the problems of quantised weights and caches on this machine, as text that begins with a key of
+    `vllm_cfg`.
 
     Args:
         quantization: Settings of the weights; None if they are not quantised.
@@ -28,7 +29,7 @@ def quantisation_problems(quantization: QuantizationConfig | None, kv_cache_dtyp
     """
     found: list[str] = []
     if not current_platform.is_cpu() and not torch.cuda.is_available():
-        return found  # a machine without the engine's devices; the engine checks its own
+        return found  # This machine lacks the engine's devices; the engine checks its own.
     if quantization is not None:
         reasons = {method: _method_problem(method) for method in METHODS}
         if reason := reasons[quantization.method]:
@@ -44,7 +45,8 @@ def quantisation_problems(quantization: QuantizationConfig | None, kv_cache_dtyp
 
 
 def _method_problem(method: str) -> str:
-    """Why this machine cannot run a method; empty if it can. vLLM chooses its kernel for a layer of a common size."""
+    """Return why this machine cannot run a method; empty if it can. vLLM chooses its kernel for a layer of a common
+    size."""
     try:
         with set_current_vllm_config(VllmConfig()):
             _try_method(METHODS[method])
@@ -76,9 +78,6 @@ def _try_method(kind: type[OnlineLinearBase]) -> None:
 
 
 def _cache_problem() -> str:
-    """Why attention has no kernels for an 8-bit cache here; empty if it has, or if that is not known."""
-    if not current_platform.is_cpu():
-        return ""
-    if torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported():
-        return ""
-    return "on CPUs it needs AVX-512 or AMX"
+    """Return why attention has no kernels for an 8-bit cache here; empty if it has, or if that is not known."""
+    has_kernels = torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()
+    return "" if has_kernels or not current_platform.is_cpu() else "on CPUs it needs AVX-512 or AMX"

@@ -35,8 +35,8 @@ def speculative_config(speculation: SpeculationConfig | None) -> dict[str, Any] 
 
 
 class DraftCounts:
-    """Counts of the drafts that an engine has verified, from vLLM's own statistics, without what was drafted past the
-    end of a completion: vLLM accepts such tokens and then discards them.
+    """Counts of the drafts that an engine has verified, from vLLM's own statistics, without tokens past the end of a
+    completion: vLLM accepts such tokens and then discards them.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class DraftCounts:
         return num_drafts, num_tokens, tuple(counts)
 
     def see(self, state: RequestState | None, output: EngineCoreOutput) -> None:
-        """Follow the tokens that a request gets, until it ends with statistics of its own."""
+        """Follow the tokens that a request gets, until it ends with its statistics."""
         if state is None or not output.new_token_ids:
             return
         steps, tokens = self._received.get(state, (0, 0))
@@ -69,14 +69,14 @@ class DraftCounts:
             self.cut(output.spec_decode_metrics, *received)
 
     def cut(self, metrics: RequestSpecDecodeMetrics, num_steps: int, num_tokens: int) -> None:
-        """Leave out what was drafted past the end of a completion.
+        """Leave out tokens that were drafted past the end of a completion.
 
-        A step yields the accepted tokens and one more. What a request lacks of that in the sum over its steps was
-        discarded from its last one.
+        A step yields the accepted tokens and one more. If a request got fewer in the sum over its steps, the rest was
+        discarded from its last step.
 
         Args:
             metrics: Statistics of the request.
-            num_steps: Steps in which it got tokens.
+            num_steps: Number of steps that gave it tokens.
             num_tokens: Tokens that it got.
         """
         num_discarded = sum(metrics.per_step_accepted) + num_steps - num_tokens
@@ -95,11 +95,11 @@ class DraftCounts:
         self._num_accepted = [before + count for before, count in counts]
 
     def follow(self, scheduler: Scheduler) -> None:
-        """Add the drafts of a scheduler of this process, which makes no statistics of its own."""
+        """Add the drafts of a scheduler of this process, which makes no statistics itself."""
         make = scheduler.make_spec_decoding_stats
 
         def take(stats: SpecDecodingStats | None, *args: Any, **kwargs: Any) -> SpecDecodingStats | None:
-            # of one request; without the switch vLLM makes none, with it for all that the scheduler does
+            # Without the switch vLLM makes no statistics; if it is on all the time, it makes too many.
             scheduler.log_stats = True
             try:
                 found = make(None, *args, **kwargs)

@@ -38,7 +38,7 @@ def continue_texts(processor: OutputProcessor) -> None:
 
 
 def continued_detokenizer(tokenizer: Any, request: EngineCoreRequest, num_sampled: int) -> IncrementalDetokenizer:
-    """The detokenizer of an uninterrupted request after so many tokens, which counts only tokens that come later."""
+    """Return the detokenizer of an uninterrupted request after these tokens. It counts only tokens that come later."""
     token_ids = request.prompt_token_ids
     assert token_ids is not None, "requests are token ids"
     whole = copy.copy(request)

@@ -29,7 +29,7 @@ from rl_core.torch.transport.bucket import Region
 
 @contextmanager
 def keeps_direct_copies(model: nn.Module) -> Iterator[None]:
-    """Make vLLM's reload, which has begun and ends inside, also keep what a model's loader copies by itself."""
+    """Make vLLM's reload, which has begun and ends inside, also keep copies that a model's loader makes directly."""
     copies = _DirectCopies(model)
     try:
         with copies:
@@ -39,7 +39,7 @@ def keeps_direct_copies(model: nn.Module) -> Iterator[None]:
 
 
 def copy_region(param: Tensor, loaded_weight: Tensor, region: Region) -> None:
-    """Loader of a part of a parameter."""
+    """Load a part of a parameter."""
     region.read(param.data).copy_(loaded_weight)
 
 
@@ -57,7 +57,7 @@ class _DirectCopies(TorchDispatchMode):
                     tensor.weight_loader = self._watched(tensor.weight_loader)
 
     def put_back(self) -> None:
-        """Give the parameters the loaders back that they had."""
+        """Give the parameters back their loaders."""
         for tensor, loader in self._loaders:
             tensor.weight_loader = loader
 
@@ -74,16 +74,13 @@ class _DirectCopies(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default and not self._is_in_loader and _storage(args[0]) in self._places:
-            self._keep(*self._places[_storage(args[0])], args[0], args[1])
-            return args[0]
+            layer, name = self._places[_storage(args[0])]
+            tensor, target = getattr(layer, name), args[0]
+            if tensor.is_meta:  # Otherwise the layer is complete.
+                tensor.weight_loader = copy_region
+                make_online_process_loader(layer, name)(tensor, args[1].expand(target.shape), Region.of(target))
+            return target
         return func(*args, **(kwargs or {}))
-
-    def _keep(self, layer: nn.Module, name: str, target: Tensor, value: Tensor) -> None:
-        tensor = getattr(layer, name)
-        if not tensor.is_meta:
-            return  # the layer is complete
-        tensor.weight_loader = copy_region
-        make_online_process_loader(layer, name)(tensor, value.expand(target.shape), Region.of(target))
 
 
 def _storage(tensor: Tensor) -> int:

@@ -17,7 +17,7 @@ from vllm.model_executor.models.transformers.causal import CausalMixin
 from rl_core.weights import Manifest
 
 BIAS = "lm_head.bias"
-"""End of the name by which such a model of vLLM knows the bias of its head."""
+"""End of the name of the head's bias in such a model of vLLM."""
 
 
 def keep_head_bias(model: nn.Module, manifest: Manifest) -> None:
@@ -28,8 +28,4 @@ def keep_head_bias(model: nn.Module, manifest: Manifest) -> None:
     if head.bias is None and any(spec.name.endswith(BIAS) for spec in manifest.tensors):
         head._register_bias()
     if head.bias is not None:
-        vars(head)["_register_bias"] = _keep
-
-
-def _keep() -> None:
-    """Make no other bias."""
+        vars(head)["_register_bias"] = lambda: None  # It makes no other bias.

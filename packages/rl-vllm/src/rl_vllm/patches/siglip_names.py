@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 
 from torch import Tensor, nn
 from vllm.model_executor.models.siglip import SiglipVisionModel, SiglipVisionTransformer
@@ -29,7 +29,7 @@ def name_siglip_weights() -> None:
 
 
 def unused_names(model: nn.Module, names: Iterable[str]) -> Collection[str]:
-    """Return the names of weights that the engine's model has no use for: those of a head that its tower leaves out.
+    """Return the names of weights that the engine's model has no use for, because its tower leaves out their head.
 
     Args:
         model: Model of the engine.
@@ -40,10 +40,6 @@ def unused_names(model: nn.Module, names: Iterable[str]) -> Collection[str]:
 
 
 def _load_weights(self: SiglipVisionModel, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-    loaded: set[str] = AutoWeightsLoader(self).load_weights(_renamed(weights))
+    renamed = ((name if name.startswith(INNER) else f"{INNER}{name}", tensor) for name, tensor in weights)
+    loaded: set[str] = AutoWeightsLoader(self).load_weights(renamed)
     return loaded
-
-
-def _renamed(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in weights:
-        yield name if name.startswith(INNER) else f"{INNER}{name}", tensor

@@ -1,15 +1,15 @@
 """Plan of a load: the part of each engine parameter or buffer that each tensor of a checkpoint fills.
 
-The engine's own loaders are run over tensors without data while their copies are recorded instead of executed. What
-comes out holds for fused projections, tensor-parallel shards, replicated heads and padded vocabularies alike, without
-a table of model families.
+The engine's own loaders are run over tensors without data while their copies are recorded instead of executed. The
+result holds for fused projections, tensor-parallel shards, replicated heads and padded vocabularies alike, without a
+table of model families.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -45,14 +45,14 @@ leaves where it is, as it does these, but that checkpoints have."""
 
 
 @dataclass(frozen=True)
-class Piece:
+class LoadPiece:
     """One copy that loading makes.
 
     Args:
         name: Hugging Face name of the tensor it belongs to.
         source: Name it is sent under, which differs for a tied tensor.
-        read: What is read of it.
-        write: What is written of the engine's parameter.
+        read: Part of it that is read.
+        write: Part of the engine's parameter that is written.
     """
 
     name: str
@@ -66,8 +66,8 @@ class Filling:
     """One value that loading writes everywhere in a part of a parameter, such as the padding of a vocabulary.
 
     Args:
-        write: What is written of the engine's parameter.
-        value: Written there.
+        write: Part of the engine's parameter that is written.
+        value: Value that is written there.
     """
 
     write: Region
@@ -83,7 +83,7 @@ class LoadPlan:
     Args:
         pieces: Engine parameter to the copies that fill it.
         fillings: Engine parameter to the values that are written into the rest of it.
-        aliases: Engine parameters that are another one under a second name (a tied head), to the first name.
+        aliases: Second names of engine parameters (a tied head), to the first name.
         opaque: Engine parameters whose loader computes more than copies.
         unfed: Tied names that the engine has no parameter of (a model of vLLM whose head is its embedding); their
             tensor is loaded only under its own name.
@@ -91,7 +91,7 @@ class LoadPlan:
         missing: Hugging Face names of tensors that parameters of this rank need and the manifest does not have.
     """
 
-    pieces: dict[str, list[Piece]] = field(default_factory=dict)
+    pieces: dict[str, list[LoadPiece]] = field(default_factory=dict)
     fillings: dict[str, list[Filling]] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     opaque: set[str] = field(default_factory=set)
@@ -100,7 +100,7 @@ class LoadPlan:
     missing: list[str] = field(default_factory=list)
 
     def parts(self, manifest: Manifest) -> Parts:
-        """The parts of the tensors that this rank keeps; everything, if some loader computes more than copies."""
+        """Return the parts of the tensors that this rank keeps; everything if a loader computes more than copies."""
         if self.opaque:
             return {}
         read: dict[str, list[Region]] = {spec.name: [] for spec in manifest.tensors if spec.shape not in SCALARS}
@@ -112,7 +112,7 @@ class LoadPlan:
 
 
 def fed_names(manifest: Manifest) -> dict[str, list[str]]:
-    """Name of each tensor sent to the names it is loaded under: its own and those tied to it."""
+    """Return the name of each tensor sent to the names it is loaded under: its own and the tied ones."""
     names = {spec.name: [spec.name] for spec in manifest.tensors}
     for tied, source in manifest.tied.items():
         names.setdefault(source, []).append(tied)
@@ -123,8 +123,18 @@ def plan_load(model: nn.Module, manifest: Manifest) -> LoadPlan:
     """Dry-run the model's loaders over a manifest; the model is left as it was, except a bias of its head that only
     the manifest has."""
     keep_head_bias(model, manifest)
-    aliases = _aliases(model)
-    _name_loaders(model)
+    aliases: dict[str, str] = {}
+    first: dict[int, str] = {}
+    for name, tensor in _named_tensors(model):
+        known = first.setdefault(id(tensor), name)
+        if known != name:
+            aliases[name] = known
+    for parameter in model.parameters():
+        # vLLM 0.32 reads the name of a loader in its reload. Loaders that are partial functions (MiniMax-M2's norms of
+        # queries) have none. This can go once vLLM does not read it.
+        loader = vars(parameter).get("weight_loader")
+        if isinstance(loader, partial) and not hasattr(loader, "__name__"):
+            loader.__name__ = "partial"  # type: ignore[attr-defined]  # partial functions have attributes
     with _checkpoint_format(model):
         recorder = _CopyRecorder(model)
         refused = recorder.feed(model, manifest)
@@ -132,58 +142,33 @@ def plan_load(model: nn.Module, manifest: Manifest) -> LoadPlan:
         sent = [spec.name for spec in manifest.tensors]
         taken = {piece.name for pieces in plan.pieces.values() for piece in pieces} | recorder.touched
         plan.unfed = refused.keys() & manifest.tied.keys()
+        unknown = {name: NOT_TAKEN for name in sent if name not in taken}
+        unknown |= {name: reason for name, reason in refused.items() if name not in plan.unfed}
         unused = unused_names(model, sent)
-        plan.unknown = {name: NOT_TAKEN for name in sent if name not in taken} | {
-            name: reason for name, reason in refused.items() if name not in plan.unfed
-        }
-        plan.unknown = {name: reason for name, reason in plan.unknown.items() if name not in unused}
-        _share_with_aliases(plan, aliases)
+        plan.unknown = {name: reason for name, reason in unknown.items() if name not in unused}
+        for alias, original in aliases.items():
+            if alias not in plan.pieces and original in plan.pieces:
+                plan.pieces[alias] = [replace(piece, name=alias) for piece in plan.pieces[original]]
         plan.missing = _missing(model, recorder.numel, aliases, sent)
     return plan
 
 
-def _name_loaders(model: nn.Module) -> None:
-    """Give loaders that are partial functions a name (MiniMax-M2's norms of queries), which vLLM 0.32 asks for in its
-    reload. To be removed once it does not."""
-    for parameter in model.parameters():
-        loader = vars(parameter).get("weight_loader")
-        if isinstance(loader, partial) and not hasattr(loader, "__name__"):
-            loader.__name__ = "partial"  # type: ignore[attr-defined]  # partial functions have attributes
-
-
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers under all their names."""
+    """Yield parameters and buffers under all their names."""
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
 
 
-def _aliases(model: nn.Module) -> dict[str, str]:
-    """Parameters and buffers that are another one under a second name (a tied head), to the first name."""
-    first: dict[int, str] = {}
-    aliases: dict[str, str] = {}
-    for name, tensor in _named_tensors(model):
-        known = first.setdefault(id(tensor), name)
-        if known != name:
-            aliases[name] = known
-    return aliases
-
-
-def _share_with_aliases(plan: LoadPlan, aliases: Mapping[str, str]) -> None:
-    for alias, original in aliases.items():
-        if alias not in plan.pieces and original in plan.pieces:
-            plan.pieces[alias] = [Piece(alias, p.source, p.read, p.write) for p in plan.pieces[original]]
-
-
 @contextmanager
 def _checkpoint_format(model: nn.Module) -> Iterator[None]:
-    """The model's parameters as its loaders want them, without data; the live ones are put back unchanged."""
+    """Give the model parameters as its loaders expect them, without data; put the live ones back unchanged."""
     live = [
         (layer, get_layer_params_buffers(layer), set(layer._non_persistent_buffers_set)) for layer in model.modules()
     ]
     for layer, _, _ in live:
         restore_layer_on_meta(layer, get_layerwise_info(layer))
         for tensor in get_layer_tensors(layer).values():
-            # a reload leaves its own wrapper, which now does nothing, on the tensors it restores
+            # A reload leaves its own wrapper, which then does nothing, on the tensors it restores.
             tensor.weight_loader = _get_original_loader(tensor)
     try:
         yield
@@ -204,19 +189,19 @@ class _CopyRecorder(TorchDispatchMode):
         super().__init__()
         self._parameters: dict[int, str] = {}
         for name, tensor in _named_tensors(model):
-            # a layer that has two names, such as shared experts that a runner holds too, goes by the first
+            # A layer that has two names, such as shared experts that a runner holds too, goes by the first.
             self._parameters.setdefault(_storage(tensor), name)
         self._sources: dict[int, tuple[str, TensorSpec]] = {}
         self._alive: list[Tensor] = []
         self._last = ""
-        self.pieces: dict[str, list[Piece]] = {}
+        self.pieces: dict[str, list[LoadPiece]] = {}
         self.fillings: dict[str, list[Filling]] = {}
         self.opaque: set[str] = set()
         self.touched: set[str] = set()
         self.numel: dict[str, int] = {}
 
     def feed(self, model: nn.Module, manifest: Manifest) -> dict[str, str]:
-        """Load everything; the tensors that a loader refused, to its reason."""
+        """Load everything, and return the tensors that a loader refused, to its reason."""
         names = fed_names(manifest)
         todo = [(name, spec) for spec in manifest.tensors for name in names[spec.name]]
         refused: dict[str, str] = {}
@@ -236,7 +221,7 @@ class _CopyRecorder(TorchDispatchMode):
 
     def _tensors(self, todo: Sequence[tuple[str, TensorSpec]]) -> Iterator[tuple[str, Tensor]]:
         for name, spec in todo:
-            # loaders read the value of a scalar, so it has one
+            # Loaders read the value of a scalar, so it has one.
             device = "cpu" if spec.shape in SCALARS else "meta"
             tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
             self._alive.append(tensor)
@@ -245,38 +230,40 @@ class _CopyRecorder(TorchDispatchMode):
             yield name, tensor
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.copy_.default and _storage(args[0]) in self._parameters:
-            self._record(args[0], args[1])
-            return args[0]
-        if func in _FILLS and _storage(args[0]) in self._parameters:
-            parameter = self._parameters[_storage(args[0])]
-            self.numel[parameter] = self.numel.get(parameter, 0) + args[0].numel()
+        is_tensor = bool(args) and isinstance(args[0], Tensor)
+        parameter = self._parameters.get(_storage(args[0])) if is_tensor else None
+        if parameter is None:
+            return func(*args, **(kwargs or {}))
+        target = args[0]
+        if func is torch.ops.aten.copy_.default:
+            self._record(parameter, target, args[1])
+            return target
+        if func in _FILLS:
+            self.numel[parameter] = self.numel.get(parameter, 0) + target.numel()
             self.touched.add(self._last)
             value = args[1] if len(args) > 1 else 0.0
             if isinstance(value, int | float):
-                self.fillings.setdefault(parameter, []).append(Filling(Region.of(args[0]), value))
+                self.fillings.setdefault(parameter, []).append(Filling(Region.of(target), value))
             else:
                 self.opaque.add(parameter)
-            return args[0]
-        if func._schema.is_mutable and args and isinstance(args[0], Tensor) and _storage(args[0]) in self._parameters:
-            self.opaque.add(self._parameters[_storage(args[0])])
+            return target
+        if func._schema.is_mutable:
+            self.opaque.add(parameter)
         return func(*args, **(kwargs or {}))
 
-    def _record(self, target: Tensor, value: Tensor) -> None:
-        parameter = self._parameters[_storage(target)]
+    def _record(self, parameter: str, target: Tensor, value: Tensor) -> None:
         self.touched.add(self._last)
         source = self._sources.get(_storage(value))
         if source is None or value.dtype != getattr(torch, source[1].dtype):
             self.opaque.add(parameter)
-            self.numel[parameter] = self.numel.get(parameter, 0) + target.numel()
-            return
-        name, spec = source
-        if target.shape != value.shape:
-            raise ValueError(f"{name}: shape {tuple(value.shape)}, expected {tuple(target.shape)}")
-        self.touched.add(name)
+        else:
+            name, spec = source
+            if target.shape != value.shape:
+                raise ValueError(f"{name}: shape {tuple(value.shape)}, expected {tuple(target.shape)}")
+            self.touched.add(name)
+            piece = LoadPiece(name, spec.name, Region.of(value), Region.of(target))
+            self.pieces.setdefault(parameter, []).append(piece)
         self.numel[parameter] = self.numel.get(parameter, 0) + target.numel()
-        piece = Piece(name, spec.name, Region.of(value), Region.of(target))
-        self.pieces.setdefault(parameter, []).append(piece)
 
 
 _FILLS = {torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default}
@@ -287,34 +274,25 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _missing(model: nn.Module, numel: Mapping[str, int], aliases: Mapping[str, str], sent: Iterable[str]) -> list[str]:
+    """Return the Hugging Face names of the tensors that parameters need and that are not sent."""
     sent = set(sent)
-    missing: list[str] = []
-    for path, layer in model.named_modules():
-        if is_deferred_attention_layer(layer):
-            continue  # scales that a checkpoint need not have
-        for attribute, tensor in _filled_tensors(layer):
-            name = f"{path}.{attribute}" if path else attribute
-            original = aliases.get(name, name)
-            filled = max(numel.get(name, 0), numel.get(original, 0))
-            if filled < get_tensor_load_numel(tensor):
-                missing += [hf for hf in _checkpoint_names(model, name) if hf not in sent] or [name]
-    return missing
-
-
-def _filled_tensors(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of a layer that a checkpoint fills: its parameters, and the buffers in its state."""
-    parameters, buffers = get_layer_params_buffers(layer)
-    yield from parameters.items()
-    unsaved = layer._non_persistent_buffers_set | MADE_BUFFERS
-    yield from ((name, buffer) for name, buffer in buffers.items() if name not in unsaved)
-
-
-def _checkpoint_names(model: nn.Module, parameter: str) -> list[str]:
-    """Hugging Face names of the tensors that are fused into an engine parameter."""
-    path, _, attribute = parameter.rpartition(".")
-    parent, _, module = path.rpartition(".")
     fused: Mapping[str, Sequence[str]] = (
         model.packed_modules_mapping if hasattr(model, "packed_modules_mapping") else {}
     )
-    prefix = f"{parent}." if parent else ""
-    return [f"{prefix}{part}.{attribute}" for part in fused.get(module, [module])]
+    missing: list[str] = []
+    for path, layer in model.named_modules():
+        if is_deferred_attention_layer(layer):
+            continue  # A checkpoint need not have its scales.
+        parameters, buffers = get_layer_params_buffers(layer)
+        unsaved = layer._non_persistent_buffers_set | MADE_BUFFERS
+        saved = {name: buffer for name, buffer in buffers.items() if name not in unsaved}
+        for attribute, tensor in (*parameters.items(), *saved.items()):
+            name = f"{path}.{attribute}" if path else attribute
+            filled = max(numel.get(name, 0), numel.get(aliases.get(name, name), 0))
+            if filled < get_tensor_load_numel(tensor):
+                # Several tensors of a checkpoint may be fused into one parameter.
+                parent, _, module = path.rpartition(".")
+                prefix = f"{parent}." if parent else ""
+                names = [f"{prefix}{part}.{attribute}" for part in fused.get(module, [module])]
+                missing += [each for each in names if each not in sent] or [name]
+    return missing

@@ -24,11 +24,11 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffe
 from vllm.model_executor.models.gemma3_mm import Gemma3MultiModalProjector
 from vllm.model_executor.models.interns1_vit import InternS1VisionEmbeddings
 
-from rl_vllm.weights.load_plan import Filling, LoadPlan, Piece
+from rl_vllm.weights.load_plan import Filling, LoadPiece, LoadPlan
 from rl_vllm.weights.quantised_layers import is_quantising
 
 _IS_PROCESSED = "_already_called_process_weights_after_loading"
-"""Attribute with which vLLM's methods that quantise keep themselves from doing it twice."""
+"""Attribute that keeps vLLM's methods that quantise from doing it twice."""
 
 VISION_LAYERS = (
     ConvLayerBase,
@@ -44,7 +44,7 @@ VISION_LAYERS = (
 
 @dataclass(frozen=True, eq=False)
 class PlannedLayer:
-    """A layer of which every parameter is known to be filled, and every buffer that a checkpoint has.
+    """A layer whose parameters are all known to be filled, as are the buffers that a checkpoint has.
 
     Args:
         module: Module of the engine's model.
@@ -58,17 +58,12 @@ class PlannedLayer:
 
     @property
     def is_processed(self) -> bool:
-        """Return whether a method makes the tensors that the layer computes with of those that were loaded."""
+        """True if a method makes the tensors that the layer computes with from the loaded ones."""
         return isinstance(self.module, LinearBase | VocabParallelEmbedding)
 
 
-@dataclass(frozen=True)
-class Destination:
-    """Destination of one copy of a plan."""
-
-    layer: PlannedLayer
-    attribute: str
-    piece: Piece
+Destination = tuple[PlannedLayer, str, LoadPiece]
+"""Destination of one copy of a plan: a layer, the attribute of its parameter, and the copy."""
 
 
 class PlannedLoad:
@@ -76,15 +71,12 @@ class PlannedLoad:
 
     Args:
         destinations: Name that a tensor is sent under, to its copies.
-        attention: Layers that derive something of the others' weights once these are loaded.
+        attention: Layers that derive tensors from the others' weights once these are loaded.
         dtype: Dtype of activations.
     """
 
     def __init__(
-        self,
-        destinations: Mapping[str, Sequence[Destination]],
-        attention: Sequence[nn.Module],
-        dtype: torch.dtype,
+        self, destinations: Mapping[str, Sequence[Destination]], attention: Sequence[nn.Module], dtype: torch.dtype
     ) -> None:
         self._destinations = destinations
         self._attention = attention
@@ -104,14 +96,21 @@ class PlannedLoad:
             names = _own_tensors(path, module, plan)
             if not names:
                 continue
-            is_known = is_plain(module) or is_quantising(module)
-            if not is_known or not all(_is_filled(path, module, name, plan) for name in names):
+            if not is_plain(module) and not is_quantising(module):
+                return None
+            # All buffers must be filled in place.
+            buffers = get_layer_params_buffers(module)[1]
+            is_processed = isinstance(module, LinearBase | VocabParallelEmbedding)
+            keeps_buffers = not is_processed and all(_full(path, name) in plan.pieces for name in buffers)
+            if buffers and not keeps_buffers:
+                return None
+            if not all(_is_filled(_full(path, name), module, name, plan) for name in names):
                 return None
             pieces = [(name, piece) for name in names for piece in plan.pieces[_full(path, name)]]
             fillings = [(name, each) for name in names for each in plan.fillings.get(_full(path, name), ())]
             layer = PlannedLayer(module, len(pieces), fillings)
             for name, piece in pieces:
-                destinations.setdefault(piece.source, []).append(Destination(layer, name, piece))
+                destinations.setdefault(piece.source, []).append((layer, name, piece))
         return cls(destinations, attention, dtype)
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -121,12 +120,13 @@ class PlannedLoad:
         open_layers: dict[PlannedLayer, _OpenLayer] = {}
         try:
             for source, tensor in tensors:
-                for destination in self._destinations.get(source, ()):
-                    layer = destination.layer
+                for layer, name, piece in self._destinations.get(source, ()):
                     if layer not in open_layers:
                         open_layers[layer] = _OpenLayer(layer)
-                    open_layers[layer].copy(destination, tensor)
-                    if open_layers[layer].is_full:
+                    opened = open_layers[layer]
+                    piece.write.read(opened.parameter(name)).copy_(piece.read.read(tensor))
+                    opened.num_left -= 1
+                    if not opened.num_left:
                         open_layers.pop(layer).process()
         finally:
             for opened in open_layers.values():
@@ -136,11 +136,15 @@ class PlannedLoad:
 
 
 class _OpenLayer:
-    """A layer while it is filled: in its checkpoint's format, if a method makes something else of that."""
+    """A layer while it is filled, in its checkpoint's format if a method converts it.
+
+    Attributes:
+        num_left: Number of copies that have not been made.
+    """
 
     def __init__(self, layer: PlannedLayer) -> None:
         self._layer = layer
-        self._num_left = layer.num_pieces
+        self.num_left = layer.num_pieces
         self._live = get_layer_params_buffers(layer.module)[0]
         if layer.is_processed:
             vars(layer.module).pop(_IS_PROCESSED, None)
@@ -148,32 +152,21 @@ class _OpenLayer:
             restore_layer_on_meta(layer.module, info)
             materialize_layer(layer.module, info)
         for name, filling in layer.fillings:
-            filling.write.read(self._parameter(name)).fill_(filling.value)
-
-    @property
-    def is_full(self) -> bool:
-        """Return whether every copy has been made."""
-        return not self._num_left
-
-    def copy(self, destination: Destination, tensor: Tensor) -> None:
-        """Make one copy."""
-        piece = destination.piece
-        piece.write.read(self._parameter(destination.attribute)).copy_(piece.read.read(tensor))
-        self._num_left -= 1
+            filling.write.read(self.parameter(name)).fill_(filling.value)
 
     def process(self) -> None:
-        """Make the layer compute with what was copied."""
+        """Make the layer compute with the copies."""
         module = self._layer.module
         if isinstance(module, LinearBase | VocabParallelEmbedding):
             try:
                 module.quant_method.process_weights_after_loading(module)
                 for name, live in self._live.items():
-                    live.data.copy_(self._parameter(name))
+                    live.data.copy_(self.parameter(name))
             finally:
                 self.put_back()
 
     def put_back(self) -> None:
-        """Give the layer the tensors back that it had."""
+        """Give the layer back the tensors that it had."""
         if not self._layer.is_processed:
             return
         module = self._layer.module
@@ -182,7 +175,8 @@ class _OpenLayer:
         for name, parameter in self._live.items():
             module.register_parameter(name, parameter)
 
-    def _parameter(self, name: str) -> Tensor:
+    def parameter(self, name: str) -> Tensor:
+        """Return a parameter of the layer, without its gradient."""
         return get_layer_tensors(self._layer.module)[name].detach()
 
 
@@ -196,8 +190,8 @@ def is_plain(layer: nn.Module) -> bool:
 
 
 def _own_tensors(path: str, module: nn.Module, plan: LoadPlan) -> list[str]:
-    """Parameters of a layer as a checkpoint fills them, except those that it shares with an earlier layer, and buffers
-    that it fills. The scales of a layer that quantises are its own."""
+    """Return the parameters of a layer as a checkpoint fills them, except parameters that an earlier layer shares, and
+    the buffers that it fills. The layer itself makes the scales if it quantises."""
     recorded = get_layerwise_info(module).restore_metadata[0]
     parameters, buffers = get_layer_params_buffers(module)
     if is_quantising(module):
@@ -206,10 +200,9 @@ def _own_tensors(path: str, module: nn.Module, plan: LoadPlan) -> list[str]:
     return [name for name in sorted({*recorded, *parameters, *filled}) if _full(path, name) not in plan.aliases]
 
 
-def _is_filled(path: str, module: nn.Module, name: str, plan: LoadPlan) -> bool:
+def _is_filled(full: str, module: nn.Module, name: str, plan: LoadPlan) -> bool:
     """Return whether copies and constants fill a tensor, in the place where the layer then has it."""
-    full = _full(path, name)
-    if full in plan.opaque or full not in plan.pieces or not _can_keep_buffers(path, module, plan):
+    if full in plan.opaque or full not in plan.pieces:
         return False
     of_parameters, of_buffers = get_layerwise_info(module).restore_metadata
     recorded = of_parameters.get(name, of_buffers.get(name))
@@ -217,19 +210,11 @@ def _is_filled(path: str, module: nn.Module, name: str, plan: LoadPlan) -> bool:
     if recorded is not None and isinstance(module, LinearBase | VocabParallelEmbedding):
         num_values = recorded.numel()
     elif held is not None and held.is_contiguous() and (recorded is None or recorded.shape == held.shape):
-        # it is filled where it lies
-        num_values = held.numel()
+        num_values = held.numel()  # It is filled in place.
     else:
         return False
     parts = [*plan.pieces[full], *plan.fillings.get(full, ())]
     return sum(prod(part.write.size) for part in parts) == num_values
-
-
-def _can_keep_buffers(path: str, module: nn.Module, plan: LoadPlan) -> bool:
-    """Return whether a layer has no buffers but those that are filled where they lie."""
-    buffers = get_layer_params_buffers(module)[1]
-    is_processed = isinstance(module, LinearBase | VocabParallelEmbedding)
-    return not buffers or (not is_processed and all(_full(path, name) in plan.pieces for name in buffers))
 
 
 def _full(path: str, name: str) -> str:

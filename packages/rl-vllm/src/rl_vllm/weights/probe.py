@@ -10,8 +10,7 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
-from rl_core.torch.transport.bucket import Region
-from rl_vllm.weights.load_plan import LoadPlan, Piece
+from rl_vllm.weights.load_plan import LoadPiece, LoadPlan
 from rl_vllm.weights.planned_load import is_plain
 
 NUM_COLUMNS = 8
@@ -34,42 +33,37 @@ class WeightProbe:
 
     def __init__(self, model: nn.Module, plan: LoadPlan, version: int) -> None:
         self._layers: dict[str, nn.Module] = {}
-        self._expected: dict[str, Tensor] = {}  # matrix: [rows, columns sampled]; vector, scalar: whole
+        self._expected: dict[str, Tensor] = {}  # A matrix has `[rows, columns sampled]`; a vector or a scalar is whole.
         self._widths: dict[str, int] = {}
         self._columns: dict[int, Tensor] = {}
-        self._targets: dict[str, list[tuple[str, Piece]]] = {}
+        self._targets: dict[str, list[tuple[str, LoadPiece]]] = {}
         self._filled: dict[str, set[str]] = {}
         self._pieces = plan.pieces
         self._version = version
         for name, pieces in plan.pieces.items():
             layer = model.get_submodule(name.rpartition(".")[0])
             is_kept = is_plain(layer) or name.rpartition(".")[2] == "bias"
-            if name not in plan.opaque and is_kept and all(_is_block(piece) for piece in pieces):
-                self._watch(name, layer, pieces)
-
-    def _watch(self, name: str, layer: nn.Module, pieces: list[Piece]) -> None:
-        self._layers[name] = layer
-        if len(pieces[0].write.size) == 2:
-            self._widths[name] = pieces[0].write.stride[0]
-        for piece in pieces:
-            self._targets.setdefault(piece.source, []).append((name, piece))
+            if name in plan.opaque or not is_kept or not all(_is_block(piece) for piece in pieces):
+                continue
+            self._layers[name] = layer
+            if len(pieces[0].write.size) == 2:
+                self._widths[name] = pieces[0].write.stride[0]
+            for piece in pieces:
+                self._targets.setdefault(piece.source, []).append((name, piece))
 
     def take(self, source: str, tensor: Tensor) -> None:
         """Keep samples of a tensor that arrived, contiguous, before it is handed to the loaders."""
         for name, piece in self._targets.get(source, ()):
             block = piece.read.read(tensor)
             self._filled.setdefault(name, set()).add(piece.name)
-            if name not in self._widths:
-                self._put_vector(name, piece, block)
-            else:
+            if name in self._widths:
                 self._put_columns(name, piece, block)
+                continue
+            length = max(p.write.offset + prod(p.write.size) for p in self._pieces[name])
+            expected = self._expected.setdefault(name, block.new_zeros(length))
+            expected[piece.write.offset : piece.write.offset + block.numel()] = block.reshape(-1)
 
-    def _put_vector(self, name: str, piece: Piece, block: Tensor) -> None:
-        length = max(p.write.offset + prod(p.write.size) for p in self._pieces[name])
-        expected = self._expected.setdefault(name, block.new_zeros(length))
-        expected[piece.write.offset : piece.write.offset + block.numel()] = block.reshape(-1)
-
-    def _put_columns(self, name: str, piece: Piece, block: Tensor) -> None:
+    def _put_columns(self, name: str, piece: LoadPiece, block: Tensor) -> None:
         width = self._widths[name]
         columns = self._columns_of(width, block.device)
         top, left = divmod(piece.write.offset, width)
@@ -84,7 +78,7 @@ class WeightProbe:
         rows[:, inside] = block[:, columns[inside] - left]
 
     def _columns_of(self, width: int, device: torch.device) -> Tensor:
-        """int64, the columns that are sampled of matrices of a width."""
+        """Return int64, the columns that are sampled of matrices of a width."""
         if width not in self._columns:
             generator = torch.Generator("cpu").manual_seed(self._version)
             order = torch.randperm(width, generator=generator, device="cpu")
@@ -92,7 +86,8 @@ class WeightProbe:
         return self._columns[width]
 
     def stale(self) -> list[str]:
-        """Hugging Face names of the tensors that the engine does not compute with, in the order of its layers."""
+        """Return the Hugging Face names of the tensors that the engine does not compute with, in the order of its
+        layers."""
         names: list[str] = []
         one_hot: dict[tuple[int, torch.dtype], Tensor] = {}
         for name, layer in self._layers.items():
@@ -106,13 +101,16 @@ class WeightProbe:
         expected = self._expected[name]
         actual = self._computed(name, layer, expected, one_hot)
         if isinstance(layer, LinearBase) and name.rpartition(".")[2] == "bias":
-            expected = expected.to(layer.params_dtype)  # the CPU engine widens a bias after it was rounded
+            expected = expected.to(layer.params_dtype)  # The CPU engine widens a bias after it was rounded.
         expected = expected.to(actual.dtype)
         if torch.equal(actual, expected):
             return []
         bad = (actual != expected) & ~(actual.isnan() & expected.isnan())
         if bad.ndim == 2:
-            bad = _beyond_rounding(actual, expected, bad).any(dim=1)
+            # A matrix product in reduced precision (TF32) may round.
+            if actual.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+                bad = bad & ((actual - expected).abs() > 2.0**-9 * expected.abs())
+            bad = bad.any(dim=1)
         wrong: list[str] = []
         for piece in self._pieces[name]:
             top = piece.write.offset // self._widths.get(name, 1)
@@ -139,24 +137,12 @@ class WeightProbe:
         return layer.quant_method.apply(layer, one_hot[key], None).t()[: len(expected)]
 
 
-def _is_block(piece: Piece) -> bool:
+def _is_block(piece: LoadPiece) -> bool:
     write = piece.write
     if not write.size:
         return not piece.read.size
     if len(write.size) == 1:
         return write.stride == (1,) and len(piece.read.size) == 1
     if len(write.size) > 2:
-        return _is_contiguous(write)
+        return list(write.stride) == [prod(write.size[place + 1 :]) for place in range(len(write.size))]
     return write.stride[1] == 1 and len(piece.read.size) == 2
-
-
-def _is_contiguous(region: Region) -> bool:
-    steps = [prod(region.size[place + 1 :]) for place in range(len(region.size))]
-    return list(region.stride) == steps
-
-
-def _beyond_rounding(actual: Tensor, expected: Tensor, bad: Tensor) -> Tensor:
-    """Mask of the elements that differ by more than a matrix product in reduced precision (TF32) may."""
-    if actual.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest":
-        return bad
-    return bad & ((actual - expected).abs() > 2.0**-9 * expected.abs())
