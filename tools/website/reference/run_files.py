@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import PurePosixPath
 
-from rl_launch.runtime.written_versions import WEIGHTS
+from rl_launch.runtime.opponents import WEIGHTS
 from rl_launch.session.checkpoints import manifest
-from rl_launch.session.directory import lock, origins, row_files, run_folder, run_state, user_files
+from rl_launch.session.directory import lock, recording, row_files, run_folder, run_state
 from rl_launch.session.traces import trace_folder
 from website.reference.text import code, table
 
@@ -23,7 +23,7 @@ FILES = {
     run_folder.DESCRIPTION: "Identity of the run: algorithm, model, creation time, versions, labels, and its origin if "
     "it is a branch.",
     run_folder.CONFIG: "The whole resolved config.",
-    origins.FILE_NAME: "Where each value of the config comes from: a recipe, a file, the command line or a default.",
+    recording.ORIGINS: "Where each value of the config comes from: a recipe, a file, the command line or a default.",
     run_state.FILE_NAME: "Status, step and best metric of the run.",
     lock.FILE_NAME: "Process and host that hold the run. It is locked while the run is in progress.",
     "metrics.jsonl": "A line for each step, with its [metrics](../metrics.md).",
@@ -43,7 +43,7 @@ FILES = {
     f"{trace_folder.FOLDER}/**": "[Traces](../profiling.md) of all processes, 20 steps in a file, and the shares of "
     "time for which processes were busy.",
     "profiles/**": "[Profiles](../profiling.md) of the steps of `profiling.steps`.",
-    f"{user_files.FOLDER}/**": "Your own files that the config refers to, as the run uses them.",
+    f"{recording.CODE}/**": "Your own files that the config refers to, as the run uses them.",
     f"{row_files.FOLDER}/**": "Rows that were given from Python.",
     f"{WEIGHTS}/**": "Weights on their way to generators that share only a file system with the trainer.",
     "opponents/**": "Older versions of the policy that it plays against.",

@@ -7,7 +7,7 @@ from scripted import NEEDS, make_plan, make_task
 from rl_core.config import assemble
 from rl_core.environments.config import EnvironmentConfig
 from rl_core.user_code import FromFile
-from rl_launch.evaluation.identity import identity_of
+from rl_launch.evaluation.folder import identity_of
 
 PLAN = make_plan(make_task(2))
 

@@ -8,7 +8,7 @@ from rl_core.config import to_yaml
 from rl_core.errors import ConfigError, RunDirectoryError
 from rl_launch.evaluation.source import evaluation_of, is_model
 from rl_launch.run_config.reading import read_plan
-from rl_launch.session.checkpoints.manifest import Manifest
+from rl_launch.session.checkpoints.manifest import CheckpointManifest
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def make_run(folder, recipe, model):
         (checkpoint / "hf").mkdir(parents=True)
         for file in Path(model).iterdir():
             (checkpoint / "hf" / file.name).write_bytes(file.read_bytes())
-        Manifest(step, {}, {}).write(checkpoint)
+        CheckpointManifest(step, {}, {}).write(checkpoint)
     (folder / "config.yaml").write_text(to_yaml(config))
     (folder / "run.json").write_text(json.dumps({"algorithm": config.algorithm, "model": str(model)}))
     return folder

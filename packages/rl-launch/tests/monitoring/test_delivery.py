@@ -10,10 +10,9 @@ import pytest
 
 from rl_core.config import Config, load, resolve
 from rl_core.errors import ConfigError
-from rl_launch.monitoring.delivery import Command, DeliveryError, Webhook, check_command
-from rl_launch.monitoring.outbox import Outbox
-from rl_launch.session.config import LoggerConfig
-from rl_launch.session.monitoring_config import NotifyConfig
+from rl_launch.monitoring.delivery import CommandDelivery, DeliveryError, WebhookDelivery, check_command
+from rl_launch.monitoring.notifications import Outbox
+from rl_launch.session.config import LoggerConfig, NotifyConfig
 
 SECRET = "T0K3N-of-mine"
 NOTIFICATION = {"event": "failed", "text": "my run: failed", "run": "my run", "step": 7}
@@ -66,7 +65,7 @@ def receiver():
 
 def test_a_webhook_gets_the_notification_as_json(receiver):
     hook = receiver(200)
-    Webhook(hook.url, timeout_s=10).deliver(NOTIFICATION)
+    WebhookDelivery(hook.url, timeout_s=10).deliver(NOTIFICATION)
     assert hook.received == [(f"/hooks/{SECRET}?key={SECRET}", "application/json", NOTIFICATION)]
 
 
@@ -74,9 +73,9 @@ def test_a_webhook_gets_the_notification_as_json(receiver):
 def test_an_answer_that_is_not_a_success_is_an_error_without_the_url(receiver, code, is_final):
     hook = receiver(code)
     with pytest.raises(DeliveryError, match=f"answered {code}") as refused:
-        Webhook(hook.url, timeout_s=10).deliver(NOTIFICATION)
+        WebhookDelivery(hook.url, timeout_s=10).deliver(NOTIFICATION)
     assert refused.value.is_final is is_final
-    assert SECRET not in f"{refused.value}{Webhook(hook.url, timeout_s=1)}"
+    assert SECRET not in f"{refused.value}{WebhookDelivery(hook.url, timeout_s=1)}"
     assert len(hook.received) == 1
 
 
@@ -85,14 +84,14 @@ def test_a_webhook_that_cannot_be_reached_is_an_error_without_the_url(receiver):
     url = hook.url
     hook.server.socket.close()
     with pytest.raises(DeliveryError) as refused:
-        Webhook(url.replace(str(hook.server.server_port), "1"), timeout_s=10).deliver(NOTIFICATION)
+        WebhookDelivery(url.replace(str(hook.server.server_port), "1"), timeout_s=10).deliver(NOTIFICATION)
     assert not refused.value.is_final
     assert SECRET not in str(refused.value)
 
 
 def test_deliveries_are_tried_again_in_the_background(receiver):
     hook = receiver(500, 503, 200)
-    outbox = Outbox([Webhook(hook.url, timeout_s=10)], attempts_after_s=(0.0, 0.0))
+    outbox = Outbox([WebhookDelivery(hook.url, timeout_s=10)], attempts_after_s=(0.0, 0.0))
     outbox.send(NOTIFICATION)
     _delivered(outbox)
     assert [body for _, _, body in hook.received] == [NOTIFICATION] * 3
@@ -100,7 +99,7 @@ def test_deliveries_are_tried_again_in_the_background(receiver):
 
 def test_a_delivery_that_fails_is_one_warning_without_secrets_and_the_next_is_delivered(receiver, caplog):
     hook = receiver(500, 500, 200)
-    outbox = Outbox([Webhook(hook.url, timeout_s=10)], attempts_after_s=(0.0,))
+    outbox = Outbox([WebhookDelivery(hook.url, timeout_s=10)], attempts_after_s=(0.0,))
     outbox.send(NOTIFICATION)
     outbox.send({"event": "finished"})
     _delivered(outbox)
@@ -113,7 +112,7 @@ def test_a_delivery_that_fails_is_one_warning_without_secrets_and_the_next_is_de
 
 def test_a_run_that_ends_waits_for_no_further_attempt(receiver):
     hook = receiver(503)
-    outbox = Outbox([Webhook(hook.url, timeout_s=10)], attempts_after_s=(3600.0,))
+    outbox = Outbox([WebhookDelivery(hook.url, timeout_s=10)], attempts_after_s=(3600.0,))
     outbox.send(NOTIFICATION)
     outbox.finish(60)
     assert len(hook.received) == 1
@@ -138,7 +137,7 @@ def test_a_command_gets_json_and_variables(tmp_path):
         "import json, os, sys; print(json.load(sys.stdin)['step'], os.environ['RL_EVENT'], os.environ['RL_STEP'],"
         f" file=open({str(tmp_path / 'said')!r}, 'w'))"
     )
-    Command([sys.executable, "-c", program], timeout_s=60).deliver(NOTIFICATION)
+    CommandDelivery([sys.executable, "-c", program], timeout_s=60).deliver(NOTIFICATION)
     assert (tmp_path / "said").read_text() == "7 failed 7\n"
 
 
@@ -147,7 +146,7 @@ def test_a_command_gets_json_and_variables(tmp_path):
     [("import sys; sys.exit(3)", "exit code is 3"), ("import time; time.sleep(600)", "longer than")],
 )
 def test_a_command_that_fails_or_hangs_is_an_error_without_its_arguments(program, said):
-    command = Command([sys.executable, "-c", program, SECRET], timeout_s=5 if "exit" in program else 0.2)
+    command = CommandDelivery([sys.executable, "-c", program, SECRET], timeout_s=5 if "exit" in program else 0.2)
     with pytest.raises(DeliveryError, match=said) as refused:
         command.deliver(NOTIFICATION)
     assert SECRET not in f"{refused.value}{command}"

@@ -6,9 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from rl_core.callback import RunEnd
-from rl_launch.monitoring.notifications import FEWEST_STEPS, Notifications
-from rl_launch.monitoring.stall import LEAST_S, StallWatch
-from rl_launch.session.monitoring_config import NotifyConfig
+from rl_launch.monitoring.notifications import FEWEST_STEPS, LEAST_S, Notifications, StallWatch
+from rl_launch.session.config import NotifyConfig
 from rl_launch.session.observer import ObservedRun
 
 CONFIG = {"policy": {"precision": "bfloat16"}}

@@ -10,8 +10,8 @@ from rl_core.usage.meter import Usage
 from rl_core.usage.process import ProcessUsage
 from rl_launch.monitoring import poller as module
 from rl_launch.monitoring.poller import Monitored, Poller
-from rl_launch.monitoring.readings import Readings
-from rl_launch.monitoring.system import SystemMonitor
+from rl_launch.monitoring.quantities import SystemReadings
+from rl_launch.monitoring.run_monitoring import SystemMonitor
 
 MACHINE = MachineUsage(0.5, 1, 8, None, ())
 HERE, THERE = "node of the driver", "another node"
@@ -63,7 +63,7 @@ def _without_ray(monkeypatch):
 
 @pytest.fixture
 def readings():
-    return Readings()
+    return SystemReadings()
 
 
 @pytest.fixture

@@ -15,9 +15,8 @@ from rl_core.callback import RunEnd
 from rl_core.errors import ConfigError
 from rl_core.usage.process import ProcessUsage
 from rl_launch.monitoring.prometheus import PrometheusEndpoint, exported_name
-from rl_launch.monitoring.quantities import readings_of_engine, readings_of_process
-from rl_launch.monitoring.readings import Readings
-from rl_launch.session.checkpoints.manifest import Manifest
+from rl_launch.monitoring.quantities import SystemReadings, readings_of_engine, readings_of_process
+from rl_launch.session.checkpoints.manifest import CheckpointManifest
 from rl_launch.session.config import LoggerConfig
 from rl_launch.session.observer import ObservedRun
 
@@ -35,7 +34,7 @@ def config():
 
 @pytest.fixture
 def readings():
-    return Readings()
+    return SystemReadings()
 
 
 @pytest.fixture
@@ -106,7 +105,7 @@ def test_the_size_of_the_newest_checkpoint_is_known_after_a_save_and_after_a_res
     for step, size in ((1, 100), (2, 300)):
         folder = tmp_path / "checkpoints" / f"step_{step}"
         folder.mkdir(parents=True)
-        Manifest(step, {}, {"policy/rank_0": (size, None), "hf/model.safetensors": (7, None)}).write(folder)
+        CheckpointManifest(step, {}, {"policy/rank_0": (size, None), "hf/model.safetensors": (7, None)}).write(folder)
         endpoint.saved(step)
         assert scraped(config)["rl_checkpoint_bytes", ()] == size + 7
     endpoint.begin(ObservedRun("my run", tmp_path, {}, 2))

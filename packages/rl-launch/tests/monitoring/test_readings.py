@@ -5,8 +5,7 @@ import pytest
 from rl_core.usage.gpus import GpuUsage
 from rl_core.usage.machine import MachineUsage
 from rl_core.usage.process import ProcessUsage
-from rl_launch.monitoring.quantities import readings_of_engine, readings_of_machine, readings_of_process
-from rl_launch.monitoring.readings import Readings
+from rl_launch.monitoring.quantities import SystemReadings, readings_of_engine, readings_of_machine, readings_of_process
 
 GIB = 2**30
 
@@ -21,7 +20,7 @@ def gpu(index, utilization=0.5, **values):
 
 
 def test_a_step_has_the_mean_and_the_maximum_of_its_readings():
-    readings = Readings()
+    readings = SystemReadings()
     for cpu in (0.2, 0.9, 0.1):
         readings.add(readings_of_machine("node0", machine(cpu=cpu), ()))
     found = readings.take()
@@ -33,7 +32,7 @@ def test_a_step_has_the_mean_and_the_maximum_of_its_readings():
 
 
 def test_a_step_counts_only_its_own_readings_and_the_newest_ones_stay():
-    readings = Readings()
+    readings = SystemReadings()
     readings.add(readings_of_process("policy-0", {"worker": "policy-0"}, ProcessUsage(2.5, GIB, None)))
     assert readings.take() == {
         "system/policy-0/cpu_cores": 2.5,
@@ -50,7 +49,7 @@ def test_a_step_counts_only_its_own_readings_and_the_newest_ones_stay():
 
 
 def test_gpus_have_a_mean_over_all_of_them():
-    readings = Readings()
+    readings = SystemReadings()
     readings.add(readings_of_machine("node0", machine(gpu(0, 0.9), gpu(1, 0.5)), ()))
     readings.add(readings_of_machine("node1", machine(gpu(0, 0.1)), ()))
     found = readings.take()
@@ -72,7 +71,7 @@ def test_a_value_that_a_gpu_does_not_report_has_no_reading():
 
 def test_an_engine_has_readings_of_what_it_reports():
     health = {"num_requests": 7, "num_running": 5, "num_waiting": 2, "kv_cache_usage": 0.25, "num_sampled": 1000}
-    readings = Readings()
+    readings = SystemReadings()
     readings.add(readings_of_engine("rollout-worker-0", {"replica": "0"}, health))
     assert readings.take() == {
         "system/rollout-worker-0/running_requests": 5,
@@ -87,7 +86,7 @@ def test_an_engine_has_readings_of_what_it_reports():
 
 
 def test_readings_of_what_no_longer_answers_are_forgotten():
-    readings = Readings()
+    readings = SystemReadings()
     for worker in ("policy-0", "policy-1"):
         readings.add(readings_of_process(worker, {"worker": worker}, ProcessUsage(1.0, GIB, None)))
     readings.forget("worker", "policy-0")

@@ -11,7 +11,7 @@ from rl_core.errors import ConfigError
 from rl_launch.monitoring.run_monitoring import RunMonitoring
 from rl_launch.monitoring.telemetry import Telemetry
 from rl_launch.session import LoggerConfig, RunSession
-from rl_launch.session.monitoring_config import NotifyConfig
+from rl_launch.session.config import NotifyConfig
 from rl_launch.session.observer import Observers, RunObserver
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "session"))

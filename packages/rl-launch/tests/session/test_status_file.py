@@ -1,5 +1,5 @@
 from rl_launch.session.directory.run_state import FILE_NAME, Best, RunState
-from rl_launch.session.status_file import StatusFile
+from rl_launch.session.session import StatusFile
 
 
 def test_status_of_an_earlier_session_is_continued(tmp_path):

@@ -4,11 +4,11 @@ import pytest
 from rich.console import Console
 
 from rl_launch.session.step_clock import StepClock
-from rl_launch.session.tracking.progress import Progress
+from rl_launch.session.tracking.progress import RunProgress
 
 
 def make_clock():
-    return StepClock(Progress("run", Console(file=io.StringIO())))
+    return StepClock(RunProgress("run", Console(file=io.StringIO())))
 
 
 def test_timings_sum_a_phase_that_is_entered_twice():

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_launch.show.chart import beside, chart
+from rl_launch.show.terminal import beside, chart
 
 VALUES = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=200)
 

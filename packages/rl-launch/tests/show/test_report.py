@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from rl_core.errors import RunDirectoryError
 from rl_launch.cli import app
-from rl_launch.session.checkpoints.manifest import Manifest
+from rl_launch.session.checkpoints.manifest import CheckpointManifest
 from rl_launch.session.directory.run_state import RunState
 from rl_launch.show import report_of, show
 from rl_launch.show.terminal import FIRST, shortened
@@ -149,7 +149,7 @@ def test_folders_that_other_libraries_load_are_named(record):
     run = record(rows())
     for step, folder in ((6, "hf"), (12, "hf"), (12, "adapter")):
         (run.path / f"checkpoints/step_{step}/{folder}").mkdir(parents=True)
-        Manifest(step).write(run.path / f"checkpoints/step_{step}")
+        CheckpointManifest(step).write(run.path / f"checkpoints/step_{step}")
     newest = run.path / "checkpoints/step_12"
     report = report_of(run)
     assert report.exports == {"model": str(newest / "hf"), "adapter": str(newest / "adapter")}

@@ -10,8 +10,7 @@ from typer.testing import CliRunner
 from rl_core.errors import ConfigError, RunDirectoryError
 from rl_launch.cli import app
 from rl_launch.show import report_of
-from rl_launch.show.condition import Condition
-from rl_launch.show.selection import RecordValues, Selection
+from rl_launch.show.selection import Condition, RecordValues, Selection
 
 RECORDS = [
     rollout("go", "go left", 0.0, prompt_id="a") | {"row": {"answer": "left"}, "num_sampled": 3},

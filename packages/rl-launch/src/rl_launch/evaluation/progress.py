@@ -28,13 +28,7 @@ class EvaluationProgress:
     """
 
     def __init__(
-        self,
-        total: int,
-        done: int,
-        reward: float,
-        console: Console,
-        *,
-        clock: Callable[[], float] = time.monotonic,
+        self, total: int, done: int, reward: float, console: Console, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._total, self._before, self._done, self._reward = total, done, done, reward
         self._clock = clock

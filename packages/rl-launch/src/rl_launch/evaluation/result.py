@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_algos.evaluation.comparison import Comparison, compare
-from rl_algos.evaluation.intervals import Estimate
+from rl_algos.evaluation.estimates import Estimate, ModelComparison, compare
 from rl_algos.evaluation.summary import Summary
 from rl_core.errors import ConfigError
 from rl_launch.evaluation.folder import RESULT, is_evaluation
@@ -108,7 +107,7 @@ class EvaluationResult:
         return "EvaluationResult(\n  " + ",\n  ".join(lines) + ",\n)"
 
 
-def compare_results(first: EvaluationResult, second: EvaluationResult) -> dict[str, Comparison]:
+def compare_results(first: EvaluationResult, second: EvaluationResult) -> dict[str, ModelComparison]:
     """The comparison of two results by task, on the prompts that they share. The confidence is that of the first.
 
     Raises:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from rich.console import Console
 from rich.table import Table
 
-from rl_algos.evaluation.comparison import Comparison
-from rl_algos.evaluation.reasons import listed
+from rl_algos.evaluation.estimates import ModelComparison
+from rl_algos.evaluation.summary import listed
 from rl_launch.evaluation.result import EvaluationResult
 
 _LEAST_TRUNCATED_SHARE = 0.05
@@ -46,7 +46,7 @@ def show_result(result: EvaluationResult, console: Console) -> None:
 
 
 def show_comparison(
-    first: EvaluationResult, second: EvaluationResult, by_task: Mapping[str, Comparison], console: Console
+    first: EvaluationResult, second: EvaluationResult, by_task: Mapping[str, ModelComparison], console: Console
 ) -> None:
     """Print a row for each task: both means, their difference and whether it is significant."""
     confidence = next(iter(by_task.values())).confidence

@@ -27,7 +27,7 @@ from rl_core.errors import ConfigError, ConfigProblems, show
 from rl_core.plugins import algorithm_named
 from rl_launch.foreign import nemo_rl, trl
 from rl_launch.foreign.source import interpolated, read
-from rl_launch.foreign.translation import Answer, Line, Translation
+from rl_launch.foreign.translation import KeyAnswer, ScriptLine, Translation
 from rl_launch.foreign.trl.command import read_command
 from rl_launch.foreign.trl.script import read_script
 from rl_launch.foreign_keys.table import SYSTEMS, Kind, table
@@ -42,7 +42,7 @@ _MAX_BYTES = 1 << 29
 
 
 @dataclass(frozen=True)
-class Imported:
+class ImportedRecipe:
     """A recipe made from the config of another system.
 
     Args:
@@ -58,10 +58,10 @@ class Imported:
     system: str
     source: str
     recipe: dict[str, Any]
-    answers: tuple[Answer, ...]
+    answers: tuple[KeyAnswer, ...]
     notes: tuple[str, ...]
     behaviour: tuple[str, ...] = ()
-    lines: tuple[Line, ...] = ()
+    lines: tuple[ScriptLine, ...] = ()
 
     @property
     def features(self) -> dict[str, list[str]]:
@@ -72,7 +72,7 @@ class Imported:
                 found.setdefault(answer.text, []).append(answer.key)
         return found
 
-    def of(self, kind: Kind) -> Iterator[Answer]:
+    def of(self, kind: Kind) -> Iterator[KeyAnswer]:
         """Return the answers of one kind."""
         return (answer for answer in self.answers if answer.kind is kind)
 
@@ -81,7 +81,7 @@ class Imported:
         return Counter(answer.kind for answer in self.answers)
 
 
-def import_config(path: Path, system: str, *, algorithm: str = "", gpus: int | None = None) -> Imported:
+def import_config(path: Path, system: str, *, algorithm: str = "", gpus: int | None = None) -> ImportedRecipe:
     """Import the config of another system as a recipe.
 
     Args:
@@ -108,7 +108,7 @@ def import_config(path: Path, system: str, *, algorithm: str = "", gpus: int | N
     if any(answer.kind is Kind.REFUSED for answer in config.answers):
         found = _problems(config.recipe)
         config.notes += [f"{problem.key}: without the refused keys, {problem.message}" for problem in found]
-    return Imported(
+    return ImportedRecipe(
         SYSTEMS[system],
         str(path),
         _tidy(config.recipe),
@@ -302,7 +302,7 @@ def _feature(problem: Problem) -> str:
     return f"{problem.feature}: {problem.reason}" if is_size else problem.feature
 
 
-def _leads_to(answer: Answer, key: str) -> bool:
+def _leads_to(answer: KeyAnswer, key: str) -> bool:
     here = answer.text.partition(":")[0].partition(",")[0]
     return answer.kind is not Kind.REFUSED and bool(key) and here == key
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from rl_core.config import show, to_override
-from rl_launch.foreign.importing import Imported
-from rl_launch.foreign.translation import Answer
+from rl_launch.foreign.importing import ImportedRecipe
+from rl_launch.foreign.translation import KeyAnswer
 from rl_launch.foreign_keys.table import Kind
 
 _WIDTH = 118
@@ -22,7 +22,7 @@ _COUNTED = {
 }
 
 
-def recipe_text(imported: Imported, report: str = "") -> str:
+def recipe_text(imported: ImportedRecipe, report: str = "") -> str:
     """Return the recipe as YAML, with at most ten lines of comments at its top.
 
     Args:
@@ -44,12 +44,12 @@ def recipe_text(imported: Imported, report: str = "") -> str:
     return comments + "".join(f"{line}\n" for line in _yaml(imported.recipe, 0))
 
 
-def summary_text(imported: Imported) -> str:
+def summary_text(imported: ImportedRecipe) -> str:
     """Return the number of keys by result, and everything that the user has to check."""
     return "\n".join([_counts(imported), *_checks(imported)]) + "\n"
 
 
-def report_text(imported: Imported) -> str:
+def report_text(imported: ImportedRecipe) -> str:
     """Return the result for every key of a config, and for every line of a script."""
     lines = [_counts(imported), *_checks(imported)]
     if imported.behaviour:
@@ -69,7 +69,7 @@ def report_text(imported: Imported) -> str:
     return "\n".join(lines) + "\n"
 
 
-def refusal_text(imported: Imported) -> str:
+def refusal_text(imported: ImportedRecipe) -> str:
     """Return the features that are not offered, each with its keys."""
     features = imported.features
     counted = "1 feature" if len(features) == 1 else f"{len(features)} features"
@@ -86,17 +86,17 @@ def refusal_text(imported: Imported) -> str:
     return "\n".join(lines)
 
 
-def _counts(imported: Imported) -> str:
+def _counts(imported: ImportedRecipe) -> str:
     counts = imported.count()
     told = ", ".join(f"{counts[kind]} {words}" for kind, words in _COUNTED.items() if counts[kind])
     return f"{imported.source} of {imported.system}: {sum(counts.values())} keys, {told}"
 
 
-def _refused(imported: Imported) -> list[str]:
+def _refused(imported: ImportedRecipe) -> list[str]:
     return [f"{', '.join(keys)}: refused and omitted: {feature}" for feature, keys in imported.features.items()]
 
 
-def _checks(imported: Imported) -> list[str]:
+def _checks(imported: ImportedRecipe) -> list[str]:
     notes = [*_refused(imported), *imported.notes]
     lines = ["Check before you train:"] if notes else []
     for note in notes:
@@ -125,7 +125,7 @@ def _flow(value: Any) -> str:
     return to_override("", value)[1:]
 
 
-def _grouped(answers: Iterable[Answer]) -> list[str]:
+def _grouped(answers: Iterable[KeyAnswer]) -> list[str]:
     """Return the keys by their reasons."""
     by_reason: dict[str, list[str]] = {}
     for answer in answers:

@@ -30,7 +30,7 @@ class Fate(IntEnum):
 
 
 @dataclass(frozen=True)
-class Line:
+class ScriptLine:
     """A statement of a script.
 
     Args:
@@ -54,7 +54,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Answer:
+class KeyAnswer:
     """The answer to one key.
 
     Args:
@@ -88,15 +88,15 @@ class Translation:
         self.recipe: dict[str, Any] = {}
         self.notes: list[str] = []
         self.behaviour: list[str] = []
-        self.lines: tuple[Line, ...] = ()
+        self.lines: tuple[ScriptLine, ...] = ()
         self.asked = ""
         """The last key whose value was asked for, for messages about its type."""
         self._key_here = key_here
         self._keys = flattened(values)
-        self._answers: dict[str, Answer] = {}
+        self._answers: dict[str, KeyAnswer] = {}
 
     @property
-    def answers(self) -> list[Answer]:
+    def answers(self) -> list[KeyAnswer]:
         """Answers so far, in the order of the keys."""
         order = {key: place for place, key in enumerate(self._keys)}
         return sorted(self._answers.values(), key=lambda answer: order.get(answer.key, len(order)))
@@ -158,15 +158,15 @@ class Translation:
     def answer(self, key: str, kind: Kind, text: str) -> None:
         """Answer a key, or all keys below it that have no answer."""
         for each in self.keys(key):
-            self._answers[each] = Answer(each, self._keys[each], kind, text)
+            self._answers[each] = KeyAnswer(each, self._keys[each], kind, text)
 
     def answer_anew(self, key: str, kind: Kind, text: str) -> None:
         """Replace the answer of a key."""
-        self._answers[key] = Answer(key, self._keys.get(key), kind, text)
+        self._answers[key] = KeyAnswer(key, self._keys.get(key), kind, text)
 
-    def refuse_line(self, line: Line) -> None:
+    def refuse_line(self, line: ScriptLine) -> None:
         """Answer a line of a script that requests an unsupported feature; a line may request several."""
-        self._answers[f"{line.place}: {line.reason}"] = Answer(
+        self._answers[f"{line.place}: {line.reason}"] = KeyAnswer(
             line.place, line.text, Kind.REFUSED, line.reason, is_line=True
         )
 

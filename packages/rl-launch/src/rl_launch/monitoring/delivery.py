@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from rl_core.errors import ConfigError
-from rl_launch.session.monitoring_config import NotifyConfig
+from rl_launch.session.config import NotifyConfig
 
 
 class DeliveryError(Exception):
@@ -31,7 +31,7 @@ class DeliveryError(Exception):
         self.is_final = is_final
 
 
-class Delivery(Protocol):
+class NotificationDelivery(Protocol):
     """One way to notify somebody."""
 
     def __str__(self) -> str:
@@ -43,7 +43,7 @@ class Delivery(Protocol):
         ...
 
 
-class Webhook:
+class WebhookDelivery:
     """POSTs JSON to a URL, and follows no redirection.
 
     Args:
@@ -76,7 +76,7 @@ class Webhook:
             raise DeliveryError(f"{type(error).__name__}: {_without(self._url, str(error))}") from None
 
 
-class Command:
+class CommandDelivery:
     """Runs a program with JSON on its standard input.
 
     Args:
@@ -118,13 +118,13 @@ class Command:
             raise DeliveryError(f"its exit code is {process.returncode}")
 
 
-def deliveries(config: NotifyConfig) -> list[Delivery]:
+def deliveries(config: NotifyConfig) -> list[NotificationDelivery]:
     """The ways that a config chooses."""
-    found: list[Delivery] = []
+    found: list[NotificationDelivery] = []
     if config.url:
-        found.append(Webhook(config.url, timeout_s=config.timeout_s))
+        found.append(WebhookDelivery(config.url, timeout_s=config.timeout_s))
     if config.command:
-        found.append(Command(config.command, timeout_s=config.timeout_s))
+        found.append(CommandDelivery(config.command, timeout_s=config.timeout_s))
     return found
 
 

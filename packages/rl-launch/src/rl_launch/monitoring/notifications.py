@@ -4,19 +4,163 @@ from __future__ import annotations
 
 import logging
 import math
+import queue
 import socket
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from statistics import median
 from typing import Any
 
 from rl_core.callback import RunEnd
-from rl_launch.monitoring.delivery import deliveries
-from rl_launch.monitoring.outbox import Outbox
-from rl_launch.monitoring.readings import PREFIX
-from rl_launch.monitoring.stall import StallWatch
-from rl_launch.session.monitoring_config import Event, NotifyConfig
+from rl_launch.monitoring.delivery import DeliveryError, NotificationDelivery, deliveries
+from rl_launch.monitoring.quantities import PREFIX
+from rl_launch.session.config import Event, NotifyConfig
 from rl_launch.session.observer import ObservedRun, RunObserver
+
+ATTEMPTS_AFTER_S = (2.0, 10.0, 30.0)
+"""Seconds before each further attempt of a delivery that failed."""
+
+MOST_WAITING = 100
+"""Notifications that wait at most; further ones are dropped, with a line in the log."""
+
+
+class Outbox:
+    """Delivers notifications in order. The thread ends with the process, so that nothing keeps it.
+
+    Args:
+        deliveries: Ways in which each is delivered.
+        attempts_after_s: Seconds before each further attempt.
+    """
+
+    def __init__(
+        self, deliveries: Sequence[NotificationDelivery], *, attempts_after_s: Sequence[float] = ATTEMPTS_AFTER_S
+    ) -> None:
+        self._deliveries = list(deliveries)
+        self._attempts_after_s = attempts_after_s
+        self._waiting: queue.Queue[Mapping[str, Any]] = queue.Queue(MOST_WAITING)
+        self._changed = threading.Condition()
+        self._num_open = 0
+        self._is_ending = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def send(self, notification: Mapping[str, Any]) -> None:
+        """Deliver a notification; returns at once."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="notifications", daemon=True)
+            self._thread.start()
+        with self._changed:
+            self._num_open += 1
+        try:
+            self._waiting.put_nowait(notification)
+        except queue.Full:
+            self._note_done()
+            _log.warning("a notification (%s) was dropped: %d others wait", notification.get("event"), MOST_WAITING)
+
+    def finish(self, timeout_s: float) -> None:
+        """Wait until everything is delivered, with at most one attempt of each that has not been tried.
+
+        Args:
+            timeout_s: Maximum time.
+        """
+        self._is_ending.set()
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._num_open == 0, timeout_s):
+                _log.warning("%d notification(s) were not delivered in time", self._num_open)
+
+    def _run(self) -> None:
+        while True:
+            notification = self._waiting.get()
+            for delivery in self._deliveries:
+                self._deliver(delivery, notification)
+            self._note_done()
+
+    def _note_done(self) -> None:
+        with self._changed:
+            self._num_open -= 1
+            self._changed.notify_all()
+
+    def _deliver(self, delivery: NotificationDelivery, notification: Mapping[str, Any]) -> None:
+        num_attempts = 0
+        for pause_s in (*self._attempts_after_s, None):
+            num_attempts += 1
+            try:
+                delivery.deliver(notification)
+                return
+            except DeliveryError as error:
+                failure, is_final = str(error), error.is_final
+            except Exception as error:  # noqa: BLE001  # the thread delivers the others; the text may hold a secret
+                failure, is_final = type(error).__name__, True
+            # nobody waits for further attempts when the run ends
+            if pause_s is None or is_final or self._is_ending.wait(pause_s):
+                break
+        _log.warning(
+            "%s did not get the notification %r after %d attempt(s): %s",
+            delivery,
+            notification.get("event"),
+            num_attempts,
+            failure,
+        )
+
+
+USUAL_OF = 16
+"""Last steps whose time is usual."""
+
+LEAST_S = 60.0
+"""Time without a step below which no run is stalled."""
+
+
+class StallWatch:
+    """Compares the time since the last step with the usual time between steps, evaluations and saves included. One
+    thread notes steps, and another one checks.
+
+    Args:
+        multiple: Of the usual time, after which the run is stalled.
+        clock: Seconds.
+    """
+
+    def __init__(self, multiple: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._multiple = multiple
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._gaps_s: deque[float] = deque(maxlen=USUAL_OF)
+        self._last: float | None = None
+        self._is_noted = False
+
+    def start(self) -> None:
+        """The first step begins; how long it may take is not known."""
+        with self._lock:
+            self._last = self._clock()
+            self._gaps_s.clear()
+            self._is_noted = False
+
+    def note_step(self) -> None:
+        """A step is complete."""
+        with self._lock:
+            now = self._clock()
+            if self._last is not None:
+                self._gaps_s.append(now - self._last)
+            self._last = now
+            self._is_noted = False
+
+    def stop(self) -> None:
+        """The run makes no further steps."""
+        with self._lock:
+            self._last = None
+
+    def check(self) -> tuple[float, float] | None:
+        """Return the seconds since the last step and the usual ones if the run is stalled and that was not returned
+        since its last step.
+        """
+        with self._lock:
+            if self._last is None or not self._gaps_s or self._is_noted:
+                return None
+            usual_s, passed_s = median(self._gaps_s), self._clock() - self._last
+            self._is_noted = passed_s > max(LEAST_S, self._multiple * usual_s)
+            return (passed_s, usual_s) if self._is_noted else None
+
 
 _log = logging.getLogger(__name__)
 

@@ -15,12 +15,12 @@ from ray.exceptions import RayError
 from rl_core.usage.meter import Meter, Usage
 from rl_launch.monitoring.quantities import (
     WORKER_RESTARTS,
-    Reading,
+    SystemReading,
+    SystemReadings,
     readings_of_engine,
     readings_of_machine,
     readings_of_process,
 )
-from rl_launch.monitoring.readings import Readings
 
 _log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class Poller:
         period_s: Seconds between two readings.
     """
 
-    def __init__(self, readings: Readings, *, period_s: float) -> None:
+    def __init__(self, readings: SystemReadings, *, period_s: float) -> None:
         self._readings = readings
         self._period_s = period_s
         # Ray, if the driver starts it, and so all workers are its descendants
@@ -178,7 +178,9 @@ class Poller:
             is_new = before is not None and before is not worker.actor
             self._processes[worker.name] = worker.actor
             self._restarts[worker.name] = self._restarts.get(worker.name, 0) + is_new
-            self._readings.add([Reading(WORKER_RESTARTS, worker.name, worker.labels, self._restarts[worker.name])])
+            self._readings.add(
+                [SystemReading(WORKER_RESTARTS, worker.name, worker.labels, self._restarts[worker.name])]
+            )
         present = {worker.name for worker in workers}
         for name in set(self._processes) - present:
             self._readings.forget("worker", name)

@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, Any
 from rl_core.callback import EndStatus, RunEnd
 from rl_core.errors import ConfigError
 from rl_core.install_command import install_command
-from rl_launch.monitoring.quantities import Reading
-from rl_launch.monitoring.readings import PREFIX, Readings
+from rl_launch.monitoring.quantities import PREFIX, SystemReading, SystemReadings
 from rl_launch.session.checkpoints.checkpoints import saved_checkpoints
-from rl_launch.session.checkpoints.manifest import Manifest
+from rl_launch.session.checkpoints.manifest import CheckpointManifest
 from rl_launch.session.config import LoggerConfig
 from rl_launch.session.observer import ObservedRun, RunObserver
 
@@ -98,7 +97,7 @@ class PrometheusEndpoint(RunObserver):
         ConfigError: If prometheus-client is not installed, or the port cannot be opened; contains the remedy.
     """
 
-    def __init__(self, config: LoggerConfig, readings: Readings) -> None:
+    def __init__(self, config: LoggerConfig, readings: SystemReadings) -> None:
         check_prometheus(config)
         from prometheus_client import CollectorRegistry, start_http_server
 
@@ -229,7 +228,7 @@ def _newest_size(run_dir: Path) -> dict[str, float]:
     """Return the metric with the size of the newest checkpoint; empty if there is none that can be read."""
     try:
         *_, (_, newest) = saved_checkpoints(run_dir / "checkpoints")
-        files = Manifest.read(newest).files
+        files = CheckpointManifest.read(newest).files
     except (OSError, ValueError):
         return {}
     return {"rl_checkpoint_bytes": sum(size for size, _ in files.values())}
@@ -261,7 +260,7 @@ def check_prometheus(config: LoggerConfig) -> None:
         raise ConfigError(_not_opened(config, error)) from None
 
 
-def _families(run: str, readings: Sequence[Reading]) -> Iterator[Metric]:
+def _families(run: str, readings: Sequence[SystemReading]) -> Iterator[Metric]:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
     families: dict[str, Any] = {}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import threading
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,11 +12,93 @@ if TYPE_CHECKING:
     from rl_core.usage.machine import MachineUsage
     from rl_core.usage.process import ProcessUsage
 
+
+PREFIX = "system/"
+"""Of the metrics that readings become."""
+
+ALL_GPUS = "system/gpu_utilization"
+"""Mean utilization of all GPUs."""
+
+
+@dataclass
+class _OverStep:
+    """Readings of one thing in the step in progress."""
+
+    total: float = 0.0
+    count: int = 0
+    largest: float = float("-inf")
+
+    def add(self, value: float) -> None:
+        self.total += value
+        self.count += 1
+        self.largest = max(self.largest, value)
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.count
+
+
+class SystemReadings:
+    """Readings as they arrive from one thread, taken by others: per step as a mean and a maximum, and the newest of
+    each thing.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._newest: dict[object, SystemReading] = {}
+        self._over_step: dict[tuple[str, str], _OverStep] = {}
+
+    def add(self, readings: Iterable[SystemReading]) -> None:
+        """Take readings in."""
+        with self._lock:
+            for reading in readings:
+                self._newest[reading.key] = reading
+                quantity = reading.quantity
+                if quantity.recorded:
+                    over_step = self._over_step.setdefault((reading.subject, quantity.recorded), _OverStep())
+                    over_step.add(reading.value * quantity.scale)
+
+    def forget(self, label: str, value: str) -> None:
+        """Forget the newest readings of everything with a label, because it no longer answers."""
+        with self._lock:
+            self._newest = {key: reading for key, reading in self._newest.items() if reading.labels.get(label) != value}
+
+    def forget_all(self) -> None:
+        """Forget the newest readings of everything, because the workers have ended."""
+        with self._lock:
+            self._newest = {}
+
+    @property
+    def has_any(self) -> bool:
+        """True if something was read in the step in progress."""
+        return bool(self._over_step)
+
+    def take(self) -> dict[str, float]:
+        """Metrics of the step in progress, which ends with the call: `system/<subject>/<name>` is the mean of its
+        readings and `system/<subject>/max_<name>` the largest.
+        """
+        with self._lock:
+            found, self._over_step = self._over_step, {}
+        metrics: dict[str, float] = {}
+        for (subject, name), over_step in found.items():
+            metrics[f"{PREFIX}{subject}/{name}"] = over_step.mean
+            metrics[f"{PREFIX}{subject}/max_{name}"] = over_step.largest
+        of_gpus = [each.mean for (subject, name), each in found.items() if name == GPU_UTILIZATION.recorded]
+        if of_gpus:
+            metrics[ALL_GPUS] = sum(of_gpus) / len(of_gpus)
+        return metrics
+
+    def newest(self) -> Sequence[SystemReading]:
+        """The newest reading of each thing."""
+        with self._lock:
+            return tuple(self._newest.values())
+
+
 GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Quantity:
+class SystemQuantity:
     """Something that is read.
 
     Args:
@@ -33,39 +116,39 @@ class Quantity:
     kind: Literal["gauge", "counter"] = "gauge"
 
 
-def _memory(exported: str, meaning: str, recorded: str = "") -> Quantity:
-    return Quantity(exported, meaning, recorded, 1 / GIB)
+def _memory(exported: str, meaning: str, recorded: str = "") -> SystemQuantity:
+    return SystemQuantity(exported, meaning, recorded, 1 / GIB)
 
 
-CPU_UTILIZATION = Quantity("rl_node_cpu_utilization_ratio", "Share of the cores in use", "cpu_utilization")
+CPU_UTILIZATION = SystemQuantity("rl_node_cpu_utilization_ratio", "Share of the cores in use", "cpu_utilization")
 MEMORY = _memory("rl_node_memory_used_bytes", "Memory in use", "memory_gib")
 MEMORY_TOTAL = _memory("rl_node_memory_bytes", "Memory of the node")
 SHARED_MEMORY = _memory(
     "rl_node_shared_memory_used_bytes", "Files in /dev/shm, such as Ray's object store", "shared_memory_gib"
 )
 
-GPU_UTILIZATION = Quantity("rl_gpu_utilization_ratio", "Share of the time in which a kernel ran", "utilization")
+GPU_UTILIZATION = SystemQuantity("rl_gpu_utilization_ratio", "Share of the time in which a kernel ran", "utilization")
 GPU_MEMORY = _memory("rl_gpu_memory_used_bytes", "GPU memory in use", "memory_gib")
 GPU_MEMORY_TOTAL = _memory("rl_gpu_memory_bytes", "Memory of the GPU")
-GPU_POWER = Quantity("rl_gpu_power_watts", "Power of the GPU", "power_w")
-GPU_TEMPERATURE = Quantity("rl_gpu_temperature_celsius", "Temperature of the GPU", "temperature_c")
+GPU_POWER = SystemQuantity("rl_gpu_power_watts", "Power of the GPU", "power_w")
+GPU_TEMPERATURE = SystemQuantity("rl_gpu_temperature_celsius", "Temperature of the GPU", "temperature_c")
 
-WORKER_CPU = Quantity("rl_worker_cpu_cores", "Cores in use by a worker and its child processes", "cpu_cores")
+WORKER_CPU = SystemQuantity("rl_worker_cpu_cores", "Cores in use by a worker and its child processes", "cpu_cores")
 WORKER_MEMORY = _memory("rl_worker_resident_memory_bytes", "Resident memory of a worker and its children", "memory_gib")
 WORKER_GPU_MEMORY = _memory(
     "rl_worker_gpu_memory_bytes", "GPU memory of a worker and its child processes", "gpu_memory_gib"
 )
-WORKER_RESTARTS = Quantity(
+WORKER_RESTARTS = SystemQuantity(
     "rl_worker_restarts", "Processes that have replaced a worker since the driver started", kind="counter"
 )
 
-RUNNING = Quantity("rl_engine_running_requests", "Requests that the engine decodes", "running_requests")
-WAITING = Quantity("rl_engine_waiting_requests", "Requests that wait for the engine", "waiting_requests")
-KV_CACHE = Quantity("rl_engine_kv_cache_usage_ratio", "Share of the KV cache in use", "kv_cache_usage")
-WEIGHT_VERSION = Quantity("rl_engine_weight_version", "Version of the weights that are served")
-SAMPLED = Quantity("rl_engine_sampled_tokens", "Tokens sampled since the engine started", kind="counter")
-DRAFTED = Quantity("rl_engine_draft_tokens", "Tokens proposed by speculative decoding", kind="counter")
-ACCEPTED = Quantity("rl_engine_accepted_tokens", "Proposed tokens that were accepted", kind="counter")
+RUNNING = SystemQuantity("rl_engine_running_requests", "Requests that the engine decodes", "running_requests")
+WAITING = SystemQuantity("rl_engine_waiting_requests", "Requests that wait for the engine", "waiting_requests")
+KV_CACHE = SystemQuantity("rl_engine_kv_cache_usage_ratio", "Share of the KV cache in use", "kv_cache_usage")
+WEIGHT_VERSION = SystemQuantity("rl_engine_weight_version", "Version of the weights that are served")
+SAMPLED = SystemQuantity("rl_engine_sampled_tokens", "Tokens sampled since the engine started", kind="counter")
+DRAFTED = SystemQuantity("rl_engine_draft_tokens", "Tokens proposed by speculative decoding", kind="counter")
+ACCEPTED = SystemQuantity("rl_engine_accepted_tokens", "Proposed tokens that were accepted", kind="counter")
 
 _OF_HEALTH = {
     "num_running": RUNNING,
@@ -80,7 +163,7 @@ _OF_HEALTH = {
 
 
 @dataclass(frozen=True)
-class Reading:
+class SystemReading:
     """A value that was read.
 
     Args:
@@ -90,7 +173,7 @@ class Reading:
         value: In base units.
     """
 
-    quantity: Quantity
+    quantity: SystemQuantity
     subject: str
     labels: Mapping[str, str]
     value: float
@@ -101,7 +184,7 @@ class Reading:
         return self.quantity.exported, tuple(self.labels.items())
 
 
-def readings_of_machine(node: str, usage: MachineUsage, gpus: Collection[str]) -> Iterator[Reading]:
+def readings_of_machine(node: str, usage: MachineUsage, gpus: Collection[str]) -> Iterator[SystemReading]:
     """Readings of a machine.
 
     Args:
@@ -110,17 +193,17 @@ def readings_of_machine(node: str, usage: MachineUsage, gpus: Collection[str]) -
         gpus: Indices or UUIDs of the GPUs that the run uses there; all GPUs if there are none among them.
     """
     labels = {"node": node}
-    yield Reading(CPU_UTILIZATION, node, labels, usage.cpu_utilization)
-    yield Reading(MEMORY, node, labels, usage.memory_bytes)
-    yield Reading(MEMORY_TOTAL, node, labels, usage.memory_total_bytes)
+    yield SystemReading(CPU_UTILIZATION, node, labels, usage.cpu_utilization)
+    yield SystemReading(MEMORY, node, labels, usage.memory_bytes)
+    yield SystemReading(MEMORY_TOTAL, node, labels, usage.memory_total_bytes)
     if usage.shared_memory_bytes is not None:
-        yield Reading(SHARED_MEMORY, node, labels, usage.shared_memory_bytes)
+        yield SystemReading(SHARED_MEMORY, node, labels, usage.shared_memory_bytes)
     used = [gpu for gpu in usage.gpus if str(gpu.index) in gpus or gpu.uuid in gpus]
     for gpu in used or usage.gpus:
         yield from _readings_of_gpu(node, gpu)
 
 
-def readings_of_process(worker: str, labels: Mapping[str, str], usage: ProcessUsage) -> Iterator[Reading]:
+def readings_of_process(worker: str, labels: Mapping[str, str], usage: ProcessUsage) -> Iterator[SystemReading]:
     """Readings of a worker's process.
 
     Args:
@@ -128,13 +211,13 @@ def readings_of_process(worker: str, labels: Mapping[str, str], usage: ProcessUs
         labels: Its labels.
         usage: Its use.
     """
-    yield Reading(WORKER_CPU, worker, labels, usage.cpu_cores)
-    yield Reading(WORKER_MEMORY, worker, labels, usage.memory_bytes)
+    yield SystemReading(WORKER_CPU, worker, labels, usage.cpu_cores)
+    yield SystemReading(WORKER_MEMORY, worker, labels, usage.memory_bytes)
     if usage.gpu_memory_bytes is not None:
-        yield Reading(WORKER_GPU_MEMORY, worker, labels, usage.gpu_memory_bytes)
+        yield SystemReading(WORKER_GPU_MEMORY, worker, labels, usage.gpu_memory_bytes)
 
 
-def readings_of_engine(worker: str, labels: Mapping[str, str], health: Mapping[str, Any]) -> Iterator[Reading]:
+def readings_of_engine(worker: str, labels: Mapping[str, str], health: Mapping[str, Any]) -> Iterator[SystemReading]:
     """Readings of a replica's engine: those that it reports.
 
     Args:
@@ -144,10 +227,10 @@ def readings_of_engine(worker: str, labels: Mapping[str, str], health: Mapping[s
     """
     for name, quantity in _OF_HEALTH.items():
         if name in health:
-            yield Reading(quantity, worker, labels, float(health[name]))
+            yield SystemReading(quantity, worker, labels, float(health[name]))
 
 
-def _readings_of_gpu(node: str, gpu: GpuUsage) -> Iterator[Reading]:
+def _readings_of_gpu(node: str, gpu: GpuUsage) -> Iterator[SystemReading]:
     subject, labels = f"{node}/gpu{gpu.index}", {"node": node, "gpu": str(gpu.index)}
     values = {
         GPU_UTILIZATION: gpu.utilization,
@@ -158,4 +241,4 @@ def _readings_of_gpu(node: str, gpu: GpuUsage) -> Iterator[Reading]:
     }
     for quantity, value in values.items():
         if value is not None:
-            yield Reading(quantity, subject, labels, value)
+            yield SystemReading(quantity, subject, labels, value)

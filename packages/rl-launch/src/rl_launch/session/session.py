@@ -7,6 +7,7 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -26,28 +27,69 @@ from rl_core.run import Checkpointable
 from rl_core.tracing.stacks import FOLDER as STACKS_FOLDER
 from rl_core.tracing.stacks import stop_writing_stacks, write_stacks_of
 from rl_launch.placement.bundles import DevicesLost
-from rl_launch.session.callbacks.callback_classes import MadeCallback
-from rl_launch.session.callbacks.callbacks import Callbacks
+from rl_launch.session.callbacks import Callbacks, MadeCallback
 from rl_launch.session.checkpoints.checkpoints import ADAPTER, Checkpoints
 from rl_launch.session.config import CheckpointingConfig
 from rl_launch.session.directory.branch import Branch
 from rl_launch.session.directory.recording import Recording
 from rl_launch.session.directory.run_directory import RunDirectory
 from rl_launch.session.directory.run_folder import RunFolder
-from rl_launch.session.directory.run_state import Status
+from rl_launch.session.directory.run_state import FILE_NAME, Best, RunState, Status
 from rl_launch.session.directory.writable import careful_umask
 from rl_launch.session.observer import ObservedRun, Observers, RunObserver
 from rl_launch.session.rollouts.run_files import RolloutFiles, RolloutWriter
 from rl_launch.session.rollouts.token_files import TokenFiles
 from rl_launch.session.rollouts.token_table import TextsOfTokens
 from rl_launch.session.save_protocol import SaveProtocol
-from rl_launch.session.status_file import StatusFile
 from rl_launch.session.step_clock import StepClock
 from rl_launch.session.step_metrics import StepMetrics
 from rl_launch.session.stop import StepAbandoned, StopRequest
 from rl_launch.session.tracking.log_output import logged_to, shared_console
-from rl_launch.session.tracking.progress import Progress
+from rl_launch.session.tracking.progress import RunProgress
 from rl_launch.session.tracking.writers import check_writers, open_writers
+
+
+class StatusFile:
+    """Keeps `state.json` of a run directory up to date. A file that cannot be written is reported and costs nothing.
+
+    Args:
+        folder: The run directory.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._state = RunState("running", saved=0)
+
+    def open(self, *, goals: Mapping[str, Any], step: int) -> None:
+        """Continue from the file of an earlier session, if there is one.
+
+        Args:
+            goals: Keys that decide when the run is finished, with their values.
+            step: The step after which the run continues; 0 for a new run.
+        """
+        self._state = replace(RunState.read(self._folder) or self._state, goals=goals, step=step)
+
+    def expect(self, max_steps: int) -> None:
+        """Set the number of steps of the run."""
+        self._state = replace(self._state, max_steps=max_steps)
+
+    def advance(self, step: int, best: Best | None, saved: int) -> None:
+        """Set the last complete step, the best value of a metric, and the step of the newest checkpoint."""
+        self._state = replace(self._state, step=step, best=best, saved=saved)
+
+    def write(self, status: Status, reason: str = "") -> None:
+        """Write the file.
+
+        Args:
+            status: The status.
+            reason: Why the run has ended; empty if all steps are made.
+        """
+        self._state = replace(self._state, status=status, reason=reason)
+        try:
+            self._state.write(self._folder)
+        except OSError as error:
+            _logger.warning("%s was not written: %s", self._folder / FILE_NAME, error)
+
 
 _logger = logging.getLogger(__name__)
 
@@ -120,7 +162,7 @@ class RunSession:
         self._callbacks = Callbacks(callbacks, lambda: self._stop.unwound_by)
         self._pusher = pusher
         self._observer = Observers([] if observer is None else [observer])
-        self._progress = Progress(title or self.directory.path.name, console or shared_console())
+        self._progress = RunProgress(title or self.directory.path.name, console or shared_console())
         self._clock = StepClock(self._progress, self._observer)
         self._stop = StopRequest(config.checkpointing.must_save_by_s, since)
         exports = export_suffixes({}) if exports is None else exports

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from rl_core.tracing import spans
 from rl_launch.session.observer import RunObserver
-from rl_launch.session.tracking.progress import Progress
+from rl_launch.session.tracking.progress import RunProgress
 
 _logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class StepClock:
         observer: Sees the beginning and the end of phases.
     """
 
-    def __init__(self, progress: Progress, observer: RunObserver | None = None) -> None:
+    def __init__(self, progress: RunProgress, observer: RunObserver | None = None) -> None:
         self._progress = progress
         self._observer = observer or RunObserver()
         self._step: int | None = None

@@ -8,7 +8,7 @@ from statistics import fmean, median
 from typing import Any
 
 from rl_algos.evaluation.summary import listed
-from rl_launch.session.tracking.balance import imbalance, steady
+from rl_launch.session.tracking.progress import imbalance, steady
 
 FEWEST_STEPS = 8
 """Steps before trends are judged, and before the phases are, as the first steps compile and warm up."""

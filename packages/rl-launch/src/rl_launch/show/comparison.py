@@ -11,10 +11,9 @@ from typing import Any
 
 from rl_core.config import show
 from rl_core.config.tree import KeyPath, format_path
-from rl_launch.session.directory.labels import SECTION as LABELS
 from rl_launch.session.directory.run_folder import RunFolder
-from rl_launch.show.headings import headings
-from rl_launch.show.report import Series, Summary, series_of, summaries_of
+from rl_launch.session.directory.run_state import SECTION as LABELS
+from rl_launch.show.report import MetricSummary, Series, headings, series_of, summaries_of
 
 SEED = "seed"
 """Last name of the keys that seed random numbers."""
@@ -27,7 +26,7 @@ _WITHOUT_EFFECT = ("run_dir", LABELS)
 
 
 @dataclass(frozen=True)
-class Estimate:
+class RunEstimate:
     """A value over the runs of a group.
 
     Args:
@@ -41,7 +40,7 @@ class Estimate:
     num_runs: int
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Estimate:
+    def of(cls, values: Sequence[float]) -> RunEstimate:
         """The estimate from the value of each run."""
         return cls(fmean(values), stdev(values) if len(values) > 1 else None, len(values))
 
@@ -50,7 +49,7 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class GroupOutcome:
     """A metric of a group.
 
     Args:
@@ -58,8 +57,8 @@ class Outcome:
         best: The best value of each run; None for a metric of which neither end is better.
     """
 
-    last: Estimate
-    best: Estimate | None
+    last: RunEstimate
+    best: RunEstimate | None
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ class RunGroup:
     values: Mapping[str, Any]
     paths: tuple[str, ...]
     seeds: tuple[Mapping[str, Any], ...]
-    metrics: Mapping[str, Outcome]
+    metrics: Mapping[str, GroupOutcome]
     series: Series
     members: tuple[Series, ...]
 
@@ -174,10 +173,10 @@ def _group(
     )
 
 
-def _outcome(summaries: Sequence[Mapping[str, Summary]], name: str) -> Outcome:
+def _outcome(summaries: Sequence[Mapping[str, MetricSummary]], name: str) -> GroupOutcome:
     found = [each[name] for each in summaries if name in each]
     best = [summary.best for summary in found if summary.best is not None]
-    return Outcome(Estimate.of([summary.last for summary in found]), Estimate.of(best) if best else None)
+    return GroupOutcome(RunEstimate.of([summary.last for summary in found]), RunEstimate.of(best) if best else None)
 
 
 def _mean(members: Sequence[Series]) -> Series:

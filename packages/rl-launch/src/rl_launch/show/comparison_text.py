@@ -10,10 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from rl_core.config import show
-from rl_launch.show.chart import Curve, overlay
-from rl_launch.show.comparison import MOST_NAMED, Estimate, RunComparison, RunGroup
+from rl_launch.show.comparison import MOST_NAMED, RunComparison, RunEstimate, RunGroup
 from rl_launch.show.report import higher_is_better
-from rl_launch.show.terminal import MOST_PLOTS, PLOTTED, reward_parts
+from rl_launch.show.terminal import MOST_PLOTS, PLOTTED, Curve, overlay, reward_parts
 
 COLORS = ("green", "magenta", "cyan", "yellow", "blue", "red")
 """Colors of the curves, in turn."""
@@ -134,7 +133,7 @@ def _metric(comparison: RunComparison, name: str) -> Table:
         found.sort(key=lambda each: (-1 if higher else 1) * (each[1].best or each[1].last).mean)
     for place, (index, outcome) in enumerate(found):
         style = "bold" if higher is not None and not place and len(found) > 1 else ""
-        estimates: list[Estimate | None] = [outcome.last, *([outcome.best] if higher is not None else [])]
+        estimates: list[RunEstimate | None] = [outcome.last, *([outcome.best] if higher is not None else [])]
         cells = ["" if each is None else str(each) for each in estimates]
         table.add_row(Text(letter(index), style=_style(index)), comparison.groups[index].name, *cells, style=style)
     return table

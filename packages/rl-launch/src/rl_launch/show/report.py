@@ -13,12 +13,31 @@ from rl_algos.evaluation.summary import reason_counts
 from rl_core.errors import RunDirectoryError
 from rl_core.rollouts.record import segments_of
 from rl_launch.session.checkpoints.checkpoints import ADAPTER, EXPORT
+from rl_launch.session.directory.row_files import text_of_content
 from rl_launch.session.directory.run_folder import Description, RunFolder
-from rl_launch.session.directory.run_images import text_of_content
 from rl_launch.session.directory.run_state import RunState
 from rl_launch.session.rollouts.rollout_store import Kind
 from rl_launch.show.advice import Advice, advice
 from rl_launch.show.selection import Selection, response_of, reward_of
+
+
+def headings(keys: Sequence[str]) -> list[str]:
+    """Return the last names of each key that tell it from the others: `lr` of `policy.optimizer.kwargs.lr`. Metrics
+    stay whole.
+    """
+    return [_shortest(key, [other for other in keys if other != key]) for key in keys]
+
+
+def _shortest(key: str, others: Sequence[str]) -> str:
+    if "/" in key:
+        return key
+    names = key.split(".")
+    for count in range(1, len(names)):
+        short = names[-count:]
+        if all(other.split(".")[-count:] != short for other in others):
+            return ".".join(short)
+    return key
+
 
 NUM_SAMPLES = 2
 """Number of rollouts shown with the highest rewards, and with the lowest."""
@@ -50,7 +69,7 @@ Series = Mapping[str, Sequence[tuple[int, float]]]
 
 
 @dataclass(frozen=True)
-class Summary:
+class MetricSummary:
     """A metric over the steps of a run.
 
     Args:
@@ -84,7 +103,7 @@ class SampleSegment:
 
 
 @dataclass(frozen=True)
-class Sample:
+class RolloutSample:
     """A rollout, as people read it.
 
     Args:
@@ -129,12 +148,12 @@ class Rollouts:
 
     step: int
     num_rollouts: int
-    best: tuple[Sample, ...]
-    worst: tuple[Sample, ...]
+    best: tuple[RolloutSample, ...]
+    worst: tuple[RolloutSample, ...]
     failures: Mapping[str, int]
     are_mixed: bool = False
     kind: Kind = "step"
-    chosen: tuple[Sample, ...] | None = None
+    chosen: tuple[RolloutSample, ...] | None = None
     num_chosen: int = 0
 
     @property
@@ -144,7 +163,7 @@ class Rollouts:
 
 
 @dataclass(frozen=True)
-class Report:
+class RunReport:
     """A run summed up.
 
     Args:
@@ -157,7 +176,7 @@ class Report:
     path: str
     description: Description
     state: RunState
-    summaries: tuple[Summary, ...]
+    summaries: tuple[MetricSummary, ...]
     series: Series
     timings: Mapping[str, float]
     rollouts: Rollouts | None
@@ -171,7 +190,7 @@ class Report:
         return {"schema": 1, **{name: data[name] for name in fields}}
 
 
-def report_of(run: RunFolder, step: int | None = None, selection: Selection | None = None) -> Report:
+def report_of(run: RunFolder, step: int | None = None, selection: Selection | None = None) -> RunReport:
     """Summarise a run.
 
     Args:
@@ -191,7 +210,7 @@ def report_of(run: RunFolder, step: int | None = None, selection: Selection | No
         rows = [row for row in rows if row["step"] <= step]
     series = series_of(rows)
     timings = timings_of(rows)
-    return Report(
+    return RunReport(
         path=str(run.path),
         description=run.description(),
         state=run.state(),
@@ -214,7 +233,7 @@ def series_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[int, fl
     return series
 
 
-def summaries_of(series: Series) -> list[Summary]:
+def summaries_of(series: Series) -> list[MetricSummary]:
     """Return the summaries of the metrics of a run."""
     return [_summary_of(name, points, series) for name, points in series.items() if points]
 
@@ -240,12 +259,12 @@ def _exports(run: RunFolder) -> dict[str, str]:
     return {name: str(saved[-1].path / each) for name, each in folders.items() if (saved[-1].path / each).is_dir()}
 
 
-def _summary_of(name: str, points: Sequence[tuple[int, float]], metrics: Container[str]) -> Summary:
+def _summary_of(name: str, points: Sequence[tuple[int, float]], metrics: Container[str]) -> MetricSummary:
     higher = higher_is_better(name, metrics)
     step, best = None, None
     if higher is not None:
         step, best = (max if higher else min)(points, key=lambda point: point[1])
-    return Summary(name, points[0][1], best, step, points[-1][1], points[-1][0])
+    return MetricSummary(name, points[0][1], best, step, points[-1][1], points[-1][0])
 
 
 def timings_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -317,11 +336,11 @@ def _of_different_prompts(records: Sequence[Mapping[str, Any]]) -> list[Mapping[
     return [*firsts.values(), *others][:NUM_SAMPLES]
 
 
-def _sample(record: Mapping[str, Any]) -> Sample:
+def _sample(record: Mapping[str, Any]) -> RolloutSample:
     prompt = record.get("prompt") or [{}]
     has_failed = record.get("status") == "failed"
     system = prompt[0].get("content", "") if prompt[0].get("role") == "system" else ""
-    return Sample(
+    return RolloutSample(
         reward=None if has_failed else reward_of(record),
         prompt=text_of_content(prompt[-1].get("content", "")),
         response=response_of(record),

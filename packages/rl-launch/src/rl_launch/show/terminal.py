@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
 from rich.console import Console
 from rich.padding import Padding
@@ -10,8 +12,127 @@ from rich.table import Table
 from rich.text import Text
 
 from rl_launch.session.tracking.progress import duration
-from rl_launch.show.chart import beside, chart
-from rl_launch.show.report import Report, Rollouts, Sample, SampleSegment, Summary
+from rl_launch.show.report import MetricSummary, Rollouts, RolloutSample, RunReport, SampleSegment
+
+# the bit of each dot of a braille character, by row and column
+_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+_BLANK = 0x2800
+_LABEL = 8
+
+Points = Sequence[tuple[float, float]]
+"""Steps in ascending order, each with a finite value."""
+
+
+def chart(title: str, points: Points, *, width: int, height: int = 7) -> list[str]:
+    """Values over steps, with the range of both on the axes.
+
+    Args:
+        title: The first line.
+        points: Points of the curve; at least one.
+        width: Characters of a line.
+        height: Lines of the plot itself.
+
+    Returns:
+        `height + 2` lines of `width` characters.
+    """
+    return [line.plain for line in overlay(title, [Curve(points)], width=width, height=height)]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One of several curves in a chart.
+
+    Args:
+        points: At least one.
+        mark: Character at its last point; empty for none.
+        style: Of its dots, as `rich` names styles.
+    """
+
+    points: Points
+    mark: str = ""
+    style: str = ""
+
+
+def overlay(title: str, curves: Sequence[Curve], *, width: int, height: int = 7) -> list[Text]:
+    """Curves over steps in one chart, with the range of all on the axes; where curves cross, the last one is seen.
+
+    Args:
+        title: The first line.
+        curves: At least one.
+        width: Characters of a line.
+        height: Lines of the plot itself.
+
+    Returns:
+        `height + 2` lines of `width` characters.
+    """
+    columns = width - _LABEL - 1
+    everything = [point for curve in curves for point in curve.points]
+    steps, values = [step for step, _ in everything], [value for _, value in everything]
+    frame = _Frame(min(steps), max(steps), min(values), max(values), 2 * columns, 4 * height)
+    dots = [_dots(curve.points, frame) for curve in curves]
+    rows = [Text(row) for row in _canvas([dot for each in dots for dot in each], columns, height)]
+    for curve, found in zip(curves, dots, strict=True):
+        for x, y in found:
+            rows[y // 4].stylize(curve.style, x // 2, x // 2 + 1)
+    for curve, found in zip(curves, dots, strict=True):
+        if curve.mark:
+            x, y = found[-1]
+            row, at = rows[y // 4], x // 2
+            rows[y // 4] = Text.assemble(row[:at], (curve.mark, f"bold {curve.style}"), row[at + 1 :])
+    labels = [_label(frame.high), *[""] * (height - 2), _label(frame.low)]
+    lines = [Text.assemble(f"{label:>{_LABEL}} ", row) for label, row in zip(labels, rows, strict=True)]
+    first, last = f"{frame.first:g}", f"step {frame.last:g}"
+    axis = f"{'':{_LABEL}} {first}{last:>{columns - len(first)}}"
+    return [Text(f"{'':{_LABEL}} {title}"[:width].ljust(width)), *lines, Text(axis)]
+
+
+def _label(value: float) -> str:
+    return next(text for digits in (4, 2, 1) if len(text := f"{value:.{digits}g}") <= _LABEL)
+
+
+def beside(left: Sequence[str], right: Sequence[str]) -> list[str]:
+    """Two charts of one height side by side."""
+    return [f"{one}  {other}" for one, other in zip(left, right, strict=True)]
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """The range of a chart, and its size in dots."""
+
+    first: float
+    last: float
+    low: float
+    high: float
+    width: int
+    height: int
+
+
+def _dots(points: Points, frame: _Frame) -> list[tuple[int, int]]:
+    """Columns and rows, from the top left, of a line through the points."""
+    across = (frame.width - 1) / (frame.last - frame.first) if frame.last > frame.first else 0.0
+    # the mean of what falls into one column; a flat line lies in the middle
+    columns: dict[int, list[float]] = {}
+    for step, value in points:
+        columns.setdefault(round((step - frame.first) * across), []).append(value)
+    scale = (frame.height - 1) / (frame.high - frame.low) if frame.high > frame.low else 0.0
+    offset = 0 if frame.high > frame.low else frame.height // 2
+    bottom = frame.height - 1 - offset
+    knots = [(x, bottom - round((sum(each) / len(each) - frame.low) * scale)) for x, each in columns.items()]
+    dots = knots[:1]
+    for (x0, y0), (x1, y1) in pairwise(knots):
+        length = max(x1 - x0, abs(y1 - y0))
+        dots.extend(
+            (round(x0 + (x1 - x0) * k / length), round(y0 + (y1 - y0) * k / length)) for k in range(1, length + 1)
+        )
+    return dots
+
+
+def _canvas(dots: Sequence[tuple[int, int]], columns: int, rows: int) -> list[str]:
+    cells = [[_BLANK] * columns for _ in range(rows)]
+    for x, y in dots:
+        cells[y // 4][x // 2] |= _DOTS[y % 4][x % 2]
+    return ["".join(map(chr, row)) for row in cells]
+
 
 PLOTTED = (
     "reward/mean",
@@ -44,7 +165,7 @@ _GAP = 2
 _WIDEST = 120
 
 
-def show(report: Report, console: Console, *, lists_all: bool = False) -> None:
+def show(report: RunReport, console: Console, *, lists_all: bool = False) -> None:
     """Print a report, with no line wider than the console. If rollouts were requested, print only these.
 
     Args:
@@ -79,7 +200,7 @@ def show(report: Report, console: Console, *, lists_all: bool = False) -> None:
         console.print("  No problems found.")
 
 
-def plotted(report: Report) -> list[str]:
+def plotted(report: RunReport) -> list[str]:
     """Metrics to plot, of those that have more than one value."""
     return [name for name in PLOTTED if len(report.series.get(name, ())) > 1][:MOST_PLOTS]
 
@@ -89,7 +210,7 @@ def reward_parts(metrics: Iterable[str]) -> list[str]:
     return [name for name in metrics if name.startswith("reward/") and name not in _WHOLE_REWARD]
 
 
-def _heading(report: Report) -> list[str]:
+def _heading(report: RunReport) -> list[str]:
     state, known = report.state, report.description
     steps = f"step {state.step}/{state.max_steps}" if state.max_steps else f"step {state.step}"
     progress = "  ".join(part for part in (known.algorithm, state.status, steps, state.reason) if part)
@@ -97,7 +218,7 @@ def _heading(report: Report) -> list[str]:
     return [report.path, progress, *([f"model {known.model}"] if known.model else []), *saved]
 
 
-def _charts(report: Report, width: int) -> Iterator[str]:
+def _charts(report: RunReport, width: int) -> Iterator[str]:
     names = plotted(report)
     half = (width - _GAP) // 2
     drawn = [chart(name, report.series[name], width=half) for name in names]
@@ -107,7 +228,7 @@ def _charts(report: Report, width: int) -> Iterator[str]:
         yield from drawn[-1]
 
 
-def _show_metrics(report: Report, console: Console, width: int, *, lists_all: bool) -> None:
+def _show_metrics(report: RunReport, console: Console, width: int, *, lists_all: bool) -> None:
     listed = _listed(report)
     if lists_all:
         constant = [each for each in listed if _is_constant(report, each)]
@@ -124,7 +245,7 @@ def _show_metrics(report: Report, console: Console, width: int, *, lists_all: bo
         console.print(_indented(Text(f"{rest} more metrics: rl show RUN --all", style="dim"), 0), width=width)
 
 
-def _metrics(summaries: Sequence[Summary]) -> Table:
+def _metrics(summaries: Sequence[MetricSummary]) -> Table:
     table = _table("metric", "first", "best", "at step", "last")
     for each in summaries:
         best = "" if each.best is None else f"{each.best:.4g}"
@@ -133,7 +254,7 @@ def _metrics(summaries: Sequence[Summary]) -> Table:
     return table
 
 
-def _listed(report: Report) -> list[Summary]:
+def _listed(report: RunReport) -> list[MetricSummary]:
     """Summaries of all metrics, the most important first, but those of single machines and workers, of which a large
     run has hundreds.
     """
@@ -142,15 +263,15 @@ def _listed(report: Report) -> list[Summary]:
     return [*first, *(each for each in found if each not in first)]
 
 
-def _of(names: Sequence[str], summaries: Sequence[Summary]) -> list[Summary]:
+def _of(names: Sequence[str], summaries: Sequence[MetricSummary]) -> list[MetricSummary]:
     return sorted((each for each in summaries if each.name in names), key=lambda each: names.index(each.name))
 
 
-def _is_constant(report: Report, summary: Summary) -> bool:
+def _is_constant(report: RunReport, summary: MetricSummary) -> bool:
     return all(value == summary.first for _, value in report.series[summary.name])
 
 
-def _times(report: Report) -> Table:
+def _times(report: RunReport) -> Table:
     table = _table("phase", "time", "share")
     whole = report.timings.get("step", 0.0)
     phases = {name: seconds for name, seconds in report.timings.items() if name != "step"}
@@ -186,7 +307,7 @@ def _show_rollouts(rollouts: Rollouts, console: Console, width: int) -> None:
         console.print(_indented(text, 2), width=width)
 
 
-def _sampled(title: str, sample: Sample) -> Text:
+def _sampled(title: str, sample: RolloutSample) -> Text:
     parts = ", ".join(f"{name} {value:.4g}" for name, value in sample.parts.items())
     reward = "failed" if sample.reward is None else f"reward {sample.reward:.4g}{f' ({parts})' if parts else ''}"
     text = Text.assemble((f"{title}{reward}, {sample.num_tokens} tokens, {shortened(sample.why, _PROMPT)}", "cyan"))

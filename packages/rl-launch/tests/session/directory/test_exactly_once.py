@@ -24,7 +24,7 @@ from rl_core.rollouts.rollout import Prompt, Rollout, Turn, WeightSpan
 from rl_core.testing.fakes import FakeModel, FakeWeights
 from rl_launch.cli import app
 from rl_launch.session import LoggerConfig, RunSession
-from rl_launch.session.checkpoints.state_file import read_state, write_state
+from rl_launch.session.checkpoints.manifest import read_state, write_state
 from rl_launch.session.directory.exactly_once import described, prove
 from rl_launch.session.directory.run_folder import RunFolder
 from rl_launch.session.rollouts import rollout_store

@@ -4,8 +4,8 @@ import counting_run as counting
 import pytest
 
 from rl_launch.session import LoggerConfig, RunDirectory
-from rl_launch.session.directory.labels import Labels, write_labels
 from rl_launch.session.directory.run_folder import DESCRIPTION, RunFolder
+from rl_launch.session.directory.run_state import Labels, write_labels
 
 
 def settings(**labels):

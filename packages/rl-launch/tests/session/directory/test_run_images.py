@@ -4,8 +4,7 @@ import os
 
 from rl_core.images import STORE_VARIABLE, ImageStore
 from rl_core.model_config import VisionConfig
-from rl_launch.session.directory.row_files import names_of_run
-from rl_launch.session.directory.run_images import name_images, text_of_content
+from rl_launch.session.directory.row_files import name_images, names_of_run, text_of_content
 from rl_launch.worker_envs.variables import forwarded_variables
 
 

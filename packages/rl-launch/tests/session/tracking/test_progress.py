@@ -4,12 +4,12 @@ import logging
 
 from rich.console import Console
 
-from rl_launch.session.tracking.progress import Progress, duration, sparkline
+from rl_launch.session.tracking.progress import RunProgress, duration, sparkline
 
 
 def test_a_pipe_gets_plain_lines_and_no_control_codes(caplog):
     out = io.StringIO()
-    progress = Progress("grpo", Console(file=out, force_terminal=False))
+    progress = RunProgress("grpo", Console(file=out, force_terminal=False))
     with caplog.at_level(logging.INFO, logger="rl_launch"):
         progress.start()
         progress.begin(1, 3)
@@ -23,7 +23,7 @@ def test_a_pipe_gets_plain_lines_and_no_control_codes(caplog):
 def test_a_terminal_shows_step_phase_and_trend():
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=160)
-    progress = Progress("grpo", console)
+    progress = RunProgress("grpo", console)
     progress.begin(1, 3)
     for step, reward in ((1, 0.0), (2, 1.0)):
         progress.finish(step, {"reward/mean": reward}, 2.0)
@@ -45,7 +45,7 @@ def test_durations():
 
 def told(caplog, shares, num_steps):
     """The advice of each step's line, for `(trainer, generators)` by step."""
-    progress = Progress("grpo", Console(file=io.StringIO(), force_terminal=False), clock=itertools.count().__next__)
+    progress = RunProgress("grpo", Console(file=io.StringIO(), force_terminal=False), clock=itertools.count().__next__)
     with caplog.at_level(logging.INFO, logger="rl_launch"):
         for step in range(1, num_steps + 1):
             trainer, generators = shares(step)
@@ -82,7 +82,7 @@ class Clock:
 
 def test_quick_steps_share_a_line_a_second(caplog):
     clock = Clock()
-    progress = Progress("sft", Console(file=io.StringIO(), force_terminal=False), clock=clock)
+    progress = RunProgress("sft", Console(file=io.StringIO(), force_terminal=False), clock=clock)
     with caplog.at_level(logging.INFO, logger="rl_launch"):
         for step in range(1, 41):
             clock.now += 0.1
@@ -96,7 +96,7 @@ def test_the_live_line_fits_the_terminal():
     for width in (40, 60, 80, 120):
         out = io.StringIO()
         console = Console(file=out, force_terminal=True, color_system=None, width=width)
-        progress = Progress("grpo-math-8b-megatron", console)
+        progress = RunProgress("grpo-math-8b-megatron", console)
         progress.begin(1000, 1000)
         for step in range(24):
             progress.finish(step, {"reward/mean": step / 7, "train/loss": 1e-5 / 3, "val/accuracy": 1 / 3}, 2000.0)
@@ -109,7 +109,7 @@ def test_the_live_line_fits_the_terminal():
 
 
 def test_the_number_of_replicas_is_told_once_it_has_changed(caplog):
-    progress = Progress(
+    progress = RunProgress(
         "grpo", Console(file=io.StringIO(), force_terminal=False), clock=itertools.count(0, 10).__next__
     )
     with caplog.at_level(logging.INFO, logger="rl_launch"):

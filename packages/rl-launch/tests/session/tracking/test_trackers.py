@@ -11,8 +11,8 @@ import pytest
 
 from rl_core.errors import ConfigError
 from rl_launch.session import LoggerConfig, RunSession
-from rl_launch.session.directory.labels import Labels, write_labels
 from rl_launch.session.directory.run_folder import DESCRIPTION
+from rl_launch.session.directory.run_state import Labels, write_labels
 from rl_launch.session.tracking import writers
 from rl_launch.session.tracking.trackers import WandbWriter, check_mlflow_store
 

@@ -69,9 +69,8 @@ def _in_sections(data: dict[str, Any]) -> None:
     for key, (purpose, name) in _OLD.items():
         if data.get(key) is not None:
             made[purpose][name] = data[key]
-    name = data.get("dataset_name")
-    if name is not None and "data_path" not in made["train"]:
-        made["train"]["dataset_name"] = name
+    if data.get("dataset_name") is not None and "data_path" not in made["train"]:
+        made["train"]["dataset_name"] = data["dataset_name"]
     for key in _SHARED:
         if data.get(key) is not None:
             data.setdefault("default", {})[key] = data[key]

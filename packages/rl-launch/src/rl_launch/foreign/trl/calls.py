@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from rl_launch.foreign.translation import Fate
-from rl_launch.foreign.trl.reading import Call, Reading
+from rl_launch.foreign.trl.reading import Call, ScriptReading
 from rl_launch.foreign.trl.values import SCRIPTS, Data, Thing, is_constant, plain, role_of, touched, unknown
 
 _FILE_FORMATS = ("arrow", "csv", "json", "pandas", "parquet", "text")
@@ -34,7 +34,7 @@ def _row(section: str, role: str, name: str) -> list[Any]:
     return found
 
 
-def _answered(reading: Reading, row: list[Any], owner: Any, call: Call) -> Any:
+def _answered(reading: ScriptReading, row: list[Any], owner: Any, call: Call) -> Any:
     """Say what a row has about a call, and return its result."""
     fate, text, result = row
     if fate is not None:
@@ -65,7 +65,7 @@ def _answered(reading: Reading, row: list[Any], owner: Any, call: Call) -> Any:
     return None
 
 
-def _by_table(reading: Reading, owner: Any, call: Call) -> Any:
+def _by_table(reading: ScriptReading, owner: Any, call: Call) -> Any:
     """Call a method that needs no more than its row."""
     return _answered(reading, _row("methods", role_of(owner), call.name), owner, call)
 
@@ -73,7 +73,7 @@ def _by_table(reading: Reading, owner: Any, call: Call) -> Any:
 # Datasets
 
 
-def _load_dataset(reading: Reading, call: Call) -> Any:
+def _load_dataset(reading: ScriptReading, call: Call) -> Any:
     call = call.named("path", "name", "data_dir", "data_files", "split")
     given = call.given
     if call.extra or not is_constant({key: given.get(key) for key in ("path", "name", "data_files", "split")}):
@@ -111,7 +111,7 @@ def _of_files(files: Any) -> Data:
     return Data(tuple({"data_path": each} for each in (files if isinstance(files, list) else [files])))
 
 
-def _split(reading: Reading, owner: Thing, name: Any) -> Any:
+def _split(reading: ScriptReading, owner: Thing, name: Any) -> Any:
     """Return a split of a dataset that has several."""
     if not isinstance(name, str):
         return unknown(owner, name)
@@ -127,7 +127,7 @@ def _split(reading: Reading, owner: Thing, name: Any) -> Any:
     return unknown(owner)
 
 
-def _of_splits(reading: Reading, owner: Thing, call: Call) -> Any:
+def _of_splits(reading: ScriptReading, owner: Thing, call: Call) -> Any:
     if call.name in ("get", "__getitem__"):
         return _split(reading, owner, call.first)
     if call.name in ("keys", "values", "items", *SCRIPTS["looks"].split()):
@@ -138,11 +138,11 @@ def _of_splits(reading: Reading, owner: Thing, call: Call) -> Any:
     return Thing("splits", owner.name, parts=made)
 
 
-def _of_data(reading: Reading, data: Data, call: Call) -> Any:
+def _of_data(reading: ScriptReading, data: Data, call: Call) -> Any:
     return _CHANGES.get(call.name, _by_table)(reading, data, call)
 
 
-def _train_test_split(reading: Reading, data: Data, call: Call) -> Any:
+def _train_test_split(reading: ScriptReading, data: Data, call: Call) -> Any:
     call = call.named("test_size", "train_size")
     size, rest = call.given.get("test_size"), call.given.get("train_size")
     if isinstance(rest, int | float) and size is None:
@@ -159,7 +159,7 @@ def _train_test_split(reading: Reading, data: Data, call: Call) -> Any:
     return Thing("splits", "train_test_split", parts={"train": whole, "test": replace(whole, is_held_out=True)})
 
 
-def _sliced(reading: Reading, data: Data, call: Call) -> Any:
+def _sliced(reading: ScriptReading, data: Data, call: Call) -> Any:
     rows = next(iter(call.values), None)
     start, stop = 0, None
     only = data.settings[0] if len(data.settings) == 1 else {}
@@ -179,7 +179,7 @@ def _sliced(reading: Reading, data: Data, call: Call) -> Any:
     return data.with_settings(split=split)
 
 
-def _renamed(reading: Reading, data: Data, call: Call) -> Any:
+def _renamed(reading: ScriptReading, data: Data, call: Call) -> Any:
     pairs = call.first if call.name == "rename_columns" else None
     if pairs is None:
         named = call.named("original_column_name", "new_column_name").given
@@ -199,7 +199,7 @@ _CHANGES = {
 }
 
 
-def _concatenated(reading: Reading, call: Call) -> Any:
+def _concatenated(reading: ScriptReading, call: Call) -> Any:
     several = call.first if call.positional else call.given.get("dsets", call.given.get("datasets"))
     if not isinstance(several, list) or not all(isinstance(each, Data) for each in several):
         return unknown(several, _UNREAD_DATA)
@@ -217,7 +217,7 @@ def _concatenated(reading: Reading, call: Call) -> Any:
     return Data(tuple(settings), keeps_order=False)
 
 
-def _in_memory(reading: Reading, call: Call) -> Any:
+def _in_memory(reading: ScriptReading, call: Call) -> Any:
     """Return rows that the script makes, or reads with a function of `datasets`."""
     paths = call.first if call.positional else call.given.get("path_or_paths")
     if call.name in ("from_json", "from_csv", "from_parquet", "load_from_disk") and is_constant(paths) and paths:
@@ -229,7 +229,7 @@ def _in_memory(reading: Reading, call: Call) -> Any:
     return Data(({"dataset_name": "OWNER/DATASET"},), keeps_order=False)
 
 
-def _dataset_dict(reading: Reading, call: Call) -> Any:
+def _dataset_dict(reading: ScriptReading, call: Call) -> Any:
     given = call.first if call.positional else call.given
     if not isinstance(given, dict) or not all(isinstance(each, Data) for each in given.values()):
         return unknown(given)
@@ -240,7 +240,7 @@ def _dataset_dict(reading: Reading, call: Call) -> Any:
 # Models, tokenizers and adapters
 
 
-def _from_pretrained(reading: Reading, call: Call) -> Any:
+def _from_pretrained(reading: ScriptReading, call: Call) -> Any:
     owner = reading.dotted(call.node.func).rpartition(".from_pretrained")[0].rpartition(".")[2]
     if owner in ("PeftModel", "PeftModelForCausalLM"):
         return _peft_model(reading, call)
@@ -264,7 +264,7 @@ def _from_pretrained(reading: Reading, call: Call) -> Any:
     return [model, Thing("tokenizer", owner, parts={"name": name})] if owner.startswith("Fast") else model
 
 
-def _loading(reading: Reading, call: Call, taken: str, quantized: str) -> None:
+def _loading(reading: ScriptReading, call: Call, taken: str, quantized: str) -> None:
     """Account for the further arguments of `from_pretrained`."""
     for key, value in call.given.items():
         is_unset = value is None or value is False or (key == "revision" and value == "main")
@@ -279,7 +279,7 @@ def _loading(reading: Reading, call: Call, taken: str, quantized: str) -> None:
         reading.say(Fate.CHECK, _UNREAD)
 
 
-def _peft_model(reading: Reading, call: Call) -> Any:
+def _peft_model(reading: ScriptReading, call: Call) -> Any:
     call = call.named("model", "model_id")
     model, adapter = call.given.get("model"), call.given.get("model_id")
     if call.given.get("is_trainable") is True and is_constant(adapter) and isinstance(model, Thing):
@@ -289,7 +289,7 @@ def _peft_model(reading: Reading, call: Call) -> Any:
     return model
 
 
-def _lora(reading: Reading, call: Call) -> Any:
+def _lora(reading: ScriptReading, call: Call) -> Any:
     parts: dict[str, Any] = {}
     for key, value in call.named("task_type").given.items():
         harmless = (None, False, *SCRIPTS["plain adapters"].get(key, ()))
@@ -303,7 +303,7 @@ def _lora(reading: Reading, call: Call) -> Any:
     return Thing("adapters", "LoraConfig", parts=parts)
 
 
-def _get_peft_model(reading: Reading, call: Call) -> Any:
+def _get_peft_model(reading: ScriptReading, call: Call) -> Any:
     call = call.named("model", "peft_config")
     model = call.given.pop("model", None)
     adapters = call.given.pop("peft_config", None) or _lora(reading, replace(call, positional=[]))
@@ -313,7 +313,7 @@ def _get_peft_model(reading: Reading, call: Call) -> Any:
     return replace(model, parts={**model.parts, "adapters": adapters})
 
 
-def _of_model_config(reading: Reading, call: Call) -> Any:
+def _of_model_config(reading: ScriptReading, call: Call) -> Any:
     """Call one of TRL's helpers that read the arguments of the model."""
     flags = call.first.parts if isinstance(call.first, Thing) else {}
     if call.name == "get_peft_config":
@@ -327,7 +327,7 @@ def _of_model_config(reading: Reading, call: Call) -> Any:
     return None
 
 
-def _of_model(reading: Reading, model: Thing, call: Call) -> Any:
+def _of_model(reading: ScriptReading, model: Thing, call: Call) -> Any:
     if call.name == "requires_grad_":
         if (call.first if call.positional else True) is not True:
             reading.say(Fate.REFUSED, "training only some of the parameters (requires_grad)")
@@ -337,7 +337,7 @@ def _of_model(reading: Reading, model: Thing, call: Call) -> Any:
     return _by_table(reading, model, call)
 
 
-def _of_tokenizer(reading: Reading, tokenizer: Thing, call: Call) -> Any:
+def _of_tokenizer(reading: ScriptReading, tokenizer: Thing, call: Call) -> Any:
     first = next(iter(call.values), None)
     if call.name.startswith("add_") and isinstance(first, dict) and set(first) <= {"pad_token"}:
         reading.say(Fate.CHECK, "a padding token. It is not trained, but it must not enlarge the vocabulary")
@@ -348,7 +348,7 @@ def _of_tokenizer(reading: Reading, tokenizer: Thing, call: Call) -> Any:
 # Attributes
 
 
-def _set(reading: Reading, owner: Thing, name: str, value: Any) -> None:
+def _set(reading: ScriptReading, owner: Thing, name: str, value: Any) -> None:
     """Assign an attribute of a value that training depends on."""
     role, adapters = owner.role, SCRIPTS["adapters"]
     is_template = role == "tokenizer" and name == "chat_template" and isinstance(value, str)
@@ -374,7 +374,7 @@ def _set(reading: Reading, owner: Thing, name: str, value: Any) -> None:
 # Arguments and trainers
 
 
-def _config(reading: Reading, call: Call) -> Any:
+def _config(reading: ScriptReading, call: Call) -> Any:
     config = Thing("config", call.name, parts=dict(call.named("output_dir").given), node=call.node)
     if call.extra:
         reading.say(Fate.CHECK, f"{_UNREAD}. Set their keys in the recipe")
@@ -383,7 +383,7 @@ def _config(reading: Reading, call: Call) -> Any:
     return config
 
 
-def _trainer(reading: Reading, call: Call) -> Any:
+def _trainer(reading: ScriptReading, call: Call) -> Any:
     call = call.named(*SCRIPTS["trainer arguments"][stem_of(call.name)].split())
     parts = dict(call.given)
     if "tokenizer" in parts:
@@ -396,12 +396,12 @@ def _trainer(reading: Reading, call: Call) -> Any:
     return trainer
 
 
-def _other_trainer(reading: Reading, call: Call) -> Any:
+def _other_trainer(reading: ScriptReading, call: Call) -> Any:
     reading.others[call.name] = call.node.lineno
     return Thing("", call.name, touches=touched(*call.values))
 
 
-def _of_trainer(reading: Reading, trainer: Thing, call: Call) -> Any:
+def _of_trainer(reading: ScriptReading, trainer: Thing, call: Call) -> Any:
     if call.name != "train":
         return _by_table(reading, trainer, call)
     if reading.is_trained:
@@ -416,7 +416,7 @@ def _of_trainer(reading: Reading, trainer: Thing, call: Call) -> Any:
     return unknown()
 
 
-def _setattr(reading: Reading, call: Call) -> Any:
+def _setattr(reading: ScriptReading, call: Call) -> Any:
     if len(call.positional) == 3 and isinstance(call.positional[1], str):
         reading.set_attribute(*call.positional)
     else:
@@ -424,7 +424,7 @@ def _setattr(reading: Reading, call: Call) -> Any:
     return None
 
 
-def _replaced(reading: Reading, call: Call) -> Any:
+def _replaced(reading: ScriptReading, call: Call) -> Any:
     """Call `dataclasses.replace` or `copy.deepcopy`."""
     first = call.first
     if role_of(first) not in ("config", "options", "model"):
@@ -436,7 +436,7 @@ def _replaced(reading: Reading, call: Call) -> Any:
     return found
 
 
-def _partial(reading: Reading, call: Call) -> Any:
+def _partial(reading: ScriptReading, call: Call) -> Any:
     if not isinstance(call.first, Thing):
         return unknown(*call.values)
     reading.say(Fate.UNRELATED, "it is read where it is called")
@@ -444,7 +444,7 @@ def _partial(reading: Reading, call: Call) -> Any:
     return Thing("partial", call.first.name, parts={"function": call.first, "call": bound})
 
 
-def _function(reading: Reading, call: Call) -> Any:
+def _function(reading: ScriptReading, call: Call) -> Any:
     """Call a function that needs no more than its row."""
     row = next(row for names, row in SCRIPTS["functions"].items() if call.name in names.split())
     return _answered(reading, row, None, call)
@@ -453,14 +453,14 @@ def _function(reading: Reading, call: Call) -> Any:
 # Command lines
 
 
-def _parser(reading: Reading, call: Call) -> Any:
+def _parser(reading: ScriptReading, call: Call) -> Any:
     classes = call.first if call.positional else call.given.get("dataclass_types", [])
     several = list(classes) if isinstance(classes, list | tuple) else [classes]
     reading.say(Fate.UNRELATED, "the parser of the command line")
     return Thing("parser", call.name, parts={"classes": several, "options": {}})
 
 
-def _of_parser(reading: Reading, parser: Thing, call: Call) -> Any:
+def _of_parser(reading: ScriptReading, parser: Thing, call: Call) -> Any:
     name, given = call.name, call.given
     if name == "add_argument":
         named = [each for each in call.positional if isinstance(each, str)]
@@ -486,7 +486,7 @@ def _of_parser(reading: Reading, parser: Thing, call: Call) -> Any:
     return [_parsed(reading, each, flags, own, call) for each in classes]
 
 
-def _parsed(reading: Reading, kind: Any, flags: dict[str, Any], own: set[str], call: Call) -> Any:
+def _parsed(reading: ScriptReading, kind: Any, flags: dict[str, Any], own: set[str], call: Call) -> Any:
     """Return the object that a parser makes of one of its classes; flags of the script's own classes are not TRL's."""
     if not isinstance(kind, Thing):
         return unknown()
@@ -503,7 +503,7 @@ def _parsed(reading: Reading, kind: Any, flags: dict[str, Any], own: set[str], c
     return Thing("options", base, parts={**known, **kind.parts, **flags})
 
 
-_BY_FUNCTION: Mapping[Callable[[Reading, Call], Any], str] = {
+_BY_FUNCTION: Mapping[Callable[[ScriptReading, Call], Any], str] = {
     _config: " ".join(["TrainingArguments", *(f"{stem}Config" for stem in SCRIPTS["algorithms"])]),
     _trainer: " ".join(f"{stem}Trainer" for stem in SCRIPTS["algorithms"]),
     _other_trainer: " ".join(f"{stem}Config {stem}Trainer" for stem in SCRIPTS["others"]),
@@ -525,7 +525,7 @@ _BY_FUNCTION: Mapping[Callable[[Reading, Call], Any], str] = {
 CALLS = {name: function for function, names in _BY_FUNCTION.items() for name in names.split()}
 """Functions for calls of functions and classes that are known, by name."""
 
-METHODS: Mapping[str, Callable[[Reading, Any, Call], Any]] = {
+METHODS: Mapping[str, Callable[[ScriptReading, Any, Call], Any]] = {
     "data": _of_data,
     "splits": _of_splits,
     "model": _of_model,

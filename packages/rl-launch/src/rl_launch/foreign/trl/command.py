@@ -13,7 +13,7 @@ from typing import Any
 from rl_core.config.tree import is_too_long, natural, read_scalar, read_text
 from rl_core.errors import ConfigError
 from rl_launch.foreign.source import read
-from rl_launch.foreign.translation import Fate, Line
+from rl_launch.foreign.translation import Fate, ScriptLine
 from rl_launch.foreign.trl.reading import HARMLESS_VARIABLES
 from rl_launch.foreign.trl.script import MAX_SCRIPT_BYTES, Script, class_defaults, read_script
 from rl_launch.foreign.trl.values import SCRIPTS
@@ -30,7 +30,7 @@ _EXPORTS = ("export", "declare", "local", "readonly")
 
 
 @dataclass(frozen=True)
-class Command:
+class ShellCommand:
     """A command of a script.
 
     Args:
@@ -72,7 +72,7 @@ def read_command(path: Path) -> Script:
     script = _script(path, command.words[start], flags)
     others = [_accounted(each) for each in commands if each is not command]
     checks = [each for each in others if each.fate is Fate.CHECK]
-    own = Line(command.line, command.text, Fate.CONVERTED, "the arguments of the trainer")
+    own = ScriptLine(command.line, command.text, Fate.CONVERTED, "the arguments of the trainer")
     return replace(script, checks=(*checks, *script.checks), lines=(*others, own, *script.lines), gpus=gpus)
 
 
@@ -86,7 +86,7 @@ def _start(words: tuple[str, ...]) -> int | None:
     return None
 
 
-def _trains(command: Command, folder: Path) -> bool:
+def _trains(command: ShellCommand, folder: Path) -> bool:
     """Return whether a command that starts a Python script trains: it uses a launcher, or the script imports trl."""
     if {word.rpartition("/")[2] for word in command.words} & {"trl", "accelerate", "torchrun", "deepspeed"}:
         return True
@@ -114,16 +114,16 @@ def _script(path: Path, started: str, flags: dict[str, Any]) -> Script:
             if known
             else f"{path}: it starts {started}, and there is no file {file}. Put the script there, or import it"
         )
-    checks: tuple[Line, ...] = ()
+    checks: tuple[ScriptLine, ...] = ()
     if started.endswith(".py"):
         text = f"there is no file {file}; it is taken for the script of TRL with this name"
-        checks = (Line(1, started, Fate.CHECK, text),)
+        checks = (ScriptLine(1, started, Fate.CHECK, text),)
     values = dict(flags)
     algorithm = class_defaults(stem, values)
     return Script(algorithm, values, frozenset(), checks, (), ())
 
 
-def _placed(lines: tuple[Line, ...], file: str) -> tuple[Line, ...]:
+def _placed(lines: tuple[ScriptLine, ...], file: str) -> tuple[ScriptLine, ...]:
     return tuple(replace(each, file=file) for each in lines)
 
 
@@ -163,17 +163,17 @@ def _scalar(word: str) -> Any:
     return word if not word or is_too_long(word) else natural(read_scalar(word))
 
 
-def _accounted(command: Command) -> Line:
+def _accounted(command: ShellCommand) -> ScriptLine:
     listed = [name for name in command.variables if not name.startswith(HARMLESS_VARIABLES)]
     if listed:
         reason = "environment variables. Set them in policy.env_vars or in the shell if they matter"
-        return Line(command.line, command.text, Fate.CHECK, reason)
+        return ScriptLine(command.line, command.text, Fate.CHECK, reason)
     if not command.words or command.words[0].rpartition("/")[2] in SCRIPTS["harmless commands"].split():
-        return Line(command.line, command.text, Fate.UNRELATED, "it prepares the command")
-    return Line(command.line, command.text, Fate.CHECK, "another command, which is not read")
+        return ScriptLine(command.line, command.text, Fate.UNRELATED, "it prepares the command")
+    return ScriptLine(command.line, command.text, Fate.CHECK, "another command, which is not read")
 
 
-def read_commands(path: Path) -> list[Command]:
+def read_commands(path: Path) -> list[ShellCommand]:
     """Return the commands of a shell script.
 
     Variables that the script does not set stay interpolations of the environment (`${oc.env:NAME}`), and a path below
@@ -208,7 +208,7 @@ def read_commands(path: Path) -> list[Command]:
             set_here.append(name)
             rest.pop(0)
         exported = tuple(set_here) if is_exported or rest else ()
-        found.append(Command(line, lines[line - 1].strip(), tuple(map(expanded, rest)), exported))
+        found.append(ShellCommand(line, lines[line - 1].strip(), tuple(map(expanded, rest)), exported))
     return found
 
 

@@ -1,7 +1,7 @@
 """A Python script, read statement by statement without being run.
 
-Each statement is given a `Line`: it is converted, listed for the user to check, refused, or it does not act on anything
-that training depends on. A statement that acts on such a value in a way that is not known is listed.
+Each statement is given a `ScriptLine`: it is converted, listed for the user to check, refused, or it does not act on
+anything that training depends on. A statement that acts on such a value in a way that is not known is listed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rl_launch.foreign.translation import Fate, Line
+from rl_launch.foreign.translation import Fate, ScriptLine
 from rl_launch.foreign.trl.values import (
     SCRIPTS,
     TRACKED,
@@ -88,7 +88,7 @@ class Call:
         return self.positional[0] if self.positional else None
 
 
-class Reading:
+class ScriptReading:
     """State of a script that is being read.
 
     Args:
@@ -106,15 +106,15 @@ class Reading:
         folder: Path,
         flags: Mapping[str, Any] | None,
         *,
-        calls: Mapping[str, Callable[[Reading, Call], Any]],
-        methods: Mapping[str, Callable[[Reading, Any, Call], Any]],
-        setters: Mapping[str, Callable[[Reading, Any, str, Any], None]],
+        calls: Mapping[str, Callable[[ScriptReading, Call], Any]],
+        methods: Mapping[str, Callable[[ScriptReading, Any, Call], Any]],
+        setters: Mapping[str, Callable[[ScriptReading, Any, str, Any], None]],
     ) -> None:
         self.folder = folder
         self.flags = flags
-        self.lines: dict[tuple[int, int], Line] = {}
-        self.checks: list[Line] = []
-        self.refused: list[Line] = []
+        self.lines: dict[tuple[int, int], ScriptLine] = {}
+        self.checks: list[ScriptLine] = []
+        self.refused: list[ScriptLine] = []
         self.trainers: list[Thing] = []
         self.configs: list[Thing] = []
         self.others: dict[str, int] = {}
@@ -144,7 +144,7 @@ class Reading:
         self._said.append((fate, text))
         number = line or self._here.lineno
         listed = {Fate.CHECK: self.checks, Fate.REFUSED: self.refused}.get(fate, [])
-        if (said := Line(number, self._text[number - 1].strip(), fate, text)) not in listed:
+        if (said := ScriptLine(number, self._text[number - 1].strip(), fate, text)) not in listed:
             listed.append(said)
 
     def computed(self, value: Any) -> str:
@@ -196,7 +196,7 @@ class Reading:
     def _mark(self, statement: ast.stmt, fate: Fate, reason: str) -> None:
         key = (statement.lineno, statement.col_offset)
         if key not in self.lines or self.lines[key].fate <= fate:
-            self.lines[key] = Line(statement.lineno, self._text[statement.lineno - 1].strip(), fate, reason)
+            self.lines[key] = ScriptLine(statement.lineno, self._text[statement.lineno - 1].strip(), fate, reason)
 
     def _skipped(self, body: Iterable[ast.stmt], reason: str) -> None:
         for node in (node for statement in body for node in ast.walk(statement)):

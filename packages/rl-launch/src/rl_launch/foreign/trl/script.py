@@ -10,9 +10,9 @@ from typing import Any
 
 from rl_core.config.tree import read_text, reason
 from rl_core.errors import ConfigError
-from rl_launch.foreign.translation import Fate, Line
+from rl_launch.foreign.translation import Fate, ScriptLine
 from rl_launch.foreign.trl.calls import CALLS, METHODS, QUANTIZED, SETTERS, stem_of
-from rl_launch.foreign.trl.reading import Call, Reading
+from rl_launch.foreign.trl.reading import Call, ScriptReading
 from rl_launch.foreign.trl.values import SCRIPTS, Data, Thing, is_constant, is_made, plain, role_of
 from rl_launch.foreign_keys.table import table
 
@@ -43,9 +43,9 @@ class Script:
     algorithm: str
     values: dict[str, Any]
     computed: frozenset[str]
-    checks: tuple[Line, ...]
-    refused: tuple[Line, ...]
-    lines: tuple[Line, ...]
+    checks: tuple[ScriptLine, ...]
+    refused: tuple[ScriptLine, ...]
+    lines: tuple[ScriptLine, ...]
     gpus: int | None = None
 
 
@@ -68,7 +68,7 @@ def read_script(path: Path, flags: Mapping[str, Any] | None = None) -> Script:
         raise ConfigError(f"{path} is not valid Python: line {line}: {reason(error).partition(' (<')[0]}") from None
     except (RecursionError, MemoryError):  # the parser has its own stack
         raise ConfigError(too_deep) from None
-    reading = Reading(text, path.parent, flags, calls=CALLS, methods=METHODS, setters=SETTERS)
+    reading = ScriptReading(text, path.parent, flags, calls=CALLS, methods=METHODS, setters=SETTERS)
     try:
         reading.run(tree.body)
         if not reading.trainers and not reading.others:
@@ -101,7 +101,7 @@ def _trains(node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and name.endswith("Trainer")
 
 
-def _the_trainer(reading: Reading, path: Path) -> tuple[Thing | None, Thing | None]:
+def _the_trainer(reading: ScriptReading, path: Path) -> tuple[Thing | None, Thing | None]:
     """Return the class of arguments and the trainer of a script; one of them may be missing."""
     for name, line in reading.others.items():
         raise ConfigError(f"{path}: {name} (line {line}) is not imported: {SCRIPTS['others'][stem_of(name)]}")
@@ -122,7 +122,7 @@ def _the_trainer(reading: Reading, path: Path) -> tuple[Thing | None, Thing | No
 class _Collected:
     """The arguments that a script gives its trainer."""
 
-    def __init__(self, reading: Reading, config: Thing | None, trainer: Thing | None) -> None:
+    def __init__(self, reading: ScriptReading, config: Thing | None, trainer: Thing | None) -> None:
         self._reading = reading
         self._config, self._trainer = config, trainer
         self.values: dict[str, Any] = {}

@@ -17,8 +17,7 @@ from rl_core.errors import RunDirectoryError, WorkerDied
 from rl_core.model import Saved, SavedFile
 from rl_core.plugins import export_suffixes
 from rl_core.run import Checkpointable
-from rl_launch.session.checkpoints.manifest import FILE_NAME, Manifest, sync_folder
-from rl_launch.session.checkpoints.state_file import read_state, write_state
+from rl_launch.session.checkpoints.manifest import FILE_NAME, CheckpointManifest, read_state, sync_folder, write_state
 from rl_launch.session.config import CheckpointingConfig
 
 EXPORT = "hf"
@@ -166,7 +165,7 @@ class Checkpoints:
         lacking = [each.relative_to(path).as_posix() for each in wanted if not each.exists()]
         if lacking:
             raise RunDirectoryError(f"{path} has no {', '.join(lacking)}: it was saved by a different kind of run")
-        manifest = Manifest.read(path)
+        manifest = CheckpointManifest.read(path)
         manifest.verify(path, _STATE)
         for name, model in models.items():
             model.load(str(path / name), files=manifest.files_of(name))
@@ -239,7 +238,9 @@ class Checkpoints:
             write_state(save.folder / _STATE, name, part.state())
 
     def _complete(self, save: Save, written: Mapping[str, tuple[SavedFile, ...]]) -> Path:
-        manifest = Manifest.of(save.folder, save.step, save.metrics, written={**written, **save.exported}, own=[_STATE])
+        manifest = CheckpointManifest.of(
+            save.folder, save.step, save.metrics, written={**written, **save.exported}, own=[_STATE]
+        )
         manifest.write(save.folder)
         target = self._folder / f"step_{save.step}"
         self._drop(target)
@@ -380,13 +381,13 @@ def written_at(path: Path) -> float:
 
 def _metrics(path: Path) -> Mapping[str, float]:
     try:
-        return Manifest.read(path).metrics
+        return CheckpointManifest.read(path).metrics
     except ValueError:
         return {}
 
 
 def _damage(path: Path) -> str:
     try:
-        return Manifest.read(path).damage(path)
+        return CheckpointManifest.read(path).damage(path)
     except ValueError as error:
         return str(error)

@@ -9,7 +9,7 @@ from typing import Any
 
 from rl_algos.rollouts.driver.ledger import Ledger, digest
 from rl_core.errors import RunDirectoryError
-from rl_launch.session.checkpoints.state_file import read_state
+from rl_launch.session.checkpoints.manifest import read_state
 from rl_launch.session.directory.run_folder import RunFolder, SavedCheckpoint
 
 _STATE, _ROLLOUTS = "state", "rollouts"

@@ -2,10 +2,96 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Protocol
 
-from rl_core.config import Config, RuledChange, changed_keys, load, resolve, with_absolute_paths
+from rl_core.config import Config, RawConfig, RuledChange, changed_keys, load, plain, resolve, with_absolute_paths
+from rl_core.config.tree import format_path, leaves
+from rl_core.user_code import SourceFile, is_in_file
+from rl_launch.session.directory.run_folder import CONFIG
+from rl_launch.session.directory.writable import write_atomically
+
+ORIGINS = "origins.json"
+
+
+def write_origins(folder: Path, given: RawConfig) -> None:
+    """Write the origin of every key in a run's `config.yaml`, atomically: file and line, `command line` or `default`.
+
+    A run that is resumed from its own folder is given most values by its `config.yaml`. These keep the origin that was
+    recorded first.
+
+    Args:
+        folder: The run directory.
+        given: What the user wrote.
+    """
+    earlier, config = read_origins(folder), (folder / CONFIG).resolve()
+    found = {}
+    for path in leaves(load(folder / CONFIG).plain()):
+        key, origin = format_path(path), given.entry.origin_at(path)
+        is_own = origin.line is not None and Path(origin.source).expanduser().resolve() == config
+        found[key] = earlier.get(key, "default") if is_own else str(origin)
+    write_atomically(folder / ORIGINS, json.dumps(found, indent=1) + "\n")
+
+
+def read_origins(folder: Path) -> dict[str, str]:
+    """Return the origins in a run directory by dotted key; empty if there are none that can be read."""
+    try:
+        data = json.loads((folder / ORIGINS).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return {str(key): str(origin) for key, origin in data.items()} if isinstance(data, dict) else {}
+
+
+CODE = "code"
+"""In a run directory."""
+
+
+def copies_of(config: Config) -> dict[str, SourceFile]:
+    """The files that a resolved config names as `file.py:Name`, by the names of their copies. A file that does not
+    exist is left out: its user reports it.
+    """
+    paths = {value.rpartition(":")[0] for value in _texts(plain(config)) if is_in_file(value)}
+    files = [SourceFile.read(path) for path in sorted(paths) if Path(path).is_file()]
+    return {_name(file): file for file in files}
+
+
+def changed_files(folder: Path, copies: dict[str, SourceFile]) -> list[str]:
+    """Files that have changed since the run in a folder began, each with its copy and the first line that differs; a
+    file that has no copy yet is not among them.
+    """
+    found = []
+    for name, file in copies.items():
+        copy = folder / CODE / name
+        if copy.is_file() and (kept := SourceFile.read(copy).text) != file.text:
+            found.append(f"{file.path} differs from its copy {copy} from line {_first_difference(kept, file.text)} on")
+    return found
+
+
+def _texts(value: Any) -> Iterator[str]:
+    match value:
+        case str():
+            yield value
+        case dict():
+            for item in value.values():
+                yield from _texts(item)
+        case list() | tuple():
+            for item in value:
+                yield from _texts(item)
+
+
+def _name(file: SourceFile) -> str:
+    """A name for the copy of a file; files of the same name may come from several folders."""
+    path = Path(file.path)
+    return f"{path.stem}-{hashlib.sha256(str(path).encode()).hexdigest()[:8]}.py"
+
+
+def _first_difference(old: str, new: str) -> int:
+    pairs = zip_longest(old.splitlines(keepends=True), new.splitlines(keepends=True))
+    return next(number for number, (before, after) in enumerate(pairs, 1) if before != after)
 
 
 class Recording(Protocol):

@@ -16,16 +16,22 @@ from rl_core.user_code import SourceFile
 from rl_launch.session.checkpoints.checkpoints import saved_checkpoints
 from rl_launch.session.config import Access
 from rl_launch.session.directory import lock
-from rl_launch.session.directory.atomic_file import write_atomically
 from rl_launch.session.directory.branch import Branch
-from rl_launch.session.directory.labels import SECTION, Labels, write_labels
 from rl_launch.session.directory.lock import DirectoryLock
-from rl_launch.session.directory.recording import Recording, WholeConfig, changes_since, kept
+from rl_launch.session.directory.recording import (
+    CODE,
+    Recording,
+    WholeConfig,
+    changed_files,
+    changes_since,
+    copies_of,
+    kept,
+)
 from rl_launch.session.directory.remedies import refusal, train_command
 from rl_launch.session.directory.row_files import names_of_run
 from rl_launch.session.directory.run_folder import CONFIG, DESCRIPTION, RunFolder, is_run
-from rl_launch.session.directory.user_files import FOLDER, changed_files, copies_of
-from rl_launch.session.directory.writable import check_writable, make_folder
+from rl_launch.session.directory.run_state import SECTION, Labels, write_labels
+from rl_launch.session.directory.writable import check_writable, make_folder, write_atomically
 
 
 class RunDirectory:
@@ -69,7 +75,7 @@ class RunDirectory:
     @property
     def code(self) -> Path:
         """Copies of the files of the user's own code that the config names."""
-        return self.path / FOLDER
+        return self.path / CODE
 
     @property
     def branch(self) -> Branch | None:

@@ -30,10 +30,9 @@ from typing import Any
 from rl_core.config import Problem, load, nearest_as_remedy
 from rl_core.errors import MISSING, ConfigError, RunDirectoryError, named, require_readable
 from rl_launch.session.checkpoints.checkpoints import saved_checkpoints
-from rl_launch.session.checkpoints.manifest import Manifest
+from rl_launch.session.checkpoints.manifest import CheckpointManifest
 from rl_launch.session.directory import lock
-from rl_launch.session.directory.labels import Labels
-from rl_launch.session.directory.run_state import RunState
+from rl_launch.session.directory.run_state import Labels, RunState
 from rl_launch.session.rollouts import rollout_store
 from rl_launch.session.rollouts.run_files import MetricsFile
 
@@ -216,7 +215,7 @@ class RunFolder:
         found = []
         for step, path in saved_checkpoints(self.path / "checkpoints"):
             try:
-                found.append(SavedCheckpoint(step, path, Manifest.read(path).metrics))
+                found.append(SavedCheckpoint(step, path, CheckpointManifest.read(path).metrics))
             except ValueError:
                 continue
         return found

@@ -23,8 +23,8 @@ from rl_core.config import Config, as_written, changed_as_written
 from rl_core.errors import ConfigError
 from rl_core.install_command import install_command
 from rl_launch.session.config import LoggerConfig
-from rl_launch.session.directory.atomic_file import write_atomically
-from rl_launch.session.directory.labels import Labels
+from rl_launch.session.directory.run_state import Labels
+from rl_launch.session.directory.writable import write_atomically
 
 _NOTES = "mlflow.note.content"
 """Tag that MLflow shows as the description of a run."""

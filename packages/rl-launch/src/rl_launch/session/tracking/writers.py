@@ -21,7 +21,7 @@ from rl_core.config import Config
 from rl_core.errors import ConfigError
 from rl_core.install_command import install_command
 from rl_launch.session.config import LoggerConfig
-from rl_launch.session.directory.labels import NO_LABELS, Labels
+from rl_launch.session.directory.run_state import NO_LABELS, Labels
 from rl_launch.session.tracking.trackers import MLflowWriter, TrackioWriter, WandbWriter
 
 START_WAIT_S = 20.0
