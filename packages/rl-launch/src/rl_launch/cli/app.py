@@ -22,6 +22,7 @@ from rl_launch.cli import (
 )
 from rl_launch.cli.completion import keys_of
 from rl_launch.cli.failure import quiet_without_reader
+from rl_launch.cli.options import option
 
 
 class _Commands(TyperGroup):
@@ -82,8 +83,7 @@ def _show_versions(asked: bool) -> None:
 @app.callback()
 def root(
     version: Annotated[
-        bool,
-        typer.Option("--version", callback=_show_versions, is_eager=True, help="Print the installed versions."),
+        bool, option("--version", "Print the installed versions.", callback=_show_versions, is_eager=True)
     ] = False,
 ) -> None:
     """Post-training of language models."""

@@ -20,7 +20,7 @@ from rl_launch.cli.completion import (
     complete_task,
 )
 from rl_launch.cli.failure import reported
-from rl_launch.cli.options import AsJson, keys, named, write_json
+from rl_launch.cli.options import AsJson, argument, keys, named, option, write_json
 from rl_launch.recipes import recipe_names
 
 if TYPE_CHECKING:
@@ -29,44 +29,39 @@ if TYPE_CHECKING:
 environments = typer.Typer(no_args_is_help=True)
 data = typer.Typer(no_args_is_help=True)
 
-All = Annotated[bool, typer.Option("--all", help="Show the settings of all entries.")]
+All = Annotated[bool, option("--all", "Show the settings of all entries.")]
 Name = Annotated[
     str,
-    typer.Argument(
-        metavar="NAME|FILE.yaml",
-        help="An installed environment, file.py:NAME, package.module:NAME, or a recipe, YAML file or run directory.",
-        autocompletion=complete_environment,
+    argument(
+        "NAME|FILE.yaml",
+        "An installed environment, file.py:NAME, package.module:NAME, or a recipe, YAML file or run directory.",
+        complete_environment,
     ),
 ]
 Settings = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="[KEY=VALUE]...",
-        help="Settings of the environment, and keys of data.train such as data.train.split=test.",
-    ),
+    argument("[KEY=VALUE]...", "Settings of the environment, and keys of data.train such as data.train.split=test."),
 ]
 Data = Annotated[
     str,
-    typer.Option(
+    option(
         "--data",
-        metavar="FILE|DATASET",
-        help="Rows (default: the installed dataset of the same name).",
+        "Rows (default: the installed dataset of the same name).",
+        "FILE|DATASET",
         autocompletion=complete_dataset,
     ),
 ]
-Prompt = Annotated[str, typer.Option("--prompt", metavar="TEXT", help="Use a single row with this prompt instead.")]
-Fields = Annotated[
-    str, typer.Option("--fields", metavar="JSON", help="""Fields of that row, such as '{"answer": "42"}'.""")
-]
+Prompt = Annotated[str, option("--prompt", "Use a single row with this prompt instead.", "TEXT")]
+Fields = Annotated[str, option("--fields", """Fields of that row, such as '{"answer": "42"}'.""", "JSON")]
 
 
 def recipes(
     words: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[NAME|WORD]...",
-            help="A recipe to print, or words to search for; recipes with all words are listed.",
-            autocompletion=complete_recipe,
+        argument(
+            "[NAME|WORD]...",
+            "A recipe to print, or words to search for; recipes with all words are listed.",
+            complete_recipe,
         ),
     ] = None,
 ) -> None:
@@ -85,12 +80,7 @@ def init(
     recipe: Annotated[str, named("RECIPE", "The recipe to copy.")],
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="FILE.yaml",
-            help="The file to write (default: RECIPE.yaml in the current folder).",
-        ),
+        option("--output -o", "The file to write (default: RECIPE.yaml in the current folder).", "FILE.yaml"),
     ] = None,
 ) -> None:
     """Copy a recipe to a new file that you can edit and train."""
@@ -108,10 +98,7 @@ def init(
 @environments.command("list")
 def list_environments(
     name: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[NAME]", help="Show only this environment, with its settings.", autocompletion=complete_environment
-        ),
+        str | None, argument("[NAME]", "Show only this environment, with its settings.", complete_environment)
     ] = None,
     everything: All = False,
 ) -> None:
@@ -143,21 +130,17 @@ def run_environment(
     data: Data = "",
     prompt: Prompt = "",
     fields: Fields = "",
-    row: Annotated[int, typer.Option("--row", metavar="N", min=1, help="Use the Nth row.")] = 1,
+    row: Annotated[int, option("--row", "Use the Nth row.", "N", min=1)] = 1,
     scripted: Annotated[
-        Path | None,
-        typer.Option("--scripted", metavar="FILE", help="Completions, each followed by a line with a single dot."),
+        Path | None, option("--scripted", "Completions, each followed by a line with a single dot.", "FILE")
     ] = None,
     model: Annotated[
-        str,
-        typer.Option(
-            "--model", metavar="MODEL", help="Sample from a model; keys such as policy.generation.temperature=0.5."
-        ),
+        str, option("--model", "Sample from a model; keys such as policy.generation.temperature=0.5.", "MODEL")
     ] = "",
-    max_turns: Annotated[int, typer.Option("--max-turns", min=1, help="Maximum number of turns.")] = 20,
-    program: Annotated[str, typer.Option("--program", help="The rollout program.")] = "multi_turn",
+    max_turns: Annotated[int, option("--max-turns", "Maximum number of turns.", min=1)] = 20,
+    program: Annotated[str, option("--program", "The rollout program.")] = "multi_turn",
     tool_format: Annotated[
-        str | None, typer.Option("--tool-format", metavar="FORMAT", help="Format of tool calls, such as llama.")
+        str | None, option("--tool-format", "Format of tool calls, such as llama.", "FORMAT")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -212,8 +195,7 @@ def check_environment(
     prompt: Prompt = "",
     fields: Fields = "",
     responses: Annotated[
-        list[str] | None,
-        typer.Option("--response", metavar="TEXT", help="Also try this response on every row. May be repeated."),
+        list[str] | None, option("--response", "Also try this response on every row. May be repeated.", "TEXT")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -246,17 +228,9 @@ def check_environment(
 @data.command("list")
 def list_datasets(
     name: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[NAME]",
-            help="Show only this dataset, with its settings and tasks.",
-            autocompletion=complete_dataset,
-        ),
+        str | None, argument("[NAME]", "Show only this dataset, with its settings and tasks.", complete_dataset)
     ] = None,
-    task: Annotated[
-        str | None,
-        typer.Argument(metavar="[TASK]", help="Show the settings of this task.", autocompletion=complete_task),
-    ] = None,
+    task: Annotated[str | None, argument("[TASK]", "Show the settings of this task.", complete_task)] = None,
     everything: All = False,
 ) -> None:
     """List the installed datasets, and hub datasets that need only a name (`data.train.dataset_name: OWNER/NAME`). With
@@ -297,31 +271,27 @@ def list_datasets(
 def show_rows(
     recipe: Annotated[
         str,
-        typer.Argument(
-            metavar="FILE|DATASET|RECIPE|FILE.yaml|RUN",
-            help="Data (JSON Lines, Parquet, ..., or the name of a dataset), or a config with data.",
-            autocompletion=complete_rows,
+        argument(
+            "FILE|DATASET|RECIPE|FILE.yaml|RUN",
+            "Data (JSON Lines, Parquet, ..., or the name of a dataset), or a config with data.",
+            complete_rows,
         ),
     ],
     overrides: Annotated[list[str] | None, keys("Config keys to set, such as data.train.input_key=question.")] = None,
-    model: Annotated[
-        str, typer.Option("--model", metavar="MODEL", help="Use the tokenizer and chat template of this model.")
-    ] = "",
+    model: Annotated[str, option("--model", "Use the tokenizer and chat template of this model.", "MODEL")] = "",
     algorithm: Annotated[
         str,
-        typer.Option(
+        option(
             "--algorithm",
-            metavar="NAME",
-            help="Read a data file as this algorithm does (default: inferred from its columns).",
+            "Read a data file as this algorithm does (default: inferred from its columns).",
+            "NAME",
             autocompletion=complete_algorithm,
         ),
     ] = "",
-    rows: Annotated[int, typer.Option("--rows", metavar="N", min=0, help="Show the first N rows.")] = 3,
-    row: Annotated[int | None, typer.Option("--row", metavar="N", min=1, help="Show only the Nth row.")] = None,
-    over: Annotated[
-        int | None, typer.Option("--over", metavar="N", min=1, help="Count over the first N rows (default: 1000).")
-    ] = None,
-    validation: Annotated[bool, typer.Option("--validation", help="Show the validation data.")] = False,
+    rows: Annotated[int, option("--rows", "Show the first N rows.", "N", min=0)] = 3,
+    row: Annotated[int | None, option("--row", "Show only the Nth row.", "N", min=1)] = None,
+    over: Annotated[int | None, option("--over", "Count over the first N rows (default: 1000).", "N", min=1)] = None,
+    validation: Annotated[bool, option("--validation", "Show the validation data.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show how rows of data are read: the text of the model with special tokens, the parts that are learned (green, or

@@ -11,7 +11,7 @@ import typer
 from rl_launch.cli import explanation_text
 from rl_launch.cli.completion import complete_key, complete_recipe
 from rl_launch.cli.failure import reported
-from rl_launch.cli.options import Overrides, named
+from rl_launch.cli.options import Overrides, argument, named, option
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -22,9 +22,7 @@ Source = Annotated[str, named("RECIPE|FILE.yaml", "Name of a recipe, a YAML file
 def show(
     recipe: Source,
     overrides: Overrides = None,
-    changed: Annotated[
-        bool, typer.Option("--changed", help="Print only keys that differ from their defaults.")
-    ] = False,
+    changed: Annotated[bool, option("--changed", "Print only keys that differ from their defaults.")] = False,
 ) -> None:
     """Print the whole config of a run as YAML, including defaults."""
     with reported():
@@ -40,15 +38,15 @@ def show(
 def explain(
     words: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[RECIPE|FILE.yaml] [KEY|NAME] [KEY=VALUE]...",
-            help="A dotted key, or a name to search for, such as temperature (default: the sections). After a recipe's "
+        argument(
+            "[RECIPE|FILE.yaml] [KEY|NAME] [KEY=VALUE]...",
+            "A dotted key, or a name to search for, such as temperature (default: the sections). After a recipe's "
             "name, a YAML file or a run directory, values there are shown too.",
-            autocompletion=complete_key,
+            complete_key,
         ),
     ] = None,
     searches: Annotated[
-        bool, typer.Option("--search", "-s", help="Search for keys with all these words in their name or description.")
+        bool, option("--search -s", "Search for keys with all these words in their name or description.")
     ] = False,
 ) -> None:
     """Explain a key: its meaning, allowed values and default. With a recipe, also its value and where it was set.
@@ -107,21 +105,13 @@ def explain(
 
 @app.command("import")
 def import_foreign(
-    file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="The config: YAML, JSON, a shell script, or a Python script of TRL.")
-    ],
-    system: Annotated[str, typer.Option("--from", metavar="SYSTEM", help="nemo-rl or trl.")],
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the recipe to this file.")
-    ] = None,
-    keep_going: Annotated[
-        bool, typer.Option("--keep-going", help="Omit unsupported features and write the rest.")
-    ] = False,
-    algorithm: Annotated[
-        str, typer.Option("--algorithm", metavar="NAME", help="The algorithm, if the file does not contain it.")
-    ] = "",
+    file: Annotated[Path, argument("FILE", "The config: YAML, JSON, a shell script, or a Python script of TRL.")],
+    system: Annotated[str, option("--from", "nemo-rl or trl.", "SYSTEM")],
+    output: Annotated[Path | None, option("--output -o", "Write the recipe to this file.", "FILE")] = None,
+    keep_going: Annotated[bool, option("--keep-going", "Omit unsupported features and write the rest.")] = False,
+    algorithm: Annotated[str, option("--algorithm", "The algorithm, if the file does not contain it.", "NAME")] = "",
     gpus: Annotated[
-        int | None, typer.Option("--gpus", metavar="N", min=1, help="Number of GPUs, if the file does not contain it.")
+        int | None, option("--gpus", "Number of GPUs, if the file does not contain it.", "N", min=1)
     ] = None,
 ) -> None:
     """Import the config, script or command of another system as a recipe, and report the result for each key and line.
@@ -158,12 +148,8 @@ def import_foreign(
 
 @app.command()
 def upgrade(
-    file: Annotated[
-        Path, typer.Argument(metavar="FILE.yaml", help="A recipe that was written for an earlier version.")
-    ],
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to this file; it may be the same.")
-    ] = None,
+    file: Annotated[Path, argument("FILE.yaml", "A recipe that was written for an earlier version.")],
+    output: Annotated[Path | None, option("--output -o", "Write to this file; it may be the same.", "FILE")] = None,
 ) -> None:
     """Print a YAML file with the keys of earlier versions under the keys of this version, with the same meaning.
 
@@ -185,13 +171,9 @@ def upgrade(
 def schema(
     recipe: Annotated[
         str | None,
-        typer.Argument(
-            metavar="[RECIPE|FILE.yaml|ALGORITHM]", help="The algorithm, or a recipe with it (default: all algorithms)."
-        ),
+        argument("[RECIPE|FILE.yaml|ALGORITHM]", "The algorithm, or a recipe with it (default: all algorithms)."),
     ] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the schema to this file.")
-    ] = None,
+    output: Annotated[Path | None, option("--output -o", "Write the schema to this file.", "FILE")] = None,
 ) -> None:
     """Print a JSON Schema of recipes (draft 2020-12), which editors use to complete and check YAML.
 

@@ -11,7 +11,7 @@ from typer.core import TyperGroup
 
 from rl_core.errors import ConfigError
 from rl_launch.cli.failure import reported
-from rl_launch.cli.options import AsJson, Overrides, named, write_json
+from rl_launch.cli.options import AsJson, Overrides, argument, named, option, write_json
 
 _STYLES = {"exact": "green", "off": "bold red", "refused": "dim"}
 
@@ -36,15 +36,14 @@ def machine(
     overrides: Overrides = None,
     cluster: Annotated[
         bool,
-        typer.Option(
+        option(
             "--cluster",
-            help="Check the nodes of the Ray cluster that the recipe would use, and measure their network, instead of "
+            "Check the nodes of the Ray cluster that the recipe would use, and measure their network, instead of "
             "checking this machine.",
         ),
     ] = False,
     timeout: Annotated[
-        float | None,
-        typer.Option("--timeout", min=1, help="With --cluster: limit of each probe in seconds (default: 60)."),
+        float | None, option("--timeout", "With --cluster: limit of each probe in seconds (default: 60).", min=1)
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -87,10 +86,8 @@ def machine(
 
 @app.command()
 def model(
-    name: Annotated[
-        str, typer.Argument(metavar="DIR|NAME", help="A folder with the config.json of a model, or a hub name.")
-    ],
-    backend: Annotated[str, typer.Option("--backend", help="The training backend to check.")] = "dtensor",
+    name: Annotated[str, argument("DIR|NAME", "A folder with the config.json of a model, or a hub name.")],
+    backend: Annotated[str, option("--backend", "The training backend to check.")] = "dtensor",
     as_json: AsJson = False,
 ) -> None:
     """Train a tiny model of the family on every mesh and compare it with a single process. The exit code is 1 if a mesh
@@ -124,9 +121,7 @@ def model(
 
 
 @app.command()
-def run(
-    folder: Annotated[str, typer.Argument(metavar="DIR", help="A run directory.")], as_json: AsJson = False
-) -> None:
+def run(folder: Annotated[str, argument("DIR", "A run directory.")], as_json: AsJson = False) -> None:
     """Verify from a run directory that every prompt was trained once, dropped for a reason, or is pending. The exit
     code is 1 if there are contradictions.
 

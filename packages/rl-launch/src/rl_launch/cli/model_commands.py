@@ -13,12 +13,12 @@ import typer
 
 from rl_launch.cli.completion import complete_tasks
 from rl_launch.cli.failure import reported
-from rl_launch.cli.options import AsJson, Verbose, keys, named, write_json
+from rl_launch.cli.options import AsJson, Verbose, argument, keys, named, option, write_json
 
 if TYPE_CHECKING:
     from rl_algos.evaluation.estimates import ModelComparison
 
-Result = Annotated[Path, typer.Argument(help="Folder of an evaluation, or its eval.json.")]
+Result = Annotated[Path, argument(None, "Folder of an evaluation, or its eval.json.")]
 
 
 def evaluate(
@@ -34,17 +34,15 @@ def evaluate(
     ] = None,
     tasks: Annotated[
         str,
-        typer.Option(
+        option(
             "--tasks",
-            metavar="NAME|FILE,...",
-            help="Tasks to score, such as gsm8k,reasoning_gym/chain_sum, and files of data, such as problems.jsonl or "
+            "Tasks to score, such as gsm8k,reasoning_gym/chain_sum, and files of data, such as problems.jsonl or "
             "NAME=problems.jsonl (default: the run's validation data).",
+            "NAME|FILE,...",
             autocompletion=complete_tasks,
         ),
     ] = "",
-    against: Annotated[
-        Path | None, typer.Option("--against", metavar="RESULT", help="Compare with an earlier evaluation.")
-    ] = None,
+    against: Annotated[Path | None, option("--against", "Compare with an earlier evaluation.", "RESULT")] = None,
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
@@ -126,27 +124,20 @@ def chat(
     ],
     overrides: Annotated[list[str] | None, keys("Config keys to set, such as policy.generation.backend=hf.")] = None,
     system: Annotated[
-        str | None,
-        typer.Option("--system", metavar="TEXT", help="System message (default: the one of the run's training data)."),
+        str | None, option("--system", "System message (default: the one of the run's training data).", "TEXT")
     ] = None,
     temperature: Annotated[
         float | None,
-        typer.Option(
-            "--temperature",
-            min=0,
-            help="Sampling temperature; 0 is greedy (default: policy.generation.val_temperature).",
+        option(
+            "--temperature", "Sampling temperature; 0 is greedy (default: policy.generation.val_temperature).", min=0
         ),
     ] = None,
     max_new_tokens: Annotated[
         int | None,
-        typer.Option(
-            "--max-new-tokens", min=1, help="Maximum number of tokens (default: policy.generation.max_new_tokens)."
-        ),
+        option("--max-new-tokens", "Maximum number of tokens (default: policy.generation.max_new_tokens).", min=1),
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Sampling seed.")] = 0,
-    once: Annotated[
-        str | None, typer.Option("--once", metavar="TEXT", help="Send this message, print the answer, and exit.")
-    ] = None,
+    seed: Annotated[int, option("--seed", "Sampling seed.", min=0)] = 0,
+    once: Annotated[str | None, option("--once", "Send this message, print the answer, and exit.", "TEXT")] = None,
     verbose: Verbose = False,
 ) -> None:
     """Chat with a model, with the generator and the chat template of its rollouts.
@@ -218,15 +209,10 @@ def _waiting() -> AbstractContextManager[object]:
 
 
 def push(
-    source: Annotated[
-        str,
-        typer.Argument(metavar="RUN", help="A run (for its newest checkpoint), RUN:STEP, RUN:best or a checkpoint."),
-    ],
-    url: Annotated[
-        str, typer.Argument(metavar="URL", help="hf://OWNER/NAME, s3://BUCKET/FOLDER, gs://... or file:///FOLDER.")
-    ],
-    adapter: Annotated[bool, typer.Option("--adapter", help="Push only the adapters.")] = False,
-    public: Annotated[bool, typer.Option("--public", help="Make a new repository on the hub public.")] = False,
+    source: Annotated[str, argument("RUN", "A run (for its newest checkpoint), RUN:STEP, RUN:best or a checkpoint.")],
+    url: Annotated[str, argument("URL", "hf://OWNER/NAME, s3://BUCKET/FOLDER, gs://... or file:///FOLDER.")],
+    adapter: Annotated[bool, option("--adapter", "Push only the adapters.")] = False,
+    public: Annotated[bool, option("--public", "Make a new repository on the hub public.")] = False,
 ) -> None:
     """Push the Hugging Face files of a checkpoint, with a model card, to the Hugging Face hub or a store.
 
@@ -242,62 +228,48 @@ def push(
 
 Source = Annotated[
     str,
-    typer.Argument(
-        metavar="SOURCE",
-        help="A checkpoint, a run (its newest checkpoint), an adapter, or a model, including pytorch_model.bin.",
+    argument(
+        "SOURCE", "A checkpoint, a run (its newest checkpoint), an adapter, or a model, including pytorch_model.bin."
     ),
 ]
 Backend = Annotated[
     str | None,
-    typer.Option(
-        "--to", metavar="BACKEND|hf", help="Write a checkpoint for this training backend, or Hugging Face files (hf)."
-    ),
+    option("--to", "Write a checkpoint for this training backend, or Hugging Face files (hf).", "BACKEND|hf"),
 ]
 Quantize = Annotated[
     str | None,
-    typer.Option(
-        "--quantize",
-        metavar="FORMAT",
-        help="Quantise linear layers of Hugging Face files for vLLM: int4, mxfp4 or float8.",
-    ),
+    option("--quantize", "Quantise linear layers of Hugging Face files for vLLM: int4, mxfp4 or float8.", "FORMAT"),
 ]
 Exclude = Annotated[
-    list[str] | None,
-    typer.Option("--exclude", metavar="NAME", help="Layer that --quantize leaves out, such as o_proj; repeatable."),
+    list[str] | None, option("--exclude", "Layer that --quantize leaves out, such as o_proj; repeatable.", "NAME")
 ]
 Dtype = Annotated[
     str | None,
-    typer.Option(
+    option(
         "--dtype",
-        metavar="DTYPE",
-        help="Dtype that --quantize rounds weights to first, their policy.precision in training; by default the "
-        "files' own.",
+        "Dtype that --quantize rounds weights to first, their policy.precision in training; by default the files' own.",
+        "DTYPE",
     ),
 ]
 
 
 def convert(
     source: Source,
-    target: Annotated[Path, typer.Argument(metavar="TARGET", help="A new folder.")],
+    target: Annotated[Path, argument("TARGET", "A new folder.")],
     overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Config keys to set, such as cluster.cpu_ranks_per_node=2."),
+        list[str] | None, argument("[KEY=VALUE]...", "Config keys to set, such as cluster.cpu_ranks_per_node=2.")
     ] = None,
     to: Backend = None,
-    adapter: Annotated[
-        bool, typer.Option("--adapter", help="Write only the adapters, or with --to keep them separate.")
-    ] = False,
+    adapter: Annotated[bool, option("--adapter", "Write only the adapters, or with --to keep them separate.")] = False,
     verify: Annotated[
-        bool,
-        typer.Option("--verify/--no-verify", help="Load the result and compare its logprobs with the source."),
+        bool, option("--verify/--no-verify", "Load the result and compare its logprobs with the source.")
     ] = True,
     verify_with: Annotated[
-        str | None,
-        typer.Option("--verify-with", metavar="BACKEND", help="Verify the Hugging Face files with this backend."),
+        str | None, option("--verify-with", "Verify the Hugging Face files with this backend.", "BACKEND")
     ] = None,
     quantize: Quantize = None,
     group_size: Annotated[
-        int | None, typer.Option("--group-size", help="Inputs that share a scale with int4; 128 if not given.")
+        int | None, option("--group-size", "Inputs that share a scale with int4; 128 if not given.")
     ] = None,
     exclude: Exclude = None,
     dtype: Dtype = None,

@@ -7,10 +7,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from rl_launch.cli.failure import reported
-from rl_launch.cli.options import AsJson, write_json
+from rl_launch.cli.options import AsJson, argument, option, write_json
 
 if TYPE_CHECKING:
     from rl_launch.session.directory.run_folder import RunFolder
@@ -19,30 +17,28 @@ if TYPE_CHECKING:
 
 
 def runs(
-    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="A folder with runs.")] = Path("runs"),
+    folder: Annotated[Path, argument("[DIR]", "A folder with runs.")] = Path("runs"),
     keys: Annotated[
         str,
-        typer.Option(
+        option(
             "--keys",
-            metavar="KEY,...",
-            help="Columns: keys of the config (sft.seed), metrics (val/loss, val/loss:best), or name, group, tags, "
+            "Columns: keys of the config (sft.seed), metrics (val/loss, val/loss:best), or name, group, tags, "
             "notes, algorithm, model.",
+            "KEY,...",
         ),
     ] = "",
     sort: Annotated[
-        str,
-        typer.Option("--sort", metavar="KEY", help="Sort by this key (default: the most recently changed run first)."),
+        str, option("--sort", "Sort by this key (default: the most recently changed run first).", "KEY")
     ] = "",
     conditions: Annotated[
         list[str] | None,
-        typer.Option(
+        option(
             "--filter",
-            metavar="KEY=VALUE",
-            help="List runs that match a condition: state=finished, tag=NAME, sft.seed<3, name=ablation-*. May be "
-            "repeated.",
+            "List runs that match a condition: state=finished, tag=NAME, sft.seed<3, name=ablation-*. May be repeated.",
+            "KEY=VALUE",
         ),
     ] = None,
-    is_reversed: Annotated[bool, typer.Option("--reverse", help="Reverse the order.")] = False,
+    is_reversed: Annotated[bool, option("--reverse", "Reverse the order.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """List runs: state, step, best metric, age, and the command that resumes each of them, or the values of keys.
@@ -73,14 +69,12 @@ def runs(
 
 
 def label(
-    paths: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories. Use rl runs to list them.")],
-    name: Annotated[str | None, typer.Option("--name", help="Name in trackers; '' removes it.")] = None,
-    group: Annotated[str | None, typer.Option("--group", help="Group of the runs; '' removes it.")] = None,
-    tags: Annotated[list[str] | None, typer.Option("--tag", metavar="TAG", help="Add a tag. May be repeated.")] = None,
-    removed: Annotated[
-        list[str] | None, typer.Option("--untag", metavar="TAG", help="Remove a tag. May be repeated.")
-    ] = None,
-    notes: Annotated[str | None, typer.Option("--notes", help="Replace the notes; '' removes them.")] = None,
+    paths: Annotated[list[Path], argument("RUN...", "Run directories. Use rl runs to list them.")],
+    name: Annotated[str | None, option("--name", "Name in trackers; '' removes it.")] = None,
+    group: Annotated[str | None, option("--group", "Group of the runs; '' removes it.")] = None,
+    tags: Annotated[list[str] | None, option("--tag", "Add a tag. May be repeated.", "TAG")] = None,
+    removed: Annotated[list[str] | None, option("--untag", "Remove a tag. May be repeated.", "TAG")] = None,
+    notes: Annotated[str | None, option("--notes", "Replace the notes; '' removes them.")] = None,
 ) -> None:
     """Show or change the labels of runs. The config does not change. Trackers are updated when a run is resumed."""
     with reported():
@@ -105,40 +99,28 @@ def label(
 
 def show(
     paths: Annotated[
-        list[Path],
-        typer.Argument(metavar="RUN...", help="A run directory, or several to compare. Use rl runs to list them."),
+        list[Path], argument("RUN...", "A run directory, or several to compare. Use rl runs to list them.")
     ],
     step: Annotated[
         int | None,
-        typer.Option(
-            "--step", metavar="N", help="Show the rollouts of this step, and metrics up to it. For a single run only."
-        ),
+        option("--step", "Show the rollouts of this step, and metrics up to it. For a single run only.", "N"),
     ] = None,
-    of_validation: Annotated[bool, typer.Option("--val", help="Show validation rollouts.")] = False,
+    of_validation: Annotated[bool, option("--val", "Show validation rollouts.")] = False,
     conditions: Annotated[
         list[str] | None,
-        typer.Option(
+        option(
             "--where",
-            metavar="KEY=VALUE",
-            help="Show rollouts that match a condition: reward=0, format>0, response=*tea*. May be repeated.",
+            "Show rollouts that match a condition: reward=0, format>0, response=*tea*. May be repeated.",
+            "KEY=VALUE",
         ),
     ] = None,
     sort: Annotated[
-        str,
-        typer.Option(
-            "--sort", metavar="KEY", help="Sort rollouts by a key: num_sampled, or -reward for descending order."
-        ),
+        str, option("--sort", "Sort rollouts by a key: num_sampled, or -reward for descending order.", "KEY")
     ] = "",
-    limit: Annotated[
-        int, typer.Option("--limit", min=1, help="Maximum number of rollouts for --where and --sort.")
-    ] = 10,
+    limit: Annotated[int, option("--limit", "Maximum number of rollouts for --where and --sort.", min=1)] = 10,
     as_json: AsJson = False,
-    lists_all: Annotated[
-        bool, typer.Option("--all", help="List all metrics instead of the most important ones.")
-    ] = False,
-    png: Annotated[
-        Path | None, typer.Option("--png", metavar="DIR", help="Also write plots of all metrics to this folder.")
-    ] = None,
+    lists_all: Annotated[bool, option("--all", "List all metrics instead of the most important ones.")] = False,
+    png: Annotated[Path | None, option("--png", "Also write plots of all metrics to this folder.", "DIR")] = None,
 ) -> None:
     """Show a run: plots and a table of metrics, time by phase, samples of rollouts, and advice. For several runs, show
     the keys in which they differ, their curves in one plot, and their last and best values. Runs that differ only in
@@ -217,22 +199,16 @@ def _show_several(runs: list[RunFolder], *, as_json: bool) -> list[Line]:
 def view(
     paths: Annotated[
         list[Path] | None,
-        typer.Argument(
-            metavar="[DIR]...",
-            help="Runs, evaluations, files of rollouts, or folders that contain them (default: runs).",
-        ),
+        argument("[DIR]...", "Runs, evaluations, files of rollouts, or folders that contain them (default: runs)."),
     ] = None,
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port; 0 for a free one.")] = 0,
-    opens_browser: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+    port: Annotated[int, option("--port", "Port; 0 for a free one.", min=0, max=65535)] = 0,
+    opens_browser: Annotated[bool, option("--open", "Open the page in a browser.")] = False,
     folder: Annotated[
-        Path | None,
-        typer.Option("--export", metavar="DIR", help="Write the page as static files to this folder and exit."),
+        Path | None, option("--export", "Write the page as static files to this folder and exit.", "DIR")
     ] = None,
-    steps: Annotated[
-        int, typer.Option("--steps", min=0, help="With --export: number of steps of each run with rollouts.")
-    ] = 8,
+    steps: Annotated[int, option("--steps", "With --export: number of steps of each run with rollouts.", min=0)] = 8,
     rollouts: Annotated[
-        int, typer.Option("--rollouts", min=1, max=500, help="With --export: number of rollouts of each step.")
+        int, option("--rollouts", "With --export: number of rollouts of each step.", min=1, max=500)
     ] = 64,
 ) -> None:
     """Show runs, rollouts and evaluations in a browser: metrics, rollouts, times, advice, configs, logs, checkpoints.
@@ -263,8 +239,8 @@ def view(
 
 
 def stacks(
-    path: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run in progress.")],
-    is_native: Annotated[bool, typer.Option("--native", help="Show native frames as well. Requires py-spy.")] = False,
+    path: Annotated[Path, argument("RUN", "Directory of a run in progress.")],
+    is_native: Annotated[bool, option("--native", "Show native frames as well. Requires py-spy.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Print the stacks of every process of a run in progress: driver, ranks, rollout workers, engines, environments.

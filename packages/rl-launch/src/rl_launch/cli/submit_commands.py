@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from rl_launch.cli.failure import reported
-from rl_launch.cli.options import AsJson, keys, named, write_json
+from rl_launch.cli.options import AsJson, argument, keys, named, option, write_json
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -21,17 +21,11 @@ Overrides = Annotated[
     keys("Config keys of the run, such as run_dir=DIR, and of the profile, such as slurm.partition=gpu."),
 ]
 Profile = Annotated[
-    str,
-    typer.Option(
-        "--profile", metavar="NAME|FILE.yaml", help="Settings of the site: ~/.config/rl/NAME.yaml (default: submit)."
-    ),
+    str, option("--profile", "Settings of the site: ~/.config/rl/NAME.yaml (default: submit).", "NAME|FILE.yaml")
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Check the config, print the job's file, and submit nothing.")]
-Output = Annotated[
-    Path | None,
-    typer.Option("--output", "-o", metavar="FILE", help="Write the job's file to FILE, and submit nothing."),
-]
-Run = Annotated[Path, typer.Argument(metavar="RUN", help="Run directory of a submitted run.")]
+DryRun = Annotated[bool, option("--dry-run", "Check the config, print the job's file, and submit nothing.")]
+Output = Annotated[Path | None, option("--output -o", "Write the job's file to FILE, and submit nothing.", "FILE")]
+Run = Annotated[Path, argument("RUN", "Run directory of a submitted run.")]
 
 
 @app.command()
@@ -83,11 +77,9 @@ def status(run: Run, as_json: AsJson = False) -> None:
 @app.command()
 def logs(
     run: Run,
-    attempt: Annotated[
-        int, typer.Option("--attempt", metavar="N", help="Number of the attempt, from 0; -1 is the last.")
-    ] = -1,
+    attempt: Annotated[int, option("--attempt", "Number of the attempt, from 0; -1 is the last.", "N")] = -1,
     follows: Annotated[
-        bool, typer.Option("--follow", "-f", help="Print further lines, of later attempts too, until the job is over.")
+        bool, option("--follow -f", "Print further lines, of later attempts too, until the job is over.")
     ] = False,
 ) -> None:
     """Print the driver's log of an attempt. RUN/jobs has the logs of all attempts, with those of Ray on each node."""
@@ -101,8 +93,7 @@ def logs(
 
 @app.command()
 def cancel(
-    run: Run,
-    now: Annotated[bool, typer.Option("--now", help="End the job at once, without another checkpoint.")] = False,
+    run: Run, now: Annotated[bool, option("--now", "End the job at once, without another checkpoint.")] = False
 ) -> None:
     """End the job of a run, which saves after its step and is not continued. rl submit with the same RUN resumes it."""
     with reported():
@@ -114,8 +105,7 @@ def cancel(
 
 @app.command()
 def attach(
-    run: Run,
-    node: Annotated[str, typer.Option("--node", metavar="NAME", help="A node of the job (default: the first).")] = "",
+    run: Run, node: Annotated[str, option("--node", "A node of the job (default: the first).", "NAME")] = ""
 ) -> None:
     """Open a shell in the running job of a run, from which ray status and rl stacks reach its Ray."""
     with reported():
@@ -128,7 +118,7 @@ def attach(
 @app.command()
 def profile(
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to set, such as slurm.partition=gpu.")
+        list[str] | None, argument("[KEY=VALUE]...", "Keys to set, such as slurm.partition=gpu.")
     ] = None,
     name: Profile = "",
 ) -> None:

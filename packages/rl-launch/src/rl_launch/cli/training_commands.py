@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from rl_launch.cli.failure import UNFINISHED, explained, reported, resumable
-from rl_launch.cli.options import Overrides, Verbose, keys, named
+from rl_launch.cli.options import Overrides, Verbose, keys, named, option
 
 
 def train(
@@ -23,14 +23,9 @@ def train(
     ] = "",
     overrides: Annotated[list[str] | None, keys("Config keys to set, such as grpo.seed=7 or run_dir=DIR.")] = None,
     start: Annotated[
-        str,
-        typer.Option(
-            "--from",
-            metavar="RUN[:STEP]",
-            help="Branch from a checkpoint of another run (default: its newest one).",
-        ),
+        str, option("--from", "Branch from a checkpoint of another run (default: its newest one).", "RUN[:STEP]")
     ] = "",
-    fresh: Annotated[bool, typer.Option("--fresh", help="Fail if run_dir already contains a run.")] = False,
+    fresh: Annotated[bool, option("--fresh", "Fail if run_dir already contains a run.")] = False,
     verbose: Verbose = False,
 ) -> None:
     """Train a model with a recipe. If run_dir contains a run with the same config, that run is resumed.
@@ -59,8 +54,7 @@ def train(
 
 def sweep(
     recipe: Annotated[
-        str,
-        named("RECIPE|FILE.yaml|RUN", "Name of a recipe, a YAML file, or a run directory whose config is used."),
+        str, named("RECIPE|FILE.yaml|RUN", "Name of a recipe, a YAML file, or a run directory whose config is used.")
     ],
     overrides: Annotated[
         list[str] | None,
@@ -69,7 +63,7 @@ def sweep(
             metavar="KEY=A,B... [run_dir=FOLDER]",
         ),
     ] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")] = False,
+    verbose: Annotated[bool, option("--verbose -v", "Log more.")] = False,
 ) -> None:
     """Train once for every combination of values, one run after another on the same Ray cluster, and list the results.
 
@@ -128,8 +122,7 @@ def worker_envs(
     recipe: Annotated[str, named("RECIPE|FILE.yaml|RUN", "The recipe whose workers they are for.")],
     overrides: Overrides = None,
     roles: Annotated[
-        list[str] | None,
-        typer.Option("--role", metavar="ROLE", help="Only this role, such as policy, generation or env.math."),
+        list[str] | None, option("--role", "Only this role, such as policy, generation or env.math.", "ROLE")
     ] = None,
 ) -> None:
     """Build the Python environments of a recipe's workers, as a run does before it starts, and print the interpreter of
