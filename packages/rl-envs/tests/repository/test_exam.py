@@ -18,10 +18,9 @@ from rl_envs.repository.plugin import RepositoryConfig
 from rl_envs.repository.solution import SolutionFiles, installed_modules
 from rl_envs.repository.task import read_task
 from rl_envs.repository.working_copy import overlaid
-from rl_envs.sandbox.cancellation import Cancellation
-from rl_envs.sandbox.program import Limits
+from rl_envs.sandbox.program import Cancellation, Limits
 from rl_envs.sandbox.sandbox import Sandbox, SandboxUnavailable
-from rl_envs.sandbox.tree import Entry
+from rl_envs.sandbox.tree import TreeEntry
 
 PYTEST, UNITTEST = "python -m pytest -q", "python -m unittest"
 LIMITS = Limits(cpu_s=30.0, wall_s=120.0, scratch_mib=4)
@@ -97,12 +96,12 @@ class Way:
     works: bool = True
 
     @property
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[TreeEntry]:
         """The working copy that the agent leaves."""
         changed = [
-            Entry(path, link=content[2:])
+            TreeEntry(path, link=content[2:])
             if isinstance(content, str) and content.startswith("->")
-            else Entry(path, content.encode() if isinstance(content, str) else content)
+            else TreeEntry(path, content.encode() if isinstance(content, str) else content)
             for path, content in self.files.items()
         ]
         return overlaid(texts(REPOSITORY), changed)
@@ -258,11 +257,11 @@ def _rule(way: Way, site: Path) -> SolutionFiles:
     return SolutionFiles(texts(REPOSITORY), task, CONFIG.solution, CONFIG.protected, installed_modules([str(site)]))
 
 
-def texts(files: dict[str, str]) -> list[Entry]:
-    return [Entry(path, text.encode()) for path, text in files.items()]
+def texts(files: dict[str, str]) -> list[TreeEntry]:
+    return [TreeEntry(path, text.encode()) for path, text in files.items()]
 
 
-def _scored(files: list[Entry], way: Way, sandbox: Sandbox) -> Score:
+def _scored(files: list[TreeEntry], way: Way, sandbox: Sandbox) -> Score:
     task = read_task(
         {"repository": REPOSITORY, "tests": way.command, "test_files": {way.test_file: way.hidden}}, Path()
     )

@@ -22,10 +22,9 @@ from rl_envs.repository.plugin import RUN_FILES, SOURCE_FILES, TEST_FILES, Repos
 from rl_envs.repository.solution import SolutionFiles, installed_modules
 from rl_envs.repository.task import load, read_task
 from rl_envs.repository.working_copy import Repositories, RepositoryUnreadable
-from rl_envs.sandbox.cancellation import Cancellation
-from rl_envs.sandbox.program import Limits
+from rl_envs.sandbox.program import Cancellation, Limits
 from rl_envs.sandbox.sandbox import Sandbox, SandboxUnavailable
-from rl_envs.sandbox.tree import Entry
+from rl_envs.sandbox.tree import TreeEntry
 
 LIMITS = Limits(cpu_s=20.0, wall_s=120.0, scratch_mib=4)
 AGENT = AgentRun(("python", "agent.py"), {"agent.py": b""}, {}, "http://127.0.0.1:9/rollouts/a", "key")
@@ -111,14 +110,14 @@ def test_rows_of_a_file_find_repositories_beside_it(tmp_path: Path) -> None:
     ],
 )
 def test_new_sources_count_unless_a_tool_runs_them_or_they_replace_a_module(path: str, counts: bool) -> None:
-    base = [Entry("package/__init__.py", b""), Entry("src/a.py", b""), Entry("tests/test_a.py", b"")]
-    seen, ignored = _seen(base, [*base, Entry(path, b"new")])
+    base = [TreeEntry("package/__init__.py", b""), TreeEntry("src/a.py", b""), TreeEntry("tests/test_a.py", b"")]
+    seen, ignored = _seen(base, [*base, TreeEntry(path, b"new")])
     assert (path in {entry.path for entry in seen}, ignored) == (counts, [] if counts else [path])
 
 
 def _seen(
-    base: list[Entry], left: list[Entry], solution: tuple[str, ...] = SOURCE_FILES
-) -> tuple[list[Entry], list[str]]:
+    base: list[TreeEntry], left: list[TreeEntry], solution: tuple[str, ...] = SOURCE_FILES
+) -> tuple[list[TreeEntry], list[str]]:
     task = read_task(ROW, Path())
     return SolutionFiles(base, task, solution, [*TEST_FILES, *RUN_FILES], installed_modules([])).working_copy(left)
 
@@ -132,14 +131,15 @@ def _seen(
     ],
 )
 def test_files_that_the_settings_of_pytest_name_as_tests_are_protected(settings: dict[str, str]) -> None:
-    base = [Entry("quiz.py", b"old"), *(Entry(path, text.encode()) for path, text in settings.items())]
-    left = [*base[1:], Entry("quiz.py", b"new"), Entry("exam_more.py", b""), Entry("x.py", b"")]
+    base = [TreeEntry("quiz.py", b"old"), *(TreeEntry(path, text.encode()) for path, text in settings.items())]
+    left = [*base[1:], TreeEntry("quiz.py", b"new"), TreeEntry("exam_more.py", b""), TreeEntry("x.py", b"")]
     assert _seen(base, left)[1] == ["exam_more.py", "quiz.py"]
 
 
 def test_a_word_that_begins_with_test_is_not_a_test() -> None:
     left = [
-        Entry(path, b"") for path in ("testimonials/views.py", "src/Testimonial.vue", "attestation.go", "contest.py")
+        TreeEntry(path, b"")
+        for path in ("testimonials/views.py", "src/Testimonial.vue", "attestation.go", "contest.py")
     ]
     rule = SolutionFiles(
         [], read_task({**ROW, "tests": "python -m pytest"}, Path()), SOURCE_FILES, TEST_FILES, installed_modules([])
@@ -148,8 +148,8 @@ def test_a_word_that_begins_with_test_is_not_a_test() -> None:
 
 
 def test_the_subject_of_a_command_is_not_its_test() -> None:
-    base = [Entry(f"{name}.py", b"") for name in ("answer", "plugin", "check")]
-    left = [Entry(entry.path, b"new") for entry in base]
+    base = [TreeEntry(f"{name}.py", b"") for name in ("answer", "plugin", "check")]
+    left = [TreeEntry(entry.path, b"new") for entry in base]
     commands = ["python -m pytest --cov answer -p plugin check.py::test", "python -c 'import answer'", "mypy answer.py"]
     rule = SolutionFiles(base, read_task({**ROW, "tests": commands}, Path()), SOURCE_FILES, [], installed_modules([]))
     assert rule.working_copy(left)[1] == ["check.py", "plugin.py"]
@@ -157,22 +157,22 @@ def test_the_subject_of_a_command_is_not_its_test() -> None:
 
 def test_other_files_are_those_of_the_repository() -> None:
     base = [
-        Entry("a.py", b"1"),
-        Entry("gone.py", b"2"),
-        Entry("tests/test_a.py", b"3"),
-        Entry("test_b.py", b"4"),
-        Entry("link.py", link="a.py"),
-        Entry("data.json", b"5"),
+        TreeEntry("a.py", b"1"),
+        TreeEntry("gone.py", b"2"),
+        TreeEntry("tests/test_a.py", b"3"),
+        TreeEntry("test_b.py", b"4"),
+        TreeEntry("link.py", link="a.py"),
+        TreeEntry("data.json", b"5"),
     ]
     left = [
-        Entry("a.py", b"changed"),
-        Entry("new.py", b"new"),
-        Entry("tests", link="new.py"),
-        Entry("test_b.py/inside.py", b"5"),
-        Entry("conftest.py", b"6"),
-        Entry("link.py", b"7"),
-        Entry("other.py", link="a.py"),
-        Entry("data.json", b"8"),
+        TreeEntry("a.py", b"changed"),
+        TreeEntry("new.py", b"new"),
+        TreeEntry("tests", link="new.py"),
+        TreeEntry("test_b.py/inside.py", b"5"),
+        TreeEntry("conftest.py", b"6"),
+        TreeEntry("link.py", b"7"),
+        TreeEntry("other.py", link="a.py"),
+        TreeEntry("data.json", b"8"),
     ]
     own = {("tests/test_a.py", b"3"), ("test_b.py", b"4"), ("link.py", None), ("data.json", b"5")}
     solved = {("a.py", b"changed"), ("new.py", b"new")}
@@ -213,7 +213,7 @@ def test_commits_of_a_repository_are_read_without_its_history(tmp_path: Path) ->
 def _score(sandbox: Sandbox, answer: str, tests: Any, *, stop_early: bool = False) -> Any:
     [row] = calculations({"form": "repository", "size": 1}, "train")
     task = read_task({**row["info"], "tests": tests}, Path())
-    files = [Entry("answer.py", answer.format(_sum(row)).encode())]
+    files = [TreeEntry("answer.py", answer.format(_sum(row)).encode())]
     return score(files, task, sandbox, LIMITS, Cancellation(), stop_early=stop_early)
 
 

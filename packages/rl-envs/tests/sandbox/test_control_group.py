@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rl_envs.sandbox import control_group
-from rl_envs.sandbox.control_group import ControlGroup, delegated
+from rl_envs.sandbox import processes
+from rl_envs.sandbox.processes import ControlGroup, delegated
 from rl_envs.sandbox.program import Limits
 
 MOUNT = "30 24 0:26 {root} {top} rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n"
@@ -36,11 +36,11 @@ def test_the_groups_above_a_process_are_those_of_its_user_or_container(
         "/proc/self/cgroup": f"4:memory:/\n0::{own}\n" if own else "4:memory:/\n",
         "/proc/self/mountinfo": MOUNT.format(root=root, top=tmp_path) if root else "",
     }
-    monkeypatch.setattr(control_group, "_read", texts.__getitem__)
+    monkeypatch.setattr(processes, "_read", texts.__getitem__)
     monkeypatch.setattr(os, "geteuid", lambda: uid)
     if is_container:
         (tmp_path / "cgroup.type").touch()
-    assert list(control_group._groups_above()) == [f"{tmp_path}{folder}" for folder in above]
+    assert list(processes._groups_above()) == [f"{tmp_path}{folder}" for folder in above]
 
 
 @pytest.mark.parametrize(
@@ -59,8 +59,8 @@ def test_a_group_is_used_if_it_passes_its_limits_on_and_none_is_left(
     (tmp_path / "run").mkdir()
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(control_group, "_groups_above", lambda: iter([str(tmp_path / "run"), str(tmp_path)]))
-    monkeypatch.setattr(control_group, "_can_be_used", lambda parent: os.fstat(parent).st_ino == tmp_path.stat().st_ino)
+    monkeypatch.setattr(processes, "_groups_above", lambda: iter([str(tmp_path / "run"), str(tmp_path)]))
+    monkeypatch.setattr(processes, "_can_be_used", lambda parent: os.fstat(parent).st_ino == tmp_path.stat().st_ino)
     found = delegated()
     assert (found is not None) == is_used
     if found is not None:
@@ -69,7 +69,7 @@ def test_a_group_is_used_if_it_passes_its_limits_on_and_none_is_left(
 
 def test_a_folder_that_is_not_of_control_groups_is_not_used(tmp_path: Path) -> None:
     parent = os.open(tmp_path, os.O_RDONLY)
-    assert not control_group._can_be_used(parent)
+    assert not processes._can_be_used(parent)
     os.close(parent)
 
 
@@ -117,4 +117,4 @@ def test_processes_are_held_by_the_kernel(group: ControlGroup) -> None:
             os.waitpid(child, 0)
         os._exit(len(children))
 
-    assert os.WEXITSTATUS(_status_of(group, fork)) == Limits(processes=4).most_tasks - 1
+    assert os.WEXITSTATUS(_status_of(group, fork)) == Limits(processes=4).max_tasks - 1

@@ -10,8 +10,7 @@ from contextlib import suppress
 
 import pytest
 
-from rl_envs.sandbox import frames
-from rl_envs.sandbox.program import Limits, Program
+from rl_envs.sandbox.program import Limits, MalformedFrame, Program, read_frame
 from rl_envs.sandbox.remote import RemoteSandbox, RemoteSandboxFailed, read_answer
 from rl_envs.sandbox.sandbox import Sandbox
 from rl_envs.sandbox.server import MAX_REQUEST, SandboxServer
@@ -47,8 +46,8 @@ def test_a_malformed_frame_is_refused_before_it_is_read(data: bytes) -> None:
     with near, far:
         near.sendall(data)
         far.settimeout(10)
-        with pytest.raises(frames.MalformedFrame):
-            frames.read(far)
+        with pytest.raises(MalformedFrame):
+            read_frame(far)
 
 
 @pytest.mark.parametrize("data", [*FRAMES.values(), framed(b'{"parts": []}'), b""], ids=[*FRAMES, "no program", "none"])

@@ -10,13 +10,14 @@ import pytest
 
 from rl_envs.sandbox.confinement import first_user_id, mapped_ids
 from rl_envs.sandbox.keeper import _over, _pause
-from rl_envs.sandbox.processes import ProcessTable, Usage
+from rl_envs.sandbox.processes import ProcessTable, ProcessUsage
 from rl_envs.sandbox.program import Limits, Outcome
 
 HIDDEN = """
 import sys
-from rl_envs.sandbox import abuses, filesystem, syscalls
-filesystem.enter_namespaces(syscalls.CLONE_NEWNS)
+from rl_envs.sandbox import abuses, confinement
+from rl_envs.sandbox.kernel import syscalls
+confinement.enter_namespaces(syscalls.CLONE_NEWNS)
 syscalls.mount("proc", "/proc", "proc", 0, "hidepid=2")
 abuses.become(int(sys.argv[1]))
 with abuses.opened(["namespaces"]) as (sandbox,), abuses.bait() as given:
@@ -51,13 +52,13 @@ def test_memory_is_read_from_any_thread_that_lives(first: bytes, monkeypatch: py
 @pytest.mark.parametrize(
     ("usage", "ending"),
     [
-        (Usage(2**30, 20, 1000), None),
-        (Usage(2**30 + 1, 1, 0), "memory"),
-        (Usage(0, 1, 1001), "memory"),
-        (Usage(0, 21, 0), "processes"),
+        (ProcessUsage(2**30, 20, 1000), None),
+        (ProcessUsage(2**30 + 1, 1, 0), "memory"),
+        (ProcessUsage(0, 1, 1001), "memory"),
+        (ProcessUsage(0, 21, 0), "processes"),
     ],
 )
-def test_a_program_ends_beyond_each_of_its_limits(usage: Usage, ending: str | None) -> None:
+def test_a_program_ends_beyond_each_of_its_limits(usage: ProcessUsage, ending: str | None) -> None:
     limits = Limits(memory_mib=1024, processes=16)
     assert _over(usage, limits) == ending
     if ending == "processes":
@@ -69,7 +70,7 @@ def test_several_processes_close_to_the_limit_are_looked_at_more_often(
     mib: int, tasks: int, pause: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    assert _pause(Usage(mib * 2**20, tasks, 0), Limits(memory_mib=1024)) == pause
+    assert _pause(ProcessUsage(mib * 2**20, tasks, 0), Limits(memory_mib=1024)) == pause
 
 
 def test_memory_is_counted_on_a_machine_that_hides_processes_of_others() -> None:

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from rl_envs.sandbox import tree
-from rl_envs.sandbox.cancellation import Cancellation
-from rl_envs.sandbox.program import Limits, Outcome, Program
+from rl_envs.sandbox.program import Cancellation, Limits, Outcome, Program
 from rl_envs.sandbox.relay import MAX_CONNECTIONS, Relay
 from rl_envs.sandbox.remote import RemoteSandbox
 from rl_envs.sandbox.sandbox import Sandbox, SandboxFailed, SandboxUnavailable
@@ -155,8 +154,8 @@ def test_weaker_isolation_refuses_a_relay() -> None:
 
 TREE = tree.pack(
     [
-        tree.Entry("work/data.txt", b"data"),
-        tree.Entry("own/agent.py", b"import os, sys\nopen('new.txt', 'w').write(sys.argv[1] + os.environ['WORD'])"),
+        tree.TreeEntry("work/data.txt", b"data"),
+        tree.TreeEntry("own/agent.py", b"import os, sys\nopen('new.txt', 'w').write(sys.argv[1] + os.environ['WORD'])"),
     ]
 )
 
@@ -199,9 +198,9 @@ def test_a_command_starts_in_its_tree_and_leaves_a_snapshot(opened: Sandbox) -> 
 def _ends_by_its_main_file_only(runner: Sandbox | RemoteSandbox) -> None:
     quits = tree.pack(
         [
-            tree.Entry("quits.py", b"import sys\ndef quit(): sys.exit(0)\nif __name__ == '__main__': quit()"),
-            tree.Entry("exits.py", b"def end(): exit(0)\nif __name__ == '__main__': end()"),
-            tree.Entry("tests.py", b"import quits, unittest\nquits.quit()"),
+            tree.TreeEntry("quits.py", b"import sys\ndef quit(): sys.exit(0)\nif __name__ == '__main__': quit()"),
+            tree.TreeEntry("exits.py", b"def end(): exit(0)\nif __name__ == '__main__': end()"),
+            tree.TreeEntry("tests.py", b"import quits, unittest\nquits.quit()"),
         ]
     )
     for command, is_complete in (
@@ -239,7 +238,7 @@ def test_a_command_by_the_protocol_of_sandboxfusion_is_the_same(opened: Sandbox)
 
 
 def test_files_of_a_command_do_not_hide_modules_of_the_library(opened: Sandbox) -> None:
-    packed = tree.pack([tree.Entry("unittest.py", b"raise SystemExit(0)")])
+    packed = tree.pack([tree.TreeEntry("unittest.py", b"raise SystemExit(0)")])
     outcome = opened.run(Program(command=("python", "-m", "unittest", "missing"), tree=packed))
     assert outcome.exit_code == 1
 

@@ -11,9 +11,9 @@ from typing import get_args
 
 import pytest
 
-from rl_envs.sandbox import landlock, preflight
-from rl_envs.sandbox.confinement import FIRST_UID, MAX_SLOTS, first_user_id
-from rl_envs.sandbox.filesystem import devices
+from rl_envs.sandbox import sandbox as sandboxes
+from rl_envs.sandbox.confinement import FIRST_UID, MAX_SLOTS, devices, first_user_id
+from rl_envs.sandbox.kernel import syscalls
 from rl_envs.sandbox.processes import ProcessTable
 from rl_envs.sandbox.program import Isolation, Limits, Outcome, Program, program_of, request_of
 from rl_envs.sandbox.remote import RemoteSandbox, RemoteSandboxFailed
@@ -173,20 +173,20 @@ def test_user_ids_of_two_sandboxes_are_apart_and_exist() -> None:
 
 def test_a_probe_that_got_out_is_a_problem() -> None:
     limits = Limits()
-    assert preflight.problem(Outcome("exit", 0, stdout=b"[]"), limits) == ""
-    assert "gets out: it connects" in preflight.problem(Outcome("exit", 0, stdout=b'["it connects"]'), limits)
-    assert "does not run" in preflight.problem(Outcome("exit", 1, stderr=b"OSError: x"), limits)
+    assert sandboxes.probe_problem(Outcome("exit", 0, stdout=b"[]"), limits) == ""
+    assert "gets out: it connects" in sandboxes.probe_problem(Outcome("exit", 0, stdout=b'["it connects"]'), limits)
+    assert "does not run" in sandboxes.probe_problem(Outcome("exit", 1, stderr=b"OSError: x"), limits)
 
 
 def test_the_probe_gets_out_if_nothing_holds_it() -> None:
-    with Sandbox("limits") as opened, preflight.bait() as (program, limits):
-        found = preflight.problem(opened.run(program, limits), limits)
+    with Sandbox("limits") as opened, sandboxes.probe() as (program, limits):
+        found = sandboxes.probe_problem(opened.run(program, limits), limits)
     assert "reads a file outside" in found
     assert "connects to a port" in found
 
 
 def test_an_isolation_that_does_not_hold_is_refused_with_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "problem", lambda outcome, limits: "a program gets out: it reads")
+    monkeypatch.setattr(sandboxes, "probe_problem", lambda outcome, limits: "a program gets out: it reads")
     with pytest.raises(SandboxUnavailable, match=r"sandbox\.isolation: limits.*sandbox\.url"):
         Sandbox("landlock")
 
@@ -233,6 +233,6 @@ threading.Thread(target=flood).start()
 
 @pytest.mark.parametrize("version", [0, 6])
 def test_zeros_can_be_read_where_landlock_forbids_to_share_them(version: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(landlock, "version", lambda: version)
+    monkeypatch.setattr(syscalls, "landlock_version", lambda: version)
     assert ("/dev/zero" in devices()) == bool(version)
     assert devices()[0] == "/dev/null"

@@ -7,8 +7,8 @@ import struct
 
 import pytest
 
-from rl_envs.sandbox import seccomp, syscalls
-from rl_envs.sandbox.seccomp import DENIED, METADATA, OTHER_PROCESSES, UNSUPPORTED, WITHOUT_EFFECT, filter_of
+from rl_envs.sandbox.kernel import seccomp, syscalls
+from rl_envs.sandbox.kernel.seccomp import DENIED, METADATA, OTHER_PROCESSES, UNSUPPORTED, WITHOUT_EFFECT, filter_of
 
 ALLOWED, KILLED = "allowed", "killed"
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}

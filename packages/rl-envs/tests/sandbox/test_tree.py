@@ -11,13 +11,13 @@ import pytest
 
 from rl_envs.sandbox import keeper, tree
 from rl_envs.sandbox.program import Limits, Program
-from rl_envs.sandbox.tree import Entry, UnusableTree
+from rl_envs.sandbox.tree import TreeEntry, UnusableTree
 
 ENTRIES = [
-    Entry("src"),
-    Entry("src/main.py", b"print(1)", is_executable=True),
-    Entry("src/again.py", link="main.py"),
-    Entry("empty", b""),
+    TreeEntry("src"),
+    TreeEntry("src/main.py", b"print(1)", is_executable=True),
+    TreeEntry("src/again.py", link="main.py"),
+    TreeEntry("empty", b""),
 ]
 
 
@@ -54,7 +54,7 @@ def _archive(*members: tuple[str, bytes, str]) -> bytes:
         pytest.param(_archive(("a", tarfile.CHRTYPE, "")), id="a device"),
         pytest.param(_archive(("a", tarfile.REGTYPE, ""), ("a", tarfile.REGTYPE, "")), id="a file twice"),
         pytest.param(_archive(("a" * 2000, tarfile.REGTYPE, "")), id="a long path"),
-        pytest.param(tree.pack([Entry("a", b"123456789")]), id="more than the limit"),
+        pytest.param(tree.pack([TreeEntry("a", b"123456789")]), id="more than the limit"),
         pytest.param(b"x" * 700, id="not an archive"),
     ],
 )
@@ -72,7 +72,7 @@ def test_what_a_folder_has_beside_files_is_left_out_and_nothing_outside_is_read(
     (inside / "folder").symlink_to("..")
     os.mkfifo(inside / "pipe")
     (inside / "file").write_text("file")
-    assert list(tree.read(str(inside), 100)) == [Entry("file", b"file")]
+    assert list(tree.read(str(inside), 100)) == [TreeEntry("file", b"file")]
 
 
 def test_holes_of_sparse_files_count(tmp_path: Path) -> None:

@@ -17,11 +17,10 @@ from rl_envs.repository.solution import SolutionFiles, installed_modules
 from rl_envs.repository.task import RepositoryTask, is_python
 from rl_envs.repository.working_copy import Repositories, overlaid
 from rl_envs.sandbox import tree
-from rl_envs.sandbox.cancellation import Cancellation
-from rl_envs.sandbox.program import Limits, Program
+from rl_envs.sandbox.program import Cancellation, Limits, Program
 from rl_envs.sandbox.relay import Relay
 from rl_envs.sandbox.sandbox import Runner
-from rl_envs.sandbox.tree import Entry
+from rl_envs.sandbox.tree import TreeEntry
 
 FOLDER = "repository"
 """Folder of the working copy in the scratch folder of a sandbox."""
@@ -131,12 +130,12 @@ class AgentJob:
         found = score(files, self._task, self._runner, limits, self._cancellation, stop_early=config.reward == "all")
         return Result(found, "", output, ended, ignored)
 
-    def _program(self, base: Sequence[Entry]) -> Program:
+    def _program(self, base: Sequence[TreeEntry]) -> Program:
         agent, url = self._agent, self._config.sandbox.url
         own = [
-            Entry(OWN_FOLDER),
-            Entry(f"{OWN_FOLDER}/{PROMPT_FILE}", json.dumps(self._prompt, default=str).encode()),
-            *(Entry(f"{OWN_FOLDER}/{name}", content) for name, content in agent.files.items()),
+            TreeEntry(OWN_FOLDER),
+            TreeEntry(f"{OWN_FOLDER}/{PROMPT_FILE}", json.dumps(self._prompt, default=str).encode()),
+            *(TreeEntry(f"{OWN_FOLDER}/{name}", content) for name, content in agent.files.items()),
         ]
         relay, host = None, agent.host
         if url is None:
@@ -183,7 +182,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def score(
-    files: Sequence[Entry],
+    files: Sequence[TreeEntry],
     task: RepositoryTask,
     runner: Runner,
     limits: Limits,
@@ -201,7 +200,7 @@ def score(
         cancellation: Ends them.
         stop_early: True to leave out the commands after the first that fails.
     """
-    test_files = [Entry(path, text.encode()) for path, text in task.test_files.items()]
+    test_files = [TreeEntry(path, text.encode()) for path, text in task.test_files.items()]
     packed = placed(overlaid(files, test_files))
     num_passed, problem = 0, ""
     for command in task.commands:
@@ -218,7 +217,7 @@ def score(
     return Score(num_passed, len(task.commands), problem)
 
 
-def placed(files: Sequence[Entry], beside: Sequence[Entry] = ()) -> bytes:
+def placed(files: Sequence[TreeEntry], beside: Sequence[TreeEntry] = ()) -> bytes:
     """Pack a working copy in its folder, with files next to it, into an archive."""
-    moved = [Entry(f"{FOLDER}/{each.path}", each.content, each.link, each.is_executable) for each in files]
-    return tree.pack([Entry(FOLDER), *moved, *beside])
+    moved = [TreeEntry(f"{FOLDER}/{each.path}", each.content, each.link, each.is_executable) for each in files]
+    return tree.pack([TreeEntry(FOLDER), *moved, *beside])

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from rl_envs.repository.task import RepositoryTask, is_python
 from rl_envs.repository.working_copy import overlaid
-from rl_envs.sandbox.tree import Entry, parents
+from rl_envs.sandbox.tree import TreeEntry, parents
 
 PYTEST_SETTINGS = ("pytest.toml", ".pytest.toml", "pytest.ini", ".pytest.ini", "pyproject.toml", "tox.ini", "setup.cfg")
 """Names of files in which a repository sets which files are tests."""
@@ -40,7 +40,7 @@ class SolutionFiles:
 
     def __init__(
         self,
-        base: Sequence[Entry],
+        base: Sequence[TreeEntry],
         task: RepositoryTask,
         solution: Sequence[str],
         protected: Sequence[str],
@@ -52,7 +52,7 @@ class SolutionFiles:
         self._exam = self._base.keys() & set(_executed(task.commands)) | task.test_files.keys()
         self._known = {""}.union(self._base, *map(parents, self._base))
 
-    def working_copy(self, left: Sequence[Entry]) -> tuple[list[Entry], list[str]]:
+    def working_copy(self, left: Sequence[TreeEntry]) -> tuple[list[TreeEntry], list[str]]:
         """Return the files and links that tests see, and the paths of changes that do not count.
 
         Args:
@@ -78,7 +78,7 @@ class SolutionFiles:
             if name == "__init__.py" and (f"{folder}/{name}" in self._known or folder not in self._known):
                 yield folder
 
-    def _may_count(self, entry: Entry) -> bool:
+    def _may_count(self, entry: TreeEntry) -> bool:
         """Return whether an entry is a file of a solution by its path. Links are those of the repository."""
         known = self._base.get(entry.path, entry)
         is_file = entry.content is not None and not known.link
@@ -89,7 +89,7 @@ class SolutionFiles:
         modules = [path, *(f"{parent}.py" for parent in parents(path))]
         return any(each in self._exam or matches(each, self._protected) for each in modules)
 
-    def _takes_place(self, entry: Entry, packages: set[str]) -> bool:
+    def _takes_place(self, entry: TreeEntry, packages: set[str]) -> bool:
         """Return whether a new file would be imported instead of an installed module, or whenever tests are."""
         path = entry.path
         folder, name = posixpath.split(path)
@@ -128,7 +128,7 @@ def _compiled(patterns: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("|".join(map(fnmatch.translate, patterns)) or r"(?!)")
 
 
-def _test_patterns(base: Iterable[Entry], commands: Iterable[Sequence[str]]) -> Iterator[str]:
+def _test_patterns(base: Iterable[TreeEntry], commands: Iterable[Sequence[str]]) -> Iterator[str]:
     """Yield the patterns of test files that the repository's settings of pytest and the commands have."""
     for entry in base:
         if posixpath.basename(entry.path) in PYTEST_SETTINGS and entry.content is not None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from rl_core.errors import RLError
 from rl_envs.repository.task import RepositoryTask
 from rl_envs.sandbox import tree
-from rl_envs.sandbox.tree import Entry
+from rl_envs.sandbox.tree import TreeEntry
 
 GIT_TIMEOUT_S = 300.0
 """Maximum number of seconds that git may take to read a repository."""
@@ -31,16 +31,16 @@ class Repositories:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._kept: dict[tuple[Path, str], tuple[Entry, ...]] = {}
+        self._kept: dict[tuple[Path, str], tuple[TreeEntry, ...]] = {}
 
-    def entries(self, task: RepositoryTask) -> tuple[Entry, ...]:
+    def entries(self, task: RepositoryTask) -> tuple[TreeEntry, ...]:
         """Return the files of a repository, without its history.
 
         Raises:
             RepositoryUnreadable: If it cannot be read, or is too large.
         """
         if task.source is None:
-            return tuple(Entry(path, text.encode()) for path, text in task.files.items())
+            return tuple(TreeEntry(path, text.encode()) for path, text in task.files.items())
         key = (task.source, task.commit)
         found = self._kept.pop(key, None)
         if found is None:
@@ -50,7 +50,7 @@ class Repositories:
             self._kept.pop(next(iter(self._kept)))
         return found
 
-    def _read(self, source: Path, commit: str) -> tuple[Entry, ...]:
+    def _read(self, source: Path, commit: str) -> tuple[TreeEntry, ...]:
         try:
             if source.is_dir() and not commit:
                 found = list(tree.read(str(source), self._max_bytes, left_out=frozenset({".git", "__pycache__"})))
@@ -69,7 +69,7 @@ class Repositories:
         return tuple(each for each in found if each.content is not None or each.link)
 
 
-def overlaid(entries: Iterable[Entry], files: Iterable[Entry]) -> list[Entry]:
+def overlaid(entries: Iterable[TreeEntry], files: Iterable[TreeEntry]) -> list[TreeEntry]:
     """Return entries with further files laid over them; entries that are in the way of one are left out."""
     laid = list(files)
     paths = {entry.path for entry in laid}

@@ -1,11 +1,11 @@
 """Programs that abuse their sandbox, each by one way: `python -m rl_envs.sandbox.abuses` shows which are contained.
 
-Root's programs may have their own user ids, so that the kernel refuses them much whatever the sandbox does. Started as
+Programs of root may have their own user ids, so that the kernel refuses them much whatever the sandbox does. Started as
 root, the module therefore tries everything a second time as a user without privileges, whose programs share their user
 id with the victims. Each table shows the user ids.
 
-Each program is bounded by itself as well, so that none harms a machine that does not contain it: a fork bomb ends after
-a hundred processes, and signals are only tried.
+Each program also has its own bounds, so that none harms a machine that does not contain it: a fork bomb ends after a
+hundred processes, and signals are only tried.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ import os
 import socket
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from rl_core.errors import RLError
-from rl_envs.sandbox.confinement import first_user_id, mapped_ids
+from rl_envs.sandbox.confinement import enter_namespaces, first_user_id, mapped_ids
+from rl_envs.sandbox.kernel import syscalls
 from rl_envs.sandbox.program import Ending, Isolation, Limits, Outcome, Program
 from rl_envs.sandbox.sandbox import Sandbox
 from rl_envs.sandbox.scratch import abandoned, temporary_folder
-from rl_envs.sandbox.unprivileged import become
 
 LIMITS = Limits(cpu_s=10.0, wall_s=60.0, memory_mib=256, scratch_mib=8, processes=8, output_kib=64)
 """Limits of a program whose abuse is not about time."""
@@ -59,7 +60,7 @@ def refused(function, *arguments):
     return isinstance(result, int) and result < 0
 
 def call(*numbers):
-    # by machine: x86_64, aarch64
+    # The first number has an entry for x86_64 and one for aarch64.
     number = numbers[0][os.uname().machine == "aarch64"]
     return libc.syscall(ctypes.c_long(number), *numbers[1:])
 
@@ -114,10 +115,10 @@ class Abuse:
     """A program that tries to leave its sandbox, or to take more than its share.
 
     Args:
-        name: The way, in words.
+        name: The way out, in words.
         source: The program, after a prelude that offers `breach`, `must_fail`, `call` and `bait`.
         limits: Limits to run it with.
-        endings: How it may end if it is contained; it must have come to its end if that is `exit`.
+        endings: Its possible endings if it is contained; for `exit` it must have come to its end.
         exit_code: Exit code with which it ends itself; None if it comes to the end of its source.
     """
 
@@ -128,12 +129,12 @@ class Abuse:
     exit_code: int | None = None
 
     def program(self, given: Mapping[str, Any]) -> Program:
-        """The program, with the bait of this machine."""
+        """Return the program, with the bait of this machine."""
         source = f"{_PRELUDE}\n{self.source.strip()}\nprint({_TRIED!r}, flush=True)\n"
         return Program(source, stdin=json.dumps(given).encode())
 
     def breaches(self, outcome: Outcome) -> str:
-        """By which ways it got out, or why its end shows nothing; empty if it is contained."""
+        """Return its ways out, or why its end shows nothing; empty if it is contained."""
         lines = outcome.stdout.decode(errors="replace").splitlines()
         found = [line.removeprefix("BREACH ") for line in lines if line.startswith("BREACH ")]
         if found:
@@ -147,185 +148,163 @@ class Abuse:
         return ""
 
 
-ABUSES = (
-    # network
-    Abuse("connect to a TCP port", 'must_fail(socket.create_connection, ("127.0.0.1", bait["tcp"]), 5)'),
-    Abuse(
-        "send a UDP packet",
-        """
+_PROGRAMS = r"""
+## network
+=== connect to a TCP port
+must_fail(socket.create_connection, ("127.0.0.1", bait["tcp"]), 5)
+=== send a UDP packet
 def send():
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
         udp.sendto(b"x", ("127.0.0.1", bait["udp"]))
-must_fail(send)""",
-    ),
-    Abuse("listen on a port", 'must_fail(socket.create_server, ("127.0.0.1", 0))'),
-    Abuse("connect over IPv6", 'must_fail(socket.create_connection, ("::1", bait["tcp"]), 5)'),
-    Abuse("resolve a name", 'must_fail(socket.create_connection, ("localhost", bait["tcp"]), 5)'),
-    Abuse("open a raw or a packet socket", "must_fail(socket.socket, socket.AF_PACKET, socket.SOCK_RAW)"),
-    Abuse("talk to the kernel by netlink", "must_fail(socket.socket, socket.AF_NETLINK, socket.SOCK_RAW)"),
-    Abuse(
-        "connect to a Unix socket by its path",
-        """
+must_fail(send)
+=== listen on a port
+must_fail(socket.create_server, ("127.0.0.1", 0))
+=== connect over IPv6
+must_fail(socket.create_connection, ("::1", bait["tcp"]), 5)
+=== resolve a name
+must_fail(socket.create_connection, ("localhost", bait["tcp"]), 5)
+=== open a raw or a packet socket
+must_fail(socket.socket, socket.AF_PACKET, socket.SOCK_RAW)
+=== talk to the kernel by netlink
+must_fail(socket.socket, socket.AF_NETLINK, socket.SOCK_RAW)
+=== connect to a Unix socket by its path
 def connect():
     with socket.socket(socket.AF_UNIX) as unix:
         unix.connect(bait["unix"])
-must_fail(connect)""",
-    ),
-    Abuse(
-        "connect to an abstract Unix socket",
-        """
+must_fail(connect)
+=== connect to an abstract Unix socket
 def connect():
     with socket.socket(socket.AF_UNIX) as unix:
         unix.connect(chr(0) + bait["abstract"])
-must_fail(connect)""",
-    ),
-    Abuse(
-        "point a pair of datagram sockets elsewhere",
-        """
+must_fail(connect)
+=== point a pair of datagram sockets elsewhere
 def redirect():
     near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
     near.connect(bait["datagrams"])
-must_fail(redirect)""",
-    ),
-    # files
-    Abuse("read a file that everybody may read", 'must_fail(open, bait["file"])'),
-    Abuse("read the users of the machine", 'must_fail(open, "/etc/passwd")'),
-    Abuse("read the passwords of the machine", 'must_fail(open, "/etc/shadow")'),
-    Abuse("list a folder outside", 'must_fail(os.listdir, os.path.dirname(bait["file"]))'),
-    Abuse("read the file of another run", 'must_fail(open, bait["other_run"])'),
-    Abuse("write beside a file outside", 'must_fail(open, bait["file"] + ".new", "w")'),
-    Abuse("change a file outside", 'must_fail(open, bait["file"], "a")'),
-    Abuse(
-        "leave by a symbolic link",
-        """
+must_fail(redirect)
+
+## files
+=== read a file that everybody may read
+must_fail(open, bait["file"])
+=== read the users of the machine
+must_fail(open, "/etc/passwd")
+=== read the passwords of the machine
+must_fail(open, "/etc/shadow")
+=== list a folder outside
+must_fail(os.listdir, os.path.dirname(bait["file"]))
+=== read the file of another run
+must_fail(open, bait["other_run"])
+=== write beside a file outside
+must_fail(open, bait["file"] + ".new", "w")
+=== change a file outside
+must_fail(open, bait["file"], "a")
+=== leave by a symbolic link
 os.symlink(bait["file"], "link")
 must_fail(open, "link", "a")
 os.symlink(os.path.dirname(bait["file"]), "folder")
-must_fail(open, "folder/through-a-link", "w")""",
-    ),
-    Abuse("leave by a hard link", 'must_fail(os.link, bait["file"], "link")'),
-    Abuse("leave by parent folders", 'must_fail(open, "../" * 20 + bait["file"].lstrip("/"))'),
-    Abuse("remove or rename a file outside", 'must_fail(os.unlink, bait["spare"])'),
-    Abuse("change the mode of a file outside", 'must_fail(os.chmod, bait["file"], 0o666)'),
-    Abuse("change Python's library", 'must_fail(open, os.path.join(os.path.dirname(os.__file__), "bait.py"), "w")'),
-    Abuse(
-        "open the machine's devices",
-        """
+must_fail(open, "folder/through-a-link", "w")
+=== leave by a hard link
+must_fail(os.link, bait["file"], "link")
+=== leave by parent folders
+must_fail(open, "../" * 20 + bait["file"].lstrip("/"))
+=== remove or rename a file outside
+must_fail(os.unlink, bait["spare"])
+=== change the mode of a file outside
+must_fail(os.chmod, bait["file"], 0o666)
+=== change Python's library
+must_fail(open, os.path.join(os.path.dirname(os.__file__), "bait.py"), "w")
+=== open the machine's devices
 for device in ("/dev/mem", "/dev/kmsg", "/dev/kvm", "/dev/fuse", "/dev/tty", "/dev/sda", "/dev/vda", "/dev/nvidia0"):
-    must_fail(open, device, "rb")""",
-    ),
-    Abuse("make a device", 'must_fail(os.mknod, "device", 0o020666, os.makedev(1, 3))'),
-    # secrets
-    Abuse(
-        "read secrets in environment variables",
-        'SECRET in " ".join(os.environ.values()) and breach("its own environment has a secret")',
-    ),
-    Abuse(
-        "read the environment of other processes",
-        """
+    must_fail(open, device, "rb")
+=== make a device
+must_fail(os.mknod, "device", 0o020666, os.makedev(1, 3))
+
+## secrets
+=== read secrets in environment variables
+SECRET in " ".join(os.environ.values()) and breach("its own environment has a secret")
+=== read the environment of other processes
 for pid in ("self", "1", os.getppid(), bait["pid"]):
     try:
         if SECRET.encode() in open(f"/proc/{pid}/environ", "rb").read():
             breach(f"the environment of process {pid}")
     except OSError:
-        pass""",
-    ),
-    Abuse("read the memory of other processes", 'must_fail(open, f"/proc/{bait[\'pid\']}/mem", "rb")'),
-    Abuse(
-        "use inherited descriptors",
-        """
+        pass
+=== read the memory of other processes
+must_fail(open, f"/proc/{bait['pid']}/mem", "rb")
+=== use inherited descriptors
 for descriptor in range(3, 64):
     if not refused(os.fstat, descriptor):
-        breach(f"descriptor {descriptor} is open")""",
-    ),
-    # processes of others
-    Abuse("send a signal to a process", 'must_fail(os.kill, bait["pid"], 0)'),
-    Abuse("send a signal to its parents", "os.getppid() > 1 and must_fail(os.kill, os.getppid(), 0)"),
-    Abuse(
-        "trace another process",
-        'must_fail(lambda: libc.ptrace(ctypes.c_long(0x4206), ctypes.c_long(bait["pid"]), None, None))',
-    ),
-    Abuse(
-        "read another process's memory by a system call",
-        """
+        breach(f"descriptor {descriptor} is open")
+
+## processes of others
+=== send a signal to a process
+must_fail(os.kill, bait["pid"], 0)
+=== send a signal to its parents
+os.getppid() > 1 and must_fail(os.kill, os.getppid(), 0)
+=== trace another process
+must_fail(lambda: libc.ptrace(ctypes.c_long(0x4206), ctypes.c_long(bait["pid"]), None, None))
+=== read another process's memory by a system call
 buffer = ctypes.create_string_buffer(8)
 vector = (ctypes.c_size_t * 2)(ctypes.addressof(buffer), 8)
 remote = (ctypes.c_size_t * 2)(bait["address"], 8)
-must_fail(lambda: libc.process_vm_readv(bait["pid"], vector, 1, remote, 1, 0))""",
-    ),
-    Abuse("limit another process", 'must_fail(resource.prlimit, bait["pid"], resource.RLIMIT_CORE, (0, 0))'),
-    Abuse(
-        "change the priority of all processes of the user",
-        """
+must_fail(lambda: libc.process_vm_readv(bait["pid"], vector, 1, remote, 1, 0))
+=== limit another process
+must_fail(resource.prlimit, bait["pid"], resource.RLIMIT_CORE, (0, 0))
+=== change the priority of all processes of the user
 # by default all processes of a user have this priority; root's do not: the kernel's threads are among them
 if os.getuid() == bait["uid"] != 0 and not refused(os.getpriority, os.PRIO_PROCESS, bait["pid"]):
-    must_fail(os.setpriority, os.PRIO_USER, 0, 0)""",
-    ),
-    Abuse(
-        "change the priority of another process",
-        """
+    must_fail(os.setpriority, os.PRIO_USER, 0, 0)
+=== change the priority of another process
 must_fail(os.setpriority, os.PRIO_PROCESS, bait["pid"], 19)
 must_fail(os.setpriority, os.PRIO_PGRP, bait["pid"], 19)
-must_fail(lambda: call((251, 30), 1, bait["pid"], 3 << 13))  # ioprio_set: idle""",
-    ),
-    Abuse(
-        "choose the processors of another process",
-        'must_fail(os.sched_setaffinity, bait["pid"], {min(os.sched_getaffinity(0))})',
-    ),
-    Abuse(
-        "choose the scheduler of another process",
-        """
+must_fail(lambda: call((251, 30), 1, bait["pid"], 3 << 13))  # ioprio_set: idle
+=== choose the processors of another process
+must_fail(os.sched_setaffinity, bait["pid"], {min(os.sched_getaffinity(0))})
+=== choose the scheduler of another process
 idle, attributes = 5, struct.pack("IIQiIQQQ", 48, 5, 0, 0, 0, 0, 0, 0)
 must_fail(os.sched_setscheduler, bait["pid"], idle, os.sched_param(0))
 must_fail(os.sched_setparam, bait["pid"], os.sched_param(0))
-must_fail(lambda: call((314, 274), bait["pid"], attributes, 0))""",
-    ),
-    Abuse(
-        "share a core's schedule with another process",
-        "must_fail(lambda: libc.prctl(62, ctypes.c_ulong(2), ctypes.c_ulong(bait['pid']), ctypes.c_ulong(0), None))",
-    ),
-    Abuse(
-        "signal a process by a descriptor of it",
-        """
+must_fail(lambda: call((314, 274), bait["pid"], attributes, 0))
+=== share a core's schedule with another process
+must_fail(lambda: libc.prctl(62, ctypes.c_ulong(2), ctypes.c_ulong(bait['pid']), ctypes.c_ulong(0), None))
+=== signal a process by a descriptor of it
 def signal_by_descriptor():
     descriptor = os.pidfd_open(bait["pid"])
     signal.pidfd_send_signal(descriptor, 0)
-must_fail(signal_by_descriptor)""",
-    ),
-    Abuse(
-        "remove shared memory or a queue of another process",
-        """
+must_fail(signal_by_descriptor)
+=== remove shared memory or a queue of another process
 must_fail(lambda: call((31, 195), bait["shm"], 0, None))
-must_fail(lambda: call((241, 181), bait["queue"].encode()))""",
-    ),
-    Abuse(
-        "hold a lease on a file",
-        """
+must_fail(lambda: call((241, 181), bait["queue"].encode()))
+=== hold a lease on a file
 with open("leased", "w") as file:
-    must_fail(fcntl.fcntl, file, fcntl.F_SETLEASE, fcntl.F_WRLCK)""",
-    ),
-    # privileges
-    Abuse("become root", "os.getuid() and must_fail(os.setuid, 0)"),
-    Abuse("make a user namespace", "must_fail(lambda: libc.unshare(0x10000000))"),
-    Abuse("make a namespace by clone", "must_fail(lambda: call((56, 220), ctypes.c_long(0x10000011), 0, 0, 0, 0))"),
-    Abuse("mount a filesystem", 'must_fail(lambda: libc.mount(b"x", os.getcwd().encode(), b"tmpfs", 0, None))'),
-    Abuse("change the root", "must_fail(os.chroot, '.')"),
-    Abuse("change the kernel's handler of core files", 'must_fail(open, "/proc/sys/kernel/core_pattern", "a")'),
-    Abuse("execute another program", 'must_fail(os.posix_spawn, "/bin/sh", ["sh", "-c", "exit 0"], {})'),
-    Abuse(
-        "reach seldom-tested parts of the kernel",
-        """
+    must_fail(fcntl.fcntl, file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+
+## privileges
+=== become root
+os.getuid() and must_fail(os.setuid, 0)
+=== make a user namespace
+must_fail(lambda: libc.unshare(0x10000000))
+=== make a namespace by clone
+must_fail(lambda: call((56, 220), ctypes.c_long(0x10000011), 0, 0, 0, 0))
+=== mount a filesystem
+must_fail(lambda: libc.mount(b"x", os.getcwd().encode(), b"tmpfs", 0, None))
+=== change the root
+must_fail(os.chroot, '.')
+=== change the kernel's handler of core files
+must_fail(open, "/proc/sys/kernel/core_pattern", "a")
+=== execute another program
+must_fail(os.posix_spawn, "/bin/sh", ["sh", "-c", "exit 0"], {})
+=== reach seldom-tested parts of the kernel
 must_fail(lambda: call((425, 425), 1, ctypes.create_string_buffer(256)))  # io_uring
 must_fail(lambda: call((250, 219), 0, -3, 1))                              # keyctl
 must_fail(lambda: call((321, 280), 0, ctypes.create_string_buffer(128), 128))  # bpf
 must_fail(lambda: call((298, 241), ctypes.create_string_buffer(128), 0, -1, -1, 0))  # perf
-must_fail(lambda: call((323, 282), 1))                                     # userfaultfd""",
-    ),
-    Abuse("change the clock or the name of the machine", 'must_fail(socket.sethostname, socket.gethostname() or "x")'),
-    # exhaustion
-    Abuse(
-        "a fork bomb",
-        """
+must_fail(lambda: call((323, 282), 1))                                     # userfaultfd
+=== change the clock or the name of the machine
+must_fail(socket.sethostname, socket.gethostname() or "x")
+
+## exhaustion
+=== a fork bomb
 children = []
 while len(children) < 100:
     try:
@@ -338,11 +317,8 @@ while len(children) < 100:
 if len(children) > 16:
     breach(f"it started {len(children)} processes")
 for pid in children:
-    os.kill(pid, signal.SIGKILL)""",
-    ),
-    Abuse(
-        "a bomb of threads",
-        """
+    os.kill(pid, signal.SIGKILL)
+=== a bomb of threads -> exit, processes
 threading.stack_size(2**20)
 over, started = threading.Event(), 0
 try:
@@ -352,12 +328,8 @@ try:
     time.sleep(2)
     breach("it has 200 threads")
 except RuntimeError:
-    over.set()""",
-        endings=("exit", "processes"),
-    ),
-    Abuse(
-        "a memory bomb",
-        """
+    over.set()
+=== a memory bomb -> exit, memory
 kept = []
 try:
     while len(kept) < 64:
@@ -365,22 +337,14 @@ try:
 except MemoryError:
     pass
 if len(kept) > 16:
-    breach(f"it has {len(kept) * 16} MiB")""",
-        endings=("exit", "memory"),
-    ),
-    Abuse(
-        "the memory of many processes",
-        """
+    breach(f"it has {len(kept) * 16} MiB")
+=== the memory of many processes -> exit, memory
 def hold(ready):
     kept = bytearray(b"x") * (150 * 2**20)
     ready()
     return kept
-hold_in_children(hold)""",
-        endings=("exit", "memory"),
-    ),
-    Abuse(
-        "the memory of processes that hide",
-        """
+hold_in_children(hold)
+=== the memory of processes that hide -> exit, memory, processes
 def hold(ready):
     libc.prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: /proc may show it to root only
     def fill():
@@ -390,12 +354,8 @@ def hold(ready):
         time.sleep(20)
     threading.Thread(target=fill).start()
     call((60, 93), 0)  # exit, of this thread
-hold_in_children(hold)""",
-        endings=("exit", "memory", "processes"),
-    ),
-    Abuse(
-        "shared memory that is not resident",
-        """
+hold_in_children(hold)
+=== shared memory that is not resident -> exit, memory
 def hold(ready):
     shared = mmap.mmap(-1, 180 * 2**20)
     for start in range(0, len(shared), 2**20):
@@ -405,47 +365,30 @@ def hold(ready):
     return shared
 hold_in_children(hold)
 must_be_denied(mapped, None, 4096, 3, 0x21)
-must_fail(lambda: mmap.mmap(os.open("/dev/zero", os.O_RDWR), 4096))""",
-        endings=("exit", "memory"),
-    ),
-    Abuse(
-        "memory of page tables",
-        """
+must_fail(lambda: mmap.mmap(os.open("/dev/zero", os.O_RDWR), 4096))
+=== memory of page tables -> memory
 # one page for each of them, 2**30 bytes apart: private, anonymous, at a fixed address, and only read
 for address in range(2**40, 40_000 * 2**30 + 2**40, 2**30):
     mapped(address, 4096, 1, 0x32) or ctypes.string_at(address, 1)
-time.sleep(2)""",
-        endings=("memory",),
-    ),
-    Abuse(
-        "huge pages of a pool, or given up in part",
-        """
+time.sleep(2)
+=== huge pages of a pool, or given up in part
 must_be_denied(mapped, None, 2**21, 3, 0x40022)
 libc.prctl(42, 0, 0, 0, 0) == 1 or breach("it has huge pages")
-must_be_denied(libc.prctl, 41, 0, 0, 0, 0)""",
-    ),
-    Abuse(
-        "pages that cannot be swapped out, or are compared",
-        """
+must_be_denied(libc.prctl, 41, 0, 0, 0, 0)
+=== pages that cannot be swapped out, or are compared
 page = mmap.mmap(-1, 4096, mmap.MAP_PRIVATE)
 must_be_denied(libc.mlockall, 1)
 must_fail(mapped, None, 4096, 3, 0x2022)
 must_be_denied(page.madvise, 12)
-must_be_denied(libc.prctl, 67, 1, 0, 0, 0)""",
-    ),
-    Abuse(
-        "larger buffers of pipes and sockets",
-        """
+must_be_denied(libc.prctl, 67, 1, 0, 0, 0)
+=== larger buffers of pipes and sockets
 must_be_denied(fcntl.fcntl, os.pipe()[1], 1031, 2**20)
 end = socket.socketpair()[0]
 for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
     before = end.getsockopt(socket.SOL_SOCKET, option)
     end.setsockopt(socket.SOL_SOCKET, option, 2**26)
-    end.getsockopt(socket.SOL_SOCKET, option) == before or breach("it enlarged a buffer")""",
-    ),
-    Abuse(
-        "what waits in sockets",
-        """
+    end.getsockopt(socket.SOL_SOCKET, option) == before or breach("it enlarged a buffer")
+=== what waits in sockets -> exit, memory
 def hold(ready):
     pairs = [socket.socketpair() for _ in range(29)]
     for end in (end for pair in pairs for end in pair):
@@ -454,180 +397,122 @@ def hold(ready):
             pass
     ready()
     return pairs
-hold_in_children(hold, 10)""",
-        replace(LIMITS, memory_mib=224),
-        endings=("exit", "memory"),
-    ),
-    Abuse(
-        "pages that stay in pipes and sockets",
-        """
+hold_in_children(hold, 10)
+=== pages that stay in pipes and sockets
 near, far = os.pipe()
 file = os.open("file", os.O_RDWR | os.O_CREAT)
 must_be_denied(os.sendfile, far, file, 0, 1)
 for number in ((275, 76), (276, 77), (278, 75)):  # splice, tee, vmsplice
-    must_be_denied(lambda: call(number, near, far, None, None, 1, 0))""",
-    ),
-    Abuse(
-        "descriptors that are on their way",
-        """
+    must_be_denied(lambda: call(number, near, far, None, None, 1, 0))
+=== descriptors that are on their way
 near, far = socket.socketpair()
 try:
     for _ in range(50):
         socket.send_fds(near, [b"x"], [0] * 40)
     breach("it sent 2000 descriptors")
 except OSError:
-    pass""",
-    ),
-    Abuse(
-        "locks of records without end",
-        """
+    pass
+=== locks of records without end -> memory
 with open("locked", "w") as file:
     for number in range(3000):
         fcntl.lockf(file, fcntl.LOCK_EX, 1, 2 * number)
-    time.sleep(2)""",
-        endings=("memory",),
-    ),
-    Abuse(
-        "signals that wait, and timers, without end",
-        """
+    time.sleep(2)
+=== signals that wait, and timers, without end
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGRTMIN])
 sent = sum(libc.sigqueue(os.getpid(), signal.SIGRTMIN, None) == 0 for _ in range(1000))
 timer = ctypes.c_void_p()
 made = sum(call((222, 107), 1, None, ctypes.byref(timer)) == 0 for _ in range(1000))
 if sent + made > 100:
-    breach(f"{sent} signals and {made} timers")""",
-    ),
-    Abuse(
-        "memory that belongs to no process",
-        """
+    breach(f"{sent} signals and {made} timers")
+=== memory that belongs to no process
 must_fail(lambda: os.memfd_create("m"))
 must_fail(lambda: call((29, 194), 0, 2**20, 0o1600))
-must_fail(open, "/dev/shm/m", "w")""",
-    ),
-    Abuse(
-        "fill the disk by one file",
-        """
+must_fail(open, "/dev/shm/m", "w")
+=== fill the disk by one file
 try:
     with open("big", "wb") as file:
         for _ in range(64):
             file.write(bytes(2**20))
     breach("it wrote 64 MiB")
 except OSError:
-    pass""",
-    ),
-    Abuse(
-        "fill the disk by many files",
-        """
+    pass
+=== fill the disk by many files
 try:
     for number in range(64):
         with open(f"file{number}", "wb") as file:
             file.write(bytes(2**20))
     breach("it wrote 64 MiB")
 except OSError:
-    pass""",
-    ),
-    Abuse(
-        "make files without end",
-        """
+    pass
+=== make files without end
 try:
     for number in range(5000):
         open(f"file{number}", "w").close()
     breach("it made 5000 files")
 except OSError:
-    pass""",
-    ),
-    Abuse("flood stdout", 'while True: os.write(1, b"x" * 65536)', endings=("output",)),
-    Abuse("flood stderr", 'while True: os.write(2, b"x" * 65536)', endings=("output",)),
-    Abuse(
-        "open descriptors without end",
-        """
+    pass
+=== flood stdout -> output
+while True: os.write(1, b"x" * 65536)
+=== flood stderr -> output
+while True: os.write(2, b"x" * 65536)
+=== open descriptors without end
 pipes = []
 try:
     while len(pipes) < 1000:
         pipes.append(os.pipe())
     breach("it opened 2000 descriptors")
 except OSError:
-    pass""",
-    ),
-    Abuse("an endless loop", "while True: pass", BRIEF, ("cpu", "deadline")),
-    Abuse("sleep without end", "time.sleep(10**6)", ASLEEP, ("deadline",)),
-    Abuse(
-        "ignore every signal, in an endless loop",
-        """
+    pass
+=== an endless loop -> cpu, deadline
+while True: pass
+=== sleep without end -> deadline
+time.sleep(10**6)
+=== ignore every signal, in an endless loop -> signal, deadline
 for number in range(1, 65):
     try:
         signal.signal(number, signal.SIG_IGN)
     except (OSError, ValueError):
         pass
-while True: pass""",
-        BRIEF,
-        ("signal", "deadline"),
-    ),
-    Abuse(
-        "crash the interpreter",
-        "ctypes.string_at(0)",
-        endings=("signal",),
-    ),
-    Abuse(
-        "raise its own limits",
-        """
+while True: pass
+=== crash the interpreter -> signal
+ctypes.string_at(0)
+=== raise its own limits
 for limit in (resource.RLIMIT_AS, resource.RLIMIT_CPU, resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE):
-    must_fail(resource.setrlimit, limit, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))""",
-    ),
-    # what belongs to the machine, or to all processes of a user
-    Abuse(
-        "contexts of asynchronous input, instances of inotify",
-        "must_be_denied(lambda: call((206, 0), 60_000, bytes(8)))\nmust_be_denied(lambda: call((294, 26), 0))",
-    ),
-    Abuse(
-        "flush the machine's disks or drop its cached files",
-        """
+    must_fail(resource.setrlimit, limit, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+## what belongs to the machine, or to all processes of a user
+=== contexts of asynchronous input, instances of inotify
+must_be_denied(lambda: call((206, 0), 60_000, bytes(8)))
+must_be_denied(lambda: call((294, 26), 0))
+=== flush the machine's disks or drop its cached files
 must_be_denied(lambda: call((162, 81)))
 # no such file: only the kernel would find out
 for number in ((306, 267), (74, 82), (75, 83), (277, 84), (221, 223)):
-    call(number, 999, 0, 0, 4) and breach(f"call {number}")""",
-    ),
-    Abuse(
-        "lock files of Python's library",
-        """
+    call(number, 999, 0, 0, 4) and breach(f"call {number}")
+=== lock files of Python's library
 with open(os.__file__) as file:
     for operation in (fcntl.LOCK_EX, fcntl.LOCK_SH):
         must_be_denied(fcntl.flock, file, operation | fcntl.LOCK_NB)
     must_be_denied(fcntl.fcntl, file, 37, bytes(32))  # F_OFD_SETLK
-    must_fail(fcntl.lockf, file, fcntl.LOCK_EX | fcntl.LOCK_NB)""",
-    ),
-    Abuse(
-        "rules without end, or a core for itself",
-        """
+    must_fail(fcntl.lockf, file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+=== rules without end, or a core for itself
 must_be_denied(lambda: call((444, 444), None, 0, 1))  # of Landlock
 must_be_denied(libc.prctl, 22, 2, 0, 0, 0)  # of seccomp
-must_be_denied(libc.prctl, 62, 1, 0, 0, 0)  # PR_SCHED_CORE""",
-    ),
-    Abuse(
-        "a larger share of the processors and disks",
-        """
+must_be_denied(libc.prctl, 62, 1, 0, 0, 0)  # PR_SCHED_CORE
+=== a larger share of the processors and disks
 must_fail(os.setpriority, os.PRIO_PROCESS, 0, -1)
 must_fail(os.sched_setscheduler, 0, os.SCHED_FIFO, os.sched_param(1))
-must_fail(lambda: call((251, 30), 1, 0, 1 << 13))  # ioprio_set: real time""",
-    ),
-    Abuse(
-        "requests to filesystems and networks",
-        """
+must_fail(lambda: call((251, 30), 1, 0, 1 << 13))  # ioprio_set: real time
+=== requests to filesystems and networks
 with open("file", "w") as file:
     for request in (0x80086601, 0xC0045877, 0x8008660F, 0x8912, 0x5412):
-        must_be_denied(fcntl.ioctl, file, request, bytes(64))""",
-    ),
-    # what the sandbox reports
-    Abuse(
-        "end its parents",
-        """
+        must_be_denied(fcntl.ioctl, file, request, bytes(64))
+
+## what the sandbox reports
+=== end its parents
 os.getppid() > 1 and must_fail(os.kill, os.getppid(), signal.SIGKILL)
-must_fail(lambda: call((234, 131), os.getppid() or 1, os.getppid() or 1, signal.SIGKILL))  # tgkill""",
-        endings=("exit",),
-    ),
-    Abuse(
-        "forge the sandbox's report",
-        """
+must_fail(lambda: call((234, 131), os.getppid() or 1, os.getppid() or 1, signal.SIGKILL))  # tgkill
+=== forge the sandbox's report
 report = struct.pack("!I", 2**31) + b'{"ending": "exit", "exit_code": 0, "parts": []}'
 for descriptor in range(3, 256):
     for data in (report, struct.pack("=i", 0), struct.pack("=i", -1) + b"x"):
@@ -638,18 +523,10 @@ for descriptor in range(3, 256):
             pass
 os.write(1, report)
 os.write(2, report)
-os._exit(7)""",
-        endings=("exit",),
-        exit_code=7,
-    ),
-    Abuse(
-        "forge the sandbox's report and crash",
-        'os.write(1, b\'{"ending": "exit", "exit_code": 0, "parts": []}\'); os.abort()',
-        endings=("signal",),
-    ),
-    Abuse(
-        "flood stdout from many threads, and close it",
-        """
+os._exit(7)
+=== forge the sandbox's report and crash -> signal
+os.write(1, b'{"ending": "exit", "exit_code": 0, "parts": []}'); os.abort()
+=== flood stdout from many threads, and close it -> output
 def flood():
     while True:
         os.write(1, b"x" * 65536)
@@ -657,44 +534,30 @@ for _ in range(4):
     threading.Thread(target=flood, daemon=True).start()
 time.sleep(0.2)
 os.close(1)
-flood()""",
-        endings=("output",),
-    ),
-    Abuse(
-        "close its streams and stay",
-        "for descriptor in range(3): os.close(descriptor)\ntime.sleep(10**6)",
-        ASLEEP,
-        ("deadline",),
-    ),
-    # leftovers
-    Abuse("outlive a crash of the sandbox", "os.getppid() > 1 and must_be_denied(libc.prctl, 1, 0, 0, 0, 0)"),
-    Abuse(
-        "leave folders without end",
-        """
+flood()
+=== close its streams and stay -> deadline
+for descriptor in range(3): os.close(descriptor)
+time.sleep(10**6)
+
+## leftovers
+=== outlive a crash of the sandbox
+os.getppid() > 1 and must_be_denied(libc.prctl, 1, 0, 0, 0, 0)
+=== leave folders without end
 for _ in range(3000):
     if refused(os.mkdir, "d"):
         break
-    os.chdir("d")""",
-    ),
-    Abuse(
-        "leave folders that its user may not read or write",
-        """
+    os.chdir("d")
+=== leave folders that its user may not read or write
 for mode in (0o300, 0o700):
     for folder in (f"{mode}", f"{mode}/0", f"{mode}/1"):
         os.mkdir(folder, mode if "/" not in folder else int(folder[-1]) * 0o400)
-    open(f"{mode}/file", "w").close()""",
-    ),
-    Abuse(
-        "leave names and links that mislead the removal",
-        """
-for name in (b"\\xff", b"a\\nb", b"-rf", b"0", b"files", b"x" * 255):
+    open(f"{mode}/file", "w").close()
+=== leave names and links that mislead the removal
+for name in (b"\xff", b"a\nb", b"-rf", b"0", b"files", b"x" * 255):
     os.makedirs(name + b"/" + name)
 for name in ("0/link", "1", "files/link"):
-    os.symlink(os.path.dirname(bait["file"]), name)""",
-    ),
-    Abuse(
-        "leave a process behind",
-        """
+    os.symlink(os.path.dirname(bait["file"]), name)
+=== leave a process behind
 try:
     if os.fork() == 0:
         os.setsid()
@@ -705,26 +568,43 @@ try:
         os._exit(0)
     os.wait()
 except OSError:
-    pass""",
-    ),
-    Abuse(
-        "hold its output open after its end",
-        """
+    pass
+=== hold its output open after its end
 try:
     if os.fork() == 0:
         os.setsid()
         time.sleep(60)
         os._exit(0)
 except OSError:
-    pass""",
-    ),
-)
+    pass
+"""
+
+_FURTHER: dict[str, dict[str, Any]] = {
+    "what waits in sockets": {"limits": replace(LIMITS, memory_mib=224)},
+    "an endless loop": {"limits": BRIEF},
+    "sleep without end": {"limits": ASLEEP},
+    "ignore every signal, in an endless loop": {"limits": BRIEF},
+    "forge the sandbox's report": {"exit_code": 7},
+    "close its streams and stay": {"limits": ASLEEP},
+}
+
+
+def _abuses() -> Iterator[Abuse]:
+    """Yield the abuses in `_PROGRAMS`: a line `=== name -> endings`, without endings for `exit`, and the program."""
+    for part in _PROGRAMS.split("\n=== ")[1:]:
+        head, _, source = part.partition("\n")
+        name, _, stated = head.partition(" -> ")
+        endings = cast("tuple[Ending, ...]", tuple(stated.split(", ") if stated else ["exit"]))
+        yield Abuse(name, source, endings=endings, **_FURTHER.get(name, {}))
+
+
+ABUSES = tuple(_abuses())
 """One program for each way."""
 
 
 @contextlib.contextmanager
 def bait() -> Iterator[dict[str, Any]]:
-    """Targets of the programs: files, sockets and a process with a secret, as long as the context lasts."""
+    """Enter a context with the targets of the programs: files, sockets and a process with a secret."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(temporary_folder(os.getuid())))
         folder.chmod(0o777)
@@ -741,30 +621,21 @@ def bait() -> Iterator[dict[str, Any]]:
             for kind in (socket.SOCK_STREAM, socket.SOCK_STREAM, socket.SOCK_DGRAM)
         )
         name = f"rl-sandbox-{os.getpid()}"
-        for sock, address in (
-            (unix, str(folder / "unix")),
-            (abstract, f"\0{name}"),
-            (datagrams, str(folder / "dgram")),
-        ):
+        addresses = ((unix, str(folder / "unix")), (abstract, f"\0{name}"), (datagrams, str(folder / "dgram")))
+        for sock, address in addresses:
             sock.bind(address)
         for path in (folder / "unix", folder / "dgram"):
             path.chmod(0o777)
         unix.listen()
         abstract.listen()
-        victim = stack.enter_context(
-            subprocess.Popen(
-                [sys.executable, "-S", "-c", "import sys; print(id(sys), flush=True); sys.stdin.read()"],
-                env={"SECRET": SECRET},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-            )
-        )
+        command = [sys.executable, "-S", "-c", "import sys; print(id(sys), flush=True); sys.stdin.read()"]
+        pipe = subprocess.PIPE
+        victim = stack.enter_context(subprocess.Popen(command, env={"SECRET": SECRET}, stdin=pipe, stdout=pipe))
         assert victim.stdout is not None
         shared = _libc.shmget(ctypes.c_int(0), ctypes.c_size_t(4096), 0o1666)
         stack.callback(_libc.shmctl, shared, 0, None)
-        queue = f"rl-sandbox-{os.getpid()}"
-        _libc.mq_open(f"/{queue}".encode(), os.O_CREAT | os.O_RDWR, 0o666, None)
-        stack.callback(_libc.mq_unlink, f"/{queue}".encode())
+        _libc.mq_open(f"/{name}".encode(), os.O_CREAT | os.O_RDWR, 0o666, None)
+        stack.callback(_libc.mq_unlink, f"/{name}".encode())
         yield {
             "file": str(folder / "bait"),
             "spare": str(folder / "spare"),
@@ -777,7 +648,7 @@ def bait() -> Iterator[dict[str, Any]]:
             "pid": victim.pid,
             "uid": os.getuid(),
             "shm": shared,
-            "queue": queue,
+            "queue": name,
             "address": int(victim.stdout.readline()),
         }
 
@@ -785,13 +656,9 @@ def bait() -> Iterator[dict[str, Any]]:
 NAME_WIDTH = 52
 """Width of the first column of the printed table."""
 USER = "user id of the program"
-"""Name of the row that shows as which user the programs of each level run."""
-NOT_OFFERED = "not offered"
-"""Entry of a level that the machine does not offer."""
-CONTAINED = "contained"
-"""Entry of an abuse that is contained."""
-BREACHED = "-"
-"""Entry of an abuse that is not contained."""
+"""Name of the row that shows the user of the programs of each level."""
+NOT_OFFERED, CONTAINED, BREACHED = "not offered", "contained", "-"
+"""Entry of a level that the machine does not offer, of an abuse that is contained, and of one that is not."""
 
 
 @contextlib.contextmanager
@@ -810,63 +677,107 @@ def opened(isolations: Sequence[Isolation]) -> Iterator[list[Sandbox | None]]:
 
 def table(sandboxes: Sequence[Sandbox | None]) -> Iterator[tuple[str, list[str]]]:
     """Yield the name of each row of the table and its entry for each sandbox: first `USER`, then every abuse."""
-    yield USER, [_user_of(sandbox) if sandbox else NOT_OFFERED for sandbox in sandboxes]
+    users = []
+    for sandbox in sandboxes:
+        uid = None if sandbox is None else int(sandbox.run(Program("import os; print(os.getuid())")).stdout)
+        users.append(NOT_OFFERED if uid is None else f"{uid}, {'ours' if uid == os.getuid() else 'its own'}")
+    yield USER, users
     with bait() as given:
         for abuse in ABUSES:
-            yield abuse.name, [_entry(abuse, sandbox, given) for sandbox in sandboxes]
-
-
-def _entry(abuse: Abuse, sandbox: Sandbox | None, given: Mapping[str, Any]) -> str:
-    if sandbox is None:
-        return NOT_OFFERED
-    return BREACHED if attempt(abuse, sandbox, given) else CONTAINED
-
-
-def _user_of(sandbox: Sandbox) -> str:
-    uid = int(sandbox.run(Program("import os; print(os.getuid())")).stdout)
-    return f"{uid}, {'ours' if uid == os.getuid() else 'its own'}"
+            entries = []
+            for sandbox in sandboxes:
+                breached = sandbox is not None and attempt(abuse, sandbox, given)
+                entries.append(NOT_OFFERED if sandbox is None else BREACHED if breached else CONTAINED)
+            yield abuse.name, entries
 
 
 def attempt(abuse: Abuse, sandbox: Sandbox, given: Mapping[str, Any]) -> str:
-    """Return by which ways an abuse got out, or what it left or removed outside; empty if it is contained."""
+    """Return an abuse's ways out, or the files that it left or removed outside; empty if it is contained."""
     before, had_spare = abandoned(), os.path.exists(given["spare"])
     if breaches := abuse.breaches(sandbox.run(abuse.program(given), abuse.limits)):
         return breaches
-    # twice: another process may be about to lock its folder
+    # The second look is for another process that may be about to lock its folder.
     if left := (abandoned() - before) & abandoned():
         return f"it left {', '.join(left)}"
     return "files outside were removed" if had_spare and not os.path.exists(given["spare"]) else ""
 
 
 def main() -> None:
-    """Print the table of all levels, or of those named; as root also the table of a user without privileges."""
+    """Print the table of all levels, or of the given ones; as root also the table of a user without privileges."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("isolations", nargs="*", default=get_args(Isolation), help="namespaces, landlock, limits")
     parser.add_argument("--uid", type=int, help="run as this user; needs root (default: as root, then as another user)")
     arguments = parser.parse_args()
+    isolations: Sequence[Isolation] = arguments.isolations
     if arguments.uid is not None:
         become(arguments.uid)
-    _print_table(arguments.isolations)
-    if os.getuid() == 0:
-        uid = first_user_id(os.getpid(), mapped_ids())
-        again = [sys.executable, "-m", "rl_envs.sandbox.abuses", *arguments.isolations, "--uid", str(uid)]
-        subprocess.run(again, check=True)
 
-
-def _print_table(isolations: Sequence[Isolation]) -> None:
     def show(name: str, entries: Iterable[object]) -> None:
         print(f"{name:{NAME_WIDTH}}", *(f"{entry!s:18}" for entry in entries), flush=True)  # noqa: T201  # the output
 
-    print(f"sandboxes and victims of user {os.getuid()}")  # noqa: T201  # the output
+    print(f"sandboxes and victims of user {os.getuid()}")  # noqa: T201  # It is the output.
     show("abuse", isolations)
-    num_contained = [0] * len(isolations)
+    contained = Counter(dict.fromkeys(isolations, 0))
     with opened(isolations) as sandboxes:
         for name, entries in table(sandboxes):
             show(name, entries)
-            num_contained = [
-                count + (entry == "contained") for count, entry in zip(num_contained, entries, strict=True)
-            ]
-    show(f"contained of {len(ABUSES)}", num_contained)
+            contained.update(level for level, entry in zip(isolations, entries, strict=True) if entry == CONTAINED)
+    show(f"contained of {len(ABUSES)}", (contained[level] for level in isolations))
+    if os.getuid() == 0:
+        uid = first_user_id(os.getpid(), mapped_ids())
+        again = [sys.executable, "-m", "rl_envs.sandbox.abuses", *isolations, "--uid", str(uid)]
+        subprocess.run(again, check=True)
+
+
+_STAGE = "/mnt"
+
+
+def become(uid: int) -> None:
+    """Become a user without privileges who can still read Python and its packages; this process must have one thread.
+
+    Folders that only root may enter (`/root` with a Python below it) are covered by empty ones in a namespace of
+    mounts. Python and its packages stay in their places there.
+
+    Raises:
+        PermissionError: If this process is not root's, or may not mount and the user cannot read Python.
+    """
+    closed = _closed_folders([sys.base_prefix, sys.prefix, *filter(os.path.isdir, sys.path)])
+    if closed:
+        enter_namespaces(syscalls.CLONE_NEWNS)
+        for folder, wanted in closed.items():
+            _open(folder, wanted)
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+    os.environ["HOME"] = "/"
+    os.chdir("/")
+
+
+def _closed_folders(paths: Sequence[str]) -> dict[str, list[str]]:
+    """Return the topmost folders that others may not enter, each with the paths below it."""
+    found: dict[str, list[str]] = {}
+    for path in dict.fromkeys(map(os.path.realpath, paths)):
+        parts = path.split("/")
+        for depth in range(2, len(parts) + 1):
+            folder = "/".join(parts[:depth])
+            if not os.stat(folder).st_mode & 0o001:
+                found.setdefault(folder, []).append(path)
+                break
+    return found
+
+
+def _open(folder: str, wanted: Sequence[str]) -> None:
+    """Cover a folder by one with only these paths below it."""
+    outermost = [path for path in wanted if not any(path.startswith(f"{other}/") for other in wanted)]
+    syscalls.mount("sandbox", _STAGE, "tmpfs", syscalls.MS_NOSUID, "mode=755")
+    for index, path in enumerate(outermost):
+        os.mkdir(f"{_STAGE}/{index}")
+        syscalls.mount(path, f"{_STAGE}/{index}", None, syscalls.MS_BIND | syscalls.MS_REC)
+    syscalls.mount("sandbox", folder, "tmpfs", syscalls.MS_NOSUID, "mode=755")
+    for index, path in enumerate(outermost):
+        os.makedirs(path, exist_ok=True)
+        syscalls.mount(f"{_STAGE}/{index}", path, None, syscalls.MS_BIND | syscalls.MS_REC)
+    syscalls.umount(_STAGE)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Self
 
 from pydantic import Field, model_validator
@@ -42,26 +43,15 @@ class SandboxConfig(Config):
     @model_validator(mode="after")
     def _commands_need_namespaces(self) -> Self:
         if self.commands and self.isolation != "namespaces":
-            raise ProblemError(
-                Problem(
-                    "commands",
-                    f"cannot be contained with isolation={self.isolation}",
-                    got=self.commands,
-                    remedy="Set isolation=namespaces, or remove commands",
-                )
-            )
+            reason = f"cannot be contained with isolation={self.isolation}"
+            remedy = "Set isolation=namespaces, or remove commands"
+            raise ProblemError(Problem("commands", reason, got=self.commands, remedy=remedy))
         if self.commands and self.url is not None:
             raise ProblemError(Problem.unused("commands", "with url: the server decides what its programs execute"))
         return self
 
     @property
     def limits(self) -> Limits:
-        """The limits of one program."""
-        return Limits(
-            cpu_s=self.cpu_s,
-            wall_s=self.wall_s,
-            memory_mib=self.memory_mib,
-            scratch_mib=self.scratch_mib,
-            processes=self.processes,
-            output_kib=self.output_kib,
-        )
+        """Limits of one program."""
+        names = (field.name for field in fields(Limits) if field.name in type(self).model_fields)
+        return Limits(**{name: getattr(self, name) for name in names})

@@ -11,37 +11,39 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NoReturn
 
-from rl_envs.sandbox import frames, interpreter, syscalls, tree
-from rl_envs.sandbox.confinement import Confinement, confine
-from rl_envs.sandbox.control_group import ControlGroup
-from rl_envs.sandbox.filesystem import SCRATCH, enter_namespaces, map_user, mount_scratch
-from rl_envs.sandbox.processes import ProcessTable, Usage
-from rl_envs.sandbox.program import Ending, Limits, Program, program_of
+from rl_envs.sandbox import interpreter, tree
+from rl_envs.sandbox.confinement import SCRATCH, Confinement, confine, enter_namespaces, map_user, mount_scratch
+from rl_envs.sandbox.kernel import syscalls
+from rl_envs.sandbox.processes import ControlGroup, ProcessTable, ProcessUsage
+from rl_envs.sandbox.program import (
+    MAX_FRAME,
+    MAX_HEADER,
+    Ending,
+    Limits,
+    Program,
+    encoded_frame,
+    program_of,
+    read_frame,
+    write_frame,
+)
 from rl_envs.sandbox.relay import BUFFER_BYTES, Relay, RelayProcess
 from rl_envs.sandbox.scratch import temporary_folder
 
 _STATUS = struct.Struct("=i")
 _UNCONFINED = -1
 _CHUNK = 2**16
-_NAMESPACES = (
-    syscalls.CLONE_NEWNS
-    | syscalls.CLONE_NEWPID
-    | syscalls.CLONE_NEWNET
-    | syscalls.CLONE_NEWIPC
-    | syscalls.CLONE_NEWUTS
-    | syscalls.CLONE_NEWCGROUP
-)
 _FIRST_LOOK_S, _LOOK_S, _SHORTEST_LOOK_S = 0.03, 0.02, 0.002
 _FILL_RATE = 2**31
 """Bytes of memory per second that one processor can fill."""
 MAX_LOCKS = 1000
-"""Maximum number of locks of records of files that a program may hold; the kernel has memory for each, and no limit."""
+"""Maximum number of locks of records of files of a program; the kernel has memory for each, and no limit."""
 _END = 10
-"""Smallest descriptor on which a command tells its end; programs expect the first ones to be free."""
+"""Smallest descriptor on which a command reports its end; programs expect the first ones to be free."""
 MAX_SNAPSHOT = 2**27
 """Maximum number of bytes of a snapshot's files, so that it fits a message."""
 
@@ -70,8 +72,8 @@ class Site:
 
 
 @dataclass
-class Output:
-    """A stream of a program as far as it was read."""
+class StreamOutput:
+    """The part of a program's stream that was read."""
 
     descriptor: int
     limit: int
@@ -79,7 +81,7 @@ class Output:
     is_over: bool = False
 
     def read(self) -> bytes:
-        """Take what is there; marks the end, and what is beyond the limit."""
+        """Read available bytes, and note in `is_over` the end or more bytes than the limit."""
         chunk = os.read(self.descriptor, _CHUNK)
         self.data += chunk
         if not chunk or len(self.data) > self.limit:
@@ -94,15 +96,22 @@ class Output:
 
 def keep(connection: socket.socket, site: Site, slot: int) -> None:
     """Read one program from a connection, run it, and answer with its outcome."""
-    header, parts = frames.read(connection)
+    header, parts = read_frame(connection)
     started = time.monotonic()
     program, limits = program_of(header, parts)
     uid = site.confinement.uid(slot)
-    with (
-        _group(site, limits) as group,
-        _scratch(site.confinement, site.table, limits, uid, program.relay) as scratch,
-    ):
-        _write_files(program, scratch, uid, limits)
+    with contextlib.ExitStack() as stack:
+        # The group must be made before the program's namespaces, which hide it.
+        group = None
+        if site.groups is not None:
+            group = stack.enter_context(contextlib.closing(ControlGroup(site.groups, limits)))
+        scratch = stack.enter_context(_scratch(site.confinement, site.table, limits, uid, program.relay))
+        if program.tree:
+            tree.write(tree.unpack(program.tree, limits.scratch_mib * 2**20), scratch, uid)
+        for name, content in program.files.items():
+            with open(os.path.join(scratch, name), "xb") as file:
+                file.write(content)
+                os.fchown(file.fileno(), uid, -1)
         syscalls.adopt_orphans()
         keeper = _Keeper(connection, program, limits, site.table)
         keeper.start(site, uid, scratch, group)
@@ -113,19 +122,28 @@ def keep(connection: socket.socket, site: Site, slot: int) -> None:
         if group is not None and group.is_exhausted():
             ending, status = "memory", None
         snapshot, problem = _snapshot(program, scratch, limits)
-    ending, code, number = _told(ending, status)
+    code, number = None, status if ending == "signal" else None
+    if ending == "exit" and status is not None:
+        if os.WIFSIGNALED(status):
+            number = os.WTERMSIG(status)
+            ending = "cpu" if number == signal.SIGXCPU else "signal"
+        else:
+            code = os.WEXITSTATUS(status)
     answer = {
         "ending": ending,
         "exit_code": code,
         "signal": number,
         "seconds": time.monotonic() - started,
-        "is_complete": keeper.is_complete(),
+        # A command in Python reports that it came to its end.
+        "is_complete": os.read(keeper.end, 64) == keeper.mark,
         "snapshot_problem": problem,
     }
     outputs = [bytes(output.data[: output.limit]) for output in (keeper.stdout, keeper.stderr)]
     with contextlib.suppress(ConnectionError):
-        keeper.send_rest()
-        frames.write(connection, answer, [*([b"", b""] if program.interactive else outputs), snapshot])
+        # The other side may not have taken all output yet.
+        connection.setblocking(True)
+        connection.sendall(keeper.unsent)
+        write_frame(connection, answer, [*([b"", b""] if program.interactive else outputs), snapshot])
 
 
 class _Keeper:
@@ -137,7 +155,7 @@ class _Keeper:
         self._limits = limits
         self._table = table
         self._unwritten = memoryview(program.stdin)
-        self._unsent = bytearray()
+        self.unsent = bytearray()
         self._is_closed = False
 
     def start(self, site: Site, uid: int, scratch: str, group: ControlGroup | None) -> None:
@@ -146,25 +164,24 @@ class _Keeper:
         stdout, out = os.pipe()
         stderr, err = os.pipe()
         self._status, status = os.pipe()
-        self._end, end = os.pipe()
-        self._mark = secrets.token_bytes(16)
+        self.end, end = os.pipe()
+        self.mark = secrets.token_bytes(16)
         self._init = os.fork()
         if self._init == 0:
-            place = _Place(site, uid, scratch, group, (stdin, out, err), end, self._mark)
-            _be_init(place, self._program, self._limits, status)
+            run = partial(_be_program, site, uid, scratch, group, (stdin, out, err, status), end, self.mark)
+            _be_init(site, partial(run, self._program, self._limits), status)
         for descriptor in (stdin, out, err, status, end):
             os.close(descriptor)
-        most = self._limits.output_kib * 1024
-        self.stdout, self.stderr = Output(stdout, most), Output(stderr, most)
+        limit = self._limits.output_kib * 1024
+        self.stdout, self.stderr = StreamOutput(stdout, limit), StreamOutput(stderr, limit)
         os.set_blocking(self._stdin, False)
         if not self._unwritten and not self._program.interactive:
             self._close_stdin()
 
     def watch(self, deadline: float) -> tuple[Ending, int | None]:
-        """Serve its streams until it ends or is at a limit; returns the status of `waitpid` if it ended by itself."""
+        """Serve its streams until it ends or is at a limit; return the status of `waitpid` if it ended by itself."""
         self._poll = poll = select.poll()
-        ends = {self._status: self._status, self._connection.fileno(): self._connection.fileno()}
-        for descriptor in (self.stdout.descriptor, self.stderr.descriptor, *ends):
+        for descriptor in (self.stdout.descriptor, self.stderr.descriptor, self._status, self._connection.fileno()):
             poll.register(descriptor, select.POLLIN)
         if not self._is_closed and self._unwritten:
             poll.register(self._stdin, select.POLLOUT)
@@ -176,7 +193,7 @@ class _Keeper:
                 usage = self._table.usage(self._init)
                 if ending := _over(usage, self._limits):
                     return ending, None
-                if usage.unseen & unseen:  # a process that cannot be counted
+                if usage.unseen & unseen:  # A process cannot be counted.
                     return "processes", None
                 unseen = usage.unseen
                 look = now + _pause(usage, self._limits)
@@ -189,16 +206,17 @@ class _Keeper:
                     if events & select.POLLOUT:
                         self._send()
                     if events & ~select.POLLOUT and not self._take_input(poll):
-                        return "deadline", None  # nobody waits for it
-                elif self._take_output(poll, descriptor):
-                    return "output", None
-
-    def is_complete(self) -> bool:
-        """Return whether a command in Python came to its end; call it when all processes have ended."""
-        return os.read(self._end, 64) == self._mark
+                        return "deadline", None  # The other side has closed the connection.
+                else:
+                    output = self.stdout if descriptor == self.stdout.descriptor else self.stderr
+                    self._pass_on(output, output.read())
+                    if output.is_over:
+                        poll.unregister(descriptor)
+                    if output.overflows:
+                        return "output", None
 
     def _ended(self) -> tuple[Ending, int | None]:
-        """The status of the program, whose last output may still be in the pipes."""
+        """Return the status of the program, whose last output may still be in the pipes."""
         data = os.read(self._status, 2**12)
         for output in (self.stdout, self.stderr):
             os.set_blocking(output.descriptor, False)
@@ -214,36 +232,23 @@ class _Keeper:
             raise UnconfinedError(data[_STATUS.size :].decode(errors="replace"))
         return "exit", status
 
-    def _take_output(self, poll: select.poll, descriptor: int) -> bool:
-        """Read a stream; returns whether it is beyond its limit."""
-        output = self.stdout if descriptor == self.stdout.descriptor else self.stderr
-        self._pass_on(output, output.read())
-        if output.is_over:
-            poll.unregister(descriptor)
-        return output.overflows
-
-    def _pass_on(self, output: Output, chunk: bytes) -> None:
-        """Of an interactive program, send stdout on; its limit holds for each answer."""
+    def _pass_on(self, output: StreamOutput, chunk: bytes) -> None:
+        """Send on the stdout of an interactive program; its limit is for each answer."""
         if self._program.interactive and output is self.stdout and chunk:
-            self._unsent += frames.encoded({"output": True}, [chunk])
+            self.unsent += encoded_frame({"output": True}, [chunk])
             self._poll.modify(self._connection.fileno(), select.POLLIN | select.POLLOUT)
 
     def _send(self) -> None:
-        """Send on as much as the other side takes now. A keeper that waited for it would not look at the limits."""
+        """Send on as much as the other side takes now. A keeper that waited for it would not check the limits."""
         with contextlib.suppress(BlockingIOError, ConnectionError):
-            del self._unsent[: self._connection.send(self._unsent, socket.MSG_DONTWAIT)]
-        if not self._unsent:
+            del self.unsent[: self._connection.send(self.unsent, socket.MSG_DONTWAIT)]
+        if not self.unsent:
             self._poll.modify(self._connection.fileno(), select.POLLIN)
 
-    def send_rest(self) -> None:
-        """Send on what the other side has not taken yet; call it when all processes have ended."""
-        self._connection.setblocking(True)
-        self._connection.sendall(self._unsent)
-
     def _take_input(self, poll: select.poll) -> bool:
-        """Take more input for an interactive program; returns False if the other side closed the connection."""
+        """Take more input for an interactive program; return False if the other side closed the connection."""
         try:
-            _, parts = frames.read(self._connection)
+            _, parts = read_frame(self._connection)
         except ConnectionError:
             return False
         if not self._is_closed:
@@ -257,7 +262,7 @@ class _Keeper:
             written = os.write(self._stdin, self._unwritten[:_CHUNK])
         except BlockingIOError:
             return
-        except BrokenPipeError:  # it does not read its input
+        except BrokenPipeError:  # It does not read its input.
             self._unwritten = memoryview(b"")
         else:
             self._unwritten = self._unwritten[written:]
@@ -271,42 +276,19 @@ class _Keeper:
         self._is_closed = True
 
 
-@dataclass(frozen=True)
-class _Place:
-    """The place of one program.
-
-    Args:
-        site: The place of all programs.
-        uid: Its user id.
-        scratch: Its scratch folder.
-        group: Its control group; None on a machine without.
-        streams: Descriptors of stdin, stdout and stderr.
-        end: Descriptor on which a command in Python tells that it came to its end.
-        mark: The bytes that it tells.
-    """
-
-    site: Site
-    uid: int
-    scratch: str
-    group: ControlGroup | None
-    streams: tuple[int, int, int]
-    end: int
-    mark: bytes
-
-
-def _be_init(place: _Place, program: Program, limits: Limits, status: int) -> NoReturn:
+def _be_init(site: Site, run_program: Callable[[], NoReturn], status: int) -> NoReturn:
     """Be the first process of the program's namespace: start it, wait for it, report its status."""
     try:
         syscalls.die_with_parent()
         syscalls.adopt_orphans()
         child = os.fork()
         if child == 0:
-            _be_program(place, program, limits, status)
+            run_program()
         os.dup2(status, 3)
         os.closerange(4, 2**16)
         for descriptor in range(3):
             os.close(descriptor)
-        if place.site.confinement.isolation == "namespaces":
+        if site.confinement.isolation == "namespaces":
             syscalls.drop_capabilities()
         while True:
             pid, code = os.wait()
@@ -317,23 +299,45 @@ def _be_init(place: _Place, program: Program, limits: Limits, status: int) -> No
         os._exit(0)
 
 
-def _be_program(place: _Place, program: Program, limits: Limits, status: int) -> NoReturn:
-    site, scratch = place.site, place.scratch
+def _be_program(
+    site: Site,
+    uid: int,
+    scratch: str,
+    group: ControlGroup | None,
+    streams: tuple[int, int, int, int],
+    end: int,
+    mark: bytes,
+    program: Program,
+    limits: Limits,
+) -> NoReturn:
+    """Become the program.
+
+    Args:
+        site: Place of all programs.
+        uid: Its user id.
+        scratch: Its scratch folder.
+        group: Its control group; None on a machine without.
+        streams: Descriptors of stdin, stdout, stderr and of the report that it could not be confined.
+        end: Descriptor on which a command in Python reports that it came to its end.
+        mark: Bytes of that report.
+        program: The program.
+        limits: Its limits.
+    """
     try:
         os.setsid()
-        if place.group is not None:
-            place.group.join()
-        # the last is not inherited by what a command executes
-        end = fcntl.fcntl(place.end, fcntl.F_DUPFD_CLOEXEC, _END)
-        for number, descriptor in enumerate((*place.streams, status)):
+        if group is not None:
+            group.join()
+        # A command that is executed does not inherit the descriptor of its end.
+        own_end = fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, _END)
+        for number, descriptor in enumerate(streams):
             os.dup2(descriptor, number)
-        os.closerange(4, end)
-        os.closerange(end + 1, 2**16)
+        os.closerange(4, own_end)
+        os.closerange(own_end + 1, 2**16)
         if not program.command:
-            os.close(end)
-        confine(site.confinement, limits, place.uid, scratch, program.relay.port if program.relay else 0)
+            os.close(own_end)
+        confine(site.confinement, limits, uid, scratch, program.relay.port if program.relay else 0)
         os.chdir(os.path.join(scratch, program.folder))
-    except BaseException as error:  # noqa: BLE001  # whatever it is, the program must not run
+    except BaseException as error:  # noqa: BLE001  # The program must not run after any error.
         os.write(3, _STATUS.pack(_UNCONFINED) + f"{type(error).__name__}: {error}".encode())
         os._exit(1)
     os.close(3)
@@ -345,30 +349,27 @@ def _be_program(place: _Place, program: Program, limits: Limits, status: int) ->
         folder=scratch,
         variables=program.variables,
         commands=site.commands,
-        completed=lambda: os.write(end, place.mark),
+        completed=lambda: os.write(own_end, mark),
     )
-
-
-@contextlib.contextmanager
-def _group(site: Site, limits: Limits) -> Iterator[ControlGroup | None]:
-    if site.groups is None:
-        yield None
-        return
-    with contextlib.closing(ControlGroup(site.groups, limits)) as group:
-        yield group
 
 
 @contextlib.contextmanager
 def _scratch(
     confinement: Confinement, table: ProcessTable, limits: Limits, uid: int, relay: Relay | None
 ) -> Iterator[str]:
-    """The scratch folder of one program: its own filesystem, or a folder that is removed."""
+    """Enter a context with the scratch folder of one program: its own filesystem, or a folder that is removed."""
     if confinement.isolation == "namespaces":
         process = None if relay is None else RelayProcess(relay)
-        _enter_program_namespaces(confinement, table)
+        uid_here, gid_here = os.getuid(), os.getgid()
+        if confinement.user_namespace:
+            # The processes of a new user namespace are counted separately.
+            enter_namespaces(syscalls.PROGRAM_NAMESPACES | syscalls.CLONE_NEWUSER)
+            map_user(table, uid_here, gid_here)
+        else:
+            enter_namespaces(syscalls.PROGRAM_NAMESPACES)
         if process is not None:
             for buffer in ("rmem", "wmem"):
-                with contextlib.suppress(OSError):  # a container without settings; connections are few
+                with contextlib.suppress(OSError):  # A container may lack the settings; connections are few.
                     table.write(f"sys/net/ipv4/tcp_{buffer}", f"4096 {BUFFER_BYTES} {BUFFER_BYTES}")
             process.listen()
         mount_scratch(limits.scratch_mib, uid, uid, executes=bool(confinement.executable))
@@ -382,65 +383,36 @@ def _scratch(
         yield folder
 
 
-def _enter_program_namespaces(confinement: Confinement, table: ProcessTable) -> None:
-    flags = _NAMESPACES
-    uid, gid = os.getuid(), os.getgid()
-    if confinement.user_namespace:
-        flags |= syscalls.CLONE_NEWUSER  # whose processes are counted apart
-    enter_namespaces(flags)
-    if confinement.user_namespace:
-        map_user(table, uid, gid)
-
-
-def _write_files(program: Program, scratch: str, uid: int, limits: Limits) -> None:
-    if program.tree:
-        tree.write(tree.unpack(program.tree, limits.scratch_mib * 2**20), scratch, uid)
-    for name, content in program.files.items():
-        with open(os.path.join(scratch, name), "xb") as file:
-            file.write(content)
-            os.fchown(file.fileno(), uid, -1)
-
-
 def _snapshot(program: Program, scratch: str, limits: Limits) -> tuple[bytes, str]:
-    """What a program leaves in the folder that was asked for, and why it cannot be had; one of them is empty."""
+    """Return the files that a program leaves in the requested folder, and why they cannot be read; one is empty."""
     if program.snapshot is None:
         return b"", ""
     folder = os.path.join(scratch, program.snapshot)
     try:
-        # the folder itself may have become a link
+        # The folder itself may have become a link.
         if os.path.realpath(folder) != os.path.normpath(folder) or not os.path.isdir(folder):
             return b"", f"the folder {program.snapshot} is gone"
         most = min(limits.scratch_mib * 2**20, MAX_SNAPSHOT)
         archive = tree.pack(tree.read(folder, most))
     except (tree.UnusableTree, OSError) as error:
         return b"", str(error)
-    if len(archive) + 2 * limits.output_kib * 1024 + frames.MAX_HEADER > frames.MAX_FRAME:
+    if len(archive) + 2 * limits.output_kib * 1024 + MAX_HEADER > MAX_FRAME:
         return b"", f"its files and their names take {len(archive)} bytes, too many for a message"
     return archive, ""
 
 
-def _over(usage: Usage, limits: Limits) -> Ending | None:
+def _over(usage: ProcessUsage, limits: Limits) -> Ending | None:
     """Return the limit that a program is beyond."""
     if usage.memory > limits.memory_mib * 2**20 or usage.locks > MAX_LOCKS:
         return "memory"
-    return "processes" if usage.tasks > limits.most_tasks else None
+    return "processes" if usage.tasks > limits.max_tasks else None
 
 
-def _pause(usage: Usage, limits: Limits) -> float:
-    """Return the seconds until the next look: fewer, the sooner several processes can fill the memory that is left.
+def _pause(usage: ProcessUsage, limits: Limits) -> float:
+    """Return the seconds until the next check: fewer, the sooner several processes can fill the memory that is left.
 
-    One process is held by the limit of its address space.
+    A single process is bounded by the limit of its address space.
     """
     room = limits.memory_mib * 2**20 - usage.memory
     fillers = min(usage.tasks, os.cpu_count() or 1)
     return _LOOK_S if fillers < 2 else min(_LOOK_S, max(_SHORTEST_LOOK_S, room / (fillers * _FILL_RATE)))
-
-
-def _told(ending: Ending, status: int | None) -> tuple[Ending, int | None, int | None]:
-    """Ending, exit code and signal of a status of `waitpid`."""
-    if ending != "exit" or status is None:
-        return ending, None, status if ending == "signal" else None
-    if not os.WIFSIGNALED(status):
-        return "exit", os.WEXITSTATUS(status), None
-    number = os.WTERMSIG(status)
-    return ("cpu" if number == signal.SIGXCPU else "signal"), None, number

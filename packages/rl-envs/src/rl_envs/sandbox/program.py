@@ -1,8 +1,16 @@
-"""Programs, their limits, and how they ended."""
+"""Programs, their limits, how they ended, and the messages that carry them.
+
+A message on a stream is a header in JSON, and the bytes that follow it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import json
+import socket
+import struct
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -12,7 +20,7 @@ Isolation = Literal["namespaces", "landlock", "limits"]
 """Levels of isolation, strongest first."""
 
 Ending = Literal["exit", "signal", "deadline", "cpu", "memory", "processes", "output"]
-"""Why a program ended: by itself, by a signal, or at a limit."""
+"""Reason for the end of a program: itself, a signal, or a limit."""
 
 
 @dataclass(frozen=True)
@@ -22,8 +30,8 @@ class Limits:
     Args:
         cpu_s: Maximum number of seconds of CPU of each of its processes, rounded up to whole seconds.
         wall_s: Maximum number of seconds until it is killed.
-        memory_mib: Maximum address space of each process, and maximum memory of all of them together: what is resident,
-            swapped out, or the kernel's for their page tables, descriptors and threads.
+        memory_mib: Maximum address space of each process, and maximum memory of all of them together: resident and
+            swapped memory, and the kernel's memory for their page tables, descriptors and threads.
         scratch_mib: Size of its scratch folder.
         processes: Maximum number of processes and threads at one time.
         open_files: Maximum number of descriptors of each process.
@@ -39,8 +47,8 @@ class Limits:
     output_kib: int = 1024
 
     @property
-    def most_tasks(self) -> int:
-        """Maximum number of processes and threads of a program's user; those of its sandbox are up to four."""
+    def max_tasks(self) -> int:
+        """Maximum number of processes and threads of a program's user, including up to four of its sandbox."""
         return self.processes + 4
 
 
@@ -50,7 +58,7 @@ class Program:
 
     Args:
         source: Text of the program, run as `__main__`; empty for a command.
-        stdin: All that it can read.
+        stdin: Its whole input.
         files: Contents of files in its scratch folder, its current one, by name; names have no slashes.
         interactive: True if more is written to its stdin, and its output passed on, while it runs.
         command: Command to run instead of `source`. `python FILE`, `python -m MODULE` and `python -c CODE`, each with
@@ -58,8 +66,8 @@ class Program:
         variables: Environment variables in addition to `HOME`, `TMPDIR` and `LANG`.
         tree: Tar archive that is unpacked into the scratch folder; empty for none.
         folder: Folder of the scratch folder in which the program starts; empty for the scratch folder itself.
-        snapshot: Folder of the scratch folder that is read when all processes of the program have ended, `.` for all of
-            it; None to read nothing.
+        snapshot: Folder of the scratch folder that is read when all processes of the program have ended, `.` for the
+            whole folder; None to read nothing.
         relay: The one address that the program may reach; None for no network.
     """
 
@@ -85,15 +93,16 @@ class Outcome:
     """A program's end and its output.
 
     Args:
-        ending: Why it ended.
+        ending: Reason for its end.
         exit_code: 0 to 255 if it ended by itself; None otherwise.
         signal: Number of the signal that ended it; None otherwise.
-        stdout, stderr: its output, cut at the limit.
+        stdout: Its output, cut at the limit.
+        stderr: Its output of errors, cut at the limit.
         seconds: Seconds from the request to the end.
-        is_complete: True if a command in Python came to its end, rather than by `os._exit` or by `sys.exit` in another
+        is_complete: True if a command in Python came to its end, rather than to `os._exit` or to `sys.exit` in another
             of its own files than the main one; False for anything else.
         snapshot: Tar archive of `Program.snapshot`; empty if it was not asked for or is not usable.
-        snapshot_problem: Why there is no snapshot; empty if there is one, or none was asked for.
+        snapshot_problem: Reason why there is no snapshot; empty if there is one, or none was asked for.
     """
 
     ending: Ending
@@ -123,13 +132,13 @@ class Outcome:
         return lines[-1] if lines else ""
 
     def describe(self, limits: Limits) -> str:
-        """How it ended, in words."""
+        """Describe its end in words."""
         match self.ending:
             case "exit" if self.exit_code == 0:
                 return "it ended"
             case "exit":
-                said = f": {self.last_words[:300]}" if self.last_words else ""
-                return f"it ended with exit code {self.exit_code}{said}"
+                words = f": {self.last_words[:300]}" if self.last_words else ""
+                return f"it ended with exit code {self.exit_code}{words}"
             case "signal":
                 return f"it was ended by signal {self.signal}"
             case "deadline":
@@ -145,22 +154,21 @@ class Outcome:
 
 
 def request_of(program: Program, limits: Limits) -> tuple[dict[str, Any], list[bytes]]:
-    """A program as a plain header and the bytes that follow it, as `program_of` reads them."""
+    """Return a program as a plain header and the bytes that follow it, for `program_of`."""
+    fields = ("interactive", "folder", "snapshot")
     header = {
+        **{name: getattr(program, name) for name in fields},
         "limits": asdict(limits),
         "files": list(program.files),
-        "interactive": program.interactive,
         "command": list(program.command),
         "variables": dict(program.variables),
-        "folder": program.folder,
-        "snapshot": program.snapshot,
         "relay": None if program.relay is None else asdict(program.relay),
     }
     return header, [program.source.encode(errors="replace"), program.stdin, program.tree, *program.files.values()]
 
 
 def program_of(header: Mapping[str, Any], parts: list[bytes]) -> tuple[Program, Limits]:
-    """Inverse of `request_of`."""
+    """Return the program and the limits of a request of `request_of`."""
     source, stdin, tree, *contents = parts
     program = Program(
         source.decode(),
@@ -175,3 +183,106 @@ def program_of(header: Mapping[str, Any], parts: list[bytes]) -> tuple[Program, 
         relay=None if header["relay"] is None else Relay(**header["relay"]),
     )
     return program, Limits(**header["limits"])
+
+
+_LENGTH = struct.Struct("!I")
+MAX_FRAME = 2**28
+"""Maximum number of bytes of a message."""
+
+
+MAX_HEADER = 2**20
+"""Maximum number of bytes of a header."""
+
+
+class MalformedFrame(ConnectionError):
+    """Raised if the other side sent something else than a message, or a message that is too large."""
+
+
+class StreamClosed(ConnectionError):
+    """Raised if the other side closed the stream."""
+
+
+def write_frame(connection: socket.socket, header: Mapping[str, Any], parts: Sequence[bytes] = ()) -> None:
+    """Send one message; blocks until the other side has taken it."""
+    connection.sendall(encoded_frame(header, parts))
+
+
+def encoded_frame(header: Mapping[str, Any], parts: Sequence[bytes] = ()) -> bytes:
+    """Return the bytes of one message."""
+    head = json.dumps({**header, "parts": [len(part) for part in parts]}).encode()
+    if len(head) > MAX_HEADER:
+        raise ValueError(f"a program may have fewer files: their names take {len(head)} bytes, more than {MAX_HEADER}")
+    size = len(head) + sum(map(len, parts))
+    if size > MAX_FRAME:
+        raise ValueError(f"a program, its input and its files may have {MAX_FRAME} bytes together, got {size}")
+    return b"".join((_LENGTH.pack(len(head)), head, *parts))
+
+
+def read_frame(connection: socket.socket) -> tuple[dict[str, Any], list[bytes]]:
+    """Receive one message.
+
+    Raises:
+        StreamClosed: If the other side closed the stream.
+        MalformedFrame: If it is not a message of at most `MAX_FRAME` bytes.
+    """
+    (size,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
+    if size > MAX_HEADER:
+        raise MalformedFrame(f"a header has at most {MAX_HEADER} bytes, got {size}")
+    try:
+        header = json.loads(_exactly(connection, size))
+    except (ValueError, RecursionError):
+        raise MalformedFrame("the header is not JSON") from None
+    lengths = header.pop("parts", None) if isinstance(header, dict) else None
+    if not isinstance(lengths, list) or not all(type(length) is int and length >= 0 for length in lengths):
+        raise MalformedFrame("the header does not have the lengths of its parts")
+    if size + sum(lengths) > MAX_FRAME:
+        raise MalformedFrame(f"a message has at most {MAX_FRAME} bytes, got {size + sum(lengths)}")
+    return header, [_exactly(connection, length) for length in lengths]
+
+
+def _exactly(connection: socket.socket, size: int) -> bytes:
+    received = bytearray()
+    while len(received) < size:
+        chunk = connection.recv(min(size - len(received), 2**20))
+        if not chunk:
+            raise StreamClosed("the other side closed the stream")
+        received += chunk
+    return bytes(received)
+
+
+class Cancellation:
+    """Ends the programs that run under it, and those that would be started later."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._connection: socket.socket | None = None
+        self._is_cancelled = False
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Return whether `cancel` was called."""
+        return self._is_cancelled
+
+    def cancel(self) -> None:
+        """End the program that runs; the thread that waits for it gets a `SandboxFailed`."""
+        with self._lock:
+            self._is_cancelled = True
+            self._shut()
+
+    @contextlib.contextmanager
+    def ending(self, connection: socket.socket) -> Iterator[None]:
+        """Shut a connection down if this is cancelled while the context lasts."""
+        with self._lock:
+            self._connection = connection
+            if self._is_cancelled:
+                self._shut()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._connection = None
+
+    def _shut(self) -> None:
+        if self._connection is not None:
+            with contextlib.suppress(OSError):
+                self._connection.shutdown(socket.SHUT_RDWR)

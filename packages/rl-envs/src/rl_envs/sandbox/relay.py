@@ -1,4 +1,4 @@
-"""The one address outside its sandbox that a program may reach: a port of its own network, piped there."""
+"""The one address outside its sandbox that a program may reach, by a port of its own network that is piped there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import threading
 from dataclasses import dataclass
 from typing import NoReturn
 
-from rl_envs.sandbox import syscalls
+from rl_envs.sandbox.kernel import syscalls
 
 MAX_CONNECTIONS = 32
 """Maximum number of connections of a program at one time; further ones wait."""
@@ -20,7 +20,7 @@ CONNECT_TIMEOUT_S = 10.0
 """Maximum number of seconds until the address has accepted a connection."""
 
 BUFFER_BYTES = 2**18
-"""Maximum number of bytes of a connection that wait to be sent, or to be received, in the memory of the kernel."""
+"""Maximum number of bytes of a connection in the memory of the kernel, to be sent or to be received."""
 
 _CHUNK = 2**16
 _SIOCSIFFLAGS, _SIOCGIFFLAGS, _IFF_UP = 0x8914, 0x8913, 1
@@ -42,8 +42,8 @@ class Relay:
 class RelayProcess:
     """A process in the network of the machine that connects a program's port to one address.
 
-    It is started before the caller leaves that network. The port is made there by `listen`, in the network of the
-    program, and passed to it.
+    It is started before the caller leaves that network. `listen` makes the port in the network of the program and
+    passes it to this process.
 
     Args:
         relay: The address.
@@ -66,17 +66,13 @@ class RelayProcess:
             OSError: If the network has no loopback device, or it may not be used.
         """
         with self._control, socket.socket(socket.AF_INET, socket.SOCK_STREAM) as port:
-            _bring_up(port)
+            # A new network starts with its loopback device down.
+            request = struct.pack("16sH22x", b"lo", 0)
+            (flags,) = struct.unpack_from("H", fcntl.ioctl(port, _SIOCGIFFLAGS, request), 16)
+            fcntl.ioctl(port, _SIOCSIFFLAGS, struct.pack("16sH22x", b"lo", flags | _IFF_UP))
             port.bind(("127.0.0.1", self._relay.port))
             port.listen(MAX_CONNECTIONS)
             socket.send_fds(self._control, [b"p"], [port.fileno()])
-
-
-def _bring_up(any_socket: socket.socket) -> None:
-    """Bring up the loopback device of this process's network."""
-    request = struct.pack("16sH22x", b"lo", 0)
-    (flags,) = struct.unpack_from("H", fcntl.ioctl(any_socket, _SIOCGIFFLAGS, request), 16)
-    fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sH22x", b"lo", flags | _IFF_UP))
 
 
 def _serve(control: socket.socket, relay: Relay, parent: int) -> NoReturn:
@@ -89,22 +85,18 @@ def _serve(control: socket.socket, relay: Relay, parent: int) -> NoReturn:
         threading.stack_size(2**18)
         _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
         if descriptors:
-            # of everything that was inherited, only the port is needed
+            # Only the port is needed of the inherited descriptors.
             os.dup2(descriptors[0], 3)
             os.closerange(4, 2**16)
             syscalls.drop_capabilities()
             syscalls.hide_from_tracers()
-            _accept(socket.socket(fileno=3), relay)
+            port, room = socket.socket(fileno=3), threading.BoundedSemaphore(MAX_CONNECTIONS)
+            while True:
+                room.acquire()
+                near, _ = port.accept()
+                threading.Thread(target=_connect, args=(near, relay, room), daemon=True).start()
     finally:
         os._exit(0)
-
-
-def _accept(port: socket.socket, relay: Relay) -> NoReturn:
-    room = threading.BoundedSemaphore(MAX_CONNECTIONS)
-    while True:
-        room.acquire()
-        near, _ = port.accept()
-        threading.Thread(target=_connect, args=(near, relay, room), daemon=True).start()
 
 
 def _connect(near: socket.socket, relay: Relay, room: threading.BoundedSemaphore) -> None:
@@ -116,7 +108,7 @@ def _connect(near: socket.socket, relay: Relay, room: threading.BoundedSemaphore
         ):
             far.settimeout(None)
             for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-                far.setsockopt(socket.SOL_SOCKET, buffer, BUFFER_BYTES // 2)  # the kernel doubles it
+                far.setsockopt(socket.SOL_SOCKET, buffer, BUFFER_BYTES // 2)  # The kernel doubles it.
             back = threading.Thread(target=_pipe, args=(far, near), daemon=True)
             back.start()
             _pipe(near, far)

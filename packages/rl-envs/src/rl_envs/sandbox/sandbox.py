@@ -1,8 +1,9 @@
-"""The near side of a sandbox: starts its zygote and hands programs to it."""
+"""The near side of a sandbox: starts its zygote, checks it from inside, and hands programs to it."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 import subprocess
@@ -15,11 +16,19 @@ from typing import Any, Protocol, Self
 
 import rl_envs
 from rl_core.errors import RLError
-from rl_envs.sandbox import frames, preflight
-from rl_envs.sandbox.cancellation import Cancellation
 from rl_envs.sandbox.config import SandboxConfig
-from rl_envs.sandbox.program import Isolation, Limits, Outcome, Program, request_of
+from rl_envs.sandbox.program import (
+    Cancellation,
+    Isolation,
+    Limits,
+    Outcome,
+    Program,
+    read_frame,
+    request_of,
+    write_frame,
+)
 from rl_envs.sandbox.remote import RemoteSandbox
+from rl_envs.sandbox.scratch import temporary_folder
 
 GRACE_S = 60.0
 """Seconds beyond a program's own limit after which its keeper counts as hanging."""
@@ -30,7 +39,7 @@ END_TIMEOUT_S = 10.0
 
 
 class SandboxUnavailable(RLError):
-    """Raised if the machine does not offer the level of isolation that the settings ask for."""
+    """Raised if the machine does not offer the level of isolation of the settings."""
 
 
 class SandboxFailed(RLError):
@@ -79,7 +88,7 @@ class Sandbox:
     Threads may share one. A program never sees this process: not its memory, its descriptors or its variables.
 
     Args:
-        isolation: The level, which is verified from inside before the first program.
+        isolation: Level of isolation, which a program verifies from inside before the first program runs.
         limits: Limits of programs that come without their own.
         python_path: Folders with packages that programs may import.
         commands: Folders with commands that programs may execute; only with the isolation `namespaces`.
@@ -105,8 +114,16 @@ class Sandbox:
         self._zygote: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._start()
+        if isolation == "limits":
+            return
         try:
-            self._verify()
+            with probe() as (program, limits_of_probe):
+                problem = probe_problem(self.run(program, limits_of_probe), limits_of_probe)
+            if problem:
+                raise SandboxUnavailable(_unavailable(isolation, problem))
+        except SandboxFailed as error:
+            self.close()
+            raise SandboxUnavailable(_unavailable(isolation, str(error))) from None
         except BaseException:
             self.close()
             raise
@@ -133,13 +150,18 @@ class Sandbox:
         limits = limits or self.limits
         with self.connect() as connection, (cancellation or Cancellation()).ending(connection):
             connection.settimeout(limits.wall_s + GRACE_S)
-            with self._failures(limits):
-                frames.write(connection, *request_of(program, limits))
-                return outcome_of(*frames.read(connection))
+            try:
+                write_frame(connection, *request_of(program, limits))
+                return outcome_of(*read_frame(connection))
+            except TimeoutError:
+                waited = f"{limits.wall_s:g} s and {GRACE_S:g} s more"
+                raise SandboxFailed(f"the sandbox gave no answer within {waited}") from None
+            except ConnectionError:
+                raise SandboxFailed("the sandbox's process ended while it ran a program") from None
 
     @contextlib.contextmanager
     def connect(self) -> Iterator[socket.socket]:
-        """The connection to a keeper of one program, which ends the program when the connection is closed."""
+        """Connect to a keeper of one program, which ends the program when the connection is closed."""
         near, far = socket.socketpair()
         with near:
             with far, self._lock:
@@ -171,7 +193,7 @@ class Sandbox:
         )
         with far:
             self._zygote = subprocess.Popen(
-                # without the packages and the variables of this process; sets are ordered alike in every program
+                # Python starts without the packages and the variables of this process; sets have one order everywhere.
                 [sys.executable, "-s", "-S", "-P", "-c", code],
                 env={"PYTHONHASHSEED": "0", "LC_ALL": "C.UTF-8"},
                 cwd="/",
@@ -183,7 +205,7 @@ class Sandbox:
         self._control = near
         near.settimeout(START_TIMEOUT_S)
         try:
-            header, _ = frames.read(near)
+            header, _ = read_frame(near)
         except (ConnectionError, TimeoutError):
             self.close()
             raise SandboxFailed("the sandbox's first process ended before it was ready; see its stderr") from None
@@ -191,31 +213,9 @@ class Sandbox:
             self.close()
             raise SandboxUnavailable(_unavailable(self.isolation, header["problem"]))
 
-    def _verify(self) -> None:
-        if self.isolation == "limits":
-            return
-        try:
-            with preflight.bait() as (program, limits):
-                outcome = self.run(program, limits)
-        except SandboxFailed as error:
-            raise SandboxUnavailable(_unavailable(self.isolation, str(error))) from None
-        if problem := preflight.problem(outcome, limits):
-            raise SandboxUnavailable(_unavailable(self.isolation, problem))
-
-    @contextlib.contextmanager
-    def _failures(self, limits: Limits) -> Iterator[None]:
-        try:
-            yield
-        except TimeoutError:
-            raise SandboxFailed(
-                f"the sandbox gave no answer within {limits.wall_s:g} s and {GRACE_S:g} s more"
-            ) from None
-        except ConnectionError:
-            raise SandboxFailed("the sandbox's process ended while it ran a program") from None
-
 
 def outcome_of(header: dict[str, Any], parts: list[bytes]) -> Outcome:
-    """A keeper's answer as an outcome.
+    """Convert a keeper's answer to an outcome.
 
     Raises:
         SandboxFailed: If it could not run the program.
@@ -241,3 +241,76 @@ def _unavailable(isolation: Isolation, problem: str) -> str:
     contains = "contains programs by rules" if weaker == "landlock" else "contains accidents only, not hostile programs"
     remedy = f"Set `sandbox.isolation: {weaker}`, which {contains}, or `sandbox.url` to a server of sandboxes."
     return f"the sandbox with isolation {isolation} does not work on this machine: {problem}. {remedy}"
+
+
+_LIMITS = Limits(cpu_s=20.0, wall_s=60.0, processes=8)
+
+_PROBE = """
+import ctypes, json, os, socket, sys
+bait = json.load(sys.stdin)
+breaches = []
+
+def tries(name):
+    def run(attempt):
+        try:
+            attempt()
+        except (OSError, ProcessLookupError, RuntimeError):
+            return
+        breaches.append(name)
+    return run
+
+@tries("it reads a file outside its folder")
+def read():
+    open(bait["file"]).read()
+
+@tries("it writes a file outside its folder")
+def write():
+    open(bait["file"] + ".written", "w").close()
+
+@tries("it connects to a port of the machine")
+def connect():
+    socket.create_connection(("127.0.0.1", bait["port"]), timeout=5).close()
+
+@tries("it may send signals to other processes")
+def signal():
+    os.kill(bait["pid"], 0)
+
+@tries("it sees the machine's processes")
+def processes():
+    os.listdir(f"/proc/{bait['pid']}")
+
+@tries("it makes a namespace of its own")
+def namespace():
+    if ctypes.CDLL(None, use_errno=True).unshare(0x10000000):
+        raise OSError("refused")
+
+if len(os.listdir()) or os.environ.keys() - {"HOME", "TMPDIR", "LANG"}:
+    breaches.append("its folder or its environment is not empty")
+with open("own", "w") as file:
+    file.write("works")
+print(json.dumps(breaches))
+"""
+
+
+@contextlib.contextmanager
+def probe() -> Iterator[tuple[Program, Limits]]:
+    """Enter a context with a program that reports its ways out of the sandbox, and the limits to run it with."""
+    with (
+        temporary_folder(os.getuid()) as folder,
+        socket.create_server(("127.0.0.1", 0)) as port,
+    ):
+        # Any user of the machine may read and write the file.
+        os.chmod(folder, 0o777)
+        file = os.path.join(folder, "bait")
+        with open(file, "w") as opened:
+            opened.write("bait")
+        os.chmod(file, 0o666)
+        given = {"file": file, "port": port.getsockname()[1], "pid": os.getpid()}
+        yield Program(_PROBE, stdin=json.dumps(given).encode()), _LIMITS
+
+
+def probe_problem(outcome: Outcome, limits: Limits) -> str:
+    """Return the program's ways out of the sandbox, or why it could not report; empty if it is contained."""
+    if not outcome.ok:
+        return f"a harmless program does not run: {outcome.describe(limits)}"
+    return "; ".join(f"a program gets out: {breach}" for breach in json.loads(outcome.stdout))

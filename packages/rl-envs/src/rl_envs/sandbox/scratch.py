@@ -21,9 +21,18 @@ _logger = logging.getLogger(__name__)
 def temporary_folder(uid: int) -> Iterator[str]:
     """Create an empty folder of a user; it is removed with all that is in it.
 
-    Its parent belongs to this user, and is locked while this process lives: `sweep` knows by it that it is in use.
+    Its parent belongs to this user, and is locked while this process runs, so that `sweep` does not remove it.
     """
-    parent, lock = _locked_folder()
+    while True:
+        parent = tempfile.mkdtemp(prefix=_PREFIX)
+        lock = os.open(parent, _FOLDER)
+        with contextlib.suppress(OSError):  # On a filesystem without locks nobody sweeps it.
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if os.fstat(lock).st_nlink:
+            break
+        os.close(lock)  # Another process swept it before it was locked.
+    # Programs enter it under their user ids; nobody else can open it, so nobody else can hold its lock.
+    os.fchmod(lock, 0o711)
     folder = f"{parent}/{_FILES}"
     try:
         os.mkdir(folder, 0o700)
@@ -52,34 +61,18 @@ def _abandoned() -> Iterator[tuple[str, int]]:
     for folder in found:
         try:
             descriptor = os.open(folder, _FOLDER)
-        except OSError:  # it belongs to another user, or is gone
+        except OSError:  # It belongs to another user, or is gone.
             continue
         try:
-            if os.fstat(descriptor).st_uid == os.geteuid() and _locks(descriptor):
-                yield folder, descriptor
+            if os.fstat(descriptor).st_uid != os.geteuid():
+                continue
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:  # It is in use, or this filesystem has no locks.
+                continue
+            yield folder, descriptor
         finally:
             os.close(descriptor)
-
-
-def _locks(folder: int) -> bool:
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # it is in use, or this filesystem has no locks
-        return False
-    return True
-
-
-def _locked_folder() -> tuple[str, int]:
-    while True:
-        folder = tempfile.mkdtemp(prefix=_PREFIX)
-        lock = os.open(folder, _FOLDER)
-        with contextlib.suppress(OSError):  # on a filesystem without locks nobody sweeps it
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        if os.fstat(lock).st_nlink:
-            # programs enter it under their user ids; nobody else can open it, so nobody else can hold its lock
-            os.fchmod(lock, 0o711)
-            return folder, lock
-        os.close(lock)  # another process swept it before it was locked
 
 
 def _remove(folder: str, descriptor: int) -> None:
@@ -87,11 +80,8 @@ def _remove(folder: str, descriptor: int) -> None:
         _empty(descriptor)
         os.rmdir(folder)
     except OSError as error:
-        _logger.warning(
-            "the sandbox's folder %s could not be removed: %s. The next sandbox that starts tries again.",
-            folder,
-            error,
-        )
+        message = "the sandbox's folder %s could not be removed: %s. The next sandbox that starts tries again."
+        _logger.warning(message, folder, error)
 
 
 def _empty(top: int) -> None:
@@ -116,7 +106,7 @@ def _flatten(folder: int, top: int, moved: Iterator[int]) -> None:
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
-                _make_accessible(entry.name, folder)  # a folder that may not be written cannot be moved
+                _make_accessible(entry.name, folder)  # A folder that may not be written cannot be moved.
                 os.rename(entry.name, str(next(moved)), src_dir_fd=folder, dst_dir_fd=top)
             else:
                 os.unlink(entry.name, dir_fd=folder)

@@ -30,7 +30,7 @@ class SandboxServer(ThreadingHTTPServer):
     """Serves one sandbox on a port of this machine.
 
     Args:
-        sandbox: Runs the programs; its limits are the most that a request may ask for.
+        sandbox: Runs the programs; its limits are the maximum of a request.
         port: 0 for any that is free.
     """
 
@@ -42,7 +42,7 @@ class SandboxServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """Its address."""
+        """Address of the server."""
         return f"http://{self.server_address[0]!s}:{self.server_address[1]}"
 
 
@@ -55,7 +55,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_error(404)
             return
         if self.headers.get_content_type() != "application/json":
-            # the pages of a browser may send other types to any address without asking
+            # The pages of a browser may send other types to any address without asking.
             self.send_error(415, "send application/json")
             return
         length = self.headers.get("Content-Length", "")
@@ -66,43 +66,35 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_error(413)
             return
         data = self.rfile.read(int(length))
-        if len(data) < int(length):  # the client left
+        if len(data) < int(length):  # The client left.
             self.close_connection = True
             return
-        self._answer(self._run(data))
-
-    def log_message(self, *_: Any) -> None:
-        """Requests are not logged."""
-
-    def _run(self, data: bytes) -> dict[str, Any]:
         try:
-            body = _read_json(data)
+            try:
+                body = json.loads(data)
+            except RecursionError:
+                raise ValueError("the request is nested too deeply") from None
             program, limits = program_in(body, self.server.sandbox.limits)
             outcome = self.server.sandbox.run(program, limits)
-            return {**answer_to(outcome), "files": files_in(outcome, body.get("fetch_files") or [], limits)}
+            files = files_in(outcome, body.get("fetch_files") or [], limits)
+            answer = {**answer_to(outcome), "files": files}
         except (ValueError, RLError) as error:
-            return {"status": "SandboxError", "message": str(error)}
-
-    def _answer(self, answer: dict[str, Any]) -> None:
-        data = json.dumps(answer).encode()
+            answer = {"status": "SandboxError", "message": str(error)}
+        encoded = json.dumps(answer).encode()
         try:
             self.send_response(200)
             self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(data)))
+            self.send_header("Content-Length", str(len(encoded)))
             self.end_headers()
-            self.wfile.write(data)
-        except ConnectionError:  # the client left
+            self.wfile.write(encoded)
+        except ConnectionError:  # The client left.
             self.close_connection = True
 
-
-def _read_json(data: bytes) -> Any:
-    try:
-        return json.loads(data)
-    except RecursionError:
-        raise ValueError("the request is nested too deeply") from None
+    def log_message(self, *_: Any) -> None:
+        """Do nothing: requests are not logged."""
 
 
-def program_in(body: Any, most: Limits) -> tuple[Program, Limits]:
+def program_in(body: Any, highest: Limits) -> tuple[Program, Limits]:
     """Return the program of a request, and its limits.
 
     Raises:
@@ -117,21 +109,24 @@ def program_in(body: Any, most: Limits) -> tuple[Program, Limits]:
         raise ValueError("`stdin` is a string")
     if not isinstance(files, dict) or not all(isinstance(content, str) for content in files.values()):
         raise ValueError("`files` is an object of names and contents in base64")
+    fetched = body.get("fetch_files") or []
+    if not isinstance(fetched, list) or not all(isinstance(name, str) for name in fetched):
+        raise ValueError("`fetch_files` is a list of paths")
     program = Program(
         body["code"],
         stdin=stdin.encode(errors="replace"),
         files={name: base64.b64decode(content) for name, content in files.items()},
-        snapshot="." if _fetched(body) else None,
+        snapshot="." if fetched else None,
     )
-    memory = _bounded(body, "memory_limit_MB", most.memory_mib)
-    return program, replace(most, wall_s=_bounded(body, "run_timeout", most.wall_s), memory_mib=math.ceil(memory))
+    memory = _bounded(body, "memory_limit_MB", highest.memory_mib)
+    return program, replace(highest, wall_s=_bounded(body, "run_timeout", highest.wall_s), memory_mib=math.ceil(memory))
 
 
 def files_in(outcome: Outcome, names: Sequence[str], limits: Limits) -> dict[str, str]:
-    """The files that a program left, of those that a request asks for, in base64.
+    """Return the requested files that a program left, in base64.
 
     Raises:
-        ValueError: If what it left is too large.
+        ValueError: If its files are too large.
     """
     if outcome.snapshot_problem:
         raise ValueError(f"the files cannot be fetched: {outcome.snapshot_problem}")
@@ -142,23 +137,16 @@ def files_in(outcome: Outcome, names: Sequence[str], limits: Limits) -> dict[str
     return {name: base64.b64encode(content).decode() for name, content in found.items() if content is not None}
 
 
-def _fetched(body: Mapping[str, Any]) -> list[str]:
-    names = body.get("fetch_files") or []
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError("`fetch_files` is a list of paths")
-    return names
-
-
-def _bounded(body: Mapping[str, Any], key: str, most: float) -> float:
-    """Return a limit that a request asks for, no larger than that of the server."""
-    value = body.get(key) or most
+def _bounded(body: Mapping[str, Any], key: str, highest: float) -> float:
+    """Return the limit of a request, no larger than the server's."""
+    value = body.get(key) or highest
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
         raise ValueError(f"`{key}` is a positive number, got {value!r:.100}")
-    return min(most, value)
+    return min(highest, value)
 
 
 def answer_to(outcome: Outcome) -> dict[str, Any]:
-    """An outcome as SandboxFusion tells it."""
+    """Return an outcome in the form of SandboxFusion."""
     is_over = outcome.ending in ("deadline", "cpu")
     code = outcome.exit_code if outcome.signal is None else -outcome.signal
     return {
@@ -185,7 +173,7 @@ def main() -> None:
         Sandbox(arguments.isolation) as sandbox,
         SandboxServer(sandbox, host=arguments.host, port=arguments.port) as server,
     ):
-        print(f"sandboxes at {server.url}", flush=True)  # noqa: T201  # tells the user where it listens
+        print(f"sandboxes at {server.url}", flush=True)  # noqa: T201  # The user needs the address.
         server.serve_forever()
 
 

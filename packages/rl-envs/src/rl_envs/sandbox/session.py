@@ -1,4 +1,4 @@
-"""A Python session in a sandbox: variables live from call to call, as in a notebook."""
+"""A Python session in a sandbox: variables are kept from call to call, as in a notebook."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import time
 from types import TracebackType
 from typing import Self
 
-from rl_envs.sandbox import frames
-from rl_envs.sandbox.program import Limits, Program, request_of
+from rl_envs.sandbox.program import Limits, Program, read_frame, request_of, write_frame
 from rl_envs.sandbox.sandbox import Sandbox, outcome_of
 
 _REPL = """
@@ -57,7 +56,7 @@ class Session:
     clock, `os.urandom` and addresses in memory differ.
 
     Args:
-        sandbox: Where it runs.
+        sandbox: Sandbox in which it runs.
         limits: Limits of the session; those of the sandbox if unset. `wall_s` is for all calls together.
         seed: Seed of Python's `random`.
     """
@@ -70,16 +69,16 @@ class Session:
         self._connection = self._stack.enter_context(sandbox.connect())
         self.ended = ""
         source = f"import random\nrandom.seed({int(seed)})\n{_REPL}"
-        frames.write(self._connection, *request_of(Program(source, interactive=True), self._limits))
+        write_frame(self._connection, *request_of(Program(source, interactive=True), self._limits))
 
     @classmethod
     def restore(cls, sandbox: Sandbox, saved: bytes, limits: Limits | None = None) -> Self:
         """Start a session, and run the calls of a saved one in it.
 
         Args:
-            sandbox: Where it runs.
-            saved: As `save` gave it.
-            limits: As for a new session.
+            sandbox: Sandbox in which it runs.
+            saved: Result of `save`.
+            limits: Limits of the session, as for a new one.
         """
         state = json.loads(saved)
         session = cls(sandbox, limits, seed=state["seed"])
@@ -87,7 +86,7 @@ class Session:
             session.execute(code, timeout_s=REPLAY_FACTOR * seconds + MAX_JOURNAL_S)
         if state["ended"]:
             session._end(state["ended"])
-        # seconds of the first run count, so that a session does not become too long by being restored
+        # Seconds of the first run count, so that a session does not become too long because it is restored.
         session._journal = [(code, seconds) for code, seconds in state["calls"]]
         return session
 
@@ -112,13 +111,13 @@ class Session:
     def execute(self, code: str, *, timeout_s: float) -> str:
         """Run code and return its output, with the value of a last expression, or its traceback.
 
-        A session that has ended (`ended` says why) answers with that.
+        A session that has ended answers with the reason, which is in `ended`.
         """
         if self.ended:
             return self.ended
         begin = time.monotonic()
         try:
-            frames.write(self._connection, {}, [json.dumps(code).encode() + b"\n"])
+            write_frame(self._connection, {}, [json.dumps(code).encode() + b"\n"])
             answer = self._answer(begin + timeout_s)
             self._journal.append((code, round(time.monotonic() - begin, 3)))
             return answer
@@ -136,7 +135,7 @@ class Session:
         output = bytearray()
         while not output.endswith(b"\n"):
             self._connection.settimeout(max(0.001, deadline - time.monotonic()))
-            header, parts = frames.read(self._connection)
+            header, parts = read_frame(self._connection)
             if not header.get("output"):
                 outcome = outcome_of(header, parts)
                 self._end(f"the session was ended: {outcome.describe(self._limits)}")

@@ -17,11 +17,11 @@ MAX_PATH = 1024
 
 
 class UnusableTree(ValueError):
-    """Raised if an archive is malformed or too large, or a member of it would lie outside its folder."""
+    """Raised if an archive is malformed or too large, or a member of it would be outside its folder."""
 
 
 @dataclass(frozen=True)
-class Entry:
+class TreeEntry:
     """A file, a link or a folder of a tree.
 
     Args:
@@ -37,8 +37,8 @@ class Entry:
     is_executable: bool = False
 
 
-def pack(entries: Iterable[Entry]) -> bytes:
-    """The entries as a tar archive, in their order.
+def pack(entries: Iterable[TreeEntry]) -> bytes:
+    """Return the entries as a tar archive, in their order.
 
     Raises:
         UnusableTree: If a path or a link leads out of the tree.
@@ -58,8 +58,8 @@ def pack(entries: Iterable[Entry]) -> bytes:
     return written.getvalue()
 
 
-def unpack(data: bytes, max_bytes: int) -> list[Entry]:
-    """The entries of a tar archive, which may come from anybody.
+def unpack(data: bytes, max_bytes: int) -> list[TreeEntry]:
+    """Return the entries of a tar archive, which may come from anybody.
 
     Args:
         data: The archive, not compressed.
@@ -72,13 +72,13 @@ def unpack(data: bytes, max_bytes: int) -> list[Entry]:
     return list(_checked(_members(data, max_bytes)))
 
 
-def write(entries: Iterable[Entry], folder: str, uid: int) -> None:
+def write(entries: Iterable[TreeEntry], folder: str, uid: int) -> None:
     """Write a tree into an empty folder.
 
     Args:
         entries: Entries as `unpack` returns them.
         folder: An existing folder.
-        uid: User that owns what is written.
+        uid: User that owns the files.
     """
     made = {""}
     for entry in entries:
@@ -99,8 +99,8 @@ def write(entries: Iterable[Entry], folder: str, uid: int) -> None:
                 os.fchown(file.fileno(), uid, -1)
 
 
-def read(folder: str, max_bytes: int, left_out: frozenset[str] = frozenset()) -> Iterator[Entry]:
-    """The tree below a folder that nobody writes to meanwhile; nothing outside it is read.
+def read(folder: str, max_bytes: int, left_out: frozenset[str] = frozenset()) -> Iterator[TreeEntry]:
+    """Yield the tree below a folder that nobody writes to meanwhile; nothing outside it is read.
 
     Links that lead out of it, pipes and devices are left out.
 
@@ -124,26 +124,22 @@ def read(folder: str, max_bytes: int, left_out: frozenset[str] = frozenset()) ->
             status = os.lstat(full)
             if stat.S_ISDIR(status.st_mode):
                 if name not in left_out:
-                    yield Entry(path)
+                    yield TreeEntry(path)
                     waiting.append(path)
             elif stat.S_ISLNK(status.st_mode):
                 target = os.readlink(full)
                 if target and _stays(path, target):
-                    yield Entry(path, link=target)
+                    yield TreeEntry(path, link=target)
             elif stat.S_ISREG(status.st_mode):
                 room -= status.st_size
                 if room < 0:
                     raise UnusableTree(f"its files have more than {max_bytes} bytes")
-                yield Entry(path, _contents(full, status.st_size), is_executable=bool(status.st_mode & 0o100))
+                with open(os.open(full, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+                    content = file.read(status.st_size)
+                yield TreeEntry(path, content, is_executable=bool(status.st_mode & 0o100))
 
 
-def _contents(path: str, size: int) -> bytes:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with open(descriptor, "rb") as file:
-        return file.read(size)
-
-
-def _members(data: bytes, max_bytes: int) -> Iterator[Entry]:
+def _members(data: bytes, max_bytes: int) -> Iterator[TreeEntry]:
     room = max_bytes
     try:
         with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
@@ -154,24 +150,24 @@ def _members(data: bytes, max_bytes: int) -> Iterator[Entry]:
                     raise UnusableTree(f"it has more than {MAX_ENTRIES} files")
                 path = member.name.removeprefix("./")
                 if member.isdir():
-                    yield Entry(path.rstrip("/"))
+                    yield TreeEntry(path.rstrip("/"))
                 elif member.issym():
-                    yield Entry(path, link=member.linkname)
+                    yield TreeEntry(path, link=member.linkname)
                 elif member.isreg():
                     room -= member.size
                     if room < 0:
                         raise UnusableTree(f"its files have more than {max_bytes} bytes")
                     file = archive.extractfile(member)
                     assert file is not None
-                    yield Entry(path, file.read(), is_executable=bool(member.mode & 0o100))
+                    yield TreeEntry(path, file.read(), is_executable=bool(member.mode & 0o100))
                 else:
                     raise UnusableTree(f"{path!r:.200} is neither a file nor a folder nor a symbolic link")
-    # the parser raises others than its own for bytes that nobody wrote
+    # The parser raises other errors than its own for bytes that are no archive.
     except (tarfile.TarError, OverflowError, UnicodeError, EOFError) as error:
         raise UnusableTree(f"it is not a tar archive: {error}") from None
 
 
-def _checked(entries: Iterable[Entry]) -> Iterator[Entry]:
+def _checked(entries: Iterable[TreeEntry]) -> Iterator[TreeEntry]:
     links: set[str] = set()
     known: set[str] = set()
     for entry in entries:
@@ -199,6 +195,6 @@ def _stays(path: str, target: str) -> bool:
 
 
 def parents(path: str) -> list[str]:
-    """The folders that a path lies in, outermost first."""
+    """Return the folders around a path, outermost first."""
     parts = path.split("/")[:-1]
     return ["/".join(parts[: depth + 1]) for depth in range(len(parts))]

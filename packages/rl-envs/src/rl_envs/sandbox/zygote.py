@@ -1,6 +1,6 @@
 """The zygote: a small, clean Python process that is forked for each program, so that none waits for an interpreter.
 
-It runs only on the standard library, has one thread, no environment variables and no descriptors but its own.
+It runs only on the standard library, and has one thread, no environment variables and only its own descriptors.
 """
 
 from __future__ import annotations
@@ -15,40 +15,56 @@ import struct
 import sys
 from dataclasses import replace
 
-from rl_envs.sandbox import frames, landlock, syscalls
-from rl_envs.sandbox.confinement import MAX_SLOTS, Confinement, first_user_id, mapped_ids
-from rl_envs.sandbox.control_group import delegated
-from rl_envs.sandbox.filesystem import command_paths, enter_namespaces, enter_root, map_user, readable_paths
+from rl_envs.sandbox.confinement import (
+    MAX_SLOTS,
+    Confinement,
+    command_paths,
+    enter_namespaces,
+    enter_root,
+    first_user_id,
+    map_user,
+    mapped_ids,
+    readable_paths,
+)
 from rl_envs.sandbox.interpreter import PRELOADED, add_builtins
 from rl_envs.sandbox.keeper import Site, keep
-from rl_envs.sandbox.processes import ProcessTable
-from rl_envs.sandbox.program import Isolation
+from rl_envs.sandbox.kernel import syscalls
+from rl_envs.sandbox.processes import ProcessTable, delegated
+from rl_envs.sandbox.program import Isolation, write_frame
 from rl_envs.sandbox.scratch import sweep
 
 _DESCRIPTOR = struct.Struct("=i")
 
 
 def main(control: int, isolation: Isolation, python_path: tuple[str, ...], commands: tuple[str, ...] = ()) -> None:
-    """Entry point of the process: descriptor of its socket, the level, folders that programs import from, and folders
-    of commands that they may execute.
+    """Serve programs; the entry point of the process.
 
-    Each message on the socket carries the connection of one program; its keeper takes it from there.
+    Each message on the socket carries the connection of one program, which its keeper serves.
+
+    Args:
+        control: Descriptor of the socket.
+        isolation: Level of isolation.
+        python_path: Folders that programs import from.
+        commands: Folders of commands that programs may execute.
     """
     with socket.socket(fileno=control) as stream:
         try:
             site = _site(isolation, python_path, commands)
         except OSError as error:
-            frames.write(stream, {"problem": str(error)})
+            write_frame(stream, {"problem": str(error)})
             return
         gc.collect()
         gc.freeze()
-        frames.write(stream, {"problem": ""})
+        write_frame(stream, {"problem": ""})
         _serve(stream, site)
 
 
 def _site(isolation: Isolation, python_path: tuple[str, ...], commands: tuple[str, ...]) -> Site:
     sweep()
-    library = tuple(os.path.realpath(path) for path in sys.path if path and _is_library(path))
+    library = []
+    for path in sys.path:
+        if path and (os.path.exists(os.path.join(path, "os.py")) or path.endswith(("lib-dynload", ".zip"))):
+            library.append(os.path.realpath(path))
     for name in PRELOADED:
         importlib.import_module(name)
     add_builtins()
@@ -59,23 +75,15 @@ def _site(isolation: Isolation, python_path: tuple[str, ...], commands: tuple[st
     readable = tuple(readable_paths([*python_path, *folders]))
     confinement = replace(_confinement(isolation, readable, table), executable=folders)
     if isolation == "namespaces":
-        _assert_own_mounts(machines_mounts)
+        # A mount in the machine's own namespace would change the machine.
+        if os.readlink("/proc/self/ns/mnt") == machines_mounts:
+            raise OSError("it did not get a namespace of mounts of its own")
         enter_root(readable, folders)
     return Site(confinement, table, (*library, *python_path), folders, groups)
 
 
-def _assert_own_mounts(machines_mounts: str) -> None:
-    """Raise `OSError` if a mount here would be one in the machine's own namespace."""
-    if os.readlink("/proc/self/ns/mnt") == machines_mounts:
-        raise OSError("it did not get a namespace of mounts of its own")
-
-
-def _is_library(path: str) -> bool:
-    return os.path.exists(os.path.join(path, "os.py")) or path.endswith(("lib-dynload", ".zip"))
-
-
 def _confinement(isolation: Isolation, readable: tuple[str, ...], table: ProcessTable) -> Confinement:
-    """Enter the namespaces that the level wants, and say how programs are confined in them.
+    """Enter the namespaces of the level, and return the confinement of programs in them.
 
     Raises:
         OSError: If the machine does not offer the level.
@@ -91,10 +99,11 @@ def _confinement(isolation: Isolation, readable: tuple[str, ...], table: Process
             map_user(table, uid, gid)
             return Confinement(isolation, True, None, readable)
         return Confinement(isolation, False, first, readable)
-    if isolation == "landlock" and (known := landlock.version()) < landlock.COMPLETE:
-        raise OSError(f"Landlock {landlock.COMPLETE} (Linux 6.12) is needed, and the kernel has {known or 'none'}")
+    needed = syscalls.LANDLOCK_COMPLETE
+    if isolation == "landlock" and (known := syscalls.landlock_version()) < needed:
+        raise OSError(f"Landlock {needed} (Linux 6.12) is needed, and the kernel has {known or 'none'}")
     if is_root and not all(_is_open_to_all(path) for path in readable):
-        first = None  # another user could not read Python's library
+        first = None  # Another user could not read Python's library.
     return Confinement(isolation, False, first, readable)
 
 
@@ -111,9 +120,17 @@ def _serve(stream: socket.socket, site: Site) -> None:
     poll = select.poll()
     poll.register(stream, select.POLLIN)
     while True:
-        # the ends of keepers need no haste: they answer by themselves
+        # The ends of keepers are not urgent: keepers answer by themselves.
         ready = poll.poll(100 if keepers else None)
-        if _reap(keepers) and site.confinement.isolation != "namespaces":
+        was_killed = False
+        while keepers:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                break
+            was_killed |= os.WIFSIGNALED(status)
+            del keepers[pid]
+        # A keeper that was killed may have left its program's folder.
+        if was_killed and site.confinement.isolation != "namespaces":
             sweep()
         if not ready:
             continue
@@ -123,7 +140,7 @@ def _serve(stream: socket.socket, site: Site) -> None:
         slot = next((slot for slot in range(MAX_SLOTS) if slot not in keepers.values()), None)
         with socket.socket(fileno=descriptors[0]) as connection:
             if slot is None:
-                frames.write(connection, {"problem": f"it runs {MAX_SLOTS} programs already"}, [b"", b""])
+                write_frame(connection, {"problem": f"it runs {MAX_SLOTS} programs already"}, [b"", b""])
                 continue
             pid = os.fork()
             if pid == 0:
@@ -133,26 +150,11 @@ def _serve(stream: socket.socket, site: Site) -> None:
 
 
 def _be_keeper(connection: socket.socket, site: Site, slot: int) -> None:
-    problem = ""
     try:
         keep(connection, site, slot)
     except ConnectionError:
         pass
-    except BaseException as error:  # noqa: BLE001  # a failure becomes a report
-        problem = f"{type(error).__name__}: {error}"
-    if problem:
+    except BaseException as error:  # noqa: BLE001  # Every failure is reported.
         with contextlib.suppress(OSError):
-            frames.write(connection, {"problem": problem}, [b"", b""])
+            write_frame(connection, {"problem": f"{type(error).__name__}: {error}"}, [b"", b""])
     os._exit(0)
-
-
-def _reap(keepers: dict[int, int]) -> bool:
-    """Forget the keepers that ended; returns whether one was killed and may have left its program's folder."""
-    was_killed = False
-    while keepers:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if not pid:
-            break
-        was_killed |= os.WIFSIGNALED(status)
-        del keepers[pid]
-    return was_killed

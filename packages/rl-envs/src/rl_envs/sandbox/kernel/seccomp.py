@@ -1,4 +1,4 @@
-"""A filter on system calls: the calls by which a program could leave its sandbox, or reach seldom-tested parts of the
+"""A filter on system calls. Calls that let a program leave its sandbox, or that reach seldom-tested parts of the
 kernel, fail with EPERM.
 
 The filter knows the calls of Linux up to `NEWEST`; later ones fail with ENOSYS, as on an older kernel.
@@ -10,13 +10,15 @@ import ctypes
 import errno
 import struct
 
-from rl_envs.sandbox import syscalls
+from rl_envs.sandbox.kernel import syscalls
 
 NEWEST = 462
 """Largest number of a system call that programs may make (mseal, Linux 6.10)."""
 
-# number on x86_64 and on aarch64, None if the machine has no such call; names as in the kernel's tables
-DENIED: dict[str, tuple[int | None, int | None]] = {
+Calls = dict[str, tuple[int | None, int | None]]
+"""Numbers of calls on x86_64 and on aarch64, None if the machine has no such call; names as in the kernel's tables."""
+
+DENIED: Calls = {
     # network, and sockets of other processes by path
     "socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "listen": (50, 201), "accept": (43, 202),
     "accept4": (288, 242),
@@ -59,8 +61,7 @@ DENIED: dict[str, tuple[int | None, int | None]] = {
 }  # fmt: skip
 """Calls that always fail, with their numbers on x86_64 and aarch64."""
 
-# names as in the kernel's tables
-UNSUPPORTED: dict[str, tuple[int | None, int | None]] = {
+UNSUPPORTED: Calls = {
     # its flags are in memory, which a filter cannot read; libc falls back to clone
     "clone3": (435, 435),
     # programs that read the same library could lock its files; callers treat this error as a filesystem without locks
@@ -70,8 +71,7 @@ UNSUPPORTED: dict[str, tuple[int | None, int | None]] = {
 }
 """Calls that fail as on a kernel without them."""
 
-# names as in the kernel's tables
-WITHOUT_EFFECT: dict[str, tuple[int | None, int | None]] = {
+WITHOUT_EFFECT: Calls = {
     "syncfs": (306, 267), "fsync": (74, 82), "fdatasync": (75, 83), "sync_file_range": (277, 84),
     "fadvise64": (221, 223),
 }  # fmt: skip
@@ -83,8 +83,7 @@ CONNECTING = ("socket", "connect")
 EXECUTING = ("execve", "execveat")
 """Calls among `DENIED` that a program with commands to execute may make."""
 
-# names as in the kernel's tables
-METADATA: dict[str, tuple[int | None, int | None]] = {
+METADATA: Calls = {
     "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, None),
     "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54), "setxattr": (188, 5), "lsetxattr": (189, 6),
     "fsetxattr": (190, 7), "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
@@ -92,8 +91,7 @@ METADATA: dict[str, tuple[int | None, int | None]] = {
 }  # fmt: skip
 """Calls that change mode, owner, attributes and times of files, which Landlock does not cover."""
 
-# names as in the kernel's tables
-OTHER_PROCESSES: dict[str, tuple[int | None, int | None]] = {
+OTHER_PROCESSES: Calls = {
     "setpriority": (141, 140), "ioprio_set": (251, 30), "sched_setaffinity": (203, 122),
     "sched_setscheduler": (144, 119), "sched_setparam": (142, 118), "sched_setattr": (314, 274),
     "pidfd_open": (434, 434), "pidfd_send_signal": (424, 424), "get_robust_list": (274, 100),
@@ -101,32 +99,16 @@ OTHER_PROCESSES: dict[str, tuple[int | None, int | None]] = {
 """Calls on processes by their ids, most of which Landlock does not cover. They fail for the program's own threads too;
 numerical libraries run all the same if they cannot bind their threads to processors."""
 
-_SPECIAL = {
-    "clone": (56, 220),
-    "socketpair": (53, 199),
-    "prlimit64": (302, 261),
-    "ioctl": (16, 29),
-    "fcntl": (72, 25),
-    "fork": (57, None),
-    "vfork": (58, None),
-    "mmap": (9, 222),
-    "madvise": (28, 233),
-    "prctl": (157, 167),
+_SPECIAL: Calls = {
+    "clone": (56, 220), "socketpair": (53, 199), "prlimit64": (302, 261), "ioctl": (16, 29), "fcntl": (72, 25),
+    "fork": (57, None), "vfork": (58, None), "mmap": (9, 222), "madvise": (28, 233), "prctl": (157, 167),
     "setsockopt": (54, 208),
-}
+}  # fmt: skip
 
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _X32 = 0x40000000
 _CLONE_THREAD = 0x00010000
-_NEW_NAMESPACES = (
-    syscalls.CLONE_NEWNS
-    | syscalls.CLONE_NEWCGROUP
-    | syscalls.CLONE_NEWUTS
-    | syscalls.CLONE_NEWIPC
-    | syscalls.CLONE_NEWUSER
-    | syscalls.CLONE_NEWPID
-    | syscalls.CLONE_NEWNET
-)
+_NEW_NAMESPACES = syscalls.CLONE_NEWUSER | syscalls.PROGRAM_NAMESPACES
 _TERMINAL, _REQUEST_TYPE_MASK, _TIOCSTI, _TIOCLINUX = 0x5400, 0xFF00, 0x5412, 0x541C
 _F_OFD_SETLK, _F_OFD_SETLKW, _F_SETLEASE, _F_NOTIFY, _F_SETPIPE_SZ = 37, 38, 1024, 1026, 1031
 _MAP_SHARED, _MAP_TYPE, _MAP_ANONYMOUS, _MAP_HUGETLB = 0x01, 0x0F, 0x20, 0x40000
@@ -161,7 +143,7 @@ def filter_of(
         _instruction(_LOAD, _ARCH),
         *_unless(_EQUAL, _AUDIT_ARCH[machine], _KILL),
         _instruction(_LOAD, _NUMBER),
-        # also refuses the x32 calls of x86_64, whose numbers begin at 2**30
+        # This also refuses the x32 calls of x86_64, whose numbers begin at 2**30.
         *_if(_GREATER, NEWEST, _error(errno.ENOSYS)),
     ]
     assert NEWEST < _X32
@@ -193,11 +175,7 @@ def apply(*, may_fork: bool, has_namespaces: bool, may_connect: bool = False, ma
     if machine not in syscalls.MACHINES:
         raise OSError(errno.ENOSYS, f"the system calls of {machine} are not known")
     found = filter_of(
-        machine,
-        may_fork=may_fork,
-        has_namespaces=has_namespaces,
-        may_connect=may_connect,
-        may_execute=may_execute,
+        machine, may_fork=may_fork, has_namespaces=has_namespaces, may_connect=may_connect, may_execute=may_execute
     )
     code = ctypes.create_string_buffer(found)
     count = (len(code) - 1) // 8
@@ -207,19 +185,44 @@ def apply(*, may_fork: bool, has_namespaces: bool, may_connect: bool = False, ma
 
 def _rules(*, may_fork: bool, has_namespaces: bool) -> dict[str, list[bytes]]:
     """Return the rules on the arguments of calls that are allowed otherwise."""
-    # a program that has no namespace of processes must end when the process that limits it is killed
+    denied = _error(errno.EPERM)
+    # A program without a namespace of processes must end when the process that limits it is killed.
     own = () if has_namespaces else (_PR_SET_PDEATHSIG,)
+    clone = [_argument(0), *_if(_BITS, _NEW_NAMESPACES, denied)]
+    if not may_fork:
+        clone += _unless(_BITS, _CLONE_THREAD, denied)
+    # Requests of terminals and streams are allowed; those of filesystems and networks fail as for any other file.
+    ioctl = [
+        *_refuse(1, _TIOCSTI, _TIOCLINUX),
+        _instruction(_AND, _REQUEST_TYPE_MASK),
+        *_unless(_EQUAL, _TERMINAL, _error(errno.ENOTTY)),
+    ]
+    # Memory that stays when no process has it in its page tables is refused, and pages of the machine's pool.
+    mmap = [
+        _argument(3),
+        *_if(_BITS, _MAP_HUGETLB, denied),
+        _instruction(_AND, _MAP_TYPE | _MAP_ANONYMOUS),
+        *_if(_EQUAL, _MAP_SHARED | _MAP_ANONYMOUS, denied),
+    ]
+    # A socket's buffers stay as they are, as the kernel leaves them at its own limit.
+    setsockopt = [
+        _argument(1),
+        *_unless(_EQUAL, _SOL_SOCKET, _ALLOW),
+        _argument(2),
+        *_if(_EQUAL, _SO_SNDBUF, _error(0)),
+        *_if(_EQUAL, _SO_RCVBUF, _error(0)),
+    ]
     return {
-        "clone": _clone_rule(may_fork),
+        "clone": clone,
         "socketpair": _stream_rule(_AF_UNIX),
-        "prlimit64": [_argument(0), *_unless(_EQUAL, 0, _error(errno.EPERM))],
-        "ioctl": _ioctl_rule(),
-        # a lease delays whoever opens the file, for as long as 45 s; the pages of pipes are counted for each user
+        "prlimit64": [_argument(0), *_unless(_EQUAL, 0, denied)],
+        "ioctl": ioctl,
+        # A lease delays whoever opens the file, for as long as 45 s; the pages of pipes are counted for each user.
         "fcntl": _refuse(1, _F_SETLEASE, _F_NOTIFY, _F_SETPIPE_SZ, _F_OFD_SETLK, _F_OFD_SETLKW),
-        "mmap": _mmap_rule(),
+        "mmap": mmap,
         "madvise": _refuse(2, _MADV_MERGEABLE),
         "prctl": _refuse(0, _PR_SET_SECCOMP, _PR_SET_THP_DISABLE, _PR_SCHED_CORE, _PR_SET_MEMORY_MERGE, *own),
-        "setsockopt": _setsockopt_rule(),
+        "setsockopt": setsockopt,
     }
 
 
@@ -228,43 +231,8 @@ def _refuse(index: int, *values: int) -> list[bytes]:
     return [_argument(index), *(part for value in values for part in _if(_EQUAL, value, _error(errno.EPERM)))]
 
 
-def _mmap_rule() -> list[bytes]:
-    """Refuse memory that stays when no process has it in its page tables, and pages of the machine's pool."""
-    return [
-        _argument(3),
-        *_if(_BITS, _MAP_HUGETLB, _error(errno.EPERM)),
-        _instruction(_AND, _MAP_TYPE | _MAP_ANONYMOUS),
-        *_if(_EQUAL, _MAP_SHARED | _MAP_ANONYMOUS, _error(errno.EPERM)),
-    ]
-
-
-def _ioctl_rule() -> list[bytes]:
-    """Allow the requests of terminals and streams; those of filesystems and networks fail as for any other file."""
-    return [
-        *_refuse(1, _TIOCSTI, _TIOCLINUX),
-        _instruction(_AND, _REQUEST_TYPE_MASK),
-        *_unless(_EQUAL, _TERMINAL, _error(errno.ENOTTY)),
-    ]
-
-
-def _setsockopt_rule() -> list[bytes]:
-    """Leave a socket's buffers as they are, as the kernel does at its own limit."""
-    return [
-        _argument(1),
-        *_unless(_EQUAL, _SOL_SOCKET, _ALLOW),
-        _argument(2),
-        *_if(_EQUAL, _SO_SNDBUF, _error(0)),
-        *_if(_EQUAL, _SO_RCVBUF, _error(0)),
-    ]
-
-
-def _clone_rule(may_fork: bool) -> list[bytes]:
-    rule = [_argument(0), *_if(_BITS, _NEW_NAMESPACES, _error(errno.EPERM))]
-    return rule if may_fork else [*rule, *_unless(_BITS, _CLONE_THREAD, _error(errno.EPERM))]
-
-
 def _stream_rule(family: int) -> list[bytes]:
-    """Streams of one family only: a socket for datagrams could be pointed at any other."""
+    """Allow streams of one family only: a socket for datagrams could be pointed at any other."""
     return [
         _argument(0),
         *_unless(_EQUAL, family, _error(errno.EPERM)),
@@ -275,7 +243,7 @@ def _stream_rule(family: int) -> list[bytes]:
 
 
 def _call(number: int | None, rule: list[bytes]) -> list[bytes]:
-    """A rule for one call only, after which the call is allowed."""
+    """Return a rule for one call only. A call that it does not refuse is allowed."""
     assert number is not None
     body = [*rule, _instruction(_RETURN, _ALLOW)]
     return [_instruction(_EQUAL, number, 0, len(body)), *body]

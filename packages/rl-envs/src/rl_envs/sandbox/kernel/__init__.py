@@ -1,0 +1,1 @@
+"""Calls to the kernel that confine a process."""
