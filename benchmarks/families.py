@@ -102,7 +102,7 @@ class Outcome:
 
 
 class Results:
-    """Outcomes by family and case, in the file of which `rl_launch.doctor.family_table` reads those of meshes.
+    """Outcomes by family and case, in the file of which `rl_launch.doctor.family` reads those of meshes.
 
     Args:
         path: of the file.
@@ -185,7 +185,7 @@ def _entry(family: str, outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
 def _kind(family: str) -> dict[str, Any]:
     """Kinds of layers of the family's model by default, which the tiny one has too."""
     from rl_core.errors import ConfigError
-    from rl_launch.doctor.family_table import kind_of
+    from rl_launch.doctor.family import kind_of
 
     try:
         fields = config_of(family).get_text_config().to_dict()

@@ -41,7 +41,7 @@ from runs import (
 from rl_core.rollouts.record import turns_of
 from rl_core.testing.exhaustive import exhaustive
 from rl_launch.cli.failure import UNFINISHED
-from rl_launch.cluster.local_ray import state_of
+from rl_launch.cluster.ray_nodes import state_of
 
 
 def kill_and_resume(run, num_kills, steps, *arguments, **variables):

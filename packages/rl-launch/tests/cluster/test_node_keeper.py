@@ -6,7 +6,7 @@ import time
 
 import psutil
 
-from rl_launch.cluster.local_ray import state_of
+from rl_launch.cluster.ray_nodes import state_of
 
 KEEPER = """
 from rl_launch.cluster import node_keeper, virtual_cluster

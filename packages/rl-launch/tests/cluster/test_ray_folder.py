@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from rl_core.errors import ConfigError
-from rl_launch.cluster import ray_folder as module
-from rl_launch.cluster.ray_folder import folder_problem, prepare_ray_folder, ray_folder, remove_session
+from rl_launch.cluster import ray_files as module
+from rl_launch.cluster.ray_files import folder_problem, prepare_ray_folder, ray_folder, remove_session
 
 
 @pytest.fixture

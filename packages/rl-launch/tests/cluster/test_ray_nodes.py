@@ -12,7 +12,7 @@ import pytest
 from rl_core.errors import ConfigError, RLError
 from rl_core.testing.exhaustive import exhaustive
 from rl_launch.cluster import ray_nodes, virtual_cluster  # noqa: F401  # sets what Ray reads when it is imported
-from rl_launch.cluster.ray_nodes import MOST_NODES, RayNodes, logical_nodes, one_node
+from rl_launch.cluster.ray_nodes import MAX_NODES, RayNodes, logical_nodes, one_node
 
 DRIVER = """
 import json, os, signal, sys
@@ -96,8 +96,8 @@ def test_a_rehearsal_has_an_address_and_gpus_for_each_node_up_to_a_bound():
     nodes = logical_nodes(3, 2)
     assert [node["node_ip_address"] for node in nodes] == ["127.0.0.2", "127.0.0.3", "127.0.0.4"]
     assert {node["num_gpus"] for node in nodes} == {2}
-    with pytest.raises(ConfigError, match=f"at most {MOST_NODES} nodes on one machine"):
-        logical_nodes(MOST_NODES + 1, 1)
+    with pytest.raises(ConfigError, match=f"at most {MAX_NODES} nodes on one machine"):
+        logical_nodes(MAX_NODES + 1, 1)
 
 
 def test_a_ray_of_one_node_has_a_cpu_for_each_rank_and_the_gpus_that_are_visible(monkeypatch):

@@ -8,11 +8,11 @@ import pytest
 
 from rl_core.errors import ConfigError
 from rl_launch.cluster import (
-    ray_token,
+    ray_start,
     virtual_cluster,  # noqa: F401  # sets what Ray reads when it is imported
 )
-from rl_launch.cluster.ray_token import create_token_file, protect_token_file, use_token_of
-from rl_launch.cluster.token_file import default_token_file, has_token, token_problem
+from rl_launch.cluster.ray_files import default_token_file, has_token, token_problem
+from rl_launch.cluster.ray_start import create_token_file, protect_token_file, use_token_of
 
 
 @pytest.fixture(autouse=True)
@@ -79,9 +79,9 @@ def test_a_token_in_a_variable_needs_no_file(monkeypatch):
 
 @pytest.fixture
 def requires_token(monkeypatch):
-    monkeypatch.setattr(ray_token, "_requires_token", lambda address: True)
+    monkeypatch.setattr(ray_start, "_requires_token", lambda address: True)
     turned_on = []
-    monkeypatch.setattr(ray_token, "enable_token_auth_by_default", lambda: turned_on.append(True))
+    monkeypatch.setattr(ray_start, "enable_token_auth_by_default", lambda: turned_on.append(True))
     return turned_on
 
 

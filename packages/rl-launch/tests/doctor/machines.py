@@ -8,8 +8,8 @@ from pathlib import Path
 
 from rl_core.devices import CPU
 from rl_launch.cluster.process_limit import ProcessLimit
-from rl_launch.doctor.gpus import Gpu, GpuDriver
-from rl_launch.doctor.machine import Space, Tool
+from rl_launch.doctor.cluster.node_readings import Room
+from rl_launch.doctor.machine import Gpu, GpuDriver, Tool
 from rl_launch.doctor.needs import Needs
 from rl_launch.worker_envs import Availability
 from rl_launch.worker_envs.provision import TorchBuild
@@ -25,8 +25,8 @@ NO_UV = Availability("unavailable", problem="uv is not installed on this node: p
 H200 = Gpu("NVIDIA H200", 140 * GIB, 0)
 
 
-def space(free_gib: float, total_gib: float = 100, *, is_writable: bool = True, folder: str = "/there") -> Space:
-    return Space(Path(folder), int(total_gib * GIB), int(free_gib * GIB), is_writable)
+def space(free_gib: float, total_gib: float = 100, *, is_writable: bool = True, folder: str = "/there") -> Room:
+    return Room(str(Path(folder)), int(total_gib * GIB), int(free_gib * GIB), is_writable)
 
 
 UV = Tool("/bin/uv", "0.13.8")
@@ -66,8 +66,8 @@ class FakeMachine:
     gpu_driver: GpuDriver | None = None
     has_cuda_compiler: bool = True
     environments: Mapping[WorkerEnvSpec, Availability] = field(default_factory=lambda: {TRAINER: HERE, ENGINE: HERE})
-    shared_memory: Space | None = ROOMY
-    disks: Mapping[str, Space] = field(default_factory=dict)
+    shared_memory: Room | None = ROOMY
+    disks: Mapping[str, Room] = field(default_factory=dict)
     home: Path = Path("/home/me/.cache/rl")
     uv_cache: Path | None = Path("/home/me/.cache/uv")
     ports_error: str = ""

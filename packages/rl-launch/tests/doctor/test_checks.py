@@ -11,8 +11,8 @@ from rl_core.devices import CUDA, REHEARSAL
 from rl_core.install_command import install_command
 from rl_launch.cluster.process_limit import ProcessLimit
 from rl_launch.doctor import CHECKS, Check, examine
-from rl_launch.doctor.gpus import GpuDriver
-from rl_launch.doctor.model_needs import ModelNeeds
+from rl_launch.doctor.machine import GpuDriver
+from rl_launch.doctor.needs import ModelNeeds
 from rl_launch.worker_envs import Availability
 from rl_launch.worker_envs.provision import TorchBuild
 

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from rl_launch.doctor import CHECKS, Machine, examine, machine, needs_of
-from rl_launch.doctor.gpus import Gpu, ask_driver, read_log
+from rl_launch.doctor.machine import Gpu, ask_driver, read_log
 
 LOG = """<?xml version="1.0" ?>
 <!DOCTYPE nvidia_smi_log SYSTEM "nvsmi_device_v12.dtd">

@@ -5,15 +5,15 @@ from io import StringIO
 from machines import FakeMachine, needs
 from rich.console import Console
 
-from rl_launch.doctor import CHECKS, Finding, Report, examine
+from rl_launch.doctor import CHECKS, Diagnosis, Report, examine
 from rl_launch.doctor.show import show
 
 REPORT = Report(
     "some-recipe",
     "cpu",
     (
-        Finding("packages of policy", "ok", "rl-dtensor[worker]: built"),
-        Finding("shared memory", "missing", "there is no /dev/shm", "Mount one."),
+        Diagnosis("packages of policy", "ok", "rl-dtensor[worker]: built"),
+        Diagnosis("shared memory", "missing", "there is no /dev/shm", "Mount one."),
     ),
 )
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from rl_core.errors import RLError
-from rl_launch.cluster.local_ray import GCS, KEEPER, RAYLET, LocalRay, state_of
+from rl_launch.cluster.ray_nodes import GCS, KEEPER, RAYLET, LocalRay, state_of
 from rl_launch.placement.bundles import DevicesLost
 from rl_launch.runtime import driver_watch
 from rl_launch.runtime.driver_watch import DriverWatch

@@ -182,7 +182,7 @@ class BackendPlugin:
         held_families: Model types (as in `config.json`) whose every mesh the backend's own tests hold; a run of another
             family checks its case first.
         family_table: `"package:file"` with results of the self-check, which a run reads instead of checking again; as
-            `rl_launch.doctor.family_table.FamilyTable` reads it. Empty if there are none.
+            `rl_launch.doctor.family.FamilyTable` reads it. Empty if there are none.
     """
 
     name: str

@@ -1,1 +1,1 @@
-"""Ray, its nodes and what is prepared on them."""
+"""Ray, its nodes and their preparation."""

@@ -12,19 +12,19 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from ray._private.ray_constants import PROCESS_TYPE_GCS_SERVER, PROCESS_TYPE_RAYLET
 from ray.cluster_utils import Cluster
 
 from rl_core.errors import RLError
-from rl_launch.cluster.ray_folder import remove_session
+from rl_launch.cluster.ray_files import remove_session
 from rl_launch.cluster.ray_start import retried
 
 _POLL_S = 1.0
 
 END_S = 15.0
-"""How long this process may outlive the driver, whatever it waits for; the kernel ends Ray's processes with it."""
+"""Maximum seconds that this process outlives the driver; the kernel ends Ray's processes with it."""
 
 _ESSENTIAL = (PROCESS_TYPE_GCS_SERVER, PROCESS_TYPE_RAYLET)
 
@@ -33,7 +33,7 @@ def keep(nodes: Sequence[Mapping[str, Any]]) -> None:
     """Start nodes, write their address or the error to standard output, and end them with the driver."""
     driver = os.getppid()
     threading.Thread(target=_end_after, args=(driver,), daemon=True).start()
-    # nothing else may write to the pipe that the answer goes through
+    # Nothing else may write to the pipe of the answer.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     logging.getLogger("ray").setLevel(logging.ERROR)
@@ -46,12 +46,24 @@ def keep(nodes: Sequence[Mapping[str, Any]]) -> None:
     except RLError as error:
         answer["problem"] = str(error)
     try:
-        is_awaited = _answered(answers, json.dumps(answer))
-        # a process that the driver forked may hold the pipe open for longer than the driver lives
+        is_awaited = True
+        try:
+            with answers:
+                answers.write(json.dumps(answer))
+        except BrokenPipeError:
+            # A signal has ended the driver, or its wait, meanwhile.
+            is_awaited = False
+        # A process that the driver forked may hold the pipe open for longer than the driver lives.
         while is_awaited and not select.select([sys.stdin], [], [], _POLL_S)[0] and os.getppid() == driver:
             pass
     finally:
-        _end(cluster)
+        # Remove the session of the nodes. Its logs stay if a process of Ray's had died, because they show the reason.
+        known = cluster.list_all_nodes()
+        died = any(name in _ESSENTIAL for node in known for name, _ in node.dead_processes())
+        sessions = {Path(node.get_session_dir_path()) for node in known}
+        cluster.shutdown()
+        for session in sessions:
+            remove_session(session, keep_logs=died)
 
 
 def _end_after(driver: int) -> None:
@@ -60,26 +72,6 @@ def _end_after(driver: int) -> None:
         time.sleep(_POLL_S)
     time.sleep(END_S)
     os._exit(1)
-
-
-def _answered(answers: TextIO, text: str) -> bool:
-    """Write the answer and close the pipe; return False if a signal has ended the driver, or its wait, meanwhile."""
-    try:
-        with answers:
-            answers.write(text)
-    except BrokenPipeError:
-        return False
-    return True
-
-
-def _end(cluster: Cluster) -> None:
-    """End all nodes and remove their session, whose logs stay if a process of Ray's had died: they say why."""
-    nodes = cluster.list_all_nodes()
-    died = any(name in _ESSENTIAL for node in nodes for name, _ in node.dead_processes())
-    sessions = {Path(node.get_session_dir_path()) for node in nodes}
-    cluster.shutdown()
-    for session in sessions:
-        remove_session(session, keep_logs=died)
 
 
 def _remove_others(cluster: Cluster, known: Sequence[Any]) -> None:

@@ -14,19 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
+from typing import NamedTuple
 
-from rl_launch.worker_envs.node_build import (
-    BuiltEnv,
-    EnvBuildError,
-    EnvIdentity,
-    EnvPlan,
-    EnvReport,
-    build,
-    report,
-)
+from rl_launch.worker_envs.node_build import BuiltEnv, EnvBuildError, EnvIdentity, EnvPlan, EnvReport, build, report
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""Variables by which gloo and NCCL choose the interface that they listen on."""
+"""Variables that choose the interface of gloo and NCCL."""
 
 CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")
 """Files that state a container's share of the machine's cores."""
@@ -39,7 +32,7 @@ class NodeFacts:
     Args:
         cores: Cores that a process may use.
         interface: The network interface that holds the node's address; empty if it was not found.
-        variables: Those of `INTERFACE_VARIABLES` that are set for the node's Ray.
+        variables: The variables of `INTERFACE_VARIABLES` that are set for the node's Ray.
     """
 
     cores: int
@@ -47,11 +40,10 @@ class NodeFacts:
     variables: Mapping[str, str]
 
 
-@dataclass(frozen=True)
-class Sight:
+class Sight(NamedTuple):
     """The driver's folders as a node sees them.
 
-    Args:
+    Attributes:
         problem: Why the shared folder differs from the driver's; empty if it does not.
         listings: Digest of the names and sizes in each requested folder; empty if the folder does not exist.
     """
@@ -61,7 +53,7 @@ class Sight:
 
 
 def facts_of_this_node(address: str) -> NodeFacts:
-    """Facts of the node that this runs on.
+    """Read the facts of the node that this runs on.
 
     Args:
         address: Address of the node, as others reach it.
@@ -71,7 +63,7 @@ def facts_of_this_node(address: str) -> NodeFacts:
 
 
 def usable_cores() -> int:
-    """Cores that this process may use: those it may run on, and no more than its control group's share."""
+    """Count the cores that this process may use: its affinity, limited by its control group's share."""
     available = len(os.sched_getaffinity(0))
     try:
         quota, period = CPU_LIMIT.read_text().split()
@@ -81,14 +73,14 @@ def usable_cores() -> int:
 
 
 def interface_of(address: str) -> str:
-    """Name of the network interface that holds an address; empty if there is none."""
-    # comes with Ray
+    """Return the name of the network interface that holds an address; empty if there is none."""
+    # psutil comes with Ray.
     import ray  # noqa: F401 - makes the next line work where psutil itself is not installed
     import psutil  # isort: skip
 
     held = {name: [each.address.partition("%")[0] for each in found] for name, found in psutil.net_if_addrs().items()}
     exact = (name for name, addresses in held.items() if address in addresses)
-    # the loopback interface has all of 127/8
+    # The loopback interface has all of 127/8.
     loops = (name for name, addresses in held.items() if "127.0.0.1" in addresses)
     try:
         return next(exact, "") or (next(loops, "") if ip_address(address).is_loopback else "")
@@ -120,7 +112,7 @@ def meet(folder: str, token: str, name: str, folders: Sequence[str], patience_s:
 
 
 def listing(folder: str) -> str:
-    """A digest of the names and sizes of the files in a folder; empty if there is no such folder."""
+    """Return a digest of the names and sizes of the files in a folder; empty if there is no such folder."""
     try:
         held = sorted((entry.name, entry.stat().st_size) for entry in os.scandir(folder) if entry.is_file())
     except OSError:
@@ -129,25 +121,25 @@ def listing(folder: str) -> str:
 
 
 def all_differences(asked: Sequence[tuple[EnvIdentity, str, EnvReport]]) -> list[list[str]]:
-    """Reasons that interpreters of this node cannot replace the driver's; empty for one that can.
+    """Return the reasons that interpreters of this node cannot replace the driver's; empty for one that can.
 
     Args:
         asked: Required equality, interpreter and report of the driver's environment, for each environment.
     """
-    return [_differences(*each) for each in asked]
-
-
-def _differences(identity: EnvIdentity, python: str, driver: EnvReport) -> list[str]:
-    if not Path(python).exists():
-        return [f"{python} does not exist there"]
-    try:
-        return report(identity, python).differences(driver)
-    except EnvBuildError as error:
-        return [str(error)]
+    found = []
+    for identity, python, driver in asked:
+        if not Path(python).exists():
+            found.append([f"{python} does not exist there"])
+            continue
+        try:
+            found.append(report(identity, python).differences(driver))
+        except EnvBuildError as error:
+            found.append([str(error)])
+    return found
 
 
 def built(plan: EnvPlan) -> BuiltEnv | str:
-    """The environment of a plan on this node, built if need be; the reason as text if it cannot be."""
+    """Return the environment of a plan on this node, built if it is missing; the reason as text if that fails."""
     try:
         return build(plan)
     except (EnvBuildError, OSError) as error:

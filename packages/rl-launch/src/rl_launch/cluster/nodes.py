@@ -1,7 +1,7 @@
-"""Nodes that a run's workers are placed on, and the checks of each before a worker starts there.
+"""Nodes of a run's workers, and the checks of each before a worker starts there.
 
 A worker that Ray starts with an interpreter that its node does not have never answers, and one that writes into a
-folder of its own node leaves an incomplete checkpoint: both are found here, by tasks pinned to the nodes.
+folder of its node only leaves an incomplete checkpoint: both are found here, by tasks pinned to the nodes.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,7 +35,7 @@ from rl_launch.worker_envs.spec import WorkerEnvSpec
 _log = logging.getLogger(__name__)
 
 SHARED_FOLDER_PATIENCE_S = 30.0
-"""How long a file that one node wrote may take to become visible to another on a shared file system."""
+"""Maximum seconds until a file of one node is visible to another on a shared file system."""
 
 _REPORT_S = 30.0
 
@@ -46,10 +47,10 @@ for _module in (node_build, node_task):
 
 @dataclass(frozen=True)
 class PreparedNode:
-    """A node on which workers may be started.
+    """A node that workers may be started on.
 
     Args:
-        address: As others reach it.
+        address: Address for other nodes.
         facts: Facts about its machine.
         interpreters: Interpreter by role, on this node.
     """
@@ -60,7 +61,7 @@ class PreparedNode:
 
     @property
     def network_variables(self) -> Mapping[str, str]:
-        """Variables by which gloo and NCCL use the interface of the node's address, except those that its Ray was
+        """Variables that make gloo and NCCL use the interface of the node's address, except variables that its Ray was
         started with.
         """
         name = self.facts.interface
@@ -72,11 +73,11 @@ class Nodes:
     """Nodes of a run, prepared before workers are placed on them.
 
     Args:
-        envs: Environments of the driver's node, which every other node gets too.
-        folder: The driver's, in which workers of every node write: the run's.
-        model_folders: Folders that models are loaded from, by the key that names them.
-        answer_timeout_s: Bound of a node's first answer.
-        build_timeout_s: Bound of building a node's environments.
+        envs: Environments of the driver's node. Every other node gets them too.
+        folder: The run's folder on the driver's node, which workers of every node write to.
+        model_folders: Folders that models are loaded from, by their keys.
+        answer_timeout_s: Timeout of a node's first answer.
+        build_timeout_s: Timeout of building a node's environments.
     """
 
     def __init__(
@@ -108,8 +109,8 @@ class Nodes:
             roles: Roles of the workers, by Ray's id of the node they are placed on.
 
         Raises:
-            ConfigError: naming the nodes that do not have a folder that must be shared.
-            WorkerEnvironmentError: naming the nodes that have no environment for their workers, and the remedy.
+            ConfigError: With the nodes that do not have a folder that must be shared.
+            WorkerEnvironmentError: With the nodes that have no environment for their workers, and the remedy.
             WorkerDied: If a node is lost before it answers.
         """
         wanted = {node: set(found) for node, found in roles.items()}
@@ -134,18 +135,22 @@ class Nodes:
         self._roles[node].difference_update(roles)
 
     def lost(self) -> list[str]:
-        """Addresses of the nodes that are lost and have workers of the run.
+        """Return the addresses of lost nodes with workers of the run.
 
         Waits until Ray has declared them dead, as it would place workers on them until then.
         """
-        # a copy: replicas that join prepare their nodes in another thread
+        # Iterate over a copy: replicas that join prepare their nodes in another thread.
         asked = {node: address for node, address in tuple(self._addresses.items()) if self._roles.get(node)}
         asked.pop(self._home, None)
         refs = {_pinned(facts_of_this_node, node).remote(address): node for node, address in asked.items()}
         if not refs:
             return []
         answered, _ = ray.wait(list(refs), num_returns=len(refs), timeout=DECISION_S)
-        lost = set(asked) - {refs[ref] for ref in answered if _succeeded(ref)}
+        lost = set(asked)
+        for ref in answered:
+            with suppress(RayError):
+                ray.get(ref)
+                lost.discard(refs[ref])
         end = time.monotonic() + DECISION_S
         while lost and lost & {node["NodeID"] for node in ray.nodes() if node["Alive"]} and time.monotonic() < end:
             time.sleep(0.5)
@@ -157,18 +162,17 @@ class Nodes:
         place.mkdir(parents=True)
         try:
             (place / "driver").write_text(token)
-            arguments = (str(place), token)
+            folders, patience_s = list(self._model_folders.values()), SHARED_FOLDER_PATIENCE_S
             seen = self._on_each(
                 addresses,
                 "the check of the run's folder",
                 meet,
-                lambda node: (*arguments, node, list(self._model_folders.values()), SHARED_FOLDER_PATIENCE_S),
+                lambda node: (str(place), token, node, folders, patience_s),
             )
             problems = {node: sight.problem for node, sight in seen.items() if sight.problem}
             answered = [node for node in seen if node not in problems]
-            problems |= dict.fromkeys(
-                unanswered(place, token, answered, SHARED_FOLDER_PATIENCE_S), "its files there are not visible here"
-            )
+            unseen = unanswered(place, token, answered, patience_s)
+            problems |= dict.fromkeys(unseen, "its files there are not visible here")
         finally:
             shutil.rmtree(place, ignore_errors=True)
         if problems:
@@ -178,21 +182,15 @@ class Nodes:
                 "all nodes see under the same path, or use one node."
             )
         for key, folder in self._model_folders.items():
-            self._check_listing(key, folder, {node: seen[node].listings[folder] for node in seen}, addresses)
-
-    def _check_listing(self, key: str, folder: str, listings: Mapping[str, str], addresses: Mapping[str, str]) -> None:
-        mine = listing(folder)
-        problems = {
-            node: "it does not exist" if not found else "its files differ from the driver's"
-            for node, found in listings.items()
-            if found != mine
-        }
-        if problems:
-            raise ConfigError(
-                f"{key}: {folder} is not the same on all nodes: {_by_reason(problems, addresses)}. Put it on a shared "
-                "file system or copy it to the same path on every node, or pass a hub name. (A model that is created "
-                "on the driver's machine is stored under RL_HOME, which can be a shared folder.)"
-            )
+            mine, differs = listing(folder), "its files differ from the driver's"
+            found = {node: sight.listings[folder] for node, sight in seen.items()}
+            problems = {node: differs if held else "it does not exist" for node, held in found.items() if held != mine}
+            if problems:
+                raise ConfigError(
+                    f"{key}: {folder} is not the same on all nodes: {_by_reason(problems, addresses)}. Put it on a "
+                    "shared file system or copy it to the same path on every node, or pass a hub name. (A model that "
+                    "is created on the driver's machine is stored under RL_HOME, which can be a shared folder.)"
+                )
 
     def _provide(self, roles: Mapping[str, set[str]]) -> None:
         """Find or build the environments of these roles on these nodes."""
@@ -204,7 +202,13 @@ class Nodes:
         interpreters = {(node, spec): self._python_of(spec) for node, found in specs.items() for spec in found}
         unlike = self._unlike_the_drivers(specs, addresses)
         if unlike and self._envs.mode == "shared":
-            raise WorkerEnvironmentError(self._unshared(unlike, addresses))
+            problem = "cluster.worker_envs is `shared`, but the driver's environment is not on every node:"
+            lines = [f"  node {addresses[node]}, {spec.name}: {reason}" for (node, spec), reason in unlike.items()]
+            remedy = (
+                "Put it on a file system that all nodes see under the same path, or use cluster.worker_envs=auto, "
+                "which builds it there."
+            )
+            raise WorkerEnvironmentError("\n".join([problem, *lines, remedy]))
         if unlike:
             interpreters |= self._build(unlike, addresses)
         for node, found in roles.items():
@@ -213,14 +217,14 @@ class Nodes:
             self._prepared[node] = PreparedNode(before.address, before.facts, {**before.interpreters, **own})
 
     def _python_of(self, spec: WorkerEnvSpec) -> str:
-        """The driver's interpreter of an environment."""
+        """Return the driver's interpreter of an environment."""
         role = next(role for role, other in self._envs.specs.items() if other == spec)
         return self._envs.interpreters[role]
 
     def _unlike_the_drivers(
         self, specs: Mapping[str, Sequence[WorkerEnvSpec]], addresses: Mapping[str, str]
     ) -> dict[tuple[str, WorkerEnvSpec], str]:
-        """Environments of a node that differ from the driver's, and how."""
+        """Return the environments of a node that differ from the driver's, with the differences."""
         identities = {spec: identity_of(spec) for found in specs.values() for spec in found}
         mine = {spec: report(identity, self._python_of(spec)) for spec, identity in identities.items()}
         found = self._on_each(
@@ -262,15 +266,6 @@ class Nodes:
             _log.info("node %s: environment %s: %s", addresses[node], spec.name, how)
         return {key: env.python for key, env in environments.items()}
 
-    def _unshared(self, unlike: Mapping[tuple[str, WorkerEnvSpec], str], addresses: Mapping[str, str]) -> str:
-        lines = [f"  node {addresses[node]}, {spec.name}: {reason}" for (node, spec), reason in unlike.items()]
-        problem = "cluster.worker_envs is `shared`, but the driver's environment is not on every node:"
-        remedy = (
-            "Put it on a file system that all nodes see under the same path, or use cluster.worker_envs=auto, which "
-            "builds it there."
-        )
-        return "\n".join([problem, *lines, remedy])
-
     def _on_each(
         self,
         addresses: Mapping[str, str],
@@ -278,23 +273,23 @@ class Nodes:
         function: Callable[..., T],
         arguments: Callable[[str], tuple[Any, ...]],
     ) -> dict[str, T]:
-        """Call a function on each node, with its own arguments."""
+        """Call a function on each node, with arguments by node."""
         refs = {node: _pinned(function, node).remote(*arguments(node)) for node in addresses}
         return _collect(refs, addresses, awaited, self._answer_timeout_s)
 
 
 def unanswered(place: Path, token: str, names: Sequence[str], patience_s: float) -> list[str]:
-    """Return the nodes whose answer `rl_launch.cluster.node_task.meet` wrote is not visible on the driver's node.
+    """Return the nodes whose answer by `rl_launch.cluster.node_task.meet` is not visible on the driver's node.
 
     Args:
         place: Folder of the answers.
         token: Contents of each.
         names: Names of their files.
-        patience_s: How long a shared file system may take to show them.
+        patience_s: Maximum seconds until a shared file system shows them.
     """
     end = time.monotonic() + patience_s
     while True:
-        # a listing makes a network file system look again
+        # A listing makes a network file system look again.
         found = {entry.name for entry in place.iterdir()}
         left = [name for name in names if name not in found or (place / name).read_text() != token]
         if not left or time.monotonic() >= end:
@@ -308,7 +303,7 @@ def _pinned(function: Callable[..., Any], node: str) -> Any:
 
 
 def _collect(refs: Mapping[Any, Any], names: Mapping[Any, str], awaited: str, timeout_s: float) -> dict[Any, Any]:
-    """Answers by key; logs from time to time which are missing."""
+    """Return answers by key; log from time to time which are missing."""
     key_of = {ref: key for key, ref in refs.items()}
     begun, waiting = time.monotonic(), list(key_of)
     while waiting:
@@ -324,14 +319,6 @@ def _collect(refs: Mapping[Any, Any], names: Mapping[Any, str], awaited: str, ti
     return {key: ray.get(ref) for key, ref in refs.items()}
 
 
-def _succeeded(ref: Any) -> bool:
-    try:
-        ray.get(ref)
-    except RayError:
-        return False
-    return True
-
-
 def _raise_failure(ref: Any, name: str, awaited: str) -> None:
     try:
         ray.get(ref)
@@ -345,7 +332,7 @@ def _raise_failure(ref: Any, name: str, awaited: str) -> None:
 
 
 def _by_reason(problems: Mapping[str, str], addresses: Mapping[str, str]) -> str:
-    """Nodes grouped by their reason, in words."""
+    """Return nodes grouped by their reason, in words."""
     groups: dict[str, list[str]] = {}
     for node, reason in problems.items():
         groups.setdefault(reason, []).append(addresses[node])
@@ -353,7 +340,7 @@ def _by_reason(problems: Mapping[str, str], addresses: Mapping[str, str]) -> str
 
 
 def log_places(workers: Mapping[str, str]) -> None:
-    """Write which workers are on which node, if there are several.
+    """Log the workers of each node, if there are several.
 
     Args:
         workers: Ray's id of each worker's node, by the worker's name.

@@ -1,4 +1,4 @@
-"""Limits of processes and threads, of which Ray and every worker start dozens."""
+"""Limits of processes and threads: Ray and every worker start dozens of them."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class ProcessLimit:
     """A limit of processes and threads.
 
     Args:
-        name: What sets it.
+        name: File or limit that sets it.
         most: Maximum number of processes and threads.
-        used: Number of those that exist.
+        used: Number of existing processes and threads.
     """
 
     name: str
@@ -53,7 +53,7 @@ def process_limit() -> ProcessLimit | None:
 
 
 def check_process_limit(num_nodes: int, num_workers: int) -> None:
-    """Refuse to start Ray and workers where they would be refused a thread, which ends them without a word.
+    """Refuse to start Ray and workers beyond the limit, because a refused thread ends them without a message.
 
     Raises:
         ConfigError: With the limit.
@@ -64,7 +64,7 @@ def check_process_limit(num_nodes: int, num_workers: int) -> None:
 
 
 def threads_of(num_nodes: int, num_workers: int) -> int:
-    """Return the number of threads that nodes and workers on this machine have at least."""
+    """Return the minimum number of threads of nodes and workers on this machine."""
     return NODE_THREADS * num_nodes + WORKER_THREADS * num_workers
 
 
@@ -93,7 +93,7 @@ def _of_control_groups() -> Iterator[ProcessLimit]:
 def _of_user() -> Iterator[ProcessLimit]:
     most, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     user = os.getuid()
-    # the kernel does not hold the administrator to it
+    # The kernel does not apply the limit to the administrator.
     if most == resource.RLIM_INFINITY or not user:
         return
     own = (each.info for each in psutil.process_iter(["uids", "num_threads"]))

@@ -9,7 +9,7 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,10 +31,10 @@ class ProcessStacks:
     """One process and its stacks.
 
     Args:
-        name: Its name, such as `policy-0`; for a process that a worker has started, the worker's name is in front.
+        name: Its name, such as `policy-0`; a child of a worker has the worker's name in front.
         pid: Its number on its machine.
         host: Its machine.
-        state: What it is doing, in words.
+        state: Its state, in words.
         text: The stacks of all threads, or why there are none.
     """
 
@@ -65,9 +65,8 @@ def registered(folder: str, suffix: str) -> list[Registered]:
             with path.open("rb") as file:
                 line = file.readline()
             header = json.loads(line)
-            found.append(
-                Registered(header["name"], header["pid"], header["host"], header["node"], str(path), len(line))
-            )
+            name, pid, host, node = (header[key] for key in ("name", "pid", "host", "node"))
+            found.append(Registered(name, pid, host, node, str(path), len(line)))
     return found
 
 
@@ -102,7 +101,10 @@ def stacks_here(
     before = {process.pid: _cpu_s(process.pid) for process in here}
     began = time.monotonic()
     for process in here:
-        _ask(process, signal_number)
+        with suppress(OSError):
+            os.truncate(process.path, process.header_bytes)
+            if _handles(process.pid, signal_number):
+                os.kill(process.pid, signal_number)
     found = {process.pid: _answer(process, began + ANSWER_S) for process in here}
     time.sleep(max(0.0, began + _SAMPLE_S - time.monotonic()))
     elapsed = time.monotonic() - began
@@ -114,15 +116,8 @@ def stacks_here(
     return stacks + list(_others(here))
 
 
-def _ask(process: Registered, signal_number: int) -> None:
-    with suppress(OSError):
-        os.truncate(process.path, process.header_bytes)
-        if _handles(process.pid, signal_number):
-            os.kill(process.pid, signal_number)
-
-
 def _answer(process: Registered, deadline: float) -> str:
-    """What the process has written, once it writes nothing more."""
+    """Return the output of the process, once it writes nothing more."""
     size = process.header_bytes
     while time.monotonic() < deadline:
         time.sleep(_POLL_S)
@@ -144,7 +139,7 @@ def _handles(pid: int, signal_number: int) -> bool:
 
 
 def _py_spy(program: str, pid: int, *, is_native: bool) -> str:
-    """The stacks as py-spy shows them; empty if it may not read the process."""
+    """Return the stacks as py-spy shows them; empty if it may not read the process."""
     command = [program, "dump", "--pid", str(pid), *(["--native"] if is_native else [])]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_PY_SPY_TIMEOUT_S, check=False)
@@ -154,12 +149,19 @@ def _py_spy(program: str, pid: int, *, is_native: bool) -> str:
 
 
 def _others(here: Sequence[Registered]) -> Iterator[ProcessStacks]:
-    """Processes without stacks that workers have started: schedulers of engines, sandboxes, compilers."""
+    """Yield processes without stacks that workers have started: schedulers of engines, sandboxes, compilers."""
     names = {process.pid: process for process in here}
-    parents = _parents()
+    parents = {}
+    for path in Path("/proc").iterdir():
+        if path.name.isdigit():
+            with suppress(OSError, ValueError, IndexError):
+                parents[int(path.name)] = int(_stat(int(path.name))[1])
     for pid in sorted(parents):
-        worker = next((names[above] for above in _above(pid, parents) if above in names), None)
-        # the driver's are Ray's processes, and workers of the run
+        above = parents[pid]
+        while above > 1 and above not in names:
+            above = parents.get(above, 0)
+        worker = names.get(above)
+        # The driver's children are Ray's processes, and workers of the run.
         if pid in names or worker is None or worker.name == "driver":
             continue
         with suppress(OSError):
@@ -168,22 +170,8 @@ def _others(here: Sequence[Registered]) -> Iterator[ProcessStacks]:
                 yield ProcessStacks(f"{worker.name}, child", pid, worker.host, _state(pid, None), command[:500])
 
 
-def _parents() -> dict[int, int]:
-    found = {}
-    for path in Path("/proc").iterdir():
-        if path.name.isdigit():
-            with suppress(OSError, ValueError, IndexError):
-                found[int(path.name)] = int(_stat(int(path.name))[1])
-    return found
-
-
-def _above(pid: int, parents: Mapping[int, int]) -> Iterator[int]:
-    while (pid := parents.get(pid, 0)) > 1:
-        yield pid
-
-
 def _stat(pid: int) -> list[str]:
-    """Fields of `/proc/PID/stat` after the name: state, parent, ..."""
+    """Return the fields of `/proc/PID/stat` after the name: state, parent, ..."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 

@@ -13,17 +13,16 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 _KNOWN = frozenset({"env_vars", "py_executable"})
 _ABSENT = re.compile(r"\$\{[A-Z0-9_]+\}")
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Execute the command of a worker. A runtime environment with more than variables and an interpreter is Ray's to
-    set up.
+    """Execute the command of a worker. Ray's own script sets up a runtime environment with more than variables and an
+    interpreter.
 
     Args:
         arguments: From the raylet: runtime environment, language, and the worker's script with its arguments.
@@ -34,23 +33,16 @@ def main(arguments: Sequence[str]) -> None:
     found, command = parser.parse_known_args(arguments)
     context = json.loads(found.context or "{}")
     if found.language != "PYTHON" or any(value and name not in _KNOWN for name, value in context.items()):
-        os.execv(sys.executable, [sys.executable, str(_script_of_ray()), *arguments])
-    _start(context, command)
-
-
-def _start(context: Mapping[str, Any], command: Sequence[str]) -> None:
+        spec = importlib.util.find_spec("ray")
+        assert spec is not None
+        assert spec.origin is not None
+        script = Path(spec.origin).parent / "_private" / "workers" / "setup_worker.py"
+        os.execv(sys.executable, [sys.executable, str(script), *arguments])
     for name, value in (context.get("env_vars") or {}).items():
-        # a variable that is not set stands for nothing
+        # A variable that is not set becomes empty.
         os.environ[name] = _ABSENT.sub("", os.path.expandvars(value))
     words = ["exec", context.get("py_executable") or sys.executable, *map(shlex.quote, command)]
     os.execvp("bash", ["bash", "-c", " ".join(words)])
-
-
-def _script_of_ray() -> Path:
-    spec = importlib.util.find_spec("ray")
-    assert spec is not None
-    assert spec.origin is not None
-    return Path(spec.origin).parent / "_private" / "workers" / "setup_worker.py"
 
 
 if __name__ == "__main__":

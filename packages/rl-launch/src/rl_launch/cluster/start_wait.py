@@ -1,4 +1,4 @@
-"""Waiting for workers to start; the log names those that are missing."""
+"""Waiting for workers to start; the log lists missing workers."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 
@@ -17,14 +16,13 @@ from rl_core.ray.calls import gather
 _log = logging.getLogger(__name__)
 
 REPORT_S = 30.0
-"""Seconds between two lines that name the missing workers."""
+"""Seconds between two lines about the missing workers."""
 
 
-@dataclass(frozen=True)
-class Bound:
+class Bound(NamedTuple):
     """The bound of a wait.
 
-    Args:
+    Attributes:
         timeout_s: Timeout in seconds.
         key: The key that sets it.
     """
@@ -43,7 +41,7 @@ def gather_start(refs: Sequence[ray.ObjectRef], origins: Sequence[Origin], bound
         awaited: Name of the start, for the log.
 
     Raises:
-        RLError: As `rl_core.ray.calls.gather`; after the bound, with its key.
+        RLError: See `rl_core.ray.calls.gather`; after the bound, with its key.
     """
     begun = time.monotonic()
     while True:
@@ -51,15 +49,15 @@ def gather_start(refs: Sequence[ray.ObjectRef], origins: Sequence[Origin], bound
         try:
             return gather(refs, origins, max(0.0, min(left, REPORT_S)))
         except WorkerStalled:
-            missing = _missing(refs, origins)
+            _, waiting = ray.wait(list(refs), num_returns=len(refs), timeout=0)
+            missing = [origin for ref, origin in zip(refs, origins, strict=True) if ref in set(waiting)]
             if not missing:
                 raise
             others = len(missing) - 1
             if left <= REPORT_S:
-                beside = f"; {others} more did not finish either" if others else ""
-                raise WorkerStalled(
-                    f"{awaited} did not finish within {bound.timeout_s:g} s ({bound.key}){beside}", missing[0]
-                ) from None
+                more = f"; {others} more did not finish either" if others else ""
+                problem = f"{awaited} did not finish within {bound.timeout_s:g} s ({bound.key}){more}"
+                raise WorkerStalled(problem, missing[0]) from None
             first = f"{missing[0].role} rank {missing[0].rank} on {missing[0].node}"
             workers = f"{first} and {others} more" if others else first
             waited = time.monotonic() - begun
@@ -67,11 +65,6 @@ def gather_start(refs: Sequence[ray.ObjectRef], origins: Sequence[Origin], bound
 
 
 def busy() -> str:
-    """A remark if this machine has far more to do than CPUs; empty otherwise."""
+    """Return a remark if this machine has a load far above its CPUs; empty otherwise."""
     load, num_cpus = os.getloadavg()[0], os.cpu_count() or 1
     return f" (this machine is busy: a load of {load:.0f} on {num_cpus} CPUs)" if load > 2 * num_cpus else ""
-
-
-def _missing(refs: Sequence[ray.ObjectRef], origins: Sequence[Origin]) -> list[Origin]:
-    _, waiting = ray.wait(list(refs), num_returns=len(refs), timeout=0)
-    return [origin for ref, origin in zip(refs, origins, strict=True) if ref in set(waiting)]

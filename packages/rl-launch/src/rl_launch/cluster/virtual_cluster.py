@@ -11,43 +11,44 @@ from typing import Any
 
 from rl_launch.root_config import ClusterConfig
 
-# both must be set before ray is imported: its hook would rebuild the workspace for every worker, and replicas without
-# GPUs of Ray's would lose CUDA_VISIBLE_DEVICES
+# Both must be set before ray is imported: its hook would rebuild the workspace for every worker, and replicas without
+# GPUs of Ray's would lose CUDA_VISIBLE_DEVICES.
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-# Ray runs its workers at a niceness of 15, below every other process of the machine; here they are the work
+# Ray runs its workers at a niceness of 15, below every other process of the machine, but here they do the work.
 os.environ.setdefault("RAY_worker_niceness", "0")
-# the first failure of several workers is raised here; Ray would print the tracebacks of the others
+# The first failure of several workers is raised here; Ray would print the tracebacks of the others.
 os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
 
 import ray
 from ray.actor import ActorHandle
-from ray.util.placement_group import (
-    PlacementGroup,
-    placement_group,
-    placement_group_table,
-    remove_placement_group,
-)
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from rl_core.devices import NODE_ADDRESS, Device
 from rl_core.errors import ConfigError, WorkerDied
 from rl_core.ray.host import CONCURRENCY_GROUPS, AsyncWorkerHost, RestartingHost, WorkerHost
-from rl_launch.cluster.local_ray import LocalRay
 from rl_launch.cluster.process_limit import check_process_limit
-from rl_launch.cluster.ray_nodes import START_TIMEOUT_S, RayNodes, is_on_this_machine_alone, logical_nodes, one_node
+from rl_launch.cluster.ray_nodes import (
+    START_TIMEOUT_S,
+    LocalRay,
+    RayNodes,
+    is_on_this_machine_alone,
+    logical_nodes,
+    one_node,
+)
 from rl_launch.cluster.ray_start import connect
 from rl_launch.placement.bundles import NodeResources, PlacementTimeouts, Resources, Wait
 
 REPLACEMENT_S = 10.0
-"""How long Ray may take to move bundles once it has noticed that their node is lost; it took 0.1 s."""
+"""Maximum seconds for Ray to move bundles once it has noticed that their node is lost; it took 0.1 s."""
 
 PLACEMENT_TIMEOUTS = PlacementTimeouts(busy_s=300.0)
 """Timeouts of a cluster that no config describes."""
 
 _POLL_S = 0.05
 
-MOST_RESTARTS = 1000
+MAX_RESTARTS = 1000
 """Restarts of the process of one environment in a run of weeks; that process restarts failed environments itself."""
 
 CALL_ATTEMPTS = 3
@@ -74,7 +75,7 @@ class WorkerProcess:
     """The settings of an actor's process.
 
     Args:
-        python: What starts it, for a shell: the executable of its environment, or what stands in for that.
+        python: Shell command that starts it: the executable of its environment, or a replacement.
         variables: Environment variables.
         node: Ray's id of the node that has this executable.
         num_gpus: GPUs it takes from its bundle.
@@ -90,11 +91,11 @@ class VirtualCluster:
     """Ray as this run sees it: some nodes with some devices each.
 
     Args:
-        device: The kind of device. The nodes of a logical one are started here, unless RAY_ADDRESS names a cluster.
+        device: The kind of device. The nodes of a logical one are started here, unless RAY_ADDRESS is set.
         num_nodes: Nodes to use.
         ranks_per_node: Devices (GPUs, or CPU ranks) to use on each.
-        timeouts: How long to wait for them.
-        start_timeout_s: How long to wait for a Ray that is started here.
+        timeouts: Timeouts of the wait for them.
+        start_timeout_s: Timeout in seconds of a Ray that is started here.
     """
 
     def __init__(
@@ -134,12 +135,12 @@ class VirtualCluster:
 
     @classmethod
     def of(cls, config: ClusterConfig, device: Device, *, after_a_loss: bool = False) -> VirtualCluster:
-        """The cluster that a `cluster` section describes.
+        """Return the cluster of a `cluster` section.
 
         Args:
             config: The section.
             device: The kind of device.
-            after_a_loss: True if the run lost a worker or a node and goes on: another node may come in its place.
+            after_a_loss: True if the run continues after the loss of a worker or a node: another node may replace it.
         """
         absent_s = config.placement_timeout_s if config.autoscaling else 0.0
         if after_a_loss:
@@ -161,7 +162,7 @@ class VirtualCluster:
         self.close()
 
     def reserve(self, num_nodes: int, ranks_per_node: int) -> list[list[Bundle]]:
-        """Bundles by node, each node's on one machine.
+        """Return bundles by node, with the bundles of a node on one machine.
 
         Raises:
             PlacementError: If the cluster does not have them, or not in time.
@@ -169,9 +170,9 @@ class VirtualCluster:
         return self._reserve([[self.device.bundle(1)] * ranks_per_node] * num_nodes)
 
     def reserve_replicas(self, num_replicas: int, ranks: int, *, least: int) -> list[Bundle]:
-        """One bundle with the devices of all ranks for each replica, for at least so many of them; raises as `reserve`.
+        """Return one bundle with the devices of all ranks for each replica; see `reserve` for errors.
 
-        Those beyond the least are waited for only as long as Ray takes to place them on free devices.
+        At least `least` replicas get one. The wait for the others lasts only until Ray has placed them on free devices.
         """
         return [bundle for (bundle,) in self._reserve([[self.device.bundle(ranks)]] * num_replicas, least=least)]
 
@@ -191,7 +192,7 @@ class VirtualCluster:
         self._remove(node[0].group for node in bundles)
 
     def node_of(self, bundle: Bundle) -> str:
-        """Ray's id of the node that a bundle is on now: Ray moves it if its node is lost.
+        """Return Ray's id of the node of a bundle at present: Ray moves it if its node is lost.
 
         Raises:
             WorkerDied: If no living node has its devices free.
@@ -207,7 +208,7 @@ class VirtualCluster:
 
     @property
     def network_variables(self) -> Mapping[str, str]:
-        """Environment variables by which workers listen on loopback only, if all of them are on this machine."""
+        """Environment variables that make workers listen on loopback only, if all of them are on this machine."""
         if not is_on_this_machine_alone():
             return {}
         loopback = {NODE_ADDRESS: "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
@@ -216,7 +217,9 @@ class VirtualCluster:
     def _reserve(self, nodes: Sequence[Sequence[Resources]], *, least: int | None = None) -> list[list[Bundle]]:
         earlier = list(self._groups.values())
         groups = [placement_group([dict(each) for each in bundles], strategy="STRICT_PACK") for bundles in nodes]
-        self._groups |= {group: _sum(bundles) for group, bundles in zip(groups, nodes, strict=True)}
+        for group, bundles in zip(groups, nodes, strict=True):
+            names = dict.fromkeys(name for bundle in bundles for name in bundle)
+            self._groups[group] = {name: sum(bundle.get(name, 0) for bundle in bundles) for name in names}
         num_needed = len(groups) if least is None else least
         needed = [*earlier, *(self._groups[group] for group in groups[:num_needed])]
         wait = Wait(needed, self._timeouts, keys=f"cluster.num_nodes and {self.device.ranks_key}")
@@ -243,31 +246,31 @@ class VirtualCluster:
             remove_placement_group(group)
 
     def start_worker(self, process: WorkerProcess, bundle: Bundle) -> ActorHandle:
-        """An empty `WorkerHost` on a bundle."""
-        options = _options(process, num_cpus=0) | {"scheduling_strategy": _on_bundle(bundle)}
+        """Start an empty `WorkerHost` on a bundle."""
+        options = _options(process) | {"scheduling_strategy": _on_bundle(bundle)}
         remote: Any = ray.remote
         return remote(concurrency_groups=CONCURRENCY_GROUPS)(WorkerHost).options(**options).remote()
 
     def start_async_worker(self, process: WorkerProcess, *, bundle: Bundle | None = None) -> ActorHandle:
-        """An empty `AsyncWorkerHost` on a bundle, or on the node of the process."""
-        options = _options(process, num_cpus=0)
+        """Start an empty `AsyncWorkerHost` on a bundle, or on the node of the process."""
+        options = _options(process)
         if bundle is not None:
             options["scheduling_strategy"] = _on_bundle(bundle)
         host: Any = ray.remote(AsyncWorkerHost)
         return host.options(**options, max_concurrency=10_000).remote()
 
     def start_restarting_worker(self, process: WorkerProcess, *recipe: Any, **named: Any) -> ActorHandle:
-        """A `RestartingHost` on the node of the process, started again by Ray if it dies, and its calls made again."""
-        options = _options(process, num_cpus=0) | {"max_restarts": MOST_RESTARTS, "max_task_retries": CALL_ATTEMPTS}
+        """Start a `RestartingHost` on the node of the process. Ray restarts it if it dies, and repeats its calls."""
+        options = _options(process) | {"max_restarts": MAX_RESTARTS, "max_task_retries": CALL_ATTEMPTS}
         host: Any = ray.remote(RestartingHost)
         return host.options(**options, max_concurrency=10_000).remote(*recipe, **named)
 
     def local_ray(self) -> LocalRay:
-        """Return Ray on this machine as this process depends on it."""
+        """Return the connections of this process to Ray on this machine."""
         return LocalRay(self._nodes.processes() if self._nodes is not None else {})
 
     def kill(self) -> None:
-        """Kill a Ray that this object started, however it is."""
+        """Kill a Ray that this object started, in any state."""
         if self._nodes is not None:
             self._nodes.kill()
 
@@ -283,7 +286,7 @@ class VirtualCluster:
 
 
 def gpus_of_cluster() -> float:
-    """GPUs of all nodes of the cluster that RAY_ADDRESS names."""
+    """Count the GPUs of all nodes of the cluster at RAY_ADDRESS."""
     connects = not ray.is_initialized()
     if connects:
         connect(os.environ["RAY_ADDRESS"], is_own=False)
@@ -295,12 +298,9 @@ def gpus_of_cluster() -> float:
 
 
 def _living() -> dict[str, NodeResources]:
-    """Living nodes by Ray's id, with their resources."""
-    return {
-        node["NodeID"]: NodeResources(node["NodeManagerAddress"], node["Resources"])
-        for node in ray.nodes()
-        if node["Alive"]
-    }
+    """Return the living nodes by Ray's id, with their resources."""
+    living = [node for node in ray.nodes() if node["Alive"]]
+    return {node["NodeID"]: NodeResources(node["NodeManagerAddress"], node["Resources"]) for node in living}
 
 
 def _is_placed(group: PlacementGroup) -> bool:
@@ -308,24 +308,17 @@ def _is_placed(group: PlacementGroup) -> bool:
 
 
 def _placed(group: PlacementGroup) -> dict[int, str]:
-    """Ray's id of the node of each bundle."""
+    """Return Ray's id of the node of each bundle."""
     return dict(placement_group_table(group)["bundles_to_node_id"])
-
-
-def _sum(bundles: Sequence[Resources]) -> Resources:
-    return {name: sum(bundle.get(name, 0) for bundle in bundles) for bundle in bundles for name in bundle}
 
 
 def _on_bundle(bundle: Bundle) -> PlacementGroupSchedulingStrategy:
     return PlacementGroupSchedulingStrategy(bundle.group, placement_group_bundle_index=bundle.index)
 
 
-def _options(process: WorkerProcess, *, num_cpus: float) -> dict[str, Any]:
-    pin = NodeAffinitySchedulingStrategy(process.node, soft=False) if process.node else None
-    pinned = {"scheduling_strategy": pin} if pin else {}
-    return {
-        "num_cpus": num_cpus,
-        "num_gpus": process.num_gpus,
-        "runtime_env": {"py_executable": process.python, "env_vars": dict(process.variables)},
-        **pinned,
-    }
+def _options(process: WorkerProcess) -> dict[str, Any]:
+    environment = {"py_executable": process.python, "env_vars": dict(process.variables)}
+    options: dict[str, Any] = {"num_cpus": 0, "num_gpus": process.num_gpus, "runtime_env": environment}
+    if process.node:
+        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(process.node, soft=False)
+    return options

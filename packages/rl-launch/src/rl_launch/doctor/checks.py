@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 
 from packaging.specifiers import SpecifierSet
 
 from rl_core.install_command import install_command
 from rl_launch.cluster.process_limit import remedy as limit_remedy
 from rl_launch.cluster.process_limit import threads_of
-from rl_launch.cluster.ray_folder import folder_problem
-from rl_launch.doctor.findings import Check, Finding
-from rl_launch.doctor.gpus import GpuDriver, driver_remedy
-from rl_launch.doctor.machine import Machine, Space
+from rl_launch.cluster.ray_files import folder_problem
+from rl_launch.doctor.cluster.node_readings import Room
+from rl_launch.doctor.findings import Check, Diagnosis
+from rl_launch.doctor.machine import Machine, driver_remedy
 from rl_launch.doctor.needs import Needs
 from rl_launch.worker_envs import Availability
 
@@ -30,107 +31,95 @@ _PROCESS_BYTES = 96 * 2**20
 """Memory that a forked rank or engine of the tiniest model does not share; 120 MiB and more were measured."""
 
 
-def python(machine: Machine, needs: Needs) -> Iterator[Finding]:
-    """The interpreter, whose version the workers share."""
+def python(machine: Machine, needs: Needs) -> Iterator[Diagnosis]:
+    """Check the interpreter, whose version the workers share."""
     if machine.python in SpecifierSet(machine.supported_python, prereleases=True):
-        yield Finding("python", "ok", machine.python)
+        yield Diagnosis("python", "ok", machine.python)
     else:
         remedy = f"Install rl-launch into an environment of Python {machine.supported_python}."
-        yield Finding("python", "missing", machine.python, remedy)
+        yield Diagnosis("python", "missing", machine.python, remedy)
 
 
-def packages(machine: Machine, needs: Needs) -> Iterator[Finding]:
-    """Requirements of the driver itself, and of this project's packages next to it."""
-    unmet = machine.unmet
-    if unmet:
-        yield Finding(
-            "packages of driver",
-            "warning",
-            "; ".join(unmet),
-            f"Install versions of one release: {install_command('rl-launch')}.",
-        )
+def packages(machine: Machine, needs: Needs) -> Iterator[Diagnosis]:
+    """Check the requirements of the driver itself, and of this project's packages next to it."""
+    if unmet := machine.unmet:
+        remedy = f"Install versions of one release: {install_command('rl-launch')}."
+        yield Diagnosis("packages of driver", "warning", "; ".join(unmet), remedy)
     else:
-        yield Finding("packages of driver", "ok", "all requirements of this project's packages are met")
+        yield Diagnosis("packages of driver", "ok", "all requirements of this project's packages are met")
 
 
-def plugins(machine: Machine, needs: Needs) -> Iterator[Finding]:
-    """Plugins of installed packages that do not load, whether the recipe uses them or not."""
+def plugins(machine: Machine, needs: Needs) -> Iterator[Diagnosis]:
+    """Report plugins of installed packages that do not load, including the ones that the recipe does not use."""
     for problem in machine.broken_plugins:
-        yield Finding("plugins", "warning", problem, "Only recipes that use this plugin are affected.")
+        yield Diagnosis("plugins", "warning", problem, "Only recipes that use this plugin are affected.")
 
 
-def ray(machine: Machine, needs: Needs) -> Iterator[Finding]:
-    """Ray, and other clusters of it here."""
+def ray(machine: Machine, needs: Needs) -> Iterator[Diagnosis]:
+    """Check Ray, and other clusters of it here."""
     version = machine.ray
     if version is None:
-        yield Finding(
-            "ray",
-            "missing",
-            "not installed",
-            f"Install rl-launch again, with Ray: {install_command('rl-launch')}.",
-        )
+        remedy = f"Install rl-launch again, with Ray: {install_command('rl-launch')}."
+        yield Diagnosis("ray", "missing", "not installed", remedy)
         return
     yield _cluster(machine, needs, version, machine.ray_address)
     if (found := folder_problem(machine.ray_folder)) is not None:
-        yield Finding("ray folder", "missing", *found)
+        yield Diagnosis("ray folder", "missing", *found)
     if (found := machine.token_problem) is not None:
-        yield Finding("ray token", "warning", *found)
+        yield Diagnosis("ray token", "warning", *found)
 
 
-def _cluster(machine: Machine, needs: Needs, version: str, address: str) -> Finding:
+def _cluster(machine: Machine, needs: Needs, version: str, address: str) -> Diagnosis:
     processes = machine.ray_processes
     if not address and needs.num_nodes > 1 and not needs.device.is_logical:
-        return Finding(
-            "ray",
-            "missing",
-            f"{version}; the recipe needs {needs.num_nodes} machines, but RAY_ADDRESS is not set",
+        found = f"{version}; the recipe needs {needs.num_nodes} machines, but RAY_ADDRESS is not set"
+        remedy = (
             "Start Ray on the machines and set RAY_ADDRESS, set cluster.num_nodes=1, or rehearse it on this machine "
-            "with cluster.device=rehearsal.",
+            "with cluster.device=rehearsal."
         )
+        return Diagnosis("ray", "missing", found, remedy)
     if address:
         _, _, place = address.rpartition("/")
         is_there = bool(processes) if place == "auto" else place == "local" or machine.answers(place)
         if is_there:
-            return Finding("ray", "ok", f"{version}; runs go to the cluster at RAY_ADDRESS={address}")
-        return Finding(
-            "ray",
-            "missing",
-            f"{version}; RAY_ADDRESS is {address}, and nothing answers there",
-            "Start that cluster, or unset RAY_ADDRESS so that runs start their own Ray.",
-        )
+            return Diagnosis("ray", "ok", f"{version}; runs go to the cluster at RAY_ADDRESS={address}")
+        remedy = "Start that cluster, or unset RAY_ADDRESS so that runs start their own Ray."
+        return Diagnosis("ray", "missing", f"{version}; RAY_ADDRESS is {address}, and nothing answers there", remedy)
     if processes:
-        return Finding(
-            "ray",
-            "warning",
-            f"{version}; another Ray is running here (process {', '.join(map(str, processes))}) and uses memory",
-            "A run starts its own Ray. To use the other one instead, set RAY_ADDRESS=auto.",
-        )
-    return Finding("ray", "ok", f"{version}; no other Ray is running here")
+        ids = ", ".join(map(str, processes))
+        found = f"{version}; another Ray is running here (process {ids}) and uses memory"
+        remedy = "A run starts its own Ray. To use the other one instead, set RAY_ADDRESS=auto."
+        return Diagnosis("ray", "warning", found, remedy)
+    return Diagnosis("ray", "ok", f"{version}; no other Ray is running here")
 
 
-def uv(machine: Machine, needs: Needs) -> Iterator[Finding]:
-    """uv, which builds environments."""
+def uv(machine: Machine, needs: Needs) -> Iterator[Diagnosis]:
+    """Check uv, which builds environments."""
     tool = machine.uv
     if tool is not None:
-        yield Finding("uv", "ok", f"{tool.version} ({tool.path})")
+        yield Diagnosis("uv", "ok", f"{tool.version} ({tool.path})")
         return
     found = machine.availability(needs.workers.values(), needs.worker_envs).values()
     is_needed = any(offer.status == "unavailable" for offer in found)
     text = "not installed" if is_needed else "not installed, but all environments of this recipe exist"
-    yield Finding("uv", "missing" if is_needed else "warning", text, f"Install it: {install_command('uv')}.")
+    yield Diagnosis("uv", "missing" if is_needed else "warning", text, f"Install it: {install_command('uv')}.")
 
 
-def environments(machine: Machine, needs: Needs) -> Iterator[Finding]:
-    """The source of each worker's packages, and the builds of the engines."""
+def environments(machine: Machine, needs: Needs) -> Iterator[Diagnosis]:
+    """Check the source of each worker's packages, and the builds of the engines."""
     found = machine.availability(needs.workers.values(), needs.worker_envs)
     for role, spec in needs.workers.items():
         offer, engine = found[spec], str(spec.wanted[0])
         if offer.status == "unavailable":
-            yield Finding(f"packages of {role}", "missing", f"{engine}: {offer.problem}", _obtain(needs, engine))
+            install = f"install it in the driver's environment: {install_command(engine)}"
+            remedy = f"Fix this problem (uv builds environments), or {install}."
+            if needs.worker_envs == "shared":
+                remedy = f"Set cluster.worker_envs=auto to have it built, or {install}."
+            yield Diagnosis(f"packages of {role}", "missing", f"{engine}: {offer.problem}", remedy)
         elif offer.compiled:
-            yield Finding(f"packages of {role}", "warning", *_compiled(engine, offer, machine, needs))
+            yield Diagnosis(f"packages of {role}", "warning", *_compiled(engine, offer, machine, needs))
         else:
-            yield Finding(f"packages of {role}", "ok", f"{engine}: {_described(offer)}")
+            yield Diagnosis(f"packages of {role}", "ok", f"{engine}: {_described(offer)}")
 
 
 def _described(offer: Availability) -> str:
@@ -144,7 +133,7 @@ def _described(offer: Availability) -> str:
 
 
 def _compiled(engine: str, offer: Availability, machine: Machine, needs: Needs) -> tuple[str, str]:
-    """Return what an environment compiles on first use, and how to have that done before GPUs are paid for."""
+    """Return the packages that an environment compiles on first use, and how to do that before GPUs are paid for."""
     nvcc = "" if machine.has_cuda_compiler else ", which was not found here"
     found = f"{engine}: {_described(offer)}; {' and '.join(offer.compiled)} is compiled, which takes about an hour on "
     remedy = (
@@ -154,15 +143,8 @@ def _compiled(engine: str, offer: Availability, machine: Machine, needs: Needs) 
     return f"{found}each node that does not share RL_HOME and needs the compiler of CUDA (nvcc){nvcc}", remedy
 
 
-def _obtain(needs: Needs, engine: str) -> str:
-    install = f"install it in the driver's environment: {install_command(engine)}"
-    if needs.worker_envs == "shared":
-        return f"Set cluster.worker_envs=auto to have it built, or {install}."
-    return f"Fix this problem (uv builds environments), or {install}."
-
-
-def torch(machine: Machine, needs: Needs) -> Iterator[Finding]:
-    """The builds of torch that train and generate, compared with the device and its driver."""
+def torch(machine: Machine, needs: Needs) -> Iterator[Diagnosis]:
+    """Compare the builds of torch that train and generate with the device and its driver."""
     specs = {role: spec for role, spec in needs.workers.items() if role in _ENGINES}
     found = machine.availability(needs.workers.values(), needs.worker_envs)
     driver = machine.gpu_driver if needs.device.runs_on_gpus else None
@@ -174,77 +156,74 @@ def torch(machine: Machine, needs: Needs) -> Iterator[Finding]:
         text, name = f"{build.version}, {kind}", f"torch of {role}"
         if needs.device.runs_on_gpus and build.cuda == "":
             remedy = "Install a build for CUDA in the driver's environment, or set cluster.worker_envs=isolated."
-            yield Finding(name, "missing", f"{text}; the recipe runs on GPUs", remedy)
+            yield Diagnosis(name, "missing", f"{text}; the recipe runs on GPUs", remedy)
         elif build.cuda and driver and (remedy := driver_remedy(driver.cuda, build.cuda)):
-            yield Finding(name, "missing", f"{text}; the driver {driver.version} runs CUDA {driver.cuda}", remedy)
+            yield Diagnosis(name, "missing", f"{text}; the driver {driver.version} runs CUDA {driver.cuda}", remedy)
         else:
-            yield Finding(name, "ok", text)
+            yield Diagnosis(name, "ok", text)
 
 
-def gpus(machine: Machine, needs: Needs) -> Iterator[Finding]:
-    """GPUs and their driver, if the recipe runs on them."""
+def gpus(machine: Machine, needs: Needs) -> Iterator[Diagnosis]:
+    """Check GPUs and their driver, if the recipe runs on them."""
     usable, wanted = machine.num_gpus, needs.ranks_per_node
     if not needs.device.runs_on_gpus:
-        yield Finding("gpus", "ok", f"{usable or 'none'} available; the recipe runs on the CPU")
+        yield Diagnosis("gpus", "ok", f"{usable or 'none'} available; the recipe runs on the CPU")
     elif machine.ray_address and usable < wanted:
         found = f"{usable} of {wanted} on this machine; the run uses those of the cluster at RAY_ADDRESS"
-        yield Finding("gpus", "warning", found, "Run rl doctor on a machine of that cluster to check its GPUs.")
+        yield Diagnosis("gpus", "warning", found, "Run rl doctor on a machine of that cluster to check its GPUs.")
     elif usable < wanted:
         remedy = "Run on a machine with GPUs, or set cluster.device=cpu."
         if usable:
             remedy = f"Set cluster.gpus_per_node={usable}, or make more visible (CUDA_VISIBLE_DEVICES)."
-        yield Finding("gpus", "missing", f"{usable} available, {wanted} needed on each machine", remedy)
+        yield Diagnosis("gpus", "missing", f"{usable} available, {wanted} needed on each machine", remedy)
     else:
         yield _driven(usable, machine)
 
 
-def _driven(usable: int, machine: Machine) -> Finding:
+def _driven(usable: int, machine: Machine) -> Diagnosis:
     try:
         driver = machine.gpu_driver
     except OSError as error:
-        return Finding("gpus", "missing", str(error), "Install or reload the NVIDIA driver, until nvidia-smi works.")
+        return Diagnosis("gpus", "missing", str(error), "Install or reload the NVIDIA driver, until nvidia-smi works.")
     if driver is None:
         found = f"{usable} available; their memory and driver are unknown without nvidia-smi"
-        return Finding("gpus", "warning", found, "Make nvidia-smi, which comes with the driver, available here.")
-    text = f"{usable} available of {_inventory(driver)}; driver {driver.version}, CUDA {driver.cuda}"
+        return Diagnosis("gpus", "warning", found, "Make nvidia-smi, which comes with the driver, available here.")
+    kinds = [f"{gpu.name} ({_size(gpu.memory_bytes)})" if gpu.memory_bytes else gpu.name for gpu in driver.gpus]
+    inventory = ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds))
+    text = f"{usable} available of {inventory}; driver {driver.version}, CUDA {driver.cuda}"
     busy = [gpu for gpu in driver.gpus if gpu.memory_bytes and (gpu.used_bytes or 0) > _IN_USE * gpu.memory_bytes]
     if busy:
         remedy = "End the programs that use them, or choose other GPUs with CUDA_VISIBLE_DEVICES."
-        return Finding("gpus", "warning", f"{text}; memory of {len(busy)} is in use", remedy)
-    return Finding("gpus", "ok", text)
+        return Diagnosis("gpus", "warning", f"{text}; memory of {len(busy)} is in use", remedy)
+    return Diagnosis("gpus", "ok", text)
 
 
-def _inventory(driver: GpuDriver) -> str:
-    kinds = [f"{gpu.name} ({_size(gpu.memory_bytes)})" if gpu.memory_bytes else gpu.name for gpu in driver.gpus]
-    return ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds))
-
-
-def shared_memory(machine: Machine, needs: Needs) -> Iterator[Finding]:
-    """Shared memory, which holds Ray's objects, and weights on their way between processes of the CPU."""
+def shared_memory(machine: Machine, needs: Needs) -> Iterator[Diagnosis]:
+    """Check shared memory, which holds Ray's objects, and weights on their way between processes of the CPU."""
     name, space = "shared memory", machine.shared_memory
     remedy = "Give the container more (--shm-size=8g), or mount a larger tmpfs on /dev/shm."
     if space is None:
-        yield Finding(name, "missing", "there is no /dev/shm", remedy)
+        yield Diagnosis(name, "missing", "there is no /dev/shm", remedy)
     elif space.free_bytes < _SMALLEST_STORE:
         found = f"{_size(space.free_bytes)} of {_size(space.total_bytes)} free at /dev/shm; Ray uses /tmp instead"
-        yield Finding(name, "warning", f"{found}, which is slower", remedy)
+        yield Diagnosis(name, "warning", f"{found}, which is slower", remedy)
     else:
         yield _room(name, space, least=0, ample=2.0, remedy=remedy)
 
 
-def ports(machine: Machine, needs: Needs) -> Iterator[Finding]:
-    """Loopback ports, which Ray and process groups communicate through."""
+def ports(machine: Machine, needs: Needs) -> Iterator[Diagnosis]:
+    """Check loopback ports, which Ray and process groups communicate through."""
     try:
         machine.open_ports(NUM_PORTS)
     except OSError as error:
         remedy = "Allow processes to listen and connect on 127.0.0.1."
-        yield Finding("ports", "missing", f"{NUM_PORTS} loopback ports could not be used: {error}", remedy)
+        yield Diagnosis("ports", "missing", f"{NUM_PORTS} loopback ports could not be used: {error}", remedy)
     else:
-        yield Finding("ports", "ok", f"{NUM_PORTS} loopback ports opened")
+        yield Diagnosis("ports", "ok", f"{NUM_PORTS} loopback ports opened")
 
 
-def disk(machine: Machine, needs: Needs) -> Iterator[Finding]:
-    """Room for environments, packages, runs and Ray's own files."""
+def disk(machine: Machine, needs: Needs) -> Iterator[Diagnosis]:
+    """Check the room for environments, packages, runs and Ray's own files."""
     found = machine.availability(needs.workers.values(), needs.worker_envs).values()
     builds = any(offer.status == "to build" for offer in found)
     home, cache = machine.home, machine.uv_cache
@@ -257,11 +236,17 @@ def disk(machine: Machine, needs: Needs) -> Iterator[Finding]:
     remedy = "Free some, lower checkpointing.keep_top_k, or set run_dir to a folder with space that you may write to."
     needed, note = _checkpoints(needs)
     yield _room("disk of runs", machine.space(needs.runs), least=0.25, ample=needed / GIB, remedy=remedy, note=note)
-    yield _ray_disk(machine.space(machine.ray_folder))
+    name, space = "disk of Ray", machine.space(machine.ray_folder)
+    remedy = "Free some, or set RAY_TMPDIR to a short path with space that you may write to."
+    if space.is_writable and space.free_bytes < 0.05 * space.total_bytes:
+        free = f"{_size(space.free_bytes)} free at {space.folder}, under 5%: Ray will spill no objects to it"
+        yield Diagnosis(name, "warning", free, remedy)
+    else:
+        yield _room(name, space, least=0.25, ample=2.0, remedy=remedy)
 
 
 def _checkpoints(needs: Needs) -> tuple[float, str]:
-    """Return the bytes that the checkpoints of a run take at most, or a first few, and the same in words."""
+    """Return the maximum bytes of the checkpoints of a run, or of a first few, and the same in words."""
     size, count = sum(model.checkpoint_bytes for model in needs.models), needs.num_checkpoints
     if not size or count == 0:
         return 5.0 * GIB, ""
@@ -269,116 +254,105 @@ def _checkpoints(needs: Needs) -> tuple[float, str]:
     return size * (count or 1), f"a checkpoint takes about {_size(size)}, and the run {kept}"
 
 
-def _ray_disk(space: Space) -> Finding:
-    name, remedy = "disk of Ray", "Free some, or set RAY_TMPDIR to a short path with space that you may write to."
-    if space.is_writable and space.free_bytes < 0.05 * space.total_bytes:
-        found = f"{_size(space.free_bytes)} free at {space.folder}, under 5%: Ray will spill no objects to it"
-        return Finding(name, "warning", found, remedy)
-    return _room(name, space, least=0.25, ample=2.0, remedy=remedy)
-
-
-def _room(name: str, space: Space, *, least: float, ample: float, remedy: str, note: str = "") -> Finding:
-    """A finding on free space.
+def _room(name: str, space: Room, *, least: float, ample: float, remedy: str, note: str = "") -> Diagnosis:
+    """Return a finding on free space.
 
     Args:
         name: Name of the check.
         space: Free space to judge.
-        least: Free GiB below which a run fails.
-        ample: Free GiB below which the finding is a warning.
+        least: Minimum free GiB of a run.
+        ample: Minimum free GiB without a warning.
         remedy: Remedy to show if there is too little.
-        note: What will be written there, in words.
+        note: Files that will be written there, in words.
     """
     free = f"{_size(space.free_bytes)} of {_size(space.total_bytes)} free at {space.folder}"
     written = f"; {note}" if note else ""
     if not space.is_writable:
-        return Finding(name, "missing", f"{space.folder} is not writable", remedy)
+        return Diagnosis(name, "missing", f"{space.folder} is not writable", remedy)
     if space.free_bytes < least * GIB:
-        return Finding(name, "missing", f"{free}; {_size(least * GIB)} are needed", remedy)
+        return Diagnosis(name, "missing", f"{free}; {_size(least * GIB)} are needed", remedy)
     if space.free_bytes < ample * GIB:
-        return Finding(name, "warning", free + (written or "; this is too little for larger models"), remedy)
-    return Finding(name, "ok", free + written)
+        return Diagnosis(name, "warning", free + (written or "; this is too little for larger models"), remedy)
+    return Diagnosis(name, "ok", free + written)
 
 
-def scoring(machine: Machine, needs: Needs) -> Iterator[Finding]:
-    """Environments that need something of the machine, such as a sandbox for programs that a model writes."""
+def scoring(machine: Machine, needs: Needs) -> Iterator[Diagnosis]:
+    """Check environments that need something of the machine, such as a sandbox for programs that a model writes."""
     for environment in needs.environments:
         problem = machine.environment_problem(environment)
         if problem is not None:
             name = f"environment {environment.label}"
-            yield Finding(name, "missing", problem) if problem else Finding(name, "ok", "it can run on this machine")
+            yield (
+                Diagnosis(name, "missing", problem) if problem else Diagnosis(name, "ok", "it can run on this machine")
+            )
 
 
-def open_files(machine: Machine, needs: Needs) -> Iterator[Finding]:
-    """Open files, whose limit Ray raises as far as it may."""
+def open_files(machine: Machine, needs: Needs) -> Iterator[Diagnosis]:
+    """Check the limit of open files, which Ray raises as far as it may."""
     _, most = machine.open_files
     if most < 4096:
         remedy = "Raise the limit: ulimit -Hn 65536, or the container's --ulimit nofile."
-        yield Finding("open files", "warning", f"at most {most} per process, which is little for Ray", remedy)
+        yield Diagnosis("open files", "warning", f"at most {most} per process, which is little for Ray", remedy)
     else:
-        yield Finding("open files", "ok", f"up to {most} per process")
+        yield Diagnosis("open files", "ok", f"up to {most} per process")
 
 
-def process_limit(machine: Machine, needs: Needs) -> Iterator[Finding]:
-    """Processes and threads. Ray's library ends a process that is refused one without a word about the limit."""
+def process_limit(machine: Machine, needs: Needs) -> Iterator[Diagnosis]:
+    """Check the limit of processes and threads. Ray's library ends a refused process without a word about the limit."""
     limit, name = machine.process_limit, "processes"
     needed = threads_of(needs.num_nodes if needs.device.is_logical else 1, needs.num_ranks + needs.num_engines)
     if limit is None:
-        yield Finding(name, "ok", "no limit of processes and threads")
+        yield Diagnosis(name, "ok", "no limit of processes and threads")
     elif limit.free < needed:
-        yield Finding(name, "missing", f"{limit}; the run starts at least {needed} more", limit_remedy(limit))
+        yield Diagnosis(name, "missing", f"{limit}; the run starts at least {needed} more", limit_remedy(limit))
     else:
-        yield Finding(name, "ok", f"{limit.free} more processes and threads may be started")
+        yield Diagnosis(name, "ok", f"{limit.free} more processes and threads may be started")
 
 
-def memory(machine: Machine, needs: Needs) -> Iterator[Finding]:
-    """Memory, for Ray, the engines and the driver with the smallest of models."""
+def memory(machine: Machine, needs: Needs) -> Iterator[Diagnosis]:
+    """Check the memory for Ray, the engines and the driver with the smallest of models."""
     whole, free = machine.memory_bytes, machine.available_bytes
     needed = sum(model.host_bytes for model in needs.models)
     on = "each node" if needs.device.runs_on_gpus else "this machine"
     note = f"; models take about {_size(needed)} of host memory on {on} (estimate)" if needed >= GIB else ""
-    # a login node need not have the memory of the nodes that it submits to
+    # A login node need not have the memory of the nodes that it submits to.
     runs_here = not needs.device.runs_on_gpus or machine.num_gpus >= needs.ranks_per_node
     found = f"{_size(free)} of {_size(whole)} available{note}"
     if problem := processes_problem(whole, needs):
-        yield Finding("memory", "missing", f"{found}; {problem}", f"Lower {ranks_keys(needs)}.")
+        yield Diagnosis("memory", "missing", f"{found}; {problem}", f"Lower {ranks_keys(needs)}.")
     elif whole < 3.5 * GIB:
-        yield Finding("memory", "missing", f"{found}; 4 GiB are needed", "Run on a machine with more memory.")
+        yield Diagnosis("memory", "missing", f"{found}; 4 GiB are needed", "Run on a machine with more memory.")
     elif runs_here and needed > whole:
-        remedy = (
-            f"Use machines with more memory, more nodes, or a smaller model ({needs.models[0].section}.model_name)."
-        )
-        yield Finding("memory", "warning", found, remedy)
+        smaller = f"a smaller model ({needs.models[0].section}.model_name)"
+        remedy = f"Use machines with more memory, more nodes, or {smaller}."
+        yield Diagnosis("memory", "warning", found, remedy)
     elif free < 5 * GIB:
-        yield Finding("memory", "warning", found, "End other programs; otherwise the system may kill parts of the run.")
+        yield Diagnosis(
+            "memory", "warning", found, "End other programs; otherwise the system may kill parts of the run."
+        )
     else:
-        yield Finding("memory", "ok", found)
+        yield Diagnosis("memory", "ok", found)
 
 
-def models(machine: Machine, needs: Needs) -> Iterator[Finding]:
-    """Memory of each GPU that a model needs, as far as the config and the model's own config determine it."""
+def models(machine: Machine, needs: Needs) -> Iterator[Diagnosis]:
+    """Check the memory of each GPU that a model needs, as far as the config and the model's own config determine it."""
     if not needs.device.runs_on_gpus:
         return
-    capacity = _gpu_bytes(machine)
+    capacity = None
+    with suppress(OSError):
+        gpus = machine.gpu_driver.gpus if machine.gpu_driver else ()
+        capacity = min((gpu.memory_bytes for gpu in gpus if gpu.memory_bytes), default=None)
     for model in needs.models:
         name = f"memory of {model.role}"
         if model.device_bytes is None:
-            yield Finding(name, "ok", f"not estimated: the number of parameters of {model.name} is not known here")
+            yield Diagnosis(name, "ok", f"not estimated: the number of parameters of {model.name} is not known here")
             continue
         of = f" of {_size(capacity)}" if capacity else ""
         need = f"about {_size(model.device_bytes)}{of} on each GPU for weights, gradients and optimizer state"
         found = f"{need}, plus activations (estimate for {model.basis}, {model.ranks} GPU{'s' * (model.ranks > 1)})"
         fits = capacity is None or model.device_bytes <= _PLANNED * capacity
         remedy = f"Use more GPUs, or train adapters ({model.section}.lora_cfg.enabled=true)."
-        yield Finding(name, "ok", found) if fits else Finding(name, "warning", found, remedy)
-
-
-def _gpu_bytes(machine: Machine) -> int | None:
-    """Return the memory of the smallest GPU here; None if it is not known."""
-    try:
-        driver = machine.gpu_driver
-    except OSError:
-        return None
-    return min((gpu.memory_bytes for gpu in driver.gpus if gpu.memory_bytes), default=None) if driver else None
+        yield Diagnosis(name, "ok", found) if fits else Diagnosis(name, "warning", found, remedy)
 
 
 def processes_problem(memory_bytes: int, needs: Needs) -> str:
@@ -387,16 +361,16 @@ def processes_problem(memory_bytes: int, needs: Needs) -> str:
     return f"{_processes(needs)} take at least {_size(least)}" if memory_bytes < least else ""
 
 
-def cores(machine: Machine, needs: Needs) -> Iterator[Finding]:
-    """Cores, which the ranks share if they run on the CPU."""
+def cores(machine: Machine, needs: Needs) -> Iterator[Diagnosis]:
+    """Check the cores, which the ranks share if they run on the CPU."""
     usable, ranks = machine.cores, needs.num_ranks
     if not needs.device.runs_on_gpus and usable < ranks:
         remedy = f"Set {needs.device.ranks_key}={max(1, int(usable))}, or expect slow steps."
         if needs.device.is_logical:
             remedy = f"Expect slow steps, or lower {ranks_keys(needs)}."
-        yield Finding("cores", "warning", f"{usable:g} for {_processes(needs)}", remedy)
+        yield Diagnosis("cores", "warning", f"{usable:g} for {_processes(needs)}", remedy)
     else:
-        yield Finding("cores", "ok", f"{usable:g}")
+        yield Diagnosis("cores", "ok", f"{usable:g}")
 
 
 def _processes(needs: Needs) -> str:

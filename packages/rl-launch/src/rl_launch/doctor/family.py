@@ -1,4 +1,5 @@
-"""Checks that a model family trains correctly: a backend's own self-check, run in its worker's environment."""
+"""Checks that a model family trains correctly: a backend's own self-check, run in its worker's environment, and the
+tables of families that a backend has checked before, which ship with it."""
 
 from __future__ import annotations
 
@@ -6,18 +7,20 @@ import json
 import math
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rl_algos import hub
 from rl_algos.requirement import LOSSES
+from rl_core.config import Config
 from rl_core.errors import ConfigError, RLError
 from rl_core.plugins import POLICIES, BackendPlugin, MeshCase, plugin
 from rl_core.selfcheck.cases import FamilyCase
+from rl_launch.model_files.local_models import model_of_run
 from rl_launch.model_files.model_folder import MODEL_FILES, folder_problems
-from rl_launch.model_files.run_models import model_of_run
 from rl_launch.worker_envs import provision, worker_env
 from rl_launch.worker_envs.variables import worker_process_environment
 
@@ -39,9 +42,16 @@ except ConfigError as error:
 """
 _CONFIG_FILE = MODEL_FILES[:1]
 
+NO_KIND = frozenset(
+    {"_name_or_path", "architectures", "dtype", "model_type", "torch_dtype", "transformers_version", "use_cache"}
+)
+"""Fields of a Hugging Face config that do not change which code a model runs."""
+
+DECIDED = ("exact", "off", "refused")
+
 
 def check_model(model: str, backend: str) -> Iterator[FamilyCase]:
-    """The cases of a model's family, each as soon as it is done.
+    """Yield the cases of a model's family, each as soon as it is done.
 
     Args:
         model: A folder with a `config.json`, a checkpoint of a run, or a hub name.
@@ -73,7 +83,7 @@ def cases(python: str, check: str, model: str, only: MeshCase | None = None) -> 
     Args:
         python: Interpreter of that environment.
         check: `"package.module:function"`.
-        model: As the check takes it.
+        model: Model for the check.
         only: The one case to check; all of them if None.
 
     Raises:
@@ -86,7 +96,7 @@ def cases(python: str, check: str, model: str, only: MeshCase | None = None) -> 
             stdout=subprocess.PIPE,
             stderr=complaints,
             text=True,
-            # also on a machine with GPUs: the ranks of a check are processes that share the CPU
+            # The ranks of a check are processes that share the CPU, also on a machine with GPUs.
             env={**worker_process_environment(python), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
         )
         assert process.stdout is not None
@@ -96,11 +106,12 @@ def cases(python: str, check: str, model: str, only: MeshCase | None = None) -> 
                 if kind == "problem":
                     raise ConfigError(json.loads(answer))
                 if kind == "case":
-                    yield _read(json.loads(answer))
+                    fields = json.loads(answer)
+                    yield FamilyCase(**{**fields, "names": tuple(fields["names"])})
             if process.wait():
                 complaints.seek(0)
-                said = complaints.read().strip()
-                raise RLError(f"{check} ended with exit code {process.returncode} in {python}:\n{said}")
+                output = complaints.read().strip()
+                raise RLError(f"{check} ended with exit code {process.returncode} in {python}:\n{output}")
         finally:
             process.terminate()
             process.stdout.close()
@@ -108,19 +119,20 @@ def cases(python: str, check: str, model: str, only: MeshCase | None = None) -> 
 
 
 def as_json(model: str, backend: str, found: Sequence[FamilyCase]) -> dict[str, Any]:
-    """`schema` (1), `model`, `backend`, `is_right` (no case is off), and `cases`: the fields of `FamilyCase`, with null
-    for a difference that is not a number."""
-    return {
-        "schema": SCHEMA,
-        "model": model,
-        "backend": backend,
-        "is_right": all(case.verdict != "off" for case in found),
-        "cases": [asdict(case) | {"differences": _finite(case)} for case in found],
-    }
+    """Return `schema` (1), `model`, `backend`, `is_right` (no case is off), and `cases`.
+
+    A case has the fields of `FamilyCase`, with null for a difference that is not a number.
+    """
+    shown = []
+    for case in found:
+        finite = {name: value if math.isfinite(value) else None for name, value in case.differences.items()}
+        shown.append(asdict(case) | {"differences": finite})
+    is_right = all(case.verdict != "off" for case in found)
+    return {"schema": SCHEMA, "model": model, "backend": backend, "is_right": is_right, "cases": shown}
 
 
 def described(case: FamilyCase) -> str:
-    """A case in one line."""
+    """Return a case in one line."""
     parts = [f"{name.replace('_', ' ')} {value:.1e}" for name, value in case.differences.items()]
     if case.names:
         parts.append(f"the weight stream gets wrong: {', '.join(case.names)}")
@@ -129,9 +141,66 @@ def described(case: FamilyCase) -> str:
     return f"{case.verdict:<8} {case.mesh + ', ' + case.layout:<30} {', '.join(parts)}"
 
 
-def _read(fields: dict[str, Any]) -> FamilyCase:
-    return FamilyCase(**{**fields, "names": tuple(fields["names"])})
+def kind_of(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a Hugging Face config that choose among a family's kinds of layers, without sizes."""
+    made_of: dict[str, Any] = {
+        name: value for name, value in fields.items() if isinstance(value, bool | str | None) and name not in NO_KIND
+    }
+    made_of["layer_types"] = sorted(set(fields.get("layer_types") or ()))
+    return made_of
 
 
-def _finite(case: FamilyCase) -> dict[str, float | None]:
-    return {name: value if math.isfinite(value) else None for name, value in case.differences.items()}
+class FamilyTable(NamedTuple):
+    """Results of a training backend's self-check for tiny models of families.
+
+    Attributes:
+        versions: Versions of the packages that decide them.
+        families: Model type to `kind`, as `kind_of` gives it for the model that was checked, and `cases`, each of them
+            the fields of a `MeshCase` with `verdict` and `reason`.
+    """
+
+    versions: Mapping[str, str]
+    families: Mapping[str, Mapping[str, Any]]
+
+    @classmethod
+    def of(cls, plugin: BackendPlugin) -> FamilyTable:
+        """Return the table that a backend ships; an empty one if it has none."""
+        if not plugin.family_table:
+            return cls({}, {})
+        package, _, name = plugin.family_table.partition(":")
+        held = json.loads(files(package).joinpath(name).read_text(encoding="utf-8"))
+        return cls(held["versions"], held["families"])
+
+    def find(
+        self, fields: Mapping[str, Any], case: MeshCase, config: type[Config], installed: Mapping[str, str]
+    ) -> FamilyCase | None:
+        """Return the result for a model of the same kind, mesh and versions; None if there is none.
+
+        Args:
+            fields: Fields of the model's Hugging Face config.
+            case: Mesh, layout of rows and weights that train.
+            config: Config type of the backend, which has the defaults of the settings.
+            installed: Version of each package in the trainer's environment.
+        """
+        family = self.families.get(str(fields.get("model_type")))
+        # The part of a version that identifies a build does not count.
+        are_versions = all(
+            installed.get(name, "").partition("+")[0] == own.partition("+")[0] for name, own in self.versions.items()
+        )
+        if family is None or not are_versions or not _is_of_kind(fields, family["kind"]):
+            return None
+        for entry in family["cases"]:
+            same_rows = (entry["is_packed"], entry["has_adapters"]) == (case.is_packed, case.has_adapters)
+            same_mesh = config(**entry["settings"]) == config(**case.settings)
+            if same_rows and same_mesh and entry["num_ranks"] == case.num_ranks and entry["verdict"] in DECIDED:
+                return FamilyCase(case.mesh, case.layout, entry["verdict"], reason=entry["reason"])
+        return None
+
+
+def _is_of_kind(fields: Mapping[str, Any], kind: Mapping[str, Any]) -> bool:
+    """Return whether a config is of a kind. Missing fields have their defaults, in the kind as well."""
+    asked = kind_of(fields)
+    types = asked.pop("layer_types")
+    return (not types or types == kind["layer_types"]) and all(
+        name in kind and kind[name] == value for name, value in asked.items()
+    )

@@ -1,10 +1,10 @@
-"""Findings of the checks, and the report on a recipe that they make."""
+"""Results of the checks, and the report on a recipe that they make."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from rl_launch.doctor.machine import Machine
 from rl_launch.doctor.needs import Needs
@@ -16,7 +16,7 @@ SCHEMA = 1
 
 
 @dataclass(frozen=True)
-class Finding:
+class Diagnosis:
     """Result of one check.
 
     Args:
@@ -32,17 +32,16 @@ class Finding:
     remedy: str = ""
 
 
-@dataclass(frozen=True)
-class Check:
+class Check(NamedTuple):
     """A check.
 
-    Args:
+    Attributes:
         name: Name of the finding that reports a failure of the check itself.
         look: Function from a machine and the needs of a recipe to findings.
     """
 
     name: str
-    look: Callable[[Machine, Needs], Iterable[Finding]]
+    look: Callable[[Machine, Needs], Iterable[Diagnosis]]
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class Report:
 
     recipe: str
     device: str
-    findings: tuple[Finding, ...]
+    findings: tuple[Diagnosis, ...]
     place: str = "here"
 
     @property
@@ -67,36 +66,24 @@ class Report:
         return not self.missing
 
     @property
-    def missing(self) -> tuple[Finding, ...]:
+    def missing(self) -> tuple[Diagnosis, ...]:
         """Findings that keep the recipe from running here."""
         return tuple(finding for finding in self.findings if finding.status == "missing")
 
     def as_json(self) -> dict[str, Any]:
-        """`schema` (1), `recipe`, `device`, `can_run`, and `checks`: objects of `name`, `status`, `found`, `remedy`."""
-        return {
-            "schema": SCHEMA,
-            "recipe": self.recipe,
-            "device": self.device,
-            "can_run": self.can_run,
-            "checks": [asdict(finding) for finding in self.findings],
-        }
+        """Return `schema` (1), `recipe`, `device`, `can_run`, and `checks`: objects of `name`, `status`, `found`,
+        `remedy`."""
+        described = {"schema": SCHEMA, "recipe": self.recipe, "device": self.device, "can_run": self.can_run}
+        return {**described, "checks": [asdict(finding) for finding in self.findings]}
 
 
 def examine(machine: Machine, needs: Needs, checks: Sequence[Check]) -> Report:
     """Make all checks; one that fails is reported and does not prevent the others."""
-    findings = [finding for check in checks for finding in _findings(check, machine, needs)]
+    findings: list[Diagnosis] = []
+    for check in checks:
+        try:
+            findings += list(check.look(machine, needs))
+        except Exception as error:  # noqa: BLE001  # on an unusual machine the other checks are still useful
+            found = f"could not be checked: {type(error).__name__}: {error}"
+            findings.append(Diagnosis(check.name, "warning", found, "Try the recipe. It may still run."))
     return Report(needs.recipe, needs.device.name, tuple(findings))
-
-
-def _findings(check: Check, machine: Machine, needs: Needs) -> list[Finding]:
-    try:
-        return list(check.look(machine, needs))
-    except Exception as error:  # noqa: BLE001  # on an unusual machine the other checks are still useful
-        return [
-            Finding(
-                check.name,
-                "warning",
-                f"could not be checked: {type(error).__name__}: {error}",
-                "Try the recipe. It may still run.",
-            )
-        ]

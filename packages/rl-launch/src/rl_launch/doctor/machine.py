@@ -15,32 +15,36 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
+from xml.etree import ElementTree
 
 import psutil
 
 from rl_core.environments.instance import EnvironmentInstance, machine_check_of
 from rl_core.plugins import KINDS, load_problem, names
-from rl_launch.cluster.local_gpus import local_gpus
+from rl_launch.cluster.device import is_answered, local_gpus
 from rl_launch.cluster.process_limit import ProcessLimit, process_limit
-from rl_launch.cluster.ray_address import is_answered
-from rl_launch.cluster.ray_folder import ray_folder
-from rl_launch.cluster.token_file import token_problem
-from rl_launch.doctor.gpus import GpuDriver, ask_driver
+from rl_launch.cluster.ray_files import ray_folder, token_problem
+from rl_launch.doctor.cluster.node_readings import Room, room
 from rl_launch.worker_envs import Availability, Mode, Wanted, WorkerEnvSpec, availability_of, default_root, missing
 from rl_launch.worker_envs.driver import project_distributions
 from rl_launch.worker_envs.node_build import EnvBuildError, clean_environment, find_uv
 
 _TIMEOUT_S = 5.0
+_DRIVER_TIMEOUT_S = 20.0
 _CONTROL_GROUP = Path("/sys/fs/cgroup")
 
+_OLDEST = {12: 525, 13: 580}
+"""Oldest driver by major version of CUDA
+(https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html)."""
 
-@dataclass(frozen=True)
-class Tool:
+
+class Tool(NamedTuple):
     """An installed program.
 
-    Args:
+    Attributes:
         path: Path of its executable.
-        version: As the program prints it.
+        version: Version that the program prints.
     """
 
     path: str
@@ -48,19 +52,33 @@ class Tool:
 
 
 @dataclass(frozen=True)
-class Space:
-    """Room in a folder, or in the one that it would be made in.
+class Gpu:
+    """A GPU as its driver sees it.
 
     Args:
-        folder: The folder.
-        total_bytes, free_bytes: Size of its file system, and free space for this user.
-        is_writable: True if this user may write there.
+        name: Name of the product.
+        memory_bytes: Memory of the device; None if the driver does not report it.
+        used_bytes: Memory in use; None likewise.
     """
 
-    folder: Path
-    total_bytes: int
-    free_bytes: int
-    is_writable: bool
+    name: str
+    memory_bytes: int | None
+    used_bytes: int | None
+
+
+@dataclass(frozen=True)
+class GpuDriver:
+    """NVIDIA's driver.
+
+    Args:
+        version: Version of the driver.
+        cuda: Newest CUDA version it runs, `13.0`.
+        gpus: Every GPU of the machine.
+    """
+
+    version: str
+    cuda: str
+    gpus: tuple[Gpu, ...]
 
 
 class Machine:
@@ -100,7 +118,7 @@ class Machine:
 
     @property
     def ray_address(self) -> str:
-        """The cluster that RAY_ADDRESS names; empty if it names none."""
+        """The cluster at RAY_ADDRESS; empty if it is not set."""
         return os.environ.get("RAY_ADDRESS", "")
 
     def answers(self, address: str) -> bool:
@@ -114,7 +132,7 @@ class Machine:
 
     @property
     def ray_folder(self) -> Path:
-        """Folder in which Ray puts its sockets, logs and spilled objects."""
+        """Folder of Ray's sockets, logs and spilled objects."""
         return ray_folder()
 
     @property
@@ -129,7 +147,7 @@ class Machine:
             path = find_uv()
         except (EnvBuildError, FileNotFoundError):
             return None
-        return Tool(path, _said(path, "--version").removeprefix("uv ").partition(" ")[0])
+        return Tool(path, _output_of(path, "--version").removeprefix("uv ").partition(" ")[0])
 
     @property
     def num_gpus(self) -> int:
@@ -143,34 +161,26 @@ class Machine:
 
     @property
     def has_cuda_compiler(self) -> bool:
-        """Return whether nvcc is on the path, or in the folder of a CUDA toolkit."""
+        """True if nvcc is on the path, or in the folder of a CUDA toolkit."""
         homes = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")
         return any(shutil.which("nvcc", path=home and f"{home}/bin") for home in (None, *filter(None, homes)))
 
     def availability(self, specs: Iterable[WorkerEnvSpec], mode: Mode) -> Mapping[WorkerEnvSpec, Availability]:
-        """Availability of each environment."""
+        """Return the availability of each environment."""
         asked = (tuple(specs), mode)
         if asked not in self._availability:
             self._availability[asked] = availability_of(*asked)
         return self._availability[asked]
 
     @property
-    def shared_memory(self) -> Space | None:
+    def shared_memory(self) -> Room | None:
         """/dev/shm; None if there is none."""
         folder = Path("/dev/shm")
         return self.space(folder) if folder.is_dir() else None
 
-    def space(self, folder: Path) -> Space:
-        """Room in a folder."""
-        folder = folder.absolute()
-        there = next(each for each in (folder, *folder.parents) if each.exists())
-        system = os.statvfs(there)
-        return Space(
-            folder,
-            system.f_blocks * system.f_frsize,
-            system.f_bavail * system.f_frsize,
-            there.is_dir() and os.access(there, os.W_OK | os.X_OK),
-        )
+    def space(self, folder: Path) -> Room:
+        """Return the room in a folder."""
+        return room(folder.absolute())
 
     @property
     def home(self) -> Path:
@@ -180,7 +190,7 @@ class Machine:
     @property
     def uv_cache(self) -> Path | None:
         """uv's cache folder; None if there is no uv."""
-        return Path(_said(self.uv.path, "cache", "dir")) if self.uv else None
+        return Path(_output_of(self.uv.path, "cache", "dir")) if self.uv else None
 
     def open_ports(self, count: int) -> None:
         """Listen on this many free loopback ports at one time, and connect to one; raises `OSError` if that fails."""
@@ -201,11 +211,9 @@ class Machine:
 
     @property
     def open_files(self) -> tuple[int, int]:
-        """Return the maximum number of files that a process can open, and the limit to which it can increase that."""
-        soft, hard = (
-            sys.maxsize if limit == resource.RLIM_INFINITY else limit
-            for limit in resource.getrlimit(resource.RLIMIT_NOFILE)
-        )
+        """Maximum number of files that a process can open, and the limit to increase it."""
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        soft, hard = (sys.maxsize if limit == resource.RLIM_INFINITY else limit for limit in limits)
         return soft, hard
 
     @property
@@ -230,14 +238,66 @@ class Machine:
         return min(usable, int(quota) / int(period)) if quota.isdigit() and period.isdigit() else usable
 
 
-def _said(*command: str) -> str:
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=clean_environment(), timeout=_TIMEOUT_S, check=True
-    )
+def _output_of(*command: str) -> str:
+    env = clean_environment()
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=_TIMEOUT_S, check=True)
     return done.stdout.strip()
 
 
 def _control(name: str) -> str:
-    """A limit of the control group, of version 2 or 1, as written in its file; empty if there is none."""
+    """Return a limit of the control group, of version 2 or 1, as written in its file; empty if there is none."""
     path = _CONTROL_GROUP / name
     return path.read_text().strip() if path.is_file() else ""
+
+
+def driver_remedy(driver_cuda: str, cuda: str) -> str:
+    """Return the remedy if a driver for one version of CUDA cannot run a build for another; empty if it can.
+
+    With NVIDIA's package for forward compatibility on the path of the loader, a driver reports that package's version.
+    """
+    major, own = (int(number) if (number := each.partition(".")[0]).isdigit() else 0 for each in (cuda, driver_cuda))
+    if not driver_cuda or own >= major:
+        return ""
+    oldest = f"version {_OLDEST[major]}" if major in _OLDEST else f"one for CUDA {major}"
+    package = f"cuda-compat-{cuda.replace('.', '-')}"
+    return (
+        f"Update the NVIDIA driver to {oldest} or later, or on data centre GPUs install {package} and put "
+        f"/usr/local/cuda-{cuda}/compat on LD_LIBRARY_PATH of every node."
+    )
+
+
+def ask_driver() -> GpuDriver | None:
+    """Return the report of nvidia-smi; None if it is not installed.
+
+    Raises:
+        OSError: If it fails, with its message.
+    """
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    try:
+        done = subprocess.run(
+            [program, "-q", "-x"], capture_output=True, text=True, timeout=_DRIVER_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise OSError(f"nvidia-smi did not answer within {_DRIVER_TIMEOUT_S:.0f} s") from None
+    if done.returncode:
+        printed = (done.stdout + done.stderr).strip().splitlines() or ["it printed nothing"]
+        raise OSError(f"nvidia-smi ended with exit code {done.returncode}: {printed[0]}")
+    return read_log(done.stdout)
+
+
+def read_log(text: str) -> GpuDriver:
+    """Read the XML of `nvidia-smi -q -x`."""
+    log = ElementTree.fromstring(text)
+    gpus = []
+    for gpu in log.findall("gpu"):
+        memory = (_bytes(gpu.findtext(f"fb_memory_usage/{name}", "")) for name in ("total", "used"))
+        gpus.append(Gpu(gpu.findtext("product_name", "unknown"), *memory))
+    return GpuDriver(log.findtext("driver_version", ""), log.findtext("cuda_version", ""), tuple(gpus))
+
+
+def _bytes(text: str) -> int | None:
+    """Return the number of bytes for a string such as `143771 MiB`; None for `N/A`."""
+    number, _, unit = text.partition(" ")
+    return int(number) * 2**20 if number.isdigit() and unit == "MiB" else None

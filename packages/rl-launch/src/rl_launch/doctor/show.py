@@ -25,7 +25,7 @@ def show(report: Report, console: Console) -> None:
 
 
 def table(report: Report) -> Table:
-    """A row for each finding, with the remedy below the result."""
+    """Return a table with a row for each finding, and the remedy below the result."""
     shown = Table(show_edge=False, pad_edge=False)
     for column in ("check", "status", "found"):
         shown.add_column(column, overflow="fold")
@@ -36,16 +36,15 @@ def table(report: Report) -> Table:
 
 
 def lines(report: Report) -> Iterator[str]:
-    """A line for each finding, and the verdict."""
+    """Yield a line for each finding, and the verdict."""
     for finding in report.findings:
-        yield f"{finding.status:<8} {finding.name}: {finding.found}" + (
-            f" | {finding.remedy}" if finding.remedy else ""
-        )
+        remedy = f" | {finding.remedy}" if finding.remedy else ""
+        yield f"{finding.status:<8} {finding.name}: {finding.found}{remedy}"
     yield verdict(report)
 
 
 def verdict(report: Report) -> str:
-    """The verdict in one sentence."""
+    """Return the verdict in one sentence."""
     if report.can_run:
         device = "GPUs" if device_named(report.device).runs_on_gpus else "the CPU"
         return f"{report.recipe} can run {report.place}, on {device}."

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Self
 import psutil
 
 from rl_core.errors import WorkerDied
-from rl_launch.cluster.local_ray import GCS, KEEPER, RAYLET, LocalRay, state_of
+from rl_launch.cluster.ray_nodes import GCS, KEEPER, RAYLET, LocalRay, state_of
 from rl_launch.placement.bundles import DevicesLost
 
 if TYPE_CHECKING:

@@ -5,9 +5,8 @@ from pathlib import Path
 
 from rl_core.devices import CUDA
 from rl_launch.cluster.node_task import NodeFacts
-from rl_launch.doctor.cluster.gpu_readings import GpuReading, GpuReadings
-from rl_launch.doctor.cluster.node_readings import Readings, Room
-from rl_launch.doctor.cluster.survey import Clock, ClusterNode, Survey
+from rl_launch.doctor.cluster.node_readings import GpuReading, GpuReadings, Readings, Room
+from rl_launch.doctor.cluster.survey import ClusterNode, NodeClock, Survey
 
 GIB = 2**30
 TEN_GIGABITS = 1.25e9
@@ -52,7 +51,7 @@ def survey(count=3, *, node=None, readings=None, **changed):
         "nodes": {name: ClusterNode(name, name, f"10.0.0.{name[1:]}", name, 8, 30 * GIB) for name in names},
         "versions": {"python": "3.12.4", "ray": "2.60.0"},
         "runs": Path("/shared/runs"),
-        "clocks": dict.fromkeys(names, Clock(0.001, 0.0005)),
+        "clocks": dict.fromkeys(names, NodeClock(0.001, 0.0005)),
         "readings": found,
         "rates": {(one, other): TEN_GIGABITS * 0.9 for one in names for other in names if one != other},
     }

@@ -7,8 +7,8 @@ from surveys import survey
 from typer.testing import CliRunner
 
 from rl_launch.cli import app
+from rl_launch.doctor.cluster.examination import ClusterReport
 from rl_launch.doctor.cluster.judgement import judged
-from rl_launch.doctor.cluster.report import ClusterReport
 from rl_launch.doctor.findings import Report
 
 

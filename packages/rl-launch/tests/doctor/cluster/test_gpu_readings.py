@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-from rl_launch.doctor.cluster.gpu_readings import GpuReading, read_gpus
+from rl_launch.doctor.cluster.node_readings import GpuReading, read_gpus
 
 GIB = 2**30
 

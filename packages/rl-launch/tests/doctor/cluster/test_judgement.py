@@ -6,10 +6,10 @@ import pytest
 from surveys import GIB, H100, READINGS, ROOM, survey
 
 from rl_core.devices import CPU
-from rl_launch.doctor.cluster.gpu_readings import Fault, GpuReadings
+from rl_launch.doctor.cluster.examination import ClusterReport
 from rl_launch.doctor.cluster.judgement import judged
-from rl_launch.doctor.cluster.report import ClusterReport
-from rl_launch.doctor.cluster.survey import AllReduce, Clock
+from rl_launch.doctor.cluster.node_readings import GpuFault, GpuReadings
+from rl_launch.doctor.cluster.survey import AllReduce, NodeClock
 from rl_launch.doctor.findings import Report
 
 ALL_REDUCE = AllReduce(24, 3, 2**28, 0.012)
@@ -60,11 +60,11 @@ PCIE = replace(H100, gpus=tuple(replace(gpu, num_nvlinks=17) for gpu in H100.gpu
         ("NVLinks of n1", "warning", {"gpus": PCIE}, "8 x 17 NVLinks; most nodes have 8 x 18", "alike"),
         ("GPU memory of n1", "warning", {"gpus": BUSY}, "GPU 7 30 GiB", "nvidia-smi"),
         (
-            *("GPUs of n1", "missing", {"gpus": replace(H100, faults=(Fault("GPU 3 is lost", is_fatal=True),))}),
+            *("GPUs of n1", "missing", {"gpus": replace(H100, faults=(GpuFault("GPU 3 is lost", is_fatal=True),))}),
             *("GPU 3 is lost", "Xid"),
         ),
         (
-            *("GPUs of n1", "warning", {"gpus": replace(H100, faults=(Fault("GPU 3 is hot", is_fatal=False),))}),
+            *("GPUs of n1", "warning", {"gpus": replace(H100, faults=(GpuFault("GPU 3 is hot", is_fatal=False),))}),
             *("GPU 3 is hot", "Xid"),
         ),
         (
@@ -101,14 +101,14 @@ def test_an_odd_node_is_named_with_a_remedy(name, status, readings, found, remed
 @pytest.mark.parametrize(
     ("clock", "found"),
     [
-        (Clock(1.5, 0.001), "1.5 s ahead of the driver's clock (± 1 ms)"),
-        (Clock(-0.2, 0.001), "0.2 s behind the driver's"),
-        (Clock(0.2, 0.15), None),
-        (Clock(0.05, 0.001), None),
+        (NodeClock(1.5, 0.001), "1.5 s ahead of the driver's clock (± 1 ms)"),
+        (NodeClock(-0.2, 0.001), "0.2 s behind the driver's"),
+        (NodeClock(0.2, 0.15), None),
+        (NodeClock(0.05, 0.001), None),
     ],
 )
 def test_a_clock_is_wrong_if_the_round_trip_does_not_explain_it(clock, found):
-    said = odd(clocks={"n0": Clock(0, 0.001), "n1": clock})
+    said = odd(clocks={"n0": NodeClock(0, 0.001), "n1": clock})
     assert [each.name for each in said] == (["clock of n1"] if found else [])
     assert all(found in each.found for each in said)
 

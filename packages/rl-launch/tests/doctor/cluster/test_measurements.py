@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from rl_core.devices import CPU
+from rl_launch.doctor.cluster.judgement import blame
 from rl_launch.doctor.cluster.measurements import measure_all_reduce, measure_transfers
 from rl_launch.doctor.cluster.node_probe import NodeProbe
 from rl_launch.doctor.cluster.survey import ClusterNode
-from rl_launch.doctor.cluster.tournament import blame
 
 SO_MAX_PACING_RATE = 47
 NAMES = ["n2", "n3", "n4", "n5"]

@@ -4,7 +4,7 @@ import pytest
 from surveys import READINGS, TEN_GIGABITS, survey
 
 from rl_core.devices import CPU
-from rl_launch.doctor.cluster.network_judgement import all_reduce, bandwidth, ports
+from rl_launch.doctor.cluster.judgement import all_reduce, bandwidth, ports
 from rl_launch.doctor.cluster.survey import AllReduce
 
 HEALTHY = survey(4).rates

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl_launch.doctor.cluster.network_links import ethernet_rate, inactive_infiniband, infiniband_rates
+from rl_launch.doctor.cluster.node_readings import ethernet_rate, inactive_infiniband, infiniband_rates
 
 
 @pytest.fixture

@@ -5,8 +5,9 @@ import sys
 
 import psutil
 
-from rl_launch.doctor.cluster.rank_processes import run_ranks
+from rl_launch.doctor.cluster.node_probe import NodeProbe
 
+run_ranks = NodeProbe("127.0.0.1").run_ranks
 PYTHON = [sys.executable, "-c"]
 
 
@@ -29,8 +30,8 @@ def test_a_rank_that_fails_says_why_and_one_that_hangs_is_killed():
 def test_ranks_see_the_end_of_a_process_that_is_killed():
     rank = "import sys; print('started', flush=True); sys.stdin.read()"
     code = (
-        "import sys; from rl_launch.doctor.cluster.rank_processes import run_ranks; "
-        f"run_ranks([sys.executable, '-c', {rank!r}], ['rank'], {{}}, 100)"
+        "import sys; from rl_launch.doctor.cluster.node_probe import NodeProbe; "
+        f"NodeProbe('').run_ranks([sys.executable, '-c', {rank!r}], ['rank'], {{}}, 100)"
     )
     with subprocess.Popen([*PYTHON, code]) as parent:
         process = psutil.Process(parent.pid)

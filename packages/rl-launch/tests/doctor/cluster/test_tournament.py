@@ -4,7 +4,8 @@ from itertools import combinations, permutations
 
 import pytest
 
-from rl_launch.doctor.cluster.tournament import blame, rounds
+from rl_launch.doctor.cluster.judgement import blame
+from rl_launch.doctor.cluster.measurements import rounds
 
 NAMES = [f"n{number}" for number in range(8)]
 

@@ -1,4 +1,4 @@
-"""The examination of a cluster: probes on its nodes, in the order in which they depend on one another."""
+"""The examination of a cluster: probes on its nodes, in the order of their dependencies, and the report."""
 
 from __future__ import annotations
 
@@ -10,22 +10,21 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 import ray
 from ray._private.state import available_resources_per_node
 
 from rl_core.devices import Device
-from rl_launch.cluster.device import check_devices
+from rl_launch.cluster.device import check_devices, check_ray_address
 from rl_launch.cluster.node_task import listing
 from rl_launch.cluster.nodes import PreparedNode, unanswered
-from rl_launch.cluster.ray_address import check_ray_address
 from rl_launch.cluster.virtual_cluster import VirtualCluster
 from rl_launch.doctor.cluster.judgement import judged
 from rl_launch.doctor.cluster.measurements import TRANSFER_S, measure_all_reduce, measure_transfers
 from rl_launch.doctor.cluster.node_probe import NodeProbe
 from rl_launch.doctor.cluster.probes import Probes
-from rl_launch.doctor.cluster.report import ClusterReport
 from rl_launch.doctor.cluster.survey import AllReduce, ClusterNode, Survey
 from rl_launch.doctor.findings import Report
 from rl_launch.doctor.needs import needs_of_plan
@@ -39,10 +38,26 @@ TIMEOUT_S = 60.0
 """Default limit of each probe in seconds."""
 
 _PATIENCE_S = 30.0
-"""How long a file of one node may take to become visible on another."""
+"""Maximum time in seconds until a file of one node is visible on another."""
 
 _ALL_REDUCE_LIMITS = 3
 """Limit of the all-reduce, which imports torch on every node, in limits of a probe."""
+
+
+class ClusterReport(NamedTuple):
+    """Report on whether a cluster can run a recipe.
+
+    Attributes:
+        report: Findings, and whether the recipe can run.
+        survey: Results of the probes.
+    """
+
+    report: Report
+    survey: Survey
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the keys of `Report.as_json` and of `Survey.as_json`."""
+        return {**self.report.as_json(), **self.survey.as_json()}
 
 
 def examine_cluster(
@@ -53,13 +68,13 @@ def examine_cluster(
     transfer_s: float = TRANSFER_S,
     probe: type[NodeProbe] = NodeProbe,
 ) -> ClusterReport:
-    """Examine the Ray cluster that a run of a recipe would use: the one that RAY_ADDRESS names, or else a Ray that is
+    """Examine the Ray cluster that a run of a recipe would use: the one at RAY_ADDRESS, or a Ray that is
     started on this machine. Nothing is left running on any node.
 
     Args:
         recipe: Its name, a YAML file, or a run directory.
         overrides: `key=value`.
-        timeout_s: Limit of each probe in seconds; that of the all-reduce is three times as long.
+        timeout_s: Limit of each probe in seconds; the limit of the all-reduce is three times as long.
         transfer_s: Duration of each transfer between two nodes in seconds.
         probe: Class of the probes.
 
@@ -85,7 +100,7 @@ def _survey(
     runs = Path(plan.config.run_dir).expanduser().parent if plan.config.run_dir else Path("runs")
     names = model_names(plan)
     folders = {key: name for key, name in names.items() if Path(name).is_dir()}
-    # a path that does not exist is reported by the checks of the recipe
+    # A path that does not exist is reported by the checks of the recipe.
     hub_names = sorted({name for name in names.values() if name not in folders.values() and name[0] not in "/.~"})
     chosen = chosen_variables(plan.config.cluster.env_vars)
     with Probes(list(nodes.values()), silent, timeout_s=timeout_s, probe=probe) as probes:
@@ -126,7 +141,7 @@ def _cuda_of(plan: RunPlan, device: Device) -> str:
 
 
 def living_nodes(device: Device) -> dict[str, ClusterNode]:
-    """Living nodes of Ray by name, the driver's first."""
+    """Return the living nodes of Ray by name, the driver's first."""
     home = ray.get_runtime_context().get_node_id()
     living = sorted(
         (node for node in ray.nodes() if node["Alive"]),
@@ -152,7 +167,7 @@ def living_nodes(device: Device) -> dict[str, ClusterNode]:
 def _folders(
     probes: Probes, nodes: Mapping[str, ClusterNode], runs: Path, folders: Mapping[str, str], patience_s: float
 ) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
-    """Nodes that do not share the folder of runs, and nodes that do not have a model folder, by its key."""
+    """Return nodes that do not share the folder of runs, and nodes that do not have a model folder, by its key."""
     others = [name for name in probes.names if not nodes[name].is_drivers]
     if not others:
         return {}, {}
@@ -178,7 +193,7 @@ def _folders(
         unshared |= {name: "its files there are not visible here" for name in seen if nodes[name].id in unseen}
     finally:
         shutil.rmtree(place, ignore_errors=True)
-        with suppress(OSError):  # others use them meanwhile
+        with suppress(OSError):  # Others may use them meanwhile.
             for each in absent:
                 each.rmdir()
     unlike: dict[str, dict[str, str]] = {}
@@ -194,7 +209,7 @@ def _folders(
 
 
 def _hub(probes: Probes, names: Sequence[str], variables: Mapping[str, str], timeout_s: float) -> dict[str, str]:
-    """Problems of nodes with the model hub, or with its cache if HF_HUB_OFFLINE is set."""
+    """Return problems of nodes with the model hub, or with its cache if HF_HUB_OFFLINE is set."""
     chosen = {**os.environ, **variables}
     if chosen.get("HF_HUB_OFFLINE", "").lower() in {"1", "on", "true", "yes"}:
         absent = probes.ask(
@@ -241,7 +256,7 @@ def _all_reduce(
         variables[node.name] = {**general, **network, **cluster.network_variables, **chosen}
     with ExitStack() as held:
         if device.runs_on_gpus:
-            # Ray gives them GPUs that no run uses meanwhile
+            # Ray gives these probes GPUs that no run uses meanwhile.
             probes = held.enter_context(Probes(nodes, probes.silent, timeout_s=timeout_s, num_gpus=ranks))
         return measure_all_reduce(
             probes,

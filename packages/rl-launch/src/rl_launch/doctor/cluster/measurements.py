@@ -10,7 +10,6 @@ from rl_core.devices import NODE_ADDRESS, Device
 from rl_launch.doctor.cluster.node_probe import CONNECT_TIMEOUT_S
 from rl_launch.doctor.cluster.probes import Probes
 from rl_launch.doctor.cluster.survey import AllReduce, ClusterNode
-from rl_launch.doctor.cluster.tournament import rounds
 
 TRANSFER_S = 0.5
 """Duration of one transfer in seconds."""
@@ -78,7 +77,7 @@ def measure_all_reduce(
         device: Kind of device.
         python: Interpreter with torch, which every node must have.
         ranks_per_node: Ranks on each node.
-        variables: Environment variables of the ranks of each node that differ from those of its Ray, by name.
+        variables: Environment variables of the ranks of each node that its Ray does not have, by name.
         timeout_s: Limit in seconds.
     """
     names = [node.name for node in nodes]
@@ -121,3 +120,17 @@ def measure_all_reduce(
             problems[name] = f"it did not finish within {timeout_s:.0f} s"
     seconds = None if problems else json.loads(ends[head.name][0].output.splitlines()[-1])["seconds"]
     return AllReduce(num_ranks, len(nodes), num_bytes, seconds, problems)
+
+
+def rounds(nodes: Sequence[str]) -> list[list[tuple[str, str]]]:
+    """Return all pairs of nodes in rounds of disjoint pairs: n - 1 rounds for an even number of nodes, n for an odd one
+    (https://en.wikipedia.org/wiki/Round-robin_tournament#Circle_method).
+    """
+    circle: list[str | None] = [*nodes] if len(nodes) % 2 == 0 else [*nodes, None]
+    found = []
+    for _ in range(len(circle) - 1):
+        half = len(circle) // 2
+        pairs = zip(circle[:half], reversed(circle[half:]), strict=True)
+        found.append([(first, second) for first, second in pairs if first is not None and second is not None])
+        circle = [circle[0], circle[-1], *circle[1:-1]]
+    return found

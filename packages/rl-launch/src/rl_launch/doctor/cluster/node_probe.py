@@ -9,26 +9,27 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import subprocess
+import tempfile
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 from rl_launch.cluster.node_task import Sight, meet
 from rl_launch.doctor.cluster.node_readings import Readings, readings_of_this_node
-from rl_launch.doctor.cluster.rank_processes import RankEnd, run_ranks
 
 CONNECT_TIMEOUT_S = 5.0
 _CHUNK_BYTES = 2**20
 
 
-@dataclass(frozen=True)
-class Received:
+class Received(NamedTuple):
     """Data that a node has received from another.
 
-    Args:
+    Attributes:
         num_bytes: Number of bytes.
         seconds: Time from the first byte to the last.
         problem: Why nothing was received; empty if something was.
@@ -37,6 +38,20 @@ class Received:
     num_bytes: int = 0
     seconds: float = 0.0
     problem: str = ""
+
+
+class RankEnd(NamedTuple):
+    """The end of a rank's process.
+
+    Attributes:
+        code: Its exit code; None if it was ended after the time limit.
+        output: Its standard output.
+        error: Last line of its standard error.
+    """
+
+    code: int | None
+    output: str
+    error: str
 
 
 class NodeProbe:
@@ -51,11 +66,11 @@ class NodeProbe:
         self._server: socket.socket | None = None
 
     def clock(self) -> float:
-        """Seconds since the epoch."""
+        """Return the seconds since the epoch."""
         return time.time()
 
     def readings(self, runs: str) -> Readings:
-        """Facts of the node.
+        """Return the facts of the node.
 
         Args:
             runs: Folder of runs.
@@ -67,7 +82,7 @@ class NodeProbe:
         return meet(folder, token, name, folders, patience_s)
 
     def hub_problem(self, url: str, timeout_s: float) -> str:
-        """Return why a URL of the model hub cannot be reached; empty if the hub answers, whatever it says."""
+        """Return why a URL of the model hub cannot be reached; empty if the hub answers."""
         try:
             with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=timeout_s):
                 return ""
@@ -81,7 +96,7 @@ class NodeProbe:
 
         Args:
             names: Hub names.
-            variables: Environment variables of workers that differ from those of this process.
+            variables: Environment variables of workers that this process does not have.
         """
         chosen = {**os.environ, **variables}
         home = chosen.get("HF_HOME") or str(Path(chosen.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
@@ -101,7 +116,7 @@ class NodeProbe:
             return int(server.getsockname()[1])
 
     def receive(self, token: bytes, seconds: float) -> Received:
-        """Read what the node that knows the token sends.
+        """Read the data from the node that knows the token.
 
         Args:
             token: First bytes of the connection; others are closed.
@@ -123,7 +138,7 @@ class NodeProbe:
         """Send to another node until it closes the connection, and return why that was not possible; empty if it was.
 
         Args:
-            address: Address at which it listens.
+            address: Address of the listening node.
             port: Its port.
             token: First bytes of the connection.
             seconds: How long it reads.
@@ -156,8 +171,44 @@ class NodeProbe:
     def run_ranks(
         self, command: Sequence[str], ranks: Sequence[str], variables: Mapping[str, str], timeout_s: float
     ) -> list[RankEnd]:
-        """See `rl_launch.doctor.cluster.rank_processes.run_ranks`."""
-        return run_ranks(command, ranks, variables, timeout_s)
+        """Run a process for each rank, and wait for all. Their standard inputs are closed when this process ends.
+
+        Args:
+            command: Command of all ranks.
+            ranks: Last argument of each. Each also sees one of the GPUs that this process sees.
+            variables: Environment variables to change; an empty one is removed.
+            timeout_s: Limit in seconds; processes that still run are killed.
+        """
+        gpus = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
+        base = {name: text for name, text in {**os.environ, **variables}.items() if text}
+        end, found = time.monotonic() + timeout_s, []
+        with ExitStack() as held:
+            processes = []
+            for rank, argument in enumerate(ranks):
+                own = {"CUDA_VISIBLE_DEVICES": gpus[rank]} if rank < len(gpus) else {}
+                # The output goes to files, because nobody reads pipes while the ranks run.
+                output, errors = (held.enter_context(tempfile.TemporaryFile("w+", errors="replace")) for _ in range(2))
+                process = held.enter_context(
+                    subprocess.Popen(
+                        [*command, argument], env=base | own, stdin=subprocess.PIPE, stdout=output, stderr=errors
+                    )
+                )
+                held.callback(process.kill)
+                processes.append((process, output, errors))
+            for process, output, errors in processes:
+                code: int | None = None
+                try:
+                    code = process.wait(max(0.0, end - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+                texts = []
+                for file in (output, errors):
+                    file.seek(0)
+                    texts.append(file.read())
+                lines = [line.strip() for line in texts[1].splitlines() if line.strip()]
+                found.append(RankEnd(code, texts[0], lines[-1] if lines else ""))
+        return found
 
 
 def _read(connection: socket.socket, seconds: float) -> Received:

@@ -1,4 +1,8 @@
-"""Facts of a node, read on the node itself with the standard library and ray."""
+"""Facts of a node, read on the node itself: its limits, disks, GPUs through NVML, and network links.
+
+It needs only the standard library and ray, whose own copy of NVML's module is used: a node that has ray and nothing of
+this project runs it.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +10,149 @@ import os
 import platform
 import resource
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rl_launch.cluster.node_task import NodeFacts, facts_of_this_node
-from rl_launch.doctor.cluster.gpu_readings import GpuReadings, read_gpus
-from rl_launch.doctor.cluster.network_links import ethernet_rate, inactive_infiniband, infiniband_rates
 from rl_launch.worker_envs.node_build import default_root
 
 _LOCK_ANY_MEMORY = 14
-"""Bit of CAP_IPC_LOCK, with which a process is not subject to the limit of locked memory."""
+"""Bit of CAP_IPC_LOCK, which frees a process from the limit of locked memory."""
+
+_NVLINK_SPEED_FIELD = 90
+"""NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON: speed of each active NVLink in MB/s."""
+
+_MAX_NVLINKS = 18
+
+SYS = Path("/sys")
+
+
+@dataclass(frozen=True)
+class GpuFault:
+    """A fault of a GPU.
+
+    Args:
+        text: The fault, with the index of the GPU.
+        is_fatal: True if a run cannot use the GPU.
+    """
+
+    text: str
+    is_fatal: bool
+
+
+@dataclass(frozen=True)
+class GpuReading:
+    """A GPU.
+
+    Args:
+        index: Index of the GPU on its node, in the order of the PCI bus.
+        name: Name of the product.
+        memory_bytes, used_bytes: Memory of the GPU, and memory in use; None if it does not report them.
+        num_nvlinks: Number of active NVLinks.
+        nvlink_bytes_per_s: Speed of all active NVLinks together, in each direction; None if unknown.
+    """
+
+    index: int
+    name: str
+    memory_bytes: int | None
+    used_bytes: int | None
+    num_nvlinks: int = 0
+    nvlink_bytes_per_s: float | None = None
+
+
+@dataclass(frozen=True)
+class GpuReadings:
+    """The GPUs of a node.
+
+    Args:
+        driver: Version of NVIDIA's driver; empty if there is none.
+        cuda: Newest CUDA version that the driver runs, such as `13.0`.
+        gpus: GPUs that answer.
+        faults: Faults of all GPUs.
+        problem: Why NVML cannot be used; empty if it can.
+    """
+
+    driver: str = ""
+    cuda: str = ""
+    gpus: tuple[GpuReading, ...] = ()
+    faults: tuple[GpuFault, ...] = ()
+    problem: str = ""
+
+
+def read_gpus(nvml: Any) -> GpuReadings:
+    """Read all GPUs.
+
+    Args:
+        nvml: Module `pynvml`.
+    """
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        return GpuReadings(problem=f"NVML does not start: {error}")
+    try:
+        version = nvml.nvmlSystemGetCudaDriverVersion_v2()
+        gpus, faults = [], []
+        for index in range(nvml.nvmlDeviceGetCount()):
+            try:
+                handle = nvml.nvmlDeviceGetHandleByIndex(index)
+                gpus.append(_reading(nvml, index, handle))
+            except nvml.NVMLError as error:
+                faults.append(GpuFault(f"GPU {index} does not answer: {error}", is_fatal=True))
+            else:
+                faults += _faults(nvml, index, handle)
+        cuda = f"{version // 1000}.{version % 1000 // 10}"
+        return GpuReadings(nvml.nvmlSystemGetDriverVersion(), cuda, tuple(gpus), tuple(faults))
+    except nvml.NVMLError as error:
+        return GpuReadings(problem=f"NVML fails: {error}")
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _reading(nvml: Any, index: int, handle: Any) -> GpuReading:
+    name = nvml.nvmlDeviceGetName(handle)
+    memory = _reported(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)
+    states = [_reported(nvml, nvml.nvmlDeviceGetNvLinkState, handle, link) for link in range(_MAX_NVLINKS)]
+    num_active, speed = sum(bool(state) for state in states), None
+    if num_active:
+        values = _reported(nvml, nvml.nvmlDeviceGetFieldValues, handle, [_NVLINK_SPEED_FIELD])
+        if values and not values[0].nvmlReturn and values[0].value.uiVal:
+            speed = num_active * float(values[0].value.uiVal * 1e6)
+    total, used = (None, None) if memory is None else (int(memory.total), int(memory.used))
+    return GpuReading(index, name, total, used, num_active, speed)
+
+
+def _faults(nvml: Any, index: int, handle: Any) -> Iterator[GpuFault]:
+    uncorrected, volatile = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+    errors = _reported(nvml, nvml.nvmlDeviceGetTotalEccErrors, handle, uncorrected, volatile)
+    if errors:
+        yield GpuFault(f"GPU {index} has had {errors} uncorrectable memory errors since its last reset", is_fatal=False)
+    rows = _reported(nvml, nvml.nvmlDeviceGetRemappedRows, handle)
+    if rows is not None:
+        _, _, is_pending, has_failed = rows
+        if has_failed:
+            yield GpuFault(f"GPU {index} has failed to replace a broken row of its memory", is_fatal=True)
+        if is_pending:
+            yield GpuFault(f"GPU {index} replaces a broken row of its memory at its next reset", is_fatal=False)
+    if _reported(nvml, nvml.nvmlDeviceGetRetiredPagesPendingStatus, handle):
+        yield GpuFault(f"GPU {index} retires a page of its memory at the next reboot", is_fatal=False)
+    reasons = _reported(nvml, nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
+    causes = {
+        "heat": nvml.nvmlClocksThrottleReasonHwThermalSlowdown,
+        "its power supply": nvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown,
+    }
+    if found := [cause for cause, bit in causes.items() if reasons & bit]:
+        yield GpuFault(f"GPU {index} is slowed down by {' and '.join(found)}", is_fatal=False)
+
+
+def _reported(nvml: Any, query: Callable[..., Any], *arguments: Any) -> Any:
+    """Return the driver's answer; None if the GPU does not report the value."""
+    try:
+        return query(*arguments)
+    except nvml.NVMLError:
+        return None
 
 
 @dataclass(frozen=True)
@@ -66,23 +202,18 @@ class Readings:
 
 
 def readings_of_this_node(address: str, runs: str) -> Readings:
-    """Facts of the node that this process runs on, a worker of Ray.
+    """Read the facts of the node that this process runs on, a worker of Ray.
 
     Args:
         address: Address of the node, as others reach it.
         runs: Folder of runs.
     """
-    # NVML's module comes with Ray
+    # NVML's module comes with Ray.
     import ray
     from ray._private.thirdparty import pynvml
 
-    session = ray._private.worker._global_node.get_session_dir_path()
-    rooms = {
-        "runs": runs,
-        "temporary files": tempfile.gettempdir(),
-        "Ray": session,
-        "RL_HOME": str(default_root().parent),
-    }
+    rooms = {"runs": runs, "temporary files": tempfile.gettempdir()}
+    rooms |= {"Ray": ray._private.worker._global_node.get_session_dir_path(), "RL_HOME": str(default_root().parent)}
     facts = facts_of_this_node(address)
     return Readings(
         python=platform.python_version(),
@@ -112,15 +243,58 @@ def limits() -> dict[str, int | None]:
     kinds = {"nofile": resource.RLIMIT_NOFILE, "nproc": resource.RLIMIT_NPROC, "memlock": resource.RLIMIT_MEMLOCK}
     hard = {name: resource.getrlimit(kind)[1] for name, kind in kinds.items()}
     found = {name: None if limit == resource.RLIM_INFINITY else limit for name, limit in hard.items()}
-    if _may_lock_any_memory():
-        found["memlock"] = None
+    with suppress(OSError):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        effective = next((line.split()[1] for line in lines if line.startswith("CapEff")), "0")
+        if int(effective, 16) >> _LOCK_ANY_MEMORY & 1:
+            found["memlock"] = None
     return found
 
 
-def _may_lock_any_memory() -> bool:
+def ethernet_rate(interface: str, sys: Path = SYS) -> float | None:
+    """Return the rate of a network interface in bytes/s; None if it is unknown, as for virtual ones.
+
+    Args:
+        interface: Name of the interface, such as `eth0`.
+        sys: Root of the files.
+    """
     try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return False
-    effective = next((line.split()[1] for line in lines if line.startswith("CapEff")), "0")
-    return bool(int(effective, 16) >> _LOCK_ANY_MEMORY & 1)
+        megabits = int((sys / "class/net" / interface / "speed").read_text())
+    except (OSError, ValueError):
+        return None
+    return megabits * 1e6 / 8 if interface and megabits > 0 else None
+
+
+def infiniband_rates(sys: Path = SYS) -> dict[str, float]:
+    """Return the rate of each active port of InfiniBand or RoCE in bytes/s, by device and port such as `mlx5_0/1`.
+
+    Args:
+        sys: Root of the files.
+    """
+    rates = {}
+    for port in sorted((sys / "class/infiniband").glob("*/ports/*")):
+        try:
+            state, rate = (port / "state").read_text(), (port / "rate").read_text()
+            gigabits = float(rate.split()[0])
+        except (OSError, ValueError, IndexError):
+            continue
+        if "ACTIVE" in state:
+            rates[f"{port.parent.parent.name}/{port.name}"] = gigabits * 1e9 / 8
+    return rates
+
+
+def inactive_infiniband(sys: Path = SYS) -> list[str]:
+    """Return the ports of InfiniBand that have a cable and are not active, such as `mlx5_0/1 (INIT)`.
+
+    Args:
+        sys: Root of the files.
+    """
+    found = []
+    for port in sorted((sys / "class/infiniband").glob("*/ports/*")):
+        try:
+            state, physical = (port / "state").read_text(), (port / "phys_state").read_text()
+        except OSError:
+            continue
+        if "ACTIVE" not in state and "LinkUp" in physical:
+            found.append(f"{port.parent.parent.name}/{port.name} ({state.partition(':')[2].strip()})")
+    return found

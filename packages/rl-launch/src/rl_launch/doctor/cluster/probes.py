@@ -12,16 +12,16 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rl_launch.cluster import node_task
-from rl_launch.doctor.cluster import gpu_readings, network_links, node_probe, node_readings, rank_processes
+from rl_launch.doctor.cluster import node_probe, node_readings
 from rl_launch.doctor.cluster.node_probe import NodeProbe
-from rl_launch.doctor.cluster.survey import Clock, ClusterNode
+from rl_launch.doctor.cluster.survey import ClusterNode, NodeClock
 from rl_launch.worker_envs import node_build
 
 NUM_CLOCK_READINGS = 8
 
 _CONCURRENCY = 4
 
-for _module in (node_build, node_task, gpu_readings, network_links, node_probe, node_readings, rank_processes):
+for _module in (node_build, node_task, node_probe, node_readings):
     cloudpickle.register_pickle_by_value(_module)
 
 
@@ -107,10 +107,10 @@ class Probes:
         return found
 
     def actor(self, name: str) -> Any:
-        """The actor of a node, for `answers`."""
+        """Return the actor of a node, for `answers`."""
         return self._actors[name]
 
-    def clocks(self) -> dict[str, Clock]:
+    def clocks(self) -> dict[str, NodeClock]:
         """Compare the clock of each node with the driver's, one node at a time; the shortest of several round trips
         counts.
         """
@@ -123,7 +123,7 @@ class Probes:
                 if name not in answer:
                     break
                 half = (time.perf_counter() - since) / 2
-                seen.append(Clock(answer[name] - (begun + half), half))
+                seen.append(NodeClock(answer[name] - (begun + half), half))
             if seen and name not in self.silent:
                 found[name] = min(seen, key=lambda clock: clock.uncertainty_s)
         return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rl_core.devices import Device
 from rl_launch.doctor.cluster.node_readings import Readings
@@ -34,12 +34,11 @@ class ClusterNode:
     is_drivers: bool = False
 
 
-@dataclass(frozen=True)
-class Clock:
+class NodeClock(NamedTuple):
     """Clock of a node, compared with the driver's.
 
-    Args:
-        offset_s: Seconds by which it is ahead.
+    Attributes:
+        offset_s: Seconds that it is ahead.
         uncertainty_s: Half of the round trip of the comparison.
     """
 
@@ -79,7 +78,7 @@ class AllReduce:
 
 @dataclass(frozen=True)
 class Survey:
-    """Results by name of the node; a node that stopped to answer lacks those of later probes.
+    """Results by name of the node; a node that stopped to answer lacks the results of later probes.
 
     Args:
         device: Device of the recipe.
@@ -109,7 +108,7 @@ class Survey:
     cuda: str = ""
     autoscaling: bool = False
     silent: Mapping[str, str] = field(default_factory=dict)
-    clocks: Mapping[str, Clock] = field(default_factory=dict)
+    clocks: Mapping[str, NodeClock] = field(default_factory=dict)
     readings: Mapping[str, Readings] = field(default_factory=dict)
     unshared: Mapping[str, str] = field(default_factory=dict)
     unlike_models: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -128,25 +127,22 @@ class Survey:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """`nodes`: objects of `name`, `address`, `hostname`, `num_devices`, `problem`, `clock`, `readings`;
+        """Return `nodes`: objects of `name`, `address`, `hostname`, `num_devices`, `problem`, `clock`, `readings`;
         `transfers`: objects of `sender`, `receiver`, `bytes_per_s`, `problem`; `all_reduce`.
         """
+        nodes = []
+        for name, node in self.nodes.items():
+            clock, readings = self.clocks.get(name), self.readings.get(name)
+            described: dict[str, Any] = {"name": name, "address": node.address, "hostname": node.hostname}
+            described |= {"num_devices": node.num_devices, "problem": self.silent.get(name, "")}
+            described["clock"] = None if clock is None else clock._asdict()
+            nodes.append({**described, "readings": None if readings is None else asdict(readings)})
+        transfers = [
+            {"sender": pair[0], "receiver": pair[1], "bytes_per_s": rate, "problem": self.broken.get(pair, "")}
+            for pair, rate in self.rates.items()
+        ]
         return {
-            "nodes": [
-                {
-                    "name": name,
-                    "address": node.address,
-                    "hostname": node.hostname,
-                    "num_devices": node.num_devices,
-                    "problem": self.silent.get(name, ""),
-                    "clock": asdict(self.clocks[name]) if name in self.clocks else None,
-                    "readings": asdict(self.readings[name]) if name in self.readings else None,
-                }
-                for name, node in self.nodes.items()
-            ],
-            "transfers": [
-                {"sender": pair[0], "receiver": pair[1], "bytes_per_s": rate, "problem": self.broken.get(pair, "")}
-                for pair, rate in self.rates.items()
-            ],
+            "nodes": nodes,
+            "transfers": transfers,
             "all_reduce": {**asdict(self.all_reduce), "bus_bytes_per_s": self.all_reduce.bus_bytes_per_s},
         }
