@@ -15,7 +15,7 @@ from rl_core.selfcheck.torch.tiny_model import SIZES, write_tiny_model
 from rl_core.testing.exhaustive import exhaustive
 from rl_core.testing.model_worker import LAYOUTS as BATCHINGS
 from rl_core.testing.model_worker import make_batch
-from rl_core.testing.torch.routed_oracle import RoutedOracle, with_random_routing
+from rl_core.testing.torch.reported_routing import RoutedOracle, with_random_routing
 from rl_dtensor.model.layers.replay import RoutingRecorder, intercept, routers_of, routing_shape
 from rl_dtensor.selfcheck import MESHES
 

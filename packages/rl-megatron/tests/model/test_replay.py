@@ -13,7 +13,7 @@ from rl_core.selfcheck.torch.oracle import Oracle
 from rl_core.testing.exhaustive import exhaustive
 from rl_core.testing.model_worker import LAYOUTS as BATCHINGS
 from rl_core.testing.model_worker import make_batch
-from rl_core.testing.torch.routed_oracle import RoutedOracle, with_random_routing
+from rl_core.testing.torch.reported_routing import RoutedOracle, with_random_routing
 
 PLAIN = OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 1.0})
 NUM_LAYERS, NUM_EXPERTS, NUM_CHOSEN = 4, 4, 2

@@ -8,7 +8,7 @@ stores once and lay out their rows by shard; a rank then gets one chunk from eac
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,8 +20,7 @@ Chunk = Sequence[Batch | None]
 that family."""
 
 
-@dataclass(frozen=True)
-class Pick:
+class Pick(NamedTuple):
     """Which rows a picker takes of one family, the columns over the same rows.
 
     Args:
@@ -36,8 +35,7 @@ class Pick:
     row: Ragged
 
 
-@dataclass(frozen=True)
-class ChunkLayout:
+class ChunkLayout(NamedTuple):
     """Places of the rows of one shard in the chunks that it gets, for one family.
 
     Args:
@@ -52,8 +50,7 @@ class ChunkLayout:
     zeroed: Mapping[str, np.ndarray]
 
 
-@dataclass(frozen=True)
-class Shard:
+class Shard(NamedTuple):
     """The rows of one data-parallel rank.
 
     Args:
@@ -76,8 +73,7 @@ class Shard:
         return Batch(columns)
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """A shuffle.
 
     Args:

@@ -163,12 +163,8 @@ def read_document(path: Path) -> Document:
     """
     text = path.read_text(encoding="utf-8")
     continues = _CONTINUES.search(text)
-    return Document(
-        path=path,
-        text=text,
-        blocks=tuple(_blocks(path, text)),
-        continues=None if continues is None else path.parent / continues["name"],
-    )
+    before = None if continues is None else path.parent / continues["name"]
+    return Document(path, text, tuple(_blocks(path, text)), before)
 
 
 def _blocks(path: Path, text: str) -> Iterator[Block]:
@@ -252,13 +248,13 @@ class Workbook:
         return path
 
     def _run(self, block: Block) -> str:
-        if block.file:
-            return self._write(block)
-        if block.language == "sh" and block.checked:
-            return ""
-        if block.language == "sh":
-            return self._execute(block, "bash", "-euo", "pipefail", "-c", block.text)
-        if block.language == "python":
+        if block.file and self.write(block).suffix == ".py" and block.language != "text":
+            # The file's definitions run, and not its part as a script.
+            code = f"import runpy; runpy.run_path({block.file!r}, run_name='imported')"
+            return self._execute(block, sys.executable, "-c", code)
+        if block.language == "sh" and not block.file:
+            return "" if block.checked else self._execute(block, "bash", "-euo", "pipefail", "-c", block.text)
+        if block.language == "python" and not block.file:
             name = f"{block.document.stem}_line_{block.line}"
             if block.text.startswith(">>>"):
                 path = self.folder / f"{name}.txt"
@@ -266,41 +262,26 @@ class Workbook:
                 return self._execute(block, sys.executable, "-m", "doctest", path.name)
             if block.checked:
                 return self._execute(block, sys.executable, "-c", block.imports)
-            # a file, which processes that the block starts can import
+            # Processes that the block starts can import a file.
             path = self.folder / f"{name}.py"
             path.write_text(block.text, encoding="utf-8")
             return self._execute(block, sys.executable, path.name)
         _parse(block)
         return ""
 
-    def _write(self, block: Block) -> str:
-        if self.write(block).suffix == ".py" and block.language != "text":
-            # its definitions, not what it does as a script
-            code = f"import runpy; runpy.run_path({block.file!r}, run_name='imported')"
-            return self._execute(block, sys.executable, "-c", code)
-        _parse(block)
-        return ""
-
     def _execute(self, block: Block, *command: str) -> str:
         changed: dict[str, str | None] = {**os.environ, **self.variables}
         variables = {name: value for name, value in changed.items() if value is not None}
-        # the interpreter's own folder first: `rl` and `python` are those of the tests
+        # The interpreter's folder comes first, so that `rl` and `python` are the ones under test.
         own, path = str(Path(sys.executable).parent), variables.get("PATH", "")
         if "PATH" not in self.variables and path.split(os.pathsep)[0] != own:
             variables["PATH"] = f"{own}{os.pathsep}{path}"
         if any(self.folder.glob("*.dist-info")):
-            # a project that the reader has installed
+            # The reader has installed a project.
             variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(self.folder), variables.get("PYTHONPATH")]))
-        done = subprocess.run(
-            command,
-            cwd=self.folder,
-            env=variables,
-            text=True,
-            timeout=self.timeout,
-            check=False,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        done: subprocess.CompletedProcess[str] = subprocess.run(
+            command, cwd=self.folder, env=variables, text=True, timeout=self.timeout, check=False, **streams
         )
         if bool(done.returncode) != block.fails:
             raise DocumentError(f"{block.place}: exit code {done.returncode}\n{block.text}\n{done.stdout}")

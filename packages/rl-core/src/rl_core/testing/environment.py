@@ -20,17 +20,17 @@ class EnvironmentSuite:
         raise NotImplementedError
 
     def conversations(self) -> Sequence[Conversation]:
-        """At least three first turns with different ids, not all rewarded alike."""
+        """Return at least three first turns with different ids, not all rewarded alike."""
         raise NotImplementedError
 
     def test_the_conversations_tell_environments_apart(self) -> None:
-        """Without this the other tests would show little."""
+        """Show that results differ, as the other tests would show little otherwise."""
         conversations = self.conversations()
         assert len({conversation.id for conversation in conversations}) == len(conversations) >= 3
-        assert len({_reward(result) for result in _step(self.environment(), conversations)}) > 1
+        assert len({result.rewards()["reward"] for result in _step(self.environment(), conversations)}) > 1
 
     def test_a_step_gives_one_result_per_conversation_in_order(self) -> None:
-        """A batch is scored as its members are alone, in whatever order."""
+        """Score a batch as its members are scored alone, in any order."""
         conversations = self.conversations()
         together = _step(self.environment(), conversations)
         backwards = _step(self.environment(), conversations[::-1])[::-1]
@@ -39,18 +39,18 @@ class EnvironmentSuite:
         assert [_visible(result) for result in together] == [_visible(result) for result in backwards]
 
     def test_no_conversations_no_results(self) -> None:
-        """An empty batch is answered with an empty list."""
+        """Answer an empty batch with an empty list."""
         assert self.environment().step([], []) == []
 
     def test_a_step_is_deterministic(self) -> None:
-        """Two environments of the same config agree, and so does one with itself."""
+        """Compare two environments of the same config, and one with itself."""
         environment, conversations = self.environment(), self.conversations()
         first = [_visible(result) for result in _step(environment, conversations)]
         assert first == [_visible(result) for result in _step(environment, conversations)]
         assert first == [_visible(result) for result in _step(self.environment(), conversations)]
 
     def test_states_thread_through_turns(self) -> None:
-        """Each state continues where its own conversation left off, apart from what else the environment does."""
+        """Continue each state where its own conversation left off, whatever else the environment does."""
         environment, other, conversations = self.environment(), self.environment(), self.conversations()
         states = [result.state for result in _step(environment, conversations)]
         goes_on = [not result.done for result in _step(other, conversations)]
@@ -65,13 +65,13 @@ class EnvironmentSuite:
             assert _visible(second) == _visible(result)
 
     def test_a_result_that_goes_on_says_what_comes_next(self) -> None:
-        """The next turn needs an observation of messages with a role and a content."""
+        """Require an observation of messages with a role and a content for the next turn."""
         for result in _step(self.environment(), self.conversations()):
             assert result.done or result.observation
             assert all({"role", "content"} <= set(message) for message in result.observation)
 
     def test_results_leave_the_process(self) -> None:
-        """Rewards are finite and everything but the state is plain: it crosses processes unchanged."""
+        """Require finite rewards, and plain values except for the state, which cross processes unchanged."""
         conversations = self.conversations()
         process = EnvironmentProcess("the environment", self.environment())
         pickled = [pickle.dumps(conversation) for conversation in conversations]
@@ -79,7 +79,7 @@ class EnvironmentSuite:
         assert [getattr(answer.result, "reason", "") for answer in answers] == [""] * len(conversations)
 
     def test_saved_states_go_on_elsewhere(self) -> None:
-        """A conversation that is played halfway, saved and restored by another environment answers as one that goes on.
+        """Save a conversation halfway and restore it in another environment, which answers as the first one does.
 
         Environments without `save` and `restore` pass: they are replayed (`test_a_step_is_deterministic`).
         """
@@ -106,7 +106,7 @@ class EnvironmentSuite:
             each.close([result.state for result in found if not result.done and result.state is not None])
 
     def test_closing_twice_is_closing_once(self) -> None:
-        """`close` takes states of conversations under way, none at all, and those it has closed."""
+        """Close states of unfinished conversations, none at all, and states that are closed already."""
         environment = self.environment()
         states = [r.state for r in _step(environment, self.conversations()) if not r.done]
         environment.close(states)
@@ -121,10 +121,6 @@ def _step(environment: Environment, conversations: Sequence[Conversation]) -> li
     assert len(results) == len(conversations)
     assert all(isinstance(result, StepResult) for result in results)
     return results
-
-
-def _reward(result: StepResult) -> float:
-    return result.rewards()["reward"]
 
 
 def _visible(result: StepResult) -> tuple[Any, ...]:

@@ -115,31 +115,31 @@ class FakeModel:
 
 
 class FakeWeights:
-    """`Weights` that count versions; `published` holds, by version, the number of steps of the model then."""
+    """`Weights` that count versions.
+
+    Attributes:
+        version: The last version given.
+        published: Number of steps of the model by version.
+    """
 
     def __init__(self, model: FakeModel) -> None:
         self._model = model
-        self._version = 0
+        self.version = 0
         self.published: dict[int, int] = {}
-
-    @property
-    def version(self) -> int:
-        """The last version given."""
-        return self._version
 
     def publish(self) -> WeightUpdate:
         """Return the next version."""
-        self._version += 1
-        self.published[self._version] = self._model.num_steps
-        return WeightUpdate(self._version)
+        self.version += 1
+        self.published[self.version] = self._model.num_steps
+        return WeightUpdate(self.version)
 
     def state(self) -> Mapping[str, Any]:
         """Return the last version given."""
-        return {"version": self._version}
+        return {"version": self.version}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from that version."""
-        self._version = state["version"]
+        self.version = state["version"]
 
 
 @dataclass
@@ -174,7 +174,15 @@ class FakeRun:
     ) -> Iterator[int]:
         """See `Run.steps`."""
         self._max_steps = max_steps
-        return self._steps(self._restore(models, state), models, state)
+        start = 1
+        if self.folder is not None and (self.folder / "loop.pickle").exists():
+            saved = pickle.loads((self.folder / "loop.pickle").read_bytes())
+            for name, model in models.items():
+                model.load(str(self.folder / name))
+            for name, part in state.items():
+                part.restore(saved["state"][name])
+            start = int(saved["step"]) + 1
+        return self._steps(start, models, state)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -217,28 +225,13 @@ class FakeRun:
         for step in range(start, self._max_steps + 1):
             yield step
             ends = bool(self.stop_reason) or step in (self.end_after, self._max_steps)
-            if ends or self.due(self.save_period, step):
-                self._save(step, models, state)
+            if self.folder is not None and (ends or self.due(self.save_period, step)):
+                for name, model in models.items():
+                    model.save(str(self.folder / name))
+                saved = {"step": step, "state": {name: part.state() for name, part in state.items()}}
+                (self.folder / "loop.pickle").write_bytes(pickle.dumps(saved))
             if ends:
                 return
-
-    def _save(self, step: int, models: Mapping[str, Saved], state: Mapping[str, Checkpointable]) -> None:
-        if self.folder is None:
-            return
-        for name, model in models.items():
-            model.save(str(self.folder / name))
-        saved = {"step": step, "state": {name: part.state() for name, part in state.items()}}
-        (self.folder / "loop.pickle").write_bytes(pickle.dumps(saved))
-
-    def _restore(self, models: Mapping[str, Saved], state: Mapping[str, Checkpointable]) -> int:
-        if self.folder is None or not (self.folder / "loop.pickle").exists():
-            return 1
-        saved = pickle.loads((self.folder / "loop.pickle").read_bytes())
-        for name, model in models.items():
-            model.load(str(self.folder / name))
-        for name, part in state.items():
-            part.restore(saved["state"][name])
-        return int(saved["step"]) + 1
 
 
 class FakeRolloutSource:

@@ -43,7 +43,7 @@ def _one(bench: Bench, token_ids: np.ndarray, sampling: SamplingParams, seed: in
     return _generate(bench, [GenerationRequest(token_ids, sampling, seed)])[0]
 
 
-MOST_ROUNDS = 50
+MAX_ROUNDS = 50
 """In each of them requests may be over before they can be interrupted."""
 
 
@@ -313,7 +313,7 @@ class GeneratorSuite(WeightSinkSuite):
                 return parts[-1]
 
             tasks = [asyncio.create_task(generate_whole(generate, request)) for request in requests]
-            # of a constant period, a busy machine's engine would never get to sample a token
+            # With a constant period, the engine of a busy machine would never get to sample a token.
             period = 0.01
             while not all(task.done() for task in tasks):
                 await asyncio.sleep(period)
@@ -322,7 +322,7 @@ class GeneratorSuite(WeightSinkSuite):
                 await bench.generator.resume()
             return [task.result() for task in tasks], sum(part.stop_reason == "abort" for part in parts)
 
-        for _ in range(MOST_ROUNDS):
+        for _ in range(MAX_ROUNDS):
             found, num_interruptions = bench.runner.run(interrupted())
             for tokens, completion in zip(prompts, found, strict=True):
                 assert completion.token_ids.tolist() == bench.reference.greedy(tokens, 60)
@@ -348,7 +348,7 @@ class GeneratorSuite(WeightSinkSuite):
         assert len(other.token_ids) > len(rest.token_ids)
 
     def _greedy_with_text(self, bench: Bench) -> tuple[np.ndarray, list[int], int]:
-        """Return a prompt, its greedy continuation, and the index of three tokens in it whose text comes nowhere else."""
+        """Return a prompt, its greedy continuation, and the index of three tokens in it whose text is unique."""
         for seed in range(40):
             tokens = prompt(8, seed)
             sampled = bench.reference.greedy(tokens, 16)
@@ -386,7 +386,7 @@ class GeneratorSuite(WeightSinkSuite):
             return await asyncio.gather(*tasks)
 
         num_mixed = 0
-        for _ in range(MOST_ROUNDS):
+        for _ in range(MAX_ROUNDS):
             for request, completion in zip(requests, bench.runner.run(updating()), strict=True):
                 start = 0
                 for span in completion.spans:
@@ -407,7 +407,7 @@ class GeneratorSuite(WeightSinkSuite):
 
 async def _interrupted(bench: Bench, request: GenerationRequest) -> Completion:
     """Return a part of the completion of a request; the generator stays paused."""
-    for _ in range(MOST_ROUNDS):
+    for _ in range(MAX_ROUNDS):
         before = (await bench.generator.health())["num_sampled"]
         task = asyncio.create_task(bench.generator.generate(request))
         while not task.done() and (await bench.generator.health())["num_sampled"] < before + 3:

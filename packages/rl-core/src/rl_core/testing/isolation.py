@@ -1,5 +1,4 @@
-"""What an import leaves in its process: a driver reads every config without an engine, and a process that has imported
-one can be forked."""
+"""Modules that an import leaves in its process: none of an engine in a driver, and none that prevents a fork."""
 
 from __future__ import annotations
 
@@ -73,13 +72,13 @@ def fork_problem(*modules: str) -> str:
 
 def _send_fork_problem(pipe: Connection, modules: tuple[str, ...]) -> None:
     problem = import_all(modules)
-    # a fork has none of the threads that its parent started
+    # A fork has none of the threads that its parent started.
     threads = len(os.listdir(f"/proc/{os.getppid()}/task"))
     pipe.send(problem or (f"the fork server has {threads} threads" if threads > 1 else ""))
 
 
 def modules_of(package: str, *, outside: tuple[str, ...] = ()) -> list[str]:
-    """Return every module of a package, itself first, without importing any; `outside` names subpackages to leave out."""
+    """Return every module of a package, itself first, without importing any; `outside` are subpackages to leave out."""
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
         raise ImportError(f"no package {package}")

@@ -26,7 +26,7 @@ class PublicNamesSuite:
     packages: ClassVar[tuple[str, ...]]
 
     def test_every_public_name_is_defined_in_the_module_that_the_stub_names(self) -> None:
-        """A class or function is exported from the module that defines it, and not from one that imports it."""
+        """Show that a class or function is exported from the module that defines it."""
         for package in self.packages:
             module = importlib.import_module(package)
             for name, home in homes_of(package).items():
@@ -35,23 +35,25 @@ class PublicNamesSuite:
                 assert not is_named or found.__module__ == home, f"{package}.{name}"
 
     def test_all_lists_the_public_names_in_order(self) -> None:
-        """`__all__` and `dir()` are the sorted names of the stub."""
+        """Show that `__all__` and `dir()` are the sorted names of the stub."""
         for package in self.packages:
             module = importlib.import_module(package)
             assert module.__all__ == sorted(module.__all__) == dir(module)
             assert set(module.__all__) - {"__version__"} == set(homes_of(package))
 
     def test_every_public_name_is_documented(self) -> None:
-        """Each has a docstring; a constant has a string below it."""
+        """Show that each has a docstring; a constant has a string below it."""
         undocumented = [
             f"{package}.{name}" for package in self.packages for name, text in summaries_of(package).items() if not text
         ]
         assert not undocumented, undocumented
 
     def test_no_public_name_is_that_of_a_module(self) -> None:
-        """A module that is imported would replace the public name."""
+        """Show that no module replaces a public name when it is imported."""
         for package in self.packages:
-            names = [name for name in importlib.import_module(package).__all__ if _is_module(package, name)]
+            module = importlib.import_module(package)
+            is_package = hasattr(module, "__path__")
+            names = [name for name in module.__all__ if is_package and importlib.util.find_spec(f"{package}.{name}")]
             assert not names, f"modules of {package} have the same names: {names}"
 
 
@@ -65,16 +67,14 @@ def summaries_of(package: str) -> dict[str, str]:
     """
     root = Path(str(importlib.import_module(package.partition(".")[0]).__file__)).parent
     importlib.import_module(package)
-    homes = homes_of(package)
-    return {name: _summary(root, homes[name], name) for name in sorted(homes)}
-
-
-def _summary(root: Path, module: str, name: str) -> str:
-    path = root.joinpath(*module.split(".")[1:])
-    source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    body = ast.parse(source.read_text(encoding="utf-8")).body
-    text = next((_docstring(body, index) for index in range(len(body)) if _name_of(body[index]) == name), "")
-    return " ".join(text.partition("\n\n")[0].split())
+    summaries = {}
+    for name, home in sorted(homes_of(package).items()):
+        path = root.joinpath(*home.split(".")[1:])
+        source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        body = ast.parse(source.read_text(encoding="utf-8")).body
+        text = next((_docstring(body, index) for index in range(len(body)) if _name_of(body[index]) == name), "")
+        summaries[name] = " ".join(text.partition("\n\n")[0].split())
+    return summaries
 
 
 def _name_of(statement: ast.stmt) -> str:
@@ -99,10 +99,3 @@ def _docstring(body: list[ast.stmt], index: int) -> str:
             return inspect.cleandoc(text)
         case _:
             return ""
-
-
-def _is_module(package: str, name: str) -> bool:
-    module = importlib.import_module(package)
-    if not hasattr(module, "__path__"):
-        return False
-    return importlib.util.find_spec(f"{package}.{name}") is not None

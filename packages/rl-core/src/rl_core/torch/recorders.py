@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from rl_core.tracing.profiling import ProfileOrder
 
-MOST_ALLOCATIONS = 200_000
+MAX_ALLOCATIONS = 200_000
 """Number of the newest allocations and releases in a memory snapshot."""
 
 
@@ -48,7 +48,7 @@ class MemoryRecorder:
         """
         if not torch.cuda.is_available():
             raise RuntimeError("the memory history is torch's CUDA allocator's, and this process has no CUDA device")
-        torch.cuda.memory._record_memory_history(max_entries=MOST_ALLOCATIONS)
+        torch.cuda.memory._record_memory_history(max_entries=MAX_ALLOCATIONS)
 
     def stop(self) -> Path:
         """Write the snapshot."""

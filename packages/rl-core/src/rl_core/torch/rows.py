@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -86,8 +86,7 @@ def idle_rows(device: torch.device, id_columns: Sequence[str] = ()) -> Rows:
     return Rows.laid_out(offsets, dict(zip(columns, moved, strict=True)), host_offsets, columns)
 
 
-@dataclass(frozen=True)
-class ModelInputs:
+class ModelInputs(NamedTuple):
     """The tokens of some rows in the layout of one forward pass, and the way back from it.
 
     Args:

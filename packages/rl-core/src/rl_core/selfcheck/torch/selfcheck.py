@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -49,8 +49,7 @@ Layouts = Mapping[str, tuple[int, Mapping[str, Any]]]
 """Name of a mesh to its ranks and the settings of the backend's config."""
 
 
-@dataclass(frozen=True)
-class Expected:
+class Expected(NamedTuple):
     """Training in one process, in float64.
 
     Args:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
@@ -36,8 +35,7 @@ TEXT: Mapping[str, Any] = {
 """Fields of the language model's config, the same in all families."""
 
 
-@dataclass(frozen=True)
-class TinyFamily:
+class TinyFamily(NamedTuple):
     """A family at a tiny size.
 
     Args:
@@ -65,40 +63,47 @@ class TinyFamily:
 
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
 _QWEN_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
-_QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
-_QWEN_WHOLE = {
-    "image_token_id": "<|image_pad|>",
-    "video_token_id": "<|video_pad|>",
-    "vision_start_token_id": "<|vision_start|>",
-    "vision_end_token_id": "<|vision_end|>",
-}
-_HALF = [0.5, 0.5, 0.5]
-
-
-def _qwen_images(patch_size: int) -> dict[str, Any]:
-    # as many pixels as one merged patch, and as 16 of them
-    side = 2 * patch_size
-    return {
-        "image_processor_type": "Qwen2VLImageProcessor",
-        "patch_size": patch_size,
-        "temporal_patch_size": 2,
-        "merge_size": 2,
-        "size": {"shortest_edge": side * side, "longest_edge": 16 * side * side},
-        "image_mean": _HALF,
-        "image_std": _HALF,
-    }
-
-
-_QWEN3_VISION = {
+_NORMALISED = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
+_QWEN_VISION = {
     "depth": 2,
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_heads": 2,
-    "patch_size": 16,
     "out_hidden_size": 64,
-    "num_position_embeddings": 64,
     "initializer_range": 0.15,
 }
+_QWEN3_VISION = {**_QWEN_VISION, "patch_size": 16, "num_position_embeddings": 64}
+
+
+def _qwen(
+    text: Mapping[str, Any], vision: Mapping[str, Any], processor: str = "Qwen3VL", video_processor: str = "Qwen3VL"
+) -> TinyFamily:
+    # Images have at least as many pixels as one merged patch, and at most as many as 16 of them.
+    side = 2 * vision["patch_size"]
+    start, end, image, video = _QWEN_TOKENS
+    return TinyFamily(
+        text=text,
+        vision=vision,
+        whole={
+            "image_token_id": image,
+            "video_token_id": video,
+            "vision_start_token_id": start,
+            "vision_end_token_id": end,
+        },
+        tokens=_QWEN_TOKENS,
+        image=f"{start}{image}{end}",
+        processor={"processor_class": f"{processor}Processor"},
+        image_processor={
+            "image_processor_type": "Qwen2VLImageProcessor",
+            "patch_size": vision["patch_size"],
+            "temporal_patch_size": 2,
+            "merge_size": 2,
+            "size": {"shortest_edge": side * side, "longest_edge": 16 * side * side},
+            **_NORMALISED,
+        },
+        video_processor=f"{video_processor}VideoProcessor",
+    )
+
 
 _SIGLIP = {
     "hidden_size": 32,
@@ -124,8 +129,7 @@ def _idefics(kind: str, **processor: Any) -> TinyFamily:
         "do_image_splitting": True,
         "size": {"longest_edge": 112},
         "max_image_size": {"longest_edge": 56},
-        "image_mean": _HALF,
-        "image_std": _HALF,
+        **_NORMALISED,
     }
     return TinyFamily(
         text={"model_type": "llama"},
@@ -140,42 +144,21 @@ def _idefics(kind: str, **processor: Any) -> TinyFamily:
 
 
 FAMILIES: Mapping[str, TinyFamily] = {
-    "qwen2_5_vl": TinyFamily(
-        # its heads are as wide as they can be
+    "qwen2_5_vl": _qwen(
+        # Its heads are as wide as they can be.
         text={"rope_parameters": _MROPE, "num_attention_heads": 2},
-        vision={
-            "depth": 2,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_heads": 2,
-            "patch_size": 14,
-            "window_size": 56,
-            "fullatt_block_indexes": [1],
-            "out_hidden_size": 64,
-            "initializer_range": 0.15,
-        },
-        whole=_QWEN_WHOLE,
-        tokens=_QWEN_TOKENS,
-        image=_QWEN_IMAGE,
-        processor={"processor_class": "Qwen2_5_VLProcessor"},
-        image_processor=_qwen_images(14),
-        video_processor="Qwen2VLVideoProcessor",
+        vision={**_QWEN_VISION, "patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1]},
+        processor="Qwen2_5_VL",
+        video_processor="Qwen2VL",
     ),
-    "qwen3_vl": TinyFamily(
+    "qwen3_vl": _qwen(
         text={"rope_parameters": {**_MROPE, "mrope_interleaved": True}},
         vision={**_QWEN3_VISION, "deepstack_visual_indexes": [0, 1]},
-        whole=_QWEN_WHOLE,
-        tokens=_QWEN_TOKENS,
-        image=_QWEN_IMAGE,
-        processor={"processor_class": "Qwen3VLProcessor"},
-        image_processor=_qwen_images(16),
-        video_processor="Qwen3VLVideoProcessor",
     ),
-    "qwen3_5": TinyFamily(
+    "qwen3_5": _qwen(
         text={
             "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 10000.0,
+                **_MROPE,
                 "partial_rotary_factor": 0.25,
                 "mrope_section": [2, 1, 1],
                 "mrope_interleaved": True,
@@ -187,12 +170,6 @@ FAMILIES: Mapping[str, TinyFamily] = {
             "linear_num_value_heads": 2,
         },
         vision=_QWEN3_VISION,
-        whole=_QWEN_WHOLE,
-        tokens=_QWEN_TOKENS,
-        image=_QWEN_IMAGE,
-        processor={"processor_class": "Qwen3VLProcessor"},
-        image_processor=_qwen_images(16),
-        video_processor="Qwen3VLVideoProcessor",
     ),
     "gemma3": TinyFamily(
         text={
@@ -216,8 +193,7 @@ FAMILIES: Mapping[str, TinyFamily] = {
             "image_processor_type": "Gemma3ImageProcessor",
             "size": {"height": 56, "width": 56},
             "image_seq_length": 4,
-            "image_mean": _HALF,
-            "image_std": _HALF,
+            **_NORMALISED,
         },
     ),
     "idefics3": _idefics("Idefics3"),
@@ -241,8 +217,7 @@ FAMILIES: Mapping[str, TinyFamily] = {
             "min_patches": 1,
             "max_patches": 4,
             "size": {"height": 56, "width": 56},
-            "image_mean": _HALF,
-            "image_std": _HALF,
+            **_NORMALISED,
         },
         video_processor="InternVLVideoProcessor",
     ),
@@ -263,20 +238,34 @@ def write_tiny_vision_model(folder: Path, family: str, *, dtype: str = "float32"
     kind = FAMILIES[family]
     tokenizer = _tokenizer(kind)
     ids = tokenizer.get_vocab()
-    fields = {
+    settings = {
         **{name: ids.get(value, value) if isinstance(value, str) else value for name, value in kind.whole.items()},
         "tie_word_embeddings": text.get("tie_word_embeddings", False),
         "text_config": {**TEXT, "tie_word_embeddings": False, **kind.text, **text},
         "vision_config": dict(kind.vision),
     }
-    config = AutoConfig.for_model(family, **fields)
+    config = AutoConfig.for_model(family, **settings)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForImageTextToText.from_config(config, dtype=getattr(torch, dtype))
-        _shake(model)
+        # Vectors move away from the zeros and ones that they start with, so that each counts.
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() == 1 or not parameter.any():
+                    parameter.add_(0.1 * torch.randn_like(parameter))
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    _write_processor(folder, kind)
+    # `AutoProcessor` and `AutoImageProcessor` read these files. Processors would write the same, but some need packages
+    # that only videos use.
+    files: dict[str, Mapping[str, Any]] = {
+        "preprocessor": {**kind.image_processor, "processor_class": kind.processor["processor_class"]},
+        "processor": kind.processor,
+    }
+    if kind.video_processor:
+        fields = {name: value for name, value in kind.image_processor.items() if name != "image_processor_type"}
+        files["video_preprocessor"] = {**fields, "video_processor_type": kind.video_processor}
+    for name, content in files.items():
+        (folder / f"{name}_config.json").write_text(json.dumps(content, indent=2, sort_keys=True))
     return folder
 
 
@@ -290,18 +279,10 @@ def tiny_image(seed: int, width: int = 56, height: int = 56) -> Image:
 
 
 def tiny_png(seed: int, width: int = 56, height: int = 56) -> bytes:
-    """Return the same as the bytes of a PNG file."""
+    """Return `tiny_image` as the bytes of a PNG file."""
     file = io.BytesIO()
     tiny_image(seed, width, height).save(file, format="PNG")
     return file.getvalue()
-
-
-def _shake(model: torch.nn.Module) -> None:
-    """Move vectors away from the zeros and ones that they start with, so that each counts."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1 or not parameter.any():
-                parameter.add_(0.1 * torch.randn_like(parameter))
 
 
 def _tokenizer(kind: TinyFamily) -> PreTrainedTokenizerFast:
@@ -326,7 +307,7 @@ def _tokenizer(kind: TinyFamily) -> PreTrainedTokenizerFast:
 
 
 def _template(image: str) -> str:
-    """ChatML in which a part of a content that is an image is the placeholder of the family."""
+    """Return ChatML in which a part of a content that is an image is the placeholder of the family."""
     return (
         "{%- for message in messages -%}"
         "{{- '<|im_start|>' + message['role'] + '\\n' -}}"
@@ -339,15 +320,3 @@ def _template(image: str) -> str:
         "{%- endfor -%}"
         "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
     )
-
-
-def _write_processor(folder: Path, kind: TinyFamily) -> None:
-    """Write what `AutoProcessor` and `AutoImageProcessor` read. Processors themselves would write the same, but some
-    need packages that only videos use."""
-    images = {**kind.image_processor, "processor_class": kind.processor["processor_class"]}
-    (folder / "preprocessor_config.json").write_text(json.dumps(images, indent=2, sort_keys=True))
-    (folder / "processor_config.json").write_text(json.dumps(dict(kind.processor), indent=2, sort_keys=True))
-    if kind.video_processor:
-        videos = {**kind.image_processor, "video_processor_type": kind.video_processor}
-        del videos["image_processor_type"]
-        (folder / "video_preprocessor_config.json").write_text(json.dumps(videos, indent=2, sort_keys=True))

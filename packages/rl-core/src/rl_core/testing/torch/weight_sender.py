@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file
@@ -18,7 +16,7 @@ from safetensors.torch import load_file
 from rl_core.devices import CPU, Device
 from rl_core.errors import WeightSyncError
 from rl_core.torch.transport import SendingEnd
-from rl_core.torch.transport.bucket import Bucket, Layout, lay_out
+from rl_core.torch.transport.bucket import Bucket, lay_out
 from rl_core.torch.transport.digest import digest
 from rl_core.torch.transport.link import SenderLink, root_digest
 from rl_core.weights import Manifest, TensorSpec, Transport
@@ -27,8 +25,7 @@ HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
 
 
-@dataclass(frozen=True)
-class Fault:
+class Fault(NamedTuple):
     """A fault of the sender.
 
     Args:
@@ -72,11 +69,9 @@ class Corrupting:
 
     def __init__(self, link: SenderLink, name: str) -> None:
         self._link = link
+        self.begin, self.finish, self.abort, self.close = link.begin, link.finish, link.abort, link.close
         self._name = name
         self._buffer = torch.empty(0, dtype=torch.uint8)
-
-    def begin(self, layout: Layout) -> Layout:
-        return self._link.begin(layout)
 
     def buffer(self, bucket: Bucket) -> torch.Tensor:
         self._buffer = self._link.buffer(bucket)
@@ -87,15 +82,6 @@ class Corrupting:
             if slot.spec.name == self._name:
                 self._buffer[slot.offset : slot.offset + 1].add_(1)
         return self._link.send(bucket)
-
-    def finish(self, digests: Sequence[str]) -> None:
-        self._link.finish(digests)
-
-    def abort(self, reason: str) -> None:
-        self._link.abort(reason)
-
-    def close(self) -> None:
-        self._link.close()
 
 
 class SenderProcess:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import safe_open
 from torch import Tensor
@@ -160,8 +160,7 @@ def read_hf_config(folder: Path, overrides: Mapping[str, Any], *, is_whole: bool
     return config
 
 
-@dataclass(frozen=True)
-class Quantisation:
+class Quantisation(NamedTuple):
     """How the files name the two tensors that a weight is computed from: after the weight, and these.
 
     Args:
@@ -323,8 +322,7 @@ def two_models(folder: Path) -> str:
     )
 
 
-@dataclass(frozen=True)
-class OpenWeights:
+class OpenWeights(NamedTuple):
     """Weights in open files.
 
     Args:
@@ -338,7 +336,7 @@ class OpenWeights:
         return self.weights[name].shape
 
     def dtype(self, name: str) -> str:
-        """Return the dtype of a weight by its name in safetensors (`F32`, `BF16`, `F8_E4M3`, ...), or its quantisation."""
+        """Return the dtype of a weight by its name in safetensors (`F32`, `BF16`, ...), or its quantisation."""
         return self.weights[name].dtype
 
     @property

@@ -7,7 +7,7 @@ DeepSeek-V3 has 8-bit weights with a scale for each block. gpt-oss has 4-bit wei
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -46,8 +46,7 @@ class StoredWeight(Protocol):
         """Return a part of it; little more than that is read."""
 
 
-@dataclass(frozen=True)
-class StoredTensor:
+class StoredTensor(NamedTuple):
     """One tensor of a file.
 
     Args:

@@ -83,7 +83,7 @@ class StepThread(Generic[Work]):
                 return
             try:
                 future.set_result(function())
-            except StopIteration as error:  # which a future of asyncio does not take, so that nobody would hear of it
+            except StopIteration as error:  # A future of asyncio does not take it, so that nobody would hear of it.
                 future.set_exception(RuntimeError(f"StopIteration: {error}"))
             except BaseException as error:  # noqa: BLE001 - becomes the failure of whoever waits
                 future.set_exception(error)

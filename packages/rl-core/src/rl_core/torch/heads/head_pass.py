@@ -42,8 +42,7 @@ class LogitTransform:
         return grad * self.scale if self.scale != 1.0 else grad
 
 
-@dataclass(frozen=True)
-class ReadGradients:
+class ReadGradients(NamedTuple):
     """Gradients of the loss by the reads of a chunk of `n` positions, and the values that these depend on.
 
     Args:
@@ -159,8 +158,7 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-@dataclass(frozen=True)
-class HeadGradients:
+class HeadGradients(NamedTuple):
     """Gradients of a pass by hidden states, head and bias, which gather over chunks; None for those that are not
     needed.
 

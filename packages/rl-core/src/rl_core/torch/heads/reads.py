@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
-from typing import Any, TypedDict, Unpack
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import numpy as np
 import torch
@@ -105,8 +104,7 @@ def language_reads(
     return {name: join_tokens(column, follows, len(hidden), None) for name, column in found.items()}
 
 
-@dataclass(frozen=True)
-class HeldTokens:
+class HeldTokens(NamedTuple):
     """The tokens of some rows that a rank's forward pass has, and where.
 
     Args:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -165,8 +165,7 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-@dataclass(frozen=True)
-class Int4Weight:
+class Int4Weight(NamedTuple):
     """A quantised matrix.
 
     Args:
@@ -248,8 +247,7 @@ class Int4Format:
         return {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": self.group_size}
 
 
-@dataclass(frozen=True)
-class MXFP4Weight:
+class MXFP4Weight(NamedTuple):
     """A quantised matrix.
 
     Args:

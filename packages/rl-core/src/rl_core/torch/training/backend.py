@@ -306,8 +306,7 @@ class RankState(Protocol):
         same ones."""
 
 
-@dataclass(frozen=True)
-class HeadParts:
+class HeadParts(NamedTuple):
     """A draft head that lives with the model that it drafts for.
 
     Args:
@@ -327,8 +326,7 @@ class HeadParts:
     state: RankState
 
 
-@dataclass(frozen=True)
-class TrainingParts:
+class TrainingParts(NamedTuple):
     """A model as a backend builds it.
 
     Args:

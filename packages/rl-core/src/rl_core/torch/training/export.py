@@ -77,7 +77,8 @@ def write_hf_config(model: RankModel, path: Path, *, role: Role, dtype: str, tok
     config = type(model.hf_config).from_dict(model.hf_config.to_dict())
     config.dtype = dtype
     config.architectures = [model.architecture]
-    vars(config).pop("auto_map", None)  # of code that came with the model, where the class is transformers' own
+    # The class is transformers' own, and not code that came with the model.
+    vars(config).pop("auto_map", None)
     if role in HEADLESS_ROLES:
         config.num_labels = 1
         config.pad_token_id = padding_token(tokenizer, config.to_dict())

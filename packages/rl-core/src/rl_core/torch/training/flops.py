@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -50,8 +49,7 @@ def peak_flops(device_name: str) -> float | None:
     return None
 
 
-@dataclass(frozen=True)
-class AttentionShape:
+class AttentionShape(NamedTuple):
     """A layer's attention.
 
     Args:
@@ -117,8 +115,7 @@ def setting(config: HFConfig, name: str) -> Any:
     return config.to_dict().get(config.attribute_map.get(name, name))
 
 
-@dataclass(frozen=True)
-class ModelShape:
+class ModelShape(NamedTuple):
     """The numbers that a model's operations follow from.
 
     Args:

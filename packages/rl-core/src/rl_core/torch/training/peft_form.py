@@ -6,7 +6,6 @@ import json
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -212,8 +211,7 @@ class _Base(NamedTuple):
     auto_mapping: dict[str, str] | None
 
 
-@dataclass(frozen=True)
-class _Trial:
+class _Trial(NamedTuple):
     """The adapters of a model, to be loaded by peft.
 
     Args:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,8 +27,7 @@ class ActivationsUnknown(Exception):
     """The activations of a model cannot be counted."""
 
 
-@dataclass(frozen=True)
-class LayerActivations:
+class LayerActivations(NamedTuple):
     """Bytes per token that a layer keeps between its forward and its backward pass.
 
     Args:
@@ -69,8 +69,7 @@ class RecomputePlan:
         return f"{' and '.join(parts)} of {num_layers} layers" if parts else "no layer"
 
 
-@dataclass(frozen=True)
-class ActivationMemory:
+class ActivationMemory(NamedTuple):
     """Memory of a rank's device, and the tokens whose activations are in it.
 
     Args:

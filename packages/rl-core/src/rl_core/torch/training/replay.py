@@ -8,7 +8,7 @@ arXiv:2510.11370).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +20,7 @@ from rl_core.rollouts.rollout import UNKNOWN_EXPERT
 from rl_core.torch.loss import Rows
 
 
-@dataclass(frozen=True)
-class RoutingShape:
+class RoutingShape(NamedTuple):
     """Routing of one token in a whole model.
 
     Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,8 +30,7 @@ def digest(tensor: Tensor) -> str:
     return found
 
 
-@dataclass(frozen=True)
-class PendingDigest:
+class PendingDigest(NamedTuple):
     """A digest that the tensor's device is computing.
 
     Args:

@@ -101,7 +101,8 @@ class _Reception:
     def __init__(self, listener: socket.socket, transport: Transport) -> None:
         self._listener = listener
         self._transport = transport
-        self._pending: dict[int, _Pending] = {}  # by descriptor, oldest first
+        # Connections by descriptor, the oldest first.
+        self._pending: dict[int, _Pending] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
         self._num_dropped = 0
@@ -140,7 +141,7 @@ class _Reception:
     def _accept(self) -> None:
         try:
             connection, address = self._listener.accept()
-        except OSError:  # it has left already
+        except OSError:  # It has left already.
             return
         peer = str(address[0]) if connection.family != socket.AF_UNIX else "a process of this node"
         connection.setblocking(False)
@@ -153,7 +154,7 @@ class _Reception:
             self._drop(pending, "runs as another user")
             return
         try:
-            connection.send(pending.handshake.challenge)  # fits into the buffer of a new connection
+            connection.send(pending.handshake.challenge)  # It fits into the buffer of a new connection.
         except OSError:
             self._drop(pending, "left during its handshake")
 
