@@ -45,8 +45,8 @@ class Backend(Generic[C]):
     """A backend and its settings, of types that pickle into a worker's environment.
 
     Args:
-        plugin: Its light half.
-        config: The settings that mean the same for every backend.
+        plugin: Plugin of the backend.
+        config: Settings that mean the same for every backend.
         backend: The backend's own settings.
     """
 
@@ -114,7 +114,7 @@ class Backends:
     requirements: tuple[Requirement, ...] = ()
 
     def topology(self, num_nodes: int, ranks_per_node: int, device: Device) -> Topology:
-        """Devices of the run as these backends share them."""
+        """Return the devices of the run as these backends share them."""
         return plan(
             self.claims,
             num_nodes=num_nodes,
@@ -126,7 +126,7 @@ class Backends:
         )
 
     def preloads(self, device: Device) -> dict[str, Preload]:
-        """What the workers of each role import in any case."""
+        """Return the modules that the workers of each role import in any case."""
         chosen: dict[str, Backend[Any]] = {**self.models}
         if self.generation is not None:
             chosen[GENERATION] = self.generation
@@ -174,10 +174,10 @@ SINGLE_MODEL = AlgorithmPlugin(
     generates=False,
     trains=False,
     models=lambda config: {POLICY: ModelNeed(POLICY, ModelSpec(trains=False))},
-    # in the environment that runs train it in, so that none is built for it
+    # It has the environment in which runs train it, so that no further one is built.
     requirements=(LOSSES,),
 )
-"""Stands for the algorithm of a config that has none: of a single model without a run."""
+"""Algorithm of a config without one, for a single model without a run."""
 
 
 def model_keys(algorithm: AlgorithmPlugin, config: object) -> tuple[str, ...]:
@@ -210,36 +210,28 @@ def backends_of(algorithm: AlgorithmPlugin, config: RunConfig) -> Backends:
 def _model_backend(config: RunConfig, need: ModelNeed) -> ModelBackend:
     section = section_of(config, need.section)
     found = _enabled(need.section, section)
-    neutral, own = _plain(section, ModelConfig), getattr(section, found.key)
     colocated = ColocatedConfig() if need.section == POLICY else section.colocated
-    return ModelBackend(found, neutral, own, need.section, need.spec, colocated)
+    own = getattr(section, found.key)
+    return ModelBackend(found, _shared(section, ModelConfig), own, need.section, need.spec, colocated)
 
 
 def _generation_backend(config: RunConfig, *, reports_routing: bool) -> GenerationBackend:
     generation = config.policy.generation
-    if generation.backend not in names(GENERATORS):
-        known = names(GENERATORS)
-        raise ProblemError(
-            Problem(
-                f"{POLICY}.generation.backend",
-                "is not an installed engine",
-                got=generation.backend,
-                allowed=", ".join(known),
-                remedy=nearest_as_remedy(generation.backend, known),
-            )
+    if generation.backend not in (known := names(GENERATORS)):
+        key, got, remedy = (
+            f"{POLICY}.generation.backend",
+            generation.backend,
+            nearest_as_remedy(generation.backend, known),
         )
+        reason, allowed = "is not an installed engine", ", ".join(known)
+        raise ProblemError(Problem(key, reason, got=got, allowed=allowed, remedy=remedy))
     found: BackendPlugin = plugin(GENERATORS, generation.backend)
-    return GenerationBackend(
-        found,
-        _plain(generation, GenerationConfig),
-        getattr(generation, found.key),
-        _plain(config.policy, ModelConfig),
-        reports_routing,
-    )
+    shared, model = _shared(generation, GenerationConfig), _shared(config.policy, ModelConfig)
+    return GenerationBackend(found, shared, getattr(generation, found.key), model, reports_routing)
 
 
 def _enabled(key: str, section: Any) -> BackendPlugin:
-    """The training backend that a model's section enables."""
+    """Return the training backend that a model's section enables."""
     found: Mapping[str, BackendPlugin] = plugins(POLICIES)
     states = {name: getattr(section, each.key).enabled for name, each in found.items()}
     enabled = [name for name, state in states.items() if state]
@@ -255,14 +247,7 @@ def _enabled(key: str, section: Any) -> BackendPlugin:
     raise ProblemError(Problem(key, "no training backend is enabled", remedy=f"Set one of {choices}"))
 
 
-def _plain(section: Any, kind: type[C]) -> C:
-    """The fields of a section that its base has, as an instance of the base."""
-    written = section.model_fields_set & set(kind.model_fields)
-    values = {name: _value(getattr(section, name), field.annotation) for name, field in kind.model_fields.items()}
-    return kind.model_construct(written, **values)
-
-
-def _value(value: Any, annotation: Any) -> Any:
-    """A field's value, of its own type where that of the section was assembled from it."""
-    is_assembled = isinstance(annotation, type) and issubclass(annotation, Config) and type(value) is not annotation
-    return _plain(value, annotation) if is_assembled else value
+def _shared(section: Config, kind: type[C]) -> C:
+    """Return the settings of a section that are the same for every backend. A worker's environment can unpickle them,
+    because their type has no settings of other backends."""
+    return kind.model_validate(section.model_dump(include=set(kind.model_fields)))

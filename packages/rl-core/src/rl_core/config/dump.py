@@ -1,4 +1,5 @@
-"""Configs as YAML that loads back to an equal config, and the keys in which two differ."""
+"""Configs as YAML that loads back to an equal config, the keys in which two differ, and the rules of changes in a
+run."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ class Change:
 
 
 def to_yaml(config: Config) -> str:
-    """The whole config with its defaults, as `config.yaml` of a run directory holds it.
+    """Return the whole config with its defaults, as `config.yaml` of a run directory holds it.
 
     Values from environment variables stay interpolations.
     """
@@ -52,20 +53,20 @@ def to_yaml(config: Config) -> str:
 
 
 def changed_to_yaml(config: Config) -> str:
-    """The keys of a config whose values differ from their defaults, as YAML that loads back to an equal config."""
+    """Return the keys of a config whose values differ from their defaults, as YAML that loads back to it."""
     return tree_to_yaml(changed_as_written(config))
 
 
 def changed_as_written(config: Config) -> dict[str, Any]:
-    """The keys of a config whose values differ from their defaults, as nested plain values like `as_written`'s."""
+    """Return the keys of a config whose values differ from their defaults, as nested plain values; see `as_written`."""
     found = _changed(config, None, as_written(config))
     assert isinstance(found, dict), "a whole config is no interpolation"
     return found
 
 
 def _changed(section: Config, default: Any, written: Any) -> Any:
-    """The written values of a section's keys that must be set or differ from a default section, or if that is of
-    another type, from the defaults of the section's own type.
+    """Return the written values of a section's keys that must be set or differ from a default section. If the default
+    is of another type, they are compared with the defaults of the section's own type.
     """
     if not isinstance(written, dict):
         return written  # a whole section from an environment variable
@@ -95,12 +96,12 @@ def _changed(section: Config, default: Any, written: Any) -> Any:
 
 
 def tree_to_yaml(tree: Any) -> str:
-    """Nested plain values, as `as_written` returns them, as YAML."""
+    """Return nested plain values, such as the result of `as_written`, as YAML."""
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
 
 
 def to_override(key: str, value: Any) -> str:
-    """`key=value` as it is given on the command line, for a value as `as_written` has it."""
+    """Return `key=value` for the command line; see `as_written` for the value."""
     written = yaml.dump(
         [value], Dumper=_Dumper, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**6
     )
@@ -108,7 +109,7 @@ def to_override(key: str, value: Any) -> str:
 
 
 def diff(old: Config, new: Config) -> list[Change]:
-    """The changes from one config to another, in the order of the keys; lists of another length are one change.
+    """Return the changes from one config to another, in the order of the keys; lists of another length are one change.
 
     Values from environment variables are compared as they are written: another value of the variable is not a change.
     """
@@ -116,8 +117,8 @@ def diff(old: Config, new: Config) -> list[Change]:
 
 
 def as_written(config: Config) -> Any:
-    """A config as nested plain values that read back to it, with the interpolations of environment variables in place
-    of their values: what is stored, uploaded and compared."""
+    """Return a config as nested plain values that read back to it, with the interpolations of environment variables in
+    place of their values. These values are stored, uploaded and compared."""
     tree = escaped(plain(config))
     for path, text in config.references.items():
         tree = _replaced(tree, path, text)
@@ -125,7 +126,7 @@ def as_written(config: Config) -> Any:
 
 
 def escaped(tree: Any) -> Any:
-    r"""Nested values with every text in a form that is read back as it is: `${` as `\${`."""
+    r"""Return nested values with every string in a form that is read back as it is: `${` as `\${`."""
     return mapped(tree, lambda _, value: _OPENING.sub(r"\1\1\\${", value) if isinstance(value, str) else value)
 
 
@@ -143,7 +144,7 @@ def _replaced(tree: Any, path: KeyPath, text: str) -> Any:
 
 
 def tree_changes(old: Any, new: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Change]]:
-    """The changes between nested plain values, by path."""
+    """Yield the changes between nested plain values, by path."""
     match old, new:
         case dict(), dict():
             for key in [*old, *(key for key in new if key not in old)]:
@@ -156,7 +157,7 @@ def tree_changes(old: Any, new: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPa
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes every text that this project's reader, or a YAML 1.1 reader, would take for something else."""
+    """Quotes every string that this project's reader, or a YAML 1.1 reader, would take for something else."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -185,11 +186,11 @@ class RuledChange:
 
 
 def changed_keys(root: type[Config], old: Any, new: Any) -> list[RuledChange]:
-    """The changes between two configs, in the order of the keys. Paths are compared by what they name.
+    """Return the changes between two configs, in the order of the keys. Paths are equal if they refer to the same file.
 
     Args:
         root: Type of both.
-        old: Nested plain values, as `as_written` returns them.
+        old: Nested plain values, such as the result of `as_written`.
         new: The same.
     """
     return [
@@ -200,7 +201,7 @@ def changed_keys(root: type[Config], old: Any, new: Any) -> list[RuledChange]:
 
 
 def rule_of(root: type[Config], path: KeyPath, tree: Any) -> WhenChanged:
-    """The rule for another value at a path: the one given closest to it, else a change needs a branch.
+    """Return the rule for another value at a path: the closest one; without any, a change needs a branch.
 
     Args:
         root: Type of the whole config.
@@ -209,14 +210,14 @@ def rule_of(root: type[Config], path: KeyPath, tree: Any) -> WhenChanged:
     """
     rule = WhenChanged.BRANCH
     for key, value in _along(root, path, tree):
-        said = next((mark for mark in key.marks if isinstance(mark, WhenChanged)), None)
+        own = next((mark for mark in key.marks if isinstance(mark, WhenChanged)), None)
         section = key.section(value)
-        rule = said or (section.when_changed if section is not None else None) or rule
+        rule = own or (section.when_changed if section is not None else None) or rule
     return rule
 
 
 def keys_when_changed(config: Config, rule: WhenChanged) -> dict[str, Any]:
-    """The keys of a config that have this rule, with their values as they were written."""
+    """Return the keys of a config that have this rule, with their values as they were written."""
     tree = as_written(config)
     return {
         format_path(path): value for path, value in leaves(tree).items() if rule_of(type(config), path, tree) is rule
@@ -224,14 +225,14 @@ def keys_when_changed(config: Config, rule: WhenChanged) -> dict[str, Any]:
 
 
 def with_absolute_paths(config: Config) -> Any:
-    """Same as `as_written`, with the paths of files and folders that exist made absolute: what a run keeps of its
-    config can be read from any folder."""
+    """Return the result of `as_written` with absolute paths of files and folders that exist, so that the recorded
+    config of a run can be read from any folder."""
     tree, root = as_written(config), type(config)
     return mapped(tree, lambda path, value: _absolute(value) if _names_path(root, path, tree) else value)
 
 
 def _strictest(root: type[Config], path: KeyPath, change: Change, tree: Any) -> RuledChange:
-    """The change with its rule; of a section that only one of the configs has, that of the key which needs most."""
+    """Return the change with its rule. A section that only one of the configs has gets its most restrictive rule."""
     section = change.new if change.old is ABSENT else change.old if change.new is ABSENT else None
     if not isinstance(section, dict) or not section:
         return RuledChange(change, rule_of(root, path, tree))
@@ -246,7 +247,7 @@ def _strictest(root: type[Config], path: KeyPath, change: Change, tree: Any) -> 
 
 
 def _along(root: type[Config], path: KeyPath, tree: Any) -> Iterator[tuple[Key, Any]]:
-    """The keys from the root to a path, each with its value, as far as the type knows them."""
+    """Yield the keys from the root to a path, each with its value, as far as the type has them."""
     key: Key | None = Key((), root)
     for depth in range(len(path) + 1):
         if key is None:
@@ -264,17 +265,15 @@ def _names_path(root: type[Config], path: KeyPath, tree: Any) -> bool:
 def _name_the_same(change: Change, *, is_path: bool) -> bool:
     """Return whether two strings name one file, or one function or class in a file."""
     old, new = change.old, change.new
-    if not (isinstance(old, str) and isinstance(new, str)):
+    if not (isinstance(old, str) and isinstance(new, str)) or not (is_path or (is_in_file(old) and is_in_file(new))):
         return False
-    return (is_path or (is_in_file(old) and is_in_file(new))) and _real(old) == _real(new)
-
-
-def _real(text: str) -> str:
-    return os.path.realpath(os.path.expanduser(text))  # pathlib's raises for a user that is unknown
+    # `Path.expanduser` raises for an unknown user.
+    first, second = (os.path.realpath(os.path.expanduser(text)) for text in (old, new))
+    return first == second
 
 
 def _absolute(value: Any) -> Any:
-    # neither an interpolation nor the text of a template is a path
+    # An interpolation or the text of a template is not a path.
     if not isinstance(value, str) or "{" in value or "\n" in value:
         return value
     path = os.path.abspath(os.path.expanduser(value))

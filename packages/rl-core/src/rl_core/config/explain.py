@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rl_core.config.changes import rule_of
-from rl_core.config.keys import DEEPEST, Key, all_keys, described, value_at
+from rl_core.config.dump import rule_of
+from rl_core.config.keys import MAX_NAMES, Key, all_keys, described, value_at
 from rl_core.config.messages import by_another_name, did_you_mean
-from rl_core.config.resolve import Resolved, Values
+from rl_core.config.resolve import Resolved, Values, with_references
 from rl_core.config.schema import Config, WhenChanged, plain
-from rl_core.config.secrets import with_references
 from rl_core.config.tree import DEFAULT, Origin, format_path, parse_path
 from rl_core.errors import ConfigError
 
@@ -22,13 +21,13 @@ class Explanation:
 
     Args:
         key: Dotted; empty for the root.
-        doc: Its documentation: that of its field or of the type of its section, or else that of the mapping with free
-            keys around it; empty if none was written.
+        doc: Its documentation, from its field, the type of its section or else the mapping with free keys around it;
+            empty if none was written.
         type: The values that may be written, in words.
-        choices: Those that the type lists, as they are written; empty if it lists none.
+        choices: Values that the type lists, as they are written; empty if it lists none.
         required: True if it must be set.
         default: As plain values; None if it is required.
-        value: As plain values; that of the resolved config if there is one, otherwise the default.
+        value: As plain values, from the resolved config if there is one, otherwise the default.
         origin: Origin of the value.
         children: The keys directly below, each explained without its own children.
         when_changed: What a run may do with another value; None of a child.
@@ -58,10 +57,13 @@ def explain(root: type[Config], key: str, config: Resolved[Any] | Values | None 
         config: One of that type, for the present value and its origin; `Values` of one that need not be valid.
 
     Raises:
-        ConfigError: If there is no such key, naming the nearest.
+        ConfigError: If there is no such key; the message has the nearest.
     """
     path = parse_path(key) if key else ()
-    values = _values(config) if isinstance(config, Resolved) else config
+    if isinstance(config, Resolved):
+        values: Values | None = Values(plain(config.config), config.raw, config.config.references)
+    else:
+        values = config
     tree = values.tree if values is not None else {}
     found = Key((), root)
     explained = _explained(found, values, None)
@@ -91,26 +93,25 @@ def explain_all(root: type[Config], config: Values | None = None) -> Iterator[Ex
 
 def _explained_below(key: Key, around: Explanation, values: Values | None) -> Iterator[Explanation]:
     for child in key.children(value_at(values.tree, key.path) if values is not None else around.default):
-        if isinstance(child.path[-1], int) or len(child.path) <= DEEPEST:
+        if isinstance(child.path[-1], int) or len(child.path) <= MAX_NAMES:
             explained = _explained(child, values, around)
             yield explained
             yield from _explained_below(child, explained, values)
 
 
-def _values(resolved: Resolved[Any]) -> Values:
-    return Values(plain(resolved.config), resolved.raw, resolved.config.references)
-
-
 def _explained(key: Key, values: Values | None, around: Explanation | None) -> Explanation:
-    """Explain a key, given the explanation of the one directly above; None for the root."""
-    default, doc, part_of = key.default, _doc(key), ""
+    """Explain a key, given the explanation of the key directly above; None for the root."""
+    default, part_of, section = key.default, "", key.section(None)
+    doc = described(section) if section is not None else ""
+    if key.field is not None and key.field.description:
+        doc = key.field.description
     if key.field is None and around is not None:
         default, doc = value_at(around.default, key.path[-1:]), doc or around.doc
         part_of = "" if default is None else around.part_of or around.key
     value, origin = default, DEFAULT
     if values is not None:
         value, origin = value_at(values.tree, key.path), values.raw.entry.origin_at(key.path)
-        # the value of an environment variable, or of one around or below the key, is not shown
+        # The value of an environment variable at, around or below the key is not shown.
         around_key = [key.path[:end] for end in range(len(key.path))]
         value = with_references(value, values.references, key.path)
         value = next((values.references[path] for path in around_key if path in values.references), value)
@@ -125,10 +126,3 @@ def _explained(key: Key, values: Values | None, around: Explanation | None) -> E
         part_of=part_of,
         choices=key.choices,
     )
-
-
-def _doc(key: Key) -> str:
-    if key.field is not None and key.field.description:
-        return key.field.description
-    section = key.section(None)
-    return described(section) if section is not None else ""

@@ -10,8 +10,7 @@ from typing import Any, Literal, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen, MultipleOf
 
 from rl_core.config.keys import Key, described, entry_type, is_section, members, tuple_types
-from rl_core.config.schema import Config
-from rl_core.config.signature import NamedConfig
+from rl_core.config.schema import Config, NamedConfig
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
@@ -22,7 +21,7 @@ _SCALARS: Mapping[type, tuple[str, ...]] = {
     bool: ("boolean",),
     int: ("integer",),
     float: ("number",),
-    # unquoted numbers and truth values reach a text field as typed
+    # Unquoted numbers and truth values reach a string field as typed.
     str: ("string", "number", "boolean"),
 }
 _NUMBER_BOUNDS = {
@@ -38,19 +37,19 @@ _LENGTHS = {MinLen: ("min", "min_length"), MaxLen: ("max", "max_length")}
 class JsonSchema:
     """Definitions of config types, gathered for one JSON Schema (draft 2020-12).
 
-    Unknown keys are refused, and `${...}` may stand for any value. Keys that must be set are required by `required`
-    alone, as a file may leave them to the one that it inherits from.
+    Unknown keys are refused, and `${...}` may stand for any value. Only `required` requires keys that must be set,
+    because a file may inherit them from another one.
     """
 
     interpolation: Mapping[str, Any] = {"$ref": "#/$defs/interpolation"}
-    """A reference to the texts that may stand for any value."""
+    """Reference to the strings that may stand for any value."""
 
     def __init__(self) -> None:
         self._names: dict[type[Config], str] = {}
         self.definitions: dict[str, dict[str, Any]] = {"interpolation": dict(_INTERPOLATION)}
 
     def section(self, kind: type[Config]) -> dict[str, Any]:
-        """A reference to the definition of a type, which is made if there is none."""
+        """Return a reference to the definition of a type, which is created if there is none."""
         if kind not in self._names:
             name = self._names[kind] = self._free_name(kind.__name__)
             definition: dict[str, Any] = {"type": "object"}
@@ -61,19 +60,19 @@ class JsonSchema:
             is_open = issubclass(kind, NamedConfig) and kind.settings_follow_name
             definition["additionalProperties"] = is_open if kind.named is None else self.section(kind.named)
             if is_open:
-                # any function or class may be named, and its settings are known when it is
+                # The name may be any function or class, whose settings are not known here.
                 definition["properties"]["name"]["anyOf"] = [{"type": "string"}, {"type": "null"}]
         return {"$ref": f"#/$defs/{self._names[kind]}"}
 
     def definition(self, kind: type[Config]) -> dict[str, Any]:
-        """The definition of a type, to add to."""
+        """Return the definition of a type, which the caller may extend."""
         self.section(kind)
         return self.definitions[self._names[kind]]
 
     def _free_name(self, name: str) -> str:
-        taken = self._names.values()
-        number = next(count for count in range(1, len(self._names) + 2) if _numbered(name, count) not in taken)
-        return _numbered(name, number)
+        taken = set(self._names.values())
+        numbered = (name if count == 1 else f"{name}{count}" for count in range(1, len(taken) + 2))
+        return next(each for each in numbered if each not in taken)
 
     def _field(self, key: Key) -> dict[str, Any]:
         schema = self._value(key.annotation, key.field.metadata if key.field else ())
@@ -93,7 +92,7 @@ class JsonSchema:
         return choices[0] if len(choices) == 1 else {"anyOf": choices}
 
     def _member(self, kind: Any, constraints: Any) -> dict[str, Any]:
-        """One type of a union; empty if it admits anything."""
+        """Return the schema of one type of a union; empty if it admits anything."""
         if kind is types.NoneType:
             return {"type": "null"}
         if get_origin(kind) is Literal:
@@ -105,14 +104,14 @@ class JsonSchema:
             return {"anyOf": [{"type": "string"}, section]} if issubclass(kind, NamedConfig) else section
         if kind in _SCALARS:
             accepted = _SCALARS[kind]
-            bounds = _lengths("Length", constraints) if kind is str else _bounds(constraints)
+            bounds = _lengths("Length", constraints)
+            if kind is not str:
+                known = [(item, *_NUMBER_BOUNDS[type(item)]) for item in constraints if type(item) in _NUMBER_BOUNDS]
+                bounds = {name: getattr(item, attribute) for item, name, attribute in known}
             return {"type": accepted[0] if len(accepted) == 1 else list(accepted), **bounds}
         if (values := entry_type(kind, "")) is not None:
-            return {
-                "type": "object",
-                "additionalProperties": self._value(values),
-                **_lengths("Properties", constraints),
-            }
+            lengths = _lengths("Properties", constraints)
+            return {"type": "object", "additionalProperties": self._value(values), **lengths}
         if (items := entry_type(kind, 0)) is not None:
             fixed = tuple_types(kind)
             entries = {"prefixItems": [self._value(each) for each in fixed], "items": False} if fixed else {}
@@ -121,7 +120,7 @@ class JsonSchema:
 
 
 def required(kind: type[Config]) -> dict[str, Any]:
-    """Keys of a section that must be set, and those of the sections directly below."""
+    """Return the keys of a section that must be set, and the required keys of the sections directly below."""
     children = Key((), kind).children(None)
     names = [str(child.path[-1]) for child in children if child.required]
     below = {
@@ -130,15 +129,6 @@ def required(kind: type[Config]) -> dict[str, Any]:
         if len(child.kinds) == 1 and is_section(child.kinds[0]) and (inner := required(child.kinds[0]))
     }
     return {**({"required": names} if names else {}), **({"properties": below} if below else {})}
-
-
-def _numbered(name: str, number: int) -> str:
-    return name if number == 1 else f"{name}{number}"
-
-
-def _bounds(constraints: Any) -> dict[str, Any]:
-    known = [(item, *_NUMBER_BOUNDS[type(item)]) for item in constraints if type(item) in _NUMBER_BOUNDS]
-    return {name: getattr(item, attribute) for item, name, attribute in known}
 
 
 def _lengths(of: str, constraints: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The keys of a config type: one walk over annotations, which values guide."""
+"""The keys of a config type, found by one walk over annotations and values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rl_core.config.tree import KeyPath, format_path, natural
 
 _LISTS = (list, tuple, set, frozenset, Sequence, Iterable, AbstractSet)
 _MAPPINGS = (dict, Mapping)
-DEEPEST = 12
+MAX_NAMES = 12
 """Maximum number of names of a listed key: a section may hold itself."""
 
 _BOUNDS = {
@@ -41,7 +41,7 @@ class Key:
     Args:
         path: Path from the root.
         annotation: Its type.
-        field: The field behind it; None for an entry of a list or of a mapping with free keys, and for the root.
+        field: Its field; None for an entry of a list or of a mapping with free keys, and for the root.
     """
 
     path: KeyPath
@@ -55,7 +55,7 @@ class Key:
 
     @property
     def allowed(self) -> str:
-        """The values that may be written here, in words: `int > 0`, `one of: float32, bfloat16`."""
+        """Description of the values that may be written here: `int > 0`, `one of: float32, bfloat16`."""
         return _described(self.annotation, self.field.metadata if self.field else ())
 
     @property
@@ -75,13 +75,13 @@ class Key:
 
     @property
     def marks(self) -> list[Any]:
-        """Its annotations in addition to the type, such as bounds, with those of the members of a union."""
+        """Its annotations in addition to the type, such as bounds, also of the members of a union."""
         of_members = [item for _, constraints in members(self.annotation) for item in constraints]
         return [*(self.field.metadata if self.field else ()), *of_members]
 
     @property
     def required(self) -> bool:
-        """Return whether it must be set."""
+        """True if it must be set."""
         return self.field is not None and self.field.is_required()
 
     @property
@@ -98,13 +98,13 @@ class Key:
 
     @property
     def is_empty_at_null(self) -> bool:
-        """Return whether null means its default: it takes a list or a mapping and no null, and its default is empty."""
+        """True if null means its default: it takes a list or a mapping and no null, and its default is empty."""
         kinds = [get_origin(kind) or kind for kind in self.kinds]
         takes_several = any(kind in (*_LISTS, *_MAPPINGS) for kind in kinds)
         return takes_several and types.NoneType not in kinds and not self.required and self.default in ([], {})
 
     def section(self, value: Any) -> type[Config] | None:
-        """The section type that `value` is read as: of several, the one with its fixed values and keys."""
+        """Return the section type of `value`; of several, the type with its fixed values and keys."""
         sections = [kind for kind in self.kinds if is_section(kind)]
         if not isinstance(value, Mapping) or len(sections) < 2:
             return sections[0] if sections else None
@@ -118,7 +118,7 @@ class Key:
         return max(sections, key=fit)
 
     def children(self, value: Any) -> list[Key]:
-        """The keys directly below: the fields of a section, the entries of a list or mapping."""
+        """Return the keys directly below: the fields of a section, the entries of a list or mapping."""
         section = None if isinstance(value, list) else self.section(value)
         segments: Iterable[str | int] = ()
         if section is not None:
@@ -130,21 +130,21 @@ class Key:
         return [child for segment in segments if (child := self.child(segment, value)) is not None]
 
     def child(self, segment: str | int, value: Any) -> Key | None:
-        """The key one step below, None if there is no such key; `value` decides among the members of a union."""
+        """Return the key one step below; None if it does not exist. `value` decides among the members of a union."""
         path = (*self.path, segment)
         section = self.section(value) if isinstance(segment, str) else None
         if section is not None and segment in section.model_fields:
             field = section.model_fields[segment]
             return Key(path, field.annotation, field)
         length = len(value) if isinstance(value, list) else 0
-        # tuples of another length come last
+        # Tuples of another length come last.
         kinds = sorted(self.kinds, key=lambda kind: _is_fixed(kind) and len(get_args(kind)) != length)
         found = [entry for kind in kinds if (entry := entry_type(kind, segment)) is not None]
         return Key(path, found[0]) if found else Key(path, Any) if Any in kinds else None
 
 
 def key_at(root: type[Config], path: KeyPath, tree: Any) -> Key | None:
-    """The key at a path; `tree` (plain nested values) decides among the members of a union."""
+    """Return the key at a path; `tree` (plain nested values) decides among the members of a union."""
     key = Key((), root)
     for segment in path:
         below = key.child(segment, tree)
@@ -155,7 +155,7 @@ def key_at(root: type[Config], path: KeyPath, tree: Any) -> Key | None:
 
 
 def value_at(tree: Any, path: KeyPath) -> Any:
-    """The value at a path of plain nested values, None if there is none."""
+    """Return the value at a path of plain nested values; None if there is none."""
     for segment in path:
         try:
             tree = tree[segment]
@@ -165,25 +165,25 @@ def value_at(tree: Any, path: KeyPath) -> Any:
 
 
 def all_keys(root: type[Config], tree: Any) -> Iterator[str]:
-    """Every dotted key, in order; below lists and mappings with free keys, those of the entries in `tree`."""
-    return (format_path(key.path) for key in _below(Key((), root), tree))
+    """Yield every dotted key, in order; lists and mappings with free keys have the entries in `tree`."""
+
+    def below(key: Key, value: Any) -> Iterator[str]:
+        for child in key.children(value):
+            if isinstance(child.path[-1], int) or len(child.path) <= MAX_NAMES:
+                yield format_path(child.path)
+                yield from below(child, value_at(value, child.path[-1:]))
+
+    return below(Key((), root), tree)
 
 
 def described(section: type[Config]) -> str:
-    """The documentation of a section's type; empty if it has none of its own."""
-    # pydantic gives a class without a docstring its base's
+    """Return the documentation of a section's type; empty if it has none of its own."""
+    # Pydantic gives a class without a docstring the docstring of its base.
     return inspect.cleandoc(section.__doc__) if section.__doc__ and section.__doc__ != Config.__doc__ else ""
 
 
-def _below(key: Key, value: Any) -> Iterator[Key]:
-    for child in key.children(value):
-        if isinstance(child.path[-1], int) or len(child.path) <= DEEPEST:
-            yield child
-            yield from _below(child, value_at(value, child.path[-1:]))
-
-
 def members(annotation: Any, constraints: Sequence[Any] = ()) -> list[tuple[Any, tuple[Any, ...]]]:
-    """The members of a union, each with the constraints that bind it; one for any other type."""
+    """Return the members of a union, each with its constraints; any other type is its only member."""
     origin = get_origin(annotation)
     if origin is Annotated:
         inner, *more = get_args(annotation)
@@ -196,12 +196,12 @@ def members(annotation: Any, constraints: Sequence[Any] = ()) -> list[tuple[Any,
 
 
 def is_section(kind: Any) -> TypeGuard[type[Config]]:
-    """Return whether a type is that of a section."""
+    """Return whether a type is the type of a section."""
     return isinstance(kind, type) and issubclass(kind, Config)
 
 
 def tuple_types(kind: Any) -> tuple[Any, ...]:
-    """Types of the entries of a tuple that states each; empty for any other type."""
+    """Return the types of the entries of a tuple that states each; empty for any other type."""
     return get_args(kind) if _is_fixed(kind) else ()
 
 
@@ -211,7 +211,7 @@ def _is_fixed(kind: Any) -> bool:
 
 
 def entry_type(kind: Any, segment: str | int) -> Any:
-    """The type of an entry of a list (by position) or of a mapping with free keys; None if the type is neither."""
+    """Return the type of an entry of a list (by position) or of a mapping with free keys; None for any other type."""
     origin, arguments = get_origin(kind) or kind, get_args(kind)
     if isinstance(segment, str):
         return (arguments[1] if arguments else Any) if origin in _MAPPINGS else None
@@ -249,12 +249,9 @@ def _in_words(kind: Any, constraints: Sequence[Any]) -> str:
         name = "path" if issubclass(kind, PurePath) else kind.__name__
     else:
         return str(kind)
-    return f"{name} {_bounds(constraints)}".strip()
-
-
-def _bounds(constraints: Sequence[Any]) -> str:
     known = [(item, *_BOUNDS[type(item)]) for item in constraints if type(item) in _BOUNDS]
-    return " and ".join(form.format(getattr(item, name)) for item, name, form in known)
+    bounds = " and ".join(form.format(getattr(item, attribute)) for item, attribute, form in known)
+    return f"{name} {bounds}".strip()
 
 
 def _inner(annotation: Any) -> str:
@@ -263,7 +260,7 @@ def _inner(annotation: Any) -> str:
 
 
 def _word(value: Any) -> str:
-    """A scalar as YAML writes it."""
+    """Return a scalar as YAML writes it."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -35,11 +35,11 @@ from rl_core.errors import ConfigError
 from rl_core.user_code import beside
 
 Search = Callable[[str], Path | None] | Sequence[Path]
-"""How a recipe name becomes a file: folders that hold `NAME.yaml`, or a function that returns the file or None."""
+"""Folders that hold recipes as `NAME.yaml`, or a function from a name to the file or None."""
 
-_LONGEST_QUOTED = 300
+_MAX_QUOTED = 300
 _MAX_EXPANSIONS = 1000
-"""Maximum number of interpolations that one value leads to, directly and through others."""
+"""Maximum number of interpolations that one value needs, directly and through others."""
 
 _SUFFIXES = (".yaml", ".yml")
 _REFERENCE = re.compile(r"\$\{(\.*)([^\s${}:]+)\}")
@@ -54,7 +54,7 @@ class RawConfig:
     Args:
         name: Name of the recipe or file, for messages.
         entry: The tree.
-        files: Every file read, the ones inherited from first.
+        files: Every file read; inherited files come first.
     """
 
     name: str
@@ -62,7 +62,8 @@ class RawConfig:
     files: tuple[Path, ...] = ()
 
     def select(self, key: str, default: Any = None) -> Any:
-        """The value that the user wrote at a key, interpolated among what was written; `default` if there is none.
+        """Return the value that the user wrote at a key, interpolated with the written values; `default` if there is
+        none.
 
         Raises:
             ConfigError: If an interpolation in it is wrong.
@@ -78,7 +79,7 @@ class RawConfig:
         return natural(value_at(tree, path))
 
     def plain(self) -> dict[str, Any]:
-        """Everything as nested plain values, with interpolations as they were written."""
+        """Return everything as nested plain values, with interpolations as they were written."""
         values: dict[str, Any] = natural(self.entry.plain())
         return values
 
@@ -87,7 +88,7 @@ class RawConfig:
         return self.entry.get(parse_path(key)) is not None
 
     def origin(self, key: str) -> Origin:
-        """Place at which a key was written; `default` if it was not."""
+        """Return the place at which a key was written; `default` if it was not."""
         return self.entry.origin_at(parse_path(key))
 
     def layer(self, key: str) -> int:
@@ -100,21 +101,21 @@ class RawConfig:
         return next((place for place, file in enumerate(self.files, start=1) if file == source), len(self.files) + 1)
 
     def with_values(self, values: Mapping[str, Any], source: str) -> RawConfig:
-        """The same with plain nested values laid over it, whose origin is named `source`."""
+        """Return the config with plain nested values laid over it, whose origin is called `source`."""
         return RawConfig(self.name, self.entry.under(Entry.of(dict(values), Origin(source))), self.files)
 
     def upgraded(self, root: type[Config], *, is_whole: bool = True) -> tuple[RawConfig, Upgrade]:
-        """The same under the keys of this version, and what that changed; see `rl_core.config.renames`."""
+        """Return the config under the keys of this version, and the changes; see `rl_core.config.renames`."""
         entry, upgrade = upgraded(self.entry, root, is_whole=is_whole)
         return replace(self, entry=entry), upgrade
 
 
 def load(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), *, search: Search = ()) -> RawConfig:
-    """Read a recipe and what it inherits from, and lay overrides over it.
+    """Read a recipe and the files that it inherits from, and lay overrides over it.
 
-    `defaults:` in a file names one or several others (a recipe name, or a file relative to it, which may be in any
-    folder that the user can read); later ones win, the file itself wins over them. Mappings merge, lists and scalars
-    are replaced. `file.py:Name` is relative to the folder of the file in which it is written.
+    `defaults:` in a file lists one or several others (a recipe name, or a file relative to it, which may be in any
+    folder that the user can read). Later ones take precedence, and the file itself over all of them. Mappings merge,
+    lists and scalars are replaced. `file.py:Name` is relative to the folder of the file in which it is written.
 
     Args:
         source: A recipe name, a YAML file, or plain nested values, which may have `defaults:` as well.
@@ -126,7 +127,7 @@ def load(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), 
     Raises:
         ConfigError: If a file does not exist or is not valid, `defaults:` form a circle, or an override cannot be read.
     """
-    reader = _Reader(search)
+    reader = _FileReader(search)
     if isinstance(source, Mapping):
         name, entry = "config", reader.over_parents(Entry.of(dict(source), Origin("config")), None, ())
     else:
@@ -135,15 +136,19 @@ def load(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), 
     return RawConfig(name, _with_file_paths(_with_overrides(entry, overrides, reader)), tuple(reader.files))
 
 
-def _with_overrides(entry: Entry, overrides: Sequence[str], reader: _Reader) -> Entry:
+def _with_overrides(entry: Entry, overrides: Sequence[str], reader: _FileReader) -> Entry:
+    for place, text in enumerate(overrides):
+        before = overrides[place - 1] if place else ""
+        if text.strip() == "=" and before and place + 1 < len(overrides):
+            raise ConfigError(f"write an override without spaces: {before}={overrides[place + 1]}")
     problems = []
     parsed: list[tuple[str, KeyPath, Entry]] = []
-    for text in _joined(overrides):
+    for text in overrides:
         try:
             parsed.append((text, *_override(text, reader)))
         except ConfigError as error:
             problems.append(f"{_quoted(text)} ({given_in.get()}): {error}")
-    # before any is set, so that their order does not matter
+    # Datasets are replaced before any override is set, so that the order of overrides does not matter.
     for _, path, value in parsed:
         entry = _without_replaced_dataset(entry, path, value)
     for text, path, value in parsed:
@@ -158,20 +163,25 @@ def _with_overrides(entry: Entry, overrides: Sequence[str], reader: _Reader) -> 
 
 def _quoted(text: str) -> str:
     """Return a string of a user for messages, cut if it is long."""
-    return repr(text if len(text) <= _LONGEST_QUOTED else f"{text[:_LONGEST_QUOTED]}...")
+    return repr(text if len(text) <= _MAX_QUOTED else f"{text[:_MAX_QUOTED]}...")
 
 
 def _without_replaced_dataset(entry: Entry, path: KeyPath, value: Entry) -> Entry:
-    """The tree without the dataset, or the list of datasets, that an override replaces by one of the other kind: a file
-    for a name or a name for a file. Its settings belong to it, as in a file that names another dataset. Another name
-    replaces only the name and `settings`.
+    """Remove the dataset, or the list of datasets, that an override replaces by one of the other kind: a file for a
+    name or a name for a file. Its settings belong to it, as in a file with another dataset. Another name replaces only
+    the name and `settings`.
     """
     *above, key = path
     section = entry.get(tuple(above))
     if key not in DATASET or value.value is None or section is None:
         return entry
     several = section.value if isinstance(section.value, list) else [section]
-    named = [_dataset_keys(each) for each in several]
+    named = [
+        [name for name in DATASET if name in each.value and each.value[name].value is not None]
+        if isinstance(each.value, dict)
+        else []
+        for each in several
+    ]
     if not all(named):
         return entry
     if not isinstance(section.value, list) and key in named[0]:
@@ -181,15 +191,8 @@ def _without_replaced_dataset(entry: Entry, path: KeyPath, value: Entry) -> Entr
     return entry.with_entry(tuple(above), Entry({}, value.origin))
 
 
-def _dataset_keys(section: Entry) -> list[str]:
-    """The keys by which a section names its dataset."""
-    if not isinstance(section.value, dict):
-        return []
-    return [key for key in DATASET if key in section.value and section.value[key].value is not None]
-
-
 def _with_file_paths(entry: Entry) -> Entry:
-    """The tree with every `file.py:Name` made absolute, from the folder of the file in which it is written."""
+    """Make every `file.py:Name` absolute, from the folder of the file in which it is written."""
     match entry.value:
         case dict():
             return Entry({key: _with_file_paths(item) for key, item in entry.value.items()}, entry.origin)
@@ -203,28 +206,15 @@ def _with_file_paths(entry: Entry) -> Entry:
 
 
 def shown(path: Path) -> str:
-    """A file as the user would type it: relative if it lies below the current folder."""
+    """Return a file as the user would type it: relative if it is below the current folder."""
     try:
         return str(path.resolve().relative_to(Path.cwd()))
     except ValueError:
         return str(path)
 
 
-def _joined(overrides: Sequence[str]) -> Sequence[str]:
-    """Refuse an equals sign that is apart from its key and value.
-
-    Raises:
-        ConfigError: With the override as it should be.
-    """
-    for place, text in enumerate(overrides):
-        before = overrides[place - 1] if place else ""
-        if text.strip() == "=" and before and place + 1 < len(overrides):
-            raise ConfigError(f"write an override without spaces: {before}={overrides[place + 1]}")
-    return overrides
-
-
-def _override(text: str, reader: _Reader) -> tuple[KeyPath, Entry]:
-    """The path and the value of an override.
+def _override(text: str, reader: _FileReader) -> tuple[KeyPath, Entry]:
+    """Return the path and the value of an override.
 
     Raises:
         ConfigError: If it cannot be read.
@@ -232,7 +222,12 @@ def _override(text: str, reader: _Reader) -> tuple[KeyPath, Entry]:
     key, equals, value = text.partition("=")
     key = key.strip()
     if not equals:
-        raise ConfigError(_without_equals(key, reader))
+        if reader.is_config(key):
+            both = "To combine both, write a file with defaults: [A, B]"
+            raise ConfigError(f"is a recipe, but one recipe was given already. {both}")
+        match = re.fullmatch(r"([\w.\[\]]+): *(.+)", key)
+        example = f": {match[1]}={match[2]}" if match else f": {key}=VALUE" if key else ""
+        raise ConfigError(f"an override is written key=value{example}")
     if key[:1] in ("+", "~", "-"):
         raise ConfigError(f"write key=value without {key[0]!r}: new keys need no prefix, and key=null clears one")
     path = parse_path(key)
@@ -241,17 +236,8 @@ def _override(text: str, reader: _Reader) -> tuple[KeyPath, Entry]:
     return path, read_value(value, given_in.get())
 
 
-def _without_equals(text: str, reader: _Reader) -> str:
-    """Return the message about an argument that is not an override."""
-    if reader.is_config(text):
-        return "is a recipe, but one recipe was given already. To combine both, write a file with defaults: [A, B]"
-    if match := re.fullmatch(r"([\w.\[\]]+): *(.+)", text):
-        return f"an override is written key=value: {match[1]}={match[2]}"
-    return f"an override is written key=value: {text}=VALUE" if text else "an override is written key=value"
-
-
-class _Reader:
-    """Finds and reads files, each laid over those it inherits from."""
+class _FileReader:
+    """Finds and reads files, and lays each over the files that it inherits from."""
 
     def __init__(self, search: Search) -> None:
         self._search = search
@@ -265,7 +251,8 @@ class _Reader:
         if resolved in chain:
             circle = " -> ".join(shown(file) for file in (*chain[chain.index(resolved) :], resolved))
             raise ConfigError(f"circular `defaults`: {circle}. Remove one")
-        if path in self._merged:  # several files may inherit from the same one
+        # Several files may inherit from the same one.
+        if path in self._merged:
             return self._merged[path]
         merged = self._merged[path] = self.over_parents(read_file(path, shown(path)), path, (*chain, resolved))
         if resolved not in self.files:
@@ -273,7 +260,7 @@ class _Reader:
         return merged
 
     def over_parents(self, entry: Entry, path: Path | None, chain: tuple[Path, ...]) -> Entry:
-        """An entry laid over what its `defaults` name: recipes, or files relative to its own, `path`."""
+        """Lay an entry over its `defaults`: recipes, or files relative to its own, `path`."""
         values = dict(entry.value)
         merged = Entry({}, entry.origin)
         for parent in _names(values.pop("defaults", None)):
@@ -330,18 +317,18 @@ def _names(parents: Entry | None) -> list[Entry]:
 
 
 def interpolations(tree: Any) -> dict[KeyPath, str]:
-    """Every text in nested values that holds `${`, by path."""
+    """Return every string in nested values that contains `${`, by path."""
     return {path: value for path, value in leaves(tree).items() if isinstance(value, str) and "${" in value}
 
 
 def interpolate(tree: dict[str, Any], everything: dict[str, Any]) -> tuple[dict[str, Any], dict[KeyPath, str]]:
-    """The tree with every `${...}` replaced by its value, or by None if it is wrong.
+    """Replace every `${...}` in a tree by its value, or by None if it is wrong.
 
     OmegaConf resolves one value at a time, so that every wrong one is reported with its own key.
 
     Args:
         tree: Plain nested values as the user wrote them.
-        everything: The same over the defaults of keys that the user did not write; interpolations may name both.
+        everything: The same over the defaults of keys that the user did not write, for interpolations.
 
     Returns:
         The tree, and the problems by path.
@@ -349,7 +336,7 @@ def interpolate(tree: dict[str, Any], everything: dict[str, Any]) -> tuple[dict[
     written = interpolations(tree)
     if not written:
         return tree, {}
-    # OmegaConf and its grammar take 60 ms to import, which a config without interpolations need not wait for
+    # OmegaConf and its grammar take 60 ms to import, which a config without interpolations need not wait for.
     from omegaconf import OmegaConf
 
     wrong = {path: message for path, text in written.items() if (message := _malformed(text))}
@@ -369,13 +356,15 @@ def interpolate(tree: dict[str, Any], everything: dict[str, Any]) -> tuple[dict[
 
 
 def _too_many(written: Mapping[KeyPath, str]) -> dict[KeyPath, str]:
-    """The problems of values whose interpolations lead to too many others: each level of `${a}${a}` doubles them."""
+    """Return the problems of values whose interpolations need too many others: each level of `${a}${a}` doubles
+    them."""
     counts: dict[KeyPath, int] = {}
 
     def count(path: KeyPath) -> int:
         if path not in counts:
-            counts[path] = 0  # a circle is found when it is resolved
-            with suppress(RecursionError):  # as is a chain that is too long
+            counts[path] = 0
+            # A circle or a chain that is too long is reported when it is resolved.
+            with suppress(RecursionError):
                 counts[path] = sum(1 + sum(map(count, led)) for led in _references(path, written))
         return counts[path]
 
@@ -387,7 +376,7 @@ def _too_many(written: Mapping[KeyPath, str]) -> dict[KeyPath, str]:
 
 
 def _references(path: KeyPath, written: Mapping[KeyPath, str]) -> Iterable[list[KeyPath]]:
-    """For each key that a value names, the interpolations at it, below it and above it."""
+    """Yield the interpolations at, below and above each key in a value."""
     for dots, key in _REFERENCE.findall(written[path]):
         try:
             target = (*(path[: -len(dots)] if dots else ()), *parse_path(key))
@@ -406,8 +395,8 @@ def _malformed(text: str) -> str | None:
     try:
         parse(text)
     except GrammarParseError:
-        what = "is not a valid interpolation"
-        return f"{_quoted(text)} {what}; write ${{section.key}}, or \\${{ for the characters themselves"
+        remedy = "write ${section.key}, or \\${ for the characters themselves"
+        return f"{_quoted(text)} is not a valid interpolation; {remedy}"
     return None
 
 
@@ -427,22 +416,22 @@ def _resolved(container: Any, path: KeyPath) -> tuple[Any, Exception | None]:
 
 
 def _message(text: str, error: Exception, known: Iterable[str]) -> str:
-    said = str(error).partition("\n")[0]
-    if isinstance(error, RecursionError) or "Recursive interpolation" in said:
+    reason = str(error).partition("\n")[0]
+    if isinstance(error, RecursionError) or "Recursive interpolation" in reason:
         return f"{_quoted(text)} leads back to itself; set one of the keys in the circle to a value"
-    if (match := _NOT_FOUND.search(said)) and match[1].lstrip(".") in text:
+    if (match := _NOT_FOUND.search(reason)) and match[1].lstrip(".") in text:
         return f"{_quoted(text)} names {match[1]}, which is not a key here{did_you_mean(match[1].lstrip('.'), known)}"
-    if match := _VARIABLE.search(said):
+    if match := _VARIABLE.search(reason):
         name = match[1]
         remedy = f"set it, or write ${{oc.env:{name},VALUE}} for a default"
         return f"{_quoted(text)} needs the environment variable {name}: {remedy}"
-    if "Unsupported interpolation type" in said:
-        name = said.rpartition(" ")[2]
+    if "Unsupported interpolation type" in reason:
+        name = reason.rpartition(" ")[2]
         remedy = "write the value, or a key as ${section.key}"
         return f"{_quoted(text)} asks for {name!r}, which is not available here; {remedy}"
-    if "MissingMandatoryValue" in said or "MissingValue" in type(error).__name__:
+    if "MissingMandatoryValue" in reason or "MissingValue" in type(error).__name__:
         return f"{_quoted(text)} names a key marked {MISSING}: set that key"
     if "oc.env" in text or text.count("${") > 1:
-        # OmegaConf's words would show the value of the variable
+        # The message of OmegaConf would show the value of the variable.
         return f"{_quoted(text)} cannot be resolved with the current values of the keys and variables in it"
-    return f"{_quoted(text)} cannot be resolved: {said[:_LONGEST_QUOTED]}"
+    return f"{_quoted(text)} cannot be resolved: {reason[:_MAX_QUOTED]}"

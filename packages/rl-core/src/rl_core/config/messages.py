@@ -64,7 +64,7 @@ def problems_in(
         error: Error of validating `values`.
         root: Type of the whole config.
         values: Nested plain values that were validated, from the root.
-        shown: The same values as messages may show them.
+        shown: The same values, in the form for messages.
         hint: Explains unknown keys that it knows.
     """
     by_path: dict[KeyPath, list[ErrorDetails]] = {}
@@ -73,10 +73,12 @@ def problems_in(
     for path, group in by_path.items():
         deeper = any(len(other) > len(path) and other[: len(path)] == path for other in by_path)
         if deeper and all(details["type"].endswith("_type") for details in group):
-            continue  # another member of the union took the value in and found fault inside
+            continue  # another member of the union accepted the value and found problems inside
         raised = group[0].get("ctx", {}).get("error")
         if isinstance(raised, ProblemError):
-            yield from (problem.at(_joined(path, problem.key)) for problem in raised.problems)
+            for problem in raised.problems:
+                own = parse_path(problem.key) if problem.key else ()
+                yield problem.at(format_path((*path, *own)))
         elif group[0]["type"] == "extra_forbidden":
             if found := by_another_name(root, path, values):
                 yield found
@@ -90,10 +92,10 @@ def problems_in(
 
 
 def left_out_to_go_on(error: ValidationError, values: Any) -> list[KeyPath] | None:
-    """Paths without which the values mean what the user wrote: unknown keys, and nulls in the place of defaults.
+    """Return the paths without which the values keep their meaning: unknown keys, and nulls in the place of defaults.
 
     Returns:
-        None if something else is wrong too.
+        None if there are other problems.
     """
     found = []
     for details in error.errors(include_url=False):
@@ -107,7 +109,7 @@ def left_out_to_go_on(error: ValidationError, values: Any) -> list[KeyPath] | No
 
 
 def without(values: Any, paths: Collection[KeyPath], at: KeyPath = ()) -> Any:
-    """Nested values without some of their keys."""
+    """Return nested values without some of their keys."""
     if not isinstance(values, dict):
         return values
     return {key: without(value, paths, (*at, key)) for key, value in values.items() if (*at, key) not in paths}
@@ -121,14 +123,10 @@ def report(problems: Sequence[Problem], name: str, written: Entry) -> str:
     return "\n".join([f"{len(lines)} problems in {name}:", *(f"  {line}" for line in lines)])
 
 
-def _joined(section: KeyPath, key: str) -> str:
-    return format_path((*section, *(parse_path(key) if key else ())))
-
-
 def _line(problem: Problem, written: Entry) -> str:
     path, message = parse_path(problem.key) if problem.key else (), problem.message
     entry = written.get(path) or written.get((problem.key,))
-    # a section that has to be set is named with the place around it; other keys that were not written have a default
+    # A section that must be set is shown with the place around it; other keys that were not written have a default.
     is_missing = "must be set" in problem.reason or not path
     origin = written.nearest_origin(path) if is_missing else written.origin_at(path) if entry is None else entry.origin
     via = entry.value if entry is not None and isinstance(entry.value, str) and "${" in entry.value else ""
@@ -201,13 +199,13 @@ def _unknown(path: KeyPath, keys: list[str], values: Any, hint: Hint | None) -> 
 def _refused_value(
     errors: Sequence[ErrorDetails], key: Key | None, name: str, given: Any, *, is_hidden: bool
 ) -> Problem:
-    """The problem with the value of one key.
+    """Return the problem with the value of one key.
 
     Args:
         errors: Pydantic's errors about the key, one per member of a union.
         key: The key; None if the type has none there.
         name: Its dotted name.
-        given: The value, as messages may show it.
+        given: The value, in the form for messages.
         is_hidden: True if that is not the value itself.
     """
     first = errors[0]

@@ -1,7 +1,7 @@
-"""Keys of earlier versions: the values that they have under the keys of this version.
+"""Keys of earlier versions, with their values under the keys of this version.
 
 A table in `Config.renamed` gives a function for each key that a section had. It translates the configs that runs of
-earlier versions recorded, and the messages about such keys in a user's file are made of its results, so the two cannot
+earlier versions recorded. The messages about such keys in a user's file use the same results, so the two cannot
 differ::
 
     renamed = {
@@ -39,12 +39,12 @@ def chosen(key: str, value: str) -> Rename:
 
 @dataclass
 class Upgrade:
-    """The keys in which a config of an earlier version differs from one of this version.
+    """The keys in which a config of an earlier version differs from a config of this version.
 
     Args:
         is_whole: True if a run recorded the config, so that it holds every key of its version.
         renamed: Keys of earlier versions.
-        as_before: Keys whose values mean what versions without these keys did, and their values.
+        as_before: Keys that did not exist, with the values that keep the behaviour of their versions.
     """
 
     is_whole: bool = True
@@ -55,9 +55,9 @@ class Upgrade:
 def upgraded(entry: Entry, root: type[Config], *, is_whole: bool) -> tuple[Entry, Upgrade]:
     """Return a config of an earlier version under the keys of this version.
 
-    Keys of this version that were written, as by overrides, win over those of earlier versions. A config that a run
-    recorded holds every key, so one that is absent did not exist: its value is that of `Config.before_it_existed`, if
-    there is one.
+    Written keys of this version, such as overrides, take precedence over keys of earlier versions. A config that a run
+    recorded has every key, so an absent key did not exist: it gets the value of `Config.before_it_existed`, if there is
+    one.
 
     Args:
         entry: The config.
@@ -65,7 +65,7 @@ def upgraded(entry: Entry, root: type[Config], *, is_whole: bool) -> tuple[Entry
         is_whole: True if a run recorded it.
 
     Returns:
-        The config, and what was changed.
+        The config, and the changes.
     """
     upgrade = Upgrade(is_whole)
     return _upgraded(Key((), root), entry, upgrade), upgrade

@@ -1,4 +1,7 @@
-"""Resolve what the user wrote to a typed config, or raise one error that lists all its problems."""
+"""Resolve the values that the user wrote to a typed config, or raise one error that lists all problems.
+
+No message and no file of a run shows the values of environment variables, or credentials.
+"""
 
 from __future__ import annotations
 
@@ -33,24 +36,24 @@ class Resolved(Generic[C]):
 
     Args:
         config: The typed values.
-        raw: What the user wrote.
+        raw: Values that the user wrote.
     """
 
     config: C
     raw: RawConfig
 
     def origin(self, key: str) -> Origin:
-        """The origin of a key's value: a file and line, the command line, or the default."""
+        """Return the origin of a key's value: a file and line, the command line, or the default."""
         return self.raw.origin(key)
 
 
 @dataclass(frozen=True)
 class Values:
-    """The values of a config that may have something wrong with it.
+    """The values of a config that may have problems.
 
     Args:
         tree: Plain nested values, defaults included; None in place of an interpolation that cannot be resolved.
-        raw: What the user wrote.
+        raw: Values that the user wrote.
         references: Interpolations of environment variables by key path, as they were written.
     """
 
@@ -63,7 +66,7 @@ def values_of(raw: RawConfig, root: type[Config]) -> Values:
     """Return every value of a config that can be determined, whatever else is wrong with the config.
 
     Args:
-        raw: What `load` returned.
+        raw: Result of `load`.
         root: The config type.
     """
     written = raw.entry.plain()
@@ -81,15 +84,15 @@ def resolve(
     hint: Hint | None = None,
     unused: Collection[str] = (),
 ) -> Resolved[C]:
-    """Interpolate and validate what the user wrote, over the defaults of a config type.
+    """Interpolate and validate the values that the user wrote, over the defaults of a config type.
 
     Args:
-        raw: What `load` returned.
+        raw: Result of `load`.
         root: The config type, mostly from `assemble`.
-        checks: Run on the valid config; each yields a `Problem` per key that does not go with the rest. If unknown keys
-            and nulls are all that is wrong, they run on the config without those.
+        checks: Run on the valid config; each yields a `Problem` per key that contradicts others. If all problems are
+            unknown keys and nulls, they run on the config without these keys.
         hint: Explains unknown keys that it knows, in place of the nearest ones.
-        unused: Sections that are left out of the config and not checked. Interpolations may refer to what they contain.
+        unused: Sections that are left out of the config and not checked. Interpolations may refer to their values.
 
     Raises:
         ConfigProblems: Listing every problem: key, origin, what was given, what is allowed, the nearest key.
@@ -155,8 +158,8 @@ def _further_problems(
     checks: Sequence[Callable[[C], Iterable[Problem]]],
     hint: Hint | None,
 ) -> list[Problem]:
-    """Problems of the config without the keys that an error blames, if it is then known what the config means; not
-    those of keys that an unknown one most likely stands for."""
+    """Return the problems of the config without the keys that an error blames, if its meaning is then known. Problems
+    of keys that an unknown key most likely stands for are left out."""
     paths = left_out_to_go_on(error, values)
     if paths is None:
         return []
@@ -188,20 +191,20 @@ def _is_below(path: KeyPath, section: KeyPath) -> bool:
 
 
 def _over_defaults(key: Key, written: Any, default: Any) -> tuple[Any, Any]:
-    """Lay what the user wrote at a key over its default.
+    """Lay the values that the user wrote at a key over its default.
 
     If a field says `policy: Policy = Policy(precision="float32")`, a user who writes another key of `policy` keeps that
     precision, which `Policy` itself does not have.
 
     Returns:
-        The written values, with those that the defaults of sections set beyond the defaults of their types; and the
-        same with every default, for interpolations to name.
+        The written values, with values that the defaults of sections set beyond the defaults of their types; and the
+        same with every default, for interpolations.
     """
     if not isinstance(written, dict | list):
         return written, written
     given: Any = written.copy()
     everything: Any = written.copy()
-    # exactly the type: another member of a union has other keys
+    # The type must be the same, because another member of a union has other keys.
     default = default if isinstance(written, dict) and type(default) is key.section(written) else None
     for child in key.children(written):
         name = child.path[-1]
@@ -216,8 +219,8 @@ def _over_defaults(key: Key, written: Any, default: Any) -> tuple[Any, Any]:
 
 
 def _read(key: Key | None, value: Any) -> Any:
-    """A scalar as its key reads it: unquoted text if the key takes text, a number or truth value if it takes one; an
-    empty list or mapping for null if that is its default and it does not take null."""
+    """Return a scalar as its key reads it: unquoted text if the key takes text, a number or truth value if it takes
+    one; an empty list or mapping for null if that is its default and it does not take null."""
     if isinstance(value, Unset):
         return None
     if value is None and key is not None and key.is_empty_at_null:
@@ -235,9 +238,9 @@ def _read(key: Key | None, value: Any) -> Any:
 
 
 def _environment_references(tree: Any) -> dict[KeyPath, str]:
-    """The interpolations at keys whose values come from environment variables, also by way of other keys.
+    """Return the interpolations at keys whose values come from environment variables, also by way of other keys.
 
-    An interpolation whose keys cannot be known without resolving it counts as one of them, if there are any: its
+    If there are any, an interpolation whose keys are only known after it is resolved counts as one of them, because its
     written form is safe to keep.
     """
     written = interpolations(tree)
@@ -245,13 +248,19 @@ def _environment_references(tree: Any) -> dict[KeyPath, str]:
     if found:
         found |= {path for path, text in written.items() if _COMPUTED.search(text)}
     named = {path: _keys(path, text) for path, text in written.items()}
-    while more := {path for path in named.keys() - found if any(_meets(key, found) for key in named[path])}:
+
+    def meets(key: KeyPath) -> bool:
+        """Return whether a key is one of the paths found so far, or around or below one."""
+        segments = [str(segment) for segment in key]
+        return any(all(one == str(other) for one, other in zip(segments, path, strict=False)) for path in found)
+
+    while more := {path for path in named.keys() - found if any(map(meets, named[path]))}:
         found |= more
     return {path: text for path, text in written.items() if path in found}
 
 
 def _keys(path: KeyPath, text: str) -> list[KeyPath]:
-    """Absolute paths of the keys that an interpolation names."""
+    """Return the absolute paths of the keys in an interpolation."""
     keys = []
     for dots, name in _KEY.findall(text):
         base = path[: len(path) - len(dots)] if dots else ()
@@ -262,17 +271,11 @@ def _keys(path: KeyPath, text: str) -> list[KeyPath]:
     return keys
 
 
-def _meets(key: KeyPath, paths: set[KeyPath]) -> bool:
-    """Return whether a key is one of the paths, or around or below one."""
-    texts = [str(segment) for segment in key]
-    return any(all(one == str(other) for one, other in zip(texts, path, strict=False)) for path in paths)
-
-
 _ENV_VARS = "env_vars"
 _SECRET_VARIABLE = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD)$", re.IGNORECASE)
 _SECRET_KEY = re.compile(r"(^|_)(api_?key|secret|password|(access|auth)_(key|token))$", re.IGNORECASE)
-_SHORTEST = 4
-"""Characters of the shortest value that is hidden from the messages of other keys."""
+_MIN_HIDDEN = 4
+"""Minimum number of characters of a value that is hidden from the messages of other keys."""
 
 
 def literal_credentials(written: Any, references: Mapping[KeyPath, str]) -> Iterator[tuple[KeyPath, Problem]]:
@@ -285,22 +288,17 @@ def literal_credentials(written: Any, references: Mapping[KeyPath, str]) -> Iter
     """
     for path, value in leaves(written).items():
         is_variable = len(path) > 1 and path[-2] == _ENV_VARS
-        pattern = _SECRET_SECRET_VARIABLE if is_variable else _SECRET_KEY
+        pattern = _SECRET_VARIABLE if is_variable else _SECRET_KEY
         name = str(path[-1])
         if isinstance(value, Unset) or value in (None, "") or path in references or not pattern.search(name):
             continue
-        yield (
-            path,
-            Problem(
-                format_path(path),
-                "must not contain a credential, because the config is stored with the run",
-                remedy=f"Write {name}: ${{oc.env:{name.upper()}}} and set {name.upper()} where you start the run",
-            ),
-        )
+        reason = "must not contain a credential, because the config is stored with the run"
+        remedy = f"Write {name}: ${{oc.env:{name.upper()}}} and set {name.upper()} where you start the run"
+        yield path, Problem(format_path(path), reason, remedy=remedy)
 
 
 def with_references(values: Any, references: Mapping[KeyPath, str], path: KeyPath = ()) -> Any:
-    """Nested values with the interpolations of environment variables as they were written."""
+    """Return nested values with the interpolations of environment variables as they were written."""
     if path in references:
         return references[path]
     match values:
@@ -314,7 +312,13 @@ def with_references(values: Any, references: Mapping[KeyPath, str], path: KeyPat
 
 def hide_values(problems: Sequence[Problem], values: Any, references: Mapping[KeyPath, str]) -> list[Problem]:
     """Return the problems with the names of environment variables in place of their values."""
-    hidden = [(path, text, form) for path, text in references.items() for form in _forms(value_at(values, path))]
+    hidden: list[tuple[KeyPath, str, str]] = []
+    for at, written in references.items():
+        value = value_at(values, at)
+        if value is not None and not isinstance(value, dict | list):
+            # A message may show a value in each of these forms; `show` cuts it.
+            forms = {str(value), repr(value), json.dumps(value), json.dumps(value, ensure_ascii=False), show(value)}
+            hidden += [(at, written, form) for form in forms]
     hidden.sort(key=lambda each: -len(each[2]))
 
     def without_values(problem: Problem) -> Problem:
@@ -323,18 +327,11 @@ def hide_values(problems: Sequence[Problem], values: Any, references: Mapping[Ke
         def rewrite(said: str) -> str:
             for other, text, form in hidden:
                 is_own = other[: len(path)] == path or path[: len(other)] == other
-                if is_own or len(form) >= _SHORTEST:
-                    # a word of its own: 1 is not hidden in 10
+                if is_own or len(form) >= _MIN_HIDDEN:
+                    # Only whole words are hidden: 1 stays in 10.
                     said = text.join(re.split(rf"(?<![\w.]){re.escape(form)}(?![\w.])", said))
             return said
 
         return problem.rewritten(rewrite)
 
     return [without_values(problem) for problem in problems]
-
-
-def _forms(value: Any) -> set[str]:
-    """The ways in which a message may show a value, also cut."""
-    if value is None or isinstance(value, dict | list):
-        return set()
-    return {str(value), repr(value), json.dumps(value), json.dumps(value, ensure_ascii=False), show(value)}

@@ -251,7 +251,7 @@ def assemble(
         field = copy(base.model_fields[key])
         field.default, field.default_factory = default, None
         fields[key] = (field.annotation, field)
-    built = create_model(
+    built: type[Assembled] = create_model(
         name,
         __base__=(base,) if issubclass(base, Assembled) else (Assembled, base),
         __module__=base.__module__,

@@ -1,7 +1,7 @@
-"""YAML text as a tree of values, each with its origin.
+"""YAML as a tree of values, each with its origin.
 
-An unquoted scalar keeps its text: `model_name=1e5` must reach a text field as `1e5` and a number field as 100000.0,
-also through an interpolation. Only the schema can tell which of the two is meant.
+An unquoted scalar keeps its text: `model_name=1e5` must reach a string field as `1e5` and a number field as 100000.0,
+also through an interpolation. Only the schema knows the type of the field.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ MAX_BYTES = 4 << 20
 MAX_DEPTH = 64
 """Maximum number of levels of nested lists and mappings, each alias (`*name`) written out."""
 MAX_DIGITS = 300
-"""Maximum length of a number; one of 309 digits is larger than any float."""
+"""Maximum length of a number; a number of 309 digits is larger than any float."""
 MAX_VALUES = 50_000
 """Maximum number of keys and values of a file, each alias (`*name`) written out."""
 
 DATASET = ("dataset_name", "data_path")
-"""Keys of a mapping that name a dataset."""
+"""Keys of a mapping that select a dataset."""
 
 _PART = re.compile(r"([^.\[\]]+)((?:\[\d{1,9}\])*)")
 _INT = re.compile(r"[-+]?(?:0|[1-9]\d*(?:_\d+)*)|0x[0-9a-fA-F]+|0o[0-7]+")
@@ -54,7 +54,7 @@ _TEXT, _LIST, _MAPPING = (f"tag:yaml.org,2002:{kind}" for kind in ("str", "seq",
 
 
 def parse_path(key: str) -> KeyPath:
-    """The segments of a dotted key such as `data.train[0].split`; `[n]` addresses an entry of a list.
+    """Return the segments of a dotted key such as `data.train[0].split`; `[n]` addresses an entry of a list.
 
     Raises:
         ConfigError: If a segment is empty or malformed.
@@ -72,7 +72,7 @@ def parse_path(key: str) -> KeyPath:
 
 
 def format_path(path: Iterable[str | int]) -> str:
-    """The dotted key of a path; inverse of `parse_path`."""
+    """Return the dotted key of a path; inverse of `parse_path`."""
     text = ""
     for segment in path:
         text += f"[{segment}]" if isinstance(segment, int) else f".{segment}"
@@ -80,7 +80,7 @@ def format_path(path: Iterable[str | int]) -> str:
 
 
 def mapped(tree: Any, change: Callable[[KeyPath, Any], Any], path: KeyPath = ()) -> Any:
-    """Nested dicts and lists with every scalar in them replaced by `change(path, scalar)`."""
+    """Replace every scalar in nested dicts and lists by `change(path, scalar)`."""
     match tree:
         case dict():
             return {key: mapped(item, change, (*path, key)) for key, item in tree.items()}
@@ -91,7 +91,7 @@ def mapped(tree: Any, change: Callable[[KeyPath, Any], Any], path: KeyPath = ())
 
 
 def leaves(tree: Any) -> dict[KeyPath, Any]:
-    """Every scalar of nested dicts and lists by its path."""
+    """Return every scalar of nested dicts and lists by its path."""
     found: dict[KeyPath, Any] = {}
     mapped(tree, found.__setitem__)
     return found
@@ -116,15 +116,15 @@ class Origin:
 COMMAND_LINE = Origin("command line")
 PYTHON = Origin("overrides")
 given_in: ContextVar[Origin] = ContextVar("given_in", default=COMMAND_LINE)
-"""Origin of overrides: `PYTHON` for those of a function call."""
+"""Origin of overrides: `PYTHON` for overrides of a function call."""
 
 
 def option(flag: str, argument: str) -> str:
     """Return how the user writes an option, for messages.
 
     Args:
-        flag: On the command line, such as `--fresh`.
-        argument: In a call from Python, such as `fresh=True`.
+        flag: Form on the command line, such as `--fresh`.
+        argument: Form in a call from Python, such as `fresh=True`.
     """
     return argument if given_in.get() is PYTHON else flag
 
@@ -144,7 +144,7 @@ class Unquoted(str):
 
     @property
     def value(self) -> bool | int | float:
-        """The number or truth value by YAML 1.2's rules."""
+        """Number or truth value by the rules of YAML 1.2."""
         if self in _BOOL:
             return _BOOL[self]
         if _INT.fullmatch(self):
@@ -153,7 +153,8 @@ class Unquoted(str):
 
 
 def read_scalar(text: str) -> Any:
-    """The value of an unquoted scalar by YAML 1.2's rules: `1e5` is a float, `no`, `010` and `3:30:00` are text."""
+    """Return the value of an unquoted scalar by the rules of YAML 1.2: `1e5` is a float, `no` and `3:30:00` are
+    text."""
     if text in _NULL:
         return None
     if text in _BOOL or _INT.fullmatch(text) or text.lower() in _SPECIAL or _FLOAT.fullmatch(text):
@@ -167,7 +168,7 @@ def is_too_long(text: str) -> bool:
 
 
 def natural(tree: Any) -> Any:
-    """Nested values with numbers and truth values in place of their strings."""
+    """Return nested values with numbers and truth values in place of their strings."""
     return mapped(tree, lambda _, value: value.value if isinstance(value, Unquoted) else value)
 
 
@@ -177,7 +178,7 @@ class Entry:
 
     Args:
         value: A `dict[str, Entry]`, a `list[Entry]` or a scalar.
-        origin: The place at which it was written; that of a mapping is the first place of its key.
+        origin: The place at which it was written; for a mapping, the first place of its key.
     """
 
     value: Any
@@ -185,7 +186,7 @@ class Entry:
 
     @classmethod
     def of(cls, value: Any, origin: Origin) -> Entry:
-        """The tree of plain nested values that all have one origin."""
+        """Return the tree of plain nested values that all have one origin."""
         match value:
             case dict():
                 return cls({str(key): cls.of(item, origin) for key, item in value.items()}, origin)
@@ -195,7 +196,7 @@ class Entry:
                 return cls(value, origin)
 
     def plain(self) -> Any:
-        """Only the values, as nested dicts and lists."""
+        """Return the values only, as nested dicts and lists."""
         match self.value:
             case dict():
                 return {key: entry.plain() for key, entry in self.value.items()}
@@ -205,9 +206,9 @@ class Entry:
                 return self.value
 
     def under(self, over: Entry) -> Entry:
-        """This tree with another laid over it: mappings merge, everything else is replaced. A mapping that chooses
-        another function or class by its `name`, or another dataset, is replaced too: the settings below it belong to
-        the earlier one. Text under a mapping is the short form of its `name`.
+        """Return this tree with another laid over it: mappings merge, everything else is replaced. A mapping that
+        chooses another function or class by its `name`, or another dataset, is replaced too, because its settings
+        belong to the earlier one. A string under a mapping is the short form of its `name`.
         """
         below = self._as_mapping() if isinstance(over.value, dict) else self
         if not (isinstance(below.value, dict) and isinstance(over.value, dict)) or _chooses_another(below, over):
@@ -218,7 +219,7 @@ class Entry:
         return Entry(merged, self.origin)
 
     def with_entry(self, path: KeyPath, entry: Entry) -> Entry:
-        """This tree with one entry put at a path; mappings on the way are made, list entries must exist.
+        """Return this tree with one entry put at a path; mappings on the way are created, list entries must exist.
 
         Raises:
             ConfigError: If the path leads to a list entry that does not exist.
@@ -240,12 +241,12 @@ class Entry:
         return Entry({**known, head: child.with_entry(tuple(rest), entry)}, self.origin)
 
     def _as_mapping(self) -> Entry:
-        """The long form of a name that stands for a section; anything else as it is."""
+        """Return the long form of a name that stands for a section; anything else as it is."""
         is_name = type(self.value) is str and "${" not in self.value
         return Entry({"name": self}, self.origin) if is_name else self
 
     def along(self, path: KeyPath) -> list[Entry]:
-        """The entries from the root to the one at a path, as far as anything was written."""
+        """Return the entries from the root to the entry at a path, as far as anything was written."""
         found = [self]
         for segment in path:
             match found[-1].value:
@@ -258,24 +259,25 @@ class Entry:
         return found
 
     def get(self, path: KeyPath) -> Entry | None:
-        """The entry at a path, None if nothing was written there."""
+        """Return the entry at a path; None if nothing was written there."""
         found = self.along(path)
         return found[-1] if len(found) > len(path) else None
 
     def origin_at(self, path: KeyPath) -> Origin:
-        """The origin of the value at a path; of one that an interpolation brought in, that of the interpolation."""
+        """Return the origin of the value at a path; a value from an interpolation has the origin of the
+        interpolation."""
         *around, last = self.along(path)
         is_written = len(around) == len(path) or not isinstance(last.value, dict | list)
         return last.origin if is_written else DEFAULT
 
     def nearest_origin(self, path: KeyPath) -> Origin:
-        """The origin of the value at a path, or else of the innermost section around it."""
+        """Return the origin of the value at a path, or else of the innermost section around it."""
         return self.along(path)[-1].origin
 
 
 class BoundedLoader(yaml.SafeLoader):
-    """Composes nodes within `MAX_DEPTH` and `MAX_VALUES`. The bounds hold for the tree with each alias written out, so
-    that a few lines of aliases to aliases cannot stand for any number of values."""
+    """Composes nodes within `MAX_DEPTH` and `MAX_VALUES`. The bounds hold for the tree with each alias written out,
+    because a few lines of aliases to aliases could produce any number of values."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
@@ -338,7 +340,7 @@ class _Composer(BoundedLoader):
 
 
 def _chooses_another(below: Entry, over: Entry) -> bool:
-    """Return whether two mappings name different datasets, or different things, one of them by `module:name`."""
+    """Return whether two mappings have different datasets, or different names, one of them as `module:name`."""
     datasets = [
         {key: mapping.value[key].value for key in DATASET if key in mapping.value and mapping.value[key].value}
         for mapping in (over, below)
@@ -350,21 +352,21 @@ def _chooses_another(below: Entry, over: Entry) -> bool:
 
 
 def read_file(path: Path, name: str) -> Entry:
-    """The tree of a YAML file.
+    """Read the tree of a YAML file.
 
     Args:
         path: Path of the YAML file.
         name: Name of the file in origins and messages.
 
     Raises:
-        ConfigError: If it cannot be read, is not YAML, has more than `MAX_VALUES` values or `MAX_DEPTH` levels, or uses
-            what is refused: duplicated keys, tags and merge keys.
+        ConfigError: If it cannot be read, is not YAML, has more than `MAX_VALUES` values or `MAX_DEPTH` levels, or has
+            duplicated keys, tags or merge keys.
     """
     text = read_text(path, name)
     root = parsed(text, name, lambda: _composed(text))
     if root is None:
         return Entry({}, Origin(name, 1))
-    return _read(root, _Reader(name, is_numbered=True))
+    return _read(root, _NodeReader(name, is_numbered=True))
 
 
 def read_text(path: Path, name: str, max_bytes: int = MAX_BYTES) -> str:
@@ -393,7 +395,7 @@ def read_text(path: Path, name: str, max_bytes: int = MAX_BYTES) -> str:
 
 
 def reason(error: Exception) -> str:
-    """Return the message of an error in words of a user: Python's about a long number names a function of `sys`."""
+    """Return the message of an error for a user: Python's message about a long number mentions a function of `sys`."""
     return TOO_LONG if "set_int_max_str_digits" in str(error) else str(error)
 
 
@@ -435,10 +437,10 @@ def bounded(tree: Any, name: str) -> Any:
 
 
 def read_value(text: str, origin: Origin) -> Entry:
-    """The value of a command-line override: quoted text, a list or mapping in flow syntax, or a scalar as it stands.
+    """Return the value of a command-line override: a quoted string, a list or mapping in flow syntax, or a scalar.
 
     Raises:
-        ConfigError: If a quoted text, list or mapping is not complete YAML.
+        ConfigError: If a quoted string, list or mapping is not complete YAML.
     """
     text = text.strip()
     if text[:1] not in ("[", "{", "'", '"'):
@@ -447,10 +449,10 @@ def read_value(text: str, origin: Origin) -> Entry:
         return Entry(read_scalar(text) if text else "", origin)
     root = parsed(text, None, lambda: _composed(text))
     assert root is not None
-    return _read(root, _Reader(origin.source, is_numbered=False))
+    return _read(root, _NodeReader(origin.source, is_numbered=False))
 
 
-def _read(root: yaml.Node, reader: _Reader) -> Entry:
+def _read(root: yaml.Node, reader: _NodeReader) -> Entry:
     entry = reader.entry(root)
     if reader.is_numbered and not isinstance(entry.value, dict):
         reader.refuse(root, "the file must hold `key: value` lines")
@@ -464,7 +466,7 @@ def parsed(text: str, source: str | None, parse: Callable[[], T]) -> T:
 
     Args:
         text: The YAML.
-        source: Name of its file, which messages have with a line; None if it is not a file's.
+        source: Name of its file, which messages show with a line; None if it is not from a file.
         parse: Parses the text.
 
     Raises:
@@ -474,11 +476,11 @@ def parsed(text: str, source: str | None, parse: Callable[[], T]) -> T:
         return parse()
     except yaml.MarkedYAMLError as error:
         parts = [part for part in (error.context, error.problem) if part]
-        what = f"{'' if isinstance(error, OutOfBounds) else 'not valid YAML: '}{', '.join(parts)}"
+        problem = f"{'' if isinstance(error, OutOfBounds) else 'not valid YAML: '}{', '.join(parts)}"
         if source is None:
-            raise ConfigError(f"{what}; quote the value to pass it as a string") from None
+            raise ConfigError(f"{problem}; quote the value to pass it as a string") from None
         line, remedy = _fault(error, text.splitlines())
-        raise ConfigError(f"{Origin(source, line)}: {what}{remedy}") from None
+        raise ConfigError(f"{Origin(source, line)}: {problem}{remedy}") from None
     except yaml.reader.ReaderError as error:
         line = text[: error.position].count("\n") + 1
         before = f"{Origin(source, line)}: " if source else ""
@@ -487,7 +489,7 @@ def parsed(text: str, source: str | None, parse: Callable[[], T]) -> T:
 
 @lru_cache(maxsize=64)
 def _composed(text: str) -> yaml.Node | None:
-    """The root node; nodes are only read, and the same recipes are read again and again."""
+    """Return the root node. It is cached, because nodes are only read and the same recipes are read repeatedly."""
     loader = _Composer(text)
     try:
         return loader.get_single_node()
@@ -496,7 +498,7 @@ def _composed(text: str) -> yaml.Node | None:
 
 
 def _fault(error: yaml.MarkedYAMLError, lines: list[str]) -> tuple[int | None, str]:
-    """Return the line that most likely has to be changed, and how. YAML notices a mistake where the text after it no
+    """Return the line that most likely has to be changed, and how. YAML reports a mistake at the text after it that no
     longer fits."""
     problem, begun = error.problem or "", error.context_mark
     mark = error.problem_mark or begun
@@ -519,11 +521,11 @@ def _fault(error: yaml.MarkedYAMLError, lines: list[str]) -> tuple[int | None, s
     return line, "; indent all keys of a section equally" if "block mapping" in (error.context or "") else ""
 
 
-class _Reader:
-    """Turns composed nodes into entries and gathers what is refused.
+class _NodeReader:
+    """Turns composed nodes into entries and gathers problems.
 
     Args:
-        is_numbered: True if the nodes are a file's, so that origins have lines.
+        is_numbered: True if the nodes are from a file, so that origins have lines.
     """
 
     def __init__(self, source: str, *, is_numbered: bool) -> None:

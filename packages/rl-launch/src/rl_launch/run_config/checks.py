@@ -42,9 +42,9 @@ from rl_launch.placement.topology import (
 )
 from rl_launch.push.destinations import destination_of
 from rl_launch.root_config import DRAFT_HEAD, DRAFTER, POLICY, ClusterConfig, RunConfig, section_of
+from rl_launch.run_config.inputs import profiled_rank_checks, profiling_checks
 from rl_launch.run_config.plan import RunPlan, plugin_of
-from rl_launch.run_config.profiling_checks import profiled_rank_checks, profiling_checks
-from rl_launch.session.callbacks.callback_classes import callback_problems
+from rl_launch.session.callbacks import callback_problems
 
 Check = Callable[[RunPlan], Iterable[Problem]]
 

@@ -1,14 +1,23 @@
-"""Check the models, data and other files of a run together, before anything starts."""
+"""Check the models, data, profiling and other files of a run together, before anything starts."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
-from rl_core.config import Problem
-from rl_core.errors import ConfigProblems
+from rl_core.config import Problem, is_changed
+from rl_core.devices import Device
+from rl_core.errors import ConfigError, ConfigProblems
+from rl_core.install_command import install_command
+from rl_core.tracing.profiling import Tool
+from rl_launch.cluster.device import AUTO, resolve_device
 from rl_launch.model_files.local_models import MADE_HERE
 from rl_launch.model_files.model_folder import absent_models
 from rl_launch.run_config.plan import RunPlan
+from rl_launch.session.config import ProfilingConfig
 
 
 def input_problems(plan: RunPlan, *, is_evaluation: bool = False) -> Iterator[Problem]:
@@ -47,3 +56,88 @@ def model_names(plan: RunPlan) -> dict[str, str]:
         names["policy.tokenizer.name"] = tokenizer
     names |= plan.plugin.further_models(plan.config)
     return {key: name for key, name in names.items() if name not in MADE_HERE}
+
+
+_NEEDS_CUDA: dict[Tool, str] = {
+    "memory": "records the history of torch's CUDA allocator",
+    "nsys": "records a range that the CUDA profiler begins and ends",
+}
+
+
+def py_spy_program() -> str | None:
+    """Return the path of py-spy: next to this interpreter, where pip installs it, or on the PATH."""
+    here = Path(sys.executable).with_name("py-spy")
+    return str(here) if os.access(here, os.X_OK) else shutil.which("py-spy")
+
+
+def profiling_checks(plan: RunPlan) -> Iterator[Problem]:
+    """Yield the problems of `profiling` that do not depend on the devices of a cluster."""
+    profiling = plan.config.profiling
+    if profiling.steps is None:
+        for key in ("ranks", "tools"):
+            if is_changed(profiling, key):
+                remedy = "Set profiling.steps, for example to [3, 4], or remove this key"
+                yield Problem.unused(f"profiling.{key}", "without profiling.steps", remedy=remedy)
+        return
+    if not plan.plugin.trains:
+        reason = f"with algorithm: {plan.plugin.name}, because only training makes steps"
+        yield Problem.unused("profiling.steps", reason)
+        return
+    if "py-spy" in profiling.tools and py_spy_program() is None:
+        yield Problem(
+            "profiling.tools",
+            "needs the program py-spy, which is not installed",
+            got="py-spy",
+            remedy=f"Install it, or remove it from this key: {install_command('rl-launch[profiling]')}",
+        )
+    if "nsys" in profiling.tools and shutil.which("nsys") is None:
+        yield Problem(
+            "profiling.tools",
+            "needs Nsight Systems, but nsys is not on the PATH",
+            got="nsys",
+            remedy="Install Nsight Systems on every node (package nsight-systems-cli), or remove it",
+        )
+    cluster = plan.config.cluster
+    if cluster.device != AUTO or not os.environ.get("RAY_ADDRESS"):
+        yield from _device_problems(profiling, resolve_device(cluster))
+
+
+def profiled_rank_checks(plan: RunPlan) -> Iterator[Problem]:
+    """Yield the problem of ranks of which no worker has one, if the devices are known here."""
+    cluster, profiling = plan.config.cluster, plan.config.profiling
+    if profiling.steps is not None and (cluster.device != AUTO or not os.environ.get("RAY_ADDRESS")):
+        yield from _rank_problems(plan, resolve_device(cluster))
+
+
+def check_profiling(plan: RunPlan, device: Device) -> None:
+    """Refuse tools and ranks that do not fit the devices, once the kind of device is known.
+
+    Raises:
+        ConfigError: If there are problems; lists all of them.
+    """
+    if plan.config.profiling.steps is None:
+        return
+    problems = [*_device_problems(plan.config.profiling, device), *_rank_problems(plan, device)]
+    if problems:
+        raise ConfigError("\n".join(f"{problem.key}: {problem.message}" for problem in problems))
+
+
+def _device_problems(profiling: ProfilingConfig, device: Device) -> Iterator[Problem]:
+    for tool in profiling.tools:
+        if tool in _NEEDS_CUDA and device.name != "cuda":
+            reason = f"{_NEEDS_CUDA[tool]}, but the device of this run is {device.name}"
+            yield Problem(
+                "profiling.tools", reason, got=tool, remedy="Remove it; torch and py-spy work on every device"
+            )
+
+
+def _rank_problems(plan: RunPlan, device: Device) -> Iterator[Problem]:
+    topology = plan.backends.topology(plan.config.cluster.num_nodes, device.ranks_per_node(plan.config.cluster), device)
+    sizes = [topology.devices(role).count for role in plan.backends.models]
+    if plan.backends.generation is not None:
+        sizes.append(topology.most_replicas)
+    for rank in plan.config.profiling.ranks:
+        if sizes and rank >= max(sizes):
+            allowed = f"0 to {max(sizes) - 1}"
+            reason = "is neither a rank of a model nor the number of a generator"
+            yield Problem("profiling.ranks", reason, got=rank, allowed=allowed)

@@ -2,22 +2,160 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 
-from rl_core.ray.model import RemoteModel
+import ray
+
+from rl_core.config import Config
+from rl_core.errors import Origin
+from rl_core.model import ModelSpec, Rendezvous
+from rl_core.model_config import ModelConfig
+from rl_core.plugins import BackendPlugin
+from rl_core.ray.calls import gather
+from rl_core.ray.host import Place
+from rl_core.ray.model import CALL_TIMEOUT_S, RemoteModel
 from rl_core.rollouts.group import ROUTED_EXPERTS
 from rl_launch.backends import ModelBackend
+from rl_launch.cluster.start_wait import Bound, gather_start
 from rl_launch.cluster.virtual_cluster import Bundle, VirtualCluster, WorkerProcess
 from rl_launch.monitoring.poller import Monitored
 from rl_launch.placement.residency import Residency, Tenant
 from rl_launch.placement.topology import Topology
-from rl_launch.runtime.model_group import ModelGroup, StartTimeouts
 from rl_launch.runtime.processes import Processes
 
-Hold = Callable[[], AbstractContextManager[None]]
-"""Makes the context in which a model has the devices that it shares."""
+
+class StartTimeouts:
+    """Timeouts of the start of workers, with their keys.
+
+    Args:
+        process_s: Timeout in seconds of an empty process.
+        model_s: Timeout in seconds of building and loading a model.
+    """
+
+    def __init__(self, process_s: float, model_s: float) -> None:
+        self.process = Bound(process_s, "cluster.process_timeout_s")
+        self.model = Bound(model_s, "cluster.start_timeout_s")
+
+
+class ModelGroup:
+    """All ranks of a model, placed; `finish` waits until the model is built.
+
+    Placing and building are two steps so that other workers can start while the ranks load.
+
+    Args:
+        cluster: Where the ranks run.
+        nodes: A bundle per rank, by node.
+        process: Makes a rank's process. Its arguments are Ray's id of the node, `number` and `name`.
+        role: Role of the model, for messages.
+        section: Dotted key of the model's config section, for messages.
+        logs: Folder for the ranks' logs.
+        timeouts: Startup timeouts.
+
+    Raises:
+        RLError: If a process does not start, with role and rank.
+    """
+
+    def __init__(
+        self,
+        cluster: VirtualCluster,
+        nodes: Sequence[Sequence[Bundle]],
+        process: Callable[..., WorkerProcess],
+        *,
+        role: str,
+        section: str,
+        logs: str,
+        timeouts: StartTimeouts,
+    ) -> None:
+        self._timeouts = timeouts
+        self._device = cluster.device.name
+        self._role = role
+        self._section = section
+        self._local_ranks = [local_rank for node in nodes for local_rank, _ in enumerate(node)]
+        self._workers = [
+            cluster.start_worker(process(bundle.node, number=rank, name=f"{role}-{rank}"), bundle)
+            for rank, bundle in enumerate(bundle for node in nodes for bundle in node)
+        ]
+        unplaced = [Origin(role, rank, "its node", "start", section) for rank in range(len(self._workers))]
+        self.places: list[Place] = gather_start(
+            [w.place.remote() for w in self._workers], unplaced, timeouts.process, f"the processes of {role}"
+        )
+        self._logs = [f"{logs}/{role}-{rank}.log" for rank in range(len(self._workers))]
+        gather_start(
+            [worker.log_to.remote(path) for worker, path in zip(self._workers, self._logs, strict=True)],
+            self._origins("start"),
+            timeouts.process,
+            f"the logs of {role}",
+        )
+        self._timeout_s = CALL_TIMEOUT_S
+        self._trains = True
+        self._columns: tuple[str, ...] = ()
+        self._builds: list[ray.ObjectRef] = []
+
+    def begin(
+        self, plugin: BackendPlugin, config: ModelConfig, backend: Config, spec: ModelSpec, *, columns: Sequence[str]
+    ) -> None:
+        """Connect the ranks to rank 0 and build the model.
+
+        Args:
+            plugin: Backend that builds the model.
+            config: Section of the model.
+            backend: Settings of the backend.
+            spec: Head of the model, and whether it trains.
+            columns: Columns that all its passes read in addition to `tokens`.
+        """
+        self._columns = tuple(columns)
+        self._timeout_s = config.worker_timeout_s
+        self._trains = spec.trains
+        head, world_size = self.places[0], len(self._workers)
+        self._builds = [
+            worker.build.remote(
+                plugin.worker,
+                config,
+                backend,
+                spec,
+                Rendezvous(rank, world_size, local_rank, head.address, head.port, self._device),
+            )
+            for rank, (worker, local_rank) in enumerate(zip(self._workers, self._local_ranks, strict=True))
+        ]
+
+    def finish(self, hold: Callable[[], AbstractContextManager[None]]) -> RemoteModel:
+        """Wait until all ranks have built the model, and return it.
+
+        Raises:
+            RLError: The first failure of a rank, with role, rank and node.
+        """
+        gather_start(self._builds, self._origins("start"), self._timeouts.model, f"loading {self._role}")
+        nodes = [place.address for place in self.places]
+        return RemoteModel(
+            self._workers,
+            role=self._role,
+            section=self._section,
+            nodes=nodes,
+            hold=hold,
+            timeout_s=self._timeout_s,
+            logs=self._logs,
+            trains=self._trains,
+            columns=self._columns,
+        )
+
+    def monitored(self) -> list[Monitored]:
+        """Return the ranks, for readings."""
+        return [
+            Monitored(f"{self._role}-{rank}", self._role, rank, place.node, worker, place.gpus)
+            for rank, (worker, place) in enumerate(zip(self._workers, self.places, strict=True))
+        ]
+
+    def meeting_point(self) -> str:
+        """Return `host:port` on rank 0's node. The port stays free for rank 0."""
+        place = gather(
+            [self._workers[0].place.remote()], self._origins("weight sync")[:1], self._timeouts.process.timeout_s
+        )[0]
+        return f"{place.address}:{place.port}"
+
+    def _origins(self, phase: str) -> list[Origin]:
+        return [Origin(self._role, rank, place.address, phase, self._section) for rank, place in enumerate(self.places)]
 
 
 class Models:
@@ -77,14 +215,26 @@ class Models:
                 self._bundles[role] = shared
 
     def roles(self) -> Iterator[tuple[str, str]]:
-        """Ray's id of a node, and the role of a model on it."""
+        """Yield pairs: Ray's id of a node, and the role of a model on it."""
         for role, nodes in self._bundles.items():
             for bundles in nodes:
                 yield bundles[0].node, role
 
     def begin(self) -> None:
         """Start all processes, and begin to build the models that do not share devices."""
-        self._groups = {role: self._placed(role) for role in self._backends}
+        num_sharing = sum(role not in self._topology.own for role in self._backends)
+        for role, backend in self._backends.items():
+            num_gpus = self._topology.device.gpu_share(1 if role in self._topology.own else num_sharing)
+            ranks = self._topology.devices(role).ranks
+            self._groups[role] = ModelGroup(
+                self._cluster,
+                self._bundles[role],
+                partial(self._processes.on, role=role, num_gpus=num_gpus, ranks=ranks),
+                role=role,
+                section=backend.section,
+                logs=self._logs,
+                timeouts=self._timeouts,
+            )
         for role in self._side_by_side():
             self._build(role)
 
@@ -98,17 +248,17 @@ class Models:
                 self._residency.join(role, Tenant(model.offload, model.onload))
 
     def finish(self) -> dict[str, RemoteModel]:
-        """The models by role, once all are built."""
+        """Wait until all models are built, and return them by role."""
         for role in self._side_by_side():
             self._finished(role, nullcontext)
         return {role: self._models[role] for role in self._backends}
 
     def monitored(self) -> list[Monitored]:
-        """The ranks of all models, for readings."""
+        """Return the ranks of all models, for readings."""
         return [worker for group in tuple(self._groups.values()) for worker in group.monitored()]
 
     def group(self, role: str) -> ModelGroup:
-        """The ranks of a model, placed."""
+        """Return the placed ranks of a model."""
         return self._groups[role]
 
     def _side_by_side(self) -> list[str]:
@@ -120,29 +270,12 @@ class Models:
         self._stack.callback(self._cluster.release, bundles)
         return bundles
 
-    def _placed(self, role: str) -> ModelGroup:
-        sharing = 1 if role in self._topology.own else sum(other not in self._topology.own for other in self._backends)
-        num_gpus, ranks = self._topology.device.gpu_share(sharing), self._topology.devices(role).ranks
-
-        def process(node: str, rank: int, name: str) -> WorkerProcess:
-            return self._processes.on(node, role, num_gpus=num_gpus, ranks=ranks, number=rank, name=name)
-
-        return ModelGroup(
-            self._cluster,
-            self._bundles[role],
-            process,
-            role=role,
-            section=self._backends[role].section,
-            logs=self._logs,
-            timeouts=self._timeouts,
-        )
-
     def _build(self, role: str) -> None:
         backend = self._backends[role]
         columns = (ROUTED_EXPERTS,) if backend.replays_routing else ()
         self._groups[role].begin(backend.plugin, backend.config, backend.backend, backend.spec, columns=columns)
 
-    def _finished(self, role: str, hold: Hold) -> RemoteModel:
+    def _finished(self, role: str, hold: Callable[[], AbstractContextManager[None]]) -> RemoteModel:
         model = self._groups[role].finish(hold)
         self._stack.callback(model.close)
         self._models[role] = model

@@ -1,25 +1,40 @@
-"""How the processes of a run's workers are made."""
+"""The processes of a run's workers: their environments, the checks in these, and how they are made."""
 
 from __future__ import annotations
 
+import logging
 import shlex
+import time
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rl_core.config import EnvVars
 from rl_core.devices import Device
+from rl_core.environments.instance import instance_of
+from rl_core.errors import ConfigError
 from rl_core.fork_server import IDLE_S, shell_command
-from rl_core.plugins import Preload
+from rl_core.plugins import BackendPlugin, Preload, RolloutNeeds
+from rl_launch.backends import Backends
+from rl_launch.cluster.node_task import usable_cores
 from rl_launch.cluster.nodes import Nodes
+from rl_launch.cluster.start_wait import REPORT_S, busy
 from rl_launch.cluster.virtual_cluster import VirtualCluster, WorkerProcess
 from rl_launch.placement.topology import GENERATION, Topology
 from rl_launch.root_config import DRAFTER, POLICY
+from rl_launch.run_config.plan import RunPlan
+from rl_launch.runtime.role_envs import role_specs
 from rl_launch.worker_envs import chosen_variables, worker_variables
+from rl_launch.worker_envs.engine_checks import engine_problems
+from rl_launch.worker_envs.provision import DriverEnvs
+
+_log = logging.getLogger(__name__)
 
 
 def server_stay_s(chosen: float | None, device: Device) -> float:
-    """Seconds for which a fork server of workers stays without work; 0 for none.
+    """Return the seconds that a fork server of workers stays without work; 0 for none.
 
     Args:
         chosen: Value of `cluster.fork_server_s`; None for the default of the device.
@@ -36,7 +51,7 @@ def variables_of_worker(
 
     Args:
         python: Interpreter of its environment.
-        preload: Modules and variables that its backend names.
+        preload: Modules and variables of its backend.
         device: Kind of device that it computes on.
         env_vars: Sections of the config that apply to it, from the most general to its own.
         num_threads: Number of threads that it computes with on the CPU.
@@ -50,22 +65,77 @@ def variables_of_worker(
 
 
 def with_allocators(preloads: Mapping[str, Preload], topology: Topology) -> dict[str, Preload]:
-    """Return the same preloads, those of models with the variables of torch's allocator.
+    """Return the same preloads, for models with the variables of torch's allocator.
 
-    Replicas map memory of the policy's ranks if weights travel by `ipc`. What generation allocates is its engine's
-    decision.
+    Replicas map memory of the policy's ranks if weights travel by `ipc`. The engine of generation chooses its own
+    allocator.
 
     Args:
         preloads: Preload of each role.
         topology: Devices of the run.
     """
-
-    def allocating(role: str, preload: Preload) -> Preload:
+    found = dict(preloads)
+    for role in found.keys() - {GENERATION}:
         shares_memory = role in (POLICY, DRAFTER) and topology.transport_of(role) == "ipc"
         chosen = topology.device.allocator_variables(shares_memory=shares_memory)
-        return replace(preload, variables={**chosen, **preload.variables})
+        found[role] = replace(found[role], variables={**chosen, **found[role].variables})
+    return found
 
-    return {role: preload if role == GENERATION else allocating(role, preload) for role, preload in preloads.items()}
+
+def provision_workers(plan: RunPlan, needs: RolloutNeeds | None, device: Device) -> DriverEnvs:
+    """Provide environments on this node for every kind of worker the run has.
+
+    Raises:
+        WorkerEnvironmentError: If one is unavailable.
+    """
+    environments = [instance_of(plan.config.env, name) for name in needs.environments] if needs else ()
+    wanted = role_specs(plan.backends, environments, device)
+    return DriverEnvs.provided(wanted, plan.config.cluster.worker_envs)
+
+
+def check_engines(plan: RunPlan, envs: DriverEnvs, device: Device) -> None:
+    """Run the backends' own checks of the config in their workers' environments, before a process of the run is
+    started.
+
+    Raises:
+        ConfigError: If there are problems; lists all of them.
+    """
+    _log.info("checking models and engines in their environments")
+    backends, cluster = plan.backends, plan.config.cluster
+    chosen = [(role, model.section, model.plugin) for role, model in backends.models.items()]
+    if backends.generation is not None:
+        chosen.append((GENERATION, POLICY, backends.generation.plugin))
+    preloads, env_vars = backends.preloads(device), env_vars_by_role(backends)
+    fork_server_s = server_stay_s(cluster.fork_server_s, device)
+    cores, ranks = usable_cores(), device.ranks_per_node(cluster)
+
+    def problems_of(role: str, key: str, found: BackendPlugin) -> list[str]:
+        if not found.preflight:
+            return []
+        python, preload = envs.interpreters[role], preloads[role]
+        # A worker has the same variables, so that both are forked from the same process.
+        num_threads = cores if role == GENERATION else max(1, cores // ranks)
+        own = (cluster.env_vars, env_vars[role])
+        variables = variables_of_worker(python, preload, device, *own, num_threads=num_threads)
+        options: Any = {"variables": variables, "imports": preload.modules, "fork_server_s": fork_server_s}
+        return [f"{key}.{text}" for text in engine_problems(python, found.preflight, plan.section(key), **options)]
+
+    begun = time.monotonic()
+    with ThreadPoolExecutor(max_workers=2) as threads:
+        answers = {threads.submit(problems_of, *each): each[0] for each in chosen}
+        while waiting := wait(answers, REPORT_S).not_done:
+            roles = ", ".join(role for answer, role in answers.items() if answer in waiting)
+            _log.info("still checking after %.0f s: %s%s", time.monotonic() - begun, roles, busy())
+    if problems := [problem for answer in answers for problem in answer.result()]:
+        raise ConfigError("\n".join(problems))
+
+
+def env_vars_by_role(backends: Backends) -> dict[str, EnvVars]:
+    """Return the environment variables that the config sets for the workers of each role."""
+    found = {role: model.config.env_vars for role, model in backends.models.items()}
+    if backends.generation is not None:
+        found[GENERATION] = backends.generation.config.env_vars
+    return found
 
 
 @dataclass(frozen=True)
@@ -81,13 +151,13 @@ class NsysReports:
     ranks: frozenset[int]
 
     def command(self, python: str, name: str) -> str:
-        """Return the command that stands in for `python`, quoted for a shell.
+        """Return the command that replaces `python`, quoted for a shell.
 
         Args:
             python: Interpreter of the worker.
             name: Name of the report.
         """
-        # nsys does not make it
+        # nsys does not make the folder.
         self.folder.mkdir(parents=True, exist_ok=True)
         options = {
             "trace": "cuda,nvtx,osrt,cudnn,cublas",
@@ -109,8 +179,8 @@ class Processes:
         cluster: The started cluster.
         nodes: Nodes of the run.
         env_vars: Environment variables for workers of every role.
-        env_vars_by_role: Environment variables for those of one role.
-        preloads: What workers of one role import in any case.
+        env_vars_by_role: Environment variables for workers of one role.
+        preloads: Modules that workers of one role import in any case.
         fork_server_s: `cluster.fork_server_s`.
         nsys: Workers that Nsight Systems records; None for none.
     """
@@ -150,13 +220,13 @@ class Processes:
         self._nodes.leave(node, roles)
 
     def cores(self, node: str) -> int:
-        """Cores of a prepared node."""
+        """Return the number of cores of a prepared node."""
         return self._nodes[node].facts.cores
 
     def on(
         self, node: str, role: str, *, num_gpus: float = 0, ranks: int = 1, number: int | None = None, name: str = ""
     ) -> WorkerProcess:
-        """A process on a prepared node.
+        """Return a process on a prepared node.
 
         Args:
             node: Ray's id of the node.
@@ -177,10 +247,10 @@ class Processes:
             self._env_vars_by_role.get(role, {}),
             num_threads=max(1, found.facts.cores // ranks),
         )
-        # what the user chose wins over the node's network
+        # The user's variables win over the node's network.
         variables = {**(self._cluster.network_variables or found.network_variables), **of_worker}
         if self._nsys is not None and number in self._nsys.ranks:
-            # a process that a server forks would be none of nsys's
+            # nsys would not see a process that a server forks.
             command = self._nsys.command(python, name)
         else:
             command = shell_command(python, preload.modules, self._fork_server_s)
