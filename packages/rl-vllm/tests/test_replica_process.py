@@ -21,7 +21,7 @@ import pytest
 
 from rl_core.devices import CPU, REHEARSAL
 from rl_core.errors import GeneratorError
-from rl_core.fork_server.loaded import import_all
+from rl_core.fork_server.server import import_all
 from rl_core.model_config import GenerationConfig
 from rl_core.rollouts.generation import GenerationRequest, Placement, SamplingParams
 from rl_core.selfcheck.rank_pool import preload

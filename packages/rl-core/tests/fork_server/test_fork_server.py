@@ -18,8 +18,7 @@ import pytest
 
 from rl_core.fork_server import command
 from rl_core.fork_server import server as server_module
-from rl_core.fork_server.address import connected
-from rl_core.fork_server.request import Request, send_request
+from rl_core.fork_server.request import connected, send_request
 from rl_core.fork_server.server import MAX_SERVERS, Server, listen
 
 IDLE_S = 60.0
@@ -284,7 +283,7 @@ def test_a_process_gives_a_server_its_whole_time_again(
     process = subprocess.Popen(["sleep", "60"])
     now[0] = 500.0
     with connected(address) as connection:  # type: ignore[union-attr]
-        send_request(connection, Request.of_this_process(["-c", "pass"]))
+        send_request(connection, ["-c", "pass"])
         monkeypatch.setattr(os, "fork", lambda: process.pid)
         served.handle(0)
         now[0] = 5000.0

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import pytest
 
 from rl_core.devices import CPU, REHEARSAL
-from rl_core.fork_server.address import server_address
+from rl_core.fork_server.request import server_address
 from rl_launch.backends import POLICY
 from rl_launch.cluster.node_task import usable_cores
 from rl_launch.placement.topology import GENERATION
 from rl_launch.run_config.reading import read_plan
-from rl_launch.runtime import runtime
+from rl_launch.runtime import processes as module
 from rl_launch.runtime.processes import Processes
 
 PYTHON = "/envs/worker/bin/python"
@@ -30,8 +30,8 @@ def test_a_check_and_its_worker_are_forked_from_the_same_process(device, monkeyp
         checks[check.partition(".")[0]] = (server_address(imports, {**os.environ, **variables}), fork_server_s)
         return []
 
-    monkeypatch.setattr(runtime, "engine_problems", engine_problems)
-    runtime.check_engines(plan, envs, device)
+    monkeypatch.setattr(module, "engine_problems", engine_problems)
+    module.check_engines(plan, envs, device)
 
     network = {"GLOO_SOCKET_IFNAME": "lo", "RL_NODE_ADDRESS": "127.0.0.1"}
     facts = SimpleNamespace(cores=usable_cores())
@@ -41,7 +41,7 @@ def test_a_check_and_its_worker_are_forked_from_the_same_process(device, monkeyp
         SimpleNamespace(device=device, network_variables=None),
         {"n": node},
         env_vars=config.cluster.env_vars,
-        env_vars_by_role=runtime.env_vars_by_role(backends),
+        env_vars_by_role=module.env_vars_by_role(backends),
         preloads=preloads,
         fork_server_s=None,
     )

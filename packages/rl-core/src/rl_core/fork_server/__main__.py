@@ -12,9 +12,9 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
+from typing import BinaryIO
 
-from rl_core.fork_server.address import connected, server_address
-from rl_core.fork_server.request import Request, receive_answer, send_request
+from rl_core.fork_server.request import connected, receive_answer, send_request, server_address
 
 _FORWARDED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
 _IMPORT_S = 300.0
@@ -41,33 +41,33 @@ def main() -> None:
         os.execv(sys.executable, [sys.executable, *command])
     if status >= 0:
         sys.exit(status)
-    # of SIGKILL it cannot be set
+    # This process ends by the same signal. The handler of SIGKILL cannot be set.
     with suppress(OSError):
         signal.signal(-status, signal.SIG_DFL)
     os.kill(os.getpid(), -status)
 
 
 def _forked(command: list[str], modules: str, idle: str) -> int | None:
-    """The exit status of a command that a server ran; None if none could. Negative: the signal that ended it."""
+    """Run a command in a fork of a server, and return its exit status, negative for the signal that ended it; None if
+    no server could run it."""
     address = server_address(modules.split(","), os.environ)
     if address is None:
         return None
-    request = Request.of_this_process(command)
-    # a server that is out of date refuses, and makes way for another
+    # A server that is out of date refuses, and makes way for another.
     for _ in range(2):
         connection = _server(address, modules, idle)
         if connection is None:
             return None
-        with connection:
+        with connection, connection.makefile("rb") as answers:
             try:
-                send_request(connection, request)
+                send_request(connection, command)
                 connection.settimeout(_IMPORT_S)
-                answer = receive_answer(connection)
+                answer = receive_answer(answers)
             except OSError:
                 return None
             connection.settimeout(None)
             if "pid" in answer:
-                return _wait(int(str(answer["pid"])), connection)
+                return _wait(answer["pid"], answers)
         if answer.get("refusal"):
             sys.stderr.write(f"started without the fork server: {answer['refusal']}\n")
             return None
@@ -75,10 +75,10 @@ def _forked(command: list[str], modules: str, idle: str) -> int | None:
 
 
 def _server(address: Path, modules: str, idle: str) -> socket.socket | None:
-    """A connection to the server, which is started unless it runs."""
+    """Return a connection to the server, which is started unless it runs."""
     if (connection := connected(address)) is not None:
         return connection
-    # returns once the server, or another one that was faster, listens
+    # The call returns once the server, or another one that was faster, listens.
     started = subprocess.run(
         [sys.executable, "-c", _SERVER, str(address), modules, idle],
         cwd="/",
@@ -91,21 +91,20 @@ def _server(address: Path, modules: str, idle: str) -> socket.socket | None:
     return connected(address) if started.returncode == 0 else None
 
 
-def _wait(pid: int, connection: socket.socket) -> int:
-    """Wait for a forked process, forward signals to it, and return how it ended."""
-    try:
-        process = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return int(str(receive_answer(connection).get("status", 1)))
+def _wait(pid: int, answers: BinaryIO) -> int:
+    """Wait for a forked process, forward signals to it, and return its exit status."""
 
     def forward(number: int, frame: FrameType | None) -> None:
         signal.pidfd_send_signal(process, number)
 
-    for each in _FORWARDED:
-        signal.signal(each, forward)
-    # readable when the process has ended; the server tells how, unless it has died
-    select.select([process], [], [])
-    return int(str(receive_answer(connection).get("status", 1)))
+    with suppress(ProcessLookupError):
+        process = os.pidfd_open(pid)
+        for each in _FORWARDED:
+            signal.signal(each, forward)
+        # The descriptor is readable when the process has ended.
+        select.select([process], [], [])
+    # The server reports the status, unless it has died.
+    return int(receive_answer(answers).get("status", 1))
 
 
 if __name__ == "__main__":

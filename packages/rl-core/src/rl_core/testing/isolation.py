@@ -11,7 +11,7 @@ import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from rl_core.fork_server.loaded import import_all
+from rl_core.fork_server.server import import_all
 
 _REPORT = """
 import importlib, json, sys
