@@ -44,6 +44,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 _PRELUDE = f"""
 import ctypes, errno, fcntl, json, mmap, os, resource, select, signal, socket, struct, sys, threading, time
+from contextlib import suppress
 bait = json.load(sys.stdin)
 SECRET = {SECRET!r}
 libc = ctypes.CDLL(None, use_errno=True)
@@ -119,7 +120,7 @@ class Abuse:
         source: The program, after a prelude that offers `breach`, `must_fail`, `call` and `bait`.
         limits: Limits to run it with.
         endings: Its possible endings if it is contained; for `exit` it must have come to its end.
-        exit_code: Exit code with which it ends itself; None if it comes to the end of its source.
+        exit_code: Exit code of its own end; None if it comes to the end of its source.
     """
 
     name: str
@@ -224,11 +225,9 @@ must_fail(os.mknod, "device", 0o020666, os.makedev(1, 3))
 SECRET in " ".join(os.environ.values()) and breach("its own environment has a secret")
 === read the environment of other processes
 for pid in ("self", "1", os.getppid(), bait["pid"]):
-    try:
+    with suppress(OSError):
         if SECRET.encode() in open(f"/proc/{pid}/environ", "rb").read():
             breach(f"the environment of process {pid}")
-    except OSError:
-        pass
 === read the memory of other processes
 must_fail(open, f"/proc/{bait['pid']}/mem", "rb")
 === use inherited descriptors
@@ -331,11 +330,9 @@ except RuntimeError:
     over.set()
 === a memory bomb -> exit, memory
 kept = []
-try:
+with suppress(MemoryError):
     while len(kept) < 64:
         kept.append(bytearray(2**24))
-except MemoryError:
-    pass
 if len(kept) > 16:
     breach(f"it has {len(kept) * 16} MiB")
 === the memory of many processes -> exit, memory
@@ -406,12 +403,10 @@ for number in ((275, 76), (276, 77), (278, 75)):  # splice, tee, vmsplice
     must_be_denied(lambda: call(number, near, far, None, None, 1, 0))
 === descriptors that are on their way
 near, far = socket.socketpair()
-try:
+with suppress(OSError):
     for _ in range(50):
         socket.send_fds(near, [b"x"], [0] * 40)
     breach("it sent 2000 descriptors")
-except OSError:
-    pass
 === locks of records without end -> memory
 with open("locked", "w") as file:
     for number in range(3000):
@@ -429,50 +424,40 @@ must_fail(lambda: os.memfd_create("m"))
 must_fail(lambda: call((29, 194), 0, 2**20, 0o1600))
 must_fail(open, "/dev/shm/m", "w")
 === fill the disk by one file
-try:
+with suppress(OSError):
     with open("big", "wb") as file:
         for _ in range(64):
             file.write(bytes(2**20))
     breach("it wrote 64 MiB")
-except OSError:
-    pass
 === fill the disk by many files
-try:
+with suppress(OSError):
     for number in range(64):
         with open(f"file{number}", "wb") as file:
             file.write(bytes(2**20))
     breach("it wrote 64 MiB")
-except OSError:
-    pass
 === make files without end
-try:
+with suppress(OSError):
     for number in range(5000):
         open(f"file{number}", "w").close()
     breach("it made 5000 files")
-except OSError:
-    pass
 === flood stdout -> output
 while True: os.write(1, b"x" * 65536)
 === flood stderr -> output
 while True: os.write(2, b"x" * 65536)
 === open descriptors without end
 pipes = []
-try:
+with suppress(OSError):
     while len(pipes) < 1000:
         pipes.append(os.pipe())
     breach("it opened 2000 descriptors")
-except OSError:
-    pass
 === an endless loop -> cpu, deadline
 while True: pass
 === sleep without end -> deadline
 time.sleep(10**6)
 === ignore every signal, in an endless loop -> signal, deadline
 for number in range(1, 65):
-    try:
+    with suppress(OSError, ValueError):
         signal.signal(number, signal.SIG_IGN)
-    except (OSError, ValueError):
-        pass
 while True: pass
 === crash the interpreter -> signal
 ctypes.string_at(0)
@@ -516,11 +501,9 @@ must_fail(lambda: call((234, 131), os.getppid() or 1, os.getppid() or 1, signal.
 report = struct.pack("!I", 2**31) + b'{"ending": "exit", "exit_code": 0, "parts": []}'
 for descriptor in range(3, 256):
     for data in (report, struct.pack("=i", 0), struct.pack("=i", -1) + b"x"):
-        try:
+        with suppress(OSError):
             os.write(descriptor, data)
             breach(f"descriptor {descriptor} can be written")
-        except OSError:
-            pass
 os.write(1, report)
 os.write(2, report)
 os._exit(7)
@@ -558,7 +541,7 @@ for name in (b"\xff", b"a\nb", b"-rf", b"0", b"files", b"x" * 255):
 for name in ("0/link", "1", "files/link"):
     os.symlink(os.path.dirname(bait["file"]), name)
 === leave a process behind
-try:
+with suppress(OSError):
     if os.fork() == 0:
         os.setsid()
         if os.fork() == 0:
@@ -567,16 +550,12 @@ try:
             time.sleep(60)
         os._exit(0)
     os.wait()
-except OSError:
-    pass
 === hold its output open after its end
-try:
+with suppress(OSError):
     if os.fork() == 0:
         os.setsid()
         time.sleep(60)
         os._exit(0)
-except OSError:
-    pass
 """
 
 _FURTHER: dict[str, dict[str, Any]] = {

@@ -12,7 +12,7 @@ from rl_envs.sandbox.program import Isolation, Limits
 
 
 class SandboxConfig(Config):
-    """Sandbox in which programs run, and its limits."""
+    """Sandbox of programs, and its limits."""
 
     isolation: Isolation = "namespaces"
     """Level of isolation, which a machine must support or the environment does not start. `namespaces`: each program
@@ -25,7 +25,7 @@ class SandboxConfig(Config):
     cpu_s: float = Field(default=Limits.cpu_s, gt=0)
     """CPU time limit of a program in seconds, rounded up to whole seconds."""
     wall_s: float = Field(default=Limits.wall_s, gt=0)
-    """Time limit of a program in seconds, after which it is killed."""
+    """Time limit of a program in seconds; it is killed when it runs longer."""
     memory_mib: int = Field(default=Limits.memory_mib, ge=64)
     """Memory limit in MiB of a program with all its processes."""
     scratch_mib: int = Field(default=Limits.scratch_mib, ge=1)
@@ -35,7 +35,7 @@ class SandboxConfig(Config):
     output_kib: int = Field(default=Limits.output_kib, ge=1, le=2**17)
     """Output limit in KiB of a program on stdout, and on stderr. The program is killed when it writes more."""
     python_path: list[PathText] = []
-    """Folders with packages that programs may import besides Python's own library."""
+    """Folders with packages that programs may import in addition to Python's own library."""
     commands: list[PathText] = []
     """Folders with commands that programs may execute, such as `[/usr/bin, /bin]`, in addition to the Python that they
     run in. Needs `isolation: namespaces`. Programs can read everything in these folders."""

@@ -33,7 +33,7 @@ class Confinement:
     Args:
         isolation: Level of isolation.
         user_namespace: True if the namespaces belong to a user without privileges.
-        first_uid: User id of the program in the first slot; None if programs keep that of the sandbox.
+        first_uid: User id of the program in the first slot; None if programs keep the id of the sandbox.
         readable: Paths that programs may read.
         executable: Folders among them with commands that programs may execute.
     """
@@ -152,7 +152,7 @@ _STAGES = ("/sys", "/mnt", "/media", "/srv", "/proc", "/home")
 
 
 def command_paths(commands: Sequence[str]) -> list[str]:
-    """Return the folders in which programs look for commands: Python's own folder and these; none without these."""
+    """Return the folders that programs search for commands: Python's own folder and these; none without these."""
     if not commands:
         return []
     python = os.path.join(sysconfig.get_config_var("exec_prefix") or sys.base_prefix, "bin")

@@ -28,7 +28,7 @@ _exit = os._exit
 _OWN = (__file__, runpy.__file__, "<frozen runpy>")
 """Files of the frames that a traceback does not show."""
 QUITTERS = ("<frozen _sitebuiltins>", "_sitebuiltins.py")
-"""Ends of the names of the file of `exit` and `quit`, whose callers end the program."""
+"""Endings of the file of `exit` and `quit`, whose callers end the program."""
 
 PRELOADED = (
     "abc", "array", "ast", "base64", "bisect", "cmath", "collections.abc", "contextlib", "copy", "csv", "dataclasses",
@@ -41,7 +41,7 @@ most."""
 
 
 def add_builtins() -> None:
-    """Add the names that `site` adds to Python's, such as `exit`. `site` does not run, as it adds packages too."""
+    """Add the builtins of `site`, such as `exit`. `site` does not run, as it adds packages too."""
     for add in (site.setquit, site.setcopyright, site.sethelper):
         add()
 

@@ -43,7 +43,7 @@ _FILL_RATE = 2**31
 MAX_LOCKS = 1000
 """Maximum number of locks of records of files of a program; the kernel has memory for each, and no limit."""
 _END = 10
-"""Smallest descriptor on which a command reports its end; programs expect the first ones to be free."""
+"""Smallest descriptor for the report of a command's end; programs expect the first ones to be free."""
 MAX_SNAPSHOT = 2**27
 """Maximum number of bytes of a snapshot's files, so that it fits a message."""
 
@@ -54,7 +54,7 @@ class UnconfinedError(Exception):
 
 @dataclass(frozen=True)
 class Site:
-    """The place in which keepers start programs.
+    """The surroundings of the programs that keepers start.
 
     Args:
         confinement: Confinement of the programs.
@@ -318,7 +318,7 @@ def _be_program(
         scratch: Its scratch folder.
         group: Its control group; None on a machine without.
         streams: Descriptors of stdin, stdout, stderr and of the report that it could not be confined.
-        end: Descriptor on which a command in Python reports that it came to its end.
+        end: Descriptor for the report that a command in Python came to its end.
         mark: Bytes of that report.
         program: The program.
         limits: Its limits.

@@ -153,7 +153,7 @@ class ControlGroup:
     """The group of one program. It must be made before its keeper enters namespaces, which hide it.
 
     Args:
-        parent: Descriptor of the folder, as `delegated` returns it.
+        parent: Descriptor of the folder, from `delegated`.
         limits: Limits of the program.
     """
 
@@ -193,7 +193,7 @@ class ControlGroup:
 
 
 def delegated() -> int | None:
-    """Open the folder in which this process may make groups, and remove groups that a crash left; None without one.
+    """Open the folder where this process may make groups, and remove groups that a crash left; None without one.
 
     It is the nearest group above this process that passes memory and processes on to its members. A process never
     leaves a group with a limit for it, and never uses the machine's own root.

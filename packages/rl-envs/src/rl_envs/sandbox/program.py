@@ -65,7 +65,7 @@ class Program:
             arguments, run in the interpreter that is there; others need a sandbox with folders of commands.
         variables: Environment variables in addition to `HOME`, `TMPDIR` and `LANG`.
         tree: Tar archive that is unpacked into the scratch folder; empty for none.
-        folder: Folder of the scratch folder in which the program starts; empty for the scratch folder itself.
+        folder: Starting folder of the program in the scratch folder; empty for the scratch folder itself.
         snapshot: Folder of the scratch folder that is read when all processes of the program have ended, `.` for the
             whole folder; None to read nothing.
         relay: The one address that the program may reach; None for no network.
@@ -256,17 +256,12 @@ class Cancellation:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._connection: socket.socket | None = None
-        self._is_cancelled = False
-
-    @property
-    def is_cancelled(self) -> bool:
-        """Return whether `cancel` was called."""
-        return self._is_cancelled
+        self.is_cancelled = False
 
     def cancel(self) -> None:
         """End the program that runs; the thread that waits for it gets a `SandboxFailed`."""
         with self._lock:
-            self._is_cancelled = True
+            self.is_cancelled = True
             self._shut()
 
     @contextlib.contextmanager
@@ -274,7 +269,7 @@ class Cancellation:
         """Shut a connection down if this is cancelled while the context lasts."""
         with self._lock:
             self._connection = connection
-            if self._is_cancelled:
+            if self.is_cancelled:
                 self._shut()
         try:
             yield

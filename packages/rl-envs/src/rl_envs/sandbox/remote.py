@@ -52,7 +52,7 @@ class RemoteSandbox:
 
         Args:
             program: The program; the server's own network is all that a command has.
-            limits: Its limits; those of the sandbox if None.
+            limits: Its limits; the limits of the sandbox if None.
             cancellation: Refuses programs that have not begun. The protocol has no request that ends a program.
 
         Raises:
@@ -74,7 +74,7 @@ class RemoteSandbox:
         """Do nothing: nothing is kept open."""
 
     def _run(self, program: Program, limits: Limits, fetched: Sequence[str]) -> tuple[Outcome, Mapping[str, bytes]]:
-        """Return the outcome of a program, and the files that it left under these names."""
+        """Return the outcome of a program, and the requested files that it left."""
         started = time.monotonic()
         body: dict[str, Any] = {
             "code": program.source,
@@ -234,7 +234,7 @@ with open({_END!r}, "w") as file:
 
 
 def command_program(program: Program, limits: Limits) -> tuple[Program, str]:
-    """Return a command as a program that runs it in a child process, and the mark by which it reports Python's end.
+    """Return a command as a program that runs it in a child process, and the mark of its report of Python's end.
 
     Args:
         program: The command, with its tree.

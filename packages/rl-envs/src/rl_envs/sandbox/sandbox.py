@@ -11,8 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import rl_envs
 from rl_core.errors import RLError
@@ -31,7 +30,7 @@ from rl_envs.sandbox.remote import RemoteSandbox
 from rl_envs.sandbox.scratch import temporary_folder
 
 GRACE_S = 60.0
-"""Seconds beyond a program's own limit after which its keeper counts as hanging."""
+"""Seconds that a keeper may take beyond its program's own limit before it counts as hanging."""
 START_TIMEOUT_S = 120.0
 """Maximum number of seconds until a zygote is ready."""
 END_TIMEOUT_S = 10.0
@@ -73,7 +72,7 @@ def open_sandbox(config: SandboxConfig) -> Runner:
 def machine_problem(config: SandboxConfig) -> str:
     """Return why programs cannot be contained on this machine, and what to do; an empty string if they can.
 
-    A sandbox is opened, in which a program tries to get out.
+    A program tries to get out of a sandbox that is opened.
     """
     try:
         with Sandbox(config.isolation, python_path=config.python_path, commands=config.commands):
@@ -82,7 +81,7 @@ def machine_problem(config: SandboxConfig) -> str:
         return str(error)
 
 
-class Sandbox:
+class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
     """Runs programs on this machine, each in its own process that is forked from a clean Python.
 
     Threads may share one. A program never sees this process: not its memory, its descriptors or its variables.
@@ -128,12 +127,7 @@ class Sandbox:
             self.close()
             raise
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def run(self, program: Program, limits: Limits | None = None, cancellation: Cancellation | None = None) -> Outcome:
@@ -141,7 +135,7 @@ class Sandbox:
 
         Args:
             program: The program.
-            limits: Its limits; those of the sandbox if None.
+            limits: Its limits; the limits of the sandbox if None.
             cancellation: Ends the program, from another thread.
 
         Raises:

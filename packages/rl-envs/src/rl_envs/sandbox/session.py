@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from types import TracebackType
 from typing import Self
 
 from rl_envs.sandbox.program import Limits, Program, read_frame, request_of, write_frame
@@ -48,16 +47,16 @@ REPLAY_FACTOR = 10.0
 """A call that runs again may take this many times as long as it took, in addition to `MAX_JOURNAL_S`."""
 
 
-class Session:
+class Session(contextlib.AbstractContextManager["Session"]):
     """A running interpreter; its memory and its CPU count for all calls together.
 
-    It keeps a journal of its calls, from which another sandbox restores it (`save`, `restore`). The restored session
+    It keeps a journal of its calls, so that another sandbox can restore it (`save`, `restore`). The restored session
     equals this one as far as the code is deterministic: hashes of strings and `random` have the same seeds, while the
     clock, `os.urandom` and addresses in memory differ.
 
     Args:
-        sandbox: Sandbox in which it runs.
-        limits: Limits of the session; those of the sandbox if unset. `wall_s` is for all calls together.
+        sandbox: Sandbox for it.
+        limits: Limits of the session; the limits of the sandbox if unset. `wall_s` is for all calls together.
         seed: Seed of Python's `random`.
     """
 
@@ -65,8 +64,9 @@ class Session:
         self._limits = limits or sandbox.limits
         self._seed = seed
         self._journal: list[tuple[str, float]] = []
-        self._stack = contextlib.ExitStack()
-        self._connection = self._stack.enter_context(sandbox.connect())
+        stack = contextlib.ExitStack()
+        self._connection = stack.enter_context(sandbox.connect())
+        self.close = stack.close
         self.ended = ""
         source = f"import random\nrandom.seed({int(seed)})\n{_REPL}"
         write_frame(self._connection, *request_of(Program(source, interactive=True), self._limits))
@@ -76,7 +76,7 @@ class Session:
         """Start a session, and run the calls of a saved one in it.
 
         Args:
-            sandbox: Sandbox in which it runs.
+            sandbox: Sandbox for it.
             saved: Result of `save`.
             limits: Limits of the session, as for a new one.
         """
@@ -100,12 +100,7 @@ class Session:
         saved = json.dumps({"seed": self._seed, "calls": calls, "ended": self.ended}).encode()
         return saved if len(saved) <= MAX_JOURNAL_BYTES else None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def execute(self, code: str, *, timeout_s: float) -> str:
@@ -126,10 +121,6 @@ class Session:
         except ConnectionError:
             self._end("the session was ended")
         return self.ended
-
-    def close(self) -> None:
-        """End the interpreter."""
-        self._stack.close()
 
     def _answer(self, deadline: float) -> str:
         output = bytearray()

@@ -76,7 +76,7 @@ def write(entries: Iterable[TreeEntry], folder: str, uid: int) -> None:
     """Write a tree into an empty folder.
 
     Args:
-        entries: Entries as `unpack` returns them.
+        entries: Entries from `unpack`.
         folder: An existing folder.
         uid: User that owns the files.
     """

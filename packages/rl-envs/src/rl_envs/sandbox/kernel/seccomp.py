@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import platform
 import struct
 
 from rl_envs.sandbox.kernel import syscalls
@@ -96,7 +97,7 @@ OTHER_PROCESSES: Calls = {
     "sched_setscheduler": (144, 119), "sched_setparam": (142, 118), "sched_setattr": (314, 274),
     "pidfd_open": (434, 434), "pidfd_send_signal": (424, 424), "get_robust_list": (274, 100),
 }  # fmt: skip
-"""Calls on processes by their ids, most of which Landlock does not cover. They fail for the program's own threads too;
+"""Calls on processes by their ids. Landlock does not cover most of them. They fail for the program's own threads too;
 numerical libraries run all the same if they cannot bind their threads to processors."""
 
 _SPECIAL: Calls = {
@@ -119,6 +120,7 @@ _AF_UNIX, _AF_INET, _SOCK_STREAM, _SOCK_TYPE_MASK = 1, 2, 1, 0xF
 
 _LOAD, _EQUAL, _GREATER, _AND, _BITS, _RETURN = 0x20, 0x15, 0x25, 0x54, 0x45, 0x06
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+_DENY = _ERRNO | errno.EPERM
 _NUMBER, _ARCH = 0, 4
 
 _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 22, 2
@@ -131,11 +133,11 @@ def filter_of(
 
     Args:
         machine: `x86_64` or `aarch64`.
-        may_fork: Whether programs may start processes; they may start threads in any case.
-        has_namespaces: Whether a program has its own root and its own process ids, so that it can name neither files
+        may_fork: True if programs may start processes; they may start threads in any case.
+        has_namespaces: True if a program has its own root and its own process ids, so that it can name neither files
             nor processes of the machine.
-        may_connect: Whether it may connect streams of IPv4; its network decides to what.
-        may_execute: Whether it may execute files.
+        may_connect: True if it may connect streams of IPv4; its network decides to what.
+        may_execute: True if it may execute files.
     """
     column = syscalls.MACHINES.index(machine)
     special = {name: numbers[column] for name, numbers in _SPECIAL.items()}
@@ -144,7 +146,7 @@ def filter_of(
         *_unless(_EQUAL, _AUDIT_ARCH[machine], _KILL),
         _instruction(_LOAD, _NUMBER),
         # This also refuses the x32 calls of x86_64, whose numbers begin at 2**30.
-        *_if(_GREATER, NEWEST, _error(errno.ENOSYS)),
+        *_if(_GREATER, NEWEST, _ERRNO | errno.ENOSYS),
     ]
     assert NEWEST < _X32
     granted = {*(CONNECTING if may_connect else ()), *(EXECUTING if may_execute else ())}
@@ -152,11 +154,11 @@ def filter_of(
     for calls, result in ((denied, errno.EPERM), (UNSUPPORTED, errno.ENOSYS), (WITHOUT_EFFECT, 0)):
         for name, numbers in calls.items():
             if (number := numbers[column]) is not None and name not in granted:
-                code += _if(_EQUAL, number, _error(result))
+                code += _if(_EQUAL, number, _ERRNO | result)
     if not may_fork:
         for name in ("fork", "vfork"):
             if special[name] is not None:
-                code += _if(_EQUAL, special[name], _error(errno.EPERM))
+                code += _if(_EQUAL, special[name], _DENY)
     if may_connect:
         code += _call(DENIED["socket"][column], _stream_rule(_AF_INET))
     for name, rule in _rules(may_fork=may_fork, has_namespaces=has_namespaces).items():
@@ -171,7 +173,7 @@ def apply(*, may_fork: bool, has_namespaces: bool, may_connect: bool = False, ma
     Raises:
         OSError: If the kernel has no filters, or the machine is not known here.
     """
-    machine = syscalls.machine()
+    machine = platform.machine()
     if machine not in syscalls.MACHINES:
         raise OSError(errno.ENOSYS, f"the system calls of {machine} are not known")
     found = filter_of(
@@ -185,37 +187,36 @@ def apply(*, may_fork: bool, has_namespaces: bool, may_connect: bool = False, ma
 
 def _rules(*, may_fork: bool, has_namespaces: bool) -> dict[str, list[bytes]]:
     """Return the rules on the arguments of calls that are allowed otherwise."""
-    denied = _error(errno.EPERM)
     # A program without a namespace of processes must end when the process that limits it is killed.
     own = () if has_namespaces else (_PR_SET_PDEATHSIG,)
-    clone = [_argument(0), *_if(_BITS, _NEW_NAMESPACES, denied)]
+    clone = [_argument(0), *_if(_BITS, _NEW_NAMESPACES, _DENY)]
     if not may_fork:
-        clone += _unless(_BITS, _CLONE_THREAD, denied)
-    # Requests of terminals and streams are allowed; those of filesystems and networks fail as for any other file.
+        clone += _unless(_BITS, _CLONE_THREAD, _DENY)
+    # Requests of terminals and streams are allowed; requests of filesystems and networks fail as for any other file.
     ioctl = [
         *_refuse(1, _TIOCSTI, _TIOCLINUX),
         _instruction(_AND, _REQUEST_TYPE_MASK),
-        *_unless(_EQUAL, _TERMINAL, _error(errno.ENOTTY)),
+        *_unless(_EQUAL, _TERMINAL, _ERRNO | errno.ENOTTY),
     ]
     # Memory that stays when no process has it in its page tables is refused, and pages of the machine's pool.
     mmap = [
         _argument(3),
-        *_if(_BITS, _MAP_HUGETLB, denied),
+        *_if(_BITS, _MAP_HUGETLB, _DENY),
         _instruction(_AND, _MAP_TYPE | _MAP_ANONYMOUS),
-        *_if(_EQUAL, _MAP_SHARED | _MAP_ANONYMOUS, denied),
+        *_if(_EQUAL, _MAP_SHARED | _MAP_ANONYMOUS, _DENY),
     ]
     # A socket's buffers stay as they are, as the kernel leaves them at its own limit.
     setsockopt = [
         _argument(1),
         *_unless(_EQUAL, _SOL_SOCKET, _ALLOW),
         _argument(2),
-        *_if(_EQUAL, _SO_SNDBUF, _error(0)),
-        *_if(_EQUAL, _SO_RCVBUF, _error(0)),
+        *_if(_EQUAL, _SO_SNDBUF, _ERRNO),
+        *_if(_EQUAL, _SO_RCVBUF, _ERRNO),
     ]
     return {
         "clone": clone,
         "socketpair": _stream_rule(_AF_UNIX),
-        "prlimit64": [_argument(0), *_unless(_EQUAL, 0, denied)],
+        "prlimit64": [_argument(0), *_unless(_EQUAL, 0, _DENY)],
         "ioctl": ioctl,
         # A lease delays whoever opens the file, for as long as 45 s; the pages of pipes are counted for each user.
         "fcntl": _refuse(1, _F_SETLEASE, _F_NOTIFY, _F_SETPIPE_SZ, _F_OFD_SETLK, _F_OFD_SETLKW),
@@ -228,17 +229,17 @@ def _rules(*, may_fork: bool, has_namespaces: bool) -> dict[str, list[bytes]]:
 
 def _refuse(index: int, *values: int) -> list[bytes]:
     """Refuse these values of an argument."""
-    return [_argument(index), *(part for value in values for part in _if(_EQUAL, value, _error(errno.EPERM)))]
+    return [_argument(index), *(part for value in values for part in _if(_EQUAL, value, _DENY))]
 
 
 def _stream_rule(family: int) -> list[bytes]:
     """Allow streams of one family only: a socket for datagrams could be pointed at any other."""
     return [
         _argument(0),
-        *_unless(_EQUAL, family, _error(errno.EPERM)),
+        *_unless(_EQUAL, family, _DENY),
         _argument(1),
         _instruction(_AND, _SOCK_TYPE_MASK),
-        *_unless(_EQUAL, _SOCK_STREAM, _error(errno.EPERM)),
+        *_unless(_EQUAL, _SOCK_STREAM, _DENY),
     ]
 
 
@@ -252,10 +253,6 @@ def _call(number: int | None, rule: list[bytes]) -> list[bytes]:
 def _argument(index: int) -> bytes:
     """Load the lower half of a call's argument; both machines are little-endian."""
     return _instruction(_LOAD, 16 + 8 * index)
-
-
-def _error(number: int) -> int:
-    return _ERRNO | number
 
 
 def _if(test: int, value: int | None, result: int) -> list[bytes]:

@@ -42,11 +42,6 @@ _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS, _PR_SET_THP_DISABLE = 36, 38, 41
 _LAST_CAPABILITY = 63
 
 
-def machine() -> str:
-    """Return the name of this machine's instruction set."""
-    return platform.machine()
-
-
 def syscall(number: int, *arguments: int | bytes | ctypes.c_void_p | ctypes.Array[ctypes.c_char]) -> int:
     """Call the kernel by number; raises `OSError`."""
     given = (ctypes.c_long(each) if isinstance(each, int) else each for each in arguments)
@@ -54,7 +49,7 @@ def syscall(number: int, *arguments: int | bytes | ctypes.c_void_p | ctypes.Arra
 
 
 def unshare(flags: int) -> None:
-    """Leave the namespaces that `flags` names for new ones."""
+    """Leave the namespaces in `flags` for new ones."""
     _checked(_libc.unshare(ctypes.c_int(flags)), "unshare")
 
 
@@ -72,7 +67,7 @@ def umount(target: str) -> None:
 
 def pivot_root(new: str, old: str) -> None:
     """Make a mount the root, and mount the root that it replaces at `old`."""
-    syscall(_PIVOT_ROOT[machine()], new.encode(), old.encode())
+    syscall(_PIVOT_ROOT[platform.machine()], new.encode(), old.encode())
 
 
 def protect_mount(path: str, flags: int, *, recursive: bool = True) -> None:
@@ -131,7 +126,7 @@ def drop_capabilities() -> None:
     # The header is the version 3 of the call, and the process id 0 for this process.
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)
     empty = (ctypes.c_uint32 * 6)()
-    result = _libc.syscall(ctypes.c_long(_CAPSET[machine()]), ctypes.byref(header), ctypes.byref(empty))
+    result = _libc.syscall(ctypes.c_long(_CAPSET[platform.machine()]), ctypes.byref(header), ctypes.byref(empty))
     _checked(result, "capset")
 
 
