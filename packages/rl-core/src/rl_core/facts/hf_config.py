@@ -165,3 +165,22 @@ def switches_at(fields: Mapping[str, Any]) -> int | None:
             original = each.get("original_max_position_embeddings", fields.get("original_max_position_embeddings"))
             return original if isinstance(original, int) else None
     return None
+
+
+def is_composite(fields: Mapping[str, Any]) -> bool:
+    """Return whether a config belongs to a model of text and images or sound, which has a config for its text."""
+    return isinstance(fields.get("text_config"), Mapping)
+
+
+def language_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of the language model; in a composite model these are the fields of its text."""
+    return dict(fields["text_config"] if is_composite(fields) else fields)
+
+
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Fields by which Hugging Face configs count experts."""
+
+
+def num_experts_of(fields: Mapping[str, Any]) -> int:
+    """Return the number of experts of each layer of a language model; 0 without experts."""
+    return next((count for name in NUM_EXPERTS if isinstance(count := fields.get(name), int) and count), 0)

@@ -1,0 +1,1 @@
+"""Facts of models and of libraries, for processes that do not load them."""

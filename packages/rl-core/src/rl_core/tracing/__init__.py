@@ -1,0 +1,1 @@
+"""Reports of a process about its work: spans, stacks and profiles."""
