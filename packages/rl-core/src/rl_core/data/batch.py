@@ -50,7 +50,7 @@ class RemoteRows:
 
     @classmethod
     def split_over(cls, stores: Sequence[RowStore], rows: Sequence[np.ndarray], lengths: np.ndarray) -> RemoteRows:
-        """Return rows `0, 1, ...` of which store i holds `rows[i]`, in that order."""
+        """Return rows `0, 1, ...`, where store i holds `rows[i]` in that order."""
         sizes = [len(each) for each in rows]
         order = np.argsort(np.concatenate(rows), kind="stable")
         part = np.repeat(np.arange(len(rows)), sizes)[order]
@@ -74,7 +74,7 @@ class RemoteRows:
         return RemoteRows(stores, part, self.row[index], self.lengths[index])
 
     def between(self, start: int, end: int) -> RemoteRows:
-        """Return consecutive rows, which must be those of a single store."""
+        """Return consecutive rows, which must belong to a single store."""
         assert len(self.stores) == 1, f"rows of {len(self.stores)} stores are selected one by one"
         return RemoteRows(self.stores, self.part[start:end], self.row[start:end], self.lengths[start:end])
 

@@ -122,7 +122,7 @@ class Batching:
         packed: Rows lie end to end; otherwise they are padded.
         max_tokens: Token budget of a microbatch, padding included; None if rows are counted.
         max_rows: Row budget, if there is no token budget.
-        row_multiple: Number of which each packed row fills a multiple, if microbatches are padded to `max_tokens`; None
+        row_multiple: Each packed row fills a multiple of this number, if microbatches are padded to `max_tokens`; None
             if they are not.
     """
 
@@ -187,7 +187,7 @@ class Pipeline:
 
     Args:
         size: Number of pipeline ranks; 1 without a pipeline.
-        num_chunks: Number of virtual stages of each rank, interleaved with those of the others.
+        num_chunks: Number of virtual stages of each rank, interleaved with the stages of the others.
     """
 
     size: int = 1

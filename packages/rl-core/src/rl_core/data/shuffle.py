@@ -26,7 +26,7 @@ class Pick(NamedTuple):
     Args:
         names: Names of the columns in the stores.
         stores: How many of the picker's stores hold the family, in order.
-        part, row: int64, a row per shard: which row of which of those stores each of its rows is.
+        part, row: int64, a row per shard: the store, among these, and the row there of each of its rows.
     """
 
     names: tuple[str, ...]
@@ -40,7 +40,7 @@ class ChunkLayout(NamedTuple):
 
     Args:
         columns: Name in the batch, to name in the stores.
-        part, row: int64 `[rows]`, which row of which chunk each is.
+        part, row: int64 `[rows]`, chunk and row there of each.
         zeroed: Bool `[rows]` by column, rows that count as zeros.
     """
 
@@ -92,7 +92,7 @@ def plan_shuffle(batch: Batch, rows: Sequence[np.ndarray], max_pickers: int) -> 
 
     Args:
         batch: Columns that are local are sent as they are.
-        rows: Int64, those of each shard.
+        rows: Int64, the rows of each shard.
         max_pickers: Maximum number of pickers; there are fewer if there are fewer stores, and none if every column is
             local.
     """

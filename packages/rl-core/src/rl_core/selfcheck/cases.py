@@ -17,8 +17,8 @@ class FamilyCase:
         mesh: Name of the mesh, `tp2 x fsdp2`.
         layout: Layout of rows, and the weights that train: `packed, full`.
         verdict: `exact` to rounding; `off` if numbers or names differ, or the case fails; `refused` if the backend
-            says beforehand that it does not support the case.
-        differences: Largest difference by what was compared (`loss`, `grad_norm`, `weights`, and `adapter`: the weights
+            reports beforehand that it does not support the case.
+        differences: Largest difference by compared quantity (`loss`, `grad_norm`, `weights`, and `adapter`: the weights
             that its exported files give).
         names: Tensors that the weight stream gets wrong.
         reason: Reason of a refusal or a failure, or of why differences above the tolerance are rounding.

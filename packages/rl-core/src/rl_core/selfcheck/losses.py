@@ -14,8 +14,10 @@ from rl_core.model import ENTROPY, LOGPROBS, SCORES, VALUES, Read, logprobs_at, 
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """Weighted negative logprobs over tokens, minus entropy, the second most likely logprob and those of the ids in the
-    column `candidates`, plus a term per sequence."""
+    """Weighted negative logprobs over tokens, minus other reads, plus a term per sequence.
+
+    The other reads are entropy, the second most likely logprob and the logprobs of ids in the column `candidates`.
+    """
 
     temperature: float = 1.0
     entropy_weight: float = 0.1

@@ -1,4 +1,4 @@
-"""The first import of the process that ranks are forks of: what it imports then costs a fifth less, as with
+"""The first import of the process that ranks are forks of: its later imports cost a fifth less, as with
 `rl_core.usage.garbage.without_collections`, and the ranks, whose models are tiny, collect garbage seldom."""
 
 from __future__ import annotations

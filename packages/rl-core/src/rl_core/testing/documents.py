@@ -8,11 +8,11 @@ as a reader would:
 - `python` runs in a new interpreter; a session with `>>>` is a doctest.
 - `sh` runs as one script of bash, which ends at the first command that fails.
 - `json`, `jsonl` and `toml` are parsed. `yaml` is left to the caller, who knows its schema. `mermaid`, a figure, and
-  `text` are not looked at, but a file that `text` names is written; `text output` is what the block before it prints,
+  `text` are not looked at, but a file for `text` is written; `text output` is the output of the block before it,
   with `...` for anything.
 
 Further words of the info string say how a block is tested: `check` if it needs more than a laptop, so that commands are
-left to the caller to check, and Python only imports what it names; `fails` if its last command must fail; `in=PACKAGE`
+left to the caller to check, and Python only runs its imports; `fails` if its last command must fail; `in=PACKAGE`
 if it needs that package's engine, so that the package's tests run it; and `over=RECIPE` for the recipe that a fragment
 of YAML is laid over.
 """
@@ -69,12 +69,12 @@ class Block:
         line: Number of the opening fence.
         language: One of `LANGUAGES`.
         text: The lines between the fences, without the indentation of the fence.
-        file: The file that it is written to, relative to the document's working folder; empty if it names none.
+        file: The file that it is written to, relative to the document's working folder; empty if there is none.
         checked: True if it is checked and not run.
         fails: True if it must fail.
-        is_output: True if it is what the block before it prints.
-        package: Whose tests run it; empty for those of the whole project.
-        over: The recipe that a fragment of YAML is laid over; empty if it names none.
+        is_output: True if it is the output of the block before it.
+        package: Whose tests run it; empty for the tests of the whole project.
+        over: The recipe that a fragment of YAML is laid over; empty if there is none.
     """
 
     document: Path
@@ -111,7 +111,7 @@ class Block:
         return any(runs.search(each.text) for each in counted)
 
     def import_here(self) -> None:
-        """Import in this process what Python names, for blocks whose packages take long to import.
+        """Run the imports of Python in this process, for blocks whose packages take long to import.
 
         Raises:
             DocumentError: If that fails, with the block's place.
@@ -214,10 +214,10 @@ class Workbook:
 
     Args:
         folder: The working folder, which files are written to and commands run in.
-        variables: Environment variables of what runs, in addition to this process's own; None removes one. Without a
+        variables: Environment variables of blocks, in addition to this process's own; None removes one. Without a
             `PATH` among them, the folder of the interpreter comes first in it.
         timeout: Timeout of a block, in seconds.
-        printed: What the last block printed.
+        printed: Output of the last block.
     """
 
     folder: Path

@@ -14,11 +14,11 @@ exhaustive = pytest.mark.exhaustive
 """Marks such a test."""
 
 _OF_CLASS = "exhaustive_tests"
-"""Attribute of a class of tests: names of those that are exhaustive in it, with those of its base."""
+"""Attribute of a class of tests: names of its exhaustive tests, including tests of its base."""
 
 
 def partly_exhaustive(cases: Iterable[Any], *, always: Collection[Any]) -> list[Any]:
-    """Return cases of a parametrised test, all but some of which are exhaustive.
+    """Return cases of a parametrised test; all but some are exhaustive.
 
     Args:
         cases: Values of its parameter, or tuples of the values of several.
@@ -33,7 +33,7 @@ def partly_exhaustive(cases: Iterable[Any], *, always: Collection[Any]) -> list[
 
 
 def with_exhaustive(*names: str) -> Callable[[type], type]:
-    """Return a decorator of a class of tests in which these, inherited from another class, are exhaustive."""
+    """Return a decorator that makes these tests of a class, inherited from another one, exhaustive."""
 
     def marked(suite: type) -> type:
         assert all(hasattr(suite, name) for name in names), names

@@ -41,7 +41,7 @@ class FakeModel:
         self._saved: tuple[SavedFile, ...] = ()
 
     def infer(self, batch: Batch, reads: Sequence[Read], *, reference: bool = False, temperature: float = 1.0) -> Batch:
-        """Return numbers in (-1, 0], 0 at the first token of a row; those of the reference are as before the first
+        """Return numbers in (-1, 0], 0 at the first token of a row; the reference has numbers as before the first
         step, or as of its last update."""
         self.calls.append(("infer_reference" if reference else "infer", batch))
         tokens = batch.ragged(TOKENS)
@@ -149,13 +149,13 @@ class FakeRun:
     Args:
         folder: Where checkpoints go; another `FakeRun` on the same folder resumes.
         save_period: Steps from one checkpoint to the next, 0 for none.
-        end_after: The step after which the run ends as if told to from outside, having saved.
-        metrics: What was recorded, by step.
+        end_after: The run saves and ends after this step, as if it were stopped from outside.
+        metrics: Recorded metrics, by step.
         phases: Names of phases, in the order they began.
         groups: Rollouts recorded, by step.
         batches: Batches of the rollouts recorded, by step.
         validated: Rollouts of validations recorded, by step.
-        stop_reason: What the loop gave to `stop`.
+        stop_reason: Argument of the loop to `stop`.
     """
 
     folder: Path | None = None

@@ -238,14 +238,18 @@ class GeneratorSuite(WeightSinkSuite):
 
         async def asking() -> None:
             requests = [GenerationRequest(prompt(5), SamplingParams(200), seed) for seed in range(8)]
-            await bench.generator.score(prompt(5))  # the last step of requests before is over, and its tokens counted
+            await bench.generator.score(
+                prompt(5)
+            )  # The last step of earlier requests is over, and its tokens are counted.
             before = await num_sampled()
             tasks = [asyncio.create_task(bench.generator.generate(request)) for request in requests]
             seen = set()
             while not all(task.done() for task in tasks):
                 seen.add(await num_sampled() - before)
                 await asyncio.sleep(0.002)
-            while (counted := await num_sampled() - before) < 8 * 200:  # those of the last step follow its completions
+            while (
+                counted := await num_sampled() - before
+            ) < 8 * 200:  # Counts of the last step follow its completions.
                 await asyncio.sleep(0.002)
             assert counted == 8 * 200
             assert seen - {0, 8 * 200}

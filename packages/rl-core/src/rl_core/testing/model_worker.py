@@ -344,7 +344,7 @@ class ModelWorkerSuite:
         assert rates == pytest.approx([5e-4, 7.5e-4, 1e-4, 1e-4])
 
     def test_norms_and_biases_are_not_decayed_if_the_config_says_so(self, tmp_path: Path) -> None:
-        # A padding token has zeros as its embedding, behind which gradients of biases are huge.
+        # A padding token has zeros as its embedding, so that gradients of biases after it are huge.
         folder = self._tiny_model(tmp_path / "model", "qwen2", pad_token_id=None)
         optimizer = OptimizerConfig(
             name="torch.optim.AdamW",
@@ -468,7 +468,7 @@ class ModelWorkerSuite:
                 written = model.finish_save()
             assert written
             assert model.finish_save(wait=False) == written
-            # torch writes hidden files, in which it notes where and when it wrote.
+            # torch notes in hidden files where and when it wrote.
             ours, theirs = (
                 {name: entry for name, entry in _digests(path).items() if not Path(name).name.startswith(".")}
                 for path in (behind, at_once)

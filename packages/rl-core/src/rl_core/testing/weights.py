@@ -101,7 +101,7 @@ class WeightSinkSuite:
     """
 
     tolerance: ClassVar[float] = 1e-4
-    """Most that a logprob may differ from that of a float32 forward pass of `transformers`."""
+    """Maximum difference of a logprob from a float32 forward pass of `transformers`."""
 
     kinds: ClassVar[tuple[TransportKind, ...]] = ("ipc", "collective", "disk")
     """Transports the engine receives over."""

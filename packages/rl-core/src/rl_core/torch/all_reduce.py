@@ -27,7 +27,7 @@ def all_reduce_seconds(rendezvous: Rendezvous, num_bytes: int) -> float:
     """Return the median duration in seconds of an all-reduce of float32 values; collective.
 
     Args:
-        rendezvous: Address at which the ranks meet, and the device of this one.
+        rendezvous: Address where the ranks meet, and the device of this one.
         num_bytes: Size of the tensor on each rank in bytes.
 
     Raises:

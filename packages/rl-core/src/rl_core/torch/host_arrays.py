@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 16
-"""Bytes of which each array starts at a multiple in the common buffer; every dtype can be read there."""
+"""Each array starts at a multiple of this number of bytes in the common buffer; every dtype can be read there."""
 
 
 def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:

@@ -98,7 +98,7 @@ class Rows:
         return values[self.row_of_token]
 
     def per_token(self, name: str) -> Tensor:
-        """Return `[tokens]`, a column at every token: that of a row column is the row's value."""
+        """Return `[tokens]`, a column at every token; a row column has the row's value at each."""
         values = self.columns[name]
         # every row has at least one token, so that equal counts mean one token in each
         return values if len(values) == len(self.columns[TOKENS]) else self.spread(values)

@@ -22,7 +22,7 @@ the end of a rank's process is noticed at once."""
 def join_process_group(rendezvous: Rendezvous) -> None:
     """Join the default process group of this process; collective.
 
-    The store of rank 0 listens on the address at which the ranks meet and on no other, so that nobody outside the
+    The store of rank 0 listens on the address where the ranks meet and on no other, so that nobody outside the
     cluster's network reaches it.
     """
     rendezvous.kind.activate()

@@ -22,10 +22,7 @@ class TorchRecorder:
             activities.append(ProfilerActivity.CUDA)
         self._path = order.path("torch.json.gz")
         self._profile = profile(activities=activities, record_shapes=True, acc_events=True)
-
-    def start(self) -> None:
-        """Begin to record."""
-        self._profile.start()
+        self.start = self._profile.start
 
     def stop(self) -> Path:
         """Write the trace."""

@@ -16,7 +16,7 @@ from rl_core.torch.host_arrays import to_device
 from rl_core.torch.loss import Rows
 
 ImageColumns = Callable[[Batch], Mapping[str, np.ndarray]]
-"""From rows with images to the columns by which a model sees them, on the host: of any lengths and of the dtypes that
+"""From rows with images to the columns that a model sees, on the host: of any lengths and of the dtypes that
 they have on the device."""
 
 
@@ -167,7 +167,7 @@ def zigzag_order(length: int, size: int) -> Tensor:
 def mix_each_row(mix: Callable[[Tensor], Tensor], tokens: Tensor, lengths: Sequence[int]) -> Tensor:
     """Mix the tokens of each row by a token mixer that carries a state (linear attention, Mamba).
 
-    Rows of similar lengths are mixed together, so that less than half of what is computed is padding, however different
+    Rows of similar lengths are mixed together, so that less than half of the work is padding, however different
     the rows are.
 
     Args:

@@ -69,7 +69,7 @@ class AdaptedLinear(nn.Module):
         return out
 
     def merge(self) -> None:
-        """Add the adapter to the weight that it sits on."""
+        """Add the adapter to its weight."""
         added = self.scale * self.up @ self.down
         weight: Any = self.base.weight
         weight += added.T if self.is_transposed else added
@@ -97,7 +97,7 @@ def adapt(model: Any, config: LoraConfig) -> None:
 
 @torch.no_grad()
 def merge(model: nn.Module) -> None:
-    """Add the adapters of a model to the weights that they sit on, and take them away."""
+    """Add the adapters of a model to their weights, and take them away."""
     for name, module in list(model.named_modules()):
         if isinstance(module, AdaptedLinear):
             module.merge()
@@ -110,10 +110,10 @@ def merge(model: nn.Module) -> None:
 
 @torch.no_grad()
 def merge_files(model: nn.Module, folder: Path) -> None:
-    """Add the adapters in a folder of the format of `peft` to the weights of a model that they sit on.
+    """Add the adapters in a folder of the format of `peft` to the weights of a model.
 
     Raises:
-        ValueError: If the folder names other layers than it holds factors of, or layers that the model does not have.
+        ValueError: If the folder lists other layers than it has factors of, or layers that the model does not have.
     """
     config = json.loads((folder / "adapter_config.json").read_text())
     scale = config["lora_alpha"] / (math.sqrt(config["r"]) if config["use_rslora"] else config["r"])
@@ -134,7 +134,7 @@ def merge_files(model: nn.Module, folder: Path) -> None:
     stacks = _wrapped_parameters(model, config.get("target_parameters") or ())
     if named | stacks.keys() != layers:
         odd = sorted((named | stacks.keys()) ^ layers)
-        raise ValueError(f"{folder} names {odd}, of which it has no factors, or has them unnamed")
+        raise ValueError(f"{folder} lists {odd} without factors, or has factors of them without listing them")
     for layer, stack in stacks.items():
         down, up = (factors.pop(f"{layer}.lora_{which}.weight").to(stack.dtype) for which in "AB")
         for expert, stacked in enumerate(stack):

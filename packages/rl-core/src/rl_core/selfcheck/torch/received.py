@@ -29,7 +29,7 @@ def receive(manifest: Manifest, transport: Transport) -> Received:
 
 
 def sent_by_every_rank(bucket_bytes: int = 4096, timeout_s: float = 60) -> Transport:
-    """Return a transfer in which each rank has one receiver of its own; run it within `ranks_apart`."""
+    """Return a transfer with one receiver for each rank; run it within `ranks_apart`."""
     address = f"127.0.0.1:{free_port()}"
     return Transport("ipc", address, 1, bucket_bytes, timeout_s, every_rank_sends=True)
 

@@ -1,4 +1,4 @@
-"""Does a model family train on every mesh as it does in one process? A tiny random model of it says.
+"""Check by a tiny random model that a family trains on every mesh as it does in one process.
 
 Every case trains two steps in float32 and is compared with `transformers` in float64, row by row, in one process. The
 weights that leave the model before the first step are compared with the files, bit for bit. A model whose gradients
@@ -175,7 +175,7 @@ class SelfCheck:
         steps = tuple(oracle.train_step(self.batch(seed), TokenLoss(), SGD, 1.0) for seed in range(NUM_STEPS))
         merge(oracle.model)
         with tempfile.TemporaryDirectory() as trained:
-            oracle.model.save_pretrained(trained)  # under the names of files
+            oracle.model.save_pretrained(trained)  # Files have their own names.
             return Expected(steps, read_files(Path(trained)))
 
     def batch(self, seed: int) -> Batch:
@@ -228,7 +228,7 @@ def read_files(folder: Path) -> dict[str, Tensor]:
 def _differences(
     steps: Sequence[Mapping[str, float]], weights: Mapping[str, Tensor], expected: Expected
 ) -> dict[str, float]:
-    """Return the largest differences by what is compared; those over the steps are relative to values above 1."""
+    """Return the largest differences by compared quantity; over the steps they are relative to values above 1."""
     found = {}
     for name in ("loss", "grad_norm"):
         pairs = ((one[name], other[name]) for one, other in zip(steps, expected.steps, strict=True))

@@ -55,9 +55,9 @@ def write_tiny_model(
     max_shard_size: str = "1GB",
     **fields: Any,
 ) -> Path:
-    """Write a random causal language model of about 20k parameters; `fields` replace those of its config.
+    """Write a random causal language model of about 20k parameters; `fields` replace fields of its config.
 
-    The embedding is tied in `qwen3` and not in `llama`, unless `tie_word_embeddings` says so.
+    The embedding is tied in `qwen3` and not in `llama`, unless `tie_word_embeddings` is set.
     """
     settings = {**SIZES, "tie_word_embeddings": family == "qwen3", **fields}
     config = AutoConfig.for_model(family, **settings)

@@ -11,7 +11,7 @@ from rl_core.testing.documents import Workbook, add_to_hub, documents_for
 from rl_core.testing.torch.reference_model import write_reference_model
 
 MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
-"""The name on the hub under which documents find a tiny model."""
+"""Name of the tiny model of documents on the hub."""
 
 
 class EngineDocumentsSuite:

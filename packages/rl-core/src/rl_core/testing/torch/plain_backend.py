@@ -215,7 +215,7 @@ class PlainModel:
     def _reads(self, rows: Rows, run: Pass) -> Mapping[str, Tensor]:
         inputs = padded(rows)
         with torch.autocast(rows.offsets.device.type, self._compute, enabled=self._compute != torch.float32):
-            # The class of Llama 4 says that its body has another name.
+            # The class of Llama 4 has another name for its body.
             body = self.hf.get_submodule("model") if self.hf.base_model is self.hf else self.hf.base_model
             hidden = inputs.flatten(body(inputs.input_ids, attention_mask=inputs.attention_mask).last_hidden_state)
             if self._role in HEADLESS_ROLES:
@@ -294,7 +294,7 @@ class PlainWeights:
 
 
 class PlainState:
-    """Parameters and optimizer state, of which torch's distributed checkpoint writes one copy."""
+    """Parameters and optimizer state; torch's distributed checkpoint writes one copy of them."""
 
     def __init__(self, hf: nn.Module, optimizer: Optimizer | None, mesh: PlainMesh) -> None:
         self._named = dict(hf.named_parameters())
@@ -307,7 +307,7 @@ class PlainState:
         return {name: tensor.clone() for name, tensor in found.items()} if copies else found
 
     def description(self) -> dict[str, Any]:
-        """Return shapes and dtypes of the optimizer's state, of which there is none before the first step."""
+        """Return shapes and dtypes of the optimizer's state, which is empty before the first step."""
         return {name: torch.empty_like(tensor, device="meta") for name, tensor in self._states().items()}
 
     def restore(self, path: Path, description: Mapping[str, Any]) -> None:

@@ -88,7 +88,7 @@ class ReportedRoutingSuite(ABC):
     def _completions(
         self, folder: Path, precision: Literal["float32", "bfloat16"], *, in_parts: bool = False
     ) -> Sequence[Completion]:
-        """Return those of all requests, which are of different lengths.
+        """Return the completions of all requests, which have different lengths.
 
         Args:
             folder: Folder of the model.

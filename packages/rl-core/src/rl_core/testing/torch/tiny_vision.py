@@ -41,7 +41,7 @@ class TinyFamily(NamedTuple):
     Args:
         text: Fields of its language model in addition to `TEXT`.
         vision: Fields of its vision tower.
-        whole: Fields of the composite config; a value that is a token stands for its id.
+        whole: Fields of the composite config; a token is replaced by its id.
         tokens: Special tokens of its tokenizer, in addition to the common ones.
         named: Attributes of its tokenizer that processors look for.
         image: Text of an image in its chat template.
@@ -233,7 +233,7 @@ def write_tiny_vision_model(folder: Path, family: str, *, dtype: str = "float32"
         family: One of `FAMILIES`.
         dtype: Dtype of the weights.
         seed: Seed of the weights.
-        **text: Fields of the language model's config, in place of those of `TEXT` and the family.
+        **text: Fields of the language model's config, which replace fields of `TEXT` and the family.
     """
     kind = FAMILIES[family]
     tokenizer = _tokenizer(kind)
@@ -307,7 +307,7 @@ def _tokenizer(kind: TinyFamily) -> PreTrainedTokenizerFast:
 
 
 def _template(image: str) -> str:
-    """Return ChatML in which a part of a content that is an image is the placeholder of the family."""
+    """Return ChatML with the family's placeholder for each part of a content that is an image."""
     return (
         "{%- for message in messages -%}"
         "{{- '<|im_start|>' + message['role'] + '\\n' -}}"

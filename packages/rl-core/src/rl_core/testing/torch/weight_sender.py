@@ -30,7 +30,7 @@ class Fault(NamedTuple):
 
     Args:
         corrupt: Name of a tensor that arrives other than it was.
-        die_at: Name of a tensor at which the process ends without a word.
+        die_at: The process ends without a word at the tensor of this name.
         omit: Name of a tensor that it leaves out.
     """
 
@@ -40,7 +40,7 @@ class Fault(NamedTuple):
 
 
 def manifest_of(folder: Path, version: int) -> Manifest:
-    """Return the manifest with which a policy would send the weights in this folder."""
+    """Return the manifest that a policy would send the weights in this folder with."""
     tied = {HEAD: EMBEDDING} if json.loads((folder / "config.json").read_text())["tie_word_embeddings"] else {}
     tensors = load_file(folder / "model.safetensors")
     specs = [TensorSpec(name, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()]
@@ -60,7 +60,7 @@ def digest_of(folder: Path, manifest: Manifest, bucket_bytes: int) -> str:
 
 
 class Corrupting:
-    """A `SenderLink` on which a tensor changes after its digest was taken.
+    """A `SenderLink` that changes a tensor after its digest was taken.
 
     Args:
         link: That carries the buckets.

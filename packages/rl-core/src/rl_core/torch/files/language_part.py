@@ -21,11 +21,11 @@ counts."""
 
 
 _WRAPPED_TOWER = re.compile(r"^((?:model\.)?vision_tower\.)vision_model\.")
-"""Start of the names of a SigLIP tower's weights in files of `transformers` before 5.19, and in those of the hub."""
+"""Start of the names of a SigLIP tower's weights in files of `transformers` before 5.19, and in files of the hub."""
 
 
 def language_config(config: HFConfig) -> Any:
-    """Return the `transformers` config of a language model; of a composite model that of its text, if `transformers`
+    """Return the `transformers` config of a language model, or of the text of a composite model if `transformers`
     has a causal language model of that kind."""
     # torch's classes come with it
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -92,14 +92,14 @@ def _overridden(config: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tower_names(stored: Iterable[str]) -> dict[str, str]:
-    """Return names of the weights of a vision tower, as `transformers` writes them, to other names that files have for
+    """Map each weight of a vision tower, as `transformers` writes it, to the other name that files have for
     them."""
     renamed = {_WRAPPED_TOWER.sub(r"\1", name): name for name in stored}
     return {name: other for name, other in renamed.items() if name != other}
 
 
 def language_names(stored: Iterable[str]) -> dict[str, str]:
-    """Return names of the language model's weights to their names in the files of a composite model."""
+    """Map each weight of the language model to its name in the files of a composite model."""
     found = {}
     for name in stored:
         short = LANGUAGE_PREFIX.sub("", name)

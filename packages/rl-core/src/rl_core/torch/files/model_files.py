@@ -103,7 +103,7 @@ def copy_tokenizer(target: Path, *, tokenizer: Path, settings: TokenizerConfig) 
 
 
 def copy_files(source: Path, target: Path, *names: str) -> None:
-    """Copy the tokenizer's files and these into a folder, those of them that there are."""
+    """Copy the tokenizer's files and these into a folder, as far as they exist."""
     for name in (*names, *TOKENIZER_FILES):
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
@@ -137,9 +137,9 @@ def fetched_folder(name: str, control: ProcessGroup) -> Path:
 
 
 def read_hf_config(folder: Path, overrides: Mapping[str, Any], *, is_whole: bool = False) -> Any:
-    """Return the model's `transformers` config with overrides; of a composite model that of its text.
+    """Return the model's `transformers` config with overrides, for the text of a composite model.
 
-    It does not say how weights are quantised on disk: they are dequantised when they are read, and exported so.
+    It does not describe how weights are quantised on disk: they are dequantised when they are read, and exported so.
 
     Args:
         folder: Folder of the model.
@@ -178,13 +178,12 @@ QUANTISATIONS = (Quantisation("", "_scale_inv", BlockScaledWeight), Quantisation
 
 
 READ_AS_WEIGHTS = (*FLOATING, BlockScaledWeight.dtype, StoredMXFP4.dtype)
-"""Dtypes and quantisations of `OpenWeights` whose values are those of a weight when they are read."""
+"""Dtypes and quantisations of `OpenWeights` that give values of a weight when they are read."""
 
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """The safetensors of one folder; of a composite model those of its language model, by the names that they have in
-    it.
+    """The safetensors of one folder, and of a composite model only its language model, by the names in it.
 
     Args:
         folder: That holds them.
@@ -198,7 +197,7 @@ class WeightFiles:
 
     @classmethod
     def of(cls, folder: Path, *, is_whole: bool = False) -> WeightFiles:
-        """Read the index, or the names in the single file.
+        """Read the index, or the single file.
 
         Args:
             folder: Folder of the model.
@@ -268,8 +267,10 @@ _HEADS = ("lm_head.", "score.", "v_head.", "value_head.", "embed_out.")
 
 
 def _bare_names(folder: Path, stored: Iterable[str]) -> dict[str, str]:
-    """Return the names that weights have in a causal language model to their names in files; they differ if the files
-    were saved from a model without its head."""
+    """Map each weight of a causal language model to its name in files.
+
+    They differ if the files were saved from a model without its head.
+    """
     stored = list(stored)
     if not any(map(_BARE_LAYER.match, stored)) or not (folder / CONFIG).is_file():
         return {name: name for name in stored}
@@ -351,6 +352,6 @@ class OpenWeights(NamedTuple):
         """Return a part of a weight, and little more than that is read; a quantised one is dequantised.
 
         Raises:
-            ValueError: If it is quantised in another way than its name says.
+            ValueError: If it is not quantised as its name implies.
         """
         return self.weights[name].read(slices)

@@ -27,7 +27,7 @@ PICKLED_INDEX = "pytorch_model.bin.index.json"
 _MAX_NAMED = 4
 _LFS_POINTER = b"version https://git-lfs"
 _REFUSED = "GLOBAL "
-"""Comes before the name of what a pickle holds other than tensors, in the error of PyTorch."""
+"""Precedes the name of an object other than a tensor in PyTorch's error about a pickle."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,11 @@ def convert(source: Path, target: Path) -> Converted:
     tokenizer. One file at a time is in memory; each is read again and compared bit by bit.
 
     Args:
-        source: Folder with `pytorch_model.bin`, or with the files that `pytorch_model.bin.index.json` names.
+        source: Folder with `pytorch_model.bin`, or with the files that `pytorch_model.bin.index.json` lists.
         target: Empty folder.
 
     Raises:
-        ValueError: If the files hold something else than tensors by name, or not those of their index; nothing of them
+        ValueError: If the files hold anything except tensors by name, or other ones than their index; nothing of them
             is run.
         OSError: If a file cannot be read or written.
     """
@@ -65,7 +65,7 @@ def convert(source: Path, target: Path) -> Converted:
     total, shared = 0, list[str]()
     for place, (file, expected) in enumerate(files.items()):
         tensors = _load(source / file)
-        # Refuse a file that does not hold what the index says, or what another file holds.
+        # A file holds the tensors that the index places in it, and none of another file.
         if not tensors:
             raise ValueError(f"{file} holds no tensors")
         absent = sorted((expected or frozenset()) - tensors.keys())

@@ -102,7 +102,7 @@ class BlockScaledWeight:
         """Return a part of it in float32.
 
         Raises:
-            ValueError: If the scales are not those of blocks of 128 by 128.
+            ValueError: If the scales do not belong to blocks of 128 by 128.
         """
         expected = tuple(-(-extent // BLOCK) for extent in self.shape)
         if self.scales.shape != expected:

@@ -31,7 +31,7 @@ def refuse_tensors(manifest: Manifest, names: Iterable[str], problem: str) -> No
     Args:
         manifest: Manifest whose version the message shows.
         names: Tensors at fault; often none.
-        problem: Problem of all of them, as the message says it before their names.
+        problem: Problem of all of them, which the message shows before their names.
 
     Raises:
         WeightSyncError: Naming them in alphabetical order.

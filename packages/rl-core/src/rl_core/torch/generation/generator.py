@@ -35,7 +35,7 @@ class LocalGenerator(Generic[Model]):
     Args:
         load: Makes the model, in the engine's thread.
         load_tokenizer: Function that loads it from a folder or hub name; called if a request has stop strings.
-        model: What is generated with.
+        model: Settings of the model.
         placement: The device and the engine's threads.
     """
 
@@ -75,7 +75,7 @@ class LocalGenerator(Generic[Model]):
         self._vocab_size = self._engine.model.vocab_size
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """Return one completion, decoded together with those of concurrent calls.
+        """Return one completion, decoded together with concurrent calls.
 
         Raises:
             GeneratorError: If the engine is dead, asleep or has no whole weights.
@@ -119,10 +119,10 @@ class LocalGenerator(Generic[Model]):
         return await self._call(lambda: self._engine.model.score(token_ids))
 
     async def pause(self, mode: PauseMode = "finish") -> None:
-        """Hold back new requests, and wait for those in flight or, with `interrupt`, end them with what they have."""
+        """Hold back new requests, and wait for requests in flight or, with `interrupt`, end them as they are."""
         self._serving.clear()
         if mode == "interrupt" and self._num_in_flight:
-            self._flush()  # those of this turn of the event loop are in flight too
+            self._flush()  # Requests of this turn of the event loop are in flight too.
             await self._call(self._engine.interrupt)
         await self._idle.wait()
 

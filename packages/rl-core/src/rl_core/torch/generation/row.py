@@ -1,4 +1,4 @@
-"""One completion while it is being decoded: its tokens, how they are drawn, and the strings at which it stops."""
+"""One completion while it is being decoded: its tokens, how they are drawn, and its stop strings."""
 
 from __future__ import annotations
 
@@ -24,6 +24,9 @@ class Row:
     Args:
         limit: Maximum number of tokens sampled, by the request and by the context.
         stop_text: None if the request has no stop strings.
+
+    Attributes:
+        add_routing: Takes the experts, int16 `[tokens, layers, experts per token]`, that its next tokens were sent to.
     """
 
     def __init__(self, request: GenerationRequest, limit: int, stop_text: StopText | None) -> None:
@@ -33,6 +36,7 @@ class Row:
         self._logprobs: list[float] = []
         self._versions: list[int] = []
         self._routing: list[np.ndarray] = []
+        self.add_routing = self._routing.append
         self.limit = limit
         self._stop_text = stop_text
         self._uniforms = uniforms(request.seed, request.num_sampled + limit)[request.num_sampled :]
@@ -52,10 +56,6 @@ class Row:
     def uniform(self) -> float:
         """Uniform number that draws the next token."""
         return float(self._uniforms[len(self.tokens)])
-
-    def add_routing(self, experts: np.ndarray) -> None:
-        """Take the experts, int16 `[tokens, layers, experts per token]`, that the next of its tokens were sent to."""
-        self._routing.append(experts)
 
     def append(self, token: int, logprob: float, version: int) -> bool:
         """Take a sampled token; True if it ends the completion, which is then handed over."""
@@ -86,8 +86,7 @@ class Row:
 
 
 def uniforms(seed: int, count: int) -> np.ndarray:
-    """Return float64 `[count]` in [0, 1), with which a request of this seed draws, whatever requests are decoded with
-    it."""
+    """Return float64 `[count]` in [0, 1), the draws of a request of this seed in any batch."""
     return np.random.Generator(np.random.Philox(key=seed % 2**128)).random(count)
 
 

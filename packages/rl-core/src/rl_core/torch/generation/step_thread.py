@@ -1,4 +1,4 @@
-"""The thread in which a model of this process is run."""
+"""The thread that runs a model of this process."""
 
 from __future__ import annotations
 
@@ -46,6 +46,11 @@ class StepThread(Generic[Work]):
     Args:
         load: Makes what is stepped, in the thread.
         num_threads: OpenMP threads of the thread.
+
+    Attributes:
+        start: Begins to load; `loaded` is set when it is done.
+        loaded: Done when the work is loaded; holds the error if it cannot be.
+        failure: Reason why no step follows any more; None before.
     """
 
     def __init__(self, load: Callable[[], Work], num_threads: int) -> None:
@@ -53,13 +58,10 @@ class StepThread(Generic[Work]):
         self._num_threads = num_threads
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="generator", daemon=True)
+        self.start = self._thread.start
         self._ending = threading.Lock()
         self.loaded: Future[None] = Future()
         self.failure: str | None = None
-
-    def start(self) -> None:
-        """Begin to load; `loaded` is set when it is done."""
-        self._thread.start()
 
     def post(self, function: Callable[[], None]) -> None:
         """Run a function, which raises nothing, between two steps.

@@ -1,4 +1,4 @@
-"""Divergences of a head's distributions from those of another model's head, over whole vocabularies, without logits for
+"""Divergences of a head's distributions from another model's, over whole vocabularies, without logits for
 all tokens at once."""
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ def divergences(
     shard: VocabShard | None = None,
     sums_hidden_grad: bool = True,
 ) -> Tensor:
-    """Return `[n, 6]`, at each position the numbers that `DIVERGENCES` names, float32 (float64 from float64 hidden
+    """Return `[n, 6]`, at each position the numbers of `DIVERGENCES`, float32 (float64 from float64 hidden
     states); collective over the group of a shard.
 
     With p the other distribution and q this head's, each over the ids below `below`, one by one, and a tail that holds
     all others: KL(p || q), KL(q || p), and with m = beta p + (1 - beta) q, beta KL(p || m) + (1 - beta) KL(q || m); the
-    masses of both tails, and the other logprob of the target. Log masses of tails are at least that of `LEAST_TAIL`.
+    masses of both tails, and the other logprob of the target. Log masses of tails are at least the log of `LEAST_TAIL`.
 
     At most `[chunk_size, vocab]` logits of both exist (`vocab / ranks` with a shard) and as many for the few steps
     between them and the result. The backward pass computes them again.

@@ -271,7 +271,7 @@ def lowest_kept(logits: Tensor, token_filter: TokenFilter, vocabulary: Vocabular
 def _lowest_of_nucleus(
     logits: Tensor, lowest: Tensor, largest: Tensor, top_p: float, vocabulary: Vocabulary, num_candidates: int
 ) -> Tensor:
-    """Return a token is kept if those that are more likely hold less than `top_p` of what is kept before."""
+    """Return `[n, 1]`, the smallest logit kept: more likely tokens hold less than `top_p` of the mass kept so far."""
     wanted = top_p * vocabulary.summed(_weights(logits, lowest, largest).sum(1, dtype=torch.float64))[:, None]
     while True:
         num_candidates = min(num_candidates, vocabulary.size)
@@ -286,7 +286,7 @@ def _lowest_of_nucleus(
 
 
 def _weights(logits: Tensor, lowest: Tensor, largest: Tensor) -> Tensor:
-    """Return probabilities over that of the most likely token; 0 below the lowest."""
+    """Return probabilities divided by the largest one; 0 below the lowest."""
     return (logits - largest).exp_().masked_fill_(logits < lowest, 0.0)
 
 

@@ -27,7 +27,7 @@ from rl_core.torch.kernels.devices import takes
 from rl_core.torch.kernels.vocabulary import softmax_statistics
 
 CHUNK_SIZE = 1024
-"""Number of positions whose logits exist at one time, unless the caller says otherwise."""
+"""Number of positions whose logits exist at one time, unless the caller sets it."""
 
 FUSED_CHUNK_SIZE = 4096
 """The same if kernels read the head: half-precision products without a copy take a third of the memory per position,
@@ -65,7 +65,7 @@ class TokenReads(NamedTuple):
     """Results per position, float32 (float64 from float64 hidden states).
 
     `logprobs` `[n]`; `entropy` `[n]`, empty unless asked for; `topk_logprobs` and int64 `topk_ids` `[n, k]`;
-    `logprobs_at` `[n, m]`, those of the given ids; `collision` `[n]`, the sum of the squared probabilities, likewise
+    `logprobs_at` `[n, m]`, at the given ids; `collision` `[n]`, the sum of the squared probabilities, likewise
     empty. All but the ids are differentiable.
     """
 
@@ -75,10 +75,6 @@ class TokenReads(NamedTuple):
     topk_ids: Tensor
     logprobs_at: Tensor
     collision: Tensor
-
-    def at(self, chunk: slice) -> TokenReads:
-        """Return the results of some positions, which can be written to."""
-        return TokenReads(*(part[chunk] for part in self))
 
 
 class HeadOptions(TypedDict, total=False):
@@ -192,7 +188,8 @@ class _HeadReads(torch.autograd.Function):
         for chunk in options.chunks(len(hidden)):
             if options.is_fused(hidden):
                 products = F.linear(hidden[chunk], weight, bias)
-                log_sums[chunk] = _read_products(products, targets[chunk], ids[chunk], options, found.at(chunk))
+                out = TokenReads(*(part[chunk] for part in found))
+                log_sums[chunk] = _read_products(products, targets[chunk], ids[chunk], options, out)
                 del products  # They are freed before the next chunk's are made.
                 continue
             logits = options.cooled_(options.logits(hidden[chunk], weight, bias))

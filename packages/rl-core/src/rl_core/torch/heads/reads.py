@@ -285,7 +285,7 @@ def _divergences(
         **options: How both heads are read.
     """
     shard = options.get("shard")
-    # The rows of another model's head are those of the ids that this rank has; the last rank has those beyond as well.
+    # The other model's rows have the ids of this rank; the last rank has the ids beyond them as well.
     start, stop = 0, None
     if shard is not None:
         num_rows = len(shard.trim(head.weight))

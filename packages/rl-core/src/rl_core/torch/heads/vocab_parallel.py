@@ -31,7 +31,7 @@ class VocabShard:
 
     Args:
         start: Token id of the first of them.
-        vocab_size: Tokens of the whole head; rows that stand for ids beyond it are padding and do not count.
+        vocab_size: Tokens of the whole head; rows for ids beyond it are padding and do not count.
         group: The ranks that hold the whole head between them.
     """
 

@@ -1,4 +1,4 @@
-"""Copies of tokens for each of their experts or ranks, and sums of what comes back.
+"""Copies of tokens for each of their experts or ranks, and sums of the results.
 
 A *place* is the row of a copy, or -1 for none. Tokens have several, `[tokens, n]`, and no two copies share one.
 """
@@ -32,7 +32,7 @@ def group_by_expert(ids: Tensor, num_experts: int) -> Groups:
     """Return group choices by expert, in the order of tokens; the host does not wait.
 
     Args:
-        ids: Chosen experts, int `[tokens, k]`; `num_experts` stands for an expert elsewhere, which gets no place.
+        ids: Chosen experts, int `[tokens, k]`; `num_experts` means an expert elsewhere, which gets no place.
         num_experts: Number of experts.
     """
     dtype = torch.int16 if num_experts < torch.iinfo(torch.int16).max else torch.int32  # few passes of a radix sort
@@ -107,7 +107,7 @@ def plain_spread(x: Tensor, places: Tensor, num_rows: int, weights: Tensor | Non
     targets = places.where(places >= 0, num_rows).flatten().long()
     sources = torch.full((num_rows + 1,), nothing, dtype=torch.int64, device=x.device)
     sources = sources.scatter(0, targets, torch.arange(nothing, device=x.device))[:num_rows]
-    # a zero token at the end: what reads it is no token's, and its gradient is dropped
+    # Rows without a token read the zeros at the end, whose gradient is dropped.
     rows = torch.cat([x, x.new_zeros(1, x.shape[1])])[sources // max(places.shape[1], 1)]
     if weights is None:
         return rows, x.new_empty(0)

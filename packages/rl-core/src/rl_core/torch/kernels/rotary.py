@@ -103,7 +103,7 @@ def _settings(form: NormForm | None) -> tuple[float, float, bool]:
 
 
 def _by_token(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return memory for `[batch, heads, tokens, head_dim]`, in which the heads of a token lie together."""
+    """Return memory for `[batch, heads, tokens, head_dim]`, with the heads of a token next to one another."""
     batch, heads, tokens, size = x.shape
     return x.new_empty((batch, tokens, heads, size), dtype=dtype).transpose(1, 2)
 
@@ -126,7 +126,7 @@ def _power(size: int) -> int:
 def _angles(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, tuple[int, int]]:
     """Return cosines and sines that lie alike in memory, and their strides of batch and tokens.
 
-    Angles of one row are those of every row.
+    Angles of one row are used for every row.
     """
     sin = sin if sin.stride() == cos.stride() else sin.contiguous()
     cos = cos if sin.stride() == cos.stride() else cos.contiguous()

@@ -98,7 +98,7 @@ def write_softmax_gradient(
     Args:
         products: `[n, vocab]`, of hidden states and head.
         form: Conversion to logits.
-        gradient: What follows for all tokens of a row.
+        gradient: Gradients that concern all tokens of a row.
         columns: Int64 `[n, k]`, tokens whose logprobs were read; one may be there twice.
         by_columns: `[n, k]`, gradients by their logprobs.
     """

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler, SequentialLR
 from rl_core.model_config import OptimizerConfig, SchedulerConfig
 
 WAYS_TO_STEP = frozenset({"fused", "foreach", "differentiable"})
-"""Arguments by which a config chooses for itself how an optimizer steps. They follow from the config of the process at
+"""Arguments that choose how an optimizer steps. They follow from the config of the process at
 hand, so a checkpoint does not hold them."""
 
 FUSED = ("torch.optim.Adam", "torch.optim.AdamW")
@@ -77,7 +77,7 @@ def build_optimizer(
         config: Name and arguments of the optimizer.
         groups: Parameters that the optimizer steps together.
         undecayed: Parameters of any group that are not decayed if `decay_norms_and_biases` is false. Each group then
-            becomes two, of which either may be empty, so that ranks with different parameters have the same groups.
+            becomes two, and either may be empty, so that ranks with different parameters have the same groups.
 
     Raises:
         ValueError: If the name is not an optimizer class, or the class does not take these arguments.

@@ -62,8 +62,8 @@ def quantise(
     """Write a model with the weights of its linear layers quantised, and copy its tokenizer.
 
     Head, embedding, routers, experts and encoders of images keep their weights. The others are cast to `dtype` first if
-    it is given, as a trainer casts its master weights: so the files stand for what quantisation-aware training in that
-    dtype computes with, bit for bit.
+    it is given, as a trainer casts its master weights: so the files have the values that quantisation-aware training in
+    that dtype computes with, bit for bit.
 
     Args:
         source: Folder with Hugging Face files of a model that is not quantised.

@@ -1,6 +1,6 @@
 """8-bit floating point (E4M3) with a scale per tensor, per output channel or per block.
 
-A matrix is stored as `float8_e4m3fn` values and float32 scales; it stands for `value * scale`. The format is that of
+A matrix is stored as `float8_e4m3fn` values and float32 scales, which mean `value * scale`. The format is defined in
 https://arxiv.org/abs/2209.05433: 4 bits of exponent (bias 7), 3 of mantissa, no infinity, and 448 as the largest value.
 """
 
@@ -119,7 +119,7 @@ class Float8Weight:
         return found.float().mul_(scales)
 
     def half_steps(self) -> Tensor:
-        """Return largest error of each value that rounding to the nearest explains, float64 `[rows, columns]`.
+        """Return the largest error of each value that rounding to the nearest explains, float64 `[rows, columns]`.
 
         It is half the distance to the next value of larger magnitude, times the scale: at most 16 scales, in the top
         binade. A little more covers quotients that are rounded to float32 before they are rounded to 8 bits.
@@ -131,8 +131,9 @@ class Float8Weight:
         return (steps / 2 + magnitudes * _ROUNDING) * self._factors(torch.float64)
 
     def num_beyond_half_step(self, weight: Tensor) -> int:
-        """Return number of values that rounding to the nearest does not explain, by a comparison in float64; one is too
-        many.
+        """Return the number of values that rounding to the nearest does not explain; one is too many.
+
+        They are compared in float64.
 
         Args:
             weight: The matrix that was quantised.
@@ -141,7 +142,7 @@ class Float8Weight:
         return int((~(error <= self.half_steps())).sum())
 
     def relative_error(self, weight: Tensor) -> float:
-        """Return root mean square of the errors divided by that of the matrix; 0 for zeros."""
+        """Return the root mean square of the errors relative to the matrix; 0 for zeros."""
         exact = weight.double()
         norm = exact.norm()
         return float((self.dequantise(torch.float64) - exact).norm() / norm) if norm else 0.0
@@ -151,7 +152,7 @@ class Float8Weight:
 
 
 def largest_values(weight: Tensor, granularity: Granularity) -> Tensor:
-    """Return largest absolute values of those that share a scale, in the shape of the scales, float32.
+    """Return the largest absolute values of those that share a scale, in the shape of the scales, float32.
 
     Raises:
         ValueError: If it is not a matrix.
@@ -169,7 +170,7 @@ def largest_values(weight: Tensor, granularity: Granularity) -> Tensor:
 
 
 def scale_faults(scales: Tensor, largest: Tensor) -> list[str]:
-    """Return reasons why scales cannot be those of a matrix; empty if they can.
+    """Return reasons why scales cannot belong to a matrix; empty if they can.
 
     Args:
         scales: float32, of the matrix after it was quantised.

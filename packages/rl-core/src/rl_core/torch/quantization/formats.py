@@ -1,13 +1,13 @@
-"""The formats in which engines serve linear layers, by name: `float8`, and two of 4 bits.
+"""Formats of linear layers that engines serve, by name: `float8`, and two of 4 bits.
 
 Formats of 4 bits have a scale for each group of consecutive inputs of an output.
 
 Int4, as GPTQ- and AWQ-like checkpoints have it (symmetric, w4a16): a matrix `[outputs, inputs]` is stored as integers
-from -8 to 7 and scales in the dtype of the model. It stands for `value * scale`, rounded to that dtype. Files hold
+from -8 to 7 and scales in the dtype of the model. They mean `value * scale`, rounded to that dtype. Files hold
 eight integers, each plus 8, in an int32, the first in the lowest bits: format `pack-quantized` of compressed-tensors.
 
 MXFP4 of the OCP Microscaling specification 1.0: floating point (E2M1) with a power of two for each 32 inputs. A matrix
-is stored as values among 0, 0.5, 1, 1.5, 2, 3, 4, 6 with a sign, and exponents. It stands for `value * 2 ** exponent`,
+is stored as values among 0, 0.5, 1, 1.5, 2, 3, 4, 6 with a sign, and exponents, which mean `value * 2 ** exponent`,
 which bfloat16 holds exactly. Files hold two values in a byte, the first in the lower half, and exponents plus 127:
 format `mxfp4-pack-quantized` of compressed-tensors.
 """
@@ -35,19 +35,19 @@ MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Absolute values, in the order of their codes. The fourth bit of a code is the sign."""
 BIAS = 127
 _UNDEFINED = 255
-"""The exponent that stands for "not a number"."""
+"""The exponent that means "not a number"."""
 _SIGN = 8
 _LARGEST_EXPONENT = 2
 """Exponent of 4, the last power of two among the values."""
 _ROUNDED_UP = 0.875
-"""Mantissa (from 0.5 to 1) from which the exponent of a group is one more: 7 of the scale below would round to 8."""
+"""The exponent of a group is one more from this mantissa (0.5 to 1) on: 7 of the scale below would round to 8."""
 
 
 class QuantizedWeight(Protocol):
     """A quantised matrix."""
 
     def dequantise(self, dtype: torch.dtype) -> Tensor:
-        """Return the matrix that it stands for, `[outputs, inputs]`, rounded once to a dtype."""
+        """Return the quantised matrix, `[outputs, inputs]`, rounded once to a dtype."""
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Return its tensors in a file, by the suffix of their names in place of `weight`."""
@@ -88,8 +88,8 @@ class Float8Format:
     """8-bit floating point with a scale per output.
 
     Args:
-        largest: Function from the largest absolute values of a part of each row to those of whole rows; None if rows
-            are whole.
+        largest: Function from the largest absolute values of parts of rows to those of whole rows; None if rows are
+            whole.
     """
 
     largest: Callable[[Tensor], Tensor] | None = None
@@ -161,7 +161,7 @@ def largest_of_groups(weight: Tensor, group_size: int) -> Tensor:
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which values of a dtype are multiplied and divided: float32, or float64 itself."""
+    """Return the dtype for products and quotients of a dtype: float32, or float64 itself."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -180,7 +180,7 @@ class Int4Weight(NamedTuple):
         """Return `value * scale`, rounded once.
 
         Args:
-            dtype: Dtype of the result; that of the scales if None.
+            dtype: Dtype of the result; the scales' dtype if None.
         """
         wide = wide_dtype(dtype or self.scales.dtype)
         values = grouped(self.values, self.scales.shape[1]).to(wide)
@@ -264,7 +264,7 @@ class MXFP4Weight(NamedTuple):
         """Return `value * 2 ** exponent`.
 
         Args:
-            dtype: Dtype of the result; that of the matrix if None.
+            dtype: Dtype of the result; the matrix's dtype if None.
         """
         wide = wide_dtype(dtype or self.dtype)
         table = torch.tensor([*MAGNITUDES, *(-each for each in MAGNITUDES)], dtype=wide, device=self.codes.device)
@@ -309,16 +309,16 @@ class MXFP4Format:
     def quantise(self, weight: Tensor) -> MXFP4Weight:
         """Quantise a matrix `[outputs, inputs]`.
 
-        The exponent of a group is that of its largest absolute value, rounded to one bit of mantissa, less 2. So the
-        largest value becomes at most 6, by no more than half a step. That of a group with an infinite or undefined
-        value is undefined.
+        The exponent of a group is that of its largest absolute value, rounded to one bit of mantissa, less 2. The
+        largest value becomes at most 6, by no more than half a step. A group with an infinite or undefined value has an
+        undefined exponent.
 
         Raises:
             ValueError: If it is not a matrix, or its groups do not fill its rows.
         """
         largest = largest_of_groups(weight, MXFP4_GROUP).to(wide_dtype(weight.dtype))
         mantissas, exponents = torch.frexp(largest)
-        # frexp has mantissas from 0.5 on, so its exponents are one more than those of mantissas from 1 on.
+        # frexp has mantissas from 0.5 on, so its exponents are one more than with mantissas from 1 on.
         shared = exponents - 1 - _LARGEST_EXPONENT + (mantissas >= _ROUNDED_UP).int()
         shared = shared.where(mantissas != 0, -BIAS).clamp(-BIAS, BIAS)
         exponents = (shared + BIAS).where(largest.isfinite(), _UNDEFINED)

@@ -15,7 +15,7 @@ both to `TrainingWorker`::
 - `RankModel`: forward and backward passes over microbatches.
 - `RankWeights`: weights by their Hugging Face names, for generators and exports.
 - `RankOptimizer`: a step on the gradients that a backward pass left.
-- `RankState`: what a checkpoint holds, as tensors of the whole model.
+- `RankState`: contents of a checkpoint, as tensors of the whole model.
 - `rl_core.torch.residency.Residency`: which tensors leave the device when others need it.
 
 Sharding over data-parallel ranks, microbatches, losses and metrics, skipped steps, schedules, the reference, checkpoint
@@ -139,11 +139,11 @@ class Pass:
 
 
 class RankModel(Protocol):
-    """This rank's part of a model: passes over microbatches, in which all ranks take part."""
+    """This rank's part of a model: passes over microbatches, with all ranks."""
 
     @property
     def pipeline(self) -> Pipeline:
-        """The pipeline that microbatches pass, from which their number follows."""
+        """The pipeline that microbatches pass, which decides their number."""
 
     @property
     def shape(self) -> ModelShape | None:
@@ -162,7 +162,7 @@ class RankModel(Protocol):
         """
 
     def extra_columns(self, batch: Batch, *, for_loss: bool) -> Mapping[str, Ragged]:
-        """Return columns, in addition to tokens and those of the loss, that passes take from a batch; often none.
+        """Return columns, in addition to tokens and the loss's columns, that passes take from a batch; often none.
 
         Args:
             batch: Batch that the passes are computed on.
@@ -173,7 +173,7 @@ class RankModel(Protocol):
         """
 
     def image_columns(self, batch: Batch) -> Mapping[str, np.ndarray]:
-        """Return columns by which passes see the images of rows, made on the host; `rl_core.torch.rows.no_images` of a
+        """Return columns of the images of rows for passes, made on the host; `rl_core.torch.rows.no_images` of a
         model that sees none.
 
         Args:
@@ -202,7 +202,7 @@ class RankModel(Protocol):
 
 
 class RankWeights(Protocol):
-    """The weights of a whole model by their Hugging Face names, of which a rank holds parts."""
+    """The weights of a whole model by their Hugging Face names; a rank holds parts of them."""
 
     @property
     def tied(self) -> Mapping[str, str]:
@@ -232,7 +232,7 @@ class RankWeights(Protocol):
             dtype: Dtype of the floating-point tensors, such as `bfloat16`.
             everywhere: True if every rank gets them whole.
             bucket_bytes: About how many bytes are brought together at one time.
-            merges_adapters: True if adapters are added to the weights that they sit on.
+            merges_adapters: True if adapters are added to their weights.
             served: True for the weights that generators compute with, if they differ from those that are trained:
                 rounded ones in quantisation-aware training.
         """
@@ -302,7 +302,7 @@ class RankState(Protocol):
         """Go on from what `layers` returned on the same layout."""
 
     def save_planner(self) -> KeptSavePlanner:
-        """Return a planner by which torch's distributed checkpoint takes the values of `tensors`, for all saves of the
+        """Return a planner that gives the values of `tensors` to torch's distributed checkpoint, for all saves of the
         same ones."""
 
 

@@ -46,6 +46,9 @@ class Checkpoint:
         optimizer: None if the model does not train.
         seed: Seed of the generators of a run that resumes on another layout.
         reference: None if the model keeps none.
+
+    Attributes:
+        finish_save: Ends the last save, as `BackgroundSave.finish` does.
     """
 
     def __init__(
@@ -63,13 +66,14 @@ class Checkpoint:
         self._seed = seed
         self._reference = reference
         self._background = BackgroundSave()
+        self.finish_save = self._background.finish
         self._planners: dict[str, KeptSavePlanner] = {}
 
     def save(self, path: Path, *, wait: bool = True) -> None:
         """Write under `path`, or copy what is to be written aside and write it in the background; collective.
 
         Raises:
-            RLError: If a rank's files cannot be written, also those of an earlier save.
+            RLError: If a rank's files cannot be written, also in an earlier save.
         """
         self.finish_save()
         aside = None  # An initial reference is not saved: its weights are at `model_name`.
@@ -107,18 +111,8 @@ class Checkpoint:
 
         self._background.begin(path, write, wait=wait)
 
-    def finish_save(self, *, wait: bool = True) -> tuple[SavedFile, ...] | None:
-        """Return the files that this rank wrote for the last save; None while they are being written.
-
-        Without `wait` it takes part in no collective.
-
-        Raises:
-            RLError: If a rank's files could not be written, once.
-        """
-        return self._background.finish(wait=wait)
-
     def close(self) -> None:
-        """Wait for what is being written."""
+        """Wait for the unfinished save."""
         self._background.close()
         for planner in self._planners.values():
             planner.forget()
@@ -232,7 +226,7 @@ class Hyperparameters:
         optimizer.register_step_post_hook(count)
 
     def state(self) -> dict[str, Any]:
-        """Return the present settings, those of the beginning, which show what the config was, and steps made."""
+        """Return the present settings, the settings of the beginning, which follow from the config, and steps made."""
         return {**self._now(), "beginning": self._beginning, "num_steps": self._num_steps}
 
     def restore(self, saved: Mapping[str, Any]) -> None:

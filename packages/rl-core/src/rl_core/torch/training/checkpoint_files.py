@@ -106,13 +106,13 @@ def read_tensors(
         RLError: On every rank, if one of them cannot read.
     """
     with warnings.catch_warnings(), plain_errors(path, "read"):
-        # The ranks of a pipeline read tensors of other names.
+        # The ranks of a pipeline read other tensors.
         warnings.filterwarnings("ignore", message="Detected mismatched keys")
         dcp.load(tensors, checkpoint_id=path / SHARDS, planner=planner, process_group=group)
 
 
 def verify_files(folder: Path, files: Sequence[SavedFile], group: dist.ProcessGroup) -> None:
-    """Compare files with what was written; each is read by one of the ranks, so that together they read them once.
+    """Compare files with their digests; each is read by one of the ranks, so that together they read them once.
 
     Args:
         folder: That the files' paths are relative to.
@@ -121,7 +121,7 @@ def verify_files(folder: Path, files: Sequence[SavedFile], group: dist.ProcessGr
 
     Raises:
         CheckpointDamaged: On every rank, naming the first file that is missing or differs.
-        RLError: On every rank, if one could not be read, which says nothing about its contents.
+        RLError: On every rank, if one could not be read; its contents may be whole.
     """
     if not files:
         return
@@ -393,7 +393,7 @@ class BackgroundSave:
         return self._files
 
     def close(self) -> None:
-        """Wait for what is being written; its failure goes to the log."""
+        """Wait for the unfinished save; its failure goes to the log."""
         if self._writing is not None:
             wait_for([self._writing])
             if (error := self._writing.exception()) is not None:

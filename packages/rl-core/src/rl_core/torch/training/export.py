@@ -36,7 +36,7 @@ def export_dtype(folder: Path, precision: str) -> str:
 
     Args:
         folder: Folder of the model's source.
-        precision: What the model computes in.
+        precision: Compute dtype of the model.
     """
     if precision == "float32":
         return precision
@@ -44,7 +44,7 @@ def export_dtype(folder: Path, precision: str) -> str:
 
 
 def stated_dtype(folder: Path) -> str | None:
-    """Return dtype that a model's config says its files have; None if it does not say."""
+    """Return the dtype of a model's files by its config; None if it has none."""
     config = json.loads((folder / CONFIG).read_text())
     stated = (each.get(name) for each in (config, language_fields(config)) for name in ("dtype", "torch_dtype"))
     source = next((dtype for dtype in stated if dtype), None)
@@ -52,8 +52,7 @@ def stated_dtype(folder: Path) -> str | None:
 
 
 def float32_among_others(files: WeightFiles) -> set[str]:
-    """Return the names of the tensors that are float32 in files of which others are not, if the config says that the
-    model is of less, or most values are."""
+    """Return the float32 tensors of files with other dtypes, if the model is of less by its config or most values."""
     with files.open() as opened:
         wide = {name for name in files.names if opened.dtype(name) in _WIDE}
         is_wide_model = opened.common_dtype in _WIDE and stated_dtype(files.folder) not in _LOWER
@@ -61,7 +60,7 @@ def float32_among_others(files: WeightFiles) -> set[str]:
 
 
 def write_hf_config(model: RankModel, path: Path, *, role: Role, dtype: str, tokenizer: Path) -> None:
-    """Write the config by which `transformers` loads an export.
+    """Write the config of an export for `transformers`.
 
     Args:
         model: Model that is exported.
@@ -86,7 +85,7 @@ def write_hf_config(model: RankModel, path: Path, *, role: Role, dtype: str, tok
 
 
 def complete_generation_config(folder: Path) -> None:
-    """Add the tokens at which the policy was taught to stop to `eos_token_id` of an export, which generators stop at:
+    """Add the stop tokens that the policy was taught to `eos_token_id` of an export, which generators stop at:
     the end of sequence, and the end of a turn in the chat template, such as `<|im_end|>` on a base model."""
     if not (folder / "tokenizer.json").is_file():
         return
@@ -124,7 +123,7 @@ def padding_token(folder: Path, fields: Mapping[str, Any]) -> int | None:
 
 
 def _taught_ends(tokenizer: Any) -> list[str]:
-    """Return the tokens at which the policy was taught to stop."""
+    """Return the stop tokens that the policy was taught."""
     return [token for token in (tokenizer.eos_token, template_ends(tokenizer).token) if token]
 
 

@@ -1,7 +1,7 @@
 """Floating-point operations of a training step, from the model's shape, and how much of the device they use.
 
 Model FLOPs, after Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways" (2022), appendix B: a
-multiplication with its addition counts as two, what is computed again for lack of memory does not count, nor do
+multiplication with its addition counts as two, recomputation for lack of memory does not count, nor do
 padding, pairs of tokens in different rows, or keys that a query does not see.
 """
 
@@ -56,7 +56,7 @@ class AttentionShape(NamedTuple):
         num_heads: Number of heads of queries.
         key_dim, value_dim: of a head.
         window: Tokens that each token sees, itself included; all before it if None.
-        chunk: Tokens of each chunk of a row, outside of which no token sees any; the whole row if None.
+        chunk: Tokens of each chunk of a row; no token sees another chunk. The whole row if None.
     """
 
     num_heads: int
@@ -119,8 +119,8 @@ class ModelShape(NamedTuple):
     """The numbers that a model's operations follow from.
 
     Args:
-        matrices: Entries of all matrices that a token is multiplied with, those of its experts among them.
-        trained: Those of them that train.
+        matrices: Entries of all matrices that a token is multiplied with, including its experts.
+        trained: Entries among them that train.
         attention: Attention of each layer that has softmax attention.
     """
 
@@ -130,7 +130,7 @@ class ModelShape(NamedTuple):
 
     def training_flops(self, lengths: ArrayLike) -> float:
         """Return operations of a forward and a backward pass over rows of these lengths. Products with matrices run
-        forward, backward by their inputs and, if they train, by their entries; those of attention run forward and
+        forward, backward by their inputs and, if they train, by their entries; products of attention run forward and
         backward by both factors."""
         rows = np.asarray(lengths, dtype=np.float64)
         products = 2.0 * rows.sum() * (2 * self.matrices + self.trained)

@@ -1,4 +1,4 @@
-"""Bookkeeping of low-rank adapters, whatever layers they sit on."""
+"""Bookkeeping of low-rank adapters on any layers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def ends_with(layer: str, endings: Sequence[str]) -> bool:
 
 
 def alone(name: str) -> str:
-    """Return the name that a layer of a composite model has in its language model; that of another layer is itself."""
+    """Return the name that a layer of a composite model has in its language model; other layers keep their name."""
     return LANGUAGE_PREFIX.sub("model.", name)
 
 
@@ -107,7 +107,7 @@ def flat_factors(down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
         up: `[experts, outputs, dim]`.
 
     Returns:
-        `[experts * dim, inputs]`, expert by expert, and `[outputs, dim * experts]`, in which the expert changes first.
+        `[experts * dim, inputs]`, expert by expert, and `[outputs, dim * experts]`, where the expert changes first.
     """
     return down.flatten(0, 1), up.permute(1, 2, 0).flatten(1)
 
@@ -133,7 +133,7 @@ def initial_down(weight: str, shape: Sequence[int], seed: int) -> Tensor:
 
 @dataclass(frozen=True)
 class InitialFactors:
-    """The factors that the adapters of a model start from: new ones, or those of an adapter in the format of peft.
+    """The factors that the adapters of a model start from: new ones, or those in files of the format of peft.
 
     Args:
         seed: Seed of new ones.
@@ -220,12 +220,12 @@ class InitialFactors:
 
 
 _COMPARED = 4
-"""Number of weights by which two models are compared."""
+"""Number of weights that two models are compared by."""
 
 
 def check_base(config: ModelConfig, folder: Path) -> None:
-    """Refuse an initial adapter that was trained on other weights, as its folder names them. Weights that are not on
-    this machine are not compared, and a warning says so.
+    """Refuse an initial adapter that was trained on other weights by its folder. Weights that are not on
+    this machine are not compared, and a warning is logged.
 
     Args:
         config: The model and its adapters.
@@ -253,7 +253,7 @@ def check_base(config: ModelConfig, folder: Path) -> None:
         )
     elif name:
         raise ValueError(
-            f"lora_cfg.adapter: {config.lora_cfg.adapter} was trained on {base}, whose weights differ from those of "
+            f"lora_cfg.adapter: {config.lora_cfg.adapter} was trained on {base}, whose weights differ from "
             f"{config.model_name} ({name}). Set model_name to that model, or remove lora_cfg.adapter"
         )
 

@@ -105,9 +105,9 @@ def adapter_config(
         config: The model and its adapters.
         role: Role of the model, which has a score head in the place of its language-model head or not.
         targets: Ends of the names of the layers that have an adapter.
-        parameters: Names of the weights that have one: stacked ones of experts, and those of linear layers that peft
+        parameters: Names of the weights that have one: stacked ones of experts, and weights of linear layers that peft
             would take for experts.
-        auto_mapping: Class of a composite model, by which `AutoPeftModel` classes load it; None for other models, which
+        auto_mapping: Class of a composite model for `AutoPeftModel` classes; None for other models, which
             they load by the task.
     """
     lora = config.lora_cfg
@@ -158,7 +158,7 @@ class PeftForm(NamedTuple):
 
 
 def peft_form(config: ModelConfig, role: Role, factors: Mapping[str, Tensor], folder: Path) -> PeftForm:
-    """Return the form in which peft loads the adapters of a model onto the layers that they are trained on.
+    """Return the form that peft loads the adapters of a model from, onto the layers that they are trained on.
 
     Args:
         config: The model and its adapters.
@@ -215,7 +215,7 @@ class _Trial(NamedTuple):
     """The adapters of a model, to be loaded by peft.
 
     Args:
-        factors: Tensors without data, by the names that peft has for them if it names layers as the trained model does.
+        factors: Tensors without data, by their names in peft if its layers have the names of the trained model.
         layers: Layers of peft with an adapter, named likewise.
         stacks: Weights of stacked experts with an adapter.
     """
@@ -279,7 +279,7 @@ class _Trial(NamedTuple):
         """Load the factors by peft.
 
         Returns:
-            Names of the layers to which peft attaches adapters of this rank and scale with their factors, and names of
+            Layers that peft attaches adapters of this rank and scale to with their factors, and names of
             the tensors that find no place, or are missing next to the factors.
 
         Raises:

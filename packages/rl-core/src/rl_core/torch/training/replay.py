@@ -34,7 +34,7 @@ class RoutingShape(NamedTuple):
     num_experts: int
 
     def column_of(self, batch: Batch, *, is_needed: bool, key: str) -> dict[str, Ragged]:
-        """Return the column of a batch that says where its tokens were sent, by name.
+        """Return the column of a batch with the experts of its tokens, by name.
 
         Args:
             batch: Batch that the pass is computed on.
@@ -78,7 +78,7 @@ class RoutingShape(NamedTuple):
 
 
 def chosen_experts(own: Tensor, given: Tensor) -> Tensor:
-    """Return int64 `[tokens, experts per token]`: the given experts, and the router's own for tokens of which none are
+    """Return int64 `[tokens, experts per token]`: the given experts, and the router's own for tokens where none are
     given.
 
     Args:

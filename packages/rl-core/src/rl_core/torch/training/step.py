@@ -117,7 +117,7 @@ def run_train_step(
         norm = optimizer.grad_norm()
         steps = skipped.admits(norm)
         if steps:
-            # The factor is that of `torch.nn.utils.clip_grad_norm_`.
+            # `torch.nn.utils.clip_grad_norm_` has the same factor.
             if max_grad_norm is not None and (factor := max_grad_norm / (norm + 1e-6)) < 1.0:
                 optimizer.scale_grads(factor)
             optimizer.step()
@@ -236,7 +236,7 @@ def prepared_ahead(makers: Sequence[Callable[[], Microbatch]], device: torch.dev
     On a device without streams nothing is made before it is taken.
 
     Args:
-        makers: Make the microbatches, in the order in which a pass takes them.
+        makers: Make the microbatches, in the order of the pass.
         device: Device that they are copied to.
     """
     if device.type != "cuda":
@@ -278,7 +278,7 @@ class LossPass:
         group: The data-parallel group, on a backend that reduces CPU tensors; the totals are summed over it.
 
     Raises:
-        ValueError: If the batch lacks a column that the loss or one of its reads names.
+        ValueError: If the batch lacks a column of the loss or of one of its reads.
     """
 
     def __init__(self, loss: Loss, batch: Batch, group: dist.ProcessGroup | None) -> None:

@@ -26,9 +26,9 @@ def untie_apart(
 
     Args:
         config: Config of the model; changed in place.
-        pairs: The names of tied tensors in the files.
+        pairs: Tied tensors, by their names in the files.
         files: Weight files that the model is loaded from.
-        group: All ranks, each of which compares its share of the rows.
+        group: All ranks; each compares its share of the rows.
 
     Returns:
         Whether it was set, so that the model is to be built again.

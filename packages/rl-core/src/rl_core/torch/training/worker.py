@@ -49,7 +49,7 @@ class TrainingWorker(KeptPart):
             updated.
         mesh: Joined; it is left if building fails, and by `close`.
         build: Function from the folder of the model's files to its parts; collective.
-        row_multiple: Number of which each packed row fills a multiple, if the model pads packed microbatches to their
+        row_multiple: Each packed row fills a multiple of this number, if the model pads packed microbatches to their
             token budget; None if it does not.
 
     Attributes:
@@ -215,16 +215,15 @@ class TrainingWorker(KeptPart):
         self._residency.require("parameters")
         return send_weights(self._sending, self._weights, manifest, transport, self._config.precision, self._mesh)
 
-    def interrupt(self, transport: Transport, reason: str) -> None:
-        """End this process's `send` over a transport soon, as nobody will receive it; called by another thread."""
-        interrupt(transport, reason)
+    interrupt = staticmethod(interrupt)
+    """Ends this process's `send` over a transport soon, as nobody will receive it; called by another thread."""
 
     def health(self) -> Mapping[str, Any]:
         """Return rank, process id, and bytes in use: of the process on `cpu`, of torch's allocator on `cuda`."""
         return {"rank": self._mesh.rank, "pid": os.getpid(), "memory_bytes": self._mesh.kind.memory_bytes()}
 
     def close(self) -> None:
-        """Leave the process groups and free the device, once what is being written has been.
+        """Leave the process groups and free the device, once the unfinished save has ended.
 
         It waits a while for the others: leaving while another still talks aborts its process.
         """
@@ -355,6 +354,6 @@ class DraftHead(KeptPart):
         return send_weights(self._sending, self._parts.weights, manifest, transport, self._precision, self._mesh)
 
     def close(self) -> None:
-        """End the connection to receivers, and wait for what is being written."""
+        """End the connection to receivers, and wait for the unfinished save."""
         self._checkpoint.close()
         self._sending.close()

@@ -56,8 +56,7 @@ class Region:
 
 
 Parts = Mapping[str, Sequence[Region]]
-"""Name of a tensor to the parts of it that a receiver keeps, of which there may be none; what has no name here is kept
-whole."""
+"""Name of a tensor to the parts of it that a receiver keeps, perhaps none; other tensors are kept whole."""
 
 
 def parts_of(read: Mapping[str, Iterable[Region]], shapes: Mapping[str, Sequence[int]]) -> Parts:
@@ -72,7 +71,7 @@ def parts_of(read: Mapping[str, Iterable[Region]], shapes: Mapping[str, Sequence
 
 
 def digest_of(parts: Parts) -> str:
-    """Tells parts apart; empty if everything is kept whole."""
+    """Return a digest that differs for other parts; empty if everything is kept whole."""
     return hashlib.sha256(json.dumps(encoded(parts)).encode()).hexdigest()[:16] if parts else ""
 
 
@@ -82,7 +81,7 @@ def encoded(parts: Parts) -> dict[str, Any]:
 
 
 def decoded(message: Mapping[str, Any]) -> Parts:
-    """Return the parts of which `encoded` made a message."""
+    """Return the parts that `encoded` made a message of."""
     return {
         name: tuple(Region(tuple(size), tuple(stride), offset) for size, stride, offset in regions)
         for name, regions in message.items()
@@ -103,11 +102,11 @@ class Slot:
     parts: Sequence[Region] | None = None
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Return the tensor that lies here whole in a uint8 buffer, without a copy."""
+        """Return the tensor that is here whole in a uint8 buffer, without a copy."""
         return self._values(buffer).view(self.spec.shape)
 
     def fill(self, buffer: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Copy what lies here of a tensor into a uint8 buffer."""
+        """Copy the tensor, or the parts of it that belong here, into a uint8 buffer."""
         if self.parts is None:
             self.view(buffer).copy_(tensor)
             return
@@ -116,7 +115,7 @@ class Slot:
             place.copy_(part.read(whole))
 
     def put_into(self, whole: torch.Tensor, buffer: torch.Tensor) -> None:
-        """Copy the parts that lie here in a uint8 buffer to their places in a contiguous tensor."""
+        """Copy the parts that are here in a uint8 buffer to their places in a contiguous tensor."""
         for part, place in self._places(buffer):
             part.read(whole).copy_(place)
 
@@ -160,9 +159,9 @@ class Layout:
     """The buckets of one transfer.
 
     Args:
-        buckets: Buckets in the order in which they travel.
+        buckets: Buckets in the order of the transfer.
         fingerprint: Tells two manifests apart in a handshake, their versions included, and the parts that travel.
-        parts: What travels of each tensor.
+        parts: Parts of each tensor that travel.
     """
 
     buckets: tuple[Bucket, ...]

@@ -1,7 +1,7 @@
 """Transfers of only what differs from the one before over the same connection, exact to the bit.
 
-Both ends keep every bucket as it was last sent, in host memory. Of a bucket in which few values have changed their
-positions and new values travel, of any other one the whole; the receiving end completes it before it is read or its
+Both ends keep every bucket as it was last sent, in host memory. If few values of a bucket have changed, their
+positions and new values travel, otherwise the whole bucket; the receiving end completes it before it is read or its
 digest is taken. Another connection, which a receiver that is restarted or joins needs, begins with whole buckets.
 """
 
@@ -22,7 +22,7 @@ BLOCK = 2**16
 
 BASE_BYTES = 8
 LANES = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers in which buckets are compared, by their bytes: bits differ also if floating-point values are equal."""
+"""Integers for the comparison of buckets, by their bytes: bits differ also if floating-point values are equal."""
 
 
 class ChangesSenderLink:
@@ -60,7 +60,7 @@ class ChangesSenderLink:
 
 
 class ChangesReceiverLink:
-    """A `ReceiverLink` that completes the buckets of which another one receives only the changes."""
+    """A `ReceiverLink` that completes buckets when another one receives only their changes."""
 
     def __init__(self, link: ReceiverLink, rank: int) -> None:
         self._link = link
@@ -118,7 +118,7 @@ class KeptBuckets:
             kept.copy_(whole)
 
     def finish(self) -> None:
-        """Mark all buckets as those of this transfer's version."""
+        """Mark all buckets as belonging to this transfer's version."""
         assert self._layout is not None, "begin comes first"
         self.base = int(self._layout.fingerprint, 16) - 2**63
 

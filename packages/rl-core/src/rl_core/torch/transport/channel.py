@@ -42,11 +42,11 @@ def interruptible(transport: Transport) -> Iterator[None]:
 
 
 class Deadline:
-    """A point in time by which a phase must be over.
+    """The point in time when a phase must be over.
 
     Args:
         seconds: Seconds from now.
-        phase: The work and who does it, as the error says it.
+        phase: The work and who does it, for the error.
     """
 
     def __init__(self, seconds: float, phase: str) -> None:
@@ -86,6 +86,7 @@ class Channel:
             # otherwise a message waits up to 40 ms for the peer's kernel to acknowledge the one before
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connection
+        self.close = connection.close
         self.peer = peer
         self._timeout_s = timeout_s
 
@@ -148,17 +149,13 @@ class Channel:
             return
 
     def await_close(self, timeout_s: float) -> None:
-        """Wait until the peer has closed its end, for so long at most; what it still sends is dropped."""
+        """Wait until the peer has closed its end, for at most this time; further messages are dropped."""
         end = time.monotonic() + timeout_s
         with suppress(OSError):
             while (left := end - time.monotonic()) > 0:
                 self._socket.settimeout(left)
                 if not self._socket.recv(1 << 16):
                     return
-
-    def close(self) -> None:
-        """Close the socket."""
-        self._socket.close()
 
     @property
     def local_host(self) -> str:
@@ -194,3 +191,22 @@ class Channel:
 
     def _lost(self, phase: str) -> WeightSyncError:
         return WeightSyncError(f"lost {self.peer} during {phase}")
+
+
+class Receivers(dict[int, Channel]):
+    """Connections to receivers by their ranks."""
+
+    def send(self, message: dict[str, Any], phase: str) -> None:
+        """Send a message to every receiver."""
+        for channel in self.values():
+            channel.send(message, phase)
+
+    def abort(self, reason: str) -> None:
+        """Tell every receiver why nothing more will come."""
+        for channel in self.values():
+            channel.abort(reason)
+
+    def close(self) -> None:
+        """Close every connection."""
+        for channel in self.values():
+            channel.close()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from datetime import timedelta
@@ -21,11 +21,10 @@ from rl_core.devices import Device
 from rl_core.errors import WeightSyncError
 from rl_core.torch.process_group import listen_at
 from rl_core.torch.transport.bucket import Bucket, Layout, Parts, digest_of
-from rl_core.torch.transport.channel import Channel, Deadline
+from rl_core.torch.transport.channel import Deadline, Receivers
 from rl_core.torch.transport.link import confirm, verify
 from rl_core.torch.transport.rendezvous import (
     MAX_PENDING,
-    abort_all,
     accept_receivers,
     await_ready,
     find_sender,
@@ -128,13 +127,14 @@ def collective_sender_links(transport: Transport, device: Device) -> list[Collec
     try:
         if list(channels) != list(range(1, count + 1)):
             raise WeightSyncError(f"receivers of a collective have ranks 1 to {count}, got {list(channels)}")
-        groups: dict[str, dict[int, Channel]] = {}
+        groups: dict[str, Receivers] = {}
         for rank, channel in channels.items():
-            groups.setdefault(channel.receive(_JOINING)["keeps"], {})[rank] = channel
+            groups.setdefault(channel.receive(_JOINING)["keeps"], Receivers())[rank] = channel
         for group in groups.values():
             links.append(CollectiveSenderLink(group, transport, device))
     except BaseException as error:
-        abort_all(channels.values(), f"{type(error).__name__}: {error}")
+        channels.abort(f"{type(error).__name__}: {error}")
+        channels.close()
         for link in links:
             link.close()
         raise
@@ -148,8 +148,9 @@ class CollectiveSenderLink:
         channels: Channels to the receivers, by their ranks among all receivers.
     """
 
-    def __init__(self, channels: Mapping[int, Channel], transport: Transport, device: Device) -> None:
+    def __init__(self, channels: Receivers, transport: Transport, device: Device) -> None:
         self._channels = channels
+        self.abort = channels.abort
         self._announces = transport.sends_changes
         self._parts: Parts = {}
         host, timeout_s = _host_and_port(transport.address)[0], transport.timeout_s
@@ -174,8 +175,7 @@ class CollectiveSenderLink:
 
     def send(self, bucket: Bucket) -> int:
         if self._announces:
-            for channel in self._channels.values():
-                channel.send({"bytes": bucket.num_bytes}, self._broadcasts.phase(bucket.index))
+            self._channels.send({"bytes": bucket.num_bytes}, self._broadcasts.phase(bucket.index))
         self._broadcasts.start(bucket)
         return bucket.num_bytes
 
@@ -184,13 +184,8 @@ class CollectiveSenderLink:
             self._broadcasts.wait(index)
         confirm(self._channels, self._layout, digests)
 
-    def abort(self, reason: str) -> None:
-        for channel in self._channels.values():
-            channel.abort(reason)
-
     def close(self) -> None:
-        for channel in self._channels.values():
-            channel.close()
+        self._channels.close()
         self._broadcasts.close()
 
     def _check(self, phase: str) -> None:

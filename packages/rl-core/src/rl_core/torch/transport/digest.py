@@ -11,13 +11,13 @@ from torch import Tensor
 
 LANE_BYTES = 8
 HOST_CHUNK, DEVICE_CHUNK = 2**14, 2**24
-"""Lanes mixed at a time: what a core's cache holds, and what keeps a GPU busy in little memory."""
+"""Lanes mixed at a time: as many as a core's cache holds, and enough to keep a GPU busy in little memory."""
 
 
 def digest(tensor: Tensor) -> str:
     """Return a digest of a tensor's bytes in row-major order, equal on every device for equal bytes.
 
-    The bytes are read as 64-bit lanes, each mixed with a key of its position by invertible steps (those of splitmix64,
+    The bytes are read as 64-bit lanes, each mixed with a key of its position by invertible steps (as in splitmix64,
     with arithmetic shifts), and summed modulo 2^64, so that integer sums on the device give the same answer in any
     order and 8 bytes reach the host. It catches accidents (a changed byte, swapped values, zeros in place of data), not
     an adversary.
@@ -71,7 +71,7 @@ def read_digests(pending: Sequence[PendingDigest]) -> list[str]:
 def _mixed_sum(lanes: Tensor, start: int) -> Tensor | int:
     """Return the sum of the mixed lanes at positions `start`, `start + 1`, ..., except multiples of 2^64."""
     if lanes.device.type == "cpu":
-        # not `numpy()`, after which torch would not release the memory
+        # After `numpy()` torch would not release the memory.
         return _host_sum(np.from_dlpack(lanes), start)
     return _device_sum(lanes, start)
 

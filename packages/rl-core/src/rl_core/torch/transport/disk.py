@@ -2,8 +2,8 @@
 
 The sender writes a version whole and returns; receivers then read it. Nobody waits for another through files, so a
 shared file system needs neither locks nor quick notice of changes. A folder holds one version at a time: the next one
-takes its place, and nothing is left once the sender has closed its end. The shard of a bucket of which only the changes
-travel holds these as one tensor.
+takes its place, and nothing is left once the sender has closed its end. If only the changes of a bucket
+travel its shard holds these as one tensor.
 """
 
 from __future__ import annotations

@@ -28,10 +28,10 @@ NUM_BUFFERS = 2
 """One is filled while the receivers read the other."""
 
 KEPT = {"buffers": "kept"}
-"""Said in place of an offer of memory: that of the transfer before is used again."""
+"""Message in place of an offer of memory: the memory of the transfer before is used again."""
 
 RELEASE_S = 10.0
-"""Longest time that the receivers may take to release the sender's memory before the sender frees its own part."""
+"""Timeout in seconds for receivers to release the sender's memory before the sender frees its own part."""
 
 
 class IpcSenderLink:
@@ -47,6 +47,7 @@ class IpcSenderLink:
             listener.bind(_meeting_place(transport, device))
             listener.listen(max(MAX_PENDING, transport.num_receivers))
             self._channels = accept_receivers(listener, transport)
+        self.abort = self._channels.abort
 
     def begin(self, layout: Layout) -> Layout:
         self._layout = layout
@@ -55,8 +56,7 @@ class IpcSenderLink:
         count, size = min(NUM_BUFFERS, len(layout.buckets)), layout.capacity
         held = self._buffers
         if held is not None and held.fits(count, size):
-            for channel in self._channels.values():
-                channel.send(KEPT, "sharing memory")
+            self._channels.send(KEPT, "sharing memory")
             return layout
         has_memory = self._device.torch_device.index is not None
         self._buffers = (
@@ -75,8 +75,7 @@ class IpcSenderLink:
 
     def send(self, bucket: Bucket) -> int:
         self._device.synchronize()
-        for channel in self._channels.values():
-            channel.send({"bucket": bucket.index}, f"bucket {bucket.index + 1} of {len(self._layout.buckets)}")
+        self._channels.send({"bucket": bucket.index}, f"bucket {bucket.index + 1} of {len(self._layout.buckets)}")
         self._sent += 1
         return bucket.num_bytes
 
@@ -84,17 +83,12 @@ class IpcSenderLink:
         self._await_acknowledgements(self._sent)
         confirm(self._channels, self._layout, digests)
 
-    def abort(self, reason: str) -> None:
-        for channel in self._channels.values():
-            channel.abort(reason)
-
     def close(self) -> None:
         if self._buffers is not None and self._buffers.need_release:
-            # a receiver closes its end when it has released the buffers
+            # A receiver closes its end when it has released the buffers.
             for channel in self._channels.values():
                 channel.await_close(RELEASE_S)
-        for channel in self._channels.values():
-            channel.close()
+        self._channels.close()
         if self._buffers is not None:
             self._buffers.close()
 
@@ -194,7 +188,7 @@ class HostBuffers(SharedBuffers):
 
 
 class DeviceBuffers(SharedBuffers):
-    """CUDA memory, shared through IPC handles; what is closed while a receiver still maps it stays in torch's limbo."""
+    """CUDA memory, shared through IPC handles; if it is closed while a receiver maps it, it stays in torch's limbo."""
 
     need_release = True
 

@@ -1,4 +1,4 @@
-"""Ends of a connection over which buckets travel, and the comparison of what was sent with what arrived.
+"""Ends of a connection for buckets, and the comparison of sent buckets with received ones.
 
 They compare one digest, and the digests of single buckets only if it differs.
 """
@@ -6,14 +6,14 @@ They compare one digest, and the digests of single buckets only if it differs.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
 from rl_core.errors import WeightSyncError
 from rl_core.torch.transport.bucket import Bucket, Layout
-from rl_core.torch.transport.channel import Channel
+from rl_core.torch.transport.channel import Channel, Receivers
 
 PHASE = "digests"
 
@@ -61,7 +61,7 @@ class ReceiverLink(Protocol):
         """Let the bucket's buffer be written again."""
 
     def finish(self, digests: Sequence[str]) -> None:
-        """Compare what arrived with what was sent.
+        """Compare the received buckets with the sent ones.
 
         Raises:
             WeightSyncError: Naming the tensors of buckets that arrived otherwise.
@@ -79,14 +79,13 @@ def root_digest(digests: Sequence[str]) -> str:
     return hashlib.sha256(" ".join(digests).encode()).hexdigest()[:32]
 
 
-def confirm(channels: Mapping[int, Channel], layout: Layout, digests: Sequence[str]) -> None:
+def confirm(channels: Receivers, layout: Layout, digests: Sequence[str]) -> None:
     """Tell every receiver the root digest as the sender, and wait until each has agreed.
 
     Raises:
         WeightSyncError: Naming receiver and tensors, if something arrived otherwise.
     """
-    for channel in channels.values():
-        channel.send({"root": root_digest(digests)}, PHASE)
+    channels.send({"root": root_digest(digests)}, PHASE)
     for rank, channel in channels.items():
         answer = channel.receive(PHASE)
         if "received" in answer:

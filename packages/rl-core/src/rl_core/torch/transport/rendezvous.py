@@ -21,12 +21,12 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rl_core.errors import WeightSyncError
 from rl_core.torch.transport.bucket import Layout, Parts, decoded, encoded
-from rl_core.torch.transport.channel import Channel, Deadline
+from rl_core.torch.transport.channel import Channel, Deadline, Receivers
 from rl_core.weights import Transport
 
 _log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ ANSWER_BYTES = _PROOF_BYTES
 """Length of the sender's second message."""
 
 
-def accept_receivers(listener: socket.socket, transport: Transport) -> dict[int, Channel]:
+def accept_receivers(listener: socket.socket, transport: Transport) -> Receivers:
     """Wait for the receivers of a transport and return their channels by rank.
 
     A peer is a receiver once it has proven that it has the transport's secret, and on a Unix socket runs as this user.
@@ -63,7 +63,7 @@ def accept_receivers(listener: socket.socket, transport: Transport) -> dict[int,
         WeightSyncError: If the receivers do not come in time, or two of them have the same rank.
     """
     deadline = Deadline(transport.timeout_s, "")
-    channels: dict[int, Channel] = {}
+    channels = Receivers()
     with _Reception(listener, transport) as reception:
         try:
             while len(channels) < transport.num_receivers:
@@ -79,9 +79,10 @@ def accept_receivers(listener: socket.socket, transport: Transport) -> dict[int,
                         raise WeightSyncError(f"two receivers have rank {rank}")
                     channels[rank] = channel
         except WeightSyncError as error:
-            abort_all(channels.values(), str(error))
+            channels.abort(str(error))
+            channels.close()
             raise
-    return dict(sorted(channels.items()))
+    return Receivers(sorted(channels.items()))
 
 
 @dataclass
@@ -203,7 +204,7 @@ def await_ready(channels: Mapping[int, Channel], layout: Layout, parts: Parts | 
     Args:
         channels: Connections to the receivers, by rank.
         layout: Buckets of the transfer with all tensors whole.
-        parts: That they kept the last time, and still do unless one of them says otherwise.
+        parts: Parts that they kept the last time, and still do unless one of them reports others.
 
     Raises:
         WeightSyncError: Naming a receiver that is ready for another one.
@@ -297,13 +298,6 @@ def _prove(connection: socket.socket, secret: bytes, rank: int, deadline: Deadli
         raise _HandshakeEnded from None
 
 
-def abort_all(channels: Iterable[Channel], reason: str) -> None:
-    """Say why on every channel, then close them."""
-    for channel in channels:
-        channel.abort(reason)
-        channel.close()
-
-
 def _same_user(connection: socket.socket) -> bool:
     """Return whether a local peer runs as this user; abstract sockets have no permissions."""
     if connection.family != socket.AF_UNIX:
@@ -378,10 +372,10 @@ class ReceiverHandshake:
 
 
 def check_prefix(message: bytes | bytearray) -> None:
-    """Check the first bytes of a message, of which any number may have arrived.
+    """Check the first bytes of a message; any number of them may have arrived.
 
     Raises:
-        HandshakeError: If they are not those of a handshake.
+        HandshakeError: If they do not begin a handshake.
     """
     head = message[: len(_MAGIC)]
     if not _MAGIC.startswith(head):

@@ -73,7 +73,7 @@ class Sender:
         """Wait until every receiver has everything as it was sent; returns the digest of all that each group got.
 
         Raises:
-            WeightSyncError: Naming tensors that were never put, or those of buckets that arrived broken.
+            WeightSyncError: Naming tensors that were never put, or tensors of buckets that arrived broken.
         """
         missing = tuple(spec.name for spec in self._manifest.tensors[self._num_put :])
         if missing:
