@@ -67,8 +67,16 @@ def _name(target: Any, key: str, *, is_dotted: bool) -> str:
         what = "a lambda" if "<lambda>" in name else "defined inside a function"
         raise ConfigError(f"{key}: {name} is {what}, so workers cannot import it; define it at the top level of a file")
     module, home = sys.modules.get(target.__module__), public_home(target.__module__, name.partition(".")[0])
-    if module is not None and (home != target.__module__ or _is_installed(module)):
-        return f"{home}{'.' if is_dotted else ':'}{name}"
+    if module is not None:
+        # modules of an installed package or of Python itself can be imported by workers by their name
+        place = getattr(module, "__file__", None)
+        folders = [*site.getsitepackages(), site.getusersitepackages(), sysconfig.get_path("stdlib")]
+        is_installed = module.__name__ != "__main__"
+        if place is not None:
+            top = module.__name__.partition(".")[0]
+            is_installed = any(map(Path(place).is_relative_to, folders)) or top in packages_distributions()
+        if home != target.__module__ or is_installed:
+            return f"{home}{'.' if is_dotted else ':'}{name}"
     found = None
     with suppress(TypeError):
         found = inspect.getsourcefile(target)
@@ -81,17 +89,6 @@ def _name(target: Any, key: str, *, is_dotted: bool) -> str:
     if target.__module__ == "__main__":
         _check_script(file, name, key)
     return f"{file}:{name}"
-
-
-def _is_installed(module: Any) -> bool:
-    """Return whether a module is of an installed package or of Python itself, so that workers can import it by its
-    name."""
-    file = getattr(module, "__file__", None)
-    if file is None:
-        return module.__name__ != "__main__"
-    folders = [*site.getsitepackages(), site.getusersitepackages(), sysconfig.get_path("stdlib")]
-    top = module.__name__.partition(".")[0]
-    return any(Path(file).is_relative_to(folder) for folder in folders) or top in packages_distributions()
 
 
 def _check_script(file: Path, name: str, key: str) -> None:

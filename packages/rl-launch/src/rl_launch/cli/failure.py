@@ -110,9 +110,13 @@ def explained(error: Exception, run_dir: Path | None) -> str:
     """
     if _is_users(error):
         return str(error)
-    if refusal := _refusal(error):
+    file = error.filename if isinstance(error, OSError) else None
+    # engines report it in errors of their own, with the system's words in them
+    refusal = next((said for number, said in _REFUSALS.items() if os.strerror(number) in str(error)), None)
+    if isinstance(error, OSError) and file is not None:
+        refusal = _REFUSALS_OF_FILES.get(error.errno or 0, refusal)
+    if refusal is not None:
         (what, remedy), resume = refusal, " to resume from the newest checkpoint" if run_dir is not None else ""
-        file = error.filename if isinstance(error, OSError) else None
         place = f"the disk of {run_dir or Path.cwd()}"
         if file is not None:
             path = os.fsdecode(file)
@@ -163,14 +167,6 @@ def _is_reader_gone() -> bool:
     poll = select.poll()
     poll.register(output, 0)
     return any(events & select.POLLERR for _, events in poll.poll(0))
-
-
-def _refusal(error: BaseException) -> tuple[str, str] | None:
-    """Return the refusal and the remedy if an error reports that a disk, a quota or a mount refused a file."""
-    if isinstance(error, OSError) and error.filename is not None and error.errno in _REFUSALS_OF_FILES:
-        return _REFUSALS_OF_FILES[error.errno]
-    # engines report it in errors of their own, with the system's words in them
-    return next((said for number, said in _REFUSALS.items() if os.strerror(number) in str(error)), None)
 
 
 def describe(error: BaseException) -> str:

@@ -101,8 +101,13 @@ def explain_anywhere(key: str) -> list[Explained]:
         return list(_of_datasets(settings["dataset"], settings["rest"] or "", plugins(DATASETS), None))
     roots = roots_of_all()
     found = _in_each(roots, key)
-    if not found and (of_choices := _of_choices(key)):
-        return of_choices
+    section = key.rpartition(".")[0]
+    if not found and section and (of_choices := _in_each(_roots_of_choices(section), key)):
+        # its section has the key with other functions than the one that it names by default
+        groups = _grouped(of_choices, _identity)
+        names_in = [" or ".join(name for _, name in alike) for alike in groups]
+        pairs = zip(groups, names_in, strict=True)
+        return [Explained(alike[0][0], f"{section}.name: {some}") for alike, some in pairs]
     if not found:
         path = tuple(key.split("."))
         if elsewhere := next(filter(None, (by_another_name(root, path, {}) for root in roots.values())), None):
@@ -287,16 +292,6 @@ def _with_choices(each: Explained) -> Explained:
         conditions.append(known.get(key) or only)
     shown = replace(explanation, children=tuple(children.values()))
     return replace(each, explanation=shown, child_conditions=tuple(conditions))
-
-
-def _of_choices(key: str) -> list[Explained]:
-    """Return a key as the functions have it that its section can name; empty if none has it."""
-    section = key.rpartition(".")[0]
-    found = _in_each(_roots_of_choices(section), key) if section else []
-    return [
-        Explained(alike[0][0], f"{section}.name: {' or '.join(name for _, name in alike)}")
-        for alike in _grouped(found, _identity)
-    ]
 
 
 def _identity(explanation: Explanation) -> Any:

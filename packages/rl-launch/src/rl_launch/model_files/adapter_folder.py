@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,9 @@ class AdapterFolder:
                 f"{path} adapts the head ({heads[0]}), which cannot have an adapter here; merge it with peft"
             )
         parameters = tuple(name for name in adapted if not name.endswith(_OF_LINEAR))
-        linear = tuple(layer for layer in layers if not _is_of_parameters(layer, parameters))
+        # peft wraps each of several parameters of a module, whose factors have the name of the module
+        modules = tuple("." + parameter.rpartition(".")[0] for parameter in parameters)
+        linear = tuple(layer for layer in layers if not ("." + layer.replace(_WRAPPED, "")).endswith(modules))
         base = str(said.get("base_model_name_or_path") or "")
         return cls(path, base, dim, alpha, bool(said.get("use_rslora")), linear, parameters)
 
@@ -133,12 +135,6 @@ def _unsupported(said: Mapping[str, Any]) -> list[str]:
         if name not in _IRRELEVANT and (value not in neutral if neutral else bool(value)):
             odd.append(f"{name}={value}" if isinstance(value, str) else name)
     return odd
-
-
-def _is_of_parameters(layer: str, parameters: Sequence[str]) -> bool:
-    """Return whether factors with this name belong to parameters of a module, each of which peft wraps."""
-    module = "." + layer.replace(_WRAPPED, "")
-    return any(module.endswith("." + parameter.rpartition(".")[0]) for parameter in parameters)
 
 
 def _tensors(folder: Path) -> Mapping[str, tuple[int, ...]]:

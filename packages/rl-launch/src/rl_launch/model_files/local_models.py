@@ -88,7 +88,7 @@ def untrained_model(name: str) -> Path:
 
 def tiny_vision_model() -> Path:
     """Return the folder of `tiny-vision`, made if it does not exist yet."""
-    return _made(TINY_VISION, "rl_algos.tiny_vision_model:make_tiny_vision_model")
+    return _made(TINY_VISION, "rl_algos.tiny_model:make_tiny_vision_model")
 
 
 def tiny_model() -> Path:

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rl_algos import hub
 from rl_core.config import did_you_mean
@@ -35,43 +35,7 @@ _STALE = ("*.safetensors", "*.safetensors.index.json")
 """Files of the hub's repository that a push replaces as a whole."""
 
 
-class Destination(Protocol):
-    """A place that checkpoints are pushed to."""
-
-    @property
-    def url(self) -> str:
-        """The address, as users write it."""
-        ...
-
-    def check(self) -> None:
-        """Make the place if it does not exist, and prove that it can be written to.
-
-        Raises:
-            ConfigError: If it cannot be, with the remedy.
-        """
-        ...
-
-    def upload(self, folder: Path, *, step: int, title: str) -> str:
-        """Upload the files of a folder in the place of those of an earlier push, and return the address of the result.
-
-        Args:
-            folder: Files of one model.
-            step: Step of the checkpoint.
-            title: One line for people.
-        """
-        ...
-
-    @property
-    def loadable_name(self) -> str:
-        """The name by which `from_pretrained` loads what is pushed."""
-        ...
-
-    def is_final(self, error: Exception) -> bool:
-        """Return whether another attempt would fail alike."""
-        ...
-
-
-def destination_of(url: str, *, private: bool = True, by_step: bool = False) -> Destination:
+def destination_of(url: str, *, private: bool = True, by_step: bool = False) -> HubRepository | StoreFolder:
     """Return the destination of an address.
 
     Args:
@@ -111,6 +75,10 @@ class HubRepository:
     Args:
         name: `OWNER/NAME`.
         private: Whether it is made private; one that exists stays as it is.
+
+    Attributes:
+        url: The address, as users write it.
+        loadable_name: The name by which `from_pretrained` loads the pushed files.
     """
 
     def __init__(self, name: str, *, private: bool) -> None:
@@ -119,7 +87,11 @@ class HubRepository:
         self._private = private
 
     def check(self) -> None:
-        """See `Destination.check`."""
+        """Make the repository if it does not exist, and prove that it can be written to.
+
+        Raises:
+            ConfigError: If it cannot be, with the remedy.
+        """
         from huggingface_hub import HfApi, get_token
         from huggingface_hub.errors import HfHubHTTPError
 
@@ -142,7 +114,13 @@ class HubRepository:
             raise ConfigError(f"{self.url}: {hub.endpoint()} cannot be reached: {_first_line(error)}") from None
 
     def upload(self, folder: Path, *, step: int, title: str) -> str:
-        """See `Destination.upload`."""
+        """Upload the files of a folder in place of the files of an earlier push, and return the address of the result.
+
+        Args:
+            folder: Files of one model.
+            step: Step of the checkpoint.
+            title: One line for people.
+        """
         # takes a while to import, which runs that push nothing should not wait for
         from huggingface_hub import HfApi
 
@@ -152,13 +130,13 @@ class HubRepository:
         return f"{hub.endpoint()}/{self.name}"
 
     def is_final(self, error: Exception) -> bool:
-        """See `Destination.is_final`."""
+        """Return whether another attempt would fail alike."""
         status = getattr(getattr(error, "response", None), "status_code", None)
         return status in _REFUSALS or isinstance(error, ValueError)
 
 
 class StoreFolder:
-    """A folder in an object store or a file system, reached through fsspec.
+    """A folder in an object store or a file system, reached through fsspec; see `HubRepository`.
 
     Args:
         url: Address of the folder.
@@ -173,7 +151,7 @@ class StoreFolder:
         self._by_step = by_step
 
     def check(self) -> None:
-        """See `Destination.check`. Writes a small file and removes it again."""
+        """See `HubRepository.check`. Writes a small file and removes it again."""
         try:
             system, path = self._opened()
             system.makedirs(path, exist_ok=True)
@@ -191,7 +169,7 @@ class StoreFolder:
             ) from None
 
     def upload(self, folder: Path, *, step: int, title: str) -> str:
-        """See `Destination.upload`. The config is written last, so that a reader never takes a part for the whole."""
+        """See `HubRepository.upload`. The config is written last, so that a reader never takes a part for the whole."""
         system, path = self._opened()
         target = f"{path}/step_{step}" if self._by_step else path
         files = [each for each in folder.rglob("*") if each.is_file()]
@@ -213,7 +191,7 @@ class StoreFolder:
         return f"{self.url}/step_{step}" if self._by_step else self.url
 
     def is_final(self, error: Exception) -> bool:
-        """See `Destination.is_final`."""
+        """See `HubRepository.is_final`."""
         return isinstance(error, ImportError | PermissionError | NotADirectoryError | ValueError)
 
     def _opened(self) -> tuple[Any, str]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rl_core.errors import ConfigError, RLError, RunDirectoryError
-from rl_launch.push.destinations import Destination, destination_of
+from rl_launch.push.destinations import HubRepository, StoreFolder, destination_of
 from rl_launch.push.staging import stage
 from rl_launch.session.checkpoints.checkpoints import ADAPTER, STAGED, newest_checkpoint
 from rl_launch.session.checkpoints.manifest import CheckpointManifest
@@ -48,7 +48,7 @@ class Pusher:
     def __init__(
         self,
         config: CheckpointingConfig,
-        destination: Destination,
+        destination: HubRepository | StoreFolder,
         *,
         attempts_after_s: Sequence[float] = ATTEMPTS_AFTER_S,
         unfinished_wait_s: float = UNFINISHED_WAIT_S,
@@ -129,7 +129,7 @@ class _Uploads:
         attempts_after_s: Seconds before each further attempt.
     """
 
-    def __init__(self, destination: Destination, attempts_after_s: Sequence[float]) -> None:
+    def __init__(self, destination: HubRepository | StoreFolder, attempts_after_s: Sequence[float]) -> None:
         self._destination = destination
         self._attempts_after_s = attempts_after_s
         self._waiting: queue.Queue[tuple[int, Path] | None] = queue.Queue()

@@ -277,7 +277,10 @@ class RolloutIndex:
         offset, row, tail, choices = 0, 0, "", "{}"
         try:
             with self._source.open(kind, step) as file:
-                if known is not None and _continues(known[0], stamp) and _tail(file, known[1]) == known[3]:
+                before, after = known[0].split(":") if known is not None else [""], stamp.split(":")
+                # the same file may have grown since
+                may_continue = before[0] == after[0] and before[0].isdigit() and int(after[1]) >= int(before[1])
+                if may_continue and _tail(file, known[1]) == known[3]:
                     _, offset, row, tail, choices = known
                 added = list(_entries(file, offset, row))
                 if added:
@@ -333,12 +336,6 @@ def _opened(name: str) -> sqlite3.Connection:
         database.close()
         raise
     return database
-
-
-def _continues(earlier: str, stamp: str) -> bool:
-    """Return whether a file of one stamp may be the file of an earlier one, grown."""
-    before, after = earlier.split(":"), stamp.split(":")
-    return before[0] == after[0] and before[0].isdigit() and int(after[1]) >= int(before[1])
 
 
 def _choices(added: Sequence[tuple[Any, ...]], known: dict[str, list[str]]) -> str:

@@ -231,7 +231,12 @@ class _Handler(BaseHTTPRequestHandler):
         _log.debug("%s", self.command)
 
     def _route(self) -> None:
-        self._check_host()
+        sent = self.headers.get_all("Host", [])
+        if host_name(sent) not in _LOOPBACK:
+            raise _Refusal(HTTPStatus.FORBIDDEN, "the host of the address must be 127.0.0.1 or localhost")
+        origin = self.headers.get("Origin")
+        if origin is not None and origin != f"http://{sent[0]}":
+            raise _Refusal(HTTPStatus.FORBIDDEN, "requests of other pages are not answered")
         url = urlsplit(self.path)
         try:
             given = parse_qs(url.query, keep_blank_values=True, max_num_fields=_MAX_PARAMETERS)
@@ -266,14 +271,6 @@ class _Handler(BaseHTTPRequestHandler):
                 raise _Refusal(HTTPStatus.NOT_FOUND, "there is no such file") from None
             kind = static_files.TYPES.get(name[name.rfind(".") :], "text/plain; charset=utf-8")
             self._send(HTTPStatus.OK, content, kind)
-
-    def _check_host(self) -> None:
-        sent = self.headers.get_all("Host", [])
-        if host_name(sent) not in _LOOPBACK:
-            raise _Refusal(HTTPStatus.FORBIDDEN, "the host of the address must be 127.0.0.1 or localhost")
-        origin = self.headers.get("Origin")
-        if origin is not None and origin != f"http://{sent[0]}":
-            raise _Refusal(HTTPStatus.FORBIDDEN, "requests of other pages are not answered")
 
     def _check_token(self) -> None:
         kind, _, token = self.headers.get("Authorization", "").partition(" ")

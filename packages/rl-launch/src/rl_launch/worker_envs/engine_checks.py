@@ -218,17 +218,13 @@ def _by_content(value: Any) -> Any:
         return [_by_content(each) for each in value]
     if isinstance(value, str) and os.sep in value:
         path = Path(value).expanduser()
-        files = [path] if path.is_file() else sorted(path.iterdir()) if path.is_dir() else []
-        if files:
-            return [(file.name, _content(file)) for file in files]
+        contents = []
+        for file in [path] if path.is_file() else sorted(path.iterdir()) if path.is_dir() else []:
+            is_text = file.is_file() and file.suffix in _TEXTS
+            digest = hashlib.blake2b(file.read_bytes(), digest_size=20).hexdigest() if is_text else ""
+            contents.append((file.name, digest or str(file.stat().st_size)))
+        return contents or value
     return value
-
-
-def _content(path: Path) -> str:
-    facts = path.stat()
-    if path.is_file() and path.suffix in _TEXTS:
-        return hashlib.blake2b(path.read_bytes(), digest_size=20).hexdigest()
-    return str(facts.st_size)
 
 
 def _environment(python: str) -> Iterator[str]:

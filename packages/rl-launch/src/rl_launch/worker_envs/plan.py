@@ -94,14 +94,25 @@ def portable_plan(spec: WorkerEnvSpec) -> EnvPlan:
         lines = export(checkout.root, ours).splitlines(keepends=True)
     else:
         ours = [each for each in spec.wanted if shipped_export(each.distribution) is not None]
-        lines = _tested(ours).splitlines(keepends=True)
+        pinned = shipped_pins(ours)
+        if pinned is None:
+            lacking = next(w for w in ours if any(shipped_export(w.distribution, extra) is None for extra in w.extras))
+            version = importlib.metadata.version("rl-launch")
+            raise WorkerEnvironmentError(f"rl-launch {version} has no tested versions for {lacking}")
+        lines = pinned.splitlines(keepends=True)
     others = [each for each in spec.wanted if each not in ours]
     # packages that are compiled against the others are installed after them
     sources = {line for name, found in by_name("".join(lines)).items() if name in COMPILED for line in found}
     pins = "".join(line for line in lines if line.strip() not in sources)
     compiled = "".join(line for line in lines if line.strip() in sources)
-    _check_installed([*(each.distribution for each in ours), "rl-core", *(each.distribution for each in others)])
-    wheels = [installed_wheel(name) for name in sorted({*(each.distribution for each in ours), "rl-core"})]
+    own = sorted({*(each.distribution for each in ours), "rl-core"})
+    for name in (*own, *(each.distribution for each in others)):
+        try:
+            importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            remedy = install_command(name)
+            raise WorkerEnvironmentError(f"{name} is not installed in the driver's environment: {remedy}") from None
+    wheels = [installed_wheel(name) for name in own]
     # packages of third parties: by name and the driver's version if an index has them, else as wheels
     named, carried = [], []
     for each in others:
@@ -188,23 +199,6 @@ def _selection(wanted: Iterable[Wanted]) -> list[str]:
     wanted = list(wanted)
     extras = sorted({extra for each in wanted for extra in each.extras})
     return [*(f"--package={each.distribution}" for each in wanted), *(f"--extra={extra}" for extra in extras)]
-
-
-def _tested(wanted: Iterable[Wanted]) -> str:
-    if (pins := shipped_pins(wanted)) is not None:
-        return pins
-    lacking = next(w for w in wanted if any(shipped_export(w.distribution, extra) is None for extra in w.extras))
-    version = importlib.metadata.version("rl-launch")
-    raise WorkerEnvironmentError(f"rl-launch {version} has no tested versions for {lacking}")
-
-
-def _check_installed(distributions: Iterable[str]) -> None:
-    for name in distributions:
-        try:
-            importlib.metadata.distribution(name)
-        except importlib.metadata.PackageNotFoundError:
-            remedy = install_command(name)
-            raise WorkerEnvironmentError(f"{name} is not installed in the driver's environment: {remedy}") from None
 
 
 def _plan(spec: WorkerEnvSpec, commands: tuple[tuple[str, ...], ...], contents: list[Any], **further: Any) -> EnvPlan:

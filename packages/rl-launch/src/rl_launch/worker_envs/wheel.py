@@ -46,7 +46,15 @@ def installed_wheel(distribution: str) -> Wheel:
     """
     found = importlib.metadata.distribution(distribution)
     folder = source_folder(found)
-    return _built(folder) if folder else _repacked(found)
+    if folder is None:
+        return _repacked(found)
+    with tempfile.TemporaryDirectory() as out:
+        command = [find_uv(), "build", "--quiet", "--wheel", "--no-create-gitignore", "--out-dir", out, str(folder)]
+        done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise WorkerEnvironmentError(f"no wheel could be built from {folder}:\n{done.stderr.strip()}")
+        (path,) = Path(out).glob("*.whl")
+        return Wheel(path.name, path.read_bytes())
 
 
 def source_folder(distribution: importlib.metadata.Distribution) -> Path | None:
@@ -55,16 +63,6 @@ def source_folder(distribution: importlib.metadata.Distribution) -> Path | None:
     if not url.get("dir_info", {}).get("editable"):
         return None
     return Path(unquote(urlparse(url["url"]).path))
-
-
-def _built(folder: Path) -> Wheel:
-    with tempfile.TemporaryDirectory() as out:
-        command = [find_uv(), "build", "--quiet", "--wheel", "--no-create-gitignore", "--out-dir", out, str(folder)]
-        done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise WorkerEnvironmentError(f"no wheel could be built from {folder}:\n{done.stderr.strip()}")
-        (path,) = Path(out).glob("*.whl")
-        return Wheel(path.name, path.read_bytes())
 
 
 def _repacked(distribution: importlib.metadata.Distribution) -> Wheel:

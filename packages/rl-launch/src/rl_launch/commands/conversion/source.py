@@ -116,7 +116,16 @@ def checkpoint_source(folder: Path, overrides: Sequence[str]) -> ConversionSourc
     if config is None:
         raise ConfigError(f"neither {places[0]} nor {places[1]} exists. Copy the {CONFIG} of the run to one of them")
     source = ConversionSource(read_model_plan(config, overrides), checkpoint)
-    if damage := _damage(checkpoint):
+    damage = f"it has no {FILE_NAME}, which is written last, so it is incomplete"
+    if (checkpoint / FILE_NAME).is_file():
+        try:
+            manifest = CheckpointManifest.read(checkpoint)
+            damage = manifest.damage(checkpoint)
+            if not damage and not manifest.files_of(POLICY):
+                damage = f"it has no files of {POLICY}"
+        except ValueError as error:
+            damage = str(error)
+    if damage:
         raise RunDirectoryError(f"checkpoint {checkpoint} is damaged: {damage}; choose another one")
     return source
 
@@ -239,16 +248,6 @@ def _not_there(source: str) -> str:
         "(RUN/checkpoints/step_N), an adapter, or a folder that rl convert --to wrote; with --to BACKEND, also a "
         "folder with Hugging Face files or a name on the hub (OWNER/NAME)"
     )
-
-
-def _damage(checkpoint: Path) -> str:
-    if not (checkpoint / FILE_NAME).is_file():
-        return f"it has no {FILE_NAME}, which is written last, so it is incomplete"
-    try:
-        manifest = CheckpointManifest.read(checkpoint)
-    except ValueError as error:
-        return str(error)
-    return manifest.damage(checkpoint) or ("" if manifest.files_of(POLICY) else f"it has no files of {POLICY}")
 
 
 def _precision(name: str) -> str:

@@ -247,10 +247,25 @@ class _ShownEnvironment:
 
     async def step(self, conversation: Conversation) -> StepResult | EnvironmentFailure:
         """Step the environment."""
-        self._show(_turn(conversation))
+        lines = [f"[turn {conversation.turn + 1}]", conversation.completion]
+        for call in conversation.tool_calls:
+            arguments = json.dumps(dict(call.arguments), ensure_ascii=False)
+            read = f"call of {call.name}: {arguments}"
+            lines.append(f"call that cannot be read: {call.error}" if call.error else read)
+        if conversation.truncated:
+            lines.append("(cut off at the token limit)")
+        self._show("\n".join(lines) + "\n")
         [outcome] = await self._pool.step([conversation])
         if isinstance(outcome, StepResult):
-            self._show(_answer(outcome))
+            lines = [_rewards(outcome.rewards())]
+            lines += [_message(message).rstrip("\n") for message in outcome.observation]
+            if outcome.info:
+                lines.append(f"info: {', '.join(f'{name} {value}' for name, value in outcome.info.items())}")
+            if outcome.stop_strings:
+                lines.append(f"stop strings of the next turn: {', '.join(map(repr, outcome.stop_strings))}")
+            if outcome.max_new_tokens is not None:
+                lines.append(f"maximum number of tokens of the next turn: {outcome.max_new_tokens}")
+            self._show("\n".join(lines) + "\n")
         return outcome
 
     async def abandon(self, conversation_ids: Sequence[str]) -> None:
@@ -311,28 +326,6 @@ def _message(message: Message) -> str:
     content = message.get("content")
     text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
     return f"[{message.get('role')}]\n{text}\n"
-
-
-def _turn(conversation: Conversation) -> str:
-    lines = [f"[turn {conversation.turn + 1}]", conversation.completion]
-    for call in conversation.tool_calls:
-        arguments = json.dumps(dict(call.arguments), ensure_ascii=False)
-        lines.append(f"call that cannot be read: {call.error}" if call.error else f"call of {call.name}: {arguments}")
-    if conversation.truncated:
-        lines.append("(cut off at the token limit)")
-    return "\n".join(lines) + "\n"
-
-
-def _answer(result: StepResult) -> str:
-    lines = [_rewards(result.rewards())]
-    lines += [_message(message).rstrip("\n") for message in result.observation]
-    if result.info:
-        lines.append(f"info: {', '.join(f'{name} {value}' for name, value in result.info.items())}")
-    if result.stop_strings:
-        lines.append(f"stop strings of the next turn: {', '.join(map(repr, result.stop_strings))}")
-    if result.max_new_tokens is not None:
-        lines.append(f"maximum number of tokens of the next turn: {result.max_new_tokens}")
-    return "\n".join(lines) + "\n"
 
 
 def _rewards(rewards: Mapping[str, float]) -> str:

@@ -95,7 +95,14 @@ def environment_of(
         if source or prompt:
             raise ConfigError(f"{name} contains its data. Omit --data and --prompt, or pass only the environment")
         return _of_config(name, overrides)
-    _check_name(name)
+    if ":" in name:
+        problem = problem_with(name, Config())
+    elif name in names(ENVIRONMENTS):
+        problem = load_problem(ENVIRONMENTS, name)
+    else:
+        problem = unknown_environment(name, names(ENVIRONMENTS))
+    if problem:
+        raise ConfigError(problem)
     # messages contain the key of its section: `score` for `reward.py:score`
     key = re.sub(r"\W", "_", name.rpartition(":")[2])
     values: dict[str, Any] = {"env": {key: {"type": name} if ":" in name else {}}}
@@ -134,17 +141,6 @@ def _of_config(source: str, overrides: Sequence[str]) -> GivenEnvironment:
             f"{source} has several environments: {', '.join(names)}. Pass one of them, with its data in --data"
         )
     return _given(config, names[0], rows)
-
-
-def _check_name(name: str) -> None:
-    if ":" in name:
-        problem = problem_with(name, Config())
-    elif name in names(ENVIRONMENTS):
-        problem = load_problem(ENVIRONMENTS, name)
-    else:
-        problem = unknown_environment(name, names(ENVIRONMENTS))
-    if problem:
-        raise ConfigError(problem)
 
 
 def _rows(config: Any) -> list[GivenRow]:
