@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rl_algos.data.examples import load_examples
-from rl_algos.rollouts.data import load, prepare
+from rl_algos.grpo.loop import GRPO
 from rl_algos.sft.data import prepare_examples
 from rl_algos.tiny_model import UNKNOWN, make_tokenizer
 from rl_core.environments.instance import instance_of, tools_of
@@ -43,7 +43,8 @@ def num_tokens(text):
 def test_every_turn_of_a_tiny_recipe_fits(recipe):
     environments, turns, answer = TINY_RECIPES[recipe]
     config = read_plan(recipe, ON_CPU).config
-    data = prepare(config, TOKENIZER, load(config))
+    algorithm = GRPO()
+    data = algorithm.prepare(config, TOKENIZER, algorithm.load(config))
     assert data.environments == environments
     assert config.grpo.max_rollout_turns == turns
     prompts = [*data.train.take(64), *data.validation]

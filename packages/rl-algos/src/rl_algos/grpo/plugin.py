@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from rl_algos.grpo.config import (
-    GRPOConfig,
-    GRPORoot,
-    TrainedAgentConfig,
-    TrainedAgentsConfig,
-    trained_agents,
-)
+from rl_algos.grpo.config import GRPOConfig, GRPORoot, TrainedAgentConfig, TrainedAgentsConfig, trained_agents
 from rl_algos.grpo.estimators import chosen, estimator_section, reads
 from rl_algos.grpo.opponents import fixed_models, opponent_problems
 from rl_algos.losses.custom import chosen_type, loss_requirements

@@ -194,10 +194,7 @@ def _numbered(row_id: str, number: int, count: int) -> str:
 
 
 def encode_response(
-    tokenizer: Any,
-    prompt: Sequence[Message],
-    response: Sequence[Message],
-    tools: Sequence[Mapping[str, Any]] = (),
+    tokenizer: Any, prompt: Sequence[Message], response: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
 ) -> EncodedResponse:
     """Return the tokens of prompt and response, with a mask of the response.
 

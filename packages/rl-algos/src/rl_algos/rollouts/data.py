@@ -16,13 +16,7 @@ from rl_algos.data.preview import RowReader, Text
 from rl_algos.data.rows.example import Example, info_of
 from rl_algos.data.streams.flow import FlowStream
 from rl_algos.data.streams.stream import Stream
-from rl_algos.rollouts.config import (
-    SCORED_BY_AGENT,
-    AgentConfig,
-    PolicyGradientConfig,
-    RolloutConfig,
-    RolloutRoot,
-)
+from rl_algos.rollouts.config import SCORED_BY_AGENT, AgentConfig, PolicyGradientConfig, RolloutConfig, RolloutRoot
 from rl_algos.rollouts.training.rewards import EFFORT
 from rl_core.config import Config
 from rl_core.environments.instance import (

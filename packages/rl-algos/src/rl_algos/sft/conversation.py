@@ -22,11 +22,7 @@ from rl_core.rollouts.rollout import Message
 
 
 def encode_conversation(
-    tokenizer: Any,
-    messages: Sequence[Message],
-    *,
-    learn: LearnedTurns = "all",
-    tools: Sequence[Mapping[str, Any]] = (),
+    tokenizer: Any, messages: Sequence[Message], *, learn: LearnedTurns = "all", tools: Sequence[Mapping[str, Any]] = ()
 ) -> tuple[np.ndarray, np.ndarray]:
     """Tokens of a conversation with a mask of the loss: the assistant's text and the token that ends its turn.
 

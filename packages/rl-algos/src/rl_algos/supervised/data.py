@@ -96,10 +96,7 @@ def _train(
 
 
 def _validation(
-    section: SupervisedConfig,
-    policy: ModelConfig,
-    datasets: Datasets,
-    rows_of: Callable[[Dataset], Sequence[T]],
+    section: SupervisedConfig, policy: ModelConfig, datasets: Datasets, rows_of: Callable[[Dataset], Sequence[T]]
 ) -> dict[str, Sequence[Sequence[T]]]:
     """Batches by the name of their dataset."""
     held_out: dict[str, Sequence[T]] = {}

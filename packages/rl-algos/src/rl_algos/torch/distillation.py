@@ -10,23 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rl_algos.losses.distillation import (
-    HEAD_ERROR,
-    LEAST_TAIL,
-    LOGPROB_GAP,
-    METRICS,
-    NLL,
-    SPAN_LOGPROBS,
-    SPANS,
-    TEACHER_IDS,
-    TEACHER_LOGPROBS,
-    TEACHER_TOKEN_LOGPROBS,
-    TOKENS_PER_SPAN,
-    DistillationLoss,
-    Divergence,
-    SpanLoss,
-    WholeDistillationLoss,
-)
+from rl_algos.losses import distillation as described
 from rl_core.torch.loss import LossSums, MetricSum, Rows
 
 CHUNK = 2**22
@@ -39,7 +23,7 @@ MIN_OTHER = 1e-6
 """Minimum probability of another text than the span's."""
 
 
-def compute(loss: DistillationLoss, reads: Mapping[str, Tensor], rows: Rows) -> LossSums:
+def compute(loss: described.DistillationLoss, reads: Mapping[str, Tensor], rows: Rows) -> LossSums:
     """Return sums of the distillation loss over one microbatch.
 
     Args:
@@ -51,11 +35,13 @@ def compute(loss: DistillationLoss, reads: Mapping[str, Tensor], rows: Rows) -> 
     mask = rows["loss_mask"] > 0
     student = reads["logprobs_at"]
     sums = _sums if student.shape[0] * (student.shape[1] + 1) <= CHUNK else _SumsByChunk.apply
-    objective, measured = sums(student, rows[TEACHER_LOGPROBS], rows[TEACHER_IDS], mask, loss.divergence)
+    objective, measured = sums(
+        student, rows[described.TEACHER_LOGPROBS], rows[described.TEACHER_IDS], mask, loss.divergence
+    )
     return _loss_sums(loss, objective, measured, reads, mask)
 
 
-def compute_whole(loss: WholeDistillationLoss, reads: Mapping[str, Tensor], rows: Rows) -> LossSums:
+def compute_whole(loss: described.WholeDistillationLoss, reads: Mapping[str, Tensor], rows: Rows) -> LossSums:
     """Return sums of the distillation loss over whole vocabularies over one microbatch.
 
     Args:
@@ -76,27 +62,29 @@ def compute_whole(loss: WholeDistillationLoss, reads: Mapping[str, Tensor], rows
     }[loss.divergence.name]
     measured = torch.stack([forward, reverse, teacher_tail, student_tail]).detach()
     sums = _loss_sums(loss, objective, measured, reads, mask)
-    error = torch.where(mask, (reads["divergences"][:, 5].detach() - rows[TEACHER_TOKEN_LOGPROBS]).abs(), 0.0)
+    error = torch.where(mask, (reads["divergences"][:, 5].detach() - rows[described.TEACHER_TOKEN_LOGPROBS]).abs(), 0.0)
     largest = MetricSum(torch.cat([error, error.new_zeros(1)]).amax(), reduction="max")
-    return LossSums(sums.objective, {**sums.metrics, HEAD_ERROR: largest})
+    return LossSums(sums.objective, {**sums.metrics, described.HEAD_ERROR: largest})
 
 
 def _loss_sums(
-    loss: DistillationLoss | WholeDistillationLoss,
+    loss: described.DistillationLoss | described.WholeDistillationLoss,
     objective: Tensor,
     measured: Tensor,
     reads: Mapping[str, Tensor],
     mask: Tensor,
 ) -> LossSums:
-    metrics = dict(zip(METRICS, measured.unbind(), strict=True))
+    metrics = dict(zip(described.METRICS, measured.unbind(), strict=True))
     if loss.nll_weight:
         nll = -torch.where(mask, reads["logprobs"], 0.0).sum()
-        metrics[NLL] = nll.detach()
+        metrics[described.NLL] = nll.detach()
         objective = objective + loss.nll_weight * nll
     return LossSums({"tokens": objective}, {name: MetricSum(value, "tokens") for name, value in metrics.items()})
 
 
-def _sums(student: Tensor, teacher: Tensor, ids: Tensor, mask: Tensor, kind: Divergence) -> tuple[Tensor, Tensor]:
+def _sums(
+    student: Tensor, teacher: Tensor, ids: Tensor, mask: Tensor, kind: described.Divergence
+) -> tuple[Tensor, Tensor]:
     """Return the sum of the divergences of all tokens, and the sums of the `METRICS`, without gradient.
 
     Args:
@@ -122,11 +110,11 @@ class _SumsByChunk(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, student: Tensor, teacher: Tensor, ids: Tensor, mask: Tensor, kind: Divergence
+        ctx: Any, student: Tensor, teacher: Tensor, ids: Tensor, mask: Tensor, kind: described.Divergence
     ) -> tuple[Tensor, Tensor]:
         size = max(1, CHUNK // (student.shape[1] + 1))
         gradient = torch.empty_like(student) if ctx.needs_input_grad[0] else None
-        total, measured = student.new_zeros(()), student.new_zeros(len(METRICS))
+        total, measured = student.new_zeros(()), student.new_zeros(len(described.METRICS))
         for start in range(0, len(student), size):
             chunk = slice(start, start + size)
             with torch.set_grad_enabled(gradient is not None):
@@ -156,11 +144,11 @@ def log_masses(logprobs: Tensor, counts: Tensor) -> Tensor:
     """
     kept = torch.where(counts, logprobs, NOTHING).clamp(min=NOTHING)
     # A sum that rounds to 1 or above it leaves the smallest tail, which has no gradient.
-    log_sum = kept.logsumexp(1, keepdim=True).clamp(max=math.log1p(-LEAST_TAIL))
+    log_sum = kept.logsumexp(1, keepdim=True).clamp(max=math.log1p(-described.LEAST_TAIL))
     return torch.cat([kept, torch.log(-torch.expm1(log_sum))], dim=1)
 
 
-def divergence(kind: Divergence, teacher: Tensor, student: Tensor) -> Tensor:
+def divergence(kind: described.Divergence, teacher: Tensor, student: Tensor) -> Tensor:
     """Return `[tokens]`, from the logs of masses `[tokens, k + 1]` of both."""
     if kind.name == "forward":
         return kl(teacher, student)
@@ -177,7 +165,7 @@ def kl(p: Tensor, q: Tensor) -> Tensor:
     return (p.exp() * (p - q)).sum(1)
 
 
-def compute_spans(loss: SpanLoss, reads: Mapping[str, Tensor], rows: Rows) -> LossSums:
+def compute_spans(loss: described.SpanLoss, reads: Mapping[str, Tensor], rows: Rows) -> LossSums:
     """Return sums of the span loss over one microbatch.
 
     Args:
@@ -185,13 +173,13 @@ def compute_spans(loss: SpanLoss, reads: Mapping[str, Tensor], rows: Rows) -> Lo
         reads: `logprobs` float32 `[tokens]`, with gradient.
         rows: Columns of `loss.columns`.
     """
-    is_inside, is_last = rows[SPANS] > 0, rows[SPANS] == 2
+    is_inside, is_last = rows[described.SPANS] > 0, rows[described.SPANS] == 2
     student = span_sums(reads["logprobs"], is_inside, is_last)
-    teacher = rows[SPAN_LOGPROBS][is_last].to(student.dtype)
+    teacher = rows[described.SPAN_LOGPROBS][is_last].to(student.dtype)
     value = binary_kl(teacher / loss.tau, student / loss.tau).sum()
     metrics = {
-        LOGPROB_GAP: MetricSum((teacher - student.detach()).abs().sum(), "spans"),
-        TOKENS_PER_SPAN: MetricSum(is_inside.to(student.dtype).sum(), "spans"),
+        described.LOGPROB_GAP: MetricSum((teacher - student.detach()).abs().sum(), "spans"),
+        described.TOKENS_PER_SPAN: MetricSum(is_inside.to(student.dtype).sum(), "spans"),
     }
     return LossSums({"spans": value}, metrics)
 

@@ -10,19 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rl_algos.losses.preference import (
-    CPO,
-    DPO,
-    IPO,
-    ORPO,
-    BradleyTerryLoss,
-    Hinge,
-    KTOLoss,
-    PreferenceLoss,
-    RegressionLoss,
-    RobustDPO,
-    SimPO,
-)
+from rl_algos.losses import preference as described
 from rl_core.data.microbatch import PAIR
 from rl_core.torch.loss import LossSums, MetricSum, Rows
 
@@ -97,7 +85,7 @@ class ResponseLogprobs:
         return self.relative / self.lengths if averages else self.relative
 
 
-def compute_pairs(loss: PreferenceLoss, reads: Mapping[str, Tensor], rows: Rows) -> LossSums:
+def compute_pairs(loss: described.PreferenceLoss, reads: Mapping[str, Tensor], rows: Rows) -> LossSums:
     """Return sums of a `PreferenceLoss` over one microbatch of whole pairs.
 
     Args:
@@ -122,7 +110,7 @@ def compute_pairs(loss: PreferenceLoss, reads: Mapping[str, Tensor], rows: Rows)
     return LossSums({"pairs": objective}, metrics)
 
 
-def compute_kto(loss: KTOLoss, reads: Mapping[str, Tensor], rows: Rows) -> LossSums:
+def compute_kto(loss: described.KTOLoss, reads: Mapping[str, Tensor], rows: Rows) -> LossSums:
     """Return sums of a `KTOLoss` over one microbatch.
 
     Args:
@@ -139,14 +127,14 @@ def compute_kto(loss: KTOLoss, reads: Mapping[str, Tensor], rows: Rows) -> LossS
     rewards = loss.beta * responses.relative.detach()
     metrics = {
         "accuracy": MetricSum(right(distance.detach()).sum(), "responses"),
-        "reward_desirable": _mean_of(rewards, is_good),
+        "reward_desirable": MetricSum(torch.where(is_good, rewards, 0.0).sum(), is_good.sum()),
         "reward_undesirable": _mean_of(rewards, ~is_good),
         "kl": MetricSum(rows["kl"].sum(), "responses"),
     }
     return LossSums({"responses": terms.sum()}, metrics)
 
 
-def compute_bradley_terry(loss: BradleyTerryLoss, reads: Mapping[str, Tensor], rows: Rows) -> LossSums:
+def compute_bradley_terry(loss: described.BradleyTerryLoss, reads: Mapping[str, Tensor], rows: Rows) -> LossSums:
     """Return sums of a `BradleyTerryLoss` over one microbatch of whole pairs.
 
     Args:
@@ -167,7 +155,7 @@ def compute_bradley_terry(loss: BradleyTerryLoss, reads: Mapping[str, Tensor], r
     return LossSums({"pairs": terms.sum()}, pairs.metrics(chosen, rejected))
 
 
-def compute_regression(_loss: RegressionLoss, reads: Mapping[str, Tensor], rows: Rows) -> LossSums:
+def compute_regression(_loss: described.RegressionLoss, reads: Mapping[str, Tensor], rows: Rows) -> LossSums:
     """Return sums of a `RegressionLoss` over one microbatch.
 
     Args:
@@ -182,34 +170,34 @@ def compute_regression(_loss: RegressionLoss, reads: Mapping[str, Tensor], rows:
     return LossSums({"responses": (scores - rows["verdict"]).square().sum()}, metrics)
 
 
-def _dpo(term: DPO, better: Tensor, worse: Tensor, longer: Tensor) -> Tensor:
+def _dpo(term: described.DPO, better: Tensor, worse: Tensor, longer: Tensor) -> Tensor:
     h = term.beta * (better - worse) + term.length_penalty * longer
     smoothing = term.label_smoothing
     return -(1 - smoothing) * F.logsigmoid(h) - smoothing * F.logsigmoid(-h)
 
 
-def _robust_dpo(term: RobustDPO, better: Tensor, worse: Tensor, _longer: Tensor) -> Tensor:
+def _robust_dpo(term: described.RobustDPO, better: Tensor, worse: Tensor, _longer: Tensor) -> Tensor:
     h, smoothing = term.beta * (better - worse), term.label_smoothing
     return (-(1 - smoothing) * F.logsigmoid(h) + smoothing * F.logsigmoid(-h)) / (1 - 2 * smoothing)
 
 
-def _ipo(term: IPO, better: Tensor, worse: Tensor, _longer: Tensor) -> Tensor:
+def _ipo(term: described.IPO, better: Tensor, worse: Tensor, _longer: Tensor) -> Tensor:
     return (better - worse - 1 / (2 * term.beta)).square()
 
 
-def _hinge(term: Hinge, better: Tensor, worse: Tensor, _longer: Tensor) -> Tensor:
+def _hinge(term: described.Hinge, better: Tensor, worse: Tensor, _longer: Tensor) -> Tensor:
     return F.relu(1 - term.beta * (better - worse))
 
 
-def _simpo(term: SimPO, better: Tensor, worse: Tensor, _longer: Tensor) -> Tensor:
+def _simpo(term: described.SimPO, better: Tensor, worse: Tensor, _longer: Tensor) -> Tensor:
     return -F.logsigmoid(term.beta * (better - worse) - term.gamma)
 
 
-def _cpo(term: CPO, better: Tensor, worse: Tensor, _longer: Tensor) -> Tensor:
+def _cpo(term: described.CPO, better: Tensor, worse: Tensor, _longer: Tensor) -> Tensor:
     return -F.logsigmoid(term.beta * (better - worse))
 
 
-def _orpo(term: ORPO, better: Tensor, worse: Tensor, _longer: Tensor) -> Tensor:
+def _orpo(term: described.ORPO, better: Tensor, worse: Tensor, _longer: Tensor) -> Tensor:
     return -F.logsigmoid(term.beta * (_log_odds(better) - _log_odds(worse)))
 
 
@@ -219,13 +207,13 @@ def _log_odds(averaged: Tensor) -> Tensor:
 
 
 _TERMS: Mapping[type, Callable[[Any, Tensor, Tensor, Tensor], Tensor]] = {
-    DPO: _dpo,
-    RobustDPO: _robust_dpo,
-    IPO: _ipo,
-    Hinge: _hinge,
-    SimPO: _simpo,
-    CPO: _cpo,
-    ORPO: _orpo,
+    described.DPO: _dpo,
+    described.RobustDPO: _robust_dpo,
+    described.IPO: _ipo,
+    described.Hinge: _hinge,
+    described.SimPO: _simpo,
+    described.CPO: _cpo,
+    described.ORPO: _orpo,
 }
 
 

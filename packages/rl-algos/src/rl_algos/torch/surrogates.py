@@ -10,21 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_algos.losses import surrogates as described
 from rl_algos.losses.importance import LOG_RATIO_BOUND
-from rl_algos.losses.surrogates import (
-    CISPO,
-    DPPOKL,
-    DPPOTV,
-    GMPO,
-    GSPO,
-    SAPO,
-    VESPO,
-    Clip,
-    ClipCov,
-    KLCov,
-    Reinforce,
-    Surrogate,
-)
 from rl_algos.torch.sampled import Sampled, bounded
 
 
@@ -43,39 +30,47 @@ class PolicyTerms:
     clipped: Tensor
 
 
-def clip(surrogate: Clip, sampled: Sampled) -> PolicyTerms:
+def clip(surrogate: described.Clip, sampled: Sampled) -> PolicyTerms:
     """Compute the policy term of `Clip`."""
     return _clipped(surrogate, sampled.ratio, sampled.advantages)
 
 
-def gspo(surrogate: GSPO, sampled: Sampled) -> PolicyTerms:
+def gspo(surrogate: described.GSPO, sampled: Sampled) -> PolicyTerms:
     """Compute the policy term of `GSPO`."""
     mean = sampled.row_means((sampled.logprobs - sampled.prev).detach())
     own = torch.where(sampled.spread(mean.abs() < LOG_RATIO_BOUND), sampled.logprobs - sampled.logprobs.detach(), 0.0)
     return _clipped(surrogate, (sampled.spread(bounded(mean)) + own).exp(), sampled.advantages)
 
 
-def cispo(surrogate: CISPO, sampled: Sampled) -> PolicyTerms:
+def cispo(surrogate: described.CISPO, sampled: Sampled) -> PolicyTerms:
     """Compute the policy term of `CISPO`."""
     ratio = sampled.ratio.detach()
     weight = ratio.clamp(1 - surrogate.clip_low, 1 + surrogate.clip_high)
     return PolicyTerms(-sampled.advantages * weight * sampled.logprobs, ratio, ratio != weight)
 
 
-def reinforce(_surrogate: Reinforce, sampled: Sampled) -> PolicyTerms:
+def reinforce(_surrogate: described.Reinforce, sampled: Sampled) -> PolicyTerms:
     """Compute the policy term of `Reinforce`."""
-    return _unclipped(-sampled.advantages * sampled.logprobs, sampled.ratio)
+    return PolicyTerms(
+        (-sampled.advantages * sampled.logprobs),
+        sampled.ratio.detach(),
+        torch.zeros_like(sampled.ratio, dtype=torch.bool),
+    )
 
 
-def sapo(surrogate: SAPO, sampled: Sampled) -> PolicyTerms:
+def sapo(surrogate: described.SAPO, sampled: Sampled) -> PolicyTerms:
     """Compute the policy term of `SAPO`."""
     ratio, advantages = sampled.ratio, sampled.advantages
     taus = surrogate.tau_positive, surrogate.tau_negative
     positive, negative = (torch.sigmoid(tau * (ratio - 1)) * (4 / tau) for tau in taus)
-    return _unclipped(-advantages * torch.where(advantages > 0, positive, negative), ratio)
+    return PolicyTerms(
+        (-advantages * torch.where(advantages > 0, positive, negative)),
+        ratio.detach(),
+        torch.zeros_like(ratio, dtype=torch.bool),
+    )
 
 
-def gmpo(surrogate: GMPO, sampled: Sampled) -> PolicyTerms:
+def gmpo(surrogate: described.GMPO, sampled: Sampled) -> PolicyTerms:
     """Compute the policy term of `GMPO`."""
     log_ratio = bounded(sampled.logprobs - sampled.prev)
     low = math.log(1 - surrogate.clip_low) if surrogate.clip_low < 1 else -LOG_RATIO_BOUND
@@ -87,13 +82,13 @@ def gmpo(surrogate: GMPO, sampled: Sampled) -> PolicyTerms:
     return PolicyTerms(loss, log_ratio.exp(), log_ratio.detach() != kept.detach())
 
 
-def dppo_tv(surrogate: DPPOTV, sampled: Sampled) -> PolicyTerms:
+def dppo_tv(surrogate: described.DPPOTV, sampled: Sampled) -> PolicyTerms:
     """Compute the policy term of `DPPOTV`."""
     divergence = (sampled.logprobs.detach().exp() - sampled.prev.exp()).abs()
     return _within_region(sampled, divergence <= surrogate.threshold)
 
 
-def dppo_kl(surrogate: DPPOKL, sampled: Sampled) -> PolicyTerms:
+def dppo_kl(surrogate: described.DPPOKL, sampled: Sampled) -> PolicyTerms:
     """Compute the policy term of `DPPOKL`."""
     logprobs, prev = sampled.logprobs.detach(), sampled.prev
     before, others = prev.exp(), -torch.expm1(prev)
@@ -104,14 +99,14 @@ def dppo_kl(surrogate: DPPOKL, sampled: Sampled) -> PolicyTerms:
     return _within_region(sampled, divergence <= surrogate.threshold)
 
 
-def clip_cov(surrogate: ClipCov, sampled: Sampled) -> PolicyTerms:
+def clip_cov(surrogate: described.ClipCov, sampled: Sampled) -> PolicyTerms:
     """Compute the policy term of `ClipCov`."""
     terms = _clipped(surrogate, sampled.ratio, sampled.advantages)
     chosen = sampled.mask & (sampled.rows["high_covariance"] > 0)
     return PolicyTerms(torch.where(chosen, 0.0, terms.loss), terms.ratio, terms.clipped | chosen)
 
 
-def kl_cov(surrogate: KLCov, sampled: Sampled) -> PolicyTerms:
+def kl_cov(surrogate: described.KLCov, sampled: Sampled) -> PolicyTerms:
     """Compute the policy term of `KLCov`."""
     log_ratio = bounded(sampled.logprobs - sampled.prev)
     ratio = log_ratio.exp()
@@ -120,40 +115,46 @@ def kl_cov(surrogate: KLCov, sampled: Sampled) -> PolicyTerms:
     return PolicyTerms(-sampled.advantages * ratio + penalty, ratio, chosen)
 
 
-def vespo(surrogate: VESPO, sampled: Sampled) -> PolicyTerms:
+def vespo(surrogate: described.VESPO, sampled: Sampled) -> PolicyTerms:
     """Compute the policy term of `VESPO`."""
     log_ratio = sampled.spread(bounded(sampled.row_sums((sampled.logprobs - sampled.prev).detach())))
-    positive = _soft_weight(log_ratio, surrogate.k_positive, surrogate.lambda_positive)
-    negative = _soft_weight(log_ratio, surrogate.k_negative, surrogate.lambda_negative)
+    positive = (
+        surrogate.lambda_positive + surrogate.k_positive * log_ratio - surrogate.lambda_positive * log_ratio.exp()
+    ).exp()
+    negative = (
+        surrogate.lambda_negative + surrogate.k_negative * log_ratio - surrogate.lambda_negative * log_ratio.exp()
+    ).exp()
     weight = torch.where(sampled.advantages >= 0, positive, negative)
     return _unclipped(-sampled.advantages * weight * sampled.logprobs, log_ratio.exp())
 
 
-COMPUTATIONS: Mapping[type[Surrogate], Callable[[Any, Sampled], PolicyTerms]] = {
-    Clip: clip,
-    GSPO: gspo,
-    CISPO: cispo,
-    Reinforce: reinforce,
-    SAPO: sapo,
-    GMPO: gmpo,
-    DPPOTV: dppo_tv,
-    DPPOKL: dppo_kl,
-    ClipCov: clip_cov,
-    KLCov: kl_cov,
-    VESPO: vespo,
+COMPUTATIONS: Mapping[type[described.Surrogate], Callable[[Any, Sampled], PolicyTerms]] = {
+    described.Clip: clip,
+    described.GSPO: gspo,
+    described.CISPO: cispo,
+    described.Reinforce: reinforce,
+    described.SAPO: sapo,
+    described.GMPO: gmpo,
+    described.DPPOTV: dppo_tv,
+    described.DPPOKL: dppo_kl,
+    described.ClipCov: clip_cov,
+    described.KLCov: kl_cov,
+    described.VESPO: vespo,
 }
 """Computation of each surrogate."""
 
 
-def policy_terms(surrogate: Surrogate, sampled: Sampled) -> PolicyTerms:
+def policy_terms(surrogate: described.Surrogate, sampled: Sampled) -> PolicyTerms:
     """Compute the policy term of each sampled token; the values at other tokens are finite and mean nothing."""
     return COMPUTATIONS[type(surrogate)](surrogate, sampled)
 
 
-def _clipped(surrogate: Clip | GSPO | ClipCov, ratio: Tensor, advantages: Tensor) -> PolicyTerms:
+def _clipped(
+    surrogate: described.Clip | described.GSPO | described.ClipCov, ratio: Tensor, advantages: Tensor
+) -> PolicyTerms:
     clipped = ratio.clamp(1 - surrogate.clip_low, 1 + surrogate.clip_high)
     loss = torch.maximum(-advantages * ratio, -advantages * clipped)
-    dual_clip = None if isinstance(surrogate, ClipCov) else surrogate.dual_clip
+    dual_clip = None if isinstance(surrogate, described.ClipCov) else surrogate.dual_clip
     if dual_clip is not None:
         loss = torch.where(advantages < 0, torch.minimum(loss, -advantages * dual_clip), loss)
     return PolicyTerms(loss, ratio.detach(), ratio.detach() != clipped.detach())
@@ -161,10 +162,6 @@ def _clipped(surrogate: Clip | GSPO | ClipCov, ratio: Tensor, advantages: Tensor
 
 def _unclipped(loss: Tensor, ratio: Tensor) -> PolicyTerms:
     return PolicyTerms(loss, ratio.detach(), torch.zeros_like(ratio, dtype=torch.bool))
-
-
-def _soft_weight(log_ratio: Tensor, k: float, scale: float) -> Tensor:
-    return (scale + k * log_ratio - scale * log_ratio.exp()).exp()
 
 
 def _within_region(sampled: Sampled, is_near: Tensor) -> PolicyTerms:

@@ -115,11 +115,7 @@ class Config(BaseModel):
     """The type of further sections, whose names are up to the user; None if there are none."""
 
     model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        use_attribute_docstrings=True,
-        ser_json_inf_nan="constants",
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, ser_json_inf_nan="constants"
     )
 
     _references: dict[KeyPath, str] = PrivateAttr(default_factory=dict)

@@ -30,14 +30,7 @@ from rl_core.plugins.declarations import (
     reports_routing,
     requirement_of,
 )
-from rl_core.plugins.registry import (
-    algorithm_named,
-    load_problem,
-    names,
-    plugin,
-    plugin_packages,
-    plugins,
-)
+from rl_core.plugins.registry import algorithm_named, load_problem, names, plugin, plugin_packages, plugins
 from rl_core.user_code import resolve
 
 __all__ = [

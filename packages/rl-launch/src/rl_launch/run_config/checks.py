@@ -9,25 +9,13 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, cast
 
-from rl_core.config import (
-    Config,
-    Problem,
-    ProblemError,
-    RawConfig,
-    Resolved,
-    is_changed,
-    nearest_as_remedy,
-)
+from rl_core.config import Config, Problem, ProblemError, RawConfig, Resolved, is_changed, nearest_as_remedy
 from rl_core.devices import Device
 from rl_core.errors import ConfigProblems
 from rl_core.facts.hf_config import num_experts_of
 from rl_core.model import HEADLESS_ROLES
 from rl_core.model_config import BackendConfig, local_family, local_hf_config, local_image_token
-from rl_launch.backends import (
-    Backends,
-    GenerationBackend,
-    ModelBackend,
-)
+from rl_launch.backends import Backends, GenerationBackend, ModelBackend
 from rl_launch.cluster.device import AUTO, resolve_device
 from rl_launch.model_files.adapter_folder import initial_adapter_problems
 from rl_launch.model_files.local_models import MADE_HERE

@@ -10,16 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_algos.data.sources.files import kind_of
-from rl_core.config import (
-    Config,
-    Problem,
-    RawConfig,
-    assemble,
-    load,
-    plain,
-    refusal,
-    resolve,
-)
+from rl_core.config import Config, Problem, RawConfig, assemble, load, plain, refusal, resolve
 from rl_core.errors import ConfigError, ConfigProblems
 from rl_core.plugins import ALGORITHMS, ENVIRONMENTS, AlgorithmPlugin, names, plugin, plugins
 from rl_launch.foreign_keys.hints import ForeignHints

@@ -6,23 +6,10 @@ from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from rl_core.config import (
-    Config,
-    Problem,
-    ProblemError,
-    RawConfig,
-    assemble,
-    nearest_as_remedy,
-    refusal,
-)
+from rl_core.config import Config, Problem, ProblemError, RawConfig, assemble, nearest_as_remedy, refusal
 from rl_core.environments.instance import environment_types
 from rl_core.errors import ConfigError
-from rl_core.model_config import (
-    ColocatedConfig,
-    GenerationConfig,
-    ModelConfig,
-    OptimizerConfig,
-)
+from rl_core.model_config import ColocatedConfig, GenerationConfig, ModelConfig, OptimizerConfig
 from rl_core.plugins import (
     ALGORITHMS,
     ENVIRONMENTS,
