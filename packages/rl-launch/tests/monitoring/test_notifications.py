@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from rl_core.callback import RunEnd
-from rl_launch.monitoring.notifications import FEWEST_STEPS, LEAST_S, Notifications, StallWatch
+from rl_launch.monitoring.notifications import MIN_STEPS, MIN_S, Notifications, StallWatch
 from rl_launch.session.config import NotifyConfig
 from rl_launch.session.observer import ObservedRun
 
@@ -117,12 +117,12 @@ def test_advice_is_an_alarm_once_it_has_enough_steps(watched, told):
         return [("policy/nll", f"the entropy collapsed after {len(rows)} steps")]
 
     notifications = watched(findings=findings)
-    for step in range(1, FEWEST_STEPS + 3):
+    for step in range(1, MIN_STEPS + 3):
         notifications.end_step(step, {"policy/nll": 1.0})
         notifications.check()
         notifications.check()
-    assert asked == [(FEWEST_STEPS + more, CONFIG) for more in range(3)]
-    assert told.events == [("alarm", f"the entropy collapsed after {FEWEST_STEPS} steps")]
+    assert asked == [(MIN_STEPS + more, CONFIG) for more in range(3)]
+    assert told.events == [("alarm", f"the entropy collapsed after {MIN_STEPS} steps")]
 
 
 def test_the_advice_that_rl_show_prints_is_what_a_run_alarms_by():
@@ -163,10 +163,10 @@ def test_quick_steps_are_not_stalled_within_a_minute(clock):
     for _ in range(5):
         clock.now += 1
         watch.note_step()
-    clock.now += LEAST_S
+    clock.now += MIN_S
     assert watch.check() is None
     clock.now += 0.5
-    assert watch.check() == (LEAST_S + 0.5, 1)
+    assert watch.check() == (MIN_S + 0.5, 1)
 
 
 def test_a_run_that_has_ended_is_not_stalled(clock):

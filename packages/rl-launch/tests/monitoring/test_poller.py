@@ -5,9 +5,7 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import RayActorError
 
-from rl_core.usage.machine import MachineUsage
-from rl_core.usage.meter import Usage
-from rl_core.usage.process import ProcessUsage
+from rl_core.usage.meter import MachineUsage, ProcessUsage, Usage
 from rl_launch.monitoring import poller as module
 from rl_launch.monitoring.poller import Monitored, Poller
 from rl_launch.monitoring.quantities import SystemReadings

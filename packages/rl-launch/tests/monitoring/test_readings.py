@@ -2,9 +2,7 @@
 
 import pytest
 
-from rl_core.usage.gpus import GpuUsage
-from rl_core.usage.machine import MachineUsage
-from rl_core.usage.process import ProcessUsage
+from rl_core.usage.meter import GpuUsage, MachineUsage, ProcessUsage
 from rl_launch.monitoring.quantities import SystemReadings, readings_of_engine, readings_of_machine, readings_of_process
 
 GIB = 2**30

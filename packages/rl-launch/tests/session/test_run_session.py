@@ -33,7 +33,7 @@ from rl_core.testing.exhaustive import partly_exhaustive
 from rl_core.testing.fakes import FakeModel, FakeWeights
 from rl_launch.session import RunSession, newest_checkpoint
 from rl_launch.session.directory.run_folder import RunFolder
-from rl_launch.session.rollouts.run_files import MOST_STEPS, RolloutFiles
+from rl_launch.session.rollouts.run_files import MAX_STEPS, RolloutFiles
 from rl_launch.session.stop import StepAbandoned, StopRequest
 
 
@@ -555,15 +555,15 @@ def test_rollouts_are_written_beside_the_steps_and_before_a_checkpoint(tmp_path)
 def test_a_step_waits_for_rollouts_of_much_earlier_ones(tmp_path):
     files = RolloutFiles(tmp_path)
     texts = Texts(held=True)
-    for step in range(MOST_STEPS):
+    for step in range(MAX_STEPS):
         files.append(step, [texts.group()], np.zeros(1))
-    waiting = threading.Thread(target=files.append, args=(MOST_STEPS, [texts.group()], np.zeros(1)))
+    waiting = threading.Thread(target=files.append, args=(MAX_STEPS, [texts.group()], np.zeros(1)))
     waiting.start()
     assert waiting.is_alive()
     texts.may_come.set()
     waiting.join(120)
     files.flush()
-    assert [len((tmp_path / f"step_{step}.jsonl").read_text().splitlines()) for step in range(MOST_STEPS + 1)] == [
+    assert [len((tmp_path / f"step_{step}.jsonl").read_text().splitlines()) for step in range(MAX_STEPS + 1)] == [
         1
     ] * 3
     files.close()

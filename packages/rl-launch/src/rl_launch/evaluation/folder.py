@@ -31,7 +31,7 @@ _WEIGHTS = ("*.safetensors", "*.json")
 
 
 def identity_of(config: RunConfig, plan: EvaluationPlan) -> dict[str, str]:
-    """A digest of each part of an evaluation that its rollouts depend on, by a name for messages.
+    """Return a digest of each part of an evaluation that its rollouts depend on, by a name for messages.
 
     Args:
         config: Resolved root, with the folder of the model in `policy.model_name`.
@@ -52,7 +52,7 @@ def identity_of(config: RunConfig, plan: EvaluationPlan) -> dict[str, str]:
 
 
 def prompt_digest(prompt: Prompt) -> str:
-    """A short digest of a prompt's messages, by which two evaluations know that they share it."""
+    """Return a short digest of a prompt's messages, which identifies it in two evaluations."""
     return _digest(list(prompt.messages))[:12]
 
 
@@ -74,7 +74,8 @@ def _code(code: str | FromFile | RewardSum | None) -> Any:
 
 
 def _files(policy: Any) -> Iterator[Any]:
-    """Names, sizes and times of the files of a model in a local folder: weights trained anew are other weights."""
+    """Yield names, sizes and times of the files of a model in a local folder, because weights that are trained again
+    differ."""
     folder = Path(policy.model_name).expanduser()
     for pattern in _WEIGHTS if folder.is_dir() else ():
         for path in sorted(folder.glob(pattern)):
@@ -105,7 +106,7 @@ _log = logging.getLogger(__name__)
 class EvaluationFolder:
     """A folder that holds one evaluation, taken by one process at a time.
 
-    It has the resolved config (`config.yaml`), digests of what is measured (`plan.json`), a JSON object per rollout
+    It has the resolved config (`config.yaml`), digests of the measured parts (`plan.json`), a JSON object per rollout
     (`rollouts.jsonl`, as of training, with the name of the task) and the result (`eval.json`).
 
     Args:
@@ -146,7 +147,7 @@ class EvaluationFolder:
         """Take the folder; returns the scores of the groups that an earlier evaluation has finished in it.
 
         Args:
-            identity: Digests of what is measured, by a name.
+            identity: Digests of the measured parts, by a name.
             config: Resolved root.
             num_samples: Samples of each prompt, by the task's name.
 
@@ -175,7 +176,7 @@ class EvaluationFolder:
         """Write the rollouts of a finished group; returns its scores."""
         assert self._file is not None, "the folder is open"
         records = [row.tobytes() for row in group.records.ragged(RECORD)]
-        # an object on one line, to which one entry is added
+        # Each record is an object on one line, and gets one more entry.
         ending = f', "task": {json.dumps(task)}}}\n'.encode()
         self._file.write(b"".join(record[:-1] + ending for record in records))
         self._file.flush()
@@ -211,7 +212,7 @@ class EvaluationFolder:
             )
 
     def _finished(self, num_samples: Mapping[str, int]) -> tuple[Done, int]:
-        """Scores of the groups whose rollouts are all in the file, and its size up to the last of them."""
+        """Return the scores of the groups whose rollouts are all in the file, and its size up to the last of them."""
         done: Done = {}
         size = position = 0
         group: list[Mapping[str, Any]] = []

@@ -48,7 +48,7 @@ class EvaluationProgress:
             self._bar.stop()
 
     def advance(self, reward: float) -> None:
-        """A prompt is done, with this mean reward."""
+        """Count a prompt, with its mean reward."""
         self._done += 1
         self._reward += reward
         self._bar.update(self._task, completed=self._done, description=self.text())
@@ -57,7 +57,7 @@ class EvaluationProgress:
             _log.info("%d/%d prompts  %s", self._done, self._total, self.text())
 
     def text(self) -> str:
-        """Mean reward so far and the time that is left."""
+        """Return mean reward so far and the time that is left."""
         here = self._done - self._before
         each = (self._clock() - self._started) / max(here, 1)
         return f"mean {self._reward / max(self._done, 1):.4g}  {duration(each * (self._total - self._done))} left"

@@ -66,7 +66,7 @@ class EvaluationResult:
         return {name: sum(getattr(task, name) for task in tasks) for name in _COUNTS}
 
     def as_json(self) -> dict[str, Any]:
-        """The contents of `eval.json`."""
+        """Return the contents of `eval.json`."""
         return {
             "schema": 1,
             "model": self.model,
@@ -77,7 +77,7 @@ class EvaluationResult:
 
     @classmethod
     def read(cls, path: str | Path) -> EvaluationResult:
-        """The result in the folder of an evaluation, or in its `eval.json`.
+        """Return the result in the folder of an evaluation, or in its `eval.json`.
 
         Raises:
             ConfigError: If there is none.
@@ -108,7 +108,7 @@ class EvaluationResult:
 
 
 def compare_results(first: EvaluationResult, second: EvaluationResult) -> dict[str, ModelComparison]:
-    """The comparison of two results by task, on the prompts that they share. The confidence is that of the first.
+    """Compare two results by task, on the prompts that they share. The confidence is taken from the first.
 
     Raises:
         ConfigError: If they have no task, or no prompt of a task, in common.

@@ -102,7 +102,7 @@ def is_model(source: str) -> bool:
 
 
 def _of_model(name: str) -> dict[str, Any]:
-    """Values of the evaluation of a model, with rows that its positions suffice for."""
+    """Return the values of the evaluation of a model, with rows that its positions suffice for."""
     policy: dict[str, Any] = {"model_name": name}
     limit = longest_of(name)
     if limit is not None and limit < ModelConfig(model_name=name).max_total_sequence_length:
@@ -111,7 +111,7 @@ def _of_model(name: str) -> dict[str, Any]:
 
 
 def _of_run(named: CheckpointName, overrides: Sequence[str]) -> tuple[RunPlan, str]:
-    """The plan of a run with the weights of a checkpoint, and the name of its evaluation."""
+    """Return the plan of a run with the weights of a checkpoint, and the name of its evaluation."""
     run = RunFolder(named.run)
     name = run.path.resolve().name
     if any(override.startswith(_MODEL) for override in overrides):
@@ -127,7 +127,7 @@ def _of_run(named: CheckpointName, overrides: Sequence[str]) -> tuple[RunPlan, s
 
 
 def _of_model_run(run: RunFolder) -> dict[str, Any]:
-    """Values of the evaluation of a run whose algorithm generates nothing."""
+    """Return the values of the evaluation of a run whose algorithm generates nothing."""
     written = run.config()
     policy = {key: value for key, value in written.get("policy", {}).items() if key in _KEPT}
     values: dict[str, Any] = {"algorithm": ALGORITHM, "policy": {"model_name": run.description().model, **policy}}
@@ -137,7 +137,7 @@ def _of_model_run(run: RunFolder) -> dict[str, Any]:
 
 
 def _folder(config: RunConfig, overrides: Sequence[str], name: str) -> Path:
-    """The folder of the results. That of a config is its run's, unless it is the config of an evaluation."""
+    """Return the folder of the results: the folder of its run, unless the config is one of an evaluation."""
     is_given = config.algorithm == ALGORITHM or any(override.startswith(_RUN_DIR) for override in overrides)
     if is_given and config.run_dir:
         return Path(config.run_dir).expanduser()

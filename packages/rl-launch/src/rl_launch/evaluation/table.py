@@ -11,7 +11,7 @@ from rl_algos.evaluation.estimates import ModelComparison
 from rl_algos.evaluation.summary import listed
 from rl_launch.evaluation.result import EvaluationResult
 
-_LEAST_TRUNCATED_SHARE = 0.05
+_MIN_TRUNCATED_SHARE = 0.05
 
 
 def show_result(result: EvaluationResult, console: Console) -> None:
@@ -36,7 +36,7 @@ def show_result(result: EvaluationResult, console: Console) -> None:
             console.print(f"{task}, {dataset}: mean {mean:.4g}", soft_wrap=True)
         if summary.num_failed:
             console.print(f"{task}: failed samples score 0: {listed(summary.failures)}", soft_wrap=True, markup=False)
-        if summary.num_truncated > _LEAST_TRUNCATED_SHARE * summary.num_rollouts:
+        if summary.num_truncated > _MIN_TRUNCATED_SHARE * summary.num_rollouts:
             console.print(
                 f"{task}: {summary.num_truncated} of {summary.num_rollouts} samples were cut off by a token or turn "
                 "limit. Increase eval.max_new_tokens and policy.max_total_sequence_length, or eval.max_turns",

@@ -126,7 +126,7 @@ class _OutOfTime(BaseException):
 @contextmanager
 def _limited(path: Path) -> Iterator[None]:
     """Refuse a file that takes more processor time or memory than a config or a script: constants of a script are
-    computed, and a few lines of them can stand for very much.
+    computed, and a few lines of them can produce very large values.
 
     Only the main thread of a process on Linux can set the limits.
     """
@@ -226,7 +226,11 @@ def _make_valid(config: Translation) -> None:
     """Remove settings that have no effect here, and refuse the keys that make the recipe invalid."""
     for _ in range(_ROUNDS):
         problems = _problems(config.recipe)
-        unused = [problem for problem in problems if problem.is_unused and _is_written(config, problem.key)]
+        unused = [
+            problem
+            for problem in problems
+            if problem.is_unused and (value_at(config.recipe, parse_path(problem.key)) is not None)
+        ]
         if not unused:
             _refuse(config, problems)
             break
@@ -235,10 +239,6 @@ def _make_valid(config: Translation) -> None:
             for answer in config.answers:
                 if _leads_to(answer, problem.key):
                     config.answer_anew(answer.key, Kind.NOT_NEEDED, problem.reason)
-
-
-def _is_written(config: Translation, key: str) -> bool:
-    return value_at(config.recipe, parse_path(key)) is not None
 
 
 _VARIABLE = re.compile(r"\$\{oc\.env:(\w+)\}")
@@ -281,7 +281,7 @@ def _refuse(config: Translation, problems: list[Problem]) -> None:
         section = key.rpartition(".")[0]
         if any(each == key or each.startswith(f"{key}.") or (section and each == section) for each in refused):
             continue  # it is missing, or wrong, because it is refused
-        if refused and not _is_written(config, key):
+        if refused and not (value_at(config.recipe, parse_path(key)) is not None):
             continue
         found = value_at(config.recipe, parse_path(key)) if key else None
         if found is not None and not isinstance(found, dict):
@@ -295,7 +295,7 @@ def _refuse(config: Translation, problems: list[Problem]) -> None:
 
 
 def _feature(problem: Problem) -> str:
-    """The feature that a problem is about, with the sizes or values in its message."""
+    """Return the feature that a problem is about, with the sizes or values in its message."""
     if not problem.feature:
         return f"{problem.key}: {problem.message}" if problem.key else problem.message
     is_size = isinstance(problem.got, int) and not isinstance(problem.got, bool)

@@ -26,7 +26,7 @@ def warmup_and_decay(
         rate: Learning rate after the warmup.
         warmup: Steps of the warmup.
         decay: `constant`, `linear` or `cosine`.
-        end: Step at which the decay ends.
+        end: Last step of the decay.
         last: Last step of the run.
         start_rate: Learning rate at the start of the warmup.
         end_rate: Learning rate at the end of the decay.

@@ -59,7 +59,7 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.012345
 
 
 def read(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Return the values of a YAML, JSON or TOML file, over those of the files that its `defaults` name.
+    """Return the values of a YAML, JSON or TOML file, over the values of the files in its `defaults`.
 
     Args:
         path: The file.

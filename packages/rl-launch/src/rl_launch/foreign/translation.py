@@ -21,7 +21,7 @@ _ALWAYS = ("colocated",)
 
 
 class Fate(IntEnum):
-    """What becomes of a statement; the larger one counts."""
+    """The result for a statement; the larger one counts."""
 
     UNRELATED = 0
     CONVERTED = 1
@@ -36,7 +36,7 @@ class ScriptLine:
     Args:
         number: Its line.
         text: The line.
-        fate: What becomes of it.
+        fate: The result.
         reason: The keys it is converted to, or why it is listed, refused or not needed.
         file: Name of the file, if a command starts the script.
     """
@@ -209,7 +209,15 @@ class Translation:
         value = self._keys[key]
         rule = self.table.rule(key)
         if rule is None:
-            self._answer_by_name(key, value)
+            if not self.table.is_flat and self._key_here(key) is not None:
+                self._take(key, key, value)
+            elif value in (None, False, [], {}) or key.endswith(".enabled"):
+                if value is True:
+                    self.refuse(key, f"{key.removesuffix('.enabled')}, which is not known here")
+                else:
+                    self.unneeded(key, _EMPTY)
+            else:
+                self.refuse(key, _UNKNOWN.format(system=self.table.name))
             return
         text = rule.answer(key, self.algorithm)
         if rule.kind is Kind.RENAMED:
@@ -228,20 +236,9 @@ class Translation:
         else:
             self.rename(key, here)
 
-    def _answer_by_name(self, key: str, value: Any) -> None:
-        if not self.table.is_flat and self._key_here(key) is not None:
-            self._take(key, key, value)
-        elif value in (None, False, [], {}) or key.endswith(".enabled"):
-            if value is True:
-                self.refuse(key, f"{key.removesuffix('.enabled')}, which is not known here")
-            else:
-                self.unneeded(key, _EMPTY)
-        else:
-            self.refuse(key, _UNKNOWN.format(system=self.table.name))
-
 
 def put_surrogate(config: Translation, name: str, keys: dict[str, str], **settings: Any) -> None:
-    """Write a surrogate with its settings in place of what the recipe has there, and answer the keys of the settings.
+    """Replace the surrogate of the recipe by another one with its settings, and answer the keys of the settings.
 
     Args:
         config: Translation that receives the surrogate and the answers.

@@ -43,7 +43,7 @@ class Rule:
     Args:
         pattern: The key, with `*` for one name or a part of it and `**` for any number of names.
         kind: The answer.
-        text: The new key if it is renamed, what it becomes if it is computed, the reason if it is not needed, or the
+        text: The new key if it is renamed, the keys it is computed into, the reason if it is not needed, or the
             feature that is not supported.
     """
 
@@ -96,7 +96,7 @@ class Table:
         name: Name of the system.
         rules: One per key.
         values: Values that have another name here, by key.
-        off: Values, in addition to empty ones, with which a refused key changes nothing, by key.
+        off: Values, in addition to empty ones, that turn a refused key off, by key.
         defaults: Defaults of the system that matter, by algorithm.
         tables: Further tables, which only the import of whole files reads.
         is_flat: True if its keys are names without sections, which are recognised in any section.

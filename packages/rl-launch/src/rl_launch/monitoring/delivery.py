@@ -1,4 +1,4 @@
-"""Ways in which a notification leaves this process."""
+"""Deliveries of notifications: webhooks and commands."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class CommandDelivery:
 
     Args:
         arguments: Program and arguments.
-        timeout_s: Time after which it is killed with its children.
+        timeout_s: Time limit in seconds; then it is killed with its children.
     """
 
     def __init__(self, arguments: Sequence[str], *, timeout_s: float) -> None:
@@ -119,7 +119,7 @@ class CommandDelivery:
 
 
 def deliveries(config: NotifyConfig) -> list[NotificationDelivery]:
-    """The ways that a config chooses."""
+    """Return the deliveries that a config chooses."""
     found: list[NotificationDelivery] = []
     if config.url:
         found.append(WebhookDelivery(config.url, timeout_s=config.timeout_s))
@@ -149,7 +149,7 @@ class _NoRedirection(urllib.request.HTTPRedirectHandler):
 
 
 def _without(url: str, text: str) -> str:
-    """A message without the URL, or its part after the host."""
+    """Return a message without the URL, or its part after the host."""
     parts = urlsplit(url)
     for secret in (url, parts.path + (f"?{parts.query}" if parts.query else ""), parts.path, parts.query):
         if len(secret) > 1:

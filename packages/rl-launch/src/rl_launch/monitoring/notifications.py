@@ -23,7 +23,7 @@ from rl_launch.session.observer import ObservedRun, RunObserver
 ATTEMPTS_AFTER_S = (2.0, 10.0, 30.0)
 """Seconds before each further attempt of a delivery that failed."""
 
-MOST_WAITING = 100
+MAX_WAITING = 100
 """Notifications that wait at most; further ones are dropped, with a line in the log."""
 
 
@@ -31,7 +31,7 @@ class Outbox:
     """Delivers notifications in order. The thread ends with the process, so that nothing keeps it.
 
     Args:
-        deliveries: Ways in which each is delivered.
+        deliveries: Deliveries of each notification.
         attempts_after_s: Seconds before each further attempt.
     """
 
@@ -40,7 +40,7 @@ class Outbox:
     ) -> None:
         self._deliveries = list(deliveries)
         self._attempts_after_s = attempts_after_s
-        self._waiting: queue.Queue[Mapping[str, Any]] = queue.Queue(MOST_WAITING)
+        self._waiting: queue.Queue[Mapping[str, Any]] = queue.Queue(MAX_WAITING)
         self._changed = threading.Condition()
         self._num_open = 0
         self._is_ending = threading.Event()
@@ -57,7 +57,7 @@ class Outbox:
             self._waiting.put_nowait(notification)
         except queue.Full:
             self._note_done()
-            _log.warning("a notification (%s) was dropped: %d others wait", notification.get("event"), MOST_WAITING)
+            _log.warning("a notification (%s) was dropped: %d others wait", notification.get("event"), MAX_WAITING)
 
     def finish(self, timeout_s: float) -> None:
         """Wait until everything is delivered, with at most one attempt of each that has not been tried.
@@ -108,7 +108,7 @@ class Outbox:
 USUAL_OF = 16
 """Last steps whose time is usual."""
 
-LEAST_S = 60.0
+MIN_S = 60.0
 """Time without a step below which no run is stalled."""
 
 
@@ -117,7 +117,7 @@ class StallWatch:
     thread notes steps, and another one checks.
 
     Args:
-        multiple: Of the usual time, after which the run is stalled.
+        multiple: Multiple of the usual time that makes a run stalled.
         clock: Seconds.
     """
 
@@ -130,14 +130,14 @@ class StallWatch:
         self._is_noted = False
 
     def start(self) -> None:
-        """The first step begins; how long it may take is not known."""
+        """Note that the first step begins; how long it may take is not known."""
         with self._lock:
             self._last = self._clock()
             self._gaps_s.clear()
             self._is_noted = False
 
     def note_step(self) -> None:
-        """A step is complete."""
+        """Note that a step is complete."""
         with self._lock:
             now = self._clock()
             if self._last is not None:
@@ -146,7 +146,7 @@ class StallWatch:
             self._is_noted = False
 
     def stop(self) -> None:
-        """The run makes no further steps."""
+        """Note that the run makes no further steps."""
         with self._lock:
             self._last = None
 
@@ -158,7 +158,7 @@ class StallWatch:
             if self._last is None or not self._gaps_s or self._is_noted:
                 return None
             usual_s, passed_s = median(self._gaps_s), self._clock() - self._last
-            self._is_noted = passed_s > max(LEAST_S, self._multiple * usual_s)
+            self._is_noted = passed_s > max(MIN_S, self._multiple * usual_s)
             return (passed_s, usual_s) if self._is_noted else None
 
 
@@ -170,12 +170,12 @@ END_WAIT_S = 10.0
 CHECK_PERIOD_S = 5.0
 """Seconds between two looks at whether the run is stalled."""
 
-FEWEST_STEPS = 20
+MIN_STEPS = 20
 """Steps before findings are looked for, because the first steps of a run look like many faults."""
 
 Rows = Sequence[Mapping[str, Any]]
 Finding = tuple[str, str]
-"""What a finding is about, and its text."""
+"""The subject of a finding, and its text."""
 
 Findings = Callable[[Rows, Mapping[str, Any]], Sequence[Finding]]
 """Returns the findings on the metrics of all steps and the config of a run."""
@@ -187,7 +187,7 @@ def no_findings(rows: Rows, config: Mapping[str, Any]) -> Sequence[Finding]:
 
 
 class Notifications(RunObserver):
-    """Sends the events that a config chooses; what takes time happens in two threads of its own.
+    """Sends the events that a config chooses. Slow work is done in two threads of its own.
 
     Args:
         config: The section `logger.notify`.
@@ -288,7 +288,7 @@ class Notifications(RunObserver):
             passed_s, usual_s = stalled
             self.send("stalled", f"no step for {passed_s:.0f} s; the usual time is {usual_s:.0f} s")
         run, rows = self._run, list(self._rows)
-        if run is not None and len(rows) >= FEWEST_STEPS and len(rows) != self._num_judged:
+        if run is not None and len(rows) >= MIN_STEPS and len(rows) != self._num_judged:
             self._num_judged = len(rows)
             for subject, text in self._findings(rows, run.config):
                 self._alarm(subject, text)

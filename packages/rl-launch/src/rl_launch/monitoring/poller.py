@@ -156,7 +156,11 @@ class Poller:
         self._note_processes(workers)
         late = {question.worker.name for question in self._questions.values()}
         asked = self._ask(workers)
-        nodes = self._read_driver(driver_node, with_machine=driver_node not in {worker.node for worker in workers})
+        with_machine = driver_node not in {worker.node for worker in workers}
+        usage = self._meter.read(with_machine=with_machine)
+        labels = {"worker": DRIVER, "role": DRIVER, "rank": "0"}
+        self._readings.add(readings_of_process(DRIVER, labels, usage.process))
+        nodes = self._take_machine(driver_node, usage, ())
         if asked:
             ray.wait([each.answer for each in asked], num_returns=len(asked), timeout=ANSWER_TIMEOUT_S)
         gpus: dict[str, set[str]] = {}
@@ -220,16 +224,10 @@ class Poller:
         self._readings.add(readings_of_process(worker.name, worker.labels, answer.process))
         return self._take_machine(worker.node, answer, gpus)
 
-    def _read_driver(self, node: str, *, with_machine: bool) -> set[str]:
-        usage = self._meter.read(with_machine=with_machine)
-        labels = {"worker": DRIVER, "role": DRIVER, "rank": "0"}
-        self._readings.add(readings_of_process(DRIVER, labels, usage.process))
-        return self._take_machine(node, usage, ())
-
     def _take_machine(self, node: str, usage: Usage, gpus: Collection[str]) -> set[str]:
         if usage.machine is None:
             return set()
-        # numbered in the order in which they are first read
+        # Nodes are numbered in the order of their first readings.
         name = self._nodes.setdefault(node, f"node{len(self._nodes)}")
         self._readings.add(readings_of_machine(name, usage.machine, gpus))
         return {name}

@@ -72,7 +72,7 @@ MAX_LAST_SCRAPE_S = 60.0
 """Timeout in seconds of the wait for a scrape that reads how the run ended."""
 
 RUN_METRICS = (*_STATE, *_DISK, f"{_STARTS}_total", *(f"{count.exported}_total" for count in _COUNTS))
-"""Names of what is served about a run, in addition to its metrics and readings."""
+"""Names of the series about a run, in addition to its metrics and readings."""
 
 _REFUSED = re.compile(r"[^a-zA-Z0-9_]+")
 
@@ -136,9 +136,19 @@ class PrometheusEndpoint(RunObserver):
             self._state["rl_last_step_timestamp_seconds"] = time.time()
 
     def end_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        exported = self._exported(metrics)
+        found: dict[str, str] = {}
+        for metric in metrics:
+            # these are read more often than once per step, and exported with labels
+            if metric.startswith(PREFIX):
+                continue
+            name = exported_name(metric)
+            if name in found and metric not in self._clashes:
+                self._clashes.add(metric)
+                _log.warning("%s is not exported to Prometheus: its name there is that of %s", metric, found[name])
+            found.setdefault(name, metric)
+        exported = {name: metrics[metric] for name, metric in found.items()}
         with self._lock:
-            # metrics that only some steps have, such as those of a validation, keep their value
+            # Metrics that only some steps have, such as metrics of a validation, keep their value.
             self._metrics |= exported
             self._state |= {"rl_step": step, "rl_last_step_timestamp_seconds": time.time()}
             for count in _COUNTS:
@@ -165,7 +175,7 @@ class PrometheusEndpoint(RunObserver):
         self._thread.join()
 
     def _until_next_scrape(self) -> float:
-        """Return the seconds in which a scrape is due that reads the end; 0 if none is expected or waited for."""
+        """Return the seconds until a scrape is due that reads the end; 0 if none is expected or waited for."""
         with self._lock:
             has_ended = self._state.get("rl_run_state") in (_END_STATES["finished"], _END_STATES["failed"])
             if not has_ended or len(self._scrapes) < 2 or self._end_is_read.is_set():
@@ -175,7 +185,7 @@ class PrometheusEndpoint(RunObserver):
         return min(MAX_LAST_SCRAPE_S, last + 1.5 * (last - before) - time.monotonic())
 
     def collect(self) -> Iterable[Metric]:
-        """The metric families of a scrape; called by prometheus-client in the thread that answers it."""
+        """Yield the metric families of a scrape; called by prometheus-client in the thread that answers it."""
         from prometheus_client.core import GaugeMetricFamily
 
         with self._lock:
@@ -198,20 +208,6 @@ class PrometheusEndpoint(RunObserver):
             family = GaugeMetricFamily(name, "Metric of the last step that has it", labels=["run"])
             yield _labelled(family, run.name, value)
         yield from _families(run.name, self._readings.newest())
-
-    def _exported(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Metrics by their names in Prometheus. Of several with the same name the first one is exported."""
-        found: dict[str, str] = {}
-        for metric in metrics:
-            # these are read more often than once per step, and exported with labels
-            if metric.startswith(PREFIX):
-                continue
-            name = exported_name(metric)
-            if name in found and metric not in self._clashes:
-                self._clashes.add(metric)
-                _log.warning("%s is not exported to Prometheus: its name there is that of %s", metric, found[name])
-            found.setdefault(name, metric)
-        return {name: metrics[metric] for name, metric in found.items()}
 
     def _disk(self, run: ObservedRun) -> Iterator[Metric]:
         from prometheus_client.core import GaugeMetricFamily

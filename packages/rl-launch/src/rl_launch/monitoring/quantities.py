@@ -8,13 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from rl_core.usage.gpus import GpuUsage
-    from rl_core.usage.machine import MachineUsage
-    from rl_core.usage.process import ProcessUsage
+    from rl_core.usage.meter import GpuUsage, MachineUsage, ProcessUsage
 
 
 PREFIX = "system/"
-"""Of the metrics that readings become."""
+"""Prefix of the metrics of readings."""
 
 ALL_GPUS = "system/gpu_utilization"
 """Mean utilization of all GPUs."""
@@ -74,9 +72,8 @@ class SystemReadings:
         return bool(self._over_step)
 
     def take(self) -> dict[str, float]:
-        """Metrics of the step in progress, which ends with the call: `system/<subject>/<name>` is the mean of its
-        readings and `system/<subject>/max_<name>` the largest.
-        """
+        """Return the metrics of the step in progress, which ends with the call: `system/<subject>/<name>` is the mean
+        of its readings and `system/<subject>/max_<name>` the largest."""
         with self._lock:
             found, self._over_step = self._over_step, {}
         metrics: dict[str, float] = {}
@@ -89,7 +86,7 @@ class SystemReadings:
         return metrics
 
     def newest(self) -> Sequence[SystemReading]:
-        """The newest reading of each thing."""
+        """Return the newest reading of each thing."""
         with self._lock:
             return tuple(self._newest.values())
 
@@ -167,7 +164,7 @@ class SystemReading:
     """A value that was read.
 
     Args:
-        quantity: What it is.
+        quantity: The measured quantity.
         subject: Middle part of its names among the metrics of a step, such as `node0/gpu1`.
         labels: Labels in Prometheus.
         value: In base units.
@@ -185,7 +182,7 @@ class SystemReading:
 
 
 def readings_of_machine(node: str, usage: MachineUsage, gpus: Collection[str]) -> Iterator[SystemReading]:
-    """Readings of a machine.
+    """Yield the readings of a machine.
 
     Args:
         node: Name of the node.
@@ -204,7 +201,7 @@ def readings_of_machine(node: str, usage: MachineUsage, gpus: Collection[str]) -
 
 
 def readings_of_process(worker: str, labels: Mapping[str, str], usage: ProcessUsage) -> Iterator[SystemReading]:
-    """Readings of a worker's process.
+    """Yield the readings of a worker's process.
 
     Args:
         worker: Name of the worker.
@@ -218,7 +215,7 @@ def readings_of_process(worker: str, labels: Mapping[str, str], usage: ProcessUs
 
 
 def readings_of_engine(worker: str, labels: Mapping[str, str], health: Mapping[str, Any]) -> Iterator[SystemReading]:
-    """Readings of a replica's engine: those that it reports.
+    """Yield the readings of a replica's engine: those that it reports.
 
     Args:
         worker: Name of the rollout worker.

@@ -33,7 +33,7 @@ class SystemMonitor(RunObserver):
         records: True if readings become metrics of the steps; otherwise only `readings` has them.
 
     Attributes:
-        readings: What was read.
+        readings: Readings of the workers.
     """
 
     def __init__(self, *, period_s: float, records: bool) -> None:
@@ -44,7 +44,7 @@ class SystemMonitor(RunObserver):
 
     @contextmanager
     def watching(self, workers: Callable[[], Sequence[Monitored]]) -> Iterator[None]:
-        """Context in which workers are read; it ends before they do.
+        """Read workers while the context is open; it ends before they do.
 
         Args:
             workers: Returns the workers of the run at present; called in another thread.
@@ -66,7 +66,7 @@ class SystemMonitor(RunObserver):
         self.readings.take()
 
     def step_metrics(self) -> Mapping[str, float]:
-        """Mean and maximum of the readings of the step."""
+        """Return the mean and the maximum of the readings of the step."""
         if not self._records:
             self.readings.take()
             return {}
@@ -93,7 +93,7 @@ class MonitoredRuntime(Protocol):
         ...
 
     def monitored(self) -> Sequence[Monitored]:
-        """The workers at present; called in any thread."""
+        """Return the workers at present; called in any thread."""
         ...
 
 
@@ -138,7 +138,7 @@ class RunMonitoring:
     def _started(
         self, config: LoggerConfig, stack: ExitStack, findings: Findings, restarts: Callable[[], bool]
     ) -> Iterator[RunObserver]:
-        """What the config chooses, started; the stack closes it."""
+        """Start the observers that the config chooses, and yield them; the stack closes them."""
         if config.reads_workers:
             self._system = SystemMonitor(period_s=config.monitoring.period_s, records=config.monitoring_enabled)
             yield self._system
@@ -150,7 +150,7 @@ class RunMonitoring:
         if config.otel_endpoint is not None:
             try:
                 telemetry = Telemetry.to(config.otel_endpoint)
-            except Exception as error:  # noqa: BLE001  # of variables OTEL_*; what watches a run must not cost it anything
+            except Exception as error:  # noqa: BLE001  # wrong variables OTEL_* must not cost the run anything
                 _log.warning("no spans are sent (%s: %s)", type(error).__name__, error)
             else:
                 stack.callback(_close, telemetry)
@@ -170,7 +170,7 @@ class RunMonitoring:
 
     @contextmanager
     def watching(self, runtime: MonitoredRuntime) -> Iterator[None]:
-        """Context in which the workers of a run are read, while they live."""
+        """Read the workers of a run while they live."""
         if self._has_telemetry and runtime.rollout_pool is not None:
             runtime.rollout_pool.on_group = self.observer.end_group
         if self._system is None:
@@ -183,5 +183,5 @@ class RunMonitoring:
 def _close(observer: PrometheusEndpoint | Telemetry | Notifications) -> None:
     try:
         observer.close()
-    except Exception as error:  # noqa: BLE001  # what watches a run must not cost it anything
+    except Exception as error:  # noqa: BLE001  # an observer must not cost the run anything
         _log.warning("%s could not be closed (%s: %s)", type(observer).__name__, type(error).__name__, error)

@@ -58,7 +58,7 @@ class Telemetry(RunObserver):
 
     @classmethod
     def to(cls, endpoint: str) -> Telemetry:
-        """Spans that are sent to a collector.
+        """Return telemetry whose spans are sent to a collector.
 
         Args:
             endpoint: Its URL; `/v1/traces` is added.
@@ -99,9 +99,8 @@ class Telemetry(RunObserver):
         self._step = None
 
     def end_group(self, group: RolloutGroup, submitted_ns: int, replica: int) -> None:
-        """A span from the submission to the end, within the phase that takes the group. With asynchronous rollouts it
-        begins before the step.
-        """
+        """Make a span from the submission to the end, within the phase that takes the group. With asynchronous rollouts
+        it begins before the step."""
         attributes = {
             **self._attributes,
             "rl.prompt": group.prompt.id,
@@ -149,7 +148,7 @@ class ReportingExporter:
 
     Args:
         exporter: Sends the spans.
-        endpoint: URL of the collector, of which the log shows the host.
+        endpoint: URL of the collector; the log shows its host.
     """
 
     def __init__(self, exporter: SpanExporter, endpoint: str) -> None:

@@ -31,7 +31,7 @@ class MadeCallback:
     """A callback of a run.
 
     Args:
-        key: Key of the config that names it.
+        key: Its key in the config.
         config: Its section.
         callback: The instance.
     """
@@ -73,7 +73,7 @@ def make_callbacks(entries: Sequence[str | CallbackConfig]) -> list[MadeCallback
                 made.append(MadeCallback(key, section, kind(**settings)))
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # even SystemExit, of which a user would see nothing
+        except BaseException as error:  # a user would see nothing of a SystemExit
             place = raised_at(error)
             what = f"{type(error).__name__}: {error}"
             raise ConfigError(
@@ -97,7 +97,11 @@ def callback_class(name: str) -> type[Callback]:
     kind = resolve(name)
     if not (isinstance(kind, type) and issubclass(kind, Callback)):
         raise ValueError(f"{name} is not a subclass of rl_core.Callback. Write class {_last(name)}(Callback)")
-    unknown = [each for each in dir(kind) if each.startswith("on_") and each not in HOOKS and _is_method(kind, each)]
+    unknown = [
+        each
+        for each in dir(kind)
+        if each.startswith("on_") and each not in HOOKS and inspect.isroutine(getattr(kind, each))
+    ]
     if unknown:
         raise ValueError(
             f"{name} has a method {unknown[0]}, which is not a hook{did_you_mean(unknown[0], HOOKS)}; hooks: "
@@ -106,29 +110,21 @@ def callback_class(name: str) -> type[Callback]:
     if not _overridden(kind):
         raise ValueError(f"{name} does not override a hook, so it would have no effect; hooks: {', '.join(HOOKS)}")
     for hook in _overridden(kind):
-        _check_signature(kind, hook)
+        written, wanted = getattr(kind, hook), list(inspect.signature(getattr(Callback, hook)).parameters)
+        if inspect.iscoroutinefunction(written):
+            raise ValueError(f"{kind.__name__}.{hook} is async, but callbacks must be plain methods. Remove `async`")
+        try:
+            inspect.signature(written).bind(*wanted)
+        except TypeError:
+            raise ValueError(
+                f"{kind.__name__}.{hook}{inspect.signature(written)} cannot be called with the arguments of a run. "
+                f"Write def {hook}({', '.join(wanted)})"
+            ) from None
     return kind
-
-
-def _is_method(kind: type, name: str) -> bool:
-    return inspect.isroutine(getattr(kind, name))
 
 
 def _overridden(kind: type[Callback]) -> list[str]:
     return [hook for hook in HOOKS if getattr(kind, hook) is not getattr(Callback, hook)]
-
-
-def _check_signature(kind: type[Callback], hook: str) -> None:
-    written, wanted = getattr(kind, hook), list(inspect.signature(getattr(Callback, hook)).parameters)
-    if inspect.iscoroutinefunction(written):
-        raise ValueError(f"{kind.__name__}.{hook} is async, but callbacks must be plain methods. Remove `async`")
-    try:
-        inspect.signature(written).bind(*wanted)
-    except TypeError:
-        raise ValueError(
-            f"{kind.__name__}.{hook}{inspect.signature(written)} cannot be called with the arguments of a run. "
-            f"Write def {hook}({', '.join(wanted)})"
-        ) from None
 
 
 def _settings_type(kind: type[Callback]) -> type[Config]:
@@ -258,21 +254,18 @@ class Callbacks:
             if self._unwound_by() is not before or (before and isinstance(error, KeyboardInterrupt)):
                 raise
             # code of the user's, whose failure, even SystemExit, must not cost the run
-            self._fail(each, hook, when, error)
+            self._callbacks.remove(each)
+            place = raised_at(error)
+            said = f"callback {each.config.type} failed in {hook} {when}{f', {place}' if place else ''}"
+            what = f"{type(error).__name__}: {error}"
+            _logger.debug("%s", said, exc_info=error)
+            if each.config.on_error == "stop" and hook != "on_end":
+                self.failure = self.failure or CallbackFailed(f"{said}: {what}")
+                assert self._run is not None
+                self._run.stop(said)
+            else:
+                _logger.warning("%s, and is turned off (%s)", said, what)
             return {}
-
-    def _fail(self, each: MadeCallback, hook: str, when: str, error: BaseException) -> None:
-        self._callbacks.remove(each)
-        place = raised_at(error)
-        said = f"callback {each.config.type} failed in {hook} {when}{f', {place}' if place else ''}"
-        what = f"{type(error).__name__}: {error}"
-        _logger.debug("%s", said, exc_info=error)
-        if each.config.on_error == "stop" and hook != "on_end":
-            self.failure = self.failure or CallbackFailed(f"{said}: {what}")
-            assert self._run is not None
-            self._run.stop(said)
-        else:
-            _logger.warning("%s, and is turned off (%s)", said, what)
 
 
 def _checked(returned: Any, known: Mapping[str, float]) -> dict[str, float]:

@@ -270,8 +270,9 @@ class LoggerConfig(Config):
     """Write the rollouts of every N-th step to the run directory. With 0 no rollouts are written."""
     token_level: TokenLevel = "sampled"
     """Rollouts whose values per token (text, logprobs, advantage, loss mask, weight version) are written to
-    `rollouts/tokens_<n>.parquet`, about 14 bytes per token, in the steps whose rollouts are written: those of `sampled`
-    groups, `all`, or `none`. `rl view` shows them. Only values that the algorithm computes anyway are written."""
+    `rollouts/tokens_<n>.parquet`, about 14 bytes per token, in the steps whose rollouts are written: rollouts of
+    `sampled` groups, `all`, or `none`. `rl view` shows them. Only values that the algorithm computes anyway are
+    written."""
     token_level_groups: int = Field(default=1, gt=0)
     """Number of groups of each step to write with `token_level: sampled`, drawn at random from the groups that were
     trained on. At most 65,536 tokens per group are written in a step."""

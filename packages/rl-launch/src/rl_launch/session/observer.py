@@ -35,22 +35,22 @@ class RunObserver:
     """Sees a run as it proceeds. Override what you need. Methods return at once, unless they begin or end a profile."""
 
     def begin(self, run: ObservedRun) -> None:
-        """Called when the run directory is open, before the workers start."""
+        """Note that the run directory is open, before the workers start."""
 
     def start(self, max_steps: int, history: Sequence[Mapping[str, Any]]) -> None:
-        """Called before the first step, with the metrics of earlier steps."""
+        """Note that the first step follows, with the metrics of earlier steps."""
 
     def begin_step(self, step: int) -> None:
-        """Called before a step begins; its time does not count to the step."""
+        """Note that a step follows; the time of this call does not count to the step."""
 
     def begin_phase(self, name: str) -> None:
-        """Called when a phase of the run begins; phases nest."""
+        """Note that a phase of the run begins; phases nest."""
 
     def end_phase(self, name: str) -> None:
-        """Called when the innermost phase ends, also with an error."""
+        """Note that the innermost phase ends, also with an error."""
 
     def end_group(self, group: RolloutGroup, submitted_ns: int, replica: int) -> None:
-        """Called when the rollouts of a prompt have ended.
+        """Note that the rollouts of a prompt have ended.
 
         Args:
             group: The rollouts.
@@ -59,17 +59,17 @@ class RunObserver:
         """
 
     def step_metrics(self) -> Mapping[str, float]:
-        """Metrics to record with the step that is about to be complete."""
+        """Return metrics to record with the step that is about to be complete."""
         return {}
 
     def end_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Called when a step is complete and its metrics are written, before a checkpoint of it is saved."""
+        """Note that a step is complete and its metrics are written, before a checkpoint of it is saved."""
 
     def saved(self, step: int) -> None:
-        """Called when a checkpoint is complete."""
+        """Note that a checkpoint is complete."""
 
     def end(self, state: RunEnd) -> None:
-        """Called when the run has ended."""
+        """Note that the run has ended."""
 
 
 class Observers(RunObserver):
@@ -118,6 +118,6 @@ class Observers(RunObserver):
         for observer in tuple(self._observers):
             try:
                 call(observer)
-            except Exception as error:  # noqa: BLE001  # what watches a run must not cost it anything
+            except Exception as error:  # noqa: BLE001  # an observer must not cost the run anything
                 self._observers.remove(observer)
                 _log.warning("%s is turned off (%s: %s)", type(observer).__name__, type(error).__name__, error)

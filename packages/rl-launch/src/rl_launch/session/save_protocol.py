@@ -76,8 +76,8 @@ class SaveProtocol:
         return self._checkpoints.begun
 
     def find(self, branch: Branch | None) -> int:
-        """Find the checkpoint that the run continues from, its own newest or that of another run, and put aside what
-        is later; returns its step, or 0.
+        """Find the checkpoint that the run continues from, its own newest or a checkpoint of another run, and put aside
+        what is later; returns its step, or 0.
         """
         self._branch = branch
         self._found = self._checkpoints.newest()
@@ -116,7 +116,7 @@ class SaveProtocol:
         """Begin to save the present state, which is that after a step; no save may be under way.
 
         Args:
-            step: Step after which the state is saved.
+            step: Last step of the saved state.
             metrics: Metrics of the step.
             exports: True to also write the models as Hugging Face files.
             wait: True to return when the models are written; otherwise they continue to write their copies.

@@ -1,4 +1,4 @@
-"""The run session: the order in which a run's directory, steps, records and checkpoints are used."""
+"""The run session, which orders the use of a run's directory, steps, records and checkpoints."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class StatusFile:
 
         Args:
             goals: Keys that decide when the run is finished, with their values.
-            step: The step after which the run continues; 0 for a new run.
+            step: The last complete step; 0 for a new run.
         """
         self._state = replace(RunState.read(self._folder) or self._state, goals=goals, step=step)
 
@@ -98,15 +98,15 @@ class CheckpointReceiver(Protocol):
     """Takes the checkpoints of a run as they are saved; its own failures are reported and never raised."""
 
     def begin(self, run_dir: Path) -> None:
-        """Called when the run directory is open."""
+        """Take the run directory, which is open."""
         ...
 
     def saved(self, step: int, checkpoint: Path) -> None:
-        """Called with each complete checkpoint; returns at once. The checkpoint may be removed afterwards."""
+        """Take a complete checkpoint; return at once. The checkpoint may be removed afterwards."""
         ...
 
     def end(self, *, is_finished: bool, at_once: bool) -> None:
-        """Called when the run has ended; waits for what is under way unless it was told to end at once."""
+        """End with the run; wait for pushes in progress unless the run ends at once."""
         ...
 
 
@@ -192,7 +192,15 @@ class RunSession:
             stack.enter_context(logged_to(self.directory.logs / "driver.log"))
             stack.enter_context(self._writing_stacks())
             after = self._saves.find(self.directory.branch)
-            self._tell_missing(after)
+            # Log that steps are made again although nothing is wrong with the checkpoint that the run continues from.
+            run = RunFolder(self.directory.path)
+            saved, made = run.state().saved or 0, int(run.last_metrics().get("step", 0))
+            if saved > after and saved not in run.checkpoint_steps():
+                _logger.warning(
+                    "the checkpoint of step %d is gone; steps %d to %d are made again", saved, after + 1, made
+                )
+            elif made and not after:
+                _logger.warning("no checkpoint was saved yet, so steps 1 to %d are made again", made)
             folder, labels = self.directory.path, self.directory.labels
             self._metrics.attach(open_writers(config.logger, folder, settings=config, after=after, labels=labels))
             stack.callback(self._metrics.close)
@@ -289,8 +297,8 @@ class RunSession:
     def steps(
         self, max_steps: int, *, models: Mapping[str, Saved], state: Mapping[str, Checkpointable]
     ) -> Iterator[int]:
-        """Steps still to do: the call restores the newest complete checkpoint, and asking for the next step saves one
-        if it is due. Models that do not train are neither saved nor restored.
+        """Yield the steps still to do: the call restores the newest complete checkpoint, and asking for the next step
+        saves one if it is due. Models that do not train are neither saved nor restored.
 
         Raises:
             RunDirectoryError: If the checkpoint lacks one of the models or states.
@@ -316,14 +324,14 @@ class RunSession:
         return self._clock.phase(name)
 
     def record(self, step: int, metrics: Mapping[str, float | Metric]) -> None:
-        """Metrics of a step, merged into its line; the line is written when the step is done."""
+        """Merge metrics into the line of a step, which is written when the step is done."""
         self._metrics.record(step, metrics)
 
     def record_rollouts(
         self, step: int, groups: Sequence[RolloutGroup], advantages: np.ndarray, *, batch: Batch | None = None
     ) -> None:
         """Write the rollouts of a step, one per line. Rollouts without an advantage have null. With a batch, values of
-        tokens are written as `logger.token_level` says. Steps that `logger.rollout_period` skips are not written."""
+        tokens are written as `logger.token_level` has it. Steps that `logger.rollout_period` skips are not written."""
         if not self.due(self._config.logger.rollout_period, step):
             return
         with self.phase("recording"):
@@ -381,21 +389,18 @@ class RunSession:
             self._observer.begin_step(step)
             self._clock.begin(step, self._max_steps)
             yield step
-            self._complete(step)
+            seconds = self._clock.seconds
+            self._metrics.record(step, self._clock.timings(self._metrics.recorded(step), seconds))
+            self._metrics.record(step, self._observer.step_metrics())
+            self._metrics.write_until(step)
+            self._clock.end(self._metrics.last, seconds)
+            self._observer.end_step(step, self._metrics.last)
+            self._done = step
+            self._finish_save(wait=False)
+            self._stop.after_step(seconds, saves=self._saves.under_way is not None)
+            if self._saving.enabled and self.due(self._saving.save_period, step):
+                self._save(wait=not self._saving.async_save)
         self._finish()
-
-    def _complete(self, step: int) -> None:
-        seconds = self._clock.seconds
-        self._metrics.record(step, self._clock.timings(self._metrics.recorded(step), seconds))
-        self._metrics.record(step, self._observer.step_metrics())
-        self._metrics.write_until(step)
-        self._clock.end(self._metrics.last, seconds)
-        self._observer.end_step(step, self._metrics.last)
-        self._done = step
-        self._finish_save(wait=False)
-        self._stop.after_step(seconds, saves=self._saves.under_way is not None)
-        if self._saving.enabled and self.due(self._saving.save_period, step):
-            self._save(wait=not self._saving.async_save)
 
     def _finish(self) -> None:
         """Save the last complete step if that has not been saved."""
@@ -430,17 +435,13 @@ class RunSession:
         self._rollouts.flush()
         self._metrics.sync()
         self._finish_save(wait=True)
-        exports = self._exports(self._done)
+        period = self._saving.export_period
+        exports = period is None or self._is_goal_met or self.due(period, self._done, at_end=True)
         if exports:
             self._exported = self._done
         self._saves.begin(self._done, self._metrics.last, exports=exports, wait=wait)
         if wait:
             self._finish_save(wait=True)
-
-    def _exports(self, step: int) -> bool:
-        """Return whether the checkpoint of a step holds Hugging Face files too; one at which the run finishes does."""
-        period = self._saving.export_period
-        return period is None or self._is_goal_met or self.due(period, step, at_end=True)
 
     def _finish_save(self, *, wait: bool) -> None:
         """Complete the save under way, if it is written, and report it."""
@@ -453,18 +454,9 @@ class RunSession:
         self._observer.saved(self.saved)
         self._callbacks.saved(self.saved, path)
 
-    def _tell_missing(self, after: int) -> None:
-        """Log that steps are made again although nothing is wrong with the checkpoint that the run continues from."""
-        run = RunFolder(self.directory.path)
-        saved, made = run.state().saved or 0, int(run.last_metrics().get("step", 0))
-        if saved > after and saved not in run.checkpoint_steps():
-            _logger.warning("the checkpoint of step %d is gone; steps %d to %d are made again", saved, after + 1, made)
-        elif made and not after:
-            _logger.warning("no checkpoint was saved yet, so steps 1 to %d are made again", made)
-
     @contextmanager
     def _writing_stacks(self) -> Iterator[None]:
-        """Context in which this process writes its stacks on request. The files are those of processes of one start."""
+        """Let this process write its stacks on request. The files belong to the processes of one start."""
         folder = self.directory.logs / STACKS_FOLDER
         shutil.rmtree(folder, ignore_errors=True)
         path = write_stacks_of("driver", folder)
@@ -490,7 +482,7 @@ class RunSession:
             self._pusher.end(is_finished=status == "finished", at_once=at_once)
 
     def _outcome(self, error: BaseException | None) -> tuple[EndStatus, str]:
-        """How the run ended, and why."""
+        """Return how the run ended, and why."""
         if isinstance(error, Exception):
             status: EndStatus = "interrupted" if isinstance(error, DevicesLost) else "failed"
             return status, (str(error) or type(error).__name__).partition("\n")[0]

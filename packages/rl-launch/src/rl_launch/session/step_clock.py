@@ -76,7 +76,7 @@ class StepClock:
             self._open_phases.pop()
         finally:
             self._observer.end_phase(name)
-            # after an error `doing` still says where it happened
+            # After an error `doing` still shows where it happened.
             self._progress.phase(self.doing)
             ended = time.monotonic()
             spans.record("phases", name, round(started * 1e9), round(ended * 1e9))

@@ -24,8 +24,8 @@ class StepMetrics:
 
     Args:
         path: Path of `metrics.jsonl`.
-        ranking: The metric that ranks checkpoints, of which the best value is kept.
-        with_step: Takes the metrics of a step before they are written, and returns them with what is added.
+        ranking: The metric that ranks checkpoints; its best value is kept.
+        with_step: Takes the metrics of a step before they are written, and returns them with further ones.
 
     Attributes:
         last: Metrics of the last step that was written.

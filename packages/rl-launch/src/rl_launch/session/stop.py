@@ -18,7 +18,7 @@ class StepAbandoned(BaseException):
     """Leaves the step in progress of a run that was asked to end: the session saves the last complete step.
 
     Args:
-        why: What the step waits for, which may never come.
+        why: The event that the step waits for, which may never come.
     """
 
     def __init__(self, why: str) -> None:
@@ -36,7 +36,7 @@ class StopRequest:
         unwound_by: The signal that ended the run at once, if one did: the second, or one without a step to finish.
 
     Args:
-        limit_s: Seconds by which everything must be saved, None for no limit.
+        limit_s: Time limit in seconds for the run with its last save; None for no limit.
         since: Start of that time, by `time.monotonic`; now if not given.
     """
 

@@ -10,10 +10,10 @@ from typing import Any
 from rl_algos.evaluation.summary import listed
 from rl_launch.session.tracking.progress import imbalance, steady
 
-FEWEST_STEPS = 8
+MIN_STEPS = 8
 """Steps before trends are judged, and before the phases are, as the first steps compile and warm up."""
 
-FEWEST_STEPS_OF_REWARDS = 30
+MIN_STEPS_OF_REWARDS = 30
 """Steps before a reward is called flat: learning rates of RL move it by less than its noise in fewer."""
 
 FLAT_REWARD = 0.05
@@ -31,7 +31,7 @@ ALL_EQUAL = 0.95
 COLLAPSED_REWARD = 0.25
 """The reward has collapsed if it lost more than this share of the spread that it had."""
 
-FEWEST_WITH_SIGNAL = 3
+MIN_WITH_SIGNAL = 3
 """Steps with different rewards that a run had before it can have collapsed."""
 
 COLLAPSED_ENTROPY = 0.2
@@ -61,11 +61,11 @@ OVERFIT = 0.05
 DOMINATES = {"generation": 0.7, "training": 0.7, "logprobs": 0.4, "validation": 0.3, "data": 0.2, "weight_sync": 0.25}
 """Share of the time, by phase, beyond which there is advice."""
 
-MOST_EQUAL = 0.75
+MAX_EQUAL = 0.75
 """Nothing is learned in a run if all rewards are equal in more than this share of its steps."""
 
 PROMPTS = "num_prompts_per_step"
-"""Key of the section that says how a run rolls out."""
+"""Key of the section with the settings of rollouts."""
 
 STALE_DRAFTER = 0.7
 """A drafter is left behind if its rate of accepted tokens falls below this share of the rate at first."""
@@ -80,7 +80,7 @@ class Advice:
     """Something to look at.
 
     Args:
-        found: What the metrics show, with the figures.
+        found: The finding, with the figures.
         remedy: What to try, naming keys.
         metrics: Metrics that show it, the first one most directly.
         where: Conditions on the rollouts that show it, as `rl show --where` takes them; empty if none do.
@@ -105,7 +105,7 @@ def advice(
     """
     found = [each for rule in _RULES for each in rule(rows, config)]
     # a run that learns nothing is in no hurry
-    slow = [] if _all_equal(rows) or len(rows) < FEWEST_STEPS else _slow(timings, config)
+    slow = [] if _all_equal(rows) or len(rows) < MIN_STEPS else _slow(timings, config)
     return [*_failed(rows, config, failures or {}), *found, *slow]
 
 
@@ -186,11 +186,11 @@ def _rewards(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
 
 
 def _collapsed(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
-    num_recent = min(_quarter(rows), FEWEST_STEPS)
+    num_recent = min(_quarter(rows), MIN_STEPS)
     recent = rows[-num_recent:]
     rewards = _values("reward/mean", recent)
     before = [row for row in rows[:-num_recent] if row.get("reward/std") and row.get("reward/mean") is not None]
-    if len(before) < FEWEST_WITH_SIGNAL or not rewards or _share_without_signal(recent, config) <= ALL_EQUAL:
+    if len(before) < MIN_WITH_SIGNAL or not rewards or _share_without_signal(recent, config) <= ALL_EQUAL:
         return
     lost = fmean(row["reward/mean"] for row in before) - fmean(rewards)
     if lost <= COLLAPSED_REWARD * fmean(row["reward/std"] for row in before):
@@ -243,11 +243,11 @@ def _nothing_earned(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
 
 def _all_equal(rows: Rows) -> bool:
     """Return whether all rewards are the same in most steps of a run, and the lowest of the run."""
-    return bool(rows) and _num_equal(rows) > MOST_EQUAL * len(rows)
+    return bool(rows) and _num_equal(rows) > MAX_EQUAL * len(rows)
 
 
 def _num_equal(rows: Rows) -> int:
-    """Number of steps in which all rewards are the lowest of the run."""
+    """Return the number of steps whose rewards are all the lowest of the run."""
     found = [(row["reward/mean"], row["reward/std"]) for row in rows if {"reward/mean", "reward/std"} <= row.keys()]
     lowest = min((mean for mean, _ in found), default=0.0)
     return sum(each == (lowest, 0) for each in found)
@@ -269,7 +269,7 @@ def _signal(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
 
 def _flat(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
     values, spread = _values("reward/mean", rows), _values("reward/std", rows)
-    if len(values) < FEWEST_STEPS_OF_REWARDS or not spread or not fmean(spread) or _all_equal(rows):
+    if len(values) < MIN_STEPS_OF_REWARDS or not spread or not fmean(spread) or _all_equal(rows):
         return
     half = len(values) // 2
     moved = fmean(values[half:]) - fmean(values[:half])
@@ -286,7 +286,7 @@ def _flat(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
 
 def _unmoved(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
     losses = _values("train/loss", rows)
-    # a policy gradient's loss says nothing, and neither does a loss beside a reward
+    # The loss of a policy gradient means nothing, and neither does a loss next to a reward.
     if _values("reward/mean", rows) or len(losses) < 2:
         return
     quarter = max(1, len(losses) // 4)
@@ -302,7 +302,7 @@ def _unmoved(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
 
 def _entropy(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
     first, last = _first_quarter("policy/nll", rows), _last_quarter("policy/nll", rows)
-    if len(rows) >= FEWEST_STEPS and first and fmean(last) < COLLAPSED_ENTROPY * fmean(first):
+    if len(rows) >= MIN_STEPS and first and fmean(last) < COLLAPSED_ENTROPY * fmean(first):
         yield Advice(
             f"the entropy collapsed: policy/nll {fmean(first):.2g} at first, {fmean(last):.2g} now {_means(last)}",
             "widen the upper clip (loss_fn.surrogate.clip_high=0.28), lower policy.optimizer.kwargs.lr, or hold the "
@@ -365,7 +365,7 @@ def _speculation(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
     first, last = _first_quarter(rate, rows), _last_quarter(rate, rows)
     # n-grams of the row are never left behind
     has_weights = _at(config, f"{section}.model") is not None
-    if has_weights and len(rows) >= FEWEST_STEPS and first and fmean(last) < STALE_DRAFTER * fmean(first):
+    if has_weights and len(rows) >= MIN_STEPS and first and fmean(last) < STALE_DRAFTER * fmean(first):
         drafter = "policy.draft_head" if _at(config, f"{section}.method") in ("eagle3", "mtp") else "drafter"
         trains = _at(config, f"{drafter}.model_name") is not None
         follow = f"Raise {drafter}.optimizer.kwargs.lr" if trains else f"Add the section {drafter}, so that it trains"
@@ -431,7 +431,7 @@ def _slow(timings: Mapping[str, float], config: Mapping[str, Any]) -> Iterator[A
             f"agent small, or play more rollouts at a time ({_section(config)}.{PROMPTS})"
         )
     if _at(config, f"{_section(config)}.async_grpo.enabled"):
-        # the phase is then a wait, of which metrics say more
+        # The phase is then a wait, and other metrics show more about it.
         del remedies["generation"]
     whole = timings.get("step", 0.0)
     for phase, remedy in remedies.items():
@@ -454,7 +454,7 @@ def _share_of_rollouts(name: str, rows: Rows, config: Mapping[str, Any]) -> floa
 
 
 def _section(config: Mapping[str, Any]) -> str:
-    """The section that says how the run rolls out."""
+    """Return the section with the keys of rollouts."""
     found = (key for key, section in config.items() if isinstance(section, Mapping) and PROMPTS in section)
     return next(found, "grpo")
 

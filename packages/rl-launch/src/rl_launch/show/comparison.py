@@ -1,4 +1,4 @@
-"""Several training runs side by side: the keys in which they differ, and their metrics, over seeds where there are
+"""Several training runs side by side: their different keys, and their metrics, over seeds where there are
 several.
 """
 
@@ -18,7 +18,7 @@ from rl_launch.show.report import MetricSummary, Series, headings, series_of, su
 SEED = "seed"
 """Last name of the keys that seed random numbers."""
 
-MOST_NAMED = 4
+MAX_NAMED = 4
 """Maximum number of keys in the name of a group; with more, groups have the name of their first run."""
 
 _WITHOUT_EFFECT = ("run_dir", LABELS)
@@ -41,7 +41,7 @@ class RunEstimate:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> RunEstimate:
-        """The estimate from the value of each run."""
+        """Return the estimate from the value of each run."""
         return cls(fmean(values), stdev(values) if len(values) > 1 else None, len(values))
 
     def __str__(self) -> str:
@@ -54,7 +54,7 @@ class GroupOutcome:
 
     Args:
         last: The last value of each run.
-        best: The best value of each run; None for a metric of which neither end is better.
+        best: The best value of each run; None for a metric without a better end.
     """
 
     last: RunEstimate
@@ -67,7 +67,7 @@ class RunGroup:
 
     Args:
         name: The values that tell it from the others, in words.
-        values: Values of the keys in which the groups differ; None for one that its runs do not have.
+        values: Values of the keys that differ between groups; None for one that its runs do not have.
         paths: Folders of the runs.
         seeds: For each run, values of the seeds that differ.
         metrics: By name.
@@ -89,8 +89,8 @@ class RunComparison:
     """Several runs side by side.
 
     Args:
-        keys: Keys in which the configs differ, except seeds, the folder and the keys of the logger.
-        seeds: Seeds in which they differ.
+        keys: Keys that differ between the configs, except seeds, the folder and the keys of the logger.
+        seeds: Seeds that differ.
         groups: In the order of their first runs.
     """
 
@@ -99,7 +99,7 @@ class RunComparison:
     groups: tuple[RunGroup, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """The object that `rl show RUN RUN... --json` prints."""
+        """Return the object that `rl show RUN RUN... --json` prints."""
         groups = [
             {
                 "name": group.name,
@@ -132,7 +132,7 @@ def comparison_of(runs: Sequence[RunFolder]) -> RunComparison:
 
 
 def differing_keys(configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the keys in which some configs differ, in the order of the first config that has each.
+    """Return the keys that differ between some configs, in the order of the first config that has each.
 
     Args:
         configs: Values by dotted key, as `effective_values` returns them.
@@ -161,7 +161,7 @@ def _group(
     summaries = [{summary.name: summary for summary in summaries_of(each)} for each in members]
     values = {key: configs[0].get(key) for key in keys}
     return RunGroup(
-        name=_name(values) if len(keys) <= MOST_NAMED else runs[0].path.name,
+        name=_name(values) if len(keys) <= MAX_NAMED else runs[0].path.name,
         values=values,
         paths=tuple(str(run.path) for run in runs),
         seeds=tuple({key: config.get(key) for key in seeds} for config in configs),
@@ -198,7 +198,7 @@ def _name(values: Mapping[str, Any]) -> str:
 
 
 def _values(tree: Mapping[str, Any], above: KeyPath = ()) -> Iterator[tuple[str, Any]]:
-    """The values of a config that change how it trains, by dotted key; a list is one value."""
+    """Yield the values of a config that change how it trains, by dotted key; a list is one value."""
     for name, value in tree.items():
         path = (*above, name)
         if not above and name in _WITHOUT_EFFECT:

@@ -10,14 +10,14 @@ from rich.table import Table
 from rich.text import Text
 
 from rl_core.config import show
-from rl_launch.show.comparison import MOST_NAMED, RunComparison, RunEstimate, RunGroup
+from rl_launch.show.comparison import MAX_NAMED, RunComparison, RunEstimate, RunGroup
 from rl_launch.show.report import higher_is_better
-from rl_launch.show.terminal import MOST_PLOTS, PLOTTED, Curve, overlay, reward_parts
+from rl_launch.show.terminal import MAX_PLOTS, PLOTTED, Curve, overlay, reward_parts
 
 COLORS = ("green", "magenta", "cyan", "yellow", "blue", "red")
 """Colors of the curves, in turn."""
 
-MOST_CURVES = 12
+MAX_CURVES = 12
 """Maximum number of curves in one plot."""
 
 _REWARDS = ("reward/mean", "val/reward", "val/accuracy")
@@ -34,7 +34,7 @@ def show_comparison(comparison: RunComparison, console: Console) -> None:
     console.print(_heading(comparison, num_runs), style="bold", highlight=False, markup=False, soft_wrap=True)
     console.print()
     console.print(_groups(comparison), width=width)
-    if len(comparison.keys) > MOST_NAMED:
+    if len(comparison.keys) > MAX_NAMED:
         console.print()
         console.print(_keys(comparison), width=width)
     metrics = compared_metrics(comparison)
@@ -42,11 +42,15 @@ def show_comparison(comparison: RunComparison, console: Console) -> None:
         console.print("\nNo steps are recorded yet. Use rl runs to show the state of each run.", highlight=False)
         return
     console.print()
-    for line in _charts(comparison, [name for name in metrics if _is_curve(comparison, name)], width):
+    for line in _charts(
+        comparison,
+        [name for name in metrics if any(len(group.series.get(name, ())) > 1 for group in comparison.groups)],
+        width,
+    ):
         line.rstrip()
         console.print(line, no_wrap=True, overflow="crop")
-    if len(comparison.groups) > MOST_CURVES:
-        console.print(f"Curves of the first {MOST_CURVES} groups.", highlight=False)
+    if len(comparison.groups) > MAX_CURVES:
+        console.print(f"Curves of the first {MAX_CURVES} groups.", highlight=False)
     for name in metrics:
         console.print()
         console.print(_metric(comparison, name), width=width)
@@ -59,19 +63,15 @@ def compared_metrics(comparison: RunComparison) -> list[str]:
     found = dict.fromkeys(name for group in comparison.groups for name in group.series)
     parts = reward_parts(found)
     left_out = _OF_UPDATES if "reward/mean" in found else ()
-    metrics = [name for name in PLOTTED if name in found and name not in left_out][:MOST_PLOTS]
+    metrics = [name for name in PLOTTED if name in found and name not in left_out][:MAX_PLOTS]
     place = sum(name in _REWARDS for name in metrics)
     return [*metrics[:place], *parts, *metrics[place:]]
 
 
 def letter(index: int) -> str:
-    """The letter of a group: `a`, `b`, ..., `z`, `aa`, ..."""
+    """Return the letter of a group: `a`, `b`, ..., `z`, `aa`, ..."""
     high, low = divmod(index, len(ascii_lowercase))
     return (letter(high - 1) if high else "") + ascii_lowercase[low]
-
-
-def _is_curve(comparison: RunComparison, name: str) -> bool:
-    return any(len(group.series.get(name, ())) > 1 for group in comparison.groups)
 
 
 def _heading(comparison: RunComparison, num_runs: int) -> str:
@@ -80,7 +80,7 @@ def _heading(comparison: RunComparison, num_runs: int) -> str:
     if not comparison.keys:
         return f"{num_runs} runs that differ only in {' and '.join(comparison.seeds)}"
     over = f", over {' and '.join(comparison.seeds)}" if comparison.seeds else ""
-    if len(comparison.keys) > MOST_NAMED:
+    if len(comparison.keys) > MAX_NAMED:
         return f"{num_runs} runs that differ in {len(comparison.keys)} keys{over}"
     return f"{num_runs} runs that differ in {' and '.join(comparison.keys)}{over}"
 
@@ -88,7 +88,7 @@ def _heading(comparison: RunComparison, num_runs: int) -> str:
 def _groups(comparison: RunComparison) -> Table:
     table = _table("", "group", "runs")
     for index, group in enumerate(comparison.groups):
-        table.add_row(Text(letter(index), style=_style(index)), group.name, ", ".join(_runs(group)))
+        table.add_row(Text(letter(index), style=COLORS[index % len(COLORS)]), group.name, ", ".join(_runs(group)))
     return table
 
 
@@ -99,7 +99,7 @@ def _runs(group: RunGroup) -> Iterator[str]:
 
 
 def _keys(comparison: RunComparison) -> Table:
-    """A line for each key that differs, and a column for each group."""
+    """Return a line for each key that differs, and a column for each group."""
     table = _table("key", *(letter(index) for index in range(len(comparison.groups))))
     for key in comparison.keys:
         table.add_row(key, *(show(group.values[key]) for group in comparison.groups))
@@ -108,11 +108,11 @@ def _keys(comparison: RunComparison) -> Table:
 
 def _charts(comparison: RunComparison, names: Sequence[str], width: int) -> Iterator[Text]:
     half = (width - _GAP) // 2
-    groups = comparison.groups[:MOST_CURVES]
+    groups = comparison.groups[:MAX_CURVES]
     drawn = []
     for name in names:
         curves = [
-            Curve(group.series[name], letter(index)[-1], _style(index))
+            Curve(group.series[name], letter(index)[-1], COLORS[index % len(COLORS)])
             for index, group in enumerate(groups)
             if group.series.get(name)
         ]
@@ -124,7 +124,7 @@ def _charts(comparison: RunComparison, names: Sequence[str], width: int) -> Iter
 
 
 def _metric(comparison: RunComparison, name: str) -> Table:
-    """The groups by one metric, the best first."""
+    """Return the groups by one metric, the best first."""
     higher = higher_is_better(name, {each for group in comparison.groups for each in group.series})
     table = _table("", name, "last", *(["best"] if higher is not None else []))
     outcomes = [(index, group.metrics.get(name)) for index, group in enumerate(comparison.groups)]
@@ -135,12 +135,10 @@ def _metric(comparison: RunComparison, name: str) -> Table:
         style = "bold" if higher is not None and not place and len(found) > 1 else ""
         estimates: list[RunEstimate | None] = [outcome.last, *([outcome.best] if higher is not None else [])]
         cells = ["" if each is None else str(each) for each in estimates]
-        table.add_row(Text(letter(index), style=_style(index)), comparison.groups[index].name, *cells, style=style)
+        table.add_row(
+            Text(letter(index), style=COLORS[index % len(COLORS)]), comparison.groups[index].name, *cells, style=style
+        )
     return table
-
-
-def _style(index: int) -> str:
-    return COLORS[index % len(COLORS)]
 
 
 def _table(*columns: str) -> Table:

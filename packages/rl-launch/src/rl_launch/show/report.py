@@ -42,10 +42,10 @@ def _shortest(key: str, others: Sequence[str]) -> str:
 NUM_SAMPLES = 2
 """Number of rollouts shown with the highest rewards, and with the lowest."""
 
-MOST_FAILURES = 5
+MAX_FAILURES = 5
 """Number of reasons of failed rollouts that are shown."""
 
-MOST_STEPS_WITH_FAILURES = 20
+MAX_STEPS_WITH_FAILURES = 20
 """Number of steps whose failed rollouts are read for their reasons."""
 
 _HIGHER_IS_BETTER = (
@@ -75,7 +75,7 @@ class MetricSummary:
     Args:
         name: As `metrics.jsonl` spells it.
         first: The first value.
-        best: None for a metric of which neither end is better.
+        best: None for a metric without a better end.
         best_step: Step of the best value.
         last: The last value.
         last_step: Step that recorded it.
@@ -134,16 +134,16 @@ class Rollouts:
     """The rollouts of a step.
 
     Args:
-        step: Step that trained on them, or after which the policy was validated.
+        step: Step that trained on them, or last step before the validation.
         num_rollouts: Total number of rollouts.
         best: The best rollout of each of the prompts whose rollouts differ most in reward, the most mixed prompt first;
             if no prompt has rollouts of different rewards, those with the highest rewards, of different prompts.
         worst: The worst rollouts of the same prompts, or those with the lowest rewards.
         are_mixed: True if they are of prompts whose rollouts differ in reward.
         failures: Reasons of failed ones, the most frequent first, each with its count.
-        kind: `val` for those of a validation.
+        kind: `val` for rollouts of a validation.
         chosen: Those that were asked for, in place of `best` and `worst`; None if none were.
-        num_chosen: How many there are, of which the first are in `chosen`.
+        num_chosen: Number of chosen rollouts; the first of them are in `chosen`.
     """
 
     step: int
@@ -184,7 +184,7 @@ class RunReport:
     exports: Mapping[str, str]
 
     def as_json(self) -> dict[str, Any]:
-        """The object that `rl show --json` prints."""
+        """Return the object that `rl show --json` prints."""
         fields = ("path", "description", "state", "summaries", "timings", "rollouts", "advice", "exports")
         data = asdict(self)
         return {"schema": 1, **{name: data[name] for name in fields}}
@@ -195,7 +195,7 @@ def report_of(run: RunFolder, step: int | None = None, selection: Selection | No
 
     Args:
         run: The run, finished or in progress.
-        step: The step whose rollouts are shown, and up to which metrics are taken; the last one if not given.
+        step: The step whose rollouts are shown, and the last step of the metrics; the last one if not given.
         selection: The rollouts that are shown; None for the best and the worst that were trained on.
 
     Raises:
@@ -224,7 +224,7 @@ def report_of(run: RunFolder, step: int | None = None, selection: Selection | No
 
 
 def series_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[int, float]]]:
-    """Values of each metric over steps, except times and values that are not finite."""
+    """Return the values of each metric over steps, except times and values that are not finite."""
     series: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
         for name, value in row.items():
@@ -295,7 +295,7 @@ def _rollouts(run: RunFolder, step: int | None, asked: Selection | None) -> Roll
         best=tuple(map(_sample, best)),
         worst=tuple(map(_sample, [group[-1] for group in mixed] or _of_different_prompts(rest))),
         are_mixed=bool(mixed),
-        failures=dict(Counter(str(record.get("failure", "")) for record in failed).most_common(MOST_FAILURES)),
+        failures=dict(Counter(str(record.get("failure", "")) for record in failed).most_common(MAX_FAILURES)),
         kind=selection.kind,
         chosen=None if chosen is None else tuple(map(_sample, chosen[: selection.limit])),
         num_chosen=len(chosen or ()),
@@ -310,7 +310,7 @@ def failures_of(run: RunFolder, rows: Sequence[Mapping[str, Any]]) -> dict[str, 
     return reason_counts(
         [
             str(record.get("failure", ""))
-            for step in steps[-MOST_STEPS_WITH_FAILURES:]
+            for step in steps[-MAX_STEPS_WITH_FAILURES:]
             for record in run.rollouts(step)
             if record.get("status") == "failed"
         ]
@@ -328,7 +328,7 @@ def _most_mixed(scored: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, A
 
 
 def _of_different_prompts(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The first rollouts of a list, from as many prompts as possible."""
+    """Return the first rollouts of a list, from as many prompts as possible."""
     firsts: dict[Any, Mapping[str, Any]] = {}
     for record in records:
         firsts.setdefault(record.get("prompt_id"), record)

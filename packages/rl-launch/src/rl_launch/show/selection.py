@@ -73,12 +73,15 @@ class Condition:
             is_number = isinstance(found, int | float) and isinstance(self.value, int | float)
             return is_number and _ORDERS[self.sign](found, self.value)
         several = found if isinstance(found, list) and not isinstance(self.value, list) else [found]
-        is_equal = any(each == self.value or _is_like(each, self.value) for each in several)
+        is_equal = any(
+            each == self.value or (isinstance(each, str) and fnmatchcase(each, str(self.value).replace("[", "[[]")))
+            for each in several
+        )
         return is_equal is (self.sign == "=")
 
 
 def shown(value: Any) -> str:
-    """A value in a cell of a table."""
+    """Return a value in a cell of a table."""
     match value:
         case None:
             return ""
@@ -90,10 +93,6 @@ def shown(value: Any) -> str:
             return ", ".join(map(shown, value))
         case _:
             return str(value)
-
-
-def _is_like(found: Any, pattern: Any) -> bool:
-    return isinstance(found, str) and fnmatchcase(found, str(pattern).replace("[", "[[]"))
 
 
 _LONG = frozenset({"prompt", "turns", "segments", "rewards", "row", "info", "weight_spans"})
@@ -128,7 +127,7 @@ class Selection:
     Args:
         kind: Training rollouts or validation rollouts.
         conditions: Conditions that must all hold.
-        sort: Key by which they are ordered, descending if it begins with `-`; those without a value come last. Empty
+        sort: Key that orders them, descending if it begins with `-`; those without a value come last. Empty
             for the order of the file.
         limit: Maximum number of rollouts to show.
     """
@@ -144,7 +143,7 @@ class Selection:
         return bool(self.conditions or self.sort)
 
     def of(self, records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """All records that are asked for, in order.
+        """Return all records that are asked for, in order.
 
         Raises:
             ConfigError: If no record has a key.
@@ -161,7 +160,7 @@ class Selection:
 
 
 def _known(key: str, records: Sequence[Mapping[str, Any]], option: str) -> str:
-    """The key, or the path that ends in it: `rewards.format` for `format`."""
+    """Return the key, or the path that ends in it: `rewards.format` for `format`."""
     known = {name for record in records for name in _keys(record)}
     if not records or key in known:
         return key
@@ -188,7 +187,7 @@ def _keys_of(value: Mapping[str, Any]) -> Iterator[str]:
 
 
 def reward_of(record: Mapping[str, Any]) -> float:
-    """The reward of a rollout that has not failed."""
+    """Return the reward of a rollout that has not failed."""
     rewards = record.get("rewards") or {}
     return float(rewards.get("reward", sum(rewards.values())))
 

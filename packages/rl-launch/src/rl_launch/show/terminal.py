@@ -24,7 +24,7 @@ Points = Sequence[tuple[float, float]]
 
 
 def chart(title: str, points: Points, *, width: int, height: int = 7) -> list[str]:
-    """Values over steps, with the range of both on the axes.
+    """Draw values over steps, with the range of both on the axes.
 
     Args:
         title: The first line.
@@ -54,7 +54,7 @@ class Curve:
 
 
 def overlay(title: str, curves: Sequence[Curve], *, width: int, height: int = 7) -> list[Text]:
-    """Curves over steps in one chart, with the range of all on the axes; where curves cross, the last one is seen.
+    """Draw curves over steps in one chart, with the range of all on the axes; the last curve covers the others.
 
     Args:
         title: The first line.
@@ -91,7 +91,7 @@ def _label(value: float) -> str:
 
 
 def beside(left: Sequence[str], right: Sequence[str]) -> list[str]:
-    """Two charts of one height side by side."""
+    """Place two charts of one height side by side."""
     return [f"{one}  {other}" for one, other in zip(left, right, strict=True)]
 
 
@@ -108,9 +108,9 @@ class _Frame:
 
 
 def _dots(points: Points, frame: _Frame) -> list[tuple[int, int]]:
-    """Columns and rows, from the top left, of a line through the points."""
+    """Return the columns and rows, from the top left, of a line through the points."""
     across = (frame.width - 1) / (frame.last - frame.first) if frame.last > frame.first else 0.0
-    # the mean of what falls into one column; a flat line lies in the middle
+    # A column shows the mean of its values, and a flat line is in the middle.
     columns: dict[int, list[float]] = {}
     for step, value in points:
         columns.setdefault(round((step - frame.first) * across), []).append(value)
@@ -147,7 +147,7 @@ PLOTTED = (
 )
 """Metrics to plot, most important first."""
 
-MOST_PLOTS = 4
+MAX_PLOTS = 4
 
 FIRST = ("reward/mean", "val/reward", "rollout/truncated", "policy/nll", "mismatch/mean")
 """Metrics to look at first, as docs/metrics.md lists them. The parts of the reward follow its mean."""
@@ -159,7 +159,7 @@ _WHOLE_REWARD = ("reward/mean", "reward/std")
 
 _MIXED = ("most mixed", "second most mixed")
 _PROMPT, _RESPONSE = 160, 320
-_MOST_SEGMENTS, _MOST_MESSAGES = 8, 12
+_MAX_SEGMENTS, _MAX_MESSAGES = 8, 12
 """Maximum number of segments of an agent's rollout that are printed, and of messages of each."""
 _GAP = 2
 _WIDEST = 120
@@ -174,7 +174,11 @@ def show(report: RunReport, console: Console, *, lists_all: bool = False) -> Non
         lists_all: True for a table of all metrics rather than of the most important ones.
     """
     width = min(console.width, _WIDEST)
-    for line in _heading(report):
+    state, known = report.state, report.description
+    steps = f"step {state.step}/{state.max_steps}" if state.max_steps else f"step {state.step}"
+    progress = "  ".join(part for part in (known.algorithm, state.status, steps, state.reason) if part)
+    saved = [f"saved {name} {path}" for name, path in report.exports.items()]
+    for line in [report.path, progress, *([f"model {known.model}"] if known.model else []), *saved]:
         console.print(line, style="bold", highlight=False, markup=False, soft_wrap=True)
     if report.rollouts is not None and report.rollouts.were_asked_for:
         _show_rollouts(report.rollouts, console, width)
@@ -201,21 +205,13 @@ def show(report: RunReport, console: Console, *, lists_all: bool = False) -> Non
 
 
 def plotted(report: RunReport) -> list[str]:
-    """Metrics to plot, of those that have more than one value."""
-    return [name for name in PLOTTED if len(report.series.get(name, ())) > 1][:MOST_PLOTS]
+    """Return the metrics to plot: the first ones that have more than one value."""
+    return [name for name in PLOTTED if len(report.series.get(name, ())) > 1][:MAX_PLOTS]
 
 
 def reward_parts(metrics: Iterable[str]) -> list[str]:
     """Return the metrics of the named parts of the reward, of those given."""
     return [name for name in metrics if name.startswith("reward/") and name not in _WHOLE_REWARD]
-
-
-def _heading(report: RunReport) -> list[str]:
-    state, known = report.state, report.description
-    steps = f"step {state.step}/{state.max_steps}" if state.max_steps else f"step {state.step}"
-    progress = "  ".join(part for part in (known.algorithm, state.status, steps, state.reason) if part)
-    saved = [f"saved {name} {path}" for name, path in report.exports.items()]
-    return [report.path, progress, *([f"model {known.model}"] if known.model else []), *saved]
 
 
 def _charts(report: RunReport, width: int) -> Iterator[str]:
@@ -231,7 +227,7 @@ def _charts(report: RunReport, width: int) -> Iterator[str]:
 def _show_metrics(report: RunReport, console: Console, width: int, *, lists_all: bool) -> None:
     listed = _listed(report)
     if lists_all:
-        constant = [each for each in listed if _is_constant(report, each)]
+        constant = [each for each in listed if all(value == each.first for _, value in report.series[each.name])]
         console.print(_metrics([each for each in listed if each not in constant]), width=width)
         if constant:
             values = ", ".join(f"{each.name} {each.first:.4g}" for each in constant)
@@ -255,9 +251,8 @@ def _metrics(summaries: Sequence[MetricSummary]) -> Table:
 
 
 def _listed(report: RunReport) -> list[MetricSummary]:
-    """Summaries of all metrics, the most important first, but those of single machines and workers, of which a large
-    run has hundreds.
-    """
+    """Return the summaries of all metrics, the most important first, except metrics of single machines and workers: a
+    large run has hundreds of them."""
     found = [each for each in report.summaries if not (each.name.startswith("system/") and each.name.count("/") > 1)]
     first = _of((*FIRST, *_WITHOUT_REWARDS), found)
     return [*first, *(each for each in found if each not in first)]
@@ -267,19 +262,15 @@ def _of(names: Sequence[str], summaries: Sequence[MetricSummary]) -> list[Metric
     return sorted((each for each in summaries if each.name in names), key=lambda each: names.index(each.name))
 
 
-def _is_constant(report: RunReport, summary: MetricSummary) -> bool:
-    return all(value == summary.first for _, value in report.series[summary.name])
-
-
 def _times(report: RunReport) -> Table:
     table = _table("phase", "time", "share")
     whole = report.timings.get("step", 0.0)
     phases = {name: seconds for name, seconds in report.timings.items() if name != "step"}
     for name, seconds in phases.items():
-        table.add_row(name.replace("_", " "), duration(seconds), _share(seconds, whole))
+        table.add_row(name.replace("_", " "), duration(seconds), f"{seconds / whole:.0%}" if whole else "")
     rest = whole - sum(phases.values())
     if rest > 0.01 * whole:
-        table.add_row("the rest", duration(rest), _share(rest, whole))
+        table.add_row("the rest", duration(rest), f"{rest / whole:.0%}" if whole else "")
     table.add_row("all steps", duration(whole), "")
     return table
 
@@ -326,18 +317,18 @@ def _sampled(title: str, sample: RolloutSample) -> Text:
 
 
 def _add_segments(text: Text, segments: Sequence[SampleSegment]) -> None:
-    for segment in segments[:_MOST_SEGMENTS]:
+    for segment in segments[:_MAX_SEGMENTS]:
         text.append(f"\n{segment.title}", "cyan")
-        left_out = max(len(segment.messages) - _MOST_MESSAGES, 0)
-        first = _MOST_MESSAGES // 2
+        left_out = max(len(segment.messages) - _MAX_MESSAGES, 0)
+        first = _MAX_MESSAGES // 2
         for index, (role, content) in enumerate(segment.messages):
             if index == first and left_out:
                 text.append(f"\n{'':11}... {left_out} more messages ...", "dim")
             if not first <= index < first + left_out:
                 most = _RESPONSE if role == "policy" else _PROMPT
                 text.append(f"\n  {role:10}", "dim").append(shortened(content, most))
-    if len(segments) > _MOST_SEGMENTS:
-        text.append(f"\n{len(segments) - _MOST_SEGMENTS} more segments: see rl view, or the file of the step", "dim")
+    if len(segments) > _MAX_SEGMENTS:
+        text.append(f"\n{len(segments) - _MAX_SEGMENTS} more segments: see rl view, or the file of the step", "dim")
 
 
 def _indented(text: Text, columns: int) -> Padding:
@@ -345,7 +336,7 @@ def _indented(text: Text, columns: int) -> Padding:
 
 
 def shortened(text: str, most: int) -> str:
-    """A text on one line, its middle left out if it is long."""
+    """Return a string on one line, its middle left out if it is long."""
     line = " ".join(text.split())
     if len(line) <= most:
         return line
@@ -359,7 +350,3 @@ def _table(*columns: str) -> Table:
     for name in columns[1:]:
         table.add_column(name, justify="right", no_wrap=True)
     return table
-
-
-def _share(seconds: float, whole: float) -> str:
-    return f"{seconds / whole:.0%}" if whole else ""

@@ -186,7 +186,7 @@ def test_models_are_exported_by_role_each_into_folders_of_its_own(tmp_path):
     Checkpoints(tmp_path, CheckpointingConfig(), exports={"policy": "", "critic": "_critic"}).save(
         1, models=models, state={}, metrics={}
     )
-    files = manifest.Manifest.read(tmp_path / "step_1").files
+    files = manifest.CheckpointManifest.read(tmp_path / "step_1").files
     assert {name.partition("/")[0] for name in files} == {*models, "hf", "hf_critic"}
     assert (tmp_path / "step_1" / "hf_critic" / "config.json").is_file()
 

@@ -13,7 +13,7 @@ from rl_core.errors import WorkerDied
 from rl_core.rollouts.group import RolloutGroup
 from rl_launch.session import LoggerConfig, RunSession
 from rl_launch.session.rollouts import rollout_store, token_files
-from rl_launch.session.rollouts.token_files import MOST_STEPS, TokenFiles, recorded_rows
+from rl_launch.session.rollouts.token_files import MAX_STEPS, TokenFiles, recorded_rows
 from rl_launch.session.rollouts.token_table import RecordedRollout, TokenRows, read_tokens, recorded_rollouts
 
 
@@ -242,11 +242,11 @@ def test_a_step_waits_for_the_tokens_of_much_earlier_ones(tmp_path, files, monke
     waited = []
     monkeypatch.setattr(files, "_write", lambda step, parts: waited.append(step))
     group = trained_group()
-    for step in range(MOST_STEPS + 3):
+    for step in range(MAX_STEPS + 3):
         files.append(step, [group], trained_batch(group))
-        assert len(files._writing) <= MOST_STEPS
+        assert len(files._writing) <= MAX_STEPS
     files.flush()
-    assert waited == list(range(MOST_STEPS + 3))
+    assert waited == list(range(MAX_STEPS + 3))
 
 
 def test_all_tokens_without_rollouts_is_refused():

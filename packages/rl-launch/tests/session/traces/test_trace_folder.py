@@ -122,8 +122,8 @@ def test_files_that_an_earlier_process_left_open_are_completed(tmp_path):
 
 
 def test_events_and_files_are_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(trace_folder, "MOST_EVENTS", 10)
-    monkeypatch.setattr(trace_folder, "MOST_BYTES", 1000)
+    monkeypatch.setattr(trace_folder, "MAX_EVENTS", 10)
+    monkeypatch.setattr(trace_folder, "MAX_BYTES", 1000)
     writer = TraceWriter(tmp_path)
     for step in range(1, 101):
         writer.append(step, pieces(step))

@@ -1,4 +1,4 @@
-"""Configs of NeMo RL: what is worked out from several keys. The others are in `tables/nemo-rl.yaml`."""
+"""Configs of NeMo RL."""
 
 from rl_launch.foreign.nemo_rl.config import algorithm_of, translate
 

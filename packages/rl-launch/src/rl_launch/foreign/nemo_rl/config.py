@@ -57,7 +57,15 @@ def _translate_training(config: Translation) -> None:
         if isinstance(config.values.get(model), dict):
             translate_model(config, model)
     if config.algorithm in ("dpo", "rm"):
-        _count_rows(config)
+        for key, here in (
+            ("policy.train_micro_batch_size", "policy.train_micro_batch_size"),
+            ("policy.logprob_batch_size", "policy.logprob_batch_size"),
+            (f"{config.algorithm}.val_micro_batch_size", "policy.logprob_batch_size"),
+        ):
+            count = config.get(key)
+            if count is not None:
+                config.put_default(here, 2 * count)
+                config.follows([key], f"{here}, counted in rows, two for a pair")
     _translate_loop(config)
     _translate_loss(config)
     translate_data(config)
@@ -69,19 +77,6 @@ def _translate_training(config: Translation) -> None:
         for each in keys:
             if config.get(f"logger.{name}.{each}") is not None:
                 config.rename(f"logger.{name}.{each}", f"logger.{name}.{each}")
-
-
-def _count_rows(config: Translation) -> None:
-    """Count microbatches of preferences in rows, two for a pair."""
-    for key, here in (
-        ("policy.train_micro_batch_size", "policy.train_micro_batch_size"),
-        ("policy.logprob_batch_size", "policy.logprob_batch_size"),
-        (f"{config.algorithm}.val_micro_batch_size", "policy.logprob_batch_size"),
-    ):
-        count = config.get(key)
-        if count is not None:
-            config.put_default(here, 2 * count)
-            config.follows([key], f"{here}, counted in rows, two for a pair")
 
 
 # The section of the algorithm, and its loss

@@ -215,7 +215,7 @@ def _processor(config: Translation, at: str, value: str, made: dict[str, Any]) -
 
 
 def _repeat(config: Translation, repeats: list[int]) -> None:
-    """Have every validation prompt rolled out several times in place of repeating its row."""
+    """Roll out every validation prompt several times in place of repeating its row."""
     at, times = f"{config.algorithm}.val_num_generations_per_prompt", set(repeats)
     if not repeats or times == {1}:
         for purpose in _PURPOSES:

@@ -112,9 +112,8 @@ def _replace_engine(config: Translation, section: str, backend: str) -> None:
 
 
 def _lengths(config: Translation, section: str) -> None:
-    """Have a row leave room for a prompt: NeMo RL bounds a completion by the rest of a row after its prompt, and here a
-    prompt has the rest of a row after the longest completion.
-    """
+    """Leave room for a prompt in a row: NeMo RL bounds a completion by the rest of a row after its prompt, and here a
+    prompt has the rest of a row after the longest completion."""
     total = config.get("policy.max_total_sequence_length")
     longest = config.get(f"{section}.max_new_tokens")
     if total and longest and longest >= total:

@@ -48,15 +48,6 @@ def translate_megatron(config: Translation, model: str) -> None:
         else:
             config.put(here, value)
             config.answer(key, Kind.RENAMED, here)
-    _multi_token_prediction(config, section)
-    _experts(config, section)
-    if config.get(f"{section}.sequence_parallel") and config.get(f"{section}.tensor_model_parallel_size", 1) == 1:
-        config.unneeded(f"{section}.sequence_parallel", "there is only one tensor-parallel rank")
-    _recompute(config, section)
-
-
-def _multi_token_prediction(config: Translation, section: str) -> None:
-    """Answer layers that draft tokens: if their loss does not reach the policy, it is the same policy without them."""
     weight = f"{section}.mtp_loss_scaling_factor"
     if config.get(weight) and config.get(f"{section}.mtp_num_layers") and config.get(f"{section}.mtp_detach_heads"):
         config.unneeded(weight, "the layers only draft tokens, and their loss does not reach the policy")
@@ -66,6 +57,10 @@ def _multi_token_prediction(config: Translation, section: str) -> None:
         )
     elif not config.get(f"{section}.mtp_num_layers"):
         config.unneeded(weight, "the model has no such layers")
+    _experts(config, section)
+    if config.get(f"{section}.sequence_parallel") and config.get(f"{section}.tensor_model_parallel_size", 1) == 1:
+        config.unneeded(f"{section}.sequence_parallel", "there is only one tensor-parallel rank")
+    _recompute(config, section)
 
 
 def _recompute(config: Translation, section: str) -> None:
@@ -200,7 +195,14 @@ def translate_model(config: Translation, model: str) -> None:
     if trains == "megatron_cfg":
         translate_megatron(config, model)
     else:
-        _dtensor(config, model)
+        section = f"{model}.dtensor_cfg"
+        attention = config.get(f"{section}.automodel_kwargs.attn_implementation")
+        if attention in ("sdpa", "eager", "flash_attention_2", "flash_attention_3"):
+            config.put(f"{section}.attention_backend", attention)
+        if config.get(f"{section}.sequence_parallel") and config.get(f"{section}.tensor_parallel_size", 1) == 1:
+            config.unneeded(f"{section}.sequence_parallel", "there is only one tensor-parallel rank")
+        if config.get(f"{section}.custom_parallel_plan"):
+            config.notes.append(f"{section}.custom_parallel_plan: the model's own plan is used")
     _overrides(config, model)
     _vision(config, model)
     if config.get(f"{model}.router_replay.enabled"):
@@ -302,17 +304,6 @@ def _batching(config: Translation, model: str) -> None:
             key = f"{model}.{batching}.{name}"
             if total and config.get(key) == total * config.get(f"{model}.{rows}", 0):
                 config.unneeded(key, f"it is {model}.max_total_sequence_length x {model}.{rows}, the default")
-
-
-def _dtensor(config: Translation, model: str) -> None:
-    section = f"{model}.dtensor_cfg"
-    attention = config.get(f"{section}.automodel_kwargs.attn_implementation")
-    if attention in ("sdpa", "eager", "flash_attention_2", "flash_attention_3"):
-        config.put(f"{section}.attention_backend", attention)
-    if config.get(f"{section}.sequence_parallel") and config.get(f"{section}.tensor_parallel_size", 1) == 1:
-        config.unneeded(f"{section}.sequence_parallel", "there is only one tensor-parallel rank")
-    if config.get(f"{section}.custom_parallel_plan"):
-        config.notes.append(f"{section}.custom_parallel_plan: the model's own plan is used")
 
 
 def _overrides(config: Translation, model: str) -> None:

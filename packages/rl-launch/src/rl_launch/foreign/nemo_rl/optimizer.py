@@ -35,7 +35,11 @@ def translate_optimizer(config: Translation, model: str, backend: str) -> None:
         config.unneeded(scheduler, "null; the learning rate is constant")
     if model == "teacher":
         return
-    updates = _updates_per_step(config, model)
+    loop = config.algorithm
+    rows = config.get(f"{loop}.num_prompts_per_step", 0) * config.get(f"{loop}.num_generations_per_prompt", 0)
+    batch = config.get(f"{model}.train_global_batch_size", 0)
+    passes = config.get("ppo.ppo_epochs", 1) if loop == "ppo" else 1
+    updates = max(1, rows // batch if batch else 1) * passes
     if backend == "megatron_cfg":
         for name in ("optimizer", "scheduler"):
             config.unneeded(f"{model}.{name}", f"{model} trains with megatron_cfg, whose {name} is used")
@@ -64,15 +68,6 @@ def translate_optimizer(config: Translation, model: str, backend: str) -> None:
         schedules = [each for each in schedules if each.get("name") or each.get("milestones")]
         config.put(scheduler, _scaled(schedules, updates))
         config.answer(scheduler, Kind.SAME if updates == 1 else Kind.FOLLOWS, _counted(scheduler, updates))
-
-
-def _updates_per_step(config: Translation, model: str) -> int:
-    """Return the number of optimizer steps of one step of the loop."""
-    loop = config.algorithm
-    rows = config.get(f"{loop}.num_prompts_per_step", 0) * config.get(f"{loop}.num_generations_per_prompt", 0)
-    batch = config.get(f"{model}.train_global_batch_size", 0)
-    passes = config.get("ppo.ppo_epochs", 1) if loop == "ppo" else 1
-    return max(1, rows // batch if batch else 1) * passes
 
 
 def _counted(key: str, updates: int) -> str:

@@ -164,7 +164,7 @@ def _sliced(reading: ScriptReading, data: Data, call: Call) -> Any:
     start, stop = 0, None
     only = data.settings[0] if len(data.settings) == 1 else {}
     split = only.get("split", "")
-    # a slice of rows is a slice of the split only as long as the rows are those of the split, in their order
+    # A slice of rows is a slice of the split as long as the rows are the rows of the split, in their order.
     is_slice = data.keeps_order and data.held_out is None and "dataset_name" in only and split and "[" not in split
     if call.name == "select" and isinstance(rows, range) and rows.step == 1:
         start, stop = rows.start, rows.stop

@@ -34,7 +34,7 @@ class ShellCommand:
     """A command of a script.
 
     Args:
-        line: Line on which it starts.
+        line: Its first line.
         text: The line.
         words: Its words, with variables of the script replaced by their values.
         variables: Environment variables that it sets.
@@ -100,9 +100,9 @@ def _script(path: Path, started: str, flags: dict[str, Any]) -> Script:
         script = read_script(file, flags)
         return replace(
             script,
-            checks=_placed(script.checks, started),
-            refused=_placed(script.refused, started),
-            lines=_placed(script.lines, started),
+            checks=tuple(replace(each, file=started) for each in script.checks),
+            refused=tuple(replace(each, file=started) for each in script.refused),
+            lines=tuple(replace(each, file=started) for each in script.lines),
         )
     name = Path(started).stem
     stem = SCRIPTS["commands"].get(name.partition("_")[0])
@@ -123,12 +123,8 @@ def _script(path: Path, started: str, flags: dict[str, Any]) -> Script:
     return Script(algorithm, values, frozenset(), checks, (), ())
 
 
-def _placed(lines: tuple[ScriptLine, ...], file: str) -> tuple[ScriptLine, ...]:
-    return tuple(replace(each, file=file) for each in lines)
-
-
 def _with_config(flags: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The flags over the values of the YAML file that `--config` names."""
+    """Return the flags over the values of the YAML file in `--config`."""
     file = flags.pop("config", None)
     return flags if file is None else {**read(path.parent / str(file)), **flags}
 

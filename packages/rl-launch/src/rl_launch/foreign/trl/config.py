@@ -46,7 +46,19 @@ def translate(config: Translation, gpus: int | None, *, folder: Path, computed: 
             "cluster.gpus_per_node: 1, because the file does not contain it. Import with --gpus N for other values"
         )
     _model(config)
-    _optimizer(config)
+    name = str(config.get("optim", "adamw_torch"))
+    kind = config.table.tables["optimizers"].get(name)
+    if kind is None:
+        config.refuse("optim", f"the optimizer {name}")
+        kind = "torch.optim.AdamW"
+    decay = config.get("weight_decay", 0.0)
+    arguments: dict[str, Any] = {"lr": config.get("learning_rate"), "weight_decay": decay}
+    if kind == "torch.optim.AdamW":
+        arguments["betas"] = [config.get("adam_beta1", 0.9), config.get("adam_beta2", 0.999)]
+        arguments["eps"] = config.get("adam_epsilon", 1e-8)
+    config.put("policy.optimizer", {"name": kind, "kwargs": arguments})
+    if decay:
+        config.put("policy.optimizer.decay_norms_and_biases", False)
     _batches(config, gpus or 1)
     _data(config)
     _schedule(config, folder)
@@ -114,22 +126,6 @@ def _model(config: Translation) -> None:
         config.put("policy.vision", {"enabled": True, "tower": "trained", "projector": "trained"})
 
 
-def _optimizer(config: Translation) -> None:
-    name = str(config.get("optim", "adamw_torch"))
-    kind = config.table.tables["optimizers"].get(name)
-    if kind is None:
-        config.refuse("optim", f"the optimizer {name}")
-        kind = "torch.optim.AdamW"
-    decay = config.get("weight_decay", 0.0)
-    arguments: dict[str, Any] = {"lr": config.get("learning_rate"), "weight_decay": decay}
-    if kind == "torch.optim.AdamW":
-        arguments["betas"] = [config.get("adam_beta1", 0.9), config.get("adam_beta2", 0.999)]
-        arguments["eps"] = config.get("adam_epsilon", 1e-8)
-    config.put("policy.optimizer", {"name": kind, "kwargs": arguments})
-    if decay:
-        config.put("policy.optimizer.decay_norms_and_biases", False)
-
-
 def _batches(config: Translation, gpus: int) -> None:
     each = config.get("per_device_train_batch_size", 8)
     accumulated = config.get("gradient_accumulation_steps", 1)
@@ -193,7 +189,7 @@ def _datasets(config: Translation) -> list[dict[str, Any]]:
 
 
 def _named(config: Translation, split: str | None) -> dict[str, Any]:
-    """Return the dataset of the hub or the file that `dataset_name` names."""
+    """Return the dataset of the hub or the file in `dataset_name`."""
     name = config.get("dataset_name")
     if str(name).startswith(("/", "./", "~")) or str(name).endswith(_FILES):
         return {"data_path": name}

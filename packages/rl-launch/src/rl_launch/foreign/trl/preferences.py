@@ -32,7 +32,7 @@ def translate_preferences(config: Translation) -> None:
 
 
 def _kinds(config: Translation) -> tuple[list[str], dict[str, float]]:
-    """Return the losses that the file names, with their weights."""
+    """Return the losses of the file, with their weights."""
     given = config.get("loss_type", "sigmoid")
     kinds = given if isinstance(given, list) else [given]
     weights = config.get("loss_weights") or [1.0] * len(kinds)

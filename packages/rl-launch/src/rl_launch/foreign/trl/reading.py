@@ -647,7 +647,17 @@ class ScriptReading:
         if role_of(owner) == "instance" and (method := _method_of(owner, call.name)):
             return self._local(method, replace(call, positional=[owner, *call.positional]))
         if role_of(target) == "class":
-            return self._constructed(target, call)
+            base = target.last_name
+            if base in self._calls and base.endswith(("Trainer", "Config")):
+                what = "trainer" if base.endswith("Trainer") else "class of arguments"
+                for line in (target.node.lineno, self._here.lineno):
+                    self.say(Fate.REFUSED, f"a {what} of your own (class {target.node.name})", line=line)
+                self._mark(target.node, Fate.REFUSED, f"a {what} of your own")
+                return self._calls[base](self, replace(call, name=base))
+            made = Thing("instance", target.node.name, parts={**target.parts, **call.given}, node=target.node)
+            if start := _method_of(made, "__init__"):
+                self._local(start, replace(call, positional=[made, *call.positional]))
+            return made
         if call.name in self._calls:
             return self._calls[call.name](self, call)
         if call.name == "requires_grad_":
@@ -736,22 +746,8 @@ class ScriptReading:
         returned = self._returned[before:]
         del self._returned[before:]
         self._scopes.pop()
-        # a branch that is read as taken returns first; None stands for a case that is left out
+        # A branch that is read as taken returns first. None means that the case is left out.
         return next((value for value in returned if value is not None), None)
-
-    def _constructed(self, kind: Thing, call: Call) -> Any:
-        """Return an object of a class of the script."""
-        base = kind.last_name
-        if base in self._calls and base.endswith(("Trainer", "Config")):
-            what = "trainer" if base.endswith("Trainer") else "class of arguments"
-            for line in (kind.node.lineno, self._here.lineno):
-                self.say(Fate.REFUSED, f"a {what} of your own (class {kind.node.name})", line=line)
-            self._mark(kind.node, Fate.REFUSED, f"a {what} of your own")
-            return self._calls[base](self, replace(call, name=base))
-        made = Thing("instance", kind.node.name, parts={**kind.parts, **call.given}, node=kind.node)
-        if start := _method_of(made, "__init__"):
-            self._local(start, replace(call, positional=[made, *call.positional]))
-        return made
 
 
 def _listed(roles: Iterable[str]) -> str:

@@ -36,7 +36,7 @@ class Script:
         computed: Arguments that the script computes.
         checks: Lines that are listed for the user to check.
         refused: Lines that ask for features that are not offered.
-        lines: What becomes of each statement.
+        lines: Result for each statement.
         gpus: Number of processes that the command starts; None if it does not contain it.
     """
 
@@ -155,7 +155,13 @@ class _Collected:
         """Take an argument of a class of arguments."""
         if key == "model_init_kwargs" and isinstance(value, dict):
             for name, each in value.items():
-                self._of_loading(name, each, line)
+                if name in ("torch_dtype", "dtype", "attn_implementation") and is_constant(each):
+                    if each not in (None, "auto"):
+                        self.values["dtype" if name == "torch_dtype" else name] = plain(each)
+                elif name == "quantization_config" and each is not None:
+                    self._say(Fate.REFUSED, QUANTIZED, line)
+                elif name not in _IGNORED_LOADING and each is not None:
+                    self._say(Fate.CHECK, f"{name} of model_init_kwargs is not converted", line)
         elif is_constant(value):
             self.values[key] = plain(value)
         else:
@@ -166,15 +172,6 @@ class _Collected:
         if key:
             self.computed.add(key)
         self._say(Fate.CHECK, text.format(self._reading.computed(value)), line)
-
-    def _of_loading(self, name: str, value: Any, line: int) -> None:
-        if name in ("torch_dtype", "dtype", "attn_implementation") and is_constant(value):
-            if value not in (None, "auto"):
-                self.values["dtype" if name == "torch_dtype" else name] = plain(value)
-        elif name == "quantization_config" and value is not None:
-            self._say(Fate.REFUSED, QUANTIZED, line)
-        elif name not in _IGNORED_LOADING and value is not None:
-            self._say(Fate.CHECK, f"{name} of model_init_kwargs is not converted", line)
 
     def _say(self, fate: Fate, text: str, line: int) -> None:
         self._reading.say(fate, text, line=line)

@@ -106,7 +106,7 @@ class Checkpoints:
         """Start a save of the current state. No other save may be in progress.
 
         Args:
-            step: Step after which the state is saved.
+            step: Last step of the saved state.
             models: Models to save, by the name of their subfolder.
             state: Further state of the loop, by name.
             metrics: Metrics of the step.
@@ -121,7 +121,7 @@ class Checkpoints:
             self._write(self._open, state=state, wait=wait)
 
     def finish(self, *, wait: bool = True) -> Path | None:
-        """The checkpoint of the save under way, once it is complete; None before that, or if there is none.
+        """Return the checkpoint of the save under way, once it is complete; None before that, or if there is none.
 
         Args:
             wait: Return when the models are written.
@@ -155,7 +155,8 @@ class Checkpoints:
             self._open = None
 
     def restore(self, path: Path, *, models: Mapping[str, Saved], state: Mapping[str, Checkpointable]) -> None:
-        """Load models and loop state from a checkpoint; the models' ranks compare the contents of what they read.
+        """Load models and loop state from a checkpoint; the models' ranks compare the contents of the files that they
+        read.
 
         Raises:
             RunDirectoryError: If it lacks one of them.
@@ -221,7 +222,7 @@ class Checkpoints:
     def _write(self, save: Save, *, state: Mapping[str, Checkpointable], wait: bool) -> None:
         """Write everything except the manifest and the files that the models write later."""
         save.folder.mkdir(parents=True)
-        # first, so that it does not compete with what is written behind the steps
+        # The export is first, so that it does not compete with the writes that continue after the steps.
         exported: dict[str, tuple[SavedFile, ...]] = {}
         for role, model in save.models.items():
             if role in self._exports:
@@ -276,22 +277,19 @@ class Checkpoints:
         if keep is None or len(saved) <= keep:
             return
         try:
-            self._drop_worst(saved, keep)
+            newest = saved[-1][1]
+            best = sorted(saved, key=lambda entry: self._rank(*entry), reverse=True)[:keep]
+            kept = {newest, *(path for _, path in best)}
+            for _, path in saved:
+                if path not in kept:
+                    self._drop(path)
+                    _logger.info("removed checkpoint %s: checkpointing.keep_top_k is %d", path.name, keep)
         except OSError as error:
             # a save that is complete does not fail because of an earlier one; the next save tries again
             _logger.warning("checkpoints were not removed: %s", error)
 
-    def _drop_worst(self, saved: Sequence[tuple[int, Path]], keep: int) -> None:
-        newest = saved[-1][1]
-        best = sorted(saved, key=lambda entry: self._rank(*entry), reverse=True)[:keep]
-        kept = {newest, *(path for _, path in best)}
-        for _, path in saved:
-            if path not in kept:
-                self._drop(path)
-                _logger.info("removed checkpoint %s: checkpointing.keep_top_k is %d", path.name, keep)
-
     def _rank(self, step: int, path: Path) -> tuple[bool, float, int]:
-        """Larger for a better checkpoint."""
+        """Return a rank that is larger for a better checkpoint."""
         key = self._config.metric_key
         value = _metrics(path).get(key) if key else None
         if value is None or value != value:
@@ -321,7 +319,7 @@ def saved_checkpoints(folder: Path) -> list[tuple[int, Path]]:
 
 
 def newest_checkpoint(run_dir: str | Path) -> Path:
-    """The newest complete checkpoint of a run directory; its Hugging Face files are in `hf`.
+    """Return the newest complete checkpoint of a run directory; its Hugging Face files are in `hf`.
 
     Raises:
         RunDirectoryError: If there is none.
@@ -333,7 +331,7 @@ def newest_checkpoint(run_dir: str | Path) -> Path:
 
 
 def exported_model(checkpoint: Path) -> Path:
-    """The folder of a checkpoint with the policy's Hugging Face files.
+    """Return the folder of a checkpoint with the policy's Hugging Face files.
 
     Raises:
         RunDirectoryError: If it has none, naming checkpoints of its run that have them.
@@ -349,7 +347,7 @@ def exported_model(checkpoint: Path) -> Path:
 
 
 def checkpoint_at(run_dir: str | Path, step: int) -> Path:
-    """The checkpoint of a run directory at a step.
+    """Return the checkpoint of a run directory at a step.
 
     Raises:
         RunDirectoryError: If there is none, naming those there are, or it is damaged.
@@ -368,8 +366,8 @@ def checkpoint_at(run_dir: str | Path, step: int) -> Path:
 
 
 def saved_state(checkpoint: Path, name: str) -> Mapping[str, Any]:
-    """The state of a loop that a checkpoint holds under a name; raises an `OSError` or a `ValueError` if it cannot be
-    read."""
+    """Return the state of a loop that a checkpoint holds under a name; raises an `OSError` or a `ValueError` if it
+    cannot be read."""
     return read_state(checkpoint / _STATE, name)
 
 

@@ -51,7 +51,14 @@ def read_state(folder: Path, name: str) -> dict[str, Any]:
 def _plain(value: Any, where: str, arrays: dict[str, np.ndarray]) -> Any:
     match value:
         case np.ndarray() | np.generic():
-            return _stored(np.asarray(value), where, arrays)
+            array = np.asarray(value)
+            if array.dtype.hasobject:
+                raise ValueError(
+                    f"{where} is an array of objects; a checkpoint can contain only arrays of numbers and strings"
+                )
+            name = f"array_{len(arrays)}"
+            arrays[name] = array
+            return {_ARRAY: name}
         case None | bool() | int() | float() | str():
             return value
         case Mapping():
@@ -67,14 +74,6 @@ def _plain(value: Any, where: str, arrays: dict[str, np.ndarray]) -> Any:
             raise ValueError(
                 f"{where} is a {type(value).__name__}; a checkpoint can contain only JSON values and numpy arrays"
             )
-
-
-def _stored(array: np.ndarray, where: str, arrays: dict[str, np.ndarray]) -> dict[str, str]:
-    if array.dtype.hasobject:
-        raise ValueError(f"{where} is an array of objects; a checkpoint can contain only arrays of numbers and strings")
-    name = f"array_{len(arrays)}"
-    arrays[name] = array
-    return {_ARRAY: name}
 
 
 def _restored(value: Any, arrays: Mapping[str, np.ndarray]) -> Any:
@@ -100,7 +99,7 @@ class CheckpointManifest:
     """Contents of a checkpoint.
 
     Args:
-        step: Step after which it was saved.
+        step: Last step before it was saved.
         metrics: Metrics of that step.
         files: Files by relative path, size in bytes and SHA-256; None for a file that was not digested.
     """
@@ -124,7 +123,7 @@ class CheckpointManifest:
 
         Args:
             folder: Folder of the checkpoint.
-            step: Step after which it was saved.
+            step: Last step before it was saved.
             metrics: Metrics of that step.
             written: Files that the ranks report as written, by subfolder.
             own: Relative paths of files that this process wrote, or folders of such; small.
@@ -138,7 +137,8 @@ class CheckpointManifest:
                 _require(folder, subfolder, file)
                 files[f"{subfolder}/{file.path}"] = file.size, file.sha256
         for path in sorted(each for name in own for each in _files(folder / name)):
-            files[path.relative_to(folder).as_posix()] = _synced_digest(path)
+            _sync(path)
+            files[path.relative_to(folder).as_posix()] = _digest(path)
         return cls(step, dict(metrics), files)
 
     def write(self, folder: Path) -> None:
@@ -154,7 +154,7 @@ class CheckpointManifest:
 
     @classmethod
     def read(cls, folder: Path) -> CheckpointManifest:
-        """The manifest of a checkpoint.
+        """Return the manifest of a checkpoint.
 
         Raises:
             ValueError: If there is none, or it is damaged.
@@ -169,8 +169,8 @@ class CheckpointManifest:
             raise ValueError(f"{FILE_NAME} is not a manifest: {error}") from None
 
     def damage(self, folder: Path) -> str:
-        """The first file that is missing or has another size, in words; empty if there is none. Reads no file: contents
-        are compared when they are loaded."""
+        """Return the first file that is missing or has another size, in words; empty if there is none. Reads no file:
+        contents are compared when they are loaded."""
         for name, (size, _) in self.files.items():
             found = _size(folder / name)
             if found is None:
@@ -180,7 +180,7 @@ class CheckpointManifest:
         return ""
 
     def files_of(self, subfolder: str) -> tuple[SavedFile, ...]:
-        """The files below a subfolder, as `rl_core.model.Model.load` takes them."""
+        """Return the files below a subfolder, as `rl_core.model.Model.load` takes them."""
         prefix = f"{subfolder}/"
         return tuple(
             SavedFile(name.removeprefix(prefix), size, digest, 0)
@@ -192,7 +192,7 @@ class CheckpointManifest:
         """Compare the contents of the files below a subfolder, which this process has written.
 
         Raises:
-            CheckpointDamaged: naming the first file that differs.
+            CheckpointDamaged: Naming the first file that differs.
         """
         for file in self.files_of(subfolder):
             path = folder / subfolder / file.path
@@ -237,11 +237,6 @@ def _sync(path: Path) -> None:
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _synced_digest(path: Path) -> tuple[int, str]:
-    _sync(path)
-    return _digest(path)
 
 
 def _digest(path: Path) -> tuple[int, str]:

@@ -40,7 +40,7 @@ class Branch:
     keeps_position: bool = True
 
     def as_json(self) -> dict[str, Any]:
-        """The entry in `run.json`."""
+        """Return the entry in `run.json`."""
         return {
             "run_dir": str(self.run_dir),
             "step": self.step,
@@ -51,7 +51,7 @@ class Branch:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Branch:
-        """The branch of an entry in `run.json`."""
+        """Return the branch of an entry in `run.json`."""
         return cls(
             Path(data["run_dir"]),
             data["step"],
@@ -79,7 +79,7 @@ class BranchPoint:
 
     Args:
         run: The run to branch from.
-        name: Its checkpoint, as the user names it.
+        name: Its checkpoint, as the user writes it.
     """
 
     run: RunFolder
@@ -101,10 +101,13 @@ class BranchPoint:
 
     def is_of(self, branch: Branch) -> bool:
         """Return whether a run that was started as this branch may be resumed by the same command."""
-        return _same(self.run.path, branch.run_dir) and self.name.step in (None, branch.step)
+        return (os.path.realpath(self.run.path) == os.path.realpath(branch.run_dir)) and self.name.step in (
+            None,
+            branch.step,
+        )
 
     def branch(self, config: Config, recording: Recording) -> Branch:
-        """The start of a branch with this config.
+        """Return the start of a branch with this config.
 
         Raises:
             RunDirectoryError: If there is no complete checkpoint.
@@ -146,7 +149,3 @@ def _changes_data(changes: Sequence[RuledChange]) -> bool:
     """Return whether other rows come next."""
     keys = [each.change.key for each in changes if each.rule is WhenChanged.BRANCH]
     return any(key.partition(".")[0].partition("[")[0] == "data" or key.endswith(".seed") for key in keys)
-
-
-def _same(one: Path, other: Path) -> bool:
-    return os.path.realpath(one) == os.path.realpath(other)

@@ -25,12 +25,12 @@ _CHECKPOINTS = "checkpoints"
 
 @dataclass(frozen=True)
 class CheckpointName:
-    """A checkpoint of a run, as a user names it.
+    """A checkpoint of a run, as a user writes it.
 
     Args:
         run: Folder of the run.
-        which: A step as a number, `best` or `last`; empty if only the run is named.
-        part: Path below the checkpoint, such as `hf`; empty if the whole checkpoint is named.
+        which: A step as a number, `best` or `last`; empty for the newest.
+        part: Path below the checkpoint, such as `hf`; empty for the whole checkpoint.
     """
 
     run: Path
@@ -40,7 +40,7 @@ class CheckpointName:
     @classmethod
     def parse(cls, text: str | Path) -> CheckpointName | None:
         """Read `RUN`, `RUN:STEP`, `RUN:step_STEP`, `RUN:best`, `RUN:last`, `RUN/checkpoints` or a path of a checkpoint
-        or below it; None if the text names no run.
+        or below it; None if it is not a path of a run.
 
         Raises:
             RunDirectoryError: If the text after the run names no checkpoint.

@@ -22,7 +22,7 @@ class Proof:
     Args:
         step: Step of that checkpoint.
         num_drawn: Prompts drawn; trained, dropped and pending ones add up to them.
-        num_trained: Prompts of which a step trained on the rollouts.
+        num_trained: Prompts with rollouts that a step trained on.
         dropped: Prompts that trained nothing, by the reason.
         num_pending: Prompts drawn ahead that a later step trains on, or a resumed run.
         num_compared: Steps whose written rollouts were compared with the ledger.
@@ -46,7 +46,7 @@ class Proof:
         return not self.contradictions
 
     def as_json(self, path: str) -> dict[str, Any]:
-        """The object that `rl doctor run --json` prints."""
+        """Return the object that `rl doctor run --json` prints."""
         return {"schema": 1, "run": path, "holds": self.holds, **asdict(self)}
 
 
@@ -109,7 +109,7 @@ def prove(run: RunFolder) -> Proof:
 
 
 def described(proof: Proof) -> Iterator[str]:
-    """The proof in lines."""
+    """Yield the lines of a proof."""
     yield f"Up to the checkpoint of step {proof.step}, {proof.num_drawn} prompts were drawn:"
     yield f"  {proof.num_trained} trained, each by one step"
     for reason, count in proof.dropped.items():
@@ -146,12 +146,12 @@ def _rollout_period(run: RunFolder) -> int:
 
 
 def _prompts(run: RunFolder, step: int) -> list[str]:
-    """Ids of the prompts whose rollouts a step has written, once for each group."""
+    """Return the ids of the prompts whose rollouts a step has written, once for each group."""
     return [record["prompt_id"] for record in run.rollouts(step) if record["index"] == 0]
 
 
 def _difference(written: list[str], expected: Counter[int]) -> tuple[list[str], int]:
-    """The prompts that were written more often than expected, and the number of those that were not written."""
+    """Return the prompts that were written more often than expected, and the number of prompts not written."""
     left, extra = expected.copy(), []
     for prompt_id in written:
         if left[digest(prompt_id)] > 0:

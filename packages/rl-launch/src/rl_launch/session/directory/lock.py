@@ -38,8 +38,8 @@ class DirectoryLock:
     """Holds a run directory until released or until this process ends, however it ends.
 
     Where the file system has no locks (some network file systems), the holder is the process that made a file next to
-    the lock. Whether a holder has died can only be told from processes of the same start of the machine and the same
-    namespaces; another starter is refused with the remedy.
+    the lock. Whether a holder has died can only be determined by processes of the same start of the machine and the
+    same namespaces; another starter is refused with the remedy.
 
     Args:
         folder: An existing folder.
@@ -107,7 +107,7 @@ def host_of_holder(folder: Path) -> str | None:
 
 
 def holder(folder: Path) -> str | None:
-    """The process that has a run directory, in words; None if none has it. Takes no lock."""
+    """Return the process that has a run directory, in words; None if none has it. Takes no lock."""
     held = _read(folder / FILE_NAME)
     if not held:
         return None
@@ -152,18 +152,14 @@ def _is_made(path: Path, identity: str) -> bool:
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        return _is_made_without_links(path, identity)
+        try:
+            with path.open("x") as file:
+                file.write(identity)
+        except FileExistsError:
+            return False
+        return True
     finally:
         aside.unlink(missing_ok=True)
-    return True
-
-
-def _is_made_without_links(path: Path, identity: str) -> bool:
-    try:
-        with path.open("x") as file:
-            file.write(identity)
-    except FileExistsError:
-        return False
     return True
 
 
@@ -221,8 +217,8 @@ def _surroundings() -> list[str] | None:
 
 
 def _started(pid: int) -> float | str | None:
-    """Return the time of a process's start, which identifies it among those of its number; None if it has ended, or
-    cannot be seen.
+    """Return the time of a process's start, which identifies it among processes of the same number; None if it has
+    ended, or cannot be seen.
     """
     if not sys.platform.startswith("linux"):
         try:

@@ -26,7 +26,7 @@ def write_origins(folder: Path, given: RawConfig) -> None:
 
     Args:
         folder: The run directory.
-        given: What the user wrote.
+        given: Values that the user wrote.
     """
     earlier, config = read_origins(folder), (folder / CONFIG).resolve()
     found = {}
@@ -51,18 +51,16 @@ CODE = "code"
 
 
 def copies_of(config: Config) -> dict[str, SourceFile]:
-    """The files that a resolved config names as `file.py:Name`, by the names of their copies. A file that does not
-    exist is left out: its user reports it.
-    """
+    """Return the files that a resolved config refers to as `file.py:Name`, by the names of their copies. A file that
+    does not exist is left out: the code that uses it reports it."""
     paths = {value.rpartition(":")[0] for value in _texts(plain(config)) if is_in_file(value)}
     files = [SourceFile.read(path) for path in sorted(paths) if Path(path).is_file()]
     return {_name(file): file for file in files}
 
 
 def changed_files(folder: Path, copies: dict[str, SourceFile]) -> list[str]:
-    """Files that have changed since the run in a folder began, each with its copy and the first line that differs; a
-    file that has no copy yet is not among them.
-    """
+    """Return the files that have changed since the run in a folder began, each with its copy and the first line that
+    differs; a file that has no copy yet is not among them."""
     found = []
     for name, file in copies.items():
         copy = folder / CODE / name
@@ -84,7 +82,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _name(file: SourceFile) -> str:
-    """A name for the copy of a file; files of the same name may come from several folders."""
+    """Return a name for the copy of a file; files of the same name may come from several folders."""
     path = Path(file.path)
     return f"{path.stem}-{hashlib.sha256(str(path).encode()).hexdigest()[:8]}.py"
 
@@ -98,7 +96,7 @@ class Recording(Protocol):
     """Decides which part of a config a run directory keeps."""
 
     def used(self, config: Any, tree: dict[str, Any]) -> dict[str, Any]:
-        """The part of a config that a run uses.
+        """Return the part of a config that a run uses.
 
         Args:
             config: Typed config of the run.
@@ -107,7 +105,7 @@ class Recording(Protocol):
         ...
 
     def read(self, path: Path, like: Config) -> Config:
-        """The typed config in a `config.yaml`.
+        """Return the typed config in a `config.yaml`.
 
         Args:
             path: Path of the `config.yaml`.
@@ -123,21 +121,21 @@ class WholeConfig:
     """Keeps all of a config, which is read as the same type."""
 
     def used(self, config: Any, tree: dict[str, Any]) -> dict[str, Any]:
-        """The tree."""
+        """Return the whole tree."""
         return tree
 
     def read(self, path: Path, like: Config) -> Config:
-        """The config in the file, of the same type."""
+        """Return the config in the file, of the same type."""
         return resolve(load(path), type(like)).config
 
 
 def kept(config: Config, recording: Recording) -> dict[str, Any]:
-    """The part of a config that a run directory keeps, as nested plain values."""
+    """Return the part of a config that a run directory keeps, as nested plain values."""
     return recording.used(config, with_absolute_paths(config))
 
 
 def changes_since(path: Path, config: Config, recording: Recording) -> list[RuledChange]:
-    """The keys in which a config differs from the one that a run directory keeps.
+    """Return the keys whose values differ between a config and the one that a run directory keeps.
 
     Raises:
         ConfigError: If that one does not fit what is installed.

@@ -21,7 +21,7 @@ _ASKED = {
 
 
 def refusal(path: str, changes: Sequence[RuledChange], tree: Any, checkpoint: Path | None) -> str:
-    """The message that refuses to resume a run with another config; empty if the changes are allowed.
+    """Return the message that refuses to resume a run with another config; empty if the changes are allowed.
 
     Args:
         path: Path of the run directory.
@@ -47,7 +47,7 @@ def refusal(path: str, changes: Sequence[RuledChange], tree: Any, checkpoint: Pa
 
 
 def described(changes: Iterable[RuledChange]) -> list[str]:
-    """A line for each change, with the rule for it; the strictest comes first."""
+    """Return a line for each change, with the rule for it; the strictest comes first."""
     order = list(_ASKED)
     ordered = sorted(changes, key=lambda each: order.index(each.rule) if each.rule in order[:2] else len(order))
     width = max((len(_ASKED[each.rule]) for each in ordered), default=0)
@@ -55,7 +55,7 @@ def described(changes: Iterable[RuledChange]) -> list[str]:
 
 
 def train_command(path: str, changes: Sequence[RuledChange], tree: Any, *, branches: bool = False) -> str:
-    """The command that resumes a run, or branches from it, with these changes.
+    """Return the command that resumes a run, or branches from it, with these changes.
 
     Args:
         path: Path of the run directory.
@@ -70,7 +70,7 @@ def train_command(path: str, changes: Sequence[RuledChange], tree: Any, *, branc
 
 
 def finished(path: str, state: RunState, checkpoint_step: int | None, config: Config, *, saves: bool) -> str:
-    """The message about a run that has nothing left to do; empty if it has, or if the goal has been changed.
+    """Return the message about a run that has nothing left to do; empty if it has, or if the goal has been changed.
 
     Args:
         path: Path of the run directory.
@@ -94,7 +94,7 @@ def finished(path: str, state: RunState, checkpoint_step: int | None, config: Co
 
 
 def command_to_go_on(path: str, state: RunState) -> str:
-    """The command that continues a run: as it is, or beyond its end if it has finished; empty while it runs."""
+    """Return the command that continues a run: as it is, or beyond its end if it has finished; empty while it runs."""
     if state.status == "running":
         return ""
     keys = _bounding(state) if state.status == "finished" else {}
@@ -102,14 +102,14 @@ def command_to_go_on(path: str, state: RunState) -> str:
 
 
 def _bounding(state: RunState) -> dict[str, Any]:
-    """The keys that ended a finished run: its number of steps, or the others if it ended before that."""
+    """Return the keys that ended a finished run: its number of steps, or the others if it ended before that."""
     goals = {key: value for key, value in state.goals.items() if value is not None}
-    steps = {key: value for key, value in goals.items() if _bounds_steps(key)}
+    steps = {key: value for key, value in goals.items() if key.endswith(".max_num_steps")}
     others = {key: value for key, value in goals.items() if key not in steps}
     reached = any(isinstance(value, int) and value <= state.max_steps for value in steps.values())
     if reached and not state.reason:
         return steps
-    return others or steps or {key: None for key in state.goals if _bounds_steps(key)}
+    return others or steps or {key: None for key in state.goals if key.endswith(".max_num_steps")}
 
 
 def _further(value: Any, state: RunState) -> str:
@@ -119,17 +119,13 @@ def _further(value: Any, state: RunState) -> str:
 
 
 def step_bounds(config: Config) -> dict[str, int]:
-    """The keys that bound the number of steps, with their values."""
+    """Return the keys that bound the number of steps, with their values."""
     goals = keys_when_changed(config, WhenChanged.GOAL)
-    return {key: value for key, value in goals.items() if _bounds_steps(key) and value is not None}
-
-
-def _bounds_steps(key: str) -> bool:
-    return key.endswith(".max_num_steps")
+    return {key: value for key, value in goals.items() if key.endswith(".max_num_steps") and value is not None}
 
 
 def _override_keys(changes: Sequence[RuledChange]) -> list[KeyPath]:
-    """The keys to set: those that changed, or the section around one that no longer exists."""
+    """Return the keys to set: those that changed, or the section around one that no longer exists."""
     paths = [parse_path(each.change.key) for each in changes]
     whole = [path[:-1] for path, each in zip(paths, changes, strict=True) if each.change.new is ABSENT]
     keys = [next((around for around in whole if path[: len(around)] == around), path) for path in paths]

@@ -99,10 +99,10 @@ def kept(files: Sequence[RowFile], folder: Path, access: Access) -> Iterator[Non
     """Write files into the folder of a run or an evaluation for the time of its start.
 
     A folder that holds something else is left alone: the start refuses it. If the start fails, files that the config in
-    the folder does not name are removed.
+    the folder does not use are removed.
 
     Args:
-        files: Files of rows that the config names.
+        files: Files of rows that the config refers to.
         folder: Folder of the run or the evaluation.
         access: Readers of the folder if it does not exist yet.
 
@@ -133,15 +133,15 @@ def holds_only_rows(folder: Path) -> bool:
 
 
 def names_without_rows(folder: Path) -> set[str]:
-    """Names in a folder of a run, except a folder of images, which are there before the run is, and a folder of rows
-    that a start which was killed has left."""
+    """Return the names in a folder of a run, except a folder of images, which exists before the run, and a folder of
+    rows that a start which was killed has left."""
     names = {entry.name for entry in folder.iterdir()} - {IMAGES}
     return names - {FOLDER} if holds_only_rows(folder / FOLDER) else names
 
 
 def names_of_run(folder: Path) -> set[str]:
-    """Names in a folder that make it the folder of a run, or something else: those that may exist before a run are left
-    out."""
+    """Return the names in a folder that make it the folder of a run, or something else: names that may exist before a
+    run are left out."""
     return names_without_rows(folder) - {JOBS}
 
 

@@ -116,7 +116,7 @@ class RunDirectory:
         self._lock.release()
 
     def _make(self, access: Access) -> None:
-        if self.path.is_dir() and self._contents() and not self._is_run():
+        if self.path.is_dir() and self._contents() and not is_run(self.path):
             raise RunDirectoryError(
                 f"{self.path} holds files that do not belong to a run ({', '.join(self._contents()[:3])}). "
                 "Choose another run_dir."
@@ -129,7 +129,7 @@ class RunDirectory:
         make_folder(self.path, access)
 
     def _claim(self, config: Config, *, fresh: bool, branch: Branch | None) -> bool:
-        resumes = self._is_run()
+        resumes = is_run(self.path)
         if fresh and self._contents():
             raise RunDirectoryError(
                 f"{self.path} is not empty, and {option('--fresh', 'fresh=True')} needs an empty folder. "
@@ -156,9 +156,6 @@ class RunDirectory:
             write_atomically(self.path / DESCRIPTION, json.dumps(description, indent=2) + "\n")
         return resumes
 
-    def _is_run(self) -> bool:
-        return is_run(self.path)
-
     def _contents(self) -> list[str]:
         """Return the names in the folder, except for leftovers of an interrupted start."""
         own = {folder.name for folder in (self.rollouts, self.checkpoints, self.logs, self.code)}
@@ -167,7 +164,7 @@ class RunDirectory:
             unfinished.add(CONFIG)
         found = names_of_run(self.path)
         names = sorted(name for name in found if not lock.is_own(name))
-        if set(names) <= unfinished and lock.FILE_NAME in found and not self._is_run():
+        if set(names) <= unfinished and lock.FILE_NAME in found and not is_run(self.path):
             return []
         return names
 
@@ -179,7 +176,7 @@ class RunDirectory:
             write_labels(self.path / DESCRIPTION, changed)
 
     def _changes(self, config: Config) -> list[RuledChange]:
-        """Changes of the config that a run in this folder may be resumed with."""
+        """Return the changes of the config that a run in this folder may be resumed with."""
         require_readable(self.config)
         try:
             changes = changes_since(self.config, config, self._recording)

@@ -43,7 +43,7 @@ _TAIL_BYTES = 2**16
 _DEEPEST = 3
 
 RUNS = "runs"
-"""Folder in which runs are made by default."""
+"""Default folder of new runs."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class SavedCheckpoint:
     """A checkpoint of a run.
 
     Args:
-        step: Step after which it was saved.
+        step: Last step before it was saved.
         path: Its folder; the Hugging Face files are in `hf` below it.
         metrics: Metrics of that step.
     """
@@ -135,8 +135,8 @@ class RunFolder:
         return self.description().versions.get("rl-launch") == version("rl-launch")
 
     def config(self) -> dict[str, Any]:
-        """The run's config as nested plain values, interpolations of environment variables as they were written; empty
-        if the file is damaged."""
+        """Return the run's config as nested plain values, interpolations of environment variables as they were written;
+        empty if the file is damaged."""
         with suppress(*MISSING):
             require_readable(self.path / CONFIG)
         try:
@@ -186,8 +186,8 @@ class RunFolder:
         return rollout_store.steps_in(self.path / "rollouts", kind)
 
     def rollouts(self, step: int, kind: rollout_store.Kind = "step") -> Iterator[dict[str, Any]]:
-        """The rollouts of a step, or with `val` of its validation, one mapping each; a line that was cut short is left
-        out.
+        """Yield the rollouts of a step, or with `val` of its validation, one mapping each; a line that was cut short is
+        left out.
 
         Raises:
             RunDirectoryError: If none were written, naming the steps that have some.
@@ -221,8 +221,8 @@ class RunFolder:
         return found
 
     def best_checkpoint(self) -> SavedCheckpoint | None:
-        """The checkpoint with the best value of `checkpointing.metric_name`, or the newest if none has a value; None if
-        there is no checkpoint."""
+        """Return the checkpoint with the best value of `checkpointing.metric_name`, or the newest if none has a value;
+        None if there is no checkpoint."""
         checkpointing = self.config().get("checkpointing") or {}
         key = str(checkpointing.get("metric_name") or "").replace(":", "/", 1)
         sign = 1 if checkpointing.get("higher_is_better", True) else -1
@@ -231,14 +231,14 @@ class RunFolder:
         return max(ranked, key=lambda each: sign * each.metrics[key]) if ranked else saved[-1] if saved else None
 
     def saved_step(self) -> int:
-        """Return a step at which the run has certainly saved a checkpoint, whether or not it still exists: the last one
+        """Return a step that the run has certainly saved a checkpoint of, whether or not it still exists: the last one
         if the run recorded it; 0 if there is none."""
         state, written = self.state(), self.config().get("checkpointing") or {}
         if state.saved is not None or not written.get("enabled", True):
             return state.saved or 0
         if state.status == "finished":
             return state.step
-        # the save of a period ends before that of the next one begins
+        # The save of a period ends before the save of the next one begins.
         period = written.get("save_period") or 0
         return max(0, (state.step // period - 1) * period) if period else 0
 

@@ -35,7 +35,7 @@ class Labels:
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> Self:
-        """The labels among nested plain values: a section of a config, or the contents of `run.json`."""
+        """Return the labels among nested plain values: a section of a config, or the contents of `run.json`."""
         texts = {name: str(values.get(name) or "") for name in ("name", "group", "notes")}
         return cls(**texts, tags=tuple(map(str, values.get("tags") or ())))
 
@@ -44,14 +44,14 @@ class Labels:
 
         Args:
             values: As of `read`.
-            changed: Keys from the root of a config; those of other sections are ignored.
+            changed: Keys from the root of a config; keys of other sections are ignored.
         """
         names = {f"{SECTION}.{each.name}": each.name for each in fields(self)}
         new = Labels.read(values)
         return replace(self, **{names[key]: getattr(new, names[key]) for key in changed if key in names})
 
     def as_json(self) -> dict[str, Any]:
-        """The labels as `run.json` holds them."""
+        """Return the labels as `run.json` holds them."""
         return asdict(self)
 
 
@@ -79,7 +79,7 @@ FILE_NAME = "state.json"
 Status = Literal["running", "finished", "interrupted", "failed"]
 
 HEADLINES = {"val/accuracy": True, "val/reward": True, "val/loss": False, "reward/mean": True, "train/loss": False}
-"""Metrics that say how good a run is, in order of preference, and whether higher is better."""
+"""Metrics that measure the quality of a run, in order of preference, and whether higher is better."""
 
 
 @dataclass(frozen=True)
@@ -102,12 +102,12 @@ class RunState:
     """How far a run has come.
 
     Args:
-        status: `running`; `finished` if all steps are made or the goal is met; `interrupted` if it was told to end or
+        status: `running`; `finished` if all steps are made or the goal is met; `interrupted` if it was asked to end or
             its process has ended, `failed` if an error ended it. The same command resumes the last two.
         step: The last complete step.
         max_steps: Maximum number of steps of the run; 0 before it is known.
         reason: Why it ended; empty if all steps are made.
-        goals: Keys that say when the run is finished, with their values.
+        goals: Keys that decide when the run is finished, with their values.
         best: None before anything was recorded.
         saved: Step of the last checkpoint that was saved, or that a branch started from; 0 before there is one, None if
             the version that wrote this did not record it.
@@ -130,7 +130,7 @@ class RunState:
 
     @classmethod
     def read(cls, folder: Path) -> RunState | None:
-        """The state in a run directory; None if there is none, or it is damaged."""
+        """Return the state in a run directory; None if there is none, or it is damaged."""
         try:
             with named(folder / FILE_NAME):
                 data = json.loads((folder / FILE_NAME).read_bytes())

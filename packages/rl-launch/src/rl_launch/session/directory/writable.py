@@ -31,7 +31,7 @@ def write_atomically(path: Path, text: str) -> None:
     sync_folder(path.parent)
 
 
-_LEAST_FREE_BYTES = 2**24
+_MIN_FREE_BYTES = 2**24
 _USUAL_UMASK = 0o022
 _FSTAB = Path("/etc/fstab")
 _MODES: dict[Access, int] = {"owner": 0o700, "group": 0o750, "all": 0o755}
@@ -66,7 +66,7 @@ def check_writable(folder: Path, *, remedy: str = "Choose another run_dir.") -> 
         verb = "written to" if existing == folder else f"made in {existing}"
         raise RunDirectoryError(f"{folder} cannot be {verb}: {error.strerror}. {remedy}") from None
     free = shutil.disk_usage(existing).free
-    if free < _LEAST_FREE_BYTES:
+    if free < _MIN_FREE_BYTES:
         raise _full(folder, free, remedy)
 
 
@@ -82,20 +82,16 @@ def _missing_mount(folder: Path) -> Path | None:
     places = [
         re.sub(r"\\(\d{3})", lambda found: chr(int(found[1], 8)), line[1])
         for line in lines
-        if _is_mounted_at_boot(line)
+        if (len(line) >= 4 and line[1].startswith("/") and line[2] != "swap" and "noauto" not in line[3].split(","))
     ]
     around = folder.absolute()
     return next((Path(each) for each in places if around.is_relative_to(each) and not os.path.ismount(each)), None)
 
 
-def _is_mounted_at_boot(line: list[str]) -> bool:
-    return len(line) >= 4 and line[1].startswith("/") and line[2] != "swap" and "noauto" not in line[3].split(",")
-
-
 @contextmanager
 def careful_umask() -> Iterator[None]:
-    """Context in which this process and those that it starts make no file that everybody may write: a umask that allows
-    it, as 000 does, is replaced by the usual 022. Any other is kept.
+    """Prevent this process, and processes that it starts, from making files that everybody may write: a umask that
+    allows it, as 000 does, is replaced by the usual 022. Any other is kept.
     """
     earlier = os.umask(_USUAL_UMASK)
     if earlier & stat.S_IWOTH:

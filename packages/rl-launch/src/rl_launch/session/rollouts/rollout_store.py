@@ -1,6 +1,6 @@
-"""The files of a folder `rollouts`: those of recent steps one by one, those of earlier steps in archives.
+"""The files of a folder `rollouts`: a file for each recent step, and archives of earlier steps.
 
-`step_<n>.jsonl` holds the rollouts of one step, `val_<n>.jsonl` those of the validation after it, and
+`step_<n>.jsonl` holds the rollouts of one step, `val_<n>.jsonl` the rollouts of the validation after it, and
 `tokens_<n>.parquet` the values of each token of rollouts of the step. Once `NUM_RECENT` later steps have been made, the
 files of `STEPS_PER_ARCHIVE` steps become the members of one compressed `steps_<first>-<last>.zip`, so that a run of
 10,000 steps has about 500 files. An archive is complete before the files in it are removed: a step may be in both for a
@@ -40,25 +40,25 @@ _BUFFER_BYTES = 2**20
 
 @dataclass(frozen=True)
 class _Archive:
-    """An archive of the steps from `first` to `last`, some of which may have no rollouts."""
+    """An archive of the steps from `first` to `last`; some may have no rollouts."""
 
     first: int
     last: int
     path: Path
 
     def members(self) -> list[tuple[FileKind, int]]:
-        """What is in it."""
+        """Return the kinds and steps of its files."""
         with zipfile.ZipFile(self.path) as archive:
             return _members(archive.namelist())
 
 
 def file_of(folder: Path, step: int, kind: FileKind = "step") -> Path:
-    """The file of a step that is in no archive."""
-    return folder / _name(kind, step)
+    """Return the file of a step that is in no archive."""
+    return folder / f"{kind}_{step}{_SUFFIXES[kind]}"
 
 
 def steps_in(folder: Path, kind: FileKind = "step") -> list[int]:
-    """Steps that have rollouts of a kind, in order."""
+    """Return the steps that have rollouts of a kind, in order."""
     # files before archives: a step that moves meanwhile is found twice instead of never
     found = set(_loose(folder))
     for archive in _archives(folder):
@@ -68,7 +68,7 @@ def steps_in(folder: Path, kind: FileKind = "step") -> list[int]:
 
 
 def open_step(folder: Path, step: int, kind: FileKind = "step") -> IO[bytes]:
-    """The lines of a step.
+    """Return the lines of a step.
 
     Raises:
         FileNotFoundError: If it has no rollouts.
@@ -118,7 +118,7 @@ class StepStamps:
             facts = {each.filename: each for each in opened.infolist()}
         members = {}
         for kind, step in _members(list(facts)):
-            fact = facts[_name(kind, step)]
+            fact = facts[f"{kind}_{step}{_SUFFIXES[kind]}"]
             members[kind, step] = f"{name}:{fact.file_size}:{fact.CRC}"
         self._archives[name] = stamp, members
         return members
@@ -201,10 +201,6 @@ def _loose(folder: Path) -> list[tuple[FileKind, int]]:
 def _members(names: list[str]) -> list[tuple[FileKind, int]]:
     found = [(_KINDS[match[1]], match) for match in map(_FILE.fullmatch, names) if match]
     return [(kind, int(match[2])) for kind, match in found if match[3] == _SUFFIXES[kind]]
-
-
-def _name(kind: FileKind, step: int) -> str:
-    return f"{kind}_{step}{_SUFFIXES[kind]}"
 
 
 def _archives(folder: Path) -> Iterator[_Archive]:

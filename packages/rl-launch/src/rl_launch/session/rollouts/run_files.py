@@ -26,7 +26,7 @@ from rl_launch.session.rollouts.token_files import TokenFiles
 
 _log = logging.getLogger(__name__)
 
-MOST_STEPS = 2
+MAX_STEPS = 2
 """Steps whose rollouts may wait to be written, as they are held in memory; the next step waits for them."""
 
 
@@ -108,16 +108,17 @@ class RolloutFiles:
         *,
         batch: Batch | None = None,
     ) -> None:
-        """Write rollouts, flattened, in each group those of opponents last. Rollouts without an advantage, which were
-        not trained on, have null. Validation rollouts replace the rollouts of an earlier validation of the same step.
+        """Write rollouts, flattened, in each group the rollouts of opponents last. Rollouts without an advantage, which
+        were not trained on, have null. Validation rollouts replace the rollouts of an earlier validation of the same
+        step.
 
-        Waits while `MOST_STEPS` earlier ones are not written. With the batch of the rollouts that were trained on,
+        Waits while `MAX_STEPS` earlier ones are not written. With the batch of the rollouts that were trained on,
         values of their tokens are written, too.
         """
         num_rollouts = sum(len(group.rollouts) for group in groups)
         if len(advantages) > num_rollouts:
             raise ValueError(f"{len(advantages)} advantages for {num_rollouts} rollouts")
-        while len(self._writing) >= MOST_STEPS or (self._writing and self._writing[0].done()):
+        while len(self._writing) >= MAX_STEPS or (self._writing and self._writing[0].done()):
             self._writing.popleft().result()
         # the other columns need not stay until the thread is here
         records = [(group.prompt.id, group.all_records) for group in groups]
@@ -127,7 +128,16 @@ class RolloutFiles:
         self._writing.append(self._threads.submit(self._write, step, records, padded, kind))
         if self._tokens is not None and batch is not None:
             self._tokens.append(step, groups, batch)
-        self._archive_before(step)
+        if self._archiving is not None:
+            if not self._archiving.done():
+                return
+            error, self._archiving = self._archiving.exception(), None
+            if error is not None:
+                _log.warning("rollouts of earlier steps were not archived: %s", error)
+        if step % rollout_store.STEPS_PER_ARCHIVE == 0:
+            if self._archiver is None:
+                self._archiver = ThreadPoolExecutor(1, thread_name_prefix="rollout-archives")
+            self._archiving = self._archiver.submit(rollout_store.archive_before, self._folder, step)
 
     def flush(self) -> None:
         """Wait until everything is written, and is on the disk."""
@@ -151,19 +161,6 @@ class RolloutFiles:
     def cut_back(self, step: int) -> None:
         """Drop the rollouts of later steps, and files that were not finished."""
         rollout_store.cut_back(self._folder, step)
-
-    def _archive_before(self, step: int) -> None:
-        """Compress the files of earlier steps in the background."""
-        if self._archiving is not None:
-            if not self._archiving.done():
-                return
-            error, self._archiving = self._archiving.exception(), None
-            if error is not None:
-                _log.warning("rollouts of earlier steps were not archived: %s", error)
-        if step % rollout_store.STEPS_PER_ARCHIVE == 0:
-            if self._archiver is None:
-                self._archiver = ThreadPoolExecutor(1, thread_name_prefix="rollout-archives")
-            self._archiving = self._archiver.submit(rollout_store.archive_before, self._folder, step)
 
     def _write(
         self,
@@ -208,7 +205,7 @@ class RolloutFiles:
 
 
 def _by_record(groups: Sequence[RolloutGroup], advantages: Sequence[float]) -> list[float | None]:
-    """The advantage of each record of the groups; None without one."""
+    """Return the advantage of each record of the groups; None without one."""
     waiting = iter(advantages)
     found: list[float | None] = []
     for group in groups:

@@ -21,7 +21,7 @@ from rl_launch.session.rollouts.token_table import BATCH_COLUMNS, TextsOfTokens,
 
 _log = logging.getLogger(__name__)
 
-MOST_STEPS = 2
+MAX_STEPS = 2
 """Steps whose tokens may wait to be written; the next step waits for them."""
 
 TOKENS_PER_GROUP = 2**16
@@ -54,7 +54,7 @@ class TokenFiles:
         self._tables = TokenTables(texts)
 
     def append(self, step: int, groups: Sequence[RolloutGroup], batch: Batch) -> None:
-        """Write the tokens of a step. Waits while `MOST_STEPS` earlier steps are not written.
+        """Write the tokens of a step. Waits while `MAX_STEPS` earlier steps are not written.
 
         Args:
             step: Number of the step.
@@ -64,7 +64,7 @@ class TokenFiles:
         if self._level == "none":
             return
         parts = recorded_rows(step, groups, batch, self._num_groups if self._level == "sampled" else None)
-        while len(self._writing) >= MOST_STEPS or (self._writing and self._writing[0].done()):
+        while len(self._writing) >= MAX_STEPS or (self._writing and self._writing[0].done()):
             self._writing.popleft().result()
         if self._threads is None:
             self._threads = ThreadPoolExecutor(1, thread_name_prefix="token-files")
@@ -95,29 +95,25 @@ class TokenFiles:
                 os.fsync(file.fileno())
             aside.replace(path)
         except Exception as error:  # noqa: BLE001  # a record for people must not end the run
-            self._note_failure(step, error)
+            if not self._failed:
+                _log.warning(
+                    "step %d: the values of its tokens were not recorded (%s: %s). The run continues without those of "
+                    "steps that cannot be recorded; logger.token_level=none records none",
+                    step,
+                    type(error).__name__,
+                    error,
+                )
+            self._failed.append(step)
             with suppress(OSError):
                 aside.unlink(missing_ok=True)
         else:
-            self._note_success(step)
-
-    def _note_failure(self, step: int, error: Exception) -> None:
-        if not self._failed:
-            _log.warning(
-                "step %d: the values of its tokens were not recorded (%s: %s). The run continues without those of "
-                "steps that cannot be recorded; logger.token_level=none records none",
-                step,
-                type(error).__name__,
-                error,
-            )
-        self._failed.append(step)
-
-    def _note_success(self, step: int) -> None:
-        if self._failed:
-            _log.info(
-                "step %d: values of tokens are recorded again; those of %d steps are missing", step, len(self._failed)
-            )
-            self._failed.clear()
+            if self._failed:
+                _log.info(
+                    "step %d: values of tokens are recorded again; those of %d steps are missing",
+                    step,
+                    len(self._failed),
+                )
+                self._failed.clear()
 
 
 def recorded_rows(step: int, groups: Sequence[RolloutGroup], batch: Batch, num_groups: int | None) -> list[TokenRows]:
@@ -171,7 +167,7 @@ _OF_GROUPS = ("tokens", LOSS_MASK, GENERATION_LOGPROBS, WEIGHT_VERSIONS)
 
 
 def _rows_of(groups: Sequence[RolloutGroup], lines: np.ndarray, columns: Batch) -> TokenRows:
-    """The rows of whole groups.
+    """Return the rows of whole groups.
 
     Args:
         groups: The groups.
@@ -191,5 +187,5 @@ def _rows_of(groups: Sequence[RolloutGroup], lines: np.ndarray, columns: Batch) 
 
 
 def _bounded(rows: TokenRows, most_tokens: int) -> TokenRows:
-    """The first rollouts that have together at most so many tokens; at least one."""
+    """Return the first rollouts whose tokens do not exceed a limit together; at least one."""
     return next(rows.chunks(most_tokens))

@@ -40,14 +40,14 @@ class TextsOfTokens(Protocol):
 
 @dataclass(frozen=True)
 class TokenRows:
-    """Rows of rollouts whose tokens are recorded; those of a rollout lie side by side.
+    """Rows of rollouts whose tokens are recorded; the rows of a rollout are adjacent.
 
     Args:
         rollout: int `[rows]`, number of each row's rollout in the step, from 0: its line in the file of rollouts.
         prompt_id: `[rows]`, id of its prompt.
         index: int `[rows]`, place of the rollout in its group.
         segment: int `[rows]`, number of the row in its rollout.
-        columns: Those of `BATCH_COLUMNS` that there are, which may lie elsewhere.
+        columns: The columns of `BATCH_COLUMNS` that exist, which may be in another process.
     """
 
     rollout: np.ndarray
@@ -87,7 +87,7 @@ class TokenTables:
         """Write the file of a step.
 
         Raises:
-            RLError: If columns lie elsewhere and cannot be brought here.
+            RLError: If columns are in another process and cannot be fetched.
             OSError: If the file cannot be written.
         """
         import pyarrow.parquet as pq
@@ -103,7 +103,7 @@ class TokenTables:
                     writer.write_table(self.table(step, chunk), row_group_size=2 * CHUNK_TOKENS)
 
     def table(self, step: int, rows: TokenRows) -> Any:
-        """The Arrow table of some rows."""
+        """Return the Arrow table of some rows."""
         import pyarrow as pa
 
         batch = rows.columns.local()

@@ -1,4 +1,4 @@
-"""The shares of time in which the rows of a trace are busy."""
+"""The shares of time that the rows of a trace are busy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RangeShares:
     Args:
         first, last: The range.
         seconds: Duration of its steps.
-        shares: Share of that time in which each row is busy, by `PROCESS/TRACK`.
+        shares: Share of that time that each row is busy, by `PROCESS/TRACK`.
     """
 
     first: int

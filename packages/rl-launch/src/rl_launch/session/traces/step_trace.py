@@ -24,9 +24,9 @@ RESTARTS = "restarts"
 """Track of the driver with a mark for each process that was lost or replaced."""
 
 PERIOD_S = 10.0
-"""Minimum time in seconds between two collections: those of shorter steps come together."""
+"""Minimum time in seconds between two collections; spans of shorter steps are collected together."""
 
-MOST_SHARE = 0.0025
+MAX_SHARE = 0.0025
 """Maximum share of time that the thread computes: the more workers a run has, the less often they are asked. Ray's
 threads take about as much again."""
 
@@ -42,7 +42,7 @@ class Collected:
     Args:
         process: Its name, such as `policy-0`.
         report: Its report.
-        offset: Nanoseconds to add to its times for those of the driver's clock.
+        offset: Nanoseconds to add to its times for times of the driver's clock.
     """
 
     process: str
@@ -112,7 +112,7 @@ class StepTrace(RunObserver):
                     return
                 self._writer.flush()
                 self.thread_s = (time.thread_time_ns() - began) / 1e9
-                self._pause_ns = 1e9 * max(self._period_s, self.thread_s / MOST_SHARE if self._period_s else 0.0)
+                self._pause_ns = 1e9 * max(self._period_s, self.thread_s / MAX_SHARE if self._period_s else 0.0)
         except Exception as error:  # noqa: BLE001 - a trace is not worth a run
             _log.warning("no traces from here: %s: %s", type(error).__name__, error)
 
@@ -134,7 +134,7 @@ class StepTrace(RunObserver):
 
 
 def _step_at(time: int, begun: Sequence[tuple[int, int]]) -> int:
-    """The step in which a time is; the first one for what happens before it.
+    """Return the step that a time belongs to; the first one for earlier times.
 
     Args:
         time: Nanoseconds.

@@ -2,7 +2,7 @@
 
 `step_<first>-<last>.json` is being written: an array without its last bracket, which Chrome's format allows. Once later
 steps have been made it is closed, compressed to `step_<first>-<last>.json.gz` and summed up as a line of `busy.jsonl`.
-The oldest files are removed when all together exceed `MOST_BYTES`; their lines remain.
+The oldest files are removed when all together exceed `MAX_BYTES`; their lines remain.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from rl_launch.session.traces.busy import RangeShares, shares_of
 
 FOLDER = "traces"
 STEPS_PER_FILE = 20
-MOST_EVENTS = 500_000
+MAX_EVENTS = 500_000
 """Maximum number of events in a file; further ones are dropped and counted."""
 
-MOST_BYTES = 256 * 2**20
+MAX_BYTES = 256 * 2**20
 """Maximum size of all compressed files."""
 
 BUSY = "busy.jsonl"
@@ -85,7 +85,7 @@ class TraceFile:
 
 
 def range_of(step: int) -> tuple[int, int]:
-    """Return the first and the last step of the file that a step belongs to; what happens before step 1 is with it."""
+    """Return the first and the last step of the file that a step belongs to; events before step 1 belong to it."""
     first = (max(step, 1) - 1) // STEPS_PER_FILE * STEPS_PER_FILE + 1
     return first, first + STEPS_PER_FILE - 1
 
@@ -135,12 +135,12 @@ class TraceWriter:
         self._tracks: dict[tuple[int, str], int] = {}
 
     def append(self, step: int, pieces: Iterable[Piece]) -> None:
-        """Write pieces of a step; those of a range that has been closed go to the current file."""
+        """Write pieces of a step; pieces of a range that has been closed go to the current file."""
         first, last = range_of(step)
         if self._file is None or first > self._first:
             self._open(first, last)
         for piece in pieces:
-            if self._num_events >= MOST_EVENTS:
+            if self._num_events >= MAX_EVENTS:
                 self._num_dropped += 1
             else:
                 self._write(self._event(piece))
@@ -160,7 +160,13 @@ class TraceWriter:
         self._file.close()
         self._file = None
         _complete(self._path)
-        self._prune()
+        sizes = [(each, each.path.stat().st_size) for each in trace_files(self._folder) if not each.is_open]
+        total = sum(size for _, size in sizes)
+        for each, size in sizes[:-1]:
+            if total <= MAX_BYTES:
+                return
+            each.path.unlink(missing_ok=True)
+            total -= size
 
     def _open(self, first: int, last: int) -> None:
         self.close()
@@ -171,24 +177,25 @@ class TraceWriter:
                 _complete(left.path)
         packed = self._path.with_suffix(".json.gz")
         if packed.exists() and not self._path.exists():
-            _unpack(packed, self._path)
+            part = self._path.with_suffix(".json.part")
+            with gzip.open(packed, "rb") as compressed, part.open("wb") as plain:
+                shutil.copyfileobj(compressed, plain)
+            part.replace(self._path)
+            packed.unlink()
         self._first, self._num_events, self._num_dropped = first, 0, 0
         self._processes, self._tracks = {}, {}
         if self._path.exists():
             _cut_to_whole_events(self._path)
-            self._read(TraceFile(first, last, self._path))
+            found = TraceFile(first, last, self._path)
+            for event in found.events():
+                self._num_events += 1
+                if event["name"] == "process_name":
+                    self._processes[event["args"]["name"]] = event["pid"]
+                elif event["name"] == "thread_name":
+                    self._tracks[event["pid"], event["args"]["name"]] = event["tid"]
         self._file = self._path.open("a", encoding="utf-8")
         if not self._file.tell():
             self._file.write("[")
-
-    def _read(self, found: TraceFile) -> None:
-        """Continue with the numbers of a file."""
-        for event in found.events():
-            self._num_events += 1
-            if event["name"] == "process_name":
-                self._processes[event["args"]["name"]] = event["pid"]
-            elif event["name"] == "thread_name":
-                self._tracks[event["pid"], event["args"]["name"]] = event["tid"]
 
     def _event(self, piece: Piece) -> Event:
         process, track = self._place(piece)
@@ -199,7 +206,7 @@ class TraceWriter:
         return event if piece.count == 1 else {**event, "args": {"count": piece.count}}
 
     def _place(self, piece: Piece) -> tuple[int, int]:
-        """The numbers of a process and of a track, which are named when they first occur in the file."""
+        """Return the numbers of a process and of a track, which get names when they first occur in the file."""
         if piece.process not in self._processes:
             number = self._processes[piece.process] = len(self._processes)
             self._name("process_name", number, 0, name=piece.process)
@@ -219,15 +226,6 @@ class TraceWriter:
         self._file.write(f"{',' if self._num_events else ''}\n{text}")
         self._num_events += 1
 
-    def _prune(self) -> None:
-        sizes = [(each, each.path.stat().st_size) for each in trace_files(self._folder) if not each.is_open]
-        total = sum(size for _, size in sizes)
-        for each, size in sizes[:-1]:
-            if total <= MOST_BYTES:
-                return
-            each.path.unlink(missing_ok=True)
-            total -= size
-
 
 def _complete(path: Path) -> None:
     """Close the array, compress the file and sum it up."""
@@ -245,14 +243,6 @@ def _complete(path: Path) -> None:
     path.unlink()
     with (path.parent / BUSY).open("a", encoding="utf-8") as file:
         file.write(json.dumps(shares.as_json(), separators=(",", ":")) + "\n")
-
-
-def _unpack(packed: Path, path: Path) -> None:
-    part = path.with_suffix(".json.part")
-    with gzip.open(packed, "rb") as compressed, part.open("wb") as plain:
-        shutil.copyfileobj(compressed, plain)
-    part.replace(path)
-    packed.unlink()
 
 
 def _cut_to_whole_events(path: Path) -> None:

@@ -15,12 +15,12 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from rl_core.plugins import plugin_packages
-from rl_core.ray.bounded_log import MAX_LOG_BYTES
+from rl_core.ray.host import MAX_LOG_BYTES
 
 
 @cache
 def shared_console() -> Console:
-    """The console of progress and log records: they share one, so that neither writes over the other."""
+    """Return the console of progress and log records: they share one, so that neither writes over the other."""
     return Console(stderr=True)
 
 
@@ -65,7 +65,7 @@ def logged_to(path: Path) -> Iterator[None]:
 
 
 class _LogFile(RotatingFileHandler):
-    """Drops records while the disk refuses them, and says so once: logging would print a traceback for each."""
+    """Drops records while the disk refuses them, and reports it once: logging would print a traceback for each."""
 
     _is_told = False
 

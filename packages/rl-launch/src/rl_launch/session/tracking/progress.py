@@ -35,8 +35,8 @@ def imbalance(trainer: float, generators: float, *, section: str = "") -> tuple[
     """Return who waits, with the figures, and what to change; None if neither waits for long.
 
     Args:
-        trainer: Share of the time in which training waits for rollouts, `idle/trainer`.
-        generators: Share of the time in which generators have no rollouts, `idle/generators`.
+        trainer: Share of the time that training waits for rollouts, `idle/trainer`.
+        generators: Share of the time that generators have no rollouts, `idle/generators`.
         section: Section of the config that has `async_grpo`, as a prefix of keys.
     """
     ahead = f"{section}.async_grpo" if section else "async_grpo"
@@ -70,7 +70,7 @@ class Balance:
         self._shares: deque[tuple[float, float]] = deque(maxlen=WINDOW)
 
     def observe(self, metrics: Mapping[str, float], *, steps_left: int) -> None:
-        """Take the metrics of a step; one whose rollouts do not run ahead of training says nothing."""
+        """Take the metrics of a step; one whose rollouts do not run ahead of training has no effect."""
         if "idle/trainer" not in metrics or steps_left < ENDS:
             return
         self._num_steps += 1
@@ -137,7 +137,7 @@ class RunProgress:
         self._live.stop()
 
     def begin(self, step: int, max_steps: int) -> None:
-        """A step begins."""
+        """Begin a step."""
         self._step, self._max_steps = step, max_steps
 
     def phase(self, name: str) -> None:
@@ -145,14 +145,14 @@ class RunProgress:
         self._phase, self._phase_since = name, self._clock()
 
     def finish(self, step: int, metrics: Mapping[str, float], seconds: float) -> None:
-        """A step is done, with these metrics."""
+        """End a step with these metrics."""
         self._durations.append(seconds)
         self._balance.observe(metrics, steps_left=self._max_steps - step)
         self._replica_counts |= {metrics[key] for key in [_REPLICAS] if key in metrics}
-        # the number of replicas is told once it has changed
+        # The number of replicas is shown once it has changed.
         told = (*_SHOWN, (_REPLICAS, "replicas")) if len(self._replica_counts) > 1 else _SHOWN
         if _ACCURACY in metrics:
-            # an environment that reports it says with its reward what it says with that
+            # The reward of an environment that reports its accuracy has the same meaning.
             told = tuple(each for each in told if each[0] != _REWARD)
         self._shown |= {label: metrics[key] for key, label in told if key in metrics}
         trend = next((metrics[key] for key, _ in _SHOWN if key in metrics), None)
@@ -205,7 +205,7 @@ class RunProgress:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Values as bars between their least and largest."""
+    """Return values as bars between the smallest and the largest."""
     finite = [value for value in values if value == value and abs(value) != float("inf")]
     if not finite:
         return ""
@@ -215,7 +215,7 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people say them: `42 s`, `3:07`, `1:02:03`."""
+    """Return seconds as people write them: `42 s`, `3:07`, `1:02:03`."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

@@ -74,7 +74,7 @@ class WandbWriter:
         self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One row per step."""
+        """Log one row for a step."""
         if self._given.is_new(step):
             self._run.log({"step": step, **metrics})
 
@@ -128,31 +128,38 @@ class MLflowWriter:
         self._run_id = _identity(run_dir, "mlflow_run_id", lambda: self._create(config, name, database))
         self._client.update_run(self._run_id, status="RUNNING", name=name)
         known = self._client.get_run(self._run_id).data
-        self._set_tags({"run_dir": str(run_dir), "group": labels.group, _NOTES: labels.notes}, labels, known.tags)
+        # Set tags, and one tag for each label, which is removed when the label is.
+        tags = {"run_dir": str(run_dir), "group": labels.group, _NOTES: labels.notes}
+        names = {mlflow_name(label) for label in labels.tags}
+        earlier = {mlflow_name(label) for label in known.tags.get(_LABELS, "").split(", ") if label}
+        for gone in earlier - names:
+            if known.tags.get(gone) == "true":
+                self._client.delete_tag(self._run_id, gone)
+        own = {**tags, _LABELS: ", ".join(labels.tags)}
+        for key, value in {**dict.fromkeys(sorted(names), "true"), **own}.items():
+            if value or key in known.tags:
+                self._client.set_tag(self._run_id, key, value)
         self._log_parameters(_flattened(changed_as_written(settings)), known.params)
         if is_new:
-            self._log_config(settings)
+            try:
+                self._client.log_dict(self._run_id, as_written(settings), "config.json")
+            except Exception as error:  # noqa: BLE001  # the folder may be one of another machine
+                _logger.warning("MLflow has no config.json of this run: %s: %s", type(error).__name__, error)
 
     def _create(self, config: LoggerConfig, name: str, database: str) -> str:
         experiment_name = config.mlflow.experiment_name
         known = self._client.get_experiment_by_name(experiment_name)
-        place = _artifacts_beside(database, experiment_name)
+        found = re.match(r"sqlite(?:\+\w+)?:///(.+)", database)
+        folder = Path(found[1]).absolute().parent if found else None
+        place = (
+            None
+            if folder is None
+            else (folder / "mlartifacts" / mlflow_name(experiment_name).replace("/", "_")).as_uri()
+        )
         experiment = (
             known.experiment_id if known else self._client.create_experiment(experiment_name, artifact_location=place)
         )
         return str(self._client.create_run(experiment, run_name=name).info.run_id)
-
-    def _set_tags(self, tags: Mapping[str, str], labels: Labels, known: Mapping[str, str]) -> None:
-        """Set tags, and one tag for each label, which is removed when the label is."""
-        names = {mlflow_name(label) for label in labels.tags}
-        earlier = {mlflow_name(label) for label in known.get(_LABELS, "").split(", ") if label}
-        for gone in earlier - names:
-            if known.get(gone) == "true":
-                self._client.delete_tag(self._run_id, gone)
-        own = {**tags, _LABELS: ", ".join(labels.tags)}
-        for key, value in {**dict.fromkeys(sorted(names), "true"), **own}.items():
-            if value or key in known:
-                self._client.set_tag(self._run_id, key, value)
 
     def _log_parameters(self, parameters: Mapping[str, str], known: Mapping[str, str]) -> None:
         """Log parameters. One cannot be changed, so the new value of a resumed run becomes a tag."""
@@ -163,14 +170,8 @@ class MLflowWriter:
             if known.get(key, value) != value:
                 self._client.set_tag(self._run_id, f"resumed.{key}", value)
 
-    def _log_config(self, settings: Config) -> None:
-        try:
-            self._client.log_dict(self._run_id, as_written(settings), "config.json")
-        except Exception as error:  # noqa: BLE001  # the folder may be one of another machine
-            _logger.warning("MLflow has no config.json of this run: %s: %s", type(error).__name__, error)
-
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One value per metric and step."""
+        """Log one value for each metric of a step."""
         if not self._given.is_new(step):
             return
         now = int(time.time() * 1000)
@@ -205,7 +206,7 @@ class TrackioWriter:
             )
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One row per step."""
+        """Log one row for a step."""
         if self._given.is_new(step):
             self._run.log(dict(metrics), step=step)
 
@@ -248,17 +249,8 @@ def _flattened(tree: Any, path: str = "") -> dict[str, str]:
     return {key: value for part in below for key, value in part.items()}
 
 
-def _artifacts_beside(uri: str, experiment: str) -> str | None:
-    """Return a folder for the artifacts of a new experiment next to the file of a database, because MLflow's default is
-    a folder below the current one; None for other stores, which have their own.
-    """
-    found = re.match(r"sqlite(?:\+\w+)?:///(.+)", uri)
-    folder = Path(found[1]).absolute().parent if found else None
-    return None if folder is None else (folder / "mlartifacts" / mlflow_name(experiment).replace("/", "_")).as_uri()
-
-
 def _identity(run_dir: Path, file: str, create: Callable[[], str]) -> str:
-    """The identity of a run in a tracker, which its folder keeps."""
+    """Return the identity of a run in a tracker, which its folder keeps."""
     path = run_dir / "logs" / file
     if not path.exists():
         write_atomically(path, create())

@@ -28,7 +28,7 @@ START_WAIT_S = 20.0
 """Maximum time that a run waits until its writers have started; one that takes longer gets the steps when it has."""
 
 SILENCE_S = 300.0
-"""Time of one call of a writer after which it is turned off."""
+"""Maximum time in seconds of one call of a writer, which is then turned off."""
 
 END_WAIT_S = 60.0
 """Maximum time that a run which ends waits for its writers."""
@@ -82,7 +82,7 @@ class BackgroundWriter:
         self._has_started.wait(max(0.0, until - time.monotonic()))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Have a step's metrics written; returns at once."""
+        """Write a step's metrics in the thread; return at once."""
         if not self._is_idle and time.monotonic() - self._since > SILENCE_S:
             self._turn_off(f"has not answered for {SILENCE_S:.0f} s")
         elif self._calls.qsize() >= MAX_WAITING:
@@ -91,7 +91,7 @@ class BackgroundWriter:
             self._calls.put((f"failed at step {step}", lambda writer: writer.write(step, metrics)))
 
     def begin_close(self, status: EndStatus) -> None:
-        """Have it closed after everything that waits."""
+        """Close the writer after everything that waits; return at once."""
         self._calls.put(("could not be closed", lambda writer: writer.close(status)))
 
     def await_end(self, until: float, waited_s: float) -> None:
@@ -122,7 +122,7 @@ class BackgroundWriter:
 
 
 class MetricWriters:
-    """Several writers as one, none of which can end the run or hold it up.
+    """Several writers as one. No writer can end the run or hold it up.
 
     Args:
         writers: Functions that return them, by name; called in a thread each.
@@ -164,7 +164,7 @@ def open_writers(
         config: The `logger` section, which enables writers.
         run_dir: Gives the run its name there, and holds local files in `logs`.
         settings: The run's whole config, to be stored with it.
-        after: The step from which the run resumes; records of later steps are discarded.
+        after: The last complete step of a resumed run; records of later steps are discarded.
         labels: Name, group, tags and notes of the run.
 
     Raises:
@@ -178,7 +178,9 @@ def open_writers(
         "trackio": (config.trackio_enabled, lambda: TrackioWriter(config, run_dir, settings, labels)),
     }
     if config.tensorboard_enabled:
-        _import_event_files()
+        # imports protobuf, which only runs that write need
+        with _without("torch"):
+            importlib.import_module("tensorboardX")
     return MetricWriters({name: start for name, (is_enabled, start) in wanted.items() if is_enabled})
 
 
@@ -202,7 +204,7 @@ def check_writers(config: LoggerConfig) -> None:
 
 class TensorBoardWriter:
     """TensorBoard event files. The calling thread writes them: the thread of tensorboardX's own writer ends at the
-    first write that fails, after which the next call would wait forever.
+    first write that fails, and then the next call would wait forever.
 
     Args:
         folder: Folder for the events.
@@ -223,7 +225,7 @@ class TensorBoardWriter:
         self._write(after + 1, session_log=SessionLog(status=SessionLog.START))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One scalar per metric."""
+        """Write one scalar for each metric."""
         from tensorboardX.proto.summary_pb2 import Summary
         from tensorboardX.summary import scalar
 
@@ -242,13 +244,6 @@ class TensorBoardWriter:
         if time.monotonic() >= self._flush_at:
             self._records.flush()
             self._flush_at = time.monotonic() + _FLUSH_PERIOD_S
-
-
-def _import_event_files() -> None:
-    """Import tensorboardX, in the thread that imports everything else, because torch is hidden meanwhile."""
-    # imports protobuf, which only runs that write need
-    with _without("torch"):
-        importlib.import_module("tensorboardX")
 
 
 @contextmanager
