@@ -85,7 +85,7 @@ class RemoteRows:
 
     @staticmethod
     def concat(parts: Sequence[RemoteRows]) -> RemoteRows:
-        """Return rows of all parts, in order."""
+        """Return the rows of all parts, in order."""
         stores = {id(store): store for rows in parts for store in rows.stores}
         place = {key: index for index, key in enumerate(stores)}
         places = [np.array([place[id(store)] for store in rows.stores], dtype=np.int64) for rows in parts]
@@ -123,7 +123,7 @@ Column = Ragged | np.ndarray | RemoteColumn
 
 
 def pick_rows(parts: Sequence[Local], part: np.ndarray, row: np.ndarray) -> Local:
-    """Return rows of a column that has several parts, at least one.
+    """Return the rows of a column that has several parts, at least one.
 
     Args:
         parts: Parts of the column.
@@ -276,7 +276,7 @@ class Batch:
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
-        """Return rows of all batches, in order; there must be at least one, and all must have the same columns."""
+        """Return the rows of all batches, in order; there must be at least one, and all must have the same columns."""
         if not batches:
             raise ValueError("no batches to join: their columns are not known")
         names = set(batches[0])

@@ -137,7 +137,7 @@ class Ragged:
 
     @staticmethod
     def concat(parts: Sequence[Ragged]) -> Ragged:
-        """Return rows of all parts, in order; there must be at least one part."""
+        """Return the rows of all parts, in order; there must be at least one part."""
         starts = np.cumsum([0] + [len(part.values) for part in parts])
         offsets = [part.offsets[1:] + start for part, start in zip(parts, starts, strict=False)]
         values = np.concatenate([part.values for part in parts])

@@ -29,7 +29,7 @@ class TokenLoss:
     implementation: ClassVar[str] = "rl_core.selfcheck.torch.losses:token_loss"
 
     def totals(self, batch: Batch) -> Mapping[str, float]:
-        """Return masked tokens, and rows."""
+        """Return the masked tokens, and rows."""
         return {"tokens": float(np.sum(batch.ragged("loss_mask").values)), "sequences": float(len(batch))}
 
 
@@ -43,7 +43,7 @@ class ValueLoss:
     implementation: ClassVar[str] = "rl_core.selfcheck.torch.losses:value_loss"
 
     def totals(self, batch: Batch) -> Mapping[str, float]:
-        """Return masked tokens."""
+        """Return the masked tokens."""
         return {"tokens": float(np.sum(batch.ragged("loss_mask").values))}
 
 

@@ -73,7 +73,7 @@ class PooledModel:
         return reduce_metrics(self._call_shards("train_step", batch, self._rows_per_shard(batch), loss))
 
     def train_steps(self, batches: Iterable[Batch], loss: Loss) -> list[dict[str, float]]:
-        """Return metrics of a step on each batch, except those that depend on the clock or the layout."""
+        """Return the metrics of a step on each batch, except those that depend on the clock or the layout."""
         steps = [self.train_step(batch, loss) for batch in batches]
         return [{name: value for name, value in step.items() if name not in CLOCKED | OF_LAYOUT} for step in steps]
 

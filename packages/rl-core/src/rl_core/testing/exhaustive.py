@@ -18,7 +18,7 @@ _OF_CLASS = "exhaustive_tests"
 
 
 def partly_exhaustive(cases: Iterable[Any], *, always: Collection[Any]) -> list[Any]:
-    """Return cases of a parametrised test; all but some are exhaustive.
+    """Return the cases of a parametrised test; all but some are exhaustive.
 
     Args:
         cases: Values of its parameter, or tuples of the values of several.

@@ -19,8 +19,8 @@ from rl_core.metrics import Metric, results
 from rl_core.model import Loss, Metrics, Read, Saved, SavedFile, read_columns
 from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.group import RolloutGroup
+from rl_core.rollouts.pool import Evaluation
 from rl_core.rollouts.rollout import Prompt, Rollout, Turn, WeightSpan
-from rl_core.rollouts.source import Evaluation
 from rl_core.run import Checkpointable
 from rl_core.weights import WeightUpdate
 

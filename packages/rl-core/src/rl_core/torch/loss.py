@@ -145,7 +145,7 @@ class LossSums:
     metrics: Mapping[str, MetricSum] = field(default_factory=dict)
 
     def loss(self, totals: Mapping[str, float]) -> Tensor:
-        """This microbatch's share of the loss; a total of zero contributes zero."""
+        """Return this microbatch's share of the loss; a total of zero contributes zero."""
         counts = {**totals, UNDIVIDED: 1.0}
         terms = [value / counts[name] if counts[name] else value * 0.0 for name, value in self.objective.items()]
         return torch.stack(terms).sum()

@@ -156,8 +156,8 @@ def _is_transposed(experts: Any) -> bool:
 
 
 def _wrapped_parameters(model: nn.Module, targets: Sequence[str]) -> dict[str, Tensor]:
-    """Return names of the wrappers that peft puts around a module for its stacked parameters, the last one's outermost,
-    to these as `[experts, outputs, inputs]`.
+    """Return the names of the wrappers that peft puts around a module for its stacked parameters, the last one's
+    outermost, to these as `[experts, outputs, inputs]`.
 
     Args:
         model: Model without the wrappers.

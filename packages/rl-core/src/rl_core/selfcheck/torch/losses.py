@@ -13,7 +13,7 @@ from rl_core.torch.loss import LossSums, MetricSum, Rows
 
 
 def token_loss(loss: TokenLoss, reads: Mapping[str, Tensor], rows: Rows) -> LossSums:
-    """Return sums of a `TokenLoss`."""
+    """Return the sums of a `TokenLoss`."""
     logprobs = reads["logprobs"]
     mask = rows["loss_mask"].to(logprobs.dtype)
     per_token = -rows["weights"].to(logprobs.dtype) * logprobs - loss.entropy_weight * reads["entropy"]
@@ -35,14 +35,14 @@ def token_loss(loss: TokenLoss, reads: Mapping[str, Tensor], rows: Rows) -> Loss
 def value_loss(
     loss: ValueLoss, reads: Mapping[str, Tensor], rows: Rows
 ) -> LossSums:  # the signature of implementations
-    """Return sums of a `ValueLoss`."""
+    """Return the sums of a `ValueLoss`."""
     values = reads["values"]
     errors = (values - rows["returns"].to(values.dtype)).square() * rows["loss_mask"]
     return LossSums({"tokens": errors.sum()})
 
 
 def pair_loss(loss: PairLoss, reads: Mapping[str, Tensor], rows: Rows) -> LossSums:  # the signature of implementations
-    """Return sums of a `PairLoss`; fails if a pair is split."""
+    """Return the sums of a `PairLoss`; fails if a pair is split."""
     scores = reads["scores"]
     pairs, index = rows["pair"].unique(return_inverse=True)
     signs = rows["is_chosen"].to(scores.dtype) * 2 - 1

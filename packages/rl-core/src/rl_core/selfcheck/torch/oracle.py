@@ -42,7 +42,7 @@ class Oracle:
         self.optimizer: torch.optim.Optimizer | None = None
 
     def infer(self, batch: Batch, reads: Sequence[Read], temperature: float = 1.0) -> dict[str, np.ndarray]:
-        """Return columns of the reads, rows end to end."""
+        """Return the columns of the reads, rows end to end."""
         with torch.no_grad():
             columns = self._reads(batch, reads, temperature)
         return {name: column.numpy() for name, column in columns.items()}
@@ -59,8 +59,11 @@ class Oracle:
     def train_step(
         self, batch: Batch, loss: Loss, optimizer: OptimizerConfig, max_grad_norm: float | None
     ) -> dict[str, float]:
-        """Return one step of a torch optimizer, kept from call to call; `loss` and `grad_norm` as a worker reports
-        them."""
+        """Make one step of a torch optimizer, kept from call to call.
+
+        Returns:
+            `loss` and `grad_norm` as a worker reports them.
+        """
         if self.optimizer is None:
             self.optimizer = _class_of(optimizer)(self.model.parameters(), **optimizer.kwargs)
         self.optimizer.zero_grad()
@@ -141,5 +144,5 @@ def _with_ties(row: Tensor, falling: Tensor, num: int) -> Tensor:
 
 
 def _after_first(values: Tensor) -> Tensor:
-    """Return results of the tokens that follow another, after a 0 for the first."""
+    """Return the results of the tokens that follow another, after a 0 for the first."""
     return torch.cat([values.new_zeros((1, *values.shape[1:])), values])

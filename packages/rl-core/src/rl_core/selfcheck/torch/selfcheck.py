@@ -145,8 +145,8 @@ class SelfCheck:
         )
 
     def rounding(self, folder: Path, expected: Expected, *, has_adapters: bool) -> dict[str, float]:
-        """Return largest differences in one process that come only from float32, by what is compared: with the weights
-        of the files, and with weights that are moved by at most their last bit."""
+        """Return the largest differences in one process that come only from float32, by what is compared: with the
+        weights of the files, and with weights that are moved by at most their last bit."""
         found = []
         for seed in range(ROUNDING_RUNS):
             run = self.expect(folder, has_adapters=has_adapters, float32_seed=seed)
@@ -207,7 +207,7 @@ def all_cases(layouts: Layouts) -> list[MeshCase]:
 
 
 def write_random(config: PreTrainedConfig, folder: Path, seed: int = 0) -> Path:
-    """Return a random model as Hugging Face files, no parameter of it the same as another."""
+    """Write a random model as Hugging Face files, no parameter of it the same as another."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

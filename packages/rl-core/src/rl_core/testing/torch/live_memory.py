@@ -45,5 +45,5 @@ class LiveMemory(TorchDispatchMode):
 
 
 def _key(tensor: Tensor) -> int:
-    """Return identity of a tensor's storage while it lives."""
+    """Return the identity of a tensor's storage while it lives."""
     return tensor.untyped_storage()._cdata

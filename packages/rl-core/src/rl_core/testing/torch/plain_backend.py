@@ -132,11 +132,11 @@ class PlainMesh:
         return {"dp": self.world_size}
 
     def seed(self, seed: int) -> None:
-        """Every rank draws for its own rows."""
+        """Seed this rank, which draws for its own rows."""
         torch.manual_seed(seed + self.rank)
 
     def rng_state(self) -> dict[str, Any]:
-        """Return state of torch's generators."""
+        """Return the state of torch's generators."""
         return self.kind.rng_state()
 
     def set_rng_state(self, state: Mapping[str, Any]) -> None:
@@ -184,13 +184,13 @@ class PlainModel:
         return no_images(batch)
 
     def read(self, run: Pass) -> list[Any]:
-        """Return one microbatch after another."""
+        """Run one microbatch after another without gradients."""
         self.hf.train(False)
         with torch.no_grad():
             return [self._run(make(), run) for make in run.microbatches]
 
     def accumulate(self, run: Pass) -> Mapping[str, Metric]:
-        """Return one microbatch after another, then the sum over all ranks."""
+        """Run one microbatch after another, then sum gradients over all ranks."""
         self.hf.train(True)
         for make in run.microbatches:
             self._run(make(), run).backward()
@@ -235,7 +235,7 @@ class PlainOptimizer:
         self._hf = hf
 
     def grad_norm(self) -> float:
-        """Return norm of the whole gradient."""
+        """Return the norm of the whole gradient."""
         return float(nn.utils.get_total_norm(self._grads()))
 
     def scale_grads(self, factor: float) -> None:
@@ -337,7 +337,7 @@ class PlainState:
         """Do nothing."""
 
     def save_planner(self) -> KeptSavePlanner:
-        """Return torch's own."""
+        """Return a planner of torch's own format."""
         return KeptSavePlanner()
 
     def _parameters(self) -> dict[str, Any]:

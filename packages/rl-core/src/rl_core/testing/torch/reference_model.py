@@ -11,33 +11,21 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from rl_core.rollouts.generation import SamplingParams
+from rl_core.selfcheck.torch.tiny_model import SIZES
 
 VOCAB_SIZE = 320
-EOS_TOKEN_ID = 2
+EOS_TOKEN_ID: int = SIZES["eos_token_id"]
 
 TOP_P_ROUNDING = 1e-5
 """Relative error of a sum of probabilities in float32, with room."""
 
 
 def write_reference_model(folder: Path, *, seed: int, tied: bool = True, head_dim: int = 32) -> Path:
-    """Return a Qwen3 of some 10^5 parameters with peaked predictions, and a byte-level tokenizer, as Hugging Face
-    files."""
+    """Write a Qwen3 of some 10^5 parameters with peaked predictions, and a byte-level tokenizer."""
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=head_dim,
-        max_position_embeddings=1024,
-        tie_word_embeddings=tied,
-        pad_token_id=0,
-        eos_token_id=EOS_TOKEN_ID,
-        bos_token_id=None,
-        initializer_range=0.15,
-    )
+    sizes = {**SIZES, "vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 128, "head_dim": head_dim}
+    others = {"max_position_embeddings": 1024, "initializer_range": 0.15, "bos_token_id": None}
+    config = Qwen3Config(**{**sizes, **others}, tie_word_embeddings=tied)
     Qwen3ForCausalLM(config).save_pretrained(folder)
     _tokenizer().save_pretrained(folder)
     return folder

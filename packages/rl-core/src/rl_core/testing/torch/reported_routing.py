@@ -143,7 +143,8 @@ def routing_of(folder: Path, tokens: np.ndarray) -> np.ndarray:
 
 
 def batch_of(requests: Sequence[GenerationRequest], completions: Sequence[Completion]) -> Batch:
-    """Return rows of `tokens`, `generation_logprobs` (NaN for prompts) and `routed_experts`, as rollouts have them."""
+    """Return the rows of `tokens`, `generation_logprobs` (NaN for prompts) and `routed_experts`, as rollouts have
+    them."""
     rows = []
     for request, completion in zip(requests, completions, strict=True):
         assert completion.routed_experts is not None

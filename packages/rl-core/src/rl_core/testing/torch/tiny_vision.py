@@ -11,26 +11,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
+from rl_core.selfcheck.torch.tiny_model import SIZES
+
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 VOCAB_SIZE = 384
 
-EOS_TOKEN_ID = 2
+EOS_TOKEN_ID: int = SIZES["eos_token_id"]
 
 TEXT: Mapping[str, Any] = {
+    **SIZES,
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
     "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "head_dim": 32,
     "max_position_embeddings": 2048,
     "initializer_range": 0.15,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": EOS_TOKEN_ID,
 }
 """Fields of the language model's config, the same in all families."""
 

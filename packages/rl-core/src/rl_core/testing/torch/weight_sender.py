@@ -48,7 +48,7 @@ def manifest_of(folder: Path, version: int) -> Manifest:
 
 
 def digest_of(folder: Path, manifest: Manifest, bucket_bytes: int) -> str:
-    """Return digest of the weights as they are in the folder, sent in buckets of this size."""
+    """Return the digest of the weights as they are in the folder, sent in buckets of this size."""
     tensors = load_file(folder / "model.safetensors")
     digests = []
     for bucket in lay_out(manifest, bucket_bytes).buckets:

@@ -27,7 +27,7 @@ _WRAPPED_TOWER = re.compile(r"^((?:model\.)?vision_tower\.)vision_model\.")
 def language_config(config: HFConfig) -> Any:
     """Return the `transformers` config of a language model, or of the text of a composite model if `transformers`
     has a causal language model of that kind."""
-    # torch's classes come with it
+    # torch's classes come with it.
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     text = config.get_text_config()
@@ -83,7 +83,7 @@ def read_composite_config(source: Path | str, overrides: Mapping[str, Any]) -> A
 
 
 def _overridden(config: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields of a config with overrides."""
+    """Return the fields of a config with overrides."""
     own = config.to_dict()
     unknown = sorted(set(overrides) - set(own))
     if unknown:

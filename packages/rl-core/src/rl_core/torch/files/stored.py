@@ -74,7 +74,7 @@ class StoredTensor(NamedTuple):
 
 
 def bounds_of(slices: Slices, shape: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Return first place and end of a part in each dim."""
+    """Return the first place and end of a part in each dim."""
     padded = (*slices, *(slice(None),) * (len(shape) - len(slices)))
     return [part.indices(extent)[:2] for part, extent in zip(padded, shape, strict=True)]
 

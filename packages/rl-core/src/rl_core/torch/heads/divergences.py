@@ -144,7 +144,7 @@ class _Comparison:
         return found, tails
 
     def grad_logits(self, p: Tensor, q: Tensor, tails: Tensor, by_values: Tensor) -> Tensor:
-        """Return gradient `[n, columns]` by this head's logits over the temperature.
+        """Return the gradient `[n, columns]` by this head's logits over the temperature.
 
         With g the gradient by the logs of the masses of q, each taken as free: `g - q sum(g)`; a logit in the tail has
         its share of the tail's g.

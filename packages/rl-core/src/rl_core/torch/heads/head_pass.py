@@ -36,7 +36,7 @@ class LogitTransform:
         return scaled if self.softcap is None else torch.tanh(scaled / self.softcap) * self.softcap
 
     def backward(self, grad: Tensor, logits: Tensor) -> Tensor:
-        """Return gradient by the products, from the gradient by the logits and the logits."""
+        """Return the gradient by the products, from the gradient by the logits and the logits."""
         if self.softcap is not None:
             grad = grad * (1 - (logits / self.softcap).square())
         return grad * self.scale if self.scale != 1.0 else grad
@@ -103,7 +103,8 @@ class HeadPass:
         return self.token_filter is None and self.transform.scale > 0 and takes(hidden)
 
     def gradient(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, read: ReadGradients) -> Tensor:
-        """Return gradient `[n, vocab]` by the products of a chunk's hidden states and head, which are computed again.
+        """Return the gradient `[n, vocab]` by the products of a chunk's hidden states and head, which are computed
+        again.
 
         With kernels it has the dtype of the hidden states, else float32 or wider.
         """

@@ -231,7 +231,17 @@ def position_reads(
     vocab_size = len(head.weight) if shard is None else shard.vocab_size
     ids = None
     for name in read_columns([read for read in of_head if read.name == "logprobs_at"]):
-        _check_ids(name, rows.host_column(name), vocab_size)
+        held = rows.host_column(name)
+        if held.ndim != 2 or held.shape[1] == 0 or held.dtype.kind not in "iu":
+            raise ValueError(
+                f"column {name!r} must hold ids as integers [tokens, k]; got {held.dtype} {list(held.shape)}"
+            )
+        lowest, highest = int(held.min()), int(held.max())
+        if lowest < -1 or highest >= vocab_size:
+            raise ValueError(
+                f"column {name!r} has ids from {lowest} to {highest}; the model has the ids 0 to {vocab_size - 1}, "
+                "and -1 stands for none"
+            )
         ids = rows[name][places].long()
     names = {read.name for read in of_head}
     wanted = HeadOptions(
@@ -251,17 +261,6 @@ def position_reads(
         found = vocab_parallel_reads(hidden, head, targets, shard, sums_hidden_grad=sums, **wanted)
     results = {**found._asdict(), "topk_ids": found.topk_ids.int()}
     return columns | {name: results[name] for read in of_head for name in read.columns}
-
-
-def _check_ids(name: str, ids: np.ndarray, vocab_size: int) -> None:
-    if ids.ndim != 2 or ids.shape[1] == 0 or ids.dtype.kind not in "iu":
-        raise ValueError(f"column {name!r} must hold ids as integers [tokens, k]; got {ids.dtype} {list(ids.shape)}")
-    lowest, highest = int(ids.min()), int(ids.max())
-    if lowest < -1 or highest >= vocab_size:
-        raise ValueError(
-            f"column {name!r} has ids from {lowest} to {highest}; the model has the ids 0 to {vocab_size - 1}, "
-            "and -1 stands for none"
-        )
 
 
 def _divergences(

@@ -87,7 +87,8 @@ class _Pass:
     sums_hidden_grad: bool
 
     def own(self, ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-        """Return columns of token ids on this rank (any column if another rank has it), and whether they are here."""
+        """Return the columns of token ids on this rank (any column if another rank has it), and whether they are
+        here."""
         columns = ids - self.shard.start
         is_here = (columns >= 0) & (columns < num_rows)
         return columns.clamp(0, max(num_rows - 1, 0)), is_here

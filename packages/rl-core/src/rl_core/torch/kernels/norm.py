@@ -128,7 +128,7 @@ class _Norm(torch.autograd.Function):
 
 
 def _launch(size: int) -> dict[str, int]:
-    """Return shape of a program's tile, and its warps."""
+    """Return the shape of a program's tile, and its warps."""
     columns = max(16, 1 << (size - 1).bit_length())
     rows = max(1, min(16, TILE // columns))
     return {"ROWS": rows, "COLUMNS": columns, "num_warps": max(4, min(16, rows * columns // 512))}

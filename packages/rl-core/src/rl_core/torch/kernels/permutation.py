@@ -29,7 +29,7 @@ class Groups(NamedTuple):
 
 
 def group_by_expert(ids: Tensor, num_experts: int) -> Groups:
-    """Return group choices by expert, in the order of tokens; the host does not wait.
+    """Group choices by expert, in the order of tokens; the host does not wait.
 
     Args:
         ids: Chosen experts, int `[tokens, k]`; `num_experts` means an expert elsewhere, which gets no place.
@@ -156,7 +156,7 @@ class _Collect(torch.autograd.Function):
 
 
 def _launch(num_tokens: int, size: int) -> tuple[tuple[int, int], dict[str, int]]:
-    """Return grid of the programs, and what each copies."""
+    """Return the grid of the programs, and what each copies."""
     block = min(BLOCK, max(16, 1 << (size - 1).bit_length()))
     return (num_tokens, -(-size // block)), {"BLOCK": block, "num_warps": 4}
 

@@ -109,7 +109,7 @@ def _by_token(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _launch(x: Tensor, cos: Tensor) -> dict[str, int]:
-    """Return sizes of the pieces that a program rotates at one time."""
+    """Return the sizes of the pieces that a program rotates at one time."""
     size, rotary = x.shape[-1], cos.shape[-1]
     half = max(16, _power(rotary // 2))
     rest = max(1, _power(size - rotary))

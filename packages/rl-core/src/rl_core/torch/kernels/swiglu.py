@@ -76,7 +76,7 @@ class _SwiGLUOfHalves(torch.autograd.Function):
 
 
 def _launch(num: int, size: int) -> tuple[tuple[int], dict[str, int]]:
-    """Return grid of the programs, and what each computes."""
+    """Return the grid of the programs, and what each computes."""
     block = min(BLOCK, max(16, 1 << (size - 1).bit_length()))
     num_blocks = -(-size // block)
     return (num * num_blocks,), {"num_blocks": num_blocks, "BLOCK": block, "num_warps": 4}

@@ -79,7 +79,7 @@ class SoftmaxGradient(NamedTuple):
 
 
 def softmax_statistics(products: Tensor, form: LogitForm, *, squares: bool = False) -> SoftmaxStatistics:
-    """Return statistics of the softmax of each row, from one read of it.
+    """Return the statistics of the softmax of each row, from one read of it.
 
     Args:
         products: `[n, vocab]`, of hidden states and head.

@@ -58,7 +58,7 @@ class Float8Recipe:
         return self.quantise_with(weight, self.scales(largest_values(weight, self.granularity)))
 
     def scales(self, largest: Tensor) -> Tensor:
-        """Return scales, float32, of the largest absolute values that share each of them.
+        """Return the scales, float32, of the largest absolute values that share each of them.
 
         Args:
             largest: From `largest_values`; for a part of a matrix, the largest of all parts.
@@ -170,7 +170,7 @@ def largest_values(weight: Tensor, granularity: Granularity) -> Tensor:
 
 
 def scale_faults(scales: Tensor, largest: Tensor) -> list[str]:
-    """Return reasons why scales cannot belong to a matrix; empty if they can.
+    """Return the reasons why scales cannot belong to a matrix; empty if they can.
 
     Args:
         scales: float32, of the matrix after it was quantised.
@@ -188,7 +188,7 @@ def scale_faults(scales: Tensor, largest: Tensor) -> list[str]:
 
 
 def _expanded(scales: Tensor, shape: torch.Size, granularity: Granularity) -> Tensor:
-    """Return scales in a shape that broadcasts over the matrix."""
+    """Return the scales in a shape that broadcasts over the matrix."""
     if granularity != "per_block":
         return scales
     rows, columns = shape

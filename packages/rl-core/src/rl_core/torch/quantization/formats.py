@@ -339,7 +339,7 @@ class MXFP4Format:
 
 
 def _codes(quotients: Tensor) -> Tensor:
-    """Return codes of the nearest values; of two as near, the one with an even code."""
+    """Return the codes of the nearest values; of two as near, the one with an even code."""
     magnitudes = quotients.abs()
     halves = (magnitudes * 2).round().clamp(max=4)
     ones = magnitudes.round().clamp(max=4) + 2

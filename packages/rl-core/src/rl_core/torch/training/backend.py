@@ -89,7 +89,7 @@ class RankMesh(Protocol):
         """Seed this rank's random generators for its place: ranks that compute one thing together draw alike."""
 
     def rng_state(self) -> dict[str, Any]:
-        """Return state of this rank's random generators, in tensors and plain data."""
+        """Return the state of this rank's random generators, in tensors and plain data."""
 
     def set_rng_state(self, state: Mapping[str, Any]) -> None:
         """Go on from what `rng_state` returned."""
@@ -173,7 +173,7 @@ class RankModel(Protocol):
         """
 
     def image_columns(self, batch: Batch) -> Mapping[str, np.ndarray]:
-        """Return columns of the images of rows for passes, made on the host; `rl_core.torch.rows.no_images` of a
+        """Return the columns of the images of rows for passes, made on the host; `rl_core.torch.rows.no_images` of a
         model that sees none.
 
         Args:
@@ -195,7 +195,7 @@ class RankModel(Protocol):
         """Undo what the last backward pass changed in addition to gradients, as its step is skipped."""
 
     def trained_parts(self) -> list[Tensor]:
-        """This rank's part of every tensor that trains, the same ones on each call."""
+        """Return this rank's part of every tensor that trains, the same ones on each call."""
 
     def close(self) -> None:
         """Release everything that would keep the model's memory or process groups alive."""
@@ -258,7 +258,7 @@ class RankOptimizer(Protocol):
         """The torch optimizer, whose parameter groups a schedule sets."""
 
     def grad_norm(self) -> float:
-        """Return norm of the whole gradient, the same on every rank; collective."""
+        """Return the norm of the whole gradient, the same on every rank; collective."""
 
     def scale_grads(self, factor: float) -> None:
         """Multiply this rank's part of the gradient."""
@@ -296,7 +296,7 @@ class RankState(Protocol):
         is; collective."""
 
     def layers(self) -> dict[str, Any]:
-        """Return state of this rank's layers that exists only on this layout; often empty."""
+        """Return the state of this rank's layers that exists only on this layout; often empty."""
 
     def restore_layers(self, state: Mapping[str, Any]) -> None:
         """Go on from what `layers` returned on the same layout."""

@@ -129,7 +129,7 @@ class ModelShape(NamedTuple):
     attention: tuple[AttentionShape, ...]
 
     def training_flops(self, lengths: ArrayLike) -> float:
-        """Return operations of a forward and a backward pass over rows of these lengths. Products with matrices run
+        """Return the operations of a forward and a backward pass over rows of these lengths. Products with matrices run
         forward, backward by their inputs and, if they train, by their entries; products of attention run forward and
         backward by both factors."""
         rows = np.asarray(lengths, dtype=np.float64)

@@ -57,7 +57,7 @@ def refused_by_peft(model: Any, layers: Iterable[str]) -> set[str]:
         model: A model of `transformers`.
         layers: Names of linear layers.
     """
-    # takes seconds, which models without adapters do not pay
+    # The import takes seconds, which models without adapters do not pay.
     from peft import LoraConfig as PeftConfig
     from peft.tuners.lora import LoraModel
 
@@ -79,7 +79,7 @@ def is_adapted_stack(weight: str, config: LoraConfig) -> bool:
 
 
 def peft_layers(weights: Iterable[str]) -> dict[str, str]:
-    """Return name of each adapted weight to the name of its layer in the files of peft.
+    """Map each adapted weight to its layer in the files of peft.
 
     peft adapts the parameters of a module (`target_parameters`) by wrappers around one another, the last parameter's
     outermost, and names a factor by its wrapper.
@@ -100,7 +100,7 @@ def peft_layers(weights: Iterable[str]) -> dict[str, str]:
 
 
 def flat_factors(down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Return factors of stacked experts as peft keeps them.
+    """Return the factors of stacked experts as peft keeps them.
 
     Args:
         down: `[experts, dim, inputs]`.

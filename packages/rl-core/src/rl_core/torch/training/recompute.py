@@ -54,12 +54,12 @@ class RecomputePlan:
     num_selective: int = 0
 
     def clamped(self, num_layers: int) -> RecomputePlan:
-        """Return the same for a stage of so many layers."""
+        """Return the plan of a stage with this number of layers."""
         full = min(self.num_full, num_layers)
         return RecomputePlan(full, min(self.num_selective, num_layers - full))
 
     def of_chunks(self, num_chunks: int) -> RecomputePlan:
-        """Return the same for each of several equal runs of the layers."""
+        """Return the plan of each of several equal runs of the layers."""
         return RecomputePlan(-(-self.num_full // num_chunks), -(-self.num_selective // num_chunks))
 
     def in_words(self, num_layers: int) -> str:

@@ -124,7 +124,7 @@ class KeptBuckets:
 
 
 def pack(whole: torch.Tensor, before: torch.Tensor, lane: int, base: int) -> torch.Tensor | None:
-    """Return changes of a bucket.
+    """Return the changes of a bucket.
 
     Args:
         whole: Uint8, the bucket's bytes.
@@ -153,7 +153,7 @@ def pack(whole: torch.Tensor, before: torch.Tensor, lane: int, base: int) -> tor
 
 
 def base_of(packed: torch.Tensor) -> int:
-    """Return number of the version that the changes are relative to."""
+    """Return the number of the version that the changes are relative to."""
     return int(packed[:BASE_BYTES].view(torch.int64))
 
 
@@ -175,11 +175,11 @@ def unpack(packed: torch.Tensor, whole: torch.Tensor, lane: int) -> bool:
 
 
 def _start(num_values: int) -> int:
-    """Return bytes before the values, which begin at a multiple of 8."""
+    """Return the bytes before the values, which begin at a multiple of 8."""
     num_blocks = -(-num_values // BLOCK)
     return BASE_BYTES + -(-4 * num_blocks // 8) * 8
 
 
 def _lane(bucket: Bucket) -> int:
-    """Return bytes of the bucket's smallest values, at least 2."""
+    """Return the bytes of the bucket's smallest values, at least 2."""
     return max(2, min(ITEM_BYTES[slot.spec.dtype] for slot in bucket.slots))

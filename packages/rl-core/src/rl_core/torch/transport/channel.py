@@ -56,7 +56,7 @@ class Deadline:
         self.phase = phase
 
     def remaining(self) -> float:
-        """Return seconds left; raises `WeightSyncError` if there are none, or the transfer was interrupted."""
+        """Return the seconds left; raises `WeightSyncError` if there are none, or the transfer was interrupted."""
         if self._address is not None and self._address in _interruptions:
             raise WeightSyncError(f"interrupted during {self.phase}: {_interruptions[self._address]}")
         left = self._end - time.monotonic()
@@ -65,7 +65,7 @@ class Deadline:
         return left
 
     def slice(self) -> float:
-        """Return seconds to wait before asking again; raises as `remaining`."""
+        """Return the seconds to wait before asking again; raises as `remaining`."""
         return min(self.remaining(), SLICE_S)
 
     def expired(self) -> WeightSyncError:
@@ -128,7 +128,7 @@ class Channel:
         socket.send_fds(self._socket, [b"f"], files)
 
     def receive_files(self, count: int, phase: str) -> list[int]:
-        """Return files handed over by the peer; the caller closes them."""
+        """Return the files handed over by the peer; the caller closes them."""
         deadline = self._deadline(phase)
         self._socket.settimeout(deadline.remaining())
         try:

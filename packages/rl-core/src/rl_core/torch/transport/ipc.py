@@ -138,8 +138,8 @@ class IpcReceiverLink:
 
 
 def _meeting_place(transport: Transport, device: Device) -> str:
-    """Return name of an abstract socket (it leaves no file): one per memory, so that a sender meets those that can map
-    its buffers."""
+    """Return the name of an abstract socket (it leaves no file): one per memory, so that a sender meets those that can
+    map its buffers."""
     return f"\0rl-weights/{transport.address}/{device.memory_id}"
 
 
