@@ -7,7 +7,7 @@ import pytest
 
 from rl_core.data.ragged import Ragged
 from rl_core.errors import Origin, WeightSyncError
-from rl_launch.runtime.canary import MAX_LENGTH, MAX_ROWS, Canary
+from rl_launch.runtime.weight_sync import MAX_LENGTH, MAX_ROWS, Canary
 
 ENGINES = [Origin("rollout worker", index, "here", "canary") for index in range(2)]
 PROMPTS = [tuple(range(40)), tuple(range(100)), (1,), (2, 3), (4,) * 10]

@@ -8,7 +8,7 @@ import pytest
 from rl_core.errors import ConfigError
 from rl_core.user_code import FromFile
 from rl_launch.run_config.reading import read_plan
-from rl_launch.runtime.environment_trials import load_agent_in, trials_of, try_here, try_in
+from rl_launch.runtime.role_envs import load_agent_in, trials_of, try_here, try_in
 
 RECIPE = """
 defaults: grpo-arithmetic

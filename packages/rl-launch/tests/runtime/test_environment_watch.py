@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from rl_core.errors import WorkerDied
-from rl_launch.runtime import environment_watch
-from rl_launch.runtime.environment_watch import PERIOD_S, EnvironmentWatch
+from rl_launch.runtime import replicas
+from rl_launch.runtime.replicas import PERIOD_S, EnvironmentProcess, EnvironmentWatch
 
 
 class Actor:
@@ -37,13 +37,12 @@ def watched(monkeypatch, caplog):
         return actor.health
 
     caplog.set_level(logging.WARNING)
-    monkeypatch.setattr(environment_watch, "wait", lambda refs, _timeout: [ref for ref in refs if ref.answers])
-    monkeypatch.setattr(environment_watch, "fetch", fetch)
+    monkeypatch.setattr(replicas, "wait", lambda refs, _timeout: [ref for ref in refs if ref.answers])
+    monkeypatch.setattr(replicas, "fetch", fetch)
     actor, clock = Actor(), SimpleNamespace(now=0.0)
-    monkeypatch.setattr(environment_watch.ray, "kill", lambda actor, no_restart: actor.killed.append(no_restart))
-    watch = EnvironmentWatch(
-        {"judge": actor}, {"judge": "logs/environment-judge.log"}, {"judge": 20.0}, clock=lambda: clock.now
-    )
+    monkeypatch.setattr(replicas.ray, "kill", lambda actor, no_restart: actor.killed.append(no_restart))
+    judge = EnvironmentProcess(actor, "logs/environment-judge.log", 20.0, "node")
+    watch = EnvironmentWatch({"judge": judge}, clock=lambda: clock.now)
 
     def later():
         clock.now += PERIOD_S

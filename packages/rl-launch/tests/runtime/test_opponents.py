@@ -14,11 +14,9 @@ from rl_core.plugins import OpponentNeed
 from rl_core.rollouts.delivery import Taken
 from rl_core.weights import Manifest, TensorSpec
 from rl_launch.runtime import opponents, weight_sync, weight_transfer
-from rl_launch.runtime.canary import Canary
-from rl_launch.runtime.opponents import OpponentSync, is_due, playing
-from rl_launch.runtime.weight_sync import WeightSync
+from rl_launch.runtime.opponents import OpponentSync, WrittenVersions, digest_of, is_due, playing
+from rl_launch.runtime.weight_sync import Canary, WeightSync
 from rl_launch.runtime.weight_transfer import WeightTransfer
-from rl_launch.runtime.written_versions import WrittenVersions, digest_of
 
 SHARD = "model.safetensors"
 

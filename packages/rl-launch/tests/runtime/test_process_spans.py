@@ -6,7 +6,7 @@ import ray
 from ray.exceptions import RayActorError
 
 from rl_core.ray.host import CONCURRENCY_GROUPS, AsyncWorkerHost, WorkerHost
-from rl_launch.runtime.process_spans import Clocks, NamedActor, ProcessSpans
+from rl_launch.runtime.observed_steps import Clocks, ProcessSpans
 
 S = 10**9
 
@@ -47,7 +47,7 @@ def test_every_kind_of_host_reports_its_calls_and_a_dead_one_is_left_out(machine
     ray.kill(dead)
     _await_end(dead)
     actors = {"policy-0": rank, "rollout-worker-0": replica, "rollout-worker-1": dead}
-    found = ProcessSpans(lambda: [NamedActor(*each) for each in actors.items()]).collect()
+    found = ProcessSpans(lambda: actors).collect()
 
     by_name = {each.process: each for each in found}
     assert set(by_name) == {"policy-0", "rollout-worker-0"}

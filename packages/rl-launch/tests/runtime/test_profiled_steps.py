@@ -6,8 +6,8 @@ import pytest
 
 from rl_core.errors import WorkerDied
 from rl_core.tracing.profiling import ProfileReport
-from rl_launch.runtime import profiled_steps
-from rl_launch.runtime.profiled_steps import Profiled, ProfiledSteps
+from rl_launch.runtime import observed_steps
+from rl_launch.runtime.observed_steps import Profiled, ProfiledSteps
 from rl_launch.session.config import ProfilingConfig
 
 
@@ -35,7 +35,7 @@ def made(monkeypatch, tmp_path, caplog):
             raise answer
         return answer
 
-    monkeypatch.setattr(profiled_steps, "fetch", fetch)
+    monkeypatch.setattr(observed_steps, "fetch", fetch)
 
     def make(workers, **settings):
         config = ProfilingConfig(**{"steps": [5, 7], **settings})

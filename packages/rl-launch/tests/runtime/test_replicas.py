@@ -7,7 +7,7 @@ import pytest
 from rl_core.plugins import RolloutNeeds
 from rl_core.rollouts.generation import Placement
 from rl_launch.run_config.reading import read_plan
-from rl_launch.runtime.model_group import StartTimeouts
+from rl_launch.runtime.models import StartTimeouts
 from rl_launch.runtime.replicas import Replicas
 
 ADAPTERS = ["policy.lora_cfg.enabled=true", "policy.generation.lora_sync=adapter"]
@@ -20,7 +20,7 @@ def generator_args(*, awaits_weights, **needs):
         replicas = Replicas(
             generation, needs, None, None, None, None, logs="", timeouts=StartTimeouts(1, 1), stack=stack
         )
-        return replicas._spec(Placement("cpu", awaits_weights=awaits_weights)).generator_args
+        return replicas._replica(print, Placement("cpu", awaits_weights=awaits_weights), 0)._spec.generator_args
 
 
 @pytest.mark.parametrize(("awaits_weights", "lora_sync"), [(True, "adapter"), (False, "merged")])

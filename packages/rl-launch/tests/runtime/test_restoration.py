@@ -4,7 +4,7 @@ import pytest
 
 from rl_core.errors import ConfigError, GeneratorError, Origin, WorkerDied
 from rl_launch.placement.bundles import DevicesLost, PlacementError
-from rl_launch.runtime.restoration import MOST_DEATHS, Restoration
+from rl_launch.runtime.restoration import MAX_DEATHS, Restoration
 
 
 @dataclass
@@ -64,7 +64,7 @@ def test_what_is_not_gone_on_from(saves, error, session):
 def test_dying_again_at_the_same_place_fails_the_run():
     restoration = Restoration(saves=True)
     answers = []
-    for saved in (4, 4, 8, *[8] * (MOST_DEATHS - 1)):
+    for saved in (4, 4, 8, *[8] * (MAX_DEATHS - 1)):
         restoration.judge(death(), AtStep(saved), no_node)
         answers.append(restoration.goes_on)
     assert answers == [True] * (len(answers) - 1) + [False]

@@ -14,11 +14,11 @@ from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.pool import RolloutTask
 from rl_core.rollouts.rollout import Prompt
 from rl_launch.placement.residency import Residency, Tenant
-from rl_launch.runtime import dispatch, replica_group, rollout_pool
 from rl_launch.runtime import replica as replica_module
+from rl_launch.runtime import replica_group, rollout_pool
 from rl_launch.runtime.replica import FinishedCall, ProgressWatch
-from rl_launch.runtime.restart_budget import MAX_DEATHS
-from rl_launch.runtime.rollout_pool import RolloutPool
+from rl_launch.runtime.replica_group import MAX_DEATHS
+from rl_launch.runtime.rollout_pool import ReplicaPool
 from rl_launch.session.stop import StepAbandoned
 
 SAMPLING = SamplingParams(4)
@@ -177,7 +177,7 @@ def plain_calls(monkeypatch):
 
 
 def make_pool(replicas, residency=None, *, sender=None):
-    return RolloutPool(replicas, residency, stall_timeout_s=600, weights=sender or Sender())
+    return ReplicaPool(replicas, residency, stall_timeout_s=600, weights=sender or Sender())
 
 
 def run(pool, submitted):
@@ -204,7 +204,7 @@ def test_several_replicas_share_evenly_and_answers_keep_the_order_of_the_tasks()
 
 
 def test_what_is_too_much_at_a_time_goes_to_whoever_is_free(monkeypatch):
-    monkeypatch.setattr(dispatch, "MOST_ROLLOUTS", 4)
+    monkeypatch.setattr(rollout_pool, "MAX_ROLLOUTS", 4)
     replicas = [Replica(0), Replica(1)]
     assert run(make_pool(replicas), tasks(10)) == groups(10)
     assert [replica.shares[0] for replica in replicas] == [["p0", "p2"], ["p1", "p3"]]
@@ -212,7 +212,7 @@ def test_what_is_too_much_at_a_time_goes_to_whoever_is_free(monkeypatch):
 
 
 def test_urgent_groups_begin_before_others_that_wait(monkeypatch):
-    monkeypatch.setattr(dispatch, "MOST_ROLLOUTS", 2)
+    monkeypatch.setattr(rollout_pool, "MAX_ROLLOUTS", 2)
     replicas = [Replica(0), Replica(1)]
     pool = make_pool(replicas)
     tickets = pool.submit(tasks(4))
@@ -724,7 +724,7 @@ class Joining:
 
 
 def elastic_pool(replicas, joining):
-    pool = RolloutPool(replicas, None, stall_timeout_s=600, weights=Sender(), elastic=joining)
+    pool = ReplicaPool(replicas, None, stall_timeout_s=600, weights=Sender(), elastic=joining)
     assert joining.num_present == len(replicas)
     return pool
 

@@ -9,8 +9,8 @@ import pytest
 
 from rl_core.errors import Origin, WorkerDied, WorkerError
 from rl_core.rollouts.speculation import SpeculationCounts
-from rl_launch.runtime import speculation_watch
-from rl_launch.runtime.speculation_watch import SpeculationWatch
+from rl_launch.runtime import replica as replica_module
+from rl_launch.runtime.replica import SpeculationWatch
 
 
 class Replica:
@@ -36,7 +36,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> SpeculationWatch:
             raise call.answer
         return {} if call.answer is None else dict(call.answer.as_health())
 
-    monkeypatch.setattr(speculation_watch, "fetch", fetch)
+    monkeypatch.setattr(replica_module, "fetch", fetch)
     return SpeculationWatch()
 
 
@@ -72,7 +72,7 @@ def test_a_warning_names_the_key_when_speculation_begins_not_to_pay(
     watch: SpeculationWatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     replica = Replica(None)
-    with caplog.at_level(logging.WARNING, speculation_watch.__name__):
+    with caplog.at_level(logging.WARNING, replica_module.__name__):
         for total in (counts(20, 10), counts(31, 20), counts(42, 30), counts(62, 40), counts(73, 50)):
             replica.answer = total
             watch.take([replica])

@@ -21,8 +21,7 @@ from rl_core.rollouts.delivery import Taken
 from rl_core.weights import Manifest, TensorSpec
 from rl_launch.placement.residency import Residency, Tenant
 from rl_launch.runtime import weight_sync, weight_transfer
-from rl_launch.runtime.canary import Canary
-from rl_launch.runtime.weight_sync import WeightSync
+from rl_launch.runtime.weight_sync import Canary, WeightSync
 from rl_launch.runtime.weight_transfer import WeightTransfer, joined
 
 MANIFEST = (TensorSpec("embed", (2,), "float32"), TensorSpec("norm", (1,), "float32"))

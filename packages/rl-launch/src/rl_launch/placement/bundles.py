@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import inf
+from typing import NamedTuple
 
 from rl_core.errors import ConfigError, RLError
 
@@ -27,11 +27,10 @@ class DevicesLost(RLError):
     the cluster has devices."""
 
 
-@dataclass(frozen=True)
-class NodeResources:
+class NodeResources(NamedTuple):
     """A living node and all its resources, free or not.
 
-    Args:
+    Attributes:
         address: Address of the node.
         total: Its resources.
     """
@@ -43,11 +42,10 @@ class NodeResources:
         return f"{self.address} with {described(self.total)}"
 
 
-@dataclass(frozen=True)
-class PlacementTimeouts:
+class PlacementTimeouts(NamedTuple):
     """Timeouts in seconds of the wait for devices.
 
-    Args:
+    Attributes:
         busy_s: Timeout for devices that the cluster has and others use.
         absent_s: Timeout for devices that it does not have: nodes that an autoscaling cluster adds, or that replace a
             lost one.
@@ -58,26 +56,27 @@ class PlacementTimeouts:
 
 
 def lacking(groups: Sequence[Resources], nodes: Sequence[NodeResources]) -> str:
-    """Why these nodes cannot hold these groups even if they were all free; empty if no reason is found.
+    """Return the reason that these nodes cannot hold these groups, even if all were free; empty if none is found.
 
-    Each group must lie on one node. Groups of different sizes may still not fit together, which only the placement
-    shows.
+    Each group must be on one node. Groups of different sizes may still not fit together. Only the placement shows it.
     """
-    for group, _ in Counter(_key(each) for each in groups).items():
+    for group in Counter(map(_key, groups)):
         wanted = dict(group)
         at_least = [each for each in groups if all(each.get(name, 0) >= amount for name, amount in group)]
-        room = sum(_times(node.total, wanted) for node in nodes)
+        needed = [(name, amount) for name, amount in group if amount]
+        times = [min((each.total.get(name, 0) // amount for name, amount in needed), default=inf) for each in nodes]
+        room = int(sum(times))
         if room < len(at_least):
             return f"there is room for {room} of {len(at_least)} groups of {described(wanted)}"
     return ""
 
 
 class Wait:
-    """The wait for groups of bundles; the log says what is missing, and an error ends it in time.
+    """The wait for groups of bundles. It logs the missing devices, and raises an error after its timeouts.
 
     Args:
-        groups: Resources of each group; one group lies on one node.
-        timeouts: How long to wait.
+        groups: Resources of each group. One group is on one node.
+        timeouts: Timeouts of the wait.
         keys: The keys that ask for these devices, for messages.
     """
 
@@ -95,20 +94,31 @@ class Wait:
         Args:
             nodes: The living nodes.
             num_placed: Groups that are placed.
-            now: Seconds of a clock that does not go back.
+            now: Time in seconds of a monotonic clock.
 
         Raises:
-            PlacementError: If the cluster does not have the devices, or if the time is over.
+            PlacementError: If the cluster does not have the devices, or after the timeout.
         """
         reason = lacking(self._groups, nodes)
         if self._since is None or bool(reason) != bool(self._reason):
             self._since = self._reported = now
         self._reason = reason
         waited = now - self._since
+        counts = Counter(map(_key, self._groups))
+        wanted = " and ".join(f"{count} x {described(dict(group))}" for group, count in counts.items())
+        asked = f"{self._keys} request {wanted}, each on one node"
         if reason and waited >= self._timeouts.absent_s:
-            raise PlacementError(self._absent(nodes))
+            after = f" after {self._timeouts.absent_s:.0f} s" if self._timeouts.absent_s else ""
+            raise PlacementError(
+                f"{asked}, but the cluster has {_listed(nodes)}{after}: {reason}. Lower {self._keys}, or add nodes. If "
+                "the cluster adds nodes automatically, set cluster.autoscaling=true."
+            )
         if not reason and waited >= self._timeouts.busy_s:
-            raise PlacementError(self._busy(nodes, num_placed))
+            raise PlacementError(
+                f"{asked}, but {len(self._groups) - num_placed} of {len(self._groups)} were not free within "
+                f"{self._timeouts.busy_s:.0f} s (cluster.placement_timeout_s); the cluster has {_listed(nodes)}. "
+                "Wait until other runs have ended, or request fewer."
+            )
         if now - self._reported >= _REPORT_S:
             self._reported = now
             _log.info(
@@ -120,39 +130,16 @@ class Wait:
                 _listed(nodes),
             )
 
-    def _absent(self, nodes: Sequence[NodeResources]) -> str:
-        waited = f" after {self._timeouts.absent_s:.0f} s" if self._timeouts.absent_s else ""
-        return (
-            f"{self._asked()}, but the cluster has {_listed(nodes)}{waited}: {self._reason}. "
-            f"Lower {self._keys}, or add nodes. If the cluster adds nodes automatically, set cluster.autoscaling=true."
-        )
-
-    def _busy(self, nodes: Sequence[NodeResources], num_placed: int) -> str:
-        return (
-            f"{self._asked()}, but {len(self._groups) - num_placed} of {len(self._groups)} were not free within "
-            f"{self._timeouts.busy_s:.0f} s (cluster.placement_timeout_s); the cluster has {_listed(nodes)}. "
-            "Wait until other runs have ended, or request fewer."
-        )
-
-    def _asked(self) -> str:
-        counts = Counter(_key(group) for group in self._groups)
-        wanted = " and ".join(f"{count} x {described(dict(group))}" for group, count in counts.items())
-        return f"{self._keys} request {wanted}, each on one node"
-
 
 def described(resources: Resources) -> str:
-    """The devices among resources, in words: `8 GPU, 64 CPU`."""
+    """Return the devices among resources in words: `8 GPU, 64 CPU`."""
     return ", ".join(f"{resources[name]:g} {name}" for name in ("GPU", "CPU") if name in resources) or "no devices"
 
 
-def _listed(nodes: Sequence[NodeResources], most: int = 8) -> str:
-    shown = "; ".join(str(node) for node in nodes[:most]) or "no node"
-    return shown if len(nodes) <= most else f"{shown}; and {len(nodes) - most} more"
+def _listed(nodes: Sequence[NodeResources], count: int = 8) -> str:
+    shown = "; ".join(str(node) for node in nodes[:count]) or "no node"
+    return shown if len(nodes) <= count else f"{shown}; and {len(nodes) - count} more"
 
 
 def _key(group: Resources) -> tuple[tuple[str, float], ...]:
     return tuple(sorted(group.items()))
-
-
-def _times(total: Resources, wanted: Resources) -> int:
-    return int(min((total.get(name, 0) // amount for name, amount in wanted.items() if amount), default=inf))

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Tenant:
-    """Something that can leave a device and come back complete.
+class Tenant(NamedTuple):
+    """A model or an engine that can leave a device and return complete.
 
-    Args:
+    Attributes:
         leave: Frees the device.
         enter: Takes it again.
     """
@@ -21,10 +20,10 @@ class Tenant:
 
 
 class Residency:
-    """Time-shares one set of devices among tenants; at most one is resident, and it stays until another needs the
+    """Shares one set of devices among tenants in turns. At most one is resident, and it stays until another needs the
     devices.
 
-    A tenant that joins is off the device. If devices are not shared, give each tenant a `Residency` of its own.
+    A tenant that joins is off the device. If devices are not shared, give each tenant a separate `Residency`.
     """
 
     def __init__(self) -> None:
@@ -37,7 +36,7 @@ class Residency:
         return self._resident
 
     def join(self, name: str, tenant: Tenant, *, present: bool = False) -> None:
-        """Admit a tenant; `present` says that it is on the device already."""
+        """Add a tenant. With `present` it is on the device already."""
         assert not present or self._resident is None, f"{self._resident} is on the device"
         self._tenants[name] = tenant
         if present:
@@ -61,5 +60,5 @@ class Residency:
             self._tenants[resident].leave()
 
     def hand_over(self, name: str) -> None:
-        """Note that the caller has brought this tenant in, and the one before out, by itself."""
+        """Set the resident, after the caller itself has moved the last one out and this one in."""
         self._resident = name

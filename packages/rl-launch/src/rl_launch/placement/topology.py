@@ -24,7 +24,7 @@ class Claim:
         name: Role of the model, or `GENERATION`.
         key: Dotted key of its config section.
         ranks: Number of ranks in one copy: a data-parallel shard of a model, or a replica.
-        colocated: Whether it shares devices with others or has its own.
+        colocated: `enabled` if it shares devices with others; otherwise it has its own.
         sizes: Parallel sizes above 1 that result in these ranks, by dotted key.
     """
 
@@ -136,7 +136,7 @@ class Topology:
 
     @property
     def fewest_replicas(self) -> int:
-        """Minimum number of replicas with which a run continues."""
+        """Minimum number of replicas of a run that continues."""
         return self.replica_bounds.least or self.num_replicas
 
     @property
@@ -266,32 +266,25 @@ def replica_bound_problems(topology: Topology) -> Iterator[Problem]:
         yield Problem(f"{key}.max_replicas", f"is less than {start}", got=bounds.most, remedy=remedy)
 
 
-def _takes_all(name: str, claim: Claim, ranks: int, sharing: str, ranks_key: str) -> Problem:
-    """Return the problem of a claim on a single node without a number of devices."""
-    key = f"{claim.key}.colocated.resources.gpus_per_node"
-    raised = f"{ranks_key}=2 and " if ranks == 1 else ""
-    return Problem(
-        key,
-        f"is not set, so with {claim.key}.colocated.enabled=false {name} takes all devices ({ranks_key}={ranks}) and "
-        f"leaves none for {sharing}",
-        remedy=f"Set {raised}{key}={max(1, ranks // 2)}",
-    )
-
-
 def topology_problems(topology: Topology) -> Iterator[Problem]:
     """Yield the problems of too few devices, and of devices that cannot be divided by the parallel sizes."""
     ranks_key = topology.device.ranks_key
     if topology.sharing and (topology.shared.num_nodes < 1 or topology.shared.ranks < 1):
         for name in topology.own:
             claim, sharing = topology.claims[name], " and ".join(topology.sharing)
-            key = f"{claim.key}.colocated.resources.gpus_per_node"
-            if topology.num_nodes > 1 or claim.colocated.resources.gpus_per_node:
+            key, given = f"{claim.key}.colocated.resources.gpus_per_node", claim.colocated.resources.gpus_per_node
+            if topology.num_nodes > 1 or given:
+                reason, got = f"leaves no device for {sharing}", NOT_GIVEN if given is None else given
                 remedy = f"Give fewer devices to {name}, or increase {ranks_key}"
-                given = claim.colocated.resources.gpus_per_node
-                got = NOT_GIVEN if given is None else given
-                yield Problem(key, f"leaves no device for {sharing}", got=got, remedy=remedy)
             else:
-                yield _takes_all(name, claim, topology.own[name].ranks, sharing, ranks_key)
+                ranks = topology.own[name].ranks
+                reason = (
+                    f"is not set, so with {claim.key}.colocated.enabled=false {name} takes all devices "
+                    f"({ranks_key}={ranks}) and leaves none for {sharing}"
+                )
+                raised = f"{ranks_key}=2 and " if ranks == 1 else ""
+                got, remedy = NOT_GIVEN, f"Set {raised}{key}={max(1, ranks // 2)}"
+            yield Problem(key, reason, got=got, remedy=remedy)
         return
     for name, claim in topology.claims.items():
         count = topology.devices(name).count
@@ -304,12 +297,9 @@ def topology_problems(topology: Topology) -> Iterator[Problem]:
                 got=size,
                 remedy=f"Lower its parallel sizes, or change {ranks_key}",
             )
-    if topology.device.has_gpus and GENERATION in topology.claims:
-        yield from _replica_problems(topology)
-
-
-def _replica_problems(topology: Topology) -> Iterator[Problem]:
-    ranks, claim, ranks_key = topology.devices(GENERATION).ranks, topology.claims[GENERATION], topology.device.ranks_key
+    if not topology.device.has_gpus or GENERATION not in topology.claims:
+        return
+    claim, ranks = topology.claims[GENERATION], topology.devices(GENERATION).ranks
     key, got = claim.largest
     if claim.ranks > ranks:
         yield Problem(

@@ -27,22 +27,23 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 FROZEN_S = 30.0
-"""How long the raylet may be stopped. Ray itself gives a node up after 65 s, and its driver then waits for ever."""
+"""Maximum time in seconds that the raylet may be stopped. Ray gives up a node after 65 s, and its driver then waits
+forever."""
 
 WITHOUT_GCS_S = 45.0
-"""How long a step may go on without Ray's control service. Ray ends the driver without a word after 60 s."""
+"""Maximum time in seconds of a step without Ray's control service. Ray ends the driver without a message after 60 s."""
 
 UNWIND_S = 25.0
-"""How long a start, a restart or a run may take to end after a signal that ends it at once."""
+"""Timeout in seconds of the end of a start, a restart or a run after a signal that ends it at once."""
 
 CLOSE_S = 120.0
-"""How long the end of workers and of Ray may take after the last step."""
+"""Timeout in seconds of the end of workers and of Ray after the last step."""
 
 SILENT_CLOSE_S = 10.0
-"""How long the end may wait for processes of Ray's that are stopped or have ended."""
+"""Maximum time in seconds that the end waits for processes of Ray that are stopped or have ended."""
 
 CONNECT_MARGIN_S = 30.0
-"""How much longer than a start of Ray the start and the connection to it may take together."""
+"""Additional seconds for the connection to Ray after its start."""
 
 _POLL_S = 0.5
 _NODE_POLL_S = 10.0
@@ -56,13 +57,13 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 class DriverWatch:
     """Ends this process in bounded time if it can make no further step and its main thread does not notice.
 
-    The main thread may be in a call of Ray's that neither returns nor lets a signal through, and Ray ends the process
-    without a word if its raylet dies. This thread sees the end of Ray's processes, that they are stopped, signals that
-    the main thread does not take, and waits that pass their bound. It writes the reason to the log and to the run
+    The main thread may be in a call of Ray that neither returns nor handles signals, and Ray ends the process without a
+    message if its raylet dies. This thread notices that Ray's processes have ended or are stopped, that the main thread
+    does not handle a signal, and that a wait exceeds its timeout. It then writes the reason to the log and to the run
     directory, kills the Ray that this process started, and exits.
 
     Args:
-        run: The session, which must be entered.
+        run: The session. It must be entered.
     """
 
     def __init__(self, run: RunSession) -> None:
@@ -70,7 +71,7 @@ class DriverWatch:
         self._cluster: VirtualCluster | None = None
         self._ray: LocalRay | None = None
         self._is_over = threading.Event()
-        # the thread that ends the process keeps it, so that the main thread gets no further than `__exit__`
+        # The thread that ends the process keeps this lock, so that the main thread stops in `__exit__`.
         self._ending = threading.Lock()
         self._signals, self._wakeup = socket.socketpair()
         self._woken_before = -1
@@ -106,7 +107,7 @@ class DriverWatch:
 
     @contextmanager
     def bounded(self, timeout_s: float, error: BaseException) -> Iterator[None]:
-        """Context that may take so many seconds, after which the process ends with the error."""
+        """Return a context with a timeout in seconds. The process ends with the error if it takes longer."""
         self._bound = (time.monotonic() + timeout_s, error)
         try:
             yield
@@ -114,7 +115,7 @@ class DriverWatch:
             self._bound = None
 
     def begin_close(self, kind: type[BaseException] | None, error: BaseException | None, at: object) -> None:
-        """Bound the end of workers and of Ray, which begins. Takes the error that ends the run, as `__exit__` does."""
+        """Set the timeout of the end of workers and of Ray. The arguments are the same as for `__exit__`."""
         self._bound, self._is_closing = (time.monotonic() + CLOSE_S, error), True
 
     def _watch(self) -> None:
@@ -128,32 +129,33 @@ class DriverWatch:
                 return
             if set(events) & set(self._connections()):
                 self._lose()
+            now = time.monotonic()
             if self._signals.fileno() in events:
-                self._hear()
-            self._look(time.monotonic())
+                self._num_signals += sum(number in _SIGNALS for number in self._signals.recv(4096))
+                if self._num_signals:
+                    self._signalled = now
+            if self._ray is not None:
+                self._check_ray(self._ray, now)
+            if self._signalled and now > self._signalled + UNWIND_S and self._run.is_ending(self._num_signals):
+                self._end(SystemExit(128 + signal.SIGTERM), _RESUMABLE)
+            if self._bound is not None:
+                end, error = self._bound
+                if self._is_closing and self._silent:
+                    end = min(end, max(end - CLOSE_S, *self._silent.values()) + SILENT_CLOSE_S)
+                if now > end:
+                    self._end(error, self._code_of(error))
 
     def _connections(self) -> list[int]:
         return self._ray.connections if self._ray is not None and not self._is_closing else []
 
-    def _hear(self) -> None:
-        self._num_signals += sum(number in _SIGNALS for number in self._signals.recv(4096))
-        if self._num_signals:
-            self._signalled = time.monotonic()
+    def _code_of(self, error: BaseException | None) -> int:
+        """Return the exit code of a run that ends with this error."""
+        if error is None:
+            return 0 if self._run.is_finished else _RESUMABLE
+        is_resumable = isinstance(error, DevicesLost | WorkerDied) or not isinstance(error, Exception)
+        return _RESUMABLE if is_resumable else _FAILED
 
-    def _look(self, now: float) -> None:
-        if self._ray is not None:
-            self._look_at(self._ray, now)
-        if self._signalled and now > self._signalled + UNWIND_S and self._run.is_ending(self._num_signals):
-            self._end(SystemExit(128 + signal.SIGTERM), _RESUMABLE)
-        if self._bound is None:
-            return
-        end, error = self._bound
-        if self._is_closing and self._silent:
-            end = min(end, max(end - CLOSE_S, *self._silent.values()) + SILENT_CLOSE_S)
-        if now > end:
-            self._end(error, _code_of(error, is_finished=self._run.is_finished))
-
-    def _look_at(self, ray: LocalRay, now: float) -> None:
+    def _check_ray(self, ray: LocalRay, now: float) -> None:
         for name, process in ray.processes.items():
             self._judge(name, process.pid, state_of(process), now)
         if not self._is_closing and now > self._looked_at + _NODE_POLL_S:
@@ -162,8 +164,13 @@ class DriverWatch:
                 self._give_up("Ray has given up the driver's node: its raylet did not answer")
 
     def _judge(self, name: str, pid: int, state: str, now: float) -> None:
-        if state == psutil.STATUS_DEAD:
-            self._note_death(name, pid)
+        if state == psutil.STATUS_DEAD and not self._is_closing:
+            if name == GCS:
+                # Steps do not need it, and Ray's other processes end after a minute without it.
+                self._report(f"{name}, process {pid}, ended; the run saves and ends after this step")
+                self._run.interrupt(f"{name} ended")
+            else:
+                self._lose()
         if state not in (*_STOPPED, psutil.STATUS_DEAD):
             self._silent.pop(name, None)
             return
@@ -178,16 +185,6 @@ class DriverWatch:
         if name == RAYLET and waited > FROZEN_S and not self._is_closing:
             self._give_up(f"{name}, process {pid}, was stopped for {FROZEN_S:g} s")
 
-    def _note_death(self, name: str, pid: int) -> None:
-        if self._is_closing:
-            return
-        if name == GCS:
-            # steps need no answer of it, and Ray's other processes end after a minute without it
-            self._report(f"{name}, process {pid}, ended; the run saves and ends after this step")
-            self._run.interrupt(f"{name} ended")
-        else:
-            self._lose()
-
     def _report(self, text: str) -> None:
         if text not in self._reported:
             self._reported.add(text)
@@ -196,7 +193,7 @@ class DriverWatch:
     def _lose(self) -> None:
         assert self._ray is not None
         self._ray.mute()
-        # the kernel ends all with their keeper
+        # The kernel ends all of them together with their keeper.
         ended = {name: each.pid for name, each in self._ray.processes.items() if state_of(each) == psutil.STATUS_DEAD}
         name = next((each for each in (KEEPER, RAYLET) if each in ended), RAYLET)
         pid = self._ray.processes[name].pid
@@ -228,10 +225,3 @@ class DriverWatch:
             self._cluster.kill()
         logging.shutdown()
         os._exit(code)
-
-
-def _code_of(error: BaseException | None, *, is_finished: bool) -> int:
-    if error is None:
-        return 0 if is_finished else _RESUMABLE
-    is_resumable = isinstance(error, DevicesLost | WorkerDied) or not isinstance(error, Exception)
-    return _RESUMABLE if is_resumable else _FAILED

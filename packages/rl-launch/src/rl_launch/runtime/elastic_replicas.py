@@ -1,4 +1,4 @@
-"""Replicas that join a run in progress. They are started in the background when the cluster has devices for them."""
+"""Replicas that join a run in progress. They are started in the background when the cluster has free devices."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from rl_core.errors import RLError
 from rl_launch.cluster.virtual_cluster import Bundle
 from rl_launch.placement.bundles import DevicesLost
 from rl_launch.runtime.replica import Replica
+from rl_launch.runtime.replicas import Replicas
 
 _log = logging.getLogger(__name__)
 
@@ -30,45 +30,21 @@ CLOSE_TIMEOUT_S = 30.0
 REPORT_S = 15.0
 
 
-class ReplicaPlaces(Protocol):
-    """The part of `Replicas` by which single replicas come and go."""
-
-    def request(self) -> Bundle:
-        """Ask the cluster for the devices of one replica, without waiting."""
-        ...
-
-    def is_granted(self, devices: Bundle) -> bool:
-        """Return whether the cluster has these devices free for the replica."""
-        ...
-
-    def begin_on(self, devices: Bundle) -> tuple[Replica, Callable[[], None]]:
-        """Begin to start a replica; the function waits until it is ready. May wait for its node's environments."""
-        ...
-
-    def give_back(self, devices: Bundle) -> None:
-        """Release devices on which no replica has been started."""
-        ...
-
-    def discard(self, replica: Replica) -> None:
-        """End a replica's process and release its devices."""
-        ...
-
-
 class ElasticReplicas:
-    """Keeps as many replicas on their way as a run lacks. A thread of its own asks for devices, starts replicas on
-    those that are granted, and tries again if one does not start; the replicas wait here until the run takes them.
+    """Starts the replicas that a run lacks. A thread asks for devices, starts replicas on the granted ones, and tries
+    again if one does not start. The replicas wait here until the run takes them.
 
     Args:
         places: Places of replicas; after `begin` only the thread uses them.
-        least: Replicas that the run needs.
-        most: Replicas that the run uses.
+        least: Minimum number of replicas of the run.
+        most: Maximum number of replicas of the run.
         timeout_s: Timeout in seconds of the wait for a replica that the run needs while none is being started.
         clock: Returns the time in seconds.
     """
 
     def __init__(
         self,
-        places: ReplicaPlaces,
+        places: Replicas,
         *,
         least: int,
         most: int,
@@ -105,7 +81,7 @@ class ElasticReplicas:
             self._num_lacking += 1
 
     def take(self) -> list[Replica]:
-        """The replicas that have become ready; they belong to the run from here on."""
+        """Return the replicas that have become ready, and hand them over to the run."""
         with self._changed:
             if self._fault is not None:
                 raise self._fault
@@ -117,7 +93,7 @@ class ElasticReplicas:
         """Wait until there is at least one replica, then `take`.
 
         Args:
-            num_present: Replicas that the run has, fewer than it needs.
+            num_present: Number of replicas that the run has, fewer than it needs.
 
         Raises:
             DevicesLost: If no replica was being started for `timeout_s`.
@@ -129,7 +105,13 @@ class ElasticReplicas:
             if self._starting:
                 idle_since = now
             if now - idle_since >= self._timeout_s:
-                raise DevicesLost(self._timed_out(num_present))
+                why = f"; the last attempt to start one failed: {self._last_failure}" if self._last_failure else ""
+                raise DevicesLost(
+                    f"policy.generation.min_replicas is {self.least}, but only {num_present} of the run's replicas "
+                    f"remain, and the cluster had no devices for another one within {self._timeout_s:.0f} s "
+                    f"(cluster.replacement_timeout_s){why}. Run the same command to resume when the cluster has the "
+                    "devices, or immediately with a lower min_replicas."
+                )
             if now - reported >= REPORT_S:
                 reported = now
                 _log.warning(
@@ -154,8 +136,18 @@ class ElasticReplicas:
 
     def _work(self) -> None:
         try:
-            while self._waits(POLL_S):
-                self._request()
+            while True:
+                with self._changed:
+                    if self._changed.wait_for(lambda: self._is_closed, POLL_S):
+                        return
+                    leaving, self._leaving = self._leaving, []
+                    num_missing = self._num_lacking - len(self._ready) - len(self._requests)
+                for replica in leaving:
+                    self._places.discard(replica)
+                    # The cluster may now grant other devices than the ones that failed.
+                    self._num_failures, self._retry_at = 0, -math.inf
+                # One request to the cluster stays open for each missing replica.
+                self._requests += [self._places.request() for _ in range(num_missing)]
                 granted = [devices for devices in self._requests if self._places.is_granted(devices)]
                 if granted and self._clock() >= self._retry_at:
                     self._start(granted)
@@ -164,25 +156,8 @@ class ElasticReplicas:
                 self._fault = None if self._is_closed else error
                 self._changed.notify_all()
 
-    def _waits(self, seconds: float) -> bool:
-        """Wait, and return whether to continue."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_closed, seconds)
-            return not self._is_closed
-
-    def _request(self) -> None:
-        """Keep one request to the cluster open for each missing replica."""
-        with self._changed:
-            leaving, self._leaving = self._leaving, []
-            missing = self._num_lacking - len(self._ready) - len(self._requests)
-        for replica in leaving:
-            self._places.discard(replica)
-            # other devices may be granted than those on which starts failed
-            self._num_failures, self._retry_at = 0, -math.inf
-        self._requests += [self._places.request() for _ in range(missing)]
-
     def _start(self, granted: list[Bundle]) -> None:
-        """Start a replica on each of these devices, side by side."""
+        """Start a replica on each of these devices, all at the same time."""
         starts = []
         failures: list[RLError] = []
         for devices in granted:
@@ -214,12 +189,3 @@ class ElasticReplicas:
             self._retry_at = self._clock() + retry_s
             self._last_failure = " ".join(str(failures[0]).split())
             _log.warning("another replica did not start: %s; retrying in %.0f s", self._last_failure, retry_s)
-
-    def _timed_out(self, num_present: int) -> str:
-        why = f"; the last attempt to start one failed: {self._last_failure}" if self._last_failure else ""
-        return (
-            f"policy.generation.min_replicas is {self.least}, but only {num_present} of the run's replicas remain, and "
-            f"the cluster had no devices for another one within {self._timeout_s:.0f} s "
-            f"(cluster.replacement_timeout_s){why}. Run the same command to resume when the cluster has the devices, "
-            "or immediately with a lower min_replicas."
-        )

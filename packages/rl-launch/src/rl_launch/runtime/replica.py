@@ -5,95 +5,40 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import reduce
 from operator import add
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from ray.actor import ActorHandle
 
 from rl_algos.rollouts.worker.worker import RolloutWorkerSpec
 from rl_core.errors import Origin, RLError, WorkerStalled
-from rl_core.ray.calls import fetch, wait
+from rl_core.ray.calls import fetch, request_stacks, wait
 from rl_core.ray.environment import RemoteEnvironment
 from rl_core.ray.host import Place
-from rl_core.ray.stacks import request_stacks
 from rl_core.rollouts.pool import RolloutTask
 from rl_core.rollouts.speculation import SpeculationCounts
 from rl_launch.backends import ROLLOUT_WORKER
 from rl_launch.cluster.start_wait import gather_start
 from rl_launch.monitoring.poller import Monitored
-from rl_launch.runtime.model_group import StartTimeouts
+from rl_launch.runtime.models import StartTimeouts
 
 _log = logging.getLogger(__name__)
 
-TIMEOUT_S = 5.0
-"""Bound of asking all replicas for their counts."""
-
-
-class SpeculationWatch:
-    """Counts of the engines of a run, by step. Engines that decode without drafts are asked once."""
-
-    def __init__(self) -> None:
-        self._before: dict[Replica, SpeculationCounts] = {}
-        self._is_off = False
-        self._paid = True
-
-    def take(self, replicas: Sequence[Replica]) -> SpeculationCounts | None:
-        """Return the counts since the last call, of replicas that answer; None if there are none. Logs a warning in the
-        first of several steps in which speculation does not pay.
-
-        Args:
-            replicas: Replicas that are alive.
-        """
-        if self._is_off:
-            return None
-        answers = self._answers(replicas)
-        self._is_off = bool(answers) and not any(answers.values())
-        counts = {replica: answer for replica, answer in answers.items() if answer is not None}
-        if not counts:
-            return None
-        since = [now.since(self._before[each]) if each in self._before else now for each, now in counts.items()]
-        self._before |= counts
-        found = reduce(add, since)
-        if self._paid and not found.pays:
-            _log.warning(
-                "speculative decoding does not pay: requests got %.2f tokens per engine step, below "
-                "speculation.min_tokens_per_step (%g), the break-even. Remove policy.generation.vllm_cfg.speculation, "
-                "or use a drafter that is closer to the policy",
-                found.tokens_per_step,
-                found.break_even,
-            )
-        self._paid = found.pays
-        return found
-
-    def _answers(self, replicas: Sequence[Replica]) -> dict[Replica, SpeculationCounts | None]:
-        calls = [(replica, replica.call("health")) for replica in replicas]
-        end = time.monotonic() + TIMEOUT_S
-        answers: dict[Replica, SpeculationCounts | None] = {}
-        for replica, call in calls:
-            try:
-                health = fetch(call, replica.origin("speculation"), max(0.0, end - time.monotonic()))
-            except RLError as error:
-                # a broken one is noticed and replaced by the next call that needs it
-                _log.debug("%s", error)
-                continue
-            answers[replica] = SpeculationCounts.of_health(health)
-        return answers
-
-
 ROLE = "rollout worker"
 
+TIMEOUT_S = 5.0
+"""Timeout in seconds of a question to all replicas for their counts."""
 
-@dataclass(frozen=True)
-class FinishedCall:
-    """The results of a call for the groups that finish next, all there at once.
 
-    Args:
-        reports: Number and `GroupReport` of each.
-        columns: A `Batch` of the columns that training reads, of all of them.
-        records: A `Batch` of those that people read.
+class FinishedCall(NamedTuple):
+    """The results of a call for the groups that finish next. All of them become ready together.
+
+    Attributes:
+        reports: Number and `GroupReport` of each group.
+        columns: A `Batch` of the columns that training reads, of all groups.
+        records: A `Batch` of the columns that people read.
     """
 
     reports: ray.ObjectRef
@@ -106,7 +51,7 @@ class Replica:
 
     Args:
         start: Makes the empty host.
-        spec: The worker that it hosts.
+        spec: Spec of the worker in the host.
         environments: Clients by environment name.
         index: Number of the replica, for messages.
         logs: Folder of its log.
@@ -128,7 +73,8 @@ class Replica:
         self._environments = dict(environments)
         self.index = index
         self._timeouts = timeouts
-        self._actor: Any = None  # an ActorHandle once it is started
+        self._actor: Any = None  # An ActorHandle once it is started.
+        self.name = name_of(index)
         self.log = f"{logs}/{self.name}.log"
         self.num_ranks = 0
         self.num_starts = 0
@@ -163,11 +109,6 @@ class Replica:
         return FinishedCall(*self._actor.call.options(num_returns=3).remote("finished"))
 
     @property
-    def name(self) -> str:
-        """Name of its log."""
-        return name_of(self.index)
-
-    @property
     def actor(self) -> ActorHandle:
         """The process that it has now."""
         return self._actor
@@ -181,7 +122,7 @@ class Replica:
         return self._actor.call.remote("generator", method, *args)
 
     def origin(self, phase: str) -> Origin:
-        """This replica and a phase of its work, for messages."""
+        """Return the origin of a failure of this replica in a phase of its work."""
         return Origin(ROLE, self.index, self.node or "its node", phase)
 
     def write_stacks(self) -> str:
@@ -190,7 +131,7 @@ class Replica:
 
     @property
     def monitored(self) -> Monitored | None:
-        """The process, for readings; None before it has started."""
+        """Its process, for readings; None before the start."""
         place = self._place
         if place is None:
             return None
@@ -208,8 +149,8 @@ def name_of(index: int) -> str:
 
 
 class ProgressWatch:
-    """Watches the progress of a replica that has work: its engine samples tokens, or answers that it has no requests
-    (rollouts then wait for their environments, which have their own deadlines).
+    """Watches the progress of a replica that has work: its engine samples tokens, or has no requests. In the second
+    case rollouts wait for their environments, which have their own deadlines.
 
     Args:
         replica: Replica with groups in progress.
@@ -254,3 +195,50 @@ class ProgressWatch:
             self._asked, self._asked_at = self._replica.call("health"), now
         if now - self._progressed_at > self._timeout_s:
             raise WorkerStalled(f"no progress for {self._timeout_s:g} s", self._replica.origin("rollouts"))
+
+
+class SpeculationWatch:
+    """Counts of speculative decoding of a run's engines, by step. Engines that decode without drafts are asked once."""
+
+    def __init__(self) -> None:
+        self._before: dict[Replica, SpeculationCounts] = {}
+        self._is_off = False
+        self._paid = True
+
+    def take(self, replicas: Sequence[Replica]) -> SpeculationCounts | None:
+        """Return the counts since the last call, of the replicas that answer; None if there are none. Logs a warning in
+        the first of several steps with speculation that does not pay.
+
+        Args:
+            replicas: Replicas that are alive.
+        """
+        if self._is_off:
+            return None
+        calls = [(replica, replica.call("health")) for replica in replicas]
+        end = time.monotonic() + TIMEOUT_S
+        answers: dict[Replica, SpeculationCounts | None] = {}
+        for replica, call in calls:
+            try:
+                health = fetch(call, replica.origin("speculation"), max(0.0, end - time.monotonic()))
+            except RLError as error:
+                # The next call that needs a broken replica replaces it.
+                _log.debug("%s", error)
+            else:
+                answers[replica] = SpeculationCounts.of_health(health)
+        self._is_off = bool(answers) and not any(answers.values())
+        counts = {replica: answer for replica, answer in answers.items() if answer is not None}
+        if not counts:
+            return None
+        since = [now.since(self._before[each]) if each in self._before else now for each, now in counts.items()]
+        self._before |= counts
+        found = reduce(add, since)
+        if self._paid and not found.pays:
+            _log.warning(
+                "speculative decoding does not pay: requests got %.2f tokens per engine step, below "
+                "speculation.min_tokens_per_step (%g), the break-even. Remove policy.generation.vllm_cfg.speculation, "
+                "or use a drafter that is closer to the policy",
+                found.tokens_per_step,
+                found.break_even,
+            )
+        self._paid = found.pays
+        return found

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
 
 from rl_core.errors import GeneratorError, RLError, WorkerDied, WorkerStalled
 from rl_core.ray.calls import fetch
@@ -14,8 +13,15 @@ from rl_core.weights import WeightUpdate
 from rl_launch.placement.residency import Residency, Tenant
 from rl_launch.placement.topology import GENERATION
 from rl_launch.runtime.elastic_replicas import ElasticReplicas
+from rl_launch.runtime.opponents import WeightSender
 from rl_launch.runtime.replica import ROLE, Replica
 from rl_launch.session.traces.step_trace import RESTARTS
+
+_log = logging.getLogger(__name__)
+
+HEALTH_TIMEOUT_S = 30.0
+TURN_TIMEOUT_S = 600.0
+"""Timeout in seconds for leaving a device or returning to it."""
 
 MAX_DEATHS = 5
 """Maximum number of deaths of replicas in a row, without a finished group between them, before the run fails."""
@@ -42,7 +48,8 @@ class RestartBudget:
                 not start at all, or after too many deaths in a row.
         """
         self._in_a_row += 1
-        cause, self._last = self._last, _cause(error)
+        # Several replicas can die of the same cause, so the text is compared without the origin.
+        cause, self._last = self._last, str(error).split(": ", 1)[-1]
         if isinstance(error, WorkerStalled) and error.origin is not None and error.origin.phase == "start":
             raise error
         if isinstance(error, GeneratorError) and not self._has_finished_any and cause == self._last:
@@ -55,44 +62,14 @@ class RestartBudget:
         raise GeneratorError(f"{said}{error}")
 
 
-def _cause(error: RLError) -> str:
-    """The text without the origin: several replicas die of the same cause."""
-    return str(error).split(": ", 1)[-1]
-
-
-_log = logging.getLogger(__name__)
-
-HEALTH_TIMEOUT_S = 30.0
-TURN_TIMEOUT_S = 600.0
-"""Timeout in seconds for leaving a device or returning to it."""
-
-
-class WeightSender(Protocol):
-    """Sends the weights of the policy, as the replicas' group asks for them."""
-
-    def send(self, update: WeightUpdate, replicas: Sequence[Replica], *, in_flight: bool = False) -> None:
-        """Bring all replicas to this version, verified.
-
-        Args:
-            update: What the policy has published last.
-            replicas: The receivers.
-            in_flight: Interrupt the requests of the replicas, which then continue with these weights.
-
-        Raises:
-            WeightSyncError: If the update is stale, or naming what did not arrive; the replicas then serve nothing.
-            WorkerDied, GeneratorError: If a process or an engine ended meanwhile.
-        """
-        ...
-
-
 class ReplicaGroup:
-    """Replicas that serve the same weights; one that died is lost until `restart_lost` has replaced it, or
-    `retire_lost` has taken it out of the group.
+    """Replicas that serve the same weights. One that died is lost until `restart_lost` has replaced it, or
+    `retire_lost` has removed it from the group.
 
     Args:
-        replicas: Started, and on their devices.
+        replicas: Started replicas on their devices.
         residency: Residency of devices that the replicas share with others; None if they share none.
-        weights: Sends weights to the replicas; None if they serve what they have loaded.
+        weights: Sends weights to the replicas; None if they serve the weights that they have loaded.
         elastic: Replicas that join; None if there are always the same.
     """
 
@@ -129,7 +106,7 @@ class ReplicaGroup:
         return not self._lost and (self._elastic is None or len(self.replicas) >= self._elastic.least)
 
     def hold(self) -> AbstractContextManager[None]:
-        """Context in which the replicas are on their devices; entering it may lose some."""
+        """Return a context that keeps the replicas on their devices. Some may be lost when it is entered."""
         return self._residency.hold(GENERATION) if self._residency else nullcontext()
 
     def adopt(self, update: WeightUpdate | None, *, in_flight: bool = False) -> None:
@@ -138,13 +115,13 @@ class ReplicaGroup:
         Those that are restarted later get the same update, which must not be stale then.
 
         Args:
-            update: What the policy has published last; None if it has published nothing yet.
-            in_flight: Interrupt completions under way instead of waiting until they are finished.
+            update: The last update that the policy has published; None if it has published nothing yet.
+            in_flight: Interrupt completions in progress instead of waiting until they are finished.
         """
         while True:
             self.retire_lost()
             if self._lost:
-                # once for all that were lost together
+                # Replicas that were lost together count once.
                 self.restart_budget.spend(next(iter(self._lost.values())))
             try:
                 self._restart_processes()
@@ -158,7 +135,9 @@ class ReplicaGroup:
             except (GeneratorError, WorkerDied) as error:
                 living = self._living()
                 ill = self._ill(living)
-                dead = [replica for replica in living if replica in ill or _is_at(error, replica)]
+                failed = error.origin if isinstance(error, WorkerDied) else None
+                at = None if failed is None else (failed.role, failed.rank)
+                dead = [replica for replica in living if replica in ill or at == (ROLE, replica.index)]
                 if not dead and not self._lost:
                     raise
                 version = "" if update is None else f" of version {update.version}"
@@ -177,7 +156,7 @@ class ReplicaGroup:
             self.adopt(self._update)
 
     def retire_lost(self) -> None:
-        """Take lost replicas out of the group if others may join it later.
+        """Remove lost replicas from the group if others may join it later.
 
         Raises:
             GeneratorError, WorkerDied: If replicas have died too often; contains the cause.
@@ -192,7 +171,7 @@ class ReplicaGroup:
         _log.warning("%d replicas remain; replacements will join when devices are free", len(self.replicas))
 
     def fail(self, replica: Replica, error: RLError, *, num_groups: int) -> None:
-        """Lose a replica one of whose calls failed, unless that is known already.
+        """Lose a replica after a call of it failed, unless it is lost already.
 
         Args:
             replica: Replica whose call failed.
@@ -276,7 +255,7 @@ class ReplicaGroup:
             raise next(iter(failures.values()))
 
     def _join(self) -> None:
-        """Take in replicas that have become ready, and wait for those that the run needs."""
+        """Add replicas that have become ready, and wait for the ones that the run needs."""
         if self._elastic is None:
             return
         joining = self._elastic.take()
@@ -288,7 +267,7 @@ class ReplicaGroup:
             spans.mark(RESTARTS, f"{replica} joins")
 
     def _ill(self, replicas: Sequence[Replica]) -> list[Replica]:
-        """The replicas that do not answer, or whose engine is dead."""
+        """Return the replicas that do not answer, or have a dead engine."""
         ill = []
         for replica, ref in [(replica, replica.call("health")) for replica in replicas]:
             try:
@@ -299,12 +278,5 @@ class ReplicaGroup:
 
 
 def _located(error: RLError, replica: Replica, phase: str) -> RLError:
-    """The error with its origin, which a `GeneratorError` does not carry."""
+    """Return the error with its origin, which is not part of a `GeneratorError`."""
     return GeneratorError(f"{replica.origin(phase)}: {error}") if type(error) is GeneratorError else error
-
-
-def _is_at(error: RLError, replica: Replica) -> bool:
-    """Return whether the error names this replica's process."""
-    if not isinstance(error, WorkerDied) or error.origin is None:
-        return False
-    return (error.origin.role, error.origin.rank) == (ROLE, replica.index)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import itertools
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import ray
 from ray.actor import ActorHandle
 
 from rl_algos.rollouts.worker.opponents import OpponentSpec
@@ -18,24 +21,34 @@ from rl_algos.rollouts.worker.worker import RolloutWorkerSpec
 from rl_core.environments.instance import instance_of
 from rl_core.errors import Origin, RLError
 from rl_core.plugins import OpponentNeed, RolloutNeeds
-from rl_core.ray.calls import gather
+from rl_core.ray.calls import fetch, gather, wait
 from rl_core.ray.environment import RemoteEnvironment
 from rl_core.ray.host import Place
 from rl_core.rollouts.generation import Placement
+from rl_core.tracing import spans
 from rl_launch.backends import GenerationBackend
 from rl_launch.cluster.start_wait import gather_start
 from rl_launch.cluster.virtual_cluster import Bundle, VirtualCluster, WorkerProcess
 from rl_launch.monitoring.poller import Monitored
 from rl_launch.placement.topology import GENERATION, Topology
-from rl_launch.runtime.environment_watch import EnvironmentWatch
-from rl_launch.runtime.model_group import StartTimeouts
+from rl_launch.runtime.models import StartTimeouts
 from rl_launch.runtime.processes import Processes
 from rl_launch.runtime.replica import Replica, name_of
 from rl_launch.runtime.role_envs import environment_role
+from rl_launch.session.traces.step_trace import RESTARTS
 
 _log = logging.getLogger(__name__)
 
 ENVIRONMENT_POOL = "rl_core.environments.pool:EnvironmentPool.of"
+
+PERIOD_S = 10.0
+"""Seconds between two questions to environments."""
+
+SILENCE_S = 30.0
+"""Additional seconds, after its deadline, in which an environment's host must answer a question."""
+
+FINISH_S = 2.0
+"""Timeout in seconds of the last answers."""
 
 Start = tuple[Callable[[int], ActorHandle], Placement]
 """How an empty rollout worker is started, by its number, and where its engine runs."""
@@ -54,7 +67,7 @@ class Replicas:
         logs: Folder of their logs.
         timeouts: Startup timeouts.
         stack: Closes the environments and gives devices back.
-        reports_load: True if somebody reads the load of the engines.
+        reports_load: True if the load of the engines is read.
     """
 
     def __init__(
@@ -83,10 +96,7 @@ class Replicas:
         self._reports_load = reports_load
         self._bundles: list[Bundle] = []
         self._environments: dict[str, RemoteEnvironment] = {}
-        self._environment_actors: dict[str, ActorHandle] = {}
-        self._environment_logs: dict[str, str] = {}
-        self._environment_deadlines: dict[str, float] = {}
-        self._environment_nodes: dict[str, str] = {}
+        self._environment_processes: dict[str, EnvironmentProcess] = {}
         self._devices: dict[Replica, Bundle] = {}
         self._nodes: dict[Replica, str] = {}
 
@@ -99,11 +109,11 @@ class Replicas:
         self._stack.callback(lambda: self._cluster.release([[bundle] for bundle in self._bundles]))
 
     def roles(self, beside: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """Ray's id of a node, and the role of a worker on it.
+        """Yield pairs: Ray's id of a node, and the role of a worker on it.
 
         Args:
-            beside: Nodes of the policy: of the devices that replicas share if they have none of their own, and of the
-                environments if the nodes of replicas may be lost.
+            beside: Nodes of the policy. Replicas without their own devices share its devices, and environments run
+                there if the nodes of replicas may be lost.
         """
         for node in [bundle.node for bundle in self._bundles] or beside:
             for role in self._roles:
@@ -114,20 +124,31 @@ class Replicas:
 
     def begin_beside(self, places: Sequence[Place]) -> Callable[[], list[Replica]]:
         """Start replicas next to the policy's ranks, on the GPUs that Ray assigned to the ranks. See `begin_alone`."""
+        device, replica_ranks = self._topology.device, self._topology.replica_ranks
+        node_ranks = self._topology.devices(GENERATION).ranks
+
+        def start(node: str, index: int) -> ActorHandle:
+            return self._cluster.start_async_worker(self._process(node, index))
+
         starts: list[Start] = []
-        ranks = self._topology.devices(GENERATION).ranks
-        for first in range(0, len(places), ranks):
-            here = places[first : first + ranks]
+        for here in (places[first : first + node_ranks] for first in range(0, len(places), node_ranks)):
             node = here[0].node
-            start = partial(self._start_in, node)
-            starts += [(start, placement) for placement in self._shared([g for p in here for g in p.gpus], node)]
+            if device.has_gpus:
+                shared = Placement(device.name, shares_devices=True, awaits_weights=True)
+                gpus = tuple(gpu for place in here for gpu in place.gpus)
+                firsts = range(0, len(gpus), replica_ranks)
+                placements = [replace(shared, gpus=gpus[first : first + replica_ranks]) for first in firsts]
+            else:
+                threads = self._processes.cores(node) // replica_ranks or 1
+                placements = [Placement(device.name, (), threads, awaits_weights=True)]
+            starts += [(partial(start, node), placement) for placement in placements]
         return self._begin(starts, places[0].node)
 
     def begin_alone(self, beside: str = "", *, awaits_weights: bool) -> Callable[[], list[Replica]]:
         """Start replicas on their own devices, and environments. The returned function waits until they are ready.
 
         Args:
-            beside: A node of the policy, on which environments run if the nodes of replicas may be lost.
+            beside: A node of the policy for environments if the nodes of replicas may be lost.
             awaits_weights: True if a policy will send them weights before they generate.
         """
         starts = [self._start_alone(bundle, bundle.node, awaits_weights=awaits_weights) for bundle in self._bundles]
@@ -152,8 +173,8 @@ class Replicas:
         return self._cluster.is_placed(devices)
 
     def begin_on(self, devices: Bundle) -> tuple[Replica, Callable[[], None]]:
-        """Begin to start a replica on granted devices, on a node that is prepared for it first; the returned function
-        waits until it is ready.
+        """Begin to start a replica on granted devices, after the preparation of their node. The returned function waits
+        until it is ready.
 
         Raises:
             RLError: If its node cannot be prepared.
@@ -169,12 +190,14 @@ class Replicas:
         return replica, replica.begin_start()
 
     def give_back(self, devices: Bundle) -> None:
-        """Release devices on which no replica has been started."""
+        """Release devices without a started replica."""
         self._bundles.remove(devices)
         self._cluster.release([[devices]])
 
     def discard(self, replica: Replica) -> None:
-        """End a replica's process and release its devices; the loss of a node without replicas is none of the run's."""
+        """End a replica's process and release its devices. The run does not need its node any more if it has no other
+        replicas.
+        """
         replica.kill()
         self.give_back(self._devices.pop(replica))
         node = self._nodes.pop(replica)
@@ -183,13 +206,13 @@ class Replicas:
 
     def environment_watch(self) -> EnvironmentWatch:
         """Return the watch over the processes of the environments that have been started."""
-        return EnvironmentWatch(self._environment_actors, self._environment_logs, self._environment_deadlines)
+        return EnvironmentWatch(self._environment_processes)
 
     def monitored_environments(self) -> list[Monitored]:
-        """The processes of the environments, for readings."""
+        """Return the processes of the environments, for readings."""
         return [
-            Monitored(f"environment-{_file_name(label)}", "environment", 0, self._environment_nodes[label], actor)
-            for label, actor in self._environment_actors.items()
+            Monitored(Path(each.log).stem, "environment", 0, each.node, each.actor)
+            for each in self._environment_processes.values()
         ]
 
     @property
@@ -203,25 +226,26 @@ class Replicas:
         waits = [replica.begin_start() for replica in replicas]
 
         def finish() -> list[Replica]:
-            for wait in waits:
-                wait()
+            for wait_until_ready in waits:
+                wait_until_ready()
             return replicas
 
         return finish
 
     def _start_alone(self, bundle: Bundle, node: str, *, awaits_weights: bool) -> Start:
-        """The start of a replica on its own devices; its GPUs are those that Ray shows its process."""
-        threads = self._processes.cores(node) // (2 * self._topology.replica_ranks) or 1
-        placement = Placement(self._topology.device.name, (), threads, awaits_weights=awaits_weights)
-        return partial(self._start_on, bundle), placement
+        """Return the start of a replica on its own devices: the GPUs that Ray shows to its process."""
+        device, ranks = self._topology.device, self._topology.replica_ranks
+
+        def start(index: int) -> ActorHandle:
+            # Ray may have moved the devices to another node.
+            now = self._cluster.node_of(bundle)
+            self._processes.prepare((now, role) for role in self._roles)
+            return self._cluster.start_async_worker(self._process(now, index, device.num_gpus(ranks)), bundle=bundle)
+
+        threads = self._processes.cores(node) // (2 * ranks) or 1
+        return start, Placement(device.name, (), threads, awaits_weights=awaits_weights)
 
     def _replica(self, start: Callable[[int], ActorHandle], placement: Placement, index: int) -> Replica:
-        spec = self._spec(placement)
-        return Replica(
-            partial(start, index), spec, self._environments, index=index, logs=self._logs, timeouts=self._timeouts
-        )
-
-    def _spec(self, placement: Placement) -> RolloutWorkerSpec:
         backend = self._backend
         config = backend.config
         placement = replace(placement, reports_load=self._reports_load, num_engines=1 + len(self._needs.opponents))
@@ -229,9 +253,9 @@ class Replicas:
         if placement.awaits_weights:
             placement = replace(placement, reports_routing=backend.reports_routing, keeps_cache=self._needs.keeps_cache)
         else:
-            # an evaluation, which trains nothing, serves whole weights from files
+            # An evaluation trains nothing, and serves whole weights from files.
             config = config.model_copy(update={"lora_sync": "merged"})
-        return RolloutWorkerSpec(
+        spec = RolloutWorkerSpec(
             generator=backend.plugin.worker,
             generator_args=(config, backend.backend, backend.model, placement),
             program=self._needs.program,
@@ -244,9 +268,12 @@ class Replicas:
             opponents=opponents,
             vision=backend.model.vision,
         )
+        return Replica(
+            partial(start, index), spec, self._environments, index=index, logs=self._logs, timeouts=self._timeouts
+        )
 
     def _opponent(self, need: OpponentNeed, placement: Placement) -> OpponentSpec:
-        """An engine next to the policy's, with whole weights that come from files."""
+        """Return the spec of an engine next to the policy's engine, with whole weights from files."""
         backend, model = self._backend, self._backend.model
         if need.model_name is not None:
             tokenizer = model.tokenizer.model_copy(update={"name": model.tokenizer.name or model.model_name})
@@ -255,31 +282,14 @@ class Replicas:
         config = backend.config.model_copy(update={"lora_sync": "merged"})
         return OpponentSpec(need, (config, backend.backend, model, own))
 
-    def _start_in(self, node: str, index: int) -> ActorHandle:
-        """A replica's process next to the policy's."""
-        return self._cluster.start_async_worker(self._process(node, index))
-
     def _process(self, node: str, index: int, num_gpus: float = 0) -> WorkerProcess:
         return self._processes.on(node, GENERATION, num_gpus=num_gpus, number=index, name=name_of(index))
 
-    def _start_on(self, bundle: Bundle, index: int) -> ActorHandle:
-        """A replica's process on its own devices, on another node if Ray has moved them."""
-        node = self._cluster.node_of(bundle)
-        self._processes.prepare((node, role) for role in self._roles)
-        num_gpus = self._topology.device.num_gpus(self._topology.replica_ranks)
-        return self._cluster.start_async_worker(self._process(node, index, num_gpus), bundle=bundle)
-
-    def _shared(self, gpus: Sequence[str], node: str) -> list[Placement]:
-        """Return the placements of the replicas of one node, next to the policy."""
-        device, ranks = self._topology.device, self._topology.replica_ranks
-        if not device.has_gpus:
-            return [Placement(device.name, (), self._processes.cores(node) // ranks or 1, awaits_weights=True)]
-        shared = Placement(device.name, shares_devices=True, awaits_weights=True)
-        return [replace(shared, gpus=tuple(gpus[i : i + ranks])) for i in range(0, len(gpus), ranks)]
-
     def _environment(self, name: str, node: str) -> RemoteEnvironment:
         instance = instance_of(self._settings, name)
-        log = f"{self._logs}/environment-{_file_name(instance.label)}.log"
+        # The name of the log is `reward.score` for the label `reward.py:score`.
+        file_name = re.sub(r"[^\w.-]", "_", instance.label.replace(".py:", "."))
+        log = f"{self._logs}/environment-{file_name}.log"
         actor = self._cluster.start_restarting_worker(
             self._processes.on(node, environment_role(name)),
             log,
@@ -290,22 +300,104 @@ class Replicas:
             instance.label,
         )
         origin = Origin(f"environment {instance.label}", 0, "its node", "start")
-        awaited = f"environment {instance.label}"
-        gather_start([actor.call.remote("health")], [origin], self._timeouts.process, awaited)
-        self._stack.callback(partial(_close_environment, actor, origin))
-        self._environment_actors[instance.label], self._environment_logs[instance.label] = actor, log
-        self._environment_nodes[instance.label] = node
-        self._environment_deadlines[instance.label] = instance.config.deadline_s
+        gather_start([actor.call.remote("health")], [origin], self._timeouts.process, origin.role)
+
+        def close() -> None:
+            try:
+                gather([actor.call.remote("close")], [origin], 30.0)
+            except RLError as error:
+                _log.warning("%s", error)
+
+        self._stack.callback(close)
+        deadline_s = instance.config.deadline_s
+        self._environment_processes[instance.label] = EnvironmentProcess(actor, log, deadline_s, node)
         return RemoteEnvironment(actor, name=instance.label)
 
 
-def _file_name(label: str) -> str:
-    """A label as part of a file name: `reward.score` for `reward.py:score`."""
-    return re.sub(r"[^\w.-]", "_", label.replace(".py:", "."))
+class EnvironmentProcess(NamedTuple):
+    """A process that holds an `rl_core.environments.pool.EnvironmentPool`.
+
+    Attributes:
+        actor: The process.
+        log: Path of its log.
+        deadline_s: `deadline_s` of the environment.
+        node: Ray's id of its node.
+    """
+
+    actor: ActorHandle
+    log: str
+    deadline_s: float
+    node: str
 
 
-def _close_environment(actor: ActorHandle, origin: Origin) -> None:
-    try:
-        gather([actor.call.remote("close")], [origin], 30.0)
-    except RLError as error:
-        _log.warning("%s", error)
+class EnvironmentWatch:
+    """Asks environments periodically how often their processes were restarted, and warns of further restarts.
+
+    A host that does not answer, for example because it is stopped, is killed. Ray starts it again, and repeats the
+    calls that wait for it.
+
+    Args:
+        environments: Processes of the environments, by label.
+        clock: Returns the time in seconds.
+    """
+
+    def __init__(
+        self, environments: Mapping[str, EnvironmentProcess], *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._environments = environments
+        self._clock = clock
+        self._asked: dict[str, ray.ObjectRef] = {}
+        self._asked_at = clock()
+        self._num_known = dict.fromkeys(environments, 0)
+        self._killed: set[str] = set()
+
+    @property
+    def actors(self) -> dict[str, ActorHandle]:
+        """The actors, by the names of their logs."""
+        return {Path(each.log).stem: each.actor for each in self._environments.values()}
+
+    def check(self) -> None:
+        """Ask, or read the answers that have arrived; never waits."""
+        for label, ref in list(self._asked.items()):
+            if wait([ref], 0):
+                self._read(label, self._asked.pop(label))
+        now = self._clock()
+        for label in self._asked.keys() - self._killed:
+            timeout_s = self._environments[label].deadline_s + SILENCE_S
+            if now - self._asked_at > timeout_s:
+                # A restart may take long, so a process is not killed twice for one question.
+                self._killed.add(label)
+                text = "environment %s: its host has not answered for %g s, %g more than its deadline_s; it is killed "
+                _log.warning(text + "and started again", label, timeout_s, SILENCE_S)
+                ray.kill(self._environments[label].actor, no_restart=False)
+        if not self._asked and now - self._asked_at >= PERIOD_S:
+            self._ask()
+            self._asked_at = now
+
+    def finish(self) -> None:
+        """Ask a last time, and wait briefly for the answers."""
+        end = self._clock() + FINISH_S
+        self._ask()
+        for label, ref in self._asked.items():
+            self._read(label, ref, max(0.0, end - self._clock()))
+        self._asked = {}
+
+    def _ask(self) -> None:
+        self._killed.clear()
+        self._asked = {label: each.actor.call.remote("health") for label, each in self._environments.items()}
+
+    def _read(self, label: str, ref: ray.ObjectRef, timeout_s: float | None = None) -> None:
+        try:
+            health = fetch(ref, Origin(f"environment {label}", 0, "its node", "health"), timeout_s)
+        except RLError as error:
+            # The rollouts that need it fail with this error.
+            _log.debug("%s", error)
+            return
+        count, known = health["num_restarts"], self._num_known[label]
+        self._num_known[label] = count
+        # A process that was restarted counts from 0.
+        num_new = count - known if count >= known else count
+        if num_new > 0:
+            spans.mark(RESTARTS, f"environment {label}: {num_new} process(es) restarted")
+            text = "environment %s: %d restart(s) of its processes, %d so far, the last because %s. More: %s"
+            _log.warning(text, label, num_new, count, health["restart_reason"], self._environments[label].log)

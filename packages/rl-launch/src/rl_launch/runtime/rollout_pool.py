@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+import ray
 
 from rl_core.data.batch import RemoteRows
 from rl_core.errors import GeneratorError, Origin, RLError, WorkerDied
@@ -17,56 +22,58 @@ from rl_core.rollouts.pool import RolloutTask, RolloutTurns, Ticket
 from rl_core.rollouts.speculation import SpeculationCounts
 from rl_core.weights import WeightUpdate
 from rl_launch.placement.residency import Residency
-from rl_launch.runtime.dispatch import Dispatch
 from rl_launch.runtime.elastic_replicas import ElasticReplicas
-from rl_launch.runtime.environment_watch import EnvironmentWatch
-from rl_launch.runtime.replica import FinishedCall, ProgressWatch, Replica
-from rl_launch.runtime.replica_group import ReplicaGroup, WeightSender
-from rl_launch.runtime.speculation_watch import SpeculationWatch
+from rl_launch.runtime.opponents import WeightSender
+from rl_launch.runtime.replica import FinishedCall, ProgressWatch, Replica, SpeculationWatch
+from rl_launch.runtime.replica_group import ReplicaGroup
+from rl_launch.runtime.replicas import EnvironmentWatch
 from rl_launch.session.stop import StepAbandoned
 
 _log = logging.getLogger(__name__)
 
+MAX_ROLLOUTS = 1024
+"""Maximum number of rollouts in progress on one of several replicas. An engine decodes about as many at a time; groups
+that wait here instead of in its queue can go to the first replica that is free."""
+
 CHECK_PERIOD_S = 5.0
 """Maximum number of seconds between two checks of the replicas' progress."""
 
-
 IDLE_TIMEOUT_S = 5.0
-"""Bound of asking the replicas for the time that they spent without rollouts."""
+"""Timeout in seconds of a question to the replicas about their rollouts."""
 
 TURNS_TIMEOUT_S = 60.0
-"""Bound of asking the replicas for the turns of rollouts under way."""
+"""Timeout in seconds of a question to the replicas for the turns of rollouts in progress."""
 
 WRITE_TIMEOUT_S = 600.0
-"""Bound of writing the rollouts of a step."""
+"""Timeout in seconds of writing the rollouts of a step."""
 
 
 GroupListener = Callable[[RolloutGroup, int, int], None]
-"""Called with a group that has ended, when it was submitted, in nanoseconds since the epoch, and the number of its
+"""Called with a group that has ended, the time of its submission in nanoseconds since the epoch, and the number of its
 replica."""
 
 
-class RolloutPool:
+class ReplicaPool:
     """Runs groups on all replicas. Dead replicas are replaced, all get the current weights, and lost groups run again,
-    each from the turns that its task has: those that it finished since were known to the dead process alone.
+    each from the turns that its task has: only the dead process knew the later ones.
 
-    With `elastic` the number of replicas changes while the run goes on: the run goes on without those that die, and
-    others join when weights are next sent.
+    With `elastic` the number of replicas changes during the run: it continues without replicas that die, and others
+    join when weights are next sent.
 
-    Its state belongs to the thread that calls it. Replicas roll out by themselves between two calls. A restart, on
+    Its state belongs to the thread that calls it. Replicas continue to roll out between two calls. A restart, on
     shared devices with the policy offloaded, calls models, so it happens within a call, on the main thread.
 
     Args:
         replicas: Started, and on their devices.
         residency: Residency of devices that the replicas share with others; None if they share none.
         stall_timeout_s: Maximum time in seconds without progress for a replica that has work.
-        weights: Sends weights to the replicas; None if they serve what they have loaded.
+        weights: Sends weights to the replicas; None if they serve the weights that they have loaded.
         elastic: Replicas that join; None if there are always the same.
 
     Attributes:
         on_group: Called with every group that has ended; None if nobody listens.
-        is_asked_to_end: Whether a signal has asked for the end of the run. The pool then does not wait for rollouts
-            that agents elsewhere have not taken.
+        is_asked_to_end: Returns True if a signal has requested the end of the run. The pool then does not wait for
+            rollouts that agents elsewhere have not taken.
     """
 
     def __init__(
@@ -105,11 +112,11 @@ class RolloutPool:
         return tickets
 
     def next_done(self) -> tuple[Ticket, RolloutGroup]:
-        """The next group that is finished; groups come in the order in which they end.
+        """Return the next group that is finished; groups come in the order of their ends.
 
         Raises:
             GeneratorError, WorkerDied: If replicas die again and again, with the cause.
-            StepAbandoned: If the run is asked to end, and nobody has taken some of the rollouts.
+            StepAbandoned: If a signal has requested the end of the run, and nobody has taken some of the rollouts.
         """
         assert self._done or self._dispatch.num_groups, "every group that was submitted has been taken"
         while not self._done:
@@ -119,32 +126,35 @@ class RolloutPool:
             if self._environments is not None:
                 self._environments.check()
             if not self._done and self.is_asked_to_end():
-                self._check_taken()
+                busy = self._dispatch.busy - self._group.lost
+                calls = [(each.origin("rollouts"), each.call("num_untaken")) for each in busy]
+                if num_untaken := sum(_answers(calls, IDLE_TIMEOUT_S)):
+                    raise StepAbandoned(f"{num_untaken} rollouts that no agent has taken")
         return self._done.popleft()
 
     def adopt(self, update: WeightUpdate, *, in_flight: bool = False) -> None:
-        """Bring every replica to this version, verified, while groups are under way: all replicas pause together, and
-        rollouts go on behind the update from where they are.
+        """Bring every replica to this version, verified, while groups are in progress: all replicas pause together, and
+        rollouts continue after the update.
 
-        Those that are restarted later get the same update, which must not be stale then. Groups of a replica that dies
-        meanwhile run again.
+        Replicas that are restarted later get the same update, which must not be stale then. Groups of a replica that
+        dies meanwhile run again.
 
         Args:
             update: Published weights to bring to the replicas.
-            in_flight: True if completions under way are interrupted, to go on with the new weights, instead of being
-                finished with the old ones first.
+            in_flight: True if completions in progress are interrupted and continue with the new weights, instead of
+                being finished with the old ones first.
 
         Raises:
-            WeightSyncError: If the weights did not arrive, naming what is missing.
+            WeightSyncError: If weights did not arrive, with their names.
             GeneratorError, WorkerDied: If replicas die again and again, with the cause.
         """
-        self._take_ended(0.0)  # a replica that dies may leave finished groups behind
+        self._take_ended(0.0)  # A replica that dies later would lose its finished groups.
         starts = {replica: replica.num_starts for replica in self._group.replicas}
         self._pause("interrupt" if in_flight else "finish")
         self._group.adopt(update, in_flight=in_flight)
         for replica, num_starts in starts.items():
             if replica.num_starts != num_starts:
-                # its calls belong to the process that died, and fail without meaning the one that replaces it
+                # Its calls belong to the process that died; their failures say nothing of its replacement.
                 self._dispatch.give_up(replica)
                 self._watches.pop(replica, None)
         self._sync_dispatch_with_group()
@@ -162,46 +172,38 @@ class RolloutPool:
             try:
                 found |= fetch(call, replica.origin("turns of rollouts"), TURNS_TIMEOUT_S)
             except (GeneratorError, WorkerDied) as error:
-                # a dead one is noticed and replaced by the next call that needs it
+                # The next call that needs a dead replica replaces it.
                 _log.warning("%s; its rollouts start again if the run ends here", error)
         return found
 
     @property
     def replicas(self) -> Sequence[Replica]:
-        """All replicas, those that have died among them. Any thread can read it."""
+        """All replicas, including dead ones. Any thread can read it."""
         return tuple(self._group.replicas)
 
     @property
     def living_replicas(self) -> list[Replica]:
         """The replicas that groups go to."""
-        return [replica for replica in self._group.replicas if replica not in self._group.lost]
+        lost = self._group.lost
+        return [replica for replica in self._group.replicas if replica not in lost]
 
     @property
     def num_replicas(self) -> int:
-        """Replicas that groups go to."""
+        """Number of replicas that groups go to."""
         return len(self._group.replicas) - len(self._group.lost)
 
     def idle_share(self) -> float | None:
-        """Share of the replicas' time since the last call, or since their first group, in which they had no rollout
-        under way. Replicas that do not answer are left out; None if that is all of them.
+        """Return the share of the replicas' time since the last call, or since their first group, without a rollout in
+        progress. Replicas that do not answer are left out; None if that is all of them.
         """
-        replicas = [replica for replica in self._group.replicas if replica not in self._group.lost]
-        calls = [(replica.origin("idle time"), replica.call("idle_time")) for replica in replicas]
-        end = time.monotonic() + IDLE_TIMEOUT_S
-        idle_s = total_s = 0.0
-        for origin, call in calls:
-            try:
-                idle, total = fetch(call, origin, max(0.0, end - time.monotonic()))
-            except (GeneratorError, WorkerDied) as error:
-                # a dead one is noticed and replaced by the next call that needs it
-                _log.debug("%s", error)
-                continue
-            idle_s, total_s = idle_s + idle, total_s + total
+        calls = [(each.origin("idle time"), each.call("idle_time")) for each in self.living_replicas]
+        times = _answers(calls, IDLE_TIMEOUT_S)
+        idle_s, total_s = sum(idle for idle, _ in times), sum(total for _, total in times)
         return idle_s / total_s if total_s > 0 else None
 
     def speculation(self) -> SpeculationCounts | None:
-        """Counts of speculative decoding since the last call, of all replicas that answer; None if they do without.
-        Logs a warning when it begins to cost more than it saves.
+        """Return the counts of speculative decoding since the last call, of all replicas that answer; None if they
+        decode without it. Logs a warning when it begins to cost more than it saves.
         """
         return self._speculation.take(self.living_replicas)
 
@@ -215,10 +217,9 @@ class RolloutPool:
             advantages: Advantages of each rollout.
 
         Raises:
-            WorkerDied: If the worker died, or texts were lost with a node.
+            WorkerDied: If the worker died, or strings were lost with a node.
         """
-        lost = self._group.lost
-        replica = next((each for each in self._group.replicas if each not in lost), None)
+        replica = next(iter(self.living_replicas), None)
         if replica is None:
             raise WorkerDied("no rollout worker is alive that could write rollouts")
         call = replica.call("write_rollouts", path, rows.part, rows.row, advantages, *refs_of(rows))
@@ -243,13 +244,15 @@ class RolloutPool:
             if self._group.is_whole:
                 self._dispatch.assign_waiting()
         self._dispatch.poll_busy()
+        timeout_s, period_s = self._stall_timeout_s, self._check_period_s
         self._watches = {
-            replica: self._watches.get(replica) or self._new_watch(replica) for replica in self._dispatch.busy
+            each: self._watches.get(each) or ProgressWatch(each, timeout_s=timeout_s, period_s=period_s)
+            for each in self._dispatch.busy
         }
 
     def _sync_dispatch_with_group(self) -> None:
         """Assign groups to the replicas of the group. Groups of replicas that have left wait for another replica."""
-        before, after = self._dispatch.replicas, self._group.replicas
+        before, after = list(self._dispatch.replicas), self._group.replicas
         for replica in before:
             if replica not in after:
                 self._dispatch.remove_replica(replica)
@@ -258,7 +261,7 @@ class RolloutPool:
                 self._dispatch.add_replica(replica)
 
     def _take_ended(self, timeout_s: float) -> None:
-        """Wait for a finished group, so long at most, and take every group that has ended."""
+        """Wait for a finished group, at most for the timeout, and take every group that has ended."""
         replicas = {call.reports: replica for replica, call in self._dispatch.asked.items()}
         if not replicas:
             return
@@ -274,7 +277,7 @@ class RolloutPool:
                 raise outcome
             else:
                 self._take(replica, call, outcome, origin)
-        # replicas that answered go on answering while these groups are taken
+        # Replicas that answered continue to answer while these groups are taken.
         self._dispatch.poll_busy()
 
     def _take(
@@ -318,20 +321,121 @@ class RolloutPool:
             except (GeneratorError, WorkerDied) as error:
                 self._fail(replica, error)
 
-    def _check_taken(self) -> None:
-        num_untaken = 0
-        for replica in self._dispatch.busy - self._group.lost:
-            try:
-                num_untaken += fetch(replica.call("num_untaken"), replica.origin("rollouts"), IDLE_TIMEOUT_S)
-            except (GeneratorError, WorkerDied) as error:
-                # a dead one is noticed and replaced by the next call that needs it
-                _log.debug("%s", error)
-        if num_untaken:
-            raise StepAbandoned(f"{num_untaken} rollouts that no agent has taken")
-
     def _fail(self, replica: Replica, error: RLError) -> None:
         """Lose a replica; its other calls fail soon after it is killed."""
         self._group.fail(replica, error, num_groups=self._dispatch.num_under_way(replica))
 
-    def _new_watch(self, replica: Replica) -> ProgressWatch:
-        return ProgressWatch(replica, timeout_s=self._stall_timeout_s, period_s=self._check_period_s)
+
+def _answers(calls: Sequence[tuple[Origin, ray.ObjectRef]], timeout_s: float) -> list[Any]:
+    """Return the answers of the replicas that are alive. The next call that needs a dead one replaces it."""
+    end = time.monotonic() + timeout_s
+    found = []
+    for origin, call in calls:
+        try:
+            found.append(fetch(call, origin, max(0.0, end - time.monotonic())))
+        except (GeneratorError, WorkerDied) as error:
+            _log.debug("%s", error)
+    return found
+
+
+class Dispatch:
+    """Groups that wait for a replica or are in progress; a group goes to the replica with the fewest rollouts.
+
+    A replica gets all groups that it is assigned at once in one message and in order, so that on a single replica the
+    engine's batches do not depend on timing.
+
+    Args:
+        replicas: Replicas that groups go to, in order.
+
+    Attributes:
+        asked: For each replica, its call for the groups that finish next.
+    """
+
+    def __init__(self, replicas: Sequence[Replica]) -> None:
+        self.replicas = list(replicas)
+        self._tickets = itertools.count()
+        self._tasks: dict[Ticket, RolloutTask] = {}
+        self._waiting: list[tuple[bool, Ticket]] = []
+        self._load = dict.fromkeys(self.replicas, 0)
+        self._under_way: dict[Replica, set[Ticket]] = {replica: set() for replica in self.replicas}
+        self.asked: dict[Replica, FinishedCall] = {}
+
+    @property
+    def num_groups(self) -> int:
+        """Groups that are not finished."""
+        return len(self._tasks)
+
+    @property
+    def busy(self) -> set[Replica]:
+        """Replicas with groups in progress."""
+        return {replica for replica, tickets in self._under_way.items() if tickets}
+
+    def add_replica(self, replica: Replica) -> None:
+        """Add a replica for groups."""
+        self.replicas.append(replica)
+        self._load[replica] = 0
+        self._under_way[replica] = set()
+
+    def remove_replica(self, replica: Replica) -> None:
+        """Remove a replica and return its groups to the queue."""
+        self.give_up(replica)
+        self.replicas.remove(replica)
+        del self._load[replica], self._under_way[replica]
+
+    def num_under_way(self, replica: Replica) -> int:
+        """Return the number of groups that a replica has."""
+        return len(self._under_way[replica])
+
+    def add(self, tasks: Sequence[RolloutTask]) -> list[Ticket]:
+        """Queue groups after the waiting ones; urgent groups after urgent ones."""
+        numbered = {Ticket(next(self._tickets)): task for task in tasks}
+        self._tasks |= numbered
+        self._wait(numbered)
+        return list(numbered)
+
+    def assign_waiting(self) -> None:
+        """Begin waiting groups, urgent ones and then the oldest first, as far as the replicas have room."""
+        shares: dict[Replica, list[Ticket]] = {}
+        while self._waiting:
+            replica = min(self.replicas, key=self._load.__getitem__)
+            _, ticket = self._waiting[0]
+            size = self._size(ticket)
+            if len(self.replicas) > 1 and self._load[replica] and self._load[replica] + size > MAX_ROLLOUTS:
+                break
+            heapq.heappop(self._waiting)
+            shares.setdefault(replica, []).append(ticket)
+            self._load[replica] += size
+        for replica, tickets in shares.items():
+            replica.begin([(ticket, self._tasks[ticket]) for ticket in tickets])
+            self._under_way[replica] |= set(tickets)
+
+    def poll_busy(self) -> None:
+        """Ask every replica with groups in progress for the groups that finish next, unless it has been asked."""
+        for replica in self.replicas:
+            if self._under_way[replica] and replica not in self.asked:
+                self.asked[replica] = replica.finished()
+
+    def end(self, replica: Replica, tickets: Sequence[Ticket]) -> list[RolloutTask]:
+        """Take finished groups off their replica; return their tasks."""
+        self._take_off(replica, tickets)
+        return [self._tasks.pop(ticket) for ticket in tickets]
+
+    def give_up(self, replica: Replica) -> None:
+        """Return all groups of a replica to the queue, before groups that were added later; its call for finished ones
+        is answered no longer.
+        """
+        self.asked.pop(replica, None)
+        tickets = list(self._under_way[replica])
+        self._take_off(replica, tickets)
+        self._wait(tickets)
+
+    def _wait(self, tickets: Iterable[Ticket]) -> None:
+        for ticket in tickets:
+            heapq.heappush(self._waiting, (not self._tasks[ticket].is_urgent, ticket))
+
+    def _take_off(self, replica: Replica, tickets: Sequence[Ticket]) -> None:
+        self._under_way[replica] -= set(tickets)
+        self._load[replica] -= sum(map(self._size, tickets))
+
+    def _size(self, ticket: Ticket) -> int:
+        return len(self._tasks[ticket].seeds)

@@ -1,4 +1,4 @@
-"""The way of one model's weights to the generators: its connection, and what both ends say of a transfer."""
+"""The transfer of one model's weights to the generators."""
 
 from __future__ import annotations
 
@@ -6,66 +6,48 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import ray
 
 from rl_core.errors import GeneratorError, Origin, RLError, WeightSyncError, WorkerDied, WorkerError, WorkerStalled
-from rl_core.model import Part
+from rl_core.model import ModelPart
 from rl_core.ray.calls import settle
 from rl_core.ray.model import RemoteModel
 from rl_core.rollouts.delivery import Delivery, Taken
 from rl_core.tracing import spans
 from rl_core.weights import Manifest, Transport, TransportKind, WeightForm, WeightTarget
 from rl_launch.placement.residency import Residency
+from rl_launch.runtime.replica import Replica
 
 _log = logging.getLogger(__name__)
 
 WEIGHT_SYNC = "weight sync"
-"""Track of its spans in the driver."""
+"""Track of spans of weight sync in the driver."""
 
 SYNC_TIMEOUT_S = 600.0
 """Maximum time in seconds for one phase of a weight sync; `policy.worker_timeout_s` may be shorter."""
 
 GRACE_S = 30.0
-"""After a first failure in a transfer, how long the other side may take to end, so that both are heard."""
-
-
-class Receiver(Protocol):
-    """A replica, as weight sync calls it."""
-
-    num_ranks: int
-    num_starts: int
-
-    def call(self, method: str, *args: Any) -> ray.ObjectRef:
-        """Call the replica's rollout worker."""
-        ...
-
-    def generator(self, method: str, *args: Any) -> ray.ObjectRef:
-        """Call the replica itself."""
-        ...
-
-    def origin(self, phase: str) -> Origin:
-        """The replica and a phase of its work, for messages."""
-        ...
+"""Seconds that the other side of a transfer may take to end after a first failure, so that both errors are reported."""
 
 
 class WeightTransfer:
-    """Sends the weights of one model to replicas. All transfers use one connection and its buffers; another one is
-    opened after a failure, and once a replica has been started anew.
+    """Sends the weights of one model to replicas. All transfers use one connection and its buffers. After a failure or
+    the restart of a replica, a new connection is opened.
 
     Args:
         model: The sender.
-        target: The generators' model that the weights are for.
+        target: The generators' model that receives the weights.
         kind: Kind of transport.
-        meet: Makes the address at which sender and receivers meet, or the folder that they share.
+        meet: Returns the address where sender and receivers connect, or the folder that they share.
         residency: Residency of the devices that the sender shares with others; None if it shares none.
-        gives_way: True if replicas are among these others: the sender frees the devices for them, part by part.
-        bucket_bytes: Most bytes in flight at a time.
-        tenant: Role that holds the devices, if it is not the target: a draft head is where its policy is.
-        sends_changes: True if a transfer carries only what changed since the one before, to the same replicas.
-        timeout_s: Bound of each phase.
+        gives_way: True if the sender shares devices with replicas, and frees them for the replicas part by part.
+        bucket_bytes: Maximum number of bytes in flight at a time.
+        tenant: Role that holds the devices if it is not the target: a draft head shares the devices of its policy.
+        sends_changes: True if a transfer carries only the changes since the previous one, to the same replicas.
+        timeout_s: Timeout in seconds of each phase.
     """
 
     def __init__(
@@ -94,19 +76,19 @@ class WeightTransfer:
         self._timeout_s = timeout_s
         self._manifests: dict[WeightForm, Manifest] = {}
         self._transport: Transport | None = None
-        self._receivers: list[tuple[Receiver, int]] = []
+        self._receivers: list[tuple[Replica, int]] = []
 
     def hold(self) -> AbstractContextManager[None]:
-        """Context in which the model is on its devices; it stays there until another needs them."""
+        """Return a context that brings the model to its devices. It stays there until another model needs them."""
         return self._residency.hold(self.tenant) if self._residency else nullcontext()
 
-    def leave(self, part: Part) -> None:
+    def leave(self, part: ModelPart) -> None:
         """Free the devices of a part of the model for the replicas, if they share them."""
         if self._gives_way:
             self.model.offload([part])
 
     def manifest(self, form: WeightForm, version: int) -> Manifest:
-        """Return the manifest of a form, which the model has to make only once: versions differ in their values."""
+        """Return the manifest of a form. The model makes it only once, because versions differ only in their values."""
         if form not in self._manifests:
             self._manifests[form] = self.model.manifest(version, form)
         return replace(self._manifests[form], version=version, target=self._target)
@@ -114,26 +96,27 @@ class WeightTransfer:
     def send(
         self,
         manifest: Manifest,
-        replicas: Sequence[Receiver],
+        replicas: Sequence[Replica],
         *,
         canary: Sequence[np.ndarray] = (),
         takes_turns: bool = False,
         in_flight: bool = False,
     ) -> list[Taken]:
-        """Send the weights, watch both sides at the same time, and compare what they sent with what arrived.
+        """Send the weights, watch both sides at the same time, and compare the sent digests with the received ones.
 
         Args:
-            manifest: Tensors of this version, in the order they are sent.
+            manifest: Tensors of this version, in the order of the transfer.
             replicas: Replicas that receive the weights.
             canary: Token rows that the replicas score with them.
-            takes_turns: As `Delivery.takes_turns`.
-            in_flight: As `Delivery.in_flight`.
+            takes_turns: See `Delivery.takes_turns`.
+            in_flight: See `Delivery.in_flight`.
 
         Raises:
-            RLError: The cause of the failure, followed by what the other side said.
+            RLError: The cause of the failure, followed by the errors of the other side.
         """
         transport = self._connected(replicas)
-        self._transport = None  # until this transfer has succeeded
+        # The connection is kept only after a success.
+        self._transport = None
         shared = ray.put(manifest)
         sending, senders = self.model.start_send(shared, transport)
         with spans.span(WEIGHT_SYNC, "transfer" if self._target == "policy" else f"transfer of the {self._target}"):
@@ -149,16 +132,27 @@ class WeightTransfer:
             takers = [replica.origin("weight sync (take over)") for replica in replicas]
             answers = self._settled([*taking, *sending], [*takers, *senders], manifest, transport)
         taken: list[Taken] = answers[: len(taking)]
-        _check_digests(taken, takers, answers[len(taking) :], manifest.version)
+        by_rank = {tuple(digests) for digests in answers[len(taking) :] if digests}
+        # Receivers that keep different parts have different digests, but all ranks that send must have sent the same.
+        sent: set[str] = set(*by_rank) if len(by_rank) == 1 else set()
+        for found, origin in zip(taken, takers, strict=True):
+            for rank, digest in enumerate(found.digests):
+                if digest not in sent:
+                    listed = ", ".join(sorted({digest for digests in by_rank for digest in digests})) or "none"
+                    raise WeightSyncError(
+                        f"{origin}: engine rank {rank} received weights with digest {digest}; sent as version "
+                        f"{manifest.version} were {listed}"
+                    )
         self._transport = transport
         return taken
 
     def write(self, manifest: Manifest, folder: str) -> str:
-        """Write the weights into a folder that all nodes share; returns the digest of all of them."""
+        """Write the weights into a folder that all nodes share; return their common digest."""
         transport = Transport(
             "disk", folder, num_receivers=1, bucket_bytes=self.bucket_bytes, timeout_s=self._timeout_s
         )
-        self._transport = None  # the model has one connection at a time
+        # The model has one connection at a time.
+        self._transport = None
         sending, senders = self.model.start_send(ray.put(manifest), transport)
         answers = self._settled(sending, senders, manifest, transport)
         (digest,) = {digest for digests in answers for digest in digests}
@@ -167,7 +161,7 @@ class WeightTransfer:
     def _settled(
         self, refs: Sequence[ray.ObjectRef], origins: Sequence[Origin], manifest: Manifest, transport: Transport
     ) -> list[Any]:
-        """Answers of senders, of receivers or of both."""
+        """Return the answers of senders, of receivers or of both."""
 
         def give_up(error: RLError) -> None:
             stacks = f"; {self.model.write_stacks()}" if isinstance(error, WorkerStalled) else ""
@@ -179,11 +173,11 @@ class WeightTransfer:
             raise joined(failures)
         return answers
 
-    def _connected(self, replicas: Sequence[Receiver]) -> Transport:
-        """The transport of the last transfer if the same processes are at its ends, or another one.
+    def _connected(self, replicas: Sequence[Replica]) -> Transport:
+        """Return the transport of the last transfer if both ends are the same processes, otherwise a new transport.
 
-        The memory of a GPU is accessible only from that GPU, so every rank of the model sends to the engine rank on
-        the same GPU.
+        The memory of a GPU is accessible only from the same GPU, so with `ipc` every rank of the model sends to the
+        engine rank on its GPU.
         """
         receivers = started(replicas)
         if self._transport is not None and receivers == self._receivers:
@@ -201,34 +195,24 @@ class WeightTransfer:
         )
 
 
-def started(replicas: Sequence[Receiver]) -> list[tuple[Receiver, int]]:
-    """Replicas with how often each was started, which tells its processes apart."""
+def started(replicas: Sequence[Replica]) -> list[tuple[Replica, int]]:
+    """Return the replicas with the number of their starts, which differs between the processes of a replica."""
     return [(replica, replica.num_starts) for replica in replicas]
 
 
-def _check_digests(
-    taken: Sequence[Taken], takers: Sequence[Origin], sent_by_rank: Sequence[Sequence[str]], version: int
-) -> None:
-    """Raise a `WeightSyncError` if an engine rank received other weights than every rank sent."""
-    by_rank = {tuple(digests) for digests in sent_by_rank if digests}
-    # receivers that keep other parts have other digests, but every rank that sends must have sent the same
-    sent: set[str] = set(*by_rank) if len(by_rank) == 1 else set()
-    for found, origin in zip(taken, takers, strict=True):
-        for rank, digest in enumerate(found.digests):
-            if digest not in sent:
-                listed = ", ".join(sorted({digest for digests in by_rank for digest in digests})) or "none"
-                raise WeightSyncError(
-                    f"{origin}: engine rank {rank} received weights with digest {digest}; sent as version "
-                    f"{version} were {listed}"
-                )
-
-
 def joined(failures: Sequence[RLError]) -> RLError:
-    """One error for the failures of a transfer, in the order in which they happened: the cause, then the others.
+    """Return one error for the failures of a transfer: the cause, then the others in the order of their occurrence.
 
     A process or an engine that ended is the cause, even if another failure was noticed first.
     """
-    cause = min(failures, key=_rank)
+
+    def rank(error: RLError) -> int:
+        if isinstance(error, WorkerDied) and not isinstance(error, WorkerStalled):
+            return 0
+        # Ranks that only repeat the failure of another rank come last.
+        return {GeneratorError: 1, WeightSyncError: 2, WorkerError: 2, WorkerStalled: 3}.get(type(error), 4)
+
+    cause = min(failures, key=rank)
     others = [str(error) for error in failures if str(cause) not in str(error)]
     if not others:
         return cause
@@ -244,10 +228,3 @@ def joined(failures: Sequence[RLError]) -> RLError:
             return GeneratorError(f"{cause}{besides}")
         case _:
             return RLError(f"{cause}{besides}")
-
-
-def _rank(error: RLError) -> int:
-    if isinstance(error, WorkerDied) and not isinstance(error, WorkerStalled):
-        return 0
-    # ranks that only repeat another's failure come last
-    return {GeneratorError: 1, WeightSyncError: 2, WorkerError: 2, WorkerStalled: 3}.get(type(error), 4)
