@@ -20,8 +20,8 @@ from rl_algos.tiny_model import make_tokenizer
 from rl_core.errors import ConfigError, DataError
 from rl_core.plugins import OpponentNeed
 from rl_core.rollouts.group import RolloutGroup
+from rl_core.rollouts.pool import Evaluation
 from rl_core.rollouts.rollout import WeightSpan
-from rl_core.rollouts.source import Evaluation
 
 
 def settings(**agents) -> GRPOConfig:

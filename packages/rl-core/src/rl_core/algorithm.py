@@ -1,4 +1,4 @@
-"""What an algorithm does, as one class that its plugin names."""
+"""The implementation of an algorithm, as one class in its plugin."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class Algorithm(Generic[C, L, P]):
         raise NotImplementedError(f"{type(self).__name__} evaluates, so it must define evaluation")
 
     def row_reader(self, config: C) -> Any:
-        """Return the `rl_algos.data.preview.RowReader` by which `rl data show` reads single rows as `load` and
+        """Return the `rl_algos.data.preview.RowReader` that reads single rows for `rl data show` as `load` and
         `prepare` do. Rows of an algorithm that does not define it cannot be shown."""
         raise NotImplementedError(f"{type(self).__name__} must define row_reader to have its rows shown")
 

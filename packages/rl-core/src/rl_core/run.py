@@ -21,11 +21,11 @@ class Checkpointable(Protocol):
     """Loop state that a checkpoint holds in addition to the models: a data position, counters."""
 
     def state(self) -> Mapping[str, Any]:
-        """Plain data (JSON and numpy) that `restore` resumes from."""
+        """Return plain data (JSON and numpy) that `restore` resumes from."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state."""
+        """Continue from a saved state."""
         ...
 
 
@@ -45,8 +45,8 @@ class Run(Protocol):
     def steps(
         self, max_steps: int, *, models: Mapping[str, Saved], state: Mapping[str, Checkpointable]
     ) -> Iterator[int]:
-        """Steps still to do, counted from 1. The call itself restores the newest checkpoint; asking for the next step
-        saves one if it is due.
+        """Yield the steps still to do, counted from 1. The call restores the newest checkpoint; asking for the next
+        step saves one if it is due.
 
         Ends early when asked to (a signal, a time limit, `stop`), having saved.
         """
@@ -57,7 +57,7 @@ class Run(Protocol):
         ...
 
     def record(self, step: int, metrics: Mapping[str, float | Metric]) -> None:
-        """Metrics of a step, each as its result; several calls for one step are merged into one line."""
+        """Record metrics of a step, each as its result; several calls for one step are merged into one line."""
         ...
 
     def record_rollouts(
@@ -69,7 +69,7 @@ class Run(Protocol):
             step: Number of the step.
             groups: Groups of the step; those that were not trained on come last.
             advantages: `[rollouts]`, in the order of the groups and within them.
-            batch: Rows of the groups that were trained on, in the same order, from which the values of each token are
+            batch: Rows of the groups that were trained on, in the same order; the values of each token are
                 recorded: `loss_mask` and, if it has them, `prev_logprobs`, `prev_entropy` and `advantages`. None to
                 record no tokens.
         """
@@ -95,11 +95,11 @@ class Components:
 
     Args:
         models: Models by role, as the algorithm's plugin names them.
-        data: What the algorithm's `prepare` returned.
+        data: Result of the algorithm's `prepare`.
         weights: Publishes the policy's weights.
         pool: Runs rollouts.
         opponents: Older weights of the policy that play against it, as a checkpoint holds them.
-        evaluation: What `plan` of the algorithm's `evaluate` returned, if the run is evaluated as it trains.
+        evaluation: Result of `plan` of the algorithm's `evaluation`, if the run is evaluated as it trains.
     """
 
     models: Mapping[str, Model]

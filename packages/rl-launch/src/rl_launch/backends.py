@@ -174,7 +174,7 @@ SINGLE_MODEL = AlgorithmPlugin(
     generates=False,
     trains=False,
     models=lambda config: {POLICY: ModelNeed(POLICY, ModelSpec(trains=False))},
-    # It has the environment in which runs train it, so that no further one is built.
+    # It has the environment of runs that train it, so that no further one is built.
     requirements=(LOSSES,),
 )
 """Algorithm of a config without one, for a single model without a run."""

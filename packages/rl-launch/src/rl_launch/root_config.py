@@ -22,7 +22,7 @@ DRAFTER: Final = "drafter"
 
 DRAFT_HEAD: Final = "draft_head"
 """Section of the policy with a draft head that trains in its processes, and the name of that part of them. Its role is
-that of a draft model, which it excludes."""
+of a draft model, which it excludes."""
 
 
 class ClusterConfig(Config):

@@ -47,8 +47,8 @@ from rl_core.data.batch import Batch
 from rl_core.model import HIDDEN, LOGPROBS, HeadFiles, Loss, Model, hidden_states, topk
 from rl_core.model_config import ModelConfig
 from rl_core.rollouts.generation import SamplingParams
+from rl_core.rollouts.pool import RolloutSource
 from rl_core.rollouts.rollout import Prompt
-from rl_core.rollouts.source import RolloutSource
 from rl_core.run import Components, Run
 
 TEACHER = "teacher"

@@ -19,7 +19,7 @@ DEFAULT_K = 64
 
 
 class DistillationConfig(RolloutConfig):
-    """On-policy distillation: steps, prompts and samples per step, what the teacher scores, validation."""
+    """On-policy distillation: steps, prompts and samples per step, scored tokens, validation."""
 
     section: ClassVar[str] = "distillation"
     validation_goals: ClassVar[tuple[str, ...]] = ("reward", "accuracy", "mean_length", "loss")
@@ -27,7 +27,7 @@ class DistillationConfig(RolloutConfig):
     num_generations_per_prompt: int = Field(default=1, gt=0)
     """Number of rollouts per prompt."""
     topk_logits_k: int | None = Field(default=DEFAULT_K, gt=0)
-    """Number of the teacher's most likely tokens at which student and teacher are compared; all other tokens count as
+    """Number of the teacher's most likely tokens that student and teacher are compared at; all other tokens count as
     one, the tail. null compares the whole vocabulary, with one teacher or several; if the vocabulary is large, the
     teachers' hidden states are sent instead of logprobs."""
     cross_tokenizer: bool = False
@@ -39,12 +39,12 @@ class DistillationConfig(RolloutConfig):
 
 
 class OfflineDistillationConfig(SupervisedConfig):
-    """Distillation on given conversations: steps, epochs, what is learned of a row, validation."""
+    """Distillation on given conversations: steps, epochs, learned parts of a row, validation."""
 
     learn: LearnedTurns = "all"
     """Assistant turns to train on: `all` of them, or only the `last` one."""
     topk_logits_k: int | None = Field(default=DEFAULT_K, gt=0)
-    """Number of the teacher's most likely tokens at which student and teacher are compared; all other tokens count as
+    """Number of the teacher's most likely tokens that student and teacher are compared at; all other tokens count as
     one, the tail. null compares the whole vocabulary, with one teacher or several; if the vocabulary is large, the
     teachers' hidden states are sent instead of logprobs."""
 
@@ -62,7 +62,7 @@ class DistillationLossConfig(Config):
     nll_weight: float = Field(default=0.0, ge=0)
     """Weight of the negative log-likelihood of the given text, which is added to the divergence."""
     temperature: float = Field(default=1.0, gt=0)
-    """Temperature of the loss, by which the logits of student and teacher are divided."""
+    """Temperature of the loss: the divisor of the logits of student and teacher."""
     span_tau: float = Field(default=100.0, ge=1)
     """Temperature of span likelihoods with `distillation.cross_tokenizer`: they are raised to the power of 1 over this
     before they are compared."""

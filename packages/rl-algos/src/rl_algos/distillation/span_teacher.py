@@ -54,8 +54,8 @@ class Translator:
         return encode_prompt(self._teacher, messages)
 
     def response(self, prompt: np.ndarray, sampled: Sequence[int]) -> Response:
-        """The tokens that the student sampled, after the teacher's prompt. What has no text of its own (a character
-        cut in two, special tokens but that at the end) is in no span, nor what comes after it."""
+        """Return the tokens that the student sampled, after the teacher's prompt. What has no text of its own (a
+        character cut in two, special tokens but that at the end) is in no span, nor what comes after it."""
         ended = bool(sampled) and sampled[-1] in self._student_ends
         said = [self._student_bytes(token) for token in (sampled[:-1] if ended else sampled)]
         text, whole = whole_text(said)
@@ -74,7 +74,7 @@ class Translator:
 
 
 def _end_of_turn(tokenizer: Any) -> int:
-    """The id that the chat template writes after a turn, or the id of the end of sequence."""
+    """Return the id that the chat template writes after a turn, or the id of the end of sequence."""
     return int(tokenizer.convert_tokens_to_ids(template_ends(tokenizer).token or tokenizer.eos_token))
 
 
@@ -95,8 +95,8 @@ class SpanTeacher:
         self._temperature = temperature
 
     def scored(self, batch: Batch, groups: Sequence[RolloutGroup]) -> Batch:
-        """The rollouts with the spans of their responses, and the teacher's logprobs of them. Spans are found here, on
-        the driver, which reads the tokens for it."""
+        """Return the rollouts with the spans of their responses, and the teacher's logprobs of them. Spans are found
+        here, on the driver, which reads the tokens for it."""
         tokens, mask = batch.ragged(TOKENS), batch.ragged(LOSS_MASK)
         prompts = [
             prompt
@@ -124,7 +124,7 @@ class SpanTeacher:
 
 
 class Span(NamedTuple):
-    """Tokens of two tokenizers that stand for the same bytes.
+    """Tokens of two tokenizers for the same bytes.
 
     Args:
         student: Its tokens, as a half-open range.
@@ -136,7 +136,8 @@ class Span(NamedTuple):
 
 
 def common_spans(student: Sequence[bytes], teacher: Sequence[bytes]) -> list[Span]:
-    """The shortest spans that cover a text, given the bytes of each token of both tokenizers; both make up the text."""
+    """Return the shortest spans that cover a string, given the bytes of each token of both tokenizers; both make up the
+    text."""
     spans: list[Span] = []
     ends = [0, 0]  # bytes up to the current tokens' ends
     at = [0, 0]  # tokens taken
@@ -152,7 +153,7 @@ def common_spans(student: Sequence[bytes], teacher: Sequence[bytes]) -> list[Spa
 
 
 def bytes_of(tokenizer: Any, key: str) -> BytesOf:
-    """The bytes that each token of a fast tokenizer stands for.
+    """Return the bytes of each token of a fast tokenizer.
 
     Args:
         tokenizer: Fast tokenizer, byte-level or with byte fallback.
@@ -172,8 +173,8 @@ def bytes_of(tokenizer: Any, key: str) -> BytesOf:
 
 
 def whole_text(pieces: Sequence[bytes]) -> tuple[str, int]:
-    """The text that tokens make up, and how many of them do: those at the end that begin a character and do not finish
-    it are left out."""
+    """Return the string that tokens make up, and how many of them do: those at the end that begin a character and do
+    not finish it are left out."""
     for count in range(len(pieces), 0, -1):
         try:
             return b"".join(pieces[:count]).decode(), count

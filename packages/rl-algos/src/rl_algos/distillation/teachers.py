@@ -30,8 +30,8 @@ COLUMNS = {
 
 
 def teacher_of(roles: Collection[str], *names: str) -> str:
-    """The role of the teacher for rows of these names (an environment, a dataset): the first that there is one for,
-    or `teacher`; empty if there is none."""
+    """Return the role of the teacher for rows of these names (an environment, a dataset): the first that there is one
+    for, or `teacher`; empty if there is none."""
     return next((role for role in (*(f"teacher_{name}" for name in names), "teacher") if role in roles), "")
 
 
@@ -39,7 +39,7 @@ class RolloutScorer(Protocol):
     """One or more teachers that say of a student's rollouts what its loss needs to know."""
 
     def scored(self, batch: Batch, groups: Sequence[RolloutGroup]) -> Batch:
-        """The rows with the columns of the loss.
+        """Return the rows with the columns of the loss.
 
         Args:
             batch: Batch of the groups from `rl_algos.rollouts.training.batch.build_batch`.
@@ -73,7 +73,7 @@ class Teachers:
         return self.scored_rows(batch, roles)
 
     def scored_rows(self, batch: Batch, roles: Sequence[str]) -> Batch:
-        """The rows with what their teachers read, in columns named as the loss takes them.
+        """Return the rows with the readings of their teachers, in columns named as the loss takes them.
 
         Args:
             batch: Batch with the tokens of all rows.

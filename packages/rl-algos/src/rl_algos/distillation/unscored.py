@@ -2,5 +2,5 @@
 
 
 def unscored() -> float:
-    """The reward of every response: 0."""
+    """Return the reward of every response: 0."""
     return 0.0

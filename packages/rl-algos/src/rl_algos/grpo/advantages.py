@@ -171,9 +171,10 @@ def optimal_token_baseline(
 
     `G_t` is the reward of the rollout, less its KL penalties from token t on if they are in the reward. `W_t = sum of
     |s_j|^2 for j <= t`, where `|s|^2 = 1 - 2 p + sum p'^2` is the squared norm of the gradient of a token's logprob by
-    the logits, p the probability of the token and p' those of all tokens: it stands for the squared norm of the
-    gradient of the tokens so far. Sums are over the rollouts of the group that sampled t tokens or more. The mean of
-    their `G_t` is subtracted first. This changes the result only if all `W_t` vanish: then the mean is the baseline.
+    the logits, p the probability of the token and p' the probabilities of all tokens: it approximates the squared norm
+    of the gradient of the tokens so far. Sums are over the rollouts of the group that sampled t tokens or more. The
+    mean of their `G_t` is subtracted first. This changes the result only if all `W_t` vanish: then the mean is the
+    baseline.
 
     Args:
         rewards: See `grpo`.

@@ -26,16 +26,16 @@ class OpponentConfig(Config):
     """Other weights that take the turns of an agent: an older version of the policy, or another model."""
 
     update_every: int | None = Field(default=None, gt=0)
-    """Number of steps after which the opponent takes over the policy's weights, as they are then; in between it keeps
+    """Number of steps until the opponent takes over the policy's weights, as they are then; in between it keeps
     them. It starts with the initial weights."""
     pool: int = Field(default=1, gt=0)
-    """Number of the newest of these versions from which the one that plays next is drawn at every update. With 1 it is
+    """Number of the newest of these versions; at every update, the one that plays next is drawn from them. With 1 it is
     the newest."""
     model_name: PathText | None = None
     """Folder or hub name of a model that plays as it is during the whole run, instead of an older version of the
     policy. It must have the policy's tokens."""
     share: float = Field(default=1.0, gt=0, le=1)
-    """Share of the plays in which the agent is the opponent; in the others it is the policy. The shares of agents that
+    """Share of the plays with the opponent as the agent; in the others it is the policy. The shares of agents that
     are below 1 are of different plays: with 0.5 for each of two players, each play has one opponent."""
 
 
@@ -43,7 +43,7 @@ class TrainedAgentConfig(Config):
     """How the rollouts of one agent train, in plays of several."""
 
     train: bool = True
-    """Train on the rollouts of this agent. Otherwise they are only recorded, as those of an opponent."""
+    """Train on the rollouts of this agent. Otherwise they are only recorded, like an opponent's."""
     weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Factor of this agent's advantages, applied after they are clipped."""
     adv_estimator: EstimatorConfig = EstimatorConfig()

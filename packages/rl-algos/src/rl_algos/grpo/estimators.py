@@ -51,13 +51,14 @@ ESTIMATORS: Mapping[str, Estimator] = {
 
 @dataclass(frozen=True)
 class _Rollouts:
-    """The rollouts of one agent in a step, from which the inputs of its estimator are computed.
+    """The rollouts of one agent in a step, which give the inputs of its estimator.
 
     Args:
         groups: Groups of the step.
         config: Config section of the algorithm.
         rows: int64, ascending: the rollouts that are given to the estimator.
-        penalties: `[tokens]`, a row per rollout, what each sampled token takes from the reward; None for nothing.
+        penalties: `[tokens]`, a row per rollout, the part of the reward that each sampled token takes away; None for
+            nothing.
         greedy: One greedy rollout of each group's prompt; empty if the estimator reads none.
         batch: Batch of the rollouts, with logprobs; None if the estimator reads none.
         by_token: True if the estimator subtracts the penalties by token itself.
@@ -101,7 +102,7 @@ class _Rollouts:
 
     def squared_scores(self) -> Ragged:
         assert self.batch is not None, "an estimator that reads squared scores is handed the batch"
-        mask = loss_masks(self.groups)  # has the tokens of all rows of the batch, from which some are selected below
+        mask = loss_masks(self.groups)  # Has the tokens of all rows of the batch; some are selected below.
         is_sampled = mask.values > 0
         prev, collision = (self.batch.ragged(name).values for name in ("prev_logprobs", "prev_collision"))
         squared = np.zeros(len(is_sampled))
@@ -159,7 +160,7 @@ def estimator_section(name: str | None) -> type[Config]:
 
 
 def chosen(config: GRPOConfig, agent: str = "") -> str:
-    """Return the name of the effective estimator of an agent, or of rollouts whose agent has none of its own."""
+    """Return the name of the effective estimator of an agent, or of rollouts of an agent without one."""
     settings = trained_agents(config).get(agent)
     if settings is not None and settings.adv_estimator.name:
         return settings.adv_estimator.name
@@ -204,7 +205,8 @@ def advantages_of(
     Args:
         groups: Groups of the step, one per prompt.
         config: Config section of the algorithm, with its estimator and the bounds of advantages.
-        penalties: `[tokens]`, by rows of the batch, what each sampled token takes from the reward; None for nothing.
+        penalties: `[tokens]`, by rows of the batch, the part of the reward that each sampled token takes away; None for
+            nothing.
         greedy: One greedy rollout of each group's prompt, for an estimator that reads `baselines`.
         batch: Batch from `build_batch`, with `prev_logprobs` and `prev_collision` for an estimator that reads
             `squared_scores`.

@@ -1,4 +1,4 @@
-"""GRPO as a plugin: its config sections, what they must satisfy together, and where its code is."""
+"""GRPO as a plugin: its config sections, the checks of them together, and the place of its code."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def models(config: GRPORoot) -> dict[str, ModelNeed]:
 
 
 def check(config: GRPORoot) -> Iterable[Problem]:
-    """Yield problems of the whole resolved config, in addition to those of its rollouts."""
+    """Yield problems of the whole resolved config, after the problems of its rollouts."""
     yield from reward_problems(config.grpo)
     yield from loss_problems(config, config.grpo)
     yield from _estimator(config.grpo, config.loss_fn)

@@ -32,7 +32,7 @@ NLL = "nll"
 """The mean negative log-likelihood of the text, if it is learned as well."""
 
 TEACHER_HIDDEN = "teacher_hidden"
-"""Column of the teacher's hidden states, float32 `[tokens, hidden]`; zeros follow those of the smaller of several."""
+"""Column of the teacher's hidden states, float32 `[tokens, hidden]`; zeros fill the rows of the smaller of several."""
 
 TEACHER_NUMBER = "teacher_number"
 """Column of the number of each token's teacher among the heads of the loss, int32 `[tokens]`."""
@@ -49,7 +49,7 @@ ranks compute from its hidden state and the head in its files."""
 class Divergence:
     """How far the student's distribution q of the next token is from the teacher's p.
 
-    Both are taken over k + 1 outcomes: the teacher's k most likely tokens, each by itself, and the tail, all others
+    Both are taken over k + 1 outcomes: the teacher's k most likely tokens, one by one, and the tail, all others
     together: `p_tail = 1 - sum p`, `q_tail = 1 - sum q`. So a student that puts mass outside the teacher's tokens pays
     for it, and nothing is renormalised. The value is a lower bound of the divergence over the whole vocabulary, and
     equal to it if k is the vocabulary's size.
@@ -111,7 +111,7 @@ class DistillationLoss:
 
     @property
     def reads(self) -> tuple[Read, ...]:
-        """The student's logprobs at the teacher's tokens, and at those of the text if they are learned as well."""
+        """The student's logprobs at the teacher's tokens, and at the tokens of the text if they are learned as well."""
         return (logprobs_at(TEACHER_IDS), LOGPROBS) if self.nll_weight else (logprobs_at(TEACHER_IDS),)
 
     def totals(self, batch: Batch) -> Mapping[str, float]:

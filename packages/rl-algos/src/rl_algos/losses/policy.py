@@ -53,8 +53,8 @@ class PolicyLoss:
             `prev`, only in the surrogate: the behaviour policy is then the centre of the clip.
         kl: The KL term, None for none.
         importance: The correction w, None for none.
-        staleness: Weights by age, by which w is multiplied; None for none.
-        weight_version: Version of the weights that the step trains, from which the age of a token is counted.
+        staleness: Weights by age, which w is multiplied by; None for none.
+        weight_version: Version of the weights that the step trains, the end of a token's age.
         filters: Tokens and sequences that the policy term leaves out. With `top_entropy_share`, these are the tokens
             whose column `high_entropy` is 0.
         mismatch_threshold: Leaves sequences whose mean `exp|prev - generation|` is above it out of all terms.

@@ -31,7 +31,7 @@ class Surrogate(NamedConfig):
     Class attributes state what combinations with other terms depend on:
 
     - `level`: `token` if each token has its own ratio, `sequence` if the whole sequence shares one.
-    - `columns`: Columns that it reads in addition to those of every policy loss; statistics of the whole step.
+    - `columns`: Columns that it reads next to the columns of every policy loss; statistics of the whole step.
     - `aggregations`: Aggregations that make sense with it.
     - `is_by_token`: True if a token's term has no gradient by other tokens, so that single tokens may be left out.
     """

@@ -50,7 +50,7 @@ class Aggregation(NamedConfig):
     tokens that a filter of the loss excludes from the sums still count in the denominators; rollouts that failed or
     were filtered as overlong do not."""
     divisor: float = Field(default=1.0, gt=0)
-    """Constant by which sums over tokens are divided, such as the maximum response length (Dr. GRPO); only for
+    """Divisor of sums over tokens, such as the maximum response length (Dr. GRPO); only for
     `token-sum` and `sequence-mean-token-sum`."""
 
     @property

@@ -109,7 +109,8 @@ class Objective:
         return frozenset((*self._loss.columns, *of_rewards, *self._read_before)) - self._statistics.keys()
 
     def penalties(self, batch: Batch) -> Ragged | None:
-        """Return float64 `[tokens]`, what each sampled token takes from the reward, None without a penalty."""
+        """Return float64 `[tokens]`, the part of the reward that each sampled token takes away, None without a
+        penalty."""
         if self._reward_kl is None:
             return None
         estimates = kl_estimates(self._reward_kl, batch)
@@ -202,7 +203,7 @@ class AdaptiveWeight(Protocol):
         ...
 
     def state(self) -> Mapping[str, Any]:
-        """Return the state from which `restore` continues."""
+        """Return the state for `restore`."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:

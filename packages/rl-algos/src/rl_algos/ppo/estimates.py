@@ -66,7 +66,8 @@ def estimates_of(
         groups: Groups of the step, in the order of the batch.
         values: CriticValues of the critic before the step.
         config: Config section of the algorithm, with `gamma` and the lambdas.
-        penalties: `[tokens]`, by rows of the batch, what each sampled token takes from the reward; None for nothing.
+        penalties: `[tokens]`, by rows of the batch, the part of the reward that each sampled token takes away; None for
+            nothing.
 
     Returns:
         The advantages that the policy learns from, and the returns that the critic learns, with a row per rollout:
@@ -152,7 +153,7 @@ def reward_at_last(rewards: np.ndarray, loss_mask: Ragged, penalties: Ragged | N
     Args:
         rewards: float `[rows]`; a row without sampled tokens counts for nothing.
         loss_mask: `[tokens]`, 1 on sampled tokens.
-        penalties: `[tokens]`, what each sampled token takes from the reward; None for nothing.
+        penalties: `[tokens]`, the part of the reward that each sampled token takes away; None for nothing.
     """
     by_token = np.zeros(len(loss_mask.values))
     sampled = np.flatnonzero(loss_mask.values > 0)

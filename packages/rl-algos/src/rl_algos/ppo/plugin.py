@@ -1,4 +1,4 @@
-"""PPO as a plugin: its config sections, what they must satisfy together, and where its code is."""
+"""PPO as a plugin: its config sections, the checks of them together, and the place of its code."""
 
 from __future__ import annotations
 

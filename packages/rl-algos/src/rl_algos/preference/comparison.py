@@ -31,7 +31,7 @@ def comparisons(example: Example, pairing: Pairing) -> list[Comparison]:
 
     Args:
         example: Example whose responses all have a rank or all have a score.
-        pairing: `best-worst` pairs the best with the worst; `all` forms every pair in which one is better.
+        pairing: `best-worst` pairs the best with the worst; `all` forms every pair with a better response.
 
     Raises:
         DataError: If there are fewer than two responses, or they have no order.

@@ -17,7 +17,7 @@ class PreferenceConfig(SupervisedConfig):
 
     pairing: Pairing = "best-worst"
     """Pairs to form from several ranked responses to a prompt: `best-worst` pairs the best with the worst, `all` forms
-    every pair in which one response is better."""
+    every pair with a better response."""
 
 
 class PreferenceRoot(DataRoot, Protocol):

@@ -209,7 +209,7 @@ class _LoadedTask:
     Args:
         task: Its settings; None for the run's validation data.
         datasets: Its rows.
-        data: Settings by which they are tokenised.
+        data: Settings for tokenising them.
     """
 
     task: TaskConfig | None

@@ -53,13 +53,14 @@ class AgentConfig(Config):
     of the rollout worker's environment variables it has none."""
     files: list[PathText] = []
     """Files that `command` needs with `place: environment`, such as `[agent.py]` for `[python, agent.py]`, or modules
-    as `package.module`. Their contents are sent. An argument of the command that is the name of one stands for it."""
+    as `package.module`. Their contents are sent. An argument of the command that is the name of one is replaced by its
+    path."""
     env: EnvVars = {}
-    """Environment variables of the function or the command, in addition to those of the rollout worker."""
+    """Environment variables of the function or the command, in addition to the rollout worker's."""
     max_calls: int = Field(default=64, gt=0)
     """Maximum number of completions in one rollout; further calls are refused."""
     host: str = "127.0.0.1"
-    """Address at which the policy is served. Agents on other machines need one of the node's own addresses."""
+    """Address of the served policy. Agents on other machines need one of the node's own addresses."""
     grace_s: Annotated[float, WhenChanged.RESUME] = Field(default=5.0, ge=0)
     """Seconds between SIGTERM and SIGKILL when an agent is stopped, after its rollout has ended or taken too long
     (`max_rollout_seconds`). All processes that it started are ended with it."""
@@ -199,8 +200,8 @@ class RolloutConfig(Config):
     begins with what the engine consumed, the rows of a rollout count as one sequence, and `max_total_sequence_length`
     limits each segment. If unset, such a template is refused when rollouts have several turns."""
     rollout_program: str = "multi_turn"
-    """Program that runs a rollout: `multi_turn`, in which the policy and the environment take turns, as one agent or as
-    the players of a game; `proposer_solver`, in which the policy poses problems and solves them; or your own
+    """Program that runs a rollout: `multi_turn`, where the policy and the environment take turns, as one agent or as
+    the players of a game; `proposer_solver`, where the policy poses problems and solves them; or your own
     `RolloutProgram` as `file.py:Class` or `package.module:Class`, which is created with `max_turns`, `max_tokens` and
     `rollout_program_args`."""
     rollout_program_args: dict[str, Any] = {}
@@ -308,7 +309,7 @@ class RewardShapingConfig(Config):
     enabled: bool = False
     """Adjust rewards by the length, the ending, the repetitions and the format of a response, with the keys below."""
     max_response_length: int = Field(default=512, gt=0)
-    """Response length in tokens at which the full overlong penalty applies (DAPO's soft overlong punishment)."""
+    """Response length in tokens with the full overlong penalty (DAPO's soft overlong punishment)."""
     overlong_buffer_length: int = Field(default=128, gt=0)
     """Number of tokens before that length over which the penalty grows from 0."""
     overlong_buffer_penalty: float = Field(default=1.0, ge=0)

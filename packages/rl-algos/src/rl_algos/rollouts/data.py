@@ -33,7 +33,7 @@ from rl_core.images import image_refs
 from rl_core.rollouts.rollout import Prompt
 
 TRIED_ROWS = 2
-"""Number of rows of a dataset on which its environment is tried."""
+"""Number of rows of a dataset for the trial of its environment."""
 
 _MAPPING_REMEDY = (
     ". If a column with another name contains it, set `output_key` to that column for the answer, or map it in "

@@ -54,7 +54,7 @@ def rollout_algorithm(
         further: See `AlgorithmPlugin`.
         reads_filtered: True if its loss reads logprobs of the tokens that `top_p`, `top_k` and `min_p` of generation
             keep (`Read.token_filter`); otherwise these are refused.
-        checks: Checks in addition to those of rollouts, validation and environments.
+        checks: Checks after the checks of rollouts, validation and environments.
         further_models: See `AlgorithmPlugin`.
         further_metrics: Function from the resolved config to metrics that its validation records in addition.
     """

@@ -29,7 +29,7 @@ from rl_core.rollouts.pool import RolloutPool
 from rl_core.run import Components, Run
 
 SAMPLED = 4
-"""Number of prompts on which engines prove their computation."""
+"""Number of prompts for the proof of an engine's computation."""
 
 
 def program_needs(settings: RolloutConfig, max_tokens: int, environments: frozenset[str]) -> RolloutNeeds:

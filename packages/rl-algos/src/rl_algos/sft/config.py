@@ -12,7 +12,7 @@ LearnedTurns = Literal["all", "last"]
 
 
 class SFTConfig(SupervisedConfig):
-    """Supervised fine-tuning: steps, epochs, what is learned of a row, validation."""
+    """Supervised fine-tuning: steps, epochs, learned parts of a row, validation."""
 
     learn: LearnedTurns = "all"
     """Assistant turns to train on: `all` of them, or only the `last` one. `train: true` or `train: false` in a message

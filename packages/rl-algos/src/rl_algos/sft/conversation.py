@@ -24,7 +24,7 @@ from rl_core.rollouts.rollout import Message
 def encode_conversation(
     tokenizer: Any, messages: Sequence[Message], *, learn: LearnedTurns = "all", tools: Sequence[Mapping[str, Any]] = ()
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens of a conversation with a mask of the loss: the assistant's text and the token that ends its turn.
+    """Return tokens of a conversation with a mask of the loss: the assistant's text and the token that ends its turn.
 
     Each image has all its tokens, which are not learned. The assistant's text is what
     `rl_algos.sft.turn_spans.find_turns` finds and proves.
@@ -69,7 +69,7 @@ def encode_conversation(
 
 
 def learned_messages(messages: Sequence[Message], learn: LearnedTurns) -> list[bool]:
-    """By message: whether it is learned.
+    """Return by message whether it is learned.
 
     Raises:
         DataError: If none is, or a flag is not one.
@@ -117,7 +117,7 @@ def _tokens(tokenizer: Any, text: str, starts: Sequence[int]) -> tuple[list[int]
 
 
 def _begins_apart(tokenizer: Any, text: str, start: int, tokens: Sequence[int], offsets: Sequence[Span]) -> bool:
-    """Return whether the tokens before a turn are those of its prompt; an added token parts what surrounds it."""
+    """Return whether a turn follows the tokens of its prompt; an added token parts what surrounds it."""
     end = bisect_left(offsets, start, key=lambda span: span[0])
     if end and offsets[end - 1][1] > start:
         return False
@@ -145,7 +145,7 @@ def _encoded(tokenizer: Any, text: str, *, inside: bool = False) -> tuple[list[i
 
 
 def _mask(offsets: Sequence[Span], spans: Sequence[Span]) -> list[int]:
-    """1 for tokens that start inside a span; a token that straddles its start belongs to the prompt."""
+    """Return 1 for tokens that start inside a span; a token that straddles its start belongs to the prompt."""
     starts = np.array([start for start, _ in offsets], dtype=np.int64)
     bounds = np.array(spans, dtype=np.int64).reshape(-1, 2)
     if not len(bounds):

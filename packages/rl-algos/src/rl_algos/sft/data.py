@@ -158,7 +158,7 @@ def _num_learned(row: TrainingRow) -> int:
 def training_rows(
     dataset: Dataset, config: DataConfig, tokenizer: Any, limit: int, *, learn: LearnedTurns
 ) -> Sequence[TrainingRow]:
-    """The rows of a dataset of at most `limit` tokens; raises as `prepare`."""
+    """Return the rows of a dataset of at most `limit` tokens; raises as `prepare`."""
     warn_of_special_tokens(dataset.name, dataset.conversations(), tokenizer)
     dataset.log_unused_columns()
     encoded = dataset.encode(EncodeExample(tokenizer, learn), config.num_workers)
@@ -175,7 +175,7 @@ def training_rows(
 
 
 def _warn_of_unknown(rows: Sequence[TrainingRow], dataset: Dataset, tokenizer: Any) -> None:
-    """Say how many rows teach the token that stands for characters which the tokenizer does not have."""
+    """Log how many rows teach the token for characters that the tokenizer does not have."""
     if tokenizer.unk_token_id is None:
         return
     found = [row.id for row in rows if (row.tokens[row.loss_mask > 0] == tokenizer.unk_token_id).any()]

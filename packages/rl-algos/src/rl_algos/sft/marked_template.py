@@ -16,11 +16,11 @@ Span = tuple[int, int]
 
 _BLOCK = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 _PRIVATE = range(0xE000, 0xF900)
-"""Private characters of Unicode; two that a conversation does not have stand for the marks in its rendered text."""
+"""Private characters of Unicode; two that a conversation does not have replace the marks in its rendered text."""
 
 
 def has_marks(template: str) -> bool:
-    """Return whether a chat template marks what the assistant says."""
+    """Return whether a chat template marks the assistant's text."""
     return _BLOCK.search(template) is not None
 
 
@@ -65,7 +65,8 @@ def render_marked(
 
 @lru_cache(maxsize=8)
 def _with_characters(template: str, opens: str, closes: str) -> str:
-    """The template with a character in place of each mark; white space around the marks is controlled as before."""
+    """Return the template with a character in place of each mark; white space around the marks is controlled as
+    before."""
 
     def character(match: re.Match[str]) -> str:
         left, ends, right = match.groups()

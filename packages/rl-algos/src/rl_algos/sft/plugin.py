@@ -30,7 +30,7 @@ def validation_metrics(config: SFTRoot) -> list[str]:
 
 
 def models(config: SFTRoot) -> dict[str, ModelNeed]:
-    """The policy trains and needs no reference."""
+    """Return the policy, which trains and needs no reference."""
     return {"policy": ModelNeed("policy", ModelSpec(seed=config.sft.seed))}
 
 

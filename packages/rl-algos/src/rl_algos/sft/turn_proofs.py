@@ -22,7 +22,7 @@ def check_turn(message: Message, index: int, opened: str, turn: str, ends: Seque
         index: Index of the message in its conversation, for error messages.
         opened: Rendered text between the messages before it and the text to learn, which the prompt contains.
         turn: Rendered text to learn, with the token that ends it.
-        ends: Tokens at which the policy stops.
+        ends: Tokens that end the policy's turn.
     """
     place = f"message {index} (from 0) of the assistant"
     content = message.get("content")
@@ -80,7 +80,7 @@ def _argument_words(message: Message) -> Iterator[str]:
 
 
 def _parts(message: Message) -> Iterator[tuple[str, str]]:
-    """The parts of a message, with a name: thoughts, what is said, and the calls."""
+    """Yield the parts of a message, with a name: thoughts, text, and calls."""
     calls = message.get("tool_calls") or ()
     for call in calls:
         yield "the call", str(call.get("function", call).get("name", ""))

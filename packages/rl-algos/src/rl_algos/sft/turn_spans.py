@@ -29,7 +29,7 @@ class LearnedTurns:
 
     Args:
         text: The whole conversation.
-        spans: Start and end of each turn in the text, in order: what the assistant says, with the token that ends it.
+        spans: Start and end of each turn in the text, in order: the assistant's text, with the token that ends it.
         missing_end: Token that ends the last of them, if the text ends without one; otherwise empty.
     """
 
@@ -41,10 +41,10 @@ class LearnedTurns:
 def find_turns(
     tokenizer: Any, messages: Sequence[Message], learned: Sequence[bool], tools: Sequence[Mapping[str, Any]] = ()
 ) -> LearnedTurns:
-    """Find the turns to learn: what the template marks by `{% generation %}`, or, in a template without marks, what a
-    rendered turn adds to the prompt before it.
+    """Find the turns to learn: the parts that the template marks by `{% generation %}`, or, in a template without
+    marks, the part that a rendered turn adds to the prompt before it.
 
-    Each turn is proven: it begins after its prompt, holds what the message says and no other message, and ends with
+    Each turn is proven: it begins after its prompt, holds the message and no other message, and ends with
     one token that ends a turn.
 
     Args:
@@ -149,7 +149,7 @@ class _Conversation:
             )
 
     def render(self, count: int, *, prompts: bool = False) -> str:
-        """The first messages; up to the start of the assistant's turn if it prompts."""
+        """Render the first messages; up to the start of the assistant's turn if it prompts."""
         key = count, prompts
         if key not in self._rendered:
             shown = self.messages[:count]
@@ -157,17 +157,17 @@ class _Conversation:
         return self._rendered[key]
 
     def _with_answer(self, count: int) -> str:
-        """The first messages and a turn of the assistant, with `POLICY_MARK` in place of its text."""
+        """Render the first messages and a turn of the assistant, with `POLICY_MARK` in place of its text."""
         shown = [*self.messages[:count], {"role": "assistant", "content": POLICY_MARK}]
         return render(self._tokenizer, shown, add_generation_prompt=False, tools=self._tools)
 
     def unmarked(self, wanted: Sequence[int]) -> tuple[str, dict[int, list[Span]]]:
-        """The text, and the part of it that each wanted message adds to its prompt."""
+        """Return the text, and the part of it that each wanted message adds to its prompt."""
         text = self.render(len(self.messages))
         return text, {index: [self._added(text, index)] for index in wanted}
 
     def _added(self, text: str, index: int) -> Span:
-        """The part of the text that a message of the assistant adds to its prompt.
+        """Return the part of the text that a message of the assistant adds to its prompt.
 
         Raises:
             DataError: If the template rewrites the turn once others follow, or does not keep its prompt.
@@ -185,7 +185,7 @@ class _Conversation:
         return start, len(said)
 
     def end_of_open_turn(self, ends: TurnClosing) -> str:
-        """Return the token that the template writes after the last message if another one follows (`<|user|>` for
+        """Return the token that the template writes after the last message if another message follows (`<|user|>` for
         GLM); the end of sequence if it writes none."""
         calls = self.messages[-1].get("tool_calls")
         said: Message = {"role": "assistant", "content": "x", **({"tool_calls": calls} if calls else {})}
@@ -239,7 +239,7 @@ class _Conversation:
             )
 
     def _prompt(self, index: int) -> str:
-        """The conversation up to the start of a turn; also of a turn that nothing precedes."""
+        """Render the conversation up to the start of a turn, which may be the first message."""
         if index:
             return self.render(index, prompts=True)
         shown = self._with_answer(0)
@@ -249,13 +249,13 @@ class _Conversation:
         return opening[:start]
 
     def marked(self, wanted: Sequence[int]) -> tuple[str, dict[int, list[Span]]]:
-        """The text, and the marked parts of each wanted message.
+        """Return the text, and the marked parts of each wanted message.
 
         Raises:
             DataError: If a message has no marked part, or a part covers another message.
         """
         text, spans = render_marked(self._tokenizer, self.messages, self._tools)
-        if not spans:  # the marks stand in a comment, or in a part of the template that is not used
+        if not spans:  # The marks are in a comment or in an unused part of the template.
             return self.unmarked(wanted)
         of_message = self._by_message(spans)
         found = {index: [self._behind_prompt(text, span, index) for span in of_message[index]] for index in wanted}
@@ -269,11 +269,11 @@ class _Conversation:
         return text, found
 
     def _by_message(self, spans: Sequence[Span]) -> dict[int, list[Span]]:
-        """The marked parts by the message of the assistant that adds them."""
+        """Return the marked parts by the message of the assistant that adds them."""
         speaks = [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
         if len(spans) == len(speaks):
             return {index: [span] for index, span in zip(speaks, spans, strict=True)}
-        # a message may have several parts, or none: what it adds to the parts before it
+        # A message may have several parts, or none: it has those that it adds to the parts before it.
         counts = [self._num_marked(count) for index in speaks for count in (index, index + 1)]
         before, after = counts[::2], counts[1::2]
         if before != [0, *after[:-1]] or after[-1] != len(spans):
@@ -288,7 +288,7 @@ class _Conversation:
         return len(render_marked(self._tokenizer, self.messages[:count], self._tools)[1]) if count else 0
 
     def _behind_prompt(self, text: str, span: Span, index: int) -> Span:
-        """A marked part without the prompt of its turn, which a block may include."""
+        """Return a marked part without the prompt of its turn, which a block may include."""
         start, end = span
         before = self.render(index) if index else ""
         if text.startswith(before) and start < len(before):
@@ -354,7 +354,7 @@ class TurnClosing:
     """Finds the end of a turn.
 
     Args:
-        turn: Tokens at which the policy stops, the end of sequence first.
+        turn: Tokens that end the policy's turn, the end of sequence first.
         special: All special tokens, the longest first, if the template does not show which of them ends a turn;
             otherwise none.
     """

@@ -1,4 +1,4 @@
-"""What algorithms that learn from given rows have in common."""
+"""Shared parts of algorithms that learn from given rows."""
 
 from __future__ import annotations
 

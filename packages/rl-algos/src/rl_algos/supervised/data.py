@@ -41,7 +41,7 @@ def supervised_data(
     size_of: Callable[[T], float] | None = None,
     flow_of: Callable[[Sequence[Dataset]], FlowStream[T]] | None = None,
 ) -> SupervisedData[T]:
-    """The rows of all datasets, mixed as configured for training and in batches for validation.
+    """Return the rows of all datasets, mixed as configured for training and in batches for validation.
 
     Args:
         section: Config section of the algorithm.
@@ -98,7 +98,7 @@ def _train(
 def _validation(
     section: SupervisedConfig, policy: ModelConfig, datasets: Datasets, rows_of: Callable[[Dataset], Sequence[T]]
 ) -> dict[str, Sequence[Sequence[T]]]:
-    """Batches by the name of their dataset."""
+    """Return batches by the name of their dataset."""
     held_out: dict[str, Sequence[T]] = {}
     for dataset in datasets.validation:
         found, more = held_out.get(dataset.name), rows_of(dataset)
@@ -108,7 +108,7 @@ def _validation(
 
 
 def longest_row(data: DataConfig, policy: ModelConfig) -> int:
-    """Most tokens of a row."""
+    """Return the maximum number of tokens of a row."""
     limit = policy.max_total_sequence_length
     return min(data.max_input_seq_length or limit, limit)
 

@@ -24,7 +24,7 @@ class Objective(Generic[T]):
     """An objective: the loss of rows, and the columns that it needs.
 
     Args:
-        loss: Loss with one total, by which the mean of a validation is divided.
+        loss: Loss with one total, the divisor of the mean of a validation.
         to_batch: Function from rows to the columns that they hold.
         complete: Adds the columns that the loss needs and only a model knows, such as logprobs of the reference; None
             if there are none.
@@ -69,8 +69,8 @@ def train(
 
 
 def validate(objective: Objective[T], policy: Model, data: SupervisedData[T], run: Run, *, step: int) -> float:
-    """The mean loss over all validation rows, recorded as `val/loss` beside the loss's other metrics and what the mean
-    is over, and if there are several datasets those of each; infinite if there is no data.
+    """Return the mean loss over all validation rows; infinite if there is no data. It is recorded as `val/loss`, with
+    the loss's other metrics and its divisor, and for each dataset if there are several.
     """
     if not data.validation:
         return math.inf
@@ -88,7 +88,7 @@ def validate(objective: Objective[T], policy: Model, data: SupervisedData[T], ru
 
 
 def _evaluated(objective: Objective[T], policy: Model, batch: Batch) -> dict[str, Metric]:
-    """The loss's metrics on one batch, as parts of those of all batches."""
+    """Return the loss's metrics on one batch, as parts of the metrics of all batches."""
     if objective.complete is not None:
         batch = objective.complete(batch, policy)
     totals = objective.loss.totals(batch)
@@ -99,6 +99,6 @@ def _evaluated(objective: Objective[T], policy: Model, batch: Batch) -> dict[str
         )
     [(unit, total)] = totals.items()
     metrics = dict(policy.evaluate(batch, objective.loss))
-    del metrics["num_tokens"]  # of whole rows, prompts included
+    del metrics["num_tokens"]  # It counts whole rows, prompts included.
     mean = Metric(metrics["loss"].result() * total, total)
     return {**metrics, "loss": mean, f"num_{unit}": Metric(total, reduction="sum")}

@@ -26,7 +26,7 @@ def supervised_algorithm(
     further: Callable[[Any], tuple[Requirement, ...]] = nothing_further,
     checks: tuple[Callable[[Any], Iterable[Problem]], ...] = (),
 ) -> AlgorithmPlugin:
-    """A plugin that trains a model on given rows, without rollouts.
+    """Return a plugin that trains a model on given rows, without rollouts.
 
     Args:
         name: Name of the algorithm.
@@ -37,7 +37,7 @@ def supervised_algorithm(
         training_defaults: Defaults of the policy, the only model that trains.
         model_sections: See `AlgorithmPlugin`.
         further: See `AlgorithmPlugin`.
-        checks: Checks in addition to those of validation, environments and lengths.
+        checks: Checks after the checks of validation, environments and lengths.
     """
     key = next(iter(sections))
 
@@ -74,7 +74,7 @@ WITHOUT_VALIDATION: Mapping[str, Any] = {
 def supervised_problems(
     key: str, section: SupervisedConfig, data: DataConfig, policy: ModelConfig
 ) -> Iterator[Problem]:
-    """Settings that have no effect, or that contradict one another.
+    """Yield settings that have no effect, or that contradict one another.
 
     Args:
         key: Key of the algorithm's section.
@@ -88,7 +88,7 @@ def supervised_problems(
 
 
 def _validation(key: str, section: SupervisedConfig, data: DataConfig) -> Iterator[Problem]:
-    """Settings of a validation that has no data."""
+    """Yield settings of a validation that has no data."""
     if data.validation_datasets:
         return
     for name in WITHOUT_VALIDATION:

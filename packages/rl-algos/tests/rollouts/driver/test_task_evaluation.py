@@ -13,8 +13,8 @@ from rl_algos.rollouts.driver.task_evaluation import EvaluationPlan, EvaluationT
 from rl_core.plugins import RolloutNeeds
 from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.group import RolloutGroup
+from rl_core.rollouts.pool import Evaluation
 from rl_core.rollouts.rollout import Rollout, WeightSpan
-from rl_core.rollouts.source import Evaluation
 from rl_core.testing.fakes import FakeModel, FakeRolloutSource, FakeRun, FakeWeights
 
 GREEDY, SAMPLED = SamplingParams(max_new_tokens=4, temperature=0.0), SamplingParams(max_new_tokens=8)

@@ -1,4 +1,4 @@
-"""Configs as YAML that loads back to an equal config, the keys in which two differ, and the rules of changes in a
+"""Configs as YAML that loads back to an equal config, the keys that differ between two, and the rules of changes in a
 run."""
 
 from __future__ import annotations

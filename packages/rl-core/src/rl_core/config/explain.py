@@ -30,7 +30,7 @@ class Explanation:
         value: As plain values, from the resolved config if there is one, otherwise the default.
         origin: Origin of the value.
         children: The keys directly below, each explained without its own children.
-        when_changed: What a run may do with another value; None of a child.
+        when_changed: A run's use of another value; None of a child.
         part_of: Key of the list or mapping that has the default as an entry, and is replaced as a whole if any entry is
             set; empty for any other key.
     """

@@ -37,12 +37,12 @@ _LENGTHS = {MinLen: ("min", "min_length"), MaxLen: ("max", "max_length")}
 class JsonSchema:
     """Definitions of config types, gathered for one JSON Schema (draft 2020-12).
 
-    Unknown keys are refused, and `${...}` may stand for any value. Only `required` requires keys that must be set,
+    Unknown keys are refused, and `${...}` may replace any value. Only `required` requires keys that must be set,
     because a file may inherit them from another one.
     """
 
     interpolation: Mapping[str, Any] = {"$ref": "#/$defs/interpolation"}
-    """Reference to the strings that may stand for any value."""
+    """Reference to the strings that may replace any value."""
 
     def __init__(self) -> None:
         self._names: dict[type[Config], str] = {}

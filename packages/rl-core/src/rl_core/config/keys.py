@@ -177,7 +177,7 @@ def all_keys(root: type[Config], tree: Any) -> Iterator[str]:
 
 
 def described(section: type[Config]) -> str:
-    """Return the documentation of a section's type; empty if it has none of its own."""
+    """Return the documentation of a section's type; empty if it has none."""
     # Pydantic gives a class without a docstring the docstring of its base.
     return inspect.cleandoc(section.__doc__) if section.__doc__ and section.__doc__ != Config.__doc__ else ""
 

@@ -88,11 +88,11 @@ class RawConfig:
         return self.entry.get(parse_path(key)) is not None
 
     def origin(self, key: str) -> Origin:
-        """Return the place at which a key was written; `default` if it was not."""
+        """Return the place where a key was written; `default` if it was not."""
         return self.entry.origin_at(parse_path(key))
 
     def layer(self, key: str) -> int:
-        """Return the place of a key's origin in the order in which layers are laid over one another: 0 for a default,
+        """Return the place of a key's origin in the order of the layers: 0 for a default,
         then every file, then values that are given with the command or in code."""
         origin = self.origin(key)
         if origin == DEFAULT:
@@ -115,7 +115,7 @@ def load(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), 
 
     `defaults:` in a file lists one or several others (a recipe name, or a file relative to it, which may be in any
     folder that the user can read). Later ones take precedence, and the file itself over all of them. Mappings merge,
-    lists and scalars are replaced. `file.py:Name` is relative to the folder of the file in which it is written.
+    lists and scalars are replaced. `file.py:Name` is relative to the folder of its file.
 
     Args:
         source: A recipe name, a YAML file, or plain nested values, which may have `defaults:` as well.
@@ -192,7 +192,7 @@ def _without_replaced_dataset(entry: Entry, path: KeyPath, value: Entry) -> Entr
 
 
 def _with_file_paths(entry: Entry) -> Entry:
-    """Make every `file.py:Name` absolute, from the folder of the file in which it is written."""
+    """Make every `file.py:Name` absolute, from the folder of its file."""
     match entry.value:
         case dict():
             return Entry({key: _with_file_paths(item) for key, item in entry.value.items()}, entry.origin)

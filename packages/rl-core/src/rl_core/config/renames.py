@@ -27,7 +27,7 @@ def moved(key: str, *, unless: Any = ...) -> Rename:
 
     Args:
         key: The key of this version, relative to the section.
-        unless: A value that stands for the absence of the setting, and needs no key.
+        unless: A value that means the absence of the setting, and needs no key.
     """
     return Rename(key, lambda value, _: {} if value == unless else {key: value})
 
@@ -39,7 +39,7 @@ def chosen(key: str, value: str) -> Rename:
 
 @dataclass
 class Upgrade:
-    """The keys in which a config of an earlier version differs from a config of this version.
+    """The keys that differ between a config of an earlier version and a config of this version.
 
     Args:
         is_whole: True if a run recorded the config, so that it holds every key of its version.
@@ -95,7 +95,7 @@ def replacement(section: type[Config], path: KeyPath, written: Any) -> tuple[str
 
 
 def new_keys(section: type[Config], path: KeyPath, written: Any) -> list[str]:
-    """Return the keys of this version that a key of an earlier version stands for; see `replacement`."""
+    """Return the keys of this version that replace a key of an earlier version; see `replacement`."""
     *above, name = path
     return [_below(above, key) for key in section.renamed[str(name)].values(written[name], written)]
 

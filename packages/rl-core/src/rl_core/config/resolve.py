@@ -95,7 +95,7 @@ def resolve(
         unused: Sections that are left out of the config and not checked. Interpolations may refer to their values.
 
     Raises:
-        ConfigProblems: Listing every problem: key, origin, what was given, what is allowed, the nearest key.
+        ConfigProblems: Listing every problem: key, origin, given value, allowed values, the nearest key.
     """
     written = raw.entry.plain()
     given, everything = _over_defaults(Key((), root), written, None)
@@ -159,7 +159,7 @@ def _further_problems(
     hint: Hint | None,
 ) -> list[Problem]:
     """Return the problems of the config without the keys that an error blames, if its meaning is then known. Problems
-    of keys that an unknown key most likely stands for are left out."""
+    of keys that an unknown key most likely means are left out."""
     paths = left_out_to_go_on(error, values)
     if paths is None:
         return []

@@ -178,7 +178,7 @@ class Default(Enum):
 
 
 class Parts(NamedTuple):
-    """Parts of an assembled type, from which another process assembles it again.
+    """Parts of an assembled type, for another process to assemble it again.
 
     Args:
         name: Name of the type.
@@ -292,7 +292,7 @@ class NamedConfig(Config):
     """A section that chooses a function or class by `name`; its other keys are the settings of that function."""
 
     settings_follow_name: ClassVar[bool] = True
-    """True if `name` may be any function or class, whose keys then replace those of the type; False if the keys are
+    """True if `name` may be any function or class, whose keys then replace the keys of the type; False if the keys are
     fixed and `name` is only the short form of the section."""
 
     @model_validator(mode="before")

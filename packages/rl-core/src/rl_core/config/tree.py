@@ -99,7 +99,7 @@ def leaves(tree: Any) -> dict[KeyPath, Any]:
 
 @dataclass(frozen=True)
 class Origin:
-    """Place at which a value was written.
+    """Place of a value in what was written.
 
     Args:
         source: A file as the user would type it, `command line`, `default`, or the name of a mapping made in code.
@@ -178,7 +178,7 @@ class Entry:
 
     Args:
         value: A `dict[str, Entry]`, a `list[Entry]` or a scalar.
-        origin: The place at which it was written; for a mapping, the first place of its key.
+        origin: The place where it was written; for a mapping, the first place of its key.
     """
 
     value: Any
@@ -241,7 +241,7 @@ class Entry:
         return Entry({**known, head: child.with_entry(tuple(rest), entry)}, self.origin)
 
     def _as_mapping(self) -> Entry:
-        """Return the long form of a name that stands for a section; anything else as it is."""
+        """Return the long form of a name in the place of a section; anything else as it is."""
         is_name = type(self.value) is str and "${" not in self.value
         return Entry({"name": self}, self.origin) if is_name else self
 

@@ -1,4 +1,4 @@
-"""Declarations of plugins: config, requirement and the names of what they run."""
+"""Declarations of plugins: config, requirement and the code that they run."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class Requirement:
 
 
 def requirement_of(path: str) -> Requirement:
-    """The requirement of a function or class that is named as `package.module:Name`: the distribution installed here
-    that has the package. Of a package that no distribution has, only that it can be imported."""
+    """Return the requirement of a function or class that is named as `package.module:Name`: the distribution installed
+    here that has the package. Of a package that no distribution has, only that it can be imported."""
     package = path.partition(":")[0].partition(".")[0]
     providers = packages_distributions().get(package, ["rl-core"])
     return Requirement(providers[0], imports=(package,))
@@ -142,7 +142,7 @@ class BackendPlugin:
         config: Type of that config; a training backend's extends `rl_core.model_config.BackendConfig`, an engine's that
             may compute in fewer bits `rl_core.model_config.EngineConfig`.
         worker: `"package.module:Class"`, a `ModelWorker` or a `Generator`, imported in the worker's environment.
-        requirement: What that environment needs.
+        requirement: Requirement of that environment.
         preload: Function from the backend's config and the device to what its workers import in any case; if None, the
             module of `worker`.
         further: Function from the backend's config to what else that environment needs with these settings, such as an
@@ -162,7 +162,7 @@ class BackendPlugin:
         memory: Function of a training backend, from the model's section, the backend's config, the size of the model,
             the number of ranks, and whether the model trains (`trains=`), to the memory of the rank with the most
             parameters; None if it is not estimated.
-        replay_key: Boolean key of a training backend's config by which its passes send tokens to the experts that the
+        replay_key: Boolean key of a training backend's config that makes its passes send tokens to the experts that the
             generator chose; empty if it has none. The generator then reports them.
         routing_problem: For a generator: function from its config and the device to why its completions cannot
             carry the experts that tokens were sent to (`Placement.reports_routing`); empty if they can.
@@ -170,7 +170,7 @@ class BackendPlugin:
             apply the low-rank adapters of the policy itself (`GenerationConfig.lora_sync`); empty if it can.
         keeps_cache: True if a generator can continue with keys and values of a request that a weight update interrupted
             (`Placement.keeps_cache`).
-        images: What the environment needs in addition if the model takes images (`policy.vision.enabled`); None for a
+        images: Further requirement of the environment if the model takes images (`policy.vision.enabled`); None for a
             backend that refuses such models.
         image_problem: For a generator with `images`: function from its config, the model and the device to why it
             cannot serve this model with images; empty if it can.
@@ -211,7 +211,7 @@ class BackendPlugin:
     family_table: str = ""
 
     def preload_of(self, config: object, device: Device) -> Preload:
-        """What its workers import in any case, with this backend's config."""
+        """Return the modules that its workers import in any case, with this backend's config."""
         return self.preload(config, device) if self.preload else Preload((self.worker.partition(":")[0],))
 
 
@@ -222,7 +222,7 @@ class EnvironmentPlugin:
     Args:
         environment: `"package.module:Class"`, built as `Class(config)` in the environment's processes; or
             `"package.module:function"`, a scoring function as `rl_core.environments.reward_function.as_environment`
-            takes it, which gets no settings of its own.
+            takes it, which gets no settings.
         tools: `"package.module:function"` that returns the tools which the policy may call, functions or JSON schemas,
             from the settings; called on the driver. Empty for an environment without tools.
         row_check: `"package.module:function"`, called on the driver as `function(info, config)` for every row before a
@@ -253,7 +253,7 @@ class DatasetPlugin:
         load: `"package.module:function"`, called as `load(settings, split)` and returning rows (mappings) that a
             processor turns into prompts or training conversations; runs in the driver unless `requirement` names more
             than the driver has.
-        requirement: What `load` needs installed.
+        requirement: Requirement of `load`.
         settings: Type of the settings, for listings, editors and checks: unknown and wrong settings are refused before
             a run starts, and `load` gets the settings with their defaults. If None, `load` gets what the user wrote.
         tasks: `"package.module:function"` of a dataset that chooses among tasks by its setting `task`: returns a
@@ -298,8 +298,8 @@ class ModelNeed:
 
 
 def export_suffixes(needs: Mapping[str, ModelNeed]) -> dict[str, str]:
-    """Roles whose Hugging Face files checkpoints hold, and the end of the names of their folders: those of the role
-    `policy` are `hf` and `adapter`, those of another role `hf_ROLE` and `adapter_ROLE`."""
+    """Roles whose Hugging Face files checkpoints hold, and the end of the names of their folders: `hf` and
+    `adapter` for the role `policy`, `hf_ROLE` and `adapter_ROLE` for another role."""
     return {"policy": "", **{role: f"_{role}" for role, need in needs.items() if need.exported and role != "policy"}}
 
 
@@ -319,12 +319,12 @@ class TrainingDefaults:
 
 
 def no_defaults(written: WrittenValues) -> Mapping[str, TrainingDefaults]:
-    """The `training_defaults` of an algorithm whose models train by the defaults of `ModelConfig`."""
+    """Return the `training_defaults` of an algorithm whose models train by the defaults of `ModelConfig`."""
     return {}
 
 
 def no_models(config: Any) -> Mapping[str, str]:
-    """The `further_models` of an algorithm that generates with the policy only."""
+    """Return the `further_models` of an algorithm that generates with the policy only."""
     return {}
 
 
@@ -341,9 +341,10 @@ class AlgorithmPlugin:
         trains: True if it has a `run`; if not, it only evaluates.
         evaluates: True if it has an `evaluation` by rollouts.
         evaluates_in_training: Function from the resolved config to whether a run evaluates as it trains: the plan is
-            then in its `Components`, and the environments of the plan are started next to those of its rollouts.
+            then in its `Components`, and the environments of the plan are started next to the environments of its
+            rollouts.
         validation_metrics: Function from the resolved config to the names of the `val/` metrics that its run records,
-            or to None if they are not known before the run, as None for all configs says.
+            or to None if they are not known before the run; None is the same for all configs.
         without_validation: Dotted keys that ask for a validation or need one, with the values that do not; a config
             that inherits them and takes out `data.validation` gets these.
         models: Function from the resolved config to the models that the run needs, by role. The role `policy` is the
@@ -352,8 +353,8 @@ class AlgorithmPlugin:
             `teachers.math`. The root gets one of each. If users name some of them, a function to these keys from the
             names that are written in other sections.
         training_defaults: Function from the values that the user wrote to the defaults of models that train, by the key
-            of their section; a model that is not named has those of `ModelConfig`.
-        requirements: What its losses and rollout programs need installed; the extras only where models run.
+            of their section; a model that is not named has the defaults of `ModelConfig`.
+        requirements: Requirements of its losses and rollout programs; the extras only where models run.
         further: Function from the resolved config to further requirements, such as `requirement_of` a loss that the
             user names.
         checks: Static checks on the whole resolved config.
@@ -399,10 +400,10 @@ class OpponentNeed:
 
     Args:
         name: Name, unique in the run.
-        shares: Share of the plays in which it takes an agent's turns, by agent.
-        update_every: Number of weight versions after which it takes over the policy's weights, as they are then; None
+        shares: Share of the plays where it takes an agent's turns, by agent.
+        update_every: Number of weight versions until it takes over the policy's weights, as they are then; None
             for a model that never changes.
-        pool: Number of the newest of these versions from which the one that plays is drawn.
+        pool: Number of the newest of these versions; the one that plays is drawn from them.
         model_name: Folder or hub name of the model that never changes; None for versions of the policy.
         seed: Seed of the draws.
     """
@@ -428,7 +429,7 @@ class RolloutNeeds:
         keeps_cache: As `rl_core.rollouts.generation.Placement.keeps_cache`.
         max_steps: Number of training steps of the run; 1 if nothing is trained.
         opponents: Weights that play against the policy.
-        sample_prompts: Token ids of the data's first prompts, on which engines prove that they compute what the policy
+        sample_prompts: Token ids of the data's first prompts, for engines to prove that they compute what the policy
             computes; random tokens are used without them.
     """
 

@@ -1,4 +1,4 @@
-"""Plugins by name: those of installed packages, and algorithms in files of users."""
+"""Plugins by name: of installed packages, and algorithms in files of users."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rl_core.user_code import FromFile, beside, is_in_file, resolve
 _log = logging.getLogger(__name__)
 
 SLOW_IMPORT_S = 5.0
-"""Seconds after which the import of a plugin is reported; every command waits for it."""
+"""Seconds until a slow import of a plugin is reported; every command waits for it."""
 
 
 @cache
@@ -36,12 +36,12 @@ def _entries(group: str) -> Mapping[str, Sequence[EntryPoint]]:
 
 
 def names(group: str) -> list[str]:
-    """Installed plugins of a group, sorted; imports none of them."""
+    """Return the names of installed plugins of a group, sorted; imports none of them."""
     return sorted(_entries(group))
 
 
 def plugin(group: str, name: str) -> Any:
-    """The plugin object of a group by name.
+    """Return the plugin object of a group by name.
 
     Raises:
         ConfigError: If no installed package offers it; the message names the nearest and all that are installed.
@@ -69,7 +69,7 @@ def _load(entry: EntryPoint) -> Any:
         with redirect_stdout(sys.stderr):
             found = entry.load()
     except (Exception, SystemExit) as error:
-        # the first line of the reason is enough: what prints this has no use for the traceback of another's package
+        # The first line of the reason is enough: users have no use for the traceback of another's package.
         reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
         raise PluginError(f"{_described(entry)} cannot be loaded: {reason}: uninstall or repair it") from error
     if (took := time.monotonic() - began) > SLOW_IMPORT_S:
@@ -106,9 +106,7 @@ def _described(entry: EntryPoint) -> str:
 
 @cache
 def plugins(group: str) -> Mapping[str, Any]:
-    """The plugins of a group that load, by name. One that does not load cannot be chosen; a warning names it, and the
-    others can be used.
-    """
+    """Return the plugins of a group that load, by name; a warning has the ones that do not, which cannot be chosen."""
     found = {}
     for name in names(group):
         try:
@@ -130,8 +128,8 @@ def load_problem(group: str, name: str) -> str:
 
 
 def algorithm_named(name: str) -> AlgorithmPlugin:
-    """The algorithm of that name: an installed plugin, or one in a file of the user's own, as `file.py:NAME`. The
-    class of such a plugin may be in a file as well (`implementation="file.py:Class"`), found from the folder of the
+    """Return the algorithm of that name: an installed plugin, or one in a file of the user's own, as `file.py:NAME`.
+    The class of such a plugin may be in a file as well (`implementation="file.py:Class"`), found from the folder of the
     plugin's.
 
     Raises:
@@ -146,7 +144,7 @@ def algorithm_named(name: str) -> AlgorithmPlugin:
 @cache
 def _algorithm_in_file(name: str) -> AlgorithmPlugin:
     try:
-        FromFile.read(name)  # says what the file defines in the place of a wrong name
+        FromFile.read(name)  # Its error lists what the file defines.
         found = resolve(name)
     except ValueError as error:
         raise ConfigError(str(error)) from None

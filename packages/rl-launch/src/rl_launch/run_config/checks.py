@@ -104,7 +104,7 @@ def _vision_checks(plan: RunPlan) -> Iterator[Problem]:
         remedy = "Set vllm or hf, or remove policy.vision.enabled"
         yield Problem("policy.generation.backend", reason, got=generation.plugin.name, remedy=remedy)
     elif plan.config.cluster.device != AUTO or not os.environ.get("RAY_ADDRESS"):
-        # on another machine's cluster the generator checks it when it starts
+        # On another machine's cluster, the generator checks it when it starts.
         device = resolve_device(plan.config.cluster)
         if problem := generation.plugin.image_problem(generation.backend, generation.model, device):
             reason = f"is not supported by generation.backend={generation.plugin.name} here: {problem}"
@@ -211,8 +211,8 @@ def _unused_backend_checks(plan: RunPlan) -> Iterator[Problem]:
 def _sections(
     parent: Config, written: Mapping[str, Any], path: str = ""
 ) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
-    """Path of every section that the user wrote, the section, and its keys with what was written. One that is switched
-    off is left out, with all that is in it."""
+    """Yield the path of every section that the user wrote, the section, and its keys with the written values. A section
+    that is switched off is left out, with everything in it."""
     for name, values in written.items():
         section = getattr(parent, name, None)
         if isinstance(section, Config) and isinstance(values, Mapping) and values.get("enabled") is not False:
@@ -264,7 +264,7 @@ def _lora_sync_checks(plan: RunPlan) -> Iterator[Problem]:
             remedy="Set policy.lora_cfg.enabled=true, or lora_sync=merged",
         )
     elif config.cluster.device != AUTO or not os.environ.get("RAY_ADDRESS"):
-        # on another machine's cluster the generator checks it when it starts
+        # On another machine's cluster, the generator checks it when it starts.
         device = resolve_device(config.cluster)
         problem = generation.plugin.adapter_problem(generation.backend, generation.model, device)
         if problem:
@@ -427,7 +427,7 @@ CHECKS: tuple[Check, ...] = (
 """Checks of the config of a run."""
 
 MODEL_CHECKS: tuple[Check, ...] = (_model_fact_checks, _backend_checks, _replay_checks, _vision_checks)
-"""Checks that compare the config with those of models, as far as these are on this machine."""
+"""Checks that compare the config with the configs of models, as far as these are on this machine."""
 
 BACKEND_CHECKS: tuple[Check, ...] = (
     *MODEL_CHECKS,
@@ -475,6 +475,6 @@ class PlanChecks:
 
     def planned(self, resolved: Resolved[Any]) -> RunPlan:
         """Return the plan of the config that passed. It has the config as it was resolved, which also knows the
-        environment variables that stand in it: their values are never written to files."""
+        environment variables in it: their values are never written to files."""
         assert self._plan is not None, "a config without problems has a plan"
         return replace(self._plan, config=cast(RunConfig, resolved.config))

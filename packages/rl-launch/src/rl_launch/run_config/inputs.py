@@ -103,7 +103,7 @@ def profiling_checks(plan: RunPlan) -> Iterator[Problem]:
 
 
 def profiled_rank_checks(plan: RunPlan) -> Iterator[Problem]:
-    """Yield the problem of ranks of which no worker has one, if the devices are known here."""
+    """Yield the problem of ranks that no worker has, if the devices are known here."""
     cluster, profiling = plan.config.cluster, plan.config.profiling
     if profiling.steps is not None and (cluster.device != AUTO or not os.environ.get("RAY_ADDRESS")):
         yield from _rank_problems(plan, resolve_device(cluster))

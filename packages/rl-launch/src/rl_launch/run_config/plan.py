@@ -1,4 +1,4 @@
-"""What a run is going to be, decided once from its config."""
+"""The plan of a run, made once from its config."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from rl_launch.root_config import POLICY, RunConfig, section_of
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A resolved config and what follows from it. The reader of configs makes it, and commands hand it on.
+    """A resolved config and its consequences. The reader of configs makes it, and commands hand it on.
 
     Args:
         config: Resolved config.
         plugin: Plugin of its algorithm; `SINGLE_MODEL` for a model without a run.
         backends: Training backends and generation engine that it chooses.
-        raw: What the user wrote; None for a config that was changed since.
+        raw: Values that the user wrote; None for a config that was changed since.
     """
 
     config: RunConfig
@@ -80,7 +80,7 @@ class RunPlan:
 
     @cached_property
     def algorithm(self) -> Algorithm[Any, Any, Any]:
-        """What the algorithm does; imported at first use."""
+        """The implementation of the algorithm; imported at first use."""
         return implementation_of(self.plugin)
 
     @property

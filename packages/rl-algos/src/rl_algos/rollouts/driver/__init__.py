@@ -1,1 +1,1 @@
-"""The rollouts of a run as its driver sees them: which are under way, finished, saved and taken."""
+"""The rollouts of a run in its driver: unfinished, finished, saved and taken."""

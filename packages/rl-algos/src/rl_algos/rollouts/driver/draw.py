@@ -57,13 +57,13 @@ class Draw:
     """A prompt that was drawn and has not left.
 
     Args:
-        number: Number of the draw, from 0 in the order in which prompts were taken.
+        number: Number of the draw, from 0 in the order the prompts were taken.
         prompt: The prompt.
 
     Attributes:
         state: The state; only the methods of this class change it.
         begun_at: Newest weight version when its rollouts first began: the oldest that their tokens can have.
-        turns: Turns of an earlier run of its rollouts, from which they continue.
+        turns: Turns of an earlier run of its rollouts, to continue.
         reason: Reason that nothing trains on it, once it is SET_ASIDE.
     """
 
@@ -108,12 +108,12 @@ class Draw:
         self.reason = reason
 
     def restore_turns(self, version: int, turns: tuple[RolloutTurns, ...]) -> None:
-        """Take the turns of a checkpoint, and the version at which their rollouts began."""
+        """Take the turns of a checkpoint, and the version that their rollouts began with."""
         self._enter(DrawState.RESTORED, DrawState.WAITING)
         self.begun_at, self.turns = version, turns
 
     def restore_group(self, version: int, group: RolloutGroup) -> None:
-        """Take the finished rollouts of a checkpoint, and the version at which they began."""
+        """Take the finished rollouts of a checkpoint, and the version that they began with."""
         self._enter(DrawState.FINISHED, DrawState.WAITING)
         self.begun_at, self._group = version, group
 
@@ -132,7 +132,7 @@ class BatchPlan(NamedTuple):
 
     Args:
         due: Draws that the batch waits for.
-        candidates: Draws of one version, of which the batch takes those that finish first, in order.
+        candidates: Draws of one version; the batch takes those that finish first, in order.
         num_candidates: Number of candidates that it takes.
     """
 
@@ -149,12 +149,12 @@ class BatchPlan(NamedTuple):
 
 
 def plan_batch(begun_at: Mapping[int, int], num_groups: int) -> BatchPlan:
-    """Return which draws the next batch takes: the oldest first, by the version at which they began.
+    """Return which draws the next batch takes: the oldest first, by the version that they began with.
 
     A batch waits for a slow group only when it is due. It may need only a part of the newest version that it takes;
     then it takes the groups of this version that finish first.
 
-    >>> begun_at = {3: 1, 4: 1, 5: 2, 6: 2, 7: 2, 8: 3}  # version at which each draw began
+    >>> begun_at = {3: 1, 4: 1, 5: 2, 6: 2, 7: 2, 8: 3}  # version that each draw began with
     >>> plan = plan_batch(begun_at, 4)  # 4 groups: both of version 1, and 2 of the 3 of version 2
     >>> plan
     BatchPlan(due=(3, 4), candidates=(5, 6, 7), num_candidates=2)
@@ -164,7 +164,7 @@ def plan_batch(begun_at: Mapping[int, int], num_groups: int) -> BatchPlan:
     [3, 4, 5, 7]
 
     Args:
-        begun_at: Version at which each draw that is under way or finished began, by number.
+        begun_at: Version that each unfinished or finished draw began with, by number.
         num_groups: Maximum number of groups of the batch; it has fewer at the end of the data.
     """
     oldest_first = sorted(begun_at, key=lambda draw: (begun_at[draw], draw))

@@ -18,7 +18,7 @@ _TRAINED = 0
 class Ledger:
     """State of every draw of a run. A draw is pending until it is trained, or dropped for a reason; it leaves once.
 
-    Draws are numbered from 0 in the order in which their prompts were taken. The ledger also keeps the weight version
+    Draws are numbered from 0 in the order their prompts were taken. The ledger also keeps the weight version
     that the step of a draw led to, and a digest of its prompt's id, so that the rollouts that a run has written can be
     compared with it. It takes 9 bytes a draw.
     """
@@ -41,7 +41,7 @@ class Ledger:
         return self._num_pending
 
     def draw(self, prompt_ids: Sequence[str]) -> range:
-        """Number the next draws, which become pending."""
+        """Give numbers to the next draws, which become pending."""
         first = self.num_drawn
         self._versions.extend([_PENDING] * len(prompt_ids))
         self._reasons.extend([_TRAINED] * len(prompt_ids))
@@ -100,7 +100,7 @@ class Ledger:
         return self._digests[index] == digest(prompt_id)
 
     def state(self) -> Mapping[str, Any]:
-        """Return plain data from which `restore` continues."""
+        """Return plain data for `restore`."""
         return {
             "versions": np.array(self._versions, dtype=np.int32),
             "reasons": np.array(self._reasons, dtype=np.uint8),

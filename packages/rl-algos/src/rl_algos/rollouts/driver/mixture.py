@@ -1,4 +1,4 @@
-"""Rewards of the policy on each dataset of a run, and the weights with which prompts are drawn from them."""
+"""Rewards of the policy on each dataset of a run, and the weights for drawing prompts from them."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Weighed(Protocol):
 class Mixture:
     """The datasets of a run that has several, in training.
 
-    With a curriculum, a dataset of configured weight w on which a share s of the rollouts succeeds is drawn with weight
-    `w * max(floor, 4 s (1 - s))`: the variance of success, from which algorithms that compare rollouts learn, relative
+    With a curriculum, a dataset of configured weight w and a share s of successful rollouts is drawn with weight
+    `w * max(floor, 4 s (1 - s))`: the variance of success, the signal of algorithms that compare rollouts, relative
     to its largest. s is the mean over the groups of the dataset, and from the `window`-th on its exponential average
     over this number; a dataset without a group yet counts fully.
 

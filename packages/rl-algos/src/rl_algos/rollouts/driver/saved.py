@@ -1,4 +1,4 @@
-"""Finished groups, and turns of rollouts under way, as plain data of a checkpoint."""
+"""Finished groups, and turns of unfinished rollouts, as plain data of a checkpoint."""
 
 from __future__ import annotations
 

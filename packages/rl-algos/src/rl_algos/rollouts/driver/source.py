@@ -16,9 +16,8 @@ from rl_algos.rollouts.driver.watches import FailureWatch, IgnoredFieldsWatch
 from rl_core.errors import DataError
 from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.group import RolloutGroup
-from rl_core.rollouts.pool import RolloutPool, RolloutTask, RolloutTurns, Ticket
+from rl_core.rollouts.pool import Evaluation, RolloutPool, RolloutTask, RolloutTurns, Ticket
 from rl_core.rollouts.rollout import Prompt
-from rl_core.rollouts.source import Evaluation
 from rl_core.weights import WeightUpdate
 
 
@@ -55,12 +54,12 @@ class PacedRolloutSource:
     """Rolls out the prompts of a stream, `max_staleness` steps ahead of training. At staleness 0 it is synchronous:
     every group is sampled with the newest weights, on request.
 
-    A group is at most `max_staleness` versions old when it is trained, by pacing alone; none is discarded for its age:
+    A group is at most `max_staleness` versions old when it is trained, by pacing only; none is discarded for its age:
 
-    - `collect(n)` first hands prompts to the pool until n and `max_staleness * prompts_per_step` are under way or
+    - `collect(n)` first hands prompts to the pool until n and `max_staleness * prompts_per_step` are unfinished or
       finished, or fewer if later steps need fewer. A group that was set aside has left, so another prompt comes in its
       place.
-    - A batch takes groups by the version at which they were begun, the oldest first. Of the last version that it takes
+    - A batch takes groups by the version that they began with, the oldest first. Of the last version that it takes
       not all of, it takes those that are finished, so that a batch waits for slow groups only when they are due.
 
     Every draw goes through the states of `rl_algos.rollouts.driver.draw.DrawState`; `plan_batch` decides which draws a
@@ -121,7 +120,7 @@ class PacedRolloutSource:
         self._waited_s = 0.0
 
     def collect(self, num_groups: int, *, num_later: int | None = None) -> list[RolloutGroup]:
-        """Return the next groups, in the order in which their prompts were drawn; fewer at the end of the data.
+        """Return the next groups, in the order their prompts were drawn; fewer at the end of the data.
 
         Raises:
             RolloutsFailed: If too many of their rollouts failed.
@@ -245,11 +244,11 @@ class PacedRolloutSource:
         """Do nothing: the source owns no process."""
 
     def _in(self, *states: DrawState) -> list[Draw]:
-        """Return the draws in one of these states, in the order in which they were drawn."""
+        """Return the draws in one of these states, in the order they were drawn."""
         return [draw for draw in self._draws.values() if draw.state in states]
 
     def _begin(self, num_groups: int) -> None:
-        """Draw prompts, and hand prompts to the pool, until this many groups are under way or finished."""
+        """Draw prompts, and hand prompts to the pool, until this many groups are unfinished or finished."""
         for draw in self._in(DrawState.RESTORED, DrawState.FINISHED):
             # Groups and turns of a checkpoint are too old if the bound was lowered since.
             if draw.begun_at < self._version - self._max_staleness:
@@ -269,7 +268,7 @@ class PacedRolloutSource:
             self._under_way[ticket] = draw
 
     def _kept(self) -> list[_Drawing]:
-        """Return the drawings from which at least one draw has not left."""
+        """Return the drawings that have at least one draw left."""
         return [each for each in self._drawings if any(number in self._draws for number in each.numbers)]
 
     def _draw(self, count: int) -> None:

@@ -22,7 +22,7 @@ from rl_core.metrics import Metric
 from rl_core.model import Loss, Model, Saved
 from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.group import RolloutGroup
-from rl_core.rollouts.source import RolloutSource
+from rl_core.rollouts.pool import RolloutSource
 from rl_core.run import Checkpointable, Run
 from rl_core.weights import Weights
 
@@ -130,7 +130,7 @@ class RolloutSteps:
 
         Args:
             number: Number of the step.
-            batch: Its rollouts, from which a drafter learns first; a loop that gives none cannot train one.
+            batch: Its rollouts, for a drafter to learn from first; a loop that gives none cannot train one.
 
         Raises:
             ConfigError: If there is a drafter to train and no batch.
@@ -161,7 +161,7 @@ NO_TURN = "the policy had no turn"
 """Reason for which a group is set aside whose plays opponents ended before the policy had a turn."""
 
 TRIES = 10
-"""Prompts that are tried for each prompt of a step before a run in which the policy has no turn fails."""
+"""Prompts that are tried for each prompt of a step before a run fails because the policy has no turn."""
 
 
 def collect_groups(

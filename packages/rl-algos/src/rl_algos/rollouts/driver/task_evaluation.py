@@ -10,9 +10,8 @@ from rl_algos.evaluation.config import EvaluationConfig
 from rl_algos.evaluation.summary import PromptScore, Scoring, mean_length, values_by_name
 from rl_core.plugins import RolloutNeeds
 from rl_core.rollouts.group import RECORD, RolloutGroup
-from rl_core.rollouts.pool import RolloutTask
+from rl_core.rollouts.pool import RolloutSource, RolloutTask
 from rl_core.rollouts.rollout import Prompt
-from rl_core.rollouts.source import RolloutSource
 from rl_core.run import Run
 
 

@@ -14,8 +14,8 @@ from rl_algos.rollouts.training.metrics import agent_metrics, opponent_metrics
 from rl_core.errors import ConfigError
 from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.group import RolloutGroup
+from rl_core.rollouts.pool import Evaluation, RolloutSource
 from rl_core.rollouts.rollout import Prompt
-from rl_core.rollouts.source import Evaluation, RolloutSource
 from rl_core.run import Run
 
 ACCURACY = "accuracy"

@@ -81,7 +81,7 @@ class Chat:
         return Reply(text, {"role": "assistant", "content": parsed.content, "tool_calls": written}, calls)
 
     def require_no_image(self, sampled: np.ndarray) -> None:
-        """Raise a `ValueError` if the policy sampled a token that stands for an image.
+        """Raise a `ValueError` if the policy sampled an image token.
 
         Args:
             sampled: int32 `[tokens]`.
@@ -94,7 +94,7 @@ class Chat:
             )
 
     def encoded(self, text: str) -> np.ndarray:
-        """Return int32 `[tokens]` of a string, in which the strings of special tokens become these tokens."""
+        """Return int32 `[tokens]` of a string; the strings of special tokens become these tokens."""
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
 
     def shown(self, token_ids: np.ndarray) -> str:
@@ -152,7 +152,7 @@ class Chat:
 
     @cached_property
     def _image_token(self) -> int | None:
-        """Id of the tokens that stand for an image; None for a model that takes none."""
+        """Id of image tokens; None for a model that takes none."""
         images = image_tokens(self._tokenizer)
         return None if images is None else int(self._tokenizer.convert_tokens_to_ids(images.marks.token))
 

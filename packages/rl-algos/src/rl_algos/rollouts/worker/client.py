@@ -31,7 +31,7 @@ class PlayServices:
         environments: Clients by environment name.
         max_steps: Number of training steps of the run, which rewards may ask for; 1 outside training.
         version: Weight version of the policy's engine.
-        generating: Span of the timeline in which completions are sampled.
+        generating: Span of the timeline for the sampling of completions.
     """
 
     generator: Generator

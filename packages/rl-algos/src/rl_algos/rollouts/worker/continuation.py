@@ -161,7 +161,7 @@ class Continuation:
 
 def rewrites_history(tokenizer: Any, ends: TurnEnds) -> bool:
     """Return whether the template renders an earlier turn in a form that the engine did not see: it renders the last
-    turn and the same turn before others differently, or not after the text at which the policy begins.
+    turn and the same turn before others differently, or not after the start of the policy's text.
     """
 
     def shown(*messages: Message, begins: bool = False) -> str:

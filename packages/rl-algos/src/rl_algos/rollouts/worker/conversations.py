@@ -41,7 +41,7 @@ class _Course:
     """A conversation of the rollout.
 
     Args:
-        id: Id by which the environment knows it.
+        id: Id in the environment.
         seed: Its seed.
         earlier: Answers of an earlier run, as long as the turns are equal to the answered ones.
         digests: Digests of the turns so far.
@@ -96,7 +96,7 @@ class Conversations:
         environment: The environment.
         name: Its name, for messages.
         seed: Seed of the rollout.
-        earlier: Conversations of an earlier run of the rollout, in the order in which they began.
+        earlier: Conversations of an earlier run of the rollout, in the order they began.
     """
 
     def __init__(self, environment: EnvironmentClient, name: str, seed: int, earlier: Sequence[AnsweredTurns]) -> None:
@@ -108,7 +108,7 @@ class Conversations:
 
     @property
     def turns(self) -> tuple[AnsweredTurns, ...]:
-        """Answers so far, in the order in which conversations began, with conversations of the earlier run that have
+        """Answers so far, in the order they began, with conversations of the earlier run that have
         not begun yet."""
         answered = [AnsweredTurns(tuple(each.digests), tuple(each.results)) for each in self._courses.values()]
         return (*(each for each in answered if each.digests), *(each for each in self._earlier if each is not None))

@@ -84,7 +84,7 @@ class ProposerSolverProgram:
     """The proposer writes a problem, and several solvers solve it at once; all are the policy.
 
     The environment answers the proposer's turn with the observation of the solvers, and gives both agents their names
-    (`StepResult.agent`, `next_agent`); or it ends the play, if that is not a problem. It scores each solver by itself,
+    (`StepResult.agent`, `next_agent`); or it ends the play, if that is not a problem. It scores each solver separately,
     in a conversation whose info has the problem. The proposer gets the reward of its turn and `4 s (1 - s)`, s the mean
     reward of the solvers within 0 and 1: the variance of their success, 1 for a problem that half of them solve and 0
     for one that teaches nothing, because all of them or none solve it.

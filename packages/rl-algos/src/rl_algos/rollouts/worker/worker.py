@@ -156,7 +156,8 @@ class RolloutWorker:
         return self._program.num_untaken if isinstance(self._program, OfferingProgram) else 0
 
     async def idle_time(self) -> tuple[float, float]:
-        """Return the seconds since the last call, or the first group, without a rollout under way; and all seconds."""
+        """Return the seconds since the last call, or the first group, without an unfinished rollout; and all
+        seconds."""
         return self._idle.take()
 
     async def generator(self, method: str, *args: Any) -> Any:
