@@ -43,7 +43,7 @@ from rl_core.rollouts.group import RolloutGroup, RolloutReports
 from rl_core.rollouts.pool import RolloutTask, Ticket
 from rl_core.rollouts.rollout import Prompt, Status, StopReason
 from rl_core.weights import WeightUpdate
-from rl_launch.runtime.dispatch import Dispatch
+from rl_launch.runtime.rollout_pool import Dispatch
 
 SKEW = 8.0
 """99th percentile of the lengths over their median."""

@@ -192,7 +192,8 @@ def model_of(folder: Path, backend: str) -> Iterator[RemoteModel]:
     # Ray takes a second to import, which --help need not wait for
     from rl_launch.cluster.device import resolve_device
     from rl_launch.cluster.virtual_cluster import VirtualCluster
-    from rl_launch.runtime.runtime import Runtime, provision_workers
+    from rl_launch.runtime.processes import provision_workers
+    from rl_launch.runtime.runtime import Runtime
 
     plan = RunPlan.of(config)
     plan = replace(plan, backends=Backends({POLICY: replace(plan.backends.models[POLICY], spec=ModelSpec())}))

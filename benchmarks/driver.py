@@ -221,7 +221,7 @@ class SimulatedRank:
 
 def replicas(hosts: Sequence[Any]) -> list[Any]:
     """Replicas that are started already, one on each host."""
-    from rl_launch.runtime.model_group import StartTimeouts
+    from rl_launch.runtime.models import StartTimeouts
     from rl_launch.runtime.replica import Replica
 
     class SimulatedReplicaProcess(Replica):
@@ -262,7 +262,7 @@ def measured_steps(
     """
     from rl_core.ray.calls import gather
     from rl_core.ray.model import RemoteModel
-    from rl_launch.runtime.rollout_pool import RolloutPool
+    from rl_launch.runtime.rollout_pool import ReplicaPool
 
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     process = WorkerProcess(sys.executable, {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
@@ -278,7 +278,7 @@ def measured_steps(
     num_ranks = chosen.workers - chosen.replicas
     ranks = [SimulatedRank(rank_hosts[rank % len(rank_hosts)], rank, num_ranks) for rank in range(num_ranks)]
     policy = RemoteModel(ranks, role="policy", nodes=["here"] * num_ranks)
-    pool = RolloutPool(replicas(replica_hosts), None, stall_timeout_s=600.0, weights=NoTransfer())
+    pool = ReplicaPool(replicas(replica_hosts), None, stall_timeout_s=600.0, weights=NoTransfer())
     config = GRPOConfig(
         num_prompts_per_step=chosen.prompts,
         num_generations_per_prompt=chosen.group,

@@ -37,7 +37,8 @@ from rl_launch.commands.train import with_local_models
 from rl_launch.evaluation.folder import EvaluationFolder
 from rl_launch.run_config.plan import RunPlan
 from rl_launch.run_config.reading import read_plan
-from rl_launch.runtime.runtime import Runtime, provision_workers
+from rl_launch.runtime.processes import provision_workers
+from rl_launch.runtime.runtime import Runtime
 
 SCRIPTED = "scripted"
 WARM_UP = 32

@@ -36,7 +36,8 @@ from rl_core.rollouts.rollout import NOT_SAMPLED
 from rl_core.run import Components
 from rl_launch.cluster.virtual_cluster import VirtualCluster
 from rl_launch.run_config.reading import read_plan
-from rl_launch.runtime.runtime import Runtime, provision_workers
+from rl_launch.runtime.processes import provision_workers
+from rl_launch.runtime.runtime import Runtime
 
 MODEL = ModelSize(hidden_size=128, num_layers=4, num_heads=4, num_key_value_heads=2)
 TOLERANCE = 1e-3

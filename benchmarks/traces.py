@@ -23,7 +23,7 @@ from measurement import median, surroundings, table
 from rl_core.tracing import spans
 from rl_core.tracing.spans import Span, SpanReport, machine_clock
 from rl_launch.cluster.ray_start import retried
-from rl_launch.runtime.process_spans import NamedActor, ProcessSpans
+from rl_launch.runtime.observed_steps import ProcessSpans
 from rl_launch.session.traces.step_trace import MOST_SHARE, PERIOD_S, StepTrace
 
 NUM_PROCESSES = 4
@@ -85,7 +85,7 @@ def main() -> None:
     host: Any = ray.remote(SimulatedHost)
     hosts = [host.options(num_cpus=0).remote(chosen.spans) for _ in range(NUM_PROCESSES)]
     ray.get([each.take_spans.remote() for each in hosts])
-    actors = [NamedActor(f"policy-{n}", hosts[n % NUM_PROCESSES]) for n in range(chosen.workers)]
+    actors = {f"policy-{n}": hosts[n % NUM_PROCESSES] for n in range(chosen.workers)}
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder) / "traces"
         steps = Steps(StepTrace(written, ProcessSpans(lambda: actors).collect, period_s=0.0), written)
