@@ -92,12 +92,12 @@ def test_a_hub_out_of_reach_is_told_with_the_remedy(closed: str) -> None:
 def test_a_silent_hub_is_waited_for_once_and_not_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def never(kind: hub.Kind, name: str) -> hub.Answer:
+    def never(kind: hub.Kind, name: str) -> hub.HubAnswer:
         asked.append(name)
         threading.Event().wait()
         raise AssertionError
 
-    monkeypatch.setattr(hub, "LONGEST_S", 0.2)
+    monkeypatch.setattr(hub, "MAX_SILENCE_S", 0.2)
     monkeypatch.setattr(hub, "_answer", never)
     assert "(no answer within 0.2 s)" in hub.problem("model", "some/model")
     assert "(no answer within 0.2 s)" in hub.problem("dataset", "some/data")

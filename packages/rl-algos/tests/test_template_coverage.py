@@ -3,8 +3,8 @@
 import pytest
 from chat_tokenizers import Family, tokenizer_of, with_template
 
-from rl_algos.data.example import Example
 from rl_algos.data.prompts import NO_TOOLS, EncodePrompt
+from rl_algos.data.rows.example import Example
 from rl_algos.sft.conversation import encode_conversation
 from rl_algos.template_coverage import _rendered_structure
 from rl_core.errors import DataError

@@ -3,8 +3,8 @@
 A rendered conversation is tokenised as a whole, so content that holds the text of a special token would become that
 token: a search result could end its turn and open one of the system. Here content is rendered with a placeholder for
 each such text. The rendered text is then tokenised by a copy of the tokenizer whose special tokens have other, secret
-texts: those that the template wrote are replaced by these, and placeholders by the texts that they stand for. So
-special tokens, content and what surrounds it are tokenised together, as without such content.
+texts: these replace the tokens that the template wrote, and placeholders become their original texts. So special
+tokens, content and the text around it are tokenised together, as without such content.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _SECRET = secrets.token_hex(8)
 """Part of every placeholder and replacement, so that no content can hold one."""
 
 _MAX_ROWS_COUNTED = 50_000
-"""Rows of a dataset that are searched for special tokens, as large datasets are read from disk for it."""
+"""Maximum number of rows of a dataset that are searched for special tokens, because large ones are read from disk."""
 
 
 def splits_observations(tokenizer: Any) -> bool:
-    """Return whether special tokens in what environments and tools answer are ordinary text."""
+    """Return whether special tokens in answers of environments and tools are ordinary text."""
     return getattr(tokenizer, SPLIT, "observations") != "none"
 
 
@@ -86,10 +86,22 @@ class SpecialTokens:
 
     def hidden(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages with placeholders for special tokens in their content, except in the assistant's."""
-        return [
-            message if message.get("role") == "assistant" else {**message, **self._hidden_content(message)}
-            for message in messages
-        ]
+
+        def hide(text: str) -> str:
+            return self._in_content.sub(lambda match: self._placeholders[match[0]], text)
+
+        found = []
+        for message in messages:
+            content = message.get("content")
+            if message.get("role") != "assistant" and isinstance(content, str):
+                message = {**message, "content": hide(content)}
+            elif message.get("role") != "assistant" and isinstance(content, list | tuple):
+                parts = [
+                    {**part, "text": hide(part["text"])} if part.get("type") == "text" else part for part in content
+                ]
+                message = {**message, "content": tuple(parts)}
+            found.append(message)
+        return found
 
     def shown(self, text: str) -> str:
         """Return a string with its placeholders replaced."""
@@ -107,7 +119,7 @@ class SpecialTokens:
         return "".join(pieces)
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a rendered text, in which placeholders stand for ordinary text."""
+        """Return the tokens of a rendered text, with ordinary text in the place of placeholders."""
         if not self.has_placeholders(text):
             return list(self._tokenizer.encode(text, add_special_tokens=False))
         plain, _ = self.for_renamed(text)
@@ -118,9 +130,10 @@ class SpecialTokens:
         return self._placeholder.search(text) is not None
 
     def for_renamed(self, text: str, positions: Sequence[int] = ()) -> tuple[str, list[int]]:
-        """Return a rendered text as `renamed` reads it, and where positions in the text are in it."""
+        """Return a rendered text as `renamed` reads it, and the places of positions of the text in it."""
         pieces: list[str] = []
-        ends, moved = [0], [0]  # ends of matches in the text, and by how much later positions move
+        # These are the ends of matches in the text, and the moves of later positions.
+        ends, moved = [0], [0]
         for match in self._in_rendered.finditer(text):
             piece = self._texts.get(match[0]) or self._replacements.get(match[0], match[0])
             pieces += [text[ends[-1] : match.start()], piece]
@@ -131,36 +144,20 @@ class SpecialTokens:
 
     @cached_property
     def renamed(self) -> PreTrainedTokenizerFast:
-        """Return the tokenizer with other strings for its special tokens."""
+        """The tokenizer with other strings for its special tokens."""
         described = json.loads(self._tokenizer.backend_tokenizer.to_str())
         backend = Tokenizer.from_str(json.dumps(_renamed(described, self._replacements)))
         for text, replacement in self._replacements.items():
             expected = self._tokenizer.convert_tokens_to_ids(text)
             assert backend.token_to_id(replacement) == expected, f"{text} has another id in the copy of the tokenizer"
         end = self._tokenizer.eos_token
+        eos_token = self._replacements.get(end, end)
         return PreTrainedTokenizerFast(
-            tokenizer_object=backend,
-            eos_token=self._replacements.get(end, end),
-            clean_up_tokenization_spaces=False,
+            tokenizer_object=backend, eos_token=eos_token, clean_up_tokenization_spaces=False
         )
 
-    def _hidden_content(self, message: Message) -> dict[str, Any]:
-        content = message.get("content")
-        if isinstance(content, str):
-            return {"content": self._in_content.sub(self._hide, content)}
-        if isinstance(content, list | tuple):
-            return {"content": tuple(map(self._hidden_part, content))}
-        return {}
-
-    def _hidden_part(self, part: Mapping[str, Any]) -> Mapping[str, Any]:
-        is_text = part.get("type") == "text"
-        return {**part, "text": self._in_content.sub(self._hide, part["text"])} if is_text else part
-
-    def _hide(self, match: re.Match[str]) -> str:
-        return self._placeholders[match[0]]
-
     def _pieces(self, text: str) -> Iterator[str]:
-        """The text in order: each placeholder, and what is between them."""
+        """Yield the text in order: each placeholder, and the text between them."""
         end = 0
         for match in self._placeholder.finditer(text):
             yield from (text[end : match.start()], match[0])
@@ -169,7 +166,7 @@ class SpecialTokens:
 
 
 def warn_of_special_tokens(name: str, conversations: Iterable[tuple[str, Sequence[Message]]], tokenizer: Any) -> None:
-    """Log how many rows of a dataset have special tokens in their content, which the model reads as such.
+    """Log how many rows of a dataset have special tokens in their content, which the model reads as special tokens.
 
     Args:
         name: Name of the dataset.
@@ -189,16 +186,13 @@ def warn_of_special_tokens(name: str, conversations: Iterable[tuple[str, Sequenc
             "%s: %d of %d rows have special tokens in their content, the first %s at %s. The model reads them as "
             "special tokens, so they may end a turn or start a turn of another role. Set "
             "policy.tokenizer.split_special_tokens: all to read them as text, or remove them.",
-            name,
-            len(found),
-            num_rows,
-            found[0][1],
-            found[0][0],
+            *(name, len(found), num_rows, found[0][1], found[0][0]),
         )
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern of any of the strings, the longest first as tokenizers match them; of none if there are none."""
+    """Return a pattern of any of the strings, the longest first as tokenizers match them. Without strings, nothing
+    matches."""
     longest_first = sorted(texts, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) if longest_first else r"(?!)")
 
@@ -209,21 +203,18 @@ def _renamed(described: dict[str, Any], names: Mapping[str, str]) -> dict[str, A
     vocabulary = model["vocab"]
     if isinstance(vocabulary, dict):
         model["vocab"] = {names.get(token, token): index for token, index in vocabulary.items()}
-    else:  # of a unigram model, with scores
+    else:  # A unigram model has scores.
         model["vocab"] = [[names.get(token, token), score] for token, score in vocabulary]
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]
     if model.get("merges"):
-        model["merges"] = [pair for pair in model["merges"] if not _merged(pair) & names.keys()]
+        pairs = [tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in model["merges"]]
+        # Leave out merges of renamed tokens, and merges that make one.
+        kept = [not {first, second, first + second} & names.keys() for first, second in pairs]
+        model["merges"] = [pair for pair, is_kept in zip(model["merges"], kept, strict=True) if is_kept]
     added = [
         {**token, "content": names[token["content"]], "normalized": False} if token["content"] in names else token
         for token in described["added_tokens"]
     ]
-    # the post-processor adds special tokens, which the chat template does here
+    # The post-processor adds special tokens, which the chat template does here.
     return {**described, "model": model, "added_tokens": added, "post_processor": None, "truncation": None}
-
-
-def _merged(pair: Any) -> set[str]:
-    """The tokens of a merge, and the token that it makes."""
-    first, second = pair.split(" ") if isinstance(pair, str) else pair
-    return {first, second, first + second}

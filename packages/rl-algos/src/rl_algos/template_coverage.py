@@ -23,27 +23,21 @@ from rl_core.errors import DataError
 from rl_core.rollouts.rollout import Message
 from rl_core.rollouts.thoughts import THOUGHT_KEYS, THOUGHTS
 
-_SAID = (
+_SHOWN_KEYS = (
     *("refusal", "reasoning_details", "reasoning_text", "thoughts", "thought", "tool_plan", "analysis"),
     *("images", "image", "image_url", "videos", "video", "audios", "audio", "files", "attachments", "documents"),
 )
-"""Further keys in which other formats store a part of what is said or shown."""
+"""Further keys of other formats for parts of a message that are read or shown."""
 
 _THOUGHT_FIRST = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
 _TAG = re.compile(r"</?[a-z_]+>")
-_STAND_IN: Mapping[str, Any] = {
+_ANY_KEY = {"key": {"type": "string", "description": "A key."}}
+_ANY_PARAMETERS = {"type": "object", "properties": _ANY_KEY, "required": ["key"]}
+_ANY_TOOL: Mapping[str, Any] = {
     "type": "function",
-    "function": {
-        "name": "lookup",
-        "description": "Looks up.",
-        "parameters": {
-            "type": "object",
-            "properties": {"key": {"type": "string", "description": "A key."}},
-            "required": ["key"],
-        },
-    },
+    "function": {"name": "lookup", "description": "Looks up.", "parameters": _ANY_PARAMETERS},
 }
-"""Stands for the tools of a row, which do not change how a template shows messages."""
+"""Replaces the tools of a row, which do not change how a template shows messages."""
 
 Kind = Literal["said", "thoughts", "call", "name", "link"]
 """Kind of a piece. Thoughts of turns that are not learned may be left out, as templates of models that think do. Links
@@ -75,7 +69,7 @@ class Coverage:
         messages: Messages as they are rendered.
         text: The rendered conversation.
         tools: JSON schemas of the tools that the assistant may call.
-        prompts: Whether the text ends with the start of a turn of the assistant.
+        prompts: True if the text ends with the start of a turn of the assistant.
     """
 
     def __init__(
@@ -120,7 +114,15 @@ class Coverage:
             is_needed = piece.kind != "link" and (piece.kind != "thoughts" or (bool(learned) and learned[piece.index]))
             if is_needed and not self._is_shown(number) and not self._is_in_id(piece):
                 raise _not_shown(piece, self._messages[piece.index], self._template)
-        _check_results(self._messages, self._text)
+        # Raise a `DataError` if the template cuts the result of a tool off, which no structure shows.
+        shown = squeezed(self._text)
+        for index, message in enumerate(self._messages):
+            if message["role"] != "tool":
+                continue
+            for content in texts_of(message):
+                forms = (content, json.dumps(content)[1:-1], json.dumps(content, ensure_ascii=False)[1:-1])
+                if not any(squeezed(form) in shown for form in forms):
+                    raise _not_shown(_Piece(index, "said", "the text", content), message, "")
 
     def _is_shown(self, number: int) -> bool:
         if self._found is not None and number in self._found.shown:
@@ -130,7 +132,7 @@ class Coverage:
         try:
             changed = render(self._tokenizer, alone, add_generation_prompt=self._prompts, tools=self._tools)
         except TemplateError:
-            return True  # the template reads the piece
+            return True  # The template reads the piece.
         return changed != self._text
 
     def _is_in_id(self, piece: _Piece) -> bool:
@@ -144,21 +146,21 @@ def with_thoughts_read(tokenizer: Any, messages: Sequence[Message], template: st
 
     Thoughts in `<think>` tags of a content are moved there if the template has other marks of thoughts, as gpt-oss's.
     """
-    return [_with_thoughts_read(tokenizer, message, template) for message in messages]
-
-
-def _with_thoughts_read(tokenizer: Any, message: Message, template: str) -> Message:
-    given = {key: message[key] for key in THOUGHT_KEYS if isinstance(message.get(key), str) and message[key].strip()}
-    inside = None
-    if not given and "</think>" not in template and message["role"] == "assistant":
-        inside = _THOUGHT_FIRST.match(str(message.get("content")))
-    key = thoughts_key(tokenizer, template) if given or inside else ""
-    if not key or len(set(given.values())) > 1:
-        return message
-    if inside:
-        return {**message, key: inside[1].strip(), "content": inside[2].lstrip()}
-    rest = {name: value for name, value in message.items() if name not in given}
-    return {**rest, key: next(iter(given.values()))}
+    found = []
+    for message in messages:
+        texts = {key: message[key] for key in THOUGHT_KEYS if isinstance(message.get(key), str)}
+        given = {key: text for key, text in texts.items() if text.strip()}
+        inside = None
+        if not given and "</think>" not in template and message["role"] == "assistant":
+            inside = _THOUGHT_FIRST.match(str(message.get("content")))
+        key = thoughts_key(tokenizer, template) if given or inside else ""
+        if key and inside:
+            message = {**message, key: inside[1].strip(), "content": inside[2].lstrip()}
+        elif key and len(set(given.values())) == 1:
+            rest = {name: value for name, value in message.items() if name not in given}
+            message = {**rest, key: next(iter(given.values()))}
+        found.append(message)
+    return found
 
 
 @lru_cache(maxsize=8)
@@ -185,9 +187,9 @@ class _Walk:
     """Goes through the pieces of a conversation in a fixed order.
 
     Args:
-        replace: Function from the number of a piece and its value to what takes its place.
+        replace: Function from the number of a piece and its value to its replacement.
         template: Chat template. It reads the keys of messages and the tags in contents that its text contains.
-        keeps_all: Whether keys of messages that it does not read, and the sources of images, are kept.
+        keeps_all: True to keep the keys of messages that it does not read, and the sources of images.
     """
 
     def __init__(self, replace: Callable[[int, Any], Any], template: str, *, keeps_all: bool = False) -> None:
@@ -211,11 +213,11 @@ class _Walk:
                 found[key] = self._content(index, value)
             elif key == "tool_calls" and isinstance(value, list | tuple):
                 found[key] = [self._call(index, number, call) for number, call in enumerate(value)]
-            elif key in (*THOUGHT_KEYS, *_SAID) and not isinstance(value, str):
+            elif key in (*THOUGHT_KEYS, *_SHOWN_KEYS) and not isinstance(value, str):
                 found[key] = self._piece(index, "said", f"`{key}`", value) if value else value
             elif key in THOUGHT_KEYS:
                 found[key] = self._text(index, "thoughts", f"the thoughts (`{key}`)", value)
-            elif key in _SAID:
+            elif key in _SHOWN_KEYS:
                 found[key] = self._text(index, "said", f"`{key}`", value)
             elif key == "name" and isinstance(value, str):
                 found[key] = self._text(index, "link" if message["role"] == "tool" else "name", "the `name`", value)
@@ -237,7 +239,7 @@ class _Walk:
         for part in content:
             if isinstance(part, Mapping) and part.get("type") == "text":
                 parts.append({**part, "text": self._tagged(index, part["text"])})
-            else:  # images are counted when they take their places
+            else:  # Images are counted when they take their places.
                 parts.append(part if self._keeps_all or not isinstance(part, Mapping) else {"type": part["type"]})
         return parts
 
@@ -250,14 +252,12 @@ class _Walk:
         for match in [*known, None]:
             stop = len(content) if match is None else match.start()
             is_thought = thinks or (match is not None and match[0] in THOUGHTS.values())
-            pieces.append(self._inner(index, content[end:stop], is_thought=is_thought))
+            kind: Kind = "thoughts" if is_thought else "said"
+            pieces.append(self._text(index, kind, "a part of the text", content[end:stop]))
             if match is not None:
                 pieces.append(match[0])
                 end, thinks = match.end(), match[0] in THOUGHTS
         return "".join(pieces)
-
-    def _inner(self, index: int, text: str, *, is_thought: bool) -> str:
-        return self._text(index, "thoughts" if is_thought else "said", "a part of the text", text)
 
     def _call(self, index: int, number: int, call: Any) -> Any:
         if not isinstance(call, Mapping):
@@ -286,7 +286,7 @@ class _Walk:
 
 @dataclass(frozen=True)
 class _Structure:
-    """What a template makes of all conversations with one structure.
+    """The rendering of all conversations with one structure.
 
     Args:
         shown: Numbers of the pieces that it shows.
@@ -301,9 +301,9 @@ class _Structure:
 def _rendered_structure(
     tokenizer: Any, template: str, structure: str, has_tools: bool, prompts: bool
 ) -> _Structure | None:
-    """Return what the template makes of a structure; None if it refuses the marks."""
+    """Return the rendering of a structure; None if the template refuses the marks."""
     marked: list[dict[str, Any]] = json.loads(structure)
-    tools = [_STAND_IN] if has_tools else ()
+    tools = [_ANY_TOOL] if has_tools else ()
 
     def rendered(messages: Sequence[Message]) -> str:
         return render(tokenizer, messages, add_generation_prompt=prompts, tools=tools)
@@ -347,7 +347,7 @@ def _filled(message: dict[str, Any], mark: str) -> list[tuple[str, dict[str, Any
 
 
 def _check_order(messages: Sequence[Message], shown: Set[int]) -> None:
-    """Raise a `DataError` if results are in another order than their calls, and the text does not show which is which.
+    """Raise a `DataError` if results are in another order than their calls, and the text does not match them.
 
     Args:
         messages: Messages of the conversation.
@@ -359,7 +359,14 @@ def _check_order(messages: Sequence[Message], shown: Set[int]) -> None:
         if message["role"] != "tool":
             calls, latest = message.get("tool_calls") or (), -1
             continue
-        position = _position(message, calls)
+        # The call of a result is found by its id, or by its name if only one call has that.
+        ids = [call.get("id") for call in calls]
+        names = [call.get("function", call).get("name") for call in calls]
+        position = -1
+        if message.get("tool_call_id") in ids:
+            position = ids.index(message.get("tool_call_id"))
+        elif names.count(message.get("name")) == 1:
+            position = names.index(message.get("name"))
         if 0 <= position < latest and index not in shown:
             raise DataError(
                 f"message {index} (from 0) is the result of call {position} (from 0), but comes after the result of a "
@@ -367,27 +374,6 @@ def _check_order(messages: Sequence[Message], shown: Set[int]) -> None:
                 "the order of their calls"
             )
         latest = max(latest, position)
-
-
-def _position(result: Message, calls: Sequence[Any]) -> int:
-    """Return the position of the call that a result answers, by its id or else its name; -1 if neither is known."""
-    ids = [call.get("id") for call in calls]
-    if result.get("tool_call_id") in ids:
-        return ids.index(result.get("tool_call_id"))
-    names = [call.get("function", call).get("name") for call in calls]
-    return names.index(result.get("name")) if names.count(result.get("name")) == 1 else -1
-
-
-def _check_results(messages: Sequence[Message], text: str) -> None:
-    """Raise a `DataError` if the template cuts the result of a tool off, which no structure shows."""
-    shown = squeezed(text)
-    for index, message in enumerate(messages):
-        if message["role"] != "tool":
-            continue
-        for content in texts_of(message):
-            forms = (content, json.dumps(content)[1:-1], json.dumps(content, ensure_ascii=False)[1:-1])
-            if not any(squeezed(form) in shown for form in forms):
-                raise _not_shown(_Piece(index, "said", "the text", content), message, "")
 
 
 def _not_shown(piece: _Piece, message: Message, template: str) -> DataError:

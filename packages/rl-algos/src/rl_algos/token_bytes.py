@@ -1,4 +1,4 @@
-"""The bytes of text that each token of a tokenizer stands for."""
+"""The bytes of text of each token of a tokenizer."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 from tokenizers import models
 
 BytesOf = Callable[[int], bytes]
-"""From a token id to the bytes of text that it stands for."""
+"""From a token id to the bytes of its text."""
 
 
 def exact_bytes(tokenizer: Any) -> BytesOf | None:
-    """The bytes of each token of a fast tokenizer, which make up the text of any tokens if they are joined.
+    """Return the bytes of each token of a fast tokenizer, which make up the text of any tokens if they are joined.
 
-    None unless the tokenizer is byte-level or has byte fallback; of others, a token's text depends on its neighbours.
+    None unless the tokenizer is byte-level or has byte fallback; in others, a token's text depends on its neighbours.
     """
     kinds = decoder_steps(tokenizer)
     to_bytes = next((found for kind, found in _BYTES.items() if kind in kinds), None)
@@ -31,14 +31,14 @@ def exact_bytes(tokenizer: Any) -> BytesOf | None:
 
 
 def decoder_steps(tokenizer: Any) -> set[str]:
-    """The types of the steps by which a fast tokenizer decodes."""
+    """Return the types of the steps of a fast tokenizer's decoder."""
     decoder = json.loads(tokenizer.backend_tokenizer.to_str())["decoder"] or {"type": "Fuse"}
     return {step["type"] for step in decoder.get("decoders", [decoder])}
 
 
 def characters_per_token(tokenizer: Any) -> float:
-    """Return the maximum number of characters of a text that one token of a fast tokenizer stands for; infinity if the
-    tokenizer may drop characters, or have one token for any number of unknown ones."""
+    """Return the maximum number of characters of one token of a fast tokenizer; infinity if the tokenizer may drop
+    characters, or have one token for any number of unknown ones."""
     backend = tokenizer.backend_tokenizer
     steps = [*_steps(backend.normalizer, "normalizers"), *_steps(backend.pre_tokenizer, "pretokenizers")]
     added = tokenizer.added_tokens_decoder.values()
@@ -48,7 +48,7 @@ def characters_per_token(tokenizer: Any) -> float:
         or any(token.lstrip or token.rstrip for token in added)
     ):
         return math.inf
-    # a composed character may replace up to four
+    # A composed character may replace up to four.
     composes = any(step["type"] in ("NFC", "NFKC") for step in steps)
     return max(map(len, tokenizer.get_vocab())) * (4 if composes else 1)
 
@@ -117,7 +117,7 @@ def _of_byte_fallback(token: str) -> bytes:
 
 
 def _plain_of_byte_level() -> dict[str, int]:
-    """From the characters that byte-level tokenizers write bytes as (GPT-2) to these bytes."""
+    """Map the characters that byte-level tokenizers write bytes as (GPT-2) to these bytes."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {**{chr(byte): byte for byte in printable}, **{chr(256 + n): byte for n, byte in enumerate(others)}}
@@ -129,4 +129,4 @@ _BYTES: Mapping[str, Callable[[str], bytes]] = {
     "ByteFallback": _of_byte_fallback,
     "Fuse": str.encode,
 }
-"""By a step of a tokenizer's decoder, from the text of a token to its bytes."""
+"""Functions from the text of a token to its bytes, by a step of a tokenizer's decoder."""

@@ -24,11 +24,11 @@ from rl_core.facts.template_ends import POLICY_MARK
 from rl_core.model_config import TokenizerConfig, VisionConfig
 from rl_core.rollouts.rollout import Message
 
-# AutoTokenizer imports torch if it is installed (3 s); the fast class reads the same tokenizer.json
+# AutoTokenizer imports torch if it is installed (3 s); the fast class reads the same tokenizer.json.
 _FILES = "tokenizer.json"
 
 _RENDERING_S = 20.0
-"""Seconds within which a chat template must render a short conversation; known ones take milliseconds."""
+"""Maximum seconds of a chat template for a short conversation; known ones take milliseconds."""
 
 _TEXT_ONLY = VisionConfig()
 
@@ -39,8 +39,8 @@ _ENDS = "ids_of_generation_ends"
 def load_tokenizer(
     config: TokenizerConfig, model_name: str, vision: VisionConfig = _TEXT_ONLY
 ) -> PreTrainedTokenizerFast:
-    """The tokenizer of a local folder or a hub name, with the configured chat template and its variables, and with what
-    the model's processor writes for images if `vision` is enabled.
+    """Load the tokenizer of a local folder or a hub name, with the configured chat template and its variables, and with
+    the strings that the model's processor writes for images if `vision` is enabled.
 
     Raises:
         ConfigError: If the files of a fast tokenizer, the end-of-sequence token or the template's file are missing, the
@@ -57,10 +57,9 @@ def load_tokenizer(
     if not isinstance(tokenizer.chat_template, str | dict | None):
         raise ConfigError(f"{key}: the chat template of {name!r} is not a string. Set policy.tokenizer.chat_template")
     if tokenizer.eos_token_id is None:
-        raise ConfigError(
-            f"{key}: the tokenizer of {name!r} has no end-of-sequence token, so no completion would end; "
-            "set `eos_token` in its tokenizer_config.json, or set policy.tokenizer.name to another tokenizer"
-        )
+        reason = f"{key}: the tokenizer of {name!r} has no end-of-sequence token, so no completion would end"
+        remedy = "set `eos_token` in its tokenizer_config.json, or set policy.tokenizer.name to another tokenizer"
+        raise ConfigError(f"{reason}; {remedy}")
     setattr(tokenizer, _ENDS, _read_generation_ends(tokenizer, model_name))
     setattr(tokenizer, SPLIT, config.split_special_tokens)
     images = read_image_tokens(tokenizer, model_name, vision)
@@ -81,7 +80,7 @@ def load_tokenizer(
 
 
 def plain_tokenizer(name: str) -> Any:
-    """The tokenizer of a local folder or a hub name as it is; None if it has no tokenizer files."""
+    """Load the tokenizer of a local folder or a hub name as it is; return None if it has no tokenizer files."""
     try:
         return PreTrainedTokenizerFast.from_pretrained(name)
     except (OSError, ValueError):
@@ -89,13 +88,13 @@ def plain_tokenizer(name: str) -> Any:
 
 
 def different_token(name: str, tokenizer: Any, *, whose: str) -> str:
-    """The first token of a tokenizer that means something else to a model, in words; empty if there is none, or the
-    model has no tokenizer files.
+    """Return the first token of a tokenizer that means something else to a model, in words; empty if there is none, or
+    the model has no tokenizer files.
 
     Args:
         name: Folder or hub name of the model.
         tokenizer: The tokenizer.
-        whose: Whose tokenizer it is, as in "the student's".
+        whose: Owner of the tokenizer, such as "the student's".
     """
     other = plain_tokenizer(name)
     if other is None:
@@ -108,7 +107,7 @@ def different_token(name: str, tokenizer: Any, *, whose: str) -> str:
 
 
 def _check_rendering_ends(tokenizer: PreTrainedTokenizerFast) -> None:
-    """Render a short conversation, because a template is code of the hub's: its sandbox bounds a loop, but not loops in
+    """Render a short conversation, because a template is code from the hub. Its sandbox bounds a loop, but not loops in
     loops.
 
     Raises:
@@ -128,19 +127,18 @@ def _check_rendering_ends(tokenizer: PreTrainedTokenizerFast) -> None:
             tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
         except MemoryError as error:
             failures.append(error)
-        except Exception:  # noqa: BLE001 - what a template refuses is reported with the row that it refuses
+        except Exception:  # noqa: BLE001 - a refusal of the template is reported with its row
             return
 
-    # a daemon, as a thread cannot be ended: it ends with the process, which the error below ends
+    # A thread cannot be ended. A daemon ends with the process, which the error below ends.
     thread = Thread(target=rendered, daemon=True, name="first rendering of the chat template")
     thread.start()
     thread.join(_RENDERING_S)
     if thread.is_alive() or failures:
         why = "needs more memory than there is" if failures else f"does not end within {_RENDERING_S:g} s"
-        raise ConfigError(
-            f"policy.tokenizer.chat_template: rendering a short conversation {why}; check the chat template of "
-            f"{tokenizer.name_or_path!r}, or set this key to another one"
-        )
+        problem = f"policy.tokenizer.chat_template: rendering a short conversation {why}"
+        remedy = f"check the chat template of {tokenizer.name_or_path!r}, or set this key to another one"
+        raise ConfigError(f"{problem}; {remedy}")
 
 
 def _has_powers(template: str) -> bool:
@@ -156,8 +154,8 @@ def _has_powers(template: str) -> bool:
 
 
 def generation_ends(tokenizer: Any) -> tuple[int, ...]:
-    """Return the special tokens at which the model's `generation_config.json` ends, which may be several, as those of
-    Llama's and Qwen's instruct models; none for a tokenizer that `load_tokenizer` did not load."""
+    """Return the special tokens that end a completion by the model's `generation_config.json`. Llama's and Qwen's
+    instruct models have several. There are none for a tokenizer that `load_tokenizer` did not load."""
     return tuple(getattr(tokenizer, _ENDS, ()))
 
 
@@ -188,17 +186,12 @@ def _read_generation_ends(tokenizer: PreTrainedTokenizerFast, model_name: str) -
 
 
 def _file_of(model_name: str, name: str) -> Path | None:
-    """The path of a model's file; None if the model does not have it, or cannot be reached."""
+    """Return the path of a model's file; None if the model does not have it, or cannot be reached."""
     folder = Path(model_name).expanduser()
     if _is_local(model_name):
         return folder / name if (folder / name).is_file() else None
-    found = cached_file(
-        model_name,
-        name,
-        _raise_exceptions_for_gated_repo=False,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
+    options = ("gated_repo", "missing_entries", "connection_errors")
+    found = cached_file(model_name, name, **{f"_raise_exceptions_for_{each}": False for each in options})
     return None if found is None else Path(found)
 
 
@@ -210,7 +203,7 @@ def render(
     tools: Sequence[Mapping[str, Any]] = (),
     template: str | None = None,
 ) -> str:
-    """The conversation as the text that the model reads.
+    """Return the conversation as the text that the model reads.
 
     Args:
         tokenizer: Tokenizer with a chat template.
@@ -235,13 +228,13 @@ def render(
             )
         )
     except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
-        # the template's own code failed on a message of a form that it does not know
+        # The template's own code failed on a message of a form that it does not know.
         raise TemplateRuntimeError(f"{type(error).__name__}: {error}") from error
 
 
 def _as_templates_take_it(message: Message, *, arguments_as_text: bool, in_parts: bool) -> dict[str, Any]:
-    """A message with a string or a list of parts as its content, of which images have no more than their type, and with
-    arguments of calls as a string if the template joins them."""
+    """Return a message with a string or a list of parts as its content, and with arguments of calls as a string if the
+    template joins them. Images have no more than their type."""
     plain = dict(message)
     content = plain.get("content") or ""
     if isinstance(content, list | tuple):
@@ -250,28 +243,27 @@ def _as_templates_take_it(message: Message, *, arguments_as_text: bool, in_parts
         content = [{"type": "text", "text": content}] if content else []
     plain["content"] = content
     if arguments_as_text and plain.get("tool_calls"):
-        plain["tool_calls"] = [_with_text(call) for call in plain["tool_calls"]]
+        calls = []
+        for call in plain["tool_calls"]:
+            arguments = call["function"].get("arguments")
+            text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+            calls.append({**call, "function": {**call["function"], "arguments": text}})
+        plain["tool_calls"] = calls
     return plain
-
-
-def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = call["function"]
-    arguments = function.get("arguments")
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return {**call, "function": {**function, "arguments": text}}
 
 
 def encode_prompt(
     tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
 ) -> np.ndarray:
-    """Tokens of the conversation up to the start of the policy's next turn; special tokens in its content are text or
-    not, as `policy.tokenizer.split_special_tokens` says. Each image has all its tokens.
+    """Return the tokens of the conversation up to the start of the policy's next turn. The setting
+    `policy.tokenizer.split_special_tokens` decides whether special tokens in its content are text. Each image has all
+    its tokens.
 
     Returns:
         int32 `[tokens]`.
 
     Raises:
-        ConfigError, jinja2.TemplateError: as `render`.
+        ConfigError, jinja2.TemplateError: See `render`.
         DataError: If the template leaves out a message of the system or the user, or the model cannot read its images.
     """
     special = special_tokens(tokenizer)
@@ -280,7 +272,7 @@ def encode_prompt(
     text = render(tokenizer, shown, add_generation_prompt=True, tools=tools)
     check_shown(shown, text)
     text, _ = with_images(tokenizer, shown, text)
-    # the template adds the special tokens
+    # The template adds the special tokens.
     return np.asarray(special.encode(text), dtype=np.int32)
 
 
@@ -300,7 +292,7 @@ def check_shown(messages: Sequence[Message], text: str) -> None:
 
 @lru_cache(maxsize=8)
 def _wants_parts(tokenizer: Any, template: str) -> bool:
-    """Return whether a chat template only shows a content that is a list of parts, as some of vision-language models
+    """Return whether a chat template only shows a content that is a list of parts, as some vision-language models
     do."""
 
     def shows(content: Any) -> bool:
@@ -335,7 +327,7 @@ def squeezed(text: str) -> str:
 
 
 def require_chat_template(tokenizer: PreTrainedTokenizerFast) -> None:
-    """Raise a `ConfigError` that names the remedy if the tokenizer has no chat template."""
+    """Raise a `ConfigError` with the remedy if the tokenizer has no chat template."""
     if tokenizer.chat_template is None:
         raise ConfigError(
             f"policy.tokenizer.chat_template: the tokenizer of {tokenizer.name_or_path!r} has no chat template; "
@@ -344,17 +336,13 @@ def require_chat_template(tokenizer: PreTrainedTokenizerFast) -> None:
         )
 
 
-def _said(error: Exception) -> str:
-    """Return the first line of an error of a library, or its type if it is empty."""
-    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
-
-
 def _no_tokenizer(name: str, key: str, error: Exception) -> str:
     folder = Path(name).expanduser()
     if folder.is_dir():
         there = ", ".join(sorted(entry.name for entry in folder.iterdir())) or "nothing"
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         return (
-            f"{key}: the folder {name!r} has no {_FILES} that can be read (it holds {there}): {_said(error)}; "
+            f"{key}: the folder {name!r} has no {_FILES} that can be read (it holds {there}): {reason}; "
             f"save a fast tokenizer there with `save_pretrained`, or name another tokenizer in policy.tokenizer.name"
         )
     if _is_local(name):

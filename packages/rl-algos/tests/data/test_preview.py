@@ -51,7 +51,7 @@ def test_a_shown_row_has_the_tokens_and_the_mask_that_are_trained_on(data, token
 
 def test_rows_that_are_held_out_are_opened_for_the_other_purpose(data):
     held_out = data.model_copy(update={"train": data.train.model_copy(update={"split_validation_size": 1})})
-    train, validation = ({*open_datasets(held_out, purpose)[0].numbers} for purpose in ("train", "validation"))
+    train, validation = ({*next(open_datasets(held_out, purpose)).numbers} for purpose in ("train", "validation"))
     assert len(validation) == 1
     assert train | validation == set(range(len(ROWS)))
     assert not train & validation

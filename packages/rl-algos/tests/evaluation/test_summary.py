@@ -8,8 +8,8 @@ from rollouts_builder import make_group, make_prompt, make_rollout
 from rl_algos.evaluation.summary import PromptScore, SampleScore, Scoring, summarize, values_by_name
 from rl_algos.rollouts.driver.validation import validation_metrics
 from rl_core.rollouts.group import RECORD, RolloutGroup
+from rl_core.rollouts.pool import Evaluation
 from rl_core.rollouts.rollout import Prompt, Rollout
-from rl_core.rollouts.source import Evaluation
 
 
 def samples(*pairs):

@@ -97,18 +97,16 @@ def _value(node: ast.expr) -> Fraction:
         case ast.UnaryOp(op=ast.USub()):
             return -_value(node.operand)
         case ast.BinOp(op=ast.Pow()):
-            return _power(_value(node.left), _value(node.right))
+            base = _value(node.left)
+            exponent = _value(node.right)
+            if exponent.denominator != 1:
+                raise ValueError("an exponent must be an integer")
+            if _num_bits(base) * abs(exponent.numerator) > MAX_BITS:
+                raise ValueError("the number is too large")
+            return Fraction(base**exponent.numerator)
         case ast.BinOp() if type(node.op) in _BINARY:
             return _limited(Fraction(_BINARY[type(node.op)](_value(node.left), _value(node.right))))
     raise ValueError(f"{ast.unparse(node)} is not an expression of numbers")
-
-
-def _power(base: Fraction, exponent: Fraction) -> Fraction:
-    if exponent.denominator != 1:
-        raise ValueError("an exponent must be an integer")
-    if _num_bits(base) * abs(exponent.numerator) > MAX_BITS:
-        raise ValueError("the number is too large")
-    return Fraction(base**exponent.numerator)
 
 
 def _limited(number: Fraction) -> Fraction:

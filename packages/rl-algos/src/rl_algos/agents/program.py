@@ -27,8 +27,15 @@ from rl_algos.connections import collect_rarely
 from rl_algos.rollouts.config import AgentConfig
 from rl_core.errors import EnvironmentFailed, RLError
 from rl_core.images import image_digests
-from rl_core.rollouts.agent_run import AGENT_FAILURE, AGENT_OUTPUT, AgentRun, service_variables, this_network
-from rl_core.rollouts.environment import Conversation, StepResult
+from rl_core.rollouts.environment import (
+    AGENT_FAILURE,
+    AGENT_OUTPUT,
+    AgentRun,
+    Conversation,
+    StepResult,
+    service_variables,
+    this_network,
+)
 from rl_core.rollouts.program import GenerationClient
 from rl_core.rollouts.rollout import Prompt, Rollout
 from rl_core.user_code import FromFile

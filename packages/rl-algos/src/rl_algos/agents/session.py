@@ -356,8 +356,7 @@ class AgentSession:
                 draw.answer.exception()  # Nobody else retrieves the error of a call whose client has gone.
 
     @property
-    def has_reward(self) -> bool:
-        """True if a reward of this agent was posted."""
+    def _has_reward(self) -> bool:
         return bool(self._rewards) or any(node.rewards for node in self._tree.nodes)
 
     @property
@@ -366,7 +365,7 @@ class AgentSession:
         if self._rewards:
             return []
         sessions = {"": self, **self._agents}
-        return [name for name, session in sessions.items() if session._answered and not session.has_reward]
+        return [name for name, session in sessions.items() if session._answered and not session._has_reward]
 
     def rollouts(self) -> list[Rollout]:
         """Return the rollouts of all agents so far, by their names. An agent without reward earns the whole rollout's.
@@ -377,7 +376,7 @@ class AgentSession:
         sessions = [self._agents[name] for name in sorted(self._agents)]
         called = [session for session in (self, *sessions) if session._answered]
         for session in called:
-            if not session.has_reward:
+            if not session._has_reward:
                 session._rewards = dict(self._rewards)
         return [session.rollout() for session in called or [self]]
 

@@ -238,9 +238,8 @@ class Dataset:
                 "or set data.overlong: skip to exclude them"
             )
         if num_over == len(rows):
-            raise DataError(
-                f"{found}, so no rows remain; increase data.max_input_seq_length and policy.max_total_sequence_length"
-            )
+            problem = f"{found}, so no rows remain"
+            raise DataError(f"{problem}; increase data.max_input_seq_length and policy.max_total_sequence_length")
         _log.warning("%s; they are excluded (data.overlong: skip)", found)
         return rows.select(np.flatnonzero(sizes <= limit))
 
@@ -280,7 +279,7 @@ def load_datasets(
     """
     settings = config.train_datasets if purpose == "train" else config.validation_datasets
     # The datasets are opened one after another, so that the rows of only one are read while its examples are made.
-    opened = zip(settings, _opened(config, purpose, default, check, SAMPLE), strict=True)
+    opened = zip(settings, open_datasets(config, purpose, default, check), strict=True)
     datasets = [_dataset(one, given.split or purpose, config.malformed) for given, one in opened]
     return [dataset.within_pass_rates() for dataset in datasets] if purpose == "train" else datasets
 
@@ -313,8 +312,8 @@ def open_datasets(
     check: RowCheck | None = None,
     *,
     sample: int = SAMPLE,
-) -> list[OpenDataset]:
-    """Open the configured datasets for training or validation without converting their rows.
+) -> Iterator[OpenDataset]:
+    """Open the configured datasets for training or validation, one after another, without converting their rows.
 
     Args:
         config: Config section `data`.
@@ -327,12 +326,6 @@ def open_datasets(
         DataError: If a dataset cannot be read.
         ConfigError: If a file or a processor of a dataset does not exist.
     """
-    return list(_opened(config, purpose, default, check, sample))
-
-
-def _opened(
-    config: DataConfig, purpose: Purpose, default: Processor, check: RowCheck | None, sample: int
-) -> Iterator[OpenDataset]:
     all_settings = config.train_datasets if purpose == "train" else config.validation_datasets
     for name, given in zip(dataset_names(all_settings, purpose), all_settings, strict=True):
         split: Purpose = "train" if given.split_validation_size is not None else purpose

@@ -40,10 +40,8 @@ def positions_within(settings: PassRateConfig, name: str, prompts: Iterable[Sequ
         f"{num_known - len(kept)} have another one, and {len(rates) - num_known} were not evaluated"
     )
     if not num_known:
-        raise DataError(
-            f"{found}. Prompts are matched as strings: evaluate this split, with the same prompt_file and "
-            "system_prompt_file"
-        )
+        problem = f"{found}. Prompts are matched as strings"
+        raise DataError(f"{problem}: evaluate this split, with the same prompt_file and system_prompt_file")
     if not len(kept):
         raise DataError(f"{found}, so no rows remain; change pass_rate.above or pass_rate.below")
     _log.info("%s; the others are excluded", found)

@@ -123,10 +123,9 @@ class EncodePrompt:
         coverage.check_links()
         coverage.check_pieces()
         if example.tools and np.array_equal(tokens, encode_prompt(self.tokenizer, example.messages)):
-            raise DataError(
-                "the row has `tools`, but the chat template does not show them; set policy.tokenizer.chat_template to "
-                "a template that does, or remove the column"
-            )
+            problem = "the row has `tools`, but the chat template does not show them"
+            remedy = "set policy.tokenizer.chat_template to a template that does, or remove the column"
+            raise DataError(f"{problem}; {remedy}")
         return tokens
 
 
@@ -141,10 +140,9 @@ def tools_for(example: Example, offered: Sequence[Mapping[str, Any]]) -> Sequenc
     names = {tool["function"]["name"] for tool in offered}
     foreign = [name for tool in example.tools if (name := tool["function"]["name"]) not in names]
     if foreign:
-        raise DataError(
-            f"the row's `tools` contain {foreign[0]!r}, which the environment cannot call; it has "
-            f"{', '.join(sorted(names))}. Remove the column, or choose an environment without tools"
-        )
+        problem = f"the row's `tools` contain {foreign[0]!r}, which the environment cannot call"
+        remedy = f"it has {', '.join(sorted(names))}. Remove the column, or choose an environment without tools"
+        raise DataError(f"{problem}; {remedy}")
     return offered
 
 

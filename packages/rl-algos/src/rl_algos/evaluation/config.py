@@ -10,15 +10,9 @@ from pydantic import Field
 from rl_algos.data.config import DatasetConfig, DatasetDefaults
 from rl_core.config import Config, WhenChanged
 
-_ALSO_CALLED = {
-    "num_generations_per_prompt": "num_samples",
-    "val_num_generations_per_prompt": "num_samples",
-    "num_generations": "num_samples",
-    "num_tests_per_prompt": "num_samples",
-    "max_val_samples": "max_prompts",
-    "max_samples": "max_prompts",
-    "val_batches": "max_prompts",
-}
+_SAMPLES = ("num_generations_per_prompt", "val_num_generations_per_prompt", "num_generations", "num_tests_per_prompt")
+_PROMPTS = ("max_val_samples", "max_samples", "val_batches")
+_ALSO_CALLED = {**dict.fromkeys(_SAMPLES, "num_samples"), **dict.fromkeys(_PROMPTS, "max_prompts")}
 
 
 class TaskConfig(Config):

@@ -87,11 +87,6 @@ class PromptScore:
         """Mean reward of the samples; a failed one earns 0."""
         return float(np.array([sample.reward for sample in self.samples]).mean())
 
-    @property
-    def reports_answers(self) -> bool:
-        """True if the environment reported an answer for a sample."""
-        return any(sample.answer is not None for sample in self.samples)
-
     def num_passed(self, threshold: float) -> int:
         """Count samples whose reward is at least the threshold; a failed one never passes."""
         return sum(sample.status != "failed" and sample.reward >= threshold for sample in self.samples)
@@ -178,7 +173,7 @@ def values_by_name(scores: Sequence[PromptScore], scoring: Scoring) -> dict[str,
         passed = [score.num_passed(scoring.pass_threshold) for score in scores]
         values[f"pass@{k}"] = np.array([pass_at_k(num_samples, number, k) for number in passed])
     # With one sample, cons@1 would be the mean of the samples with an answer.
-    for k in sizes if any(score.reports_answers for score in scores) else ():
+    for k in sizes if any(any(sample.answer is not None for sample in score.samples) for score in scores) else ():
         if k > 1:
             answers = [
                 ([each.answer for each in score.samples], [each.reward for each in score.samples]) for score in scores

@@ -152,17 +152,14 @@ class ImageTokens:
         reserved = (self.marks.placeholder, self.marks.token, *self.marks.others)
         for index, message in enumerate(messages):
             if message.get("role") == "assistant" and num_images(message):
-                raise DataError(
-                    f"message {index} (from 0) of the assistant has an image, but models write no images; move it to "
-                    "a message of the user"
-                )
+                problem = f"message {index} (from 0) of the assistant has an image, but models write no images"
+                raise DataError(f"{problem}; move it to a message of the user")
             for text in texts_of(message):
                 found = next((token for token in reserved if token in text), None)
                 if found is not None:
-                    raise DataError(
-                        f"message {index} (from 0) contains {found!r}, a token of images, in its text; remove it, or "
-                        "give the image as a part of the message or in a column of images"
-                    )
+                    problem = f"message {index} (from 0) contains {found!r}, a token of images, in its text"
+                    remedy = "remove it, or give the image as a part of the message or in a column of images"
+                    raise DataError(f"{problem}; {remedy}")
 
     def expanded(self, text: str, images: Sequence[ImageRef], positions: Sequence[int] = ()) -> tuple[str, list[int]]:
         """Return a rendered text with the strings of its images, and the places of positions of the text in it.
@@ -204,10 +201,9 @@ def check_images(tokenizer: Any, messages: Sequence[Message]) -> None:
     if tokens is not None:
         tokens.check(messages)
     elif any(map(num_images, messages)):
-        raise DataError(
-            "the conversation has images, but the model is trained without its vision tower; set "
-            "policy.vision.enabled: true, with a vision-language model, or remove the images"
-        )
+        problem = "the conversation has images, but the model is trained without its vision tower"
+        remedy = "set policy.vision.enabled: true, with a vision-language model, or remove the images"
+        raise DataError(f"{problem}; {remedy}")
 
 
 def with_images(
@@ -288,10 +284,8 @@ def _image_processor(model_name: str, vision: VisionConfig, *, limits_pixels: bo
     given = {key: value for key, value in limits.items() if value is not None}
     if given and not limits_pixels:
         key = "min_pixels" if vision.min_pixels is not None else "max_pixels"
-        raise ConfigError(
-            f"policy.vision.{key}: {name} does not resize images to a number of pixels. Remove this key, or set the "
-            "size in the preprocessor_config.json of the model"
-        )
+        problem = f"policy.vision.{key}: {name} does not resize images to a number of pixels"
+        raise ConfigError(f"{problem}. Remove this key, or set the size in the preprocessor_config.json of the model")
     try:
         processor = AutoImageProcessor.from_pretrained(model_name, backend="pil", trust_remote_code=False)
     except (OSError, ValueError, ImportError) as error:

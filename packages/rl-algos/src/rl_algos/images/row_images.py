@@ -121,9 +121,24 @@ class RowImages:
             case bytes() | bytearray() | memoryview():
                 return bytes(source)
             case str() if source.startswith("data:"):
-                return _of_data_url(source)
+                head, comma, content = source.partition(",")
+                if not comma or not head.endswith(";base64"):
+                    raise ImageError(f"{_short(source)} is not a data URL in base64: data:image/png;base64,...")
+                try:
+                    return base64.b64decode("".join(content.split()), validate=True)
+                except (binascii.Error, ValueError) as error:
+                    raise ImageError(f"the data URL is not valid base64: {error}") from None
             case str() if "://" in source:
-                return self._fetched(source)
+                if not source.lower().startswith(("http://", "https://")):
+                    raise ImageError(f"{_short(source)} is not an http or https URL")
+                if not self.allow_urls:
+                    remedy = "set data.allow_image_urls: true to download the images of this data"
+                    raise ImageError(f"{_short(source)} is a URL; {remedy}")
+
+                def write(file: IO[bytes]) -> None:
+                    file.write(fetch(source))
+
+                return cache.stored(f"urls/{cache.digest(source)}", write).read_bytes()
             case str():
                 return self._of_file(source)
         if type(source).__module__.startswith("PIL."):
@@ -153,18 +168,6 @@ class RowImages:
                 raise
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             raise ImageError(f"{short} cannot be read: {reason}") from None
-
-    def _fetched(self, url: str) -> bytes:
-        if not url.lower().startswith(("http://", "https://")):
-            raise ImageError(f"{_short(url)} is not an http or https URL")
-        if not self.allow_urls:
-            remedy = "set data.allow_image_urls: true to download the images of this data"
-            raise ImageError(f"{_short(url)} is a URL; {remedy}")
-
-        def write(file: IO[bytes]) -> None:
-            file.write(fetch(url))
-
-        return cache.stored(f"urls/{cache.digest(url)}", write).read_bytes()
 
 
 class _Placing:
@@ -220,7 +223,7 @@ class _Placing:
 
     def _kept(self, name: str, source: Any) -> Mapping[str, Any]:
         try:
-            ref = image_store().put(self._reader.read(source))
+            ref = ImageStore(os.environ.get(STORE_VARIABLE) or cache.claimed("images")).put(self._reader.read(source))
         except ImageError as error:
             raise DataError(f"{name}: {error}") from None
         except ImportError as error:
@@ -266,10 +269,8 @@ def check_placed(tokenizer: Any, example: Example) -> None:
     if image_tokens(tokenizer) is None:
         return
     if count := example.num_unplaced_images:
-        raise DataError(
-            f"the row has {_counted(count, 'image')} in a column, but no place for images in its messages; write "
-            f"{PLACE} where each image goes, or set `processor` to one that does"
-        )
+        problem = f"the row has {_counted(count, 'image')} in a column, but no place for images in its messages"
+        raise DataError(f"{problem}; write {PLACE} where each image goes, or set `processor` to one that does")
     messages = [*example.messages, *(message for response in example.responses for message in response.messages)]
     # This imports tokenizers, which the plugins of datasets do without.
     from rl_algos.special_tokens import special_tokens, splits_prompts
@@ -287,27 +288,18 @@ def check_placed(tokenizer: Any, example: Example) -> None:
         raise DataError(f"the row has {text!r} in its text, but {kind} is not supported; remove the row")
     in_asked = sum(len(_PLACES.findall(each)) for each in asked)
     if not in_asked:
-        raise DataError(
-            f"the assistant's text contains {text!r}, a place for an image, but models write no images; remove it, or "
-            "move it to a message of the user"
-        )
+        problem = f"the assistant's text contains {text!r}, a place for an image, but models write no images"
+        raise DataError(f"{problem}; remove it, or move it to a message of the user")
     there = [name for name in _COLUMNS if name in example.info]
     if there or text != PLACE:
         others = f"in addition to the images of {there[0]!r}" if there else "and no image there"
-        raise DataError(
-            f"the row has {text!r} in its text, {others}; write {PLACE} once where each image goes, and remove all "
-            "other placeholders"
-        )
+        problem = f"the row has {text!r} in its text, {others}"
+        raise DataError(f"{problem}; write {PLACE} once where each image goes, and remove all other placeholders")
     raise DataError(
         f"the row has {_counted(in_asked, 'place')} for {'an image' if in_asked == 1 else 'images'} ({PLACE}), but no "
         f"column images or image; the columns are {', '.join(sorted(example.info)) or 'only those of the messages'}. "
         "Set `images_key` to the column of the images, or remove the place"
     )
-
-
-def image_store() -> ImageStore:
-    """Return the store of the images of data: the run's store, or the one in the data cache outside of a run."""
-    return ImageStore(os.environ.get(STORE_VARIABLE) or cache.claimed("images"))
 
 
 def fetch(url: str, *, max_bytes: int = _LIMITS.max_bytes, timeout_s: float = FETCH_S) -> bytes:
@@ -353,16 +345,6 @@ def _download(url: str, max_bytes: int, deadline: float) -> bytes:
     except URLError as error:
         raise ImageError(f"{_short(url)} cannot be downloaded: {error.reason}") from None
     return b"".join(pieces)
-
-
-def _of_data_url(url: str) -> bytes:
-    head, comma, content = url.partition(",")
-    if not comma or not head.endswith(";base64"):
-        raise ImageError(f"{_short(url)} is not a data URL in base64: data:image/png;base64,...")
-    try:
-        return base64.b64decode("".join(content.split()), validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise ImageError(f"the data URL is not valid base64: {error}") from None
 
 
 def _of_pillow(image: Any) -> bytes:

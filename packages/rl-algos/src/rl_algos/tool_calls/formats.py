@@ -6,19 +6,9 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from rl_algos.tool_calls import parsed
 from rl_algos.tool_calls.json_calls import deepseek, hermes, llama, mistral
 from rl_algos.tool_calls.marked_calls import glm, qwen_coder
-from rl_algos.tool_calls.parsed import (
-    BrokenCall,
-    Parsed,
-    Parser,
-    Schemas,
-    at_most,
-    malformed,
-    named_call,
-    object_before,
-    without_arguments,
-)
 from rl_core.rollouts.environment import ToolCall
 from rl_core.rollouts.model_json import after_space
 
@@ -30,7 +20,7 @@ _CHANNEL = re.compile(r"<\|channel\|>(\w+)")
 _ROLES = ("assistant", "user", "all")
 
 
-def harmony(text: str, schemas: Schemas, opened: str = "") -> Parsed:
+def harmony(text: str, schemas: parsed.Schemas, opened: str = "") -> parsed.Parsed:
     """Read messages of a header, `<|message|>` and a body. The final channel is the text. A message to
     `functions.NAME`, or to any other recipient that is not a role, is a call.
     """
@@ -51,10 +41,10 @@ def harmony(text: str, schemas: Schemas, opened: str = "") -> Parsed:
             content.append(text[begin:end] if channel is None or channel[1] == "final" else "")
         start = text.find(_START, end)
         at = start + len(_START) if start >= 0 else -1
-    return Parsed("".join(content), tuple(at_most(calls)))
+    return parsed.Parsed("".join(content), tuple(parsed.at_most(calls)))
 
 
-def _harmony_call(text: str, name: str, begin: int | None, end: int, schemas: Schemas) -> tuple[ToolCall, int]:
+def _harmony_call(text: str, name: str, begin: int | None, end: int, schemas: parsed.Schemas) -> tuple[ToolCall, int]:
     """Return the call to a recipient, and the position after it.
 
     Args:
@@ -65,18 +55,18 @@ def _harmony_call(text: str, name: str, begin: int | None, end: int, schemas: Sc
         schemas: Schemas of the parameters of the tools, by tool.
     """
     if begin is None:
-        return malformed("it has no <|message|>", name), end
+        return parsed.malformed("it has no <|message|>", name), end
     begin = after_space(text, begin)
     if begin == len(text) or _STOP.match(text, begin):
-        return without_arguments(name, schemas), begin
+        return parsed.without_arguments(name, schemas), begin
     try:
-        arguments, end = object_before(text, begin, name=name)
-    except BrokenCall as broken:
-        return malformed(str(broken), name), broken.end
+        arguments, end = parsed.object_before(text, begin, name=name)
+    except parsed.BrokenCall as broken:
+        return parsed.malformed(str(broken), name), broken.end
     rest = after_space(text, end)
     if rest < len(text) and not _STOP.match(text, rest):
-        return malformed(f"there is text after its JSON: {text[rest : rest + 20]!r}", name), rest
-    return named_call(name, arguments), rest
+        return parsed.malformed(f"there is text after its JSON: {text[rest : rest + 20]!r}", name), rest
+    return parsed.named_call(name, arguments), rest
 
 
 @dataclass(frozen=True)
@@ -91,7 +81,7 @@ class ToolFormat:
         reads_all: True if turns of models with this format are parsed even if there are no tools.
     """
 
-    parse: Parser
+    parse: parsed.Parser
     signs: tuple[str, ...]
     ends: tuple[str, ...] = ()
     arguments_as_text: bool = False
@@ -109,7 +99,7 @@ FORMATS = {
 }
 """By name, in the order of the search for their signs in a template."""
 
-PLAIN = ToolFormat(lambda text, _schemas, _opened="": Parsed(text), ())
+PLAIN = ToolFormat(lambda text, _schemas, _opened="": parsed.Parsed(text), ())
 """The format of a template without tools: a turn has no calls."""
 
 

@@ -315,20 +315,17 @@ def _collect(refs: Mapping[Any, Any], names: Mapping[Any, str], awaited: str, ti
         if not done:
             _log.info("still waiting for %s on %s after %.0f s", awaited, late, time.monotonic() - begun)
         for ref in done:
-            _raise_failure(ref, names[key_of[ref]], awaited)
+            name = names[key_of[ref]]
+            try:
+                ray.get(ref)
+            except RayError as error:
+                found = translate(error, Origin("preparation", 0, name, "start"))
+                if isinstance(found, WorkerDied):
+                    raise WorkerDied(f"node {name} was lost while waiting for {awaited}: {found.args[0]}") from None
+                if isinstance(found, WorkerError):
+                    raise WorkerEnvironmentError(f"node {name}, {awaited}: {found.kind}: {found.message}") from None
+                raise found from None
     return {key: ray.get(ref) for key, ref in refs.items()}
-
-
-def _raise_failure(ref: Any, name: str, awaited: str) -> None:
-    try:
-        ray.get(ref)
-    except RayError as error:
-        found = translate(error, Origin("preparation", 0, name, "start"))
-        if isinstance(found, WorkerDied):
-            raise WorkerDied(f"node {name} was lost while waiting for {awaited}: {found.args[0]}") from None
-        if isinstance(found, WorkerError):
-            raise WorkerEnvironmentError(f"node {name}, {awaited}: {found.kind}: {found.message}") from None
-        raise found from None
 
 
 def _by_reason(problems: Mapping[str, str], addresses: Mapping[str, str]) -> str:

@@ -16,6 +16,14 @@ _ROLES = ("system", "developer", "user", "assistant")
 _LOGPROBS = "message.output_text.logprobs"
 # Encrypted reasoning is for sending reasoning back in a later request. It is dropped there, so it needs nothing here.
 _NO_EFFECT = "reasoning.encrypted_content"
+_FIXED: dict[str, Any] = {
+    "object": "response",
+    "error": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "truncation": "disabled",
+}
+_FIXED |= {"temperature": None, "top_p": None, "text": {"format": {"type": "text"}}}
 
 
 class Responses:
@@ -30,7 +38,19 @@ class Responses:
     def read(self, body: Mapping[str, Any]) -> ModelCall:
         """Return the call that a request asks for."""
         fields = Fields(body)
-        _check_offered(fields)
+        # Refuse the fields that ask for another answer than one that is sampled freely, and at once.
+        fields.refuse_others_than("background", [False], "answers are sent at once; remove it")
+        fields.refuse_others_than("conversation", [], "pass previous_response_id, or the whole conversation as input")
+        fields.refuse_others_than("prompt", [], "pass instructions and input")
+        fields.refuse_others_than("truncation", ["disabled"], "leave out earlier items of the input in the agent")
+        fields.refuse_others_than(
+            "top_logprobs", [0], f"the logprobs of the sampled tokens are: include=[{_LOGPROBS!r}]"
+        )
+        free = "completions are sampled freely; parse and check them in the agent"
+        fields.section("text").refuse_others_than("format", [{"type": "text"}], free)
+        for name in fields.strings("include"):
+            if name not in (_LOGPROBS, _NO_EFFECT):
+                raise fields.refused("include", f"{name!r} is not offered; allowed are {_LOGPROBS} and {_NO_EFFECT}")
         items = fields.raw("input")
         given = [{"role": "user", "content": items}] if isinstance(items, str) else fields.required("input", list)
         messages = conversation(_messages(given), "input")
@@ -60,26 +80,19 @@ class Responses:
         [choice] = answer.choices
         is_cut = choice.finish_reason == "length"
         return {
+            **_FIXED,
             "id": answer.id,
-            "object": "response",
             "created_at": answer.created,
             "status": "incomplete" if is_cut else "completed",
-            "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "instructions": call.messages[0]["content"] if call.num_instructions else None,
             "max_output_tokens": call.max_new_tokens,
-            "metadata": {},
             "model": call.model,
             "output": _output(call, answer.id, choice),
-            "parallel_tool_calls": True,
             "previous_response_id": call.continues or None,
             "store": call.is_stored,
-            "temperature": None,
-            "text": {"format": {"type": "text"}},
             "tool_choice": "auto" if call.reads_calls else "none",
             "tools": [{"type": "function", **tool["function"], "strict": False} for tool in call.tools],
-            "top_p": None,
-            "truncation": "disabled",
             "usage": {
                 "input_tokens": answer.num_prompt_tokens,
                 "input_tokens_details": {"cached_tokens": answer.num_cached_tokens, "cache_write_tokens": 0},
@@ -121,20 +134,6 @@ class Responses:
                 yield event("content_part.done", **at, part=part)
             yield event("output_item.done", output_index=index, item=item)
         yield event(whole["status"], response=whole)
-
-
-def _check_offered(fields: Fields) -> None:
-    """Refuse the fields that ask for another answer than one that is sampled freely, and at once."""
-    fields.refuse_others_than("background", [False], "answers are sent at once; remove it")
-    fields.refuse_others_than("conversation", [], "pass previous_response_id, or the whole conversation as input")
-    fields.refuse_others_than("prompt", [], "pass instructions and input")
-    fields.refuse_others_than("truncation", ["disabled"], "leave out earlier items of the input in the agent")
-    fields.refuse_others_than("top_logprobs", [0], f"the logprobs of the sampled tokens are: include=[{_LOGPROBS!r}]")
-    free = "completions are sampled freely; parse and check them in the agent"
-    fields.section("text").refuse_others_than("format", [{"type": "text"}], free)
-    for name in fields.strings("include"):
-        if name not in (_LOGPROBS, _NO_EFFECT):
-            raise fields.refused("include", f"{name!r} is not offered; allowed are {_LOGPROBS} and {_NO_EFFECT}")
 
 
 def _without_effect(fields: Fields) -> Iterator[str]:

@@ -224,10 +224,8 @@ def _check_alone(row: Mapping[str, Any], name: str, used: Sequence[str]) -> None
         return
     processors = {"choices": "multiple_choice", "options": "multiple_choice", "context": "squad"}
     hint = f", or `processor: {processors[other]}`" if name == "question" and other in processors else ""
-    raise DataError(
-        f"the columns `{name}` and `{other}` may both be a part of the input. Set `input_key: {name}` to use only that "
-        f"one, `prompt_file` to write both{hint}"
-    )
+    problem = f"the columns `{name}` and `{other}` may both be a part of the input"
+    raise DataError(f"{problem}. Set `input_key: {name}` to use only that one, `prompt_file` to write both{hint}")
 
 
 def plain_text(row: Mapping[str, Any], settings: DatasetConfig) -> Example:

@@ -253,10 +253,8 @@ def refuse_surrogates(value: Any, name: str = "the row") -> None:
     """Raise a `DataError` if a string anywhere in a value has half of a surrogate pair, which no tokenizer takes."""
     if isinstance(value, str):
         if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
-            raise DataError(
-                f"{name} has half of a surrogate pair ({value[:60]!a}), which is not valid Unicode; "
-                "write the character as a whole, or remove it"
-            )
+            problem = f"{name} has half of a surrogate pair ({value[:60]!a}), which is not valid Unicode"
+            raise DataError(f"{problem}; write the character as a whole, or remove it")
     elif isinstance(value, Mapping):
         for key, item in value.items():
             refuse_surrogates(key, "the name of a field")

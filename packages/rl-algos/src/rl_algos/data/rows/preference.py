@@ -152,10 +152,8 @@ def _begins_alike(row: Mapping[str, Any], settings: DatasetConfig) -> bool:
 def _split_texts(chosen: str, rejected: str) -> tuple[Messages, Messages, Messages]:
     """Return the words that two strings begin with, as the user's message, and how each continues."""
     if chosen == rejected:
-        raise DataError(
-            "no prompt: `chosen` and `rejected` are the same string, so the prompt in them cannot be identified. Add a "
-            f"prompt in one of the columns {', '.join(_PROMPT)}"
-        )
+        problem = "no prompt: `chosen` and `rejected` are the same string, so the prompt in them cannot be identified"
+        raise DataError(f"{problem}. Add a prompt in one of the columns {', '.join(_PROMPT)}")
     pairs = enumerate(zip(chosen, rejected, strict=False))
     length = next((place for place, (one, other) in pairs if one != other), min(len(chosen), len(rejected)))
     # A word whose beginning only is shared belongs to the responses.
@@ -184,10 +182,8 @@ def _listed(item: Any, index: int) -> Response:
 def _required_prompt(row: Mapping[str, Any], settings: DatasetConfig) -> Messages:
     name = settings.input_key or next((name for name in (*_PROMPT, *CONVERSATIONS, *TEXTS) if name in row), None)
     if name is None:
-        raise DataError(
-            f"no prompt: add it in one of the columns {', '.join(_PROMPT)}, or set `input_key` to its column; the "
-            f"columns are {', '.join(sorted(row))}"
-        )
+        problem = f"no prompt: add it in one of the columns {', '.join(_PROMPT)}, or set `input_key` to its column"
+        raise DataError(f"{problem}; the columns are {', '.join(sorted(row))}")
     is_known = settings.input_key is not None or name in _PROMPT
     prompt = with_system(conversation(column(row, name)), row)[0] if is_known else read_input(row, settings).messages
     if prompt[-1]["role"] == "assistant":

@@ -94,10 +94,9 @@ def _callable(found: Any, name: str) -> Processor:
     try:
         inspect.signature(found).bind({}, None)
     except TypeError as error:
-        raise ConfigError(
-            f"data: processor {shown} cannot be called with a row and the settings of its dataset: {error}; define it "
-            f"as def {getattr(found, '__name__', 'convert')}(row, settings) -> Example"
-        ) from None
+        problem = f"data: processor {shown} cannot be called with a row and the settings of its dataset: {error}"
+        remedy = f"define it as def {getattr(found, '__name__', 'convert')}(row, settings) -> Example"
+        raise ConfigError(f"{problem}; {remedy}") from None
 
     def convert(row: Mapping[str, Any], settings: DatasetConfig) -> Example:
         try:
@@ -106,10 +105,8 @@ def _callable(found: Any, name: str) -> Processor:
             raise
         except Exception as error:  # A failure in the user's code becomes a report with the row.
             where = raised_at(error)
-            raise DataError(
-                f"the processor {shown} raised {type(error).__name__}: {error}{f' (at {where})' if where else ''}; "
-                f"the columns are {', '.join(sorted(row))}"
-            ) from error
+            problem = f"the processor {shown} raised {type(error).__name__}: {error}{f' (at {where})' if where else ''}"
+            raise DataError(f"{problem}; the columns are {', '.join(sorted(row))}") from error
         if not isinstance(example, Example):
             kind = type(example).__name__
             raise DataError(f"the processor {shown} returned {kind}; return an rl_algos.Example(messages, answer)")

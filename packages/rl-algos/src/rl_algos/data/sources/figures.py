@@ -84,10 +84,8 @@ def load(settings: Mapping[str, Any], split: str) -> Sequence[dict[str, Any]]:
     chosen = order[:num_held_out] if split == "validation" else order[num_held_out:]
     count = len(chosen) if config.num_rows is None else config.num_rows
     if count > len(chosen):
-        raise DataError(
-            f"figures: {split} has {len(chosen)} different questions, got num_rows: {count}. Lower num_rows, or "
-            "increase grid or num_colours"
-        )
+        problem = f"figures: {split} has {len(chosen)} different questions, got num_rows: {count}"
+        raise DataError(f"{problem}. Lower num_rows, or increase grid or num_colours")
     return Lazily(count, lambda index: row(int(chosen[index])))
 
 

@@ -151,10 +151,8 @@ class FlowStream(Generic[T]):
         digests: Sequence[str] = (),
     ) -> None:
         if max_num_epochs is not None:
-            raise DataError(
-                "max_num_epochs cannot be used with `streaming`, because the size of the dataset is not known. Set "
-                "max_num_steps, and remove max_num_epochs"
-            )
+            problem = "max_num_epochs cannot be used with `streaming`, because the size of the dataset is not known"
+            raise DataError(f"{problem}. Set max_num_steps, and remove max_num_epochs")
         if len(flows) > 1 and weights is None:
             raise DataError("several datasets with `streaming` need a `weight` each, because their sizes are not known")
         self._flows = tuple(flows)

@@ -98,8 +98,8 @@ def versions(survey: Survey) -> Iterator[Diagnosis]:
 _OF_GPUS: Mapping[str, Callable[[Readings], str]] = {
     "NVIDIA driver": lambda each: each.gpus.driver,
     "CUDA of the driver": lambda each: each.gpus.cuda,
-    "GPU models": lambda each: _inventory([gpu.name for gpu in each.gpus.gpus]),
-    "NVLinks": lambda each: _inventory([f"{gpu.num_nvlinks} NVLinks" for gpu in each.gpus.gpus]),
+    "GPU models": lambda each: _inventory(gpu.name for gpu in each.gpus.gpus),
+    "NVLinks": lambda each: _inventory(f"{gpu.num_nvlinks} NVLinks" for gpu in each.gpus.gpus),
 }
 
 
@@ -321,27 +321,13 @@ def _promise(survey: Survey) -> tuple[str, float | None]:
     return "Ethernet", min(rates, default=None)
 
 
-CLUSTER_CHECKS: tuple[Callable[[Survey], Iterable[Diagnosis]], ...] = (
-    nodes,
-    versions,
-    gpus,
-    clocks,
-    folders,
-    disks,
-    shared_memory,
-    limits,
-    hub,
-    ports,
-    links,
-    bandwidth,
-    all_reduce,
-)
-"""The checks of `rl doctor --cluster`, in its order."""
+_NODE_CHECKS = (nodes, versions, gpus, clocks, folders, disks, shared_memory, limits, hub)
+_NETWORK_CHECKS = (ports, links, bandwidth, all_reduce)
 
 
 def judged(survey: Survey) -> Iterator[Diagnosis]:
-    """Yield the findings of all checks."""
-    for check in CLUSTER_CHECKS:
+    """Yield the findings of all checks of `rl doctor --cluster`, in its order."""
+    for check in (*_NODE_CHECKS, *_NETWORK_CHECKS):
         yield from check(survey)
 
 
