@@ -6,7 +6,7 @@ from made_runs import add_step, made_evaluation, made_run, rollout
 from rl_core.errors import ConfigError, RLError, RunDirectoryError
 from rl_launch.view import logs, rollouts
 from rl_launch.view.answers import ANSWERS
-from rl_launch.view.catalog import Catalog
+from rl_launch.view.catalog import PageCatalog
 from rl_launch.view.parameters import Parameters
 
 
@@ -23,7 +23,7 @@ def ask(root, request, /, **given):
     values = {
         key: [str(each) for each in (value if isinstance(value, list) else [value])] for key, value in given.items()
     }
-    return ANSWERS[request](Catalog([root]), Parameters(values))
+    return ANSWERS[request](PageCatalog([root]), Parameters(values))
 
 
 def test_runs_are_listed_with_the_keys_in_which_they_differ(root):
@@ -39,7 +39,7 @@ def test_runs_are_listed_with_the_keys_in_which_they_differ(root):
 
 def test_a_run_that_appears_is_listed(root, monkeypatch):
     monkeypatch.setattr("rl_launch.view.catalog._RESCAN_S", 0.0)
-    catalog = Catalog([root])
+    catalog = PageCatalog([root])
     made_run(root / "three")
     assert "three" in {run["id"] for run in ANSWERS["runs"](catalog, Parameters({}))["runs"]}
 
@@ -92,7 +92,7 @@ def test_a_rollout_comes_with_its_group_and_the_same_prompt_at_other_steps(root)
 def test_long_texts_are_cut_and_the_raw_line_is_not(root, monkeypatch):
     monkeypatch.setattr("rl_launch.view.rollouts.MAX_CHARACTERS", 100)
     add_step(root / "one", 4, [rollout("p", 0, "x" * 1000, 1.0)])
-    catalog, given = Catalog([root]), Parameters({"id": ["one"], "kind": ["step"], "step": ["4"], "row": ["0"]})
+    catalog, given = PageCatalog([root]), Parameters({"id": ["one"], "kind": ["step"], "step": ["4"], "row": ["0"]})
 
     shown = ANSWERS["rollout"](catalog, given)["record"]["turns"][0]["text"]
 

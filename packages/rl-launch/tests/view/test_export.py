@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from rl_core.errors import ConfigError
 from rl_launch.cli import app
-from rl_launch.view.catalog import Catalog
+from rl_launch.view.catalog import PageCatalog
 from rl_launch.view.export import chosen, export
 
 
@@ -23,7 +23,7 @@ def test_an_export_has_the_answers_of_the_page(tmp_path):
     made_run(tmp_path / "runs" / "one")
     made_evaluation(tmp_path / "runs" / "eval", 1.0)
 
-    count = export(Catalog([tmp_path / "runs"]), tmp_path / "out", steps=2, rollouts=3)
+    count = export(PageCatalog([tmp_path / "runs"]), tmp_path / "out", steps=2, rollouts=3)
 
     index = (tmp_path / "out" / "data" / "index.js").read_text()
     found = json.loads(index[index.index("(") + 1 : index.rindex(")")])
@@ -40,7 +40,7 @@ def test_an_export_has_the_answers_of_the_page(tmp_path):
 def test_an_export_has_the_tokens_of_some_rollouts_of_a_step(tmp_path):
     add_tokens(made_run(tmp_path / "runs" / "one"), 3, num_rollouts=2)
     for most in (0, 1, 8):
-        assert export(Catalog([tmp_path / "runs"]), tmp_path / "out", steps=1, tokens=most) == 4
+        assert export(PageCatalog([tmp_path / "runs"]), tmp_path / "out", steps=1, tokens=most) == 4
         index = (tmp_path / "out" / "data" / "index.js").read_text()
         found = json.loads(index[index.index("(") + 1 : index.rindex(")")])
         assert found["tokens"] == most
@@ -53,7 +53,7 @@ def test_a_hostile_rollout_stays_a_string(tmp_path):
     run = made_run(tmp_path / "runs" / "one", 1)
     text = '</script><script>alert(1)</script>\u2028"); alert(2); ("'
     (run / "rollouts" / "step_1.jsonl").write_bytes(lines([rollout("p", 0, text, 1.0)]))
-    export(Catalog([tmp_path / "runs"]), tmp_path / "out")
+    export(PageCatalog([tmp_path / "runs"]), tmp_path / "out")
 
     for path in (tmp_path / "out" / "data").glob("a*.js"):
         content = path.read_text()
@@ -64,7 +64,7 @@ def test_a_hostile_rollout_stays_a_string(tmp_path):
 
 def test_an_export_is_made_again_and_nothing_else_is_overwritten(tmp_path):
     run = made_run(tmp_path / "runs" / "one", 1)
-    catalog = Catalog([tmp_path / "runs"])
+    catalog = PageCatalog([tmp_path / "runs"])
     export(catalog, tmp_path / "out")
     add_step(run, 2)
     assert export(catalog, tmp_path / "out") == 8

@@ -20,7 +20,7 @@ from made_runs import (
 )
 
 from rl_core.testing.exhaustive import partly_exhaustive
-from rl_launch.view.catalog import Catalog
+from rl_launch.view.catalog import PageCatalog
 from rl_launch.view.export import export
 from rl_launch.view.server import ViewServer
 
@@ -56,7 +56,7 @@ def page(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(root):
-    made = ViewServer(Catalog([root]))
+    made = ViewServer(PageCatalog([root]))
     threading.Thread(target=made.serve, daemon=True).start()
     yield made
     made.close()
@@ -324,7 +324,7 @@ def test_an_export_opens_from_a_file(page, tmp_path):
     add_tokens(tmp_path / "runs" / "one", 3)
     add_traces(tmp_path / "runs" / "one", 4)
     made_run(tmp_path / "runs" / "two")
-    export(Catalog([tmp_path / "runs"]), tmp_path / "out")
+    export(PageCatalog([tmp_path / "runs"]), tmp_path / "out")
     page.problems.clear()
     page.requests.clear()
 

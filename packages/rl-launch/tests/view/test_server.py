@@ -12,14 +12,14 @@ from made_runs import made_run, rollout
 
 from rl_launch.view import server as server_module
 from rl_launch.view import static_files
-from rl_launch.view.catalog import Catalog
+from rl_launch.view.catalog import PageCatalog
 from rl_launch.view.server import ViewServer
 
 
 @pytest.fixture
 def server(tmp_path):
     made_run(tmp_path / "one")
-    made = ViewServer(Catalog([tmp_path]))
+    made = ViewServer(PageCatalog([tmp_path]))
     thread = threading.Thread(target=made.serve, daemon=True)
     thread.start()
     yield made

@@ -7,7 +7,7 @@ from rl_core.errors import RunDirectoryError
 from rl_launch.session.traces.trace_folder import Piece, TraceWriter, trace_files
 from rl_launch.view import timelines
 from rl_launch.view.answers import ANSWERS
-from rl_launch.view.catalog import Catalog
+from rl_launch.view.catalog import PageCatalog
 from rl_launch.view.parameters import Parameters
 
 
@@ -18,7 +18,7 @@ def run(tmp_path):
 
 def ask(run, request, **given):
     values = {key: [str(value)] for key, value in {"id": run.name, **given}.items()}
-    return ANSWERS[request](Catalog([run.parent]), Parameters(values))
+    return ANSWERS[request](PageCatalog([run.parent]), Parameters(values))
 
 
 def rows_of(answer):

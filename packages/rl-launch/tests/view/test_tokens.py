@@ -6,7 +6,7 @@ from made_runs import add_step, add_tokens, made_run, rollout
 from rl_core.errors import RunDirectoryError
 from rl_launch.session.rollouts import rollout_store
 from rl_launch.view.answers import ANSWERS
-from rl_launch.view.catalog import Catalog
+from rl_launch.view.catalog import PageCatalog
 from rl_launch.view.parameters import Parameters
 from rl_launch.view.tokens import shown_texts
 
@@ -20,7 +20,9 @@ def run(tmp_path):
 
 def ask(run, row=0, step=4, kind="step", **given):
     values = {"id": run.name, "kind": kind, "step": step, "row": row, **given}
-    return ANSWERS["tokens"](Catalog([run.parent]), Parameters({key: [str(value)] for key, value in values.items()}))
+    return ANSWERS["tokens"](
+        PageCatalog([run.parent]), Parameters({key: [str(value)] for key, value in values.items()})
+    )
 
 
 def test_a_rollout_has_texts_values_and_the_ranges_of_its_sampled_tokens(run):

@@ -99,7 +99,7 @@ def train(
 
     Args:
         config: A recipe's name, a YAML file, a run directory to resume, or a mapping with the contents of such a file,
-            in which functions and classes may stand for their names, and rows for files.
+            with functions and classes in place of their names, and rows in place of files.
         overrides: Keys to set, `run_dir` among them; a folder that holds a run of the same config is resumed. The value
             of `data.train` or `data.validation` may be rows: a `datasets.Dataset`, a list of dicts, or a generator of
             dicts or a function that returns one. They are written once into the run's folder, under a name with a
@@ -144,7 +144,7 @@ def evaluate(
         overrides: Keys to set, as `train` takes them; results, rollouts and logs are written into `run_dir`. An
             evaluation that was ended there continues. `data.validation` and the `dataset` of a task in `eval.tasks` may
             be rows.
-        tasks: Names of tasks, such as `gsm8k` or `reasoning_gym/chain_sum`; those of the config, or its validation
+        tasks: Names of tasks, such as `gsm8k` or `reasoning_gym/chain_sum`; the tasks of the config, or its validation
             data, if empty.
         verbose: Log more.
 
@@ -192,7 +192,7 @@ def result_of(run_dir: Path) -> TrainResult:
 
 @dataclass(frozen=True)
 class _Values:
-    """The config and the overrides of a call, in which every dataset of rows is a `RowFile`.
+    """The config and the overrides of a call. Every dataset of rows is a `RowFile`.
 
     Args:
         config: As it was given otherwise.

@@ -23,7 +23,7 @@ _SPOOLED_BYTES = 64 * 2**20
 _BATCH = 256
 """Rows of a batch of an Arrow file."""
 _KEYS = ("dataset_name", "data_path")
-"""Keys by which a section names its dataset."""
+"""Keys of a section that choose its dataset."""
 
 
 def without_rows(value: Any, path: KeyPath) -> tuple[Any, list[RowFile]]:

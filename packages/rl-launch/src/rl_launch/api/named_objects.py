@@ -31,7 +31,7 @@ def with_names(config: Any, path: tuple[str | int, ...] = ()) -> Any:
     get that file, and run it.
 
     Raises:
-        ConfigError: If one has no name by which a worker could find it, or a value cannot be part of a config.
+        ConfigError: If a worker could not find one by its name, or a value cannot be part of a config.
     """
     match config:
         case Mapping():

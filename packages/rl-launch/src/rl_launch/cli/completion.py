@@ -75,7 +75,7 @@ def complete_tasks(incomplete: str) -> list[str]:
 
 
 def complete_key(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return recipes, and keys: those of the recipe that was given before, or else of all algorithms."""
+    """Return recipes, and the keys of the recipe that was given before, or otherwise of all algorithms."""
     from rl_core.errors import ConfigError
 
     given = ctx.params.get("words") or ()
@@ -136,7 +136,7 @@ def _values_of(source: str, key: str) -> tuple[str, ...]:
 
 
 def _keys_beginning(incomplete: str) -> list[str]:
-    """Return the keys of all installed algorithms that begin with a text; without a dot in it, those of the root."""
+    """Return the keys of all installed algorithms that begin with a string, or of the root without a dot in it."""
     from rl_core.config import all_keys, load
     from rl_core.plugins import ALGORITHMS, plugins
     from rl_launch.run_config.root_types import root_type
@@ -153,7 +153,7 @@ def _keys_beginning(incomplete: str) -> list[str]:
     if not dot:
         return _beginning(dict.fromkeys([*every, *(each for own in heads.values() for each in own)]), incomplete)
     having = [algorithms[name] for name, own in heads.items() if head in (*every, *own)]
-    # the keys of a run with rollouts include those of other runs
+    # a run with rollouts has the keys of other runs as well
     if head in every and (generating := [plugin for plugin in having if plugin.generates]):
         having = generating[:1]
     roots = [root_type(plugin, load({"algorithm": plugin.name})) for plugin in having]

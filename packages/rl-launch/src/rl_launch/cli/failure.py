@@ -26,7 +26,7 @@ _REFUSALS = {
     errno.ENOTCONN: ("a file system is not connected", "Mount it again"),
     errno.EUCLEAN: ("a file system is damaged", "Have it repaired"),
 }
-"""Errors by which a disk, a quota or a mount refuses, whatever the file; what each is, and what to do."""
+"""Errors of a disk, a quota or a mount, whatever the file: a description of each, and a remedy."""
 
 _REFUSALS_OF_FILES = _REFUSALS | {
     errno.EACCES: ("access to a file was denied", "Allow it for this user"),
@@ -37,7 +37,7 @@ _REFUSALS_OF_FILES = _REFUSALS | {
     errno.ETIMEDOUT: ("a network file system did not answer", "Check the mount"),
     errno.EHOSTDOWN: ("a network file system did not answer", "Check the mount"),
 }
-"""Errors that mean the same only if they are those of a file."""
+"""Errors that mean the same only if they concern a file."""
 
 UNFINISHED = os.EX_TEMPFAIL
 """Exit code, 75, of a run that has ended before its last step and that the same command resumes."""

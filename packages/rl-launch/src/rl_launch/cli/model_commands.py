@@ -277,7 +277,7 @@ def convert(
     """Convert between checkpoints of training backends, adapters and Hugging Face files, and verify the result.
 
     Writes Hugging Face files, or with --to a checkpoint of a training backend. Weights in pytorch_model.bin become
-    safetensors, without running code from the pickle. --quantize writes Hugging Face files in which linear layers have
+    safetensors, without running code from the pickle. --quantize writes Hugging Face files whose linear layers have
     few bits, as vLLM reads them.
     """
     with reported():

@@ -220,12 +220,12 @@ def view(
     """
     with reported():
         from rl_launch.session.directory.run_folder import RUNS
-        from rl_launch.view.catalog import Catalog
+        from rl_launch.view.catalog import PageCatalog
         from rl_launch.view.export import export
         from rl_launch.view.index import cache_folder
         from rl_launch.view.server import serve
 
-        catalog = Catalog(paths or [Path(RUNS)], cache_folder())
+        catalog = PageCatalog(paths or [Path(RUNS)], cache_folder())
         if folder is not None:
             count = export(catalog, folder.expanduser(), steps=steps, rollouts=rollouts)
             sys.stdout.write(f"{folder / 'index.html'} ({count} rollouts)\n")

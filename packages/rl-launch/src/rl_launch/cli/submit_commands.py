@@ -82,7 +82,7 @@ def logs(
         bool, option("--follow -f", "Print further lines, of later attempts too, until the job is over.")
     ] = False,
 ) -> None:
-    """Print the driver's log of an attempt. RUN/jobs has the logs of all attempts, with those of Ray on each node."""
+    """Print the driver's log of an attempt. RUN/jobs has the logs of all attempts, and Ray's logs of each node."""
     with reported():
         from rl_launch.commands.submit import log_lines
 

@@ -132,7 +132,7 @@ def datasets() -> dict[str, Choice]:
 
 
 def hub_datasets() -> dict[str, tuple[str, ...]]:
-    """Return the hub datasets that need only a name: a line about each, and the keys that the name stands for."""
+    """Return the hub datasets that need only a name: a line about each, and the keys that the name sets."""
     found: dict[str, tuple[str, ...]] = {}
     for known, kind in ((DATASETS_OF_HUB, ""), (PREFERENCES, "preferences: ")):
         for name, one in known.items():

@@ -68,7 +68,7 @@ class PoolAnswerer:
     Args:
         pool: Serves the model, with `ReplyProgram`.
         sampling: How replies are drawn.
-        seed: Seed of the first reply; each has another one.
+        seed: Seed of the first reply; each further reply has a different seed.
     """
 
     def __init__(self, pool: RolloutPool, sampling: SamplingParams, *, seed: int = 0) -> None:
@@ -99,7 +99,7 @@ class PoolAnswerer:
 def chat_plan(source: str, overrides: Sequence[str]) -> RunPlan:
     """Return the resolved config of one replica of a model.
 
-    The generator is that of the run or the config; for a model, or a run that generates nothing, vLLM if it is
+    The generator of the run or the config is used; for a model, or a run that generates nothing, vLLM if it is
     installed here and else `hf`.
 
     Args:
@@ -153,7 +153,7 @@ def system_prompt_of(source: str) -> str:
         return Path(file).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"the system message of the run cannot be read: {file}: {error}; give another one by --system TEXT, or "
+            f"the system message of the run cannot be read: {file}: {error}; give another message by --system TEXT, or "
             "--system '' for none"
         ) from None
 
@@ -163,7 +163,7 @@ class ServedModel:
     """A model that answers.
 
     Args:
-        answer: Returns the tokens that follow those of a conversation, as `PoolAnswerer`.
+        answer: Returns the tokens that follow a conversation; see `PoolAnswerer`.
         tokenizer: Its tokenizer.
         tool_format: Format of its tool calls, as `policy.tokenizer.tool_format`.
         name: Folder or name of the model.

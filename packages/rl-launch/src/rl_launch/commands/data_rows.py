@@ -41,7 +41,7 @@ class GivenRows:
 
     Args:
         config: Resolved root.
-        is_run: Whether they are those of a run's config, which decides what becomes of a row that is refused.
+        is_run: True if they are from a run's config, which decides whether a refused row ends the run.
         purpose: Whether they are training or validation rows.
         datasets: Their datasets.
         reader: Reader of the algorithm.
@@ -60,7 +60,7 @@ class GivenRows:
 
 @dataclass(frozen=True)
 class ShownRow:
-    """A row, and what becomes of it.
+    """A row and its use.
 
     Args:
         number: Number of the row in its dataset, from 1.
@@ -115,9 +115,9 @@ def given_rows(
         source: A recipe, a YAML file or a run directory; or a file, a pattern or a folder of data, or the name of a
             dataset.
         overrides: `KEY=VALUE` of the config.
-        model: Model whose tokenizer and chat template are used, in place of that of the config.
+        model: Model whose tokenizer and chat template replace those in the config.
         algorithm: Algorithm that reads a file; decided by the columns if empty.
-        validation: Whether the rows are those of validation.
+        validation: True for the rows of validation.
 
     Raises:
         ConfigError: If the source, the model or a key does not exist, or the rows of the algorithm cannot be shown.
@@ -133,7 +133,7 @@ def given_rows(
     if validation and not config.data.validation_datasets:
         raise ConfigError("--validation: the config has no validation data. Set data.validation, or omit the flag")
     reader: RowReader = implementation_of(algorithm_named(config.algorithm)).row_reader(config)
-    datasets = open_datasets(config.data, purpose, reader.processor, sample=MAX_READ)
+    datasets = list(open_datasets(config.data, purpose, reader.processor, sample=MAX_READ))
     selecting = {each.name: each.settings.pass_rate for each in datasets if purpose == "train"}
     rates = {name: pass_rates(settings) for name, settings in selecting.items() if settings is not None}
     return GivenRows(config, is_run, purpose, datasets, reader, _tokenizer(config) if is_run or model else None, rates)
@@ -296,7 +296,7 @@ def _algorithm_of(config: Any) -> str:
 
 
 def _tokenizer(config: Any) -> Any:
-    """Return the tokenizer of the policy. A model that is made and warmed up here has that of the untrained model."""
+    """Return the tokenizer of the policy. A model that is warmed up here has the tokenizer of the untrained one."""
     # imports transformers, which takes a second
     from rl_algos.tokenizer import load_tokenizer, require_chat_template
 

@@ -50,7 +50,7 @@ class Explained:
 
     Args:
         explanation: Explanation of the key.
-        condition: The choices under which this holds, as text; empty if it always does.
+        condition: The choices that this needs, as text; empty if it always does.
         child_conditions: The same of each of the explanation's children; empty if all hold whenever this does.
     """
 
@@ -65,8 +65,8 @@ class FoundKey:
 
     Args:
         explanation: Explanation of the key, without children.
-        condition: The choices under which it exists, as text; empty if it always does.
-        also: Further keys of the same name and meaning, such as those of another model.
+        condition: The choices that it needs, as text; empty if it always does.
+        also: Further keys of the same name and meaning, such as the keys of another model.
     """
 
     explanation: Explanation
@@ -152,7 +152,7 @@ def explain_in(source: str, key: str, overrides: Sequence[str] = ()) -> tuple[li
 
 
 def foreign_meanings(key: str, source: str = "") -> list[Meaning]:
-    """Return the keys here that stand for a key of another system; none if no other system has it.
+    """Return the keys here that mean the same as a key of another system; none if no other system has it.
 
     Args:
         key: Dotted key, or its last name.
@@ -166,7 +166,7 @@ def foreign_meanings(key: str, source: str = "") -> list[Meaning]:
 
 
 def explain_destinations(found: Sequence[Meaning]) -> list[Explained]:
-    """Return explanations of the keys here that stand for keys of other systems."""
+    """Return explanations of the keys here that mean the same as keys of other systems."""
     explained = []
     for key in dict.fromkeys(meaning.key for meaning in found if meaning.key):
         with suppress(ConfigError):
@@ -224,7 +224,7 @@ def page_of(explanation: Explanation) -> str:
 
 def address_of(explanation: Explanation) -> str:
     """Return the address of a config key in the documentation. Empty if the metadata of this package has no address of
-    the documentation, or if the documentation does not have the key, such as those of your own environments.
+    the documentation, or if the documentation does not have the key, such as the settings of your own environments.
     """
     urls = dict(url.split(", ", 1) for url in metadata("rl-launch").get_all("Project-URL") or ())
     base = urls.get("Documentation", "").rstrip("/")
@@ -295,7 +295,7 @@ def _with_choices(each: Explained) -> Explained:
 
 
 def _identity(explanation: Explanation) -> Any:
-    """Return the part by which explanations of one key by several algorithms are the same. Sections may have different
+    """Return the part that equal explanations of one key by several algorithms share. Sections may have different
     keys below."""
     is_section = explanation.type == "section"
     return (explanation.doc, explanation.type) if is_section else replace(explanation, children=())
@@ -400,7 +400,7 @@ def _task_setting(name: str, kind: str, default: str) -> Explanation:
 
 
 def _meaning(explanation: Explanation) -> tuple[str, str, str]:
-    """Return the part by which keys mean the same. Sections may have different keys below."""
+    """Return the part that keys of the same meaning share. Sections may have different keys below."""
     is_section = explanation.type == "section"
     return explanation.doc, explanation.type, "" if is_section else show(explanation.value)
 
@@ -442,7 +442,7 @@ def _dataset_settings(raw: RawConfig | None) -> Iterator[FoundKey]:
 def _rank(words: frozenset[str], found: FoundKey) -> int | None:
     """Return how well a key fits, 0 best; None if it does not have all words."""
     explanation, leaf = found.explanation, _words(found.leaf)
-    # the documentation of an entry is that of the mapping around it, which is found itself
+    # an entry has the documentation of the mapping around it, which is found itself
     doc = frozenset() if explanation.part_of else _words(explanation.doc)
     fits = (words == leaf, words <= leaf, words <= leaf | doc, words <= _words(explanation.key) | doc)
     return fits.index(True) if any(fits) else None

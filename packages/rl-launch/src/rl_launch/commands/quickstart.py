@@ -114,7 +114,7 @@ class Quickstart:
         return evaluate(read_plan("grpo-arithmetic", settings), folder=self._folder / "initial").mean_reward
 
     def fine_tune(self, model: Path) -> Path:
-        """Fine-tune on generated sums; returns the folder of the trained model, with which later runs of
+        """Fine-tune on generated sums; returns the folder of the trained model. Later runs of
         `grpo-arithmetic` begin.
         """
         run_dir = self._folder / "sft"

@@ -136,7 +136,7 @@ def schema_text(schema: dict[str, Any]) -> str:
 
 
 def write_schema(schema: dict[str, Any], path: Path) -> str:
-    """Write a schema to a file; returns the line by which YAML files in the same folder refer editors to it.
+    """Write a schema to a file; returns the line for YAML files in the same folder that refers editors to it.
 
     Raises:
         ConfigError: If the file cannot be written.
@@ -186,7 +186,7 @@ def _node(node: Any, path: tuple[str | int, ...]) -> Any:
 
 
 def _end(node: Any) -> int:
-    """Return the position at which the text of a node ends; the end that YAML gives a block includes the comments after
+    """Return the end of the text of a node; the end that YAML gives a block includes the comments after
     it."""
     if isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
         last = node.value[-1]

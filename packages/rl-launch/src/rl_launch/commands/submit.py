@@ -24,7 +24,7 @@ from rl_launch.session.directory.row_files import JOBS
 from rl_launch.session.directory.run_folder import RunFolder, is_run
 from rl_launch.session.directory.writable import make_folder
 from rl_launch.submit.profile import TARGETS, belongs_to_profile, refused, settings_of
-from rl_launch.submit.target import JobRequest, JobStatus, Submission, Target, newest_submission, submission_of
+from rl_launch.submit.target import JobRequest, JobStatus, QueueTarget, Submission, newest_submission, submission_of
 
 _POLL_S = 1.0
 DRIVER_LOG = "driver.log"
@@ -42,7 +42,7 @@ class PlannedJob:
         warnings: What may go wrong on the nodes, as sentences.
     """
 
-    target: Target
+    target: QueueTarget
     plan: RunPlan
     request: JobRequest[Any]
     text: str

@@ -239,7 +239,7 @@ def _folder(recipe: str, name: str, overrides: Sequence[str], settings: Sequence
     """
     given = [override.partition("=")[2] for override in overrides if override.startswith(f"{_RUN_DIR}=")]
     if given and len(split_values(given[-1])) > 1:
-        raise ConfigError(f"run_dir: got {given[-1]!r}; give one folder, in which each run has its own")
+        raise ConfigError(f"run_dir: got {given[-1]!r}; give one folder, which will contain a folder for each run")
     if given:
         return Path(given[-1]).expanduser()
     is_of_run = is_run(Path(recipe).expanduser())

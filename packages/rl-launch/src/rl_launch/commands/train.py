@@ -238,7 +238,7 @@ def keep_warmed_up(name: str, model: Path) -> None:
     finished.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=finished.parent) as scratch:
         copy = Path(shutil.copytree(model, Path(scratch) / name))
-        with suppress(OSError):  # another one was faster
+        with suppress(OSError):  # another process was faster
             copy.rename(finished)
 
 

@@ -114,8 +114,8 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "bias": ("none",),
     "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
 }
-"""Values with which a field leaves an adapter the plain product of its factors; of other fields those that are empty,
-false or null. Starts from a decomposition of the weights, as PiSSA's, change the weights that the adapter sits on."""
+"""Values of fields that leave an adapter the plain product of its factors; for other fields these are empty values,
+false or null. Starts from a decomposition of the weights, as PiSSA's, change the weights of the base model."""
 _IRRELEVANT = {
     *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
     *("r", "lora_alpha", "use_rslora", "lora_dropout", "target_modules", "target_parameters", "exclude_modules"),

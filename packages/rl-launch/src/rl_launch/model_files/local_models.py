@@ -1,4 +1,4 @@
-"""Models on this machine by name: those that are made here, so that a first run needs no download, and those of runs."""
+"""Models on this machine by name: models made here, so that a first run needs no download, and models of runs."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from rl_launch.model_files.weight_files import INDEX, SINGLE, Header, foreign_ki
 from rl_launch.session.directory.run_folder import is_run
 
 Needed = tuple[tuple[str, ...], str]
-"""Alternative files, one of which must exist, and the remedy if none does."""
+"""Alternative files, at least one must exist, and the remedy if none does."""
 
 MODEL_FILES: Sequence[Needed] = (
     (("config.json",), "Save the model there with `save_pretrained`"),
@@ -85,7 +85,7 @@ def hf_config_fields(name: str) -> dict[str, Any]:
 
 
 def config_folder(name: str) -> Path:
-    """Return the folder with the config of a model: its folder, or that of its download, which may lack the weights."""
+    """Return the folder with the config of a model: its folder, or its download, which may lack the weights."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder

@@ -78,7 +78,7 @@ class HubRepository:
 
     Attributes:
         url: The address, as users write it.
-        loadable_name: The name by which `from_pretrained` loads the pushed files.
+        loadable_name: The name of the pushed files for `from_pretrained`.
     """
 
     def __init__(self, name: str, *, private: bool) -> None:

@@ -153,7 +153,7 @@ class _Uploads:
         self._fail(step, reason)
 
     def finish(self, timeout_s: float | None) -> None:
-        """Wait for all uploads, each of which has a limited number of attempts; give up those left after a time."""
+        """Wait for all uploads, whose number of attempts is limited; give up the uploads left after a time."""
         if self._thread is None:
             return
         self._waiting.put(None)

@@ -1,4 +1,4 @@
-"""The files of one push: the files of a checkpoint, with a model card (`README.md`) as the Hugging Face hub reads it."""
+"""The files of one push: the files of a checkpoint, and a model card (`README.md`) for the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _SHOWN = re.compile(r"val/.*|eval/.*|reward/mean|train/loss")
 _CAUSAL = "ForCausalLM"
 _MAX_DEPTH = 5
-"""Maximum number of runs, each of which starts from the model of another, that are followed to a model of the hub."""
+"""Maximum number of runs, each starting from the model of another, that are followed to a model of the hub."""
 
 
 def stage(run: RunFolder, checkpoint: Path, folder: Path, *, adapter: bool, name: str) -> None:
@@ -36,7 +36,7 @@ def stage(run: RunFolder, checkpoint: Path, folder: Path, *, adapter: bool, name
         checkpoint: Folder of the checkpoint.
         folder: Replaced if it exists.
         adapter: Whether its adapters are pushed, without their base model.
-        name: Name by which the pushed files are loaded.
+        name: Name of the pushed files for `from_pretrained`.
 
     Raises:
         RunDirectoryError: If the checkpoint is damaged, or has no such files.
@@ -93,7 +93,7 @@ def _model_card(run: RunFolder, manifest: CheckpointManifest, name: str, archite
     Args:
         run: Run that made the checkpoint.
         manifest: Manifest of the checkpoint.
-        name: Name by which `from_pretrained` finds the model.
+        name: Name of the model for `from_pretrained`.
         architecture: Class of the model, as its config lists it; empty if it does not.
         is_adapter: Whether the files are adapters, without their base model.
     """

@@ -36,9 +36,9 @@ from rl_core.config.tree import MISSING, format_path
 from rl_core.errors import ConfigError, ConfigProblems
 from rl_launch.submit.kubernetes.target import KubernetesTarget
 from rl_launch.submit.slurm.target import SlurmTarget
-from rl_launch.submit.target import Target
+from rl_launch.submit.target import QueueTarget
 
-TARGETS: Mapping[str, Target] = {target.name: target for target in (SlurmTarget(), KubernetesTarget())}
+TARGETS: Mapping[str, QueueTarget] = {target.name: target for target in (SlurmTarget(), KubernetesTarget())}
 """Every target by name."""
 
 
@@ -79,7 +79,7 @@ def explain_profile(name: str, overrides: Sequence[str] = ()) -> tuple[Sequence[
         overrides: Keys to set.
 
     Raises:
-        ConfigError: If the profile has problems other than those of variables.
+        ConfigError: If the profile has problems other than unset variables.
     """
     raw = _raw(name, overrides)
     values = values_of(raw, PROFILE)

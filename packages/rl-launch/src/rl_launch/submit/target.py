@@ -38,7 +38,7 @@ class Submission:
         return cls(target, jobs, datetime.now().astimezone().isoformat(timespec="seconds"))
 
     def write(self, run_dir: Path) -> None:
-        """Add it to those of a run."""
+        """Add it to the submissions of a run."""
         with (run_dir / JOBS / _FILE).open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(self)) + "\n")
 
@@ -120,7 +120,7 @@ class JobStatus:
     details: Mapping[str, str]
 
 
-class Target(Protocol):
+class QueueTarget(Protocol):
     """A kind of queue. None of its methods keeps state: a job is known by its id and the folder of its run."""
 
     @property

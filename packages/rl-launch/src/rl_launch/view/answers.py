@@ -22,7 +22,7 @@ from rl_launch.show.comparison import differing_keys, effective_values
 from rl_launch.show.report import failures_of, higher_is_better, timings_of
 from rl_launch.show.terminal import PLOTTED
 from rl_launch.view import logs, rollouts, timelines, tokens
-from rl_launch.view.catalog import Catalog, CatalogEntry
+from rl_launch.view.catalog import CatalogEntry, PageCatalog
 from rl_launch.view.metrics import AXES, Axis
 from rl_launch.view.parameters import Parameters
 
@@ -33,7 +33,7 @@ _MAX_DIFFERING = 40
 _GAUGES = ("generation/replicas", "weight_version", "staleness/mean", "queue/finished", "rollout/failed")
 
 
-def runs(catalog: Catalog, given: Parameters) -> Answer:
+def runs(catalog: PageCatalog, given: Parameters) -> Answer:
     """Answer with the runs: state, progress, best value and the keys in which they differ; evaluations and files."""
     entries = catalog.entries()
     configs: list[dict[str, Any]] = []
@@ -73,7 +73,7 @@ def _run(entry: CatalogEntry) -> Answer:
     }
 
 
-def run(catalog: Catalog, given: Parameters) -> Answer:
+def run(catalog: PageCatalog, given: Parameters) -> Answer:
     """Answer with one run: its state, a summary of every metric, and which kinds and steps of rollouts there are."""
     entry = catalog[given.text("id")]
     metrics = entry.metrics
@@ -89,7 +89,7 @@ def run(catalog: Catalog, given: Parameters) -> Answer:
     }
 
 
-def series(catalog: Catalog, given: Parameters) -> Answer:
+def series(catalog: PageCatalog, given: Parameters) -> Answer:
     """Answer with points of metrics of a run, thinned to the size of a plot."""
     metrics = catalog[given.text("id")].metrics
     by: Axis = given.choice("by", AXES)
@@ -99,7 +99,7 @@ def series(catalog: Catalog, given: Parameters) -> Answer:
     return {"series": {name: {"x": x, "y": y} for name, (x, y) in found.items()}}
 
 
-def report(catalog: Catalog, given: Parameters) -> Answer:
+def report(catalog: PageCatalog, given: Parameters) -> Answer:
     """Answer with the advice on a run that `rl show` gives, and the metrics and rollouts behind it."""
     entry = catalog[given.text("id")]
     rows = list(entry.metrics.rows())
@@ -109,7 +109,7 @@ def report(catalog: Catalog, given: Parameters) -> Answer:
     return {"advice": [asdict(each) for each in found], "timings": timings, "last_step": steps[-1] if steps else None}
 
 
-def timeline(catalog: Catalog, given: Parameters) -> Answer:
+def timeline(catalog: PageCatalog, given: Parameters) -> Answer:
     """Answer with the time by phase of each of some steps, idle shares, and events of the driver's log."""
     entry = catalog[given.text("id")]
     metrics = entry.metrics
@@ -132,7 +132,7 @@ def timeline(catalog: Catalog, given: Parameters) -> Answer:
     }
 
 
-def config(catalog: Catalog, given: Parameters) -> Answer:
+def config(catalog: PageCatalog, given: Parameters) -> Answer:
     """Answer with every key of a run's config, its value and origin; with `other`, the values of another run."""
     values = _config_values(catalog[given.text("id")].run)
     other = _config_values(catalog[given.text("other")].run) if given.has("other") else None
@@ -163,7 +163,7 @@ def _config_values(run: RunFolder) -> dict[str, Answer]:
     return found
 
 
-def checkpoints(catalog: Catalog, given: Parameters) -> Answer:
+def checkpoints(catalog: PageCatalog, given: Parameters) -> Answer:
     """Answer with the checkpoints of a run, newest first, and the metrics that rank them."""
     run_folder = catalog[given.text("id")].run
     best = run_folder.best_checkpoint()
@@ -181,7 +181,7 @@ def checkpoints(catalog: Catalog, given: Parameters) -> Answer:
     return {"checkpoints": found}
 
 
-def evaluations(catalog: Catalog, given: Parameters) -> Answer:
+def evaluations(catalog: PageCatalog, given: Parameters) -> Answer:
     """Answer with the estimates of every task of the evaluations; with `first` and `second`, their comparison."""
     found: list[Answer] = []
     for entry in (each for each in catalog.entries() if each.sort == "evaluation"):
@@ -201,7 +201,7 @@ def evaluations(catalog: Catalog, given: Parameters) -> Answer:
     return {"evaluations": found, "comparison": comparison}
 
 
-ANSWERS: Mapping[str, Callable[[Catalog, Parameters], Answer]] = {
+ANSWERS: Mapping[str, Callable[[PageCatalog, Parameters], Answer]] = {
     "runs": runs,
     "run": run,
     "series": series,

@@ -1,4 +1,4 @@
-"""The runs, evaluations and files of rollouts that a page shows, each with an id by which requests refer to it."""
+"""The runs, evaluations and files of rollouts that a page shows, each with an id for requests."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class CatalogEntry:
     Args:
         id: Its name in requests and addresses.
         path: Its folder or file.
-        sort: What it is.
+        sort: Kind of the entry.
         cache: Folder of the indexes; None to keep them in memory.
     """
 
@@ -80,7 +80,7 @@ class CatalogEntry:
         return self._metrics
 
 
-class Catalog:
+class PageCatalog:
     """The contents of some folders, found again every few seconds.
 
     Args:

@@ -10,7 +10,7 @@ from typing import Any
 from rl_core.errors import ConfigError, RLError
 from rl_launch.view import static_files, timelines
 from rl_launch.view.answers import ANSWERS
-from rl_launch.view.catalog import Catalog, CatalogEntry
+from rl_launch.view.catalog import CatalogEntry, PageCatalog
 from rl_launch.view.parameters import Parameters
 from rl_launch.view.server import as_json
 from rl_launch.view.tokens import recorded_in
@@ -22,11 +22,11 @@ MARKER = ".rl-view"
 """File that marks the folder of an export, so that it can be made again."""
 
 
-def export(catalog: Catalog, folder: Path, *, steps: int = 8, rollouts: int = 64, tokens: int = 8) -> int:
+def export(catalog: PageCatalog, folder: Path, *, steps: int = 8, rollouts: int = 64, tokens: int = 8) -> int:
     """Write the page and its answers into a folder.
 
     Args:
-        catalog: Catalog to export.
+        catalog: PageCatalog to export.
         folder: A new or empty folder, or an earlier export.
         steps: Number of steps of each kind whose rollouts are exported: the first, the last, and others at equal
             distances.
@@ -76,7 +76,7 @@ def export(catalog: Catalog, folder: Path, *, steps: int = 8, rollouts: int = 64
 
 
 def _requests(
-    entry: CatalogEntry, catalog: Catalog, shown: Mapping[str, Mapping[str, list[int]]], rollouts: int, tokens: int
+    entry: CatalogEntry, catalog: PageCatalog, shown: Mapping[str, Mapping[str, list[int]]], rollouts: int, tokens: int
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield the requests about an entry that an export answers, with the parameters that the page sends."""
     if entry.sort == "run":
@@ -102,7 +102,7 @@ def _requests(
             yield from (("tokens", place) for place in with_tokens[:tokens])
 
 
-def _answer(name: str, catalog: Catalog, given: Mapping[str, Any]) -> dict[str, Any]:
+def _answer(name: str, catalog: PageCatalog, given: Mapping[str, Any]) -> dict[str, Any]:
     return ANSWERS[name](catalog, Parameters({each: [str(value)] for each, value in given.items()}))
 
 

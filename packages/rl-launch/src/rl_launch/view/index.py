@@ -177,7 +177,7 @@ class RolloutIndex:
 
         Args:
             kind: Kind of the rollouts.
-            steps: Steps in the order in which they are added.
+            steps: Steps in the order of adding them.
             deadline: By `time.monotonic`.
 
         Returns:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import RunDirectoryError
-from rl_launch.view.catalog import Catalog
+from rl_launch.view.catalog import PageCatalog
 from rl_launch.view.parameters import Parameters
 
 MAX_BYTES = 2**18
@@ -28,7 +28,7 @@ _OF_INTEREST = re.compile(
 )
 
 
-def log_list(catalog: Catalog, given: Parameters) -> dict[str, Any]:
+def log_list(catalog: PageCatalog, given: Parameters) -> dict[str, Any]:
     """Answer with the logs of a run or an evaluation, the most recently written first: name below the folder `logs`,
     size in bytes, and time of the last write in seconds since 1970."""
     folder = catalog[given.text("id")].logs
@@ -48,7 +48,7 @@ def _logs_below(folder: Path, top: Path, depth: int) -> Iterator[dict[str, Any]]
             yield {"name": path.relative_to(top).as_posix(), "size": facts.st_size, "changed": facts.st_mtime}
 
 
-def log(catalog: Catalog, given: Parameters) -> dict[str, Any]:
+def log(catalog: PageCatalog, given: Parameters) -> dict[str, Any]:
     """Answer with a part of a log from the position `start` in bytes, or its end; a negative position counts from it.
 
     The next part follows from `end`. Bytes that are not UTF-8 are replaced. `has_started_over` is true if the log has

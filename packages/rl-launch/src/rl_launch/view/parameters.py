@@ -12,7 +12,7 @@ _Choice = TypeVar("_Choice", bound=str)
 
 
 class Parameters:
-    """Parameters of a request, each of which may be given several times.
+    """Parameters of a request. Each may be given several times.
 
     Args:
         values: Values by name.

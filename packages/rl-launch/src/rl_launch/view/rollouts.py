@@ -11,7 +11,7 @@ from rl_core.errors import RunDirectoryError
 from rl_core.rollouts.record import segments_of, turns_of
 from rl_launch.session.directory.row_files import text_of_content
 from rl_launch.show.selection import Condition, RecordValues, response_of
-from rl_launch.view.catalog import Catalog, CatalogEntry
+from rl_launch.view.catalog import CatalogEntry, PageCatalog
 from rl_launch.view.index import EQUALS, RANGES, Question, RolloutLine
 from rl_launch.view.parameters import Parameters
 
@@ -25,12 +25,12 @@ MAX_CHARACTERS = 200_000
 """Maximum length of a string in a record; the raw record has the whole of it."""
 
 BUDGET_S = 1.0
-"""Seconds after which an answer about many rollouts returns the rollouts found so far, and where it stopped."""
+"""Time limit in seconds of an answer about many rollouts, which then has the rollouts found so far."""
 
 _PREVIEW = 160
 
 
-def rollouts(catalog: Catalog, given: Parameters) -> dict[str, Any]:
+def rollouts(catalog: PageCatalog, given: Parameters) -> dict[str, Any]:
     """Answer with a page of rollouts that meet filters, newest step first unless sorted.
 
     Steps that the index does not have are added first, newest first, for at most `BUDGET_S`. `pending` is the number of
@@ -79,14 +79,14 @@ def rollouts(catalog: Catalog, given: Parameters) -> dict[str, Any]:
 def _matching(
     entry: CatalogEntry, question: Question, text: str, conditions: list[Condition], page: tuple[int, int, float]
 ) -> tuple[list[dict[str, Any]], int | None]:
-    """Return rollouts from an offset whose records match, and the offset at which to continue.
+    """Return rollouts from an offset whose records match, and the offset of the next search.
 
     Args:
         entry: Entry of the rollouts.
         question: Filters of the index.
         text: Text to search for in lower case; empty for every record.
         conditions: Conditions that must all hold.
-        page: First rollout to look at, maximum number of results, and the time at which to stop.
+        page: First rollout to look at, maximum number of results, and the deadline.
     """
     offset, limit, deadline = page
     found: list[dict[str, Any]] = []
@@ -142,7 +142,7 @@ def _previews(record: dict[str, Any]) -> dict[str, str]:
     return {name: " ".join(text[: 4 * _PREVIEW].split())[:_PREVIEW] for name, text in texts.items()}
 
 
-def rollout(catalog: Catalog, given: Parameters) -> dict[str, Any]:
+def rollout(catalog: PageCatalog, given: Parameters) -> dict[str, Any]:
     """Answer with one rollout, its group and the other steps that have rollouts of its prompt.
 
     Strings are cut at `MAX_CHARACTERS`.
@@ -170,19 +170,19 @@ def _cut(text: str) -> str:
     return f"{text[:MAX_CHARACTERS]}\n... ({len(text) - MAX_CHARACTERS:,} more characters: see the raw record)"
 
 
-def raw_rollout(catalog: Catalog, given: Parameters) -> bytes:
+def raw_rollout(catalog: PageCatalog, given: Parameters) -> bytes:
     """Return the line of one rollout as it is in the file."""
     entry, line = _line(catalog, given)
     return entry.index.read([line])[0]
 
 
-def rollout_of(catalog: Catalog, given: Parameters) -> tuple[CatalogEntry, RolloutLine, dict[str, Any] | None]:
+def rollout_of(catalog: PageCatalog, given: Parameters) -> tuple[CatalogEntry, RolloutLine, dict[str, Any] | None]:
     """Return the entry, the line and the record of the rollout that a request is about; None if it is not a rollout."""
     entry, line = _line(catalog, given)
     return entry, line, _record(entry.index.read([line])[0])
 
 
-def _line(catalog: Catalog, given: Parameters) -> tuple[CatalogEntry, RolloutLine]:
+def _line(catalog: PageCatalog, given: Parameters) -> tuple[CatalogEntry, RolloutLine]:
     entry = catalog[given.text("id")]
     kind, step, row = given.text("kind"), given.integer("step", 0), given.integer("row", 0)
     line = entry.index.line(kind, step, row)

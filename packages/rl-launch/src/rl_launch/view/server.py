@@ -33,7 +33,7 @@ from rl_core.config.tree import mapped
 from rl_core.errors import ConfigError, RLError
 from rl_launch.view import static_files
 from rl_launch.view.answers import ANSWERS
-from rl_launch.view.catalog import Catalog
+from rl_launch.view.catalog import PageCatalog
 from rl_launch.view.parameters import Parameters
 from rl_launch.view.rollouts import raw_rollout
 
@@ -44,7 +44,7 @@ IDLE_S = 20.0
 """Maximum number of seconds for which a connection waits without a complete request, or does not read its answer."""
 
 MAX_CONNECTIONS = 128
-"""Maximum number of connections, each of which has a thread."""
+"""Maximum number of connections. Each has a thread."""
 
 _EVENT_PERIOD_S = 0.5
 _HEARTBEAT_S = 15.0
@@ -58,11 +58,11 @@ _FILES = (
 _log = logging.getLogger(__name__)
 
 
-def serve(catalog: Catalog, port: int, say: Callable[[str], None], *, opens_browser: bool = False) -> None:
+def serve(catalog: PageCatalog, port: int, say: Callable[[str], None], *, opens_browser: bool = False) -> None:
     """Serve a catalog until an interrupt or SIGTERM.
 
     Args:
-        catalog: Catalog to serve.
+        catalog: PageCatalog to serve.
         port: Port on the loopback interface; 0 for a free one.
         say: Function that is called with the address.
         opens_browser: True to open the address in a browser.
@@ -90,7 +90,7 @@ class ViewServer:
     """Serves a catalog until it is closed.
 
     Args:
-        catalog: Catalog to serve.
+        catalog: PageCatalog to serve.
         port: Port on the loopback interface; 0 for a free one.
 
     Raises:
@@ -101,7 +101,7 @@ class ViewServer:
         cookie: Name of the cookie with the token.
     """
 
-    def __init__(self, catalog: Catalog, port: int = 0) -> None:
+    def __init__(self, catalog: PageCatalog, port: int = 0) -> None:
         self.catalog = catalog
         self.token = secrets.token_urlsafe(24)
         self.is_closing = threading.Event()
@@ -289,7 +289,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _is_token(self, token: str) -> bool:
         return hmac.compare_digest(token.encode(errors="replace"), self.view.token.encode())
 
-    def _asked(self, answer: Callable[[Catalog, Parameters], Any], given: Mapping[str, Sequence[str]]) -> Any:
+    def _asked(self, answer: Callable[[PageCatalog, Parameters], Any], given: Mapping[str, Sequence[str]]) -> Any:
         try:
             return answer(self.view.catalog, Parameters(given))
         except (RLError, FileNotFoundError) as error:
@@ -337,7 +337,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def as_json(answer: Any) -> bytes:
-    """Return an answer as JSON, in which numbers that are not finite are null."""
+    """Return an answer as JSON. Numbers that are not finite are null."""
     try:
         text = json.dumps(answer, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
     except ValueError:
@@ -347,7 +347,7 @@ def as_json(answer: Any) -> bytes:
     return text.encode(errors="replace")
 
 
-def stamps_of(catalog: Catalog) -> dict[str, dict[str, tuple[int, int]]]:
+def stamps_of(catalog: PageCatalog) -> dict[str, dict[str, tuple[int, int]]]:
     """Return the size and time of the files that a page shows, by the id of each entry and the name of the file."""
     found: dict[str, dict[str, tuple[int, int]]] = {}
     for entry in catalog.entries():

@@ -6,7 +6,7 @@ from importlib.resources import files
 
 _APP = ("core", "parts", "charts", "runs", "run", "processes", "rollouts", "tokens", "rollout", "pages", "main")
 SCRIPTS = ("vendor/uPlot.iife.min.js", "vendor/preact-htm.umd.js", *(f"app/{name}.js" for name in _APP))
-"""Classic scripts in the order in which they are loaded: a page on `file://` cannot load modules."""
+"""Classic scripts in loading order: a page on `file://` cannot load modules."""
 
 STYLES = ("vendor/uPlot.min.css", "app/style.css")
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from rl_core.errors import RunDirectoryError
 from rl_launch.session.traces.busy import STEPS, RangeShares, length, shares_of, union
 from rl_launch.session.traces.trace_folder import FOLDER, TraceFile, range_shares, trace_files
-from rl_launch.view.catalog import Catalog
+from rl_launch.view.catalog import PageCatalog
 from rl_launch.view.parameters import Parameters
 
 Answer = dict[str, Any]
@@ -41,7 +41,7 @@ class _Span(NamedTuple):
     number: int
 
 
-def processes(catalog: Catalog, given: Parameters) -> Answer:
+def processes(catalog: PageCatalog, given: Parameters) -> Answer:
     """Answer with the busy share of every row of the traces by range of steps, and the steps that have traces."""
     folder = catalog[given.text("id")].path / FOLDER
     files = trace_files(folder)
@@ -73,7 +73,7 @@ def processes(catalog: Catalog, given: Parameters) -> Answer:
     }
 
 
-def spans(catalog: Catalog, given: Parameters) -> Answer:
+def spans(catalog: PageCatalog, given: Parameters) -> Answer:
     """Answer with the spans of a step in rows of processes, and the share of the step for which each row is idle.
 
     A step that was made again after a restart is shown as it was made last.
@@ -103,7 +103,7 @@ def traced_steps(run_dir: Path) -> list[int]:
     return sorted({step for file in trace_files(run_dir / FOLDER) for step, _, _ in _steps(file)})
 
 
-def profiles(catalog: Catalog, given: Parameters) -> Answer:
+def profiles(catalog: PageCatalog, given: Parameters) -> Answer:
     """Answer with the profiles of a run: what each is, and how to open it."""
     folder = catalog[given.text("id")].path / "profiles"
     found = []

@@ -10,7 +10,7 @@ from typing import IO, Any
 from rl_core.errors import RunDirectoryError
 from rl_launch.session.rollouts import rollout_store
 from rl_launch.session.rollouts.token_table import RecordedRollout, read_tokens, recorded_rollouts
-from rl_launch.view.catalog import Catalog, CatalogEntry
+from rl_launch.view.catalog import CatalogEntry, PageCatalog
 from rl_launch.view.index import RolloutLine
 from rl_launch.view.parameters import Parameters
 from rl_launch.view.rollouts import rollout_of
@@ -22,8 +22,8 @@ MEASURED = ("logprob", "generation_logprob", "difference", "advantage", "entropy
 """Columns of numbers; `difference` is `logprob - generation_logprob`."""
 
 
-def tokens(catalog: Catalog, given: Parameters) -> dict[str, Any]:
-    """Answer with a page of the tokens of one rollout; ranges of values are those of its sampled tokens.
+def tokens(catalog: PageCatalog, given: Parameters) -> dict[str, Any]:
+    """Answer with a page of the tokens of one rollout; ranges of values are computed from its sampled tokens.
 
     Without tokens, `count` is 0, `reason` says why, and `others` are the rollouts of the step that have some.
 

@@ -68,8 +68,8 @@ def engine_problems(
         python: Interpreter of the worker's environment.
         check: `"package.module:function"`.
         section: The model's section.
-        variables: Environment variables of the worker that differ from the driver's; by default those of every worker
-            with this interpreter.
+        variables: Environment variables of the worker that differ from the driver's; by default the variables of
+            every worker with this interpreter.
         imports: Modules to import before the check, in a fork server that the run's workers and later runs share.
         fork_server_s: Seconds for which that server may stay; 0 uses none.
 

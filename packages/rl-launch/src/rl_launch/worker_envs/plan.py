@@ -1,4 +1,4 @@
-"""Plans by which environments are built: pinned versions, wheels of the driver's code, or a checkout's sources.
+"""Plans for building environments: pinned versions, wheels of the driver's code, or a checkout's sources.
 
 `locks/` holds exports of the workspace's lock, so that an installation without a checkout gets the versions that were
 tested together: some sets (vLLM's CPU build) resolve only with the workspace's overrides. Each line ends with the

@@ -32,10 +32,10 @@ class Wanted:
 
 @dataclass(frozen=True)
 class WorkerEnvSpec:
-    """An environment in which a worker runs.
+    """An environment of a worker.
 
     Args:
-        wanted: Distributions, the one that names the environment first; each once.
+        wanted: Distributions, the one whose name the environment has first; each once.
         imports: Modules that must be importable there, sorted.
     """
 

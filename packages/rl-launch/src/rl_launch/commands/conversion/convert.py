@@ -133,7 +133,7 @@ def to_hugging_face(
             written as they are.
         target: A new folder.
         overrides: Keys of the config to set, such as the parallel sizes of the mesh to read it on. `policy.precision`
-            is then the dtype of the files, to which weights are rounded once, as in a run of that precision.
+            is then the dtype of the files. Weights are rounded to it once, as in a run of that precision.
         adapter: Write only the adapters, in the format of `peft`; otherwise they are merged into the weights.
         verify: Load the files into other processes, and compare their results with the source's.
         verify_with: Training backend that loads the files for it, so that both backends must read the same files alike;
@@ -192,7 +192,7 @@ def to_checkpoint(
         target: A new folder.
         backend: Name of a training backend.
         overrides: Keys of `policy` and `cluster` to set. `policy.precision` follows the model's files. For a checkpoint
-            of another backend, the keys of that backend are those of the mesh to read it on.
+            of another backend, the keys of that backend describe the mesh to read it on.
         adapter: Keep the adapters apart from the weights; otherwise they are merged into them.
         verify: See `to_hugging_face`.
         verify_with: See `to_hugging_face`.
@@ -366,7 +366,7 @@ class _Conversion:
         self.check(source if backend is None else source.on_backend(backend), subject)
 
     def check(self, source: ConversionSource, subject: str) -> None:
-        """Compare the results of a source with those of the first model.
+        """Compare the results of a source with the results of the first model.
 
         Raises:
             RLError: If it computes something else.
@@ -410,7 +410,7 @@ def _check_adapted(found: ConversionSource, source: Path) -> None:
 
 @contextmanager
 def _cluster(target: Path, sources: Sequence[ConversionSource]) -> Iterator[Start]:
-    """Start a cluster on which the models of these sources are started one at a time. The logs of their ranks are
+    """Start a cluster for the models of these sources, which run one at a time. The logs of their ranks are
     written next to the target, to a shared folder.
 
     Raises:

@@ -126,7 +126,7 @@ def checkpoint_source(folder: Path, overrides: Sequence[str]) -> ConversionSourc
         except ValueError as error:
             damage = str(error)
     if damage:
-        raise RunDirectoryError(f"checkpoint {checkpoint} is damaged: {damage}; choose another one")
+        raise RunDirectoryError(f"checkpoint {checkpoint} is damaged: {damage}; choose another checkpoint")
     return source
 
 

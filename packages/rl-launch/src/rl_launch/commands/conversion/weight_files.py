@@ -50,7 +50,7 @@ class Quantization:
         format: One of `FORMATS`.
         group_size: Number of inputs that share a scale, for `int4`.
         exclude: Names of modules that are left out, or endings of them, or the modules around them.
-        dtype: Dtype to which weights are rounded before they are quantised; empty for the dtype of the files.
+        dtype: Dtype of the weights before they are quantised; empty for the dtype of the files.
     """
 
     format: str

@@ -97,8 +97,8 @@ def as_json(found: Conformance) -> dict[str, object]:
 def sought_texts(name: str) -> list[str]:
     """Return the regular expressions and constant strings that an environment's code compares with something, each with
     its place and the function or operator that takes it, in the order of the file. The list is empty for an environment
-    that is not in a file, or whose file cannot be read. Its code is its definition and those of the file that this
-    refers to.
+    that is not in a file, or whose file cannot be read. Its code is its definition and the definitions of the file that
+    it refers to.
 
     Args:
         name: `file.py:NAME`.

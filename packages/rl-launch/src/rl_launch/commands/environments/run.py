@@ -175,7 +175,7 @@ def play(given: GivenEnvironment, row: GivenRow, player: Player, output: TextIO,
         given: Environment of the rollout.
         row: Row that gives the prompt.
         player: Source of completions; it is closed afterwards.
-        output: Stream to which the conversation is written.
+        output: Stream for the conversation.
         seed: Sampling seed.
 
     Returns:

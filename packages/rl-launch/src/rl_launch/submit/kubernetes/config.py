@@ -87,7 +87,7 @@ class PodConfig(Config):
     cpus: int | None = Field(default=None, gt=0)
     """Number of cores."""
     memory: str | None = None
-    """Memory, such as `64Gi`, with that of `/dev/shm`."""
+    """Memory, such as `64Gi`, including `/dev/shm`."""
     shared_memory: str | None = None
     """Maximum size of `/dev/shm`, such as `32Gi`; if not set, the memory of the pod."""
     node_selector: dict[str, str] = {}
@@ -134,14 +134,14 @@ class KubernetesConfig(Config):
     context: str | None = None
     """Context of kubectl; its current one if not set."""
     namespace: str | None = None
-    """Namespace; that of the context if not set."""
+    """Namespace; the namespace of the context if not set."""
     interactive: bool = False
     """Start only the Ray cluster, for `rl submit attach` and commands that you type there. It runs until `rl submit
     cancel`."""
     image: str | None = None
     """Image of all pods, with `rl` and `ray[default]` (see docs/images.md)."""
     image_pull_secrets: list[str] = []
-    """Names of the secrets with which the image is pulled."""
+    """Names of the secrets for pulling the image."""
     service_account: str | None = None
     """Service account of the pods; the namespace's default if not set. Its token is not mounted."""
     volumes: list[VolumeConfig] = []
@@ -154,7 +154,7 @@ class KubernetesConfig(Config):
     workers: PodConfig = PodConfig()
     """The pods of the models: one for each of `cluster.num_nodes`."""
     gpu_resource: str = "nvidia.com/gpu"
-    """Resource of which each worker gets `cluster.gpus_per_node`."""
+    """Resource of the GPUs. Each worker requests `cluster.gpus_per_node`."""
     rdma: dict[str, int | str] = {}
     """RDMA resources of each worker, such as `rdma/hca_shared_devices_a: 1`, and others that the network needs, such as
     `hugepages-2Mi: 5120Mi`. The container runtime of the nodes must not limit locked memory."""
@@ -173,9 +173,9 @@ class KubernetesConfig(Config):
     save_margin_s: int = Field(default=300, ge=30)
     """Time in seconds that the run has to save and end when a pod is evicted, or the job is suspended or deleted."""
     max_attempts: int = Field(default=20, gt=0)
-    """Number of clusters after which the run is not continued. Suspensions by Kueue are not counted."""
+    """Maximum number of clusters in which the run is continued. Suspensions by Kueue are not counted."""
     max_attempts_without_checkpoint: int = Field(default=3, gt=0)
-    """Number of attempts in a row without a new checkpoint after which the run is not continued."""
+    """Maximum number of attempts in a row without a new checkpoint."""
 
     @field_validator("runs_folder")
     @classmethod

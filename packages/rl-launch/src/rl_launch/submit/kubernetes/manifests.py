@@ -61,7 +61,7 @@ def manifests(request: JobRequest[KubernetesConfig]) -> list[dict[str, Any]]:
         raise refusal(problems, load({}))
     settings = request.settings
     labels = {
-        # KubeRay itself sets app.kubernetes.io/name, by which its services find the head
+        # KubeRay itself sets app.kubernetes.io/name, and its services find the head by it
         "app.kubernetes.io/part-of": "rl",
         "app.kubernetes.io/instance": job_name(request),
         "app.kubernetes.io/managed-by": "rl-launch",

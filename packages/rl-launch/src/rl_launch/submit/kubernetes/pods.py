@@ -58,7 +58,7 @@ WORKER_PORT = 6380
 """Ports of Ray's control store and of a worker's raylet."""
 
 SHUTDOWN_MARGIN_S = 60
-"""Time in seconds after the save in which Ray ends."""
+"""Time in seconds for Ray to end after the save."""
 
 
 @dataclass(frozen=True)

@@ -33,19 +33,19 @@ class KubernetesTarget:
     file_name: ClassVar[str] = "kubernetes.yaml"
 
     def render(self, request: JobRequest[KubernetesConfig]) -> str:
-        """See `Target.render`."""
+        """See `QueueTarget.render`."""
         return to_text(manifests(request))
 
     def warnings(self, request: JobRequest[KubernetesConfig]) -> Iterable[str]:
-        """See `Target.warnings`."""
+        """See `QueueTarget.warnings`."""
         return ()
 
     def shared_variables(self, request: JobRequest[KubernetesConfig]) -> Mapping[str, str] | None:
-        """See `Target.shared_variables`. The pods read their volumes."""
+        """See `QueueTarget.shared_variables`. The pods read their volumes."""
         return None
 
     def submit(self, file: Path, request: JobRequest[KubernetesConfig]) -> tuple[str, ...]:
-        """See `Target.submit`. A job of the same run that is over is replaced.
+        """See `QueueTarget.submit`. A job of the same run that is over is replaced.
 
         Raises:
             RunDirectoryError: If a job of the same run is not over.
@@ -75,7 +75,7 @@ class KubernetesTarget:
         return (job.id,)
 
     def status(self, job: str) -> JobStatus:
-        """See `Target.status`."""
+        """See `QueueTarget.status`."""
         found = Job.parse(job)
         state = found.state()
         if state is None:
@@ -89,7 +89,7 @@ class KubernetesTarget:
         return JobStatus(word, is_waiting=word != "ready", is_over=False, details=details)
 
     def cancel(self, job: str, *, at_once: bool) -> str:
-        """See `Target.cancel`."""
+        """See `QueueTarget.cancel`."""
         found = Job.parse(job)
         run(found.command("delete", found.kind, found.name, "--ignore-not-found", "--wait=false"))
         if at_once:
@@ -100,7 +100,7 @@ class KubernetesTarget:
         return f"{job} is deleted; the run saves after its step and ends"
 
     def attempts(self, jobs: Path) -> Sequence[Path]:
-        """See `Target.attempts`. Copies what is new in the logs to this machine, as long as the cluster is there."""
+        """See `QueueTarget.attempts`. Copies new lines of the logs to this machine while the cluster exists."""
         job = Job.parse(submission_of(jobs.parent).jobs[-1])
         _fetch_logs(job, jobs)
         if job.kind == "raycluster":
@@ -109,7 +109,7 @@ class KubernetesTarget:
         return [path for _, path in sorted(found, key=lambda each: int(each[0][1]))]
 
     def attach(self, attempt: Path, node: str) -> Sequence[str]:
-        """See `Target.attach`.
+        """See `QueueTarget.attach`.
 
         Args:
             attempt: Folder of an attempt.

@@ -41,7 +41,7 @@ OWN_RAY_OPTIONS = {
 
 
 class ContainerConfig(Config):
-    """Container in which Ray and the driver run on every node."""
+    """Container of Ray and the driver on every node."""
 
     runtime: Literal["none", "pyxis", "apptainer"] = "none"
     """Program that starts the container: the plugin pyxis of Slurm (with enroot), or apptainer. With `none`, Ray and
@@ -89,7 +89,7 @@ class SlurmConfig(Config):
     """Time limit of one attempt, as Slurm takes it: minutes, `HH:MM:SS` or `D-HH:MM:SS`; the partition's limit if not
     set. A run that needs longer is continued in further attempts."""
     save_margin_s: int = Field(default=300, ge=30)
-    """Time in seconds before the end of the job at which the run is told to save and end after its step. The run ends
+    """Time in seconds before the end of the job when the run has to save and end after its step. The run ends
     earlier if another step and its checkpoint would not fit before that."""
     exclusive: bool = True
     """Use whole nodes, with all of their cores and memory."""
@@ -112,14 +112,14 @@ class SlurmConfig(Config):
     """Examine the nodes before the run starts, with `rl doctor --cluster`. The job fails if the run would, and its log
     names the nodes."""
     max_attempts_without_checkpoint: int = Field(default=3, gt=0)
-    """Number of attempts in a row without a new checkpoint after which the run is not continued."""
+    """Maximum number of attempts in a row without a new checkpoint."""
     local_folder: str = "/tmp"
-    """Folder on the disk of each node in which the job makes its own folder, for Ray and temporary files."""
+    """Folder on the disk of each node. The job makes its own folder in it, for Ray and temporary files."""
     first_port: int = Field(default=20000, ge=1024, le=55000)
-    """First of the 10,000 ports from which a job takes 500 for Ray. They should be outside the range that Linux gives
+    """First of 10,000 ports. A job takes 500 of them for Ray. They should be outside the range that Linux gives
     to clients (/proc/sys/net/ipv4/ip_local_port_range)."""
     env_vars: dict[str, str] = {}
-    """Environment variables of the job. The job also has those of the shell that submits it. A secret is given as
+    """Environment variables of the job, in addition to the variables of the shell that submits it. A secret is given as
     `HF_TOKEN: ${oc.env:HF_TOKEN}`, and is then taken from that shell (`--export=ALL`) and not written into the script.
     With pyxis they replace variables of the image."""
     setup: str = ""
@@ -185,7 +185,7 @@ def _other_options(options: list[str], own: Mapping[str, str], allowed: str) -> 
     Args:
         options: The options, each in one string with its value.
         own: Options that the script sets, and the key that changes each.
-        allowed: What is allowed, for the message.
+        allowed: Description of the allowed options, for the message.
     """
     problems = []
     for option in options:

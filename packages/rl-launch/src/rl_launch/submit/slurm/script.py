@@ -89,7 +89,7 @@ grep -e '^missing' -e '^warning' -e '^error' "$logs/doctor.log"
 
 
 def _in_container(request: JobRequest[SlurmConfig]) -> tuple[list[str], list[str]]:
-    """Return how the commands of a job are run in its container, if it has one: options of srun, with which each
+    """Return how the commands of a job are run in its container, if it has one: options of srun, because of which each
     command needs its own step, and words before the command."""
     container, recipe = request.settings.container, Path(request.train[2])
     # bash reads the mounts between double quotes
@@ -208,7 +208,7 @@ def _settings(request: JobRequest[SlurmConfig]) -> Iterator[str]:
 
 
 def _value(name: str, settings: SlurmConfig) -> str:
-    """Return the value of an environment variable for bash, in which references to variables are those of bash.
+    """Return the value of an environment variable for bash, with references to variables as bash writes them.
 
     Raises:
         ConfigProblems: If it is computed from variables in another way, which bash does not know.

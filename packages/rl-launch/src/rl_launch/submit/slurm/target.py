@@ -18,7 +18,7 @@ from rl_launch.submit.slurm.script import outside_mounts, render
 from rl_launch.submit.target import JobRequest, JobStatus
 
 RAY_VARIABLES = "ray.env"
-"""File of an attempt that sets the variables by which a shell reaches its Ray."""
+"""File of an attempt that sets the variables that a shell needs to reach its Ray."""
 
 _SAVE_AND_CANCEL = "USR2"
 _ATTEMPT = re.compile(r"(\d+)\.(\d+)")
@@ -50,11 +50,11 @@ class SlurmTarget:
     file_name: ClassVar[str] = "slurm.sh"
 
     def render(self, request: JobRequest[SlurmConfig]) -> str:
-        """See `Target.render`."""
+        """See `QueueTarget.render`."""
         return render(request)
 
     def warnings(self, request: JobRequest[SlurmConfig]) -> Iterable[str]:
-        """See `Target.warnings`."""
+        """See `QueueTarget.warnings`."""
         for name, path in outside_mounts(request).items():
             yield (
                 f"slurm.env_vars.{name}: {path} is below no mount of the container, so its files are lost with the "
@@ -62,11 +62,11 @@ class SlurmTarget:
             )
 
     def shared_variables(self, request: JobRequest[SlurmConfig]) -> Mapping[str, str] | None:
-        """See `Target.shared_variables`. A container may have a cache of its image."""
+        """See `QueueTarget.shared_variables`. A container may have a cache of its image."""
         return request.settings.env_vars if request.settings.container.image is None else None
 
     def submit(self, file: Path, request: JobRequest[SlurmConfig]) -> tuple[str, ...]:
-        """See `Target.submit`."""
+        """See `QueueTarget.submit`."""
         # refused if, for example, the partition does not exist
         _run("sbatch", "--test-only", str(file))
         num_jobs = request.settings.max_jobs if request.settings.continuation == "dependency" else 1
@@ -81,7 +81,7 @@ class SlurmTarget:
         return tuple(jobs)
 
     def status(self, job: str) -> JobStatus:
-        """See `Target.status`. The state of an array is that of the task that runs, or else of the next or last one."""
+        """See `QueueTarget.status`. An array has the state of its running task, or else of the next or last one."""
         try:
             shown = _run("scontrol", "--oneliner", "show", "job", job)
         except QueueError as error:
@@ -99,7 +99,7 @@ class SlurmTarget:
         return _status(state, {name: value for name, value in details.items() if value not in _NOTHING})
 
     def cancel(self, job: str, *, at_once: bool) -> str:
-        """See `Target.cancel`."""
+        """See `QueueTarget.cancel`."""
         status = self.status(job)
         if status.is_over:
             return f"job {job} is over ({status.state or 'unknown to Slurm'})"
@@ -112,12 +112,12 @@ class SlurmTarget:
         return f"job {job} saves after its step and ends; --now ends it at once"
 
     def attempts(self, jobs: Path) -> Sequence[Path]:
-        """See `Target.attempts`."""
+        """See `QueueTarget.attempts`."""
         found = [(match, path) for path in jobs.iterdir() if (match := _ATTEMPT.fullmatch(path.name)) and path.is_dir()]
         return [path for _, path in sorted(found, key=lambda each: (int(each[0][1]), int(each[0][2])))]
 
     def attach(self, attempt: Path, node: str) -> Sequence[str]:
-        """See `Target.attach`."""
+        """See `QueueTarget.attach`."""
         job = attempt.name.partition(".")[0]
         where = [f"--nodelist={node}"] if node else []
         shell = f". {shlex.quote(str(attempt / RAY_VARIABLES))}; exec bash -i"
