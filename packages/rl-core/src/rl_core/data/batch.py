@@ -304,7 +304,7 @@ class Batch:
         return Batch(found)
 
     def _remote_names(self) -> dict[RemoteRows, set[str]]:
-        """Return the rows that are stored elsewhere, and the names of their columns in the stores."""
+        """Return the rows that are stored elsewhere, with their columns by name in the stores."""
         names: dict[RemoteRows, set[str]] = {}
         for column in self._columns.values():
             if isinstance(column, RemoteColumn):

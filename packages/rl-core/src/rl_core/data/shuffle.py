@@ -24,7 +24,7 @@ class Pick(NamedTuple):
     """Which rows a picker takes of one family, the columns over the same rows.
 
     Args:
-        names: Names of the columns in the stores.
+        names: Columns by name in the stores.
         stores: How many of the picker's stores hold the family, in order.
         part, row: int64, a row per shard: the store, among these, and the row there of each of its rows.
     """

@@ -16,7 +16,7 @@ class FamilyCase:
     Args:
         mesh: Name of the mesh, `tp2 x fsdp2`.
         layout: Layout of rows, and the weights that train: `packed, full`.
-        verdict: `exact` to rounding; `off` if numbers or names differ, or the case fails; `refused` if the backend
+        verdict: `exact` to rounding; `off` if numbers or tensors differ, or the case fails; `refused` if the backend
             reports beforehand that it does not support the case.
         differences: Largest difference by compared quantity (`loss`, `grad_norm`, `weights`, and `adapter`: the weights
             that its exported files give).

@@ -128,13 +128,7 @@ class RankPool:
     def _start(self) -> None:
         for rank in range(self.num_ranks):
             ours, theirs = _context.Pipe()
-            variables = {}
-            if device_named(self._device).kernels == "cuda":
-                visible = listed(os.environ.get(VISIBLE, "")) or [str(index) for index in range(self.num_ranks)]
-                if rank >= len(visible):
-                    raise ValueError(f"{self.num_ranks} ranks need as many GPUs, but {VISIBLE} lists {len(visible)}")
-                variables = {VISIBLE: visible[rank]}
-            args = (theirs, variables)
+            args = (theirs, self._variables(rank))
             process = _context.Process(target=_serve, args=args, name=f"rank{rank}", daemon=True)
             # Libraries of new processes compute in one thread, unless the variable is set.
             is_ours = "OMP_NUM_THREADS" not in os.environ
@@ -146,6 +140,15 @@ class RankPool:
                     del os.environ["OMP_NUM_THREADS"]
             theirs.close()
             self._ranks.append((process, ours))
+
+    def _variables(self, rank: int) -> dict[str, str]:
+        """Return the environment variables of a rank's process."""
+        if device_named(self._device).kernels != "cuda":
+            return {}
+        visible = listed(os.environ.get(VISIBLE, "")) or [str(index) for index in range(self.num_ranks)]
+        if rank >= len(visible):
+            raise ValueError(f"{self.num_ranks} ranks need as many GPUs, but {VISIBLE} lists {len(visible)}")
+        return {VISIBLE: visible[rank]}
 
     def _gather(self, world: int, timeout_s: float) -> list[Any]:
         pending = {self._ranks[rank][1]: rank for rank in range(world)}

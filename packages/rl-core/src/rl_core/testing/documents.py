@@ -3,7 +3,7 @@
 A test reads a document with `read_document` and hands its blocks in order to `Workbook.run`, which works in one folder
 as a reader would:
 
-- A block that names a file is written there. The name is the first line, as a comment (`# my_reward.py`), or a word of
+- A block with a file name is written there. The name is the first line, as a comment (`# my_reward.py`), or a word of
   the fence's info string (`jsonl prompts.jsonl`). Python files are imported as well.
 - `python` runs in a new interpreter; a session with `>>>` is a doctest.
 - `sh` runs as one script of bash, which ends at the first command that fails.
@@ -241,7 +241,7 @@ class Workbook:
         return self.printed
 
     def write(self, block: Block) -> Path:
-        """Write the file that a block names, without a look at it; returns its path."""
+        """Write the file of a block as it is, and return its path."""
         path = self.folder / block.file
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(block.text, encoding="utf-8")

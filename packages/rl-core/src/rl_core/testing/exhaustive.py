@@ -14,7 +14,7 @@ exhaustive = pytest.mark.exhaustive
 """Marks such a test."""
 
 _OF_CLASS = "exhaustive_tests"
-"""Attribute of a class of tests: names of its exhaustive tests, including tests of its base."""
+"""Attribute of a class of tests: its exhaustive tests by name, including tests of its base."""
 
 
 def partly_exhaustive(cases: Iterable[Any], *, always: Collection[Any]) -> list[Any]:

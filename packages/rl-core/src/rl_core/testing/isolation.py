@@ -30,7 +30,7 @@ EntryPoint("command", sys.argv.pop(1), "console_scripts").load()()
 
 
 def loaded_by(*modules: str) -> frozenset[str]:
-    """Return top-level names of everything that a fresh interpreter has loaded once it imported `modules`.
+    """Return the top-level packages and modules that a fresh interpreter has loaded once it imported `modules`.
 
     Raises `ImportError` with the interpreter's traceback if one of them cannot be imported.
     """
@@ -41,7 +41,7 @@ def loaded_by(*modules: str) -> frozenset[str]:
 
 
 def loaded_by_command(command: str, *arguments: str, cwd: Path | None = None) -> frozenset[str]:
-    """Return top-level names of everything that a command has loaded when it ends, however it ends.
+    """Return the top-level packages and modules that a command has loaded when it ends, however it ends.
 
     Args:
         command: Its entry point, `module:function`.

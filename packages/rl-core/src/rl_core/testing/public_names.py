@@ -17,9 +17,9 @@ from rl_core.exports import homes_of
 
 
 class PublicNamesSuite:
-    """Tests of packages that export their public names with `rl_core.lazy_exports`.
+    """Tests of packages that export their public API with `rl_core.lazy_exports`.
 
-    Set `packages` to the names of the packages. Every module that defines a public name must be importable where the
+    Set `packages`. Every module that defines a public name must be importable where the
     tests run.
     """
 
@@ -35,7 +35,7 @@ class PublicNamesSuite:
                 assert not is_named or found.__module__ == home, f"{package}.{name}"
 
     def test_all_lists_the_public_names_in_order(self) -> None:
-        """Show that `__all__` and `dir()` are the sorted names of the stub."""
+        """Show that `__all__` and `dir()` are sorted and equal to the stub."""
         for package in self.packages:
             module = importlib.import_module(package)
             assert module.__all__ == sorted(module.__all__) == dir(module)
@@ -63,7 +63,7 @@ def summaries_of(package: str) -> dict[str, str]:
     The source files are read and not imported, so the engine of a backend need not be installed.
 
     Args:
-        package: Name of an importable package that lists its public names in a stub.
+        package: Name of an importable package with a stub of its public API.
     """
     root = Path(str(importlib.import_module(package.partition(".")[0]).__file__)).parent
     importlib.import_module(package)

@@ -95,7 +95,7 @@ class Bench:
 
 
 class WeightSinkSuite:
-    """Conformance of weight adoption: weights are complete and verified, or refused with their names.
+    """Conformance of weight adoption: weights are complete and verified, or refused and listed.
 
     A subclass, in a test module, supplies `make_generator` and may state `tolerance`.
     """

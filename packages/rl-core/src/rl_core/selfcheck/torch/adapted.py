@@ -156,12 +156,12 @@ def _is_transposed(experts: Any) -> bool:
 
 
 def _wrapped_parameters(model: nn.Module, targets: Sequence[str]) -> dict[str, Tensor]:
-    """Return the names of the wrappers that peft puts around a module for its stacked parameters, the last one's
+    """Return the wrappers, by name, that peft puts around a module for its stacked parameters, the last one's
     outermost, to these as `[experts, outputs, inputs]`.
 
     Args:
         model: Model without the wrappers.
-        targets: Full names of the parameters.
+        targets: Parameters by full name.
     """
     wrapped: dict[str, Tensor] = {}
     for name, module in model.named_modules():

@@ -78,7 +78,7 @@ class Oracle:
         return {"loss": value.item(), "grad_norm": norm}
 
     def decay_matrices_alone(self, optimizer: OptimizerConfig) -> None:
-        """Build the optimizer with norms and biases, known by their names, in a group without weight decay."""
+        """Build the optimizer with norms and biases, known by name, in a group without weight decay."""
         named = dict(self.model.named_parameters())
         kept = {name: parameter for name, parameter in named.items() if "norm" in name or "bias" in name}
         decayed = [parameter for name, parameter in named.items() if name not in kept]

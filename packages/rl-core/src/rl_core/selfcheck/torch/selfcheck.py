@@ -175,7 +175,7 @@ class SelfCheck:
         steps = tuple(oracle.train_step(self.batch(seed), TokenLoss(), SGD, 1.0) for seed in range(NUM_STEPS))
         merge(oracle.model)
         with tempfile.TemporaryDirectory() as trained:
-            oracle.model.save_pretrained(trained)  # Files have their own names.
+            oracle.model.save_pretrained(trained)  # Files may call weights otherwise.
             return Expected(steps, read_files(Path(trained)))
 
     def batch(self, seed: int) -> Batch:

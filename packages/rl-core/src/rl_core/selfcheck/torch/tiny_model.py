@@ -43,7 +43,7 @@ VISION: dict[str, Any] = {
     "projector_input_dim": 32,
     "projector_output_dim": 32,
 }
-"""Sizes of the part of a composite model that sees, by the names of any family."""
+"""Sizes of the part of a composite model that sees, by field name in any family."""
 
 
 def write_tiny_model(

@@ -1,4 +1,5 @@
-"""The language model of a composite model, which takes images or sound as well: its config, and its weights' names."""
+"""The language model of a composite model, which takes images or sound as well: its config, and how its weights are
+called."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from typing import Any
 from rl_core.facts.hf_config import HFConfig, with_overrides
 
 LANGUAGE_PREFIX = re.compile(r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?")
-"""Start of the names of the language model's weights in the files of a composite model, which differs by family and by
-the version of `transformers` that wrote them."""
+"""Start of the name of each weight of the language model in the files of a composite model, which differs by family and
+by the version of `transformers` that wrote them."""
 
 HEAD = "lm_head."
 
@@ -21,7 +22,7 @@ counts."""
 
 
 _WRAPPED_TOWER = re.compile(r"^((?:model\.)?vision_tower\.)vision_model\.")
-"""Start of the names of a SigLIP tower's weights in files of `transformers` before 5.19, and in files of the hub."""
+"""Start of the name of each weight of a SigLIP tower in files of `transformers` before 5.19, and of the hub."""
 
 
 def language_config(config: HFConfig) -> Any:

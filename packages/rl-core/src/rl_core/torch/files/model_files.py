@@ -183,7 +183,7 @@ READ_AS_WEIGHTS = (*FLOATING, BlockScaledWeight.dtype, StoredMXFP4.dtype)
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """The safetensors of one folder, and of a composite model only its language model, by the names in it.
+    """The safetensors of one folder, and of a composite model only its language model, by name in it.
 
     Args:
         folder: That holds them.
@@ -201,7 +201,7 @@ class WeightFiles:
 
         Args:
             folder: Folder of the model.
-            is_whole: True for all weights of a composite model, by their own names.
+            is_whole: True for all weights of a composite model.
 
         Raises:
             ValueError: If the folder has no safetensors.
@@ -257,13 +257,14 @@ class WeightFiles:
 
 
 _WRAPPERS = re.compile(r"^(?:module\.|_orig_mod\.|_fsdp_wrapped_module\.)+")
-"""Start of the names of weights that were saved from within a wrapper: of data parallelism, `torch.compile` or FSDP."""
+"""Start of the name of each weight that was saved from within a wrapper: of data parallelism, `torch.compile` or
+FSDP."""
 
 _BARE_LAYER = re.compile(r"^(?:decoder\.|encoder\.)?(?:layers|h|blocks|block)\.\d+\.")
-"""Start of the names of layers of a model that was saved without its head."""
+"""Start of layer names of a model that was saved without its head."""
 
 _HEADS = ("lm_head.", "score.", "v_head.", "value_head.", "embed_out.")
-"""Start of the names of heads, which a model has next to its body."""
+"""Start of the name of a head, which a model has next to its body."""
 
 
 def _bare_names(folder: Path, stored: Iterable[str]) -> dict[str, str]:
@@ -285,7 +286,7 @@ def _bare_names(folder: Path, stored: Iterable[str]) -> dict[str, str]:
 
 
 def head_advice(names: Iterable[str]) -> str:
-    """Return what to do about heads of other libraries among the names of weights that a model does not have; empty
+    """Return what to do about heads of other libraries among the weights that a model does not have; empty
     without any."""
     found = sorted(name for name in names if name.startswith(("v_head.", "value_head.", "score.")))
     if not found:

@@ -48,7 +48,7 @@ class Converted:
 
 
 def convert(source: Path, target: Path) -> Converted:
-    """Write the pickled weights of a folder as safetensors, with the same names and values, and copy the config and the
+    """Write the pickled weights of a folder as safetensors, with the same name and value, and copy the config and the
     tokenizer. One file at a time is in memory; each is read again and compared bit by bit.
 
     Args:
@@ -99,7 +99,7 @@ def convert_to_stdout(source: str, target: str) -> None:
 
 
 def _pickled_files(folder: Path) -> dict[str, frozenset[str] | None]:
-    """Return the files of weights, each with the names that the index places in it; None without an index."""
+    """Return the files of weights, each with the tensors that the index places in it; None without an index."""
     if not (folder / PICKLED_INDEX).is_file():
         if not (folder / PICKLED_SINGLE).is_file():
             raise ValueError(f"{folder} has neither {PICKLED_SINGLE} nor {PICKLED_INDEX}")
@@ -157,7 +157,8 @@ def _load(path: Path) -> dict[str, Tensor]:
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the tensors, each with its own memory as safetensors requires, and the names that shared memory."""
+    """Return the tensors, each with its own memory as safetensors requires, and the tensors that shared memory, by
+    name."""
     storages = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors.values() if tensor.numel())
     whole: dict[str, Tensor] = {}
     shared = []

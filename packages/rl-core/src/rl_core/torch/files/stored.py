@@ -16,7 +16,7 @@ Slices = tuple[slice, ...]
 """A part of a tensor: empty for all of it, fewer than its dims for all of the rest."""
 
 FLOATING = ("F64", "F32", "F16", "BF16")
-"""Dtypes, by their names in safetensors, whose values are weights as they are."""
+"""Dtypes, as safetensors calls them, whose values are weights as they are."""
 
 BLOCK = 128
 """Rows and columns that share a scale."""

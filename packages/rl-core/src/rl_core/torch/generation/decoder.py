@@ -26,12 +26,12 @@ class Adoption(Protocol):
 
 
 def refuse_tensors(manifest: Manifest, names: Iterable[str], problem: str) -> None:
-    """Refuse the manifest's weight version if there are any names.
+    """Refuse the manifest's weight version if any tensors are at fault.
 
     Args:
         manifest: Manifest whose version the message shows.
         names: Tensors at fault; often none.
-        problem: Problem of all of them, which the message shows before their names.
+        problem: Problem of all of them, which the message shows before them.
 
     Raises:
         WeightSyncError: Naming them in alphabetical order.

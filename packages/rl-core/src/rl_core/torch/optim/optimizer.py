@@ -22,7 +22,7 @@ FUSED = ("torch.optim.Adam", "torch.optim.AdamW")
 """Optimizers with a fused step for whole parameters on GPUs, and for DTensors."""
 
 _NORMS_AND_BIASES = re.compile(r"bias|layernorm|rmsnorm|(?:^|[._])norm(?:$|\.)")
-"""Part of the names of parameters that the Trainer of transformers does not decay."""
+"""Part of the name of each parameter that the Trainer of transformers does not decay."""
 
 
 def with_fused_step(config: OptimizerConfig, parameters: Sequence[nn.Parameter]) -> OptimizerConfig:

@@ -33,7 +33,7 @@ _IN_A_LAYER = re.compile(r"(^|\.)layers\.\d+\.")
 _KEPT = re.compile(r"\.experts\.|(^|\.)(vision|visual|audio)")
 """Experts, and encoders next to the language model."""
 _ROUTERS = ("gate", "router", "shared_expert_gate")
-"""Last names of modules whose weights choose experts."""
+"""Last part of the name of modules whose weights choose experts."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class _Totals:
 def _write(
     source: Path, target: Path, chosen: set[str], fmt: WeightFormat, dtype: torch.dtype | None, totals: _Totals
 ) -> list[str]:
-    """Write one file; returns the names of its tensors."""
+    """Write one file, and list its tensors."""
     written: dict[str, Tensor] = {}
     with safe_open(source, framework="pt") as file:
         trained_in = (file.metadata() or {}).get(PRECISION)

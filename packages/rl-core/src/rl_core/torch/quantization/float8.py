@@ -102,7 +102,7 @@ class Float8Weight:
         return self.values.to(wide).mul_(self._factors(wide)).to(dtype)
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Return its tensors in a file, by the suffix of their names in place of `weight`."""
+        """Return its tensors in a file, by their suffix in place of `weight`."""
         return {"weight": self.values, "weight_scale": self.scales}
 
     def dequantised_columns(self, columns: Tensor) -> Tensor:

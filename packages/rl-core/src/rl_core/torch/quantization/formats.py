@@ -50,7 +50,7 @@ class QuantizedWeight(Protocol):
         """Return the quantised matrix, `[outputs, inputs]`, rounded once to a dtype."""
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Return its tensors in a file, by the suffix of their names in place of `weight`."""
+        """Return its tensors in a file, by their suffix in place of `weight`."""
 
 
 class WeightFormat(Protocol):

@@ -13,7 +13,7 @@ both to `TrainingWorker`::
 
 - `RankMesh`: the ranks, their process groups and their random generators.
 - `RankModel`: forward and backward passes over microbatches.
-- `RankWeights`: weights by their Hugging Face names, for generators and exports.
+- `RankWeights`: weights by Hugging Face name, for generators and exports.
 - `RankOptimizer`: a step on the gradients that a backward pass left.
 - `RankState`: contents of a checkpoint, as tensors of the whole model.
 - `rl_core.torch.residency.Residency`: which tensors leave the device when others need it.
@@ -67,7 +67,7 @@ class RankMesh(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """The same, as torch names it."""
+        """The same, for torch."""
 
     @property
     def control(self) -> dist.ProcessGroup:
@@ -202,7 +202,7 @@ class RankModel(Protocol):
 
 
 class RankWeights(Protocol):
-    """The weights of a whole model by their Hugging Face names; a rank holds parts of them."""
+    """The weights of a whole model by Hugging Face name; a rank holds parts of them."""
 
     @property
     def tied(self) -> Mapping[str, str]:
@@ -312,7 +312,7 @@ class HeadParts(NamedTuple):
     Args:
         folder: Folder of the files that it was loaded from.
         model: Its passes, which answer only `draft_losses`; passes of the other model are part of them.
-        weights: Weights that generators receive, by the names of its files.
+        weights: Weights that generators receive, by name in its files.
         exported: All tensors of its files.
         optimizer: Optimizer of the head.
         state: State for checkpoints.

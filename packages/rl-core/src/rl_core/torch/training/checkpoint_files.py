@@ -189,7 +189,7 @@ def deal(files: Sequence[SavedFile], num_shares: int) -> list[list[SavedFile]]:
 
 
 class KeptSavePlanner(DefaultSavePlanner):
-    """Plans a save once, for all later saves of tensors with the same names and places.
+    """Plans a save once, for all later saves of tensors with the same name and place.
 
     Later saves send nothing to rank 0, which otherwise gathers and compares the items of all ranks (a million for a
     large model on hundreds of ranks). Torch keeps plans per class and process. Here they belong to the object, which is

@@ -75,7 +75,7 @@ ROW_LAYERS = frozenset({"full_attention", SLIDING, CHUNKED})
 """Kinds of layers with softmax attention, as Hugging Face configs name them."""
 
 RECURRENT_LAYERS = frozenset({"linear_attention", "conv"})
-"""Kinds of layers that carry a state from token to token, by the same names."""
+"""Kinds of layers that carry a state from token to token."""
 
 
 def attention_shapes(config: HFConfig) -> tuple[AttentionShape, ...]:

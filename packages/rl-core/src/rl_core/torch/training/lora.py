@@ -40,7 +40,7 @@ def is_adapted(layer: str, config: LoraConfig) -> bool:
 
 def ends_with(layer: str, endings: Sequence[str]) -> bool:
     """Return whether a layer's name is one of these, or ends with one after a dot. Names that a layer of a language
-    model has within a composite model are also names of it."""
+    model has within a composite model count as well."""
     return any(f".{layer}".endswith((f".{ending}", f".{alone(ending)}")) for ending in endings)
 
 
@@ -82,7 +82,7 @@ def peft_layers(weights: Iterable[str]) -> dict[str, str]:
     """Map each adapted weight to its layer in the files of peft.
 
     peft adapts the parameters of a module (`target_parameters`) by wrappers around one another, the last parameter's
-    outermost, and names a factor by its wrapper.
+    outermost, and a factor is called by its wrapper.
 
     Args:
         weights: Weights in the model's order; stacked ones are those that do not end in `.weight`.

@@ -104,7 +104,7 @@ def adapter_config(
     Args:
         config: The model and its adapters.
         role: Role of the model, which has a score head in the place of its language-model head or not.
-        targets: Ends of the names of the layers that have an adapter.
+        targets: Name endings of the layers that have an adapter.
         parameters: Names of the weights that have one: stacked ones of experts, and weights of linear layers that peft
             would take for experts.
         auto_mapping: Class of a composite model for `AutoPeftModel` classes; None for other models, which
@@ -141,7 +141,7 @@ class PeftForm(NamedTuple):
 
     Args:
         described: Config of the adapters (`adapter_config`).
-        prefixes: Start of the names of layers in the trained model, and in the model that adapters are attached to.
+        prefixes: Start of layer names in the trained model, and in the model that adapters are attached to.
             They differ if a composite model is trained as its language model.
     """
 
@@ -201,7 +201,7 @@ class _Base(NamedTuple):
     Args:
         build: Function that returns a new one without data.
         modules: Names of all of its modules.
-        prefixes: Start of the names of layers in the trained model, and here.
+        prefixes: Start of layer names in the trained model, and here.
         auto_mapping: Class of a composite model; None for others.
     """
 
@@ -215,7 +215,7 @@ class _Trial(NamedTuple):
     """The adapters of a model, to be loaded by peft.
 
     Args:
-        factors: Tensors without data, by their names in peft if its layers have the names of the trained model.
+        factors: Tensors without data, by name in peft if its layers are called as in the trained model.
         layers: Layers of peft with an adapter, named likewise.
         stacks: Weights of stacked experts with an adapter.
     """
@@ -314,7 +314,7 @@ class _Trial(NamedTuple):
 
 
 def endings(layers: Iterable[str], others: Iterable[str]) -> list[str]:
-    """Return ends of names that these layers have and no others.
+    """Return name endings that these layers have and no others.
 
     The end is the last part of a name if that will do, otherwise all of it.
     """
@@ -358,7 +358,7 @@ def _bases(folder: Path, role: Role, layers: set[str], *, is_whole: bool) -> Ite
 
 
 def _prefixes(modules: Sequence[str], layers: set[str]) -> tuple[str, str]:
-    """Return the start of the names of layers of a language model, and of the same layers in a model that has it.
+    """Return the start of layer names of a language model, and of the same layers in a model that has it.
 
     Args:
         modules: Names of all modules of the latter model.
@@ -387,7 +387,7 @@ def _stacks(factors: Mapping[str, Tensor]) -> list[str]:
 
 
 def _flat(factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return factors by their names in peft, with stacked experts as matrices."""
+    """Return factors by name in peft, with stacked experts as matrices."""
     found = dict(factors)
     for weight, layer in peft_layers(_stacks(factors)).items():
         flat = flat_factors(found.pop(weight + LORA_A), found.pop(weight + LORA_B))

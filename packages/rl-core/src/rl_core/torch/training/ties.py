@@ -26,7 +26,7 @@ def untie_apart(
 
     Args:
         config: Config of the model; changed in place.
-        pairs: Tied tensors, by their names in the files.
+        pairs: Tied tensors, by name in the files.
         files: Weight files that the model is loaded from.
         group: All ranks; each compares its share of the rows.
 

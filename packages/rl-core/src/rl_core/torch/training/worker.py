@@ -344,7 +344,7 @@ class DraftHead(KeptPart):
         return ()
 
     def manifest(self, version: int, form: WeightForm = "merged") -> Manifest | None:
-        """Return the head's tensors in the compute dtype, by the names of its files; on rank 0, for all ranks."""
+        """Return the head's tensors in the compute dtype, by name in its files; on rank 0, for all ranks."""
         manifest = manifest_of(self._parts.weights, version, self._precision, form)
         return manifest if self._mesh.rank == 0 else None
 

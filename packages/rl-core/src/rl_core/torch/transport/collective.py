@@ -321,7 +321,7 @@ def _joined(join: Callable[[], Any], phase: str, check: Callable[[str], None], t
 def _naming_peers(phase: str, check: Callable[[str], None], deadline: Deadline) -> Iterator[None]:
     """Name the phase of a collective that failed, and the peer at fault.
 
-    torch raises the same RuntimeError for a lost peer and for a time-out, without names.
+    torch raises the same RuntimeError for a lost peer and for a time-out, and does not show which.
     """
     try:
         yield
