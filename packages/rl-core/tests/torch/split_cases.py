@@ -13,7 +13,7 @@ from rl_core.selfcheck.rank_pool import Rank
 from rl_core.token_filter import TokenFilter
 from rl_core.torch.heads import reads
 from rl_core.torch.heads.divergences import Other, divergences
-from rl_core.torch.heads.head_pass import Vocabulary, lowest_kept
+from rl_core.torch.heads.head_pass import HeadVocabulary, lowest_kept
 from rl_core.torch.heads.logprobs import Head, LogitTransform
 from rl_core.torch.heads.reads import HeldTokens, join_tokens, split_language_reads
 from rl_core.torch.heads.vocab_parallel import VocabShard, vocab_parallel_reads
@@ -69,7 +69,7 @@ def whole_reads(hidden, weight, bias, targets, ids, case: Case, temperature: flo
     """The same from whole logits."""
     logits = case.transform(torch.nn.functional.linear(hidden, weight, bias)) / temperature
     if case.token_filter is not None:
-        lowest = lowest_kept(logits, case.token_filter, Vocabulary(case.vocab))
+        lowest = lowest_kept(logits, case.token_filter, HeadVocabulary(case.vocab))
         is_target = torch.nn.functional.one_hot(targets, case.vocab).bool()
         logits = logits.masked_fill((logits < lowest) & ~is_target, -1e30)
     logprobs = logits.log_softmax(-1)

@@ -34,7 +34,7 @@ class TokenLoss:
 
 
 @dataclass(frozen=True)
-class ValueLoss:
+class ReturnsLoss:
     """Squared error of values to returns over tokens."""
 
     temperature: float = 1.0

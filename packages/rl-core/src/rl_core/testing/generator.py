@@ -48,7 +48,7 @@ MAX_ROUNDS = 50
 
 
 class GeneratorSuite(WeightSinkSuite):
-    """Conformance of a `Generator`: results equal those of `transformers`, however requests are batched.
+    """Conformance of a `Generator`: results equal results of `transformers`, however requests are batched.
 
     ::
 

@@ -36,7 +36,7 @@ from rl_core.model_config import (
     SequencePackingConfig,
     TokenizerConfig,
 )
-from rl_core.selfcheck.losses import PairLoss, TokenLoss, ValueLoss
+from rl_core.selfcheck.losses import PairLoss, ReturnsLoss, TokenLoss
 from rl_core.selfcheck.pooled_model import PooledModel
 from rl_core.selfcheck.rank_pool import Rank, RankPool, free_port
 from rl_core.token_filter import TokenFilter
@@ -250,7 +250,7 @@ class ModelWorkerSuite:
                 expected = oracle.infer(batch, [VALUES, SCORES])
                 self._assert_close(found.ragged("values").values, expected["values"], "values")
                 self._assert_close(found.array("scores"), expected["scores"], "values of the last states")
-                self._assert_trains_like(model, oracle, [batch] * 2, ValueLoss())
+                self._assert_trains_like(model, oracle, [batch] * 2, ReturnsLoss())
                 model.export(str(path))
                 trained = self._oracle(path, "critic").infer(batch, [VALUES])["values"]
                 self._assert_close(model.infer(batch, [VALUES]).ragged("values").values, trained, "exported values")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rl_core.token_filter import TokenFilter
-from rl_core.torch.heads.head_pass import Vocabulary, lowest_kept
+from rl_core.torch.heads.head_pass import HeadVocabulary, lowest_kept
 from rl_core.torch.heads.logprobs import Head, LogitTransform, head_reads
 
 IDS = torch.tensor([[3, -1, 3], [0, 10, 4], [-1, -1, -1], [7, 7, 2], [1, 2, 3], [10, 9, -1], [5, 6, 0]])
@@ -142,12 +142,12 @@ def test_gradients_of_filtered_reads_are_numerically_right(token_filter, transfo
 def test_top_p_looks_at_as_many_tokens_as_it_takes_and_ties_are_kept():
     flat = torch.zeros(2, 3000)
     flat[1, :900] = 1.0
-    lowest = lowest_kept(flat, TokenFilter(top_p=0.95), Vocabulary(3000))
+    lowest = lowest_kept(flat, TokenFilter(top_p=0.95), HeadVocabulary(3000))
     assert lowest[:, 0].tolist() == [0.0, 0.0]
-    lowest = lowest_kept(flat, TokenFilter(top_p=0.5), Vocabulary(3000))
+    lowest = lowest_kept(flat, TokenFilter(top_p=0.5), HeadVocabulary(3000))
     # 900 e of 900 e + 2100
     assert lowest[:, 0].tolist() == [0.0, 1.0]
-    assert lowest_kept(flat, TokenFilter(top_k=7), Vocabulary(3000))[:, 0].tolist() == [0.0, 1.0]
+    assert lowest_kept(flat, TokenFilter(top_k=7), HeadVocabulary(3000))[:, 0].tolist() == [0.0, 1.0]
 
 
 def test_single_tokens_are_not_read_of_filtered_ones():

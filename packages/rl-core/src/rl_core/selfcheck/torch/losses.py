@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rl_core.selfcheck.losses import PairLoss, TokenLoss, ValueLoss
+from rl_core.selfcheck.losses import PairLoss, ReturnsLoss, TokenLoss
 from rl_core.torch.loss import LossSums, MetricSum, Rows
 
 
@@ -33,9 +33,9 @@ def token_loss(loss: TokenLoss, reads: Mapping[str, Tensor], rows: Rows) -> Loss
 
 
 def value_loss(
-    loss: ValueLoss, reads: Mapping[str, Tensor], rows: Rows
+    loss: ReturnsLoss, reads: Mapping[str, Tensor], rows: Rows
 ) -> LossSums:  # the signature of implementations
-    """Return the sums of a `ValueLoss`."""
+    """Return the sums of a `ReturnsLoss`."""
     values = reads["values"]
     errors = (values - rows["returns"].to(values.dtype)).square() * rows["loss_mask"]
     return LossSums({"tokens": errors.sum()})

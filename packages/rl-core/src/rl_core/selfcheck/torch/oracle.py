@@ -123,7 +123,7 @@ def _class_of(optimizer: OptimizerConfig) -> Any:
 
 
 def _kept_only(logits: Tensor, tokens: Tensor, token_filter: TokenFilter) -> Tensor:
-    """Return logits `[n, vocab]` with those of tokens that a filter leaves out, except `tokens` `[n]`, so low that
+    """Return logits `[n, vocab]` with the tokens that a filter leaves out, except `tokens` `[n]`, so low that
     their probability is 0; written as the definition."""
     is_kept = torch.zeros_like(logits, dtype=torch.bool)
     for place, row in enumerate(logits.detach()):

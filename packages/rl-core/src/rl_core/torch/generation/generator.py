@@ -48,7 +48,7 @@ class LocalGenerator(Generic[Model]):
     ) -> None:
         self._model_config = model
         self._receiving = ReceivingEnd(placement.claim(num_ranks=1))
-        self._engine = Engine(load, placement.cpu_threads)
+        self._engine = RowEngine(load, placement.cpu_threads)
         self._load_tokenizer = load_tokenizer
         self._tokenizer: Tokenizer | None = None
         self._serving = asyncio.Event()
@@ -248,7 +248,7 @@ class LocalGenerator(Generic[Model]):
         return await asyncio.wrap_future(self._engine.call(function))
 
 
-class Engine(StepThread[Any], Generic[Model]):
+class RowEngine(StepThread[Any], Generic[Model]):
     """Decodes rows in its own thread; everything that touches the model runs there, between two steps.
 
     Args:
@@ -266,7 +266,7 @@ class Engine(StepThread[Any], Generic[Model]):
     model: Model
 
     def __init__(self, load: Callable[[], Model], num_threads: int) -> None:
-        def load_model() -> Engine[Model]:
+        def load_model() -> RowEngine[Model]:
             self.model = load()
             return self
 

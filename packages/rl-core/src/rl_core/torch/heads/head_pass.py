@@ -215,7 +215,7 @@ class HeadGradients(NamedTuple):
         )
 
 
-class Vocabulary(NamedTuple):
+class HeadVocabulary(NamedTuple):
     """A vocabulary whose logits `[n, columns]` this rank has, all of them or a part.
 
     Args:
@@ -246,7 +246,7 @@ class Vocabulary(NamedTuple):
 
 
 @torch.no_grad()
-def lowest_kept(logits: Tensor, token_filter: TokenFilter, vocabulary: Vocabulary) -> Tensor:
+def lowest_kept(logits: Tensor, token_filter: TokenFilter, vocabulary: HeadVocabulary) -> Tensor:
     """Return `[n, 1]`, the smallest logit that the filter keeps at each position, exactly: tokens with the same logit
     as the last that is kept are kept too.
 
@@ -270,7 +270,7 @@ def lowest_kept(logits: Tensor, token_filter: TokenFilter, vocabulary: Vocabular
 
 
 def _lowest_of_nucleus(
-    logits: Tensor, lowest: Tensor, largest: Tensor, top_p: float, vocabulary: Vocabulary, num_candidates: int
+    logits: Tensor, lowest: Tensor, largest: Tensor, top_p: float, vocabulary: HeadVocabulary, num_candidates: int
 ) -> Tensor:
     """Return `[n, 1]`, the smallest logit kept: more likely tokens hold less than `top_p` of the mass kept so far."""
     wanted = top_p * vocabulary.summed(_weights(logits, lowest, largest).sum(1, dtype=torch.float64))[:, None]

@@ -16,9 +16,9 @@ from rl_core.token_filter import TokenFilter
 from rl_core.torch.heads.head_pass import (
     HeadGradients,
     HeadPass,
+    HeadVocabulary,
     LogitTransform,
     ReadGradients,
-    Vocabulary,
     leave_out_,
     lowest_kept,
     wide_dtype,
@@ -194,7 +194,7 @@ class _HeadReads(torch.autograd.Function):
                 continue
             logits = options.cooled_(options.logits(hidden[chunk], weight, bias))
             if options.token_filter is not None:
-                lowest[chunk] = lowest_kept(logits, options.token_filter, Vocabulary(len(weight)))
+                lowest[chunk] = lowest_kept(logits, options.token_filter, HeadVocabulary(len(weight)))
                 leave_out_(logits, lowest[chunk], targets[chunk, None])
             largest = logits.amax(1, keepdim=True)
             shifted = logits.sub_(largest)

@@ -15,8 +15,8 @@ from torch.autograd.function import once_differentiable
 from rl_core.torch.heads.head_pass import (
     HeadGradients,
     HeadPass,
+    HeadVocabulary,
     ReadGradients,
-    Vocabulary,
     leave_out_,
     lowest_kept,
     wide_dtype,
@@ -100,7 +100,7 @@ class _VocabParallelReads(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, ids: Tensor, options: _Pass
     ) -> tuple[Tensor, ...]:
         head = options.head
-        vocabulary = Vocabulary(options.shard.vocab_size, options.shard.group)
+        vocabulary = HeadVocabulary(options.shard.vocab_size, options.shard.group)
         found, log_sums, lowest = empty_reads(hidden, targets, ids, head)
         logprobs, entropy, topk_logprobs, topk_ids, logprobs_at, collision = found
         for chunk in head.chunks(len(hidden)):

@@ -88,7 +88,8 @@ class Float8Format:
     """8-bit floating point with a scale per output.
 
     Args:
-        largest: Function from the largest absolute values of parts of rows to those of whole rows; None if rows are
+        largest: Function from the largest absolute values of parts of rows to the largest of whole rows; None if rows
+        are
             whole.
     """
 
@@ -309,7 +310,7 @@ class MXFP4Format:
     def quantise(self, weight: Tensor) -> MXFP4Weight:
         """Quantise a matrix `[outputs, inputs]`.
 
-        The exponent of a group is that of its largest absolute value, rounded to one bit of mantissa, less 2. The
+        The exponent of a group is taken from its largest absolute value, rounded to one bit of mantissa, less 2. The
         largest value becomes at most 6, by no more than half a step. A group with an infinite or undefined value has an
         undefined exponent.
 
