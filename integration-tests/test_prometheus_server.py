@@ -12,18 +12,16 @@ import pytest
 from test_metrics_glossary import documented
 from test_monitoring import RULES, dashboard_expressions
 
-from rl_core.usage.gpus import GpuUsage
-from rl_core.usage.machine import MachineUsage
-from rl_core.usage.process import ProcessUsage
+from rl_core.usage.meter import GpuUsage, MachineUsage, ProcessUsage
 from rl_launch.monitoring.prometheus import PrometheusEndpoint
 from rl_launch.monitoring.quantities import (
     WORKER_RESTARTS,
-    Reading,
+    SystemReading,
+    SystemReadings,
     readings_of_engine,
     readings_of_machine,
     readings_of_process,
 )
-from rl_launch.monitoring.readings import Readings
 from rl_launch.session.config import LoggerConfig
 from rl_launch.session.observer import ObservedRun
 
@@ -52,14 +50,14 @@ def read(readings, number):
     health = {"num_running": 5, "num_waiting": 2, "kv_cache_usage": 0.4, "weight_version": 3}
     counters = {"num_sampled": 1000 * number, "num_draft_tokens": 100 * number, "num_accepted_tokens": 70 * number}
     readings.add(readings_of_engine("rollout-worker-0", REPLICA, health | counters))
-    readings.add([Reading(WORKER_RESTARTS, "rollout-worker-0", REPLICA, number)])
+    readings.add([SystemReading(WORKER_RESTARTS, "rollout-worker-0", REPLICA, number)])
 
 
 @pytest.fixture(scope="module")
 def endpoint(tmp_path_factory):
     """An endpoint with every metric of the glossary, and what it reads."""
     pytest.importorskip("prometheus_client")
-    readings = Readings()
+    readings = SystemReadings()
     config = LoggerConfig(prometheus_port=free_port())
     endpoint = PrometheusEndpoint(config, readings)
     endpoint.begin(ObservedRun("my run", tmp_path_factory.mktemp("run"), {}, 0))

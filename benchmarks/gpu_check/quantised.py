@@ -20,8 +20,8 @@ from rl_core.data.batch import Batch
 from rl_core.model import LOGPROBS
 from rl_core.model_config import GenerationConfig, ModelConfig
 from rl_core.plugins import resolve
+from rl_core.rollouts.delivery import noise_of
 from rl_core.rollouts.generation import Generator, Placement, SamplingParams
-from rl_core.rollouts.quantisation import noise_of
 from rl_core.torch.training.worker import TrainingWorker
 
 METHODS = ("fp8_per_channel", "fp8_per_block", "fp8_per_tensor")

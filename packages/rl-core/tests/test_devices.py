@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from rl_core.devices import CPU, CUDA, DEVICES, NODE_ADDRESS, REHEARSAL, device_named
-from rl_core.devices.rehearsal import hide_real_gpus
+from rl_core.devices.kinds import hide_real_gpus
 from rl_core.rollouts.generation import Placement
 
 

@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_core.errors import WeightSyncError
 from rl_core.model_config import GenerationConfig
+from rl_core.rollouts.delivery import noise_of
 from rl_core.rollouts.generation import GenerationRequest, Placement, SamplingParams
-from rl_core.rollouts.quantisation import noise_of
 from rl_core.testing.torch.reference_model import write_reference_model
 from rl_core.testing.torch.weight_sender import Fault, SenderProcess, manifest_of
 from rl_core.testing.weights import SYNC_TIMEOUT_S, Bench, _address, model_config, prompt

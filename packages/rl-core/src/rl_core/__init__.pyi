@@ -67,7 +67,7 @@ from rl_core.plugins.declarations import Preload as Preload
 from rl_core.plugins.declarations import Requirement as Requirement
 from rl_core.plugins.declarations import RolloutNeeds as RolloutNeeds
 from rl_core.plugins.declarations import TrainingDefaults as TrainingDefaults
-from rl_core.rollouts.agent_run import AgentRun as AgentRun
+from rl_core.rollouts.environment import AgentRun as AgentRun
 from rl_core.rollouts.environment import Conversation as Conversation
 from rl_core.rollouts.environment import Environment as Environment
 from rl_core.rollouts.environment import EnvironmentFailure as EnvironmentFailure
@@ -83,6 +83,7 @@ from rl_core.rollouts.generation import Placement as Placement
 from rl_core.rollouts.generation import SamplingParams as SamplingParams
 from rl_core.rollouts.group import RolloutGroup as RolloutGroup
 from rl_core.rollouts.group import RolloutReport as RolloutReport
+from rl_core.rollouts.pool import RolloutSource as RolloutSource
 from rl_core.rollouts.program import GenerationClient as GenerationClient
 from rl_core.rollouts.program import Reply as Reply
 from rl_core.rollouts.program import RolloutProgram as RolloutProgram
@@ -91,7 +92,6 @@ from rl_core.rollouts.rollout import Message as Message
 from rl_core.rollouts.rollout import Prompt as Prompt
 from rl_core.rollouts.rollout import Rollout as Rollout
 from rl_core.rollouts.rollout import Turn as Turn
-from rl_core.rollouts.source import RolloutSource as RolloutSource
 from rl_core.rollouts.thoughts import final_text as final_text
 from rl_core.run import Checkpointable as Checkpointable
 from rl_core.run import Components as Components

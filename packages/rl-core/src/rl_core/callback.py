@@ -68,25 +68,25 @@ class Callback:
     run: CallbackRun
 
     def on_start(self, run: CallbackRun) -> None:
-        """Called before the first step, after a resumed run has been restored."""
+        """Prepare for the first step; called after a resumed run has been restored."""
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> Mapping[str, float] | None:
-        """Called after each step.
+        """Handle the end of a step.
 
         Returns:
             Metrics to record with the step, under names that it does not have; None for none.
         """
 
     def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> Mapping[str, float] | None:
-        """Called before `on_step` if the step was followed by a validation or an evaluation, with the metrics of it
-        (`val/*`, `eval/*`). Step 0 is the validation before the first step, of which the hook is told with step 1.
+        """Handle a validation or an evaluation that followed a step, with its metrics (`val/*`, `eval/*`); called
+        before `on_step`. The validation before the first step has step 0, and is handled with step 1.
 
         Returns:
             Metrics to record with the step; None for none.
         """
 
     def on_save(self, step: int, checkpoint_path: Path) -> None:
-        """Called when a checkpoint is complete; its Hugging Face files are in the folder `hf`."""
+        """Handle a complete checkpoint; its Hugging Face files are in the folder `hf`."""
 
     def on_end(self, state: RunEnd) -> None:
-        """Called when the run has ended, whether it finished or failed, if it has called `on_start`."""
+        """Handle the end of the run, whether it finished or failed; called if `on_start` was called."""

@@ -228,7 +228,7 @@ class WorkerError(RLError):
         return f"{where}{self.kind}: {self.message}"
 
     def at(self, origin: Origin) -> WorkerError:
-        """The same failure with its origin filled in."""
+        """Return the same failure with its origin filled in."""
         return WorkerError(self.kind, self.message, self.traceback, origin)
 
 

@@ -226,7 +226,7 @@ def image_refs(messages: Sequence[Mapping[str, Any]]) -> Iterator[ImageRef]:
 
 @cache
 def _pillow() -> Any:
-    """The module `PIL.Image` with the plugins of `FORMATS`, and without its warnings of large images: they are
+    """Return the module `PIL.Image` with the plugins of `FORMATS`, and without its warnings of large images: they are
     refused."""
     try:
         from PIL import Image, TiffImagePlugin, WebPImagePlugin  # noqa: F401

@@ -48,14 +48,14 @@ class Metric:
         return Metric(combined, self.weight + other.weight, self.reduction, self.over_updates)
 
     def result(self) -> float:
-        """The number to report; a mean over nothing is 0."""
+        """Return the number to report; a mean over nothing is 0."""
         if self.reduction != "mean":
             return self.value
         return self.value / self.weight if self.weight else 0.0
 
 
 def combine(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """The metrics of one update, from the parts of every rank."""
+    """Return the metrics of one update, from the parts of every rank."""
     combined: dict[str, Metric] = {}
     for part in parts:
         for name, metric in part.items():
@@ -64,17 +64,17 @@ def combine(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
 
 
 def results(metrics: Mapping[str, Metric | float]) -> dict[str, float]:
-    """The numbers to report."""
+    """Return the numbers to report."""
     return {name: metric.result() if isinstance(metric, Metric) else metric for name, metric in metrics.items()}
 
 
 def reduce_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, float]:
-    """The numbers to report of one update, from the parts of every rank."""
+    """Return the numbers to report of one update, from the parts of every rank."""
     return results(combine(parts))
 
 
 def over_updates(updates: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """The metrics of a step of several optimizer updates: those that the first update reports."""
+    """Return the metrics of a step of several optimizer updates: those that the first update reports."""
     return {name: _over_updates([update[name] for update in updates]) for name in updates[0]}
 
 

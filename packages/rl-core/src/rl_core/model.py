@@ -43,11 +43,11 @@ class Coordinates:
                 )
 
     def on(self, axis: str) -> int:
-        """Index on an axis, 0 if the mesh does not have it."""
+        """Return the index on an axis, 0 if the mesh does not have it."""
         return self.index.get(axis, 0)
 
     def along(self, axis: str) -> int:
-        """Number of ranks along an axis, 1 if the mesh does not have it."""
+        """Return the number of ranks along an axis, 1 if the mesh does not have it."""
         return self.size.get(axis, 1)
 
     @property
@@ -192,22 +192,22 @@ def draft_losses(k: int) -> Read:
 
 
 def logprobs_at(column: str) -> Read:
-    """The logprobs of the ids in a column of the batch, int32 `[tokens, k]`, at each position."""
+    """Return the logprobs of the ids in a column of the batch, int32 `[tokens, k]`, at each position."""
     if not column:
         raise ValueError("logprobs_at needs the name of the column that has the ids")
     return Read("logprobs_at", column=column)
 
 
 def hidden_states(width: int) -> Read:
-    """The read `hidden`, `[tokens, width]`, with zeros after hidden states that are narrower: so those of models of
-    several sizes fit in one column."""
+    """Return the read `hidden`, `[tokens, width]`, with zeros after hidden states that are narrower: so those of models
+    of several sizes fit in one column."""
     if width < 1:
         raise ValueError(f"hidden_states needs width >= 1, got {width}")
     return Read("hidden", width=width)
 
 
 def divergences_from(heads: Sequence[HeadFiles], column: str, choice: str, *, below: int, beta: float = 0.5) -> Read:
-    """The divergences from other models, of each token from one of them.
+    """Return the divergences from other models, of each token from one of them.
 
     Args:
         heads: Heads of the other models.
@@ -315,7 +315,8 @@ class Saved(Protocol):
         ...
 
     def finish_save(self, *, wait: bool = True) -> tuple[SavedFile, ...] | None:
-        """The files of the last save, of all ranks, once they are on the disk; None while they are being written.
+        """Return the files of the last save, of all ranks, once they are on the disk; None while they are being
+        written.
 
         Empty if nothing has been saved, or the last save failed. Every rank names the files that it wrote itself:
         the caller checks that all of them are in the folder that it knows.
@@ -377,7 +378,7 @@ class Model(Saved, Protocol):
         ...
 
     def evaluate(self, batch: Batch, loss: Loss) -> Metrics:
-        """The loss without a step."""
+        """Compute the loss without a step."""
         ...
 
     def train_step(self, batch: Batch, loss: Loss) -> Metrics:
@@ -448,45 +449,46 @@ class ModelWorker(Resident, WeightSource, Protocol):
     """
 
     def coordinates(self) -> Coordinates:
-        """This rank's place on the mesh."""
+        """Return this rank's place on the mesh."""
         ...
 
     def infer(
         self, batch: Batch, reads: Sequence[Read], *, reference: bool = False, temperature: float = 1.0
     ) -> Batch | None:
-        """Results for this rank's shard; None on ranks that do not lead their shard (`Coordinates.leads`)."""
+        """Return the results for this rank's shard; None on ranks that do not lead their shard
+        (`Coordinates.leads`)."""
         ...
 
     def update_reference(self, share: float = 1.0) -> None:
-        """This rank's part of `Model.update_reference`."""
+        """Do this rank's part of `Model.update_reference`."""
         ...
 
     def evaluate(self, batch: Batch, loss: Loss) -> Mapping[str, Metric]:
-        """Same as `Model.evaluate`, unreduced: this rank's part of each metric (empty on ranks that do not lead)."""
+        """Compute this rank's part of each metric of `Model.evaluate`, none on ranks that do not lead."""
         ...
 
     def train_step(self, batch: Batch, loss: Loss) -> Mapping[str, Metric]:
-        """Same as `Model.train_step`, unreduced."""
+        """Make the step of `Model.train_step`; returns its metrics without a reduction."""
         ...
 
     def save(self, path: str, *, wait: bool = True) -> None:
-        """This rank's part of `Model.save`."""
+        """Do this rank's part of `Model.save`."""
         ...
 
     def finish_save(self, *, wait: bool = True) -> tuple[SavedFile, ...] | None:
-        """The files that this rank wrote for the last save; without `wait` it takes part in no collective."""
+        """Return the files that this rank wrote for the last save; without `wait` it takes part in no collective."""
         ...
 
     def load(self, path: str, *, files: Sequence[SavedFile] = ()) -> None:
-        """This rank's part of `Model.load`."""
+        """Do this rank's part of `Model.load`."""
         ...
 
     def export(self, path: str) -> tuple[SavedFile, ...]:
-        """This rank's part of `Model.export`."""
+        """Do this rank's part of `Model.export`."""
         ...
 
     def export_adapter(self, path: str) -> tuple[SavedFile, ...]:
-        """This rank's part of `Model.export_adapter`."""
+        """Do this rank's part of `Model.export_adapter`."""
         ...
 
     def health(self) -> Mapping[str, Any]:

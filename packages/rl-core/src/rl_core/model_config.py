@@ -133,8 +133,8 @@ class TokenizerConfig(Config):
         return value
 
     def with_variables(self, template: Any) -> Any:
-        """A template, or several by name, with the configured variables set at its top, so that every process that
-        applies it renders the same text.
+        """Return a template, or several by name, with the configured variables set at its top, so that every process
+        that applies it renders the same text.
         """
         if isinstance(template, Mapping):
             return {name: self.with_variables(text) for name, text in template.items()}
@@ -154,7 +154,7 @@ class TokenizerConfig(Config):
         return f"{{% macro strftime_now(format) %}}{{{{ format{written} }}}}{{% endmacro +%}}{template}"
 
     def template_text(self) -> str | None:
-        """The configured template, read from its file if `chat_template` names one; None if it is unset.
+        """Return the configured template, read from its file if `chat_template` names one; None if it is unset.
 
         Raises:
             ValueError: If it is neither a template nor a file that can be read.
@@ -417,8 +417,8 @@ _UNUSED_OVERRIDES = {
 
 
 def _override_problems(overrides: Mapping[str, Any]) -> Iterator[Problem]:
-    """Fields without effect, and older names of the parameters of rotary embeddings, which `transformers` would ignore
-    or replace as a whole."""
+    """Yield problems of fields without effect, and of older names of the parameters of rotary embeddings, which
+    `transformers` would ignore or replace as a whole."""
     for name, reason in _UNUSED_OVERRIDES.items():
         if overrides.get(name):
             yield Problem.unused(f"hf_config_overrides.{name}", reason)
@@ -480,7 +480,8 @@ def _vision_problems(vision: VisionConfig, lora: LoraConfig) -> Iterator[Problem
 
 
 def _class_problems(key: str, name: str, known: Mapping[str, frozenset[str]], kind: str) -> Iterator[Problem]:
-    """A class that torch does not have. Those of other packages are looked up in the worker's environment."""
+    """Yield the problem of a class that torch does not have. Classes of other packages are checked in the worker's
+    environment."""
     if name.startswith("torch.") and name not in known:
         remedy = nearest_as_remedy(name, known) or f"Choose one of {', '.join(sorted(known))}"
         yield Problem(f"{key}.name", f"is not {kind} of torch", got=name, remedy=remedy)
@@ -606,15 +607,15 @@ def optimizer_problems(section: Any, unsupported: Mapping[str, str], device: Dev
 
 
 def local_hf_config(policy: ModelConfig) -> dict[str, Any]:
-    """Fields of the language model's Hugging Face config with the overrides, if its `config.json` is on this machine;
-    empty if it is not, or is not valid JSON."""
+    """Return the fields of the language model's Hugging Face config with the overrides, if its `config.json` is on this
+    machine; empty if it is not, or is not valid JSON."""
     fields = local_whole_config(policy)
     return with_overrides(language_fields(fields), policy.hf_config_overrides) if fields else {}
 
 
 def local_whole_config(policy: ModelConfig) -> dict[str, Any]:
-    """Fields of the whole Hugging Face config of a model, without overrides, if its `config.json` is on this machine;
-    empty if it is not, or is not valid JSON."""
+    """Return the fields of the whole Hugging Face config of a model, without overrides, if its `config.json` is on this
+    machine; empty if it is not, or is not valid JSON."""
     try:
         fields = json.loads((Path(policy.model_name).expanduser() / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -623,15 +624,15 @@ def local_whole_config(policy: ModelConfig) -> dict[str, Any]:
 
 
 def local_family(policy: ModelConfig) -> str | None:
-    """Type of a model on this machine, of a composite model as a whole (`model_type` of its `config.json`); None if it
-    is not on this machine."""
+    """Return the type of a model on this machine, of a composite model as a whole (`model_type` of its `config.json`);
+    None if it is not on this machine."""
     family = local_whole_config(policy).get("model_type")
     return family if isinstance(family, str) else None
 
 
 def local_image_token(policy: ModelConfig) -> int | None:
-    """Id of the tokens that stand for an image in the input of a model on this machine that is trained with images;
-    None for any other model."""
+    """Return the id of the tokens that stand for an image in the input of a model on this machine that is trained with
+    images; None for any other model."""
     return image_token(local_whole_config(policy)) if policy.vision.enabled else None
 
 
@@ -737,17 +738,12 @@ def reduced_precision(model: Any) -> list[str]:
     Args:
         model: Section of a model with an engine, a `GeneratingModelConfig`.
     """
-    backends = _sections(model, BackendConfig)
+    backends = [value for value in vars(model).values() if isinstance(value, BackendConfig)]
     chosen = [backend for backend in backends if backend.enabled] or backends
-    engines = _sections(model.generation, EngineConfig)
+    engines = [value for value in vars(model.generation).values() if isinstance(value, EngineConfig)]
     trained = [backend.reduced_precision for backend in chosen]
     served = [f"generation.{engine.reduced_precision}" for engine in engines if engine.reduced_precision]
     return [found for found in (*trained, *served) if found]
 
 
 _Section = TypeVar("_Section", bound=Config)
-
-
-def _sections(config: Config, kind: type[_Section]) -> list[_Section]:
-    """Sections within a section that are of a kind."""
-    return [value for value in vars(config).values() if isinstance(value, kind)]

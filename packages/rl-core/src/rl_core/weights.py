@@ -72,7 +72,7 @@ class Manifest:
         return sum(num_bytes(spec) for spec in self.tensors)
 
     def without_factors(self) -> Manifest:
-        """The manifest of only the weights."""
+        """Return the manifest of only the weights."""
         weights = self.tensors[: len(self.tensors) - self.num_factors]
         return replace(self, tensors=weights, num_factors=0)
 
@@ -198,7 +198,7 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 
 
 
 def num_bytes(spec: TensorSpec) -> int:
-    """Bytes of one tensor on the wire."""
+    """Return the bytes of one tensor on the wire."""
     count = 1
     for extent in spec.shape:
         count *= extent

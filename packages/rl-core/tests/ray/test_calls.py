@@ -22,10 +22,9 @@ from rl_core.errors import (
     WorkerStalled,
 )
 from rl_core.ray import calls
-from rl_core.ray.calls import fetch, gather, outcomes, settle, translate, wait
+from rl_core.ray.calls import fetch, gather, outcomes, request_stacks, settle, translate, wait
 from rl_core.ray.host import CONCURRENCY_GROUPS, WorkerHost
 from rl_core.ray.model import RemoteModel
-from rl_core.ray.stacks import request_stacks
 
 ORIGIN = Origin("policy", 3, "10.0.0.7", "train_step")
 

@@ -12,9 +12,8 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from rl_core.ray import bounded_log
-from rl_core.ray.bounded_log import bound_size
-from rl_core.ray.host import hold_port, log_to
+from rl_core.ray import host
+from rl_core.ray.host import bound_size, hold_port, log_to
 
 
 def test_nobody_else_gets_a_port_that_is_held():
@@ -105,10 +104,10 @@ def test_the_size_of_a_workers_log_is_bounded_while_it_runs(tmp_path, monkeypatc
             raise SystemExit
         raise OSError("no space is left")
 
-    monkeypatch.setattr(bounded_log, "CHECK_PERIOD_S", 0)
-    monkeypatch.setattr(bounded_log, "bound_size", check)
+    monkeypatch.setattr(host, "CHECK_PERIOD_S", 0)
+    monkeypatch.setattr(host, "bound_size", check)
     with pytest.raises(SystemExit):
-        bounded_log._keep_bounded(str(log))
+        host._keep_bounded(str(log))
     assert checked.qsize() == 2
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl_core.rollouts.quantisation import noise_of, quantisation_noise
+from rl_core.rollouts.delivery import noise_of, quantisation_noise
 from rl_core.torch.quantization.float8 import Float8Recipe
 
 RECIPE = Float8Recipe("per_channel")

@@ -4,7 +4,7 @@ import sys
 
 from fake_nvml import FakeGpu, FakeNvml
 
-from rl_core.usage.gpus import Gpus, GpuUsage
+from rl_core.usage.meter import Gpus, GpuUsage
 
 
 def test_a_gpu_reports_shares_bytes_watts_and_degrees():

@@ -10,10 +10,8 @@ import psutil
 import pytest
 from fake_nvml import FakeGpu, FakeNvml
 
-from rl_core.usage import process
-from rl_core.usage.machine import CoreMeter, read_memory, read_shared_memory
-from rl_core.usage.meter import Meter
-from rl_core.usage.process import ProcessMeter
+from rl_core.usage import meter as meter_module
+from rl_core.usage.meter import CoreMeter, Meter, ProcessMeter, read_memory, read_shared_memory
 
 
 def test_the_first_reading_of_a_process_counts_from_its_start():
@@ -34,7 +32,7 @@ def _used_s(process):
 def test_the_next_reading_counts_only_what_was_used_since(monkeypatch):
     seconds = {1: 10.0, 2: 3.0}
     monkeypatch.setattr(
-        process, "_processes", lambda with_children: [(pid, used, 100) for pid, used in seconds.items()]
+        meter_module, "_processes", lambda with_children: [(pid, used, 100) for pid, used in seconds.items()]
     )
     now = [1000.0]
     meter = ProcessMeter(clock=lambda: now[0])

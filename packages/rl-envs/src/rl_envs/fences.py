@@ -45,7 +45,7 @@ def fenced_blocks(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _unquoted(line: str, num_quotes: int) -> str:
-    """A line without up to so many marks of quotations."""
+    """Return a line without up to this number of marks of quotations."""
     position = 0
     for _ in range(num_quotes):
         if (mark := _QUOTE.match(line, position)) is None:
@@ -63,7 +63,7 @@ def _closes(line: str, fence: str, indent: int) -> bool:
 
 
 def _dedented(line: str, indent: int) -> str:
-    """A line without as much of its indentation as the fence has."""
+    """Return a line without as much of its indentation as the fence has."""
     if not indent:
         return line
     plain = line.lstrip(" \t")

@@ -13,8 +13,7 @@ from socketserver import BaseServer
 
 import pytest
 
-from rl_core.rollouts.agent_run import AgentRun
-from rl_core.rollouts.environment import Conversation
+from rl_core.rollouts.environment import AgentRun, Conversation
 from rl_envs.repository import example_agent
 from rl_envs.repository.environment import RepositoryEnvironment
 from rl_envs.repository.plugin import RepositoryConfig

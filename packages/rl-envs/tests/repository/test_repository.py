@@ -13,8 +13,7 @@ import pytest
 from pydantic import ValidationError
 
 from rl_core.errors import DataError
-from rl_core.rollouts.agent_run import AgentRun, this_network
-from rl_core.rollouts.environment import Conversation, StepResult, UnusableAnswer
+from rl_core.rollouts.environment import AgentRun, Conversation, StepResult, UnusableAnswer, this_network
 from rl_envs.calculations import load as calculations
 from rl_envs.repository.environment import RepositoryEnvironment, check_row
 from rl_envs.repository.job import AgentUnreachable, check_reached_from, relay_to, score

@@ -13,8 +13,8 @@ import numpy as np
 
 from rl_core.errors import GeneratorError, RequestRefused, WeightSyncError
 from rl_core.model_config import GenerationConfig, ModelConfig
+from rl_core.rollouts.delivery import QUANTISATION_NOISE, quantisation_noise
 from rl_core.rollouts.generation import GenerationRequest, PauseMode, Placement
-from rl_core.rollouts.quantisation import QUANTISATION_NOISE, quantisation_noise
 from rl_core.rollouts.rollout import Completion, WeightSpan
 from rl_core.tracing.profiling import ProfileOrder, ProfileReport
 from rl_core.weights import Manifest, Transport, WeightTarget

@@ -7,10 +7,8 @@ called.
 
 from __future__ import annotations
 
-from rl_core.devices.cpu import CpuDevice
-from rl_core.devices.cuda import CudaDevice
 from rl_core.devices.device import NODE_ADDRESS, Device
-from rl_core.devices.rehearsal import RehearsalDevice
+from rl_core.devices.kinds import CpuDevice, CudaDevice, RehearsalDevice
 
 __all__ = ["CPU", "CUDA", "DEVICES", "NODE_ADDRESS", "REHEARSAL", "Device", "device_named"]
 
@@ -21,7 +19,7 @@ DEVICES: dict[str, Device] = {device.name: device for device in (CPU, CUDA, REHE
 
 
 def device_named(name: str) -> Device:
-    """The device of this kind, at index 0.
+    """Return the device of this kind, at index 0.
 
     Raises:
         ValueError: If the kind does not exist; the message lists those that do.

@@ -57,7 +57,7 @@ class Device(ABC):
     """Kernels that compute on it: the type of its `torch.device`."""
 
     def at(self, index: int) -> Self:
-        """The device of this kind at another position among those that the process sees."""
+        """Return the device of this kind at another position among those that the process sees."""
         return replace(self, index=index)
 
     @property
@@ -76,7 +76,7 @@ class Device(ABC):
         return num_ranks if self.has_gpus else 0
 
     def gpu_share(self, num_processes: int) -> float:
-        """The share of a GPU that each of its processes requests from Ray."""
+        """Return the share of a GPU that each of its processes requests from Ray."""
         # Ray counts ten-thousandths, and what it rounds up must not exceed the GPU
         return self.num_gpus(1) * (10_000 // num_processes) / 10_000
 
@@ -108,7 +108,7 @@ class Device(ABC):
             os.environ[VISIBLE] = ",".join(gpus)
 
     def visible(self) -> tuple[str, ...]:
-        """The GPUs that this process sees, as `CUDA_VISIBLE_DEVICES` lists them (indices or UUIDs)."""
+        """Return the GPUs that this process sees, as `CUDA_VISIBLE_DEVICES` lists them (indices or UUIDs)."""
         return listed(os.environ.get(VISIBLE, ""))
 
     @property
@@ -174,10 +174,10 @@ class Device(ABC):
 
 
 def listed(gpus: str) -> tuple[str, ...]:
-    """The GPUs of a list like that in `CUDA_VISIBLE_DEVICES`."""
+    """Return the GPUs of a list like that in `CUDA_VISIBLE_DEVICES`."""
     return tuple(gpu.strip() for gpu in gpus.split(",") if gpu.strip())
 
 
 def node_address() -> str:
-    """The address of this process's node as other nodes reach it; loopback outside a worker."""
+    """Return the address of this process's node as other nodes reach it; loopback outside a worker."""
     return os.environ.get(NODE_ADDRESS) or LOOPBACK

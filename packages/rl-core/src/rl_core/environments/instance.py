@@ -237,7 +237,16 @@ def problem_with(name: str, settings: Config) -> str:
         return "" if name in known else unknown_environment(name, known)
     try:
         if is_section:
-            return _problem_with_rewards(name, getattr(settings, name))
+            section = getattr(settings, name)
+            if not isinstance(section, EnvironmentConfig) or not section.rewards:
+                return ""
+            for part, path in _named_rewards(name, section).items():
+                if ":" not in path:
+                    return f"env.{name}.rewards.{part}: {path!r} is not a function; write file.py:function"
+                if not is_in_file(path) and (problem := _problem_with_module(path)):
+                    return f"env.{name}.rewards.{part}: {problem}"
+            _with_rewards(name, section)
+            return ""
         if is_in_file(name):
             FromFile.read(name)
             return ""
@@ -254,19 +263,6 @@ def _problem_with_module(path: str) -> str:
     public = public_alternatives(module, name)
     remedy = f"use {public[0]}" if public else "a function in a file is written file.py:function"
     return f"{path}: the module {module} is not installed; {remedy}"
-
-
-def _problem_with_rewards(name: str, section: Any) -> str:
-    """Return the reason that the rewards of a section cannot be used; empty if there are none."""
-    if not isinstance(section, EnvironmentConfig) or not section.rewards:
-        return ""
-    for part, path in _named_rewards(name, section).items():
-        if ":" not in path:
-            return f"env.{name}.rewards.{part}: {path!r} is not a function; write file.py:function"
-        if not is_in_file(path) and (problem := _problem_with_module(path)):
-            return f"env.{name}.rewards.{part}: {problem}"
-    _with_rewards(name, section)
-    return ""
 
 
 def environment_names(settings: Config) -> list[str]:

@@ -1,7 +1,10 @@
-"""Waiting for answers of several workers; every failure that Ray reports is translated here."""
+"""Waiting for answers of several workers, with the failures of Ray translated, and stacks of those that hang."""
 
 from __future__ import annotations
 
+import faulthandler
+import logging
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -9,9 +12,18 @@ from typing import Any
 import ray
 from ray import exceptions as ray_errors
 from ray._private.state import actors as actor_states
+from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rl_core.errors import Origin, PeerFailed, RLError, WorkerDied, WorkerEnvironmentError, WorkerError, WorkerStalled
+
+_log = logging.getLogger(__name__)
+
+SIGNAL = signal.SIGUSR2
+"""Asks a process for the stacks of its threads; the handler needs neither the event loop nor the interpreter's lock."""
+
+_MARGIN_S = 1.0
 
 DECISION_S = 120.0
 """How long Ray may take to decide whether a worker that cannot be reached is dead. With its default health checks it
@@ -79,12 +91,12 @@ def wait(refs: Sequence[ray.ObjectRef], timeout_s: float | None = None) -> list[
 
 
 def outcomes(refs: Sequence[ray.ObjectRef], origins: Sequence[Origin]) -> Iterator[Any]:
-    """Results of calls that are over, in order: the answer, or the `RLError` that `fetch` raises."""
+    """Yield the results of calls that are over, in order: the answer, or the `RLError` that `fetch` raises."""
     try:
         yield from ray.get(list(refs))
         return
     except RayError:
-        # one by one, so that each failure is known by its worker
+        # They are fetched one by one, so that each failure is known by its worker.
         pass
     for ref, origin in zip(refs, origins, strict=True):
         try:
@@ -101,13 +113,13 @@ def settle(
     grace_s: float,
     on_failure: Callable[[RLError], None],
 ) -> tuple[list[Any], list[RLError]]:
-    """Answers in order, and failures as they happened, of workers that work with one another.
+    """Wait for workers that work with one another; return answers in order, and failures in the order of time.
 
     Args:
         refs: One call per worker.
         origins: The worker and the work of each call, in the same order.
         timeout_s: Bound of the whole wait.
-        grace_s: How long the others may take to end after the first failure, so that each side reports its own.
+        grace_s: Seconds that the others may take to end after the first failure, so that each side reports its own.
         on_failure: Called with the first failure, before the others are waited for.
 
     Returns:
@@ -119,7 +131,7 @@ def settle(
     end = time.monotonic() + timeout_s
     waiting = list(refs)
     while waiting:
-        ready = wait(waiting, None if end is None else max(0.0, end - time.monotonic()))
+        ready = wait(waiting, max(0.0, end - time.monotonic()))
         if not ready and failures:
             break
         if not ready:
@@ -140,8 +152,8 @@ def settle(
 
 
 def fetch(ref: ray.ObjectRef, origin: Origin, timeout_s: float | None = None) -> Any:
-    """One answer, its failure translated as in `gather`; a worker that cannot be reached is waited for until Ray
-    decides whether it is dead.
+    """Return one answer, with its failure translated as in `gather`. The call waits for a worker that cannot be
+    reached until Ray decides whether it is dead.
     """
     try:
         return ray.get(ref, timeout=timeout_s)
@@ -155,7 +167,7 @@ def fetch(ref: ray.ObjectRef, origin: Origin, timeout_s: float | None = None) ->
 
 
 def translate(error: RayError, origin: Origin) -> RLError:
-    """The failure of a Ray call in this project's terms; does not wait."""
+    """Return the failure of a Ray call in this project's terms; does not wait."""
     if isinstance(error, RayTaskError):
         cause = error.cause
         if isinstance(cause, WorkerError):
@@ -163,7 +175,7 @@ def translate(error: RayError, origin: Origin) -> RLError:
         if type(cause) is RLError:
             return RLError(f"{origin}: {cause}")
         if isinstance(cause, PeerFailed):
-            # the same on every rank that repeats it
+            # The message is the same on every rank that repeats it.
             return PeerFailed(f"{origin.role} {cause}")
         if isinstance(cause, RLError):
             return cause
@@ -183,7 +195,7 @@ def translate(error: RayError, origin: Origin) -> RLError:
 
 
 def stalled(timeout_s: float, origin: Origin, *, num_others: int = 0) -> WorkerStalled:
-    """The error for a worker that did not answer in time."""
+    """Return the error for a worker that did not answer in time."""
     others = f", nor from {num_others} more" if num_others else ""
     return WorkerStalled(f"no answer within {timeout_s:g} s{others}", origin)
 
@@ -206,5 +218,59 @@ def await_decision(actor_id: str | None, patience_s: float = DECISION_S) -> str:
 def _reason(error: RayError) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     telling = [line for line in lines if "cause" in line.lower() or "exit" in line.lower() or "killed" in line.lower()]
-    # after the cause Ray lists what else might have been
+    # After the cause Ray lists other possible causes.
     return (telling or lines or ["unknown"])[-1].partition(" Some common causes include")[0]
+
+
+def write_stacks_on_signal(path: str) -> None:
+    """Make this process append the stacks of all its threads to a file whenever it gets `SIGNAL`."""
+    # The handler writes to the file's descriptor, so it stays open as long as the process.
+    file = open(path, "a")  # noqa: SIM115
+    faulthandler.register(SIGNAL, file=file, all_threads=True)
+
+
+def request_stacks(workers: Sequence[ActorHandle], logs: Sequence[str], timeout_s: float = 30.0) -> str:
+    """Ask the processes of these actors to write their stacks to their logs; return what was asked, for a message.
+
+    A task on each actor's node sends the signal, so that a process which hangs in native code is reached as well. One
+    that is stopped writes nothing before it continues.
+    """
+    states = [actor_states(worker._actor_id.hex()) for worker in workers]
+    pids_by_node: dict[str, list[int]] = {}
+    for state in states:
+        if state and state["State"] == "ALIVE":
+            pids_by_node.setdefault(state["Address"]["NodeID"], []).append(state["Pid"])
+    number, pause_s = int(SIGNAL), _MARGIN_S
+
+    # This function is nested, so that it travels by value: the node's own interpreter need not have this package.
+    def send(pids: Sequence[int]) -> list[str]:
+        import os
+        import time
+
+        states = []
+        for pid in pids:
+            try:
+                os.kill(pid, number)
+                with open(f"/proc/{pid}/stat") as file:
+                    states.append(file.read().rpartition(")")[2].split()[0])
+            except (ProcessLookupError, FileNotFoundError):
+                continue
+        time.sleep(pause_s)  # The caller may end the processes next.
+        return states
+
+    task = ray.remote(num_cpus=0, max_retries=0)(send)
+    asked = [
+        task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(pids)
+        for node, pids in pids_by_node.items()
+    ]
+    done, _ = ray.wait(asked, num_returns=len(asked), timeout=timeout_s) if asked else ([], [])
+    found: list[str] = []
+    for ref in done:
+        try:
+            found += ray.get(ref)
+        except ray.exceptions.RayError as error:
+            _log.warning("no stacks from one node: %s", str(error).splitlines()[0])
+    where = f" ({logs[0]}{', ...' if len(logs) > 1 else ''})" if logs else ""
+    stopped = found.count("T")
+    text = f"asked {len(found)} of {len(workers)} processes to write the stacks of their threads to their logs{where}"
+    return f"{text}; {stopped} of them stopped (state T), which write none" if stopped else text

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from ray.actor import ActorHandle
@@ -35,8 +36,8 @@ class RemoteEnvironment:
     Args:
         actor: An `AsyncWorkerHost` that holds an `rl_core.environments.pool.EnvironmentPool`.
         name: Name of the environment, for messages.
-        renew_s: How often the lease on its conversations is renewed.
-        silence_s: How long a renewal may take.
+        renew_s: Seconds between renewals of the lease on its conversations.
+        silence_s: Timeout of a renewal in seconds.
     """
 
     def __init__(
@@ -54,10 +55,10 @@ class RemoteEnvironment:
         self._keeper: asyncio.Task[None] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _remote_environment, (self._actor, self._name)
+        return partial(RemoteEnvironment, name=self._name), (self._actor,)
 
     async def step(self, conversation: Conversation) -> StepResult | EnvironmentFailure:
-        """The environment's answer to one conversation."""
+        """Return the environment's answer to one conversation."""
         answer: _Answer = asyncio.get_running_loop().create_future()
         self._unanswered.add(answer)
         answer.add_done_callback(self._unanswered.discard)
@@ -130,22 +131,19 @@ class RemoteEnvironment:
         try:
             while self._open:
                 await asyncio.sleep(self._renew_s)
-                await self._renew()
+                try:
+                    async with asyncio.timeout(self._silence_s):
+                        await self._actor.call.remote("renew", self._client)
+                except TimeoutError:
+                    failure = EnvironmentFailure(f"environment {self._name} has not answered for {self._silence_s:g} s")
+                    _log.warning("%s; %d rollouts that wait for it fail", failure.reason, len(self._unanswered))
+                    for answer in list(self._unanswered):
+                        answer.set_result(failure)
+                except RayError as error:
+                    # A call in progress reports it, and the pool of a restarted process knows no conversation.
+                    _log.debug("environment %s: the lease was not renewed: %s", self._name, error)
         finally:
             self._keeper = None
-
-    async def _renew(self) -> None:
-        try:
-            async with asyncio.timeout(self._silence_s):
-                await self._actor.call.remote("renew", self._client)
-        except TimeoutError:
-            failure = EnvironmentFailure(f"environment {self._name} has not answered for {self._silence_s:g} s")
-            _log.warning("%s; %d rollouts that wait for it fail", failure.reason, len(self._unanswered))
-            for answer in list(self._unanswered):
-                answer.set_result(failure)
-        except RayError as error:
-            # a call under way reports it, and the pool of a restarted process knows no conversation
-            _log.debug("environment %s: the lease was not renewed: %s", self._name, error)
 
     def _reason(self, error: Exception) -> str:
         if isinstance(error, RayError):
@@ -155,7 +153,3 @@ class RemoteEnvironment:
 
 _Answer = asyncio.Future[StepResult | EnvironmentFailure]
 _Waiting = tuple[Conversation, _Answer]
-
-
-def _remote_environment(actor: ActorHandle, name: str) -> RemoteEnvironment:
-    return RemoteEnvironment(actor, name=name)

@@ -1,12 +1,14 @@
-"""The only actor classes: they hold a worker built inside its own environment, and make its answers plain."""
+"""The only actor classes: they hold a worker that is built in its own environment, and make its answers plain."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import os
+import shutil
 import socket
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,11 +21,10 @@ import ray
 from rl_core.data.batch import Batch
 from rl_core.data.shuffle import Chunk, Pick, Shard, pick
 from rl_core.devices.device import NODE_ADDRESS, node_address
-from rl_core.devices.rehearsal import hide_real_gpus
+from rl_core.devices.kinds import hide_real_gpus
 from rl_core.errors import RLError, WorkerError
 from rl_core.plugins import plugin_packages, resolve
-from rl_core.ray.bounded_log import keep_bounded
-from rl_core.ray.stacks import write_stacks_on_signal
+from rl_core.ray.calls import write_stacks_on_signal
 from rl_core.tracing import spans
 from rl_core.tracing.profiling import Profile, ProfileOrder, ProfileReport
 from rl_core.tracing.spans import SpanReport
@@ -60,7 +61,7 @@ class Place:
 
     @classmethod
     def here(cls, port: int) -> Place:
-        """The place of this process."""
+        """Return the place of this process."""
         context = ray.get_runtime_context()
         gpus = tuple(str(gpu) for gpu in context.get_accelerator_ids().get("GPU", []))
         return cls(node_address(), port, context.get_node_id(), gpus)
@@ -75,7 +76,7 @@ def _prepare_process() -> None:
 
 
 def hold_port() -> socket.socket:
-    """A socket that keeps a port of the node's address for this process until it is closed.
+    """Return a socket that keeps a port of the node's address for this process until it is closed.
 
     It is bound and never listens: no other process gets the port, while a listener that reuses addresses, as those of
     `torch.distributed` and `socket.create_server` do, can be opened on it.
@@ -98,7 +99,7 @@ class WorkerHost:
         self._profile = Profile()
 
     def place(self) -> Place:
-        """The place of this process. Each call reserves a new port, which stays free until the next call."""
+        """Return the place of this process. Each call reserves a new port, which stays free until the next call."""
         self._port = hold_port()
         return Place.here(self._port.getsockname()[1])
 
@@ -125,15 +126,15 @@ class WorkerHost:
     def infer(
         self, shard: Shard, args: Sequence[Any], kwargs: Mapping[str, Any], *chunks: Chunk
     ) -> tuple[int, Batch | None]:
-        """Number of rows of the answer of the worker's `infer`, and the answer, which stays on its node."""
+        """Return the number of rows of the answer of the worker's `infer`, and the answer, which stays on its node."""
         answer = self.call_on("infer", shard, args, kwargs, *chunks)
         return (0 if answer is None else len(answer)), answer
 
     def pick(self, picks: Sequence[Pick], *stores: Batch) -> Any:
-        """Rows for every shard of a model, a result for each."""
+        """Return rows for every shard of a model, a result for each."""
         with spans.span(CALLS, "pick"):
             chunks = _plainly(lambda: pick(picks, stores))
-        # a call with one result returns it bare
+        # A call with one result returns it bare.
         return chunks if len(chunks) > 1 else chunks[0]
 
     def start_profile(self, order: ProfileOrder) -> ProfileReport:
@@ -146,17 +147,17 @@ class WorkerHost:
 
     @ray.method(concurrency_group="health")
     def take_spans(self) -> SpanReport:
-        """Spans of this process since the last call, while another call may be running."""
+        """Return the spans of this process since the last call, while another call may be running."""
         return spans.take()
 
     @ray.method(concurrency_group="health")
     def health(self) -> Any:
-        """The worker's own report, while another call may be running."""
+        """Return the worker's own report, while another call may be running."""
         return _plainly(lambda: self._worker.health())
 
     @ray.method(concurrency_group="monitoring")
     def usage(self, with_machine: bool) -> Usage:
-        """Use of resources since the last call, while other calls may be running; see `Meter.read`."""
+        """Return the use of resources since the last call, while other calls may be running; see `Meter.read`."""
         return self._meter.read(with_machine=with_machine)
 
     @ray.method(concurrency_group="health")
@@ -175,7 +176,7 @@ class AsyncWorkerHost:
         self._meter = Meter()
 
     async def place(self) -> Place:
-        """The place of this process. Each call reserves a new port, which stays free until the next call."""
+        """Return the place of this process. Each call reserves a new port, which stays free until the next call."""
         self._port = hold_port()
         return Place.here(self._port.getsockname()[1])
 
@@ -198,11 +199,11 @@ class AsyncWorkerHost:
             raise plain(error) from None
 
     async def usage(self, with_machine: bool) -> Usage:
-        """Use of resources since the last call; see `Meter.read`."""
+        """Return the use of resources since the last call; see `Meter.read`."""
         return await asyncio.to_thread(self._meter.read, with_machine=with_machine)
 
     async def take_spans(self) -> SpanReport:
-        """Spans of this process since the last call."""
+        """Return the spans of this process since the last call."""
         return spans.take()
 
 
@@ -236,9 +237,10 @@ class RestartingHost(AsyncWorkerHost):
 
 
 def log_to(path: str) -> None:
-    """Send log records of this process to a file, those of packages with plugins from INFO and others from WARNING,
-    and on `SIGNAL` of `rl_core.ray.stacks` the stacks of its threads; on that of `rl_core.tracing.stacks` they go to a file of
-    their own.
+    """Send log records of this process to a file, those of packages with plugins from INFO and others from WARNING.
+
+    On the signal of `rl_core.ray.calls` the stacks of its threads are appended to it; on the signal of
+    `rl_core.tracing.stacks` they go to their own file.
     """
     write_stacks_on_signal(path)
     log = Path(path)
@@ -256,7 +258,7 @@ def log_to(path: str) -> None:
 
 def redirect_output(path: str) -> None:
     """Append this process's standard output and error, those of native code and child processes included, to a file
-    instead of one in Ray's temporary folder. The file stays below about `MAX_LOG_BYTES`, see `rl_core.ray.bounded_log`.
+    instead of one in Ray's temporary folder. The file stays below about `MAX_LOG_BYTES`, see `rl_core.ray.host`.
     """
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -268,7 +270,7 @@ def redirect_output(path: str) -> None:
 
 
 def plain(error: BaseException) -> RLError:
-    """The error itself if any process can unpickle it, else a `WorkerError` with its text."""
+    """Return the error itself if any process can unpickle it, else a `WorkerError` with its text."""
     if isinstance(error, RLError) and type(error).__module__.split(".")[0] == "rl_core":
         return error
     kind = f"{type(error).__module__}.{type(error).__qualname__}"
@@ -285,3 +287,42 @@ def _plainly(work: Callable[[], Any]) -> Any:
         return work()
     except Exception as error:  # noqa: BLE001 - a worker's failure becomes a report that any process can read
         raise plain(error) from None
+
+
+MAX_LOG_BYTES = 2**26
+"""Size at which a log starts over; the last one is kept as `NAME.1`."""
+
+CHECK_PERIOD_S = 30.0
+
+
+def bound_size(path: str, max_bytes: int = MAX_LOG_BYTES) -> None:
+    """Move the contents of a larger log to `NAME.1` and empty the log in place.
+
+    Renaming would not do: standard output, children and native code hold descriptors of the file. They append
+    (O_APPEND), so they continue at the start of the emptied file. A line written between the copy and the truncation is
+    lost, as with `copytruncate` of logrotate.
+    """
+    log = Path(path)
+    # another process with the same log may have been first
+    if not log.exists() or log.stat().st_size <= max_bytes:
+        return
+    aside = log.with_name(f".{log.name}.{os.getpid()}.part")
+    shutil.copyfile(log, aside)
+    os.truncate(log, 0)
+    aside.replace(log.with_name(f"{log.name}.1"))
+
+
+def keep_bounded(path: str) -> None:
+    """Bound the size of a log now and for as long as this process lives."""
+    bound_size(path)
+    threading.Thread(target=_keep_bounded, args=(path,), name="log-size", daemon=True).start()
+
+
+def _keep_bounded(path: str) -> None:
+    wait = threading.Event().wait
+    while not wait(CHECK_PERIOD_S):
+        try:
+            bound_size(path)
+        except OSError:
+            # a full disk, or a run directory that was removed; the worker does not depend on its log
+            continue

@@ -20,9 +20,8 @@ from rl_core.errors import Origin, RLError, WorkerDied, WorkerError, WorkerStall
 from rl_core.images import IMAGES
 from rl_core.metrics import combine
 from rl_core.model import Coordinates, Loss, Metrics, ModelPart, Read, SavedFile, read_columns
-from rl_core.ray.calls import fetch, gather
+from rl_core.ray.calls import fetch, gather, request_stacks
 from rl_core.ray.rows import StoredRows
-from rl_core.ray.stacks import request_stacks
 from rl_core.weights import Manifest, Transport, WeightForm
 
 _log = logging.getLogger(__name__)
@@ -191,7 +190,7 @@ class RemoteModel:
             self.call_all("save", path, wait=wait)
 
     def finish_save(self, *, wait: bool = True) -> tuple[SavedFile, ...] | None:
-        """Same as `rl_core.model.Model.finish_save`; the model need not have its device, as a copy is written."""
+        """See `rl_core.model.Model.finish_save`; the model need not have its device, as a copy is written."""
         parts = self.call_all("finish_save", wait=wait)
         return None if None in parts else tuple(file for part in parts for file in part)
 
@@ -226,7 +225,7 @@ class RemoteModel:
         self.call_all("onload", tuple(parts))
 
     def manifest(self, version: int, form: WeightForm = "merged") -> Manifest:
-        """The manifest that `start_send` will follow for this version."""
+        """Return the manifest that `start_send` will follow for this version."""
         return self.call_all("manifest", version, form)[0]
 
     def start_send(
@@ -254,7 +253,7 @@ class RemoteModel:
         return request_stacks(self._workers, self._logs)
 
     def health(self) -> list[Mapping[str, Any]]:
-        """Each rank's report; answers while a step is running."""
+        """Return each rank's report; answers while a step is running."""
         return gather([worker.health.remote() for worker in self._workers], self._origins("health"), 30.0)
 
     def close(self) -> None:

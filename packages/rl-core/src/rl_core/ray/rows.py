@@ -43,7 +43,7 @@ class StoredRows:
 
 
 def refs_of(rows: RemoteRows) -> list[ray.ObjectRef]:
-    """References to the stores of rows, all of which lie in Ray's object store."""
+    """Return references to the stores of rows, which are all in Ray's object store."""
     stores = [store for store in rows.stores if isinstance(store, StoredRows)]
     assert len(stores) == len(rows.stores), f"not all rows lie in Ray's object store: {rows.stores}"
     return [store.ref for store in stores]
@@ -56,7 +56,7 @@ def stored_groups(
     records: ray.ObjectRef,
     origin: Origin,
 ) -> list[RolloutGroup]:
-    """Groups of which only the reports are here.
+    """Return groups whose columns stay in Ray's object store; only the reports are here.
 
     Args:
         prompts: Prompt of each group.

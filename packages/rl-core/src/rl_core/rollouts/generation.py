@@ -96,7 +96,8 @@ class Generator(WeightSink, Protocol):
         ...
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """One completion; concurrent calls are batched by the engine. Raises `GeneratorError` if the engine died."""
+        """Return one completion; concurrent calls are batched by the engine. Raises `GeneratorError` if the engine
+        died."""
         ...
 
     async def score(self, token_ids: np.ndarray) -> np.ndarray:
@@ -148,7 +149,7 @@ class Generator(WeightSink, Protocol):
         and those that wait for it; `kv_cache_usage`, 0 to 1; `weight_version`; `num_draft_tokens` and
         `num_accepted_tokens`, of speculative decoding so far. An engine that decodes speculatively also has the other
         entries of `SpeculationCounts.as_health`. An engine that quantises its weights has `quantisation_noise`
-        (`rl_core.rollouts.quantisation`).
+        (`rl_core.rollouts.delivery`).
         """
         ...
 

@@ -54,23 +54,15 @@ class RolloutReport:
 
     @classmethod
     def of(cls, rollout: Rollout) -> RolloutReport:
-        """The report of a rollout."""
+        """Return the report of a rollout."""
+        same = ("prompt_id", "num_sampled", "spans", "stop_reason", "status", "failure", "segments")
+        of_agents = ("agent", "peers", "play", "is_opponent")
         return cls(
-            prompt_id=rollout.prompt_id,
             num_tokens=len(rollout.tokens),
-            num_sampled=rollout.num_sampled,
             num_turns=len(rollout.turns),
-            spans=rollout.spans,
             rewards=dict(rollout.rewards),
-            stop_reason=rollout.stop_reason,
-            status=rollout.status,
-            failure=rollout.failure,
             info={name: value for name, value in rollout.info.items() if isinstance(value, int | float)},
-            segments=rollout.segments,
-            agent=rollout.agent,
-            peers=rollout.peers,
-            play=rollout.play,
-            is_opponent=rollout.is_opponent,
+            **{name: getattr(rollout, name) for name in (*same, *of_agents)},
         )
 
     @property
@@ -81,7 +73,7 @@ class RolloutReport:
 
 @dataclass(frozen=True)
 class RolloutReports(Sequence[RolloutReport]):
-    """Reports of the rollouts of one prompt, by column: thousands come in every step, and few are looked at alone.
+    """Reports of the rollouts of one prompt, by column: thousands come in every step, and few are read one by one.
 
     Args:
         prompt_id: Id of the prompt of all of them.
@@ -113,29 +105,19 @@ class RolloutReports(Sequence[RolloutReport]):
 
     @classmethod
     def of(cls, prompt_id: str, rollouts: Sequence[Rollout]) -> RolloutReports:
-        """The reports of the rollouts of a prompt."""
+        """Return the reports of the rollouts of a prompt."""
         reports = [RolloutReport.of(rollout) for rollout in rollouts]
         assert len({report.play is None for report in reports}) < 2, "a group numbers the plays of all rollouts or none"
-        return cls(
-            prompt_id,
-            tuple(report.num_tokens for report in reports),
-            tuple(report.num_sampled for report in reports),
-            tuple(report.num_turns for report in reports),
-            tuple(tuple((span.version, span.num_tokens) for span in report.spans) for report in reports),
-            tuple(report.rewards for report in reports),
-            tuple(report.stop_reason for report in reports),
-            tuple(report.status for report in reports),
-            tuple(report.failure for report in reports),
-            tuple(report.info for report in reports),
-            tuple(report.segments for report in reports) if any(report.segments for report in reports) else (),
-            tuple(report.agent for report in reports) if any(report.agent for report in reports) else (),
-            tuple(report.peers for report in reports) if any(report.peers for report in reports) else (),
-            tuple(report.play for report in reports if report.play is not None),
-            tuple(report.is_opponent for report in reports) if any(report.is_opponent for report in reports) else (),
-        )
+        columns = {each.name: tuple(getattr(report, each.name) for report in reports) for each in fields(RolloutReport)}
+        del columns["prompt_id"]
+        columns["spans"] = tuple(tuple((span.version, span.num_tokens) for span in spans) for spans in columns["spans"])
+        columns["play"] = tuple(play for play in columns["play"] if play is not None)
+        for name in ("segments", "agent", "peers", "is_opponent"):
+            columns[name] = columns[name] if any(columns[name]) else ()
+        return cls(prompt_id, **columns)
 
     def select(self, indices: Sequence[int]) -> RolloutReports:
-        """The reports of these rollouts, in this order."""
+        """Return the reports of these rollouts, in this order."""
         chosen = {
             each.name: tuple(values[index] for index in indices) if (values := getattr(self, each.name)) else ()
             for each in fields(self)
@@ -177,28 +159,16 @@ class RolloutReports(Sequence[RolloutReport]):
     def __getitem__(self, index: int | slice) -> RolloutReport | Sequence[RolloutReport]:
         if isinstance(index, slice):
             return [self[each] for each in range(*index.indices(len(self)))]
-        return RolloutReport(
-            self.prompt_id,
-            self.num_tokens[index],
-            self.num_sampled[index],
-            self.num_turns[index],
-            tuple(WeightSpan(version, num_tokens) for version, num_tokens in self.spans[index]),
-            self.rewards[index],
-            self.stop_reason[index],
-            self.status[index],
-            self.failure[index],
-            self.info[index],
-            self.segments[index] if self.segments else (),
-            self.agent[index] if self.agent else "",
-            self.peers[index] if self.peers else "",
-            self.play[index] if self.play else None,
-            self.is_opponent[index] if self.is_opponent else False,
-        )
+        # An empty column stands for the default of each rollout.
+        names = [each.name for each in fields(self) if each.name != "prompt_id"]
+        values = {name: column[index] for name in names if (column := getattr(self, name))}
+        values["spans"] = tuple(WeightSpan(version, num_tokens) for version, num_tokens in values["spans"])
+        return RolloutReport(self.prompt_id, **values)
 
 
 @dataclass(frozen=True)
 class GroupReport:
-    """A group apart from its columns, which may lie elsewhere.
+    """A group without its columns, which may be elsewhere.
 
     Args:
         rollouts: Rollouts in the order of their seeds; those of one play next to one another.
@@ -234,13 +204,13 @@ class RolloutGroup:
 
     @classmethod
     def of(cls, prompt: Prompt, rollouts: Sequence[Rollout]) -> RolloutGroup:
-        """A group whose columns are in this process."""
+        """Return a group whose columns are in this process."""
         (report,), columns, records = parts_of([(prompt, rollouts)])
         return cls.split(prompt, report.rollouts, columns.with_columns(records.columns))
 
     @classmethod
     def split(cls, prompt: Prompt, rollouts: RolloutReports, columns: Batch) -> RolloutGroup:
-        """A group of these rollouts, those of opponents apart."""
+        """Return a group of these rollouts, with those of opponents apart."""
         if not rollouts.is_opponent:
             return cls(prompt, rollouts, columns)
         of_rows = np.repeat(rollouts.is_opponent, [len(lengths) for lengths in rollouts.row_lengths])
@@ -279,8 +249,8 @@ class RolloutGroup:
 
 
 def parts_of(groups: Sequence[tuple[Prompt, Sequence[Rollout]]]) -> tuple[list[GroupReport], Batch, Batch]:
-    """The report of each group, the columns that training reads, and those that people read, of the rollouts of all
-    groups in order; each part can be used without the others.
+    """Return the report of each group, the columns that training reads, and the columns that people read, of the
+    rollouts of all groups in order; each part can be used without the others.
     """
     rollouts = [rollout for _, own in groups for rollout in own]
 
@@ -293,8 +263,19 @@ def parts_of(groups: Sequence[tuple[Prompt, Sequence[Rollout]]]) -> tuple[list[G
         GENERATION_LOGPROBS: column(lambda rollout: rollout.generation_logprobs, np.float32),
         WEIGHT_VERSIONS: column(lambda rollout: rollout.weight_versions, np.int32),
     }
-    columns.update(_routing(rollouts))
-    columns.update(_images(rollouts))
+    shapes = [rollout.routed_experts.shape[1:] for rollout in rollouts if rollout.routed_experts is not None]
+    if shapes:
+
+        def experts(rollout: Rollout) -> np.ndarray:
+            # A rollout that failed has none.
+            found = rollout.routed_experts
+            return unknown_routing(len(rollout.tokens), shapes[0]) if found is None else found
+
+        routing = [row for rollout in rollouts for row in rollout.by_segment(experts(rollout))]
+        columns[ROUTED_EXPERTS] = Ragged.from_rows(routing, np.int16, shapes[0])
+    if has_images(rollouts):
+        digests = [row for rollout in rollouts for row in rollout.images or ((),) * max(len(rollout.segments), 1)]
+        columns[IMAGES] = image_column(digests)
     record = [
         part
         for prompt, own in groups
@@ -304,31 +285,6 @@ def parts_of(groups: Sequence[tuple[Prompt, Sequence[Rollout]]]) -> tuple[list[G
     records: dict[str, Column] = {RECORD: Ragged.from_rows(record, np.uint8)}
     reports = [GroupReport(RolloutReports.of(prompt.id, own), tuple(columns), tuple(records)) for prompt, own in groups]
     return reports, Batch(columns), Batch(records)
-
-
-def _routing(rollouts: Sequence[Rollout]) -> dict[str, Column]:
-    """The column of routed experts, if a rollout has any; one that failed has none."""
-    shapes = [rollout.routed_experts.shape[1:] for rollout in rollouts if rollout.routed_experts is not None]
-    if not shapes:
-        return {}
-    rows = [
-        row
-        for rollout in rollouts
-        for row in rollout.by_segment(
-            unknown_routing(len(rollout.tokens), shapes[0])
-            if rollout.routed_experts is None
-            else rollout.routed_experts
-        )
-    ]
-    return {ROUTED_EXPERTS: Ragged.from_rows(rows, np.int16, shapes[0])}
-
-
-def _images(rollouts: Sequence[Rollout]) -> dict[str, Column]:
-    """The column of images, if a rollout has any."""
-    if not has_images(rollouts):
-        return {}
-    rows = [digests for rollout in rollouts for digests in rollout.images or ((),) * max(len(rollout.segments), 1)]
-    return {IMAGES: image_column(rows)}
 
 
 _NO_RECORD = np.zeros(0, dtype=np.uint8)

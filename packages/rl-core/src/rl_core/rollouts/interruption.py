@@ -21,7 +21,7 @@ Generate = Callable[[GenerationRequest], Awaitable[Completion]]
 
 
 async def generate_whole(generate: Generate, request: GenerationRequest) -> Completion:
-    """One completion, continued after each interruption.
+    """Return one completion, continued after each interruption.
 
     How it ends, and its limit, are those of a completion that was never interrupted. If the weights stay as they are,
     so are its tokens at temperature 0. At other temperatures an engine that draws by the place of a token (`hf`,
@@ -73,7 +73,7 @@ class PartialCompletion:
         self._parts.append(part)
 
     def completion(self) -> Completion:
-        """The whole completion; its stop reason is `abort` if it is not whole yet."""
+        """Return the whole completion; its stop reason is `abort` if it is not whole yet."""
         if len(self._parts) == 1 and self._stop_reason == self._parts[0].stop_reason:
             return self._parts[0]
         return Completion(

@@ -1,10 +1,12 @@
-"""The pool of replicas that makes rollouts, as a driver sees it."""
+"""The pool of replicas that makes rollouts, and the source that a loop takes them from."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NewType, Protocol
+from typing import Any, NewType, Protocol
+
+import numpy as np
 
 from rl_core.rollouts.environment import StepResult
 from rl_core.rollouts.generation import SamplingParams
@@ -115,7 +117,7 @@ class RolloutPool(Protocol):
         ...
 
     def turns(self) -> Mapping[Ticket, tuple[RolloutTurns, ...]]:
-        """Turns so far of the groups that are under way, as `RolloutTask.turns` takes them; groups without any,
+        """Return the turns so far of the groups in progress, as `RolloutTask.turns` takes them; groups without any,
         and those of a replica that does not answer, are left out.
         """
         ...
@@ -126,11 +128,73 @@ class RolloutPool(Protocol):
         ...
 
     def idle_share(self) -> float | None:
-        """Share of the replicas' time since the last call in which they had no rollout under way; None if nothing was
+        """Return the share of the replicas' time since the last call without a rollout in progress; None if nothing was
         measured.
         """
         ...
 
     def speculation(self) -> SpeculationCounts | None:
-        """Counts of speculative decoding since the last call, of all replicas that answer; None if they do without."""
+        """Return the counts of speculative decoding since the last call, of all replicas that answer; None if they do
+        without."""
+        ...
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Rollouts of an evaluation, grouped by prompt, in the order of the prompts."""
+
+    groups: Sequence[RolloutGroup]
+
+    @property
+    def rewards(self) -> np.ndarray:
+        """float64 `[prompts]`, mean reward per prompt; a failed rollout earns 0."""
+        return np.array([np.nan_to_num(group.rewards()).mean() for group in self.groups])
+
+
+class RolloutSource(Protocol):
+    """Generation as a loop sees it, synchronous or ahead of training."""
+
+    def collect(self, num_groups: int, *, num_later: int | None = None) -> list[RolloutGroup]:
+        """Return the next groups, each prompt once; with weights at most the source's staleness old.
+
+        Args:
+            num_groups: Number of groups to return; fewer come at the end of the data.
+            num_later: Groups that later steps will need, beyond which nothing is sampled ahead; None if that is not
+                known.
+        """
+        ...
+
+    def set_aside(self, groups: Sequence[RolloutGroup], reason: str) -> None:
+        """Note that groups which were collected since the last `adopt` train nothing, and why."""
+        ...
+
+    def metrics(self) -> Mapping[str, float]:
+        """Numbers of the groups that were collected since the last `adopt`, by the names that a run records."""
+        ...
+
+    def evaluate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, num_generations: int = 1) -> Evaluation:
+        """Roll out given prompts with the current weights; trains nothing and moves no data position."""
+        ...
+
+    def adopt(self, update: WeightUpdate) -> None:
+        """Bring the replicas to this version, verified; raises `WeightSyncError` naming what did not arrive.
+
+        The groups that were collected before count as trained, except those that were set aside.
+        """
+        ...
+
+    def state(self) -> Mapping[str, Any]:
+        """Return the data position and buffered rollouts as of the last `adopt`, to be saved with a checkpoint.
+
+        Groups that were collected since then come again after `restore`, so that a step that collected and did not
+        train (its data ended) loses no prompt.
+        """
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state."""
+        ...
+
+    def close(self) -> None:
+        """End everything that was started."""
         ...

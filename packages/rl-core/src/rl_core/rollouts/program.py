@@ -74,11 +74,12 @@ class GenerationClient(Protocol):
         ...
 
     async def step(self, conversation: Conversation) -> StepResult:
-        """The environment's answer to the newest turn; raises `EnvironmentFailed` if it gives none."""
+        """Return the environment's answer to the newest turn; raises `EnvironmentFailed` if it gives none."""
         ...
 
     def read(self, token_ids: np.ndarray, tools: Sequence[Mapping[str, Any]] | None = None) -> Reply:
-        """The turn of these sampled tokens; tool calls are read if there are tools, those of the prompt by default."""
+        """Return the turn of these sampled tokens; tool calls are read if there are tools, those of the prompt by
+        default."""
         ...
 
     def continuation(self, turn: Message, observation: Sequence[Message], sampled: np.ndarray) -> np.ndarray:
@@ -106,11 +107,11 @@ class GenerationClient(Protocol):
         ...
 
     def shown(self, token_ids: np.ndarray) -> str:
-        """The text of tokens, with special tokens."""
+        """Return the text of tokens, with special tokens."""
         ...
 
     def pieces(self, token_ids: np.ndarray) -> list[str]:
-        """The text of each token."""
+        """Return the text of each token."""
         ...
 
     def on_failure(self, played: Callable[[], Sequence[Rollout]]) -> None:

@@ -110,7 +110,7 @@ def write_records(path: Path, records: Iterable[tuple[np.ndarray, float | None]]
 
 
 def append_records(file: BinaryIO, records: Iterable[tuple[np.ndarray, float | None]]) -> None:
-    """Same as `write_records`, to a file that is open. An advantage that is not finite becomes null."""
+    """Write records as `write_records` does, to a file that is open. An advantage that is not finite becomes null."""
     for record, advantage in records:
         finite = advantage if advantage is not None and math.isfinite(advantage) else None
         # an object on one line, to which one entry is added
@@ -170,7 +170,7 @@ def _turn(turn: Turn) -> dict[str, Any]:
 
 
 def _shown(value: Any) -> Any:
-    """A value of a row, or the beginning of its text if it is long."""
+    """Return a value of a row, or the beginning of its text if it is long."""
     text = value if isinstance(value, str) else json.dumps(value, default=_foreign, ensure_ascii=False)
     return value if len(text) <= MOST_CHARACTERS else _beginning(text, MOST_CHARACTERS)
 
@@ -180,7 +180,7 @@ def _beginning(text: str, most: int) -> str:
 
 
 def _foreign(value: Any) -> Any:
-    """A value that JSON has no form for: numpy's as plain ones, an environment's own objects as text."""
+    """Return a value that JSON has no form for: numpy's as plain ones, an environment's own objects as text."""
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
     return dict(value) if isinstance(value, Mapping) else repr(value)

@@ -87,7 +87,7 @@ class SpeculationCounts:
         return not self.num_steps or self.tokens_per_step >= self.break_even
 
     def metrics(self) -> Mapping[str, float]:
-        """Metrics of a step by their names; none if requests got no tokens."""
+        """Return the metrics of a step by their names; none if requests got no tokens."""
         if not self.num_steps:
             return {}
         found = {
@@ -109,5 +109,5 @@ class SpeculationCounts:
 
 
 def _positions() -> Iterator[str]:
-    """Names of the entries of health for the first, second, ... token of drafts."""
+    """Return the names of the entries of health for the first, second, ... token of drafts."""
     return (f"num_accepted_at_{position}" for position in itertools.count(1))

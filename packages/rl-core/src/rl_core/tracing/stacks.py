@@ -57,8 +57,8 @@ def write_stacks_of(name: str, folder: Path, *, node: str = "") -> Path:
 
 
 def write_stacks_of_child(name: str) -> None:
-    """The same in a process that a worker has started, with the worker's name in front; nothing outside a run, or if
-    the file cannot be written.
+    """Write the stacks of a process that a worker has started, with the worker's name in front; do nothing outside a
+    run, or if the file cannot be written.
     """
     prefix = os.environ.get(PREFIX_VARIABLE)
     if prefix:

@@ -18,7 +18,7 @@ from rl_envs.code.plugin import CodeProblemsSettings, Format
 
 
 def load(settings: Mapping[str, Any], split: str) -> list[dict[str, Any]]:
-    """Rows with `messages`, `info` (the tests) and `environment`; the file is all of the split.
+    """Return rows with `messages`, `info` (the tests) and `environment`; the file is all of the split.
 
     Raises:
         DataError: If the file cannot be read, naming the line.
@@ -57,7 +57,7 @@ Row = Mapping[str, Any]
 
 
 def row_of(row: Row, kind: Format) -> dict[str, Any]:
-    """A row as the environment `code` takes it, with `messages`, `info` and `environment`.
+    """Return a row as the environment `code` takes it, with `messages`, `info` and `environment`.
 
     Raises:
         DataError: If the row lacks a column, or one has another form.
@@ -93,7 +93,7 @@ def _livecodebench(row: Row) -> dict[str, Any]:
 
 
 def _private_tests(text: str) -> list[Any]:
-    """Tests as JSON, or as base64 of zlib of a pickle of it; the pickle may hold nothing but text."""
+    """Return tests from JSON, or from base64 of zlib of a pickle of it; the pickle may contain only text."""
     if text.lstrip().startswith("["):
         found: list[Any] = json.loads(text)
         return found

@@ -80,17 +80,17 @@ for index, text in enumerate(task["texts"]):
 
 
 def calls(solution: str, function: str, arguments: Sequence[Sequence[Any]]) -> tuple[Program, str]:
-    """A program that calls a function of the solution, and the mark of its reports."""
+    """Return a program that calls a function of the solution, and the mark of its reports."""
     return _program(solution, _CALLS, {"function": function, "arguments": list(arguments)})
 
 
 def assertions(solution: str, texts: Sequence[str]) -> tuple[Program, str]:
-    """A program that runs tests after the solution, and the mark of its reports."""
+    """Return a program that runs tests after the solution, and the mark of its reports."""
     return _program(solution, _ASSERTIONS, {"texts": list(texts)})
 
 
 def reports(outcome: Outcome, mark: str) -> dict[int, dict[str, Any]]:
-    """The reports by the index of their test; -1 is a solution that could not be loaded."""
+    """Return the reports by the index of their test; -1 is a solution that could not be loaded."""
     found: dict[int, dict[str, Any]] = {}
     for line in outcome.stdout.decode(errors="replace").splitlines():
         head, _, text = line.partition(" ")

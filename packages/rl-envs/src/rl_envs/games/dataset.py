@@ -14,7 +14,7 @@ _OPPOSITE = {"up": "down", "down": "up", "left": "right", "right": "left"}
 
 
 def sliding_puzzles(settings: Mapping[str, Any], split: str) -> list[dict[str, Any]]:
-    """Rows with `messages`, `info` (the `board`) and `environment`; the splits draw with different seeds.
+    """Return rows with `messages`, `info` (the `board`) and `environment`; the splits draw with different seeds.
     Demonstrations are conversations that end with the assistant.
 
     Raises:
@@ -28,7 +28,7 @@ def sliding_puzzles(settings: Mapping[str, Any], split: str) -> list[dict[str, A
 
 
 def numbers(settings: Mapping[str, Any], split: str) -> list[dict[str, Any]]:
-    """Rows with `messages`, `answer` and `environment`; the splits draw with different seeds.
+    """Return rows with `messages`, `answer` and `environment`; the splits draw with different seeds.
 
     Raises:
         DataError: If the split is unknown.
@@ -52,8 +52,9 @@ def numbers(settings: Mapping[str, Any], split: str) -> list[dict[str, Any]]:
 
 
 def piles(settings: Mapping[str, Any], split: str) -> list[dict[str, Any]]:
-    """Rows of nim with `messages`, `info` (`pile`, `max_take`, and `instructions` if there are some) and `environment`;
-    the splits draw with different seeds. Demonstrations are conversations of one player that end with the assistant.
+    """Return rows of nim with `messages`, `info` (`pile`, `max_take`, and `instructions` if there are some) and
+    `environment`; the splits draw with different seeds. Demonstrations are conversations of one player that end with
+    the assistant.
 
     Raises:
         DataError: If the split is unknown.
@@ -80,8 +81,8 @@ def piles(settings: Mapping[str, Any], split: str) -> list[dict[str, Any]]:
 
 
 def proposed_sums(settings: Mapping[str, Any], split: str) -> list[dict[str, Any]]:
-    """Rows with `messages`, `info` and `environment`: in training requests for a sum (`max_operand`), in validation
-    sums to solve (`problem`). Demonstrations are conversations of both kinds that end with the assistant.
+    """Return rows with `messages`, `info` and `environment`: in training requests for a sum (`max_operand`), in
+    validation sums to solve (`problem`). Demonstrations are conversations of both kinds that end with the assistant.
 
     Raises:
         DataError: If the split is unknown.
@@ -102,7 +103,7 @@ def proposed_sums(settings: Mapping[str, Any], split: str) -> list[dict[str, Any
 
 
 def _random_game(pile: int, max_take: int, drawn: Iterator[int]) -> list[dict[str, str]]:
-    """The turns of one player, each but the first after the stones that the other has left."""
+    """Return the turns of one player, each but the first after the stones that the other has left."""
     said: list[dict[str, str]] = []
     is_mine = True
     while pile:

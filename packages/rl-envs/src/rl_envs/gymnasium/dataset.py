@@ -13,7 +13,8 @@ from rl_envs.gymnasium.plugin import GymnasiumSettings
 
 
 def load(settings: Mapping[str, Any], split: str) -> list[dict[str, Any]]:
-    """Rows with `messages`, `info` and `environment`, each with the seed of a start; the splits draw different seeds.
+    """Return rows with `messages`, `info` and `environment`, each with the seed of a start; the splits draw different
+    seeds.
 
     Raises:
         ConfigError: If the environment does not exist, cannot be played in text, or gymnasium is not installed.

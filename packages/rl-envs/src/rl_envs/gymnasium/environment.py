@@ -35,11 +35,11 @@ class GymnasiumEnvironment:
                 game.environment.close()
 
     def save(self, states: Sequence[Game]) -> list[bytes | None]:
-        """Starts and actions."""
+        """Return starts and actions."""
         return [game.save() for game in states]
 
     def restore(self, saved: Sequence[bytes]) -> list[Game]:
-        """Games whose actions were taken again."""
+        """Return games whose actions were taken again."""
         return [Game.restore(data) for data in saved]
 
     def _play(self, turn: Conversation, game: Game) -> StepResult:
@@ -97,7 +97,7 @@ class Game:
     def start(
         cls, id: str, config: Mapping[str, Any], seed: int, *, actions: Sequence[str], show: Shown | None
     ) -> Self:
-        """The game at the start that follows from a seed.
+        """Return the game at the start that follows from a seed.
 
         Args:
             id: ID of the environment in gymnasium, such as `FrozenLake-v1`.
@@ -128,7 +128,7 @@ class Game:
 
     @classmethod
     def restore(cls, saved: bytes) -> Self:
-        """The game of `save`, whose actions are taken again."""
+        """Return the game of `save`, whose actions are taken again."""
         state = json.loads(saved)
         game = cls.start(**state["start"])
         for action in state["actions"]:
@@ -136,7 +136,7 @@ class Game:
         return game
 
     def save(self) -> bytes:
-        """The start and the actions so far as bytes."""
+        """Return the start and the actions so far as bytes."""
         return json.dumps({"start": self._start, "actions": self._taken}).encode()
 
     @property
@@ -147,7 +147,8 @@ class Game:
         return f"Each turn, write one of these actions: {', '.join(self.actions)}."
 
     def action(self, completion: str) -> Any:
-        """The action of a turn: the last one that it names, or all of it if actions are texts; None if it is none."""
+        """Return the action of a turn: the last one that it names, or all of it if actions are texts; None if it is
+        none."""
         if not self.actions:
             text = completion.strip()
             return text if self.environment.action_space.contains(text) else None

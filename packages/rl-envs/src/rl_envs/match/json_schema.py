@@ -78,7 +78,7 @@ def same_json(a: Any, b: Any) -> bool:
 
 
 def _key(value: Any) -> Hashable:
-    """A hashable value that is equal for equal JSON values only; 1 and 1.0 are equal."""
+    """Return a hashable value that is equal for equal JSON values only; 1 and 1.0 are equal."""
     if isinstance(value, bool):
         return ("bool", value)
     if isinstance(value, list):
@@ -119,12 +119,12 @@ def _multiple(value: Any, step: Any, _: Any) -> bool:
 
 
 def _exact(number: Any) -> Fraction:
-    """The number that was written, rather than the nearest float: 0.3 is a multiple of 0.1."""
+    """Return the number that was written, rather than the nearest float: 0.3 is a multiple of 0.1."""
     return Fraction(repr(number)) if isinstance(number, float) else Fraction(number)
 
 
 def _bound(kind: str, holds: Callable[[Any, Any], bool], measure: Callable[[Any], Any] = lambda value: value) -> Any:
-    """A check of values of one type that compares them, or their length, with the rule."""
+    """Return a check of values of one type that compares them, or their length, with the rule."""
     return lambda value, rule, _: not _TYPES[kind](value) or holds(measure(value), rule)
 
 

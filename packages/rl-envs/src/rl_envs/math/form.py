@@ -289,7 +289,7 @@ def _series(text: str, _: int) -> Form | None:
 
 
 def _special(text: str, _: int) -> Form | None:
-    """The empty set, the real numbers and infinity, by their signs and by their names."""
+    """Return the empty set, the real numbers and infinity, by their signs and by their names."""
     tight = text.replace(" ", "")
     if tight in (r"\emptyset", r"\{\}", "{}"):
         return EMPTY
@@ -327,7 +327,7 @@ def _words(text: str, _: int) -> Form | None:
 
 
 def _spoken_number(words: str) -> Number | None:
-    """A number in words, with a unit or a counted thing in one or two words after it."""
+    """Return a number in words, with a unit or a counted thing in one or two words after it."""
     if (value := spoken_value(words)) is not None:
         return Number(value)
     parts = words.split(" ")
@@ -372,7 +372,7 @@ def _alternatives(text: str, depth: int) -> Form | None:
 
 
 def _inequality(text: str, depth: int) -> Form | None:
-    r"""The interval of an inequality of one variable, such as `x \le 2` or `1 < x < 2`."""
+    r"""Return the interval of an inequality of one variable, such as `x \le 2` or `1 < x < 2`."""
     pieces = [piece.strip() for piece in _RELATION.split(text)]
     if len(pieces) not in (3, 5) or any(not piece for piece in pieces):
         return None
@@ -414,7 +414,7 @@ def _endless(interval: Interval) -> Interval:
 
 
 def _reals_without(points: Sequence[Form], name: str = "") -> Form | None:
-    """The real numbers without some points, as a union of intervals."""
+    """Return the real numbers without some points, as a union of intervals."""
     if not all(isinstance(each, Number) and not each.units for each in points):
         return None
     values = sorted({each.value for each in points if isinstance(each, Number)})
@@ -423,7 +423,7 @@ def _reals_without(points: Sequence[Form], name: str = "") -> Form | None:
 
 
 def _bracketed(text: str, depth: int) -> Form | None:
-    """A set, a tuple or an interval."""
+    """Return a set, a tuple or an interval."""
     if (described := _CLASS.fullmatch(text)) is not None:
         form = _read(described[2], depth + 1)
         return form if isinstance(form, Interval | Union) else None
@@ -458,7 +458,7 @@ def _collection(items: Sequence[str], depth: int, *, is_ordered: bool, brackets:
 
 
 def _pair_or_interval(brackets: str, items: Sequence[str], depth: int) -> Form | None:
-    """A tuple; with one of its ends infinite or with brackets of two kinds, an interval."""
+    """Return a tuple; with one of its ends infinite or with brackets of two kinds, an interval."""
     if len(items) == 2:
         low, high = (_ENDLESS.get(item.replace(" ", "")) for item in items)
         if low == -1 or high == 1 or brackets in ("[)", "(]"):
@@ -505,7 +505,7 @@ def _calculated(form: Form) -> Form:
 
 
 def _assigned(names: Sequence[str], value: Form) -> Form | None:
-    """The values of several variables, from `(x, y) = (1, 2)`."""
+    """Return the values of several variables, from `(x, y) = (1, 2)`."""
     if not isinstance(value, Collection) or not value.is_ordered or len(value.items) != len(names):
         return None
     return Collection(tuple(Equation(name, (item,)) for name, item in zip(names, value.items, strict=True)), False)

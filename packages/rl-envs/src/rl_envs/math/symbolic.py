@@ -123,8 +123,8 @@ def _parsed_known(known: str) -> Any:
 
 
 def _parsed(text: str) -> Any:
-    """The sympy object of an expression, with decimals as exact fractions; None if it cannot be read as a whole, or
-    divides by zero."""
+    """Return the sympy object of an expression, with decimals as exact fractions; None if it cannot be read as a whole,
+    or divides by zero."""
     text = _DEGREES.sub(r"(\\frac{\\pi}{180}\\cdot(\1))", text)
     if "°" in text:
         return None

@@ -259,7 +259,7 @@ def _same_time(mine: TimeOfDay, theirs: Form) -> bool | None:
 
 
 def _same_written(mine: Form, theirs: Form) -> bool | None:
-    """Names, numerals of a base and series are equal as they are written, and to nothing else."""
+    """Compare names, numerals of a base and series, which are equal only as they are written."""
     if isinstance(mine, Name) and isinstance(theirs, Expression):
         return True if theirs.text.casefold() == " ".join(mine.words) else None
     if isinstance(theirs, Expression | Collection | Interval | Union) or (
@@ -297,7 +297,7 @@ def _same_letters(mine: Letters, theirs: Form) -> bool | None:
 
 
 def _as_interval(form: Form) -> Form:
-    """A pair in brackets as the interval that it can be, where the other side is one."""
+    """Return a pair in brackets as the interval that it can be, because the other side is one."""
     if isinstance(form, Collection) and len(form.items) == 2 and form.brackets:
         return Interval(form.items[0], form.items[1], (form.brackets[0] == "(", form.brackets[1] == ")"))
     return form

@@ -50,7 +50,7 @@ class ReasoningGymEnvironment:
 
 
 def extract(completion: str, answer_format: AnswerFormat) -> str | None:
-    """The last answer in the requested format; None if there is none."""
+    """Return the last answer in the requested format; None if there is none."""
     match answer_format:
         case "tag":
             tagged = _TAG.findall(completion)

@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def rows(settings: ReasoningGymSettings, split: str) -> list[dict[str, Any]]:
-    """The rows of a split; validation holds no question twice.
+    """Return the rows of a split; validation holds no question twice.
 
     Raises:
         ConfigError, DataError: as `dataset.load`.
@@ -94,7 +94,7 @@ def is_for_validation(question: str, fraction: float) -> bool:
 
 
 def _entries(settings: ReasoningGymSettings, split: str, max_draws: int) -> Iterator[Mapping[str, Any]]:
-    """Entries of the task, from seeds upwards of the split's own first one (entry i of seed s is made from s + i)."""
+    """Yield entries of the task, from the first seed of the split upwards (entry i of seed s is made from s + i)."""
     start = settings.seed + (2**31 if split == "validation" else 0)
     for drawn in range(0, min(max_draws, MAX_SEED), CHUNK):
         dataset = create_dataset(settings.task, **settings.config, seed=start + drawn, size=CHUNK)
@@ -129,7 +129,7 @@ def _check(settings: ReasoningGymSettings) -> None:
 
 
 def _literal(value: Any) -> Any:
-    """The value in Python's literals, so that tuples stay tuples through whatever carries the text."""
+    """Return the value in Python's literals, so that tuples stay tuples through whatever carries the text."""
     match value:
         case np.generic():
             return value.item()

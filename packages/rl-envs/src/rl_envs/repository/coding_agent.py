@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def run(command: str) -> str:
-    """The output of a command and its exit code, as the policy sees them."""
+    """Return the output of a command and its exit code, as the policy sees them."""
     timeout_s = float(os.environ.get("RL_AGENT_COMMAND_S", "120"))
     try:
         done = subprocess.run(
@@ -74,7 +74,7 @@ def run(command: str) -> str:
 
 
 def ask(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """The policy's answer to a conversation, as a message."""
+    """Return the policy's answer to a conversation, as a message."""
     request = urllib.request.Request(
         f"{os.environ['OPENAI_BASE_URL']}/chat/completions",
         json.dumps({"model": "policy", "messages": messages}).encode(),

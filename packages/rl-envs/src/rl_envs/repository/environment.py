@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rl_core.rollouts.agent_run import AGENT_FAILURE, AGENT_OUTPUT
-from rl_core.rollouts.environment import Conversation, StepResult, UnusableAnswer
+from rl_core.rollouts.environment import AGENT_FAILURE, AGENT_OUTPUT, Conversation, StepResult, UnusableAnswer
 from rl_envs.repository.job import AgentJob
 from rl_envs.repository.plugin import RepositoryConfig
 from rl_envs.repository.task import check_source, read_task

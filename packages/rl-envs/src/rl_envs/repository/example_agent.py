@@ -22,7 +22,7 @@ def main() -> None:
 
 
 def ask(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """The policy's answer to a conversation, as a message."""
+    """Return the policy's answer to a conversation, as a message."""
     request = urllib.request.Request(
         f"{os.environ['OPENAI_BASE_URL']}/chat/completions",
         json.dumps({"model": "policy", "messages": messages}).encode(),

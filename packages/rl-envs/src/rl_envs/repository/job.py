@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rl_core.errors import RLError
-from rl_core.rollouts.agent_run import AgentRun, this_network
+from rl_core.rollouts.environment import AgentRun, this_network
 from rl_envs.repository.plugin import RepositoryConfig
 from rl_envs.repository.solution import SolutionFiles, installed_modules
 from rl_envs.repository.task import RepositoryTask, is_python

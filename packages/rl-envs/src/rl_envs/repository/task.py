@@ -119,7 +119,7 @@ def _files(name: str, given: Any) -> dict[str, str]:
 
 
 def load(settings: Mapping[str, Any], split: str) -> list[dict[str, Any]]:
-    """Rows with `messages`, `info` (repository and tests) and `environment`; the file is all of the split.
+    """Return rows with `messages`, `info` (repository and tests) and `environment`; the file is all of the split.
 
     Raises:
         DataError: If the file cannot be read, naming the line.

@@ -55,7 +55,7 @@ class RewardModelEnvironment:
         return StepResult(reward=reward, info=info)
 
     def _other(self, conversation: Conversation, said: Sequence[Message]) -> tuple[Message, ...]:
-        """The messages of a conversation with the response of the row in place of the newest turn."""
+        """Return the messages of a conversation with the response of the row in place of the newest turn."""
         field = self._config.compare_with
         assert field is not None
         if field not in conversation.info:
@@ -116,7 +116,7 @@ class Scorer:
 
     @torch.inference_mode()
     def scores(self, conversations: Sequence[Sequence[Message]]) -> list[float]:
-        """A score for each conversation: that of its last token."""
+        """Return a score for each conversation, the score of its last token."""
         if not conversations:
             return []
         rows = [self.encode(messages) for messages in conversations]
