@@ -243,7 +243,7 @@ def _read(num_tokens: int, routed: Callable[[], Tensor], asked: Tensor) -> Tenso
 
 def _even_exchange(mesh: Mesh, hf_config: PreTrainedConfig, num_tokens: int) -> Tensor:
     """Tokens that a rank sends to each rank that it exchanges with and receives from it, and choices of its experts, if
-    every token goes to experts at random, as `rl_dtensor.parallel.all_to_all` reads them."""
+    every token goes to experts at random, as `rl_dtensor.parallel.dispatch` reads them."""
     config = hf_config.get_text_config()
     num_experts, num_chosen = num_experts_of(config.to_dict()), config.num_experts_per_tok
     num_tokens //= mesh.sizes.tp

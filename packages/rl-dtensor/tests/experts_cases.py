@@ -14,7 +14,7 @@ from rl_dtensor.model.layers import experts as expert_layers
 from rl_dtensor.model.layers.experts import NAMES, dispatch_experts
 from rl_dtensor.model.tiny import made_tiny, shrink
 from rl_dtensor.parallel import collectives
-from rl_dtensor.parallel.all_to_all import AllToAll
+from rl_dtensor.parallel.dispatch import AllToAll
 from rl_dtensor.parallel.experts import expert_modules
 
 

@@ -7,10 +7,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_core.selfcheck.rank_pool import Rank
 from rl_dtensor.model import build
-from rl_dtensor.model.whole import decoder_layers
 from rl_dtensor.model.layers import experts, fusion
 from rl_dtensor.model.layers.fusion import fuse_layers
 from rl_dtensor.model.tiny import made_tiny, shrink
+from rl_dtensor.model.whole import decoder_layers
 
 
 def trained(family: str, dtype: torch.dtype, *, is_fused: bool, seed: int = 0) -> dict[str, torch.Tensor]:

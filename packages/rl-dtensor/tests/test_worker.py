@@ -26,14 +26,12 @@ class TestDTensorWorker(PooledSuite):
     factory = "dtensor_factories:build"
 
     @pytest.mark.parametrize("layout", LAID_OUT)
-    def test_every_read_of_a_policy_is_that_of_transformers(self, pool: RankPool, folder: Path, layout: str) -> None:
-        super().test_every_read_of_a_policy_is_that_of_transformers(pool, folder, layout)
+    def test_every_read_of_a_policy_is_that_of_transformers(self, layout: str) -> None:
+        super().test_every_read_of_a_policy_is_that_of_transformers(layout)
 
     @pytest.mark.parametrize("layout", LAID_OUT)
-    def test_losses_gradients_and_weights_are_those_of_one_process(
-        self, pool: RankPool, folder: Path, tmp_path: Path, layout: str
-    ) -> None:
-        super().test_losses_gradients_and_weights_are_those_of_one_process(pool, folder, tmp_path, layout)
+    def test_losses_gradients_and_weights_are_those_of_one_process(self, tmp_path: Path, layout: str) -> None:
+        super().test_losses_gradients_and_weights_are_those_of_one_process(tmp_path, layout)
 
 
 @with_exhaustive(
@@ -62,8 +60,8 @@ class MeshSuite(PooledSuite):
     worlds = (2,)
 
     @pytest.mark.parametrize("layout", ["packed-16", "padded-3"])
-    def test_every_read_of_a_policy_is_that_of_transformers(self, pool: RankPool, folder: Path, layout: str) -> None:
-        super().test_every_read_of_a_policy_is_that_of_transformers(pool, folder, layout)
+    def test_every_read_of_a_policy_is_that_of_transformers(self, layout: str) -> None:
+        super().test_every_read_of_a_policy_is_that_of_transformers(layout)
 
     test_losses_gradients_and_weights_are_those_of_one_process = None
     test_the_norm_is_reported_before_clipping = None

@@ -94,20 +94,20 @@ class DTensorConfig(BackendConfig):
     sequence_parallel: bool = False
     """Share the tokens between layers across the tensor-parallel ranks, which saves activation memory."""
     custom_parallel_plan: dict[str, Style] | None = None
-    """Sharding of each module or parameter by name (`*` stands for the number of a layer), instead of the family's own
+    """Sharding of each module or parameter by name (`*` matches the number of a layer), instead of the family's own
     plan."""
     context_parallel_size: int = Field(default=1, gt=0)
     """Number of ranks that share the tokens of each row."""
     context_parallel_method: Literal["all_gather", "ulysses"] = "all_gather"
-    """Method by which attention sees whole rows: gather the keys and values of all ranks, or assign each rank some of
+    """Method of attention over whole rows: gather the keys and values of all ranks, or assign each rank some of
     the heads (`ulysses`)."""
     pipeline_parallel_size: int = Field(default=1, gt=0)
     """Number of pipeline ranks, which hold consecutive layers."""
     pipeline_chunks_per_rank: int = Field(default=1, gt=0)
-    """Number of runs of consecutive layers on each pipeline rank, interleaved with those of the other ranks."""
+    """Number of runs of consecutive layers on each pipeline rank, interleaved with the runs of the other ranks."""
     expert_parallel_size: int = Field(default=1, gt=0)
     """Number of ranks that share the experts of each layer. They are taken from the ranks that shard parameters. With
-    tensor parallelism each of them stands for `tensor_parallel_size` ranks, and all of these have experts that the
+    tensor parallelism each of them counts for `tensor_parallel_size` ranks, and all of these have experts that the
     others do not have."""
     expert_dispatcher: ExpertDispatcher = "all_to_all"
     """Transport of tokens to the ranks of their experts: all-to-all exchanges by NCCL or gloo, first between nodes and

@@ -30,7 +30,7 @@ SIZES = {
     "pipeline_parallel_size": "pp",
     "expert_parallel_size": "ep",
 }
-"""Keys of the sizes along which a model is split, and the names of their axes."""
+"""Keys of the sizes that split a model, and their axes."""
 
 SHAPING = ("sequence_parallel", "custom_parallel_plan", "context_parallel_method", "recompute")
 """Further keys that decide how a split model computes."""
@@ -42,17 +42,13 @@ FLOAT8 = Requirement("rl-dtensor", extras={"cpu": ("float8",), "cuda": ("float8"
 
 
 def check_mesh(section: Any, config: RunConfig) -> Iterable[Problem]:
-    """Yield the problems of the mesh and, if the model's config is on this machine, of the mesh with the model."""
+    """Yield the problems of the mesh, and of mesh and images with the model, if its config is on this machine."""
     backend = section.dtensor_cfg
     model = local_hf_config(section)
     yield from combination_problems(backend)
     yield from shape_problems(backend, model)
     yield from kernel_problems(backend, model)
-
-
-def check_vision(section: Any, config: RunConfig) -> Iterable[Problem]:
-    """Return the settings that do not go with a vision-language model."""
-    return vision_problems(section.vision, section.dtensor_cfg, local_whole_config(section))
+    yield from vision_problems(section.vision, backend, local_whole_config(section))
 
 
 UNSUPPORTED_OPTIMIZERS = {
@@ -63,17 +59,13 @@ UNSUPPORTED_OPTIMIZERS = {
 
 
 def check_device(section: Any, config: RunConfig) -> Iterable[Problem]:
-    """Yield the settings that the run's device, or the model's precision, cannot run."""
+    """Yield the settings that the run's device, the model's precision, or a draft head does not support."""
     device = DEVICES.get(config.cluster.device)  # `auto` may still become any device.
     backend, precision = section.dtensor_cfg, section.precision
     yield from optimizer_problems(section, UNSUPPORTED_OPTIMIZERS, device)
     yield from device_problems(backend, precision=precision, device=device)
     yield from low_precision_problems(backend, section.lora_cfg, precision=precision, device=device)
-
-
-def check_draft_head(section: Any, config: RunConfig) -> Iterable[Problem]:
-    """Return the settings that do not go with a draft head that trains."""
-    return draft_head_problems(section, section.dtensor_cfg)
+    yield from draft_head_problems(section, backend)
 
 
 def kernels(config: DTensorConfig) -> tuple[Requirement, ...]:
@@ -131,7 +123,7 @@ PLUGIN = BackendPlugin(
     further=kernels,
     images=VISION,
     ranks=num_ranks,
-    checks=(check_mesh, check_vision, check_device, check_draft_head),
+    checks=(check_mesh, check_device),
     preflight="rl_dtensor.preflight:check",
     selfcheck="rl_dtensor.selfcheck:cases_of",
     mesh_case=mesh_case,

@@ -20,7 +20,7 @@ from rl_dtensor.config import DTensorConfig
 from rl_dtensor.model.kernels import kernel_of
 from rl_dtensor.model.layers.compilation import compiler_problem
 from rl_dtensor.model.layers.low_precision import import_problem
-from rl_dtensor.parallel.deep_ep import deep_ep_buffer
+from rl_dtensor.parallel.dispatch import deep_ep_buffer
 from rl_dtensor.training.step import build_sharded_optimizer
 
 

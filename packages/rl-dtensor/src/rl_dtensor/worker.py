@@ -15,9 +15,8 @@ from rl_dtensor.config import DTensorConfig
 from rl_dtensor.model.build import build_model
 from rl_dtensor.parallel.accumulation import GradientMemory, keeps_whole_gradients
 from rl_dtensor.parallel.mesh import Mesh
-from rl_dtensor.training.gradients import grad_norm
 from rl_dtensor.training.state import ModelResidency, TrainingState
-from rl_dtensor.training.step import DTensorModel, ShardedOptimizer, build_sharded_optimizer
+from rl_dtensor.training.step import DTensorModel, ShardedOptimizer, build_sharded_optimizer, grad_norm
 
 
 class DTensorWorker(TrainingWorker):
@@ -31,7 +30,7 @@ class DTensorWorker(TrainingWorker):
         config: The model; master weights are float32 if it trains.
         backend: This backend's settings.
         spec: Its purpose. A reference has the weights at `config.model_name`, also after a `load`.
-        rendezvous: Place at which the ranks meet.
+        rendezvous: Meeting point of the ranks.
 
     Raises:
         ValueError: If files, config, role and settings do not fit together.
@@ -54,17 +53,18 @@ def build_parts(
     memory = GradientMemory.of(model.parameters(), cpu_offload=backend.cpu_offload)
     keeps_whole = spec.trains and keeps_whole_gradients(backend.gradient_accumulation, memory, mesh)
     policy = DTensorModel(model, mesh, keeps_whole_gradients=keeps_whole)
-    built = None
+    head_parts, resident_head = None, None
     if config.draft_head is not None and spec.trains:
         # The module imports the code of a family, which other policies do not need.
         from rl_dtensor.draft_head.build import build_draft_head
 
-        built = build_draft_head(config, config.draft_head, backend, policy, mesh)
+        head, head_parts = build_draft_head(config, config.draft_head, backend, policy, mesh)
+        resident_head = head, head_parts.optimizer.inner
     return TrainingParts(
         policy,
         model.weights,
         None if inner is None else ShardedOptimizer(inner, model, lambda: grad_norm(model, mesh)),
         TrainingState(model, inner, mesh),
-        ModelResidency(model, inner, mesh.kind, None if built is None else (built.head, built.parts.optimizer.inner)),
-        None if built is None else built.parts,
+        ModelResidency(model, inner, mesh.kind, resident_head),
+        head_parts,
     )

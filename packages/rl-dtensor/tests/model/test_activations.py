@@ -5,8 +5,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_dtensor.model.attention import ROWS
-from rl_dtensor.model.whole import decoder_layers
 from rl_dtensor.model.layers.recompute import activations_of
+from rl_dtensor.model.whole import decoder_layers
 
 SIZES = {
     "num_hidden_layers": 2,

@@ -11,11 +11,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_core.testing.exhaustive import exhaustive, partly_exhaustive
 from rl_dtensor.model.attention import ROWS
-from rl_dtensor.model.whole import decoder_layers
 from rl_dtensor.model.layers import compilation
 from rl_dtensor.model.layers.compilation import compile_layers
 from rl_dtensor.model.layers.fusion import fuse_layers
 from rl_dtensor.model.tiny import made_tiny, shrink
+from rl_dtensor.model.whole import decoder_layers
 
 LENGTHS = (7, 64, 33, 2, 128)
 

@@ -16,8 +16,8 @@ from rl_core.selfcheck.torch.selfcheck import case_on
 from rl_core.testing.exhaustive import partly_exhaustive
 from rl_core.testing.torch.interpreted import interpret_kernels
 from rl_dtensor.model.attention import ROWS
-from rl_dtensor.model.whole import decoder_layers
 from rl_dtensor.model.layers.fusion import fuse_layers
+from rl_dtensor.model.whole import decoder_layers
 from rl_dtensor.selfcheck import CHECK, MESHES, write_tiny
 
 

@@ -15,9 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rl_core.selfcheck.rank_pool import Rank
 from rl_core.torch.process_group import join_process_group
-from rl_dtensor.parallel.all_to_all import AllToAll, keeping_sizes
-from rl_dtensor.parallel.deep_ep import DeepEP
-from rl_dtensor.parallel.dispatch import Dispatch
+from rl_dtensor.parallel.dispatch import AllToAll, DeepEP, Dispatch, keeping_sizes
 
 HIDDEN, PER_RANK, NUM_CHOSEN = 6, 2, 3
 Routing = Sequence[Sequence[int]]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -31,22 +30,9 @@ from rl_dtensor.training.state import TrainingState
 from rl_dtensor.training.step import DTensorModel, ShardedOptimizer, build_sharded_optimizer
 
 
-@dataclass(frozen=True)
-class BuiltHead:
-    """A head, and its parts for the training worker.
-
-    Args:
-        head: This rank's part.
-        parts: Its parts.
-    """
-
-    head: ShardedHead
-    parts: HeadParts
-
-
 def build_draft_head(
     config: ModelConfig, settings: DraftHeadConfig, backend: DTensorConfig, policy: DTensorModel, mesh: Mesh
-) -> BuiltHead:
+) -> tuple[ShardedHead, HeadParts]:
     """Build on `meta`, shard, then load this rank's slices; collective. Parameters are float32.
 
     Args:
@@ -57,7 +43,7 @@ def build_draft_head(
         mesh: Mesh of both.
 
     Raises:
-        ValueError: If the files are not those of a head of this policy, or the settings exclude one.
+        ValueError: If the files do not hold a head of this policy, or the settings exclude one.
     """
     for problem in draft_head_problems(config, backend):
         raise ValueError(f"{problem.key}: {problem.message}")
@@ -90,7 +76,7 @@ def build_draft_head(
         ShardedOptimizer(inner, head, lambda: head.grad_norm(mesh)),
         TrainingState(head, inner, mesh),
     )
-    return BuiltHead(head, parts)
+    return head, parts
 
 
 def _head_in(
@@ -128,7 +114,7 @@ def _head_in(
 
 
 class HeadWeights:
-    """The `rl_core.torch.training.backend.RankWeights` of a head, by the names of its files.
+    """The `rl_core.torch.training.backend.RankWeights` of a head, by file names.
 
     Args:
         head: This rank's part.

@@ -81,7 +81,7 @@ class HeadShape:
 
         Args:
             folder: Folder of its files.
-            names: Names of the tensors in them.
+            names: Tensors in them.
             num_layers: Number of layers of the policy.
             policy_width: Hidden size of the policy.
             vocabulary: Number of tokens of the policy.
@@ -168,7 +168,7 @@ class DraftLayer(nn.Module):
             embedded: `[1, tokens, hidden]`, embeddings of the tokens.
             hidden: `[1, tokens, hidden]`, hidden states of the tokens before them.
             cos_sin: Rotary embedding of the places of the tokens before them.
-            past: Keys and values of earlier passes, to which this pass adds its own.
+            past: Keys and values of earlier passes; this pass adds its own.
             layout: Rows of the pass.
         """
         normed = self.hidden_norm(hidden)

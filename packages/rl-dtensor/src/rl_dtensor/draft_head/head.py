@@ -62,7 +62,7 @@ class PolicyStates:
 class Head(nn.Module):
     """A head, whose forward pass gives the losses of drafts that begin at every token.
 
-    The names of its parameters are the names in the files, as `pieces` has them. Its forward pass is the pass of an
+    `pieces` gives the file names of its parameters. Its forward pass is the pass of an
     FSDP root, so all weights are gathered while the losses are computed.
 
     Attributes:
@@ -106,7 +106,7 @@ class Head(nn.Module):
             embedded: `[1, tokens, hidden]`, embeddings of the tokens.
             hidden: `[1, tokens, hidden]`, hidden states of the tokens before them.
             places: int64 `[1, tokens]`, places of the tokens before them in their rows.
-            past: Keys and values of earlier passes, to which this pass adds its own.
+            past: Keys and values of earlier passes; this pass adds its own.
             layout: Rows of the pass.
         """
         raise NotImplementedError
@@ -120,7 +120,7 @@ class Head(nn.Module):
         raise NotImplementedError
 
     def names_among(self, names: Collection[str]) -> set[str]:
-        """Return the names of the head's own tensors among the tensors of a folder."""
+        """Return the head's own tensors among the tensors of a folder, by name."""
         raise NotImplementedError
 
     def rebuild_rotary(self, device: torch.device) -> None:
@@ -199,7 +199,7 @@ def attending_from_drafts(attend: Attend, past: list[KeysAndValues]) -> Attend:
 
     Args:
         attend: Kernel of the first pass.
-        past: Keys and values of earlier passes, to which this pass adds its own.
+        past: Keys and values of earlier passes; this pass adds its own.
     """
 
     def attended(query: Tensor, key: Tensor, value: Tensor, segments: Segments, softmax: Softmax) -> Tensor:

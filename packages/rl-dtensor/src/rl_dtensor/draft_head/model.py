@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
@@ -29,8 +29,7 @@ from rl_dtensor.model.whole import decoder_layers
 from rl_dtensor.parallel.accumulation import Accumulation
 from rl_dtensor.parallel.fsdp import local, whole
 from rl_dtensor.parallel.mesh import Mesh
-from rl_dtensor.training.gradients import norm_of
-from rl_dtensor.training.step import DTensorModel
+from rl_dtensor.training.step import DTensorModel, norm_of
 
 
 class ShardedHead:
@@ -63,7 +62,9 @@ class ShardedHead:
 
     def reshard_all(self) -> None:
         """Free every gathered parameter."""
-        cast("FSDPModule", self.module).reshard()
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 class DraftHeadModel:
@@ -79,6 +80,7 @@ class DraftHeadModel:
         self._head = head
         self._policy = policy
         self._mesh = mesh
+        self.image_columns: Callable[[Batch], Mapping[str, np.ndarray]] = no_images  # Rows with images are refused.
         self._accumulation = Accumulation(cast("FSDPModule", head.module), keeps_whole=False)
         self.shape = None
         self.pipeline = Pipeline()
@@ -92,10 +94,6 @@ class DraftHeadModel:
     def extra_columns(self, batch: Batch, *, for_loss: bool) -> Mapping[str, Ragged]:
         """Return the columns that the pass of the policy takes."""
         return self._policy.extra_columns(batch, for_loss=False)
-
-    def image_columns(self, batch: Batch) -> Mapping[str, np.ndarray]:
-        """Return no columns; rows with images are refused."""
-        return no_images(batch)
 
     def read(self, run: Pass) -> list[Any]:
         """Return losses of drafts without gradients."""

@@ -24,7 +24,7 @@ FAMILIES = ("deepseek_v3", "glm4_moe")
 """Types of the models whose files may hold one."""
 
 COUNT = "num_nextn_predict_layers"
-"""Field of the config: number of such layers in the files, after those of the model."""
+"""Field of the config: number of such layers in the files, after the layers of the model."""
 
 OF_THE_POLICY = ("embed_tokens.weight", "shared_head.head.weight")
 """Tensors that the files have for the layer too, and that engines take from the model."""

@@ -7,13 +7,14 @@ from itertools import groupby
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from rl_core.torch.generation.row import Row, draw
 from rl_dtensor.generation.cache import Kind, RowCache, has_states
-from rl_dtensor.generation.images import TEXT, PromptImages
+from rl_dtensor.generation.images import PromptImages
 from rl_dtensor.model.layers.replay import RoutingRecorder
 
 
@@ -63,18 +64,21 @@ class DecodingBatch:
         for index, row in enumerate(rows):
             tokens[index, columns - lengths[index] :] = torch.from_numpy(row.request.token_ids)
         cache = RowCache(self._kinds)
-        shown = TEXT if self._images is None else self._images.of([row.request for row in rows], tokens)
-        if shown.axes is None:
+        of_images: Mapping[str, Any] = {}
+        axes_of_rows: Sequence[np.ndarray] | None = None
+        if self._images is not None:
+            of_images, axes_of_rows = self._images.of([row.request for row in rows], tokens)
+        if axes_of_rows is None:
             start = torch.tensor([[columns - length] for length in lengths])
             places = (torch.arange(columns)[None] - start).clamp(min=0)
         else:
             places = torch.zeros(3, len(lengths), columns, dtype=torch.int64)
-            for index, (axes, length) in enumerate(zip(shown.axes, lengths, strict=True)):
+            for index, (axes, length) in enumerate(zip(axes_of_rows, lengths, strict=True)):
                 places[:, index, columns - length :] = torch.from_numpy(axes.T)
-        logits = self._forward(tokens, lengths, cache, places, shown.arguments)
+        logits = self._forward(tokens, lengths, cache, places, of_images)
         shifts = [0] * len(lengths)
-        if shown.axes is not None:  # An image has more tokens than places.
-            shifts = [int(row.max()) + 1 - length for row, length in zip(shown.axes, lengths, strict=True)]
+        if axes_of_rows is not None:  # An image has more tokens than places.
+            shifts = [int(row.max()) + 1 - length for row, length in zip(axes_of_rows, lengths, strict=True)]
         add_routing(self._recorder, rows, lengths)
         continuing = sample_next(rows, logits, version)
         if not continuing:
@@ -123,7 +127,7 @@ class DecodingBatch:
         Args:
             tokens: Int64 `[rows, new]`.
             lengths: Number of each row's tokens, these included.
-            cache: Cache of the tokens before, to which these are added.
+            cache: Cache of the tokens before; these are added to it.
             positions: Int64 `[rows, new]`, or `[3, rows, new]` in time, height and width.
             of_images: Arguments of the model for the images among these tokens.
         """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -67,6 +67,8 @@ class HFDecoder:
         else:
             self._batch = DecodingBatch(module, kinds, self._device, recorder, images)
         self._residency = ModuleResidency(module, device)
+        self.drop_cancelled = self._batch.drop_cancelled
+        self.clear: Callable[[], list[Row]] = self._batch.clear
 
     @property
     def vocab_size(self) -> int:
@@ -120,14 +122,6 @@ class HFDecoder:
         self._batch.step(version)
         return num_rows
 
-    def drop_cancelled(self) -> None:
-        """Drop rows whose requests were cancelled."""
-        self._batch.drop_cancelled()
-
-    def clear(self) -> list[Row]:
-        """Drop all rows and their cache; return the rows."""
-        return self._batch.clear()
-
     @torch.inference_mode()
     def score(self, token_ids: np.ndarray) -> np.ndarray:
         """Return float32 `[tokens]`, logprobs of given tokens at temperature 1; the first is 0."""
@@ -159,7 +153,7 @@ class HFDecoder:
             start, size = start + len(part), following_size
 
     def adoption(self, manifest: Manifest) -> WeightAdoption:
-        """Prepare for these weights, which come by the names and in the parts of the model's files."""
+        """Prepare for these weights, which come in the parts of the model's files."""
         return WeightAdoption(self.module, manifest, FileNames(self.module))
 
     def offload(self) -> None:
@@ -178,7 +172,7 @@ class WeightAdoption:
     """One weight version on its way into a model, whose tensors are overwritten in place and checked before use.
 
     Args:
-        names: Names of its tensors in its files, which may hold parts of them; None if they are the model's names.
+        names: Tensors of its files, which may hold parts of the model's; None if they are the same.
 
     Raises:
         WeightSyncError: Naming tensors that the model does not have, that the manifest leaves out, of another shape, or
@@ -231,7 +225,7 @@ class WeightAdoption:
         refuse_tensors(self._manifest, stale, "the engine computes with a stale")
 
     def _split(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return tensors of the model by the names in its files."""
+        """Return tensors of the model by file name."""
         if self._names is None:
             return dict(tensors)
         return {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +20,12 @@ from rl_core.torch.host_arrays import to_device
 from rl_dtensor.model.vision.columns import AXES, PREFIX, ImageColumns, ProcessedImages
 from rl_dtensor.model.vision.families import PIXELS, VISION_FAMILIES, as_computed
 
+ShownRows = tuple[Mapping[str, Any], Sequence[np.ndarray] | None]
+"""Images of whole prompts, for a pass over them.
 
-@dataclass(frozen=True)
-class ShownRows:
-    """The images of whole prompts, for a pass over them.
-
-    Args:
-        arguments: Further arguments of the model: pixels, and their grids or masks.
-        axes: Int64 `[tokens, 3]` of each row, the places of its tokens in time, height and width; None if the family
-            has one place for each token, or no row has images.
-    """
-
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    axes: Sequence[np.ndarray] | None = None
-
-
-TEXT = ShownRows()
-"""Prompts without images."""
+Further arguments of the model: pixels, and their grids or masks; and int64 `[tokens, 3]` of each row, the places of its
+tokens in time, height and width. The latter is None if the family has one place for each token, or no row has images.
+"""
 
 
 class PromptImages:
@@ -72,12 +60,12 @@ class PromptImages:
         """Return the images of prompts for a pass.
 
         Args:
-            requests: Prompts, each of which `check` accepts.
-            tokens: Int64 `[rows, columns]` on the host, left-padded with a token that stands for no image.
+            requests: Prompts that `check` accepts.
+            tokens: Int64 `[rows, columns]` on the host, left-padded with a token that is not an image token.
         """
         columns = self._columns(_batch_of(requests))
         if not columns:
-            return TEXT
+            return {}, None
         names = self._family.columns
         held = dict(zip(names, to_device([columns[PREFIX + name] for name in names], self._device), strict=True))
         arguments: dict[str, Any] = {**held, PIXELS: as_computed(held[PIXELS], self._compute)}
@@ -89,7 +77,7 @@ class PromptImages:
         if AXES in columns:
             ends = np.cumsum([len(request.token_ids) for request in requests])[:-1]
             axes = np.split(columns[AXES], ends)
-        return ShownRows(arguments, axes)
+        return arguments, axes
 
 
 def _batch_of(requests: Sequence[GenerationRequest]) -> Batch:

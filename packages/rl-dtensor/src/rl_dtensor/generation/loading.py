@@ -59,15 +59,18 @@ def load_model(model: ModelConfig, attn_implementation: str, device: torch.devic
             f"{remedy} another policy.generation.backend"
         )
     fields = config.get_text_config().to_dict()
+    # Whole vision-language models take `sdpa`.
+    family: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    has_sdpa = family is None or bool(family._supports_sdpa)
     if attn_implementation == "auto":
-        computes = not fields.get("attn_logit_softcapping") and _has_sdpa(config)
+        computes = not fields.get("attn_logit_softcapping") and has_sdpa
         attn_implementation = "sdpa" if computes else "eager"
     if fields.get("attn_logit_softcapping") and attn_implementation == "sdpa":
         raise ConfigError(
             f"sdpa computes attention without the softcap that {model.model_name} has; "
             "set hf_cfg.attn_implementation=eager"
         )
-    if attn_implementation == "sdpa" and not _has_sdpa(config):
+    if attn_implementation == "sdpa" and not has_sdpa:
         raise ConfigError(
             f"transformers does not compute the attention of {model.model_name} with sdpa; set "
             "hf_cfg.attn_implementation=eager"
@@ -114,14 +117,6 @@ def _keep_float32(hf: PreTrainedModel, folder: Path) -> None:
         for entry in wider:
             for piece in catalog.sources(entry, files.names) or ():
                 read_into(opened, piece, held[entry.name])
-
-
-def _has_sdpa(config: PreTrainedConfig) -> bool:
-    """Return whether the family's code takes `sdpa`; whole vision-language models do."""
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return True
-    family: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    return bool(family._supports_sdpa)
 
 
 @torch.inference_mode()

@@ -23,7 +23,7 @@ from rl_dtensor.parallel.collectives import exchange, gather
 from rl_dtensor.parallel.experts import expert_modules
 
 ROWS = "rl_rows"
-"""Name under which `transformers` models find this attention."""
+"""Name of this attention for `transformers` models."""
 
 INERT = frozenset({"use_cache", *TransformersKwargs.__annotations__})
 """Keyword arguments that models pass on to every attention function, and that do not change its result."""

@@ -29,7 +29,7 @@ from rl_dtensor.model.layers.low_precision import fit_to_ranks, formats_of, lowe
 from rl_dtensor.model.layers.recompute import checkpoint_activations, recompute_plan
 from rl_dtensor.model.layers.replay import Replay
 from rl_dtensor.model.layout import Alignment, Context, lay_out
-from rl_dtensor.model.loading import check_logits, check_packing, probe_row, rebuild_buffers, set_head
+from rl_dtensor.model.loading import check_logits, check_packing, probe_row, rebuild_buffers
 from rl_dtensor.model.model import ReadingModel, ShardedModel
 from rl_dtensor.model.precision import Kept, widen
 from rl_dtensor.model.settings import (
@@ -43,11 +43,9 @@ from rl_dtensor.model.tiny import is_dropout
 from rl_dtensor.model.vision.vision import VisionParts, vision_of
 from rl_dtensor.model.weights import SCORE, Catalog, ShardedWeights, persistent, tied_pairs
 from rl_dtensor.model.whole import LM_HEAD, decoder_layers, fix_frequencies, model_on_meta, shape_of
-from rl_dtensor.parallel.all_to_all import AllToAll
-from rl_dtensor.parallel.deep_ep import DeepEP
-from rl_dtensor.parallel.dispatch import Dispatch
+from rl_dtensor.parallel.dispatch import AllToAll, DeepEP, Dispatch
 from rl_dtensor.parallel.experts import expert_modules, split_experts
-from rl_dtensor.parallel.fsdp import ends_of, shard_model, units_of
+from rl_dtensor.parallel.fsdp import ends_of, local, local_slices, shard_model, units_of
 from rl_dtensor.parallel.mesh import Mesh
 from rl_dtensor.parallel.plan import plan_of
 from rl_dtensor.parallel.sizes import shape_problems
@@ -69,7 +67,7 @@ def build_model(
     hf_config = read_hf_config(folder, config.hf_config_overrides, is_whole=config.vision.enabled)
     text = hf_config.get_text_config()
     fields = text.to_dict()
-    # Fields are also known by the names that most families have for them.
+    # Checks use the field names of most families.
     fields |= {name: fields[own] for name, own in text.attribute_map.items() if own in fields}
     problems = (
         *vision_build_problems(config.vision, backend, hf_config, spec.role),
@@ -93,7 +91,9 @@ def build_model(
         if is_headless and chunk.is_last and SCORE not in files.names:
             std = chunk.hf.config.get_text_config().initializer_range
             score = cast("nn.Linear", chunk.hf.get_submodule("score"))
-            set_head(score, new_head(spec.role, score.weight.shape, std=std, seed=initial.seed))
+            full = new_head(spec.role, score.weight.shape, std=std, seed=initial.seed)
+            with torch.no_grad():
+                local(score.weight).copy_(full[local_slices(score.weight)])
     if not is_headless:
         on_all_ranks(mesh.control, lambda: check_logits(model, mesh))
         on_all_ranks(mesh.control, lambda: check_packing(model, mesh))
@@ -204,7 +204,7 @@ class _Builder:
         )
 
     def _prepare(self, hf: PreTrainedModel, kept: Kept) -> PreTrainedModel:
-        """Give a model the dtypes that it is held in, and adapters if the config asks for them."""
+        """Give a model its dtypes, and adapters if the config enables them."""
         if self.fuses:
             fuse_layers(hf, decoder_layers(hf))
         if self.dispatch is not None:
@@ -262,7 +262,7 @@ class _Builder:
         is_last = stages is None or stage == stages.count - 1
         vocab, final_norm, plan = None, None, {}
         if sizes.tp > 1:
-            # The names in the plan and the size of the head are those of the whole model, before it is cut.
+            # The plan and the size of the head belong to the whole model, before it is cut.
             plan = plan_of(hf, backend.custom_parallel_plan, decoder_layers(hf))
             final_norm = Stages.of(hf, 1).final_norm if backend.sequence_parallel and is_last else None
             if not self.is_headless:

@@ -49,11 +49,6 @@ class Softmax:
     sinks: Tensor | None = None
 
     @property
-    def is_plain(self) -> bool:
-        """Return whether scores are the scaled products and nothing else."""
-        return self.softcap is None and self.sinks is None
-
-    @property
     def flash_window(self) -> tuple[int, int]:
         """Numbers of tokens seen before and after each, as flash attention counts them."""
         return (-1 if self.window is None else self.window - 1, 0)
@@ -257,9 +252,8 @@ def _capped(softcap: float) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor]
     return capped
 
 
-@cache
-def _compiled_flex() -> Any:
-    return torch.compile(flex_attention)  # Uncompiled, it makes all scores.
+_compiled_flex = cache(partial(torch.compile, flex_attention))
+"""Flex attention that does not make all scores, as the uncompiled one does."""
 
 
 @lru_cache(maxsize=8)
@@ -327,10 +321,11 @@ def _flash(package: str, remedy: str, *, takes_dropout: bool = False) -> Attend:
 def _auto(query: Tensor, key: Tensor, value: Tensor, segments: Segments, softmax: Softmax) -> Tensor:
     """Attend on GPUs by torch's flash attention, or by flex for other scores, if these can run; else row by row."""
     on_gpu = query.is_cuda and softmax.dropout == 0.0
-    if not softmax.is_plain or segments.blocks is not None:
+    is_plain = softmax.softcap is None and softmax.sinks is None
+    if not is_plain or segments.blocks is not None:
         if on_gpu and min(query.shape[-1], value.shape[-1]) >= MIN_FLEX_DIM:
             return _flex(query, key, value, segments, softmax)
-        row = _sdpa_row if softmax.is_plain else _eager_row
+        row = _sdpa_row if is_plain else _eager_row
         return _by_row(query, key, value, segments, softmax, attend_row=row)
     if on_gpu and query.dtype in HALF and len(query) == 1 and max(query.shape[-1], value.shape[-1]) <= MAX_FLASH_DIM:
         return _varlen(query, key, value, segments, softmax)

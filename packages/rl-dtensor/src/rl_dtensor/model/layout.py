@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,8 +23,7 @@ IMAGE_BLOCKS = "image_blocks"
 Rows without such images lack the column."""
 
 
-@dataclass(frozen=True)
-class Context:
+class Context(NamedTuple):
     """The ranks that share the tokens of each row.
 
     Each holds two of `2 size` equal chunks of the sequence, the i-th and the i-th from the end, so that under a causal
@@ -37,8 +36,7 @@ class Context:
     method: str
 
 
-@dataclass(frozen=True)
-class Alignment:
+class Alignment(NamedTuple):
     """Constraints that the layout of a forward pass must meet.
 
     Args:
@@ -50,8 +48,7 @@ class Alignment:
     context: Context | None = None
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """Consecutive queries, and the keys of their row up to the last of them.
 
     Args:
@@ -79,7 +76,7 @@ class Segments:
         lengths: Queries and keys of each segment.
         longest: Maximum number of queries, and of keys, in a segment.
         query_ends: Int32 `[segments + 1]`, where queries start and end.
-        key_ends: Int32 `[segments + 1]`, where keys start and end, those of all segments one after another.
+        key_ends: Int32 `[segments + 1]`, where keys start and end, for all segments one after another.
         keys: Int64 indices of those keys in the sequence; None if they are the sequence.
         blocks: Int64 `[batch, length]`, the image of each token of the sequence, whose tokens see one another; -1 for
             text. None if no tokens see what follows them.

@@ -6,14 +6,14 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from rl_core.data.batch import TOKENS
 from rl_core.model import LOGPROBS
 from rl_core.torch.loss import Rows
 from rl_dtensor.model.model import ShardedModel
-from rl_dtensor.parallel.fsdp import local, local_slices
+from rl_dtensor.parallel.fsdp import local
 from rl_dtensor.parallel.mesh import Mesh
 from rl_dtensor.parallel.stages import AbsentModule
 
@@ -51,12 +51,6 @@ def rebuild_buffers(hf: PreTrainedModel) -> None:
         raise ValueError(f"{hf.config.model_type} models do not say how to fill {', '.join(unfilled)}")
 
 
-def set_head(head: nn.Linear, full: Tensor) -> None:
-    """Fill this rank's part of a head from its whole weights."""
-    with torch.no_grad():
-        local(head.weight).copy_(full[local_slices(head.weight)])
-
-
 def _init_buffers(hf: PreTrainedModel, module: nn.Module) -> None:
     """Run a model's own initialisation of a module's buffers and leave its parameters, which files fill, unchanged."""
     held = module._parameters
@@ -78,7 +72,7 @@ def _init_buffers(hf: PreTrainedModel, module: nn.Module) -> None:
 
 
 def check_logits(model: ShardedModel, mesh: Mesh) -> None:
-    """Compare a few tokens' logits with those of the model's own forward pass, on the ranks that hold the head."""
+    """Compare a few tokens' logits with the logits of the model's own forward pass, on the ranks that hold the head."""
     last = model.chunks[-1]
     if not last.is_last:
         return
@@ -108,7 +102,7 @@ def check_logits(model: ShardedModel, mesh: Mesh) -> None:
 
 
 def check_packing(model: ShardedModel, mesh: Mesh) -> None:
-    """Compare the reads of a row that follows another with the reads of the row by itself.
+    """Compare the reads of a row that follows another with its reads as the only row.
 
     Runs only if one rank sees whole rows and all layers.
     """
@@ -133,6 +127,6 @@ def check_packing(model: ShardedModel, mesh: Mesh) -> None:
 
 
 def probe_row(config: PreTrainedConfig, device: torch.device) -> Rows:
-    """Return a row of different tokens; padding alone would have an embedding of zeros."""
+    """Return a row of different tokens; padding would have an embedding of zeros."""
     tokens = torch.arange(1, 5, device=device) % config.get_text_config().vocab_size
     return Rows(torch.tensor([0, len(tokens)], device=device), {TOKENS: tokens})

@@ -26,12 +26,12 @@ from rl_dtensor.model.layout import Alignment, RowLayout, lay_out
 from rl_dtensor.model.vision.vision import Vision
 from rl_dtensor.model.weights import ShardedWeights, persistent
 from rl_dtensor.parallel.body import body_of
+from rl_dtensor.parallel.collectives import to_local
 from rl_dtensor.parallel.fsdp import local
-from rl_dtensor.parallel.local_parameters import to_local
 from rl_dtensor.parallel.mesh import Mesh
 
 ADAPTER_DROPOUT = "lora_dropout"
-"""Part of the names of the modules that drop inputs of adapters."""
+"""Part of the name of modules that drop inputs of adapters."""
 
 
 class ReadingModel(nn.Module):
@@ -40,7 +40,7 @@ class ReadingModel(nn.Module):
     Its forward is the FSDP root's, so the head's weight is gathered while the reads are computed.
 
     Args:
-        hf: The model; its names are those of the checkpoint.
+        hf: The model, with the parameter names of the checkpoint.
         role: Purpose of the model, which decides how the head is read.
         attend: Kernel of its attention, if that takes the layout of rows.
         chunk_size: Tokens whose logits exist at one time; None for the default.
@@ -166,7 +166,7 @@ class ReadingModel(nn.Module):
         return {**first, **self.rows_of(layout)}
 
     def rows_of(self, layout: RowLayout) -> dict[str, Any]:
-        """Return arguments by which attention finds where rows start and end, and the place of each token in its row.
+        """Return arguments that show attention where rows start and end, and the place of each token in its row.
 
         A family that takes no places counts from the first token of each row, which is then padded.
         """
@@ -189,6 +189,9 @@ class ShardedModel:
             no stage has any.
         is_adapted: True if the model has adapters, on this rank or another.
         asks_for_dropout: True if the user set the model's dropout, which is then active under every loss.
+
+    Attributes:
+        hf: Hugging Face model of the last chunk, for its config.
     """
 
     def __init__(
@@ -207,6 +210,7 @@ class ShardedModel:
     ) -> None:
         self.asks_for_dropout = asks_for_dropout
         self.chunks = list(chunks)
+        self.hf = self.chunks[-1].hf
         self.stages_here = list(stages_here)
         self.num_stages = num_stages
         self.compute = compute
@@ -215,11 +219,6 @@ class ShardedModel:
         self.replicated = replicated
         self._is_adapted = is_adapted
         self._split_tokens = mesh.sizes.tp if chunks[0].tokens_are_split else 1
-
-    @property
-    def hf(self) -> PreTrainedModel:
-        """Hugging Face model of the last chunk, for its config."""
-        return self.chunks[-1].hf
 
     def parameters(self) -> list[nn.Parameter]:
         """Return all parameters of this rank."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Set
-from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,12 +25,11 @@ _FAMILY_ERRORS = (AssertionError, AttributeError, IndexError, KeyError, RuntimeE
 """Errors of a family's code for a dtype that it did not foresee."""
 
 
-@dataclass(frozen=True)
-class Kept:
+class Kept(NamedTuple):
     """Names of parameters and persistent buffers that stay float32.
 
     Args:
-        stored: Tensors that are held, saved and sent in float32.
+        stored: Tensors that are float32 in memory, in checkpoints and in transfers.
         computed: Tensors among these that the model also computes with in float32. The others are cast for each pass,
             as `transformers` casts them.
     """
@@ -48,9 +46,9 @@ class Kept:
 
         Args:
             hf: The whole model, built in the compute dtype, without adapters.
-            catalog: Its weights by their names in the files.
+            catalog: Its weights by their file names.
             files: Files of the model, whose dtypes are compared.
-            compute: Dtype in which the model computes.
+            compute: Compute dtype of the model.
         """
         if compute == torch.float32:
             return cls()
@@ -61,12 +59,12 @@ class Kept:
 
 
 def kept_by_family(hf: PreTrainedModel, compute: torch.dtype) -> set[str]:
-    """Return the names of the tensors that `transformers` keeps in float32 when it loads a family in another dtype:
+    """Return the tensors, by name, that `transformers` keeps in float32 when it loads a family in another dtype:
     the ones that the class lists, and the ones that the code makes in float32.
 
     Args:
         hf: Model, built in the compute dtype.
-        compute: Dtype in which the model computes.
+        compute: Compute dtype of the model.
     """
     plan = hf._get_dtype_plan(compute)
     pattern = build_glob_alternation(list(plan))[0] if plan else None
@@ -79,7 +77,7 @@ def kept_by_family(hf: PreTrainedModel, compute: torch.dtype) -> set[str]:
 
 
 def kept_by_files(catalog: Catalog, files: WeightFiles) -> set[str]:
-    """Return the names of the tensors that are float32 in files whose other tensors are not, if the model is of lower
+    """Return the tensors, by name, that are float32 in files whose other tensors are not, if the model is of lower
     precision by its config, or by most of its values."""
     wide = float32_among_others(files)
     sources = {entry.name: catalog.sources(entry, files.names) for entry in catalog.entries}
@@ -89,7 +87,7 @@ def kept_by_files(catalog: Catalog, files: WeightFiles) -> set[str]:
 def computed_in_float32(
     config: PreTrainedConfig, by_family: Set[str], by_files: Set[str], compute: torch.dtype
 ) -> set[str]:
-    """Return the names of the tensors that a family's code computes with in float32 among another dtype.
+    """Return the tensors, by name, that a family's code computes with in float32 among another dtype.
 
     Passes of a tiny model of the family show them. Experts, which are split over ranks, are never among them.
 
@@ -98,7 +96,7 @@ def computed_in_float32(
         by_family: Tensors that the family keeps. They are assumed to compute so if no tiny model can be made, or the
             tiny model does not have them.
         by_files: Tensors that only files keep.
-        compute: Dtype in which the rest of the model computes.
+        compute: Compute dtype of the rest of the model.
     """
     if not by_family and not by_files:
         return set()
@@ -132,7 +130,7 @@ def widen(hf: PreTrainedModel, names: Set[str] | None = None) -> None:
 
     Args:
         hf: Model, changed in place.
-        names: Names of the tensors to widen; all of lower precision if None. Buffers that no file holds keep the dtype
+        names: Tensors to widen; all of lower precision if None. Buffers that no file holds keep the dtype
             of the family's code.
     """
     for name, tensor in persistent(hf).items():

@@ -30,7 +30,7 @@ ONLY_WITH_IMAGES = ("qwen2_5_vl", "qwen3_vl")
 SIZED = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
 """Families whose image processors scale images to a number of pixels."""
 BOTH_WAYS = ("gemma3",)
-"""Families in which the tokens of an image see one another."""
+"""Families whose image tokens see one another."""
 
 
 def without_softcap(backend: AttentionBackend) -> Problem | None:

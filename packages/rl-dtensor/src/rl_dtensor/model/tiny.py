@@ -25,7 +25,7 @@ SMALL: Mapping[str, Any] = {
     "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_dense_layers": 1, "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 24, "shared_intermediate_size": 24,
 }  # fmt: skip
-"""Sizes of the tiny model, for the fields to which the family's config gives a value, under whatever name."""
+"""Sizes of the tiny model, for the fields that have a value in the family's config, under whatever name."""
 
 UNSET = ("head_dim", "num_key_value_heads", "num_experts_per_tok", "n_routed_experts", "n_shared_experts")
 """Fields that may have no value by default; not every family's code does without one."""

@@ -1,4 +1,4 @@
-"""The weights of a whole model by their names in its files. A rank holds parts of some of them."""
+"""The weights of a whole model by file name. A rank holds parts of some of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,11 +32,10 @@ from rl_dtensor.parallel.mesh import Mesh
 
 SCORE = "score.weight"
 SHOWN = 8
-"""Maximum number of names in an error."""
+"""Maximum number of tensors that an error lists."""
 
 
-@dataclass(frozen=True)
-class WeightEntry:
+class WeightEntry(NamedTuple):
     """A parameter or persistent buffer of the whole model.
 
     Args:
@@ -64,7 +63,7 @@ class Catalog:
     Args:
         entries: Entries in the model's order, a shared parameter once.
         tied: Each further name of a shared parameter to its first.
-        tied_in_files: The same, by the names in the files.
+        tied_in_files: The same, by file names.
     """
 
     entries: tuple[WeightEntry, ...]
@@ -81,7 +80,7 @@ class Catalog:
         for name, tensor in persistent(hf).items():
             shape = tuple(tensor.shape)
             entries.append(WeightEntry(name, shape, tensor.dtype, tuple(names.pieces(name, shape)), stage_of(name)))
-        # Files have the layers for multi-token prediction after those of the model.
+        # Files have the layers for multi-token prediction after the layers of the model.
         text: Any = hf.config.get_text_config()
         first = getattr(text, "num_hidden_layers", 0)
         further = range(first, first + (getattr(text, "num_nextn_predict_layers", None) or 0))
@@ -94,12 +93,12 @@ class Catalog:
         return cls(tuple(entries), tied_names(hf), in_files, ignored, type(hf).__name__)
 
     def keeping(self, float32: Set[str]) -> Catalog:
-        """Return the catalog with these names of tensors that stay float32."""
-        entries = (replace(entry, keeps_float32=entry.name in float32) for entry in self.entries)
+        """Return the catalog with these tensors in float32."""
+        entries = (entry._replace(keeps_float32=entry.name in float32) for entry in self.entries)
         return replace(self, entries=tuple(entries))
 
     def problem(self, files: WeightFiles, *, new: Iterable[str] = (), foreign: Iterable[str] = ()) -> str:
-        """Return which weights are missing in files, or unexpected; empty if they are those of the model.
+        """Return which weights are missing in files, or unexpected; empty if the files match the model.
 
         Args:
             files: Files with the weights of the whole model.
@@ -149,6 +148,9 @@ class ShardedWeights:
         catalog: Catalog of the whole model.
         chunks: The parts of it that this rank holds, sharded.
         served: Name of each weight that generators get rounded, to its format.
+
+    Attributes:
+        tied: Name in the files of each tensor that is not sent, to the name of the tensor that it equals.
     """
 
     def __init__(
@@ -159,6 +161,7 @@ class ShardedWeights:
         served: Mapping[str, WeightFormat] = MappingProxyType({}),
     ) -> None:
         self.catalog = catalog
+        self.tied = catalog.tied_in_files
         self._served = served
         self._mesh = mesh
         self._tensors: dict[str, Tensor] = {}
@@ -169,11 +172,6 @@ class ShardedWeights:
                 self._tensors.setdefault(catalog.tied.get(plain, plain), tensor)
             self._adapters.update(adapters_of(hf))
 
-    @property
-    def tied(self) -> Mapping[str, str]:
-        """Name in the files of each tensor that is not sent, to the name of the tensor that it equals."""
-        return self.catalog.tied_in_files
-
     def held(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the parameters and persistent buffers of this rank by name."""
         yield from self._tensors.items()
@@ -183,7 +181,7 @@ class ShardedWeights:
 
         Args:
             files: Files with the weights of the whole model.
-            new: Names that the files need not have; those they lack are left alone.
+            new: Names that the files need not have; the others are not changed.
             foreign: Names that the files may have in addition to the model's own.
 
         Raises:
@@ -204,7 +202,7 @@ class ShardedWeights:
 
     @property
     def holders(self) -> Sequence[int]:
-        """All ranks."""
+        """Ranks that have whole tensors to send: all of them."""
         return range(self._mesh.world_size)
 
     def stream(
@@ -217,7 +215,7 @@ class ShardedWeights:
         served: bool = False,
     ) -> Iterator[Sequence[tuple[str, Tensor]]]:
         """Yield the whole tensors of each parameter, in the order of `specs`; collective. They are gathered one at a
-        time and reach all ranks, whatever is asked for.
+        time and always reach all ranks.
 
         Args:
             dtype: Name of the dtype of floating tensors, such as `bfloat16`, except those that are kept in float32.
@@ -241,7 +239,7 @@ class ShardedWeights:
     def adapters(self, dtype: str = "float32", *, everywhere: bool = True) -> Iterator[tuple[str, Tensor]]:
         """Yield the factors of every adapter, and a score head; collective.
 
-        All are whole on every rank, whatever is asked for.
+        All are always whole on every rank.
         """
         kind = getattr(torch, dtype)
         for weight, stage, factors in self._placed_adapters():
@@ -313,7 +311,7 @@ def tied_names(hf: PreTrainedModel) -> dict[str, str]:
 
 
 def tied_pairs(hf: PreTrainedModel) -> list[tuple[str, str]]:
-    """Return the names in the files of each two tensors that a model has as one."""
+    """Return each two file tensors, by name, that a model has as one."""
     names, held = FileNames(hf), persistent(hf)
 
     def in_files(name: str, owner: str) -> str:
@@ -379,8 +377,7 @@ Region = tuple[int | slice, ...]
 """Part of a parameter: an index removes a dim; dims that are left out are whole."""
 
 
-@dataclass(frozen=True)
-class FilePiece:
+class FilePiece(NamedTuple):
     """A tensor as the files have it.
 
     Args:

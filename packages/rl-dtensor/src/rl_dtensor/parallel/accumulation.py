@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -71,8 +70,7 @@ class Accumulation:
         self.before_backward(is_last=True)
 
 
-@dataclass(frozen=True)
-class GradientMemory:
+class GradientMemory(NamedTuple):
     """Bytes on a device that decide the choice of an accumulation.
 
     Args:

@@ -12,15 +12,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from transformers import PreTrainedModel
 
-from rl_dtensor.parallel.collectives import gather, split
-from rl_dtensor.parallel.local_parameters import distribute, localize
+from rl_dtensor.parallel.collectives import distribute, gather, localize, split
 
 NUM_ARGUMENTS = 3
 """Number of arguments of stacked experts: hidden states `[tokens, hidden]`, ids of the chosen experts and their weights
 `[tokens, k]`."""
 
 STACK_DIMS = 3
-"""Dims of the stacked weights of experts: experts, and those of each weight."""
+"""Dims of the stacked weights of experts: experts, and the dims of each weight."""
 
 WHOLE_EXPERTS = "set dtensor_cfg.expert_parallel_size=1 and tensor_parallel_size=1"
 
@@ -90,7 +89,7 @@ def split_experts(
         mesh: Mesh of the ranks that share the experts of each layer.
         grad_scale: Multiplies the gradients of experts. A rank's experts see the tokens of all these ranks, and FSDP2
             averages their gradients over fewer ranks than other gradients.
-        sharing: Ranks that have the same tokens, each of which is to dispatch a part; None if all have others.
+        sharing: Ranks that have the same tokens, and each dispatch a part; None if all have different tokens.
     """
     modules = expert_modules(hf)
     for module in modules:

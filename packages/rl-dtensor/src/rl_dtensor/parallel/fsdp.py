@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
 from itertools import chain
-from typing import cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +26,7 @@ LAYERS_AHEAD = 2
 layer, so that a gather which starts when the host reaches its layer starts too late."""
 
 
-@dataclass(frozen=True)
-class Units:
+class Units(NamedTuple):
     """Modules whose parameters are gathered, and whose gradients are reduced, in one collective each. The rest of the
     root is another unit.
 
@@ -72,7 +70,7 @@ def shard_model(
         replicated: Parameters that every rank keeps whole in their own dtype; their gradients are left to
             `average_replicated`.
         mesh: Mesh of the run.
-        compute: Dtype in which the model computes.
+        compute: Compute dtype of the model.
         cpu_offload: True to keep parameters, gradients and optimizer state in host memory.
     """
     offload = CPUOffloadPolicy(pin_memory=mesh.kind.pins_host_memory) if cpu_offload else OffloadPolicy()
@@ -80,25 +78,16 @@ def shard_model(
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
     in_float32 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
 
-    def shard(
-        unit: nn.Module | list[nn.Module],
-        *,
-        over: DeviceMesh = mesh.sharding,
-        precision: MixedPrecisionPolicy = policy,
-        frees_after_forward: bool | None = None,
-    ) -> None:
-        fully_shard(
-            unit,
-            mesh=over,
-            mp_policy=precision,
-            offload_policy=offload,
-            ignored_params=set(replicated),
-            reshard_after_forward=frees_after_forward,
-            shard_placement_fn=lambda each: _shard_of_stack(each, over.shape[-1]) if each in units.stacks else None,
-        )
+    def shard(unit: nn.Module | list[nn.Module], over: DeviceMesh = mesh.sharding, **options: Any) -> None:
+        def place(parameter: Tensor) -> Shard | None:
+            return _shard_of_stack(parameter, over.shape[-1]) if parameter in units.stacks else None
+
+        ignored = set(replicated)
+        options = {"mp_policy": policy, "offload_policy": offload, **options}
+        fully_shard(unit, mesh=over, ignored_params=ignored, shard_placement_fn=place, **options)
 
     for head in units.wide:
-        shard(head, precision=in_float32)
+        shard(head, mp_policy=in_float32)
     for module in [module for modules in units.experts.values() for module in modules]:
         shard(module, over=mesh.expert_sharding)
     for layer in (*units.tower, *units.layers):
@@ -109,7 +98,7 @@ def shard_model(
         cast("FSDPModule", units.embedding).set_unshard_in_backward(False)
     if units.end:
         # The backward pass needs them first, right after the forward pass needed them last.
-        shard(list(units.end), frees_after_forward=False)
+        shard(list(units.end), reshard_after_forward=False)
     shard(root)
     if units.stacks:
         # Each layer starts the gathers of the layers that follow it, in both directions.
@@ -182,7 +171,7 @@ def whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def ends_of(hf: PreTrainedModel) -> tuple[str, str] | None:
-    """Return the names of the embedding and the final norm of a whole model; None if it is more than these and its
+    """Return the embedding and the final norm of a whole model, by name; None if it is more than these and its
     layers."""
     try:
         stages = Stages.of(hf, 1)

@@ -38,7 +38,7 @@ class Mesh:
         experts: `(pp, dp_replicate, efsdp, ep)`, the mesh that splits experts; None without expert parallelism. Its
             last axis has `ep x tp` ranks, as tensor-parallel ranks share the experts too.
         exchanges: Groups that tokens pass through on their way to experts: the ranks of that axis, or, if it spans
-            several nodes, the ranks at one place of each node and then those of a node. Empty without expert
+            several nodes, the ranks at one place of each node and then the ranks of a node. Empty without expert
             parallelism.
         ends: The first and the last rank of this rank's pipeline; None if it is neither.
         edges: Group of a sender and its receiver by direction and sending pipeline rank, in this rank's pipeline.
@@ -61,7 +61,7 @@ class Mesh:
         """Meet the other ranks; collective. If that fails, this process is in no group afterwards.
 
         Raises:
-            ValueError: If settings do not go together, or the world is not a multiple of what they need.
+            ValueError: If settings do not go together, or the world is not a multiple of the ranks that they need.
         """
         for problem in combination_problems(config):
             raise ValueError(f"{problem.key}: {problem.message}")

@@ -101,21 +101,21 @@ they follow from `experts`."""
 
 EXPERT_PARAMETERS = ("packed_colwise", "grouped_gemm")
 VOCABULARY = "embedding_rowwise"
-"""Word for the embedding, which is split by vocabulary here whatever a plan says."""
+"""Word for the embedding, which is always split by vocabulary here."""
 
 
 def plan_of(hf: PreTrainedModel, custom: Mapping[str, Style] | None, layers: Sequence[nn.Module]) -> dict[str, Style]:
     """Return the style of every split module and parameter by its name, from the custom plan, or this backend's plan
-    for the family, or the model's own, or the names of its layers.
+    for the family, or the model's own, or the usual layers.
 
     Args:
         hf: Whole model.
-        custom: Patterns of module and parameter names to style, from `dtensor_cfg.custom_parallel_plan`; None if not
+        custom: Style by a pattern of module or parameter name, from `dtensor_cfg.custom_parallel_plan`; None if not
             set.
         layers: Repeated layers of the model.
 
     Raises:
-        ValueError: If there is no plan, or if it names what the model lacks or a split that is not supported here.
+        ValueError: If there is no plan, or it has a module that the model lacks or a split that is not supported here.
     """
     names_of = {id(module): name for name, module in hf.named_modules()}
     patterns: dict[str, Style] = {}
@@ -164,12 +164,12 @@ def plan_of(hf: PreTrainedModel, custom: Mapping[str, Style] | None, layers: Seq
 
 
 def blocks_of(plan: Mapping[str, Style]) -> set[str]:
-    """Return the names of the modules inside which ranks work on parts."""
+    """Return the modules, by name, whose inside is split over ranks."""
     return _parents(plan, "colwise")
 
 
 def whole_blocks_of(plan: Mapping[str, Style]) -> set[str]:
-    """Return the names of the modules inside which only single products are split, or nothing."""
+    """Return the modules, by name, that have only single split products, or none."""
     return _parents(plan, "colwise_gather_output") | {name for name, style in plan.items() if style == "whole"}
 
 
@@ -227,7 +227,7 @@ def _layers_plan(hf: PreTrainedModel, layers: Sequence[nn.Module]) -> dict[str, 
 
 
 def _named_plan(hf: PreTrainedModel, layers: Sequence[nn.Module]) -> dict[str, Style]:
-    """Return a plan for a family without one, by the names of most families; empty if it has other names.
+    """Return a plan for a family without one, if its layers are called as in most families; empty otherwise.
 
     The check of the family shows whether a model computes the same by it.
     """

@@ -35,7 +35,7 @@ class AxisSizes:
         """Compute the sizes; all ranks that the other axes leave shard the parameters.
 
         Raises:
-            ValueError: If the world is not a multiple of what the config asks for.
+            ValueError: If the world is not a multiple of the number of ranks in the config.
         """
         needed = num_ranks(config)
         if world % needed:

@@ -50,7 +50,7 @@ class Stages:
 
     @classmethod
     def of(cls, hf: PreTrainedModel, count: int) -> Stages:
-        """Read the stages of a whole model on `meta`; with a count of 1 only the names, for a split of tokens.
+        """Read the stages of a whole model on `meta`; with a count of 1 only its parts, for a split of tokens.
 
         Raises:
             ValueError: If the model is more than an embedding, a list of layers and a norm, and cannot be cut.

@@ -16,9 +16,8 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from transformers import PreTrainedModel
 
 from rl_dtensor.config import Style
-from rl_dtensor.parallel.collectives import enter, gather, leave, scatter_sum, split
+from rl_dtensor.parallel.collectives import distribute, enter, gather, leave, localize, scatter_sum, split
 from rl_dtensor.parallel.experts import check_stacked, mask_foreign_experts
-from rl_dtensor.parallel.local_parameters import distribute, localize
 from rl_dtensor.parallel.plan import blocks_of, whole_blocks_of
 
 SEQUENCE = -2
@@ -42,7 +41,7 @@ def split_tensors(
 
     Args:
         hf: Model on `meta`, changed in place.
-        plan: Style of a module or a parameter by its name; names that this model lacks are skipped.
+        plan: Style of a module or a parameter by its name; entries that this model lacks are skipped.
         mesh: Mesh of the tensor-parallel ranks.
         layers: The repeated ones, which may read parameters of their parts without calling these.
         sequence_parallel: True if tokens are split between blocks.

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -117,8 +116,7 @@ class _Run:
         return tensor
 
 
-@dataclass(frozen=True)
-class Action:
+class Action(NamedTuple):
     """One pass of one microbatch through one of the rank's chunks."""
 
     kind: Literal["forward", "backward"]

@@ -1,4 +1,4 @@
-"""Parameters and optimizer state of a rank, by their names in the whole model."""
+"""Parameters and optimizer state of a rank, by their place in the whole model."""
 
 from __future__ import annotations
 
@@ -31,19 +31,15 @@ class Sharded(Protocol):
 
     def parameters(self) -> list[nn.Parameter]:
         """Return all parameters of this rank."""
-        ...
 
     def trained(self) -> list[nn.Parameter]:
         """Return the parameters of this rank that train."""
-        ...
 
     def state(self) -> dict[str, Tensor]:
         """Return the tensors of a checkpoint by name."""
-        ...
 
     def reshard_all(self) -> None:
         """Free every gathered parameter."""
-        ...
 
 
 class TrainingState:
@@ -53,6 +49,8 @@ class TrainingState:
     Args:
         optimizer: None if the model does not train.
     """
+
+    save_planner = KeptSavePlanner  # It is torch's own, which takes DTensors.
 
     def __init__(self, model: Sharded, optimizer: Optimizer | None, mesh: Mesh) -> None:
         self._model = model
@@ -101,10 +99,6 @@ class TrainingState:
 
     def restore_layers(self, state: Mapping[str, Any]) -> None:
         """Do nothing."""
-
-    def save_planner(self) -> KeptSavePlanner:
-        """Return torch's own, which takes DTensors."""
-        return KeptSavePlanner()
 
     def _model_state(self) -> dict[str, Any]:
         return {MODEL_PREFIX + name: tensor.detach() for name, tensor in self._weights.items()}

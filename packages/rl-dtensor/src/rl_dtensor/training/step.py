@@ -1,15 +1,18 @@
-"""Passes of a sharded model over this rank's microbatches, and the step on their gradients."""
+"""Passes of a sharded model over this rank's microbatches, and the step on their gradients over all ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from transformers import PreTrainedConfig
 
@@ -21,12 +24,10 @@ from rl_core.model_config import OptimizerConfig
 from rl_core.torch.optim.optimizer import build_optimizer, with_fused_step
 from rl_core.torch.rows import no_images
 from rl_core.torch.training.backend import Microbatch, Pass
-from rl_core.torch.training.flops import ModelShape
 from rl_dtensor.model.model import ShardedModel
 from rl_dtensor.parallel.accumulation import Accumulation
 from rl_dtensor.parallel.fsdp import local
 from rl_dtensor.parallel.mesh import Mesh
-from rl_dtensor.training.gradients import average_replicated, sum_tied
 from rl_dtensor.training.pipeline import run_pipeline
 from rl_dtensor.training.state import Sharded
 
@@ -37,34 +38,25 @@ class DTensorModel:
     Args:
         sharded: This rank's part.
         keeps_whole_gradients: True to add up whole gradients of the microbatches on each rank.
+
+    Attributes:
+        pipeline: Pipeline ranks, and the stages of each.
+        shape: Shape of the whole model.
+        hf_config: Config of the whole model.
+        architecture: Name of the class of the layers.
     """
 
     def __init__(self, sharded: ShardedModel, mesh: Mesh, *, keeps_whole_gradients: bool = False) -> None:
         self.sharded = sharded
+        self.trained_parts = sharded.trained_parts
+        self.pipeline = Pipeline(mesh.sizes.pp, len(sharded.chunks))
+        self.shape = sharded.shape
+        self.hf_config: PreTrainedConfig = sharded.hf.config
+        self.architecture = type(sharded.hf).__name__
         self._mesh = mesh
         self._accumulations = [
             Accumulation(cast("FSDPModule", chunk), keeps_whole=keeps_whole_gradients) for chunk in sharded.chunks
         ]
-
-    @property
-    def pipeline(self) -> Pipeline:
-        """Pipeline ranks, and the stages of each."""
-        return Pipeline(self._mesh.sizes.pp, len(self.sharded.chunks))
-
-    @property
-    def shape(self) -> ModelShape:
-        """Shape of the whole model."""
-        return self.sharded.shape
-
-    @property
-    def hf_config(self) -> PreTrainedConfig:
-        """Config of the whole model."""
-        return self.sharded.hf.config
-
-    @property
-    def architecture(self) -> str:
-        """Name of the class that the layers are built from."""
-        return type(self.sharded.hf).__name__
 
     def extra_columns(self, batch: Batch, *, for_loss: bool) -> Mapping[str, Ragged]:
         """Return the experts that tokens were sent to, if routing is replayed."""
@@ -106,10 +98,6 @@ class DTensorModel:
     def discard(self) -> None:
         """Do nothing: a backward pass changes only gradients."""
 
-    def trained_parts(self) -> list[Tensor]:
-        """Return this rank's shards."""
-        return self.sharded.trained_parts()
-
     def close(self) -> None:
         """Do nothing: garbage collection finds all of the model."""
 
@@ -126,11 +114,7 @@ class ShardedOptimizer:
     def __init__(self, inner: Optimizer, model: Sharded, norm: Callable[[], float]) -> None:
         self.inner = inner
         self._model = model
-        self._norm = norm
-
-    def grad_norm(self) -> float:
-        """Return the norm of the whole gradient; collective."""
-        return self._norm()
+        self.grad_norm = norm
 
     def scale_grads(self, factor: float) -> None:
         """Multiply this rank's shards of the gradient."""
@@ -168,3 +152,91 @@ def build_sharded_optimizer(
             "optimizer.kwargs, or use torch.optim.AdamW"
         )
     return optimizer
+
+
+def grad_norm(model: ShardedModel, mesh: Mesh) -> float:
+    """Return the norm of the whole gradient, the same on every rank; collective.
+
+    Gradients that several ranks hold alike are divided by their number. A tied head counts on the rank of the
+    embedding.
+    """
+    replicated = {id(parameter) for parameter in model.replicated or ()}
+    tied: Tensor | None = None
+    if model.num_stages > 1 and model.weights.catalog.tied and model.chunks[-1].is_last:
+        head = model.hf.get_output_embeddings()
+        tied = head.weight if isinstance(head, nn.Linear) else None
+    grads = [
+        (each.grad, mesh.num_gradients if id(each) in replicated else 1)
+        for each in model.trained()
+        if each.grad is not None and each is not tied
+    ]
+    return norm_of(grads, mesh)
+
+
+def norm_of(grads: Iterable[tuple[Tensor, int]], mesh: Mesh) -> float:
+    """Return the norm of gradients together, the same on every rank; collective.
+
+    Args:
+        grads: This rank's parts, and the number of ranks that hold each alike, in addition to its placement.
+        mesh: Mesh of the ranks.
+    """
+    squares: dict[tuple[int, torch.device], list[Tensor]] = {}
+    for whole, alike in grads:
+        grad, copies = local(whole), alike
+        if isinstance(whole, DTensor):
+            for size, placement in zip(whole.device_mesh.shape, whole.placements, strict=True):
+                copies *= size if placement.is_replicate() else 1
+        squares.setdefault((copies, grad.device), []).append(grad)
+    total = torch.zeros((), device=mesh.device)
+    for (copies, _), shards in squares.items():
+        norms = torch._foreach_norm(shards)
+        total += torch.stack([norm.float() for norm in norms]).to(mesh.device).square().sum() / copies
+    dist.all_reduce(total)
+    squared = total.item()
+    return math.sqrt(squared) if squared >= 0 else math.nan
+
+
+def sum_tied(model: ShardedModel, mesh: Mesh) -> None:
+    """Add up the gradients of an embedding and of the tied head that another pipeline rank has; collective."""
+    shared = set(model.weights.catalog.tied.values())
+    if mesh.sizes.pp == 1 or not shared:
+        return
+    for name in sorted(shared):
+        parameter = model.state().get(name)
+        if parameter is None:  # It is frozen, or neither the first nor the last stage has it here.
+            continue
+        if model.stages_here[0] == 0 or model.stages_here[-1] == model.num_stages - 1:
+            assert parameter.grad is not None
+            dist.all_reduce(local(parameter.grad), group=mesh.ends)
+
+
+@torch.no_grad()
+def average_replicated(model: ShardedModel, mesh: Mesh) -> None:
+    """Average the gradients of the parameters that FSDP does not shard, as it averages the others; collective.
+
+    A parameter without a gradient on every rank is left without one.
+    """
+    parameters = model.replicated
+    if not parameters:
+        return
+    grads = []
+    for parameter in parameters:
+        grad = parameter.grad
+        if isinstance(grad, DTensor) and isinstance(parameter, DTensor):
+            grad = grad.redistribute(placements=parameter.placements)
+        grads.append(grad)
+    is_there = [torch.full((1,), float(grad is not None), device=mesh.device) for grad in grads]
+    parts = [
+        torch.zeros_like(local(parameter)) if grad is None else local(grad)
+        for parameter, grad in zip(parameters, grads, strict=True)
+    ]
+    flat = torch.cat([part.flatten().float() for part in (*is_there, *parts)])
+    for axis in range(mesh.sharding.ndim):
+        dist.all_reduce(flat, group=mesh.sharding.get_group(axis))
+    present, *averaged = flat.split([len(parameters), *(part.numel() for part in parts)])
+    for parameter, count, total in zip(parameters, present.tolist(), averaged, strict=True):
+        part = (total / mesh.num_gradients).view_as(local(parameter)) if count else None
+        if part is not None and isinstance(parameter, DTensor):
+            place, form = (parameter.device_mesh, parameter.placements), (parameter.shape, parameter.stride())
+            part = DTensor.from_local(part, *place, run_check=False, shape=form[0], stride=form[1])
+        parameter.grad = part

@@ -1,1 +1,1 @@
-"""Changes of what the layers of a model compute."""
+"""Changes to the computation of a model's layers."""

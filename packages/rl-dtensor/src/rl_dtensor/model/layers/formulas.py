@@ -44,8 +44,8 @@ hidden_states = self.post_attention_layernorm(hidden_states)
 hidden_states = self.mlp(hidden_states)
 hidden_states = residual + hidden_states
 return hidden_states"""
-"""Statements of a layer whose norms come before attention and MLP, as in Llama; the dots stand for arguments that are
-passed on by their own names."""
+"""Statements of a layer whose norms come before attention and MLP, as in Llama; the dots are arguments that are
+passed on under the same keyword."""
 
 _OFTEN = 0.02
 """Share of bfloat16 values that may round differently: two orders of the same operations differ in fewer values, two
@@ -113,7 +113,7 @@ def computes_by_row(module: nn.Module) -> bool:
 
 
 def activation_of(module: nn.Module) -> nn.Module | None:
-    """Return the activation of an MLP; None if it has none of the usual names."""
+    """Return the activation of an MLP; None if it is not called as in most families."""
     return next((module._modules[name] for name in ACTIVATIONS if name in module._modules), None)
 
 

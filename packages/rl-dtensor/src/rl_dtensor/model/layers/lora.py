@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,21 +27,20 @@ from rl_core.torch.training.lora import (
     peft_layers,
     refused_by_peft,
 )
+from rl_dtensor.parallel.collectives import Parameters, compute_on
 from rl_dtensor.parallel.experts import STACK_DIMS, expert_modules
 from rl_dtensor.parallel.fsdp import local, local_slices, whole
-from rl_dtensor.parallel.local_parameters import Parameters, compute_on
 
 ADAPTER = "default"
 BASE = ".base_layer"
 STACKED_A, STACKED_B = "lora_A_", "lora_B_"
-"""Prefixes of the name of a stacked weight in the names of its factors, parameters of the same module."""
+"""Prefixes of the factors of a stacked weight, which are parameters of the same module."""
 LINEAR = (nn.Linear.forward, Conv1D.forward)
 """Forward functions of the modules that take adapters. The latter belongs to GPT-2 and its kin, whose weights are
 transposed. A router may be a linear layer that returns more than its product, which is another function."""
 
 
-@dataclass(frozen=True)
-class Adapter:
+class Adapter(NamedTuple):
     """An adapter: `scale * up @ down` is added to the weight. With stacked experts every tensor has a first dim of
     experts.
 
@@ -75,7 +73,7 @@ def add_adapters(
         is_left_out: Returns whether a module of this name belongs to a part without adapters.
 
     Raises:
-        ValueError: If the config names no layer of the model, or a part that gets no adapter.
+        ValueError: If the config contains no layer of the model, or a part that gets no adapter.
     """
     _check_targets(hf, config)
     stacks = {name: module for name, module in stacked_weights(hf).items() if is_adapted_stack(name, config)}
@@ -110,7 +108,7 @@ def _adapt_stacks(module: nn.Module, names: list[str], config: LoraConfig) -> No
 
     Args:
         module: Module with the stacked experts of a layer, changed in place.
-        names: Names of the module's parameters that get adapters.
+        names: Parameters of the module that get adapters.
         config: Rank and scale of the adapters.
     """
     is_transposed = _is_transposed(module)
@@ -134,7 +132,7 @@ def _adapt_stacks(module: nn.Module, names: list[str], config: LoraConfig) -> No
 
 
 def adapted_modules(hf: PreTrainedModel, config: LoraConfig) -> list[str]:
-    """Return the names of the linear layers that get an adapter: never the head, nor layers that peft refuses unless
+    """Return the linear layers, by name, that get an adapter: never the head, nor layers that peft refuses unless
     they are named."""
     layers = [name for name in _linear_layers(hf) if is_adapted(name, config)]
     refused = refused_by_peft(hf, layers) if config.match_all_linear else set()

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rl_core.data.batch import TOKENS
-from rl_core.model_config import ModelConfig
 from rl_core.facts.model_size import MOMENTS
+from rl_core.model_config import ModelConfig
 from rl_core.torch.loss import Rows
 from rl_core.torch.training.recompute import (
     WIDE,
@@ -36,8 +36,8 @@ from rl_dtensor.model.attention import ROWS
 from rl_dtensor.model.kernels import Softmax
 from rl_dtensor.model.layout import RowLayout, Segments
 from rl_dtensor.parallel.accumulation import GradientMemory
-from rl_dtensor.parallel.all_to_all import keeping_sizes
 from rl_dtensor.parallel.body import body_of
+from rl_dtensor.parallel.dispatch import keeping_sizes
 from rl_dtensor.parallel.experts import expert_modules
 from rl_dtensor.parallel.fsdp import LAYERS_AHEAD
 from rl_dtensor.parallel.mesh import Mesh

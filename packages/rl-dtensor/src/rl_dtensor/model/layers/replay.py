@@ -27,7 +27,7 @@ Choose = Callable[[Tensor], Tensor]
 REMEDY = "set moe_router_replay=false"
 
 ROUTER_LOGITS = "router_logits"
-"""Output by which `transformers` declares the modules that are routers."""
+"""Output of the modules that `transformers` declares as routers."""
 
 
 class Replay:

@@ -1,4 +1,4 @@
-"""Columns by which a pass sees the images of its rows, made on the host."""
+"""Columns for a pass over rows with images, made on the host."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ AXES = "rope_axes"
 """Int64 `[tokens, 3]`: the places of each token in time, height and width, counted from the start of its row."""
 
 PREFIX = "images."
-"""Begins the names of the columns of pixels, whose lengths are those of images."""
+"""Prefix of the columns of pixels, which have an entry for each image."""
 
 
 class ImageColumns:
@@ -78,7 +78,7 @@ class ImageColumns:
         return columns
 
     def _shown(self, row: int, tokens: np.ndarray, digests: Sequence[str]) -> list[Arrays]:
-        """Return the images of a row, after a check that its tokens stand for them."""
+        """Return the images of a row, after a check that its image tokens fit them."""
         if len(digests) > self._max_images:
             raise ValueError(
                 f"row {row} has {len(digests)} images and vision.max_images is {self._max_images}; set it to more"
@@ -131,7 +131,7 @@ class ProcessedImages:
         folder: Folder of the model, which has the files of the image processor.
         family: Family of the model.
         vision: Number of pixels that images are scaled to.
-        compute: Dtype in which pixels are kept.
+        compute: Dtype of the pixels.
     """
 
     def __init__(self, folder: Path, family: VisionFamily, vision: VisionConfig, compute: torch.dtype) -> None:

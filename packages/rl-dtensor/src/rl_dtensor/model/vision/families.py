@@ -1,4 +1,4 @@
-"""Families of vision-language models: the names of their parts, and their tokens and features of an image."""
+"""Families of vision-language models: their parts, and their tokens and features of an image."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class VisionFamily:
         has_axes: True if tokens have three places each (M-RoPE), given by `get_rope_index` of the model.
         is_batched: True if results of its image processor have a first dim of rows.
         sees_both_ways: True if the tokens of an image see one another, also those that follow.
-        unused: Names of modules in the tower on which no feature depends.
+        unused: Names of modules in the tower that no feature depends on.
     """
 
     tower: tuple[str, ...]
@@ -158,7 +158,7 @@ def as_held(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
 
     Args:
         values: float32.
-        dtype: Dtype in which the model computes.
+        dtype: Compute dtype of the model.
     """
     if dtype.itemsize == torch.float32.itemsize:
         return values

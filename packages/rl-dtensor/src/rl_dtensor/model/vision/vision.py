@@ -26,7 +26,7 @@ class Vision:
     Args:
         family: Family of the model.
         columns: Makes the columns of rows, on the host.
-        compute: Dtype in which the model computes.
+        compute: Compute dtype of the model.
         token_part: Rank and number of ranks that share the tokens between the blocks of layers.
     """
 
@@ -52,7 +52,7 @@ class Vision:
         if FEATURES in rows:
             index = rows[FEATURES][places].where(is_token, -1)
         index = index.view(layout.shape)
-        # In some families an id that is not in the table stands for images.
+        # In some families image tokens have an id that is not in the table.
         embeddings = hf.get_input_embeddings()(layout.input_ids.where(index < 0, 0))
         rank, size = self.token_part
         own = index.chunk(size, 1)[rank]
@@ -76,11 +76,11 @@ def vision_of(
     """Return the embedding of the images of rows; None for a language model.
 
     Args:
-        hf: Model, on `meta`, whose tower leaves out a head on which no feature depends from then on. The weights of
+        hf: Model, on `meta`, whose tower leaves out from then on a head that no feature depends on. The weights of
             that head are kept for the files.
         vision: Settings of images.
         folder: Folder of the model, with the files of its image processor.
-        compute: Dtype in which the model computes.
+        compute: Compute dtype of the model.
         token_part: Rank and number of ranks that share the tokens between blocks.
     """
     if not vision.enabled:
@@ -111,7 +111,7 @@ class VisionParts:
         return cls(VISION_FAMILIES[hf.config.model_type] if vision.enabled else None, vision)
 
     def frozen(self, hf: PreTrainedModel) -> set[str]:
-        """Return the names of the parameters of tower and projector that do not train with the language model, and of
+        """Return the parameters of tower and projector, by name, that do not train with the language model, and of
         parameters that no result depends on."""
         if self.family is None:
             return set()
@@ -124,7 +124,7 @@ class VisionParts:
         }
 
     def has_no_adapter(self, name: str) -> bool:
-        """Return whether a layer belongs to a part without adapters, or to one on which no result depends."""
+        """Return whether a layer belongs to a part without adapters, or to a part that no result depends on."""
         if self.family is None:
             return False
         adapted, others = self._parts_that("adapters")
@@ -132,7 +132,7 @@ class VisionParts:
         return is_unused or _is_inside(name, others, adapted)
 
     def _parts_that(self, choice: PartTraining) -> tuple[list[str], list[str]]:
-        """Return the names of the modules whose parameters train in a way, and of the other parts."""
+        """Return the modules, by name, whose parameters train in a way, and the other parts."""
         assert self.family is not None
         chosen: list[str] = []
         others: list[str] = []
