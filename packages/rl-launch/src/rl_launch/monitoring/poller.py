@@ -60,19 +60,6 @@ class Monitored:
         return {"worker": self.name, "role": self.role, **number}
 
 
-@dataclass(frozen=True)
-class _Question:
-    """A call that a worker has not answered yet, for its usage or for the report of its engine."""
-
-    worker: Monitored
-    answer: ray.ObjectRef
-    asks_engine: bool = False
-
-    @property
-    def key(self) -> tuple[str, bool]:
-        return self.worker.name, self.asks_engine
-
-
 class Poller:
     """Asks all workers from time to time, each at most once before it answers, in a thread of its own. A worker that
     does not answer costs only its readings; another one then reads its machine.
@@ -87,7 +74,8 @@ class Poller:
         self._period_s = period_s
         # Ray, if the driver starts it, and so all workers are its descendants
         self._meter = Meter(with_children=False)
-        self._questions: dict[tuple[str, bool], _Question] = {}
+        # These calls are not answered yet, by the name of the worker and whether its engine is asked.
+        self._questions: dict[tuple[str, bool], tuple[Monitored, ray.ObjectRef]] = {}
         self._nodes: dict[str, str] = {}
         self._processes: dict[str, Any] = {}
         self._restarts: dict[str, int] = {}
@@ -154,7 +142,7 @@ class Poller:
             driver_node: Ray's id of this process's node.
         """
         self._note_processes(workers)
-        late = {question.worker.name for question in self._questions.values()}
+        late = {name for name, _ in self._questions}
         asked = self._ask(workers)
         with_machine = driver_node not in {worker.node for worker in workers}
         usage = self._meter.read(with_machine=with_machine)
@@ -162,15 +150,15 @@ class Poller:
         self._readings.add(readings_of_process(DRIVER, labels, usage.process))
         nodes = self._take_machine(driver_node, usage, ())
         if asked:
-            ray.wait([each.answer for each in asked], num_returns=len(asked), timeout=ANSWER_TIMEOUT_S)
+            ray.wait(asked, num_returns=len(asked), timeout=ANSWER_TIMEOUT_S)
         gpus: dict[str, set[str]] = {}
         for worker in workers:
             gpus.setdefault(worker.node, set()).update(worker.gpus)
-        for question in list(self._questions.values()):
-            if ray.wait([question.answer], timeout=0)[0]:
-                del self._questions[question.key]
-                nodes |= self._take(question, gpus[question.worker.node])
-        for name in late & {question.worker.name for question in self._questions.values()}:
+        for (name, asks_engine), (worker, answer) in list(self._questions.items()):
+            if ray.wait([answer], timeout=0)[0]:
+                del self._questions[name, asks_engine]
+                nodes |= self._take(worker, answer, gpus[worker.node], asks_engine=asks_engine)
+        for name in late & {name for name, _ in self._questions}:
             self._readings.forget("worker", name)
         for name in set(self._nodes.values()) - nodes:
             self._readings.forget("node", name)
@@ -189,36 +177,35 @@ class Poller:
         for name in set(self._processes) - present:
             self._readings.forget("worker", name)
         self._questions = {
-            key: question
-            for key, question in self._questions.items()
-            if question.worker.name in present and question.worker.actor is self._processes[question.worker.name]
+            key: (worker, answer)
+            for key, (worker, answer) in self._questions.items()
+            if worker.name in present and worker.actor is self._processes[worker.name]
         }
 
-    def _ask(self, workers: Sequence[Monitored]) -> list[_Question]:
+    def _ask(self, workers: Sequence[Monitored]) -> list[ray.ObjectRef]:
         """Ask every worker that owes no answer; the first of each node for its machine, too."""
-        asked: list[_Question] = []
+        asked: dict[tuple[str, bool], tuple[Monitored, ray.ObjectRef]] = {}
         read_nodes: set[str] = set()
         for worker in workers:
             if (worker.name, False) not in self._questions:
                 usage: Any = worker.actor.usage.remote(with_machine=worker.node not in read_nodes)
                 read_nodes.add(worker.node)
-                asked.append(_Question(worker, usage))
+                asked[worker.name, False] = worker, usage
             if worker.generates and (worker.name, True) not in self._questions:
                 health: Any = worker.actor.call.remote("health")
-                asked.append(_Question(worker, health, asks_engine=True))
-        self._questions |= {question.key: question for question in asked}
-        return asked
+                asked[worker.name, True] = worker, health
+        self._questions |= asked
+        return [answer for _, answer in asked.values()]
 
-    def _take(self, question: _Question, gpus: set[str]) -> set[str]:
+    def _take(self, worker: Monitored, answered: ray.ObjectRef, gpus: set[str], *, asks_engine: bool) -> set[str]:
         """Take an answer in; returns the name of the node if it was read."""
-        worker = question.worker
         try:
-            answer: Any = ray.get(question.answer)
+            answer: Any = ray.get(answered)
         except RayError as error:
             _log.debug("no readings of %s: %s", worker.name, str(error).partition("\n")[0])
             self._readings.forget("worker", worker.name)
             return set()
-        if question.asks_engine:
+        if asks_engine:
             self._readings.add(readings_of_engine(worker.name, worker.labels, answer))
             return set()
         self._readings.add(readings_of_process(worker.name, worker.labels, answer.process))

@@ -18,24 +18,6 @@ ALL_GPUS = "system/gpu_utilization"
 """Mean utilization of all GPUs."""
 
 
-@dataclass
-class _OverStep:
-    """Readings of one thing in the step in progress."""
-
-    total: float = 0.0
-    count: int = 0
-    largest: float = float("-inf")
-
-    def add(self, value: float) -> None:
-        self.total += value
-        self.count += 1
-        self.largest = max(self.largest, value)
-
-    @property
-    def mean(self) -> float:
-        return self.total / self.count
-
-
 class SystemReadings:
     """Readings as they arrive from one thread, taken by others: per step as a mean and a maximum, and the newest of
     each thing.
@@ -44,7 +26,8 @@ class SystemReadings:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._newest: dict[object, SystemReading] = {}
-        self._over_step: dict[tuple[str, str], _OverStep] = {}
+        # These are the sum, the number and the maximum of the readings of each thing in the step in progress.
+        self._over_step: dict[tuple[str, str], tuple[float, int, float]] = {}
 
     def add(self, readings: Iterable[SystemReading]) -> None:
         """Take readings in."""
@@ -53,8 +36,9 @@ class SystemReadings:
                 self._newest[reading.key] = reading
                 quantity = reading.quantity
                 if quantity.recorded:
-                    over_step = self._over_step.setdefault((reading.subject, quantity.recorded), _OverStep())
-                    over_step.add(reading.value * quantity.scale)
+                    key, value = (reading.subject, quantity.recorded), reading.value * quantity.scale
+                    total, count, largest = self._over_step.get(key, (0.0, 0, value))
+                    self._over_step[key] = (total + value, count + 1, max(largest, value))
 
     def forget(self, label: str, value: str) -> None:
         """Forget the newest readings of everything with a label, because it no longer answers."""
@@ -77,10 +61,12 @@ class SystemReadings:
         with self._lock:
             found, self._over_step = self._over_step, {}
         metrics: dict[str, float] = {}
-        for (subject, name), over_step in found.items():
-            metrics[f"{PREFIX}{subject}/{name}"] = over_step.mean
-            metrics[f"{PREFIX}{subject}/max_{name}"] = over_step.largest
-        of_gpus = [each.mean for (subject, name), each in found.items() if name == GPU_UTILIZATION.recorded]
+        of_gpus = []
+        for (subject, name), (total, count, largest) in found.items():
+            metrics[f"{PREFIX}{subject}/{name}"] = total / count
+            metrics[f"{PREFIX}{subject}/max_{name}"] = largest
+            if name == GPU_UTILIZATION.recorded:
+                of_gpus.append(total / count)
         if of_gpus:
             metrics[ALL_GPUS] = sum(of_gpus) / len(of_gpus)
         return metrics

@@ -82,37 +82,10 @@ class Observers(RunObserver):
         """Tell an observer too, from now on."""
         self._observers.append(observer)
 
-    def begin(self, run: ObservedRun) -> None:
-        self._tell(lambda each: each.begin(run))
-
-    def start(self, max_steps: int, history: Sequence[Mapping[str, Any]]) -> None:
-        self._tell(lambda each: each.start(max_steps, history))
-
-    def begin_step(self, step: int) -> None:
-        self._tell(lambda each: each.begin_step(step))
-
-    def begin_phase(self, name: str) -> None:
-        self._tell(lambda each: each.begin_phase(name))
-
-    def end_phase(self, name: str) -> None:
-        self._tell(lambda each: each.end_phase(name))
-
-    def end_group(self, group: RolloutGroup, submitted_ns: int, replica: int) -> None:
-        self._tell(lambda each: each.end_group(group, submitted_ns, replica))
-
     def step_metrics(self) -> Mapping[str, float]:
         found: dict[str, float] = {}
         self._tell(lambda each: found.update(each.step_metrics()))
         return found
-
-    def end_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._tell(lambda each: each.end_step(step, metrics))
-
-    def saved(self, step: int) -> None:
-        self._tell(lambda each: each.saved(step))
-
-    def end(self, state: RunEnd) -> None:
-        self._tell(lambda each: each.end(state))
 
     def _tell(self, call: Callable[[RunObserver], None]) -> None:
         for observer in tuple(self._observers):
@@ -121,3 +94,14 @@ class Observers(RunObserver):
             except Exception as error:  # noqa: BLE001  # an observer must not cost the run anything
                 self._observers.remove(observer)
                 _log.warning("%s is turned off (%s: %s)", type(observer).__name__, type(error).__name__, error)
+
+
+def _passed_on(name: str) -> Callable[..., None]:
+    def method(self: Observers, *arguments: Any) -> None:
+        self._tell(lambda each: getattr(each, name)(*arguments))
+
+    return method
+
+
+for _name in ("begin", "start", "begin_step", "begin_phase", "end_phase", "end_group", "end_step", "saved", "end"):
+    setattr(Observers, _name, _passed_on(_name))

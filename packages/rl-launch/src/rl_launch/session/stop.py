@@ -21,9 +21,6 @@ class StepAbandoned(BaseException):
         why: The event that the step waits for, which may never come.
     """
 
-    def __init__(self, why: str) -> None:
-        super().__init__(why)
-
 
 class StopRequest:
     """True if a signal, a time limit or the loop has asked to end after the step in progress.

@@ -40,42 +40,23 @@ class RunDirectory:
     Args:
         path: Path of the folder.
         recording: Decides which part of the config is kept.
+
+    Attributes:
+        path: Absolute path of the folder.
+        config: The resolved config.
+        metrics: One JSON object per step.
+        rollouts: One file of rollouts per step.
+        checkpoints: One folder per checkpoint.
+        logs: Logs of the driver and its workers, and TensorBoard's events.
+        code: Copies of the files of the user's own code that the config refers to.
     """
 
     def __init__(self, path: str | Path, recording: Recording | None = None) -> None:
         self.path = Path(path).expanduser().absolute()
+        self.config, self.metrics, self.code = self.path / CONFIG, self.path / "metrics.jsonl", self.path / CODE
+        self.rollouts, self.checkpoints, self.logs = (self.path / name for name in ("rollouts", "checkpoints", "logs"))
         self._recording = recording or WholeConfig()
         self._lock = DirectoryLock(self.path)
-
-    @property
-    def config(self) -> Path:
-        """The resolved config."""
-        return self.path / CONFIG
-
-    @property
-    def metrics(self) -> Path:
-        """One JSON object per step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def rollouts(self) -> Path:
-        """One file of rollouts per step."""
-        return self.path / "rollouts"
-
-    @property
-    def checkpoints(self) -> Path:
-        """One folder per checkpoint."""
-        return self.path / "checkpoints"
-
-    @property
-    def logs(self) -> Path:
-        """Logs of the driver and its workers, and TensorBoard's events."""
-        return self.path / "logs"
-
-    @property
-    def code(self) -> Path:
-        """Copies of the files of the user's own code that the config names."""
-        return self.path / CODE
 
     @property
     def branch(self) -> Branch | None:
@@ -136,10 +117,10 @@ class RunDirectory:
                 "Choose another run_dir, remove it, or leave that out to resume."
             )
         copies = copies_of(config)
+        changes: list[RuledChange] = []
         if resumes:
             self._require_checkpoints()
-        changes = self._changes(config) if resumes else []
-        if resumes:
+            changes = self._changes(config)
             self._compare_code(copies)
         for folder in (self.rollouts, self.checkpoints, self.logs):
             folder.mkdir(exist_ok=True)
@@ -205,16 +186,13 @@ class RunDirectory:
         # without a checkpoint the run starts over, and nothing depends on the earlier code
         changed = changed_files(self.path, copies) if saved_checkpoints(self.checkpoints) else []
         if changed:
-            raise RunDirectoryError(
-                "\n".join(
-                    [
-                        f"{self.path} holds a run that was started with other code:",
-                        *(f"  {line}" for line in changed),
-                        "Copy these back to resume it, or choose another run_dir. To branch with the current code:",
-                        f"  {train_command(str(self.path), (), {}, branches=True)}",
-                    ]
-                )
-            )
+            lines = [
+                f"{self.path} holds a run that was started with other code:",
+                *(f"  {line}" for line in changed),
+                "Copy these back to resume it, or choose another run_dir. To branch with the current code:",
+                f"  {train_command(str(self.path), (), {}, branches=True)}",
+            ]
+            raise RunDirectoryError("\n".join(lines))
 
 
 def _description(tree: dict[str, Any], branch: Branch | None) -> dict[str, Any]:
