@@ -6,12 +6,10 @@ It shows what a backend has to supply, and lets the parts that all backends shar
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -39,7 +37,6 @@ from rl_core.torch import (
     Microbatch,
     Pass,
     Residency,
-    Rows,
     TrainingParts,
     TrainingWorker,
     WeightFiles,
@@ -62,7 +59,7 @@ class PlainWorker(TrainingWorker):
     """A `ModelWorker` that is data parallel only, and pads rows regardless of the config."""
 
     def __init__(self, config: ModelConfig, backend: object, spec: ModelSpec, rendezvous: Rendezvous) -> None:
-        mesh = PlainMesh.join(rendezvous)
+        mesh = PlainMesh(rendezvous)
         super().__init__(config, spec, mesh, partial(build_parts, config, spec, mesh))
 
 
@@ -91,61 +88,24 @@ def build_parts(config: ModelConfig, spec: ModelSpec, mesh: PlainMesh, folder: P
     )
 
 
-@dataclass(frozen=True)
 class PlainMesh:
-    """Data-parallel ranks."""
+    """Data-parallel ranks, which meet when it is made; collective."""
 
-    rank: int
-    world_size: int
-    kind: Device
-
-    @classmethod
-    def join(cls, rendezvous: Rendezvous) -> PlainMesh:
-        """Meet the other ranks; collective."""
+    def __init__(self, rendezvous: Rendezvous) -> None:
         join_process_group(rendezvous)
-        return cls(rendezvous.rank, rendezvous.world_size, rendezvous.kind)
-
-    @property
-    def device(self) -> torch.device:
-        """As torch names it."""
-        return self.kind.torch_device
-
-    @property
-    def control(self) -> dist.ProcessGroup:
-        """All ranks."""
         assert dist.group.WORLD is not None
-        return dist.group.WORLD
-
-    @property
-    def data(self) -> dist.ProcessGroup:
-        """All ranks."""
-        return self.control
-
-    @property
-    def coordinates(self) -> Coordinates:
-        """This rank's place."""
-        return Coordinates({"dp": self.rank}, {"dp": self.world_size})
-
-    @property
-    def layout(self) -> Mapping[str, int]:
-        """Number of ranks."""
-        return {"dp": self.world_size}
+        rank, world_size, kind = rendezvous.rank, rendezvous.world_size, rendezvous.kind
+        self.rank, self.world_size, self.kind = rank, world_size, kind
+        self.device = kind.torch_device
+        self.control = self.data = dist.group.WORLD
+        self.coordinates = Coordinates({"dp": rank}, {"dp": world_size})
+        self.layout = {"dp": world_size}
+        self.rng_state, self.set_rng_state = kind.rng_state, kind.set_rng_state
+        self.leave = dist.destroy_process_group
 
     def seed(self, seed: int) -> None:
         """Seed this rank, which draws for its own rows."""
         torch.manual_seed(seed + self.rank)
-
-    def rng_state(self) -> dict[str, Any]:
-        """Return the state of torch's generators."""
-        return self.kind.rng_state()
-
-    def set_rng_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `rng_state` returned."""
-        self.kind.set_rng_state(state)
-
-    def leave(self) -> None:
-        """Leave the group."""
-        dist.destroy_process_group()
 
 
 class PlainModel:
@@ -158,30 +118,19 @@ class PlainModel:
 
     pipeline = Pipeline()
     shape = None
+    image_columns = staticmethod(no_images)
 
     def __init__(self, hf: PreTrainedModel, role: Role, compute: torch.dtype, chunk_size: int | None) -> None:
         self.hf = hf
+        self.hf_config = hf.config
+        self.architecture = type(hf).__name__
         self._role = role
         self._compute = compute
         self._chunk_size = chunk_size
 
-    @property
-    def hf_config(self) -> Any:
-        """The model's."""
-        return self.hf.config
-
-    @property
-    def architecture(self) -> str:
-        """Name of the model's class."""
-        return type(self.hf).__name__
-
     def extra_columns(self, batch: Batch, *, for_loss: bool) -> Mapping[str, Ragged]:
-        """None."""
+        """Return no columns."""
         return {}
-
-    def image_columns(self, batch: Batch) -> Mapping[str, np.ndarray]:
-        """Refuse images."""
-        return no_images(batch)
 
     def read(self, run: Pass) -> list[Any]:
         """Run one microbatch after another without gradients."""
@@ -210,9 +159,7 @@ class PlainModel:
         """Do nothing."""
 
     def _run(self, microbatch: Microbatch, run: Pass) -> Any:
-        return run.on_reads(microbatch, self._reads(microbatch.rows, run))
-
-    def _reads(self, rows: Rows, run: Pass) -> Mapping[str, Tensor]:
+        rows = microbatch.rows
         inputs = padded(rows)
         with torch.autocast(rows.offsets.device.type, self._compute, enabled=self._compute != torch.float32):
             # The class of Llama 4 has another name for its body.
@@ -220,11 +167,13 @@ class PlainModel:
             hidden = inputs.flatten(body(inputs.input_ids, attention_mask=inputs.attention_mask).last_hidden_state)
             if self._role in HEADLESS_ROLES:
                 outputs = self.hf.get_submodule("score")(hidden)[:, 0].float()
-                return scalar_reads(outputs, rows, run.reads)
-            head = Head(self.hf.get_output_embeddings().weight)
-            return language_reads(
-                hidden, rows, head, run.reads, temperature=run.temperature, chunk_size=self._chunk_size
-            )
+                columns = scalar_reads(outputs, rows, run.reads)
+            else:
+                head = Head(self.hf.get_output_embeddings().weight)
+                columns = language_reads(
+                    hidden, rows, head, run.reads, temperature=run.temperature, chunk_size=self._chunk_size
+                )
+        return run.on_reads(microbatch, columns)
 
 
 class PlainOptimizer:
@@ -285,16 +234,18 @@ class PlainWeights:
             yield [(name, parameter.detach().to(getattr(torch, dtype)))]
 
     def adapter_specs(self, dtype: str) -> list[TensorSpec]:
-        """None."""
+        """Return no tensors."""
         return []
 
     def adapters(self, dtype: str = "float32", *, everywhere: bool = True) -> Iterator[tuple[str, Tensor | None]]:
-        """None."""
+        """Return no tensors."""
         return iter(())
 
 
 class PlainState:
     """Parameters and optimizer state; torch's distributed checkpoint writes one copy of them."""
+
+    save_planner = KeptSavePlanner
 
     def __init__(self, hf: nn.Module, optimizer: Optimizer | None, mesh: PlainMesh) -> None:
         self._named = dict(hf.named_parameters())
@@ -302,7 +253,7 @@ class PlainState:
         self._mesh = mesh
 
     def tensors(self, *, copies: bool) -> dict[str, Any]:
-        """By parameter and key of the optimizer's state."""
+        """Return tensors by parameter and key of the optimizer's state."""
         found = self._parameters() | self._states()
         return {name: tensor.clone() for name, tensor in found.items()} if copies else found
 
@@ -322,7 +273,7 @@ class PlainState:
             self._optimizer.state[self._named[parameter]][key] = tensor
 
     def weights(self) -> dict[str, Any]:
-        """By parameter."""
+        """Return copies by parameter."""
         return {name: tensor.clone() for name, tensor in self._parameters().items()}
 
     def restore_weights(self, path: Path) -> None:
@@ -330,15 +281,11 @@ class PlainState:
         read_tensors(path, self._parameters(), group=self._mesh.control)
 
     def layers(self) -> dict[str, Any]:
-        """Return empty."""
+        """Return no state."""
         return {}
 
     def restore_layers(self, state: Mapping[str, Any]) -> None:
         """Do nothing."""
-
-    def save_planner(self) -> KeptSavePlanner:
-        """Return a planner of torch's own format."""
-        return KeptSavePlanner()
 
     def _parameters(self) -> dict[str, Any]:
         return {f"model/{name}": parameter.detach() for name, parameter in self._named.items()}
