@@ -13,8 +13,9 @@ from rl_core.errors import GeneratorError, RequestRefused, WeightSyncError
 from rl_core.model_config import ModelConfig
 from rl_core.rollouts.generation import GenerationRequest, PauseMode, Placement
 from rl_core.rollouts.rollout import Completion
+from rl_core.tokenizer import Tokenizer
 from rl_core.torch.generation.decoder import Adoption, Decoder
-from rl_core.torch.generation.row import Row, StopText, Tokenizer
+from rl_core.torch.generation.row import Row, StopText
 from rl_core.torch.generation.step_thread import StepThread
 from rl_core.torch.transport import ReceivingEnd
 from rl_core.tracing.profiling import Profile, ProfileOrder, ProfileReport

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 from rl_core.rollouts.generation import GenerationRequest, SamplingParams
 from rl_core.rollouts.rollout import Completion, StopReason, WeightSpan
 from rl_core.token_filter import TokenFilter
+from rl_core.tokenizer import Tokenizer
 
 _CONTEXT_TOKENS = 5
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
@@ -149,13 +149,6 @@ def _filter(scaled: Tensor, filters: Sequence[TokenFilter]) -> Tensor:
 
 def _column(values: Sequence[float], like: Tensor) -> Tensor:
     return torch.tensor(values, dtype=torch.float32, device=like.device)[:, None]
-
-
-class Tokenizer(Protocol):
-    """The part of a tokenizer that turns tokens into text."""
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Return the text of these tokens."""
 
 
 class StopText:
