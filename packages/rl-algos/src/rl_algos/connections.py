@@ -91,7 +91,7 @@ class Pace:
             now = time.perf_counter()
             if self._begun_s is None:
                 self._begun_s = now
-                asyncio.get_running_loop().call_soon(self._end)  # in the next pass
+                asyncio.get_running_loop().call_soon(self._end)  # This runs in the next pass.
             if now - self._begun_s < self._budget_s:
                 return
             await asyncio.sleep(0)
@@ -105,7 +105,7 @@ class Connections(web.Server):
 
     Args:
         serve: Answers a request.
-        refuse: Makes the answer to what is not a valid request, from a status and a message.
+        refuse: Makes the answer to an invalid request, from a status and a message.
         limit: Maximum number of connections; by default half of the files that the process may open.
 
     Attributes:
@@ -120,7 +120,7 @@ class Connections(web.Server):
         self._serve = serve
         self._limit = limit or min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         self._num_open = 0
-        self._waiting: dict[web.RequestHandler, float] = {}  # since when, in this order
+        self._waiting: dict[web.RequestHandler, float] = {}  # Times at which they began to wait, in this order.
         self._closing_idle: asyncio.TimerHandle | None = None
 
     def __call__(self) -> web.RequestHandler:
@@ -189,13 +189,9 @@ class _Connection(web.RequestHandler):
         self._connections = connections
 
     def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
+        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
-        """Answer what is not HTTP."""
+        """Answer a request that is not HTTP."""
         cause = type(exc).__name__
         self._connections.unread.note(cause)
         if request.writer.output_size > 0:

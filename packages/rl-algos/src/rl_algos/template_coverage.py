@@ -87,21 +87,23 @@ class Coverage:
         walk = _Walk(lambda number, _value: _mark(number), self._template)
         structure = json.dumps(walk.messages(messages), default=str)
         self._pieces = walk.pieces
-        self._found = _rendered_structure(tokenizer, self._template, structure, bool(tools), prompts)
+        found = _rendered_structure(tokenizer, self._template, structure, bool(tools), prompts)
+        self._is_refused = found is None
+        self._shown, self._unfilled = found or (frozenset(), None)
 
     def check_links(self) -> None:
         """Raise a `DataError` if a call or a result lacks an id that the template writes, or if only ids that it does
         not write show which call a result belongs to."""
-        if self._found is None:
+        if self._is_refused:
             return
-        if self._found.unfilled is not None:
-            index, key = self._found.unfilled
+        if self._unfilled is not None:
+            index, key = self._unfilled
             kind, whose = ("calls", "a tool call of ") if key == "id" else ("results", "")
             raise DataError(
                 f"the chat template writes the `{key}` of tool {kind}, but {whose}message {index} (from 0) has none, "
                 f"so an empty place would be read or learned; add `{key}` to the data"
             )
-        shown = [self._pieces[number] for number in self._found.shown]
+        shown = [self._pieces[number] for number in self._shown]
         _check_order(self._messages, {piece.index for piece in shown if piece.kind == "link"})
 
     def check_pieces(self, learned: Sequence[bool] = ()) -> None:
@@ -125,7 +127,7 @@ class Coverage:
                     raise _not_shown(_Piece(index, "said", "the text", content), message, "")
 
     def _is_shown(self, number: int) -> bool:
-        if self._found is not None and number in self._found.shown:
+        if number in self._shown:
             return True
         walk = _Walk(lambda at, value: _mark(at) if at == number else value, self._template, keeps_all=True)
         alone = walk.messages(self._messages)
@@ -284,24 +286,16 @@ class _Walk:
         return self._piece(index, "call", what, value) if value else value
 
 
-@dataclass(frozen=True)
-class _Structure:
-    """The rendering of all conversations with one structure.
-
-    Args:
-        shown: Numbers of the pieces that it shows.
-        unfilled: Index of a message, and the key whose absence leaves an empty place in the text; None if none does.
-    """
-
-    shown: frozenset[int]
-    unfilled: tuple[int, str] | None
-
-
 @lru_cache(maxsize=8192)
 def _rendered_structure(
     tokenizer: Any, template: str, structure: str, has_tools: bool, prompts: bool
-) -> _Structure | None:
-    """Return the rendering of a structure; None if the template refuses the marks."""
+) -> tuple[frozenset[int], tuple[int, str] | None] | None:
+    """Render a conversation with marks in the places of its texts; all with the same structure have this rendering.
+
+    Returns:
+        The numbers of the pieces that it shows, and the index of a message with the key whose absence leaves an empty
+        place in the text, None if none does. None if the template refuses the marks.
+    """
     marked: list[dict[str, Any]] = json.loads(structure)
     tools = [_ANY_TOOL] if has_tools else ()
 
@@ -313,7 +307,7 @@ def _rendered_structure(
     except TemplateError:
         return None
     numbers = {int(number) for number in re.findall(r"qz(\d{6})q", text.lower())}
-    return _Structure(frozenset(numbers), _unfilled(marked, text, rendered))
+    return frozenset(numbers), _unfilled(marked, text, rendered)
 
 
 def _unfilled(

@@ -50,7 +50,7 @@ class ModelCall:
         tools: JSON schemas of the tools that the policy may call, in OpenAI's nested form.
         reads_calls: False if tool calls of the policy are to stay text (`tool_choice: none`).
         max_new_tokens: Maximum number of tokens to sample; None for the configured number.
-        stop_strings: Strings that end the completion, in addition to those of the run.
+        stop_strings: Strings that end the completion, in addition to the run's own.
         num_choices: Number of completions.
         wants_logprobs: True if the answer lists the logprobs of the sampled tokens.
         is_streamed: True if the answer is a stream of events.

@@ -72,7 +72,7 @@ class _Played:
 
 
 class Host:
-    """Forks a process for each rollout, and ends what is left of it.
+    """Forks a process for each rollout, and ends its remaining processes.
 
     Args:
         function: The user's function; None if rollouts have commands.

@@ -264,26 +264,22 @@ def _problems(key: str, datasets: DatasetConfig | list[DatasetConfig]) -> list[P
 def _held_out_problems(data: DataConfig) -> list[Problem]:
     """Return the problems of keys of training datasets that are in the wrong place, or contradict each other."""
     problems = []
+    one_by_one = "needs all rows of the dataset, but `streaming` reads them one by one"
     for key, dataset in data.sections():
         if not isinstance(dataset, DatasetConfig):
             continue
         at, size = key.removeprefix("data."), dataset.split_validation_size
-        is_validation = key.startswith("data.validation")
-        if dataset.streaming and is_validation:
+        is_validation, is_streamed = key.startswith("data.validation"), dataset.streaming
+        if is_streamed and is_validation:
             remedy = "Use a split that fits into memory, such as test[:1000]"
             problems.append(Problem(f"{at}.streaming", "is for training datasets only", got=True, remedy=remedy))
-        elif dataset.pass_rate is not None and is_validation:
+        elif dataset.pass_rate is not None and (is_validation or is_streamed):
             reason = "is for training datasets only; validation would score a selection of its rows"
-            problems.append(Problem(f"{at}.pass_rate", reason, remedy="Remove this key"))
-        elif dataset.pass_rate is not None and dataset.streaming:
-            reason = "needs all rows of the dataset, but `streaming` reads them one by one"
-            problems.append(Problem(f"{at}.pass_rate", reason, remedy="Remove one of the two"))
-        elif size is not None and is_validation:
-            reason = "is for datasets of data.train, from which rows are held out"
-            problems.append(Problem(f"{at}.split_validation_size", reason, got=size, remedy="Remove this key"))
-        elif size is not None and dataset.streaming:
-            reason = "needs all rows of the dataset, but `streaming` reads them one by one"
-            remedy = "Set data.validation instead"
+            remedy = "Remove this key" if is_validation else "Remove one of the two"
+            problems.append(Problem(f"{at}.pass_rate", reason if is_validation else one_by_one, remedy=remedy))
+        elif size is not None and (is_validation or is_streamed):
+            reason = "is for datasets of data.train, from which rows are held out" if is_validation else one_by_one
+            remedy = "Remove this key" if is_validation else "Set data.validation instead"
             problems.append(Problem(f"{at}.split_validation_size", reason, got=size, remedy=remedy))
         elif size is not None and size > 1 and size != int(size):
             allowed = "a share below 1, or a whole number of rows"

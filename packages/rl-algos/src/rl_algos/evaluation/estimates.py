@@ -35,9 +35,7 @@ class Estimate:
     high: float
 
 
-def bootstrap_mean(
-    values: Sequence[float] | np.ndarray, *, confidence: float = 0.95, seed: int = 0, resamples: int = NUM_RESAMPLES
-) -> Estimate:
+def bootstrap_mean(values: Sequence[float] | np.ndarray, *, confidence: float = 0.95, seed: int = 0) -> Estimate:
     """Return the mean of values and its percentile bootstrap interval. Prompts are drawn with replacement, all samples
     of a prompt together, because they are not independent of one another.
 
@@ -47,7 +45,6 @@ def bootstrap_mean(
         values: `[prompts]`, one of each prompt.
         confidence: Probability mass of the interval, between 0 and 1.
         seed: Seed of the resamples; equal inputs give equal intervals.
-        resamples: Number of resamples.
 
     Raises:
         ValueError: If there are no values, or the confidence is not between 0 and 1.
@@ -57,27 +54,15 @@ def bootstrap_mean(
         raise ValueError("a mean needs at least one prompt, got none")
     if not 0 < confidence < 1:
         raise ValueError(f"confidence must be between 0 and 1, got {confidence}")
-    means = resampled_means(data, seed=seed, resamples=resamples)
+    generator = np.random.default_rng(seed)
+    rows = max(1, _CHUNK_VALUES // len(data))
+    means = np.empty(NUM_RESAMPLES)
+    for first in range(0, NUM_RESAMPLES, rows):
+        chosen = generator.integers(len(data), size=(min(rows, NUM_RESAMPLES - first), len(data)))
+        means[first : first + rows] = data[chosen].mean(axis=1)
     tail = (1 - confidence) / 2
     low, high = np.quantile(means, [tail, 1 - tail])
     return Estimate(float(data.mean()), float(low), float(high))
-
-
-def resampled_means(values: np.ndarray, *, seed: int, resamples: int) -> np.ndarray:
-    """Return float64 `[resamples]`, means of values drawn with replacement.
-
-    Args:
-        values: float64 `[prompts]`.
-        seed: Seed of the draws.
-        resamples: Number of means.
-    """
-    generator = np.random.default_rng(seed)
-    rows = max(1, _CHUNK_VALUES // len(values))
-    found = [
-        values[generator.integers(len(values), size=(min(rows, resamples - first), len(values)))].mean(axis=1)
-        for first in range(0, resamples, rows)
-    ]
-    return np.concatenate(found)
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
@@ -227,9 +212,7 @@ def compare(
     )
 
 
-def permutation_p_value(
-    differences: Sequence[float] | np.ndarray, *, seed: int = 0, resamples: int = NUM_RESAMPLES
-) -> float:
+def permutation_p_value(differences: Sequence[float] | np.ndarray, *, seed: int = 0) -> float:
     """Return the two-sided p-value of a paired permutation test: the share of all assignments of signs to the
     differences whose sum is at least as large as the observed one.
 
@@ -239,7 +222,6 @@ def permutation_p_value(
     Args:
         differences: `[prompts]`, of paired scores.
         seed: Seed of the random assignments.
-        resamples: Number of random assignments.
     """
     data = np.asarray(differences, dtype=np.float64)
     data = data[data != 0]
@@ -252,8 +234,8 @@ def permutation_p_value(
         return float((np.abs(signs @ data) >= seen).mean())
     generator = np.random.default_rng(seed)
     num_as_large = 0
-    for start in range(0, resamples, _CHUNK_ROWS):
-        size = (min(_CHUNK_ROWS, resamples - start), len(data))
+    for start in range(0, NUM_RESAMPLES, _CHUNK_ROWS):
+        size = (min(_CHUNK_ROWS, NUM_RESAMPLES - start), len(data))
         signs = generator.integers(2, size=size, dtype=np.int8) * 2.0 - 1.0
         num_as_large += int((np.abs(signs @ data) >= seen).sum())
-    return (num_as_large + 1) / (resamples + 1)
+    return (num_as_large + 1) / (NUM_RESAMPLES + 1)

@@ -36,7 +36,7 @@ def llama(text: str, schemas: parsed.Schemas, opened: str = "") -> parsed.Parsed
         _, closed, rest = text[begin:].partition(THOUGHTS[opened])
         begin = after_space(text, len(text) - len(rest)) if closed else begin
     if text.startswith("{", begin):
-        # An object at the beginning may be an answer, so its keys or its name must be those of a call.
+        # An object at the beginning may be an answer, so its keys or its name must fit a call.
         try:
             found, _ = read_model_json_at(text, begin)
         except MalformedJson:

@@ -12,7 +12,7 @@ from rl_algos.losses.importance import ImportanceCorrection, Rejection
 from rl_algos.losses.policy import PolicyLoss
 from rl_algos.losses.terms import Aggregation
 from rl_algos.torch.sampled import Sampled, bounded, estimate, reference_kl, weighed
-from rl_algos.torch.surrogates import policy_terms
+from rl_algos.torch.surrogates import COMPUTATIONS
 from rl_core.torch.loss import LossSums, MetricSum, Rows
 
 
@@ -26,7 +26,7 @@ def compute(loss: PolicyLoss, reads: Mapping[str, Tensor], rows: Rows) -> LossSu
     """
     sampled = Sampled.of(reads["logprobs"], rows, on_policy=loss.on_policy)
     compared = sampled if loss.ratio_denominator == "prev" else sampled.around_generation()
-    terms = policy_terms(loss.surrogate, compared)
+    terms = COMPUTATIONS[type(loss.surrogate)](loss.surrogate, compared)
     policy, without_policy = _corrected(loss, terms.loss, sampled)
     penalties, metrics = _penalties(loss, reads, sampled)
     if loss.staleness is not None:
@@ -38,7 +38,7 @@ def compute(loss: PolicyLoss, reads: Mapping[str, Tensor], rows: Rows) -> LossSu
     left_out = torch.zeros_like(without_policy)
     if loss.mismatch_threshold is not None:
         left_out = mismatched_sequences(loss.mismatch_threshold, sampled)
-    kept = sampled.mask & ~sampled.spread(left_out)
+    kept = sampled.mask & ~sampled.rows.spread(left_out)
 
     denominator = loss.aggregation.denominator
     if loss.normalizes_weights:
@@ -69,7 +69,7 @@ def _corrected(loss: PolicyLoss, policy: Tensor, sampled: Sampled) -> tuple[Tens
         policy = torch.where(sampled.rows["high_entropy"] > 0, policy, 0.0)
     if loss.filters.off_policy_threshold is not None:
         dropped = off_policy_sequences(loss.filters.off_policy_threshold, sampled)
-        policy = torch.where(sampled.spread(dropped), 0.0, policy)
+        policy = torch.where(sampled.rows.spread(dropped), 0.0, policy)
     if loss.importance is not None:
         weight, without_weight = importance_weights(loss.importance, sampled)
         policy, dropped = policy * weight, dropped | without_weight
@@ -98,7 +98,7 @@ def _aggregated(aggregation: Aggregation, per_token: Tensor, kept: Tensor, sampl
     """Return the sum over the microbatch, a scalar. The step divides it by the count `aggregation.denominator`."""
     per_token = torch.where(kept, per_token, 0.0)
     if aggregation.name == "sequence-mean":
-        per_token = per_token / sampled.spread(sampled.lengths)
+        per_token = per_token / sampled.rows.spread(sampled.lengths)
     total = per_token.sum()
     return total if aggregation.divisor == 1.0 else total / aggregation.divisor
 
@@ -128,7 +128,7 @@ def importance_weights(correction: ImportanceCorrection, sampled: Sampled) -> tu
     low = 0.0 if correction.low is None else correction.low
     high = math.inf if correction.high is None else correction.high
     total = sampled.row_sums(sampled.mismatch)
-    log_weight = sampled.spread(total) if correction.level == "sequence" else sampled.mismatch
+    log_weight = sampled.rows.spread(total) if correction.level == "sequence" else sampled.mismatch
     weight = bounded(log_weight).exp()
     dropped = torch.zeros_like(total, dtype=torch.bool)
     if correction.truncation == "tis":
@@ -141,7 +141,7 @@ def importance_weights(correction: ImportanceCorrection, sampled: Sampled) -> tu
         dropped = ~_within(bounded(total / sampled.lengths).exp(), low, high)
     if correction.rejection is not None:
         dropped = dropped | _rejected(correction.rejection, sampled)
-    return torch.where(sampled.spread(dropped), 0.0, weight), dropped
+    return torch.where(sampled.rows.spread(dropped), 0.0, weight), dropped
 
 
 def off_policy_sequences(threshold: float, sampled: Sampled) -> Tensor:

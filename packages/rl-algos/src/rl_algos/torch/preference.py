@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,11 +18,10 @@ SURE = -1e-6
 """Largest averaged logprob for log odds: the log odds of a certain response are infinite."""
 
 
-@dataclass(frozen=True)
-class Pairs:
+class Pairs(NamedTuple):
     """The rows of the two responses of each pair.
 
-    Args:
+    Attributes:
         chosen, rejected: int64 `[pairs]`, rows of the microbatch.
     """
 
@@ -127,7 +126,7 @@ def compute_kto(loss: described.KTOLoss, reads: Mapping[str, Tensor], rows: Rows
     rewards = loss.beta * responses.relative.detach()
     metrics = {
         "accuracy": MetricSum(right(distance.detach()).sum(), "responses"),
-        "reward_desirable": MetricSum(torch.where(is_good, rewards, 0.0).sum(), is_good.sum()),
+        "reward_desirable": _mean_of(rewards, is_good),
         "reward_undesirable": _mean_of(rewards, ~is_good),
         "kl": MetricSum(rows["kl"].sum(), "responses"),
     }

@@ -97,10 +97,6 @@ class Sampled:
         """Return `[rows]`, the mean over each row's sampled tokens; 0 for a row without any."""
         return self.row_sums(values) / self.lengths
 
-    def spread(self, values: Tensor) -> Tensor:
-        """Return `[tokens]`, each row's value at all its tokens."""
-        return self.rows.spread(values)
-
 
 def estimate(estimator: KLType, d: Tensor) -> Tensor:
     """Return k1, k2 or k3 of the log-ratios `d`; always finite."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,11 +14,10 @@ from rl_algos.losses.importance import LOG_RATIO_BOUND
 from rl_algos.torch.sampled import Sampled, bounded
 
 
-@dataclass(frozen=True)
-class PolicyTerms:
+class PolicyTerms(NamedTuple):
     """The policy term of a microbatch.
 
-    Args:
+    Attributes:
         loss: `[tokens]`, with gradient.
         ratio: `[tokens]`, of policy and `prev`, to report.
         clipped: bool `[tokens]`, True if a bound changed the term or took its gradient away.
@@ -38,8 +36,10 @@ def clip(surrogate: described.Clip, sampled: Sampled) -> PolicyTerms:
 def gspo(surrogate: described.GSPO, sampled: Sampled) -> PolicyTerms:
     """Compute the policy term of `GSPO`."""
     mean = sampled.row_means((sampled.logprobs - sampled.prev).detach())
-    own = torch.where(sampled.spread(mean.abs() < LOG_RATIO_BOUND), sampled.logprobs - sampled.logprobs.detach(), 0.0)
-    return _clipped(surrogate, (sampled.spread(bounded(mean)) + own).exp(), sampled.advantages)
+    own = torch.where(
+        sampled.rows.spread(mean.abs() < LOG_RATIO_BOUND), sampled.logprobs - sampled.logprobs.detach(), 0.0
+    )
+    return _clipped(surrogate, (sampled.rows.spread(bounded(mean)) + own).exp(), sampled.advantages)
 
 
 def cispo(surrogate: described.CISPO, sampled: Sampled) -> PolicyTerms:
@@ -78,7 +78,7 @@ def gmpo(surrogate: described.GMPO, sampled: Sampled) -> PolicyTerms:
     smaller, larger = torch.minimum(log_ratio, clamped), torch.maximum(log_ratio, clamped)
     kept = torch.where(sampled.advantages > 0, smaller, torch.where(sampled.advantages < 0, larger, log_ratio))
     mean_ratio = sampled.row_means(kept).exp()
-    loss = -sampled.spread(sampled.row_means(sampled.advantages) * mean_ratio)
+    loss = -sampled.rows.spread(sampled.row_means(sampled.advantages) * mean_ratio)
     return PolicyTerms(loss, log_ratio.exp(), log_ratio.detach() != kept.detach())
 
 
@@ -117,7 +117,7 @@ def kl_cov(surrogate: described.KLCov, sampled: Sampled) -> PolicyTerms:
 
 def vespo(surrogate: described.VESPO, sampled: Sampled) -> PolicyTerms:
     """Compute the policy term of `VESPO`."""
-    log_ratio = sampled.spread(bounded(sampled.row_sums((sampled.logprobs - sampled.prev).detach())))
+    log_ratio = sampled.rows.spread(bounded(sampled.row_sums((sampled.logprobs - sampled.prev).detach())))
     positive = (
         surrogate.lambda_positive + surrogate.k_positive * log_ratio - surrogate.lambda_positive * log_ratio.exp()
     ).exp()
@@ -141,12 +141,8 @@ COMPUTATIONS: Mapping[type[described.Surrogate], Callable[[Any, Sampled], Policy
     described.KLCov: kl_cov,
     described.VESPO: vespo,
 }
-"""Computation of each surrogate."""
-
-
-def policy_terms(surrogate: described.Surrogate, sampled: Sampled) -> PolicyTerms:
-    """Compute the policy term of each sampled token; the values at other tokens are finite and mean nothing."""
-    return COMPUTATIONS[type(surrogate)](surrogate, sampled)
+"""Computation of each surrogate. It returns the policy term of each sampled token; values at other tokens are finite
+and mean nothing."""
 
 
 def _clipped(

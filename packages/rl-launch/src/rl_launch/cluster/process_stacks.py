@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 ANSWER_S = 3.0
 """Maximum time in seconds for the stacks of a process. The handler is C code, which takes milliseconds."""
@@ -45,8 +46,7 @@ class ProcessStacks:
     text: str
 
 
-@dataclass(frozen=True)
-class Registered:
+class Registered(NamedTuple):
     """A process that writes its stacks on request: the first line of its file, and the file."""
 
     name: str

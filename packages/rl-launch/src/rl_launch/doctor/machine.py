@@ -51,11 +51,10 @@ class Tool(NamedTuple):
     version: str
 
 
-@dataclass(frozen=True)
-class Gpu:
+class Gpu(NamedTuple):
     """A GPU as its driver sees it.
 
-    Args:
+    Attributes:
         name: Name of the product.
         memory_bytes: Memory of the device; None if the driver does not report it.
         used_bytes: Memory in use; None likewise.

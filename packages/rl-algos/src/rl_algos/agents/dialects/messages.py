@@ -118,7 +118,7 @@ class Messages:
 
 
 def _check_offered(fields: Fields) -> None:
-    """Refuse the fields that ask for another answer than one that is sampled freely from what is given."""
+    """Refuse the fields that ask for another answer than one that is sampled freely from the input."""
     fields.refuse_others_than("mcp_servers", [[]], "call the servers in the agent, and pass their tools as functions")
     fields.refuse_others_than("container", [], "run code in the agent")
     free = "completions are sampled freely; parse and check them in the agent"

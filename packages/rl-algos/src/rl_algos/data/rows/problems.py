@@ -1,6 +1,6 @@
 """Processors of questions with an answer that can be checked: problems, multiple choice, and questions about images.
 
-Columns are those of the datasets' cards on the hub; `rl_algos.data.sources.hub_datasets` lists the processor of each.
+Columns follow the datasets' cards on the hub; `rl_algos.data.sources.hub_datasets` lists the processor of each.
 """
 
 from __future__ import annotations

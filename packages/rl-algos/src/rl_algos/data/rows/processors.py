@@ -208,8 +208,5 @@ def _tree_message(row: Mapping[str, Any], number: int) -> _TreeMessage:
     return _TreeMessage({"role": _ROLES[role], "content": text_column(row, "text")}, rank, number)
 
 
-_ARRANGED: Mapping[str, Callable[[DataRows], DataRows]] = {
-    "oasst": _conversations,
-    "oasst_preference": _ranked_replies,
-}
+_ARRANGED: Mapping[str, Callable[[DataRows], DataRows]] = {"oasst": _conversations, "oasst_preference": _ranked_replies}
 """Preparation of all rows, before a processor gets them one by one, by the name of the processor."""

@@ -223,12 +223,7 @@ def _hub(probes: Probes, names: Sequence[str], variables: Mapping[str, str], tim
 
 
 def _all_reduce(
-    plan: RunPlan,
-    cluster: VirtualCluster,
-    survey: Survey,
-    probes: Probes,
-    chosen: Mapping[str, str],
-    timeout_s: float,
+    plan: RunPlan, cluster: VirtualCluster, survey: Survey, probes: Probes, chosen: Mapping[str, str], timeout_s: float
 ) -> AllReduce:
     device, ranks = cluster.device, cluster.ranks_per_node
     nodes = [survey.nodes[name] for name in survey.usable if name in survey.readings]
