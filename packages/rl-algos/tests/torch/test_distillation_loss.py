@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_algos.losses.distillation import LEAST_TAIL, TEACHER_IDS, TEACHER_LOGPROBS, DistillationLoss, Divergence
+from rl_algos.losses.distillation import MIN_TAIL, TEACHER_IDS, TEACHER_LOGPROBS, DistillationLoss, Divergence
 from rl_algos.torch.distillation import compute
 from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged
@@ -212,7 +212,7 @@ def test_microbatches_add_up_to_the_whole(name):
 
 def test_a_rare_tail_is_told_from_none_down_to_its_bound():
     mask = np.array([0, 1], np.uint8)
-    assert np.log1p(-LEAST_TAIL) < 0
+    assert np.log1p(-MIN_TAIL) < 0
     for tail in (1e-2, 1e-4):
         p = torch.tensor([[0.0], [math.log1p(-tail)]], dtype=torch.float32)
         rows = Rows(

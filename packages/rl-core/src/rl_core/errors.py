@@ -1,4 +1,4 @@
-"""Errors that cross process boundaries, and problems of config keys, of which their messages are made.
+"""Errors that cross process boundaries, and the problems of config keys in their messages.
 
 Every class here pickles without the environment it was raised in, so the driver can read the failure of a worker whose
 libraries it does not have."""
@@ -33,7 +33,7 @@ class Problem:
 
     Args:
         key: Dotted key from the root (in `ProblemError`: from the section that raises it); empty for the whole.
-        reason: What is wrong with it, as a clause whose subject is the key or its value.
+        reason: The fault, as a clause whose subject is the key or its value.
         got: The value that was found, if the value matters.
         allowed: The values that are accepted, if they can be listed or described in a few words.
         remedy: What to do, as one or more sentences without the last full stop.
@@ -101,14 +101,14 @@ class RLError(Exception):
 
 
 class ConfigError(RLError, ValueError):
-    """A configuration that cannot be run; its message has the key, where it was set and what is allowed."""
+    """A configuration that cannot be run; its message has the key, its origin and the allowed values."""
 
 
 class ConfigProblems(ConfigError):
     """A configuration with problems of single keys, all of them.
 
     Args:
-        message: Lists every problem: its key, where it was set and what is allowed.
+        message: Lists every problem: its key, its origin and the allowed values.
         problems: Each problem, with its key from the root.
     """
 
@@ -129,11 +129,11 @@ class DataError(RLError, ValueError):
 
 
 class DataChanged(DataError):
-    """Data in which the position of a checkpoint means nothing, because they are not those that it was saved in."""
+    """Data that differ from the data of a checkpoint, so that its position means nothing."""
 
 
 class RunDirectoryError(RLError):
-    """A run directory that is foreign, busy, changed or damaged; its message says which, and what to do."""
+    """A run directory that is foreign, busy, changed or damaged; its message has the fault and the remedy."""
 
 
 class CheckpointDamaged(RLError):
@@ -188,11 +188,11 @@ class CallbackFailed(RLError):
 
 @dataclass(frozen=True)
 class Origin:
-    """Where in the run a failure happened: the role and rank of the worker, its node, and what it was doing.
+    """Where in the run a failure happened: the role and rank of the worker, its node, and its activity.
 
     Args:
-        section: Dotted key of the config section of a model, to which keys in its workers' messages are relative; empty
-            for workers that are not a model's.
+        section: Dotted key of a model's config section, the base of relative keys in its workers' messages; empty for
+            workers that are not a model's.
     """
 
     role: str
@@ -207,7 +207,7 @@ class Origin:
 
 
 class WorkerError(RLError):
-    """A failure inside a worker, as plain text: type name, message and traceback of the error it stands for.
+    """A failure inside a worker, as plain text: type name, message and traceback of the original error.
 
     Args:
         kind: Qualified name of the original exception class.

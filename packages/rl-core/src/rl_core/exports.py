@@ -19,7 +19,7 @@ import sys
 from functools import cache
 from types import MappingProxyType
 
-# `typing`, `pathlib` and `ast` would take most of the time in which the launcher of a worker starts
+# Importing `typing`, `pathlib` and `ast` would take most of the start of a worker's launcher.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -66,7 +66,7 @@ def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[
 
 @cache
 def _check_range(package: str) -> None:
-    """Refuse a package that needs another version of rl-core, as pip does unless it is told not to look.
+    """Refuse a package that needs another version of rl-core, as pip does by default.
 
     Raises:
         ImportError: With both versions and the command that installs one that fits.

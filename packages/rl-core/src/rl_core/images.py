@@ -1,7 +1,7 @@
 """Images of conversations: files by digest in a folder that all processes of a run share.
 
-Messages, prompts, rollouts and batches refer to an image by its digest and size; the bytes lie in the `ImageStore` of
-the run and are read by the processes that look at them: the model's workers, the engine, and people. They never pass
+Messages, prompts, rollouts and batches refer to an image by its digest and size; the `ImageStore` of the run holds the
+bytes, which are read by the processes that look at them: the model's workers, the engine, and people. They never pass
 through the driver or Ray's object store.
 """
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 IMAGES = "images"
 """Column of a batch, uint8 `[images of the row, DIGEST_BYTES]`: the digests of each row's images in the order of their
-tokens. Its rows have other lengths than those of `tokens`."""
+tokens. Its rows are as long as a row's images need, whatever the length of `tokens`."""
 
 DIGEST_BYTES = 16
 
 STORE_VARIABLE = "RL_IMAGES"
-"""Environment variable of all processes of a run that names the folder of its images."""
+"""Environment variable of all processes of a run with the folder of its images."""
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 """Formats that are read. Others that pillow knows start programs (EPS), or are rare as photographs."""
@@ -45,7 +45,7 @@ _DIGEST = re.compile(f"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
 
 
 class ImageError(ValueError):
-    """Raised for an image that cannot be used; the message says what is wrong with it, in one line."""
+    """Raised for an image that cannot be used; the message has the reason, in one line."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class ImageRef:
 
 @dataclass(frozen=True)
 class ImageLimits:
-    """What is accepted as an image.
+    """Limits of accepted images.
 
     Args:
         max_bytes: Maximum size of a file.
@@ -84,7 +84,7 @@ class ImageStore:
 
     Args:
         folder: The folder; made at the first image.
-        limits: What is accepted.
+        limits: Limits of accepted images.
     """
 
     def __init__(self, folder: Path | str, limits: ImageLimits = ImageLimits()) -> None:
@@ -175,7 +175,7 @@ class ImageStore:
             return image.convert("RGB")
 
     def _opened(self, data: bytes) -> ImageFile:
-        """Return the image of a file, of which no pixel is decoded yet: its size is checked first."""
+        """Return the image of a file before any pixel is decoded: its size is checked first."""
         image: ImageFile = _pillow().open(BytesIO(data), formats=FORMATS)
         width, height = image.size
         if width < 1 or height < 1:
@@ -192,7 +192,7 @@ class ImageStore:
 
     @contextmanager
     def _refusals(self) -> Iterator[None]:
-        """Raise an `ImageError` for what decoders raise."""
+        """Raise the errors of decoders as an `ImageError`."""
         pillow = _pillow()
         try:
             yield

@@ -45,7 +45,7 @@ def extras_with(distribution: str, module: str) -> list[str]:
 
 
 def _of_extras(distribution: str) -> Iterator[tuple[str, str]]:
-    """Yield the extras of a distribution with the names of the distributions that they bring, also indirectly."""
+    """Yield the extras of a distribution with the distributions that they bring, also indirectly."""
     try:
         requirements = importlib.metadata.requires(distribution) or []
     except importlib.metadata.PackageNotFoundError:
@@ -60,7 +60,7 @@ def _of_extras(distribution: str) -> Iterator[tuple[str, str]]:
 
 
 def _installer() -> str:
-    """Return a command with a place for what it installs into this environment, from any shell."""
+    """Return a command with a placeholder for requirements, that installs into this environment from any shell."""
     if find_spec("pip") is not None:
         pip = shutil.which("pip")
         is_first = pip is not None and Path(pip).parent.resolve() == Path(sys.executable).parent.resolve()

@@ -18,8 +18,8 @@ CLOCKED = frozenset({"flops_per_second", "mfu"})
 """Metrics of a training step that depend on the clock: two runs of the same steps agree on all others."""
 
 OF_LAYOUT = frozenset({"packing_efficiency", "pipeline_bubble"})
-"""Metrics of a training step that depend on how rows are spread over ranks and microbatches, in addition to
-those of the clock."""
+"""Metrics of a training step that depend on how rows are spread over ranks and microbatches, in addition to the metrics
+of the clock."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Metric:
     Args:
         value: For a mean the numerator, else the part's own value.
         weight: For a mean the denominator; not used otherwise.
-        reduction: How the parts of one update (those of ranks and microbatches) combine.
+        reduction: How the parts of one update (of ranks and microbatches) combine.
         over_updates: How the results of several updates combine; as their parts do if not given.
     """
 

@@ -75,8 +75,8 @@ compared and a tail that holds all others: KL(p || q), KL(q || p), and with m = 
 beta KL(p || m) + (1 - beta) KL(q || m); the masses of both tails; and the other logprob of the token that is there. The
 first three have gradients."""
 
-LEAST_TAIL = 1e-6
-"""Smallest mass of the tail that is told from none: float32 logprobs sum to 1 no more exactly."""
+MIN_TAIL = 1e-6
+"""Smallest mass of the tail that counts: float32 logprobs sum to 1 no more exactly."""
 
 
 @dataclass(frozen=True)
@@ -103,23 +103,23 @@ class Read:
     the scalar head at the last token; of a critic it is the value of the state after that token. `topk` gives two
     columns, `topk_logprobs` float32 and `topk_ids` int32, both `[tokens, k]`. `logprobs_at` is float32 `[tokens, k]`:
     the logprobs, given the tokens before token i, of the ids at index i of a column of the batch, int32 `[tokens, k]`;
-    -1 stands for no id, and its logprob is 0. `collision` is float32 `[tokens]`, the sum of the squared probabilities
+    an id of -1 is none, and its logprob is 0. `collision` is float32 `[tokens]`, the sum of the squared probabilities
     of all tokens. `hidden` is float32 `[tokens, hidden]`: at index i the hidden state, after the last norm, that the
     head makes the distribution of token i from. `divergences` is float32 `[tokens, 6]`, the numbers of `DIVERGENCES`
     from the distribution of token i by another model, whose `hidden` a column of the batch has. There may be several
-    other models; another column tells which one's the hidden state of a token is. `draft_losses`, which only a draft
-    head answers, is float32 `[tokens, k]`: at index i, j the cross-entropy of the head's distribution of token i, as
-    token j of a draft, from the distribution of the model that it drafts for; 0 where the row is too short for such a
-    draft, and where the column `loss_mask` is 0.
+    other models; another column selects the model of each token's hidden state. `draft_losses`, which only a draft head
+    answers, is float32 `[tokens, k]`: at index i, j the cross-entropy of the head's distribution of token i, as token j
+    of a draft, from the distribution of the model that it drafts for; 0 where the row is too short for such a draft,
+    and where the column `loss_mask` is 0.
 
     Args:
         name: Name of the result.
         k: Number of tokens of `topk`, and of the drafts of `draft_losses`.
         below: Ids that `topk` chooses among, and that `divergences` compares one by one, are below it; 0 for all.
         column: That has the ids of `logprobs_at`, or the hidden states of the other model.
-        token_filter: Token filter of `logprobs`, `entropy` and `collision`, those of the distribution over the tokens
-            that it keeps and the token that is there, which the generator may have drawn although it is left out here,
-            by another rounding. None keeps all.
+        token_filter: Token filter of `logprobs`, `entropy` and `collision`, which are then of the distribution over the
+            tokens that it keeps and the token that is there, which the generator may have drawn although it is left out
+            here, by another rounding. None keeps all.
         heads: Heads of the other models of `divergences`.
         choice: Column that has the number of the other model of each token, int32 `[tokens]`.
         width: Width of `hidden`: narrower hidden states are followed by zeros; 0 for the model's own width.
@@ -175,7 +175,7 @@ def topk(k: int, *, below: int = 0) -> Read:
     Args:
         k: Number of tokens per position, at least 1.
         below: Choose among the ids below it, such as those that another model knows as well; 0 for all. Logprobs are
-            those of the whole vocabulary.
+            over the whole vocabulary.
     """
     if k < 1:
         raise ValueError(f"topk needs k >= 1, got {k}")
@@ -199,8 +199,8 @@ def logprobs_at(column: str) -> Read:
 
 
 def hidden_states(width: int) -> Read:
-    """Return the read `hidden`, `[tokens, width]`, with zeros after hidden states that are narrower: so those of models
-    of several sizes fit in one column."""
+    """Return the read `hidden`, `[tokens, width]`, with zeros after hidden states that are narrower: so models of
+    several sizes fit in one column."""
     if width < 1:
         raise ValueError(f"hidden_states needs width >= 1, got {width}")
     return Read("hidden", width=width)
@@ -318,8 +318,8 @@ class Saved(Protocol):
         """Return the files of the last save, of all ranks, once they are on the disk; None while they are being
         written.
 
-        Empty if nothing has been saved, or the last save failed. Every rank names the files that it wrote itself:
-        the caller checks that all of them are in the folder that it knows.
+        Empty if nothing has been saved, or the last save failed. Every rank lists its own files: the caller checks that
+        all of them are in the folder that it knows.
 
         Args:
             wait: Return when they are written.
@@ -334,7 +334,7 @@ class Saved(Protocol):
 
         Args:
             path: Folder that `save` was called with.
-            files: What `finish_save` returned for it. The ranks share the work of comparing them with what is there,
+            files: What `finish_save` returned for it. The ranks share the work of comparing them with the files there,
                 before anything is loaded.
 
         Raises:
@@ -348,8 +348,8 @@ class Saved(Protocol):
         ...
 
     def export_adapter(self, path: str) -> tuple[SavedFile, ...]:
-        """Write only the adapters, as `peft` and vLLM load them next to the model that they sit on, and the tokenizer;
-        returns the files, none if the model has no adapters."""
+        """Write only the adapters, as `peft` and vLLM load them next to their base model, and the tokenizer; returns
+        the files, none if the model has no adapters."""
         ...
 
 
@@ -398,7 +398,7 @@ class Model(Saved, Protocol):
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Address at which the ranks of one model meet, and the device of each.
+    """Address where the ranks of one model meet, and the device of each.
 
     Args:
         rank, world_size: among the ranks of this model.

@@ -64,8 +64,8 @@ class BackendConfig(Config):
 
     @property
     def reduced_precision(self) -> str:
-        """Key and value, relative to the model's section, by which training computes in fewer bits than
-        `policy.precision`; empty if it does not."""
+        """Key and value, relative to the model's section, that reduce the precision of training below
+        `policy.precision`; empty if none does."""
         return ""
 
 
@@ -88,8 +88,8 @@ class EngineConfig(Config):
 
     @property
     def reduced_precision(self) -> str:
-        """Key and value, relative to `policy.generation`, by which the engine computes in fewer bits than
-        `policy.precision`; empty if it does not."""
+        """Key and value, relative to `policy.generation`, that reduce the engine's precision below `policy.precision`;
+        empty if none does."""
         return ""
 
 
@@ -108,10 +108,10 @@ class TokenizerConfig(Config):
     """Date for chat templates that ask for the current one with `strftime_now`, such as Llama's and gpt-oss's. It is
     fixed, so that rows are the same in every process and after a resume on another day."""
     tool_format: Literal["hermes", "qwen_coder", "llama", "mistral", "deepseek", "glm", "harmony"] | None = None
-    """Format in which the model writes tool calls, for environments with tools; if unset, it is read from the chat
-    template. `hermes` is also the format of Qwen2.5 and Qwen3, `harmony` the format of gpt-oss."""
+    """Format of the model's tool calls, for environments with tools; if unset, it is read from the chat template.
+    `hermes` is also the format of Qwen2.5 and Qwen3, `harmony` the format of gpt-oss."""
     split_special_tokens: Literal["none", "observations", "all"] = "observations"
-    """Content in which the string of a special token, such as `<|im_end|>`, is tokenised as ordinary text, so that it
+    """Content where the string of a special token, such as `<|im_end|>`, is tokenised as ordinary text, so that it
     cannot end a turn or start one with another role: the answers of environments and tools (`observations`), or also
     the messages of datasets except the assistant's (`all`). Tokens that the chat template writes stay special."""
 
@@ -143,7 +143,7 @@ class TokenizerConfig(Config):
         return "".join(f"{{% set {name} = {value!r} %}}" for name, value in variables) + template
 
     def with_date(self, template: Any) -> Any:
-        """Return a template, or several by name, in which `strftime_now` writes `template_date`."""
+        """Return a template, or several by name, whose `strftime_now` writes `template_date`."""
         if isinstance(template, Mapping):
             return {name: self.with_date(text) for name, text in template.items()}
         if template is None or "strftime_now" not in template:
@@ -154,7 +154,7 @@ class TokenizerConfig(Config):
         return f"{{% macro strftime_now(format) %}}{{{{ format{written} }}}}{{% endmacro +%}}{template}"
 
     def template_text(self) -> str | None:
-        """Return the configured template, read from its file if `chat_template` names one; None if it is unset.
+        """Return the configured template, read from its file if `chat_template` is a path; None if it is unset.
 
         Raises:
             ValueError: If it is neither a template nor a file that can be read.
@@ -194,7 +194,7 @@ class SchedulerConfig(Config):
     kwargs: dict[str, Any] = {}
     """Arguments of that class."""
     milestones: list[int] | None = None
-    """Steps at which the next schedule in the list takes over, in a separate entry without `name`."""
+    """Steps when the next schedule in the list takes over, in a separate entry without `name`."""
 
     _is_dotted = field_validator("name")(_dotted("torch.optim.lr_scheduler.LinearLR", SCHEDULES))
 
@@ -297,9 +297,9 @@ class VisionConfig(Config):
     projector: PartTraining = "frozen"
     """How the layers between vision tower and language model train, with the same choices."""
     min_pixels: Annotated[int | None, WhenChanged.BRANCH] = Field(default=None, gt=0)
-    """Number of pixels to which smaller images are enlarged; if unset, as the model's image processor sets it."""
+    """Minimum number of pixels: smaller images are enlarged to it; if unset, as the model's image processor sets it."""
     max_pixels: Annotated[int | None, WhenChanged.BRANCH] = Field(default=None, gt=0)
-    """Number of pixels to which larger images are reduced; if unset, as the model's image processor sets it."""
+    """Maximum number of pixels: larger images are reduced to it; if unset, as the model's image processor sets it."""
     max_images: Annotated[int, WhenChanged.RESUME] = Field(default=16, gt=0)
     """Maximum number of images in a row."""
 
@@ -371,7 +371,7 @@ class ModelConfig(Config):
     sequence_packing: SequencePackingConfig = SequencePackingConfig()
     dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig()
     env_vars: Annotated[EnvVars, WhenChanged.RESUME] = {}
-    """Environment variables of the model's workers, which override those of `cluster.env_vars`."""
+    """Environment variables of the model's workers, which override `cluster.env_vars`."""
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> Self:
@@ -417,8 +417,8 @@ _UNUSED_OVERRIDES = {
 
 
 def _override_problems(overrides: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield problems of fields without effect, and of older names of the parameters of rotary embeddings, which
-    `transformers` would ignore or replace as a whole."""
+    """Yield problems of fields without effect, and of older fields of rotary embeddings, which `transformers` would
+    ignore or replace as a whole."""
     for name, reason in _UNUSED_OVERRIDES.items():
         if overrides.get(name):
             yield Problem.unused(f"hf_config_overrides.{name}", reason)
@@ -631,8 +631,8 @@ def local_family(policy: ModelConfig) -> str | None:
 
 
 def local_image_token(policy: ModelConfig) -> int | None:
-    """Return the id of the tokens that stand for an image in the input of a model on this machine that is trained with
-    images; None for any other model."""
+    """Return the id of the image tokens of a model on this machine that is trained with images; None for any other
+    model."""
     return image_token(local_whole_config(policy)) if policy.vision.enabled else None
 
 
@@ -646,7 +646,7 @@ class ColocatedResources(Config):
 
 
 class ColocatedConfig(Config):
-    """Devices of generation: those of the policy, or its own."""
+    """Devices of generation: shared with the policy, or separate."""
 
     when_changed: ClassVar[WhenChanged | None] = WhenChanged.RESUME
 
@@ -683,9 +683,9 @@ class GenerationConfig(Config):
     val_top_k: Annotated[int | None, WhenChanged.RESUME] = Field(default=None, gt=0)
     """Number of most likely tokens that are kept in validation; all if unset."""
     min_replicas: Annotated[int | None, WhenChanged.RESUME] = Field(default=None, gt=0)
-    """Minimum number of replicas with which a run continues if it loses others and the cluster has no devices to
-    replace them. With fewer it waits for devices, up to `cluster.replacement_timeout_s`. If unset, all that the run
-    starts with. Only for generation with its own devices."""
+    """Minimum number of replicas for a run to continue if it loses others and the cluster has no devices to replace
+    them. With fewer it waits for devices, up to `cluster.replacement_timeout_s`. If unset, all that the run starts
+    with. Only for generation with its own devices."""
     max_replicas: Annotated[int | None, WhenChanged.RESUME] = Field(default=None, gt=0)
     """Maximum number of replicas: further ones are started in the background if the cluster has enough free devices,
     and join at the next weight update. If unset, as many as the run starts with. Only for generation with its own
@@ -709,13 +709,13 @@ class GenerationConfig(Config):
     changes few of them, which helps on slow links. This costs host memory: a full copy of the weights on the first rank
     of the policy and on every rank of the generators."""
     lora_sync: Annotated[Literal["merged", "adapter"], WhenChanged.RESUME] = "merged"
-    """Form in which weights with low-rank adapters (`policy.lora_cfg`) are sent to the generators. `merged`: all
-    weights at every step, with the adapters merged into them. `adapter`: the weights once, and from then on only the
-    adapters, which the engine (vLLM) applies itself, as the policy does; on shared GPUs the engine then keeps the
-    weights in host memory while the policy trains."""
+    """Form of weights with low-rank adapters (`policy.lora_cfg`) on their way to the generators. `merged`: all weights
+    at every step, with the adapters merged into them. `adapter`: the weights once, and from then on only the adapters,
+    which the engine (vLLM) applies itself, as the policy does; on shared GPUs the engine then keeps the weights in host
+    memory while the policy trains."""
     colocated: ColocatedConfig = ColocatedConfig()
     env_vars: Annotated[EnvVars, WhenChanged.RESUME] = {}
-    """Environment variables of the engine's workers, which override those of `cluster.env_vars`."""
+    """Environment variables of the engine's workers, which override `cluster.env_vars`."""
 
     @property
     def token_filter(self) -> TokenFilter | None:
@@ -732,7 +732,7 @@ class GeneratingModelConfig(ModelConfig):
 
 
 def reduced_precision(model: Any) -> list[str]:
-    """Keys and values, relative to the model's section, by which its training or its engine computes in fewer bits than
+    """Keys and values, relative to the model's section, that reduce the precision of its training or engine below
     `precision`. Rollouts and training then differ by more than the order of sums.
 
     Args:

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 class TokenFilter:
     """Tokens that sampling may draw, of a distribution whose logits the temperature has divided.
 
-    Three conditions, one after the other, as vLLM applies them; what is left is normalised again:
+    Three conditions, one after the other, as vLLM applies them; the remaining tokens are normalised again:
 
     1. `min_p`: at least this share of the probability of the most likely token.
     2. `top_k`: one of the k most likely.
-    3. `top_p`: one of the fewest most likely tokens that hold this share of what the first two leave. The most likely
-       token always stays.
+    3. `top_p`: one of the fewest most likely tokens that hold this share of the mass after the first two. The most
+       likely token always stays.
 
     Args:
         top_k: 0 keeps all.

@@ -15,8 +15,8 @@ WeightSyncChoice = Literal["auto", "ipc", "collective", "disk"]
 WeightSyncEncoding = Literal["full", "changes"]
 """Values that a weight update carries: all of them, or only those that changed since the one before."""
 WeightForm = Literal["merged", "factored", "adapter"]
-"""Form in which the weights of a model with low-rank adapters travel: the adapters merged into the weights, the weights
-as they are followed by the factors of the adapters, or only these factors. Without adapters there is only `merged`."""
+"""Form of sent weights of a model with low-rank adapters: the adapters merged into the weights, the weights as they are
+followed by the factors of the adapters, or only these factors. Without adapters there is only `merged`."""
 
 WeightTarget = Literal["policy", "drafter"]
 """Model of a generator that weights are for: the one that it serves, or the one whose drafts that one verifies."""
@@ -61,7 +61,7 @@ class Manifest:
 
     @property
     def form(self) -> WeightForm:
-        """Form in which the weights travel."""
+        """Form of the sent weights."""
         if not self.num_factors:
             return "merged"
         return "adapter" if self.num_factors == len(self.tensors) else "factored"
@@ -94,8 +94,8 @@ class Transport:
             otherwise rank 0 sends to all.
         sends_changes: True if only the changes since the last transfer travel, where they are smaller; both ends then
             keep the weights in host memory. Not for `ipc`, whose receivers read the sender's memory.
-        secret: Key by which senders and receivers prove to each other that they belong to this transport, at least 16
-            bytes; random unless given. Only the processes of the run may know it.
+        secret: Key that proves between senders and receivers that they belong to this transport, at least 16 bytes;
+            random unless given. Only the processes of the run may know it.
 
     Raises:
         ValueError: If `sends_changes` is set for `ipc`, or the secret is too short.
@@ -167,12 +167,13 @@ class WeightSink(Protocol):
         """Receive all tensors as receivers `first_rank`, `first_rank + 1`, ...; returns the digest of all that was
         received, per engine rank, which may be the parts of tensors that the rank keeps.
 
-        Raises `WeightSyncError` naming tensors that differ from what was sent: those of one bucket, or of several.
+        Raises `WeightSyncError` naming tensors that differ from the sent ones, of one bucket or of several.
         """
         ...
 
     async def commit(self, version: int) -> None:
-        """Check that the engine computes with what it received (packed copies, tied heads), then serve this version.
+        """Check that the engine computes with the received tensors (packed copies, tied heads), then serve this
+        version.
 
         Raises `WeightSyncError` naming the stale tensor; the replica then serves nothing until a transfer succeeds.
         """
@@ -211,11 +212,11 @@ class WeightUpdate:
 
     Weights travel one way: the loop publishes an update and hands it down to the source of its rollouts and their pool,
     which has it sent to all its replicas, and again to those that it restarts. An update goes stale with the policy's
-    next step: what is sent under a version is what was published under it.
+    next step: a version is sent exactly as it was published.
 
     Args:
         version: Version of the weights; versions increase.
-        revision: Number of changes of the policy's weights until then, by which a stale update is recognised.
+        revision: Number of changes of the policy's weights until then, to recognise a stale update.
     """
 
     version: int
@@ -227,7 +228,7 @@ class Weights(Protocol):
 
     @property
     def version(self) -> int:
-        """The last version given, that of the policy's present weights until it steps; 0 before the first."""
+        """The last version given, which the policy's weights have until it steps; 0 before the first."""
         ...
 
     def publish(self) -> WeightUpdate:

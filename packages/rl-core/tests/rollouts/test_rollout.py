@@ -14,7 +14,7 @@ from rl_core.rollouts.group import RolloutGroup, RolloutReport, RolloutReports
 from rl_core.rollouts.record import (
     MAX_CONTEXT,
     MAX_STRING,
-    MOST_CHARACTERS,
+    MAX_CHARACTERS,
     rollout_record,
     segments_of,
     turns_of,
@@ -196,14 +196,14 @@ def test_segments_that_do_not_cover_the_rollout_are_refused() -> None:
 
 def test_a_record_holds_what_the_reward_was_given() -> None:
     tests = [f"assert f({number}) == {number}" for number in range(1000)]
-    info = {"answer": "12", "seed": np.int64(3), "tests": tests, "long": "x" * (MOST_CHARACTERS + 1)}
+    info = {"answer": "12", "seed": np.int64(3), "tests": tests, "long": "x" * (MAX_CHARACTERS + 1)}
     prompt = replace(PROMPT, info=info)
     (record,) = [json.loads(rollout_record(prompt, 0, Rollout.failed(prompt, "it hung")).tobytes())]
     assert record["row"]["answer"] == "12"
     assert record["row"]["seed"] == 3
-    assert record["row"]["long"] == "x" * MOST_CHARACTERS + f"... ({MOST_CHARACTERS + 1:,} characters)"
+    assert record["row"]["long"] == "x" * MAX_CHARACTERS + f"... ({MAX_CHARACTERS + 1:,} characters)"
     assert record["row"]["tests"].startswith('["assert f(0) == 0", ')
-    assert len(record["row"]["tests"]) < MOST_CHARACTERS + 40
+    assert len(record["row"]["tests"]) < MAX_CHARACTERS + 40
 
 
 def test_reports_and_records_have_the_agent_and_its_play() -> None:

@@ -35,7 +35,7 @@ def outside_of_limit() -> Iterator[None]:
 def within(cpu_s: float, compute: Callable[[], T]) -> T | None:
     """Return a result, or None if it takes too much processor time.
 
-    The limit holds only in the main thread, in which an environment's process computes.
+    The limit holds only in the main thread, where an environment's process computes.
     """
     if threading.current_thread() is not threading.main_thread():
         return compute()

@@ -144,7 +144,7 @@ def log_masses(logprobs: Tensor, counts: Tensor) -> Tensor:
     """
     kept = torch.where(counts, logprobs, NOTHING).clamp(min=NOTHING)
     # A sum that rounds to 1 or above it leaves the smallest tail, which has no gradient.
-    log_sum = kept.logsumexp(1, keepdim=True).clamp(max=math.log1p(-described.LEAST_TAIL))
+    log_sum = kept.logsumexp(1, keepdim=True).clamp(max=math.log1p(-described.MIN_TAIL))
     return torch.cat([kept, torch.log(-torch.expm1(log_sum))], dim=1)
 
 

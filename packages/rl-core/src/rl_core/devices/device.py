@@ -48,7 +48,7 @@ class Device(ABC):
     bucket_bytes: ClassVar[int]
     """Default size of the buckets that weights travel in."""
     collectives: ClassVar[Literal["gloo", "nccl"]]
-    """Library of the collectives of tensors that lie on it."""
+    """Library of the collectives of its tensors."""
     is_logical: ClassVar[bool]
     """True if its nodes and GPUs exist only for Ray, on one machine; the launcher starts as many as the run needs."""
     forks_workers: ClassVar[bool]
@@ -77,7 +77,7 @@ class Device(ABC):
 
     def gpu_share(self, num_processes: int) -> float:
         """Return the share of a GPU that each of its processes requests from Ray."""
-        # Ray counts ten-thousandths, and what it rounds up must not exceed the GPU
+        # Ray rounds up to ten-thousandths, and the sum of the shares must not exceed the GPU.
         return self.num_gpus(1) * (10_000 // num_processes) / 10_000
 
     def bundle(self, num_ranks: int) -> dict[str, float]:
@@ -137,7 +137,7 @@ class Device(ABC):
     @property
     @abstractmethod
     def chip(self) -> str:
-        """Name of the model of its chip, empty if it is not told: "NVIDIA H100 80GB HBM3"."""
+        """Name of the model of its chip, empty if it is unknown: "NVIDIA H100 80GB HBM3"."""
 
     @abstractmethod
     def activate(self) -> None:

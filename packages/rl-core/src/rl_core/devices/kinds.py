@@ -108,7 +108,7 @@ class CudaDevice(Device):
 
     def allocator_variables(self, *, shares_memory: bool) -> Mapping[str, str]:
         # every microbatch has another number of tokens, which leaves gaps between segments of fixed size; but
-        # containers without elevated privileges refuse `pidfd_getfd`, by which expandable ones are shared
+        # containers without elevated privileges refuse `pidfd_getfd`, which sharing expandable ones needs
         # (https://github.com/pytorch/pytorch/issues/165685)
         return {} if shares_memory else {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 

@@ -57,7 +57,7 @@ PASSED = frozenset([*_PATHS_LOCALE_AND_CACHES.split(), PREFIX_VARIABLE, STORE_VA
 """Names that an environment's process sees as its parent does."""
 
 PASSED_PREFIXES = ("LC_", "PYTHON")
-"""Beginnings of further such names."""
+"""Prefixes of further such variables."""
 
 DEFAULTS = {
     # Every process computes with one thread, as there is a process per core.
@@ -224,7 +224,7 @@ class Child:
         await self.kill()
 
     async def kill(self) -> None:
-        """End it and what it started."""
+        """End the process and its descendants."""
         if self._closed:
             return
         self._closed = True
@@ -296,7 +296,7 @@ class ProcessOutput(asyncio.Protocol):
         return f"{chosen[3]} ({os.path.basename(chosen[1])}:{chosen[2]})" if chosen else ""
 
     async def ended(self, timeout_s: float) -> None:
-        """Wait until everything has been read; what the process started may keep the pipe open for longer."""
+        """Wait until everything has been read; descendants of the process may keep the pipe open for longer."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await asyncio.shield(self._closed)

@@ -16,10 +16,9 @@ class EnvironmentConfig(Config):
     """Environment to run: an installed environment, or your own as `file.py:function`, `package.module:function`, or a
     class instead of the function. If unset, the installed environment with the name of the section."""
     rewards: dict[str, str] | list[str] = {}
-    """Functions whose rewards are added up, by the names that they are reported under (`reward/<name>`): each as
-    `file.py:function` or `package.module:function`, such as `rl_core:thinking_format`. In a list, the function's name
-    is the name. They score the newest turn of a rollout that ends. With `type` they are added to the reward of that
-    environment."""
+    """Functions whose rewards are added up, by reported name (`reward/<name>`): each as `file.py:function` or
+    `package.module:function`, such as `rl_core:thinking_format`. In a list, the function's name is the name. They score
+    the newest turn of a rollout that ends. With `type` they are added to the reward of that environment."""
     reward_weights: dict[str, float] | list[float] = {}
     """Weights of `rewards` by name, 1 if unset; for a list of rewards, a list of all weights. Reported values are not
     weighted."""

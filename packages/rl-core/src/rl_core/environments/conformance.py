@@ -122,7 +122,7 @@ class _Play:
         conversation: Conversation with the newest turn.
         answers: Answers so far, each with the rewards of all agents.
         failure: Why it went no further, if it failed.
-        slowest_s: Seconds of its longest call; those of a batch are shared.
+        slowest_s: Seconds of its longest call; calls of a batch are shared.
         has_agents: True if several agents take turns in it, each with the same response.
     """
 

@@ -1,4 +1,4 @@
-"""Environments of a run by their names in its data: installed, configured under `env`, or in a file."""
+"""Environments of a run by name: installed, configured under `env`, or in a file."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class EnvironmentInstance:
 def environment_types(
     written: Any, installed: Mapping[str, EnvironmentPlugin], named: Collection[str] | None = None
 ) -> dict[str, type[Config]]:
-    """Return the types of the sections `env.<name>`: those that the user wrote, and those of installed environments.
+    """Return the types of the sections `env.<name>`: those that the user wrote, and of every installed environment.
 
     Args:
         written: Plain values of the section `env`, as the user wrote them.
@@ -151,7 +151,7 @@ def _with_rewards(name: str, section: EnvironmentConfig) -> EnvironmentInstance:
 
 
 def _named_rewards(name: str, section: EnvironmentConfig) -> Mapping[str, str]:
-    """Return the functions of a section by the names that they are reported under."""
+    """Return the functions of a section by reported name."""
     if isinstance(section.rewards, Mapping):
         return section.rewards
     names = [path.rpartition(":")[2] for path in section.rewards]

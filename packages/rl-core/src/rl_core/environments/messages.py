@@ -5,8 +5,8 @@ is unpickled: replies are msgpack, read into plain values and checked field by f
 
 A message is answered with:
 
-- `"build", environment, config, title, memory`: whether the environment saves states, or a `WorkerError`, after which
-  the process ends.
+- `"build", environment, config, title, memory`: whether the environment saves states, or a `WorkerError`, and then the
+  process ends.
 - `"step", conversations, saved`: a list of `Answer`. The conversations are pickled; `saved` has the states to restore
   first, by the index of their conversation.
 - `"abandon", ids`: None, or a string if closing the states of these conversations raised.

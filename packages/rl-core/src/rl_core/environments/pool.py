@@ -25,7 +25,7 @@ MAX_DEFAULT_WORKERS = 8
 LEASE_S = 600.0
 """Seconds that a client may be silent; its process may be busy loading an engine."""
 RENEW_S = LEASE_S / 10
-"""Seconds after which a client renews its lease."""
+"""Seconds between two renewals of a client's lease."""
 
 _UNKNOWN = "its state is lost: its environment was restarted, or closed it because its rollout was silent for too long"
 

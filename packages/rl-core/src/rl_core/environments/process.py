@@ -52,7 +52,7 @@ class EnvironmentProcess:
         environment: Its name, for messages.
         built: The environment.
         memory: The memory limit in words, for messages.
-        place: File and line of what it was built from, for messages; empty if it is not known.
+        place: File and line of its source, for messages; empty if it is not known.
     """
 
     def __init__(

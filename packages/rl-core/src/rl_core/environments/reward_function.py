@@ -74,16 +74,16 @@ OFFERED = (*_OF_ONE, *_OF_MANY, *LOG_PARAMETERS)
 def as_environment(score: Callable[..., Any]) -> Environment:
     """Return an environment made of a function that scores a response.
 
-    A parameter is given by its name: `response` (or `completion`), the text that the policy wrote; `prompt`, the
-    text of the message that it answers; `messages`, the whole conversation; `truncated`, whether the response ran into
-    the token limit; `opened_thoughts`, the mark with which the prompt opened thoughts, such as `<think>`
-    (`rl_core.final_text` returns the response after its thoughts); `trainer_state`, the progress of the training
+    A parameter is given by its name: `response` (or `completion`), the text that the policy wrote; `prompt`, the text
+    of the message that it answers; `messages`, the whole conversation; `truncated`, whether the response ran into the
+    token limit; `opened_thoughts`, the prompt's mark that opened thoughts, such as `<think>` (`rl_core.final_text`
+    returns the response after its thoughts); `trainer_state`, the progress of the training
     (`rl_core.rollouts.environment.TrainerState`); `conversation_seed`, the seed of the conversation, for a function
     that draws something at random; `log_metric` and `log_extra`, functions that record what a person should see
     (`rl_core.environments.rewards.RewardLog`); any other name, that field of the prompt's row, such as `answer`. A
     parameter with a default may be missing from the row; `**row` takes the fields that no other parameter names. The
-    function returns a number, or numbers by name, of which `reward` is trained on (their sum if it is absent). It may
-    be `async`.
+    function returns a number, or numbers by name: `reward` is trained on (their sum if it is absent). It may be
+    `async`.
 
     A function with a parameter `responses`, `completions`, `prompts` or `completion_ids` scores several at once, up to
     `max_batch`: parameters are given lists with a value for each (`trainer_state`, `log_metric` and `log_extra` are for
@@ -101,7 +101,7 @@ def as_environment(score: Callable[..., Any]) -> Environment:
 
 
 class Arguments:
-    """The values that a function is given by the names of its parameters.
+    """The values of a function's parameters, found by name.
 
     Args:
         function: Function of a user; a method that is bound to its object.
@@ -205,7 +205,7 @@ class _RewardFunction:
                 raise UnusableAnswer(
                     f"{self._name} returned {len(listed)} rewards for {count} responses; return one each"
                 )
-            # A reward without names does not apply to its row.
+            # An empty reward does not apply to its row.
             rewards = [StepResult(reward={}) if reward is None else reward for reward in listed]
             infos = log.infos()
         results = []
@@ -236,13 +236,13 @@ def plays_one(kind: Any) -> bool:
 class ConversationEnvironment:
     """An environment that makes an object for every conversation, which keeps the state of that one.
 
-    Its method `step` is given arguments by the names of its parameters, as a reward function is: `response`, `prompt`,
-    `messages`, `truncated`, `tool_calls`, `trainer_state`, `conversation_seed`, `log_metric`, `log_extra`, and the
-    fields of the prompt's row. It may be `async`, and returns
+    Its method `step` is given arguments by parameter name, as a reward function is: `response`, `prompt`, `messages`,
+    `truncated`, `tool_calls`, `trainer_state`, `conversation_seed`, `log_metric`, `log_extra`, and the fields of the
+    prompt's row. It may be `async`, and returns
 
     - a string: the next message to the policy, with reward 0;
     - a string and a reward: the same with that reward;
-    - a number, or numbers by name: the reward, with which the rollout ends;
+    - a number, or numbers by name: the reward; the rollout then ends;
     - a `StepResult`, for anything else.
 
     A method `close` without parameters, if there is one, is called when the conversation is over.
@@ -265,7 +265,7 @@ class ConversationEnvironment:
             self.save, self.restore = self._save, self._restore
 
     def step(self, conversations: Sequence[Conversation], states: Sequence[Any]) -> list[StepResult]:
-        """Step the objects; those of `async` classes together."""
+        """Step the objects; the `async` methods run together."""
         # A state is the object that plays the conversation, with the arguments of its `step`.
         players: list[tuple[Any, Arguments]] = [state or self._begin() for state in states]
         logs = [RewardLog(f"{self._name}.step", 1) for _ in conversations]

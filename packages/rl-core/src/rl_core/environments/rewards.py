@@ -14,7 +14,7 @@ from rl_core.rollouts.thoughts import THOUGHTS, only_thoughts
 from rl_core.user_code import FromFile
 
 LOG_PARAMETERS = ("log_metric", "log_extra")
-"""Names of the parameters by which a reward function is given a log; methods of `RewardLog`."""
+"""Parameters of reward functions that log; each is a method of `RewardLog`."""
 
 EXTRA = "extra"
 """Entry of a rollout's `info` with the values of `log_extra`, by column."""
@@ -85,7 +85,7 @@ class SummedRewards:
                 rewards, value = result.rewards(), score.rewards()["reward"]
                 if name in rewards:
                     raise UnusableAnswer(f"two rewards are called {name!r}; rename the one under `rewards`")
-                # A score without names does not apply to the row.
+                # An empty score does not apply to the row.
                 if score.reward != {}:
                     total = rewards["reward"] + weight * value
                     result = replace(result, reward={**rewards, name: value, "reward": total})

@@ -28,7 +28,7 @@ _ENTRY = re.compile(r"(\w+)(?: \([^)]*\))?:\s*(.*)")
 
 
 class MalformedCall(ValueError):
-    """Arguments of a call that are not those of the tool; the message is for the policy."""
+    """Arguments of a call that do not fit the tool; the message is for the policy."""
 
 
 @dataclass
@@ -230,12 +230,12 @@ class Tool:
             offered: Values by `OFFERED`.
 
         Raises:
-            MalformedCall: If the arguments are not those of the tool.
+            MalformedCall: If the arguments do not fit the tool.
         """
         try:
             checked = self._arguments.model_validate(dict(arguments))
         except ValidationError as error:
-            # The policy may have written any number of names of any length.
+            # The policy may have written any number of arguments of any length.
             found = error.errors(include_url=False, include_context=False, include_input=False)
             shown = [
                 f"{'.'.join(map(str, each['loc']))[:_MAX_NAME] or 'arguments'}: {each['msg'][:_MAX_PROBLEM]}"
@@ -289,7 +289,7 @@ def _documented(function: Callable[..., Any], name: str) -> tuple[str, dict[str,
 
 
 def _without_titles(schema: Any) -> Any:
-    """Return the schema without the titles that pydantic makes of names."""
+    """Return the schema without the titles that pydantic adds to every field."""
     if isinstance(schema, dict):
         return {
             key: {name: _without_titles(each) for name, each in value.items()}

@@ -62,7 +62,7 @@ class Trial:
 
     Args:
         instance: The environment.
-        attempts: Attempts in order; those of one row are next to one another.
+        attempts: Attempts in order; the attempts at one row are adjacent.
     """
 
     instance: EnvironmentInstance
@@ -98,7 +98,7 @@ def try_out(trials: Sequence[Trial]) -> Verdict:
 
 
 def run_quietly(tried: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine that calls environments, without log records of what they print and how they end: its result
+    """Run a coroutine that calls environments, without records of their output and their end in the log: its result
     shows that.
     """
     loggers = [logging.getLogger(module.__name__) for module in (child, worker)]
@@ -157,7 +157,7 @@ async def _attempt_all(pool: EnvironmentPool, trial: Trial, verdict: Verdict) ->
                 f"environment {trial.instance.label} returns {', '.join(names)}: their sum is trained on. To train on "
                 "the score only, call it `reward`; record other numbers with log_metric"
             )
-            # Elsewhere `score` is the reward and further names are not, so adding them is probably not meant.
+            # Elsewhere `score` is the reward and further entries are not, so adding them is probably not meant.
             if "score" in names and len(names) > 1 and "reward" not in names and said not in verdict.warnings:
                 verdict.warnings.append(said)
             continue
@@ -242,7 +242,7 @@ def attempts_on(
 
 
 def answer_forms(info: Any) -> list[str]:
-    """Return the answer of a row as models are often told to mark it; nothing if the row has no answer."""
+    """Return the answer of a row in the usual marks; nothing if the row has no answer."""
     if "answer" not in info:
         return []
     return [form.replace("ANSWER", str(info["answer"])) for form in ("\\boxed{ANSWER}", "<answer>ANSWER</answer>")]

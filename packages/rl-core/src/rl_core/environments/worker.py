@@ -19,9 +19,9 @@ from rl_core.rollouts.environment import EnvironmentFailure, Fault, KeptState, S
 logger = logging.getLogger(__name__)
 
 PATIENCE_SHARE = 0.1
-"""Share of the deadline after which a turn gives way to others that wait."""
+"""Share of the deadline that a turn may take before it gives way to others that wait."""
 PATIENCE_FACTOR = 4.0
-"""Multiple of the slowest recent turn after which a turn gives way, if that is longer."""
+"""Multiple of the slowest recent turn that a turn may take before it gives way, if that is longer."""
 
 
 class Worker:
@@ -321,7 +321,7 @@ class QueuedTurn:
         outcome: Future of its outcome; it is done if nobody waits for it.
         retries: Number of times that it may still be tried again after its own failure.
         alone: True if it is tried again, in a call without others, after a failure that it may not be to blame for.
-        suspected_at: Time at which it gave way to others (`time.monotonic`); None if it has not.
+        suspected_at: Time when it gave way to others (`time.monotonic`); None if it has not.
         has_resumed: True if it is tried again because its process ended, which may have had other causes.
     """
 

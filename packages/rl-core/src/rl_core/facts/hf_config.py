@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
 _SCALED = ("yarn", "deepseek_yarn", "linear")
-"""Types of rotary embeddings that reach further than the config says; with `dynamic` each length has frequencies of its
-own beyond it."""
+"""Types of rotary embeddings that reach further than `max_position_embeddings`; with `dynamic` each length has
+frequencies of its own beyond it."""
 _RELATIVE = ("bloom", "t5", "mt5")
 """Types of models without their own positions whose configs do not say so."""
 _CLASSIFIER = "SequenceClassification"
@@ -22,14 +22,14 @@ _OTHER_TASKS = (
     "Seq2SeqLM",
     "TokenClassification",
 )
-"""Ends of the names of classes whose files hold another head, or a model that reads what comes later in a row."""
+"""Suffixes of classes whose files hold another head, or a model that reads what comes later in a row."""
 _DEQUANTISED = ("fp8", "mxfp4")
 ROPE = "rope_parameters"
-"""Field with the parameters of rotary embeddings, in the names of `transformers` 5."""
+"""Field with the parameters of rotary embeddings, as `transformers` 5 spells it."""
 
 
 class HFConfig(Protocol):
-    """A config of transformers: fields that every decoder has, and by `__getattr__` those of its family."""
+    """A config of transformers: fields that every decoder has, and by `__getattr__` further fields of its family."""
 
     model_type: str
     hidden_size: int
@@ -57,7 +57,7 @@ def with_overrides(fields: Mapping[str, Any], overrides: Mapping[str, Any]) -> d
 
 
 def rope_parameters(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters of rotary embeddings; of a config in older names with `rope_theta` among them."""
+    """Return the parameters of rotary embeddings; a config with older fields has `rope_theta` among them."""
     own = fields.get(ROPE)
     if isinstance(own, Mapping):
         return dict(own)
@@ -92,8 +92,7 @@ def num_positions(fields: Mapping[str, Any]) -> int | None:
 
 
 def image_token(fields: Mapping[str, Any]) -> int | None:
-    """Return the id of the tokens that stand for an image in the input of a composite model; None if its config has
-    none.
+    """Return the id of a composite model's image tokens; None if its config has none.
 
     Args:
         fields: Fields of the whole model's config.
@@ -125,7 +124,7 @@ def custom_code(fields: Mapping[str, Any]) -> str:
 
 def other_task(fields: Mapping[str, Any], *, has_scalar_head: bool) -> str:
     """Return the class that a config names if it is not one of a causal model with the head that a run needs; empty
-    otherwise, and for names that do not say.
+    otherwise, and for any class that is unknown.
 
     Args:
         fields: Fields of the Hugging Face config.
@@ -158,7 +157,7 @@ def _merged(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def switches_at(fields: Mapping[str, Any]) -> int | None:
-    """Return the length up to which a model with LongRoPE takes its short factors; None for other models."""
+    """Return the maximum length that a model with LongRoPE computes with its short factors; None for other models."""
     rope = rope_parameters(fields)
     for each in [each for each in rope.values() if isinstance(each, Mapping)] or [rope]:
         if each.get("rope_type") in ("longrope", "su"):
@@ -178,7 +177,7 @@ def language_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Fields by which Hugging Face configs count experts."""
+"""Fields of Hugging Face configs with the number of experts."""
 
 
 def num_experts_of(fields: Mapping[str, Any]) -> int:

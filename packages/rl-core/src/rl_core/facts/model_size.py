@@ -10,7 +10,7 @@ from typing import Any
 from rl_core.facts.hf_config import num_experts_of
 
 WIDE_BYTES = 4
-"""Bytes of a float32, in which gradients are summed and optimizers step."""
+"""Bytes of a float32, the dtype of summed gradients and of optimizers."""
 MOMENTS = 2
 """Tensors that optimizers such as Adam keep for each parameter."""
 

@@ -46,7 +46,7 @@ OF_WHOLE_PARAMETERS: Mapping[str, str] = {
     "torch.optim.Adafactor": "computes norms, and averages of rows and columns, of each whole parameter, but the "
     "optimizer of a rank receives a part of it"
 }
-"""Optimizer classes that cannot step parameters of which each rank has a part, each with the reason."""
+"""Optimizer classes that cannot step sharded parameters, each with the reason."""
 
 UNSUPPORTED_SCHEDULES: Mapping[str, str] = {
     f"torch.optim.lr_scheduler.{name}": reason

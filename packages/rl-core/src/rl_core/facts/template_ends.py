@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 POLICY_MARK, OTHER_MARK = "ANCHOR_5f1d_POLICY", "ANCHOR_5f1d_OTHER"
-"""Stand in a rendered conversation for the text of the policy's turn, and for that of the answer to it."""
+"""Placeholders in a rendered conversation: the text of the policy's turn, and the text of the answer to it."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class TemplateEnds:
 
     @property
     def token(self) -> str:
-        """The token at which the policy stops; empty if the template writes none."""
+        """The policy's stop token; empty if the template writes none."""
         return self.last or self.earlier
 
 
@@ -45,7 +45,7 @@ def template_ends(tokenizer: Any) -> TemplateEnds:
 
 
 def _behind_the_policy(tokenizer: Any, later: Sequence[Mapping[str, str]]) -> str:
-    """Text between the policy's and that of the next message, or the end; empty if the template renders neither."""
+    """Text between the policy's text and the next message's, or the end; empty if the template renders neither."""
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": POLICY_MARK}, *later]
     try:
         text = str(tokenizer.apply_chat_template(messages, tokenize=False))

@@ -21,7 +21,7 @@ Fields = Mapping[str, Any]
 SERVING_NOTE = "SERVING.md"
 
 EXTENSION = {"worker_extension_cls": "rl_vllm.EngineWorker"}
-"""Argument with which vLLM loads rl's corrections of its models, if rl-vllm is installed next to it."""
+"""Argument that makes vLLM load rl's corrections of its models, if rl-vllm is installed next to it."""
 
 NO_ARGUMENT = "No argument changes this: serve it with transformers, or set policy.generation.backend=hf"
 
@@ -78,8 +78,8 @@ def _rotates_heads_apart(fields: Fields, _: int) -> bool:
 
 
 def scales_read_otherwise(fields: Fields) -> dict[str, Any]:
-    """Return the parameters of rotary embeddings from which vLLM and transformers compute different scales of
-    attention, with the type under `rope_type`; empty if there are none.
+    """Return the parameters of rotary embeddings that vLLM and transformers turn into different scales of attention,
+    with the type under `rope_type`; empty if there are none.
 
     LongRoPE: transformers takes `attention_factor`, else a function of `factor`; vLLM takes `short_mscale` and
     `long_mscale`, else the same function of the ratio of both lengths. YaRN with latent attention (DeepSeek-V3): vLLM
@@ -167,7 +167,7 @@ READINGS = (
 
 
 def arguments_for_vllm(fields: Fields, longest: int = 0) -> dict[str, Any]:
-    """Return the arguments with which vLLM computes a model as transformers does, by their names in Python.
+    """Return the arguments that make vLLM compute a model as transformers does, by Python name.
 
     Args:
         fields: Fields of the language model's Hugging Face config, with their defaults.
@@ -189,7 +189,7 @@ def command_for_vllm(arguments: Mapping[str, Any]) -> str:
 
 
 def write_serving_note(folder: Path, fields: Fields, longest: int) -> None:
-    """Write into the folder of an export how vLLM computes the model that was trained, if it needs to be told.
+    """Write into the folder of an export how vLLM computes the model that was trained, if it needs arguments.
 
     Args:
         folder: Folder of the export.

@@ -79,7 +79,7 @@ class Server:
         listener: Socket that listens at the address.
         address: Path of the socket.
         modules: Modules to import first.
-        idle_s: Seconds without a process after which the server ends.
+        idle_s: Seconds without a process until the server ends.
         clock: Returns the time in seconds.
     """
 
@@ -252,7 +252,7 @@ def import_all(modules: Sequence[str]) -> str:
         for module in modules:
             try:
                 importlib.import_module(module)
-            except Exception as error:  # noqa: BLE001 - the process that imports it again tells the user
+            except Exception as error:  # noqa: BLE001 - the process that imports it again shows the error
                 return f"{module} cannot be imported: {error!r}"
     if not hasattr(os, "pidfd_open"):
         return "this system has no pidfd_open"
@@ -301,7 +301,7 @@ CUDA's compiler, which only processes with GPUs need and which have no server.""
 
 @contextmanager
 def _recorded_reads() -> Iterator[set[str]]:
-    """Record the names of environment variables that Python code reads by name; copies of all do not count."""
+    """Record which environment variables Python code reads one by one; copies of all do not count."""
     read = set[str]()
     copied = deque[str]()
     kind = type(os.environ)

@@ -49,7 +49,7 @@ _DEATHS: dict[type[RayError], str] = {
     ray_errors.ObjectLostError: "its input or its answer was lost with a process or a node",
     ray_errors.ActorHandleNotFoundError: "the process ended",
 }
-"""Failures after which the worker, or what it held, is gone; the first class that fits counts."""
+"""Failures that lose the worker, or its objects; the first class that fits counts."""
 
 
 def gather(refs: Sequence[ray.ObjectRef], origins: Sequence[Origin], timeout_s: float | None = None) -> list[Any]:

@@ -78,8 +78,8 @@ def _prepare_process() -> None:
 def hold_port() -> socket.socket:
     """Return a socket that keeps a port of the node's address for this process until it is closed.
 
-    It is bound and never listens: no other process gets the port, while a listener that reuses addresses, as those of
-    `torch.distributed` and `socket.create_server` do, can be opened on it.
+    It is bound and never listens: no other process gets the port, while a listener that reuses addresses, as
+    `torch.distributed` and `socket.create_server` make it, can be opened on it.
     """
     address = node_address()
     held = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
@@ -237,7 +237,7 @@ class RestartingHost(AsyncWorkerHost):
 
 
 def log_to(path: str) -> None:
-    """Send log records of this process to a file, those of packages with plugins from INFO and others from WARNING.
+    """Send log records of this process to a file, from INFO for packages with plugins and from WARNING for others.
 
     On the signal of `rl_core.ray.calls` the stacks of its threads are appended to it; on the signal of
     `rl_core.tracing.stacks` they go to their own file.
@@ -257,8 +257,8 @@ def log_to(path: str) -> None:
 
 
 def redirect_output(path: str) -> None:
-    """Append this process's standard output and error, those of native code and child processes included, to a file
-    instead of one in Ray's temporary folder. The file stays below about `MAX_LOG_BYTES`, see `rl_core.ray.host`.
+    """Append this process's standard output and error, also from native code and child processes, to a file instead of
+    one in Ray's temporary folder. The file stays below about `MAX_LOG_BYTES`, see `rl_core.ray.host`.
     """
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -290,7 +290,7 @@ def _plainly(work: Callable[[], Any]) -> Any:
 
 
 MAX_LOG_BYTES = 2**26
-"""Size at which a log starts over; the last one is kept as `NAME.1`."""
+"""Maximum size of a log, which then starts over; the last one is kept as `NAME.1`."""
 
 CHECK_PERIOD_S = 30.0
 

@@ -34,7 +34,7 @@ CLOSE_TIMEOUT_S = 30.0
 CALL_TIMEOUT_S = 3600.0
 
 
-MOST_PICKERS = 4
+MAX_PICKERS = 4
 """Ranks that read the stores of a batch's remote columns, and lay out their rows by shard."""
 
 TOKENS_PER_PICKER = 8 * 2**20
@@ -65,7 +65,7 @@ class RemoteModel:
         role: Role, for messages.
         section: Dotted key of its config section, for messages.
         nodes: Name of the node of each rank, for messages.
-        hold: Context in which the model has its device for itself.
+        hold: Context that gives the model its device for itself.
         timeout_s: Bound of each call; past it every rank is asked to write the stacks of its threads to its log.
         logs: Log of each rank, for messages.
         trains: As `rl_core.model.Model.trains`.
@@ -123,7 +123,7 @@ class RemoteModel:
 
     @property
     def workers(self) -> dict[str, ActorHandle]:
-        """The actors in rank order, by the names of their logs: `policy-0`."""
+        """The actors in rank order, by log name: `policy-0`."""
         return {f"{self._role}-{rank}": worker for rank, worker in enumerate(self._workers)}
 
     @property
@@ -205,7 +205,7 @@ class RemoteModel:
 
         Args:
             path: Folder to write to.
-            dtype: Dtype of the weights; that of a run's exports if None.
+            dtype: Dtype of the weights; the dtype of a run's exports if None.
         """
         given = () if dtype is None else (dtype,)
         with self._hold():
@@ -293,7 +293,7 @@ class RemoteModel:
         if key is not None and is_plain and key in self._sent:
             return self._sent[key]
         num_tokens = int(batch.lengths.sum())
-        plan = plan_shuffle(batch, rows, min(MOST_PICKERS, len(self._workers), 1 + num_tokens // TOKENS_PER_PICKER))
+        plan = plan_shuffle(batch, rows, min(MAX_PICKERS, len(self._workers), 1 + num_tokens // TOKENS_PER_PICKER))
         chunks: list[Any] = []
         for number, (picks, stores) in enumerate(zip(plan.picks, plan.stores, strict=True)):
             picker = self._workers[number * len(self._workers) // len(plan.picks)]
@@ -325,7 +325,7 @@ class RemoteModel:
         except WorkerStalled as error:
             raise WorkerStalled(f"{error.args[0]}; {self.write_stacks()}", error.origin) from None
         except WorkerError:
-            # ranks that lose a peer fail with an error of their own before Ray says that the peer is dead
+            # Ranks that lose a peer fail with an error of their own before Ray reports the peer's death.
             signs: dict[Any, Origin] = dict(
                 zip([worker.health.remote() for worker in self._workers], self._origins(phase), strict=True)
             )

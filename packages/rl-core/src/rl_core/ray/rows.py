@@ -22,7 +22,7 @@ FETCH_TIMEOUT_S = 300.0
 class StoredRows:
     """Columns that a call returned and this process has not read.
 
-    The caller owns what a call returns, so it outlives the worker that made it, though not the node it lies on.
+    The caller owns what a call returns, so it outlives the worker that made it, though not its node.
 
     Args:
         ref: Reference of the `Batch`.

@@ -28,12 +28,12 @@ class AgentRun:
 
     Args:
         command: Command of the agent.
-        files: The agent's own files, by name; an argument of the command that is one of these names stands for the
-            file.
+        files: The agent's own files, by name; an argument of the command that equals one of these names becomes the
+            file's path.
         variables: Environment variables that the user sets.
         root_url: URL of the rollout, as Anthropic's clients take it.
         api_key: Key of the rollout.
-        network: Identifies the network in which `root_url` is a loopback address (`this_network`).
+        network: Identifier of the network where `root_url` is a loopback address (`this_network`).
     """
 
     command: tuple[str, ...]
@@ -61,7 +61,7 @@ class AgentRun:
 
 
 def service_variables(root_url: str, api_key: str) -> dict[str, str]:
-    """Return the environment variables in which clients of OpenAI and Anthropic find a rollout.
+    """Return the environment variables that lead clients of OpenAI and Anthropic to a rollout.
 
     Args:
         root_url: URL of the rollout, as Anthropic's clients take it.
@@ -154,10 +154,10 @@ class Conversation:
             worker fills them in, as it does the following fields; None elsewhere. When a reward is tried before a run,
             they are the bytes of the text.
         num_prompt_messages: Number of the first messages that are the prompt; None for all before the newest turn.
-        is_text: Whether the row gave the prompt as plain text, which became the one message of the prompt.
+        is_text: True if the row gave the prompt as plain text, which became the one message of the prompt.
         trainer_state: Progress of the training when the newest turn was sampled.
-        opened_thoughts: Mark with which the prompt of the newest turn opened thoughts, such as `<think>`; empty if it
-            did not.
+        opened_thoughts: Mark of the newest turn's prompt that opened thoughts, such as `<think>`; empty if there is
+            none.
         agent: Name of the agent that took the newest turn, if the play has several; `messages` are what it has seen.
             Empty for the only one.
         agent_run: The agent that the environment runs instead of scoring a turn; None if it does not run one.
@@ -209,8 +209,8 @@ class StepResult:
     """An environment's answer to one turn.
 
     Args:
-        reward: A float, or rewards by name, of which `reward` is trained on (their sum if it is absent). No names at
-            all mean that the reward does not apply: the turn earns 0, and a sum of several rewards leaves it out.
+        reward: A float, or rewards by name: `reward` is trained on (their sum if it is absent). An empty mapping means
+            that the reward does not apply: the turn earns 0, and a sum of several rewards leaves it out.
         done: True if the rollout ends here.
         observation: Messages to append before the next turn; needed unless done.
         state: Handed back at the next turn; any object, as it stays in the environment's process. Elsewhere it is a
@@ -224,8 +224,8 @@ class StepResult:
         next_agent: Name of the agent that takes the next turn, such as the other player of a game: `observation` is
             added to what this agent has seen, and is all of it before its first turn. Empty for the agent that took
             this one.
-        agent_rewards: Rewards of other agents by their names, each a float or rewards by name; `reward` is that of the
-            agent that took this turn. Those of an agent without a turn yet are dropped, as it has nothing to train on.
+        agent_rewards: Rewards of other agents by agent, each a float or rewards by name; `reward` is for the agent that
+            took this turn. Rewards of an agent without a turn yet are dropped, as it has nothing to train on.
     """
 
     reward: float | Mapping[str, float] = 0.0

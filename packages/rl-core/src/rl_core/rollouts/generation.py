@@ -25,7 +25,7 @@ class SamplingParams:
         temperature: Divides the logits; 0 is greedy.
         top_p: Nucleus mass kept, 1.0 keeps all.
         top_k: Most likely tokens kept, 0 keeps all.
-        min_p: Smallest probability kept, as a share of that of the most likely token; 0.0 keeps all.
+        min_p: Smallest probability kept, as a share of the most likely token's; 0.0 keeps all.
         stop_token_ids: Tokens that end a completion (and belong to it).
         stop_strings: Texts that end a completion (and belong to it).
     """
@@ -57,7 +57,7 @@ class GenerationRequest:
 
     Args:
         token_ids: Int32 `[tokens]`, the tokens to continue; never text.
-        sampling: How to draw; the token limit is that of the tokens that are still to come.
+        sampling: How to draw; the token limit counts only tokens that are still to come.
         seed: Makes the draw repeatable whatever else is in the batch. The draws of the rest of a completion depend on
             `num_sampled` too, so that no random number is used twice.
         num_sampled: How many of `token_ids`, the last ones, were sampled for this completion before it was interrupted.
@@ -143,12 +143,12 @@ class Generator(WeightSink, Protocol):
     async def health(self) -> Mapping[str, Any]:
         """Numbers worth logging. Raises `GeneratorError` if the engine is dead.
 
-        Among them are `num_requests`, taken in and not answered yet, and `num_sampled`, the tokens sampled so far,
-        those of requests in flight included: an engine that has requests and samples nothing is treated as hung.
-        Monitoring also reads these, if the engine has them: `num_running` and `num_waiting`, requests that it decodes
-        and those that wait for it; `kv_cache_usage`, 0 to 1; `weight_version`; `num_draft_tokens` and
-        `num_accepted_tokens`, of speculative decoding so far. An engine that decodes speculatively also has the other
-        entries of `SpeculationCounts.as_health`. An engine that quantises its weights has `quantisation_noise`
+        Among them are `num_requests`, taken in and not answered yet, and `num_sampled`, the tokens sampled so far, also
+        for requests in flight: an engine that has requests and samples nothing is treated as hung. Monitoring also
+        reads these, if the engine has them: `num_running` and `num_waiting`, requests that it decodes and those that
+        wait for it; `kv_cache_usage`, 0 to 1; `weight_version`; `num_draft_tokens` and `num_accepted_tokens`, of
+        speculative decoding so far. An engine that decodes speculatively also has the other entries of
+        `SpeculationCounts.as_health`. An engine that quantises its weights has `quantisation_noise`
         (`rl_core.rollouts.delivery`).
         """
         ...
@@ -168,8 +168,8 @@ class Placement:
             process sees.
         cpu_threads: OpenMP threads per rank on CPU.
         shares_devices: True if the replica takes turns with others on its devices, and so sleeps.
-        awaits_weights: True if weights are sent before anything is generated, so that those of the model's files need
-            not be loaded.
+        awaits_weights: True if weights are sent before anything is generated, so that the model's files need not be
+            loaded.
         reports_routing: True if completions carry the experts that tokens were sent to.
         keeps_cache: True if a request that a weight update interrupted resumes from the keys and values that it has, as
             far as they are still there, and not from those that the new weights compute.

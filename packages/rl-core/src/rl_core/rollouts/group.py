@@ -81,7 +81,7 @@ class RolloutReports(Sequence[RolloutReport]):
         agent: Agent of each rollout; empty if none is named.
         peers: Peers of each rollout; empty if none are named.
         play: Play of each rollout, ascending; empty if each is a play of its own.
-        is_opponent: Whether an opponent sampled each rollout; empty if no opponent did.
+        is_opponent: True for each rollout that an opponent sampled; empty if no opponent did.
 
     The others are the fields of `RolloutReport`, each with a value per rollout; a span is a version and a number of
     tokens.
@@ -134,7 +134,7 @@ class RolloutReports(Sequence[RolloutReport]):
 
     @property
     def agents(self) -> tuple[str, ...]:
-        """Of each rollout, the agent; empty names if none is named."""
+        """Agent of each rollout; empty strings if there is only one."""
         return self.agent or ("",) * len(self)
 
     @property
@@ -159,7 +159,7 @@ class RolloutReports(Sequence[RolloutReport]):
     def __getitem__(self, index: int | slice) -> RolloutReport | Sequence[RolloutReport]:
         if isinstance(index, slice):
             return [self[each] for each in range(*index.indices(len(self)))]
-        # An empty column stands for the default of each rollout.
+        # An empty column means the default for each rollout.
         names = [each.name for each in fields(self) if each.name != "prompt_id"]
         values = {name: column[index] for name in names if (column := getattr(self, name))}
         values["spans"] = tuple(WeightSpan(version, num_tokens) for version, num_tokens in values["spans"])
@@ -171,7 +171,7 @@ class GroupReport:
     """A group without its columns, which may be elsewhere.
 
     Args:
-        rollouts: Rollouts in the order of their seeds; those of one play next to one another.
+        rollouts: Rollouts in the order of their seeds; the rollouts of a play are adjacent.
         columns: Names of the columns that training reads, the rows in the same order.
         records: Names of the columns that people read.
     """
@@ -183,11 +183,11 @@ class GroupReport:
 
 @dataclass(frozen=True)
 class RolloutGroup:
-    """The rollouts of one prompt, in the order of their seeds; those of one play next to one another.
+    """The rollouts of one prompt, in the order of their seeds; the rollouts of a play are adjacent.
 
     Args:
         prompt: Prompt of all of them.
-        rollouts: What is known of each without reading its columns.
+        rollouts: Report of each, known without reading its columns.
         columns: A row per rollout, or per segment of one that has several: `tokens` int32, `loss_mask` uint8,
             `generation_logprobs` float32 and `weight_versions` int32 `[tokens]` (`NOT_SAMPLED` where `loss_mask` is 0),
             `routed_experts` int16 `[tokens, layers, experts_per_token]` if the engine reports them, `images` uint8
@@ -210,7 +210,7 @@ class RolloutGroup:
 
     @classmethod
     def split(cls, prompt: Prompt, rollouts: RolloutReports, columns: Batch) -> RolloutGroup:
-        """Return a group of these rollouts, with those of opponents apart."""
+        """Return a group of these rollouts, with the opponents' rollouts apart."""
         if not rollouts.is_opponent:
             return cls(prompt, rollouts, columns)
         of_rows = np.repeat(rollouts.is_opponent, [len(lengths) for lengths in rollouts.row_lengths])
@@ -232,7 +232,7 @@ class RolloutGroup:
 
     @property
     def all_records(self) -> Batch:
-        """`records`, followed by those of opponents."""
+        """`records`, followed by the opponents' records."""
         return self.records if self.opponents is None else Batch.concat([self.records, self.opponents.records])
 
     @property

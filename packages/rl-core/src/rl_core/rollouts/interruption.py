@@ -2,8 +2,8 @@
 
 A replica that is paused with `interrupt` ends its requests with the tokens that they have. Each is then requested again
 with those tokens after its prompt, waits until the replica resumes, and continues with the weights that it serves by
-then. Keys and values are computed anew from all tokens, so every token's logprob is that of one weight version: the one
-of its span. An engine that is told to keep them (`Placement.keeps_cache`) finds them by the version of the first token.
+then. Keys and values are computed anew from all tokens, so every token's logprob is computed by one weight version: the
+one of its span. An engine that keeps them (`Placement.keeps_cache`) finds them by the version of the first token.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Generate = Callable[[GenerationRequest], Awaitable[Completion]]
 async def generate_whole(generate: Generate, request: GenerationRequest) -> Completion:
     """Return one completion, continued after each interruption.
 
-    How it ends, and its limit, are those of a completion that was never interrupted. If the weights stay as they are,
-    so are its tokens at temperature 0. At other temperatures an engine that draws by the place of a token (`hf`,
+    It ends as a completion that was never interrupted does, with the same limit. If the weights stay as they are, so
+    are its tokens at temperature 0. At other temperatures an engine that draws by the place of a token (`hf`,
     `megatron`) repeats the tokens only for the seed; any engine does for the seed and the places of the interruptions.
     """
     partial = PartialCompletion(request)
@@ -56,7 +56,7 @@ class PartialCompletion:
 
     @property
     def rest(self) -> GenerationRequest:
-        """The request for what is left."""
+        """The request for the rest."""
         if not self.num_sampled:
             return self._request
         return GenerationRequest(
@@ -112,7 +112,7 @@ class PartialCompletion:
         return tuple(spans)
 
     def _routed_experts(self) -> np.ndarray | None:
-        """If the experts of a token are reported more than once, the first report stays: that of the pass that sampled
+        """If the experts of a token are reported more than once, the first report stays: it is of the pass that sampled
         the token after it.
         """
         reported = [part.routed_experts for part in self._parts if part.routed_experts is not None]

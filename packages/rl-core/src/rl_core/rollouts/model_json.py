@@ -31,8 +31,8 @@ class MalformedJson(ValueError):
     """A string that is not JSON within the bounds. The message is for the model that wrote it.
 
     Args:
-        problem: What is wrong.
-        end: Position up to which the text was examined. A reader that continues there takes linear time in all.
+        problem: Description of the fault.
+        end: End of the examined text. A reader that continues there takes linear time in all.
     """
 
     def __init__(self, problem: str, end: int = 0) -> None:

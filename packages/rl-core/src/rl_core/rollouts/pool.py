@@ -45,7 +45,7 @@ class RolloutTurns:
 
     Args:
         completions: Completions by the digests of their requests (`GenerationRequest.digest`).
-        conversations: Answers of the environment, by conversation in the order in which they began.
+        conversations: Answers of the environment, by conversation, in order of their beginnings.
     """
 
     completions: Mapping[str, Completion] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class RolloutTask:
         seeds: One per rollout of the group.
         is_urgent: True if it begins before groups that wait and are not, such as those of later steps.
         turns: Turns of an earlier run of each rollout; empty if there was none. Their completions are not sampled
-            again, and the environment's answers are given again if the conversation can go on behind them
+            again, and the environment's answers are given again if the conversation can continue after them
             (`AnsweredTurns.can_go_on`). Otherwise the environment takes its steps again; once it answers otherwise, or
             the program asks otherwise, the requests differ and further turns are sampled.
     """
@@ -96,7 +96,7 @@ class RolloutPool(Protocol):
         ...
 
     def next_done(self) -> tuple[Ticket, RolloutGroup]:
-        """Wait for the next group that is finished, in the order in which they end.
+        """Wait for the next group that is finished, in order of their ends.
 
         Called at most as often as there are groups that were submitted and not taken.
         """
@@ -117,8 +117,8 @@ class RolloutPool(Protocol):
         ...
 
     def turns(self) -> Mapping[Ticket, tuple[RolloutTurns, ...]]:
-        """Return the turns so far of the groups in progress, as `RolloutTask.turns` takes them; groups without any,
-        and those of a replica that does not answer, are left out.
+        """Return the turns so far of the groups in progress, as `RolloutTask.turns` takes them; groups without any, and
+        groups of a replica that does not answer, are left out.
         """
         ...
 
@@ -169,7 +169,7 @@ class RolloutSource(Protocol):
         ...
 
     def metrics(self) -> Mapping[str, float]:
-        """Numbers of the groups that were collected since the last `adopt`, by the names that a run records."""
+        """Numbers of the groups that were collected since the last `adopt`, by metric name."""
         ...
 
     def evaluate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, num_generations: int = 1) -> Evaluation:

@@ -1,4 +1,4 @@
-"""What makes one rollout: a program that talks with a generator and an environment."""
+"""The maker of one rollout: a program that talks with a generator and an environment."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class GenerationClient(Protocol):
 
     @property
     def characters_per_token(self) -> float:
-        """Maximum number of characters that one token stands for; infinity if there is no bound."""
+        """Maximum number of characters of one token; infinity if there is no bound."""
         ...
 
     async def generate(
@@ -63,13 +63,13 @@ class GenerationClient(Protocol):
             sampling: How to draw; None for `sampling`.
             draw: For a program that has several requests in flight: the number of earlier requests that are equal to
                 this one. The seed then follows from the request and this number, so that it does not depend on the
-                order in which requests come. None numbers the requests in order.
+                order of requests. None numbers the requests in order.
             agent: Name of the agent whose turn it is, in a play of several: other weights than the policy's answer for
                 one that is an opponent. Empty for the policy.
             images: Digests of the images among the tokens, in order (`rl_core.images`).
 
         Raises:
-            ValueError: If the policy sampled a token that stands for an image.
+            ValueError: If the policy sampled an image token.
         """
         ...
 
@@ -78,8 +78,7 @@ class GenerationClient(Protocol):
         ...
 
     def read(self, token_ids: np.ndarray, tools: Sequence[Mapping[str, Any]] | None = None) -> Reply:
-        """Return the turn of these sampled tokens; tool calls are read if there are tools, those of the prompt by
-        default."""
+        """Return the turn of these sampled tokens; tool calls are read if there are tools (by default the prompt's)."""
         ...
 
     def continuation(self, turn: Message, observation: Sequence[Message], sampled: np.ndarray) -> np.ndarray:
@@ -103,7 +102,7 @@ class GenerationClient(Protocol):
         ...
 
     def encoded(self, text: str) -> np.ndarray:
-        """int32 `[tokens]` of a text as it is, in which the texts of special tokens are these."""
+        """int32 `[tokens]` of a string as it is; special tokens in it are recognised."""
         ...
 
     def shown(self, token_ids: np.ndarray) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 
 from rl_core.rollouts.rollout import Prompt, Rollout, Turn
 
-MOST_CHARACTERS = 4000
+MAX_CHARACTERS = 4000
 """Of a value of the row in a record: hidden tests of a program may be megabytes, in every one of its rollouts."""
 MAX_STRING, MAX_CONTEXT, MIN_STRING = 2**16, 2**20, 200
 """Maximum number of characters of a string in the messages and tools of an agent's record, and of all of them. Strings
@@ -26,13 +26,13 @@ def rollout_record(prompt: Prompt, index: int, rollout: Rollout) -> np.ndarray:
 
     `weight_spans` count tokens from the start of the rollout. A rollout of several segments has `segments` with the
     `num_tokens` of each; their tokens lie end to end. Rollouts of several agents have `agent`, `peers` and `play`, and
-    those of an opponent `opponent`, which is true. `row` is what the environment was given in addition to the
-    conversation, such as the right answer; values longer than `MOST_CHARACTERS` are cut.
+    rollouts of an opponent have `opponent`, which is true. `row` is the environment's input in addition to the
+    conversation, such as the right answer; values longer than `MAX_CHARACTERS` are cut.
 
-    A rollout of an agent that calls the policy by HTTP has `turns` in its `segments`, of which there is at least one. A
-    segment also has the `messages` and `tools` that it begins with, and `call`, the number of its first turn in the
-    order of time. If it begins as another one, `shared` has the index of that `segment` and the number of `messages`
-    that they share, turns included; only further messages are listed, and the tools are the same.
+    A rollout of an agent that calls the policy by HTTP has `turns` in its `segments` (at least one). A segment also has
+    the `messages` and `tools` that it begins with, and `call`, the number of its first turn in the order of time. If it
+    begins as another one, `shared` has the index of that `segment` and the number of `messages` that they share, turns
+    included; only further messages are listed, and the tools are the same.
     """
     starts = np.flatnonzero(np.diff(rollout.weight_versions, prepend=-1))
     ends = np.append(starts, len(rollout.weight_versions))[1:]
@@ -75,13 +75,13 @@ def rollout_record(prompt: Prompt, index: int, rollout: Rollout) -> np.ndarray:
 
 
 def turns_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the turns of a record, those of an agent in the order of time."""
+    """Return the turns of a record, in the order of time for an agent."""
     return _objects(record.get("turns")) or [turn for segment in segments_of(record) for turn in segment["turns"]]
 
 
 def segments_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the segments of an agent's record in the order of time, each with its `number` in this order, and `shared`
-    with that of the other segment; none of another record.
+    with the other segment's number; none for another record.
 
     Entries of another type than a run writes are replaced, so that a foreign file can be read.
     """
@@ -113,7 +113,7 @@ def append_records(file: BinaryIO, records: Iterable[tuple[np.ndarray, float | N
     """Write records as `write_records` does, to a file that is open. An advantage that is not finite becomes null."""
     for record, advantage in records:
         finite = advantage if advantage is not None and math.isfinite(advantage) else None
-        # an object on one line, to which one entry is added
+        # The record is an object on one line; one entry is added at its end.
         file.write(record[:-1].data)
         file.write(f', "advantage": {json.dumps(finite)}}}\n'.encode())
 
@@ -172,7 +172,7 @@ def _turn(turn: Turn) -> dict[str, Any]:
 def _shown(value: Any) -> Any:
     """Return a value of a row, or the beginning of its text if it is long."""
     text = value if isinstance(value, str) else json.dumps(value, default=_foreign, ensure_ascii=False)
-    return value if len(text) <= MOST_CHARACTERS else _beginning(text, MOST_CHARACTERS)
+    return value if len(text) <= MAX_CHARACTERS else _beginning(text, MAX_CHARACTERS)
 
 
 def _beginning(text: str, most: int) -> str:

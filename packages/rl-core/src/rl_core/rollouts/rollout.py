@@ -34,7 +34,7 @@ class Prompt:
         dataset: Name of the dataset it came from.
         place: Place of its row, as in messages: `prompts.jsonl, line 3`.
         tools: JSON schemas of the tools that the policy may call, as the chat template has rendered them.
-        is_text: Whether the row gave the prompt as plain text rather than as messages.
+        is_text: True if the row gave the prompt as plain text rather than as messages.
     """
 
     id: str
@@ -137,21 +137,21 @@ class Rollout:
         stop_reason: Stop reason of the last completion.
         status: `failed` trains nothing and counts in no statistic; `truncated` ran into a length or turn limit.
         failure: Why it failed, empty otherwise.
-        info: What the environment reported (numbers are averaged into metrics).
+        info: Report of the environment (numbers are averaged into metrics).
         routed_experts: Int16 `[tokens, layers, experts_per_token]`, the experts that each token was sent to;
-            `UNKNOWN_EXPERT` for tokens of which the engine reported none. None if it reports none at all.
+            `UNKNOWN_EXPERT` for tokens that the engine reported none for. None if it reports none at all.
         segments: Number of tokens of each segment, if there are several. A segment begins where the engine consumed
-            something else than all tokens before, as when the chat template rewrote earlier turns; it is a row of its
-            own, which begins with what the engine consumed. Empty for a rollout of one row.
+            other tokens than all before, as when the chat template rewrote earlier turns; it is a separate row, which
+            begins with the consumed tokens. Empty for a rollout of one row.
         agent: Name of the agent whose trajectory it is, if a play has several; empty for the only one.
-        peers: Name of the rollouts that it is compared with: those of the same prompt, agent and peers. Empty if these
+        peers: Name of the rollouts that it is compared with: all of the same prompt, agent and peers. Empty if these
             are all rollouts of its agent.
         play: Number of the play in its group, if plays have several rollouts (one per agent or per sub-task); a rollout
             worker fills it in. None if every rollout is a play of its own.
-        is_opponent: True if other weights than the policy's sampled it: older ones, or those of another model. It
-            trains nothing; a rollout worker fills it in.
-        images: Digests of the images among the tokens of each segment, in order (`rl_core.images`); those of a rollout
-            of one row are one entry. Empty without images.
+        is_opponent: True if other weights than the policy's sampled it: older ones, or another model. It trains
+            nothing; a rollout worker fills it in.
+        images: Digests of the images among the tokens of each segment, in order (`rl_core.images`); a rollout of one
+            row has one entry. Empty without images.
         contexts: Conversations of the segments of an agent's rollout, for people to read: one per segment, also if
             there is only one. Empty for other rollouts, whose conversation is the prompt and the turns. Those of a
             failed rollout have no tokens.
@@ -214,7 +214,7 @@ class Rollout:
         return versions
 
     def by_segment(self, values: np.ndarray) -> list[np.ndarray]:
-        """Token-aligned values `[tokens, ...]`, as those of each row."""
+        """Split token-aligned values `[tokens, ...]` into one array per row."""
         return np.split(values, np.cumsum(self.segments)[:-1]) if self.segments else [values]
 
     @classmethod
@@ -261,5 +261,5 @@ def has_routing(rollouts: Sequence[Rollout]) -> bool:
 
 
 def unknown_routing(num_tokens: int, shape: tuple[int, ...]) -> np.ndarray:
-    """int16 `[num_tokens, *shape]`: experts of tokens of which the engine reported none."""
+    """int16 `[num_tokens, *shape]`: experts of tokens without a report of the engine."""
     return np.full((num_tokens, *shape), UNKNOWN_EXPERT, dtype=np.int16)

@@ -17,11 +17,11 @@ class SpeculationCounts:
 
     Args:
         num_tokens: Tokens that requests got, accepted ones included.
-        num_steps: Steps in which requests got tokens; a step counts once for each of its requests.
+        num_steps: Steps that gave requests tokens; a step counts once for each of its requests.
         num_drafts: Drafts that the model verified.
         num_draft_tokens: Their tokens.
         num_accepted: Drafts whose first, second, ... token was accepted; as long as the longest draft.
-        break_even: Tokens per step from which speculation pays, as the config states it.
+        break_even: Minimum tokens per step for speculation to pay, as the config states it.
     """
 
     num_tokens: int
@@ -87,7 +87,7 @@ class SpeculationCounts:
         return not self.num_steps or self.tokens_per_step >= self.break_even
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the metrics of a step by their names; none if requests got no tokens."""
+        """Return the metrics of a step by name; none if requests got no tokens."""
         if not self.num_steps:
             return {}
         found = {
@@ -109,5 +109,5 @@ class SpeculationCounts:
 
 
 def _positions() -> Iterator[str]:
-    """Return the names of the entries of health for the first, second, ... token of drafts."""
+    """Yield the keys of health for the first, second, ... token of drafts."""
     return (f"num_accepted_at_{position}" for position in itertools.count(1))

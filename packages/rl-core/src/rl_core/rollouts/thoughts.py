@@ -42,7 +42,7 @@ def final_text(text: str, opened: str = "") -> str:
 
     Args:
         text: Text of the turn, with the marks of thoughts.
-        opened: Mark with which the prompt opened thoughts; empty if it did not, or if that is not known.
+        opened: Mark of the prompt that opened thoughts; empty if there is none, or it is not known.
     """
     *_, last = (None, *_marks(text, opened))
     if last is None:
@@ -66,7 +66,7 @@ def only_thoughts(text: str, opened: str = "") -> tuple[str, str] | None:
 
 
 def opened_by(prompt: str) -> str:
-    """Return the mark with which a prompt opens thoughts at its end; empty if it does not.
+    """Return the mark at a prompt's end that opens thoughts; empty if there is none.
 
     Args:
         prompt: Text of the prompt, or its end, with special tokens.

@@ -1,7 +1,7 @@
 """Profiles of a process between a start and a stop, by one or more tools.
 
 Every worker uses this module: ranks of models through their host (`rl_core.ray.host`), generators in the process and
-thread in which their engine computes. A tool that fails is reported and never raises: a profile is not worth a run.
+thread of their engine. A tool that fails is reported and never raises: a profile is not worth a run.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ PTRACE_REMEDY = (
 
 @dataclass(frozen=True)
 class ProfileOrder:
-    """What a process records.
+    """The record to make of a process.
 
     Args:
         folder: Folder of the files, shared with the driver.
-        name: Beginning of the files' names, such as `policy-0`.
+        name: Prefix of the files, such as `policy-0`.
         tools: Tools, which record at the same time.
         py_spy: Path of the program `py-spy`.
     """

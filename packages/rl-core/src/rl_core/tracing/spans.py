@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-MOST_SPANS = 8192
+MAX_SPANS = 8192
 """Maximum number of spans that a process keeps; older ones are dropped and counted."""
 
 
@@ -46,7 +46,7 @@ class SpanReport:
         host: Its machine.
         clock: Identifies the clock of its spans: processes with the same `clock` share it.
         now: Time of the report on that clock, in nanoseconds.
-        spans: The spans, in the order in which they ended.
+        spans: The spans, in order of their ends.
         num_dropped: Number of spans that were dropped because nobody asked for them.
     """
 
@@ -65,7 +65,7 @@ class SpanRing:
         most: Maximum number of spans to keep.
     """
 
-    def __init__(self, most: int = MOST_SPANS) -> None:
+    def __init__(self, most: int = MAX_SPANS) -> None:
         self._most = most
         self._lock = threading.Lock()
         self._spans: deque[Span] = deque(maxlen=most)
@@ -92,8 +92,8 @@ class SpanRing:
             self.record(track, name, begin, time.monotonic_ns())
 
     def overlapping(self, track: str, name: str) -> Overlapping:
-        """Return a context for work of which several pieces may be in progress: the time in which at least one is, is
-        one span. Call it once for each track, and enter it for each piece."""
+        """Return a context for work in several concurrent pieces: the time while at least one is in progress is one
+        span. Call it once for each track, and enter it for each piece."""
         made = Overlapping(self, track, name)
         with self._lock:
             self._overlapping.add(made)

@@ -1,8 +1,8 @@
 """Stacks of this process in a file, on a signal, whatever its threads are doing.
 
 The handler is C code that needs neither the interpreter's lock nor the event loop, so a process that hangs in native
-code or holds the lock is shown as well. The first line of the file says which process it belongs to, and an open
-descriptor of the file shows that the process listens.
+code or holds the lock is shown as well. The first line of the file identifies its process, and an open descriptor of
+the file shows that the process listens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PREFIX_VARIABLE = "RL_STACKS_PREFIX"
 """Where child processes write theirs; set by `write_stacks_of`."""
 
 FOLDER = "stacks"
-"""Folder of the files, in that of the logs of a run."""
+"""Folder of the files, in the folder of a run's logs."""
 
 SUFFIX = ".stacks"
 

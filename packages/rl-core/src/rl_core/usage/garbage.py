@@ -14,7 +14,7 @@ def collect_seldom() -> None:
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """Context in which nothing is collected, for the imports at the start of a process.
+    """Context that pauses garbage collection, for the imports at the start of a process.
 
     Modules make hundreds of thousands of objects that stay; the collector would look through them again and again.
     Afterwards it leaves all that there is by then alone, whose memory stays shared with forks of the process.

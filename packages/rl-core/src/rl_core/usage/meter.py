@@ -23,7 +23,7 @@ class GpuUsage:
     Args:
         index: Index of the GPU on its machine, in the order of the PCI bus.
         uuid: Its UUID.
-        utilization: Share of the driver's last sample period (up to 1 s) in which a kernel ran, 0 to 1.
+        utilization: Share of the driver's last sample period (up to 1 s) with a kernel running, 0 to 1.
         memory_bytes: Memory in use.
         memory_total_bytes: Memory of the GPU.
         power_w: Power in watts.
@@ -70,7 +70,7 @@ class Gpus:
 
     def memory_by_pid(self) -> Mapping[int, int] | None:
         """Return the bytes of GPU memory by process, over all GPUs; None if there are no GPUs. The driver leaves out
-        processes that it cannot show, such as those of a container without the machine's process ids.
+        processes that it cannot show, such as in a container without the machine's process ids.
         """
         nvml: Any = self._nvml
         if not self._handles:

@@ -32,7 +32,7 @@ def load(settings: Mapping[str, Any], split: str) -> list[dict[str, Any]]:
             if not isinstance(row, dict):
                 raise DataError(f"a line must be an object, got {line!r:.60}")
             rows.append(row_of(row, config.format))
-        except ValueError as error:  # of JSON, and of the row
+        except ValueError as error:
             raise DataError(f"{path}:{number}: {error}") from None
     if not rows:
         raise DataError(f"{path} has no rows")

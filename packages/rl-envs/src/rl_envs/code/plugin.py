@@ -18,7 +18,7 @@ class CodeConfig(EnvironmentConfig):
     """Run the last block of Python in a response in a sandbox, and score it by the tests of its row."""
 
     sandbox: SandboxConfig = SandboxConfig()
-    """Sandbox in which programs run, and its limits."""
+    """Sandbox of the programs, and its limits."""
     reward: Literal["all", "share"] = "all"
     """Reward of a response: `all` is 1 if every test passes, and the tests end at the first that fails; `share` is the
     fraction that pass."""

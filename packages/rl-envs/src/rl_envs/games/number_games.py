@@ -11,7 +11,7 @@ from rl_core.rollouts.environment import Conversation, StepResult, UnusableAnswe
 from rl_envs.games.plugin import GuessNumberConfig, NimConfig, ProposedSumsConfig
 
 PLAYERS = ("first", "second")
-"""Names of the agents of `nim`, in the order in which they begin."""
+"""Names of the agents of `nim`, in the order of their first turns."""
 PROPOSER, SOLVER = "proposer", "solver"
 """Names of the agents of `proposed_sums`."""
 

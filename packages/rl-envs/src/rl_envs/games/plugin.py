@@ -49,7 +49,7 @@ class GuessNumberConfig(EnvironmentConfig):
     max_guesses: int = Field(default=8, ge=1)
     """Maximum number of guesses in a game; grpo.max_rollout_turns must allow as many."""
     discount: float = Field(default=1.0, gt=0, le=1)
-    """Factor by which the reward is multiplied for each guess before the right one."""
+    """Factor of the reward for each guess before the right one."""
 
 
 class GuessNumberSettings(Config):

@@ -12,7 +12,7 @@ from rl_core.rollouts.environment import Conversation, StepResult, UnusableAnswe
 from rl_envs.games.plugin import SlidingPuzzleConfig
 
 MOVES = {"up": (1, 0), "down": (-1, 0), "left": (0, 1), "right": (0, -1)}
-"""Directions in which a tile moves, with the place of that tile next to the gap: rows below, columns to the right."""
+"""Directions of moves, with the place of the tile next to the gap: rows below, columns to the right."""
 
 
 @dataclass(frozen=True)

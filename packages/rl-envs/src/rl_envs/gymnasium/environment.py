@@ -147,8 +147,7 @@ class Game:
         return f"Each turn, write one of these actions: {', '.join(self.actions)}."
 
     def action(self, completion: str) -> Any:
-        """Return the action of a turn: the last one that it names, or all of it if actions are texts; None if it is
-        none."""
+        """Return the action of a turn: the last one in it, or all of it if actions are strings; None if it is none."""
         if not self.actions:
             text = completion.strip()
             return text if self.environment.action_space.contains(text) else None

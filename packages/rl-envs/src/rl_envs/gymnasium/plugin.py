@@ -19,7 +19,7 @@ class GymnasiumConfig(EnvironmentConfig):
     invalid_reward: float = Field(default=0.0, le=0, allow_inf_nan=False)
     """Reward for a turn without a valid action, which leaves the game unchanged."""
     solved_return: float = Field(default=1.0, allow_inf_nan=False)
-    """Minimum sum of the game's own rewards with which a game that has ended counts as solved, for `accuracy`."""
+    """Minimum sum of the game's own rewards for an ended game to count as solved, for `accuracy`."""
 
 
 class GymnasiumSettings(Config):
@@ -36,9 +36,8 @@ class GymnasiumSettings(Config):
     instructions: str = ""
     """Text before the first observation that explains the game."""
     show: Shown | None = None
-    """Form in which the policy sees the game: its `ansi` rendering, in which a cell with a coloured background is shown
-    in brackets and other colours are lost, or its observation as a string. If unset, the rendering if the game has
-    one."""
+    """Form of the game that the policy sees: its `ansi` rendering, with cells of coloured background shown in brackets
+    and other colours lost, or its observation as a string. If unset, the rendering if the game has one."""
     size: int = Field(default=1000, gt=0, le=10**6)
     """Number of rows in the split."""
     seed: int = Field(default=0, ge=0)

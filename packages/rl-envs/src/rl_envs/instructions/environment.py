@@ -39,7 +39,7 @@ class InstructionsEnvironment:
 
 
 def instructions_of(info: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Return names and arguments of the instructions in `instruction_id_list` and `kwargs`.
+    """Return identifiers and arguments of the instructions in `instruction_id_list` and `kwargs`.
 
     Raises:
         ValueError: If there are none, or one has no check or does not fit it.

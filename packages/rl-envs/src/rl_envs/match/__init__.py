@@ -1,1 +1,1 @@
-"""Text that must equal, contain or match what a row says, and JSON that must satisfy its schema."""
+"""Text that must equal, contain or match a row's answer, and JSON that must satisfy its schema."""

@@ -1,4 +1,4 @@
-"""The environment `match`, what it compares responses with, and the check of rows."""
+"""The environment `match`, its expected answers, and the check of rows."""
 
 from __future__ import annotations
 
@@ -95,8 +95,8 @@ def json_in(response: str) -> Any:
 
 
 def known_texts(info: Mapping[str, Any]) -> list[str]:
-    """Return the texts in `info["answer"]`, any of which is right. A whole number that columnar files made a float is
-    right as `3` and as `3.0`.
+    """Return the right answers in `info["answer"]`. A whole number that columnar files made a float is right as `3` and
+    as `3.0`.
 
     Raises:
         ValueError: If there is none, or one is empty, null, true, false or not finite.

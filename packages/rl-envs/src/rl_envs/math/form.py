@@ -63,7 +63,7 @@ class Ratio:
 
     Args:
         text: As it is written.
-        is_clock: Whether minutes and seconds have two digits and are below 60.
+        is_clock: True if minutes and seconds have two digits and are below 60.
     """
 
     text: str
@@ -99,7 +99,7 @@ class Interval:
 
     Args:
         low, high: Bounds; None is infinite.
-        is_open: Whether each bound is left out.
+        is_open: True for each bound that is left out.
         name: The variable of an inequality; empty if there is none.
     """
 
@@ -114,7 +114,7 @@ class Collection:
     """Several answers.
 
     Args:
-        is_ordered: Whether their order counts, as in a tuple.
+        is_ordered: True if their order counts, as in a tuple.
         brackets: Around them; empty for a set or a list.
     """
 
@@ -135,7 +135,7 @@ class Equation:
     """`left = value`, or a chain such as `x = 3 + 4 = 7`.
 
     Args:
-        left: What is equal to the values, as it is written; empty if that is a value too.
+        left: The left side, equal to the values, as it is written; empty if that is a value too.
         values: Values that must all be the same.
         rounded: A value after a sign of approximation.
     """
@@ -289,7 +289,7 @@ def _series(text: str, _: int) -> Form | None:
 
 
 def _special(text: str, _: int) -> Form | None:
-    """Return the empty set, the real numbers and infinity, by their signs and by their names."""
+    """Return the empty set, the real numbers and infinity, from signs or words."""
     tight = text.replace(" ", "")
     if tight in (r"\emptyset", r"\{\}", "{}"):
         return EMPTY
@@ -463,7 +463,7 @@ def _pair_or_interval(brackets: str, items: Sequence[str], depth: int) -> Form |
         low, high = (_ENDLESS.get(item.replace(" ", "")) for item in items)
         if low == -1 or high == 1 or brackets in ("[)", "(]"):
             ends = [None if end else _read(item, depth + 1) for item, end in zip(items, (low, high), strict=True)]
-            # nothing lies at infinity, whatever the bracket
+            # Infinity is never included, whatever the bracket.
             is_open = (brackets[0] == "(" or ends[0] is None, brackets[1] == ")" or ends[1] is None)
             return Interval(ends[0], ends[1], is_open)
     return _collection(items, depth, is_ordered=True, brackets=brackets)

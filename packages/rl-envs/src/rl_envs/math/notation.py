@@ -1,4 +1,4 @@
-"""One spelling of characters of Unicode, commands of LaTeX and names of functions."""
+"""One spelling of characters of Unicode, commands of LaTeX and functions."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def _bracketed(text: str) -> str:
 
 
 def closing(text: str, start: int) -> int | None:
-    """Return the position at which the bracket at `start` is closed; None if it is not."""
+    """Return the position of the bracket that closes the one at `start`; None if it is not closed."""
     depth = 0
     for index in range(start, len(text)):
         depth += (text[index] in "([{") - (text[index] in ")]}")

@@ -19,7 +19,7 @@ MAX_LENGTH = 1000
 MAX_DEPTH = 20
 """Maximum number of nested brackets."""
 DIGITS = 60
-"""Digits to which a difference of two expressions is computed to refute that they are equal."""
+"""Precision, in digits, of the difference of two expressions that refutes their equality."""
 
 # units are read elsewhere, and a dropped one would make different quantities equal
 _NORMALISED = NormalizationConfig(
@@ -75,7 +75,7 @@ def are_equal(found: str, known: str) -> bool | None:
         mine, theirs = _parsed(found), _parsed_known(known)
         same = None if mine is None or theirs is None else _same(mine, theirs)
         if same is False and _LOG.search(found + known):
-            # without a base it is that of 10 or that of e
+            # Without a base it is the logarithm to base 10 or e.
             natural = (_parsed(_LOG.sub(r"\\ln", text)) for text in (found, known))
             return None if _same(*natural) is not False else False
         return same
@@ -130,7 +130,7 @@ def _parsed(text: str) -> Any:
         return None
     try:
         expression = latex2sympy(text, is_real=True, normalization_config=_NORMALISED, conversion_config=_CONVERTED)
-    except Exception:  # noqa: BLE001 - the grammar raises nothing more specific for what it cannot read
+    except Exception:  # noqa: BLE001 - the grammar raises nothing more specific for unknown input
         return None
     if not isinstance(expression, sympy.Basic | sympy.MatrixBase) or expression.has(*_UNREAD):
         return None

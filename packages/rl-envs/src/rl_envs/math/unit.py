@@ -17,7 +17,7 @@ _PREFIXES = {
     "h": ("hecto", Fraction(100)), "d": ("deci", Fraction(1, 10)), "c": ("centi", Fraction(1, 100)),
     "m": ("milli", Fraction(1, 10**3)), "μ": ("micro", Fraction(1, 10**6)), "n": ("nano", Fraction(1, 10**9)),
 }  # fmt: skip
-# symbol, names, size in the units after it
+# Each line has a symbol, its words, and its size in the units after it.
 _METRIC = """
 m meter,metre = 1 m
 g gram,gramme,gm = 1 g
@@ -168,7 +168,7 @@ class Unit:
     count: Fraction = Fraction(1)
 
     def is_counted(self) -> bool:
-        """Return whether things are counted, which may have several names."""
+        """Return whether things are counted, which may be called several ways."""
         return any(name in _THINGS for name, _ in self.powers)
 
 
@@ -266,7 +266,7 @@ def _factors(text: str, *, is_marked: bool) -> list[tuple[list[Unit], int]]:
             if not units:
                 return []
             found.append((units, sign * power))
-            # in "m/s kg" only the seconds are divided by, in "kg/(m s)" both are
+            # "m/s kg" divides only by the seconds, "kg/(m s)" divides by both.
             power, sign = 1, sign if is_inside else 1
     return found
 

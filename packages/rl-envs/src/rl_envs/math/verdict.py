@@ -119,7 +119,7 @@ def _same_equation(mine: Equation, theirs: Form) -> bool | None:
     if not isinstance(theirs, Equation):
         if isinstance(theirs, Number) and isinstance(mine.values[-1], Collection):
             return None  # "P(8,3)" is a point or a number of permutations
-        # of "x^2 = 4" it is unknown what is asked for
+        # The quantity that "x^2 = 4" answers is unknown.
         return _same_value(mine, theirs) if not mine.left or names_a_value(mine.left) else None
     if squeezed(mine.left) == squeezed(theirs.left):
         return _same_value(mine, theirs.values[-1])
@@ -187,7 +187,7 @@ def _same_in(value: Form, unit: Unit, other: Form, other_unit: Unit) -> bool | N
 
 
 def _sizes(unit: Unit) -> set[str]:
-    """Return the factors by which a number with a unit can be meant without it: 50% is 50 and 1/2, 30° is π/6 too."""
+    """Return the factors that may replace the unit of a number: 50% is 50 and 1/2, 30° is π/6 too."""
     if unit.powers == (("%", 1),):
         return {"1", "1/100"}
     if unit.powers == (("°", 1),):
@@ -388,7 +388,7 @@ def _same_items(mine: tuple[Form, ...], theirs: tuple[Form, ...]) -> bool | None
 
 
 def _by_name(collection: Collection) -> tuple[Form, ...] | None:
-    """Return the values of several variables in the order of their names; None if the items are anything else."""
+    """Return the values of several variables in alphabetical order; None if the items are anything else."""
     named = {item.left: item.values[-1] for item in collection.items if isinstance(item, Equation) and item.left}
     if len(named) != len(collection.items) or len(named) < 2 or not all(map(is_variable, named)):
         return None
@@ -405,7 +405,7 @@ def _same_named(named: Collection, plain: Collection) -> bool | None:
         return None
     same = _same_items(values, plain.items)
     names = [item.left for item in named.items if isinstance(item, Equation)]
-    # a pair in the order of the names as they are written, or a list in any order, may be meant
+    # This may be a pair in the order of the names as they are written, or a list in any order.
     is_clear = names == sorted(names) and plain.is_ordered
     return None if same is False and not is_clear and matched(list(values), list(plain.items), _same) else same
 

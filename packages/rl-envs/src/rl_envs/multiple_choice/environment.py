@@ -38,7 +38,7 @@ class MultipleChoiceEnvironment:
 
 
 def right_letters(info: Mapping[str, Any], config: MultipleChoiceConfig) -> tuple[str, ...]:
-    """Return the letters in `info["answer"]`, any of which is right.
+    """Return the right letters in `info["answer"]`.
 
     Raises:
         ValueError: If there is none, or one is not the letter of an option.

@@ -16,7 +16,7 @@ from itertools import pairwise
 # as in `(b)`, or `H` if it is before a bracket as in `B)`. Further roles are `X` for a box or tag, `d` for an article,
 # `e` for a colon or an arrow, and `x` for anything else.
 _VOCABULARY = {
-    # These words are the thing that the question asks for, which the letter is said to be.
+    # These words are the thing that the question asks for.
     "a": "answer answers solution conclusion ans antwort réponse respuesta risposta resposta ответ "
     "答案 答え 正解 正答 정답",
     # These nouns come before a letter.
@@ -198,7 +198,7 @@ def stated_letter(completion: str, num_choices: int = 26) -> str | None:
 
     The last statement counts. A letter that is denied, or part of a condition, of a question or of a list of options,
     is not stated, and "A or B" states none. Tentative words ("it might be B") and lines that begin with a label count
-    if nothing firm is said and all of them have the same letter.
+    if nothing is firm and all of them have the same letter.
 
     Args:
         completion: Output of a model.
@@ -221,20 +221,20 @@ def stated_letter(completion: str, num_choices: int = 26) -> str | None:
     weak = frozenset[str]().union(*(statement.letters for statement in statements))
     alone = completion.strip().removesuffix(".").upper()
     if not statements and len(alone) == 1 and alone in letters:
-        return alone  # A small letter is the letter of an option only if nothing else is said.
+        return alone  # A small letter is the letter of an option only without any other statement.
     return next(iter(weak)) if len(weak) == 1 and not firm else None
 
 
 @dataclass(frozen=True)
 class _Statement:
-    """Letters that are said to be the answer, or not to be it.
+    """Letters that a phrase states as the answer, or rules out.
 
     Args:
         position: Place among the roles.
         letters: All letters that it is about.
-        states: True if they are said to be the answer.
-        adds: True if they are said to be the answer in addition to letters that were stated before.
-        is_weak: True if it counts only if nothing firm is said.
+        states: True if it states them as the answer.
+        adds: True if it states them in addition to letters that were stated before.
+        is_weak: True if it counts only without a firm statement.
     """
 
     position: int
@@ -295,7 +295,7 @@ def _lines(roles: str, letters: Sequence[str]) -> tuple[list[_Statement], frozen
             bare.append(at)
         elif (found["mark"] or roles[at] in "WH") and not _ANOTHER_LABEL.search(found["rest"]):
             headed.append(at)
-    # Labels that follow one another in the alphabet are those of all options.
+    # Labels that follow one another in the alphabet list the options.
     pairs = [*pairwise(bare), *pairwise(headed)]
     listed = frozenset(label for a, b in pairs if ord(letters[b]) == ord(letters[a]) + 1 for label in (a, b))
     statements = [

@@ -25,7 +25,7 @@ INSTRUCTIONS: Mapping[AnswerFormat, str] = {
 }
 
 MAX_DRAWS_PER_ROW = 20
-"""Draws per expected row after which the task counts as having too few questions."""
+"""Maximum draws per expected row; beyond it the task counts as having too few questions."""
 
 CHUNK = 100
 """Entries made at a time; fixed, as the entries of some tasks depend on it."""

@@ -1,4 +1,4 @@
-"""A small coding agent: the policy writes shell commands, sees their output, and says when it is done.
+"""A small coding agent: the policy writes shell commands, sees their output, and ends when it is done.
 
 It runs in a sandbox, as a file, in the folder of the working copy: it imports nothing but the standard library.
 `RL_AGENT_TURNS` is the maximum number of its turns, `RL_AGENT_COMMAND_S` the timeout of a command in seconds.
@@ -42,7 +42,7 @@ def main() -> None:
         try:
             said = ask(messages)
         except urllib.error.HTTPError as error:
-            # the rollout has no room for another turn: what is there is scored
+            # The rollout has no room for another turn: the working copy is scored as it is.
             reason = error.read().decode(errors="replace")[:500]
             print(f"the policy ended the conversation: {reason}")  # noqa: T201  # to the agent's log
             return

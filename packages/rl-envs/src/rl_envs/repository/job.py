@@ -1,4 +1,4 @@
-"""An agent at work on its repository, in a thread, and the score of what it leaves."""
+"""An agent at work on its repository, in a thread, and the score of its working copy."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Result:
     Args:
         score: Score of its working copy; None if it failed.
         failure: Reason of its failure; empty if it did not fail.
-        output: What it wrote to stdout, then to stderr.
+        output: Its stdout, then its stderr.
         ended: Description of its end.
         ignored: Paths of files that it wrote and that do not count.
     """
@@ -153,7 +153,7 @@ class AgentJob:
 
 
 def relay_to(agent: AgentRun) -> Relay:
-    """Return the address at which a sandbox of this machine reaches the policy of an agent.
+    """Return the address of an agent's policy for a sandbox of this machine.
 
     Raises:
         AgentUnreachable: If it is a loopback address of another machine.

@@ -70,13 +70,13 @@ class RepositoryConfig(EnvironmentConfig):
     sandbox: RepositorySandboxConfig = RepositorySandboxConfig()
     """Sandbox of agents and of tests, and its limits."""
     folder: PathText = "."
-    """Folder in which relative paths of rows begin. The dataset `repository_tasks` makes them absolute itself."""
+    """Base folder of relative paths in rows. The dataset `repository_tasks` makes them absolute itself."""
     reward: Literal["all", "share"] = "all"
     """Reward of a working copy: `all` is 1 if every test command succeeds, and the commands end at the first that
     fails; `share` is the fraction that succeed."""
     solution: list[str] = [*SOURCE_FILES]
-    """Patterns of files whose changes by an agent count: program sources. Other files configure tools, and are those of
-    the repository. A pattern matches a path in the repository, the end of a path after a slash, or all files of a
+    """Patterns of files whose changes by an agent count: program sources. Other files configure tools, and stay as the
+    repository has them. A pattern matches a path in the repository, the end of a path after a slash, or all files of a
     folder (`data/*`). Add patterns of other files that belong to solutions, such as `CMakeLists.txt`."""
     protected: list[str] = [*TEST_FILES, *RUN_FILES]
     """Patterns of files that do not count although they match `solution`: tests, and sources that tools run by

@@ -16,7 +16,7 @@ from rl_envs.repository.working_copy import overlaid
 from rl_envs.sandbox.tree import TreeEntry, parents
 
 PYTEST_SETTINGS = ("pytest.toml", ".pytest.toml", "pytest.ini", ".pytest.ini", "pyproject.toml", "tox.ini", "setup.cfg")
-"""Names of files in which a repository sets which files are tests."""
+"""Files of a repository that set which files are tests."""
 UNITTEST_FILES = "test*.py"
 """Pattern of the files that `unittest` and `manage.py test` search for tests."""
 INTERPRETERS = ("bash", "bun", "dash", "deno", "node", "perl", "php", "ruby", "sh", "zsh")
@@ -79,7 +79,7 @@ class SolutionFiles:
                 yield folder
 
     def _may_count(self, entry: TreeEntry) -> bool:
-        """Return whether an entry is a file of a solution by its path. Links are those of the repository."""
+        """Return whether an entry is a file of a solution by its path. Links stay as in the repository."""
         known = self._base.get(entry.path, entry)
         is_file = entry.content is not None and not known.link
         return is_file and matches(entry.path, self._solution) and not self._is_exam(entry.path)
@@ -111,7 +111,7 @@ class SolutionFiles:
 
 
 def installed_modules(python_path: Iterable[str]) -> frozenset[str]:
-    """Return the names of the modules of Python's library and of folders with packages."""
+    """Return the modules of Python's library and of folders with packages."""
     folders = [os.listdir(folder) for folder in python_path if os.path.isdir(folder)]
     found = {name.partition(".")[0] for names in folders for name in names}
     return sys.stdlib_module_names.union(found, MISSED_MODULES)

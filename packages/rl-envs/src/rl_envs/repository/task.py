@@ -28,7 +28,7 @@ class RepositoryTask:
         commit: Commit of a bundle or of a git repository; empty for the newest one, or a folder as it is.
         files: Contents of a repository in the row, by path.
         commands: Commands that must succeed in the changed repository.
-        test_files: Files that replace those of the repository before the commands run, by path. Agents do not see them.
+        test_files: Files that replace the repository's before the commands run, by path. Agents do not see them.
     """
 
     source: Path | None
@@ -50,7 +50,7 @@ def read_task(info: Mapping[str, Any], folder: Path) -> RepositoryTask:
 
     Args:
         info: Info of the prompt.
-        folder: Folder in which relative paths begin.
+        folder: Base of relative paths.
 
     Raises:
         UnusableAnswer: If a field is missing or has another form.

@@ -67,7 +67,7 @@ class RewardModelEnvironment:
 
 
 def _without_thoughts(conversation: Conversation) -> tuple[Message, ...]:
-    """Return the messages, those of the policy without the thoughts in their text."""
+    """Return the messages, with the policy's stripped of their thoughts."""
     *before, newest = conversation.messages
     return (*map(_final, before), _final(newest, conversation.opened_thoughts))
 
@@ -90,8 +90,8 @@ class Scorer:
         name: Folder or hub name.
         device: `cpu` or `cuda`.
         precision: Dtype of the model.
-        max_length: Maximum number of tokens of a conversation, of which the last ones are scored; None for as many as
-            the model has positions.
+        max_length: Maximum number of tokens of a conversation, whose last ones are scored; None for as many as the
+            model has positions.
 
     Raises:
         ValueError: If the model has no safetensors or no head of one score, or the process sees no GPU for it.

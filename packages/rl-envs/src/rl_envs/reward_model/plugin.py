@@ -28,8 +28,8 @@ class RewardModelConfig(EnvironmentConfig):
     precision: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the model."""
     max_length: int | None = Field(default=None, gt=0)
-    """Maximum number of tokens in prompt and response together, of which the last ones are scored; if unset, the number
-    of positions of the model."""
+    """Maximum number of tokens in prompt and response together; of longer conversations the last ones are scored; if
+    unset, the number of positions of the model."""
     num_workers: Annotated[int | None, WhenChanged.RESUME] = Field(default=1, ge=1)
     """Number of processes, each with a copy of the model. With `env_vars: {OMP_NUM_THREADS: "8"}` each computes with 8
     threads."""

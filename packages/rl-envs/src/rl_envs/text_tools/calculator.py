@@ -11,7 +11,7 @@ from typing import Any
 MAX_CHARACTERS = 2000
 """Maximum number of characters of an expression."""
 MAX_DIGITS = 3000
-"""Maximum number of digits to which a number is rounded. More would take long and change nothing."""
+"""Maximum number of digits of a rounded number. More would take long and change nothing."""
 MAX_BITS = 10_000
 """Largest size of an integer on the way."""
 

@@ -21,7 +21,7 @@ from rl_envs.text_tools.calculator import calculate
 from rl_envs.text_tools.plugin import PARAMETERS, TextToolsConfig
 
 _LIFETIME_S = 3600.0
-"""Maximum number of seconds of a Python session; those of a call are in the settings."""
+"""Maximum number of seconds of a Python session; the settings limit each call."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class TextToolsEnvironment:
                 state.session.close()
 
     def save(self, states: Sequence[Progress]) -> list[bytes | None]:
-        """Return the calls so far; those of Python run again in the session of the restored conversation."""
+        """Return the calls so far; Python calls run again in the session of the restored conversation."""
         saved: list[bytes | None] = []
         for state in states:
             session = None if state.session is None else state.session.save()

@@ -35,7 +35,7 @@ class TextToolsConfig(EnvironmentConfig):
     max_output: int = Field(default=2000, ge=1)
     """Maximum number of characters in a tool's output; the middle of longer output is left out."""
     sandbox: SandboxConfig = SandboxConfig()
-    """Sandbox in which Python runs, and its limits; `wall_s` applies to one call."""
+    """Sandbox of Python, and its limits; `wall_s` applies to one call."""
     corpus: PathText | None = None
     """JSON Lines file with the documents of `search`: objects with `text` and an optional `title`."""
     num_results: int = Field(default=3, ge=1)

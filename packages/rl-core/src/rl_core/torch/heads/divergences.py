@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rl_core.model import DIVERGENCES, LEAST_TAIL
+from rl_core.model import DIVERGENCES, MIN_TAIL
 from rl_core.torch.heads.head_pass import HeadGradients, HeadPass, wide_dtype
 from rl_core.torch.heads.logprobs import CHUNK_SIZE, Head
 from rl_core.torch.heads.vocab_parallel import VocabShard
@@ -54,7 +54,7 @@ def divergences(
 
     With p the other distribution and q this head's, each over the ids below `below`, one by one, and a tail that holds
     all others: KL(p || q), KL(q || p), and with m = beta p + (1 - beta) q, beta KL(p || m) + (1 - beta) KL(q || m); the
-    masses of both tails, and the other logprob of the target. Log masses of tails are at least the log of `LEAST_TAIL`.
+    masses of both tails, and the other logprob of the target. Log masses of tails are at least the log of `MIN_TAIL`.
 
     At most `[chunk_size, vocab]` logits of both exist (`vocab / ranks` with a shard) and as many for the few steps
     between them and the result. The backward pass computes them again.
@@ -139,7 +139,7 @@ class _Comparison:
         kls = torch.stack(_divergences(p_here, q_here, self.beta), 1)
         found = self.summed(torch.cat([kls, tails, target[:, None]], 1))
         tails = found[:, NUM_DIFFERENTIABLE : NUM_DIFFERENTIABLE + 2].clone()
-        log_tails = tails.clamp(min=LEAST_TAIL).log()
+        log_tails = tails.clamp(min=MIN_TAIL).log()
         found[:, :NUM_DIFFERENTIABLE] += torch.stack(_divergences(log_tails[:, :1], log_tails[:, 1:], self.beta), 1)
         return found, tails
 
@@ -152,12 +152,12 @@ class _Comparison:
         shared = self.num_shared
         by_masses = self._by_logs(p[:, :shared], q[:, :shared], by_values)
         total = self.summed(by_masses.sum(1, keepdim=True))
-        log_tails = tails.clamp(min=LEAST_TAIL).log()
+        log_tails = tails.clamp(min=MIN_TAIL).log()
         by_tail = self._by_logs(log_tails[:, :1], log_tails[:, 1:], by_values)
         # a tail at its least is a constant
-        by_tail = by_tail.where(tails[:, 1:] > LEAST_TAIL, by_tail.new_zeros(()))
+        by_tail = by_tail.where(tails[:, 1:] > MIN_TAIL, by_tail.new_zeros(()))
         weights = q.exp()
-        in_tail = by_tail / tails[:, 1:].clamp(min=LEAST_TAIL)
+        in_tail = by_tail / tails[:, 1:].clamp(min=MIN_TAIL)
         grad = weights * -(total + by_tail)
         grad[:, :shared] += by_masses
         grad[:, shared:] += weights[:, shared:] * in_tail
