@@ -1,8 +1,7 @@
 from pathlib import Path
 
-from rl_core.testing.documents import read_document
+from rl_core.testing.documents import EngineDocumentsSuite, read_document
 from rl_core.testing.torch import plain_backend
-from rl_core.testing.torch.engine_documents import EngineDocumentsSuite
 
 ROOT = Path(__file__).parents[3]
 

@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from rl_core.testing.torch.engine_documents import EngineDocumentsSuite
+from rl_core.testing.documents import EngineDocumentsSuite
 
 
 class TestDocuments(EngineDocumentsSuite):

@@ -16,7 +16,7 @@ from rl_core.model import LOGPROBS, ModelSpec
 from rl_core.model_config import LoraConfig, ModelConfig, SequencePackingConfig, VisionConfig
 from rl_core.selfcheck.losses import TokenLoss
 from rl_core.selfcheck.pooled_model import PooledModel
-from rl_core.selfcheck.torch.adapted import adapt
+from rl_core.selfcheck.torch.oracle import adapt
 from rl_core.testing.exhaustive import exhaustive, partly_exhaustive
 from rl_core.testing.model_worker import SGD
 from rl_core.testing.torch.tiny_vision import write_tiny_vision_model

@@ -10,7 +10,7 @@ from rl_core.model import ModelSpec
 from rl_core.model_config import LoraConfig, ModelConfig
 from rl_core.selfcheck.losses import TokenLoss
 from rl_core.selfcheck.pooled_model import PooledModel
-from rl_core.selfcheck.torch.adapted import adapt
+from rl_core.selfcheck.torch.oracle import adapt
 from rl_core.testing.exhaustive import exhaustive
 from rl_core.testing.model_worker import LENGTHS, make_batch
 from rl_core.torch.training.flops import attention_shapes

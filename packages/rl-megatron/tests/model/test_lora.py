@@ -18,8 +18,7 @@ from rl_core.model_config import LoraConfig, ModelConfig, OptimizerConfig
 from rl_core.selfcheck.losses import TokenLoss
 from rl_core.selfcheck.pooled_model import PooledModel
 from rl_core.selfcheck.rank_pool import free_port
-from rl_core.selfcheck.torch.adapted import adapt, merge, merge_files
-from rl_core.selfcheck.torch.oracle import Oracle
+from rl_core.selfcheck.torch.oracle import Oracle, adapt, merge, merge_files
 from rl_core.selfcheck.torch.received import receive
 from rl_core.testing.exhaustive import exhaustive
 from rl_core.testing.model_worker import LAYOUTS as BATCHINGS

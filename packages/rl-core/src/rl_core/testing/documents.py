@@ -29,8 +29,11 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+
+import pytest
 
 RUN = frozenset({"python", "sh"})
 PARSED = frozenset({"json", "jsonl", "toml", "yaml"})
@@ -54,6 +57,10 @@ _IF_SLOW = re.compile(r"^\d\d:\d\d:\d\d (?:still waiting for|trying the environm
 """Lines that only a busy machine has printed."""
 
 _CONTINUES = re.compile(r"^<!-- continues: (?P<name>[\w./-]+\.md) -->$", re.MULTILINE)
+
+
+MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
+"""Name of the tiny model of documents on the hub."""
 
 
 class DocumentError(AssertionError):
@@ -288,7 +295,7 @@ class Workbook:
         return done.stdout
 
 
-def add_to_hub(cache: Path, name: str, write: Callable[[Path], None]) -> None:
+def add_to_hub(cache: Path, name: str, write: Callable[[Path], object]) -> None:
     """Put a model into a cache of the hub (`HF_HUB_CACHE`), so that it is found under its name without a network.
 
     Args:
@@ -315,3 +322,36 @@ def _parse(block: Block) -> None:
             tomllib.loads(block.text)
     except ValueError as error:
         raise DocumentError(f"{block.place}: not valid {block.language}: {error}") from None
+
+
+class EngineDocumentsSuite:
+    """Subclass it with the package whose blocks (`in=PACKAGE`) run."""
+
+    package: ClassVar[str]
+    root: ClassVar[Path]
+    """The checkout."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def hub(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        """Return a cache of the hub that holds a tiny model."""
+        from rl_core.testing.torch.reference_model import write_reference_model
+
+        folder = tmp_path_factory.mktemp("hub")
+        add_to_hub(folder, MODEL, partial(write_reference_model, seed=0))
+        return folder
+
+    def test_blocks_run_as_printed(self, hub: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+        """Run each block; a new interpreter imports the engine again, so only blocks that compute get one."""
+        documents = documents_for(self.package, self.root)
+        assert documents
+        for document in documents:
+            folder = tmp_path_factory.mktemp(document.path.stem)
+            workbook = Workbook(folder, {"HF_HUB_CACHE": str(hub), "HF_HUB_OFFLINE": "1"}, timeout=240)
+            for number, block in enumerate(document.blocks, 1):
+                if block.is_run_by(document.blocks[number:]):
+                    workbook.write(block)
+                elif block.language == "python" and block.checked and not block.file:
+                    block.import_here()
+                else:
+                    workbook.run(block)

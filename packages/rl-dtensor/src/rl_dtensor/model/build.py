@@ -11,14 +11,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from rl_core.model import HEADLESS_ROLES, ModelSpec
 from rl_core.model_config import ModelConfig
-from rl_core.torch.files.model_files import WeightFiles, read_hf_config
+from rl_core.torch.files.model_files import WeightFiles, read_hf_config, untie_apart
 from rl_core.torch.heads.reads import new_head
 from rl_core.torch.heads.vocab_parallel import VocabShard
 from rl_core.torch.kernels.devices import runs_kernels
 from rl_core.torch.process_group import on_all_ranks
 from rl_core.torch.training.lora import InitialFactors
 from rl_core.torch.training.recompute import RecomputePlan
-from rl_core.torch.training.ties import untie_apart
 from rl_dtensor.config import DTensorConfig
 from rl_dtensor.model.kernels import activate_flash_attention, kernel_of
 from rl_dtensor.model.layers.compilation import compile_layers

@@ -13,8 +13,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from rl_core.facts.hf_config import language_fields
 from rl_core.model_config import ModelConfig
-from rl_core.torch.files.model_files import WeightFiles, model_folder, read_hf_config
-from rl_core.torch.training.ties import weights_differ
+from rl_core.torch.files.model_files import WeightFiles, model_folder, read_hf_config, weights_differ
 from rl_core.weights import Manifest, TensorSpec, WeightTarget
 
 MAX_NAMED = 4

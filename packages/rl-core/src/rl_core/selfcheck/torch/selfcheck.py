@@ -29,8 +29,7 @@ from rl_core.selfcheck.cases import FamilyCase
 from rl_core.selfcheck.losses import TokenLoss
 from rl_core.selfcheck.pooled_model import PooledModel
 from rl_core.selfcheck.rank_pool import RankPool
-from rl_core.selfcheck.torch.adapted import adapt, merge, merge_files
-from rl_core.selfcheck.torch.oracle import Oracle
+from rl_core.selfcheck.torch.oracle import Oracle, adapt, merge, merge_files
 from rl_core.torch.files.model_files import WeightFiles
 
 TOLERANCE = 1e-5

@@ -1,11 +1,12 @@
-"""A model's Hugging Face files: config, tokenizer and safetensors, read slice by slice."""
+"""A model's Hugging Face files: config, tokenizer and safetensors, read slice by slice, and weights that are tied."""
 
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,15 +14,17 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from rl_core.facts.hf_config import is_composite
+from rl_core.facts.hf_config import HFConfig, is_composite
 from rl_core.model_config import TokenizerConfig
 from rl_core.torch.files.language_part import language_names, read_composite_config, read_language_config, tower_names
 from rl_core.torch.files.stored import FLOATING, BlockScaledWeight, Slices, StoredMXFP4, StoredTensor, StoredWeight
-from rl_core.torch.process_group import on_rank0
+from rl_core.torch.process_group import on_all_ranks, on_rank0
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -62,6 +65,25 @@ TOKENIZER_FILES = (
 
 
 TEMPLATE = "chat_template.jinja"
+
+
+READ_AS_WEIGHTS = (*FLOATING, BlockScaledWeight.dtype, StoredMXFP4.dtype)
+"""Dtypes and quantisations of `OpenWeights` that give values of a weight when they are read."""
+
+_WRAPPERS = re.compile(r"^(?:module\.|_orig_mod\.|_fsdp_wrapped_module\.)+")
+"""Start of the name of each weight that was saved from within a wrapper: of data parallelism, `torch.compile` or
+FSDP."""
+
+_BARE_LAYER = re.compile(r"^(?:decoder\.|encoder\.)?(?:layers|h|blocks|block)\.\d+\.")
+"""Start of layer names of a model that was saved without its head."""
+
+_HEADS = ("lm_head.", "score.", "v_head.", "value_head.", "embed_out.")
+"""Start of the name of a head, which a model has next to its body."""
+
+READ_BYTES = 2**26
+"""Bytes of a weight that are compared at one time."""
+
+_logger = logging.getLogger(__name__)
 
 
 def copy_side_files(
@@ -177,10 +199,6 @@ class Quantisation(NamedTuple):
 QUANTISATIONS = (Quantisation("", "_scale_inv", BlockScaledWeight), Quantisation("_blocks", "_scales", StoredMXFP4))
 
 
-READ_AS_WEIGHTS = (*FLOATING, BlockScaledWeight.dtype, StoredMXFP4.dtype)
-"""Dtypes and quantisations of `OpenWeights` that give values of a weight when they are read."""
-
-
 @dataclass(frozen=True)
 class WeightFiles:
     """The safetensors of one folder, and of a composite model only its language model, by name in it.
@@ -254,17 +272,6 @@ class WeightFiles:
             for name in self.file_of
             if name.endswith(how.scales) and name.removesuffix(how.scales) + how.values in self.file_of
         }
-
-
-_WRAPPERS = re.compile(r"^(?:module\.|_orig_mod\.|_fsdp_wrapped_module\.)+")
-"""Start of the name of each weight that was saved from within a wrapper: of data parallelism, `torch.compile` or
-FSDP."""
-
-_BARE_LAYER = re.compile(r"^(?:decoder\.|encoder\.)?(?:layers|h|blocks|block)\.\d+\.")
-"""Start of layer names of a model that was saved without its head."""
-
-_HEADS = ("lm_head.", "score.", "v_head.", "value_head.", "embed_out.")
-"""Start of the name of a head, which a model has next to its body."""
 
 
 def _bare_names(folder: Path, stored: Iterable[str]) -> dict[str, str]:
@@ -356,3 +363,65 @@ class OpenWeights(NamedTuple):
             ValueError: If it is not quantised as its name implies.
         """
         return self.weights[name].read(slices)
+
+
+def untie_apart(
+    config: HFConfig, pairs: Sequence[tuple[str, str]], files: WeightFiles, group: dist.ProcessGroup
+) -> bool:
+    """Set `tie_word_embeddings` of a `transformers` config to false if the files hold other values under two names that
+    it ties, as `transformers` does when it loads them; collective.
+
+    Args:
+        config: Config of the model; changed in place.
+        pairs: Tied tensors, by name in the files.
+        files: Weight files that the model is loaded from.
+        group: All ranks; each compares its share of the rows.
+
+    Returns:
+        Whether it was set, so that the model is to be built again.
+    """
+    stored = [pair for pair in pairs if files.names.issuperset(pair)]
+    if not stored:
+        return False
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    differ = torch.zeros(len(stored), dtype=torch.int32)
+
+    def compare() -> None:
+        with files.open() as opened:
+            for place, (first, second) in enumerate(stored):
+                differ[place] = weights_differ(opened, first, second, rank, size)
+
+    on_all_ranks(group, compare)
+    dist.all_reduce(differ, op=dist.ReduceOp.MAX, group=group)
+    apart = [" and ".join(pair) for pair, differs in zip(stored, differ.tolist(), strict=True) if differs]
+    if not apart:
+        return False
+    if not config.tie_word_embeddings:
+        raise ValueError(
+            f"{config.model_type} models have {apart[0]} as one weight, and {files.folder} holds other values under "
+            "each name; save the model again with one of them"
+        )
+    config.tie_word_embeddings = False
+    _logger.warning(
+        "%s: the config ties %s, and the files hold other values under each name, so they are not tied, as in "
+        "transformers; set policy.hf_config_overrides.tie_word_embeddings=false for generators that follow the config",
+        files.folder,
+        ", ".join(apart),
+    )
+    return True
+
+
+def weights_differ(opened: OpenWeights, first: str, second: str, rank: int = 0, size: int = 1) -> bool:
+    """Return whether two weights differ in a rank's share of their rows, or in shape."""
+    shape = opened.shape(first)
+    if shape != opened.shape(second):
+        return True
+    num_rows = shape[0]
+    step = max(1, READ_BYTES // max(1, 4 * torch.Size(shape[1:]).numel()))
+    stop = num_rows * (rank + 1) // size
+    for start in range(num_rows * rank // size, stop, step):
+        rows = (slice(start, min(start + step, stop)),)
+        one, other = (opened.read(name, rows).float() for name in (first, second))
+        if not torch.equal(one, other):
+            return True
+    return False

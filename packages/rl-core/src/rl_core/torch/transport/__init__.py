@@ -22,7 +22,6 @@ A receiver, in another process::
 """
 
 from rl_core.torch.transport.channel import interrupt
-from rl_core.torch.transport.receiver import Receiver, ReceivingEnd, open_receiver
-from rl_core.torch.transport.sender import Sender, SendingEnd, open_sender
+from rl_core.torch.transport.ends import Receiver, ReceivingEnd, Sender, SendingEnd, open_receiver, open_sender
 
 __all__ = ["Receiver", "ReceivingEnd", "Sender", "SendingEnd", "interrupt", "open_receiver", "open_sender"]

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 from joined_rank import joined
 
 from rl_core.selfcheck.rank_pool import Rank
-from rl_core.torch.files.model_files import WeightFiles
-from rl_core.torch.training.ties import untie_apart
+from rl_core.torch.files.model_files import WeightFiles, untie_apart
 
 PAIR = ("embedding", "head")
 

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import save_file
 
 from rl_core.errors import WorkerError
-from rl_core.torch.training import ties
+from rl_core.torch.files import model_files
 
 ROWS = torch.arange(21.0).reshape(7, 3)
 
@@ -44,7 +44,7 @@ def test_a_family_that_ties_whatever_its_config_says_is_refused(pool, tmp_path):
 
 def test_a_rank_compares_its_share_in_parts(monkeypatch):
     read = []
-    monkeypatch.setattr(ties, "READ_BYTES", 2 * 3 * 4)
+    monkeypatch.setattr(model_files, "READ_BYTES", 2 * 3 * 4)
 
     class Opened:
         def shape(self, name):
@@ -54,5 +54,5 @@ def test_a_rank_compares_its_share_in_parts(monkeypatch):
             read.append((slices[0].start, slices[0].stop))
             return ROWS[slices]
 
-    assert not ties.weights_differ(Opened(), "embedding", "head", 1, 2)
+    assert not model_files.weights_differ(Opened(), "embedding", "head", 1, 2)
     assert read == [(3, 5), (3, 5), (5, 7), (5, 7)]
