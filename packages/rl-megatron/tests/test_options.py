@@ -7,7 +7,7 @@ from layouts import EXPERT_LAYOUTS, LAYOUTS, write_family
 from rl_core.errors import WorkerError
 from rl_core.model import ModelSpec
 from rl_core.model_config import ModelConfig, OptimizerConfig
-from rl_core.selfcheck.losses import PairLoss, TokenLoss, ValueLoss
+from rl_core.selfcheck.losses import PairLoss, ReturnsLoss, TokenLoss
 from rl_core.selfcheck.pooled_model import PooledModel
 from rl_core.selfcheck.torch.oracle import Oracle
 from rl_core.selfcheck.torch.tiny_model import read_weights
@@ -72,7 +72,7 @@ HEADS = [(layout, role) for layout in ("tp2+sp", "pp2", "cp2") for role in ("cri
     ),
 )
 def test_heads_of_one_output_train_as_in_one_process(ranks, folders, tmp_path, layout, role):
-    batch, loss = (make_batch(), ValueLoss()) if role == "critic" else (make_pairs(), PairLoss())
+    batch, loss = (make_batch(), ReturnsLoss()) if role == "critic" else (make_pairs(), PairLoss())
     with open_model(ranks, folders["llama"], layout, role=role) as model:
         model.export(str(tmp_path / "start"))
         oracle = Oracle(tmp_path / "start", role)

@@ -19,9 +19,9 @@ class TestMegatronWorker(ModelWorkerSuite):
         return ranks
 
     @pytest.mark.parametrize("layout", LAID_OUT)
-    def test_every_read_of_a_policy_is_that_of_transformers(self, pool, folder, layout):
-        super().test_every_read_of_a_policy_is_that_of_transformers(pool, folder, layout)
+    def test_every_read_of_a_policy_is_that_of_transformers(self, layout):
+        super().test_every_read_of_a_policy_is_that_of_transformers(layout)
 
     @pytest.mark.parametrize("layout", LAID_OUT)
-    def test_losses_gradients_and_weights_are_those_of_one_process(self, pool, folder, tmp_path, layout):
-        super().test_losses_gradients_and_weights_are_those_of_one_process(pool, folder, tmp_path, layout)
+    def test_losses_gradients_and_weights_are_those_of_one_process(self, tmp_path, layout):
+        super().test_losses_gradients_and_weights_are_those_of_one_process(tmp_path, layout)
