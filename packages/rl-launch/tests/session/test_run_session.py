@@ -563,9 +563,7 @@ def test_a_step_waits_for_rollouts_of_much_earlier_ones(tmp_path):
     texts.may_come.set()
     waiting.join(120)
     files.flush()
-    assert [len((tmp_path / f"step_{step}.jsonl").read_text().splitlines()) for step in range(MAX_STEPS + 1)] == [
-        1
-    ] * 3
+    assert [len((tmp_path / f"step_{step}.jsonl").read_text().splitlines()) for step in range(MAX_STEPS + 1)] == [1] * 3
     files.close()
 
 

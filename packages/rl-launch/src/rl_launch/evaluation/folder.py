@@ -1,4 +1,7 @@
-"""The folder of an evaluation: finished groups are appended, so that an interrupted evaluation can resume."""
+"""The folder of an evaluation: finished groups are appended, so that an interrupted evaluation can resume.
+
+Digests of its inputs prevent that rollouts of different evaluations are mixed.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +31,21 @@ from rl_launch.session.directory.row_files import names_without_rows
 from rl_launch.session.directory.writable import check_writable, make_folder, write_atomically
 
 _WEIGHTS = ("*.safetensors", "*.json")
+
+
+CONFIG = "config.yaml"
+
+PLAN = "plan.json"
+
+RESULT = "eval.json"
+
+_UNFINISHED = {CONFIG, f"{CONFIG}.part", f"{PLAN}.part"}
+"""Files that an evaluation leaves if it is killed while it begins."""
+
+Done = dict[tuple[str, str], PromptScore]
+"""Scores by name of the task and id of the prompt."""
+
+_log = logging.getLogger(__name__)
 
 
 def identity_of(config: RunConfig, plan: EvaluationPlan) -> dict[str, str]:
@@ -88,19 +106,6 @@ def _digest(value: Any) -> str:
     for part in value if isinstance(value, Iterator) else [value]:
         digest.update(json.dumps(part, sort_keys=True, default=repr).encode())
     return digest.hexdigest()
-
-
-CONFIG = "config.yaml"
-PLAN = "plan.json"
-RESULT = "eval.json"
-
-_UNFINISHED = {CONFIG, f"{CONFIG}.part", f"{PLAN}.part"}
-"""Files that an evaluation leaves if it is killed while it begins."""
-
-Done = dict[tuple[str, str], PromptScore]
-"""Scores by name of the task and id of the prompt."""
-
-_log = logging.getLogger(__name__)
 
 
 class EvaluationFolder:

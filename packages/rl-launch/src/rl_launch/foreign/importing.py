@@ -102,7 +102,21 @@ def import_config(path: Path, system: str, *, algorithm: str = "", gpus: int | N
     if config.written("policy.model_name") is None:
         config.notes.append("policy.model_name: the file does not contain a model. Set it in the recipe")
         config.put("policy.model_name", "OWNER/MODEL")
-    _make_valid(config)
+    for _ in range(_ROUNDS):
+        problems = _problems(config.recipe)
+        unused = [
+            problem
+            for problem in problems
+            if problem.is_unused and (value_at(config.recipe, parse_path(problem.key)) is not None)
+        ]
+        if not unused:
+            _refuse(config, problems)
+            break
+        for problem in unused:
+            config.remove(problem.key)
+            for answer in config.answers:
+                if _leads_to(answer, problem.key):
+                    config.answer_anew(answer.key, Kind.NOT_NEEDED, problem.reason)
     if unset := _unset_variables(config.recipe):
         config.notes.append(f"set the environment variables that the recipe uses: {', '.join(unset)}")
     if any(answer.kind is Kind.REFUSED for answer in config.answers):
@@ -220,25 +234,6 @@ def _started(values: dict[str, Any], system: str, algorithm: str, path: Path) ->
     config = Translation(values, table(system), key_here)
     config.algorithm = algorithm
     return config
-
-
-def _make_valid(config: Translation) -> None:
-    """Remove settings that have no effect here, and refuse the keys that make the recipe invalid."""
-    for _ in range(_ROUNDS):
-        problems = _problems(config.recipe)
-        unused = [
-            problem
-            for problem in problems
-            if problem.is_unused and (value_at(config.recipe, parse_path(problem.key)) is not None)
-        ]
-        if not unused:
-            _refuse(config, problems)
-            break
-        for problem in unused:
-            config.remove(problem.key)
-            for answer in config.answers:
-                if _leads_to(answer, problem.key):
-                    config.answer_anew(answer.key, Kind.NOT_NEEDED, problem.reason)
 
 
 _VARIABLE = re.compile(r"\$\{oc\.env:(\w+)\}")

@@ -70,7 +70,24 @@ def read(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
     """
     if path.resolve() in chain or len(chain) == MAX_DEPTH:
         raise ConfigError(f"{path}: circular `defaults`, or a chain of more than {MAX_DEPTH}. Remove one of them")
-    own = _values(path)
+    text = read_text(path, str(path))
+    try:
+        if path.suffix == ".toml":
+            values: Any = tomllib.loads(text)
+        elif path.suffix == ".json":
+            values = json.loads(text)
+        else:
+            values = parsed(text, str(path), lambda: yaml.load(text, _Loader))  # a SafeLoader
+    except ConfigError:
+        raise
+    except RecursionError:
+        raise ConfigError(f"{path}: {TOO_DEEP}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: cannot be read: {reason(error)}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: must contain `key: value` lines")
+    checked: dict[str, Any] = bounded(values, str(path))
+    own = checked
     named = own.pop("defaults", None)
     merged: dict[str, Any] = {}
     for parent in named if isinstance(named, list) else [] if named is None else [named]:
@@ -149,24 +166,3 @@ def _without_marks(values: Any) -> Any:
     if not isinstance(values, dict):
         return values
     return {key: _without_marks(value) for key, value in values.items() if key != REPLACES}
-
-
-def _values(path: Path) -> dict[str, Any]:
-    text = read_text(path, str(path))
-    try:
-        if path.suffix == ".toml":
-            values: Any = tomllib.loads(text)
-        elif path.suffix == ".json":
-            values = json.loads(text)
-        else:
-            values = parsed(text, str(path), lambda: yaml.load(text, _Loader))  # a SafeLoader
-    except ConfigError:
-        raise
-    except RecursionError:
-        raise ConfigError(f"{path}: {TOO_DEEP}") from None
-    except ValueError as error:
-        raise ConfigError(f"{path}: cannot be read: {reason(error)}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: must contain `key: value` lines")
-    checked: dict[str, Any] = bounded(values, str(path))
-    return checked

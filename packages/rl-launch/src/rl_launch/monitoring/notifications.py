@@ -1,4 +1,4 @@
-"""Tells somebody when the state of a run changes."""
+"""Notifications of a run: its events, and the thread that delivers them."""
 
 from __future__ import annotations
 
@@ -25,6 +25,32 @@ ATTEMPTS_AFTER_S = (2.0, 10.0, 30.0)
 
 MAX_WAITING = 100
 """Notifications that wait at most; further ones are dropped, with a line in the log."""
+
+
+USUAL_OF = 16
+"""Last steps whose time is usual."""
+
+MIN_S = 60.0
+"""Time without a step below which no run is stalled."""
+
+_log = logging.getLogger(__name__)
+
+END_WAIT_S = 10.0
+"""Maximum time that a run which ends waits for its last notification."""
+
+CHECK_PERIOD_S = 5.0
+"""Seconds between two looks at whether the run is stalled."""
+
+MIN_STEPS = 20
+"""Steps before findings are looked for, because the first steps of a run look like many faults."""
+
+Rows = Sequence[Mapping[str, Any]]
+
+Finding = tuple[str, str]
+"""The subject of a finding, and its text."""
+
+Findings = Callable[[Rows, Mapping[str, Any]], Sequence[Finding]]
+"""Returns the findings on the metrics of all steps and the config of a run."""
 
 
 class Outbox:
@@ -105,13 +131,6 @@ class Outbox:
         )
 
 
-USUAL_OF = 16
-"""Last steps whose time is usual."""
-
-MIN_S = 60.0
-"""Time without a step below which no run is stalled."""
-
-
 class StallWatch:
     """Compares the time since the last step with the usual time between steps, evaluations and saves included. One
     thread notes steps, and another one checks.
@@ -162,25 +181,6 @@ class StallWatch:
             return (passed_s, usual_s) if self._is_noted else None
 
 
-_log = logging.getLogger(__name__)
-
-END_WAIT_S = 10.0
-"""Maximum time that a run which ends waits for its last notification."""
-
-CHECK_PERIOD_S = 5.0
-"""Seconds between two looks at whether the run is stalled."""
-
-MIN_STEPS = 20
-"""Steps before findings are looked for, because the first steps of a run look like many faults."""
-
-Rows = Sequence[Mapping[str, Any]]
-Finding = tuple[str, str]
-"""The subject of a finding, and its text."""
-
-Findings = Callable[[Rows, Mapping[str, Any]], Sequence[Finding]]
-"""Returns the findings on the metrics of all steps and the config of a run."""
-
-
 def no_findings(rows: Rows, config: Mapping[str, Any]) -> Sequence[Finding]:
     """Return nothing."""
     return ()
@@ -228,7 +228,7 @@ class Notifications(RunObserver):
     def start(self, max_steps: int, history: Rows) -> None:
         self._max_steps = max_steps
         self._rows = list(history)
-        # of a second start in this process, too, which may be from the beginning
+        # A second start in this process counts too, which may be from the beginning.
         if self._step or self._has_started:
             self.send("resumed", self._lost)
         self._has_started, self._lost = True, ""
@@ -242,7 +242,7 @@ class Notifications(RunObserver):
             self._stall.stop()
         row = {"step": step, **{name: value for name, value in metrics.items() if not name.startswith(PREFIX)}}
         odd = sorted(name for name, value in row.items() if not math.isfinite(value))
-        # as the rows of metrics.jsonl have it
+        # The rows of metrics.jsonl have null in these places.
         self._rows.append(row | dict.fromkeys(odd))
         if odd:
             self._alarm(f"not finite: {odd[0]}", f"not a finite number: {', '.join(odd)}")

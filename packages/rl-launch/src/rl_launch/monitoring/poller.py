@@ -92,7 +92,7 @@ class Poller:
             workers: Returns the workers of the run at present; called in the thread.
         """
         driver_node = ray.get_runtime_context().get_node_id()
-        # of this thread alone: an earlier one may still wait for an answer
+        # Each thread has its own event, because an earlier one may still wait for an answer.
         self._ended = threading.Event()
         self._questions.clear()
         self._thread = threading.Thread(

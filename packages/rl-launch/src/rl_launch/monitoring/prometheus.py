@@ -248,7 +248,7 @@ def check_prometheus(config: LoggerConfig) -> None:
             config.prometheus_host, config.prometheus_port, type=socket.SOCK_STREAM
         )[0]
         with socket.socket(family, kind) as probe:
-            # as the server does, so that a port which was closed a moment ago can be opened
+            # The server sets it as well, so that a port which was closed a moment ago can be opened.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
             probe.listen()

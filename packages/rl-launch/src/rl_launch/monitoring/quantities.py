@@ -18,6 +18,9 @@ ALL_GPUS = "system/gpu_utilization"
 """Mean utilization of all GPUs."""
 
 
+GIB = 2**30
+
+
 class SystemReadings:
     """Readings as they arrive from one thread, taken by others: per step as a mean and a maximum, and the newest of
     each thing.
@@ -75,9 +78,6 @@ class SystemReadings:
         """Return the newest reading of each thing."""
         with self._lock:
             return tuple(self._newest.values())
-
-
-GIB = 2**30
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""All that watches a run, as its config says."""
+"""Everything that watches a run, by its config, and the readings of its workers."""
 
 from __future__ import annotations
 
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 ASK_TIMEOUT_S = 0.25
 """Maximum time that a step waits for readings, if it was too short to have any."""
+
+
+_log = logging.getLogger(__name__)
 
 
 class SystemMonitor(RunObserver):
@@ -73,9 +76,6 @@ class SystemMonitor(RunObserver):
         if self._poller is not None and not self.readings.has_any:
             self._poller.ask_now(ASK_TIMEOUT_S)
         return self.readings.take()
-
-
-_log = logging.getLogger(__name__)
 
 
 class MonitoredPool(Protocol):

@@ -1,4 +1,7 @@
-"""Calls of a run's callbacks. An error in one never costs the run its work."""
+"""The callbacks of a run: they are checked before the start, created, and called.
+
+An error in one never costs the run its work.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,13 @@ from rl_core.errors import CallbackFailed, ConfigError
 from rl_core.plugins import resolve
 from rl_core.user_code import FromFile, is_in_file, limited, raised_at
 from rl_launch.session.config import CallbackConfig
+
+_logger = logging.getLogger(__name__)
+
+_EVALUATIONS = ("val/", "eval/")
+
+TIME = "time/callbacks"
+"""Metric of the seconds that a step's hooks took."""
 
 
 class _NoKeys(Config):
@@ -164,14 +174,6 @@ def _settings_problems(kind: type[Callback], section: CallbackConfig) -> Iterato
 
 def _last(name: str) -> str:
     return name.rpartition(":")[2].rpartition(".")[2]
-
-
-_logger = logging.getLogger(__name__)
-
-_EVALUATIONS = ("val/", "eval/")
-
-TIME = "time/callbacks"
-"""Metric of the seconds that a step's hooks took."""
 
 
 class Callbacks:

@@ -1,4 +1,4 @@
-"""Settings of a run's checkpoints, records and metric writers."""
+"""Settings of a run's checkpoints, records, metric writers, monitoring and notifications."""
 
 from __future__ import annotations
 
@@ -13,6 +13,17 @@ from rl_core.tracing.profiling import Tool
 
 Event = Literal["finished", "failed", "interrupted", "resumed", "stalled", "alarm"]
 """Changes of a run's state that somebody may want to know."""
+
+
+_DESTINATION = re.compile(r"hf://[\w.-]+/[\w.-]+|(?!hf:)[a-z][a-z0-9+.-]*://\S+")
+
+_DURATION = re.compile(r"(\d+):([01]?\d|2[0-3]):([0-5]?\d):([0-5]?\d)")
+
+Access = Literal["owner", "group", "all"]
+"""Users who can read a run directory."""
+
+TokenLevel = Literal["none", "sampled", "all"]
+"""Rollouts of a step whose tokens are recorded."""
 
 
 class MonitoringConfig(Config):
@@ -55,16 +66,6 @@ class NotifyConfig(Config):
     def is_enabled(self) -> bool:
         """True if somebody is told."""
         return bool(self.url or self.command)
-
-
-_DESTINATION = re.compile(r"hf://[\w.-]+/[\w.-]+|(?!hf:)[a-z][a-z0-9+.-]*://\S+")
-_DURATION = re.compile(r"(\d+):([01]?\d|2[0-3]):([0-5]?\d):([0-5]?\d)")
-
-Access = Literal["owner", "group", "all"]
-"""Users who can read a run directory."""
-
-TokenLevel = Literal["none", "sampled", "all"]
-"""Rollouts of a step whose tokens are recorded."""
 
 
 class CheckpointingConfig(Config):

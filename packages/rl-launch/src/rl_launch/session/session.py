@@ -48,6 +48,8 @@ from rl_launch.session.tracking.log_output import logged_to, shared_console
 from rl_launch.session.tracking.progress import RunProgress
 from rl_launch.session.tracking.writers import check_writers, open_writers
 
+_logger = logging.getLogger(__name__)
+
 
 class StatusFile:
     """Keeps `state.json` of a run directory up to date. A file that cannot be written is reported and costs nothing.
@@ -89,9 +91,6 @@ class StatusFile:
             self._state.write(self._folder)
         except OSError as error:
             _logger.warning("%s was not written: %s", self._folder / FILE_NAME, error)
-
-
-_logger = logging.getLogger(__name__)
 
 
 class CheckpointReceiver(Protocol):

@@ -20,25 +20,6 @@ from rl_launch.session.rollouts.rollout_store import Kind
 from rl_launch.show.advice import Advice, advice
 from rl_launch.show.selection import Selection, response_of, reward_of
 
-
-def headings(keys: Sequence[str]) -> list[str]:
-    """Return the last names of each key that tell it from the others: `lr` of `policy.optimizer.kwargs.lr`. Metrics
-    stay whole.
-    """
-    return [_shortest(key, [other for other in keys if other != key]) for key in keys]
-
-
-def _shortest(key: str, others: Sequence[str]) -> str:
-    if "/" in key:
-        return key
-    names = key.split(".")
-    for count in range(1, len(names)):
-        short = names[-count:]
-        if all(other.split(".")[-count:] != short for other in others):
-            return ".".join(short)
-    return key
-
-
 NUM_SAMPLES = 2
 """Number of rollouts shown with the highest rewards, and with the lowest."""
 
@@ -58,14 +39,34 @@ _HIGHER_IS_BETTER = (
     "train/mfu",
     "train/flops_per_second",
 )
+
 _LOWER_IS_BETTER = ("train/loss", "val/loss", "rollout/failed", "rollout/truncated")
+
 _NEITHER = ("reward/std",)
+
 _OF_SURROGATES = "policy/nll"
 """A metric of runs whose `train/loss` is a surrogate with the right gradient, and whose value means little."""
 
-
 Series = Mapping[str, Sequence[tuple[int, float]]]
 """Steps and values of each metric, without values that are not finite."""
+
+
+def headings(keys: Sequence[str]) -> list[str]:
+    """Return the last names of each key that tell it from the others: `lr` of `policy.optimizer.kwargs.lr`. Metrics
+    stay whole.
+    """
+    return [_shortest(key, [other for other in keys if other != key]) for key in keys]
+
+
+def _shortest(key: str, others: Sequence[str]) -> str:
+    if "/" in key:
+        return key
+    names = key.split(".")
+    for count in range(1, len(names)):
+        short = names[-count:]
+        if all(other.split(".")[-count:] != short for other in others):
+            return ".".join(short)
+    return key
 
 
 @dataclass(frozen=True)
@@ -285,7 +286,12 @@ def _rollouts(run: RunFolder, step: int | None, asked: Selection | None) -> Roll
     failed = [record for record in records if record.get("status") == "failed"]
     scored = [record for record in records if record.get("status") != "failed" and record.get("rewards")]
     scored.sort(key=reward_of, reverse=True)
-    mixed = _most_mixed(scored)
+    by_prompt: dict[Any, list[Mapping[str, Any]]] = {}
+    for record in scored:
+        by_prompt.setdefault(record.get("prompt_id"), []).append(record)
+    spread = {prompt: reward_of(group[0]) - reward_of(group[-1]) for prompt, group in by_prompt.items()}
+    ordered = sorted(spread, key=lambda prompt: -spread[prompt])
+    mixed = [by_prompt[prompt] for prompt in ordered if spread[prompt] > 0][:NUM_SAMPLES]
     best = [group[0] for group in mixed] or _of_different_prompts(scored)
     rest = [record for record in reversed(scored) if not any(record is other for other in best)]
     chosen = selection.of(records) if selection.is_a_choice else None
@@ -315,16 +321,6 @@ def failures_of(run: RunFolder, rows: Sequence[Mapping[str, Any]]) -> dict[str, 
             if record.get("status") == "failed"
         ]
     )
-
-
-def _most_mixed(scored: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """Return the rollouts of the prompts whose rewards differ most, each from the best to the worst."""
-    by_prompt: dict[Any, list[Mapping[str, Any]]] = {}
-    for record in scored:
-        by_prompt.setdefault(record.get("prompt_id"), []).append(record)
-    spread = {prompt: reward_of(group[0]) - reward_of(group[-1]) for prompt, group in by_prompt.items()}
-    ordered = sorted(spread, key=lambda prompt: -spread[prompt])
-    return [by_prompt[prompt] for prompt in ordered if spread[prompt] > 0][:NUM_SAMPLES]
 
 
 def _of_different_prompts(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

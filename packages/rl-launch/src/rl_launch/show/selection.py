@@ -1,4 +1,4 @@
-"""The rollouts that `rl show` is asked for."""
+"""Conditions on values by key, and the rollouts that `rl show` selects by them."""
 
 from __future__ import annotations
 
@@ -21,6 +21,10 @@ _ORDERS: dict[str, Callable[[Any, Any], bool]] = {
     ">": lambda one, other: one > other,
     ">=": lambda one, other: one >= other,
 }
+
+
+_LONG = frozenset({"prompt", "turns", "segments", "rewards", "row", "info", "weight_spans"})
+"""Entries of a record that nobody compares as a whole."""
 
 
 class HasValues(Protocol):
@@ -93,10 +97,6 @@ def shown(value: Any) -> str:
             return ", ".join(map(shown, value))
         case _:
             return str(value)
-
-
-_LONG = frozenset({"prompt", "turns", "segments", "rewards", "row", "info", "weight_spans"})
-"""Entries of a record that nobody compares as a whole."""
 
 
 class RecordValues:

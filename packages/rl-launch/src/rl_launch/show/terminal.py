@@ -1,4 +1,4 @@
-"""A report on a terminal."""
+"""A report on a terminal, with charts in the dots of braille characters."""
 
 from __future__ import annotations
 
@@ -21,6 +21,36 @@ _LABEL = 8
 
 Points = Sequence[tuple[float, float]]
 """Steps in ascending order, each with a finite value."""
+
+
+PLOTTED = (
+    "reward/mean",
+    "val/accuracy",
+    "val/reward",
+    "val/loss",
+    "policy/nll",
+    "train/loss",
+    "policy/kl",
+    "rollout/mean_length",
+    "train/grad_norm",
+)
+"""Metrics to plot, most important first."""
+
+MAX_PLOTS = 4
+
+FIRST = ("reward/mean", "val/reward", "rollout/truncated", "policy/nll", "mismatch/mean")
+"""Metrics to look at first, as docs/metrics.md lists them. The parts of the reward follow its mean."""
+
+_WITHOUT_REWARDS = ("val/accuracy", "val/loss", "val/margin", "train/loss", "train/grad_norm")
+"""Those of algorithms that have no rewards."""
+
+_WHOLE_REWARD = ("reward/mean", "reward/std")
+
+_MIXED = ("most mixed", "second most mixed")
+
+_GAP = 2
+
+_WIDEST = 120
 
 
 def chart(title: str, points: Points, *, width: int, height: int = 7) -> list[str]:
@@ -134,35 +164,9 @@ def _canvas(dots: Sequence[tuple[int, int]], columns: int, rows: int) -> list[st
     return ["".join(map(chr, row)) for row in cells]
 
 
-PLOTTED = (
-    "reward/mean",
-    "val/accuracy",
-    "val/reward",
-    "val/loss",
-    "policy/nll",
-    "train/loss",
-    "policy/kl",
-    "rollout/mean_length",
-    "train/grad_norm",
-)
-"""Metrics to plot, most important first."""
-
-MAX_PLOTS = 4
-
-FIRST = ("reward/mean", "val/reward", "rollout/truncated", "policy/nll", "mismatch/mean")
-"""Metrics to look at first, as docs/metrics.md lists them. The parts of the reward follow its mean."""
-
-_WITHOUT_REWARDS = ("val/accuracy", "val/loss", "val/margin", "train/loss", "train/grad_norm")
-"""Those of algorithms that have no rewards."""
-
-_WHOLE_REWARD = ("reward/mean", "reward/std")
-
-_MIXED = ("most mixed", "second most mixed")
 _PROMPT, _RESPONSE = 160, 320
 _MAX_SEGMENTS, _MAX_MESSAGES = 8, 12
 """Maximum number of segments of an agent's rollout that are printed, and of messages of each."""
-_GAP = 2
-_WIDEST = 120
 
 
 def show(report: RunReport, console: Console, *, lists_all: bool = False) -> None:
@@ -225,7 +229,9 @@ def _charts(report: RunReport, width: int) -> Iterator[str]:
 
 
 def _show_metrics(report: RunReport, console: Console, width: int, *, lists_all: bool) -> None:
-    listed = _listed(report)
+    found = [each for each in report.summaries if not (each.name.startswith("system/") and each.name.count("/") > 1)]
+    first = _of((*FIRST, *_WITHOUT_REWARDS), found)
+    listed = [*first, *(each for each in found if each not in first)]
     if lists_all:
         constant = [each for each in listed if all(value == each.first for _, value in report.series[each.name])]
         console.print(_metrics([each for each in listed if each not in constant]), width=width)
@@ -248,14 +254,6 @@ def _metrics(summaries: Sequence[MetricSummary]) -> Table:
         step = "" if each.best_step is None else str(each.best_step)
         table.add_row(each.name, f"{each.first:.4g}", best, step, f"{each.last:.4g}")
     return table
-
-
-def _listed(report: RunReport) -> list[MetricSummary]:
-    """Return the summaries of all metrics, the most important first, except metrics of single machines and workers: a
-    large run has hundreds of them."""
-    found = [each for each in report.summaries if not (each.name.startswith("system/") and each.name.count("/") > 1)]
-    first = _of((*FIRST, *_WITHOUT_REWARDS), found)
-    return [*first, *(each for each in found if each not in first)]
 
 
 def _of(names: Sequence[str], summaries: Sequence[MetricSummary]) -> list[MetricSummary]:

@@ -106,30 +106,26 @@ def _translate_loop(config: Translation) -> None:
         key = f"{section}.recompute_kv_cache_after_weight_updates"
         config.unneeded(key, "no completions are in progress during an update")
     if loop == "grpo" and config.has("grpo.adv_estimator"):
-        _translate_estimator(config)
+        section, shared = "grpo.adv_estimator", ("normalize_rewards", "use_leave_one_out_baseline")
+        name = config.get(f"{section}.name")
+        for key in shared:
+            value = config.get(f"{section}.{key}")
+            if value is not None:
+                config.put(f"grpo.{key}", value)
+                config.follows([f"grpo.{key}"], f"grpo.{key}")
+        if name == "reinforce_plus_plus":
+            baseline = config.get(f"{section}.minus_baseline", True)
+            config.put(f"{section}.name", f"{name}_baseline" if baseline else name)
+        elif name == "gdpo":
+            config.put(f"{section}.name", name)
+        elif name not in (None, "grpo"):
+            config.refuse(f"{section}.name", f"the advantage estimator {name}")
+        for key in shared if config.written(f"{section}.name") else ():
+            config.remove(f"grpo.{key}")
     if not config.get(f"{loop}.reward_shaping.enabled"):
         config.unneeded(f"{loop}.reward_shaping", "rewards are not shaped")
     if config.get(f"{loop}.reward_scaling.enabled") is False:
         config.unneeded(f"{loop}.reward_scaling", "rewards are not scaled")
-
-
-def _translate_estimator(config: Translation) -> None:
-    section, shared = "grpo.adv_estimator", ("normalize_rewards", "use_leave_one_out_baseline")
-    name = config.get(f"{section}.name")
-    for key in shared:
-        value = config.get(f"{section}.{key}")
-        if value is not None:
-            config.put(f"grpo.{key}", value)
-            config.follows([f"grpo.{key}"], f"grpo.{key}")
-    if name == "reinforce_plus_plus":
-        baseline = config.get(f"{section}.minus_baseline", True)
-        config.put(f"{section}.name", f"{name}_baseline" if baseline else name)
-    elif name == "gdpo":
-        config.put(f"{section}.name", name)
-    elif name not in (None, "grpo"):
-        config.refuse(f"{section}.name", f"the advantage estimator {name}")
-    for key in shared if config.written(f"{section}.name") else ():
-        config.remove(f"grpo.{key}")
 
 
 def _translate_critic(config: Translation) -> None:

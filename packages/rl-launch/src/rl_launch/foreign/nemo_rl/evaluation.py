@@ -13,7 +13,30 @@ _ENGINE = (
 def translate_evaluation(config: Translation) -> None:
     """Answer the keys of an evaluation."""
     _model(config)
-    _sampling(config)
+    config.rename("generation.temperature", "eval.temperature")
+    config.rename("generation.top_p", "eval.top_p")
+    if config.get("generation.top_k", -1) == -1:
+        config.unneeded("generation.top_k", "-1 samples from all tokens, which is the default")
+    else:
+        config.rename("generation.top_k", "eval.top_k")
+    for name in ("temperature", "top_p", "top_k"):
+        config.unneeded(f"generation.val_{name}", f"eval.{name} holds")
+    room = config.get("generation.vllm_cfg.max_model_len")
+    longest = config.get("generation.max_new_tokens")
+    if room:
+        config.put("policy.max_total_sequence_length", room)
+        config.answer("generation.vllm_cfg.max_model_len", Kind.RENAMED, "policy.max_total_sequence_length")
+    if longest:
+        config.put("policy.generation.max_new_tokens", min(longest, room - 1) if room else longest)
+        config.follows(["generation.max_new_tokens"], "policy.generation.max_new_tokens, with room for a prompt")
+    for name in ("stop_strings", "stop_token_ids"):
+        if config.get(f"generation.{name}"):
+            config.rename(f"generation.{name}", f"policy.generation.{name}")
+        config.unneeded(f"generation.{name}", "unset")
+    config.rename("eval.num_tests_per_prompt", "eval.num_samples")
+    if k := config.get("eval.k_value"):
+        config.put("eval.k", [k])
+    config.rename("eval.seed", "eval.seed")
     _task(config)
     config.unneeded("generation.colocated", "an evaluation has no trained model to share devices with")
     config.unneeded("env", "the environment is set by the task")
@@ -53,33 +76,6 @@ def _model(config: Translation) -> None:
         rule = config.table.rule(f"policy.{key}")
         if rule is not None and rule.kind is Kind.NOT_NEEDED:
             config.unneeded(key, rule.text)
-
-
-def _sampling(config: Translation) -> None:
-    config.rename("generation.temperature", "eval.temperature")
-    config.rename("generation.top_p", "eval.top_p")
-    if config.get("generation.top_k", -1) == -1:
-        config.unneeded("generation.top_k", "-1 samples from all tokens, which is the default")
-    else:
-        config.rename("generation.top_k", "eval.top_k")
-    for name in ("temperature", "top_p", "top_k"):
-        config.unneeded(f"generation.val_{name}", f"eval.{name} holds")
-    room = config.get("generation.vllm_cfg.max_model_len")
-    longest = config.get("generation.max_new_tokens")
-    if room:
-        config.put("policy.max_total_sequence_length", room)
-        config.answer("generation.vllm_cfg.max_model_len", Kind.RENAMED, "policy.max_total_sequence_length")
-    if longest:
-        config.put("policy.generation.max_new_tokens", min(longest, room - 1) if room else longest)
-        config.follows(["generation.max_new_tokens"], "policy.generation.max_new_tokens, with room for a prompt")
-    for name in ("stop_strings", "stop_token_ids"):
-        if config.get(f"generation.{name}"):
-            config.rename(f"generation.{name}", f"policy.generation.{name}")
-        config.unneeded(f"generation.{name}", "unset")
-    config.rename("eval.num_tests_per_prompt", "eval.num_samples")
-    if k := config.get("eval.k_value"):
-        config.put("eval.k", [k])
-    config.rename("eval.seed", "eval.seed")
 
 
 def _task(config: Translation) -> None:

@@ -1,4 +1,4 @@
-"""The sections of NeMo RL that hold a model: `policy`, `value` and `teacher`."""
+"""The sections of NeMo RL with a model: `policy`, `value` and `teacher`, and their `megatron_cfg`."""
 
 from __future__ import annotations
 
@@ -24,6 +24,35 @@ _OF_TRANSFORMER_ENGINE = ("apply_rope_fusion", "gradient_accumulation_fusion", "
 
 _ON = ("apply_rope_fusion", "bias_activation_fusion", "moe_permute_fusion")
 """Fields that are on unless `megatron_kwargs` turns them off."""
+
+
+_BACKENDS = ("dtensor_cfg", "megatron_cfg")
+
+_FROZEN = {
+    "freeze_vision_tower": "tower",
+    "freeze_vision_model": "tower",
+    "freeze_vision_projection": "projector",
+    "freeze_audio_tower": "",
+    "freeze_sound_encoder": "",
+    "freeze_sound_projection": "",
+    "freeze_language_model": "",
+}
+"""Keys that freeze a part of a model, and the key of the part in `policy.vision`; empty if it has none."""
+
+_UNUSED_BY_TEACHERS = (
+    "generation", "optimizer", "scheduler", "train_global_batch_size", "train_micro_batch_size", "max_grad_norm",
+    "megatron_cfg.optimizer", "megatron_cfg.scheduler", "megatron_cfg.distributed_data_parallel_config",
+    "megatron_cfg.peft", "dtensor_cfg.lora_cfg", "megatron_cfg.activation_checkpointing",
+    "dtensor_cfg.activation_checkpointing", "dynamic_batching.train_mb_tokens", "sequence_packing.train_mb_tokens",
+)  # fmt: skip
+
+_LINEAR = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+}
+"""Layers of Megatron by the names of those that they are made of in Hugging Face models."""
 
 
 def translate_megatron(config: Translation, model: str) -> None:
@@ -60,11 +89,7 @@ def translate_megatron(config: Translation, model: str) -> None:
     _experts(config, section)
     if config.get(f"{section}.sequence_parallel") and config.get(f"{section}.tensor_model_parallel_size", 1) == 1:
         config.unneeded(f"{section}.sequence_parallel", "there is only one tensor-parallel rank")
-    _recompute(config, section)
-
-
-def _recompute(config: Translation, section: str) -> None:
-    """Answer the three keys of recomputation, which are two here."""
+    # Answer the three keys of recomputation, which are two here.
     switch, granularity, modules = (
         f"{section}.{name}" for name in ("activation_checkpointing", "recompute_granularity", "recompute_modules")
     )
@@ -137,35 +162,6 @@ def _balancing(config: Translation, section: str, experts: int) -> None:
         config.refuse(key, f"{text} hf_config_overrides.router_aux_loss_coef")
 
 
-_BACKENDS = ("dtensor_cfg", "megatron_cfg")
-
-_FROZEN = {
-    "freeze_vision_tower": "tower",
-    "freeze_vision_model": "tower",
-    "freeze_vision_projection": "projector",
-    "freeze_audio_tower": "",
-    "freeze_sound_encoder": "",
-    "freeze_sound_projection": "",
-    "freeze_language_model": "",
-}
-"""Keys that freeze a part of a model, and the key of the part in `policy.vision`; empty if it has none."""
-
-_UNUSED_BY_TEACHERS = (
-    "generation", "optimizer", "scheduler", "train_global_batch_size", "train_micro_batch_size", "max_grad_norm",
-    "megatron_cfg.optimizer", "megatron_cfg.scheduler", "megatron_cfg.distributed_data_parallel_config",
-    "megatron_cfg.peft", "dtensor_cfg.lora_cfg", "megatron_cfg.activation_checkpointing",
-    "dtensor_cfg.activation_checkpointing", "dynamic_batching.train_mb_tokens", "sequence_packing.train_mb_tokens",
-)  # fmt: skip
-
-_LINEAR = {
-    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
-    "linear_proj": ("o_proj",),
-    "linear_fc1": ("gate_proj", "up_proj"),
-    "linear_fc2": ("down_proj",),
-}
-"""Layers of Megatron by the names of those that they are made of in Hugging Face models."""
-
-
 def translate_model(config: Translation, model: str) -> None:
     """Answer the keys of a model.
 
@@ -204,24 +200,7 @@ def translate_model(config: Translation, model: str) -> None:
         if config.get(f"{section}.custom_parallel_plan"):
             config.notes.append(f"{section}.custom_parallel_plan: the model's own plan is used")
     _overrides(config, model)
-    _vision(config, model)
-    if config.get(f"{model}.router_replay.enabled"):
-        config.put(f"{model}.{backend}.moe_router_replay", True)
-
-
-def _replace_megatron(config: Translation, model: str) -> None:
-    """Train a model with images by PyTorch's own parallelism, because Megatron takes no images here."""
-    sizes = f"{model}.megatron_cfg.tensor_model_parallel_size"
-    config.put(f"{model}.dtensor_cfg.tensor_parallel_size", config.get(sizes, 1))
-    config.follows([sizes], f"{model}.dtensor_cfg.tensor_parallel_size")
-    config.notes.append(f"{model}.dtensor_cfg: trains in the place of megatron_cfg, which does not take images")
-    for key in config.keys(f"{model}.megatron_cfg"):
-        if not key.startswith((f"{model}.megatron_cfg.optimizer", f"{model}.megatron_cfg.scheduler")):
-            config.unneeded(key, f"{model} trains with dtensor_cfg")
-
-
-def _vision(config: Translation, model: str) -> None:
-    """Answer the parts of a model of text and images: without images, only the language model is loaded and trained."""
+    # Answer the parts of a model of text and images: without images, only the language model is loaded and trained.
     is_on = model == "policy" and has_images(config)
     if is_on:
         for name, value in (("enabled", True), ("tower", "trained"), ("projector", "trained")):
@@ -241,6 +220,19 @@ def _vision(config: Translation, model: str) -> None:
                 config.follows([key], f"policy.vision.{part}")
             else:
                 config.unneeded(key, "only the language model is loaded (policy.vision.enabled is false)")
+    if config.get(f"{model}.router_replay.enabled"):
+        config.put(f"{model}.{backend}.moe_router_replay", True)
+
+
+def _replace_megatron(config: Translation, model: str) -> None:
+    """Train a model with images by PyTorch's own parallelism, because Megatron takes no images here."""
+    sizes = f"{model}.megatron_cfg.tensor_model_parallel_size"
+    config.put(f"{model}.dtensor_cfg.tensor_parallel_size", config.get(sizes, 1))
+    config.follows([sizes], f"{model}.dtensor_cfg.tensor_parallel_size")
+    config.notes.append(f"{model}.dtensor_cfg: trains in the place of megatron_cfg, which does not take images")
+    for key in config.keys(f"{model}.megatron_cfg"):
+        if not key.startswith((f"{model}.megatron_cfg.optimizer", f"{model}.megatron_cfg.scheduler")):
+            config.unneeded(key, f"{model} trains with dtensor_cfg")
 
 
 def _tokenizer(config: Translation, model: str) -> None:

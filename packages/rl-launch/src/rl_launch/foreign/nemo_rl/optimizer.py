@@ -117,10 +117,6 @@ def _translate_megatron_optimizer(config: Translation, model: str, updates: int)
         config.notes.append(f"{section}.optimizer_cpu_offload: the optimizer's state stays on the GPUs")
     if values.get("params_dtype") is not None:
         config.unneeded(f"{section}.params_dtype", "master weights are float32")
-    _translate_megatron_schedule(config, model, values, updates)
-
-
-def _translate_megatron_schedule(config: Translation, model: str, optimizer: Mapping[str, Any], updates: int) -> None:
     section = f"{model}.megatron_cfg.scheduler"
     scheduler = config.get(section) or {}
     style = scheduler.get("lr_decay_style") or "constant"
@@ -132,13 +128,13 @@ def _translate_megatron_schedule(config: Translation, model: str, optimizer: Map
     else:
         last = config.get(f"{config.algorithm}.max_num_steps", 1000)
         schedules = warmup_and_decay(
-            optimizer.get("lr") or 1e-6,
+            values.get("lr") or 1e-6,
             warmup=scheduler.get("lr_warmup_iters") or 0,
             decay=style,
             end=scheduler.get("lr_decay_iters") or last,
             last=last,
             start_rate=scheduler.get("lr_warmup_init") or 0.0,
-            end_rate=optimizer.get("min_lr") or 0.0,
+            end_rate=values.get("min_lr") or 0.0,
         )
         config.put(f"{model}.scheduler", _scaled(schedules, updates))
     config.follows([section], _counted(f"{model}.scheduler", updates))

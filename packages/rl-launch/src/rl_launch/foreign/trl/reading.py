@@ -663,9 +663,7 @@ class ScriptReading:
         if call.name == "requires_grad_":
             self._freeze(call.positional[0] if call.positional else True)
             return owner
-        return self._unread(self.dotted(node.func), owner, call)
-
-    def _unread(self, name: str, owner: Any, call: Call) -> Any:
+        name = self.dotted(node.func)
         if name in _FOLDED and not call.given and is_constant(call.positional):
             try:
                 return _FOLDED[name](*call.positional)

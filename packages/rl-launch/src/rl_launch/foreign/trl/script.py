@@ -75,7 +75,20 @@ def read_script(path: Path, flags: Mapping[str, Any] | None = None) -> Script:
             reading.run_uncalled(_trains)
     except RecursionError:
         raise ConfigError(too_deep) from None
-    config, trainer = _the_trainer(reading, path)
+    for name, line in reading.others.items():
+        raise ConfigError(f"{path}: {name} (line {line}) is not imported: {SCRIPTS['others'][stem_of(name)]}")
+    trainers = reading.trainers
+    used: list[Any] = [each.parts.get("args") for each in trainers]
+    configs = [each for each in used if role_of(each) == "config"] or ([] if trainers else reading.configs)
+    if len(trainers) > 1 or len(configs) > 1 or not (trainers or configs):
+        found = [(each.name, each.node.node) for each in trainers] or [(each.name, each.node) for each in configs]
+        named = ", ".join(f"{name} in line {node.lineno}" for name, node in found) or "none"
+        known = ", ".join(f"{stem}Trainer" for stem in SCRIPTS["algorithms"])
+        raise ConfigError(
+            f"{path}: a script is imported if it trains once, with one of {known}; found {named}. Import its arguments "
+            "as a YAML file"
+        )
+    config, trainer = next(iter(configs), None), next(iter(trainers), None)
     return _Collected(reading, config, trainer).script()
 
 
@@ -99,24 +112,6 @@ def _trains(node: ast.AST) -> bool:
     function = getattr(node, "func", None)
     name = getattr(function, "id", getattr(function, "attr", ""))
     return isinstance(node, ast.Call) and name.endswith("Trainer")
-
-
-def _the_trainer(reading: ScriptReading, path: Path) -> tuple[Thing | None, Thing | None]:
-    """Return the class of arguments and the trainer of a script; one of them may be missing."""
-    for name, line in reading.others.items():
-        raise ConfigError(f"{path}: {name} (line {line}) is not imported: {SCRIPTS['others'][stem_of(name)]}")
-    trainers = reading.trainers
-    used: list[Any] = [each.parts.get("args") for each in trainers]
-    configs = [each for each in used if role_of(each) == "config"] or ([] if trainers else reading.configs)
-    if len(trainers) > 1 or len(configs) > 1 or not (trainers or configs):
-        found = [(each.name, each.node.node) for each in trainers] or [(each.name, each.node) for each in configs]
-        named = ", ".join(f"{name} in line {node.lineno}" for name, node in found) or "none"
-        known = ", ".join(f"{stem}Trainer" for stem in SCRIPTS["algorithms"])
-        raise ConfigError(
-            f"{path}: a script is imported if it trains once, with one of {known}; found {named}. Import its arguments "
-            "as a YAML file"
-        )
-    return next(iter(configs), None), next(iter(trainers), None)
 
 
 class _Collected:

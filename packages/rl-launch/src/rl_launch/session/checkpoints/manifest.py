@@ -1,4 +1,4 @@
-"""The files of a checkpoint, so that a truncated, corrupt or incomplete one is noticed before it is used."""
+"""The files of a checkpoint with their digests, so that damage is noticed, and the files of the loop's state."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ from rl_core.model import SavedFile
 
 _ARRAY = "__array__"
 _TUPLE = "__tuple__"
+
+
+FILE_NAME = "manifest.json"
 
 
 def write_state(folder: Path, name: str, state: Mapping[str, Any]) -> None:
@@ -89,9 +92,6 @@ def _restored(value: Any, arrays: Mapping[str, np.ndarray]) -> Any:
             return [_restored(item, arrays) for item in value]
         case _:
             return value
-
-
-FILE_NAME = "manifest.json"
 
 
 @dataclass(frozen=True)

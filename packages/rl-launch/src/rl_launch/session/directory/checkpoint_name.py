@@ -90,7 +90,7 @@ class CheckpointName:
                 match = _FOLDER.fullmatch(below[0]) if below else None
                 if below and match is None:
                     return None
-                # as the user wrote it, if the path begins at the run or above it
+                # The path stays as the user wrote it, if it begins at the run or above it.
                 above = len(whole.parts) - len(run.parts) - 1
                 written = path.parents[above] if above < len(path.parents) else run
                 return cls(written, match[1] if match else "", "/".join(below[1:]))

@@ -1,4 +1,4 @@
-"""Keeping a run's config in its directory, and reading it back."""
+"""A run's config in its directory, with the origins of its values and copies of the user's own code."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ from rl_launch.session.directory.run_folder import CONFIG
 from rl_launch.session.directory.writable import write_atomically
 
 ORIGINS = "origins.json"
+
+
+CODE = "code"
+"""In a run directory."""
 
 
 def write_origins(folder: Path, given: RawConfig) -> None:
@@ -44,10 +48,6 @@ def read_origins(folder: Path) -> dict[str, str]:
     except (OSError, ValueError):
         return {}
     return {str(key): str(origin) for key, origin in data.items()} if isinstance(data, dict) else {}
-
-
-CODE = "code"
-"""In a run directory."""
 
 
 def copies_of(config: Config) -> dict[str, SourceFile]:

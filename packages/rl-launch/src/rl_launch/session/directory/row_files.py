@@ -1,4 +1,4 @@
-"""Rows of data that were given from Python, as files of a run's folder."""
+"""Rows and images of data, as files of a run's folder."""
 
 from __future__ import annotations
 
@@ -21,6 +21,15 @@ from rl_launch.session.directory.writable import careful_umask, check_writable, 
 
 IMAGES = "images"
 """In the folder of a run or an evaluation."""
+
+
+FOLDER = "data"
+"""In the folder of a run or an evaluation."""
+
+JOBS = "jobs"
+"""Folder of a run that holds the files of its jobs in a queue. It may exist before the run."""
+
+_NAME = re.compile(r"[\w-]+-[0-9a-f]{16}\.(jsonl|arrow)(\.part)?")
 
 
 def name_images(vision: VisionConfig, folder: str | Path) -> None:
@@ -57,15 +66,6 @@ def _text_of_part(part: Any) -> str:
         return str(part.get("text", ""))
     size = f"{part.get('width', '?')} x {part.get('height', '?')}"
     return f"[image of {size}: {IMAGES}/{digest[:2]}/{digest}]"
-
-
-FOLDER = "data"
-"""In the folder of a run or an evaluation."""
-
-JOBS = "jobs"
-"""Folder of a run that holds the files of its jobs in a queue. It may exist before the run."""
-
-_NAME = re.compile(r"[\w-]+-[0-9a-f]{16}\.(jsonl|arrow)(\.part)?")
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,16 @@ def kept(files: Sequence[RowFile], folder: Path, access: Access) -> Iterator[Non
                 file.write(place)
         yield
     except BaseException:
-        _remove_unnamed(files, folder, existed=existed)
+        config = folder / CONFIG
+        named = config.read_text(encoding="utf-8") if config.is_file() else ""
+        for file in files:
+            if file.name not in named:
+                for name in (file.name, f"{file.name}.part"):
+                    (folder / FOLDER / name).unlink(missing_ok=True)
+        with suppress(OSError):  # not empty
+            (folder / FOLDER).rmdir()
+            if not existed:
+                folder.rmdir()
         raise
 
 
@@ -149,16 +158,3 @@ def _may_hold(folder: Path) -> bool:
     """Return whether a folder is new, empty, or belongs to a run or evaluation, perhaps with an interrupted start."""
     names = names_of_run(folder) if folder.is_dir() else set()
     return not names or CONFIG in names or any(map(lock.is_own, names))
-
-
-def _remove_unnamed(files: Sequence[RowFile], folder: Path, *, existed: bool) -> None:
-    config = folder / CONFIG
-    named = config.read_text(encoding="utf-8") if config.is_file() else ""
-    for file in files:
-        if file.name not in named:
-            for name in (file.name, f"{file.name}.part"):
-                (folder / FOLDER / name).unlink(missing_ok=True)
-    with suppress(OSError):  # not empty
-        (folder / FOLDER).rmdir()
-        if not existed:
-            folder.rmdir()

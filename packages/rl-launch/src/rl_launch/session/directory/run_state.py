@@ -1,4 +1,4 @@
-"""How far a run has come, and how it ended: `state.json` of a run directory."""
+"""The state of a run (`state.json` of its directory), and its labels (in `run.json`)."""
 
 from __future__ import annotations
 
@@ -15,6 +15,14 @@ from rl_launch.session.directory.writable import write_atomically
 
 SECTION = "logger"
 """Section of the config that has the labels of a new run."""
+
+
+FILE_NAME = "state.json"
+
+Status = Literal["running", "finished", "interrupted", "failed"]
+
+HEADLINES = {"val/accuracy": True, "val/reward": True, "val/loss": False, "reward/mean": True, "train/loss": False}
+"""Metrics that measure the quality of a run, in order of preference, and whether higher is better."""
 
 
 @dataclass(frozen=True)
@@ -72,14 +80,6 @@ def write_labels(path: Path, labels: Labels) -> None:
         os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
     except (OSError, ValueError, TypeError) as error:
         raise RunDirectoryError(f"{path}: labels cannot be written: {error}") from None
-
-
-FILE_NAME = "state.json"
-
-Status = Literal["running", "finished", "interrupted", "failed"]
-
-HEADLINES = {"val/accuracy": True, "val/reward": True, "val/loss": False, "reward/mean": True, "train/loss": False}
-"""Metrics that measure the quality of a run, in order of preference, and whether higher is better."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Folders of runs: the check that one can be written before anything is started, and its making."""
+"""Folders and files of runs: the check that a folder can be written before anything starts, and how both are made."""
 
 from __future__ import annotations
 
@@ -16,6 +16,14 @@ from rl_core.errors import RunDirectoryError, named
 from rl_launch.session.checkpoints.manifest import sync_folder
 from rl_launch.session.config import Access
 
+_MIN_FREE_BYTES = 2**24
+
+_USUAL_UMASK = 0o022
+
+_FSTAB = Path("/etc/fstab")
+
+_MODES: dict[Access, int] = {"owner": 0o700, "group": 0o750, "all": 0o755}
+
 
 def write_atomically(path: Path, text: str) -> None:
     """Write a UTF-8 file so that a reader, a kill or a power cut finds the old contents or the new ones.
@@ -29,12 +37,6 @@ def write_atomically(path: Path, text: str) -> None:
         os.fsync(file.fileno())
     aside.replace(path)
     sync_folder(path.parent)
-
-
-_MIN_FREE_BYTES = 2**24
-_USUAL_UMASK = 0o022
-_FSTAB = Path("/etc/fstab")
-_MODES: dict[Access, int] = {"owner": 0o700, "group": 0o750, "all": 0o755}
 
 
 def check_writable(folder: Path, *, remedy: str = "Choose another run_dir.") -> None:

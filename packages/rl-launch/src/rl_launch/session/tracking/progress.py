@@ -1,4 +1,4 @@
-"""The progress of a run: a live line on a terminal, a line per step in a log."""
+"""The progress of a run: a live line on a terminal, and a line per step in a log."""
 
 from __future__ import annotations
 
@@ -23,6 +23,27 @@ to run ahead of the last ones."""
 
 WINDOW = 11
 """Steps that are judged together, by their median; an odd number, so that it is the share of a step."""
+
+
+_logger = logging.getLogger(__name__)
+
+SECONDS_PER_LINE = 1.0
+"""Least time between the lines of two steps; the first, the last and those with a validation always have theirs."""
+
+_BARS = "▁▂▃▄▅▆▇█"
+
+_OF_SPINNER = 3
+
+_REPLICAS = "generation/replicas"
+
+_ACCURACY, _REWARD = "val/accuracy", "val/reward"
+_SHOWN: tuple[tuple[str, str], ...] = (
+    ("reward/mean", "reward"),
+    ("train/loss", "loss"),
+    (_ACCURACY, "accuracy"),
+    (_REWARD, "val reward"),
+    ("val/loss", "val loss"),
+)
 
 
 def steady(shares: Sequence[float]) -> Sequence[float]:
@@ -81,24 +102,6 @@ class Balance:
 
     def __str__(self) -> str:
         return "" if self.found is None else f"{self.found[0]}: {self.found[1]}"
-
-
-_logger = logging.getLogger(__name__)
-
-SECONDS_PER_LINE = 1.0
-"""Least time between the lines of two steps; the first, the last and those with a validation always have theirs."""
-
-_BARS = "▁▂▃▄▅▆▇█"
-_OF_SPINNER = 3
-_REPLICAS = "generation/replicas"
-_ACCURACY, _REWARD = "val/accuracy", "val/reward"
-_SHOWN: tuple[tuple[str, str], ...] = (
-    ("reward/mean", "reward"),
-    ("train/loss", "loss"),
-    (_ACCURACY, "accuracy"),
-    (_REWARD, "val reward"),
-    ("val/loss", "val loss"),
-)
 
 
 class RunProgress:

@@ -139,7 +139,14 @@ class MLflowWriter:
         for key, value in {**dict.fromkeys(sorted(names), "true"), **own}.items():
             if value or key in known.tags:
                 self._client.set_tag(self._run_id, key, value)
-        self._log_parameters(_flattened(changed_as_written(settings)), known.params)
+        # Log parameters. One cannot be changed, so the new value of a resumed run becomes a tag.
+        parameters = _flattened(changed_as_written(settings))
+        new = [self._entities.Param(key, value) for key, value in parameters.items() if key not in known.params]
+        for first in range(0, len(new), _PARAMETERS_PER_CALL):
+            self._client.log_batch(self._run_id, params=new[first : first + _PARAMETERS_PER_CALL])
+        for key, value in parameters.items():
+            if known.params.get(key, value) != value:
+                self._client.set_tag(self._run_id, f"resumed.{key}", value)
         if is_new:
             try:
                 self._client.log_dict(self._run_id, as_written(settings), "config.json")
@@ -160,15 +167,6 @@ class MLflowWriter:
             known.experiment_id if known else self._client.create_experiment(experiment_name, artifact_location=place)
         )
         return str(self._client.create_run(experiment, run_name=name).info.run_id)
-
-    def _log_parameters(self, parameters: Mapping[str, str], known: Mapping[str, str]) -> None:
-        """Log parameters. One cannot be changed, so the new value of a resumed run becomes a tag."""
-        new = [self._entities.Param(key, value) for key, value in parameters.items() if key not in known]
-        for first in range(0, len(new), _PARAMETERS_PER_CALL):
-            self._client.log_batch(self._run_id, params=new[first : first + _PARAMETERS_PER_CALL])
-        for key, value in parameters.items():
-            if known.get(key, value) != value:
-                self._client.set_tag(self._run_id, f"resumed.{key}", value)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log one value for each metric of a step."""
@@ -233,7 +231,7 @@ class _GivenSteps:
         if step <= self._last:
             return False
         self._last = step
-        # on a failing disk the tracker may still get its steps
+        # The tracker may still get its steps on a failing disk.
         with suppress(OSError):
             aside = self._path.with_name(f"{self._path.name}.part")
             aside.write_text(str(step))
