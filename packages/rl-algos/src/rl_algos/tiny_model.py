@@ -118,7 +118,8 @@ def make_tiny_model(
         "use_sliding_window": False,
         "vocab_size": len(tokenizer),
     }
-    _write_json(folder, {"config.json": config, "generation_config.json": _ends(tokenizer)})
+    ends = {key: config[key] for key in ("eos_token_id", "pad_token_id")}
+    _write_json(folder, {"config.json": config, "generation_config.json": ends})
     random = np.random.default_rng(seed)
     scale = np.float32(config["initializer_range"])
     tensors = {}
@@ -182,10 +183,6 @@ def _shapes(config: dict) -> Iterator[tuple[str, tuple[int, ...]]]:
 def _write_json(folder: Path, files: Mapping[str, Any]) -> None:
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def _ends(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
-    return {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
 
 
 def make_tiny_vision_model(folder: str | Path) -> None:

@@ -200,10 +200,10 @@ class AgentSession:
             del job  # An error of the job would hold it, and with it the input, in a cycle.
 
     async def answer(self, call: ModelCall, *, is_retry: bool = False, key: str = "") -> ModelAnswer:
-        """ModelAnswer a call.
+        """Answer a call.
 
         Args:
-            call: ModelCall of the agent, which may continue an earlier answer by its id.
+            call: Call of the agent, which may continue an earlier answer by its id.
             is_retry: True if the client reports that it has made the call before.
             key: Key that is equal for all tries of a call and for no other; empty if the client gives none.
 
@@ -558,7 +558,7 @@ class AgentSession:
         """Return the completion as an answer, and as chat templates take it.
 
         Args:
-            call: ModelCall that it answers.
+            call: Call that it answers.
             completion: Sampled tokens.
             place: Id of the completion in the rollout.
             opened: Mark that opened thoughts in the prompt; empty for none.

@@ -116,7 +116,8 @@ def encode_on_disk(
     work = pickle.dumps(encode)
     encoder: Any = encode if inspect.isfunction(encode) else type(encode)
     identity = cache.digest(work, _code(encoder))
-    progress = _Progress(name, len(items))
+    num_done, begun = 0, time.monotonic()
+    logged = begun
     paths: list[Path] = []
     iterator = iter(items)
     chunks = (pickle.dumps(chunk) for chunk in iter(lambda: list(islice(iterator, _CHUNK)), []))
@@ -133,7 +134,10 @@ def encode_on_disk(
                 out.write(content())
 
             paths.append(cache.stored(file, write, is_intact=_is_intact))
-            progress.add(_CHUNK)
+            num_done, now = min(num_done + _CHUNK, len(items)), time.monotonic()
+            if now - logged >= _PROGRESS_S:
+                logged, left = now, (now - begun) / num_done * (len(items) - num_done)
+                _log.info("%s: %d of %d rows tokenised, %.0f s left", name, num_done, len(items), left)
     return EncodedRows(paths)
 
 
@@ -231,22 +235,6 @@ def _code(encoder: Any) -> str:
     package = Path(__file__).parents[1]
     files = sorted({*package.rglob("*.py"), Path(inspect.getfile(encoder))})
     return cache.digest(*(file.read_bytes() for file in files), *map(version, _LIBRARIES))
-
-
-class _Progress:
-    """Logs from time to time how many rows are done."""
-
-    def __init__(self, name: str, total: int) -> None:
-        self._name, self._total, self._done = name, total, 0
-        self._start = self._logged = time.monotonic()
-
-    def add(self, count: int) -> None:
-        self._done = min(self._done + count, self._total)
-        now = time.monotonic()
-        if now - self._logged >= _PROGRESS_S:
-            self._logged = now
-            left = (now - self._start) / self._done * (self._total - self._done)
-            _log.info("%s: %d of %d rows tokenised, %.0f s left", self._name, self._done, self._total, left)
 
 
 def to_bytes(row: Any) -> bytes:

@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rl_core.errors import ConfigError, Origin, WorkerDied, WorkerEnvironmentError, WorkerError, WorkerStalled
 from rl_core.ray.calls import DECISION_S, translate
 from rl_launch.cluster import node_task
-from rl_launch.cluster.node_task import NodeFacts, all_differences, built, facts_of_this_node, listing, meet
+from rl_launch.cluster.node_task import NodeFacts, Sight, all_differences, built, facts_of_this_node, listing, meet
 from rl_launch.worker_envs import node_build
 from rl_launch.worker_envs.driver import identity_of
 from rl_launch.worker_envs.node_build import BuiltEnv, report
@@ -162,17 +162,10 @@ class Nodes:
         place.mkdir(parents=True)
         try:
             (place / "driver").write_text(token)
-            folders, patience_s = list(self._model_folders.values()), SHARED_FOLDER_PATIENCE_S
-            seen = self._on_each(
-                addresses,
-                "the check of the run's folder",
-                meet,
-                lambda node: (str(place), token, node, folders, patience_s),
-            )
-            problems = {node: sight.problem for node, sight in seen.items() if sight.problem}
-            answered = [node for node in seen if node not in problems]
-            unseen = unanswered(place, token, answered, patience_s)
-            problems |= dict.fromkeys(unseen, "its files there are not visible here")
+            given = list(self._model_folders.values()), SHARED_FOLDER_PATIENCE_S
+            awaited = "the check of the run's folder"
+            seen = self._on_each(addresses, awaited, meet, lambda node: (str(place), token, node, *given))
+            problems = sharing_problems(seen, place, token, SHARED_FOLDER_PATIENCE_S)
         finally:
             shutil.rmtree(place, ignore_errors=True)
         if problems:
@@ -182,10 +175,7 @@ class Nodes:
                 "all nodes see under the same path, or use one node."
             )
         for key, folder in self._model_folders.items():
-            mine, differs = listing(folder), "its files differ from the driver's"
-            found = {node: sight.listings[folder] for node, sight in seen.items()}
-            problems = {node: differs if held else "it does not exist" for node, held in found.items() if held != mine}
-            if problems:
+            if problems := listing_problems(folder, seen):
                 raise ConfigError(
                     f"{key}: {folder} is not the same on all nodes: {_by_reason(problems, addresses)}. Put it on a "
                     "shared file system or copy it to the same path on every node, or pass a hub name. (A model that "
@@ -278,23 +268,32 @@ class Nodes:
         return _collect(refs, addresses, awaited, self._answer_timeout_s)
 
 
-def unanswered(place: Path, token: str, names: Sequence[str], patience_s: float) -> list[str]:
-    """Return the nodes whose answer by `rl_launch.cluster.node_task.meet` is not visible on the driver's node.
+def sharing_problems(seen: Mapping[str, Sight], place: Path, token: str, patience_s: float) -> dict[str, str]:
+    """Return the problems of nodes that do not share a folder with the driver.
 
     Args:
-        place: Folder of the answers.
+        seen: Results of `rl_launch.cluster.node_task.meet`, by the names of the nodes' files.
+        place: Folder of the files.
         token: Contents of each.
-        names: Names of their files.
         patience_s: Maximum seconds until a shared file system shows them.
     """
+    problems = {node: sight.problem for node, sight in seen.items() if sight.problem}
     end = time.monotonic() + patience_s
     while True:
         # A listing makes a network file system look again.
         found = {entry.name for entry in place.iterdir()}
-        left = [name for name in names if name not in found or (place / name).read_text() != token]
+        answered = [node for node in seen if node not in problems]
+        left = [node for node in answered if node not in found or (place / node).read_text() != token]
         if not left or time.monotonic() >= end:
-            return left
+            return problems | dict.fromkeys(left, "its files there are not visible here")
         time.sleep(0.1)
+
+
+def listing_problems(folder: str, seen: Mapping[str, Sight]) -> dict[str, str]:
+    """Return the problems of nodes whose folder has other files than the driver's."""
+    mine, differs = listing(folder), "its files differ from the driver's"
+    found = {node: sight.listings[folder] for node, sight in seen.items() if folder in sight.listings}
+    return {node: differs if held else "it does not exist" for node, held in found.items() if held != mine}
 
 
 def _pinned(function: Callable[..., Any], node: str) -> Any:

@@ -188,7 +188,7 @@ def object_store_bytes() -> int:
     """Return the memory for all object stores of this machine together."""
     shared = os.statvfs("/dev/shm")
     free = shared.f_bavail * shared.f_frsize
-    return int(max(80 * 2**20, min(0.3 * free, 64 * 2**30)))
+    return int(max(MIN_OBJECT_STORE_BYTES, min(0.3 * free, 64 * 2**30)))
 
 
 class LocalRay:

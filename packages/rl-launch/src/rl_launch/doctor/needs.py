@@ -112,27 +112,28 @@ def needs_of_plan(plan: RunPlan, name: str, *, num_gpus: int) -> Needs:
     cluster = config.cluster
     device = device_named(cluster.device) if cluster.device != AUTO else CUDA if num_gpus else CPU
     environments = [instance_of(config.env, name) for name in dict.fromkeys(_environments(plan.resolved.raw))]
+    ranks_per_node = device.ranks_per_node(cluster)
+    topology = plan.backends.topology(cluster.num_nodes, ranks_per_node, device)
+    num_engines, saves = 0, config.checkpointing
+    if plan.backends.generation is not None:
+        num_engines = topology.num_replicas if device.is_logical else topology.replicas_per_node
+    num_checkpoints: int | None = 0
+    if saves.enabled:
+        # One more is being written, and the newest one is kept in addition if the others are the best by a metric.
+        num_checkpoints = None if saves.keep_top_k is None else saves.keep_top_k + bool(saves.metric_name) + 1
     return Needs(
         recipe=name,
         device=device,
         num_nodes=cluster.num_nodes,
-        ranks_per_node=device.ranks_per_node(cluster),
+        ranks_per_node=ranks_per_node,
         worker_envs=cluster.worker_envs,
         workers=role_specs(plan.backends, environments, device),
         runs=Path(config.run_dir).expanduser().parent if config.run_dir else Path("runs"),
         environments=tuple(environments),
-        num_engines=_engines(plan, device),
-        models=tuple(models_of(plan, device)),
-        num_checkpoints=checkpoints_of(plan),
+        num_engines=num_engines,
+        models=tuple(_models(plan, topology)),
+        num_checkpoints=num_checkpoints,
     )
-
-
-def _engines(plan: RunPlan, device: Device) -> int:
-    if plan.backends.generation is None:
-        return 0
-    cluster = plan.config.cluster
-    topology = plan.backends.topology(cluster.num_nodes, device.ranks_per_node(cluster), device)
-    return topology.num_replicas if device.is_logical else topology.replicas_per_node
 
 
 def _environments(raw: RawConfig) -> Iterator[str]:
@@ -145,45 +146,20 @@ def _environments(raw: RawConfig) -> Iterator[str]:
                 yield dataset["env_name"]
 
 
-def models_of(plan: RunPlan, device: Device) -> Iterator[ModelNeeds]:
-    """Yield the needs of each model of a run.
-
-    Args:
-        plan: Plan of the run.
-        device: Device that it runs on.
-    """
-    cluster = plan.config.cluster
-    topology = plan.backends.topology(cluster.num_nodes, device.ranks_per_node(cluster), device)
+def _models(plan: RunPlan, topology: Topology) -> Iterator[ModelNeeds]:
     for role, model in plan.backends.models.items():
-        yield _needs(role, model, topology)
-
-
-def checkpoints_of(plan: RunPlan) -> int | None:
-    """Return the maximum number of checkpoints that exist at a time, the one being written included; None if all are
-    kept, 0 if none is saved."""
-    saves = plan.config.checkpointing
-    if not saves.enabled:
-        return 0
-    # The newest one is kept in addition if the others are the best by a metric.
-    return None if saves.keep_top_k is None else saves.keep_top_k + bool(saves.metric_name) + 1
-
-
-def _needs(role: str, model: ModelBackend, topology: Topology) -> ModelNeeds:
-    needs = ModelNeeds(role, model.section, model.config.model_name, ranks=topology.devices(role).count)
-    source, size = "config.json", size_of_fields(hf_fields(model.config))
-    if size is None and not model.config.hf_config_overrides:
-        source, size = "its name", size_of_name(needs.name)
-    if size is None or model.plugin.memory is None:
-        return needs
-    memory = model.plugin.memory(model.config, model.backend, size, needs.ranks, trains=model.spec.trains)
-    each = _MERGED_BYTES if model.config.lora_cfg.enabled else _CHECKPOINT_BYTES
-    return replace(
-        needs,
-        basis=f"{size.count / 10**9:.1f}B parameters by {source}",
-        device_bytes=memory.device,
-        host_bytes=_on_host(role, model, memory, topology),
-        checkpoint_bytes=size.count * each if model.spec.trains else 0,
-    )
+        needs = ModelNeeds(role, model.section, model.config.model_name, ranks=topology.devices(role).count)
+        source, size = "config.json", size_of_fields(hf_fields(model.config))
+        if size is None and not model.config.hf_config_overrides:
+            source, size = "its name", size_of_name(needs.name)
+        if size is None or model.plugin.memory is None:
+            yield needs
+            continue
+        memory = model.plugin.memory(model.config, model.backend, size, needs.ranks, trains=model.spec.trains)
+        each = _MERGED_BYTES if model.config.lora_cfg.enabled else _CHECKPOINT_BYTES
+        basis = f"{size.count / 10**9:.1f}B parameters by {source}"
+        saved, on_host = size.count * each if model.spec.trains else 0, _on_host(role, model, memory, topology)
+        yield replace(needs, basis=basis, device_bytes=memory.device, host_bytes=on_host, checkpoint_bytes=saved)
 
 
 def _on_host(role: str, model: ModelBackend, memory: RankMemory, topology: Topology) -> float:

@@ -18,8 +18,7 @@ from ray._private.state import available_resources_per_node
 
 from rl_core.devices import Device
 from rl_launch.cluster.device import check_devices, check_ray_address
-from rl_launch.cluster.node_task import listing
-from rl_launch.cluster.nodes import PreparedNode, unanswered
+from rl_launch.cluster.nodes import PreparedNode, listing_problems, sharing_problems
 from rl_launch.cluster.virtual_cluster import VirtualCluster
 from rl_launch.doctor.cluster.judgement import judged
 from rl_launch.doctor.cluster.measurements import TRANSFER_S, measure_all_reduce, measure_transfers
@@ -187,25 +186,14 @@ def _folders(
             "the check of the run directory",
             others,
         )
-        unshared = {name: sight.problem for name, sight in seen.items() if sight.problem}
-        answered = [nodes[name].id for name in seen if name not in unshared]
-        unseen = unanswered(place, token, answered, patience_s)
-        unshared |= {name: "its files there are not visible here" for name in seen if nodes[name].id in unseen}
+        found = sharing_problems({nodes[name].id: sight for name, sight in seen.items()}, place, token, patience_s)
+        problems = {name: found[nodes[name].id] for name in seen if nodes[name].id in found}
     finally:
         shutil.rmtree(place, ignore_errors=True)
         with suppress(OSError):  # Others may use them meanwhile.
             for each in absent:
                 each.rmdir()
-    unlike: dict[str, dict[str, str]] = {}
-    for key, folder in folders.items():
-        mine = listing(folder)
-        listings = {name: sight.listings[folder] for name, sight in seen.items() if folder in sight.listings}
-        unlike[f"{key} {folder}"] = {
-            name: "its files differ from the driver's" if found else "it does not exist"
-            for name, found in listings.items()
-            if found != mine
-        }
-    return unshared, unlike
+    return problems, {f"{key} {folder}": listing_problems(folder, seen) for key, folder in folders.items()}
 
 
 def _hub(probes: Probes, names: Sequence[str], variables: Mapping[str, str], timeout_s: float) -> dict[str, str]:

@@ -85,14 +85,12 @@ def versions(survey: Survey) -> Iterator[Diagnosis]:
     having = {name: each for name, each in survey.readings.items() if each.gpus.driver}
     for cuda in dict.fromkeys(each.gpus.cuda for each in having.values()):
         if survey.cuda and (remedy := driver_remedy(cuda, survey.cuda)):
+            text = f"runs CUDA {cuda}; torch is built for {survey.cuda}"
             old = {name: each.gpus.driver for name, each in having.items() if each.gpus.cuda == cuda}
-            found = {
-                name: f"{driver} runs CUDA {cuda}; torch is built for {survey.cuda}" for name, driver in old.items()
-            }
+            found = {name: f"{driver} {text}" for name, driver in old.items()}
             yield from grouped("NVIDIA driver of", found, "missing", remedy)
     for what, read in _OF_GPUS.items():
-        values = {name: read(each) for name, each in having.items()}
-        yield from _alike(what, values)
+        yield from _alike(what, {name: read(each) for name, each in having.items()})
 
 
 _OF_GPUS: Mapping[str, Callable[[Readings], str]] = {
@@ -137,9 +135,8 @@ def gpus(survey: Survey) -> Iterator[Diagnosis]:
     busy = {name: text for name, each in readings.items() if (text := _busy(each))}
     yield from grouped("GPU memory of", busy, "warning", "End the programs that use it: nvidia-smi lists them.")
     if readings and not broken and not few and not faults and not busy:
-        yield Diagnosis(
-            "gpus", "ok", f"{sum(len(each.gpus.gpus) for each in readings.values())} without faults, all free"
-        )
+        num_gpus = sum(len(each.gpus.gpus) for each in readings.values())
+        yield Diagnosis("gpus", "ok", f"{num_gpus} without faults, all free")
 
 
 def _busy(readings: Readings) -> str:
@@ -154,12 +151,8 @@ def _busy(readings: Readings) -> str:
 def folders(survey: Survey) -> Iterator[Diagnosis]:
     """Check the folder of runs, and folders of models."""
     remedy = "Set run_dir to a folder on a file system that all nodes see under the same path."
-    yield from grouped(
-        "run directory on",
-        {name: f"{survey.runs}: {text}" for name, text in survey.unshared.items()},
-        "missing",
-        remedy,
-    )
+    unshared = {name: f"{survey.runs}: {text}" for name, text in survey.unshared.items()}
+    yield from grouped("run directory on", unshared, "missing", remedy)
     if not survey.unshared and len(survey.readings) > 1:
         yield Diagnosis("run directory", "ok", f"{survey.runs} is shared by all nodes")
     for key, problems in survey.unlike_models.items():
@@ -204,7 +197,7 @@ def shared_memory(survey: Survey) -> Iterator[Diagnosis]:
 
 
 def limits(survey: Survey) -> Iterator[Diagnosis]:
-    """Limits of processes."""
+    """Check the limits of processes."""
     low: dict[str, str] = {}
     for name, each in survey.readings.items():
         least = {"nofile": _MIN_FILES, "nproc": _MIN_PROCESSES}
@@ -240,11 +233,8 @@ def ports(survey: Survey) -> Iterator[Diagnosis]:
 
 def links(survey: Survey) -> Iterator[Diagnosis]:
     """Report links that are down, or slower than the links of most nodes."""
-    down = {
-        name: f"not active: {', '.join(each.inactive_infiniband)}"
-        for name, each in survey.readings.items()
-        if each.inactive_infiniband
-    }
+    inactive = {name: ", ".join(each.inactive_infiniband) for name, each in survey.readings.items()}
+    down = {name: f"not active: {found}" for name, found in inactive.items() if found}
     yield from grouped("InfiniBand of", down, "warning", "Check the port (ibstat) and the subnet manager.")
     ethernet = {name: each.ethernet_bytes_per_s for name, each in survey.readings.items()}
     infiniband = {name: sum(each.infiniband_bytes_per_s.values()) or None for name, each in survey.readings.items()}
@@ -284,9 +274,8 @@ def all_reduce(survey: Survey) -> Iterator[Diagnosis]:
     """Judge the all-reduce in the process group that models have."""
     found, library = survey.all_reduce, survey.device.collectives
     if found.skipped:
-        yield Diagnosis(
-            "all-reduce", "warning" if found.remedy else "ok", f"not measured: {found.skipped}", found.remedy
-        )
+        status: Status = "warning" if found.remedy else "ok"
+        yield Diagnosis("all-reduce", status, f"not measured: {found.skipped}", found.remedy)
         return
     hint = "NCCL_DEBUG=INFO" if library == "nccl" else "GLOO_SOCKET_IFNAME"
     remedy = f"Check the network of these nodes; see {hint} and the other variables of docs/several-machines.md."

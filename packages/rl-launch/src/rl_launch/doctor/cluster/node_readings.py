@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rl_launch.cluster.node_task import NodeFacts, facts_of_this_node
 from rl_launch.worker_envs.node_build import default_root
@@ -30,10 +30,11 @@ _MAX_NVLINKS = 18
 SYS = Path("/sys")
 
 
-class GpuFault(NamedTuple):
+@dataclass(frozen=True)
+class GpuFault:
     """A fault of a GPU.
 
-    Attributes:
+    Args:
         text: The fault, with the index of the GPU.
         is_fatal: True if a run cannot use the GPU.
     """
