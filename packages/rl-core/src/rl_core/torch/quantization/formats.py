@@ -325,7 +325,14 @@ class MXFP4Format:
         exponents = (shared + BIAS).where(largest.isfinite(), _UNDEFINED)
         wide = wide_dtype(weight.dtype)
         quotients = torch.ldexp(grouped(weight, shared.shape[1]).to(wide), -shared[..., None])
-        return MXFP4Weight(_codes(quotients).flatten(1), exponents.to(torch.uint8), weight.dtype)
+        # The codes of the nearest values; of two equally near, the one with an even code.
+        magnitudes = quotients.abs()
+        halves = (magnitudes * 2).round().clamp(max=4)
+        ones = magnitudes.round().clamp(max=4) + 2
+        twos = (magnitudes / 2).round().clamp(max=3) + 4
+        found = torch.where(magnitudes < 2, halves, torch.where(magnitudes < 4, ones, twos))
+        codes = found.to(torch.uint8) + _SIGN * quotients.signbit().to(torch.uint8)
+        return MXFP4Weight(codes.flatten(1), exponents.to(torch.uint8), weight.dtype)
 
     def scheme(self) -> Mapping[str, object]:
         """Return how `quantization_config` of compressed-tensors describes the weights."""
@@ -337,13 +344,3 @@ class MXFP4Format:
             "group_size": MXFP4_GROUP,
             "scale_dtype": "torch.uint8",
         }
-
-
-def _codes(quotients: Tensor) -> Tensor:
-    """Return the codes of the nearest values; of two as near, the one with an even code."""
-    magnitudes = quotients.abs()
-    halves = (magnitudes * 2).round().clamp(max=4)
-    ones = magnitudes.round().clamp(max=4) + 2
-    twos = (magnitudes / 2).round().clamp(max=3) + 4
-    found = torch.where(magnitudes < 2, halves, torch.where(magnitudes < 4, ones, twos))
-    return found.to(torch.uint8) + _SIGN * quotients.signbit().to(torch.uint8)

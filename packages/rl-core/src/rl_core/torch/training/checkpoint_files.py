@@ -8,13 +8,13 @@ import itertools
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, Any, Literal, cast
+from typing import IO, Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -46,6 +46,7 @@ WRITE_TIMEOUT = timedelta(hours=2)
 """Maximum time that a rank may take beyond the others to write its part."""
 
 _log = logging.getLogger(__name__)
+_Item = TypeVar("_Item")
 _planner_numbers = itertools.count()
 
 
@@ -179,12 +180,18 @@ def exported_files(folder: Path, group: dist.ProcessGroup) -> tuple[SavedFile, .
 
 def deal(files: Sequence[SavedFile], num_shares: int) -> list[list[SavedFile]]:
     """Return the files in shares of about as many bytes, the same on every rank."""
-    shares: list[list[SavedFile]] = [[] for _ in range(num_shares)]
+    ordered = sorted(files, key=lambda file: (-file.size, file.path))
+    return _dealt(((file, file.size) for file in ordered), num_shares)
+
+
+def _dealt(sized: Iterable[tuple[_Item, int]], num_shares: int) -> list[list[_Item]]:
+    """Return items in shares of about as many bytes: each goes, in this order, to the share of fewest bytes."""
+    shares: list[list[_Item]] = [[] for _ in range(num_shares)]
     loads = [0] * num_shares
-    for file in sorted(files, key=lambda file: (-file.size, file.path)):
+    for item, size in sized:
         least = loads.index(min(loads))
-        shares[least].append(file)
-        loads[least] += file.size
+        shares[least].append(item)
+        loads[least] += size
     return shares
 
 
@@ -235,7 +242,10 @@ class DigestingWriter(dcp.FileSystemWriter):
         """Write this rank's tensors into one file, or into several if there is much to digest."""
         assert plan.storage_data is not None
         prefix = plan.storage_data.prefix
-        shares = [share for share in _shares(plan.items) if share]
+        parts = [item.tensor_data for item in plan.items]
+        sizes = [0 if part is None else part.chunk.sizes.numel() * part.properties.dtype.itemsize for part in parts]
+        dealt = _dealt(zip(plan.items, sizes, strict=True), min(WRITERS, sum(sizes) // FILE_BYTES) or 1)
+        shares = [share for share in dealt if share]
 
         def write(number: int) -> list[WriteResult]:
             name = f"{prefix}{number}{DEFAULT_SUFFIX}"
@@ -306,22 +316,6 @@ class _DigestingStream(io.RawIOBase):
     def close(self) -> None:
         super().close()
         self._raw.close()
-
-
-def _shares(items: Sequence[WriteItem]) -> list[list[WriteItem]]:
-    """Return items of about as many bytes for each of the threads, in their order; one share if they are few."""
-    sizes = []
-    for item in items:
-        data = item.tensor_data
-        sizes.append(0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize)
-    count = min(WRITERS, sum(sizes) // FILE_BYTES) or 1
-    shares: list[list[WriteItem]] = [[] for _ in range(count)]
-    loads = [0] * count
-    for item, size in zip(items, sizes, strict=True):
-        least = loads.index(min(loads))
-        shares[least].append(item)
-        loads[least] += size
-    return shares
 
 
 def _write_item(item: WriteItem, planner: SavePlanner, stream: io.IOBase, file_name: str) -> WriteResult:
