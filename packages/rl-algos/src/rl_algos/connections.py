@@ -125,15 +125,9 @@ class Connections(web.Server):
 
     def __call__(self) -> web.RequestHandler:
         """Return the protocol of a new connection."""
-        return _Connection(
-            self,
-            loop=asyncio.get_running_loop(),
-            access_log=None,
-            keepalive_timeout=2 * IDLE_S,
-            lingering_time=IDLE_S / 3,
-            # a small body could unpack to any size
-            auto_decompress=False,
-        )
+        times = {"keepalive_timeout": 2 * IDLE_S, "lingering_time": IDLE_S / 3}
+        # A small body could unpack to any size, so it is not decompressed.
+        return _Connection(self, loop=asyncio.get_running_loop(), access_log=None, auto_decompress=False, **times)
 
     def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
         """Count a connection, and close the one that has waited longest if there are too many."""

@@ -49,7 +49,7 @@ def main() -> None:
         print(json.dumps({"failure": f"{type(error).__name__}: {error}"}), file=answers)
         return
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    gc.freeze()  # collections in the forked processes do not touch the pages that they share with this one
+    gc.freeze()  # Collections in the forked processes do not touch the pages that they share with this one.
     print(json.dumps({"state": READY}), file=answers)
     Host(function, answers).serve()
 

@@ -46,7 +46,7 @@ _BINARY: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Mod: operator.mod,
 }
 
-# creating a client takes 60 ms of processor time, which the rollouts of a worker share
+# Creating a client takes 60 ms of processor time, so the rollouts of a worker share it.
 _CLIENT = openai.AsyncOpenAI(base_url="http://127.0.0.1/v1", api_key="-")
 
 
