@@ -227,7 +227,7 @@ def replicas(hosts: Sequence[Any]) -> list[Any]:
     class SimulatedReplicaProcess(Replica):
         def __init__(self, host: Any, index: int) -> None:
             super().__init__(lambda: host, None, {}, index=index, logs="", timeouts=StartTimeouts(300.0, 300.0))  # type: ignore[arg-type]  # nothing is built of a spec
-            self._actor = host
+            self.actor = host
 
     return [SimulatedReplicaProcess(host, index) for index, host in enumerate(hosts)]
 

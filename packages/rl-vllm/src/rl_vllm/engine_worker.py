@@ -181,7 +181,7 @@ class EngineWorker:
 
     @_reported
     def compare_with_files(self, pickled: bytes) -> dict[str, Any]:
-        """Return the tensors of a manifest of files that the engine did not load, as `begin_receiving` does. Nothing is
+        """Return the tensors of a manifest of files that the engine did not load; see `begin_receiving`. Nothing is
         received.
 
         Args:

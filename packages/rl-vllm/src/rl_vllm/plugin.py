@@ -139,7 +139,7 @@ IMAGE_FAMILIES = ("gemma3", "idefics3", "internvl", "qwen2_5_vl", "qwen3_vl", "s
 """Types of the models that are served with images: the tests of this package compare them with transformers."""
 
 BIDIRECTIONAL = ("gemma3",)
-"""Types of models in which the tokens of an image see one another in both directions. vLLM's attention on CPU (0.32)
+"""Types of models with attention in both directions between the tokens of an image. vLLM's attention on CPU (0.32)
 computes it for none."""
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from rl_core.errors import GeneratorError, WeightSyncError
 from rl_core.weights import Manifest, TensorSpec
-from rl_vllm.engine.lifecycle import Lifecycle, Receiving, Refusing, Serving
+from rl_vllm.engine.lifecycle import SERVING, Lifecycle, State
 
 WEIGHT = TensorSpec("layer.weight", (2, 2), "float32")
 FACTOR = TensorSpec("layer.lora_A.weight", (1, 2), "float32")
@@ -34,16 +34,16 @@ def take_over(lifecycle: Lifecycle, manifest: Manifest) -> None:
 def test_a_weight_version_is_served_once_it_is_committed() -> None:
     lifecycle = Lifecycle()
     lifecycle.load(awaits_weights=True)
-    assert lifecycle.state == Refusing("no weights have been sent to it yet")
+    assert lifecycle.state == State("no weights have been sent to it yet")
     lifecycle.begin(MERGED)
     refusal = "weight version 1 has not been loaded completely"
-    assert lifecycle.state == Refusing(refusal)
+    assert lifecycle.state == State(refusal)
     lifecycle.receive(MERGED)
-    assert lifecycle.state == Receiving(MERGED, has_weights=False)
+    assert lifecycle.state == State("weight version 1 has not been loaded completely", manifest=MERGED)
     with pytest.raises(GeneratorError, match=refusal):
         asyncio.run(visit(lifecycle))
     lifecycle.commit(1)
-    assert (lifecycle.state, lifecycle.version, lifecycle.refusal) == (Serving(), 1, "")
+    assert (lifecycle.state, lifecycle.version, lifecycle.refusal) == (SERVING, 1, "")
     assert asyncio.run(visit(lifecycle)) == "served"
 
 
@@ -55,13 +55,13 @@ def test_a_version_that_was_not_received_is_not_committed() -> None:
     lifecycle.receive(MERGED)
     with pytest.raises(WeightSyncError, match="cannot commit weight version 3: the one announced is 1"):
         lifecycle.commit(3)
-    assert lifecycle.state == Receiving(MERGED, has_weights=False)
+    assert lifecycle.state == State("weight version 1 has not been loaded completely", manifest=MERGED)
 
 
 def test_adapters_need_weights_that_they_sit_on() -> None:
     lifecycle = serving()
     take_over(lifecycle, ADAPTER)
-    assert (lifecycle.state, lifecycle.version) == (Serving(), 2)
+    assert (lifecycle.state, lifecycle.version) == (SERVING, 2)
     lifecycle.drop_weights()
     with pytest.raises(WeightSyncError, match=r"weight version \d+ contains adapters only"):
         lifecycle.begin(ADAPTER)
@@ -80,7 +80,7 @@ def test_an_adapter_transfer_that_broke_off_can_be_repeated() -> None:
     lifecycle = serving()
     lifecycle.begin(ADAPTER)
     take_over(lifecycle, ADAPTER)
-    assert lifecycle.state == Serving()
+    assert lifecycle.state == SERVING
 
 
 def test_no_transfer_begins_while_requests_are_in_flight() -> None:
@@ -89,7 +89,7 @@ def test_no_transfer_begins_while_requests_are_in_flight() -> None:
         async with lifecycle.request():
             with pytest.raises(GeneratorError, match="1 requests are in flight"):
                 lifecycle.begin(MERGED)
-        assert lifecycle.state == Serving()
+        assert lifecycle.state == SERVING
 
     asyncio.run(scene())
 

@@ -166,7 +166,7 @@ def _run(
             started = Runtime(plan, run.envs, cluster, logs, profiling=config.profiling, reads_load=reads_load)
             runtime = held.enter_context(started)
             held.push(watch.begin_close)
-            held.enter_context(restoration.judging(session, runtime.lost_nodes))
+            held.enter_context(restoration.judging(session, runtime.nodes.lost))
             components = runtime.components(run.data, needs, vocabulary=len(run.tokenizer))
             components = replace(components, evaluation=run.evaluated)
             observe_steps(session, config.profiling, runtime.processes, runtime.profiled, held)

@@ -56,6 +56,10 @@ class Replica:
         index: Number of the replica, for messages.
         logs: Folder of its log.
         timeouts: Startup timeouts.
+
+    Attributes:
+        actor: Its process, an `ActorHandle`; None before the start.
+        name: Name of its log.
     """
 
     def __init__(
@@ -73,7 +77,7 @@ class Replica:
         self._environments = dict(environments)
         self.index = index
         self._timeouts = timeouts
-        self._actor: Any = None  # An ActorHandle once it is started.
+        self.actor: Any = None
         self.name = name_of(index)
         self.log = f"{logs}/{self.name}.log"
         self.num_ranks = 0
@@ -86,10 +90,10 @@ class Replica:
 
     def begin_start(self) -> Callable[[], None]:
         """Start process and engine; the returned function waits until it is ready."""
-        self._actor = self._start()
+        self.actor = self._start()
         self.num_starts += 1
-        process = [self._actor.log_to.remote(self.log), self._actor.place.remote()]
-        started = self._actor.start.remote(ROLLOUT_WORKER, self._spec, self._environments)
+        process = [self.actor.log_to.remote(self.log), self.actor.place.remote()]
+        started = self.actor.start.remote(ROLLOUT_WORKER, self._spec, self._environments)
 
         def finish() -> None:
             origins = [self.origin("start")] * len(process)
@@ -106,20 +110,15 @@ class Replica:
 
     def finished(self) -> FinishedCall:
         """Ask for finished groups; answered as soon as there is one that was not returned before."""
-        return FinishedCall(*self._actor.call.options(num_returns=3).remote("finished"))
-
-    @property
-    def actor(self) -> ActorHandle:
-        """The process that it has now."""
-        return self._actor
+        return FinishedCall(*self.actor.call.options(num_returns=3).remote("finished"))
 
     def call(self, method: str, *args: Any) -> ray.ObjectRef:
         """Call the rollout worker."""
-        return self._actor.call.remote(method, *args)
+        return self.actor.call.remote(method, *args)
 
     def generator(self, method: str, *args: Any) -> ray.ObjectRef:
         """Call the replica itself."""
-        return self._actor.call.remote("generator", method, *args)
+        return self.actor.call.remote("generator", method, *args)
 
     def origin(self, phase: str) -> Origin:
         """Return the origin of a failure of this replica in a phase of its work."""
@@ -127,7 +126,7 @@ class Replica:
 
     def write_stacks(self) -> str:
         """Ask the process to write the stacks of its threads to its log; see `request_stacks`."""
-        return request_stacks([self._actor], [self.log])
+        return request_stacks([self.actor], [self.log])
 
     @property
     def monitored(self) -> Monitored | None:
@@ -136,11 +135,11 @@ class Replica:
         if place is None:
             return None
         role = ROLE.replace(" ", "-")
-        return Monitored(self.name, role, self.index, place.node, self._actor, place.gpus, generates=True)
+        return Monitored(self.name, role, self.index, place.node, self.actor, place.gpus, generates=True)
 
     def kill(self) -> None:
         """End the process and its engine at once."""
-        ray.kill(self._actor)
+        ray.kill(self.actor)
 
 
 def name_of(index: int) -> str:

@@ -54,6 +54,10 @@ class Runtime:
         logs: Folder for the workers' logs.
         profiling: Settings of profiles; None for none.
         reads_load: True if the load of replicas is read.
+
+    Attributes:
+        topology: Devices of the run.
+        nodes: Nodes of the run.
     """
 
     def __init__(
@@ -89,7 +93,7 @@ class Runtime:
             key.removesuffix(".model_name"): loaded[POLICY].model_copy(update={"model_name": name})
             for key, name in further.items()
         }
-        self._nodes = Nodes(
+        self.nodes = Nodes(
             envs,
             logs,
             model_folders=model_folders(loaded),
@@ -101,7 +105,7 @@ class Runtime:
             nsys = NsysReports(folder_of(logs.parent, *profiling.steps), frozenset(profiling.ranks))
         self._processes = Processes(
             cluster,
-            self._nodes,
+            self.nodes,
             env_vars=config.cluster.env_vars,
             env_vars_by_role=env_vars_by_role(backends),
             preloads=with_allocators(backends.preloads(cluster.device), self.topology),
@@ -116,10 +120,6 @@ class Runtime:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._exit.close()
-
-    def lost_nodes(self) -> list[str]:
-        """Return the addresses of the run's nodes that are lost, once Ray knows it too."""
-        return self._nodes.lost()
 
     def monitored(self) -> list[Monitored]:
         """Return the workers at present, for readings. Any thread can call it."""

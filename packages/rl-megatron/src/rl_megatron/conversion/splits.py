@@ -153,7 +153,7 @@ class Blocks(Split):
 
 
 def gate_up(width: int) -> Blocks:
-    """Return the split of a gate's and an up projection's rows, of which each rank holds chunks one below the other.
+    """Return the split of a gate's and an up projection's rows. Each rank holds one chunk of both, one below the other.
 
     Args:
         width: Rows of each.

@@ -44,7 +44,7 @@ class WeightMap:
         over: The ranks it is spread over: `tp`, or `etp` for experts.
         copy_of: Target of the map whose weights it repeats (a tied head on its own pipeline rank); a copy is
             loaded, and never sent, exported or saved.
-        dtype: Dtype in which the family keeps the parameter, and its tensors in exports and on the wire, whatever the
+        dtype: Dtype of the parameter in this family, and of its tensors in exports and on the wire, whatever the
             rest of the model has; None if it has the model's. Tensors may also stay float32 because the files or
             `transformers` have them so (`rl_megatron.model.precision`).
     """
@@ -77,7 +77,7 @@ class WeightMap:
 
 @dataclass(frozen=True)
 class AdapterMap:
-    """A low-rank adapter of one Hugging Face weight, to which `scale * up @ down` is added.
+    """A low-rank adapter of one Hugging Face weight. It adds `scale * up @ down` to the weight.
 
     Args:
         down: `[dim, inputs]`.

@@ -65,12 +65,15 @@ def _has_experts(config: HFConfig, layer: int) -> bool:
     return is_step and layer not in config.mlp_only_layers
 
 
-def _qwen_maps(config: HFConfig, mixer_maps: Callable[[Any, int], list[WeightMap]]) -> list[WeightMap]:
-    """Return the maps of a model with layers of experts without shared ones.
+def _qwen_maps(
+    config: HFConfig, mixer_maps: Callable[[Any, int], list[WeightMap]], *, has_shared: bool = False
+) -> list[WeightMap]:
+    """Return the maps of a model with layers of experts.
 
     Args:
         config: Hugging Face config of the model.
         mixer_maps: Function from the config and the number of a layer to the maps of its attention.
+        has_shared: True if layers of experts have a shared one.
     """
 
     def layer_maps(config: HFConfig, layer: int) -> list[WeightMap]:
@@ -81,7 +84,7 @@ def _qwen_maps(config: HFConfig, mixer_maps: Callable[[Any, int], list[WeightMap
             mlp = mlp_maps(config.hidden_size, config.intermediate_size, f"decoder.layers.{layer}.mlp", theirs)
         return [*mixer_maps(config, layer), *mlp]
 
-    return model_maps(config, layer_maps)
+    return [*model_maps(config, layer_maps), *(_shared_expert_maps(config) if has_shared else ())]
 
 
 def _shared_expert_settings(config: HFConfig) -> Mapping[str, Any]:
@@ -101,19 +104,6 @@ def _shared_expert_maps(config: HFConfig) -> list[WeightMap]:
     return maps
 
 
-def _qwen2_moe_settings(config: HFConfig) -> Mapping[str, Any]:
-    return _qwen_settings(config, **_shared_expert_settings(config), add_qkv_bias=config.qkv_bias)
-
-
-def _qwen2_moe_maps(config: HFConfig) -> list[WeightMap]:
-    attention = partial(attention_maps, has_bias=config.qkv_bias)
-    return [*_qwen_maps(config, attention), *_shared_expert_maps(config)]
-
-
-def _qwen3_moe_maps(config: HFConfig) -> list[WeightMap]:
-    return _qwen_maps(config, partial(attention_maps, has_norms=True))
-
-
 def _qwen3_next_settings(config: HFConfig) -> Mapping[str, Any]:
     same = (
         "linear_conv_kernel_dim",
@@ -131,10 +121,6 @@ def _qwen3_next_settings(config: HFConfig) -> Mapping[str, Any]:
         "linear_attention_freq": [int(kind == LINEAR_ATTENTION) for kind in config.layer_types],
         **{name: getattr(config, name) for name in same},
     }
-
-
-def _qwen3_next_maps(config: HFConfig) -> list[WeightMap]:
-    return [*_qwen_maps(config, _mixer_maps), *_shared_expert_maps(config)]
 
 
 def _mixer_maps(config: HFConfig, layer: int) -> list[WeightMap]:
@@ -179,7 +165,17 @@ def _mixtral_maps(config: HFConfig) -> list[WeightMap]:
     return model_maps(config, layer_maps)
 
 
-QWEN2_MOE = Family(_qwen2_moe_settings, _qwen2_moe_maps, head_dim)
-QWEN3_MOE = Family(partial(_qwen_settings, qk_layernorm=True), _qwen3_moe_maps, head_dim)
-QWEN3_NEXT = Family(_qwen3_next_settings, _qwen3_next_maps, partial_rotary_dim)
+QWEN2_MOE = Family(
+    lambda config: _qwen_settings(config, **_shared_expert_settings(config), add_qkv_bias=config.qkv_bias),
+    lambda config: _qwen_maps(config, partial(attention_maps, has_bias=config.qkv_bias), has_shared=True),
+    head_dim,
+)
+QWEN3_MOE = Family(
+    partial(_qwen_settings, qk_layernorm=True),
+    partial(_qwen_maps, mixer_maps=partial(attention_maps, has_norms=True)),
+    head_dim,
+)
+QWEN3_NEXT = Family(
+    _qwen3_next_settings, partial(_qwen_maps, mixer_maps=_mixer_maps, has_shared=True), partial_rotary_dim
+)
 MIXTRAL = Family(_mixtral_settings, _mixtral_maps, head_dim)

@@ -45,7 +45,7 @@ def transformer_config(
     has_te: bool,
     recompute: Mapping[str, Any] | None = None,
 ) -> TransformerConfig:
-    """Return the config from which Megatron builds the model.
+    """Return Megatron's config of the model.
 
     Args:
         hf: Hugging Face config of the model.

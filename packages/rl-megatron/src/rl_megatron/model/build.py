@@ -15,8 +15,7 @@ from transformers import PreTrainedConfig
 from rl_core.data.microbatch import Batching
 from rl_core.model import HEADLESS_ROLES, ModelSpec
 from rl_core.model_config import ModelConfig
-from rl_core.torch.files.model_files import WeightFiles, read_hf_config
-from rl_core.torch.training.ties import untie_apart
+from rl_core.torch.files.model_files import WeightFiles, read_hf_config, untie_apart
 from rl_megatron.config import MegatronConfig
 from rl_megatron.conversion.splits import padded_vocab
 from rl_megatron.engine_names import restore_names
@@ -86,7 +85,7 @@ def build_model(
     megatron = configured(recompute=recompute)
     budgets: tuple[int, ...] = ()
     if is_packed and backend.pads_microbatches:
-        # A row that exceeds the tokens of microbatches, in training or in forward-only passes, fills one alone.
+        # A row longer than a microbatch, in training or in forward-only passes, fills a whole one.
         longest = up(config.max_total_sequence_length, row_multiple(backend.context_parallel_size))
         each = [Batching.of(config, training=training).max_tokens or 0 for training in (True, False)]
         budgets = tuple(max(tokens, longest) for tokens in each)

@@ -15,7 +15,7 @@ from rl_core.torch.loss import Rows
 from rl_core.torch.rows import zigzag_tokens
 
 PADDING_ROW = 512
-"""Minimum length from which padding is split into several rows."""
+"""Minimum length of padding that is split into several rows."""
 
 
 @dataclass(frozen=True)

@@ -203,7 +203,7 @@ class ReadingModel:
         return self.head_parameter().to(self.config.params_dtype)
 
     def head_parameter(self) -> Tensor:
-        """Return the same weight as it is held; the embedding's if they are tied."""
+        """Return the weight of the head in memory; the embedding's weight if they are tied."""
         last = self.chunks[-1]
         if last.share_embeddings_and_output_weights:
             return last.shared_embedding_or_output_weight()

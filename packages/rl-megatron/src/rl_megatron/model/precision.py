@@ -68,7 +68,7 @@ def hold_in_float32(
     Args:
         chunks: Model chunks of this rank.
         held: Parameters and buffers of this rank by target.
-        entries: Weights to hold in float32; those of other ranks are skipped.
+        entries: Weights to hold in float32; weights of other ranks are skipped.
         config: Megatron's config, with the dtype of activations.
 
     Raises:
@@ -84,7 +84,7 @@ def hold_in_float32(
             if not names or isinstance(module, TAKE_FLOAT32):
                 continue
             if config.moe_shared_expert_overlap and isinstance(module, SharedExperts):
-                # This kernel uses the parameter itself, of which other layers use a copy.
+                # This kernel uses the parameter itself. Other layers use a copy.
                 raise ValueError(
                     "megatron_cfg.megatron_kwargs.moe_shared_expert_overlap does not work with parameters that stay "
                     f"float32, as {path}.{names[0]} of this model does; leave it out"

@@ -34,7 +34,7 @@ from rl_megatron.transformer_fields import RECOMPUTED_WITH_TE
 REST = "rest"
 """The part of a layer that no key of selective recomputation covers."""
 WITHIN = {"moe": ("moe_act", "shared_experts")}
-"""Parts that are recomputed with another one."""
+"""Parts that are recomputed together with another part."""
 _WIDE = torch.float32.itemsize
 
 

@@ -1,1 +1,1 @@
-"""Process groups and what is done within them."""
+"""Process groups of a model, and operations within them."""

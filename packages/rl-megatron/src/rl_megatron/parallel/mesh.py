@@ -138,7 +138,7 @@ def leave_groups() -> None:
 
 
 def open_buffers(config: TransformerConfig, lengths: Sequence[int]) -> None:
-    """Create the buffers in which Transformer Engine's collectives of tensor-parallel ranks overlap with matrix
+    """Create the buffers of Transformer Engine's collectives of tensor-parallel ranks that overlap with matrix
     products; collective over all ranks, before layers are built.
 
     Args:

@@ -13,7 +13,7 @@ from rl_megatron.conversion.weight_map import WeightMap
 from rl_megatron.parallel.mesh import Mesh
 
 ALIGNMENT = 16
-"""Bytes to which the start of every part in a buffer is aligned, because it is viewed in any dtype."""
+"""Alignment in bytes of every part in a buffer, because parts are viewed in any dtype."""
 
 Holding = tuple[int, tuple[int, ...]]
 """One rank's share of a parameter: its index among the shares, and its shape."""
@@ -52,7 +52,7 @@ class Gathering:
         self._ranks = {over: dist.get_process_group_ranks(group) for over, group in self._groups.items()}
         self._first = _holders(everyone, range(mesh.world_size))
         self._near = {over: _holders(everyone, ranks) for over, ranks in self._ranks.items()}
-        # Rank 0 tells all ranks which are in its groups.
+        # Rank 0 sends the ranks of its groups to all ranks.
         groups = [self._ranks["tp"], *([self._ranks["etp"]] if has_experts else [])]
         sent = [max(groups, key=len)]
         dist.broadcast_object_list(sent, src=0, group=mesh.control)

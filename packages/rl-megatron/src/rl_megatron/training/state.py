@@ -146,7 +146,7 @@ class TrainingState:
 
         Args:
             path: Path of the model's checkpoint.
-            description: As `description` returned.
+            description: Result of `description`.
         """
         self.restore_weights(path)
         if self._optimizer is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -91,9 +90,7 @@ class MegatronModel:
         """Return the experts that tokens were sent to, if routing is replayed."""
         return {} if self.reading.replay is None else self.reading.replay.columns_of(batch, for_loss=for_loss)
 
-    def image_columns(self, batch: Batch) -> Mapping[str, np.ndarray]:
-        """Refuse images."""
-        return no_images(batch)
+    image_columns = staticmethod(no_images)
 
     def read(self, run: Pass) -> list[Any]:
         """Pass forward through all stages."""
@@ -143,7 +140,7 @@ def _run(
         model: This rank's part of the model.
         run: Microbatches, and the reads to compute from each.
         chunks: Chunks to run backwards too.
-        scale: Divides gradients of losses that Megatron adds by itself.
+        scale: Divisor of the gradients of Megatron's own losses.
     """
     trains = chunks is not None
 

@@ -51,7 +51,7 @@ class AsSent:
     vLLM also calls it for the config of a drafter, which is loaded from its own files and stays as it is.
 
     Args:
-        fields: Name to value; those of a nested config form a separate mapping.
+        fields: Name to value; the fields of a nested config form a separate mapping.
         drafter: Folder of the drafter; empty if there is none.
         with_images: True if the model is served with its vision tower.
     """

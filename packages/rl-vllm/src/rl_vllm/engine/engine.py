@@ -12,10 +12,10 @@ import numpy as np
 from vllm import SamplingParams as VllmSamplingParams
 from vllm.exceptions import GracefulHTTPError, VLLMClientError
 from vllm.lora.request import LoRARequest
-from vllm.renderers import BaseRenderer
 from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
-from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.engine.llm_engine import LLMEngine
 
 from rl_core.errors import GeneratorError, RequestRefused
 from rl_core.rollouts.generation import GenerationRequest
@@ -33,26 +33,29 @@ class Engine(ABC):
     """An engine that has been started; all methods are called on one event loop.
 
     Args:
-        processor: Output processor of vLLM, which the tokens of every step pass through.
+        vllm: Engine of vLLM.
         drafts: Counts of its drafts.
-        speculates: True if it decodes speculatively.
 
     Attributes:
         adapter: Adapter that requests are computed with; set by `use_adapter`.
         num_sampled: Tokens sampled so far, including requests in flight.
     """
 
-    def __init__(self, processor: OutputProcessor, drafts: DraftCounts, *, speculates: bool) -> None:
+    def __init__(self, vllm: AsyncLLM | LLMEngine, drafts: DraftCounts) -> None:
         self.adapter: LoRARequest | None = None
         self.num_sampled = self._num_steps = 0
+        self.vllm = vllm
+        self.speculates = vllm.vllm_config.speculative_config is not None
         self._drafts = drafts
         self._image_inputs: ImageInputs | None = None
+        # The tokens of every step pass through the output processor.
+        processor = vllm.output_processor
         process = processor.process_outputs
 
         def count(outputs: Sequence[EngineCoreOutput], *args: Any, **kwargs: Any) -> Any:
             self.num_sampled += sum(len(output.new_token_ids) for output in outputs)
             self._num_steps += sum(bool(output.new_token_ids) for output in outputs)
-            if speculates:
+            if self.speculates:
                 for output in outputs:
                     drafts.see(processor.request_states.get(output.request_id), output)
             return process(outputs, *args, **kwargs)
@@ -82,7 +85,7 @@ class Engine(ABC):
             image_token: Id of the tokens that represent an image.
             max_images: Maximum number of images of a request.
         """
-        self._image_inputs = ImageInputs(self.renderer, image_token=image_token, max_images=max_images)
+        self._image_inputs = ImageInputs(self.vllm.renderer, image_token=image_token, max_images=max_images)
 
     async def generate(self, request: GenerationRequest, *, max_tokens: int, salt: str | None = None) -> Any:
         """Return vLLM's `CompletionOutput` of one request; concurrent ones are decoded together.
@@ -116,7 +119,7 @@ class Engine(ABC):
 
     def require_prefix_cache(self) -> None:
         """Raise `GeneratorError` if keys and values of requests that have ended are not kept."""
-        if not self.caches_prefixes:
+        if not self.vllm.vllm_config.cache_config.enable_prefix_caching:
             raise GeneratorError(
                 "the engine keeps no keys and values of interrupted requests, as it has no prefix cache "
                 "(vllm_kwargs.enable_prefix_caching, or a model with states); set "
@@ -125,28 +128,30 @@ class Engine(ABC):
 
     async def forget_prefixes(self) -> None:
         """Empty the prefix cache."""
-        if not await self.reset_prefix_cache():
+        if not await self.ask("reset_prefix_cache"):
             raise GeneratorError("the engine kept its prefix cache: requests are in flight")
 
     async def forget_images(self) -> None:
         """Empty the cache of the vision tower's results, if the engine has one."""
         if self._image_inputs is not None:
-            await self.reset_encoder_cache()
+            await self.ask("reset_encoder_cache")
+
+    async def call(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of the worker extension on every rank; return the answers by rank."""
+        return await self.ask("collective_rpc", method, args=args)
+
+    async def sleep(self, level: int) -> None:
+        """Free the device."""
+        await self.ask("sleep", level)
+
+    async def wake(self, parts: Sequence[str]) -> None:
+        """Take device memory for these parts again."""
+        await self.ask("wake_up", list(parts))
 
     @property
     @abstractmethod
     def load(self) -> Mapping[str, float]:
         """The load of the engine, as entries of `Generator.health`; empty if it is not reported."""
-
-    @property
-    @abstractmethod
-    def renderer(self) -> BaseRenderer:
-        """Renderer of prompts, which has the processor of images."""
-
-    @property
-    @abstractmethod
-    def caches_prefixes(self) -> bool:
-        """True if the engine has a prefix cache."""
 
     @abstractmethod
     async def run(self, prompt: EnginePrompt, params: VllmSamplingParams) -> Any:
@@ -160,24 +165,8 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    async def call(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of the worker extension on every rank; return the answers by rank."""
-
-    @abstractmethod
-    async def sleep(self, level: int) -> None:
-        """Free the device."""
-
-    @abstractmethod
-    async def wake(self, parts: Sequence[str]) -> None:
-        """Take device memory for these parts again."""
-
-    @abstractmethod
-    async def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache; return whether it was possible."""
-
-    @abstractmethod
-    async def reset_encoder_cache(self) -> None:
-        """Empty the cache of the vision tower's results."""
+    async def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of `vllm`, between two steps."""
 
     @abstractmethod
     async def check(self) -> None:

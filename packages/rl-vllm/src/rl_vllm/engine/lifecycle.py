@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from rl_core.errors import GeneratorError, WeightSyncError
 from rl_core.weights import Manifest
 
 INTERRUPT_AGAIN_S = 0.05
-"""Time in seconds that requests have to end before the engine is told again to end them."""
+"""Time in seconds between two interruptions of requests that have not ended."""
 
 
 class Admission:
@@ -116,46 +115,22 @@ EnginePart = Literal["weights", "kv_cache"]
 PARTS: tuple[EnginePart, ...] = ("weights", "kv_cache")
 
 
-@dataclass(frozen=True)
-class Serving:
-    """Requests are answered with the newest version that was committed, or with what was loaded."""
+class State(NamedTuple):
+    """A state of a replica. Without a refusal, it answers requests with the newest version that was committed, or with
+    the weights that were loaded.
 
-    refusal = ""
-    has_weights = True
-
-
-@dataclass(frozen=True)
-class Refusing:
-    """Nothing is answered.
-
-    Args:
-        refusal: The reason.
+    Attributes:
+        refusal: Reason why no request is answered; empty if requests are answered.
         has_weights: True if the engine has whole weights, which adapters need.
+        manifest: Manifest of the weights that arrive, all of whose tensors the engine knows; None if none arrive.
     """
 
-    refusal: str
+    refusal: str = ""
     has_weights: bool = False
+    manifest: Manifest | None = None
 
 
-@dataclass(frozen=True)
-class Receiving:
-    """Nothing is answered while the weights of a manifest arrive. The engine knows all of its tensors.
-
-    Args:
-        manifest: The tensors.
-        has_weights: See `Refusing`.
-    """
-
-    manifest: Manifest
-    has_weights: bool
-
-    @property
-    def refusal(self) -> str:
-        """Reason why nothing is answered."""
-        return _not_whole(self.manifest)
-
-
-State = Serving | Refusing | Receiving
+SERVING = State(has_weights=True)
 
 
 class Lifecycle:
@@ -186,7 +161,7 @@ class Lifecycle:
     """
 
     def __init__(self) -> None:
-        self.state: State = Refusing("the engine has not been started")
+        self.state = State("the engine has not been started")
         self.version = 0
         self.asleep: frozenset[EnginePart] = frozenset()
         self.admission = Admission(self.state.refusal)
@@ -209,7 +184,7 @@ class Lifecycle:
 
     def load(self, *, awaits_weights: bool) -> None:
         """Note that the engine is there, with its weights or with random ones."""
-        self._enter(Refusing("no weights have been sent to it yet") if awaits_weights else Serving())
+        self._enter(State("no weights have been sent to it yet") if awaits_weights else SERVING)
 
     def begin(self, manifest: Manifest) -> None:
         """Refuse all requests, because a weight version replaces the one that is served.
@@ -221,7 +196,7 @@ class Lifecycle:
         if count := self.admission.num_inside:
             raise GeneratorError(f"{count} requests are in flight: pause before a weight sync")
         keeps_weights = self.state.has_weights and manifest.form == "adapter"
-        self._enter(Refusing(_not_whole(manifest), has_weights=keeps_weights))
+        self._enter(State(f"weight version {manifest.version} has not been loaded completely", keeps_weights))
         if manifest.form == "adapter" and not keeps_weights:
             raise WeightSyncError(
                 f"weight version {manifest.version} contains adapters only, but the engine has no base weights yet"
@@ -229,8 +204,8 @@ class Lifecycle:
 
     def receive(self, manifest: Manifest) -> None:
         """Note that the tensors of the version that was begun fit the engine."""
-        assert isinstance(self.state, Refusing), "a transfer begins with `begin`"
-        self._enter(Receiving(manifest, self.state.has_weights))
+        assert self.state.refusal, "a transfer begins with `begin`"
+        self._enter(self.state._replace(manifest=manifest))
 
     def announced(self, version: int) -> Manifest:
         """Return the manifest of the version that is being received.
@@ -238,7 +213,7 @@ class Lifecycle:
         Raises:
             WeightSyncError: If it is another version, or none.
         """
-        manifest = self.state.manifest if isinstance(self.state, Receiving) else None
+        manifest = self.state.manifest
         if manifest is None or version != manifest.version:
             announced = "none" if manifest is None else str(manifest.version)
             raise WeightSyncError(f"cannot commit weight version {version}: the one announced is {announced}")
@@ -247,14 +222,14 @@ class Lifecycle:
     def commit(self, version: int) -> None:
         """Serve the version that was received."""
         self.version = self.announced(version).version
-        self._enter(Serving())
+        self._enter(SERVING)
 
     def drop_weights(self) -> None:
         """Note that the weights were not kept in sleep."""
-        self._enter(Refusing("its weights were dropped in sleep and have not been sent again"))
+        self._enter(State("its weights were dropped in sleep and have not been sent again"))
 
     def sleep(self) -> None:
-        """Note that both parts sleep; requests are held already."""
+        """Note that both parts sleep; requests wait already."""
         self.asleep = frozenset(PARTS)
 
     def wake(self, parts: Sequence[EnginePart]) -> None:
@@ -265,13 +240,9 @@ class Lifecycle:
 
     def close(self) -> None:
         """Refuse all requests for good, including waiting ones."""
-        self.state = Refusing("the generator is closed")
+        self.state = State("the generator is closed")
         self.admission.close(self.state.refusal)
 
     def _enter(self, state: State) -> None:
         self.state = state
         self.admission.refuse(state.refusal)
-
-
-def _not_whole(manifest: Manifest) -> str:
-    return f"weight version {manifest.version} has not been loaded completely"

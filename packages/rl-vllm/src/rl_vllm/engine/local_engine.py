@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 from vllm import AsyncEngineArgs
 from vllm import SamplingParams as VllmSamplingParams
 from vllm.lora.request import LoRARequest
-from vllm.renderers import BaseRenderer
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -24,8 +24,6 @@ from rl_vllm.patches.kernel_overrides import skip_odd_namespaces
 
 # An engine may have been here before, or another library that uses numba.
 skip_odd_namespaces()
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -43,9 +41,8 @@ class LocalEngine(Engine):
 
     def __init__(self, thread: StepThread[SteppedEngine], engine: SteppedEngine) -> None:
         drafts = DraftCounts()
-        speculates = engine.vllm.vllm_config.speculative_config is not None
-        super().__init__(engine.vllm.output_processor, drafts, speculates=speculates)
-        if speculates:
+        super().__init__(engine.vllm, drafts)
+        if self.speculates:
             drafts.follow(engine.vllm.engine_core.engine_core.scheduler)
         self._thread = thread
         self._engine = engine
@@ -75,18 +72,10 @@ class LocalEngine(Engine):
     @property
     def load(self) -> Mapping[str, float]:
         # The engine has these numbers anyway; vLLM's statistics cost more.
-        scheduler = self._engine.vllm.engine_core.engine_core.scheduler
+        scheduler = self.vllm.engine_core.engine_core.scheduler
         num_running, num_waiting = scheduler.get_request_counts()
         usage = scheduler.kv_cache_manager.usage
         return {"num_running": num_running, "num_waiting": num_waiting, "kv_cache_usage": usage}
-
-    @property
-    def renderer(self) -> BaseRenderer:
-        return self._engine.vllm.renderer
-
-    @property
-    def caches_prefixes(self) -> bool:
-        return bool(self._engine.vllm.vllm_config.cache_config.enable_prefix_caching)
 
     async def run(self, prompt: EnginePrompt, params: VllmSamplingParams) -> Any:
         await self.check()
@@ -103,20 +92,9 @@ class LocalEngine(Engine):
         with failures():
             await asyncio.wrap_future(self._thread.call(self._engine.interrupt))
 
-    async def call(self, method: str, *args: Any) -> list[Any]:
-        return await self._between_steps(lambda engine: engine.collective_rpc(method, args=args))
-
-    async def sleep(self, level: int) -> None:
-        await self._between_steps(lambda engine: engine.sleep(level))
-
-    async def wake(self, parts: Sequence[str]) -> None:
-        await self._between_steps(lambda engine: engine.wake_up(list(parts)))
-
-    async def reset_prefix_cache(self) -> bool:
-        return await self._between_steps(lambda engine: engine.reset_prefix_cache())
-
-    async def reset_encoder_cache(self) -> None:
-        await self._between_steps(lambda engine: engine.reset_encoder_cache())
+    async def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        with failures():
+            return await asyncio.wrap_future(self._thread.call(partial(getattr(self.vllm, method), *args, **kwargs)))
 
     async def check(self) -> None:
         if self._thread.failure is not None:
@@ -124,10 +102,6 @@ class LocalEngine(Engine):
 
     async def end(self) -> None:
         await asyncio.to_thread(self._thread.close)
-
-    async def _between_steps(self, function: Callable[[LLMEngine], Result]) -> Result:
-        with failures():
-            return await asyncio.wrap_future(self._thread.call(lambda: function(self._engine.vllm)))
 
     def _flush(self) -> None:
         requests, self._submitted = self._submitted, []

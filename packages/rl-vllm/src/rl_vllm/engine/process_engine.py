@@ -6,15 +6,14 @@ import asyncio
 import itertools
 import multiprocessing
 import os
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from multiprocessing.process import BaseProcess
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 from vllm import AsyncEngineArgs
 from vllm import SamplingParams as VllmSamplingParams
-from vllm.renderers import BaseRenderer
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
@@ -52,8 +51,6 @@ class Load(StatLoggerBase):
         """Log nothing."""
 
 
-Answer = TypeVar("Answer")
-
 SHUTDOWN_S = 10.0
 LAST_WORDS_S = 10.0
 """Maximum time in seconds for a dead engine's processes to write the cause."""
@@ -63,10 +60,8 @@ class ProcessEngine(Engine):
     """vLLM's asynchronous engine, whose ranks and scheduler are other processes. They end when this one does."""
 
     def __init__(self, engine: AsyncLLM, roots: Sequence[BaseProcess], output: EngineOutput, load: Load) -> None:
-        speculates = engine.vllm_config.speculative_config is not None
-        super().__init__(engine.output_processor, load.drafts, speculates=speculates)
+        super().__init__(engine, load.drafts)
         above = [psutil.Process(root.pid) for root in roots]
-        self._engine = engine
         self._roots = roots
         self._processes = [process for root in above for process in (root, *root.children(recursive=True))]
         self._output = output
@@ -108,14 +103,6 @@ class ProcessEngine(Engine):
     def load(self) -> Mapping[str, float]:
         return self._load.newest
 
-    @property
-    def renderer(self) -> BaseRenderer:
-        return self._engine.renderer
-
-    @property
-    def caches_prefixes(self) -> bool:
-        return bool(self._engine.vllm_config.cache_config.enable_prefix_caching)
-
     async def run(self, prompt: EnginePrompt, params: VllmSamplingParams) -> Any:
         given = await asyncio.to_thread(prompt) if callable(prompt) else {"type": "token", **prompt}
         name = str(next(self._ids))
@@ -123,7 +110,7 @@ class ProcessEngine(Engine):
             self._generating.add(name)
         try:
             async with self._failures():
-                async for output in self._engine.generate(given, params, name, lora_request=self.adapter):
+                async for output in self.vllm.generate(given, params, name, lora_request=self.adapter):
                     if output.finished:
                         return output
         finally:
@@ -131,40 +118,25 @@ class ProcessEngine(Engine):
         raise GeneratorError("the engine ended a request without an answer")
 
     async def interrupt(self) -> None:
-        await self._answered(self._engine.abort(sorted(self._generating)))
+        await self.ask("abort", sorted(self._generating))
 
-    async def call(self, method: str, *args: Any) -> list[Any]:
-        return await self._answered(self._engine.collective_rpc(method, args=args))
-
-    async def sleep(self, level: int) -> None:
-        await self._answered(self._engine.sleep(level=level))
-
-    async def wake(self, parts: Sequence[str]) -> None:
-        await self._answered(self._engine.wake_up(list(parts)))
-
-    async def reset_prefix_cache(self) -> bool:
-        return await self._answered(self._engine.reset_prefix_cache())
-
-    async def reset_encoder_cache(self) -> None:
-        await self._answered(self._engine.reset_encoder_cache())
+    async def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        async with self._failures():
+            return await getattr(self.vllm, method)(*args, **kwargs)
 
     async def check(self) -> None:
-        await self._answered(self._engine.check_health())
+        await self.ask("check_health")
 
     async def end(self) -> None:
-        await asyncio.to_thread(self._engine.shutdown, SHUTDOWN_S)
+        await asyncio.to_thread(self.vllm.shutdown, SHUTDOWN_S)
         _, alive = await asyncio.to_thread(psutil.wait_procs, self._processes, SHUTDOWN_S)
         for process in alive:
             process.kill()
         await asyncio.to_thread(psutil.wait_procs, alive, SHUTDOWN_S)
 
-    async def _answered(self, answer: Awaitable[Answer]) -> Answer:
-        async with self._failures():
-            return await answer
-
     @asynccontextmanager
     async def _failures(self) -> AsyncIterator[None]:
-        """Raise failures as `failures` does; the end of the engine carries the cause that its processes wrote."""
+        """Raise failures; see `failures`. The end of the engine contains the cause that its processes wrote."""
         try:
             with failures():
                 yield
@@ -172,10 +144,7 @@ class ProcessEngine(Engine):
             if not isinstance(error.__cause__, EngineDeadError):
                 raise
             if self._cause is None:
-                self._cause = asyncio.create_task(asyncio.to_thread(self._find_cause))
+                self._cause = asyncio.create_task(asyncio.to_thread(self._output.cause, LAST_WORDS_S))
             # It is shielded, because other requests wait for it when one is cancelled.
-            raise GeneratorError(f"{error}: {await asyncio.shield(self._cause)}") from error.__cause__
-
-    def _find_cause(self) -> str:
-        cause = self._output.cause(LAST_WORDS_S)
-        return cause or ends_of(self._roots) or "its processes reported no cause"
+            cause = await asyncio.shield(self._cause) or ends_of(self._roots) or "its processes reported no cause"
+            raise GeneratorError(f"{error}: {cause}") from error.__cause__

@@ -56,26 +56,23 @@ class WeightProbe:
         for name, piece in self._targets.get(source, ()):
             block = piece.read.read(tensor)
             self._filled.setdefault(name, set()).add(piece.name)
-            if name in self._widths:
-                self._put_columns(name, piece, block)
+            if name not in self._widths:
+                length = max(p.write.offset + prod(p.write.size) for p in self._pieces[name])
+                expected = self._expected.setdefault(name, block.new_zeros(length))
+                expected[piece.write.offset : piece.write.offset + block.numel()] = block.reshape(-1)
                 continue
-            length = max(p.write.offset + prod(p.write.size) for p in self._pieces[name])
-            expected = self._expected.setdefault(name, block.new_zeros(length))
-            expected[piece.write.offset : piece.write.offset + block.numel()] = block.reshape(-1)
-
-    def _put_columns(self, name: str, piece: LoadPiece, block: Tensor) -> None:
-        width = self._widths[name]
-        columns = self._columns_of(width, block.device)
-        top, left = divmod(piece.write.offset, width)
-        if name not in self._expected:
-            height = max(p.write.offset // width + p.write.size[0] for p in self._pieces[name])
-            self._expected[name] = block.new_zeros(height, len(columns))
-        rows = self._expected[name][top : top + block.shape[0]]
-        if block.shape[1] == width:
-            torch.index_select(block, 1, columns, out=rows)
-            return
-        inside = (columns >= left) & (columns < left + block.shape[1])
-        rows[:, inside] = block[:, columns[inside] - left]
+            width = self._widths[name]
+            columns = self._columns_of(width, block.device)
+            top, left = divmod(piece.write.offset, width)
+            if name not in self._expected:
+                height = max(p.write.offset // width + p.write.size[0] for p in self._pieces[name])
+                self._expected[name] = block.new_zeros(height, len(columns))
+            rows = self._expected[name][top : top + block.shape[0]]
+            if block.shape[1] == width:
+                torch.index_select(block, 1, columns, out=rows)
+            else:
+                inside = (columns >= left) & (columns < left + block.shape[1])
+                rows[:, inside] = block[:, columns[inside] - left]
 
     def _columns_of(self, width: int, device: torch.device) -> Tensor:
         """Return int64, the columns that are sampled of matrices of a width."""
