@@ -9,7 +9,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-from rl_launch.worker_envs.plan import Checkout, export, export_name
+from rl_launch.worker_envs.plan import export, export_name, members_of
 from rl_launch.worker_envs.spec import Wanted
 
 ROOT = Path(__file__).parents[1]
@@ -21,7 +21,7 @@ DRIVER_ONLY = ("rl-launch", "rl-integration-tests")
 def exports() -> dict[str, str]:
     """Every export by file name: each package alone and with each of its extras."""
     texts: dict[str, str] = {}
-    for name, folder in Checkout(ROOT).members.items():
+    for name, folder in members_of(ROOT).items():
         if name in DRIVER_ONLY:
             continue
         project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]

@@ -12,7 +12,7 @@ from rl_core.plugins import Requirement
 from rl_core.testing.exhaustive import exhaustive
 from rl_launch.worker_envs import node_build, provision, worker_env
 from rl_launch.worker_envs.node_build import find_uv
-from rl_launch.worker_envs.plan import find_checkout
+from rl_launch.worker_envs.plan import find_checkout, members_of
 
 MATH = worker_env(Requirement("rl-envs", imports=("math_verify",)), "cpu")
 PROBE = """
@@ -35,7 +35,7 @@ def test_in_a_checkout_an_isolated_worker_runs_its_sources_and_has_nothing_else(
     python = provision([MATH], "isolated", root=str(tmp_path))[MATH]
     prefix, module, found = seen_by(python)
     assert prefix.startswith(str(tmp_path))
-    assert module.is_relative_to(find_checkout().root)
+    assert module.is_relative_to(find_checkout())
     assert found == ["ray", "rl_core"]
     monkeypatch.setattr(subprocess, "Popen", None)  # what is built starts no process
     assert provision([MATH], "isolated", root=str(tmp_path)) == {MATH: python}
@@ -55,7 +55,7 @@ def test_a_clean_installation_of_the_wheels_builds_from_what_it_ships(tmp_path):
 
     names = ("rl-algos", "rl-core", "rl-envs", "rl-launch")
     for name in names:
-        execute(uv, "build", "--quiet", "--wheel", "--out-dir", str(tmp_path / "dist"), str(checkout.members[name]))
+        execute(uv, "build", "--quiet", "--wheel", "--out-dir", str(tmp_path / "dist"), str(members_of(checkout)[name]))
     clean = tmp_path / "clean"
     execute(uv, "venv", "--quiet", "--no-project", "--python", sys.executable, str(clean))
     wheels = [str(path) for path in (tmp_path / "dist").glob("*.whl")]

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from rl_core.errors import ConfigError, ConfigProblems, RLError
-from rl_launch.cluster.device import local_gpus
+from rl_launch.cluster.machine import local_gpus
 from rl_launch.commands.preparation import Preparation, StartCheck, checks_of
 from rl_launch.commands.start import run_of
 from rl_launch.commands.train import with_local_models

@@ -26,7 +26,8 @@ from rl_core.environments.trial import Trial
 from rl_core.errors import ConfigError, ConfigProblems, DataChanged, RLError, RunDirectoryError
 from rl_core.plugins import BackendPlugin, MeshCase, RolloutNeeds
 from rl_core.selfcheck.cases import FamilyCase
-from rl_launch.cluster.device import check_devices, check_ray_address
+from rl_launch.cluster.device import check_devices
+from rl_launch.cluster.machine import check_ray_address
 from rl_launch.doctor.checks import processes_problem, ranks_keys
 from rl_launch.doctor.family import FamilyTable, cases, described, kind_of
 from rl_launch.doctor.machine import Machine

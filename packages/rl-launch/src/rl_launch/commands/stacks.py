@@ -6,9 +6,9 @@ import os
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rl_core.errors import RLError, RunDirectoryError
 from rl_core.install_command import install_command
@@ -23,8 +23,7 @@ ANSWER_S = 60.0
 """Maximum wait in seconds for another node."""
 
 
-@dataclass(frozen=True)
-class Stacks:
+class Stacks(NamedTuple):
     """The stacks of a run.
 
     Args:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rl_algos import hub
 from rl_core.config import as_written, refusal
@@ -49,8 +49,7 @@ class PlannedJob:
     warnings: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class SubmittedRun:
+class SubmittedRun(NamedTuple):
     """The state of a submitted run.
 
     Args:

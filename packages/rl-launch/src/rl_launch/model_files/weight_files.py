@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rl_core.config.tree import reason
 
@@ -129,8 +129,7 @@ def _few(names: list[str]) -> str:
     return ", ".join(names[:_MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
-@dataclass(frozen=True)
-class ForeignKind:
+class ForeignKind(NamedTuple):
     """A kind of checkpoint that cannot be read.
 
     Args:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from rl_core.rollouts.record import turns_of
 from rl_launch.session.rollouts import rollout_store
@@ -111,8 +111,7 @@ class SingleFile:
         return self.path.open("rb")
 
 
-@dataclass(frozen=True)
-class RolloutLine:
+class RolloutLine(NamedTuple):
     """A line of a file of rollouts.
 
     Args:
@@ -184,8 +183,7 @@ class RolloutIndex:
             Number of steps that remain.
         """
         stamps = self._source.stamps(kind)
-        with self._lock:
-            known = dict(self._database.execute("select step, stamp from steps where kind = ?", (kind,)))
+        known = dict(self._query("select step, stamp from steps where kind = ?", (kind,)))
         waiting = [step for step in steps if known.get(step) != stamps.get(step)]
         for position, step in enumerate(waiting):
             self._extend_step(kind, step, stamps.get(step))
@@ -193,12 +191,15 @@ class RolloutIndex:
                 return len(waiting) - position - 1
         return 0
 
+    def _query(self, query: str, values: Sequence[Any]) -> list[Any]:
+        with self._lock:
+            return self._database.execute(query, values).fetchall()
+
     def count(self, question: Question) -> int:
         """Return the number of rollouts that meet a question."""
         condition, values = _condition(question)
-        with self._lock:
-            found = self._database.execute(f"select count(*) from rollouts where {condition}", values).fetchone()
-        return int(found[0])
+        [[number]] = self._query(f"select count(*) from rollouts where {condition}", values)
+        return int(number)
 
     def page(self, question: Question, offset: int, limit: int) -> list[dict[str, Any]]:
         """Return the values of rollouts that meet a question, in its order.
@@ -211,8 +212,7 @@ class RolloutIndex:
         condition, values = _condition(question)
         order, order_values = _order(question.sort)
         query = f"{_SELECT} where {condition} order by {order} limit ? offset ?"
-        with self._lock:
-            rows = self._database.execute(query, [*values, *order_values, limit, offset]).fetchall()
+        rows = self._query(query, [*values, *order_values, limit, offset])
         found = [dict(zip(("kind", "step", "row", *_COLUMNS), row, strict=True)) for row in rows]
         for each in found:
             each["rewards"] = json.loads(each["rewards"] or "{}")
@@ -221,10 +221,8 @@ class RolloutIndex:
     def choices(self, kind: str, first: int, last: int) -> dict[str, list[str]]:
         """Return the values of each column of `EQUALS` except the prompts, and the names of the rewards, in a range of
         steps."""
-        with self._lock:
-            rows = self._database.execute(
-                "select distinct choices from steps where kind = ? and step between ? and ?", (kind, first, last)
-            ).fetchall()
+        query = "select distinct choices from steps where kind = ? and step between ? and ?"
+        rows = self._query(query, (kind, first, last))
         found: dict[str, set[str]] = {column: set() for column in (*EQUALS[:-1], _REWARDS)}
         for (text,) in rows:
             for column, values in json.loads(text).items():
@@ -234,20 +232,14 @@ class RolloutIndex:
     def line(self, kind: str, step: int, row: int) -> RolloutLine | None:
         """Return a line, after lines that the step has received since are indexed; None if it does not exist."""
         self.extend(kind, [step], deadline=0.0)
-        with self._lock:
-            found = self._database.execute(
-                "select offset, length from rollouts where kind = ? and step = ? and row = ?", (kind, step, row)
-            ).fetchone()
-        return None if found is None else RolloutLine(kind, step, row, *found)
+        query = "select offset, length from rollouts where kind = ? and step = ? and row = ?"
+        found = self._query(query, (kind, step, row))
+        return RolloutLine(kind, step, row, *found[0]) if found else None
 
     def same_prompt(self, kind: str, prompt_id: str, limit: int) -> list[tuple[int, int, float | None]]:
         """Return steps that are indexed and have rollouts of a prompt: step, their number and their mean reward."""
-        with self._lock:
-            return self._database.execute(
-                "select step, count(*), avg(reward) from rollouts where kind = ? and prompt_id = ? group by step "
-                "order by step desc limit ?",
-                (kind, prompt_id, limit),
-            ).fetchall()
+        select = "select step, count(*), avg(reward) from rollouts where kind = ? and prompt_id = ?"
+        return self._query(f"{select} group by step order by step desc limit ?", (kind, prompt_id, limit))
 
     def read(self, lines: Sequence[RolloutLine]) -> list[bytes]:
         """Return the contents of lines of any steps, in the order given; empty for a line that is gone."""
@@ -270,10 +262,8 @@ class RolloutIndex:
                 for table in ("rollouts", "steps"):
                     self._database.execute(f"delete from {table} where kind = ? and step = ?", (kind, step))
             return
-        with self._lock:
-            known = self._database.execute(
-                "select stamp, bytes, rows, tail, choices from steps where kind = ? and step = ?", (kind, step)
-            ).fetchone()
+        query = "select stamp, bytes, rows, tail, choices from steps where kind = ? and step = ?"
+        known: Any = next(iter(self._query(query, (kind, step))), None)
         offset, row, tail, choices = 0, 0, "", "{}"
         try:
             with self._source.open(kind, step) as file:
@@ -290,17 +280,13 @@ class RolloutIndex:
             return  # removed meanwhile
         with self._lock, self._database:
             if not added or added[0][0] == 0:
-                self._database.execute(
-                    "delete from rollouts where kind = ? and step = ? and row >= ?", (kind, step, 0 if added else row)
-                )
+                outdated = "delete from rollouts where kind = ? and step = ? and row >= ?"
+                self._database.execute(outdated, (kind, step, 0 if added else row))
             marks = ", ".join("?" * (len(_COLUMNS) + 3))
-            self._database.executemany(
-                f"insert or replace into rollouts values ({marks})", ((kind, step, *entry) for entry in added)
-            )
-            self._database.execute(
-                "insert or replace into steps values (?, ?, ?, ?, ?, ?, ?)",
-                (kind, step, stamp, offset, row, tail, _choices(added, json.loads(choices))),
-            )
+            rows = ((kind, step, *entry) for entry in added)
+            self._database.executemany(f"insert or replace into rollouts values ({marks})", rows)
+            values = (kind, step, stamp, offset, row, tail, _choices(added, json.loads(choices)))
+            self._database.execute("insert or replace into steps values (?, ?, ?, ?, ?, ?, ?)", values)
 
 
 def _database(path: Path, folder: Path | None) -> sqlite3.Connection:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 # settings of an outer `uv run`, a virtual environment or a project must not affect the environments built here
 _FOREIGN = {
@@ -115,8 +115,7 @@ class EnvPlan:
         return f"{self.name}-{self.digest[:16]}"
 
 
-@dataclass(frozen=True)
-class BuiltEnv:
+class BuiltEnv(NamedTuple):
     """An environment that has passed its preflight.
 
     Args:

@@ -15,8 +15,6 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -39,47 +37,37 @@ _ARM, _X86 = (f"(platform_machine == '{machine}' and sys_platform == 'linux')" f
 _EVERYWHERE = f"{_ARM} or {_X86}"
 
 
-@dataclass(frozen=True)
-class Checkout:
-    """A uv workspace with its lock.
-
-    Args:
-        root: Root of the workspace.
-    """
-
-    root: Path
-
-    @cached_property
-    def members(self) -> dict[str, Path]:
-        """Folders of the workspace's packages by distribution name."""
-        patterns = tomllib.loads((self.root / "pyproject.toml").read_text())["tool"]["uv"]["workspace"]["members"]
-        folders = sorted(folder for pattern in patterns for folder in self.root.glob(pattern))
-        projects = [folder / "pyproject.toml" for folder in folders if (folder / "pyproject.toml").is_file()]
-        return {tomllib.loads(file.read_text())["project"]["name"]: file.parent for file in projects}
+def members_of(workspace: Path) -> dict[str, Path]:
+    """Return the folders of a uv workspace's packages by distribution name."""
+    patterns = tomllib.loads((workspace / "pyproject.toml").read_text())["tool"]["uv"]["workspace"]["members"]
+    folders = sorted(folder for pattern in patterns for folder in workspace.glob(pattern))
+    projects = [folder / "pyproject.toml" for folder in folders if (folder / "pyproject.toml").is_file()]
+    return {tomllib.loads(file.read_text())["project"]["name"]: file.parent for file in projects}
 
 
-def find_checkout() -> Checkout | None:
-    """Return the workspace that rl-launch is installed from in editable mode; None if it is not."""
+def find_checkout() -> Path | None:
+    """Return the root of the workspace that rl-launch is installed from in editable mode; None if it is not."""
     folder = source_folder(importlib.metadata.distribution("rl-launch"))
     for candidate in (folder, *folder.parents) if folder is not None else ():
         project = candidate / "pyproject.toml"
         if not (candidate / "uv.lock").is_file() or not project.is_file():
             continue
         if "workspace" in tomllib.loads(project.read_text()).get("tool", {}).get("uv", {}):
-            return Checkout(candidate)
+            return candidate
     return None
 
 
 def local_plan(spec: WorkerEnvSpec) -> EnvPlan:
     """Return the plan for the driver's own node: with a checkout's sources, if there is one."""
     checkout = find_checkout()
-    if checkout is None or any(each.distribution not in checkout.members for each in spec.wanted):
+    members = members_of(checkout) if checkout is not None else {}
+    if checkout is None or any(each.distribution not in members for each in spec.wanted):
         return portable_plan(spec)
     sync = ("{uv}", "sync", "--quiet", "--frozen", "--no-dev", "--no-compile-bytecode", "--python", "{python}")
-    projects = [checkout.members[name].joinpath("pyproject.toml").read_bytes() for name in sorted(checkout.members)]
-    contents = [str(checkout.root), (checkout.root / "uv.lock").read_bytes(), *projects]
+    projects = [(members[name] / "pyproject.toml").read_bytes() for name in sorted(members)]
+    contents = [str(checkout), (checkout / "uv.lock").read_bytes(), *projects]
     variables = {"UV_PROJECT_ENVIRONMENT": "{env}"}
-    return _plan(spec, ((*sync, *_selection(spec.wanted)),), contents, variables=variables, cwd=str(checkout.root))
+    return _plan(spec, ((*sync, *_selection(spec.wanted)),), contents, variables=variables, cwd=str(checkout))
 
 
 def portable_plan(spec: WorkerEnvSpec) -> EnvPlan:
@@ -90,8 +78,9 @@ def portable_plan(spec: WorkerEnvSpec) -> EnvPlan:
     """
     checkout = find_checkout()
     if checkout is not None:
-        ours = [each for each in spec.wanted if each.distribution in checkout.members]
-        lines = export(checkout.root, ours).splitlines(keepends=True)
+        members = members_of(checkout)
+        ours = [each for each in spec.wanted if each.distribution in members]
+        lines = export(checkout, ours).splitlines(keepends=True)
     else:
         ours = [each for each in spec.wanted if shipped_export(each.distribution) is not None]
         pinned = shipped_pins(ours)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from rl_core.errors import WorkerEnvironmentError
 from rl_core.install_command import install_command
@@ -50,8 +50,7 @@ class DriverEnvs:
         return cls(mode, dict(specs), {role: found[spec] for role, spec in specs.items()})
 
 
-@dataclass(frozen=True)
-class TorchBuild:
+class TorchBuild(NamedTuple):
     """A build of torch.
 
     Args:

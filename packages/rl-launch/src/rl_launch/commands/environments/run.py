@@ -29,7 +29,8 @@ from rl_core.rollouts.generation import Placement, SamplingParams
 from rl_core.rollouts.group import RECORD
 from rl_core.rollouts.pool import RolloutTask
 from rl_core.rollouts.rollout import Message, Prompt
-from rl_launch.cluster.device import check_devices, local_gpus
+from rl_launch.cluster.device import check_devices
+from rl_launch.cluster.machine import local_gpus
 from rl_launch.commands.environments.source import GivenEnvironment, GivenRow
 from rl_launch.commands.train import with_local_models
 from rl_launch.model_files.model_folder import check_models
