@@ -24,7 +24,7 @@ from rl_core.tracing import spans
 from rl_core.tracing.spans import Span, SpanReport, machine_clock
 from rl_launch.cluster.ray_start import retried
 from rl_launch.runtime.observed_steps import ProcessSpans
-from rl_launch.session.traces.step_trace import MOST_SHARE, PERIOD_S, StepTrace
+from rl_launch.session.traces.step_trace import MAX_SHARE, PERIOD_S, StepTrace
 
 NUM_PROCESSES = 4
 NUM_STEPS = 20
@@ -96,7 +96,7 @@ def main() -> None:
         size = _size(written)
     cost = median([cpu for cpu, _, _ in traced[1:]]) - median(idle[1:])
     of_thread = median([thread for _, thread, _ in traced[1:]])
-    period = max(PERIOD_S, of_thread / MOST_SHARE)
+    period = max(PERIOD_S, of_thread / MAX_SHARE)
     rows = [
         ("CPU seconds of the driver per collection", f"{cost:.4f}"),
         ("of them, in the thread of the trace", f"{of_thread:.4f}"),
