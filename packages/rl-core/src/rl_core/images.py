@@ -203,7 +203,8 @@ class ImageStore:
         except pillow.DecompressionBombError:
             raise ImageError(self._too_large("far too many")) from None
         except Exception as error:  # noqa: BLE001 - decoders raise errors of any kind for damaged files
-            raise ImageError(f"the image is truncated or damaged ({_one_line(error)})") from None
+            shown = " ".join(str(error).split())[:120] or type(error).__name__
+            raise ImageError(f"the image is truncated or damaged ({shown})") from None
 
     def _too_large(self, size: str) -> str:
         limit = self.limits.max_pixels
@@ -236,10 +237,6 @@ def _pillow() -> Any:
         raise ImportError(f"images need pillow: {install_command('rl-core[vision]')}; {error}") from error
     warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
     return Image
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:120] or type(error).__name__
 
 
 def image_digests(messages: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:

@@ -26,7 +26,15 @@ def install_command(requirement: str) -> str:
         requirement: As pip takes it, such as `rl-envs[reasoning-gym]`.
     """
     checkout = _checkout()
-    command = _installer().format(_quoted(_source(requirement, checkout)))
+    name, bracket, extras = requirement.partition("[")
+    folder = checkout and checkout / "packages" / name
+    if folder and folder.is_dir():
+        try:
+            importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            requirement = f"{folder}{bracket}{extras}"
+    quoted = f"'{requirement}'" if re.search(r"[\[\s<>=]", requirement) else requirement
+    command = _installer().format(quoted)
     if not os.access(sys.prefix, os.W_OK):
         return f"{command} (as the owner of {sys.prefix}, or in the image that it is part of)"
     if checkout is not None and (checkout / ".venv").resolve() == Path(sys.prefix).resolve():
@@ -73,26 +81,6 @@ def _installer() -> str:
     if is_active and Path(str(active)).resolve() == Path(sys.prefix).resolve():
         return f"{uv} pip install {{}}"
     return f"{uv} pip install {{}} --python {sys.executable}"
-
-
-def _source(requirement: str, checkout: Path | None) -> str:
-    name, bracket, extras = requirement.partition("[")
-    folder = checkout / "packages" / name if checkout is not None else None
-    if folder is None or not folder.is_dir() or _is_installed(name):
-        return requirement
-    return f"{folder}{bracket}{extras}"
-
-
-def _is_installed(distribution: str) -> bool:
-    try:
-        importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
-
-
-def _quoted(requirement: str) -> str:
-    return f"'{requirement}'" if re.search(r"[\[\s<>=]", requirement) else requirement
 
 
 def _checkout() -> Path | None:

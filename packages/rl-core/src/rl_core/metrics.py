@@ -75,13 +75,13 @@ def reduce_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, float]:
 
 def over_updates(updates: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
     """Return the metrics of a step of several optimizer updates: those that the first update reports."""
-    return {name: _over_updates([update[name] for update in updates]) for name in updates[0]}
-
-
-def _over_updates(metrics: Sequence[Metric]) -> Metric:
-    values = [metric.result() for metric in metrics]
-    how = metrics[0].over_updates or metrics[0].reduction
-    if how == "mean":
-        return Metric(float(np.sum(values)), len(values))
     picks: Mapping[str, Callable[[Sequence[float]], float]] = {"sum": np.sum, "max": np.max, "min": np.min}
-    return Metric(values[-1] if how == "last" else float(picks[how](values)), reduction="sum")
+    found = {}
+    for name, first in updates[0].items():
+        values = [update[name].result() for update in updates]
+        how = first.over_updates or first.reduction
+        if how == "mean":
+            found[name] = Metric(float(np.sum(values)), len(values))
+        else:
+            found[name] = Metric(values[-1] if how == "last" else float(picks[how](values)), reduction="sum")
+    return found

@@ -262,15 +262,9 @@ class LoraConfig(Config):
     @classmethod
     def _refuse_dora(cls, values: Any) -> Any:
         if isinstance(values, Mapping) and "use_dora" in values:
-            raise ProblemError(
-                Problem(
-                    "use_dora",
-                    "asks for DoRA adapters, which are not supported",
-                    remedy="Remove this key to train plain LoRA adapters, or set use_rslora=true for rank-stabilised "
-                    "ones",
-                    feature="DoRA adapters",
-                )
-            )
+            reason = "asks for DoRA adapters, which are not supported"
+            remedy = "Remove this key to train plain LoRA adapters, or set use_rslora=true for rank-stabilised ones"
+            raise ProblemError(Problem("use_dora", reason, remedy=remedy, feature="DoRA adapters"))
         return values
 
     @property
@@ -376,8 +370,11 @@ class ModelConfig(Config):
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> Self:
         head = self.draft_head
+        reason = "cannot be combined with sequence_packing.enabled=true"
+        remedy = "Set sequence_packing.enabled=false in the same section to pad rows instead of packing them"
+        is_both = self.sequence_packing.enabled and self.dynamic_batching.enabled
         problems = (
-            *_batching_problems(self),
+            *((Problem("dynamic_batching.enabled", reason, remedy=remedy),) if is_both else ()),
             *_adapter_problems(self.lora_cfg),
             *_vision_problems(self.vision, self.lora_cfg),
             *_schedule_problems(self.scheduler),
@@ -389,15 +386,6 @@ class ModelConfig(Config):
         if problems:
             raise ProblemError(*problems)
         return self
-
-
-def _batching_problems(model: ModelConfig) -> Iterator[Problem]:
-    if model.sequence_packing.enabled and model.dynamic_batching.enabled:
-        yield Problem(
-            "dynamic_batching.enabled",
-            "cannot be combined with sequence_packing.enabled=true",
-            remedy="Set sequence_packing.enabled=false in the same section to pad rows instead of packing them",
-        )
 
 
 _UNUSED_OVERRIDES = {
@@ -425,11 +413,9 @@ def _override_problems(overrides: Mapping[str, Any]) -> Iterator[Problem]:
     for name in ("rope_scaling", "rope_theta"):
         if name in overrides:
             value = overrides[name] if name == "rope_scaling" else {name: overrides[name]}
-            yield Problem(
-                f"hf_config_overrides.{name}",
-                "is an older name of a field of rope_parameters",
-                remedy=f"Write rope_parameters: {value}, which is merged with the model's own parameters",
-            )
+            remedy = f"Write rope_parameters: {value}, which is merged with the model's own parameters"
+            reason = "is an older name of a field of rope_parameters"
+            yield Problem(f"hf_config_overrides.{name}", reason, remedy=remedy)
 
 
 def _adapter_problems(lora: LoraConfig) -> Iterator[Problem]:
@@ -441,13 +427,9 @@ def _adapter_problems(lora: LoraConfig) -> Iterator[Problem]:
         remedy = "Set match_all_linear=false, or remove this key"
         yield Problem.unused("lora_cfg.target_modules", reason, remedy=remedy)
     if lora.enabled and lora.target_parameters and lora.dropout:
-        yield Problem(
-            "lora_cfg.dropout",
-            "cannot be combined with adapters of experts (target_parameters), which are added to the weights and have "
-            "no inputs to drop",
-            got=lora.dropout,
-            remedy="Set dropout=0, or leave target_parameters empty",
-        )
+        reason = "cannot be combined with adapters of experts (target_parameters), which are added to the weights"
+        reason, remedy = f"{reason} and have no inputs to drop", "Set dropout=0, or leave target_parameters empty"
+        yield Problem("lora_cfg.dropout", reason, got=lora.dropout, remedy=remedy)
 
 
 def _vision_problems(vision: VisionConfig, lora: LoraConfig) -> Iterator[Problem]:
@@ -456,27 +438,15 @@ def _vision_problems(vision: VisionConfig, lora: LoraConfig) -> Iterator[Problem
         if chosen != "frozen" and not vision.enabled:
             yield Problem.unused(key, "with vision.enabled=false", remedy="Set vision.enabled=true, or remove this key")
         elif chosen == "adapters" and not lora.enabled:
-            yield Problem(
-                key,
-                "needs low-rank adapters, but lora_cfg.enabled is false",
-                got=chosen,
-                remedy="Set lora_cfg.enabled=true, or train all weights of this part: trained",
-            )
+            remedy = "Set lora_cfg.enabled=true, or train all weights of this part: trained"
+            yield Problem(key, "needs low-rank adapters, but lora_cfg.enabled is false", got=chosen, remedy=remedy)
         elif chosen == "trained" and lora.enabled:
-            yield Problem(
-                key,
-                "cannot be combined with lora_cfg.enabled=true, whose files hold adapters only",
-                got=chosen,
-                remedy="Set adapters or frozen, or lora_cfg.enabled=false",
-            )
+            reason = "cannot be combined with lora_cfg.enabled=true, whose files hold adapters only"
+            yield Problem(key, reason, got=chosen, remedy="Set adapters or frozen, or lora_cfg.enabled=false")
     least, most = vision.min_pixels, vision.max_pixels
     if least is not None and most is not None and least > most:
-        yield Problem(
-            "vision.min_pixels",
-            f"is more than max_pixels, which is {most}",
-            got=least,
-            remedy="Lower min_pixels, or raise max_pixels",
-        )
+        reason, remedy = f"is more than max_pixels, which is {most}", "Lower min_pixels, or raise max_pixels"
+        yield Problem("vision.min_pixels", reason, got=least, remedy=remedy)
 
 
 def _class_problems(key: str, name: str, known: Mapping[str, frozenset[str]], kind: str) -> Iterator[Problem]:
@@ -502,29 +472,20 @@ def _schedule_problems(scheduler: list[SchedulerConfig]) -> Iterator[Problem]:
     milestones = [entry.milestones for entry in scheduler if entry.milestones is not None]
     num_milestones = sum(len(steps) for steps in milestones)
     if num_schedules > 1 and num_milestones != num_schedules - 1:
-        yield Problem(
-            "scheduler",
-            f"has {num_schedules} schedules and {num_milestones} milestones, but needs one fewer milestone than "
-            "schedules",
-            remedy=f"Write {num_schedules - 1} milestones in a separate entry",
-        )
+        reason = f"has {num_schedules} schedules and {num_milestones} milestones, but needs one fewer milestone than"
+        remedy = f"Write {num_schedules - 1} milestones in a separate entry"
+        yield Problem("scheduler", f"{reason} schedules", remedy=remedy)
     if num_schedules <= 1 and milestones:
-        yield Problem(
-            "scheduler",
-            f"has milestones {milestones}, which separate schedules, but the number of schedules is {num_schedules}",
-            remedy="Add a schedule, or remove the milestones",
+        reason = (
+            f"has milestones {milestones}, which separate schedules, but the number of schedules is {num_schedules}"
         )
+        yield Problem("scheduler", reason, remedy="Add a schedule, or remove the milestones")
 
 
 def _optimizer_problems(key: str, optimizer: OptimizerConfig) -> Iterator[Problem]:
     if optimizer.name in UNSUPPORTED:
-        yield Problem(
-            f"{key}.name",
-            UNSUPPORTED[optimizer.name],
-            got=optimizer.name,
-            remedy="Choose another optimizer, such as torch.optim.AdamW",
-            feature=optimizer.name,
-        )
+        reason, remedy = UNSUPPORTED[optimizer.name], "Choose another optimizer, such as torch.optim.AdamW"
+        yield Problem(f"{key}.name", reason, got=optimizer.name, remedy=remedy, feature=optimizer.name)
     else:
         yield from _class_problems(key, optimizer.name, OPTIMIZERS, "an optimizer")
     if not optimizer.decay_norms_and_biases and "weight_decay" not in OPTIMIZERS.get(optimizer.name, ("weight_decay",)):
@@ -550,33 +511,25 @@ def _argument_problems(model: ModelConfig) -> Iterator[Problem]:
                 yield Problem(f"{key}.kwargs.{argument}", f"must be set, because {name} has no default for it")
         for argument, value in arguments.items() if name in known else ():
             if argument not in known[name]:
-                yield Problem(
-                    f"{key}.kwargs.{argument}",
-                    f"is not an argument of {name}{did_you_mean(argument, known[name])}",
-                    allowed=", ".join(sorted(known[name])),
-                )
-            elif key.endswith("optimizer") and (reason := _value_problem(name, argument, value)):
+                reason = f"is not an argument of {name}{did_you_mean(argument, known[name])}"
+                yield Problem(f"{key}.kwargs.{argument}", reason, allowed=", ".join(sorted(known[name])))
+            elif key.endswith("optimizer"):
+                reason = ""
+                # Adafactor is the one optimizer with a pair of `eps`.
+                if argument in PAIRS or (argument == "eps" and name == "torch.optim.Adafactor"):
+                    is_pair = isinstance(value, list | tuple) and len(value) == 2
+                    if argument == "betas" and not (
+                        is_pair and all(_is_from_0_on(each) and each < 1 for each in value)
+                    ):
+                        reason = "must be a list of two numbers from 0 to less than 1"
+                    elif not is_pair:
+                        reason = "must be a list of two numbers"
+                elif (argument in NUMBERS or argument == "eps") and not _is_from_0_on(value):
+                    reason = "must be a number that is finite and not negative"
                 is_with_comma = isinstance(value, str) and re.fullmatch(r"\d+,\d+", value)
-                yield Problem(
-                    f"{key}.kwargs.{argument}",
-                    reason,
-                    got=value,
-                    remedy=(f"Write {value.replace(',', '.')}, with a point" if is_with_comma else ""),
-                )
-
-
-def _value_problem(optimizer: str, argument: str, value: Any) -> str:
-    """Return why no value of this kind is accepted by an optimizer of torch; empty if it is."""
-    # the one optimizer with a pair under this name
-    takes_pair = argument in PAIRS or (argument == "eps" and optimizer == "torch.optim.Adafactor")
-    if takes_pair:
-        is_pair = isinstance(value, list | tuple) and len(value) == 2
-        if argument == "betas" and not (is_pair and all(_is_from_0_on(each) and each < 1 for each in value)):
-            return "must be a list of two numbers from 0 to less than 1"
-        return "" if is_pair else "must be a list of two numbers"
-    if (argument in NUMBERS or argument == "eps") and not _is_from_0_on(value):
-        return "must be a number that is finite and not negative"
-    return ""
+                remedy = f"Write {value.replace(',', '.')}, with a point" if is_with_comma else ""
+                if reason:
+                    yield Problem(f"{key}.kwargs.{argument}", reason, got=value, remedy=remedy)
 
 
 def _is_from_0_on(value: Any) -> bool:

@@ -108,18 +108,8 @@ class EnvironmentPool:
     @classmethod
     def of(cls, environment: str | FromFile | RewardSum, config: EnvironmentConfig, name: str = "") -> EnvironmentPool:
         """Make a pool with an environment's own settings (`env.<name>`)."""
-        return cls(
-            environment,
-            config,
-            num_workers=config.num_workers,
-            deadline_s=config.deadline_s,
-            max_batch=config.max_batch,
-            max_concurrent=config.max_concurrent,
-            memory_limit_gib=config.memory_limit_gib,
-            retries=config.retries,
-            env_vars=config.env_vars,
-            name=name,
-        )
+        names = ("num_workers", "deadline_s", "max_batch", "max_concurrent", "memory_limit_gib", "retries", "env_vars")
+        return cls(environment, config, name=name, **{each: getattr(config, each) for each in names})
 
     async def start(self) -> None:
         """Start every process and build the environment there; otherwise the first `step` does.
@@ -162,7 +152,8 @@ class EnvironmentPool:
         except BaseException:
             for turn in turns:
                 turn.outcome.cancel()
-            self._drop([turn.id for turn in turns])
+            for turn in turns:
+                self._drop(turn.id)
             raise
         for turn, outcome in zip(turns, outcomes, strict=True):
             turn.home.busy = False
@@ -206,7 +197,9 @@ class EnvironmentPool:
 
     async def abandon(self, ids: Iterable[str]) -> None:
         """Forget these conversations and close their states; unknown ones are ignored."""
-        self._forget(list(ids))
+        for id in ids:
+            self._late.pop(id, None)
+            self._drop(id)
 
     async def renew(self, client: str) -> None:
         """Keep a client's conversations for another `lease_s`."""
@@ -241,25 +234,21 @@ class EnvironmentPool:
         fail_all(self._backlog.drain(), RuntimeError("the environment pool is closed"))
         await asyncio.gather(*(worker.close() for worker in self._workers))
 
-    def _forget(self, ids: Sequence[str]) -> None:
-        for id in ids:
-            self._late.pop(id, None)
-        self._drop(ids)
-
-    def _drop(self, ids: Iterable[str]) -> None:
-        for id in ids:
-            home = self._homes.pop(id, None)
-            if home is not None:
-                home.abandoned = True
-                if home.worker is not None:
-                    home.worker.abandon(id)
+    def _drop(self, id: str) -> None:
+        home = self._homes.pop(id, None)
+        if home is not None:
+            home.abandoned = True
+            if home.worker is not None:
+                home.worker.abandon(id)
 
     def _expire(self, client: str) -> None:
         ids = [id for id, home in self._homes.items() if home.client == client]
         if ids:
             logger.warning("%d conversations are closed: their client has been silent for too long", len(ids))
         # Outcomes that the client has not fetched are dropped as well.
-        self._forget([*ids, *(id for id, (owner, _) in self._late.items() if owner == client)])
+        for id in [*ids, *(id for id, (owner, _) in self._late.items() if owner == client)]:
+            self._late.pop(id, None)
+            self._drop(id)
 
     def _admit(self, conversations: Sequence[Conversation], client: str) -> list[QueuedTurn]:
         ids = [conversation.id for conversation in conversations]

@@ -51,32 +51,6 @@ class Reading:
     on_cpu: bool = False
 
 
-def _window(fields: Fields, _: int) -> dict[str, Any]:
-    return {"hf_overrides": {"sliding_window": fields["sliding_window"] - 1}}
-
-
-def _temperature(fields: Fields, _: int) -> dict[str, Any]:
-    is_tuned = bool(fields.get("attn_temperature_tuning", True))
-    return {"override_generation_config": {"attn_temperature_tuning": is_tuned}}
-
-
-def _has_widened_window(fields: Fields, _: int) -> bool:
-    return fields.get("model_type") in ("cohere2", "cohere2_moe") and bool(fields.get("sliding_window"))
-
-
-def _lacks_routing(fields: Fields, _: int) -> bool:
-    return fields.get("model_type") == "deepseek_v3" and not CORRECTED_ROUTING.items() <= fields.items()
-
-
-def _has_short_factors(fields: Fields, longest: int) -> bool:
-    switch = switches_at(fields)
-    return switch is not None and longest <= switch < (fields.get("max_position_embeddings") or 0)
-
-
-def _rotates_heads_apart(fields: Fields, _: int) -> bool:
-    return str(fields.get("model_type")).startswith("lfm2") or fields.get("kv_lora_rank") is not None
-
-
 def scales_read_otherwise(fields: Fields) -> dict[str, Any]:
     """Return the parameters of rotary embeddings that vLLM and transformers turn into different scales of attention,
     with the type under `rope_type`; empty if there are none.
@@ -109,25 +83,34 @@ READINGS = (
     Reading(
         "Command R7B and Command A (`cohere2`)",
         "vLLM adds one token to the config's sliding window.",
-        _has_widened_window,
-        _window,
+        lambda fields, longest: (
+            fields.get("model_type") in ("cohere2", "cohere2_moe") and bool(fields.get("sliding_window"))
+        ),
+        lambda fields, longest: {"hf_overrides": {"sliding_window": fields["sliding_window"] - 1}},
     ),
     Reading(
         "DeepSeek-V3 without `topk_method` or `scoring_func` in its config",
         "vLLM has no biases that correct the load of experts, or routes by softmax.",
-        _lacks_routing,
+        lambda fields, longest: (
+            fields.get("model_type") == "deepseek_v3" and not CORRECTED_ROUTING.items() <= fields.items()
+        ),
         lambda fields, longest: {"hf_overrides": CORRECTED_ROUTING},
     ),
     Reading(
         "Llama 4",
         "vLLM reads whether the temperature of attention follows the length of rows only from the generation config.",
         lambda fields, longest: fields.get("model_type") == "llama4_text",
-        _temperature,
+        lambda fields, longest: {
+            "override_generation_config": {"attn_temperature_tuning": bool(fields.get("attn_temperature_tuning", True))}
+        },
     ),
     Reading(
         "LongRoPE (Phi-3.5, Phi-4-mini), trained with the short factors",
         "vLLM chooses the factors by the longest row that it may serve, by default the long ones.",
-        _has_short_factors,
+        lambda fields, longest: (
+            (switch := switches_at(fields)) is not None
+            and longest <= switch < (fields.get("max_position_embeddings") or 0)
+        ),
         lambda fields, longest: {"max_model_len": switches_at(fields)},
     ),
     Reading(
@@ -145,7 +128,9 @@ READINGS = (
     Reading(
         "LFM2, and latent attention (DeepSeek)",
         "vLLM rotates queries and keys by the positions of other tokens.",
-        _rotates_heads_apart,
+        lambda fields, longest: (
+            str(fields.get("model_type")).startswith("lfm2") or fields.get("kv_lora_rank") is not None
+        ),
         lambda fields, longest: EXTENSION,
         on_cpu=True,
     ),

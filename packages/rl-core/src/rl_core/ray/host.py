@@ -11,6 +11,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -321,8 +322,6 @@ def keep_bounded(path: str) -> None:
 def _keep_bounded(path: str) -> None:
     wait = threading.Event().wait
     while not wait(CHECK_PERIOD_S):
-        try:
+        # The disk may be full, or the run directory removed; the worker does not depend on its log.
+        with suppress(OSError):
             bound_size(path)
-        except OSError:
-            # a full disk, or a run directory that was removed; the worker does not depend on its log
-            continue

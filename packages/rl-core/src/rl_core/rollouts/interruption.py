@@ -59,12 +59,15 @@ class PartialCompletion:
         """The request for the rest."""
         if not self.num_sampled:
             return self._request
+        versions = (span.version for part in self._parts for span in part.spans)
+        first = self._request.first_version
+        first = next(versions, None) if first is None else first
         return GenerationRequest(
             token_ids=np.concatenate([self._request.token_ids, *(part.token_ids for part in self._parts)]),
             sampling=replace(self._request.sampling, max_new_tokens=self._num_left),
             seed=self._request.seed,
             num_sampled=self._request.num_sampled + self.num_sampled,
-            first_version=self._first_version,
+            first_version=first,
             images=self._request.images,
         )
 
@@ -76,19 +79,24 @@ class PartialCompletion:
         """Return the whole completion; its stop reason is `abort` if it is not whole yet."""
         if len(self._parts) == 1 and self._stop_reason == self._parts[0].stop_reason:
             return self._parts[0]
+        # An interruption without other weights after it begins no span.
+        spans: list[WeightSpan] = []
+        for span in (span for part in self._parts for span in part.spans):
+            if spans and spans[-1].version == span.version:
+                spans[-1] = WeightSpan(span.version, spans[-1].num_tokens + span.num_tokens)
+            else:
+                spans.append(span)
+        # Of several reports of a token's experts the first stays: it is of the pass that sampled the token after it.
+        routing: np.ndarray | None = None
+        for later in (part.routed_experts for part in self._parts if part.routed_experts is not None):
+            routing = later if routing is None else np.concatenate([routing, later[len(routing) :]])
         return Completion(
             token_ids=np.concatenate([_NO_TOKENS, *(part.token_ids for part in self._parts)]),
             logprobs=np.concatenate([_NO_LOGPROBS, *(part.logprobs for part in self._parts)]),
             stop_reason=self._stop_reason,
-            spans=self._spans(),
-            routed_experts=self._routed_experts(),
+            spans=tuple(spans),
+            routed_experts=routing,
         )
-
-    @property
-    def _first_version(self) -> int | None:
-        if self._request.first_version is not None:
-            return self._request.first_version
-        return next((span.version for part in self._parts for span in part.spans), None)
 
     @property
     def _num_left(self) -> int:
@@ -100,28 +108,6 @@ class PartialCompletion:
             return "abort"
         last = self._parts[-1].stop_reason
         return "length" if last == "abort" and not self._num_left else last
-
-    def _spans(self) -> tuple[WeightSpan, ...]:
-        """Those of all parts; an interruption without other weights after it begins no span."""
-        spans: list[WeightSpan] = []
-        for span in (span for part in self._parts for span in part.spans):
-            if spans and spans[-1].version == span.version:
-                spans[-1] = WeightSpan(span.version, spans[-1].num_tokens + span.num_tokens)
-            else:
-                spans.append(span)
-        return tuple(spans)
-
-    def _routed_experts(self) -> np.ndarray | None:
-        """If the experts of a token are reported more than once, the first report stays: it is of the pass that sampled
-        the token after it.
-        """
-        reported = [part.routed_experts for part in self._parts if part.routed_experts is not None]
-        if not reported:
-            return None
-        routing = reported[0]
-        for later in reported[1:]:
-            routing = np.concatenate([routing, later[len(routing) :]])
-        return routing
 
 
 _NO_TOKENS = np.zeros(0, dtype=np.int32)

@@ -80,7 +80,11 @@ def read_model_json_at(text: str, start: int, *, max_depth: int = MAX_DEPTH) -> 
         raise MalformedJson(f"it is not valid JSON: {error}", stop) from None
     except MalformedJson as error:
         raise MalformedJson(str(error), stop) from None
-    _refuse_surrogates(part[:length], value, stop)
+    # No tokenizer and no file can take half of a surrogate pair.
+    used = part[:length]
+    may_have = "\\ud" in used or "\\uD" in used or _SURROGATE.search(used)
+    if may_have and (found := _SURROGATE.search(json.dumps(value, ensure_ascii=False))):
+        raise MalformedJson(f"a string has half of a surrogate pair, \\u{ord(found[0]):04x}", stop)
     return value, start + length
 
 
@@ -110,14 +114,6 @@ def _examined(text: str, start: int, max_depth: int) -> int:
             raise MalformedJson(f"its lists and objects are nested more than {max_depth} deep", end)
         if depth == 0:
             return end
-
-
-def _refuse_surrogates(part: str, value: Any, end: int) -> None:
-    """Refuse half of a surrogate pair, which no tokenizer and no file can take."""
-    if "\\ud" not in part and "\\uD" not in part and not _SURROGATE.search(part):
-        return
-    if found := _SURROGATE.search(json.dumps(value, ensure_ascii=False)):
-        raise MalformedJson(f"a string has half of a surrogate pair, \\u{ord(found[0]):04x}", end)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -37,13 +37,17 @@ def rollout_record(prompt: Prompt, index: int, rollout: Rollout) -> np.ndarray:
     starts = np.flatnonzero(np.diff(rollout.weight_versions, prepend=-1))
     ends = np.append(starts, len(rollout.weight_versions))[1:]
     runs = zip(starts.tolist(), ends.tolist(), strict=True)
+    row = {}
+    for name, value in prompt.info.items():
+        text = value if isinstance(value, str) else json.dumps(value, default=_foreign, ensure_ascii=False)
+        row[name] = value if len(text) <= MAX_CHARACTERS else _beginning(text, MAX_CHARACTERS)
     described = {
         "prompt_id": prompt.id,
         "dataset": prompt.dataset,
         "environment": prompt.environment,
         "index": index,
         "prompt": prompt.messages,
-        "row": {name: _shown(value) for name, value in prompt.info.items()},
+        "row": row,
         "turns": [_turn(turn) for turn in rollout.turns],
         "rewards": dict(rollout.rewards),
         "status": rollout.status,
@@ -51,13 +55,11 @@ def rollout_record(prompt: Prompt, index: int, rollout: Rollout) -> np.ndarray:
         "stop_reason": rollout.stop_reason,
         "num_sampled": rollout.num_sampled,
         "weight_versions": sorted({span.version for span in rollout.spans}),
-        "weight_spans": (
-            [
-                {"start": start, "end": end, "version": int(rollout.weight_versions[start])}
-                for start, end in runs
-                if rollout.weight_versions[start] >= 0
-            ]
-        ),
+        "weight_spans": [
+            {"start": start, "end": end, "version": int(rollout.weight_versions[start])}
+            for start, end in runs
+            if rollout.weight_versions[start] >= 0
+        ],
         "info": rollout.info,
     }
     if rollout.contexts:
@@ -167,12 +169,6 @@ class _Cut:
 def _turn(turn: Turn) -> dict[str, Any]:
     shown = {"text": turn.text, "observation": turn.observation, "rewards": dict(turn.rewards)}
     return {**shown, "has_invalid_call": True} if turn.has_invalid_call else shown
-
-
-def _shown(value: Any) -> Any:
-    """Return a value of a row, or the beginning of its text if it is long."""
-    text = value if isinstance(value, str) else json.dumps(value, default=_foreign, ensure_ascii=False)
-    return value if len(text) <= MAX_CHARACTERS else _beginning(text, MAX_CHARACTERS)
 
 
 def _beginning(text: str, most: int) -> str:

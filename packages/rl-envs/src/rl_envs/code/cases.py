@@ -65,10 +65,27 @@ def read_tests(info: Mapping[str, Any], most: int | None) -> Tests:
     if "tests" not in info:
         fields = ", ".join(sorted(map(str, info))) or "none"
         raise UnusableAnswer(f"the row needs the field `tests` or `test_code`; its fields are {fields}")
-    tests = _list(info["tests"])[:most]
+    tests = info["tests"]
+    if isinstance(tests, str):
+        try:
+            tests = json.loads(tests, parse_int=whole_number)
+        except (ValueError, RecursionError) as error:
+            raise UnusableAnswer(f"`tests` is a string that is not valid JSON: {error}") from None
+    if not isinstance(tests, list | tuple) or not tests:
+        raise UnusableAnswer(f"`tests` must be a list with at least one test, got {_shown(tests)}")
+    tests = list(tests)[:most]
     try:
         if function := info.get("function"):
-            calls = [_call(test) for test in tests]
+            calls = []
+            for test in tests:
+                arguments, results = test["arguments"], test["results"] if "results" in test else [test["result"]]
+                if not isinstance(arguments, list | tuple) or not isinstance(results, list | tuple) or not results:
+                    raise TypeError
+                try:
+                    json.dumps(arguments)
+                except (TypeError, ValueError, RecursionError) as error:
+                    raise UnusableAnswer(f"the arguments of a test must be plain data of JSON: {error}") from None
+                calls.append((arguments, results))
             return Calls(str(function), tuple(given for given, _ in calls), tuple(results for _, results in calls))
         return InputOutput(tuple((_text(test["input"]), _text(test["output"])) for test in tests))
     except (KeyError, TypeError):
@@ -76,18 +93,6 @@ def read_tests(info: Mapping[str, Any], most: int | None) -> Tests:
             "arguments and result, the first a list," if info.get("function") else "input and output, both strings,"
         )
         raise UnusableAnswer(f"each of `tests` must be an object with {wanted} got {_shown(tests)}") from None
-
-
-def _call(test: Mapping[str, Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Arguments of a call, and the results that are right; raise a `TypeError` or `KeyError` for another form."""
-    arguments, results = test["arguments"], test["results"] if "results" in test else [test["result"]]
-    if not isinstance(arguments, list | tuple) or not isinstance(results, list | tuple) or not results:
-        raise TypeError
-    try:
-        json.dumps(arguments)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise UnusableAnswer(f"the arguments of a test must be plain data of JSON: {error}") from None
-    return arguments, results
 
 
 def _text(value: Any) -> str:
@@ -102,14 +107,3 @@ def _shown(value: Any) -> str:
         return f"{value!r:.80}"
     except (RecursionError, ValueError):
         return f"a {type(value).__name__}"
-
-
-def _list(tests: Any) -> list[Any]:
-    if isinstance(tests, str):
-        try:
-            tests = json.loads(tests, parse_int=whole_number)
-        except (ValueError, RecursionError) as error:
-            raise UnusableAnswer(f"`tests` is a string that is not valid JSON: {error}") from None
-    if not isinstance(tests, list | tuple) or not tests:
-        raise UnusableAnswer(f"`tests` must be a list with at least one test, got {_shown(tests)}")
-    return list(tests)

@@ -8,7 +8,7 @@ import io
 import json
 import pickle
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,28 +25,24 @@ def load(settings: Mapping[str, Any], split: str) -> list[dict[str, Any]]:
     """
     config = CodeProblemsSettings.model_validate(dict(settings))
     path = Path(config.path)
-    rows = []
-    for number, line in islice(_lines(path), config.max_rows):
-        try:
-            row = json.loads(line)
-            if not isinstance(row, dict):
-                raise DataError(f"a line must be an object, got {line!r:.60}")
-            rows.append(row_of(row, config.format))
-        except ValueError as error:
-            raise DataError(f"{path}:{number}: {error}") from None
+    rows: list[dict[str, Any]] = []
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else open(path, encoding="utf-8") as file:
+            for number, line in islice(
+                ((at, text) for at, text in enumerate(file, 1) if text.strip()), config.max_rows
+            ):
+                try:
+                    row = json.loads(line)
+                    if not isinstance(row, dict):
+                        raise DataError(f"a line must be an object, got {line!r:.60}")
+                    rows.append(row_of(row, config.format))
+                except ValueError as error:
+                    raise DataError(f"{path}:{number}: {error}") from None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
     if not rows:
         raise DataError(f"{path} has no rows")
     return rows
-
-
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else open(path, encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield number, line
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
 _ANSWER = "Write your answer as one block of Python code between ```python and ```."

@@ -88,36 +88,6 @@ def _key(value: Any) -> Hashable:
     return value if value is None or isinstance(value, str) else ("number", value)
 
 
-def _type(value: Any, names: Any, _: Any) -> bool:
-    return any(_TYPES[name](value) for name in ([names] if isinstance(names, str) else names))
-
-
-def _properties(value: Any, rules: Any, _: Any) -> bool:
-    return not isinstance(value, dict) or all(satisfies(value[key], rules[key]) for key in rules if key in value)
-
-
-def _additional(value: Any, rule: Any, schema: Any) -> bool:
-    others = set(value) - set(schema.get("properties", ())) if isinstance(value, dict) else set()
-    return all(satisfies(value[key], rule) for key in others)
-
-
-def _items(value: Any, rule: Any, schema: Any) -> bool:
-    rest = value[len(schema.get("prefixItems", ())) :] if isinstance(value, list) else []
-    return all(satisfies(item, rule) for item in rest)
-
-
-def _prefix(value: Any, rules: Any, _: Any) -> bool:
-    return not isinstance(value, list) or all(map(satisfies, value, rules))
-
-
-def _unique(value: Any, rule: Any, _: Any) -> bool:
-    return not rule or not isinstance(value, list) or len({_key(item) for item in value}) == len(value)
-
-
-def _multiple(value: Any, step: Any, _: Any) -> bool:
-    return not _TYPES["number"](value) or _exact(value) % _exact(step) == 0
-
-
 def _exact(number: Any) -> Fraction:
     """Return the number that was written, rather than the nearest float: 0.3 is a multiple of 0.1."""
     return Fraction(repr(number)) if isinstance(number, float) else Fraction(number)
@@ -129,16 +99,26 @@ def _bound(kind: str, holds: Callable[[Any, Any], bool], measure: Callable[[Any]
 
 
 _CHECKS: Mapping[str, Callable[[Any, Any, Any], bool]] = {
-    "type": _type,
+    "type": lambda value, names, _: any(_TYPES[name](value) for name in ([names] if isinstance(names, str) else names)),
     "enum": lambda value, options, _: any(same_json(value, option) for option in options),
     "const": lambda value, constant, _: same_json(value, constant),
-    "properties": _properties,
+    "properties": lambda value, rules, _: (
+        not isinstance(value, dict) or all(satisfies(value[key], rules[key]) for key in rules if key in value)
+    ),
     "required": lambda value, keys, _: not isinstance(value, dict) or set(keys) <= value.keys(),
-    "additionalProperties": _additional,
-    "items": _items,
-    "prefixItems": _prefix,
-    "uniqueItems": _unique,
-    "multipleOf": _multiple,
+    "additionalProperties": lambda value, rule, schema: (
+        not isinstance(value, dict)
+        or all(satisfies(value[key], rule) for key in set(value) - set(schema.get("properties", ())))
+    ),
+    "items": lambda value, rule, schema: (
+        not isinstance(value, list)
+        or all(satisfies(item, rule) for item in value[len(schema.get("prefixItems", ())) :])
+    ),
+    "prefixItems": lambda value, rules, _: not isinstance(value, list) or all(map(satisfies, value, rules)),
+    "uniqueItems": lambda value, rule, _: (
+        not rule or not isinstance(value, list) or len({_key(item) for item in value}) == len(value)
+    ),
+    "multipleOf": lambda value, step, _: not _TYPES["number"](value) or _exact(value) % _exact(step) == 0,
     "minimum": _bound("number", lambda size, rule: size >= rule),
     "maximum": _bound("number", lambda size, rule: size <= rule),
     "exclusiveMinimum": _bound("number", lambda size, rule: size > rule),
@@ -158,15 +138,6 @@ _CHECKS: Mapping[str, Callable[[Any, Any, Any], bool]] = {
 
 _NOTES = frozenset({"$schema", "$id", "$comment", "title", "description", "default", "examples", "format"})
 """Keywords that say nothing about what is valid."""
-
-
-def _is_type(names: Any) -> bool:
-    wanted = [names] if isinstance(names, str) else names
-    return isinstance(wanted, list) and all(isinstance(name, str) and name in _TYPES for name in wanted)
-
-
-def _is_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(each, str) for each in value)
 
 
 def _is_pattern(value: Any) -> bool:
@@ -190,10 +161,18 @@ _FLAG = ("true or false", _TYPES["boolean"])
 _OBJECT = ("an object", _TYPES["object"])
 _LIST = ("a list with at least one schema", lambda value: isinstance(value, list) and bool(value))
 _RULES: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
-    "type": (f"one or several of {', '.join(_TYPES)}", _is_type),
+    "type": (
+        f"one or several of {', '.join(_TYPES)}",
+        lambda names: all(
+            isinstance(name, str) and name in _TYPES for name in (names if isinstance(names, list) else [names])
+        ),
+    ),
     "enum": ("a list", _TYPES["array"]),
     "properties": _OBJECT,
-    "required": ("a list of names", _is_texts),
+    "required": (
+        "a list of names",
+        lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value),
+    ),
     "uniqueItems": _FLAG,
     "multipleOf": ("a number above 0", lambda value: bool(_TYPES["number"](value) and value > 0)),
     **dict.fromkeys(["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"], _NUMBER),

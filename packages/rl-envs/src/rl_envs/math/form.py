@@ -280,14 +280,6 @@ def _written(text: str, _: int) -> Form | None:
     return Written(re.sub(r"\s*-\s*", "-", re.sub(r"\s+to\s+", "-", text)).replace(" ", "").casefold())
 
 
-def _number(text: str, _: int) -> Form | None:
-    return number_in(text)
-
-
-def _series(text: str, _: int) -> Form | None:
-    return Series(re.sub(r"(?<=\W)\s+|\s+(?=\W)", "", text)) if "..." in text else None
-
-
 def _special(text: str, _: int) -> Form | None:
     """Return the empty set, the real numbers and infinity, from signs or words."""
     tight = text.replace(" ", "")
@@ -314,8 +306,11 @@ def _words(text: str, _: int) -> Form | None:
     ):
         return None
     folded = re.sub(r"[ .]+", " ", plain.casefold().strip(" ."))
-    if (number := _spoken_number(folded)) is not None:
-        return number
+    spoken = folded.split(" ")
+    for size in range(3):  # a number, with a unit or a counted thing in one or two words after it
+        value = spoken_value(" ".join(spoken[: len(spoken) - size]))
+        if value is not None and (units := read_unit(" ".join(spoken[len(spoken) - size :])) if size else (Unit(()),)):
+            return Number(value * units[0].count, counted(units)) if size else Number(value)
     folded = _ARTICLE.sub("", folded)
     if _ALL_REALS.fullmatch(folded):
         return REALS
@@ -324,18 +319,6 @@ def _words(text: str, _: int) -> Form | None:
     if "infinity" in (folded, folded := _SYNONYMS.get(folded, folded)):
         return Name(("infinity",))
     return Name(tuple(sorted(part.strip() for part in re.split(r",|&| and ", folded) if part.strip())))
-
-
-def _spoken_number(words: str) -> Number | None:
-    """Return a number in words, with a unit or a counted thing in one or two words after it."""
-    if (value := spoken_value(words)) is not None:
-        return Number(value)
-    parts = words.split(" ")
-    for size in (1, 2):
-        value, units = spoken_value(" ".join(parts[:-size])), read_unit(" ".join(parts[-size:]))
-        if value is not None and units:
-            return Number(value * units[0].count, counted(units))
-    return None
 
 
 def _union(text: str, depth: int) -> Form | None:
@@ -402,15 +385,11 @@ def _inequality(text: str, depth: int) -> Form | None:
         strict = (_LESS[first], _LESS[second])
     else:
         return None
-    return _endless(Interval(_read(low, depth + 1), _read(high, depth + 1), strict, middle))
-
-
-def _endless(interval: Interval) -> Interval:
-    """Return an interval whose infinite bounds are None and open, whatever the bracket."""
-    low = None if interval.low == Name(("negative infinity",)) else interval.low
-    high = None if interval.high == Name(("infinity",)) else interval.high
-    is_open = (interval.is_open[0] or low is None, interval.is_open[1] or high is None)
-    return replace(interval, low=low, high=high, is_open=is_open)
+    # An infinite bound is None and open, whatever the sign.
+    below, above = _read(low, depth + 1), _read(high, depth + 1)
+    is_endless = (below == Name(("negative infinity",)), above == Name(("infinity",)))
+    is_open = (strict[0] or is_endless[0], strict[1] or is_endless[1])
+    return Interval(None if is_endless[0] else below, None if is_endless[1] else above, is_open, middle)
 
 
 def _reals_without(points: Sequence[Form], name: str = "") -> Form | None:
@@ -486,29 +465,21 @@ def _equation(text: str, depth: int) -> Form | None:
     left, *rest = sides
     names = [name.strip() for name in left[1:-1].split(",")] if left[:1] == "(" and left[-1:] == ")" else []
     if len(names) > 1 and all(map(is_variable, names)):
-        return _assigned(names, _read(rest[-1], depth + 1)) if len(rest) == 1 else None
+        value = _read(rest[-1], depth + 1)
+        if len(rest) > 1 or not isinstance(value, Collection) or not value.is_ordered or len(value.items) != len(names):
+            return None
+        return Collection(tuple(Equation(name, (each,)) for name, each in zip(names, value.items, strict=True)), False)
     if len(rest) == 1 and is_variable(rest[0]) and not names_a_value(left):
         left, rest = rest[0], [left]
     forms = [_read(side, depth + 1) for side in rest]
     if not names_a_value(left) and (len(rest) > 1 or is_rounded or not _HAS_VARIABLE.search(left)):
         left, forms = "", [_read(left, depth + 1), *forms]
     if len(forms) > 1:
-        forms = [_calculated(form) for form in forms]
+        # In `x = 10-3 = 7` the difference is no score.
+        differences = [exact_value(form.text) if isinstance(form, Written) else None for form in forms]
+        forms = [form if each is None else Number(each) for form, each in zip(forms, differences, strict=True)]
     rounded = forms.pop() if is_rounded and len(forms) > 1 else None
     return Equation(left, tuple(forms), rounded)
-
-
-def _calculated(form: Form) -> Form:
-    """Return a difference as its value: in `x = 10-3 = 7` it is not a score."""
-    value = exact_value(form.text) if isinstance(form, Written) else None
-    return form if value is None else Number(value)
-
-
-def _assigned(names: Sequence[str], value: Form) -> Form | None:
-    """Return the values of several variables, from `(x, y) = (1, 2)`."""
-    if not isinstance(value, Collection) or not value.is_ordered or len(value.items) != len(names):
-        return None
-    return Collection(tuple(Equation(name, (item,)) for name, item in zip(names, value.items, strict=True)), False)
 
 
 def _member(text: str, depth: int) -> Form | None:
@@ -528,7 +499,8 @@ def _quantity(text: str, depth: int) -> Form | None:
 
 _COMMA = re.compile(r",")
 _FLAT_READERS: tuple[Callable[[str, int], Form | None], ...] = (
-    _numeral, _time, _written, _number, _series, _special, _words,
+    _numeral, _time, _written, lambda text, _: number_in(text),
+    lambda text, _: Series(re.sub(r"(?<=\W)\s+|\s+(?=\W)", "", text)) if "..." in text else None, _special, _words,
 )  # fmt: skip
 _READERS = (
     *_FLAT_READERS, _union, _alternatives, _inequality, _bracketed, _list, _plus_minus, _equation, _member, _quantity,

@@ -102,7 +102,10 @@ def canonical(text: str) -> str:
         return text.strip()
     if not text.isascii():
         text = _without_unicode(text)
-    text = _GROUPED.sub(_ungrouped, text).replace("{,}", ",")
+    text = _GROUPED.sub(
+        lambda found: re.sub(r"\D", "", found[0].removesuffix(f",{found[1]}")) + (f".{found[1]}" if found[1] else ""),
+        text,
+    ).replace("{,}", ",")
     text = _EUROPEAN.sub(lambda match: match[0].replace(".", "").replace(",", "."), text)
     text = _INDIAN.sub(lambda match: match[0].replace(",", ""), text)
     if "\\" not in text and text.isascii() and len(text) < 2:
@@ -113,18 +116,15 @@ def canonical(text: str) -> str:
     text = _MATH.sub(r" \1 ", text).strip()
     if text.startswith("$$") and text.endswith("$$"):
         text = text[2:-2]
-    return " ".join(_with_functions(text).split())
+    text = _bracketed(_OTHER_NAME.sub(lambda found: _OTHER_NAMES[found[1]], text))
+    text = _ROOT_OF_DIGITS.sub(r"\\sqrt{\2}", text)
+    return " ".join(_FUNCTION.sub(lambda found: f"\\{found[1]} ", text).split())
 
 
 def _listed(found: re.Match[str]) -> str:
     """Return the lines of a system of equations as a list."""
     lines = [line.replace("&", "").strip(" ,") for line in found[2].split(r"\\")]
     return ", ".join(line for line in lines if line) if all("=" in line for line in lines if line) else found[0]
-
-
-def _ungrouped(found: re.Match[str]) -> str:
-    whole = re.sub(r"\D", "", found[0][: found.start(1) - found.start()] if found[1] else found[0])
-    return f"{whole}.{found[1]}" if found[1] else whole
 
 
 def _without_unicode(text: str) -> str:
@@ -134,28 +134,18 @@ def _without_unicode(text: str) -> str:
         runs = dict.fromkeys(re.findall(f"[{written}]+", text))
         for run in sorted(runs, key=len, reverse=True):
             text = text.replace(run, f"{mark}{{{run.translate(table)}}}")
-    text = re.sub("[¼-¾⅐-⅞]", _fraction, text)
+    for sign in set(re.findall("[¼-¾⅐-⅞]", text)):
+        above, _, below = unicodedata.normalize("NFKC", sign).partition("⁄")
+        text = text.replace(sign, rf"\frac{{{above}}}{{{below}}}")
     text = re.sub("(\\d)\u0305", r"\\overline{\1}", text)
     text = unicodedata.normalize("NFKC", text.translate(_SPECIAL)).translate(_SPECIAL)
     return re.sub(r"[^\x00-\x7f]", lambda found: _decimal(found[0]), text)
-
-
-def _fraction(found: re.Match[str]) -> str:
-    above, _, below = unicodedata.normalize("NFKC", found[0]).partition("⁄")
-    return rf"\frac{{{above}}}{{{below}}}"
 
 
 def _decimal(character: str) -> str:
     """Return a digit of any script as an ASCII digit."""
     digit = unicodedata.decimal(character, None)
     return character if digit is None else str(digit)
-
-
-def _with_functions(text: str) -> str:
-    text = _OTHER_NAME.sub(lambda found: _OTHER_NAMES[found[1]], text)
-    text = _bracketed(text)
-    text = _ROOT_OF_DIGITS.sub(r"\\sqrt{\2}", text)
-    return _FUNCTION.sub(lambda found: f"\\{found[1]} ", text)
 
 
 def _bracketed(text: str) -> str:

@@ -69,10 +69,12 @@ def are_equal(found: str, known: str) -> bool | None:
     """
     if not all(_is_modest(text) and _is_arithmetic(text) for text in (found, known)):
         return None
-    if (plain := (_without_degrees(found), _without_degrees(known))) != (found, known):
+    # A sum of angles, such as 90° - x, is also a number of degrees.
+    plain = [text if _TRIGONOMETRY.search(text) else text.replace("°", "") for text in (found, known)]
+    if plain != [found, known]:
         return are_equal(*plain) or None
     try:
-        mine, theirs = _parsed(found), _parsed_known(known)
+        mine, theirs = _parsed(found), _parsed(known)
         same = None if mine is None or theirs is None else _same(mine, theirs)
         if same is False and _LOG.search(found + known):
             # Without a base it is the logarithm to base 10 or e.
@@ -81,11 +83,6 @@ def are_equal(found: str, known: str) -> bool | None:
         return same
     except _SYMPY_ERRORS:
         return None
-
-
-def _without_degrees(text: str) -> str:
-    """Return a sum of angles, such as 90° - x, as a number of degrees."""
-    return text if _TRIGONOMETRY.search(text) else text.replace("°", "")
 
 
 def is_near(text: str, value: Fraction, distance: Fraction) -> bool:
@@ -116,12 +113,7 @@ def _is_modest(text: str) -> bool:
     return len(text) <= MAX_LENGTH and is_flat and _TOWER.search(text) is None
 
 
-@lru_cache(maxsize=1024)
-def _parsed_known(known: str) -> Any:
-    # all rollouts of a group share their known answer
-    return _parsed(known)
-
-
+@lru_cache(maxsize=1024)  # All rollouts of a group share their known answer.
 def _parsed(text: str) -> Any:
     """Return the sympy object of an expression, with decimals as exact fractions; None if it cannot be read as a whole,
     or divides by zero."""
@@ -134,7 +126,6 @@ def _parsed(text: str) -> Any:
         return None
     if not isinstance(expression, sympy.Basic | sympy.MatrixBase) or expression.has(*_UNREAD):
         return None
-    expression = expression
     letters = {each: _CONSTANTS[each.name] for each in expression.free_symbols if each.name in _CONSTANTS}
     expression = expression.xreplace(letters)
     floats = expression.atoms(sympy.Float)
@@ -146,8 +137,6 @@ def _same(mine: Any, theirs: Any) -> bool | None:
         if isinstance(mine, kind) or isinstance(theirs, kind):
             return compare(mine, theirs) if isinstance(mine, kind) and isinstance(theirs, kind) else False
     if isinstance(mine, sympy.Expr) and isinstance(theirs, sympy.Expr):
-        mine = mine
-        theirs = theirs
         if mine == theirs:
             return True
         mine, theirs = _real_roots(mine), _real_roots(theirs)
@@ -161,15 +150,11 @@ def _same(mine: Any, theirs: Any) -> bool | None:
     return True if mine == theirs else None
 
 
-def _by_exponentials(difference: Any) -> Any:
-    return sympy.cancel(sympy.together(sympy.expand(difference.rewrite(sympy.exp), power_exp=True)))
-
-
 _PROOFS: tuple[Callable[[Any], Any], ...] = (
     sympy.expand,
     lambda difference: sympy.expand(sympy.expand_log(difference.doit())),
     sympy.simplify,
-    _by_exponentials,
+    lambda difference: sympy.cancel(sympy.together(sympy.expand(difference.rewrite(sympy.exp), power_exp=True))),
 )
 """Forms of a difference that are zero only if it is, the quicker ones first."""
 
@@ -204,7 +189,13 @@ def _differ_somewhere(mine: Any, theirs: Any) -> bool:
     is_complex = mine.has(sympy.I) or theirs.has(sympy.I)
     for start in (3, 7, -4, -9) if symbols else (0,):
         signed = {each: abs(start) if each in positive else start for each in symbols}
-        values = {each: _sample(each, signed[each], index) for index, each in enumerate(symbols)}
+        # Variables that usually count are whole numbers.
+        values = {
+            each: sympy.Integer(abs(signed[each]) + index)
+            if each.name[0] in "nkmjNKM"
+            else sympy.Rational(signed[each] + 2 * index, 5)
+            for index, each in enumerate(symbols)
+        }
         one, other = (sympy.N(side.subs(values), DIGITS, maxn=1000) for side in (mine, theirs))
         if not all(value.is_number and value.is_finite and (is_complex or value.is_real) for value in (one, other)):
             continue
@@ -215,24 +206,10 @@ def _differ_somewhere(mine: Any, theirs: Any) -> bool:
     return False
 
 
-def _sample(symbol: Any, start: int, index: int) -> Any:
-    """Return a value of a variable; those that usually count are whole numbers."""
-    counts = symbol.name[0] in "nkmjNKM"
-    return sympy.Integer(abs(start) + index) if counts else sympy.Rational(start + 2 * index, 5)
-
-
 def _same_items(mine: Any, theirs: Any) -> bool | None:
     if len(mine) != len(theirs):
         return False
     return all_of(_same(one, other) for one, other in zip(mine, theirs, strict=True))
-
-
-def _same_set(mine: Any, theirs: Any) -> bool | None:
-    return matched(list(mine), list(theirs), _same)
-
-
-def _same_matrix(mine: Any, theirs: Any) -> bool | None:
-    return mine.shape == theirs.shape and _same_items(list(mine), list(theirs))
 
 
 def _same_relation(mine: Any, theirs: Any) -> bool | None:
@@ -248,8 +225,8 @@ def _same_relation(mine: Any, theirs: Any) -> bool | None:
 
 
 _KINDS: tuple[tuple[Any, Callable[[Any, Any], bool | None]], ...] = (
-    (sympy.FiniteSet, _same_set),
+    (sympy.FiniteSet, lambda mine, theirs: matched(list(mine), list(theirs), _same)),
     (sympy.Tuple, _same_items),
-    (sympy.MatrixBase, _same_matrix),
+    (sympy.MatrixBase, lambda mine, theirs: mine.shape == theirs.shape and _same_items(list(mine), list(theirs))),
     (sympy.core.relational.Relational, _same_relation),
 )

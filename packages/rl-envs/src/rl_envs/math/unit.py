@@ -175,13 +175,12 @@ class Unit:
 def _rows(table: str) -> Iterator[tuple[list[str], list[Unit]]]:
     for line in table.strip().splitlines():
         names, _, sizes = line.partition(" = ")
-        yield re.split("[ ,]", names), [_sized(each) for each in sizes.split("|")]
-
-
-def _sized(text: str) -> Unit:
-    size, *powers = text.split()
-    pairs = (power.partition("^") for power in powers)
-    return Unit(tuple(sorted((name, int(power or 1)) for name, _, power in pairs)), Fraction(size))
+        units = []
+        for size, *powers in map(str.split, sizes.split("|")):
+            pairs = (power.partition("^") for power in powers)
+            basic = tuple(sorted((name, int(power or 1)) for name, _, power in pairs))
+            units.append(Unit(basic, Fraction(size)))
+        yield re.split("[ ,]", names), units
 
 
 def _plurals(name: str) -> list[str]:
@@ -262,26 +261,19 @@ def _factors(text: str, *, is_marked: bool) -> list[tuple[list[Unit], int]]:
                 return []
             found.append(([Unit((), count=factor)], 1))
         elif name:
-            units = _named(name, is_marked=is_marked)
-            if not units:
+            # Symbols are case-sensitive, words are not.
+            if len(name) == 1 and name.isalpha() and not is_marked and name not in _LETTERS:
                 return []
+            units = _SYMBOLS.get(name) or _WORDS.get(lower)
+            if units is None:
+                singular = next((each for each in (lower, lower.removesuffix("s")) if each in _THINGS), "")
+                if not singular:
+                    return []
+                units = [Unit(((singular, 1),))]
             found.append((units, sign * power))
             # "m/s kg" divides only by the seconds, "kg/(m s)" divides by both.
             power, sign = 1, sign if is_inside else 1
     return found
-
-
-def _named(name: str, *, is_marked: bool) -> list[Unit]:
-    """Return the units with a name; symbols are case-sensitive, words are not."""
-    lower = name.lower()
-    if len(name) == 1 and name.isalpha() and not is_marked and name not in _LETTERS:
-        return []
-    if name in _SYMBOLS:
-        return _SYMBOLS[name]
-    if lower in _WORDS:
-        return _WORDS[lower]
-    singular = next((each for each in (lower, lower.removesuffix("s")) if each in _THINGS), "")
-    return [Unit(((singular, 1),))] if singular else []
 
 
 def _multiplied(factors: tuple[tuple[Unit, int], ...]) -> Unit:

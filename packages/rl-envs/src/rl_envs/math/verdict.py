@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from fractions import Fraction
+from itertools import product
 from typing import Any
 
 from rl_envs.math.extraction import is_number, normalised
@@ -32,7 +33,6 @@ from rl_envs.math.form import (
 )
 from rl_envs.math.number import Number, exact_value, read_number, split_unit
 from rl_envs.math.plugin import AnswerFormat
-from rl_envs.math.unit import Unit
 from rl_envs.time_limit import CPU_S, outside_of_limit, within
 
 MAX_BITS = 4096
@@ -162,70 +162,50 @@ def _is_rounding(value: Form, rounded: Form) -> bool:
 
 def _same_quantity(mine: Number | Quantity, theirs: Form) -> bool | None:
     """Compare values with units. If only one of them has a unit, that is the unit meant."""
-    if isinstance(theirs, Expression) and (split := _with_letter(theirs)) is not None and mine.units:
-        theirs = split
+    # The last letter of an expression is read as a unit, as in `5m`.
+    lettered = isinstance(theirs, Expression) and re.fullmatch(r"(.*[\d})])([A-Za-z](?:\^\{?\d\}?)?)", theirs.text)
+    if mine.units and lettered and (split := split_unit(f"{lettered[1]} {lettered[2]}")) is not None:
+        theirs = Quantity(read(split[0]), split[1])
     if not isinstance(theirs, Number | Quantity | Expression):
         return _same(mine.value, theirs) if isinstance(mine, Quantity) else False if isinstance(theirs, Name) else None
-    value, other = _bare(mine), _bare(theirs)
+    value, other = (
+        each.value if isinstance(each, Quantity) else Number(each.value) if isinstance(each, Number) else each
+        for each in (mine, theirs)
+    )
     units, other_units = mine.units, theirs.units if isinstance(theirs, Number | Quantity) else ()
     if not units or not other_units:
-        sizes = {size for unit in (*units, *other_units) for size in _sizes(unit)} or {"1"}
-        is_mine = bool(units)
-        return _any_of(
-            _same_size(*((value, size, other, "1") if is_mine else (value, "1", other, size))) for size in sizes
-        )
-    return _any_of(_same_in(value, one, other, another) for one in units for another in other_units)
+        # 50% is 50 and 1/2, 30° is 30 and π/6.
+        sizes = {"1", *(_SIZES[unit.powers] for unit in (*units, *other_units) if unit.powers in _SIZES)}
+        found = {_same_size(value, size if units else "1", other, "1" if units else size) for size in sizes}
+    else:
+        found = set()
+        for unit, other_unit in product(units, other_units):
+            if unit.powers == other_unit.powers:
+                found.add(_same_size(value, str(unit.size), other, str(other_unit.size)))
+            elif unit.powers in _ANGLES and other_unit.powers in _ANGLES:
+                found.add(_same_size(value, _ANGLES[unit.powers], other, _ANGLES[other_unit.powers]))
+            else:
+                found.add(None if unit.is_counted() or other_unit.is_counted() else False)
+    return True if True in found else None if None in found else False
 
 
-def _same_in(value: Form, unit: Unit, other: Form, other_unit: Unit) -> bool | None:
-    angles = {(("°", 1),): "pi/180", (("rad", 1),): "1"}
-    if unit.powers == other_unit.powers:
-        return _same_size(value, str(unit.size), other, str(other_unit.size))
-    if unit.powers in angles and other_unit.powers in angles:
-        return _same_size(value, angles[unit.powers], other, angles[other_unit.powers])
-    return None if unit.is_counted() or other_unit.is_counted() else False
-
-
-def _sizes(unit: Unit) -> set[str]:
-    """Return the factors that may replace the unit of a number: 50% is 50 and 1/2, 30° is π/6 too."""
-    if unit.powers == (("%", 1),):
-        return {"1", "1/100"}
-    if unit.powers == (("°", 1),):
-        return {"1", "pi/180"}
-    return {"1"}
+_ANGLES = {(("°", 1),): "pi/180", (("rad", 1),): "1"}
+_SIZES = {(("%", 1),): "1/100", (("°", 1),): "pi/180"}
+"""Factors that may replace the unit of a number."""
 
 
 def _same_size(value: Form, size: str, other: Form, other_size: str) -> bool | None:
-    if isinstance(value, Number) and isinstance(other, Number) and "pi" not in size + other_size:
+    is_rational = "pi" not in size + other_size
+    if isinstance(value, Number) and isinstance(other, Number) and is_rational:
         return value.value * Fraction(size) == other.value * Fraction(other_size)
-    return _same(_scaled(value, size), _scaled(other, other_size))
-
-
-def _scaled(form: Form, size: str) -> Form:
-    if size == "1":
-        return form
-    if isinstance(form, Number) and "pi" not in size:
-        return Number(form.value * Fraction(size))
-    text = _text(form)
-    return form if text is None else Expression(rf"({text})\cdot({size})".replace("pi", r"\pi "))
-
-
-def _bare(form: Form) -> Form:
-    if isinstance(form, Quantity):
-        return form.value
-    return Number(form.value) if isinstance(form, Number) else form
-
-
-def _with_letter(expression: Expression) -> Quantity | None:
-    """Read an expression as a quantity if its last letter is a unit, as in `5m`."""
-    match = re.fullmatch(r"(.*[\d})])([A-Za-z](?:\^\{?\d\}?)?)", expression.text)
-    split = None if match is None else split_unit(f"{match[1]} {match[2]}")
-    return None if split is None else Quantity(read(split[0]), split[1])
-
-
-def _any_of(verdicts: Iterable[bool | None]) -> bool | None:
-    found = list(verdicts)
-    return True if True in found else None if None in found else False
+    scaled = []
+    for form, factor in ((value, size), (other, other_size)):
+        if isinstance(form, Number) and "pi" not in factor:
+            form = Number(form.value * Fraction(factor)) if factor != "1" else form
+        elif factor != "1" and (text := _text(form)) is not None:
+            form = Expression(rf"({text})\cdot({factor})".replace("pi", r"\pi "))
+        scaled.append(form)
+    return _same(*scaled)
 
 
 def _same_ratio(mine: Ratio, theirs: Form) -> bool | None:
@@ -267,22 +247,11 @@ def _same_written(mine: Form, theirs: Form) -> bool | None:
     ):
         return None
     if isinstance(mine, Numeral) and isinstance(theirs, Number):
-        return None if _value(mine) == theirs.value else False
+        try:
+            return None if int(mine.digits, mine.base) == theirs.value else False
+        except ValueError:
+            return False
     return mine == theirs
-
-
-def _value(numeral: Numeral) -> int | None:
-    try:
-        return int(numeral.digits, numeral.base)
-    except ValueError:
-        return None
-
-
-def _same_text(mine: Written, theirs: Form) -> bool | None:
-    if not isinstance(theirs, Written):
-        return None
-    values = exact_value(mine.text), exact_value(theirs.text)
-    return mine == theirs or (None if values[0] == values[1] else False)
 
 
 def _same_letters(mine: Letters, theirs: Form) -> bool | None:
@@ -325,30 +294,23 @@ def _merged(parts: Iterable[Form]) -> list[tuple[_Bound | None, _Bound | None]] 
             form = Interval(single, single, (False, False)) if isinstance(single, Number) else _as_interval(single)
             if not isinstance(form, Interval):
                 return None
-            ends = [
-                None if end is None else (end.value if isinstance(end, Number) and not end.units else None)
-                for end in (form.low, form.high)
-            ]
-            if any(end is None and given is not None for end, given in zip(ends, (form.low, form.high), strict=True)):
-                return None
-            low, high = (None if e is None else (e, o) for e, o in zip(ends, form.is_open, strict=True))
-            intervals.append((low, high))
+            ends: list[_Bound | None] = []
+            for end, is_open in zip((form.low, form.high), form.is_open, strict=True):
+                if end is not None and (not isinstance(end, Number) or end.units):
+                    return None
+                ends.append(None if end is None else (end.value, is_open))
+            intervals.append((ends[0], ends[1]))
     intervals.sort(key=lambda each: (each[0] is not None, each[0] or (Fraction(0), False)))
     merged: list[tuple[_Bound | None, _Bound | None]] = []
     for low, high in intervals:
-        if merged and _touch(merged[-1][1], low):
-            before = merged[-1][1]
+        before = merged[-1][1] if merged else None
+        is_apart = before and low and (low[0] > before[0] or (low[0] == before[0] and low[1] and before[1]))
+        if merged and not is_apart:
             is_longer = before is not None and (high is None or (high[0], not high[1]) > (before[0], not before[1]))
             merged[-1] = (merged[-1][0], high if is_longer else before)
         else:
             merged.append((low, high))
     return merged
-
-
-def _touch(high: _Bound | None, low: _Bound | None) -> bool:
-    if high is None or low is None:
-        return True
-    return low[0] < high[0] or (low[0] == high[0] and not (low[1] and high[1]))
 
 
 def _same_interval(mine: Interval, theirs: Form) -> bool | None:
@@ -415,7 +377,14 @@ _COMPARISONS: tuple[tuple[Any, Callable[[Any, Form], bool | None]], ...] = (
     (Equation, _same_equation),
     (TimeOfDay, _same_time),
     (Ratio, _same_ratio),
-    (Written, _same_text),
+    (
+        Written,
+        lambda mine, theirs: (
+            None
+            if not isinstance(theirs, Written)
+            else mine == theirs or (None if exact_value(mine.text) == exact_value(theirs.text) else False)
+        ),
+    ),
     (Letters, _same_letters),
     (Quantity, _same_quantity),
     (Numeral | Name | Series, _same_written),
