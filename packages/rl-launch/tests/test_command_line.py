@@ -10,7 +10,7 @@ from rl_core.testing.exhaustive import partly_exhaustive
 from rl_core.testing.isolation import loaded_by_command
 from rl_launch.cli import app
 from rl_launch.cli.failure import reported
-from rl_launch.commands.train import Outcome
+from rl_launch.commands.train import TrainOutcome
 from rl_launch.recipes import recipe_names
 
 RL = "rl_launch.cli.app:main"
@@ -34,7 +34,9 @@ def test_help_answers_at_once():
 
 @pytest.mark.parametrize(("is_finished", "code"), [(True, 0), (False, 75)])
 def test_a_run_ends_with_the_commands_to_type_next(monkeypatch, tmp_path, is_finished, code):
-    monkeypatch.setattr("rl_launch.commands.train.train", lambda plan, **given: Outcome({}, is_finished=is_finished))
+    monkeypatch.setattr(
+        "rl_launch.commands.train.train", lambda plan, **given: TrainOutcome({}, is_finished=is_finished)
+    )
     answer = CliRunner().invoke(app, ["train", "sft-tiny", f"run_dir={tmp_path}/my run"])
     assert answer.exit_code == code
     # a pipe gets the folder only

@@ -10,7 +10,7 @@ import pytest
 import rl_launch
 from rl_core.errors import ConfigError, DataError
 from rl_launch.api.api import TrainResult, result_of
-from rl_launch.commands.train import Outcome
+from rl_launch.commands.train import TrainOutcome
 from rl_launch.session.checkpoints.manifest import CheckpointManifest
 
 
@@ -25,7 +25,7 @@ def started(monkeypatch):
 
     def train(plan, **given):
         runs.append((plan.config, given))
-        return Outcome({})
+        return TrainOutcome({})
 
     monkeypatch.setattr("rl_launch.commands.train.train", train)
     monkeypatch.setattr("rl_launch.api.api.result_of", lambda run_dir: run_dir)
@@ -68,7 +68,9 @@ def test_a_wrong_key_is_a_config_error(started):
     ],
 )
 def test_what_follows_an_interrupted_run_does_not_run(monkeypatch, number, error):
-    monkeypatch.setattr("rl_launch.commands.train.train", lambda plan, **given: Outcome({}, number, is_finished=False))
+    monkeypatch.setattr(
+        "rl_launch.commands.train.train", lambda plan, **given: TrainOutcome({}, number, is_finished=False)
+    )
     with error:
         rl_launch.train("sft-arithmetic")
 

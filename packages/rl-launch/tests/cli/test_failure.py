@@ -16,7 +16,7 @@ from rl_core.errors import ConfigError, Origin, RLError, WorkerError
 from rl_launch.cli.app import app
 from rl_launch.cli.failure import explained, reported, resumable
 from rl_launch.commands import train
-from rl_launch.commands.train import Outcome
+from rl_launch.commands.train import TrainOutcome
 from rl_launch.placement.bundles import DevicesLost
 
 # click itself ends `--version` with 1, and rich the tables
@@ -81,7 +81,7 @@ def test_sigterm_ends_a_command_that_can_be_resumed_with_that_exit_code(is_taken
 
 @pytest.mark.parametrize(("is_finished", "code"), [(True, 0), (False, 75)])
 def test_an_unfinished_run_has_the_same_exit_code(is_finished, code, monkeypatch, tmp_path):
-    monkeypatch.setattr(train, "train", lambda *_, **__: Outcome({}, is_finished=is_finished))
+    monkeypatch.setattr(train, "train", lambda *_, **__: TrainOutcome({}, is_finished=is_finished))
     answer = CliRunner().invoke(app, ["train", "sft-arithmetic", f"run_dir={tmp_path / 'run'}"])
     assert answer.exit_code == code
 

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from rl_launch.commands import quickstart
 from rl_launch.commands.quickstart import Quickstart
-from rl_launch.commands.train import Outcome
+from rl_launch.commands.train import TrainOutcome
 from rl_launch.session.checkpoints.manifest import CheckpointManifest
 from rl_launch.session.directory.run_state import RunState
 
@@ -15,7 +15,7 @@ ACCURACY = {"initial": 0.01, "sft": 0.5, "grpo": 0.875}
 
 
 def test_a_stage_that_a_signal_ended_is_followed_by_none(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(quickstart, "train", lambda config, **_: Outcome({}, signal.SIGTERM))
+    monkeypatch.setattr(quickstart, "train", lambda config, **_: TrainOutcome({}, signal.SIGTERM))
     stages = Quickstart(tmp_path, Console(), ())
     with pytest.raises(SystemExit) as ended:
         stages.fine_tune(stages.make_model())

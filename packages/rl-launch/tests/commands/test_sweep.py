@@ -15,7 +15,7 @@ from rl_launch.cli import app
 from rl_launch.commands import sweep as module
 from rl_launch.commands.start import run_of
 from rl_launch.commands.sweep import run_names, run_sweep, split_values, sweep_of
-from rl_launch.commands.train import Outcome
+from rl_launch.commands.train import TrainOutcome
 from rl_launch.run_config.reading import RunRecording
 from rl_launch.session import RunDirectory
 from rl_launch.session.directory.run_state import Best, RunState
@@ -127,7 +127,7 @@ def trained(monkeypatch):
 
     def train(plan, *, run_dir, title):
         noted.runs.append(run_dir.name)
-        ending = noted.at.get(run_dir.name, Outcome({}))
+        ending = noted.at.get(run_dir.name, TrainOutcome({}))
         if isinstance(ending, BaseException):
             raise ending
         directory = RunDirectory(run_dir, RunRecording())
@@ -192,7 +192,7 @@ def test_a_mistake_of_the_user_in_one_run_costs_neither_the_others_nor_ray(tmp_p
 
 
 def test_a_signal_ends_the_run_and_the_sweep_which_goes_on_there(tmp_path, trained, caplog):
-    trained.at["seed-2"] = Outcome({}, signal.SIGTERM)
+    trained.at["seed-2"] = TrainOutcome({}, signal.SIGTERM)
     with caplog.at_level(logging.WARNING, "rl_launch"):
         answer = swept(tmp_path, "sft.seed=1,2,3")
     assert answer.exit_code == 128 + signal.SIGTERM

@@ -19,7 +19,7 @@ from rl_launch.cluster.device import check_devices, resolve_device
 from rl_launch.commands.preparation import check_run_dir
 from rl_launch.commands.runs import Listing
 from rl_launch.commands.start import GivenRun, recipe_name, run_of
-from rl_launch.commands.train import Outcome, finished_metrics, train
+from rl_launch.commands.train import TrainOutcome, finished_metrics, train
 from rl_launch.run_config.reading import read_raw
 from rl_launch.session.directory.run_folder import RunFolder, is_run
 from rl_launch.show.report import headings
@@ -121,7 +121,7 @@ def run_names(keys: Sequence[str], combinations: Sequence[Sequence[str]]) -> lis
     return names
 
 
-def run_sweep(sweep: Sweep, explained: Callable[[Exception, Path], str]) -> tuple[dict[str, str], Outcome | None]:
+def run_sweep(sweep: Sweep, explained: Callable[[Exception, Path], str]) -> tuple[dict[str, str], TrainOutcome | None]:
     """Make the runs of a sweep. Finished ones are left as they are, interrupted ones are resumed, and after one that
     fails the others are made all the same.
 

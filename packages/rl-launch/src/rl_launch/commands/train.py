@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrainOutcome:
     """The end of a run.
 
     Args:
@@ -60,23 +60,22 @@ class Outcome:
     is_finished: bool = True
 
     def exit_if_stopped(self) -> None:
-        """If a signal ended the run, end this process as the signal would have: later stages need a finished run.
+        """End this process if a signal ended the run, as the signal would have: later stages need a finished run.
 
         Raises:
             SystemExit: With exit code 128 plus the number of the signal.
         """
         if self.stop_signal is not None:
-            _log.warning(
-                "%s ended the run before its last step. Run the same command again to resume", self.stop_signal.name
-            )
+            message = "%s ended the run before its last step. Run the same command again to resume"
+            _log.warning(message, self.stop_signal.name)
             raise SystemExit(128 + self.stop_signal)
 
 
 def train(
     plan: RunPlan, *, run_dir: str | Path, title: str = "", fresh: bool = False, branch_point: BranchPoint | None = None
-) -> Outcome:
+) -> TrainOutcome:
     """Run the configured algorithm in a run directory, or resume the run that it holds. A run that lost a model worker
-    or a node goes on from its newest checkpoint, on the remaining nodes. A finished run is left as it is.
+    or a node resumes from its newest checkpoint, on the remaining nodes. A finished run is left as it is.
 
     All checks that need no worker run before any process starts, the fastest first.
 
@@ -84,7 +83,7 @@ def train(
         plan: Plan of the run.
         run_dir: Made, or resumed.
         title: Shown with the progress.
-        fresh: Refuse to go on with an earlier run.
+        fresh: Refuse to resume an earlier run.
         branch_point: The run and step that a new run starts from.
 
     Raises:
@@ -97,7 +96,7 @@ def train(
     run.take([FOLDER])
     metrics = finished_metrics(run_dir, plan) if run.branch is None else None
     if metrics is not None:
-        return Outcome(metrics)
+        return TrainOutcome(metrics)
     run.take(DATA_CHECKS)
     restoration = Restoration(saves=config.checkpointing.enabled)
     exports = export_suffixes(plugin.models(config))
@@ -130,7 +129,7 @@ def train(
 
 def _run(
     run: Preparation, start: Callable[..., RunSession], restoration: Restoration, monitoring: RunMonitoring
-) -> Outcome:
+) -> TrainOutcome:
     restoration.goes_on = False
     run.take(START_CHECKS)
     plan, needs, algorithm = run.plan, run.needs, run.plan.algorithm
@@ -176,11 +175,11 @@ def _run(
             session.read_token_texts_from(TokenTexts(run.tokenizer))
         with session.with_models(), monitoring.watching(runtime):
             algorithm.run(config, components, session)
-    return Outcome(session.last_metrics, session.stop_signal, session.is_finished)
+    return TrainOutcome(session.last_metrics, session.stop_signal, session.is_finished)
 
 
 def finished_metrics(run_dir: str | Path, plan: RunPlan) -> Mapping[str, float] | None:
-    """The last metrics of a finished run, with a message in the log; None if the run is not finished."""
+    """Return the last metrics of a finished run, with a message in the log; None if the run is not finished."""
     path = Path(run_dir).expanduser()
     if not is_run(path):
         return None
@@ -199,7 +198,7 @@ def with_local_models(plan: RunPlan, warmed_up: Callable[[str], Path] | None = N
 
     Args:
         plan: Plan of a run.
-        warmed_up: Function from the name of a warmed-up model to its folder; it is trained if need be by default.
+        warmed_up: Function from the name of a warmed-up model to its folder. By default a missing model is trained.
     """
     config, local = plan.config, partial(local_model, warmed_up=warmed_up or _warmed_up_model)
     for key in plan.model_sections:
@@ -261,13 +260,13 @@ def _warmed_up_model(name: str) -> Path:
 
 
 def _warmed_up_folder(name: str, plan: RunPlan) -> Path:
-    """Where the model is; another version of this package may have another recipe of that name."""
+    """Return the folder of the model; another version of this package may have another recipe of that name."""
     version = hashlib.sha256(to_yaml(plan.root).encode()).hexdigest()[:8]
     return models_folder() / f"{name}-{version}"
 
 
 def findings(rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The advice on the metrics of a run so far, except on its speed: what each is about, and its text with the remedy.
+    """Return the advice on the metrics of a run so far, except on its speed: its metric, and its text with the remedy.
 
     Args:
         rows: Metrics of every step.

@@ -15,7 +15,6 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from rl_core.plugins import plugin_packages
-from rl_core.ray.host import MAX_LOG_BYTES
 
 
 @cache
@@ -53,6 +52,9 @@ def show_logs(*, verbose: bool = False) -> None:
 @contextmanager
 def logged_to(path: Path) -> Iterator[None]:
     """Append log records to a file while inside; one of more than `MAX_LOG_BYTES` becomes `NAME.1`."""
+    # imports Ray, which takes a second that commands without a run should not pay
+    from rl_core.ray.host import MAX_LOG_BYTES
+
     handler = _LogFile(path, maxBytes=MAX_LOG_BYTES, backupCount=1, delay=True, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.getLogger().addHandler(handler)
