@@ -36,7 +36,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from measurement import surroundings, table
 
-from rl_algos.data.streams.stream import Stream
+from rl_algos.data.stream import Stream
 from rl_algos.rollouts.driver.source import PacedRolloutSource
 from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.group import RolloutGroup, RolloutReports

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 import numpy as np
 from measurement import median, seconds, surroundings, table
 
-from rl_algos.data.streams.stream import Stream
+from rl_algos.data.stream import Stream
 from rl_algos.grpo.config import GRPOConfig
 from rl_algos.grpo.estimators import advantages_of
 from rl_algos.grpo.loop import train

@@ -29,7 +29,7 @@ from measurement import surroundings, table
 
 from rl_algos.data.examples import load_examples
 from rl_algos.data.prompts import prompt_stream
-from rl_algos.data.streams.stream import Stream
+from rl_algos.data.stream import Stream
 from rl_algos.tokenizer import load_tokenizer
 from rl_core.data.batch import Batch
 from rl_core.devices import device_named

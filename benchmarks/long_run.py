@@ -30,7 +30,7 @@ from measurement import surroundings, table
 from pydantic import Field
 from rich.console import Console
 
-from rl_algos.data.streams.stream import Stream
+from rl_algos.data.stream import Stream
 from rl_algos.grpo.config import GRPOConfig
 from rl_algos.grpo.loop import train
 from rl_algos.losses.policy import PolicyLoss

@@ -10,7 +10,7 @@ import numpy as np
 
 from rl_algos.data.examples import Datasets
 from rl_algos.data.prompts import prompt_stream
-from rl_algos.data.streams.stream import Stream
+from rl_algos.data.stream import Stream
 from rl_algos.losses.tokens import NLLLoss
 from rl_algos.rollouts.driver.source import PacedRolloutSource
 from rl_algos.supervised.algorithm import SupervisedAlgorithm

@@ -9,9 +9,9 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from rl_algos.data.config import DatasetConfig
+from rl_algos.data.row_images import RowImages
 from rl_algos.data.rows.example import by_keys
 from rl_algos.data.sources.figures import COLOURS, SQUARE, load
-from rl_algos.images.row_images import RowImages
 from rl_algos.sft.conversation import encode_conversation
 from rl_algos.tiny_model import make_tiny_vision_model
 from rl_algos.tokenizer import encode_prompt, load_tokenizer

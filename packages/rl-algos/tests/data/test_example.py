@@ -1,9 +1,9 @@
 import pytest
 
 from rl_algos.data.config import DatasetConfig
+from rl_algos.data.processors import processor
 from rl_algos.data.rows.example import Example, by_keys
 from rl_algos.data.rows.messages import as_messages
-from rl_algos.data.rows.processors import processor
 from rl_core.errors import ConfigError, DataError
 
 USER = {"role": "user", "content": "1+1="}

@@ -4,8 +4,8 @@ import logging
 
 import pytest
 
-from rl_algos.data.streams.flow import FlowStream, tell_extent
-from rl_algos.data.streams.stream import Stream
+from rl_algos.data.flow import FlowStream, tell_extent
+from rl_algos.data.stream import Stream
 
 
 def told(
@@ -14,7 +14,7 @@ def told(
     """The level and text of what is logged."""
     bound = 1 if steps is None and epochs is None else epochs
     stream = Stream([list(range(items))], seed=1, shuffle=False, max_num_epochs=bound)
-    with caplog.at_level(logging.INFO, logger="rl_algos.data.streams.flow"):
+    with caplog.at_level(logging.INFO, logger="rl_algos.data.flow"):
         tell_extent(stream, batch, unit="rows", size_key="size", max_num_steps=steps, max_num_epochs=epochs)
     [record] = caplog.records
     return record.levelno, record.getMessage()
@@ -54,6 +54,6 @@ def test_a_run_tells_how_much_of_its_data_it_trains_on(
 
 
 def test_nothing_is_told_of_data_of_unknown_size(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="rl_algos.data.streams.flow"):
+    with caplog.at_level(logging.INFO, logger="rl_algos.data.flow"):
         tell_extent(FlowStream([]), 4, unit="rows", size_key="size", max_num_steps=3, max_num_epochs=None)
     assert not caplog.records

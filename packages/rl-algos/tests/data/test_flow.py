@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from rl_algos.data import examples
 from rl_algos.data.config import DataConfig
 from rl_algos.data.examples import load_datasets, load_examples
+from rl_algos.data.flow import Flow, FlowStream
 from rl_algos.data.prompts import prompt_stream
-from rl_algos.data.streams.flow import Flow, FlowStream
 from rl_algos.sft.config import SFTConfig
 from rl_algos.sft.data import prepare_examples
 from rl_core.errors import DataError

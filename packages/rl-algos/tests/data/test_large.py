@@ -224,7 +224,7 @@ SHUFFLED = """
 import json, resource, sys
 from rl_algos.data.config import DataConfig
 from rl_algos.data.examples import load_datasets
-from rl_algos.data.streams.stream import Stream
+from rl_algos.data.stream import Stream
 
 def stream():
     return Stream([dataset.examples.values_in_order for dataset in datasets], seed=5, max_num_epochs=2)

@@ -1,9 +1,9 @@
 import pytest
 
 from rl_algos.data.config import DatasetConfig
+from rl_algos.data.processors import processor
 from rl_algos.data.rows.example import Example, Response
 from rl_algos.data.rows.preference import helpsteer3, preference, ultrafeedback
-from rl_algos.data.rows.processors import processor
 from rl_core.errors import DataError
 
 USER = {"role": "user", "content": "1+1="}

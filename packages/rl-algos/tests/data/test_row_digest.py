@@ -11,9 +11,9 @@ from PIL import Image
 
 from rl_algos.data.config import DataConfig
 from rl_algos.data.examples import RowDigest, load_datasets
+from rl_algos.data.flow import Flow, FlowStream
 from rl_algos.data.sources.files import read
-from rl_algos.data.streams.flow import Flow, FlowStream
-from rl_algos.data.streams.stream import Stream
+from rl_algos.data.stream import Stream
 from rl_core.errors import DataChanged
 
 ROWS = [{"prompt": f"What is {number}?", "response": str(number), "level": number} for number in range(6)]

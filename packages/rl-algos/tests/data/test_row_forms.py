@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from rl_algos.data.config import DatasetConfig
+from rl_algos.data.processors import PROCESSORS
 from rl_algos.data.rows.example import by_keys
 from rl_algos.data.rows.preference import preference
-from rl_algos.data.rows.processors import PROCESSORS
 from rl_algos.data.sources.load import load_rows
 from rl_algos.sft.data import EncodeExample
 from rl_core.errors import DataError

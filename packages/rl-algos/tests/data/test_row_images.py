@@ -15,13 +15,13 @@ import pytest
 from data.image_files import animated, bomb, picture, png
 from images.vision_tokenizers import family
 
+from rl_algos.data import row_images
 from rl_algos.data.config import DataConfig
 from rl_algos.data.examples import load_datasets
 from rl_algos.data.preview import Text, spans
 from rl_algos.data.prompts import NO_TOOLS, EncodePrompt, validation_prompts
 from rl_algos.data.rows.example import by_keys
 from rl_algos.data.rows.preference import preference
-from rl_algos.images import row_images
 from rl_algos.preference.data import pair_rows
 from rl_algos.preference.rows import pair_batch
 from rl_algos.sft.data import EncodeExample, to_batch, training_rows

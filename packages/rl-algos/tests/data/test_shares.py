@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_algos.data.streams.stream import Shares
+from rl_algos.data.stream import Shares
 
 weights = st.lists(st.floats(0.05, 20), min_size=2, max_size=5)
 

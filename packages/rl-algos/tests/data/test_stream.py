@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_algos.data.streams.stream import Stream
+from rl_algos.data.stream import Stream
 from rl_core.errors import DataError
 
 sizes = st.lists(st.integers(1, 12), min_size=1, max_size=4)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rl_algos.data.streams.stream import Stream
+from rl_algos.data.stream import Stream
 from rl_algos.distillation.algorithm import DistillationValidation, text_objective, train
 from rl_algos.distillation.config import DistillationConfig, OfflineDistillationConfig
 from rl_algos.distillation.data import TextRow

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_algos.data.streams.stream import Stream
+from rl_algos.data.stream import Stream
 from rl_algos.rollouts.config import PolicyGradientConfig
 from rl_algos.rollouts.driver.ledger import Ledger, digest
 from rl_algos.rollouts.driver.source import PacedRolloutSource

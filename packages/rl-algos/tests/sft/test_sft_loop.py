@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from rl_algos.data.streams.stream import Stream
+from rl_algos.data.stream import Stream
 from rl_algos.losses.tokens import NLLLoss
 from rl_algos.sft.algorithm import SFT
 from rl_algos.sft.config import SFTConfig

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from rl_algos.data.streams.stream import Stream
+from rl_algos.data.stream import Stream
 from rl_algos.losses.tokens import NLLLoss
 from rl_algos.sft.data import TrainingRow, to_batch
 from rl_algos.supervised.config import SupervisedConfig

@@ -4,7 +4,8 @@ import pytest
 
 from rl_core.devices import CPU
 from rl_core.errors import ConfigError
-from rl_launch.cluster.device import check_ray_address, resolve_device
+from rl_launch.cluster.device import resolve_device
+from rl_launch.cluster.machine import check_ray_address
 from rl_launch.cluster.virtual_cluster import VirtualCluster
 from rl_launch.root_config import ClusterConfig
 

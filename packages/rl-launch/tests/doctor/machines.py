@@ -8,9 +8,9 @@ from pathlib import Path
 
 from rl_core.devices import CPU
 from rl_launch.cluster.process_limit import ProcessLimit
-from rl_launch.doctor.cluster.node_readings import Room
 from rl_launch.doctor.machine import Gpu, GpuDriver, Tool
 from rl_launch.doctor.needs import Needs
+from rl_launch.doctor.room import Room
 from rl_launch.worker_envs import Availability
 from rl_launch.worker_envs.provision import TorchBuild
 from rl_launch.worker_envs.spec import Wanted, WorkerEnvSpec

@@ -15,7 +15,7 @@ import counting_run as counting
 import numpy as np
 import pytest
 
-from rl_algos.data.streams.stream import Stream
+from rl_algos.data.stream import Stream
 from rl_algos.grpo.config import GRPOConfig
 from rl_algos.grpo.loop import train
 from rl_algos.losses.policy import PolicyLoss

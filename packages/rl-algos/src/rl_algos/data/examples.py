@@ -18,18 +18,18 @@ from rl_algos.data import encoding
 from rl_algos.data.config import DataConfig, DataRoot, DatasetConfig, OnFault, Purpose, dataset_names
 from rl_algos.data.encoding import EncodingFailure, LeftOut, encode_in_memory, encode_on_disk
 from rl_algos.data.pass_rates import positions_within
-from rl_algos.data.rows.example import Example, Processor, by_keys, column
+from rl_algos.data.processors import arranged, check_streamable, processor
+from rl_algos.data.row_images import RowImages
+from rl_algos.data.rows.example import Example, Processor, by_keys, column, images_column
 from rl_algos.data.rows.lazily import Lazily, RowMapping
 from rl_algos.data.rows.messages import refuse_surrogates
 from rl_algos.data.rows.preference import preference
-from rl_algos.data.rows.processors import arranged, check_streamable, processor
 from rl_algos.data.rows.template import Surround
 from rl_algos.data.sources import cache
 from rl_algos.data.sources.files import DataRows
 from rl_algos.data.sources.hub_datasets import with_known
 from rl_algos.data.sources.load import load_rows, stream_rows
-from rl_algos.data.streams.stream import permutation
-from rl_algos.images.row_images import RowImages, images_column
+from rl_algos.data.stream import permutation
 from rl_core.errors import DataError
 from rl_core.images import image_refs
 from rl_core.rollouts.rollout import Message

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rl_algos.data.config import DataRoot, DatasetConfig, DatasetDefaults
 from rl_algos.data.pass_rates import ROLLOUTS
-from rl_algos.data.rows.processors import processor
+from rl_algos.data.processors import processor
 from rl_algos.data.rows.template import Surround
 from rl_algos.data.sources import remote
 from rl_algos.data.sources.load import settings_problem, source_problem

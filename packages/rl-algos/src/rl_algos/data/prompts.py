@@ -12,10 +12,10 @@ import numpy as np
 
 from rl_algos.data.config import DataConfig
 from rl_algos.data.examples import Dataset
+from rl_algos.data.flow import FlowStream, flow_stream
+from rl_algos.data.row_images import check_placed
 from rl_algos.data.rows.example import Example, info_of
-from rl_algos.data.streams.flow import FlowStream, flow_stream
-from rl_algos.data.streams.stream import Stream
-from rl_algos.images.row_images import check_placed
+from rl_algos.data.stream import Stream
 from rl_algos.special_tokens import warn_of_special_tokens
 from rl_algos.template_coverage import Coverage
 from rl_algos.tokenizer import encode_prompt, render, require_chat_template

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 from rl_algos.data.config import DataConfig, DatasetConfig
 from rl_algos.data.examples import Dataset, Datasets
 from rl_algos.data.preview import RowReader, Text, UnusedRow
+from rl_algos.data.row_images import check_placed
 from rl_algos.data.rows.example import Example
 from rl_algos.data.rows.lazily import RowMapping
 from rl_algos.data.rows.learned_flags import check_columns, without_flags
 from rl_algos.data.rows.preference import preference
-from rl_algos.images.row_images import check_placed
 from rl_algos.preference.comparison import Pairing, Verdict, comparisons, verdicts
 from rl_algos.preference.config import PreferenceConfig, PreferenceRoot
 from rl_algos.preference.rows import EncodedResponse, JudgedRow, PairRow
@@ -26,6 +25,7 @@ from rl_algos.tokenizer import require_chat_template
 from rl_core.errors import DataError
 from rl_core.images import image_digests, image_refs
 from rl_core.rollouts.rollout import Message
+from rl_core.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ PreferenceData: TypeAlias = SupervisedData[PairRow] | SupervisedData[JudgedRow]
 def preference_data(
     config: PreferenceRoot,
     section: PreferenceConfig,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     datasets: Datasets,
     *,
     by: Verdict | None,
@@ -60,13 +60,10 @@ def preference_data(
     """
     require_chat_template(tokenizer)
     data, policy = config.data, config.policy
-    limit = longest_row(data, policy)
-
+    arguments: dict[str, Any] = {"data": data, "tokenizer": tokenizer, "limit": longest_row(data, policy)}
     if by is not None:
-        judged = partial(judged_rows, data=data, tokenizer=tokenizer, limit=limit, by=by)
-        return supervised_data(section, data, policy, datasets, judged)
-    pairing = section.pairing
-    paired = partial(pair_rows, data=data, tokenizer=tokenizer, limit=limit, pairing=pairing, needs_margin=needs_margin)
+        return supervised_data(section, data, policy, datasets, partial(judged_rows, **arguments, by=by))
+    paired = partial(pair_rows, **arguments, pairing=section.pairing, needs_margin=needs_margin)
     return supervised_data(section, data, policy, datasets, paired)
 
 
@@ -75,11 +72,11 @@ def preference_reader(
 ) -> RowReader:
     """Return the reader of the rows of an algorithm; see `preference_data` for the arguments."""
 
-    def encode(tokenizer: Any, example: Example, _settings: DatasetConfig) -> list[Text]:
+    def encode(tokenizer: Tokenizer, example: Example, _settings: DatasetConfig) -> list[Text]:
         if by is not None:
-            judged = _EncodeJudged(tokenizer, by)(example)
+            judged = _encode_judged(tokenizer, by, example)
             return [_text(f"response, {by} {verdict:g}", response, example) for response, verdict in judged]
-        pairs = _EncodePairs(tokenizer, section.pairing, needs_margin)(example)
+        pairs = _encode_pairs(tokenizer, section.pairing, needs_margin, example)
         if not pairs:
             raise UnusedRow("no response is better than another")
         numbers = [f" {number}" if len(pairs) > 1 else "" for number in range(1, len(pairs) + 1)]
@@ -100,7 +97,13 @@ def _text(title: str, response: EncodedResponse, example: Example) -> Text:
 
 
 def pair_rows(
-    dataset: Dataset, data: DataConfig, tokenizer: Any, limit: int, *, pairing: Pairing, needs_margin: bool = False
+    dataset: Dataset,
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    limit: int,
+    *,
+    pairing: Pairing,
+    needs_margin: bool = False,
 ) -> Sequence[PairRow]:
     """Return pairs of responses, one better than the other and both with at most `limit` tokens.
 
@@ -115,7 +118,8 @@ def pair_rows(
     Raises:
         DataError: With the row that has nothing to compare or is too long, or the dataset if it has no pairs.
     """
-    found = _encoded(dataset, data, tokenizer, _EncodePairs(tokenizer, pairing, needs_margin), limit)
+    encode = partial(_encode_pairs, tokenizer, pairing, needs_margin)
+    found = _encoded(dataset, data, tokenizer, encode, limit)
     ties = sum(not pairs for pairs in found.values_in_order)
     if ties == len(found):
         raise DataError(f"the dataset {dataset.name!r} has no pairs: the responses of every row are equally good")
@@ -125,56 +129,49 @@ def pair_rows(
     return found.flat(lambda row_id, number, count, pair: PairRow(_numbered(row_id, number, count), *pair))
 
 
-def judged_rows(dataset: Dataset, data: DataConfig, tokenizer: Any, limit: int, *, by: Verdict) -> Sequence[JudgedRow]:
+def judged_rows(
+    dataset: Dataset, data: DataConfig, tokenizer: Tokenizer, limit: int, *, by: Verdict
+) -> Sequence[JudgedRow]:
     """Return single responses with a verdict, none longer than `limit` tokens.
 
     Raises:
         DataError: With the row that has no such verdict or is too long.
     """
-    found = _encoded(dataset, data, tokenizer, _EncodeJudged(tokenizer, by), limit)
+    found = _encoded(dataset, data, tokenizer, partial(_encode_judged, tokenizer, by), limit)
     return found.flat(lambda row_id, number, count, judged: JudgedRow(_numbered(row_id, number, count), *judged))
 
 
-@dataclass(frozen=True)
-class _EncodePairs:
-    tokenizer: Any
-    pairing: Pairing
-    needs_margin: bool
-
-    def __call__(self, example: Example) -> list[tuple[EncodedResponse, EncodedResponse, float | None]]:
-        check_columns(example)
-        check_placed(self.tokenizer, example)
-        pairs = []
-        for better, worse, margin in comparisons(example, self.pairing):
-            if self.needs_margin and margin is None:
-                raise DataError(
-                    "the pair has no margin. Add a column `margin` or the scores of both responses, or use a loss "
-                    "without margins, such as rm.margin=ignore"
-                )
-            first, second = (
-                encode_response(self.tokenizer, example.messages, response.messages, example.tools)
-                for response in (better, worse)
+def _encode_pairs(
+    tokenizer: Tokenizer, pairing: Pairing, needs_margin: bool, example: Example
+) -> list[tuple[EncodedResponse, EncodedResponse, float | None]]:
+    check_columns(example)
+    check_placed(tokenizer, example)
+    pairs = []
+    for better, worse, margin in comparisons(example, pairing):
+        if needs_margin and margin is None:
+            raise DataError(
+                "the pair has no margin. Add a column `margin` or the scores of both responses, or use a loss "
+                "without margins, such as rm.margin=ignore"
             )
-            pairs.append((first, second, margin))
-        return pairs
+        first, second = (
+            encode_response(tokenizer, example.messages, response.messages, example.tools)
+            for response in (better, worse)
+        )
+        pairs.append((first, second, margin))
+    return pairs
 
 
-@dataclass(frozen=True)
-class _EncodeJudged:
-    tokenizer: Any
-    by: Verdict
-
-    def __call__(self, example: Example) -> list[tuple[EncodedResponse, float]]:
-        check_columns(example)
-        check_placed(self.tokenizer, example)
-        return [
-            (encode_response(self.tokenizer, example.messages, response.messages, example.tools), verdict)
-            for response, verdict in verdicts(example, self.by)
-        ]
+def _encode_judged(tokenizer: Tokenizer, by: Verdict, example: Example) -> list[tuple[EncodedResponse, float]]:
+    check_columns(example)
+    check_placed(tokenizer, example)
+    return [
+        (encode_response(tokenizer, example.messages, response.messages, example.tools), verdict)
+        for response, verdict in verdicts(example, by)
+    ]
 
 
 def _encoded(
-    dataset: Dataset, data: DataConfig, tokenizer: Any, encode: Callable[[Example], list[T]], limit: int
+    dataset: Dataset, data: DataConfig, tokenizer: Tokenizer, encode: Callable[[Example], list[T]], limit: int
 ) -> RowMapping[list[T]]:
     """Return the encoded rows within the limit by their id."""
     warn_of_special_tokens(dataset.name, dataset.conversations(), tokenizer)
@@ -194,7 +191,10 @@ def _numbered(row_id: str, number: int, count: int) -> str:
 
 
 def encode_response(
-    tokenizer: Any, prompt: Sequence[Message], response: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    tokenizer: Tokenizer,
+    prompt: Sequence[Message],
+    response: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> EncodedResponse:
     """Return the tokens of prompt and response, with a mask of the response.
 

@@ -44,6 +44,7 @@ from rl_core.environments.trial import Attempt
 from rl_core.errors import ConfigError, DataError
 from rl_core.plugins import RolloutNeeds
 from rl_core.rollouts.generation import SamplingParams
+from rl_core.tokenizer import Tokenizer
 
 C = TypeVar("C", bound=RolloutRoot)
 
@@ -92,10 +93,10 @@ class RolloutAlgorithm(Algorithm[C, Datasets, RolloutData]):
     def attempts(self, config: C, loaded: Datasets) -> Mapping[str, Sequence[Attempt]]:
         return attempts(loaded, self.settings(config).agent)
 
-    def prepare(self, config: C, tokenizer: Any, loaded: Datasets) -> RolloutData:
+    def prepare(self, config: C, tokenizer: Tokenizer, loaded: Datasets) -> RolloutData:
         # These modules import transformers, which takes a second that `load` need not pay.
+        from rl_algos.data.flow import tell_extent
         from rl_algos.data.prompts import prompt_stream, validation_prompts
-        from rl_algos.data.streams.flow import tell_extent
         from rl_algos.rollouts.worker.conversation_checks import check_conversations
 
         settings = self.settings(config)
@@ -246,7 +247,7 @@ class RolloutEvaluation:
         datasets = [dataset for each in self._loaded for dataset in each.datasets]
         return attempts(Datasets([], datasets), self._rollouts.agent)
 
-    def plan(self, tokenizer: Any) -> EvaluationPlan:
+    def plan(self, tokenizer: Tokenizer) -> EvaluationPlan:
         """Return the rollouts of the evaluation.
 
         Raises:
@@ -321,7 +322,7 @@ class RolloutEvaluation:
         return _LoadedTask(None, loaded.validation, data)
 
     def _planned(
-        self, loaded: _LoadedTask, tokenizer: Any, tools: Mapping[str, Any], stop_token_ids: tuple[int, ...]
+        self, loaded: _LoadedTask, tokenizer: Tokenizer, tools: Mapping[str, Any], stop_token_ids: tuple[int, ...]
     ) -> EvaluationTask:
         # This module imports transformers, which takes a second that loading need not pay.
         from rl_algos.data.prompts import validation_prompts

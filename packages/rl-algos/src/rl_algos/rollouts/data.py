@@ -12,10 +12,10 @@ import numpy as np
 
 from rl_algos.data.config import DatasetConfig
 from rl_algos.data.examples import NO_ENVIRONMENT, Datasets, RowCheck
+from rl_algos.data.flow import FlowStream
 from rl_algos.data.preview import RowReader, Text
 from rl_algos.data.rows.example import Example, info_of
-from rl_algos.data.streams.flow import FlowStream
-from rl_algos.data.streams.stream import Stream
+from rl_algos.data.stream import Stream
 from rl_algos.rollouts.config import SCORED_BY_AGENT, AgentConfig, PolicyGradientConfig, RolloutConfig, RolloutRoot
 from rl_algos.rollouts.training.rewards import EFFORT
 from rl_core.config import Config
@@ -31,6 +31,7 @@ from rl_core.environments.trial import Attempt, attempts_on
 from rl_core.errors import DataError
 from rl_core.images import image_refs
 from rl_core.rollouts.rollout import Prompt
+from rl_core.tokenizer import Tokenizer
 
 TRIED_ROWS = 2
 """Number of rows of a dataset for the trial of its environment."""
@@ -189,7 +190,7 @@ def prompt_reader(config: RolloutRoot, check: RowCheck | None = None, *, needs_e
             raise DataError(f"{unknown_environment(name, known)}, as env_name")
         return name
 
-    def encode(tokenizer: Any, example: Example, settings: DatasetConfig) -> list[Text]:
+    def encode(tokenizer: Tokenizer, example: Example, settings: DatasetConfig) -> list[Text]:
         # This module imports transformers, which takes a second.
         from rl_algos.data.prompts import EncodePrompt
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
 from rl_algos.data.config import DataConfig, DatasetConfig
 from rl_algos.data.examples import Dataset, Datasets
+from rl_algos.data.flow import FlowStream, flow_stream
 from rl_algos.data.preview import RowReader, Text
 from rl_algos.data.prompts import weights_of
+from rl_algos.data.row_images import check_placed
 from rl_algos.data.rows.example import Example
 from rl_algos.data.rows.learned_flags import check_columns
 from rl_algos.data.rows.messages import conversation
-from rl_algos.data.streams.flow import FlowStream, flow_stream
 from rl_algos.images.columns import with_image_column
-from rl_algos.images.row_images import check_placed
 from rl_algos.sft.config import LearnedTurns, SFTRoot
 from rl_algos.sft.conversation import encode_conversation
 from rl_algos.special_tokens import warn_of_special_tokens
@@ -29,6 +29,7 @@ from rl_core.data.ragged import Ragged
 from rl_core.errors import DataError
 from rl_core.images import image_digests, image_refs
 from rl_core.model_config import ModelConfig
+from rl_core.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ class TrainingRow:
     images: tuple[str, ...] = ()
 
 
-def prepare_examples(config: SFTRoot, tokenizer: Any, datasets: Datasets) -> SupervisedData[TrainingRow]:
+def prepare_examples(config: SFTRoot, tokenizer: Tokenizer, datasets: Datasets) -> SupervisedData[TrainingRow]:
     """Tokenise the data and check what came out; called on the driver before anything is started.
 
     Args:
@@ -79,7 +80,7 @@ def prepare_examples(config: SFTRoot, tokenizer: Any, datasets: Datasets) -> Sup
             streamed,
             data,
             EncodeExample(tokenizer, sft.learn),
-            _streamed_row,
+            lambda dataset, row_id, _, encoded: _training_row(dataset, row_id, encoded),
             length=lambda encoded: len(encoded[0]),
             limit=limit,
             seed=sft.seed,
@@ -87,19 +88,14 @@ def prepare_examples(config: SFTRoot, tokenizer: Any, datasets: Datasets) -> Sup
             max_num_epochs=sft.num_epochs,
         )
 
-    size_of = _num_learned if sft.mix_by == "tokens" else None
+    size_of = (lambda row: int(row.loss_mask.sum())) if sft.mix_by == "tokens" else None
     return supervised_data(sft, data, policy, datasets, rows_of, size_of=size_of, flow_of=flow_of)
 
 
-def example_reader(config: SFTRoot) -> RowReader:
-    """How a run reads its rows, to look at them."""
-    return conversation_reader(config.data, config.policy, config.sft.learn)
-
-
 def conversation_reader(data: DataConfig, policy: ModelConfig, learn: LearnedTurns) -> RowReader:
-    """How conversations to learn from are read."""
+    """Return the reader of conversations to learn from."""
 
-    def encode(tokenizer: Any, example: Example, _settings: DatasetConfig) -> list[Text]:
+    def encode(tokenizer: Tokenizer, example: Example, _settings: DatasetConfig) -> list[Text]:
         tokens, mask, _ = EncodeExample(tokenizer, learn)(example)
         return [Text("", tokens, mask, tuple(image_refs(example.messages)))]
 
@@ -107,7 +103,7 @@ def conversation_reader(data: DataConfig, policy: ModelConfig, learn: LearnedTur
 
 
 def to_batch(rows: Sequence[TrainingRow]) -> Batch:
-    """Rows as the columns that `NLLLoss` needs, and their images if there are any."""
+    """Return rows as the columns that `NLLLoss` needs, and their images if there are any."""
     batch = Batch(
         {
             TOKENS: Ragged.from_rows([row.tokens for row in rows], dtype=np.int32),
@@ -127,7 +123,7 @@ class EncodeExample:
         learn: As of `encode_conversation`.
     """
 
-    tokenizer: Any
+    tokenizer: Tokenizer
     learn: LearnedTurns
 
     def __call__(self, example: Example) -> Encoded:
@@ -142,21 +138,13 @@ class EncodeExample:
         return tokens, mask, image_digests(messages)
 
 
-def _streamed_row(dataset: Dataset, row_id: str, _example: Example, encoded: Encoded) -> TrainingRow:
-    return _training_row(dataset, row_id, encoded)
-
-
 def _training_row(dataset: Dataset, row_id: str, encoded: Encoded) -> TrainingRow:
     tokens, mask, images = encoded
     return TrainingRow(row_id, tokens, mask, dataset.name, images)
 
 
-def _num_learned(row: TrainingRow) -> int:
-    return int(row.loss_mask.sum())
-
-
 def training_rows(
-    dataset: Dataset, config: DataConfig, tokenizer: Any, limit: int, *, learn: LearnedTurns
+    dataset: Dataset, config: DataConfig, tokenizer: Tokenizer, limit: int, *, learn: LearnedTurns
 ) -> Sequence[TrainingRow]:
     """Return the rows of a dataset of at most `limit` tokens; raises as `prepare`."""
     warn_of_special_tokens(dataset.name, dataset.conversations(), tokenizer)
@@ -166,20 +154,8 @@ def training_rows(
         encoded, (len(tokens) for tokens, _, _ in encoded.values_in_order), limit, overlong=config.overlong
     )
     rows = kept.rows(lambda row_id, encoded: _training_row(dataset, row_id, encoded))
-    _warn_of_unknown(rows, dataset, tokenizer)
-    if not any(row.loss_mask.any() for row in rows):
-        raise DataError(
-            f"no token of the dataset {dataset.name!r} is in the loss: the assistant messages of all rows are empty"
-        )
-    return rows
-
-
-def _warn_of_unknown(rows: Sequence[TrainingRow], dataset: Dataset, tokenizer: Any) -> None:
-    """Log how many rows teach the token for characters that the tokenizer does not have."""
-    if tokenizer.unk_token_id is None:
-        return
-    found = [row.id for row in rows if (row.tokens[row.loss_mask > 0] == tokenizer.unk_token_id).any()]
-    if found:
+    unknown = tokenizer.unk_token_id
+    if unknown is not None and (found := [row.id for row in rows if (row.tokens[row.loss_mask > 0] == unknown).any()]):
         _log.warning(
             "%d of %d rows of the dataset %r contain characters that the tokenizer does not know, the first at "
             "%s: the model would learn to write %s instead. Remove them, or choose another model or tokenizer.",
@@ -189,3 +165,8 @@ def _warn_of_unknown(rows: Sequence[TrainingRow], dataset: Dataset, tokenizer: A
             dataset.place(found[0]),
             tokenizer.unk_token,
         )
+    if not any(row.loss_mask.any() for row in rows):
+        raise DataError(
+            f"no token of the dataset {dataset.name!r} is in the loss: the assistant messages of all rows are empty"
+        )
+    return rows

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from rl_algos.data.config import DataConfig
 from rl_algos.data.examples import Dataset, Datasets
+from rl_algos.data.flow import FlowStream, tell_extent
 from rl_algos.data.prompts import weights_of
 from rl_algos.data.rows.lazily import Lazily
-from rl_algos.data.streams.flow import FlowStream, tell_extent
-from rl_algos.data.streams.stream import Stream
+from rl_algos.data.stream import Stream
 from rl_algos.supervised.config import SupervisedConfig
 from rl_core.errors import DataError
 from rl_core.model_config import ModelConfig
@@ -53,6 +54,16 @@ def supervised_data(
         flow_of: Function from datasets with `streaming` to a stream of their rows; None if the algorithm cannot learn
             from such datasets.
     """
+    rows = section.val_global_batch_size or policy.train_global_batch_size
+    held_out: dict[str, Sequence[T]] = {}
+    for dataset in datasets.validation:
+        found, more = held_out.get(dataset.name), rows_of(dataset)
+        held_out[dataset.name] = more if found is None else [*found, *more]
+
+    def batches(found: Sequence[T]) -> Sequence[Sequence[T]]:
+        count = min(-(-len(found) // rows), section.val_batches or sys.maxsize)
+        return Lazily(count, lambda index: found[index * rows : (index + 1) * rows])
+
     train = _train(section, data, datasets.train, rows_of, size_of, flow_of)
     tell_extent(
         train,
@@ -62,7 +73,7 @@ def supervised_data(
         max_num_steps=section.max_num_steps,
         max_num_epochs=section.max_num_epochs,
     )
-    return SupervisedData(train, _validation(section, policy, datasets, rows_of))
+    return SupervisedData(train, {name: batches(found) for name, found in held_out.items()})
 
 
 def _train(
@@ -80,31 +91,12 @@ def _train(
                 "sft.mix_by: rows. Remove it, or set data_path to a download"
             )
         return flow_of(datasets)
-    rows = [rows_of(dataset) for dataset in datasets]
-    weights = weights_of(datasets)
+    rows, weights = [rows_of(dataset) for dataset in datasets], weights_of(datasets)
     if weights is not None and size_of is not None:
         sizes = [sum(map(size_of, each)) / len(each) for each in rows]
         weights = [weight / size for weight, size in zip(weights, sizes, strict=True)]
-    return Stream(
-        rows,
-        weights,
-        seed=section.seed,
-        shuffle=data.shuffle,
-        max_num_epochs=section.num_epochs,
-        digests=[dataset.digest for dataset in datasets],
-    )
-
-
-def _validation(
-    section: SupervisedConfig, policy: ModelConfig, datasets: Datasets, rows_of: Callable[[Dataset], Sequence[T]]
-) -> dict[str, Sequence[Sequence[T]]]:
-    """Return batches by the name of their dataset."""
-    held_out: dict[str, Sequence[T]] = {}
-    for dataset in datasets.validation:
-        found, more = held_out.get(dataset.name), rows_of(dataset)
-        held_out[dataset.name] = more if found is None else [*found, *more]
-    size = section.val_global_batch_size or policy.train_global_batch_size
-    return {name: _batches(found, size, section.val_batches) for name, found in held_out.items()}
+    digests, epochs = [dataset.digest for dataset in datasets], section.num_epochs
+    return Stream(rows, weights, seed=section.seed, shuffle=data.shuffle, max_num_epochs=epochs, digests=digests)
 
 
 def longest_row(data: DataConfig, policy: ModelConfig) -> int:
@@ -118,8 +110,3 @@ def row_limit(data: DataConfig, policy: ModelConfig) -> tuple[int, str]:
     limit = longest_row(data, policy)
     is_own = data.max_input_seq_length is not None
     return limit, "data.max_input_seq_length" if is_own else "policy.max_total_sequence_length"
-
-
-def _batches(rows: Sequence[T], size: int, most: int | None) -> Sequence[Sequence[T]]:
-    count = -(-len(rows) // size)
-    return Lazily(count if most is None else min(count, most), lambda index: rows[index * size : (index + 1) * size])

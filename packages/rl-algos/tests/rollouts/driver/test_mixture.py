@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from rollouts_builder import make_prompt, make_rollout
 
-from rl_algos.data.streams.stream import Stream
+from rl_algos.data.stream import Stream
 from rl_algos.rollouts.config import CurriculumConfig
 from rl_algos.rollouts.driver.mixture import Mixture
 from rl_core.rollouts.group import RolloutGroup

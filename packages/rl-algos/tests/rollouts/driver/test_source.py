@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from rl_algos.data.streams.stream import Stream
+from rl_algos.data.stream import Stream
 from rl_algos.rollouts.driver.source import PacedRolloutSource
 from rl_core.errors import RolloutsFailed
 from rl_core.rollouts.generation import SamplingParams

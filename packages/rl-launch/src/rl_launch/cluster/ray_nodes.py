@@ -24,7 +24,7 @@ from ray.exceptions import RayError
 
 from rl_core.errors import ConfigError, RLError
 from rl_launch.cluster import setup_worker
-from rl_launch.cluster.device import local_gpus
+from rl_launch.cluster.machine import local_gpus
 from rl_launch.cluster.ray_files import prepare_ray_folder
 from rl_launch.cluster.ray_start import UNREACHABLE, secure_new_cluster
 from rl_launch.cluster.start_wait import REPORT_S, busy

@@ -28,7 +28,7 @@ from ray._private.authentication.authentication_token_setup import (
 )
 
 from rl_core.errors import ConfigError, RLError
-from rl_launch.cluster.device import check_ray_address, is_host_and_port, nobody_answers
+from rl_launch.cluster.machine import check_ray_address, is_host_and_port, nobody_answers
 from rl_launch.cluster.ray_files import default_token_file, has_token, is_token_mode, token_file, token_problem
 
 _log = logging.getLogger(__name__)

@@ -11,10 +11,10 @@ from rl_core.install_command import install_command
 from rl_launch.cluster.process_limit import remedy as limit_remedy
 from rl_launch.cluster.process_limit import threads_of
 from rl_launch.cluster.ray_files import folder_problem
-from rl_launch.doctor.cluster.node_readings import Room
 from rl_launch.doctor.findings import Check, Diagnosis
 from rl_launch.doctor.machine import Machine, driver_remedy
 from rl_launch.doctor.needs import Needs
+from rl_launch.doctor.room import Room
 from rl_launch.worker_envs import Availability
 
 GIB = 2**30

@@ -22,10 +22,10 @@ import psutil
 
 from rl_core.environments.instance import EnvironmentInstance, machine_check_of
 from rl_core.plugins import KINDS, load_problem, names
-from rl_launch.cluster.device import is_answered, local_gpus
+from rl_launch.cluster.machine import is_answered, local_gpus
 from rl_launch.cluster.process_limit import ProcessLimit, process_limit
 from rl_launch.cluster.ray_files import ray_folder, token_problem
-from rl_launch.doctor.cluster.node_readings import Room, room
+from rl_launch.doctor.room import Room, room
 from rl_launch.worker_envs import Availability, Mode, Wanted, WorkerEnvSpec, availability_of, default_root, missing
 from rl_launch.worker_envs.driver import project_distributions
 from rl_launch.worker_envs.node_build import EnvBuildError, clean_environment, find_uv

@@ -5,8 +5,9 @@ from pathlib import Path
 
 from rl_core.devices import CUDA
 from rl_launch.cluster.node_task import NodeFacts
-from rl_launch.doctor.cluster.node_readings import GpuReading, GpuReadings, Readings, Room
+from rl_launch.doctor.cluster.node_readings import GpuReading, GpuReadings, Readings
 from rl_launch.doctor.cluster.survey import ClusterNode, NodeClock, Survey
+from rl_launch.doctor.room import Room
 
 GIB = 2**30
 TEN_GIGABITS = 1.25e9

@@ -106,6 +106,27 @@ def _no_column(row: Mapping[str, Any], name: str) -> str:
     return f"no column {name!r}{near}; the columns are {', '.join(sorted(row))}"
 
 
+def images_column(row: Mapping[str, Any], key: str | None) -> tuple[str, Sequence[Any]]:
+    """Return the name of a row's column of images, empty if it has none, and the images in it.
+
+    Args:
+        row: Row as it was read.
+        key: `images_key` of its dataset.
+
+    Raises:
+        DataError: If the row has no column `key`.
+    """
+    if key is not None:
+        name, value = key, column(row, key)
+    else:
+        there = [name for name in IMAGE_COLUMNS if name in row]
+        name = next((name for name in there if row[name] is not None), there[0] if there else "")
+        value = row.get(name)
+    if value is None:
+        return name, ()
+    return name, [each for each in value if each is not None] if isinstance(value, list | tuple) else [value]
+
+
 def text_column(row: Mapping[str, Any], name: str) -> str:
     """Return a row's string column; raise a `DataError` if it is missing or something else."""
     value = column(row, name)
@@ -114,6 +135,10 @@ def text_column(row: Mapping[str, Any], name: str) -> str:
     return value
 
 
+PLACE = "<image>"
+"""Text that an image of the row's column takes the place of."""
+IMAGE_COLUMNS = ("images", "image")
+"""Names of a row's column of images."""
 CONVERSATIONS = ("messages", "conversations", "conversation", "contents")
 """Columns of a whole conversation: of OpenAI's form, ShareGPT and Gemini."""
 TEXTS = ("prompt", "query", "question", "instruction", "input")

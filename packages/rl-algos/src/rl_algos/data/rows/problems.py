@@ -14,10 +14,9 @@ from string import ascii_uppercase
 from typing import Any
 
 from rl_algos.data.config import DatasetConfig
-from rl_algos.data.rows.example import Example, column, text_column
+from rl_algos.data.rows.example import PLACE, Example, column, images_column, text_column
 from rl_algos.data.rows.messages import as_messages, conversation, shown
-from rl_algos.data.streams.stream import permutation
-from rl_algos.images.row_images import PLACE, images_column
+from rl_algos.data.stream import permutation
 from rl_core.errors import DataError
 from rl_core.rollouts.rollout import Message
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from pydantic import Field
 
-from rl_algos.data.streams.stream import permutation
+from rl_algos.data.stream import permutation
 from rl_core.config import Config
 from rl_core.errors import DataError
 from rl_core.plugins import DatasetPlugin, Requirement

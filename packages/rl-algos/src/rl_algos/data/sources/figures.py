@@ -10,9 +10,9 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field
 
+from rl_algos.data.rows.example import PLACE
 from rl_algos.data.rows.lazily import Lazily
-from rl_algos.data.streams.stream import permutation
-from rl_algos.images.row_images import PLACE
+from rl_algos.data.stream import permutation
 from rl_core.config import Config
 from rl_core.errors import ConfigError, DataError
 from rl_core.install_command import install_command

@@ -17,7 +17,8 @@ import ray
 from ray._private.state import available_resources_per_node
 
 from rl_core.devices import Device
-from rl_launch.cluster.device import check_devices, check_ray_address
+from rl_launch.cluster.device import check_devices
+from rl_launch.cluster.machine import check_ray_address
 from rl_launch.cluster.nodes import PreparedNode, listing_problems, sharing_problems
 from rl_launch.cluster.virtual_cluster import VirtualCluster
 from rl_launch.doctor.cluster.judgement import judged

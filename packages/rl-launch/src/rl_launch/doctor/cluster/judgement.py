@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from statistics import median
 from typing import NamedTuple
 
-from rl_launch.doctor.cluster.node_readings import Readings, Room
+from rl_launch.doctor.cluster.node_readings import Readings
 from rl_launch.doctor.cluster.survey import Survey
 from rl_launch.doctor.findings import Diagnosis, Status
 from rl_launch.doctor.machine import driver_remedy
+from rl_launch.doctor.room import Room
 
 CLOCK_S = 0.1
 """Maximum difference of a clock in seconds: spans of a timeline, and lines of logs, are ordered by it."""

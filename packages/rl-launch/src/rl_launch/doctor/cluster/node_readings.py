@@ -6,7 +6,6 @@ this project runs it.
 
 from __future__ import annotations
 
-import os
 import platform
 import resource
 import tempfile
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_launch.cluster.node_task import NodeFacts, facts_of_this_node
+from rl_launch.doctor.room import Room, room
 from rl_launch.worker_envs.node_build import default_root
 
 _LOCK_ANY_MEMORY = 14
@@ -156,22 +156,6 @@ def _reported(nvml: Any, query: Callable[..., Any], *arguments: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Room:
-    """Space of a file system.
-
-    Args:
-        folder: Folder on it.
-        total_bytes, free_bytes: Size, and free space for this user.
-        is_writable: True if this user may write there.
-    """
-
-    folder: str
-    total_bytes: int
-    free_bytes: int
-    is_writable: bool
-
-
-@dataclass(frozen=True)
 class Readings:
     """Facts that a node reports about itself.
 
@@ -228,14 +212,6 @@ def readings_of_this_node(address: str, runs: str) -> Readings:
         infiniband_bytes_per_s=infiniband_rates(),
         inactive_infiniband=inactive_infiniband(),
     )
-
-
-def room(folder: Path) -> Room:
-    """Return the space of a folder, or of the one that it would be made in."""
-    there = next(each for each in (folder, *folder.parents) if each.exists())
-    system = os.statvfs(there)
-    is_writable = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
-    return Room(str(folder), system.f_blocks * system.f_frsize, system.f_bavail * system.f_frsize, is_writable)
 
 
 def limits() -> dict[str, int | None]:

@@ -12,6 +12,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rl_launch.cluster import node_task
+from rl_launch.doctor import room
 from rl_launch.doctor.cluster import node_probe, node_readings
 from rl_launch.doctor.cluster.node_probe import NodeProbe
 from rl_launch.doctor.cluster.survey import ClusterNode, NodeClock
@@ -21,7 +22,7 @@ NUM_CLOCK_READINGS = 8
 
 _CONCURRENCY = 4
 
-for _module in (node_build, node_task, node_probe, node_readings):
+for _module in (node_build, node_task, node_probe, node_readings, room):
     cloudpickle.register_pickle_by_value(_module)
 
 

@@ -11,7 +11,7 @@ import io
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Thread
@@ -20,7 +20,7 @@ from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
 from rl_algos.data.config import DatasetConfig
-from rl_algos.data.rows.example import Example, column
+from rl_algos.data.rows.example import IMAGE_COLUMNS, PLACE, Example, images_column
 from rl_algos.data.rows.messages import joined_parts
 from rl_algos.data.sources import cache
 from rl_algos.data.sources.remote import is_remote
@@ -29,14 +29,10 @@ from rl_core.errors import ConfigError, DataError
 from rl_core.images import STORE_VARIABLE, ImageError, ImageLimits, ImageStore
 from rl_core.rollouts.rollout import Message
 
-PLACE = "<image>"
-"""Text that an image of the row's column takes the place of."""
-
 FETCH_S = 30.0
 """Maximum number of seconds for the download of an image."""
 
 _LIMITS = ImageLimits()
-_COLUMNS = ("images", "image")
 _PLACES = re.compile(
     r"<\|?(?:image|video|audio)(?:_pad|_soft_token|[_ ]?\d+)?\|?>|<start_of_(?:image|audio)>|<IMG_CONTEXT>|\[IMG\]",
     re.IGNORECASE,
@@ -242,27 +238,6 @@ class _Placing:
         return value
 
 
-def images_column(row: Mapping[str, Any], key: str | None) -> tuple[str, Sequence[Any]]:
-    """Return the name of a row's column of images, empty if it has none, and the images in it.
-
-    Args:
-        row: Row as it was read.
-        key: `images_key` of its dataset.
-
-    Raises:
-        DataError: If the row has no column `key`.
-    """
-    if key is not None:
-        name, value = key, column(row, key)
-    else:
-        there = [name for name in _COLUMNS if name in row]
-        name = next((name for name in there if row[name] is not None), there[0] if there else "")
-        value = row.get(name)
-    if value is None:
-        return name, ()
-    return name, [each for each in value if each is not None] if isinstance(value, list | tuple) else [value]
-
-
 def check_placed(tokenizer: Any, example: Example) -> None:
     """Raise a `DataError` if the model of a tokenizer reads images, and a row's images have no place in its
     conversation, or a place in it has no image. Other models do not look at columns of images."""
@@ -290,7 +265,7 @@ def check_placed(tokenizer: Any, example: Example) -> None:
     if not in_asked:
         problem = f"the assistant's text contains {text!r}, a place for an image, but models write no images"
         raise DataError(f"{problem}; remove it, or move it to a message of the user")
-    there = [name for name in _COLUMNS if name in example.info]
+    there = [name for name in IMAGE_COLUMNS if name in example.info]
     if there or text != PLACE:
         others = f"in addition to the images of {there[0]!r}" if there else "and no image there"
         problem = f"the row has {text!r} in its text, {others}"

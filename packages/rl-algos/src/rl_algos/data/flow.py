@@ -12,7 +12,7 @@ from rl_algos.data.config import DataConfig
 from rl_algos.data.encoding import EncodingFailure, attempt
 from rl_algos.data.examples import Dataset
 from rl_algos.data.rows.example import Example
-from rl_algos.data.streams.stream import Shares, Stream, check_same, permutation
+from rl_algos.data.stream import Shares, Stream, check_same, permutation
 from rl_core.errors import DataError
 
 _log = logging.getLogger(__name__)

@@ -1,1 +1,0 @@
-"""The order in which rows are drawn."""
