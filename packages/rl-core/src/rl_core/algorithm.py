@@ -9,6 +9,7 @@ from rl_core.environments.trial import Attempt
 from rl_core.errors import ConfigError, Problem
 from rl_core.plugins import AlgorithmPlugin, RolloutNeeds
 from rl_core.run import Components, Run
+from rl_core.tokenizer import Tokenizer
 from rl_core.user_code import resolve
 
 C = TypeVar("C")
@@ -26,7 +27,7 @@ class AlgorithmEvaluation(Protocol):
         """Return first rows of the data with responses, by the name of the environment that scores them."""
         ...
 
-    def plan(self, tokenizer: Any) -> Any:
+    def plan(self, tokenizer: Tokenizer) -> Any:
         """Return the rollouts and their scoring (`rl_algos.rollouts.driver.task_evaluation.EvaluationPlan`).
 
         Raises:
@@ -66,7 +67,7 @@ class Algorithm(Generic[C, L, P]):
         anything starts."""
         return {}
 
-    def prepare(self, config: C, tokenizer: Any, loaded: L) -> P:
+    def prepare(self, config: C, tokenizer: Tokenizer, loaded: L) -> P:
         """Tokenize the data and check the result, before anything starts. It becomes `Components.data`.
 
         Raises:

@@ -199,7 +199,13 @@ def backends_of(algorithm: AlgorithmPlugin, config: RunConfig) -> Backends:
     needs = algorithm.models(config)
     strange = {need.section for need in needs.values()} - set(model_keys(algorithm, config))
     assert not strange, f"the plugin of {algorithm.name} names {strange} in models() and not in model_sections"
-    models = {role: _model_backend(config, need) for role, need in needs.items()}
+    models = {}
+    for role, need in needs.items():
+        section = section_of(config, need.section)
+        found = _enabled(need.section, section)
+        colocated = ColocatedConfig() if need.section == POLICY else section.colocated
+        own, shared = getattr(section, found.key), _shared(section, ModelConfig)
+        models[role] = ModelBackend(found, shared, own, need.section, need.spec, colocated)
     generation = None
     if algorithm.generates:
         replays = any(model.replays_routing for model in models.values())
@@ -207,23 +213,11 @@ def backends_of(algorithm: AlgorithmPlugin, config: RunConfig) -> Backends:
     return Backends(models, generation, (*algorithm.requirements, *algorithm.further(config)))
 
 
-def _model_backend(config: RunConfig, need: ModelNeed) -> ModelBackend:
-    section = section_of(config, need.section)
-    found = _enabled(need.section, section)
-    colocated = ColocatedConfig() if need.section == POLICY else section.colocated
-    own = getattr(section, found.key)
-    return ModelBackend(found, _shared(section, ModelConfig), own, need.section, need.spec, colocated)
-
-
 def _generation_backend(config: RunConfig, *, reports_routing: bool) -> GenerationBackend:
     generation = config.policy.generation
     if generation.backend not in (known := names(GENERATORS)):
-        key, got, remedy = (
-            f"{POLICY}.generation.backend",
-            generation.backend,
-            nearest_as_remedy(generation.backend, known),
-        )
-        reason, allowed = "is not an installed engine", ", ".join(known)
+        key, reason, got = f"{POLICY}.generation.backend", "is not an installed engine", generation.backend
+        allowed, remedy = ", ".join(known), nearest_as_remedy(got, known)
         raise ProblemError(Problem(key, reason, got=got, allowed=allowed, remedy=remedy))
     found: BackendPlugin = plugin(GENERATORS, generation.backend)
     shared, model = _shared(generation, GenerationConfig), _shared(config.policy, ModelConfig)

@@ -6,7 +6,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import Any
 
 import numpy as np
 
@@ -50,6 +49,7 @@ from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.pool import RolloutSource
 from rl_core.rollouts.rollout import Prompt
 from rl_core.run import Components, Run
+from rl_core.tokenizer import Tokenizer
 
 TEACHER = "teacher"
 """Column of the role of each row's teacher."""
@@ -69,7 +69,7 @@ class Distillation(RolloutAlgorithm[RolloutsRoot]):
         check_environments(config.env, datasets, also=[UNSCORED])
         return datasets
 
-    def prepare(self, config: RolloutsRoot, tokenizer: Any, loaded: Datasets) -> DistillationData:
+    def prepare(self, config: RolloutsRoot, tokenizer: Tokenizer, loaded: Datasets) -> DistillationData:
         translator = None
         if config.distillation.cross_tokenizer:
             translator = Translator(tokenizer, teacher_tokenizer(config, "teacher"), key="teacher.model_name")
@@ -119,7 +119,7 @@ class Distillation(RolloutAlgorithm[RolloutsRoot]):
 class OfflineDistillation(SupervisedAlgorithm[TextRoot, TextData]):
     """Distillation on given text."""
 
-    def prepare(self, config: TextRoot, tokenizer: Any, loaded: Datasets) -> TextData:
+    def prepare(self, config: TextRoot, tokenizer: Tokenizer, loaded: Datasets) -> TextData:
         settings, data = config.distillation, config.data
         require_chat_template(tokenizer)
         check_k(settings.topk_logits_k, len(tokenizer))

@@ -15,6 +15,7 @@ from rl_algos.sft.data import TrainingRow
 from rl_algos.supervised.data import SupervisedData
 from rl_algos.tokenizer import different_token, plain_tokenizer
 from rl_core.errors import ConfigError, DataError
+from rl_core.tokenizer import Tokenizer
 
 UNSCORED = "rl_algos.distillation.unscored:unscored"
 """Environment of prompts that name none."""
@@ -116,7 +117,7 @@ def check_k(k: int | None, vocabulary: int) -> None:
         )
 
 
-def check_teachers(config: TextRoot | RolloutsRoot, tokenizer: Any) -> None:
+def check_teachers(config: TextRoot | RolloutsRoot, tokenizer: Tokenizer) -> None:
     """Refuse a teacher whose tokens differ from the student's. A teacher without tokenizer files is assumed to have the
     same tokens.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from rl_core.facts.template_ends import template_ends
 from rl_core.model import LOGPROBS, Model
 from rl_core.rollouts.group import LOSS_MASK, RolloutGroup
 from rl_core.rollouts.rollout import Message
+from rl_core.tokenizer import Tokenizer
 
 
 class Response(NamedTuple):
@@ -42,7 +43,7 @@ class Translator:
         ConfigError: If the bytes of a tokenizer's tokens are not known.
     """
 
-    def __init__(self, student: Any, teacher: Any, *, key: str) -> None:
+    def __init__(self, student: Tokenizer, teacher: Tokenizer, *, key: str) -> None:
         self._teacher = teacher
         self._student_bytes = bytes_of(student, "policy")
         self._teacher_bytes = bytes_of(teacher, key)
@@ -73,7 +74,7 @@ class Translator:
         return Response(np.concatenate([prompt, np.asarray(tokens, dtype=np.int32)]).astype(np.int32), spans)
 
 
-def _end_of_turn(tokenizer: Any) -> int:
+def _end_of_turn(tokenizer: Tokenizer) -> int:
     """Return the id that the chat template writes after a turn, or the id of the end of sequence."""
     return int(tokenizer.convert_tokens_to_ids(template_ends(tokenizer).token or tokenizer.eos_token))
 
@@ -152,7 +153,7 @@ def common_spans(student: Sequence[bytes], teacher: Sequence[bytes]) -> list[Spa
     return spans
 
 
-def bytes_of(tokenizer: Any, key: str) -> BytesOf:
+def bytes_of(tokenizer: Tokenizer, key: str) -> BytesOf:
     """Return the bytes of each token of a fast tokenizer.
 
     Args:

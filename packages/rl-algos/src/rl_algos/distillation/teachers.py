@@ -1,4 +1,4 @@
-"""The teachers of a student: whose rows are whose, and what they say of them."""
+"""The teachers of a student, and their readings of its rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rl_algos.losses.distillation import (
     TEACHER_NUMBER,
     TEACHER_TOKEN_LOGPROBS,
 )
-from rl_core.data.batch import Batch
+from rl_core.data.batch import Batch, Column
 from rl_core.data.ragged import Ragged
 from rl_core.model import Model, Read
 from rl_core.rollouts.group import RolloutGroup
@@ -36,7 +36,7 @@ def teacher_of(roles: Collection[str], *names: str) -> str:
 
 
 class RolloutScorer(Protocol):
-    """One or more teachers that say of a student's rollouts what its loss needs to know."""
+    """One or more teachers that give the columns of the loss for a student's rollouts."""
 
     def scored(self, batch: Batch, groups: Sequence[RolloutGroup]) -> Batch:
         """Return the rows with the columns of the loss.
@@ -88,16 +88,7 @@ class Teachers:
             rows.append(own)
             parts.append(self._models[role].infer(its_tokens, self._reads, temperature=self._temperature))
         found = parts[0] if len(parts) == 1 else Batch.concat(parts).select(np.argsort(np.concatenate(rows)))
-        numbers = [list(self._models).index(role) for role in roles]
-        return batch.with_columns(
-            {
-                **{COLUMNS[name]: column for name, column in found.columns.items()},
-                TEACHER_NUMBER: _at_every_token(numbers, batch.lengths),
-            }
-        )
-
-
-def _at_every_token(values: Sequence[int], lengths: np.ndarray) -> Ragged:
-    """Rows of these lengths that repeat their value, int32."""
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    return Ragged(np.repeat(np.asarray(values, np.int32), lengths), offsets)
+        numbers = np.asarray([list(self._models).index(role) for role in roles], np.int32)
+        offsets = np.concatenate([[0], np.cumsum(batch.lengths)])
+        columns: dict[str, Column] = {COLUMNS[name]: column for name, column in found.columns.items()}
+        return batch.with_columns({**columns, TEACHER_NUMBER: Ragged(np.repeat(numbers, batch.lengths), offsets)})

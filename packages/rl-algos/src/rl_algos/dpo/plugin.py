@@ -55,8 +55,6 @@ def check(config: DPORoot) -> Iterator[Problem]:
     if is_path(name):
         yield from _custom(name, columns, temperature)
     yield from _unused(config.dpo, loss)
-    if isinstance(loss, PreferenceLoss):
-        yield from _weights(config.dpo, loss)
     if not learns_from_responses(loss):
         return
     if config.dpo.pairing == "all":
@@ -84,7 +82,7 @@ def _custom(name: str, columns: tuple[str, ...], temperature: float) -> Iterator
 
 
 def _unused(dpo: DPOConfig, loss: Loss) -> Iterator[Problem]:
-    """Yield keys that the loss does not read."""
+    """Yield keys that the loss does not read, and weights that leave nothing to learn."""
     name = dpo.loss.name
     for key in ("reference_policy_kl_penalty", "cache_reference_logprobs"):
         if not uses_reference(loss) and is_changed(dpo, key):
@@ -92,15 +90,12 @@ def _unused(dpo: DPOConfig, loss: Loss) -> Iterator[Problem]:
     if uses_reference(loss) and is_path(name) and is_changed(dpo, "reference_policy_kl_penalty"):
         remedy = "Remove this key, and add a field for it to the class"
         yield Problem.unused("dpo.reference_policy_kl_penalty", f"with the loss {name}", remedy=remedy)
-    if name in PAIR_TERMS:
-        return
     for key in _OF_PREFERENCE_LOSS:
-        if is_changed(dpo, key):
+        if name not in PAIR_TERMS and is_changed(dpo, key):
             because = ", which has one term of summed logprobs" if name == KTO else ""
             yield Problem.unused(f"dpo.{key}", f"with the loss {name}{because}")
-
-
-def _weights(dpo: DPOConfig, loss: PreferenceLoss) -> Iterator[Problem]:
+    if not isinstance(loss, PreferenceLoss):
+        return
     if not (loss.weight or loss.sft_weight):
         reason = "must not be 0 if dpo.sft_loss_weight is 0 too, because nothing would be learned"
         got, remedy = dpo.preference_loss_weight, "Increase one of the two"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -28,6 +27,7 @@ from rl_core.model import Model
 from rl_core.plugins import RolloutNeeds
 from rl_core.rollouts.group import LOSS_MASK, RolloutGroup
 from rl_core.run import Components, Run
+from rl_core.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 class GRPO(RolloutAlgorithm[GRPORoot]):
     """Group-relative policy optimization and its family."""
 
-    def prepare(self, config: GRPORoot, tokenizer: Any, loaded: Datasets) -> RolloutData:
+    def prepare(self, config: GRPORoot, tokenizer: Tokenizer, loaded: Datasets) -> RolloutData:
         check_tokens(config.grpo, tokenizer)
         return super().prepare(config, tokenizer, loaded)
 

@@ -10,6 +10,7 @@ from rl_algos.grpo.estimators import reads
 from rl_core.config import Problem, is_changed
 from rl_core.errors import ConfigError
 from rl_core.plugins import OpponentNeed
+from rl_core.tokenizer import Tokenizer
 
 _ALL = 1 + 1e-9
 """Largest sum of shares, which are rounded."""
@@ -66,7 +67,7 @@ def opponent_problems(config: GRPOConfig) -> Iterator[Problem]:
         yield Problem(f"grpo.agents.{agent}.opponent.share", reason, got=shares[agent], remedy=remedy)
 
 
-def check_tokens(config: GRPOConfig, tokenizer: Any) -> None:
+def check_tokens(config: GRPOConfig, tokenizer: Tokenizer) -> None:
     """Refuse a model whose tokens differ from the policy's. A model without tokenizer files is assumed to have the
     same tokens.
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from rl_algos.losses.mask import num_masked
 from rl_core.data.batch import Batch
-from rl_core.model import MIN_TAIL as MIN_TAIL
 from rl_core.model import LOGPROBS, HeadFiles, Read, divergences_from, logprobs_at
+from rl_core.model import MIN_TAIL as MIN_TAIL
 
 KLName = Literal["forward", "reverse", "mixed", "jensen_shannon"]
 

@@ -9,6 +9,7 @@ from rl_algos.data.preview import RowReader
 from rl_algos.preference.comparison import Verdict
 from rl_algos.preference.config import PreferenceConfig, PreferenceRoot
 from rl_algos.supervised.algorithm import SupervisedAlgorithm
+from rl_core.tokenizer import Tokenizer
 
 C = TypeVar("C", bound=PreferenceRoot)
 
@@ -28,7 +29,7 @@ class PreferenceAlgorithm(SupervisedAlgorithm[C, Any]):
 
         return load_examples(config, default=preference)
 
-    def prepare(self, config: C, tokenizer: Any, loaded: Datasets) -> Any:
+    def prepare(self, config: C, tokenizer: Tokenizer, loaded: Datasets) -> Any:
         from rl_algos.preference.data import preference_data
 
         section, by, needs_margin = self.reads(config)

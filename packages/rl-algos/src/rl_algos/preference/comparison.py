@@ -42,7 +42,12 @@ def comparisons(example: Example, pairing: Pairing) -> list[Comparison]:
             f"a comparison needs two responses, but the row has {len(responses)}. Add `chosen` and `rejected`, or "
             "several `completions`, or set `processor` to a function that returns Example(messages, responses=...)"
         )
-    places = _places(responses)
+    ranks = [response.rank for response in responses if response.rank is not None]
+    scores = [-response.score for response in responses if response.score is not None]
+    # The place of each response, lower is better.
+    places = next((known for known in (ranks, scores) if len(known) == len(responses)), None)
+    if places is None:
+        raise DataError("the responses have no order. Add a `rank` (lower is better) or a `score` to each of them")
     order = sorted(range(len(responses)), key=places.__getitem__)
     chosen = combinations(order, 2) if pairing == "all" else [(order[0], order[-1])]
     return [
@@ -80,17 +85,6 @@ def verdicts(example: Example, by: Verdict) -> list[tuple[Response, float]]:
         raise DataError("the row has no `label`: true for a good completion and false for a bad one")
     pairs = comparisons(example, "best-worst")
     return [(response, label) for pair in pairs for response, label in ((pair.better, 1.0), (pair.worse, 0.0))]
-
-
-def _places(responses: tuple[Response, ...]) -> list[float]:
-    """Return the place of each response, lower is better."""
-    ranks = [response.rank for response in responses if response.rank is not None]
-    if len(ranks) == len(responses):
-        return ranks
-    scores = [-response.score for response in responses if response.score is not None]
-    if len(scores) == len(responses):
-        return scores
-    raise DataError("the responses have no order. Add a `rank` (lower is better) or a `score` to each of them")
 
 
 def _margin(example: Example, better: Response, worse: Response) -> float | None:

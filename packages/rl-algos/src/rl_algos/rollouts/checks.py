@@ -40,7 +40,14 @@ def rollout_problems(config: RolloutRoot, settings: RolloutConfig) -> Iterator[P
         yield Problem("policy.generation.max_new_tokens", f"must be less than {limit}", got=generation.max_new_tokens)
     yield from _ahead(settings, generation)
     if isinstance(settings, PolicyGradientConfig):
-        yield from _curriculum(settings, config.data)
+        section, curriculum = f"{settings.section}.curriculum", settings.curriculum
+        for key in () if curriculum.enabled else ("success_reward", "window", "floor"):
+            if is_changed(curriculum, key):
+                yield Problem.unused(f"{section}.{key}", f"without {section}.enabled=true")
+        if curriculum.enabled and len(config.data.train_datasets) == 1:
+            reason = "needs several training datasets to choose from, but there is 1"
+            remedy = "List several in data.train (such as one per level of difficulty), or select rows with"
+            yield Problem(f"{section}.enabled", reason, got=True, remedy=f"{remedy} data.train.pass_rate")
     try:
         program_named(settings.rollout_program)
     except ValueError as error:
@@ -207,21 +214,14 @@ def _ahead(rollouts: RolloutConfig, generation: GenerationConfig) -> Iterator[Pr
         because = "in a synchronous run, because no completion is in progress when the weights change"
         remedy = f"Remove this key, or set {section}.enabled=true and max_trajectory_age_steps above 0"
         yield Problem.unused(f"{section}.in_flight_weight_updates", because, remedy=remedy)
-    if not settings.recompute_kv_cache_after_weight_updates:
-        yield from _kept_cache(rollouts, generation, f"{section}.recompute_kv_cache_after_weight_updates")
     if rollouts.max_staleness and generation.colocated.enabled:
         reason = "needs separate devices for generation, because generation on the policy's devices stops while the"
         remedy = "Set policy.generation.colocated.enabled=false and policy.generation.colocated.resources, or set"
-        yield Problem(
-            f"{section}.enabled",
-            f"{reason} policy trains",
-            got=settings.enabled,
-            remedy=f"{remedy} {section}.enabled=false",
-        )
-
-
-def _kept_cache(rollouts: RolloutConfig, generation: GenerationConfig, key: str) -> Iterator[Problem]:
-    """Yield the reason that keys and values cannot be kept over a weight update."""
+        remedy = f"{remedy} {section}.enabled=false"
+        yield Problem(f"{section}.enabled", f"{reason} policy trains", got=settings.enabled, remedy=remedy)
+    key = f"{section}.recompute_kv_cache_after_weight_updates"
+    if settings.recompute_kv_cache_after_weight_updates:
+        return
     if not rollouts.updates_in_flight:
         yield Problem.unused(key, f"without {rollouts.section}.async_grpo.in_flight_weight_updates=true")
     elif generation.lora_sync == "adapter":
@@ -232,19 +232,6 @@ def _kept_cache(rollouts: RolloutConfig, generation: GenerationConfig, key: str)
         reason = f"is not supported by {generation.backend}, which recomputes the keys and values of an interrupted"
         remedy = "Set policy.generation.backend=vllm, or remove this key"
         yield Problem(key, f"{reason} request", got=False, remedy=remedy)
-
-
-def _curriculum(rollouts: PolicyGradientConfig, data: DataConfig) -> Iterator[Problem]:
-    """Yield problems of weights that follow success."""
-    section, settings = f"{rollouts.section}.curriculum", rollouts.curriculum
-    if not settings.enabled:
-        for key in ("success_reward", "window", "floor"):
-            if is_changed(settings, key):
-                yield Problem.unused(f"{section}.{key}", f"without {section}.enabled=true")
-    elif len(data.train_datasets) == 1:
-        reason = "needs several training datasets to choose from, but there is 1"
-        remedy = "List several in data.train (such as one per level of difficulty), or select rows with"
-        yield Problem(f"{section}.enabled", reason, got=True, remedy=f"{remedy} data.train.pass_rate")
 
 
 def _validation(rollouts: RolloutConfig, data: DataConfig) -> Iterator[Problem]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rl_algos.data.examples import Datasets
 from rl_algos.data.preview import RowReader
@@ -14,6 +14,7 @@ from rl_algos.sft.config import SFTRoot
 from rl_algos.supervised.algorithm import SupervisedAlgorithm
 from rl_algos.supervised.loop import Objective, train
 from rl_core.run import Components, Run
+from rl_core.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from rl_algos.sft.data import TrainingRow
@@ -23,16 +24,16 @@ if TYPE_CHECKING:
 class SFT(SupervisedAlgorithm["SFTRoot", "SupervisedData[TrainingRow]"]):
     """Supervised fine-tuning."""
 
-    def prepare(self, config: SFTRoot, tokenizer: Any, loaded: Datasets) -> SupervisedData[TrainingRow]:
+    def prepare(self, config: SFTRoot, tokenizer: Tokenizer, loaded: Datasets) -> SupervisedData[TrainingRow]:
         # imports transformers, which takes a second that checks before need not pay
         from rl_algos.sft.data import prepare_examples
 
         return prepare_examples(config, tokenizer, loaded)
 
     def row_reader(self, config: SFTRoot) -> RowReader:
-        from rl_algos.sft.data import example_reader
+        from rl_algos.sft.data import conversation_reader
 
-        return example_reader(config)
+        return conversation_reader(config.data, config.policy, config.sft.learn)
 
     def run(self, config: SFTRoot, components: Components, run: Run) -> None:
         from rl_algos.sft.data import to_batch
@@ -44,7 +45,7 @@ class SFT(SupervisedAlgorithm["SFTRoot", "SupervisedData[TrainingRow]"]):
 
 
 def shares(rows: Sequence[TrainingRow], datasets: Sequence[str]) -> dict[str, float]:
-    """Share of each of several datasets in the tokens under the loss of some rows."""
+    """Return the share of each of several datasets in the tokens under the loss of some rows."""
     if len(datasets) == 1:
         return {}
     tokens: Counter[str] = Counter()

@@ -19,10 +19,15 @@ from rl_algos.special_tokens import special_tokens, splits_prompts
 from rl_algos.template_coverage import with_thoughts_read
 from rl_core.errors import DataError
 from rl_core.rollouts.rollout import Message
+from rl_core.tokenizer import Tokenizer
 
 
 def encode_conversation(
-    tokenizer: Any, messages: Sequence[Message], *, learn: LearnedTurns = "all", tools: Sequence[Mapping[str, Any]] = ()
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    *,
+    learn: LearnedTurns = "all",
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return tokens of a conversation with a mask of the loss: the assistant's text and the token that ends its turn.
 
@@ -96,7 +101,7 @@ def learned_messages(messages: Sequence[Message], learn: LearnedTurns) -> list[b
     return learned
 
 
-def _tokens(tokenizer: Any, text: str, starts: Sequence[int]) -> tuple[list[int], list[Span]]:
+def _tokens(tokenizer: Tokenizer, text: str, starts: Sequence[int]) -> tuple[list[int], list[Span]]:
     """Return the tokens of a string, with the part of the string that each covers.
 
     Each turn is tokenised apart from its prompt, as in generation: otherwise a token could join the end of a prompt
@@ -116,7 +121,7 @@ def _tokens(tokenizer: Any, text: str, starts: Sequence[int]) -> tuple[list[int]
     return tokens, spans
 
 
-def _begins_apart(tokenizer: Any, text: str, start: int, tokens: Sequence[int], offsets: Sequence[Span]) -> bool:
+def _begins_apart(tokenizer: Tokenizer, text: str, start: int, tokens: Sequence[int], offsets: Sequence[Span]) -> bool:
     """Return whether a turn follows the tokens of its prompt; an added token parts what surrounds it."""
     end = bisect_left(offsets, start, key=lambda span: span[0])
     if end and offsets[end - 1][1] > start:
@@ -130,11 +135,11 @@ def _begins_apart(tokenizer: Any, text: str, start: int, tokens: Sequence[int], 
 
 
 @lru_cache(maxsize=8)
-def _added_tokens(tokenizer: Any) -> frozenset[int]:
+def _added_tokens(tokenizer: Tokenizer) -> frozenset[int]:
     return frozenset(tokenizer.added_tokens_decoder)
 
 
-def _encoded(tokenizer: Any, text: str, *, inside: bool = False) -> tuple[list[int], list[Span]]:
+def _encoded(tokenizer: Tokenizer, text: str, *, inside: bool = False) -> tuple[list[int], list[Span]]:
     """Return tokens and offsets of a string, or of a string inside a longer one, which has no mark of a start."""
     if not inside:
         encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)

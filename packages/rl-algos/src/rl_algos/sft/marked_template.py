@@ -11,6 +11,7 @@ from typing import Any
 from rl_algos.tokenizer import render
 from rl_core.errors import DataError
 from rl_core.rollouts.rollout import Message
+from rl_core.tokenizer import Tokenizer
 
 Span = tuple[int, int]
 
@@ -24,13 +25,13 @@ def has_marks(template: str) -> bool:
     return _BLOCK.search(template) is not None
 
 
-def template_of(tokenizer: Any, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+def template_of(tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] = ()) -> str:
     """Return the chat template; a tokenizer may have another one for conversations with tools."""
     return str(tokenizer.get_chat_template(tools=[dict(tool) for tool in tools] or None))
 
 
 def render_marked(
-    tokenizer: Any, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    tokenizer: Tokenizer, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
 ) -> tuple[str, list[Span]]:
     """Render a conversation, and find the parts that the template marks, wherever the marks stand: in macros, filters
     and assignments as well.

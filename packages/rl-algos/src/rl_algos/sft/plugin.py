@@ -13,19 +13,15 @@ from rl_core.plugins import ModelNeed, TrainingDefaults
 
 
 def check(config: SFTRoot) -> Iterator[Problem]:
-    """Find a unit of weights without weights."""
+    """Yield a unit of weights without weights."""
     weights = [dataset.weight for dataset in config.data.train_datasets]
     if config.sft.mix_by != "rows" and (None in weights or len(weights) == 1):
-        yield Problem(
-            "sft.mix_by",
-            "needs several datasets with a `weight` each",
-            got=config.sft.mix_by,
-            remedy="Set `weight` for every dataset in data.train",
-        )
+        reason, remedy = "needs several datasets with a `weight` each", "Set `weight` for every dataset in data.train"
+        yield Problem("sft.mix_by", reason, got=config.sft.mix_by, remedy=remedy)
 
 
 def validation_metrics(config: SFTRoot) -> list[str]:
-    """Metrics that a validation records; none if there is no validation."""
+    """Return the metrics that a validation records; none if there is no validation."""
     return metrics_of(config.sft, config.data, ("loss", "num_tokens"))
 
 

@@ -19,6 +19,7 @@ from rl_core.errors import DataError
 from rl_core.facts.template_ends import OTHER_MARK, POLICY_MARK
 from rl_core.rollouts.rollout import Message
 from rl_core.rollouts.thoughts import THOUGHT_KEYS
+from rl_core.tokenizer import Tokenizer
 
 _ASKED: Message = {"role": "user", "content": POLICY_MARK}
 
@@ -39,7 +40,7 @@ class LearnedTurns:
 
 
 def find_turns(
-    tokenizer: Any, messages: Sequence[Message], learned: Sequence[bool], tools: Sequence[Mapping[str, Any]] = ()
+    tokenizer: Tokenizer, messages: Sequence[Message], learned: Sequence[bool], tools: Sequence[Mapping[str, Any]] = ()
 ) -> LearnedTurns:
     """Find the turns to learn: the parts that the template marks by `{% generation %}`, or, in a template without
     marks, the part that a rendered turn adds to the prompt before it.
@@ -97,7 +98,7 @@ def _never_ends(index: int, ends: TurnClosing) -> DataError:
 class _Conversation:
     """Renders the beginnings of a conversation, each once."""
 
-    def __init__(self, tokenizer: Any, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, tokenizer: Tokenizer, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> None:
         self._tokenizer = tokenizer
         self.messages = messages
         self._tools = tools
@@ -305,7 +306,7 @@ class _Conversation:
 
 
 @lru_cache(maxsize=8)
-def _header(tokenizer: Any, template: str) -> str:
+def _header(tokenizer: Tokenizer, template: str) -> str:
     """Beginning of a turn of the assistant, such as `<|im_start|>assistant`; empty if the template writes none."""
     try:
         shown = render(tokenizer, [_ASKED], add_generation_prompt=False)
@@ -316,7 +317,7 @@ def _header(tokenizer: Any, template: str) -> str:
 
 
 @lru_cache(maxsize=8)
-def _unprompted(tokenizer: Any, template: str) -> str:
+def _unprompted(tokenizer: Tokenizer, template: str) -> str:
     """Text before what the assistant says, except a thought, if the template writes no generation prompt."""
     try:
         before = render(tokenizer, [_ASKED], add_generation_prompt=False)
@@ -387,7 +388,7 @@ class TurnClosing:
 
 
 @lru_cache(maxsize=8)
-def ends_of(tokenizer: Any, template: str) -> TurnClosing:
+def ends_of(tokenizer: Tokenizer, template: str) -> TurnClosing:
     """Return how turns of a tokenizer with a chat template end."""
     found = find_turn_ends(tokenizer, format_of(template).ends)
     turn = tuple(str(token) for token in tokenizer.convert_ids_to_tokens(list(found.sampled)))

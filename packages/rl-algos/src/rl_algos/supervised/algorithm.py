@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rl_algos.data import examples, inputs
 from rl_algos.data.config import DataRoot
-from rl_algos.data.examples import Datasets
+from rl_algos.data.examples import Datasets, load_examples
+from rl_algos.data.inputs import input_problems
 from rl_core.algorithm import Algorithm
-from rl_core.config import Problem
 
 if TYPE_CHECKING:
     from rl_algos.supervised.data import SupervisedData
@@ -21,11 +20,10 @@ P = TypeVar("P", bound="SupervisedData[Any]")
 class SupervisedAlgorithm(Algorithm[C, Datasets, P]):
     """Reads the rows of a config; a subclass adds `prepare` and `run`."""
 
-    def input_problems(self, config: C) -> Iterable[Problem]:
-        return inputs.input_problems(config)
+    input_problems = staticmethod(input_problems)
 
     def load(self, config: C) -> Datasets:
-        return examples.load_examples(config)
+        return load_examples(config)
 
     def check_data(self, prepared: P, state: Callable[[str], Mapping[str, Any]]) -> None:
         prepared.train.check(state("data"))

@@ -82,39 +82,15 @@ def supervised_problems(
         data: Config section `data`.
         policy: Config section of the model.
     """
-    yield from _validation(key, section, data)
-    yield from _environments(key, data)
-    yield from _lengths(data, policy)
-
-
-def _validation(key: str, section: SupervisedConfig, data: DataConfig) -> Iterator[Problem]:
-    """Yield settings of a validation that has no data."""
-    if data.validation_datasets:
-        return
-    for name in WITHOUT_VALIDATION:
-        if getattr(section, name) and is_changed(section, name):
-            yield Problem(
-                f"{key}.{name}",
-                "needs validation data, and there is none",
-                got=getattr(section, name),
-                remedy="Set data.validation, or remove this key",
-            )
-
-
-def _environments(key: str, data: DataConfig) -> Iterator[Problem]:
-    """Environments, which score rollouts; there are none here."""
-    for section, dataset in data.sections():
+    for name in () if data.validation_datasets else WITHOUT_VALIDATION:
+        if (got := getattr(section, name)) and is_changed(section, name):
+            remedy = "Set data.validation, or remove this key"
+            yield Problem(f"{key}.{name}", "needs validation data, and there is none", got=got, remedy=remedy)
+    for place, dataset in data.sections():
         if dataset.env_name is not None:
-            yield Problem.unused(f"{section}.env_name", f"because {key} trains on given data and scores nothing")
-
-
-def _lengths(data: DataConfig, policy: ModelConfig) -> Iterator[Problem]:
-    """Rows longer than the model may see."""
+            yield Problem.unused(f"{place}.env_name", f"because {key} trains on given data and scores nothing")
     limit, most = data.max_input_seq_length, policy.max_total_sequence_length
     if limit is not None and limit > most:
-        yield Problem(
-            "data.max_input_seq_length",
-            f"must not exceed policy.max_total_sequence_length ({most})",
-            got=limit,
-            remedy="Lower it, or remove it to use the same limit",
-        )
+        reason = f"must not exceed policy.max_total_sequence_length ({most})"
+        remedy = "Lower it, or remove it to use the same limit"
+        yield Problem("data.max_input_seq_length", reason, got=limit, remedy=remedy)

@@ -247,9 +247,10 @@ def assemble(
         field = copy(base.model_fields[key])
         field.default, field.default_factory = default, None
         fields[key] = (field.annotation, field)
+    bases: Any = (base,) if issubclass(base, Assembled) else (Assembled, base)
     built: type[Assembled] = create_model(
         name,
-        __base__=(base,) if issubclass(base, Assembled) else (Assembled, base),
+        __base__=bases,
         __module__=base.__module__,
         __doc__=None if base is Config else base.__doc__,
         # The parts document the fields. Otherwise pydantic would search all loaded modules for their source.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -16,7 +15,6 @@ from rl_core.facts.hf_config import num_experts_of
 from rl_core.model import HEADLESS_ROLES
 from rl_core.model_config import BackendConfig, local_family, local_hf_config, local_image_token
 from rl_launch.backends import Backends, GenerationBackend, ModelBackend
-from rl_launch.cluster.device import AUTO, resolve_device
 from rl_launch.model_files.adapter_folder import initial_adapter_problems
 from rl_launch.model_files.local_models import MADE_HERE
 from rl_launch.model_files.model_facts import model_problems
@@ -30,7 +28,7 @@ from rl_launch.placement.topology import (
 )
 from rl_launch.push.destinations import destination_of
 from rl_launch.root_config import DRAFT_HEAD, DRAFTER, POLICY, ClusterConfig, RunConfig, section_of
-from rl_launch.run_config.inputs import profiled_rank_checks, profiling_checks
+from rl_launch.run_config.inputs import device_here, profiled_rank_checks, profiling_checks
 from rl_launch.run_config.plan import RunPlan, plugin_of
 from rl_launch.session.callbacks import callback_problems
 
@@ -38,7 +36,7 @@ Check = Callable[[RunPlan], Iterable[Problem]]
 
 
 def _folder_checks(plan: RunPlan) -> Iterator[Problem]:
-    # checked here already, because the libraries that load the folder take seconds to import
+    # Checked here already, because the libraries that load the folder take seconds to import.
     config = plan.config
     tokenizer = config.policy.tokenizer
     for key in plan.model_sections:
@@ -68,22 +66,16 @@ def _folder_checks(plan: RunPlan) -> Iterator[Problem]:
 def _model_fact_checks(plan: RunPlan) -> Iterator[Problem]:
     config = plan.config
     read = {model.section: model.spec.role for model in plan.backends.models.values()}
+    length = config.policy.max_total_sequence_length
     for key in plan.model_sections:
+        is_headless, is_read = read.get(key) in HEADLESS_ROLES, key in read
+        section = plan.section(key)
         yield from model_problems(
-            key,
-            plan.section(key),
-            longest_row=config.policy.max_total_sequence_length,
-            has_scalar_head=read.get(key) in HEADLESS_ROLES,
-            is_trained_from=key in read,
+            key, section, longest_row=length, has_scalar_head=is_headless, is_trained_from=is_read
         )
     for key, name in plan.plugin.further_models(config).items():
-        yield from model_problems(
-            key.removesuffix(".model_name"),
-            config.policy.model_copy(update={"model_name": name}),
-            longest_row=config.policy.max_total_sequence_length,
-            has_scalar_head=False,
-            is_trained_from=False,
-        )
+        place, section = key.removesuffix(".model_name"), config.policy.model_copy(update={"model_name": name})
+        yield from model_problems(place, section, longest_row=length, has_scalar_head=False, is_trained_from=False)
 
 
 def _vision_checks(plan: RunPlan) -> Iterator[Problem]:
@@ -103,17 +95,11 @@ def _vision_checks(plan: RunPlan) -> Iterator[Problem]:
         reason = "takes no images, but policy.vision.enabled is true"
         remedy = "Set vllm or hf, or remove policy.vision.enabled"
         yield Problem("policy.generation.backend", reason, got=generation.plugin.name, remedy=remedy)
-    elif plan.config.cluster.device != AUTO or not os.environ.get("RAY_ADDRESS"):
-        # On another machine's cluster, the generator checks it when it starts.
-        device = resolve_device(plan.config.cluster)
-        if problem := generation.plugin.image_problem(generation.backend, generation.model, device):
-            reason = f"is not supported by generation.backend={generation.plugin.name} here: {problem}"
-            yield Problem("policy.vision.enabled", reason, got=True)
-
-
-def _algorithm_checks(plan: RunPlan) -> Iterator[Problem]:
-    for check in plan.plugin.checks:
-        yield from check(plan.config)
+    elif (device := device_here(plan.config.cluster)) and (  # otherwise the generator checks it when it starts
+        problem := generation.plugin.image_problem(generation.backend, generation.model, device)
+    ):
+        reason = f"is not supported by generation.backend={generation.plugin.name} here: {problem}"
+        yield Problem("policy.vision.enabled", reason, got=True)
 
 
 def _checkpointing_checks(plan: RunPlan) -> Iterator[Problem]:
@@ -123,14 +109,10 @@ def _checkpointing_checks(plan: RunPlan) -> Iterator[Problem]:
         return
     recorded = list(known)
     if not any(fnmatchcase(key, name) for name in recorded):
-        meant = nearest_as_remedy(key, recorded)
-        yield Problem(
-            "checkpointing.metric_name",
-            "is not a metric of the validation" if recorded else "needs validation, but this run does not validate",
-            got=plan.config.checkpointing.metric_name,
-            allowed=", ".join(recorded),
-            remedy=f"{meant} Use null to keep the newest checkpoints".strip(),
-        )
+        reason = "is not a metric of the validation" if recorded else "needs validation, but this run does not validate"
+        remedy = f"{nearest_as_remedy(key, recorded)} Use null to keep the newest checkpoints".strip()
+        got, allowed = plan.config.checkpointing.metric_name, ", ".join(recorded)
+        yield Problem("checkpointing.metric_name", reason, got=got, allowed=allowed, remedy=remedy)
 
 
 def _push_checks(plan: RunPlan) -> Iterator[Problem]:
@@ -146,29 +128,20 @@ def _push_checks(plan: RunPlan) -> Iterator[Problem]:
     except ValueError as error:
         yield Problem("checkpointing.push_to", str(error))
     if not checkpointing.enabled:
-        yield Problem(
-            "checkpointing.push_to",
-            "pushes checkpoints, but checkpointing.enabled is false",
-            got=checkpointing.push_to,
-            remedy="Remove one of the two",
-        )
+        reason = "pushes checkpoints, but checkpointing.enabled is false"
+        yield Problem("checkpointing.push_to", reason, got=checkpointing.push_to, remedy="Remove one of the two")
     if checkpointing.push_checkpoints == "best" and checkpointing.metric_name is None:
-        yield Problem(
-            "checkpointing.push_checkpoints",
-            "needs checkpointing.metric_name to rank checkpoints, but it is not set",
-            got="best",
-            remedy="Set checkpointing.metric_name, for example to val:loss",
-        )
+        reason = "needs checkpointing.metric_name to rank checkpoints, but it is not set"
+        remedy = "Set checkpointing.metric_name, for example to val:loss"
+        yield Problem("checkpointing.push_checkpoints", reason, got="best", remedy=remedy)
     if checkpointing.push_adapter and not plan.config.policy.lora_cfg.enabled:
-        yield Problem(
-            "checkpointing.push_adapter",
-            "pushes adapters, but policy.lora_cfg.enabled is false",
-            got=True,
-            remedy="Remove this key",
-        )
+        reason = "pushes adapters, but policy.lora_cfg.enabled is false"
+        yield Problem("checkpointing.push_adapter", reason, got=True, remedy="Remove this key")
 
 
-def _callback_checks(plan: RunPlan) -> Iterator[Problem]:
+def _plugin_checks(plan: RunPlan) -> Iterator[Problem]:
+    for check in plan.plugin.checks:
+        yield from check(plan.config)
     yield from callback_problems(plan.config)
     if plan.config.callbacks and not plan.plugin.trains:
         yield Problem.unused("callbacks", f"with algorithm: {plan.plugin.name}, because only training calls them")
@@ -235,12 +208,11 @@ def _backend_checks(plan: RunPlan) -> Iterable[Problem]:
 
 def _replay_checks(plan: RunPlan) -> Iterator[Problem]:
     """Yield the problems of replaying a routing that does not exist or is not reported."""
-    config, backends = plan.config, plan.backends
-    for model in backends.models.values():
+    for model in plan.backends.models.values():
+        key = f"{model.section}.{model.plugin.key}.{model.plugin.replay_key}"
         if model.replays_routing:
-            key = f"{model.section}.{model.plugin.key}.{model.plugin.replay_key}"
-            if problem := _replay_problem(key, model, backends.generation, config.cluster):
-                yield problem
+            problem = _replay_problem(key, model, plan.backends.generation, plan.config.cluster)
+            yield from () if problem is None else (problem,)
 
 
 def _lora_sync_checks(plan: RunPlan) -> Iterator[Problem]:
@@ -250,26 +222,17 @@ def _lora_sync_checks(plan: RunPlan) -> Iterator[Problem]:
         return
     key = f"{POLICY}.generation.lora_sync"
     if generation.config.weight_sync_encoding == "changes":
-        yield Problem(
-            f"{POLICY}.generation.weight_sync_encoding",
-            "saves nothing with lora_sync=adapter, because only adapters are sent and all of their values change",
-            got="changes",
-            remedy="Set it to full, or set lora_sync=merged",
-        )
+        reason = "saves nothing with lora_sync=adapter, because only adapters are sent and all of their values change"
+        remedy = "Set it to full, or set lora_sync=merged"
+        yield Problem(f"{POLICY}.generation.weight_sync_encoding", reason, got="changes", remedy=remedy)
     if not generation.model.lora_cfg.enabled:
-        yield Problem(
-            key,
-            "sends the adapters of policy.lora_cfg, but LoRA is disabled",
-            got="adapter",
-            remedy="Set policy.lora_cfg.enabled=true, or lora_sync=merged",
-        )
-    elif config.cluster.device != AUTO or not os.environ.get("RAY_ADDRESS"):
-        # On another machine's cluster, the generator checks it when it starts.
-        device = resolve_device(config.cluster)
-        problem = generation.plugin.adapter_problem(generation.backend, generation.model, device)
-        if problem:
-            reason = f"is not supported by generation.backend={generation.plugin.name} here: {problem}"
-            yield Problem(key, reason, got="adapter")
+        reason = "sends the adapters of policy.lora_cfg, but LoRA is disabled"
+        yield Problem(key, reason, got="adapter", remedy="Set policy.lora_cfg.enabled=true, or lora_sync=merged")
+    elif (device := device_here(config.cluster)) and (  # otherwise the generator checks it when it starts
+        problem := generation.plugin.adapter_problem(generation.backend, generation.model, device)
+    ):
+        reason = f"is not supported by generation.backend={generation.plugin.name} here: {problem}"
+        yield Problem(key, reason, got="adapter")
 
 
 def _replay_problem(
@@ -286,10 +249,8 @@ def _replay_problem(
     if generation is None:
         reason = "replays the routing of rollouts, but this algorithm has no rollouts"
         return Problem(key, reason, got=True, remedy="Remove this key")
-    if cluster.device == AUTO and os.environ.get("RAY_ADDRESS"):
-        return None  # the generator checks it when it starts
-    problem = generation.plugin.routing_problem(generation.backend, resolve_device(cluster))
-    if not problem:
+    device = device_here(cluster)  # if it is not known, the generator checks it when it starts
+    if device is None or not (problem := generation.plugin.routing_problem(generation.backend, device)):
         return None
     reason = f"needs the experts that the generator chose, but {generation.plugin.name} does not report them: {problem}"
     return Problem(key, reason, got=True, remedy=f"Otherwise set {model.plugin.replay_key}=false")
@@ -303,14 +264,9 @@ def _drafter_checks(plan: RunPlan) -> Iterator[Problem]:
     generation, name = backends.generation, backends.models[DRAFTER].config.model_name
     drafts_with = generation.plugin.draft_model(generation.backend)
     if drafts_with is None:
-        yield Problem(
-            DRAFTER,
-            f"trains a draft model, but the generator ({generation.plugin.name}) drafts with none",
-            remedy=(
-                f"Set policy.generation.vllm_cfg.speculation={{method: draft_model, model: {name}}}, or remove this "
-                "section"
-            ),
-        )
+        reason = f"trains a draft model, but the generator ({generation.plugin.name}) drafts with none"
+        setting = f"policy.generation.vllm_cfg.speculation={{method: draft_model, model: {name}}}"
+        yield Problem(DRAFTER, reason, remedy=f"Set {setting}, or remove this section")
     elif Path(drafts_with).expanduser() != Path(name).expanduser():
         reason = f"is trained, but the generator drafts with {drafts_with}"
         yield Problem(f"{DRAFTER}.model_name", reason, got=name, remedy="Set both to the same folder")
@@ -336,14 +292,10 @@ def _draft_head_checks(plan: RunPlan) -> Iterator[Problem]:
         return
     drafts_with = None if generation is None else generation.plugin.draft_head(generation.backend)
     if drafts_with is None:
-        without = "this algorithm has no generator"
-        if generation is not None:
-            without = f"the generator ({generation.plugin.name}) drafts with none"
-        reason = f"trains a draft head, but {without}"
-        remedy = (
-            f"Set policy.generation.vllm_cfg.speculation={{method: eagle3, model: {head.model_name}}}, with method mtp "
-            "for a layer for multi-token prediction, or remove this section"
-        )
+        engine = None if generation is None else f"the generator ({generation.plugin.name}) drafts with none"
+        reason = f"trains a draft head, but {engine or 'this algorithm has no generator'}"
+        setting = f"policy.generation.vllm_cfg.speculation={{method: eagle3, model: {head.model_name}}}"
+        remedy = f"Set {setting}, with method mtp for a layer for multi-token prediction, or remove this section"
         yield Problem(key, reason, remedy=remedy)
     elif Path(drafts_with).expanduser() != Path(head.model_name).expanduser():
         reason = f"is trained, but the generator drafts with {drafts_with}"
@@ -353,6 +305,11 @@ def _draft_head_checks(plan: RunPlan) -> Iterator[Problem]:
 def _topology_checks(plan: RunPlan) -> Iterator[Problem]:
     yield from colocated_problems(plan.backends.claims)
     yield from _placement_problems(plan.config.cluster, plan.backends)
+
+
+def _refuse(problems: list[Problem]) -> None:
+    if problems:
+        raise ConfigProblems("\n".join(f"{problem.key}: {problem.message}" for problem in problems), problems)
 
 
 def model_checks(plan: RunPlan) -> Iterator[Problem]:
@@ -372,9 +329,7 @@ def check_placement(plan: RunPlan, device: Device) -> None:
     Raises:
         ConfigProblems: If there are problems; lists all of them.
     """
-    problems = list(_problems_of(topology_of(plan.config.cluster, plan.backends, device)))
-    if problems:
-        raise ConfigProblems("\n".join(f"{problem.key}: {problem.message}" for problem in problems), problems)
+    _refuse(list(_problems_of(topology_of(plan.config.cluster, plan.backends, device))))
 
 
 def check_models(plan: RunPlan, names: Mapping[str, str]) -> None:
@@ -393,9 +348,7 @@ def check_models(plan: RunPlan, names: Mapping[str, str]) -> None:
             text = text.replace(folder, name)
         return text
 
-    problems = [problem.rewritten(named) for check in MODEL_CHECKS for problem in check(plan)]
-    if problems:
-        raise ConfigProblems("\n".join(f"{problem.key}: {problem.message}" for problem in problems), problems)
+    _refuse([problem.rewritten(named) for check in MODEL_CHECKS for problem in check(plan)])
 
 
 def topology_of(cluster: ClusterConfig, backends: Backends, device: Device) -> Topology:
@@ -404,9 +357,8 @@ def topology_of(cluster: ClusterConfig, backends: Backends, device: Device) -> T
 
 
 def _placement_problems(cluster: ClusterConfig, backends: Backends) -> Iterator[Problem]:
-    # the devices of another machine's cluster are known once Ray has connected to it: `check_placement`
-    if cluster.device != AUTO or not os.environ.get("RAY_ADDRESS"):
-        yield from _problems_of(topology_of(cluster, backends, resolve_device(cluster)))
+    if device := device_here(cluster):  # otherwise `check_placement` checks it
+        yield from _problems_of(topology_of(cluster, backends, device))
 
 
 def _problems_of(topology: Topology) -> Iterator[Problem]:
@@ -417,10 +369,9 @@ def _problems_of(topology: Topology) -> Iterator[Problem]:
 
 CHECKS: tuple[Check, ...] = (
     _folder_checks,
-    _algorithm_checks,
+    _plugin_checks,
     _checkpointing_checks,
     _push_checks,
-    _callback_checks,
     _switch_checks,
     profiling_checks,
 )

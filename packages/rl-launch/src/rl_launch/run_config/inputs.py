@@ -16,13 +16,14 @@ from rl_core.tracing.profiling import Tool
 from rl_launch.cluster.device import AUTO, resolve_device
 from rl_launch.model_files.local_models import MADE_HERE
 from rl_launch.model_files.model_folder import absent_models
+from rl_launch.root_config import ClusterConfig
 from rl_launch.run_config.plan import RunPlan
 from rl_launch.session.config import ProfilingConfig
 
 
 def input_problems(plan: RunPlan, *, is_evaluation: bool = False) -> Iterator[Problem]:
     """Yield the problems of inputs that a run, or its evaluation, cannot read: models, datasets, files and folders. The
-    hub is asked once for each name.
+    hub gets one request for each name.
 
     Args:
         plan: The run.
@@ -58,6 +59,12 @@ def model_names(plan: RunPlan) -> dict[str, str]:
     return {key: name for key, name in names.items() if name not in MADE_HERE}
 
 
+def device_here(cluster: ClusterConfig) -> Device | None:
+    """Return the device of a run's models; None for another machine's cluster, whose devices are known once Ray has
+    connected to it."""
+    return None if cluster.device == AUTO and os.environ.get("RAY_ADDRESS") else resolve_device(cluster)
+
+
 _NEEDS_CUDA: dict[Tool, str] = {
     "memory": "records the history of torch's CUDA allocator",
     "nsys": "records a range that the CUDA profiler begins and ends",
@@ -80,33 +87,25 @@ def profiling_checks(plan: RunPlan) -> Iterator[Problem]:
                 yield Problem.unused(f"profiling.{key}", "without profiling.steps", remedy=remedy)
         return
     if not plan.plugin.trains:
-        reason = f"with algorithm: {plan.plugin.name}, because only training makes steps"
-        yield Problem.unused("profiling.steps", reason)
+        because = f"with algorithm: {plan.plugin.name}, because only training makes steps"
+        yield Problem.unused("profiling.steps", because)
         return
     if "py-spy" in profiling.tools and py_spy_program() is None:
+        remedy = f"Install it, or remove it from this key: {install_command('rl-launch[profiling]')}"
         yield Problem(
-            "profiling.tools",
-            "needs the program py-spy, which is not installed",
-            got="py-spy",
-            remedy=f"Install it, or remove it from this key: {install_command('rl-launch[profiling]')}",
+            "profiling.tools", "needs the program py-spy, which is not installed", got="py-spy", remedy=remedy
         )
     if "nsys" in profiling.tools and shutil.which("nsys") is None:
-        yield Problem(
-            "profiling.tools",
-            "needs Nsight Systems, but nsys is not on the PATH",
-            got="nsys",
-            remedy="Install Nsight Systems on every node (package nsight-systems-cli), or remove it",
-        )
-    cluster = plan.config.cluster
-    if cluster.device != AUTO or not os.environ.get("RAY_ADDRESS"):
-        yield from _device_problems(profiling, resolve_device(cluster))
+        remedy = "Install Nsight Systems on every node (package nsight-systems-cli), or remove it"
+        yield Problem("profiling.tools", "needs Nsight Systems, but nsys is not on the PATH", got="nsys", remedy=remedy)
+    if device := device_here(plan.config.cluster):
+        yield from _device_problems(profiling, device)
 
 
 def profiled_rank_checks(plan: RunPlan) -> Iterator[Problem]:
     """Yield the problem of ranks that no worker has, if the devices are known here."""
-    cluster, profiling = plan.config.cluster, plan.config.profiling
-    if profiling.steps is not None and (cluster.device != AUTO or not os.environ.get("RAY_ADDRESS")):
-        yield from _rank_problems(plan, resolve_device(cluster))
+    if plan.config.profiling.steps is not None and (device := device_here(plan.config.cluster)):
+        yield from _rank_problems(plan, device)
 
 
 def check_profiling(plan: RunPlan, device: Device) -> None:
@@ -126,9 +125,8 @@ def _device_problems(profiling: ProfilingConfig, device: Device) -> Iterator[Pro
     for tool in profiling.tools:
         if tool in _NEEDS_CUDA and device.name != "cuda":
             reason = f"{_NEEDS_CUDA[tool]}, but the device of this run is {device.name}"
-            yield Problem(
-                "profiling.tools", reason, got=tool, remedy="Remove it; torch and py-spy work on every device"
-            )
+            remedy = "Remove it; torch and py-spy work on every device"
+            yield Problem("profiling.tools", reason, got=tool, remedy=remedy)
 
 
 def _rank_problems(plan: RunPlan, device: Device) -> Iterator[Problem]:
@@ -138,6 +136,5 @@ def _rank_problems(plan: RunPlan, device: Device) -> Iterator[Problem]:
         sizes.append(topology.most_replicas)
     for rank in plan.config.profiling.ranks:
         if sizes and rank >= max(sizes):
-            allowed = f"0 to {max(sizes) - 1}"
             reason = "is neither a rank of a model nor the number of a generator"
-            yield Problem("profiling.ranks", reason, got=rank, allowed=allowed)
+            yield Problem("profiling.ranks", reason, got=rank, allowed=f"0 to {max(sizes) - 1}")

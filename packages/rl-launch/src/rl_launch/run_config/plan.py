@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any, cast
 
 from rl_core.algorithm import Algorithm, implementation_of
-from rl_core.config import Config, Origin, RawConfig, Resolved
+from rl_core.config import Config, RawConfig, Resolved
 from rl_core.devices import Device
 from rl_core.plugins import GENERATORS, POLICIES, AlgorithmPlugin, algorithm_named, plugins
 from rl_launch.backends import SINGLE_MODEL, Backends, backends_of, model_keys
@@ -96,10 +96,6 @@ class RunPlan:
     def section(self, key: str) -> Any:
         """Return the section of the config at a dotted key."""
         return section_of(self.config, key)
-
-    def origin(self, key: str) -> Origin:
-        """Return where the value of a key comes from: a file and line, the command line, or the default."""
-        return self.resolved.origin(key)
 
     def with_config(self, config: RunConfig) -> RunPlan:
         """Plan a changed config of the same algorithm."""

@@ -35,8 +35,10 @@ def read_plan(source: str | Path | Mapping[str, Any], overrides: Sequence[str] =
         ConfigError: If there are problems; lists all of them.
     """
     raw = read_raw(source, overrides)
-    if raw.select("algorithm") is None and (guess := _guessed_algorithm(raw)):
-        raise _without_algorithm(raw, guess)
+    if raw.select("algorithm") is None:
+        guesses = [name for name in names(ALGORITHMS) if name in raw.plain()]
+        if len(guesses) == 1:
+            raise _without_algorithm(raw, guesses[0])
     return _read(raw, source)
 
 
@@ -64,7 +66,12 @@ def _read(raw: RawConfig, source: str | Path | Mapping[str, Any]) -> RunPlan:
 def _of_another_algorithm(key: str, algorithm: AlgorithmPlugin) -> str:
     """Return the explanation of a key whose section other algorithms have; empty if none has it."""
     section = key.partition(".")[0]
-    owners = [name for name, other in plugins(ALGORITHMS).items() if section in _sections_of(other)]
+    owners = [
+        name
+        for name, other in plugins(ALGORITHMS).items()
+        if section in (*other.sections, *(key.partition(".")[0] for key in other.model_keys(lambda _: ())))
+        or (section == "env" and other.generates)
+    ]
     if not owners or algorithm.name in owners:
         return ""
     belongs = f"the algorithm{'s' if len(owners) > 1 else ''} {', '.join(owners)}"
@@ -74,26 +81,11 @@ def _of_another_algorithm(key: str, algorithm: AlgorithmPlugin) -> str:
     )
 
 
-def _sections_of(algorithm: AlgorithmPlugin) -> set[str]:
-    """Return the names of the sections that a config has because of its algorithm."""
-    models = {key.partition(".")[0] for key in algorithm.model_keys(lambda _: ())}
-    return {*algorithm.sections, *models, *(("env",) if algorithm.generates else ())}
-
-
-def _guessed_algorithm(raw: RawConfig) -> str:
-    """Return the installed algorithm whose section the user wrote; empty unless there is exactly one."""
-    written = raw.plain()
-    found = [name for name in names(ALGORITHMS) if name in written]
-    return found[0] if len(found) == 1 else ""
-
-
 def _without_algorithm(raw: RawConfig, guess: str) -> ConfigProblems:
     """Return the error of a config without an algorithm. Its other problems are found with the algorithm of its
     sections."""
-    known = ", ".join(names(ALGORITHMS))
-    missing = Problem(
-        "algorithm", "must be set", allowed=known, remedy=f"The section {guess} suggests algorithm: {guess}"
-    )
+    remedy = f"The section {guess} suggests algorithm: {guess}"
+    missing = Problem("algorithm", "must be set", allowed=", ".join(names(ALGORITHMS)), remedy=remedy)
     others: tuple[Problem, ...] = ()
     remarks: list[str] = []
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -23,6 +23,7 @@ from rl_core.rollouts.environment import ToolCall
 from rl_core.rollouts.program import Reply
 from rl_core.rollouts.rollout import Message
 from rl_core.rollouts.thoughts import MARKS, opened_by
+from rl_core.tokenizer import Tokenizer
 
 
 class Chat:
@@ -33,7 +34,7 @@ class Chat:
         tool_format: Name of the format of tool calls; None to read it from the template.
     """
 
-    def __init__(self, tokenizer: Any, tool_format: str | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer, tool_format: str | None = None) -> None:
         self._tokenizer = tokenizer
         self._format_name = tool_format
 
@@ -102,9 +103,10 @@ class Chat:
         ids = token_ids.tolist()
         return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-    def continuation(self, turn: Message, observation: Sequence[Message], sampled: np.ndarray) -> np.ndarray:
-        """Return int32 `[tokens]` to append after `sampled`; see `Continuation.tokens`."""
-        return self._continuation.tokens(turn, observation, sampled)
+    @cached_property
+    def continuation(self) -> Callable[[Message, Sequence[Message], np.ndarray], np.ndarray]:
+        """`Continuation.tokens`: the tokens to append after a sampled turn."""
+        return Continuation(self._tokenizer, self.ends, arguments_as_text=self.tool_format.arguments_as_text).tokens
 
     def rendered(
         self, messages: Sequence[Message], so_far: np.ndarray, tools: Sequence[Mapping[str, Any]] = ()
@@ -155,10 +157,6 @@ class Chat:
         """Id of image tokens; None for a model that takes none."""
         images = image_tokens(self._tokenizer)
         return None if images is None else int(self._tokenizer.convert_tokens_to_ids(images.marks.token))
-
-    @cached_property
-    def _continuation(self) -> Continuation:
-        return Continuation(self._tokenizer, self.ends, arguments_as_text=self.tool_format.arguments_as_text)
 
     def _without_special_tokens(self, ids: list[int]) -> str:
         """Return the text of tokens; the marks of thoughts stay if they are special tokens, as in Magistral."""

@@ -15,6 +15,7 @@ from rl_algos.special_tokens import special_tokens, splits_observations
 from rl_algos.tokenizer import generation_ends, render
 from rl_core.facts.template_ends import OTHER_MARK, POLICY_MARK, template_ends
 from rl_core.rollouts.rollout import Message
+from rl_core.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class TurnEnds:
     plain: str = ""
 
 
-def find_turn_ends(tokenizer: Any, further: Sequence[str] = ()) -> TurnEnds:
+def find_turn_ends(tokenizer: Tokenizer, further: Sequence[str] = ()) -> TurnEnds:
     """Find the ends of a turn: the end of sequence, the first added token after the policy's text, and the special
     tokens that the model's generation config lists.
 
@@ -74,7 +75,7 @@ class Continuation:
         arguments_as_text: True if the template takes the arguments of a tool call as JSON text.
     """
 
-    def __init__(self, tokenizer: Any, ends: TurnEnds, *, arguments_as_text: bool = False) -> None:
+    def __init__(self, tokenizer: Tokenizer, ends: TurnEnds, *, arguments_as_text: bool = False) -> None:
         self._tokenizer = tokenizer
         self._ends = ends
         self._arguments: Any = "{}" if arguments_as_text else {}
@@ -159,7 +160,7 @@ class Continuation:
         return [{"role": "user", "content": "x"}, turn]
 
 
-def rewrites_history(tokenizer: Any, ends: TurnEnds) -> bool:
+def rewrites_history(tokenizer: Tokenizer, ends: TurnEnds) -> bool:
     """Return whether the template renders an earlier turn in a form that the engine did not see: it renders the last
     turn and the same turn before others differently, or not after the start of the policy's text.
     """

@@ -17,6 +17,7 @@ from rl_algos.tokenizer import render, require_chat_template
 from rl_algos.tool_calls.formats import FORMATS, PLAIN
 from rl_core.errors import ConfigError
 from rl_core.rollouts.rollout import Message
+from rl_core.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 
@@ -29,7 +30,9 @@ Tools = Mapping[str, Sequence[Mapping[str, Any]]]
 """JSON schemas of the tools of each environment that has some."""
 
 
-def check_conversations(policy: GeneratingPolicy, settings: RolloutConfig, tokenizer: Any, tools: Tools) -> TurnEnds:
+def check_conversations(
+    policy: GeneratingPolicy, settings: RolloutConfig, tokenizer: Tokenizer, tools: Tools
+) -> TurnEnds:
     """Render short conversations as rollouts of several turns, and of tools, do.
 
     Args:
@@ -59,7 +62,7 @@ def check_conversations(policy: GeneratingPolicy, settings: RolloutConfig, token
 
 
 def check_turns(
-    policy: GeneratingPolicy, settings: RolloutConfig, tokenizer: Any, tools: Tools, *, turns_key: str
+    policy: GeneratingPolicy, settings: RolloutConfig, tokenizer: Tokenizer, tools: Tools, *, turns_key: str
 ) -> TurnEnds:
     """Check the conversations of a model that does not train on its turns, so that its template may rewrite earlier
     ones; see `check_conversations`.
@@ -114,7 +117,7 @@ def _check_penalties(settings: RolloutConfig, chat: Chat, *, has_tools: bool) ->
         )
 
 
-def _check_tools(chat: Chat, tokenizer: Any, max_turns: int, turns_key: str, tools: Tools) -> None:
+def _check_tools(chat: Chat, tokenizer: Tokenizer, max_turns: int, turns_key: str, tools: Tools) -> None:
     name, schemas = next(iter(tools.items()))
     if max_turns < 2:
         raise ConfigError(

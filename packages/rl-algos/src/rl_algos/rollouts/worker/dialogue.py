@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from rl_algos.rollouts.worker.chat import Chat
@@ -11,6 +9,7 @@ from rl_algos.rollouts.worker.continuation import rewrites_history
 from rl_algos.tokenizer import encode_prompt
 from rl_core.rollouts.program import Reply
 from rl_core.rollouts.rollout import Message
+from rl_core.tokenizer import Tokenizer
 
 
 class Dialogue:
@@ -29,7 +28,7 @@ class Dialogue:
         system: System message; empty for none.
     """
 
-    def __init__(self, tokenizer: Any, chat: Chat, *, system: str = "") -> None:
+    def __init__(self, tokenizer: Tokenizer, chat: Chat, *, system: str = "") -> None:
         self._tokenizer = tokenizer
         self._chat = chat
         self._rewrites: bool | None = None
