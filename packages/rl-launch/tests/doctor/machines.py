@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rl_core.devices import CPU
 from rl_launch.cluster.process_limit import ProcessLimit
-from rl_launch.doctor.machine import Gpu, GpuDriver, Tool
+from rl_launch.doctor.machine import Gpu, GpuDriver, InstalledTool
 from rl_launch.doctor.needs import Needs
 from rl_launch.doctor.room import Room
 from rl_launch.worker_envs import Availability
@@ -29,7 +29,7 @@ def space(free_gib: float, total_gib: float = 100, *, is_writable: bool = True, 
     return Room(str(Path(folder)), int(total_gib * GIB), int(free_gib * GIB), is_writable)
 
 
-UV = Tool("/bin/uv", "0.13.8")
+UV = InstalledTool("/bin/uv", "0.13.8")
 ROOMY = space(16, 16)
 
 
@@ -61,7 +61,7 @@ class FakeMachine:
     ray_processes: tuple[int, ...] = ()
     ray_folder: Path = Path("/tmp/ray")
     token_problem: tuple[str, str] | None = None
-    uv: Tool | None = UV
+    uv: InstalledTool | None = UV
     num_gpus: int = 0
     gpu_driver: GpuDriver | None = None
     has_cuda_compiler: bool = True

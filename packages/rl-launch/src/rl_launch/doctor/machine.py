@@ -39,7 +39,7 @@ _OLDEST = {12: 525, 13: 580}
 (https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html)."""
 
 
-class Tool(NamedTuple):
+class InstalledTool(NamedTuple):
     """An installed program.
 
     Attributes:
@@ -140,13 +140,13 @@ class Machine:
         return token_problem()
 
     @cached_property
-    def uv(self) -> Tool | None:
+    def uv(self) -> InstalledTool | None:
         """The program that builds environments; None if it is not installed."""
         try:
             path = find_uv()
         except (EnvBuildError, FileNotFoundError):
             return None
-        return Tool(path, _output_of(path, "--version").removeprefix("uv ").partition(" ")[0])
+        return InstalledTool(path, _output_of(path, "--version").removeprefix("uv ").partition(" ")[0])
 
     @property
     def num_gpus(self) -> int:
