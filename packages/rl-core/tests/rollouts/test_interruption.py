@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_core.rollouts.generation import GenerationRequest, SamplingParams
-from rl_core.rollouts.interruption import PartialCompletion, generate_whole
+from rl_core.rollouts.interruption import generate_whole
 from rl_core.rollouts.rollout import Completion, WeightSpan
 
 CONTEXT = 40
@@ -116,22 +116,32 @@ def test_each_request_for_the_rest_names_the_tokens_that_were_sampled_and_asks_f
     assert engine.requests[0] is request
 
 
+def scripted(max_new_tokens, *parts):
+    remaining = list(parts)
+
+    async def generate(request):
+        return remaining.pop(0)
+
+    request = GenerationRequest(np.array([1], np.int32), SamplingParams(max_new_tokens), seed=0)
+    found = asyncio.run(generate_whole(generate, request))
+    assert not remaining
+    return found
+
+
+CUT = Completion(np.array([4, 5], np.int32), np.zeros(2, np.float32), "abort", (WeightSpan(1, 2),))
+
+
 def test_a_completion_that_was_cut_off_at_its_limit_is_whole():
-    partial = PartialCompletion(GenerationRequest(np.array([1], np.int32), SamplingParams(2), seed=0))
-    assert not partial.is_whole
-    cut = Completion(np.array([4, 5], np.int32), np.zeros(2, np.float32), "abort", (WeightSpan(1, 2),))
-    partial.add(cut)
-    assert partial.is_whole
-    assert partial.completion().stop_reason == "length"
+    assert scripted(2, CUT).stop_reason == "length"
+    assert scripted(4, CUT, CUT).stop_reason == "length"
 
 
-def test_a_partial_completion_has_the_parts_so_far():
-    partial = PartialCompletion(GenerationRequest(np.array([1], np.int32), SamplingParams(9), seed=0))
-    assert len(partial.completion().token_ids) == 0
-    cut = Completion(np.array([4, 5], np.int32), np.zeros(2, np.float32), "abort", (WeightSpan(1, 2),))
-    partial.add(cut)
-    assert not partial.is_whole
-    assert partial.completion() is cut
-    partial.add(replace(cut, spans=(WeightSpan(2, 2),)))
-    assert partial.completion().spans == (WeightSpan(1, 2), WeightSpan(2, 2))
-    assert partial.completion().stop_reason == "abort"
+def test_a_completion_that_was_not_interrupted_is_returned_as_it_is():
+    whole = replace(CUT, stop_reason="stop")
+    assert scripted(9, whole) is whole
+
+
+def test_a_completion_has_the_spans_of_all_its_parts():
+    found = scripted(9, CUT, replace(CUT, spans=(WeightSpan(2, 2),), stop_reason="stop"))
+    assert found.spans == (WeightSpan(1, 2), WeightSpan(2, 2))
+    assert found.stop_reason == "stop"

@@ -17,7 +17,7 @@ from rl_core.errors import RequestRefused
 from rl_core.images import STORE_VARIABLE, ImageStore
 from rl_core.model_config import GenerationConfig, ModelConfig, VisionConfig
 from rl_core.rollouts.generation import GenerationRequest, Placement, SamplingParams
-from rl_core.rollouts.interruption import PartialCompletion
+from rl_core.rollouts.interruption import request_for_rest
 from rl_core.rollouts.rollout import Completion, WeightSpan
 from rl_core.testing.exhaustive import partly_exhaustive
 from rl_core.testing.torch.tiny_vision import write_tiny_vision_model
@@ -104,10 +104,9 @@ def test_a_row_that_joins_others_has_its_own_places(bench):
 def test_an_interrupted_completion_continues_after_its_images(bench):
     request = bench.request(2, max_new_tokens=12)
     [whole] = bench.complete([request])
-    partial = PartialCompletion(request)
     kept = {"token_ids": whole.token_ids[:5], "logprobs": whole.logprobs[:5], "spans": (WeightSpan(0, 5),)}
-    partial.add(replace(whole, stop_reason="abort", **kept))
-    [rest] = bench.complete([partial.rest])
+    part = replace(whole, stop_reason="abort", **kept)
+    [rest] = bench.complete([request_for_rest(request, [part])])
     assert rest.token_ids.tolist() == whole.token_ids[5:].tolist()
     np.testing.assert_allclose(rest.logprobs, whole.logprobs[5:], atol=1e-4)
 
