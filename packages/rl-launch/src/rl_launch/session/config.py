@@ -35,7 +35,7 @@ class MonitoringConfig(Config):
 
 
 class NotifyConfig(Config):
-    """Who is told when the state of a run changes. Nothing is sent without `url` or `command`."""
+    """Notifications of changes of a run's state. Nothing is sent without `url` or `command`."""
 
     url: str | None = None
     """Webhook that gets a POST of JSON with `event`, `text`, `run`, `run_dir`, `step`, `max_steps`, `reason`, `host`
@@ -64,7 +64,7 @@ class NotifyConfig(Config):
 
     @property
     def is_enabled(self) -> bool:
-        """True if somebody is told."""
+        """True if notifications are sent."""
         return bool(self.url or self.command)
 
 

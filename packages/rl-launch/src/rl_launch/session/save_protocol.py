@@ -53,7 +53,7 @@ class SaveProtocol:
     Args:
         checkpoints: The checkpoints of the run directory.
         clock: Shows saves, and measures the restoring.
-        stop: Is told how long saves take.
+        stop: Learns the duration of saves.
 
     Attributes:
         saved: Step of the newest checkpoint; 0 before there is one.

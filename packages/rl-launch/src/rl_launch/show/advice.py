@@ -1,4 +1,4 @@
-"""Advice on a run: rules over its metrics, each with a threshold and a remedy that names a key."""
+"""Advice on a run: rules over its metrics, each with a threshold and a remedy with its key."""
 
 from __future__ import annotations
 

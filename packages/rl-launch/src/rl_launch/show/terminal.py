@@ -75,7 +75,7 @@ class Curve:
     Args:
         points: At least one.
         mark: Character at its last point; empty for none.
-        style: Of its dots, as `rich` names styles.
+        style: Style of its dots, in the words of `rich`.
     """
 
     points: Points

@@ -97,7 +97,7 @@ def _dataset(config: Translation, purpose: str, given: dict[str, Any], repeats: 
     name, path = given.get("dataset_name"), given.get("data_path")
     lower = str(name or "").lower()
     known = config.table.tables["datasets"].get(lower)
-    if known is None and _is_visual(config, lower):
+    if known is None and any(each in lower for each in config.table.tables["visual"].split()):
         _refuse(config, name_at, at, _VISUAL)
     elif lower == "arrow_text":
         config.refuse(at, f"the dataset {name}")
@@ -175,10 +175,6 @@ def _refuse(config: Translation, key: str, section: str, feature: str) -> None:
     config.refuse(key if config.has(key) else section, feature)
 
 
-def _is_visual(config: Translation, name: str) -> bool:
-    return any(each in name for each in config.table.tables["visual"].split())
-
-
 def _environment(config: Translation, at: str, value: str, made: dict[str, Any]) -> None:
     known = config.table.tables["environments"]
     if config.algorithm not in (*ROLLOUTS, "evaluation"):
@@ -191,7 +187,7 @@ def _environment(config: Translation, at: str, value: str, made: dict[str, Any])
             "FILE.py:FUNCTION, or env.NAME.rewards for several"
         )
         _answer(config, at, Kind.FOLLOWS, f"{at}, which the recipe leaves to you")
-    elif _is_visual(config, value):
+    elif any(each in value for each in config.table.tables["visual"].split()):
         _refuse(config, at, "data.train", _VISUAL)
     elif value in known:
         made["env_name"] = known[value]

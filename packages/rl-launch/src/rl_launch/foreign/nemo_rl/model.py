@@ -52,7 +52,7 @@ _LINEAR = {
     "linear_fc1": ("gate_proj", "up_proj"),
     "linear_fc2": ("down_proj",),
 }
-"""Layers of Megatron by the names of those that they are made of in Hugging Face models."""
+"""Parts of Megatron's layers in Hugging Face models."""
 
 
 def translate_megatron(config: Translation, model: str) -> None:

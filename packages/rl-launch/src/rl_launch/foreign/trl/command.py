@@ -77,7 +77,7 @@ def read_command(path: Path) -> Script:
 
 
 def _start(words: tuple[str, ...]) -> int | None:
-    """Place of the word that names the training script or the command of `trl`."""
+    """Return the place of the training script, or of the command of `trl`."""
     for place, word in enumerate(words):
         if place and words[place - 1].rpartition("/")[2] == "trl" and not word.startswith("-"):
             return None if word in ("env", "vllm-serve") else place

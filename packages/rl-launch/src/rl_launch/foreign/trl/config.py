@@ -320,8 +320,8 @@ def _grpo(config: Translation) -> None:
     if config.get("sync_ref_model"):
         config.put("grpo.reference_sync_period", config.get("ref_model_sync_steps", 512))
         config.put("grpo.reference_mixup_alpha", config.get("ref_model_mixup_alpha", 0.6))
-    if config.get("top_k", 0) > 0:  # 0 and -1 sample from all tokens
-        config.put("policy.generation.top_k", config.get("top_k"))
+    if (top_k := config.get("top_k")) and top_k > 0:  # 0 and -1 sample from all tokens
+        config.put("policy.generation.top_k", top_k)
     if config.get("vllm_mode") == "server":
         config.put("policy.generation.colocated.enabled", False)
         config.put("policy.generation.colocated.resources.gpus_per_node", 1)

@@ -627,7 +627,7 @@ class ScriptReading:
             else:
                 call.extra = True
         found = self._result(node, owner, call)
-        # a call that is known has said what it does; one that only computes has no effect
+        # A known call has reported its effect, and a call that only computes has none.
         self._touched = outer
         return found
 

@@ -97,7 +97,7 @@ def class_defaults(stem: str, values: dict[str, Any]) -> str:
 
     Args:
         stem: Name of the trainer without `Trainer`.
-        values: Arguments by the names of TRL; changed.
+        values: Arguments of TRL; changed.
     """
     if stem in ("KTO", "ORPO"):
         values.setdefault("loss_type", stem.lower())

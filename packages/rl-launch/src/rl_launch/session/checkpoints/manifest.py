@@ -158,7 +158,7 @@ class CheckpointManifest:
 
         Raises:
             ValueError: If there is none, or it is damaged.
-            OSError: If it could not be read, which says nothing about the checkpoint.
+            OSError: If it could not be read, which does not mean that it is damaged.
         """
         try:
             with named(folder / FILE_NAME):
@@ -206,7 +206,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _size(path: Path) -> int | None:
-    """Return the size of a file; None if there is none. `Path.is_file` would hide why it cannot be told."""
+    """Return the size of a file; None if there is none. `Path.is_file` would hide why it cannot be determined."""
     try:
         facts = path.stat()
     except MISSING:

@@ -43,7 +43,7 @@ class CheckpointName:
         or below it; None if it is not a path of a run.
 
         Raises:
-            RunDirectoryError: If the text after the run names no checkpoint.
+            RunDirectoryError: If the text after the run is not a checkpoint.
         """
         path = Path(text).expanduser()
         match = None if path.exists() else _WITH_SUFFIX.fullmatch(str(path))

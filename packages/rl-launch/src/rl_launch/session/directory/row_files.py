@@ -142,14 +142,14 @@ def holds_only_rows(folder: Path) -> bool:
 
 
 def names_without_rows(folder: Path) -> set[str]:
-    """Return the names in a folder of a run, except a folder of images, which exists before the run, and a folder of
+    """Return the entries of a folder of a run, except a folder of images, which exists before the run, and a folder of
     rows that a start which was killed has left."""
     names = {entry.name for entry in folder.iterdir()} - {IMAGES}
     return names - {FOLDER} if holds_only_rows(folder / FOLDER) else names
 
 
 def names_of_run(folder: Path) -> set[str]:
-    """Return the names in a folder that make it the folder of a run, or something else: names that may exist before a
+    """Return the entries that make a folder the folder of a run, or something else: entries that may exist before a
     run are left out."""
     return names_without_rows(folder) - {JOBS}
 

@@ -138,7 +138,7 @@ class RunDirectory:
         return resumes
 
     def _contents(self) -> list[str]:
-        """Return the names in the folder, except for leftovers of an interrupted start."""
+        """Return the entries of the folder, except for leftovers of an interrupted start."""
         own = {folder.name for folder in (self.rollouts, self.checkpoints, self.logs, self.code)}
         unfinished = {f"{CONFIG}.part", f"{DESCRIPTION}.part", *own}
         if not (self.path / DESCRIPTION).exists() and not any(self.checkpoints.glob("*")):

@@ -206,7 +206,7 @@ class TraceWriter:
         return event if piece.count == 1 else {**event, "args": {"count": piece.count}}
 
     def _place(self, piece: Piece) -> tuple[int, int]:
-        """Return the numbers of a process and of a track, which get names when they first occur in the file."""
+        """Return the numbers of a process and of a track, which are declared when they first occur in the file."""
         if piece.process not in self._processes:
             number = self._processes[piece.process] = len(self._processes)
             self._name("process_name", number, 0, name=piece.process)

@@ -43,7 +43,7 @@ def show_logs(*, verbose: bool = False) -> None:
     root.setLevel(logging.WARNING)
     for name in {"rl_core", "rl_launch", *plugin_packages()}:
         logging.getLogger(name).setLevel(logging.DEBUG if verbose else logging.INFO)
-    # notebooks without ipywidgets are told so by two libraries, whose bars nothing here shows
+    # Two libraries warn in notebooks without ipywidgets, and nothing here shows their bars.
     warnings.filterwarnings("ignore", message="IProgress not found")
     logging.getLogger("ray.widgets").setLevel(logging.ERROR)
     logging.captureWarnings(True)

@@ -34,7 +34,7 @@ END_WAIT_S = 60.0
 """Maximum time that a run which ends waits for its writers."""
 
 UNWOUND_WAIT_S = 5.0
-"""The same for a run that was told to end at once."""
+"""The same for a run that ends at once."""
 
 MAX_WAITING = 10_000
 """Steps that may wait for a writer; one that is further behind is turned off."""
