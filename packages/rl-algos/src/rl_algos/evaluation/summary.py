@@ -172,13 +172,12 @@ def values_by_name(scores: Sequence[PromptScore], scoring: Scoring) -> dict[str,
     for k in sizes:
         passed = [score.num_passed(scoring.pass_threshold) for score in scores]
         values[f"pass@{k}"] = np.array([pass_at_k(num_samples, number, k) for number in passed])
-    # With one sample, cons@1 would be the mean of the samples with an answer.
-    for k in sizes if any(any(sample.answer is not None for sample in score.samples) for score in scores) else ():
-        if k > 1:
-            answers = [
-                ([each.answer for each in score.samples], [each.reward for each in score.samples]) for score in scores
-            ]
-            values[f"cons@{k}"] = np.array([consensus_at_k(*each, k) for each in answers])
+    answers = [([each.answer for each in score.samples], [each.reward for each in score.samples]) for score in scores]
+    if any(answer is not None for given, _ in answers for answer in given):
+        # With one sample, cons@1 would be the mean of the samples with an answer.
+        for k in sizes:
+            if k > 1:
+                values[f"cons@{k}"] = np.array([consensus_at_k(*each, k) for each in answers])
     return values
 
 
