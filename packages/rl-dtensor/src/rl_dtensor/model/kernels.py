@@ -28,6 +28,10 @@ WITH_DROPOUT = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 HALF = (torch.bfloat16, torch.float16)
 MIN_FLEX_DIM = 16
 """Smallest heads that compiled flex attention takes."""
+logger = logging.getLogger(__name__)
+
+OF_GENERATION = {9: ("FA3", 256), 10: ("FA4", 128)}
+"""Major compute capability to torch's name of its implementation, and the largest heads that it takes."""
 
 
 @dataclass(frozen=True)
@@ -340,12 +344,6 @@ _KERNELS: Mapping[AttentionBackend, Attend] = {
     "eager": partial(_by_row, attend_row=_eager_row),
     "flex": _flex,
 }
-
-
-logger = logging.getLogger(__name__)
-
-OF_GENERATION = {9: ("FA3", 256), 10: ("FA4", 128)}
-"""Major compute capability to torch's name of its implementation, and the largest heads that it takes."""
 
 
 def activate_flash_attention(largest_head: int) -> str | None:

@@ -33,6 +33,8 @@ from rl_dtensor.parallel.mesh import Mesh
 SCORE = "score.weight"
 SHOWN = 8
 """Maximum number of tensors that an error lists."""
+Region = tuple[int | slice, ...]
+"""Part of a parameter: an index removes a dim; dims that are left out are whole."""
 
 
 class WeightEntry(NamedTuple):
@@ -371,10 +373,6 @@ def _quantised(name: str, dtype: str) -> str:
 def _shown(names: list[str]) -> str:
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return (", ".join(names[:SHOWN]) or "none") + more
-
-
-Region = tuple[int | slice, ...]
-"""Part of a parameter: an index removes a dim; dims that are left out are whole."""
 
 
 class FilePiece(NamedTuple):

@@ -13,18 +13,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
-Counts = tuple[int, ...]
-"""Number of rows for, or from, each rank of a group."""
+Parameters = Mapping[str, Tensor | None]
+"""A module's own parameters by name."""
 
 
 def enter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the same tensor; its gradient is summed over the group, whose ranks use it for parts of the work."""
-    return cast("Tensor", _Enter.apply(x, group))
+    return _mapped(x, lambda x: x.view_as(x), lambda grad: _summed(grad, group))
 
 
 def leave(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the sum over the group; each rank's part gets the whole gradient."""
-    return cast("Tensor", _Leave.apply(x, group))
+    return _mapped(x, lambda x: _summed(x, group), lambda grad: grad)
 
 
 def gather(x: Tensor, dim: int, group: dist.ProcessGroup, *, sums_grad: bool = True) -> Tensor:
@@ -36,17 +36,18 @@ def gather(x: Tensor, dim: int, group: dist.ProcessGroup, *, sums_grad: bool = T
         group: Ranks that take part.
         sums_grad: True if ranks have different gradients, to be summed; otherwise all have the same one.
     """
-    return cast("Tensor", _Gather.apply(x, dim, group, sums_grad))
+    own_grad = _scattered if sums_grad else _own_part
+    return _mapped(x, lambda x: _gathered(x, dim, group), lambda grad: own_grad(grad, dim, group))
 
 
 def scatter_sum(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Return this rank's part along a dim of the sum over the group."""
-    return cast("Tensor", _ScatterSum.apply(x, dim, group))
+    return _mapped(x, lambda x: _scattered(x, dim, group), lambda grad: _gathered(grad, dim, group))
 
 
 def split(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Return this rank's part along a dim of a tensor that all ranks have; all have its gradient too."""
-    return cast("Tensor", _Split.apply(x, dim, group))
+    return _mapped(x, lambda x: _own_part(x, dim, group), lambda grad: _gathered(grad, dim, group))
 
 
 def exchange(x: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
@@ -58,7 +59,13 @@ def exchange(x: Tensor, sent: Sequence[int], received: Sequence[int], group: dis
         received: Number of rows from each rank.
         group: Ranks that take part.
     """
-    return cast("Tensor", _Exchange.apply(x, tuple(sent), tuple(received), group))
+
+    def exchanged(x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        out = x.new_empty((sum(received), *x.shape[1:]))
+        dist.all_to_all_single(out, x.contiguous(), list(received), list(sent), group=group)
+        return out
+
+    return _mapped(x, lambda x: exchanged(x, sent, received), lambda grad: exchanged(grad, received, sent))
 
 
 def start_exchange(
@@ -69,14 +76,62 @@ def start_exchange(
     Work until that call overlaps with the exchange, and the backward pass of the work with the exchange of gradients.
     The function is to be called once.
     """
-    trip = _Trip(tuple(sent), tuple(received), group)
-    out = _Start.apply(x, trip)
-    return lambda: cast("Tensor", _Arrive.apply(out, trip))
+    trip = _Trip(group)
+
+    def arrive(x: Tensor) -> Tensor:
+        trip.finish()
+        return x.view_as(x)
+
+    def send_back(grad: Tensor) -> Tensor:
+        trip.start(grad, received, sent)
+        return grad  # The backward pass of `out` returns the gradient that arrives.
+
+    out = _mapped(x, lambda x: trip.start(x, sent, received), lambda _: trip.finish())
+    return lambda: _mapped(out, arrive, send_back)
+
+
+@dataclass
+class _Trip:
+    """An exchange that has started, forward or back."""
+
+    group: dist.ProcessGroup
+    work: Any = None
+    arriving: Tensor | None = None
+
+    def start(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        out = self.arriving = x.new_empty((sum(received), *x.shape[1:]))
+        sizes = (list(received), list(sent))
+        self.work = dist.all_to_all_single(out, x.contiguous(), *sizes, group=self.group, async_op=True)
+        return out
+
+    def finish(self) -> Tensor:
+        assert self.arriving is not None
+        arrived, self.arriving = self.arriving, None
+        self.work.wait()
+        return arrived
 
 
 def scale_grad(x: Tensor, factor: float) -> Tensor:
     """Return the same tensor; its gradient is multiplied."""
-    return cast("Tensor", _ScaleGrad.apply(x, factor))
+    return _mapped(x, lambda x: x.view_as(x), lambda grad: grad * factor)
+
+
+def _mapped(x: Tensor, map_value: Callable[[Tensor], Tensor], map_grad: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return a function's result, with another function for the gradient."""
+    return cast("Tensor", _Mapped.apply(x, map_value, map_grad))
+
+
+class _Mapped(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, map_value: Callable[[Tensor], Tensor], map_grad: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.map_grad = map_grad
+        return map_value(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.map_grad(grad), None, None
 
 
 def _gathered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -92,148 +147,14 @@ def _scattered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     return own
 
 
+def _own_part(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    return x.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)].contiguous()
+
+
 def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total
-
-
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _summed(grad, ctx.group), None
-
-
-class _Leave(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return _summed(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup, sums_grad: bool) -> Tensor:
-        ctx.dim, ctx.group, ctx.sums_grad = dim, group, sums_grad
-        return _gathered(x, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.sums_grad:
-            return _scattered(grad, ctx.dim, ctx.group), None, None, None
-        own = grad.chunk(dist.get_world_size(ctx.group), ctx.dim)[dist.get_rank(ctx.group)]
-        return own.contiguous(), None, None, None
-
-
-class _ScatterSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _scattered(x, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _gathered(grad, ctx.dim, ctx.group), None, None
-
-
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return x.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)].contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _gathered(grad, ctx.dim, ctx.group), None, None
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sent: Counts, received: Counts, group: dist.ProcessGroup) -> Tensor:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        return _exchanged(x, sent, received, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _exchanged(grad, ctx.received, ctx.sent, ctx.group), None, None, None
-
-
-def _exchanged(x: Tensor, sent: Counts, received: Counts, group: dist.ProcessGroup) -> Tensor:
-    out = x.new_empty((sum(received), *x.shape[1:]))
-    dist.all_to_all_single(out, x.contiguous(), list(received), list(sent), group=group)
-    return out
-
-
-@dataclass
-class _Trip:
-    """An exchange that has started, forward or back."""
-
-    sent: Counts
-    received: Counts
-    group: dist.ProcessGroup
-    work: Any = None
-    arriving: Tensor | None = None
-
-    def start(self, x: Tensor, sent: Counts, received: Counts) -> None:
-        out = self.arriving = x.new_empty((sum(received), *x.shape[1:]))
-        sizes = (list(received), list(sent))
-        self.work = dist.all_to_all_single(out, x.contiguous(), *sizes, group=self.group, async_op=True)
-
-    def finish(self) -> Tensor:
-        assert self.arriving is not None
-        arrived, self.arriving = self.arriving, None
-        self.work.wait()
-        return arrived
-
-
-class _Start(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, trip: _Trip) -> Tensor:
-        ctx.trip = trip
-        trip.start(x, trip.sent, trip.received)
-        assert trip.arriving is not None
-        return trip.arriving
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.trip.finish(), None
-
-
-class _Arrive(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, trip: _Trip) -> Tensor:
-        ctx.trip = trip
-        trip.finish()
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        trip = ctx.trip
-        trip.start(grad, trip.received, trip.sent)
-        return grad, None  # `_Start` returns the gradient that arrives.
-
-
-class _ScaleGrad(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad * ctx.factor, None
-
-
-Parameters = Mapping[str, Tensor | None]
-"""A module's own parameters by name."""
 
 
 def localize(

@@ -22,6 +22,9 @@ from torch import Tensor
 from rl_core.torch.kernels.permutation import collect, group_by_expert, spread, spread_weighted
 from rl_dtensor.parallel.collectives import exchange, start_exchange
 
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+"""Contexts of a checkpoint's forward pass and of its recomputation, for `torch.utils.checkpoint`."""
+
 
 class Grouped(NamedTuple):
     """Copies of tokens that chose this rank's experts, grouped by expert.
@@ -185,10 +188,6 @@ def _places(ids: Tensor, num_below: int, size: int) -> Tensor:
     goes = goes[:, :size]
     rows = (goes.T.flatten().cumsum(0) - 1).view(size, len(ids)).T
     return rows.where(goes, -1).to(torch.int32)
-
-
-Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-"""Contexts of a checkpoint's forward pass and of its recomputation, for `torch.utils.checkpoint`."""
 
 
 class ExchangeSizes(NamedTuple):

@@ -109,6 +109,13 @@ def hold_in_children(hold, count=5):
 """
 
 _TRIED = "tried everything"
+NAME_WIDTH = 52
+"""Width of the first column of the printed table."""
+USER = "user id of the program"
+"""Name of the row that shows the user of the programs of each level."""
+NOT_OFFERED, CONTAINED, BREACHED = "not offered", "contained", "-"
+"""Entry of a level that the machine does not offer, of an abuse that is contained, and of one that is not."""
+_STAGE = "/mnt"
 
 
 @dataclass(frozen=True)
@@ -632,14 +639,6 @@ def bait() -> Iterator[dict[str, Any]]:
         }
 
 
-NAME_WIDTH = 52
-"""Width of the first column of the printed table."""
-USER = "user id of the program"
-"""Name of the row that shows the user of the programs of each level."""
-NOT_OFFERED, CONTAINED, BREACHED = "not offered", "contained", "-"
-"""Entry of a level that the machine does not offer, of an abuse that is contained, and of one that is not."""
-
-
 @contextlib.contextmanager
 def opened(isolations: Sequence[Isolation]) -> Iterator[list[Sandbox | None]]:
     """Open a sandbox of each level, None for those that the machine does not offer, which are reported on stderr."""
@@ -706,9 +705,6 @@ def main() -> None:
         uid = first_user_id(os.getpid(), mapped_ids())
         again = [sys.executable, "-m", "rl_envs.sandbox.abuses", *isolations, "--uid", str(uid)]
         subprocess.run(again, check=True)
-
-
-_STAGE = "/mnt"
 
 
 def become(uid: int) -> None:

@@ -24,6 +24,12 @@ MAX_SLOTS = 256
 """Maximum number of programs of one sandbox at one time."""
 
 _STACK_BYTES = 64 * 2**20
+SCRATCH = "/scratch"
+"""A program's current folder, if it has its own root."""
+_DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
+_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib")
+_DATA = ("/etc/ld.so.cache", "/etc/localtime", "/usr/share/zoneinfo")
+_STAGES = ("/sys", "/mnt", "/media", "/srv", "/proc", "/home")
 
 
 @dataclass(frozen=True)
@@ -140,15 +146,6 @@ def _set_limits(confinement: Confinement, limits: Limits) -> None:
         if highest != resource.RLIM_INFINITY:
             soft, hard = min(soft, highest), min(hard, highest)
         resource.setrlimit(limit, (soft, hard))
-
-
-SCRATCH = "/scratch"
-"""A program's current folder, if it has its own root."""
-
-_DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
-_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib")
-_DATA = ("/etc/ld.so.cache", "/etc/localtime", "/usr/share/zoneinfo")
-_STAGES = ("/sys", "/mnt", "/media", "/srv", "/proc", "/home")
 
 
 def command_paths(commands: Sequence[str]) -> list[str]:

@@ -22,6 +22,12 @@ _TASK_BYTES = 2**15
 """Bytes of the kernel for a thread: its stack and its record."""
 _LOCK_BYTES = 2**18
 """Bytes of the machine's list of locks that are read."""
+_PREFIX = "rl-sandbox-"
+_CONTROLLERS = {"memory", "pids"}
+_ROOM_MIB = 32
+"""Memory of the kernel for a program, which counts for its group and not for the program."""
+_ABANDONED_S = 60.0
+"""Age of a group without processes that no sandbox is about to use."""
 
 
 @dataclass(frozen=True)
@@ -139,14 +145,6 @@ class ProcessTable:
                 return file.read(2**16) or b""
         except OSError:  # It ended.
             return b""
-
-
-_PREFIX = "rl-sandbox-"
-_CONTROLLERS = {"memory", "pids"}
-_ROOM_MIB = 32
-"""Memory of the kernel for a program, which counts for its group and not for the program."""
-_ABANDONED_S = 60.0
-"""Age of a group without processes that no sandbox is about to use."""
 
 
 class ControlGroup:

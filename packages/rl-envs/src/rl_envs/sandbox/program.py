@@ -21,6 +21,11 @@ Isolation = Literal["namespaces", "landlock", "limits"]
 
 Ending = Literal["exit", "signal", "deadline", "cpu", "memory", "processes", "output"]
 """Reason for the end of a program: itself, a signal, or a limit."""
+_LENGTH = struct.Struct("!I")
+MAX_FRAME = 2**28
+"""Maximum number of bytes of a message."""
+MAX_HEADER = 2**20
+"""Maximum number of bytes of a header."""
 
 
 @dataclass(frozen=True)
@@ -183,15 +188,6 @@ def program_of(header: Mapping[str, Any], parts: list[bytes]) -> tuple[Program, 
         relay=None if header["relay"] is None else Relay(**header["relay"]),
     )
     return program, Limits(**header["limits"])
-
-
-_LENGTH = struct.Struct("!I")
-MAX_FRAME = 2**28
-"""Maximum number of bytes of a message."""
-
-
-MAX_HEADER = 2**20
-"""Maximum number of bytes of a header."""
 
 
 class MalformedFrame(ConnectionError):

@@ -27,6 +27,9 @@ GRACE_S = 30.0
 """Seconds beyond a program's own limit within which the server must answer."""
 MAX_ANSWER = 2**28
 """Maximum number of bytes of an answer."""
+_TREE, _TASK, _SNAPSHOT, _END = "rl_tree.tar", "rl_task.json", "rl_snapshot.tar", "rl_end.txt"
+_MARGIN_SHARE = 0.1
+"""Share of the time limit that is left for reading the tree and writing the snapshot."""
 
 
 class RemoteSandboxFailed(RLError):
@@ -138,10 +141,6 @@ def read_answer(answer: Any, limits: Limits, seconds: float) -> Outcome:
     exit_code, number = code if ending == "exit" else None, -code if ending == "signal" else None
     return Outcome(ending, exit_code, number, stdout[:limit], stderr[:limit], seconds)
 
-
-_TREE, _TASK, _SNAPSHOT, _END = "rl_tree.tar", "rl_task.json", "rl_snapshot.tar", "rl_end.txt"
-_MARGIN_SHARE = 0.1
-"""Share of the time limit that is left for reading the tree and writing the snapshot."""
 
 _SOURCE = f"""
 import json, os, runpy, signal, sys, tarfile, time

@@ -25,6 +25,9 @@ AXES = "rope_axes"
 
 PREFIX = "images."
 """Prefix of the columns of pixels, which have an entry for each image."""
+CACHE_BYTES = 2**30
+"""Maximum number of bytes of processed images that a rank keeps in host memory. The rows of a group show the same
+images, and each step reads its rows several times."""
 
 
 class ImageColumns:
@@ -117,11 +120,6 @@ def image_blocks(is_image: np.ndarray, offsets: np.ndarray) -> np.ndarray:
     follows = np.concatenate([[False], is_image[:-1]])
     follows[offsets[:-1]] = False
     return np.where(is_image, np.cumsum(is_image & ~follows) - 1, -1)
-
-
-CACHE_BYTES = 2**30
-"""Maximum number of bytes of processed images that a rank keeps in host memory. The rows of a group show the same
-images, and each step reads its rows several times."""
 
 
 class ProcessedImages:
