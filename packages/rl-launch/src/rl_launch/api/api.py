@@ -235,7 +235,7 @@ class _Values:
         return cls(config, overrides, files)
 
     def given(self, run_dir: Path | None = None) -> tuple[str | Mapping[str, Any], list[str]]:
-        """Return the config and the overrides by names and paths, as a command line has them.
+        """Return the config and the overrides as strings, as a command line has them.
 
         Args:
             run_dir: Folder that will have the rows; None if it is not known yet.

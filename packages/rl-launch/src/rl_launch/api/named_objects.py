@@ -1,4 +1,4 @@
-"""Functions and classes in a config that was made in Python, as the names that YAML uses."""
+"""Functions and classes in a config that was made in Python, written as in YAML."""
 
 from __future__ import annotations
 

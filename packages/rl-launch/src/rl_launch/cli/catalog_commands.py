@@ -1,4 +1,4 @@
-"""`rl recipes`, `rl init`, `rl env` and `rl data`: the names that a config can use, and environments and rows tried."""
+"""`rl recipes`, `rl init`, `rl env` and `rl data`: choices for a config, and environments and rows tried."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Completion by the shell: names, keys and values of keys.
+"""Completion by the shell: recipes, keys and values.
 
 Each function imports its modules when it runs, and none imports an engine: a user waits for it.
 """

@@ -140,22 +140,16 @@ def quiet_without_reader() -> Iterator[None]:
     try:
         yield
     except SystemExit as ending:
-        if _is_output_lost() and not ending.code:
-            raise SystemExit(_READER_IS_GONE) from None
+        try:
+            sys.stdout.flush()
+        except BrokenPipeError:
+            # the rest of the output is dropped, because the interpreter flushes once more at its end
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, sys.stdout.fileno())
+            os.close(nowhere)
+            if not ending.code:
+                raise SystemExit(_READER_IS_GONE) from None
         raise
-
-
-def _is_output_lost() -> bool:
-    """Return whether buffered output cannot be written. The rest of the output is then dropped."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # the interpreter flushes once more at its end
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
-        return True
-    return False
 
 
 def _is_reader_gone() -> bool:

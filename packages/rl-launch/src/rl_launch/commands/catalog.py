@@ -1,4 +1,4 @@
-"""The names that a config can use: recipes, environments and datasets, with their settings."""
+"""Recipes, environments and datasets that a config can choose, with their settings."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def chosen(choices: Mapping[str, Any], name: str, kind: str) -> Any:
     """Return one of several by name.
 
     Raises:
-        ConfigError: If there is none of that name; contains the nearest and the allowed names.
+        ConfigError: If there is none of that name; lists the nearest and the allowed ones.
     """
     if name not in choices:
         group = next((group for group, words in KINDS.items() if words == kind), None)

@@ -109,7 +109,7 @@ class Counts:
 def given_rows(
     source: str, overrides: Sequence[str] = (), *, model: str = "", algorithm: str = "", validation: bool = False
 ) -> GivenRows:
-    """Open the rows that the user names.
+    """Open the rows of a command line.
 
     Args:
         source: A recipe, a YAML file or a run directory; or a file, a pattern or a folder of data, or the name of a

@@ -103,7 +103,7 @@ def explain_anywhere(key: str) -> list[Explained]:
     found = _in_each(roots, key)
     section = key.rpartition(".")[0]
     if not found and section and (of_choices := _in_each(_roots_of_choices(section), key)):
-        # its section has the key with other functions than the one that it names by default
+        # its section has the key with other functions than its default
         groups = _grouped(of_choices, _identity)
         names_in = [" or ".join(name for _, name in alike) for alike in groups]
         pairs = zip(groups, names_in, strict=True)
@@ -193,9 +193,13 @@ def search(text: str, source: str = "", overrides: Sequence[str] = ()) -> tuple[
     words = _words(text)
     ranked: dict[int, list[FoundKey]] = {}
     for found in (_keys_of(source, overrides) if source else every_key()) if words else ():
-        # entries of lists have no names
-        if not found.explanation.key.endswith("]") and (rank := _rank(words, found)) is not None:
-            ranked.setdefault(rank, []).append(found)
+        explanation, leaf = found.explanation, _words(found.leaf)
+        # an entry of a mapping has the documentation of the mapping, which is found itself
+        doc = frozenset() if explanation.part_of else _words(explanation.doc)
+        fits = (words == leaf, words <= leaf, words <= leaf | doc, words <= _words(explanation.key) | doc)
+        # an entry of a list has only a position
+        if any(fits) and not explanation.key.endswith("]"):
+            ranked.setdefault(fits.index(True), []).append(found)
     first, *others = [ranked[rank] for rank in sorted(ranked)] or [[]]
     return _joined(first), _joined([found for each in others for found in each])
 
@@ -272,7 +276,7 @@ def _roots_of_choices(section: str) -> dict[str, type[Config]]:
 
 
 def _with_choices(each: Explained) -> Explained:
-    """Add the keys of a section that belong to other functions than the one it names by default."""
+    """Add the keys of a section that belong to other functions than its default."""
     explanation = each.explanation
     is_choice = any(child.key == f"{explanation.key}.name" for child in explanation.children)
     roots = _roots_of_choices(explanation.key) if is_choice else {}
@@ -406,7 +410,7 @@ def _meaning(explanation: Explanation) -> tuple[str, str, str]:
 
 
 def _gathered(every: Iterable[_Named]) -> Iterator[tuple[Explanation, list[str]]]:
-    """Yield each key, and each other meaning of it, with the names of the algorithms or datasets that have it so."""
+    """Yield each key, and each other meaning of it, with the algorithms or datasets that have it so."""
     found: dict[str, dict[Any, tuple[Explanation, list[str]]]] = {}
     for explanation, name in every:
         meanings_of_key = found.setdefault(explanation.key, {})
@@ -426,7 +430,7 @@ def _keys_of(source: str, overrides: Sequence[str]) -> Iterator[FoundKey]:
 
 
 def _dataset_settings(raw: RawConfig | None) -> Iterator[FoundKey]:
-    """Yield settings of the installed datasets; with a config, the settings of the datasets that it names."""
+    """Yield settings of the installed datasets; with a config, the settings of the datasets that it chooses."""
     for section in ("data.train", "data.validation") if raw is not None else ("data.train",):
         named = raw.select(f"{section}.dataset_name") if raw is not None else None
         every = (
@@ -437,15 +441,6 @@ def _dataset_settings(raw: RawConfig | None) -> Iterator[FoundKey]:
         )
         for explanation, having in _gathered(every):
             yield FoundKey(explanation, f"{section}.dataset_name: {' or '.join(having)}")
-
-
-def _rank(words: frozenset[str], found: FoundKey) -> int | None:
-    """Return how well a key fits, 0 best; None if it does not have all words."""
-    explanation, leaf = found.explanation, _words(found.leaf)
-    # an entry has the documentation of the mapping around it, which is found itself
-    doc = frozenset() if explanation.part_of else _words(explanation.doc)
-    fits = (words == leaf, words <= leaf, words <= leaf | doc, words <= _words(explanation.key) | doc)
-    return fits.index(True) if any(fits) else None
 
 
 def _joined(found: Iterable[FoundKey]) -> list[FoundKey]:

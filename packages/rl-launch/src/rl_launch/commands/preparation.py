@@ -148,7 +148,7 @@ class Preparation:
     Args:
         written: Plan of the run, as the user wrote it.
         run_dir: Folder of the run, made or resumed once it starts.
-        local: Function that replaces the names of models made on this machine by their folders.
+        local: Function that replaces each model made on this machine by its folder.
         fresh: Refuse to resume an earlier run.
         branch_point: The run and step that a new run starts from.
         known_device: The device if it is known; otherwise the machine, or the cluster at RAY_ADDRESS, is asked.

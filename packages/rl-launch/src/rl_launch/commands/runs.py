@@ -309,7 +309,7 @@ def _table_of_values(runs: Sequence[ListedRun], folder: Path, now: datetime) -> 
 
 def _empty_table() -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
-    table.add_column("run", no_wrap=True, overflow="fold")  # to be copied; if there is no room, the model wraps
+    table.add_column("run", no_wrap=True, overflow="fold")  # users copy it; if there is no room, the model wraps
     return table
 
 

@@ -27,7 +27,7 @@ class Stacks(NamedTuple):
     """The stacks of a run.
 
     Args:
-        processes: Processes in the order of their names, the driver first.
+        processes: Processes in alphabetical order, the driver first.
         missing: Processes that were not reached, with the reason.
     """
 

@@ -91,7 +91,7 @@ def _run_to_resume(recipe: str) -> str:
     """Return the folder of the run if a recipe is the name of its newest checkpoint; any other recipe as it is.
 
     Raises:
-        ConfigError: If it names another checkpoint, because a run continues from its newest.
+        ConfigError: If it is another checkpoint, because a run continues from its newest.
     """
     named = CheckpointName.parse(recipe)
     if named is None:

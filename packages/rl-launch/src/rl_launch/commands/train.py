@@ -193,7 +193,7 @@ def finished_metrics(run_dir: str | Path, plan: RunPlan) -> Mapping[str, float] 
 
 
 def with_local_models(plan: RunPlan, warmed_up: Callable[[str], Path] | None = None) -> RunPlan:
-    """Return the plan with the names of models that are made on this machine replaced by their folders, and the file of
+    """Return the plan with each model that is made on this machine replaced by its folder, and the file of
     the chat template by its text, because other machines may not have the file.
 
     Args:

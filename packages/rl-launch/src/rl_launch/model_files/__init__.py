@@ -1,1 +1,1 @@
-"""Folders and files of models: found, told apart and checked before anything starts."""
+"""Folders and files of models: found, distinguished and checked before anything starts."""

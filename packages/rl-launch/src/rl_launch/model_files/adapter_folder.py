@@ -19,7 +19,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 _OF_LINEAR = ".weight"
-"""Ends the names of parameters that are the weights of linear layers."""
+"""Ends the name of a parameter that is the weight of a linear layer."""
 
 _PREFIX, _DOWN, _UP, _WRAPPED = "base_model.model.", ".lora_A", ".lora_B", ".base_layer"
 
@@ -29,9 +29,9 @@ class AdapterFolder:
     """A folder with an adapter.
 
     Args:
-        base: Its base model, as its config names it.
+        base: Its base model, as written in its config.
         layers: Names of the linear layers that it adapts.
-        parameters: Names, or ends of names, of the stacked weights of experts that it adapts.
+        parameters: Full or shortened names of the stacked weights of experts that it adapts.
     """
 
     path: Path
@@ -44,7 +44,7 @@ class AdapterFolder:
 
     @classmethod
     def read(cls, path: Path) -> AdapterFolder:
-        """Read the config, and the names in the header of the file with the factors.
+        """Read the config, and the header of the file with the factors.
 
         Raises:
             ConfigError: If the folder holds no adapter, or one of a kind that is not supported.
@@ -103,7 +103,7 @@ class AdapterFolder:
 
 
 _HEADS = ("lm_head", "embed_out", "score")
-"""Last parts of the names of heads; layers within blocks are named otherwise."""
+"""Last part of the name of a head; layers within blocks are named otherwise."""
 _LORA = "LORA"
 _PROMPTS = {
     *("ADAPTION_PROMPT", "CARTRIDGE", "CPT", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "PROMPT_TUNING"),

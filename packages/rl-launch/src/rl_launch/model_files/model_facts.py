@@ -23,7 +23,7 @@ _QUANTISED_PARTS = {
     "weight_packed": "compressed-tensors",
     "quant_state": "bitsandbytes",
 }
-"""Parts of the names of quantised tensors, and the libraries that write them."""
+"""Part of the name of a quantised tensor, and the library that writes it."""
 
 
 def model_problems(

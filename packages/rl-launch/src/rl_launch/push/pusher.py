@@ -169,26 +169,22 @@ class _Uploads:
     def _work(self) -> None:
         while (waiting := self._waiting.get()) is not None:
             step, folder = waiting
-            if not self._is_given_up.is_set():
-                self._push(step, folder)
+            started = time.monotonic()
+            for wait_s in () if self._is_given_up.is_set() else (*self._attempts_after_s, None):
+                try:
+                    address = self._destination.upload(folder, step=step, title=f"Step {step}")
+                except Exception as error:  # noqa: BLE001  # of any library of a store; a push must not cost the run
+                    said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                    if wait_s is None or self._destination.is_final(error) or self._is_given_up.is_set():
+                        self._fail(step, said)
+                        break
+                    _log.warning("pushing step %d failed (%s); trying again in %.0f s", step, said, wait_s)
+                    self._is_given_up.wait(wait_s)
+                else:
+                    self.done.append(step)
+                    _log.info("pushed step %d to %s in %.1f s", step, address, time.monotonic() - started)
+                    break
             shutil.rmtree(folder, ignore_errors=True)
-
-    def _push(self, step: int, folder: Path) -> None:
-        started = time.monotonic()
-        for wait_s in (*self._attempts_after_s, None):
-            try:
-                address = self._destination.upload(folder, step=step, title=f"Step {step}")
-            except Exception as error:  # noqa: BLE001  # of any library of a store; a push must not cost the run
-                said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-                if wait_s is None or self._destination.is_final(error) or self._is_given_up.is_set():
-                    self._fail(step, said)
-                    return
-                _log.warning("pushing step %d failed (%s); trying again in %.0f s", step, said, wait_s)
-                self._is_given_up.wait(wait_s)
-            else:
-                self.done.append(step)
-                _log.info("pushed step %d to %s in %.1f s", step, address, time.monotonic() - started)
-                return
 
     def _fail(self, step: int, reason: str) -> None:
         self._failed[step] = reason

@@ -131,7 +131,7 @@ def _model_card(run: RunFolder, manifest: CheckpointManifest, name: str, archite
 
 
 def _datasets(data: Any) -> Iterator[str]:
-    """Yield names of the training data; for a file of this machine only its own name."""
+    """Yield the name of each dataset of the training data; for a file of this machine without its folder."""
     train = data.get("train") if isinstance(data, Mapping) else None
     for each in train if isinstance(train, list) else [train]:
         if isinstance(each, Mapping) and each.get("dataset_name"):

@@ -219,7 +219,7 @@ class RolloutIndex:
         return found
 
     def choices(self, kind: str, first: int, last: int) -> dict[str, list[str]]:
-        """Return the values of each column of `EQUALS` except the prompts, and the names of the rewards, in a range of
+        """Return the values of each column of `EQUALS` except the prompts, and the rewards, in a range of
         steps."""
         query = "select distinct choices from steps where kind = ? and step between ? and ?"
         rows = self._query(query, (kind, first, last))
@@ -248,7 +248,7 @@ class RolloutIndex:
         for number, line in enumerate(lines):
             by_step.setdefault((line.kind, line.step), []).append(number)
         for (kind, step), numbers in by_step.items():
-            # in the order of the file, because a member of an archive is decompressed up to each of them
+            # reads follow the order of the file, because a member of an archive is decompressed up to each of them
             with suppress(FileNotFoundError), self._source.open(kind, step) as file:
                 for number in sorted(numbers, key=lambda number: lines[number].offset):
                     file.seek(lines[number].offset)

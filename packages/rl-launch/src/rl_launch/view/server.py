@@ -360,7 +360,7 @@ def stamps_of(catalog: PageCatalog) -> dict[str, dict[str, tuple[int, int]]]:
 
 
 def changes(before: dict[str, dict[str, Any]], now: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the ids of entries that have changed, with the names of their files that did, and whether entries came or
+    """Return the ids of entries that have changed, with their files that did, and whether entries came or
     went; empty if nothing has changed."""
     changed = {
         id: [name for name, stamp in files.items() if before[id].get(name) != stamp]

@@ -20,7 +20,7 @@ POLICY = (
 
 
 def names() -> list[str]:
-    """Return the names of all files, except the page itself."""
+    """Return the name of every file, except the page itself."""
     return [*SCRIPTS, *STYLES, "icon.svg", "vendor/LICENSES.txt"]
 
 

@@ -53,7 +53,14 @@ def processes(catalog: PageCatalog, given: Parameters) -> Answer:
     ranges = [found[first] for first in sorted(found)]
     # means of neighbouring ranges, so that there are at most `_MAX_COLUMNS`
     size = max(1, -(-len(ranges) // _MAX_COLUMNS))
-    parts = [_mean(ranges[start : start + size]) for start in range(0, len(ranges), size)]
+    parts = []
+    for start in range(0, len(ranges), size):
+        near = ranges[start : start + size]
+        seconds = sum(each.seconds for each in near)
+        names = {row for each in near for row in each.shares}
+        busy = {row: sum(each.shares.get(row, 0.0) * each.seconds for each in near) for row in names}
+        shares = {row: total / seconds if seconds else 0.0 for row, total in busy.items()}
+        parts.append(RangeShares(near[0].first, near[-1].last, seconds, shares))
     rows = sorted({row for part in parts for row in part.shares}, key=_order)[:MAX_ROWS]
     whole = sum(part.seconds for part in parts)
     return {
@@ -130,15 +137,6 @@ def profiles(catalog: PageCatalog, given: Parameters) -> Answer:
 def _shares_of_open(file: TraceFile, size: int, changed: int) -> RangeShares:
     del size, changed
     return shares_of(file.first, file.last, file.events())
-
-
-def _mean(parts: Sequence[RangeShares]) -> RangeShares:
-    seconds = sum(part.seconds for part in parts)
-    shares = {
-        row: sum(part.shares.get(row, 0.0) * part.seconds for part in parts) / seconds if seconds else 0.0
-        for row in {row for part in parts for row in part.shares}
-    }
-    return RangeShares(parts[0].first, parts[-1].last, seconds, shares)
 
 
 def _order(row: str) -> tuple[Any, ...]:

@@ -25,7 +25,7 @@ MEASURED = ("logprob", "generation_logprob", "difference", "advantage", "entropy
 def tokens(catalog: PageCatalog, given: Parameters) -> dict[str, Any]:
     """Answer with a page of the tokens of one rollout; ranges of values are computed from its sampled tokens.
 
-    Without tokens, `count` is 0, `reason` says why, and `others` are the rollouts of the step that have some.
+    Without tokens, `count` is 0, `reason` is the reason, and `others` are the rollouts of the step that have some.
 
     Raises:
         RunDirectoryError: If the file of tokens cannot be read.

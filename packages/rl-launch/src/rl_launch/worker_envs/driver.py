@@ -15,7 +15,7 @@ from rl_launch.worker_envs.spec import Wanted, WorkerEnvSpec, normalised
 
 
 def project_distributions() -> list[str]:
-    """Return the names of the installed packages of this project, with those that offer plugins."""
+    """Return the installed distributions of this project, and those that offer plugins."""
     entries = [entry for group in KINDS for entry in importlib.metadata.entry_points(group=group)]
     return sorted({"rl-core", "rl-launch", *(entry.dist.name for entry in entries if entry.dist is not None)})
 

@@ -1,7 +1,7 @@
 """Checks of a config that need an engine, run in a worker's environment before anything is started.
 
 A check imports its engine, which takes seconds of processor time, so checks that found no problem are remembered
-between runs. The answer follows from the section of the config, the files that it names, the environment and the
+between runs. The answer follows from the section of the config, the files in it, the environment and the
 machine. A record is an empty file, named by the digest of all four.
 """
 
@@ -40,7 +40,7 @@ _TIMEOUT_S = 300.0
 
 _KEPT_S = 30 * 24 * 3600.0
 _TEXTS = (".json", ".jinja", ".txt", ".yaml", ".yml", ".py")
-"""Ends of the names of files whose contents count; of others, such as weights, the size does."""
+"""Suffixes of files whose contents count. Of other files, such as weights, the size counts."""
 _DRIVERS = ("/proc/driver/nvidia/version", "/sys/module/amdgpu/version")
 
 _Start = tuple[tuple[str, ...], tuple[tuple[str, str], ...]]
@@ -192,7 +192,7 @@ def record_of(python: str, check: str, section: Config, variables: Mapping[str, 
     Args:
         python: Interpreter of the worker's environment.
         check: `"package.module:function"`.
-        section: Section of a resolved config. Folders and files that it names count by their contents, so that a model
+        section: Section of a resolved config. Folders and files in it count by their contents, so that a model
             that was moved is the same model.
         variables: Environment variables of the check's process that differ from the driver's. Those that describe the
             machine do not count.

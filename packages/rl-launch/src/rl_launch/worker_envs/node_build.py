@@ -79,7 +79,7 @@ print("\\nreport " + json.dumps(found))
 
 
 class EnvBuildError(Exception):
-    """Raised if an environment cannot be built or cannot import what its workers need; the text says why."""
+    """Raised if an environment cannot be built or cannot import the modules of its workers, with the reason."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class EnvReport:
 
 
 def default_root() -> Path:
-    """Return the folder of environments: `envs` in `RL_HOME`, or else in the user's cache folder."""
+    """Return the folder of environments: `envs` in `RL_HOME`, or otherwise in the user's cache folder."""
     home = os.environ.get("RL_HOME")
     if home:
         return Path(home).expanduser() / "envs"

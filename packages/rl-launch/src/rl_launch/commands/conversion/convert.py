@@ -451,7 +451,7 @@ def _cluster(target: Path, sources: Sequence[ConversionSource]) -> Iterator[Star
 
 
 def _local(source: ConversionSource) -> ConversionSource:
-    """Return the source with folders in the place of the names of models that are made on this machine."""
+    """Return the source with the folder of each model that is made on this machine."""
     return replace(source, plan=with_local_models(source.plan))
 
 

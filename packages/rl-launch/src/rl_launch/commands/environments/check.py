@@ -117,7 +117,7 @@ def sought_texts(name: str) -> list[str]:
 
 
 def _used_by(tree: ast.Module, name: str) -> list[ast.stmt]:
-    """Return the statements of a module that define a name, and the names that these refer to."""
+    """Return the statements of a module that define a name, and the definitions that they refer to."""
     defined: dict[str, list[ast.stmt]] = {}
     for statement in tree.body:
         match statement:

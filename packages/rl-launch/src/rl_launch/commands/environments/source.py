@@ -42,7 +42,7 @@ class GivenRow:
         messages: Messages of its prompt.
         fields: Fields of the row, which the environment can request.
         is_text: Whether the row gives the prompt as plain text.
-        environment: Name of the environment that scores it in a run; empty if nothing names one.
+        environment: Name of the environment that scores it in a run; empty if none is chosen.
     """
 
     id: str

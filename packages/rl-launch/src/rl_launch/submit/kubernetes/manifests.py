@@ -24,7 +24,7 @@ FILE_NAME = "recipe.yaml"
 
 
 def recipe_files(config: Config, written: Mapping[str, Any]) -> dict[str, str]:
-    """Return the texts of the files that hold a config, by name; `file.py:NAME` in it names a file next to it."""
+    """Return the contents of the files of a config, by name. `file.py:NAME` in it is a file next to it."""
     copies = copies_of(config)
     names = {file.path: name for name, file in copies.items()}
     tree = tree_to_yaml(_beside(dict(written), names))
@@ -48,7 +48,7 @@ def _beside(value: Any, names: dict[str, str]) -> Any:
 _SCRIPTS = ("run.sh", "stop.sh")
 _NUM_NAME_CHARACTERS = 24
 _MAX_BYTES = 1_000_000
-"""Size of a ConfigMap that the API server accepts, with room for its names."""
+"""Size of a ConfigMap that the API server accepts, with room for metadata."""
 
 
 def manifests(request: JobRequest[KubernetesConfig]) -> list[dict[str, Any]]:

@@ -156,7 +156,7 @@ def _fetch_logs(job: Job, folder: Path) -> None:
     for line in run(job.command("exec", head, "--", "bash", "-c", _LIST)).splitlines():
         size, _, name = line.partition(" ")
         relative = PurePosixPath(name)
-        # the names come from a volume that others write to
+        # the lines come from a volume that others write to
         if len(relative.parts) != 2 or relative.name not in _LOGS or not relative.parts[0].startswith(f"{job.name}."):
             continue
         file = folder.joinpath(*relative.parts)

@@ -47,7 +47,7 @@ class ContainerConfig(Config):
     """Program that starts the container: the plugin pyxis of Slurm (with enroot), or apptainer. With `none`, Ray and
     `rl` come from the environment that `rl submit` is called in, which the nodes must share."""
     image: str | None = None
-    """Image, as the runtime names it, such as `/shared/rl.sqsh` or `/shared/rl.sif`. It needs bash, `rl` and Ray."""
+    """Image, as the runtime takes it, such as `/shared/rl.sqsh` or `/shared/rl.sif`. It needs bash, `rl` and Ray."""
     mounts: list[str] = []
     """Folders of the node that the container sees, as `HOST`, `HOST:CONTAINER` or `HOST:CONTAINER:OPTIONS`. The run
     directory, and the folder of a recipe that is a file, are mounted under their own paths."""
@@ -110,7 +110,7 @@ class SlurmConfig(Config):
     """Number of jobs with `continuation: array` or `dependency`."""
     preflight: bool = False
     """Examine the nodes before the run starts, with `rl doctor --cluster`. The job fails if the run would, and its log
-    names the nodes."""
+    lists the nodes."""
     max_attempts_without_checkpoint: int = Field(default=3, gt=0)
     """Maximum number of attempts in a row without a new checkpoint."""
     local_folder: str = "/tmp"
