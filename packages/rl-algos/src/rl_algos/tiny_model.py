@@ -19,22 +19,6 @@ PAD, END, UNKNOWN = "<|pad|>", "<|end|>", "<|unknown|>"
 ROLES = ("system", "user", "assistant", "tool")
 CHARACTERS = "\n" + " " + string.digits + string.ascii_letters + string.punctuation
 
-CHAT_TEMPLATE = (
-    "{%- for message in messages -%}"
-    "{%- if message.role not in " + repr(list(ROLES)) + " -%}"
-    "{{- raise_exception('unknown role ' ~ message.role) -}}"
-    "{%- endif -%}"
-    "{{- '<|' ~ message.role ~ '|>' -}}"
-    "{%- if message.role == 'assistant' -%}"
-    "{%- generation -%}{{- message.content ~ '" + END + "' -}}{%- endgeneration -%}"
-    "{%- else -%}"
-    "{{- message.content ~ '" + END + "' -}}"
-    "{%- endif -%}"
-    "{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
-)
-"""`<|user|>1+2=<|end|><|assistant|>3<|end|>`: one token per role, and one at the end of every turn."""
-
 PATCH = 14
 """Pixels of a side of a patch; four patches are one token."""
 
@@ -46,13 +30,22 @@ _CONTENT = (
     "{%- endfor -%}{%- endif -%}"
 )
 
-VISION_CHAT_TEMPLATE = (
-    "{%- for message in messages -%}{%- if message.role not in " + repr(list(ROLES)) + " -%}"
-    "{{- raise_exception('unknown role ' ~ message.role) -}}{%- endif -%}{{- '<|' ~ message.role ~ '|>' -}}"
-    "{%- if message.role == 'assistant' -%}{%- generation -%}{{- message.content ~ '" + END + "' -}}"
-    "{%- endgeneration -%}{%- else -%}" + _CONTENT + "{{- '" + END + "' -}}{%- endif -%}{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
-)
+
+def _template(content: str) -> str:
+    """Return a chat template that writes the turns of others with the given part."""
+    return (
+        "{%- for message in messages -%}{%- if message.role not in " + repr(list(ROLES)) + " -%}"
+        "{{- raise_exception('unknown role ' ~ message.role) -}}{%- endif -%}{{- '<|' ~ message.role ~ '|>' -}}"
+        "{%- if message.role == 'assistant' -%}{%- generation -%}{{- message.content ~ '" + END + "' -}}"
+        "{%- endgeneration -%}{%- else -%}" + content + "{%- endif -%}{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
+    )
+
+
+CHAT_TEMPLATE = _template("{{- message.content ~ '" + END + "' -}}")
+"""`<|user|>1+2=<|end|><|assistant|>3<|end|>`: one token per role, and one at the end of every turn."""
+
+VISION_CHAT_TEMPLATE = _template(_CONTENT + "{{- '" + END + "' -}}")
 
 
 def make_tiny_model(
@@ -124,10 +117,10 @@ def make_tiny_model(
     scale = np.float32(config["initializer_range"])
     tensors = {}
     for name, shape in _shapes(config):
-        is_norm = len(shape) == 1
-        tensors[name] = (
-            np.ones(shape, dtype=np.float32) if is_norm else random.standard_normal(shape, dtype=np.float32) * scale
-        )
+        if len(shape) == 1:
+            tensors[name] = np.ones(shape, dtype=np.float32)
+        else:
+            tensors[name] = random.standard_normal(shape, dtype=np.float32) * scale
     (folder / "model.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
 
 
