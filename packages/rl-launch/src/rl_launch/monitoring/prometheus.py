@@ -12,7 +12,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,31 +46,23 @@ _DISK = {
 _STARTS = "rl_run_starts"
 
 
-@dataclass(frozen=True)
-class _Count:
-    """A total over all steps, which shows what happened between two scrapes."""
-
-    exported: str
-    meaning: str
-    metric: str
-    of_step: Callable[[float], float] = float
-
-
 def _is_not_finite(value: float) -> float:
     return float(not math.isfinite(value))
 
 
-_COUNTS = (
-    _Count("rl_skipped_updates", "Updates that were skipped", "train/skipped_steps"),
-    _Count("rl_failed_rollouts", "Rollouts that failed", "rollout/failed"),
-    _Count("rl_non_finite_rewards", "Steps whose mean reward is not finite", "reward/mean", _is_not_finite),
-    _Count("rl_non_finite_losses", "Steps whose loss is not finite", "train/loss", _is_not_finite),
-)
+_COUNTS: Mapping[str, tuple[str, str, Callable[[float], float]]] = {
+    "rl_skipped_updates": ("Updates that were skipped", "train/skipped_steps", float),
+    "rl_failed_rollouts": ("Rollouts that failed", "rollout/failed", float),
+    "rl_non_finite_rewards": ("Steps whose mean reward is not finite", "reward/mean", _is_not_finite),
+    "rl_non_finite_losses": ("Steps whose loss is not finite", "train/loss", _is_not_finite),
+}
+"""Totals over all steps, which show events between two scrapes: by their names, the meaning, the metric, and the value
+that a step adds."""
 
 MAX_LAST_SCRAPE_S = 60.0
 """Timeout in seconds of the wait for a scrape that reads how the run ended."""
 
-RUN_METRICS = (*_STATE, *_DISK, f"{_STARTS}_total", *(f"{count.exported}_total" for count in _COUNTS))
+RUN_METRICS = (*_STATE, *_DISK, f"{_STARTS}_total", *(f"{name}_total" for name in _COUNTS))
 """Names of the series about a run, in addition to its metrics and readings."""
 
 _REFUSED = re.compile(r"[^a-zA-Z0-9_]+")
@@ -151,8 +142,8 @@ class PrometheusEndpoint(RunObserver):
             # Metrics that only some steps have, such as metrics of a validation, keep their value.
             self._metrics |= exported
             self._state |= {"rl_step": step, "rl_last_step_timestamp_seconds": time.time()}
-            for count in _COUNTS:
-                self._counts[count] += count.of_step(metrics.get(count.metric, 0.0))
+            for count, (_, metric, of_step) in _COUNTS.items():
+                self._counts[count] += of_step(metrics.get(metric, 0.0))
 
     def saved(self, step: int) -> None:
         assert self._run is not None, "a run that saves has begun"
@@ -200,7 +191,7 @@ class PrometheusEndpoint(RunObserver):
             yield _labelled(GaugeMetricFamily(name, _STATE[name], labels=["run"]), run.name, value)
         yield _counter(_STARTS, "Starts of the workers in this process: 1, and one per restoration", run, sessions)
         for count, total in counts.items():
-            yield _counter(count.exported, f"{count.meaning}, since the driver started", run, total)
+            yield _counter(count, f"{_COUNTS[count][0]}, since the driver started", run, total)
         yield from self._disk(run)
         for name, value in metrics.items():
             if name in state:

@@ -15,7 +15,6 @@ import shutil
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal
 
@@ -38,20 +37,6 @@ _ARCHIVE = re.compile(r"steps_(\d+)-(\d+)\.zip")
 _BUFFER_BYTES = 2**20
 
 
-@dataclass(frozen=True)
-class _Archive:
-    """An archive of the steps from `first` to `last`; some may have no rollouts."""
-
-    first: int
-    last: int
-    path: Path
-
-    def members(self) -> list[tuple[FileKind, int]]:
-        """Return the kinds and steps of its files."""
-        with zipfile.ZipFile(self.path) as archive:
-            return _members(archive.namelist())
-
-
 def file_of(folder: Path, step: int, kind: FileKind = "step") -> Path:
     """Return the file of a step that is in no archive."""
     return folder / f"{kind}_{step}{_SUFFIXES[kind]}"
@@ -61,9 +46,9 @@ def steps_in(folder: Path, kind: FileKind = "step") -> list[int]:
     """Return the steps that have rollouts of a kind, in order."""
     # files before archives: a step that moves meanwhile is found twice instead of never
     found = set(_loose(folder))
-    for archive in _archives(folder):
+    for _, _, archive in _archives(folder):
         with suppress(FileNotFoundError):
-            found.update(archive.members())
+            found.update(_archived(archive))
     return sorted(step for each, step in found if each == kind)
 
 
@@ -76,9 +61,9 @@ def open_step(folder: Path, step: int, kind: FileKind = "step") -> IO[bytes]:
     path = file_of(folder, step, kind)
     with suppress(FileNotFoundError):
         return path.open("rb")
-    for archive in _archives(folder):
-        if archive.first <= step <= archive.last:
-            with suppress(KeyError), zipfile.ZipFile(archive.path) as opened:
+    for first, last, archive in _archives(folder):
+        if first <= step <= last:
+            with suppress(KeyError), zipfile.ZipFile(archive) as opened:
                 # the member keeps the file open
                 return opened.open(path.name)
     raise FileNotFoundError(path)
@@ -104,17 +89,17 @@ class StepStamps:
             with suppress(FileNotFoundError):
                 loose[kind, step] = file_stamp(file_of(self._folder, step, kind))
         found: dict[tuple[FileKind, int], str] = {}
-        for archive in _archives(self._folder):
+        for _, _, archive in _archives(self._folder):
             with suppress(FileNotFoundError):
                 found.update(self._in_archive(archive))
         return found | loose
 
-    def _in_archive(self, archive: _Archive) -> dict[tuple[FileKind, int], str]:
-        name, stamp = archive.path.name, file_stamp(archive.path)
+    def _in_archive(self, archive: Path) -> dict[tuple[FileKind, int], str]:
+        name, stamp = archive.name, file_stamp(archive)
         known = self._archives.get(name)
         if known is not None and known[0] == stamp:
             return known[1]
-        with zipfile.ZipFile(archive.path) as opened:
+        with zipfile.ZipFile(archive) as opened:
             facts = {each.filename: each for each in opened.infolist()}
         members = {}
         for kind, step in _members(list(facts)):
@@ -138,7 +123,7 @@ def archive_before(folder: Path, step: int) -> None:
     for number, members in sorted(ranges.items()):
         first, last = number * STEPS_PER_ARCHIVE + 1, (number + 1) * STEPS_PER_ARCHIVE
         if last <= step - NUM_RECENT and first > 0:
-            _archive(folder, _Archive(first, last, folder / f"steps_{first}-{last}.zip"), members)
+            _archive(folder, folder / f"steps_{first}-{last}.zip", members)
 
 
 def cut_back(folder: Path, step: int) -> None:
@@ -146,21 +131,21 @@ def cut_back(folder: Path, step: int) -> None:
     for pattern in (".step_*.part", ".val_*.part", ".tokens_*.part", ".steps_*.part"):
         for path in folder.glob(pattern):
             path.unlink()
-    for archive in _archives(folder):
-        if archive.last > step:
+    for _, last, archive in _archives(folder):
+        if last > step:
             _extract(folder, archive, through=step)
     for kind, later in _loose(folder):
         if later > step:
             file_of(folder, later, kind).unlink()
 
 
-def _archive(folder: Path, archive: _Archive, members: list[tuple[FileKind, int]]) -> None:
-    if archive.path.exists():
+def _archive(folder: Path, archive: Path, members: list[tuple[FileKind, int]]) -> None:
+    if archive.exists():
         # the process was killed before the files were removed
-        if not set(archive.members()).issuperset(members):
+        if not set(_archived(archive)).issuperset(members):
             return
     else:
-        aside = folder / f".{archive.path.name}.part"
+        aside = folder / f".{archive.name}.part"
         with zipfile.ZipFile(aside, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as opened:
             for kind, step in members:
                 path = file_of(folder, step, kind)
@@ -171,16 +156,16 @@ def _archive(folder: Path, archive: _Archive, members: list[tuple[FileKind, int]
                     shutil.copyfileobj(source, target, _BUFFER_BYTES)
         with aside.open("rb") as file:
             os.fsync(file.fileno())
-        aside.replace(archive.path)
+        aside.replace(archive)
         sync_folder(folder)
     for kind, step in members:
         file_of(folder, step, kind).unlink()
 
 
-def _extract(folder: Path, archive: _Archive, *, through: int) -> None:
+def _extract(folder: Path, archive: Path, *, through: int) -> None:
     """Turn an archive back into files of its steps up to `through`."""
-    with zipfile.ZipFile(archive.path) as opened:
-        for kind, step in archive.members():
+    with zipfile.ZipFile(archive) as opened:
+        for kind, step in _archived(archive):
             target = file_of(folder, step, kind)
             if step > through or target.exists():
                 continue
@@ -191,7 +176,7 @@ def _extract(folder: Path, archive: _Archive, *, through: int) -> None:
                 os.fsync(file.fileno())
             aside.replace(target)
     sync_folder(folder)
-    archive.path.unlink()
+    archive.unlink()
 
 
 def _loose(folder: Path) -> list[tuple[FileKind, int]]:
@@ -203,10 +188,16 @@ def _members(names: list[str]) -> list[tuple[FileKind, int]]:
     return [(kind, int(match[2])) for kind, match in found if match[3] == _SUFFIXES[kind]]
 
 
-def _archives(folder: Path) -> Iterator[_Archive]:
+def _archived(archive: Path) -> list[tuple[FileKind, int]]:
+    with zipfile.ZipFile(archive) as opened:
+        return _members(opened.namelist())
+
+
+def _archives(folder: Path) -> Iterator[tuple[int, int, Path]]:
+    """Yield the first and the last step of each archive, and its path; some steps may have no rollouts."""
     for name in _names(folder):
         if match := _ARCHIVE.fullmatch(name):
-            yield _Archive(int(match[1]), int(match[2]), folder / name)
+            yield int(match[1]), int(match[2]), folder / name
 
 
 def _names(folder: Path) -> list[str]:
