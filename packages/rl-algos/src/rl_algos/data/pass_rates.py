@@ -87,7 +87,8 @@ def pass_rates(settings: PassRateConfig) -> Mapping[bytes, float]:
                     raise DataError(f"{path}, line {number}: not a JSON object; evaluate again") from None
                 continue
             if record["status"] != "failed":
-                passed, total = counts.get(key := _digest(record["prompt"]), (0, 0))
+                key = _digest(record["prompt"])
+                passed, total = counts.get(key, (0, 0))
                 is_right = record["rewards"].get("reward", 0.0) >= settings.pass_threshold
                 counts[key] = (passed + is_right, total + 1)
     if not counts:
