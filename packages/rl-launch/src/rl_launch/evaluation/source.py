@@ -86,7 +86,11 @@ def evaluation_of(
     if named is not None and not is_model(source):
         plan, name = _of_run(named, overrides)
     elif is_model(source):
-        plan, name = read_plan(_of_model(source), overrides), path.name
+        policy: dict[str, Any] = {"model_name": source}
+        limit = longest_of(source)
+        if limit is not None and limit < ModelConfig(model_name=source).max_total_sequence_length:
+            policy["max_total_sequence_length"] = limit
+        plan, name = read_plan({"algorithm": ALGORITHM, "policy": policy}, overrides), path.name
     else:
         plan, name = read_plan(source, overrides), path.stem
     return GivenEvaluation(plan, _folder(plan.config, overrides, name))
@@ -99,15 +103,6 @@ def is_model(source: str) -> bool:
         return (path / "config.json").is_file()
     is_file = path.suffix in (".yaml", ".yml")
     return source in MADE_HERE or bool(_HUB_NAME.fullmatch(source) and not is_file and not source.startswith("."))
-
-
-def _of_model(name: str) -> dict[str, Any]:
-    """Return the values of the evaluation of a model, with rows that its positions suffice for."""
-    policy: dict[str, Any] = {"model_name": name}
-    limit = longest_of(name)
-    if limit is not None and limit < ModelConfig(model_name=name).max_total_sequence_length:
-        policy["max_total_sequence_length"] = limit
-    return {"algorithm": ALGORITHM, "policy": policy}
 
 
 def _of_run(named: CheckpointName, overrides: Sequence[str]) -> tuple[RunPlan, str]:
@@ -123,17 +118,12 @@ def _of_run(named: CheckpointName, overrides: Sequence[str]) -> tuple[RunPlan, s
     if algorithm_named(str(raw.select("algorithm"))).evaluates:
         # training alone calls callbacks, whose files may not be here
         return read_plan(run.path, [*model, "callbacks=[]", *overrides]), name
-    return read_plan(_of_model_run(run), [*model, *overrides]), name
-
-
-def _of_model_run(run: RunFolder) -> dict[str, Any]:
-    """Return the values of the evaluation of a run whose algorithm generates nothing."""
     written = run.config()
     policy = {key: value for key, value in written.get("policy", {}).items() if key in _KEPT}
     values: dict[str, Any] = {"algorithm": ALGORITHM, "policy": {"model_name": run.description().model, **policy}}
     if "cluster" in written:
         values["cluster"] = written["cluster"]
-    return values
+    return read_plan(values, [*model, *overrides]), name
 
 
 def _folder(config: RunConfig, overrides: Sequence[str], name: str) -> Path:

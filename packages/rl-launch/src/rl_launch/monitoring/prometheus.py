@@ -111,7 +111,8 @@ class PrometheusEndpoint(RunObserver):
         except OSError as error:
             raise ConfigError(_not_opened(config, error)) from None
         registry.register(self)
-        _log.info("metrics for Prometheus: %s", _url(config))
+        host = f"[{config.prometheus_host}]" if ":" in config.prometheus_host else config.prometheus_host
+        _log.info("metrics for Prometheus: %s", f"http://{host}:{config.prometheus_port}/metrics")
 
     def begin(self, run: ObservedRun) -> None:
         with self._lock:
@@ -273,11 +274,6 @@ def _counter(name: str, meaning: str, run: ObservedRun, value: float) -> Any:
     from prometheus_client.core import CounterMetricFamily
 
     return _labelled(CounterMetricFamily(name, meaning, labels=["run"]), run.name, value)
-
-
-def _url(config: LoggerConfig) -> str:
-    host = f"[{config.prometheus_host}]" if ":" in config.prometheus_host else config.prometheus_host
-    return f"http://{host}:{config.prometheus_port}/metrics"
 
 
 def _not_opened(config: LoggerConfig, error: OSError) -> str:

@@ -160,6 +160,13 @@ def _group(
     members = [series_of(each) for each in rows]
     summaries = [{summary.name: summary for summary in summaries_of(each)} for each in members]
     values = {key: configs[0].get(key) for key in keys}
+    means = {}
+    for name in dict.fromkeys(name for series in members for name in series):
+        by_step: dict[int, list[float]] = {}
+        for series in members:
+            for step, value in series.get(name, ()):
+                by_step.setdefault(step, []).append(value)
+        means[name] = [(step, fmean(by_step[step])) for step in sorted(by_step)]
     return RunGroup(
         name=_name(values) if len(keys) <= MAX_NAMED else runs[0].path.name,
         values=values,
@@ -168,7 +175,7 @@ def _group(
         metrics={
             name: _outcome(summaries, name) for name in dict.fromkeys(name for each in summaries for name in each)
         },
-        series=_mean(members),
+        series=means,
         members=tuple(members),
     )
 
@@ -177,17 +184,6 @@ def _outcome(summaries: Sequence[Mapping[str, MetricSummary]], name: str) -> Gro
     found = [each[name] for each in summaries if name in each]
     best = [summary.best for summary in found if summary.best is not None]
     return GroupOutcome(RunEstimate.of([summary.last for summary in found]), RunEstimate.of(best) if best else None)
-
-
-def _mean(members: Sequence[Series]) -> Series:
-    means = {}
-    for name in dict.fromkeys(name for series in members for name in series):
-        by_step: dict[int, list[float]] = {}
-        for series in members:
-            for step, value in series.get(name, ()):
-                by_step.setdefault(step, []).append(value)
-        means[name] = [(step, fmean(by_step[step])) for step in sorted(by_step)]
-    return means
 
 
 def _name(values: Mapping[str, Any]) -> str:

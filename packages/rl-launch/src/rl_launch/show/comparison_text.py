@@ -33,10 +33,16 @@ def show_comparison(comparison: RunComparison, console: Console) -> None:
     num_runs = sum(len(group.paths) for group in comparison.groups)
     console.print(_heading(comparison, num_runs), style="bold", highlight=False, markup=False, soft_wrap=True)
     console.print()
-    console.print(_groups(comparison), width=width)
+    table = _table("", "group", "runs")
+    for index, group in enumerate(comparison.groups):
+        table.add_row(Text(letter(index), style=COLORS[index % len(COLORS)]), group.name, ", ".join(_runs(group)))
+    console.print(table, width=width)
     if len(comparison.keys) > MAX_NAMED:
         console.print()
-        console.print(_keys(comparison), width=width)
+        table = _table("key", *(letter(index) for index in range(len(comparison.groups))))
+        for key in comparison.keys:
+            table.add_row(key, *(show(group.values[key]) for group in comparison.groups))
+        console.print(table, width=width)
     metrics = compared_metrics(comparison)
     if not metrics:
         console.print("\nNo steps are recorded yet. Use rl runs to show the state of each run.", highlight=False)
@@ -85,25 +91,10 @@ def _heading(comparison: RunComparison, num_runs: int) -> str:
     return f"{num_runs} runs that differ in {' and '.join(comparison.keys)}{over}"
 
 
-def _groups(comparison: RunComparison) -> Table:
-    table = _table("", "group", "runs")
-    for index, group in enumerate(comparison.groups):
-        table.add_row(Text(letter(index), style=COLORS[index % len(COLORS)]), group.name, ", ".join(_runs(group)))
-    return table
-
-
 def _runs(group: RunGroup) -> Iterator[str]:
     for path, seeds in zip(group.paths, group.seeds, strict=True):
         values = [show(value) for value in seeds.values()]
         yield f"{path} (seed {' '.join(values)})" if values else path
-
-
-def _keys(comparison: RunComparison) -> Table:
-    """Return a line for each key that differs, and a column for each group."""
-    table = _table("key", *(letter(index) for index in range(len(comparison.groups))))
-    for key in comparison.keys:
-        table.add_row(key, *(show(group.values[key]) for group in comparison.groups))
-    return table
 
 
 def _charts(comparison: RunComparison, names: Sequence[str], width: int) -> Iterator[Text]:

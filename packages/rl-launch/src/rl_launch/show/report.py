@@ -211,6 +211,8 @@ def report_of(run: RunFolder, step: int | None = None, selection: Selection | No
         rows = [row for row in rows if row["step"] <= step]
     series = series_of(rows)
     timings = timings_of(rows)
+    saved = run.checkpoints()
+    folders = {"model": EXPORT, "adapter": ADAPTER} if saved else {}
     return RunReport(
         path=str(run.path),
         description=run.description(),
@@ -220,7 +222,9 @@ def report_of(run: RunFolder, step: int | None = None, selection: Selection | No
         timings=timings,
         rollouts=_rollouts(run, step, selection),
         advice=tuple(advice(rows, timings, run.config(), failures_of(run, rows))),
-        exports=_exports(run),
+        exports={
+            name: str(saved[-1].path / each) for name, each in folders.items() if (saved[-1].path / each).is_dir()
+        },
     )
 
 
@@ -252,12 +256,6 @@ def higher_is_better(name: str, metrics: Container[str] = ()) -> bool | None:
         return True
     is_loss = name.startswith("val/") and name.endswith("/loss")
     return False if is_loss or name.startswith(_LOWER_IS_BETTER) else None
-
-
-def _exports(run: RunFolder) -> dict[str, str]:
-    saved = run.checkpoints()
-    folders = {"model": EXPORT, "adapter": ADAPTER} if saved else {}
-    return {name: str(saved[-1].path / each) for name, each in folders.items() if (saved[-1].path / each).is_dir()}
 
 
 def _summary_of(name: str, points: Sequence[tuple[int, float]], metrics: Container[str]) -> MetricSummary:

@@ -77,7 +77,8 @@ def prove(run: RunFolder) -> Proof:
                 gaps.append(f"{sentence}, before the run branched off")
             else:
                 contradictions.append(f"{sentence}, which no step up to {checkpoint.step} has recorded")
-    written, num_compared, period = set(run.rollout_steps()), 0, _rollout_period(run)
+    logger = run.config().get("logger", {})
+    written, num_compared, period = set(run.rollout_steps()), 0, int(logger.get("rollout_period", 1))
     num_left_out = 0
     for step in sorted(step for step in by_step if step <= checkpoint.step):
         if step not in written and not (period and step % period == 0):
@@ -138,11 +139,6 @@ def _newest_ledger(run: RunFolder) -> tuple[SavedCheckpoint, Ledger]:
         f"{run.path} has no checkpoint with a ledger of prompts, which lists the prompts that were drawn and trained. "
         "Runs with rollouts save it with every checkpoint (checkpointing.save_period)."
     )
-
-
-def _rollout_period(run: RunFolder) -> int:
-    logger = run.config().get("logger", {})
-    return int(logger.get("rollout_period", 1))
 
 
 def _prompts(run: RunFolder, step: int) -> list[str]:

@@ -64,13 +64,12 @@ class TokenRows:
         for last in range(1, len(starts)):
             is_last = last == len(starts) - 1
             if is_last or ends[last + 1] - ends[first] > most_tokens:
-                yield self._between(starts[first], starts[last])
+                start = starts[first]
+                end = starts[last]
+                rows = slice(start, end)
+                columns = self.columns.select(np.arange(start, end))
+                yield TokenRows(self.rollout[rows], self.prompt_id[rows], self.index[rows], self.segment[rows], columns)
                 first = last
-
-    def _between(self, start: int, end: int) -> TokenRows:
-        rows = slice(start, end)
-        columns = self.columns.select(np.arange(start, end))
-        return TokenRows(self.rollout[rows], self.prompt_id[rows], self.index[rows], self.segment[rows], columns)
 
 
 class TokenTables:
