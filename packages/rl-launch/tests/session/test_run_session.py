@@ -613,7 +613,7 @@ def test_texts_that_were_lost_with_a_node_cost_only_themselves(tmp_path, caplog)
 
 def write_here(path, rows, advantages):
     """Stand-in for a process that sees the run's folder."""
-    write_records(Path(path), zip(rows.fetch("record"), advantages, strict=True))
+    write_records(Path(path), zip(rows.fetch_all(["record"])["record"], advantages, strict=True))
 
 
 def test_rollouts_whose_texts_lie_elsewhere_are_written_there(tmp_path):
