@@ -52,10 +52,7 @@ class CalculationsSettings(Config):
 
 
 DATASET = DatasetPlugin(
-    name="calculations",
-    load="rl_envs.calculations:load",
-    requirement=Requirement("rl-envs"),
-    settings=CalculationsSettings,
+    "calculations", "rl_envs.calculations:load", Requirement("rl-envs"), settings=CalculationsSettings
 )
 
 

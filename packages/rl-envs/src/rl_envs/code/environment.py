@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from rl_core.rollouts.environment import Conversation, StepResult
@@ -12,13 +12,14 @@ from rl_envs.code.cases import Assertions, Calls, InputOutput, read_tests
 from rl_envs.code.grading import grade
 from rl_envs.code.plugin import CodeConfig
 from rl_envs.fences import fenced_blocks
+from rl_envs.grader import Grader
 from rl_envs.sandbox.sandbox import machine_problem, open_sandbox
 
 SHOWN = 300
 """Maximum number of characters of a problem that are reported."""
 
 
-class CodeEnvironment:
+class CodeEnvironment(Grader):
     """Scores a single turn by the tests of its row; `read_tests` describes their forms.
 
     Raises:
@@ -29,13 +30,7 @@ class CodeEnvironment:
         self._config = config
         self._runner = open_sandbox(config.sandbox)
 
-    def step(self, conversations: Sequence[Conversation], states: Sequence[Any]) -> list[StepResult]:
-        return [self._score(conversation) for conversation in conversations]
-
-    def close(self, states: Sequence[Any]) -> None:
-        pass
-
-    def _score(self, conversation: Conversation) -> StepResult:
+    def score(self, conversation: Conversation) -> StepResult:
         config = self._config
         tests = read_tests(conversation.info, config.max_tests)
         solution = program_in(conversation.final_text)

@@ -43,17 +43,14 @@ class CodeProblemsSettings(Config):
 
 
 PLUGIN = EnvironmentPlugin(
-    name="code",
-    config=CodeConfig,
-    environment="rl_envs.code.environment:CodeEnvironment",
+    "code",
+    CodeConfig,
+    "rl_envs.code.environment:CodeEnvironment",
+    Requirement("rl-envs"),
     row_check="rl_envs.code.environment:check_row",
     machine_check="rl_envs.code.environment:check_machine",
-    requirement=Requirement("rl-envs"),
 )
 
 DATASET = DatasetPlugin(
-    name="code_problems",
-    load="rl_envs.code.dataset:load",
-    requirement=Requirement("rl-envs"),
-    settings=CodeProblemsSettings,
+    "code_problems", "rl_envs.code.dataset:load", Requirement("rl-envs"), settings=CodeProblemsSettings
 )

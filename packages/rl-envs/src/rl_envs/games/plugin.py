@@ -122,39 +122,20 @@ class ProposedSumsSettings(Config):
 _REQUIREMENT = Requirement("rl-envs")
 
 SLIDING_PUZZLE = EnvironmentPlugin(
-    name="sliding_puzzle",
-    config=SlidingPuzzleConfig,
-    environment="rl_envs.games.sliding_puzzle:SlidingPuzzle",
-    requirement=_REQUIREMENT,
+    "sliding_puzzle", SlidingPuzzleConfig, "rl_envs.games.sliding_puzzle:SlidingPuzzle", _REQUIREMENT
 )
 SLIDING_PUZZLES = DatasetPlugin(
-    name="sliding_puzzle",
-    load="rl_envs.games.dataset:sliding_puzzles",
-    requirement=_REQUIREMENT,
-    settings=SlidingPuzzleSettings,
+    "sliding_puzzle", "rl_envs.games.dataset:sliding_puzzles", _REQUIREMENT, settings=SlidingPuzzleSettings
 )
 GUESS_NUMBER = EnvironmentPlugin(
-    name="guess_number",
-    config=GuessNumberConfig,
-    environment="rl_envs.games.number_games:GuessNumber",
-    requirement=_REQUIREMENT,
+    "guess_number", GuessNumberConfig, "rl_envs.games.number_games:GuessNumber", _REQUIREMENT
 )
-NUMBERS = DatasetPlugin(
-    name="guess_number", load="rl_envs.games.dataset:numbers", requirement=_REQUIREMENT, settings=GuessNumberSettings
-)
-NIM = EnvironmentPlugin(
-    name="nim", config=NimConfig, environment="rl_envs.games.number_games:Nim", requirement=_REQUIREMENT
-)
-PILES = DatasetPlugin(name="nim", load="rl_envs.games.dataset:piles", requirement=_REQUIREMENT, settings=NimSettings)
+NUMBERS = DatasetPlugin("guess_number", "rl_envs.games.dataset:numbers", _REQUIREMENT, settings=GuessNumberSettings)
+NIM = EnvironmentPlugin("nim", NimConfig, "rl_envs.games.number_games:Nim", _REQUIREMENT)
+PILES = DatasetPlugin("nim", "rl_envs.games.dataset:piles", _REQUIREMENT, settings=NimSettings)
 PROPOSED_SUMS = EnvironmentPlugin(
-    name="proposed_sums",
-    config=ProposedSumsConfig,
-    environment="rl_envs.games.number_games:ProposedSums",
-    requirement=_REQUIREMENT,
+    "proposed_sums", ProposedSumsConfig, "rl_envs.games.number_games:ProposedSums", _REQUIREMENT
 )
 SUMS = DatasetPlugin(
-    name="proposed_sums",
-    load="rl_envs.games.dataset:proposed_sums",
-    requirement=_REQUIREMENT,
-    settings=ProposedSumsSettings,
+    "proposed_sums", "rl_envs.games.dataset:proposed_sums", _REQUIREMENT, settings=ProposedSumsSettings
 )

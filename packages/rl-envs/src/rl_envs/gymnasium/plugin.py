@@ -47,12 +47,7 @@ class GymnasiumSettings(Config):
 _REQUIREMENT = Requirement("rl-envs", extras={"cpu": ("gymnasium",), "cuda": ("gymnasium",)}, imports=("gymnasium",))
 
 PLUGIN = EnvironmentPlugin(
-    name="gymnasium",
-    config=GymnasiumConfig,
-    environment="rl_envs.gymnasium.environment:GymnasiumEnvironment",
-    requirement=_REQUIREMENT,
+    "gymnasium", GymnasiumConfig, "rl_envs.gymnasium.environment:GymnasiumEnvironment", _REQUIREMENT
 )
 
-DATASET = DatasetPlugin(
-    name="gymnasium", load="rl_envs.gymnasium.dataset:load", requirement=_REQUIREMENT, settings=GymnasiumSettings
-)
+DATASET = DatasetPlugin("gymnasium", "rl_envs.gymnasium.dataset:load", _REQUIREMENT, settings=GymnasiumSettings)

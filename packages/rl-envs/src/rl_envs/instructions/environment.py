@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from string import whitespace
 from typing import Any
 
 from rl_core.rollouts.environment import Conversation, StepResult, UnusableAnswer
+from rl_envs.grader import Grader
 from rl_envs.instructions.checks import CHECKS, RELATIONS, WORD_ENDS
 from rl_envs.instructions.plugin import InstructionsConfig
 from rl_envs.time_limit import CPU_S, within
 
 
-class InstructionsEnvironment:
+class InstructionsEnvironment(Grader):
     """Scores a single turn by the instructions of its row."""
 
     def __init__(self, config: InstructionsConfig) -> None:
         self._config = config
 
-    def step(self, conversations: Sequence[Conversation], states: Sequence[Any]) -> list[StepResult]:
-        return [self._score(conversation) for conversation in conversations]
-
-    def close(self, states: Sequence[Any]) -> None:
-        pass
-
-    def _score(self, conversation: Conversation) -> StepResult:
+    def score(self, conversation: Conversation) -> StepResult:
         try:
             asked = instructions_of(conversation.info)
             followed = [is_followed(name, conversation.final_text, arguments) for name, arguments in asked]

@@ -16,9 +16,9 @@ class InstructionsConfig(EnvironmentConfig):
 
 
 PLUGIN = EnvironmentPlugin(
-    name="instructions",
-    config=InstructionsConfig,
-    environment="rl_envs.instructions.environment:InstructionsEnvironment",
+    "instructions",
+    InstructionsConfig,
+    "rl_envs.instructions.environment:InstructionsEnvironment",
+    Requirement("rl-envs"),
     row_check="rl_envs.instructions.environment:check_row",
-    requirement=Requirement("rl-envs"),
 )

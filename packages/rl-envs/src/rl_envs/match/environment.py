@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from decimal import Decimal
 from functools import lru_cache
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from rl_core.rollouts.environment import Conversation, StepResult, UnusableAnswer
 from rl_core.rollouts.model_json import MalformedJson, read_model_json
 from rl_envs.fences import fenced_blocks
+from rl_envs.grader import Grader
 from rl_envs.match.json_schema import check_schema, contradiction, same_json, satisfies
 from rl_envs.match.plugin import MatchConfig
 from rl_envs.time_limit import within
@@ -23,19 +24,13 @@ PATTERN_CPU_S = 2.0
 """Seconds of processor time for the row's pattern or schema; a response for which that is not enough does not match."""
 
 
-class MatchEnvironment:
+class MatchEnvironment(Grader):
     """Scores a single turn: 1 if it matches, 0 otherwise."""
 
     def __init__(self, config: MatchConfig) -> None:
         self._config = config
 
-    def step(self, conversations: Sequence[Conversation], states: Sequence[Any]) -> list[StepResult]:
-        return [self._score(conversation) for conversation in conversations]
-
-    def close(self, states: Sequence[Any]) -> None:
-        pass
-
-    def _score(self, conversation: Conversation) -> StepResult:
+    def score(self, conversation: Conversation) -> StepResult:
         text = self._answer(conversation)
         try:
             matches = self._matches(text or "", conversation.info) and text is not None

@@ -29,9 +29,9 @@ class MatchConfig(EnvironmentConfig):
 
 
 PLUGIN = EnvironmentPlugin(
-    name="match",
-    config=MatchConfig,
-    environment="rl_envs.match.environment:MatchEnvironment",
+    "match",
+    MatchConfig,
+    "rl_envs.match.environment:MatchEnvironment",
+    Requirement("rl-envs"),
     row_check="rl_envs.match.environment:check_row",
-    requirement=Requirement("rl-envs"),
 )

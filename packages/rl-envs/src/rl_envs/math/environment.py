@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from rl_core.rollouts.environment import Conversation, StepResult
+from rl_envs.grader import Grader
 from rl_envs.math.extraction import extract, known_answers
 from rl_envs.math.form import Collection, Equation, Expression, read
 from rl_envs.math.number import read_number
@@ -17,7 +18,7 @@ SHOWN = 200
 """Maximum number of characters of an extracted answer that are reported."""
 
 
-class MathEnvironment:
+class MathEnvironment(Grader):
     """Scores a single turn by its final answer; the known one is `info["answer"]`, or any of several in a list.
 
     An undecided answer counts as wrong and as `unparsed`; so does one that takes too much processor time.
@@ -26,13 +27,7 @@ class MathEnvironment:
     def __init__(self, config: MathConfig) -> None:
         self._config = config
 
-    def step(self, conversations: Sequence[Conversation], states: Sequence[Any]) -> list[StepResult]:
-        return [self._score(conversation) for conversation in conversations]
-
-    def close(self, states: Sequence[Any]) -> None:
-        pass
-
-    def _score(self, conversation: Conversation) -> StepResult:
+    def score(self, conversation: Conversation) -> StepResult:
         config = self._config
         known, kind = known_answers(conversation.info, config.answer_format)
         found = extract(conversation.final_text, kind)

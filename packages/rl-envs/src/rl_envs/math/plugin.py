@@ -31,9 +31,9 @@ class MathConfig(EnvironmentConfig):
 
 
 PLUGIN = EnvironmentPlugin(
-    name="math",
-    config=MathConfig,
-    environment="rl_envs.math.environment:MathEnvironment",
+    "math",
+    MathConfig,
+    "rl_envs.math.environment:MathEnvironment",
+    Requirement("rl-envs", imports=("math_verify",)),
     row_check="rl_envs.math.environment:check_row",
-    requirement=Requirement("rl-envs", imports=("math_verify",)),
 )

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from string import ascii_uppercase
 from typing import Any
 
 from rl_core.rollouts.environment import Conversation, StepResult, UnusableAnswer
+from rl_envs.grader import Grader
 from rl_envs.multiple_choice.letter import letter_of, stated_letter
 from rl_envs.multiple_choice.plugin import MultipleChoiceConfig
 
 
-class MultipleChoiceEnvironment:
+class MultipleChoiceEnvironment(Grader):
     """Scores a single turn by the letter that it states as its answer (`stated_letter`)."""
 
     def __init__(self, config: MultipleChoiceConfig) -> None:
         self._config = config
 
-    def step(self, conversations: Sequence[Conversation], states: Sequence[Any]) -> list[StepResult]:
-        return [self._score(conversation) for conversation in conversations]
-
-    def close(self, states: Sequence[Any]) -> None:
-        pass
-
-    def _score(self, conversation: Conversation) -> StepResult:
+    def score(self, conversation: Conversation) -> StepResult:
         try:
             known = right_letters(conversation.info, self._config)
         except ValueError as error:

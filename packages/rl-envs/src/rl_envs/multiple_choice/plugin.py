@@ -18,9 +18,9 @@ class MultipleChoiceConfig(EnvironmentConfig):
 
 
 PLUGIN = EnvironmentPlugin(
-    name="multiple_choice",
-    config=MultipleChoiceConfig,
-    environment="rl_envs.multiple_choice.environment:MultipleChoiceEnvironment",
+    "multiple_choice",
+    MultipleChoiceConfig,
+    "rl_envs.multiple_choice.environment:MultipleChoiceEnvironment",
+    Requirement("rl-envs"),
     row_check="rl_envs.multiple_choice.environment:check_row",
-    requirement=Requirement("rl-envs"),
 )

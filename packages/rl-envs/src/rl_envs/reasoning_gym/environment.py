@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 from reasoning_gym.factory import create_dataset
 
 from rl_core.rollouts.environment import Conversation, StepResult
+from rl_envs.grader import Grader
 from rl_envs.math.extraction import last_box
 from rl_envs.reasoning_gym.plugin import AnswerFormat, ReasoningGymConfig
 
@@ -19,19 +19,13 @@ SHOWN = 200
 """Maximum number of characters of an extracted answer that are reported."""
 
 
-class ReasoningGymEnvironment:
+class ReasoningGymEnvironment(Grader):
     """Scores a single turn by the task's own scorer; prompts come from this package's dataset."""
 
     def __init__(self, config: ReasoningGymConfig) -> None:
         self._format_reward = config.format_reward
 
-    def step(self, conversations: Sequence[Conversation], states: Sequence[Any]) -> list[StepResult]:
-        return [self._score(conversation) for conversation in conversations]
-
-    def close(self, states: Sequence[Any]) -> None:
-        pass
-
-    def _score(self, conversation: Conversation) -> StepResult:
+    def score(self, conversation: Conversation) -> StepResult:
         info = conversation.info
         missing = sorted({"task", "task_config", "entry", "answer_format"} - set(info))
         if missing:

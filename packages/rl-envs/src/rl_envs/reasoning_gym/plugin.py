@@ -45,16 +45,13 @@ _REQUIREMENT = Requirement(
 )
 
 PLUGIN = EnvironmentPlugin(
-    name="reasoning_gym",
-    config=ReasoningGymConfig,
-    environment="rl_envs.reasoning_gym.environment:ReasoningGymEnvironment",
-    requirement=_REQUIREMENT,
+    "reasoning_gym", ReasoningGymConfig, "rl_envs.reasoning_gym.environment:ReasoningGymEnvironment", _REQUIREMENT
 )
 
 DATASET = DatasetPlugin(
-    name="reasoning_gym",
-    load="rl_envs.reasoning_gym.dataset:load",
-    requirement=_REQUIREMENT,
+    "reasoning_gym",
+    "rl_envs.reasoning_gym.dataset:load",
+    _REQUIREMENT,
     settings=ReasoningGymSettings,
     tasks="rl_envs.reasoning_gym.dataset:tasks",
 )

@@ -113,18 +113,15 @@ class RepositoryTasksSettings(Config):
 
 
 PLUGIN = EnvironmentPlugin(
-    name="repository",
-    config=RepositoryConfig,
-    environment="rl_envs.repository.environment:RepositoryEnvironment",
+    "repository",
+    RepositoryConfig,
+    "rl_envs.repository.environment:RepositoryEnvironment",
+    Requirement("rl-envs"),
     row_check="rl_envs.repository.environment:check_row",
     machine_check="rl_envs.repository.environment:check_machine",
     runs_agents=True,
-    requirement=Requirement("rl-envs"),
 )
 
 DATASET = DatasetPlugin(
-    name="repository_tasks",
-    load="rl_envs.repository.task:load",
-    requirement=Requirement("rl-envs"),
-    settings=RepositoryTasksSettings,
+    "repository_tasks", "rl_envs.repository.task:load", Requirement("rl-envs"), settings=RepositoryTasksSettings
 )

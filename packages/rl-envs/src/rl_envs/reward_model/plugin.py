@@ -42,10 +42,10 @@ class RewardModelConfig(EnvironmentConfig):
 
 
 PLUGIN = EnvironmentPlugin(
-    name="reward_model",
-    config=RewardModelConfig,
-    environment="rl_envs.reward_model.environment:RewardModelEnvironment",
-    requirement=Requirement(
+    "reward_model",
+    RewardModelConfig,
+    "rl_envs.reward_model.environment:RewardModelEnvironment",
+    Requirement(
         "rl-envs", extras={"cpu": ("reward-model",), "cuda": ("reward-model",)}, imports=("torch", "transformers")
     ),
 )

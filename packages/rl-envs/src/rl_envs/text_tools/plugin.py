@@ -81,10 +81,10 @@ def tools_of(config: TextToolsConfig) -> list[Mapping[str, Any]]:
 
 
 PLUGIN = EnvironmentPlugin(
-    name="text_tools",
-    config=TextToolsConfig,
-    environment="rl_envs.text_tools.environment:TextToolsEnvironment",
-    requirement=Requirement("rl-envs"),
+    "text_tools",
+    TextToolsConfig,
+    "rl_envs.text_tools.environment:TextToolsEnvironment",
+    Requirement("rl-envs"),
     tools="rl_envs.text_tools.plugin:tools_of",
     machine_check="rl_envs.text_tools.environment:check_machine",
 )
