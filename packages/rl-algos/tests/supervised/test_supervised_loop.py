@@ -6,7 +6,7 @@ from rl_algos.losses.tokens import NLLLoss
 from rl_algos.sft.data import TrainingRow, to_batch
 from rl_algos.supervised.config import SupervisedConfig
 from rl_algos.supervised.data import SupervisedData
-from rl_algos.supervised.loop import Objective, train
+from rl_algos.supervised.loop import RowObjective, train
 from rl_core.model import LOGPROBS
 from rl_core.testing.fakes import FakeModel, FakeRun
 
@@ -26,7 +26,7 @@ def data(epochs=None, validation=(), count=10):
 
 def loop(run, given=None, *, batch_size=4, complete=None, **settings):
     policy = FakeModel()
-    objective = Objective(NLLLoss(), to_batch, complete)
+    objective = RowObjective(NLLLoss(), to_batch, complete)
     train(SupervisedConfig(**settings), objective, policy, given or data(), run, batch_size=batch_size)
     return policy
 

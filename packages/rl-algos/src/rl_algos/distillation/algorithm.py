@@ -39,7 +39,7 @@ from rl_algos.sft.data import conversation_reader, training_rows
 from rl_algos.sft.data import to_batch as text_batch
 from rl_algos.supervised.algorithm import SupervisedAlgorithm
 from rl_algos.supervised.data import longest_row, supervised_data
-from rl_algos.supervised.loop import Objective
+from rl_algos.supervised.loop import RowObjective
 from rl_algos.supervised.loop import train as learn
 from rl_algos.tokenizer import require_chat_template
 from rl_core.data.batch import Batch
@@ -168,13 +168,13 @@ def head_files(teacher: ModelConfig) -> HeadFiles:
     return HeadFiles(teacher.model_name, teacher.precision, json.dumps(teacher.hf_config_overrides, sort_keys=True))
 
 
-def text_objective(loss: DistillationLoss | WholeDistillationLoss, teachers: Teachers) -> Objective[TextRow]:
+def text_objective(loss: DistillationLoss | WholeDistillationLoss, teachers: Teachers) -> RowObjective[TextRow]:
     """Return the objective of learning from text that teachers score."""
 
     def complete(batch: Batch, policy: Model) -> Batch:
         return teachers.scored_rows(batch, batch.array(TEACHER).tolist())
 
-    return Objective(loss, to_batch, complete)
+    return RowObjective(loss, to_batch, complete)
 
 
 def to_batch(rows: Sequence[TextRow]) -> Batch:

@@ -20,7 +20,7 @@ from rl_core.rollouts.rollout import Message
 from rl_core.tokenizer import Tokenizer
 
 
-class Response(NamedTuple):
+class TeacherRow(NamedTuple):
     """A student's completion, as a teacher reads it.
 
     Args:
@@ -29,7 +29,7 @@ class Response(NamedTuple):
     """
 
     tokens: np.ndarray
-    spans: Sequence[Span]
+    spans: Sequence[SharedSpan]
 
 
 class Translator:
@@ -54,7 +54,7 @@ class Translator:
         """int32 `[tokens]`, the conversation as the teacher reads it."""
         return encode_prompt(self._teacher, messages)
 
-    def response(self, prompt: np.ndarray, sampled: Sequence[int]) -> Response:
+    def response(self, prompt: np.ndarray, sampled: Sequence[int]) -> TeacherRow:
         """Return the tokens that the student sampled, after the teacher's prompt. What has no text of its own (a
         character cut in two, special tokens but that at the end) is in no span, nor what comes after it."""
         ended = bool(sampled) and sampled[-1] in self._student_ends
@@ -64,14 +64,15 @@ class Translator:
         heard = [self._teacher_bytes(token) for token in tokens]
         start = len(prompt)
         if b"".join(heard) != b"".join(said[:whole]):
-            return Response(prompt, ())
+            return TeacherRow(prompt, ())
         spans = [
-            Span(student, (first + start, last + start)) for student, (first, last) in common_spans(said[:whole], heard)
+            SharedSpan(student, (first + start, last + start))
+            for student, (first, last) in common_spans(said[:whole], heard)
         ]
         if ended and whole == len(said):
-            spans.append(Span((whole, whole + 1), (start + len(tokens), start + len(tokens) + 1)))
+            spans.append(SharedSpan((whole, whole + 1), (start + len(tokens), start + len(tokens) + 1)))
             tokens = [*tokens, self._teacher_end]
-        return Response(np.concatenate([prompt, np.asarray(tokens, dtype=np.int32)]).astype(np.int32), spans)
+        return TeacherRow(np.concatenate([prompt, np.asarray(tokens, dtype=np.int32)]).astype(np.int32), spans)
 
 
 def _end_of_turn(tokenizer: Tokenizer) -> int:
@@ -124,7 +125,7 @@ class SpanTeacher:
         return batch.with_columns({SPANS: mask.like(spans), SPAN_LOGPROBS: mask.like(logprobs)})
 
 
-class Span(NamedTuple):
+class SharedSpan(NamedTuple):
     """Tokens of two tokenizers for the same bytes.
 
     Args:
@@ -136,10 +137,10 @@ class Span(NamedTuple):
     teacher: tuple[int, int]
 
 
-def common_spans(student: Sequence[bytes], teacher: Sequence[bytes]) -> list[Span]:
+def common_spans(student: Sequence[bytes], teacher: Sequence[bytes]) -> list[SharedSpan]:
     """Return the shortest spans that cover a string, given the bytes of each token of both tokenizers; both make up the
     text."""
-    spans: list[Span] = []
+    spans: list[SharedSpan] = []
     ends = [0, 0]  # bytes up to the current tokens' ends
     at = [0, 0]  # tokens taken
     start = (0, 0)
@@ -148,7 +149,7 @@ def common_spans(student: Sequence[bytes], teacher: Sequence[bytes]) -> list[Spa
         ends[side] += len((student, teacher)[side][at[side]])
         at[side] += 1
         if ends[0] == ends[1] and at[0] > start[0] and at[1] > start[1]:
-            spans.append(Span((start[0], at[0]), (start[1], at[1])))
+            spans.append(SharedSpan((start[0], at[0]), (start[1], at[1])))
             start = (at[0], at[1])
     return spans
 

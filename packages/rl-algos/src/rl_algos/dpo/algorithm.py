@@ -15,7 +15,7 @@ from rl_algos.images.columns import seen_columns
 from rl_algos.preference.algorithm import PreferenceAlgorithm
 from rl_algos.preference.comparison import Verdict
 from rl_algos.preference.rows import ID, judged_batch, pair_batch
-from rl_algos.supervised.loop import Objective, train
+from rl_algos.supervised.loop import RowObjective, train
 from rl_core.data.batch import TOKENS, Batch
 from rl_core.data.ragged import Ragged
 from rl_core.images import IMAGES
@@ -39,21 +39,21 @@ class DPO(PreferenceAlgorithm[DPORoot]):
         train(config.dpo, objective, policy, components.data, run, batch_size=config.policy.train_global_batch_size)
 
 
-def objective_of(config: DPORoot) -> Objective[Any]:
+def objective_of(config: DPORoot) -> RowObjective[Any]:
     """Return the objective: the configured loss, and the columns that it needs from a model."""
     loss = loss_of(config.dpo)
     to_batch: Callable[[Sequence[Any]], Batch] = judged_batch if learns_from_responses(loss) else pair_batch
     if not uses_reference(loss):
-        return Objective(loss, to_batch)
+        return RowObjective(loss, to_batch)
     reference = ReferenceLogprobs(cached=config.dpo.cache_reference_logprobs)
     if "kl" not in loss.columns:
-        return Objective(loss, to_batch, reference)
+        return RowObjective(loss, to_batch, reference)
 
     def complete(batch: Batch, policy: Model) -> Batch:
         max_tokens = config.policy.max_total_sequence_length
         return with_reference_point(reference(batch, policy), policy, max_tokens=max_tokens)
 
-    return Objective(loss, to_batch, complete)
+    return RowObjective(loss, to_batch, complete)
 
 
 def with_reference_point(batch: Batch, policy: Model, *, max_tokens: int) -> Batch:

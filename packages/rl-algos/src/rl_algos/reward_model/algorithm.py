@@ -9,7 +9,7 @@ from rl_algos.preference.algorithm import PreferenceAlgorithm
 from rl_algos.preference.comparison import Verdict
 from rl_algos.preference.rows import judged_batch, pair_batch
 from rl_algos.reward_model.config import RewardModelConfig, RewardModelRoot
-from rl_algos.supervised.loop import Objective, train
+from rl_algos.supervised.loop import RowObjective, train
 from rl_core.run import Components, Run
 
 
@@ -24,8 +24,8 @@ class RewardModel(PreferenceAlgorithm[RewardModelRoot]):
         train(config.rm, objective_of(config.rm), model, components.data, run, batch_size=rows)
 
 
-def objective_of(rm: RewardModelConfig) -> Objective[Any]:
+def objective_of(rm: RewardModelConfig) -> RowObjective[Any]:
     """Return the objective: the configured loss on pairs or on single responses."""
     if rm.loss == "regression":
-        return Objective(RegressionLoss(), judged_batch)
-    return Objective(BradleyTerryLoss(rm.margin, rm.center_rewards_coefficient), pair_batch)
+        return RowObjective(RegressionLoss(), judged_batch)
+    return RowObjective(BradleyTerryLoss(rm.margin, rm.center_rewards_coefficient), pair_batch)

@@ -12,7 +12,7 @@ from rl_algos.data.preview import RowReader
 from rl_algos.losses.tokens import NLLLoss
 from rl_algos.sft.config import SFTRoot
 from rl_algos.supervised.algorithm import SupervisedAlgorithm
-from rl_algos.supervised.loop import Objective, train
+from rl_algos.supervised.loop import RowObjective, train
 from rl_core.run import Components, Run
 from rl_core.tokenizer import Tokenizer
 
@@ -40,7 +40,7 @@ class SFT(SupervisedAlgorithm["SFTRoot", "SupervisedData[TrainingRow]"]):
 
         policy, data = components.models["policy"], components.data
         names = [dataset[0].dataset for dataset in data.train.datasets]
-        objective = Objective(NLLLoss(), to_batch, describe=partial(shares, datasets=names))
+        objective = RowObjective(NLLLoss(), to_batch, describe=partial(shares, datasets=names))
         train(config.sft, objective, policy, data, run, batch_size=config.policy.train_global_batch_size)
 
 

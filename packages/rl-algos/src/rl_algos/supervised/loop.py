@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Objective(Generic[T]):
+class RowObjective(Generic[T]):
     """An objective: the loss of rows, and the columns that it needs.
 
     Args:
@@ -39,7 +39,7 @@ class Objective(Generic[T]):
 
 def train(
     config: SupervisedConfig,
-    objective: Objective[T],
+    objective: RowObjective[T],
     policy: Model,
     data: SupervisedData[T],
     run: Run,
@@ -68,7 +68,7 @@ def train(
                 run.stop(f"val/loss is {reached:.4g}, the goal was {config.stop_at_validation_loss:.4g}")
 
 
-def validate(objective: Objective[T], policy: Model, data: SupervisedData[T], run: Run, *, step: int) -> float:
+def validate(objective: RowObjective[T], policy: Model, data: SupervisedData[T], run: Run, *, step: int) -> float:
     """Return the mean loss over all validation rows; infinite if there is no data. It is recorded as `val/loss`, with
     the loss's other metrics and its divisor, and for each dataset if there are several.
     """
@@ -87,7 +87,7 @@ def validate(objective: Objective[T], policy: Model, data: SupervisedData[T], ru
     return whole["loss"].result()
 
 
-def _evaluated(objective: Objective[T], policy: Model, batch: Batch) -> dict[str, Metric]:
+def _evaluated(objective: RowObjective[T], policy: Model, batch: Batch) -> dict[str, Metric]:
     """Return the loss's metrics on one batch, as parts of the metrics of all batches."""
     if objective.complete is not None:
         batch = objective.complete(batch, policy)
