@@ -76,11 +76,7 @@ class Observers(RunObserver):
     """Several observers as one. One that raises is reported in the log and turned off."""
 
     def __init__(self, observers: Iterable[RunObserver] = ()) -> None:
-        self._observers = list(observers)
-
-    def add(self, observer: RunObserver) -> None:
-        """Tell an observer too, from now on."""
-        self._observers.append(observer)
+        self.observers = list(observers)
 
     def step_metrics(self) -> Mapping[str, float]:
         found: dict[str, float] = {}
@@ -88,11 +84,11 @@ class Observers(RunObserver):
         return found
 
     def _tell(self, call: Callable[[RunObserver], None]) -> None:
-        for observer in tuple(self._observers):
+        for observer in tuple(self.observers):
             try:
                 call(observer)
             except Exception as error:  # noqa: BLE001  # an observer must not cost the run anything
-                self._observers.remove(observer)
+                self.observers.remove(observer)
                 _log.warning("%s is turned off (%s: %s)", type(observer).__name__, type(error).__name__, error)
 
 

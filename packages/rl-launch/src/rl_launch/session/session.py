@@ -352,7 +352,7 @@ class RunSession:
 
     def observe(self, observer: RunObserver) -> None:
         """Tell an observer of the steps that follow."""
-        self._observer.add(observer)
+        self._observer.observers.append(observer)
 
     def due(self, period: int, step: int, *, at_end: bool = False) -> bool:
         """Return whether something with this period is due after this step.

@@ -154,9 +154,9 @@ class _Collected:
                     if each not in (None, "auto"):
                         self.values["dtype" if name == "torch_dtype" else name] = plain(each)
                 elif name == "quantization_config" and each is not None:
-                    self._say(Fate.REFUSED, QUANTIZED, line)
+                    self._reading.say(Fate.REFUSED, QUANTIZED, line=line)
                 elif name not in _IGNORED_LOADING and each is not None:
-                    self._say(Fate.CHECK, f"{name} of model_init_kwargs is not converted", line)
+                    self._reading.say(Fate.CHECK, f"{name} of model_init_kwargs is not converted", line=line)
         elif is_constant(value):
             self.values[key] = plain(value)
         else:
@@ -166,10 +166,7 @@ class _Collected:
         """List an argument that the script computes, with the lines that compute it in the place of `{}`."""
         if key:
             self.computed.add(key)
-        self._say(Fate.CHECK, text.format(self._reading.computed(value)), line)
-
-    def _say(self, fate: Fate, text: str, line: int) -> None:
-        self._reading.say(fate, text, line=line)
+        self._reading.say(Fate.CHECK, text.format(self._reading.computed(value)), line=line)
 
     def _argument(self, trainer: Thing, key: str, value: Any, line: int) -> None:
         of_key = {
@@ -190,11 +187,11 @@ class _Collected:
             return
         elif key in SCRIPTS["arguments"]:
             fate, text = SCRIPTS["arguments"][key]
-            self._say(Fate[fate.upper()], text, line)
+            self._reading.say(Fate[fate.upper()], text, line=line)
         elif table("trl").rule(key) is not None:
             self._take(key, value, line)  # an argument of trainers of earlier releases
         else:
-            self._say(Fate.REFUSED, f"the argument {key} of {trainer.name}", line)
+            self._reading.say(Fate.REFUSED, f"the argument {key} of {trainer.name}", line=line)
 
     def _validation(self, trainer: Thing) -> None:
         """List a validation set that shares rows with the training set."""
@@ -209,7 +206,7 @@ class _Collected:
             self.values["eval_dataset"] = None
         if any(_share_rows(one, other) for one in train.settings for other in held.settings):
             text = "eval_dataset has rows of train_dataset. To hold rows out, set split_validation_size of data.train"
-            self._say(Fate.CHECK, text, trainer.node.line("eval_dataset"))
+            self._reading.say(Fate.CHECK, text, line=trainer.node.line("eval_dataset"))
 
     def _model(self, model: Any, line: int) -> None:
         parts = model.parts if role_of(model) == "model" else {}
@@ -235,7 +232,7 @@ class _Collected:
             self.values[key] = HELD_OUT
         elif isinstance(value, Data):
             if value.is_held_out:
-                self._say(Fate.CHECK, f"{key} is the part that train_test_split holds out", line)
+                self._reading.say(Fate.CHECK, f"{key} is the part that train_test_split holds out", line=line)
             held = {} if value.held_out is None else {"split_validation_size": value.held_out}
             self.values[key] = [{**settings, **held} for settings in value.settings]
         elif value is None:
@@ -260,7 +257,7 @@ class _Collected:
             return
         kind = adapters.last_name if isinstance(adapters, Thing) else ""
         if kind.endswith("Config") and kind != "LoraConfig":
-            self._say(Fate.REFUSED, f"adapters other than LoRA ({kind})", line)
+            self._reading.say(Fate.REFUSED, f"adapters other than LoRA ({kind})", line=line)
             return
         if role_of(adapters) != "adapters":
             self._compute("", adapters, "the adapters are computed{}. Set policy.lora_cfg", line)
@@ -281,9 +278,9 @@ class _Collected:
         if name is None or (is_constant(name) and name == own):
             return
         if isinstance(reference, Thing) and not is_made(reference) and not reference.touches:
-            self._say(Fate.CHECK, "ref_model is computed; the reference is the initial policy", line)
+            self._reading.say(Fate.CHECK, "ref_model is computed; the reference is the initial policy", line=line)
             return
-        self._say(Fate.REFUSED, "a reference model other than the initial policy (ref_model)", line)
+        self._reading.say(Fate.REFUSED, "a reference model other than the initial policy (ref_model)", line=line)
 
     def _rewards(self, rewards: Any, line: int) -> None:
         several = rewards if isinstance(rewards, list | tuple) else [rewards]
@@ -292,13 +289,15 @@ class _Collected:
             if role_of(each) == "partial":
                 bound = each.parts["call"]
                 given = ", ".join(map(str, (*bound.positional, *bound.given)))
-                self._say(Fate.CHECK, f"{each.name} gets the arguments {given}. Write them into the function", line)
+                self._reading.say(
+                    Fate.CHECK, f"{each.name} gets the arguments {given}. Write them into the function", line=line
+                )
                 each = each.parts["function"]
             if isinstance(each, str):
                 named.append(each)
             elif isinstance(each, Thing) and isinstance(each.node, ast.FunctionDef | ast.ClassDef):
                 where = f"(line {each.node.lineno}) into a file such as rewards.py, without what trains"
-                self._say(Fate.CHECK, f"copy {each.name} {where}", line)
+                self._reading.say(Fate.CHECK, f"copy {each.name} {where}", line=line)
                 named.append(f"rewards.py:{each.name}")
             elif role_of(each) == "import" and "." in each.name:
                 module, _, function = each.name.rpartition(".")

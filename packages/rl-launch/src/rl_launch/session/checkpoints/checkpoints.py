@@ -17,7 +17,7 @@ from rl_core.errors import RunDirectoryError, WorkerDied
 from rl_core.model import Saved, SavedFile
 from rl_core.plugins import export_suffixes
 from rl_core.run import Checkpointable
-from rl_launch.session.checkpoints.manifest import FILE_NAME, CheckpointManifest, read_state, sync_folder, write_state
+from rl_launch.session.checkpoints.manifest import FILE_NAME, CheckpointManifest, read_state, sync_path, write_state
 from rl_launch.session.config import CheckpointingConfig
 
 EXPORT = "hf"
@@ -246,7 +246,7 @@ class Checkpoints:
         target = self._folder / f"step_{save.step}"
         self._drop(target)
         save.folder.rename(target)
-        sync_folder(self._folder)
+        sync_path(self._folder)
         return target
 
     @contextmanager

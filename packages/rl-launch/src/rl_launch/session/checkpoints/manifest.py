@@ -137,7 +137,7 @@ class CheckpointManifest:
                 _require(folder, subfolder, file)
                 files[f"{subfolder}/{file.path}"] = file.size, file.sha256
         for path in sorted(each for name in own for each in _files(folder / name)):
-            _sync(path)
+            sync_path(path)
             files[path.relative_to(folder).as_posix()] = _digest(path)
         return cls(step, dict(metrics), files)
 
@@ -150,7 +150,7 @@ class CheckpointManifest:
             file.flush()
             os.fsync(file.fileno())
         for each in (*(path for path in folder.rglob("*") if path.is_dir()), folder):
-            sync_folder(each)
+            sync_path(each)
 
     @classmethod
     def read(cls, folder: Path) -> CheckpointManifest:
@@ -200,11 +200,6 @@ class CheckpointManifest:
                 raise CheckpointDamaged(f"{folder}: {subfolder}/{file.path} has other contents than were saved")
 
 
-def sync_folder(folder: Path) -> None:
-    """Write a folder's list of names to the disk."""
-    _sync(folder)
-
-
 def _size(path: Path) -> int | None:
     """Return the size of a file; None if there is none. `Path.is_file` would hide why it cannot be determined."""
     try:
@@ -230,7 +225,8 @@ def _files(path: Path) -> list[Path]:
     return [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
 
 
-def _sync(path: Path) -> None:
+def sync_path(path: Path) -> None:
+    """Write a file, or a folder's list of entries, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         with named(path):

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rl_core.errors import RunDirectoryError, named
-from rl_launch.session.checkpoints.manifest import sync_folder
+from rl_launch.session.checkpoints.manifest import sync_path
 from rl_launch.session.config import Access
 
 _MIN_FREE_BYTES = 2**24
@@ -36,7 +36,7 @@ def write_atomically(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     aside.replace(path)
-    sync_folder(path.parent)
+    sync_path(path.parent)
 
 
 def check_writable(folder: Path, *, remedy: str = "Choose another run_dir.") -> None:

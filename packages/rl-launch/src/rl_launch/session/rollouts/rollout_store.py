@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Literal
 
-from rl_launch.session.checkpoints.manifest import sync_folder
+from rl_launch.session.checkpoints.manifest import sync_path
 
 STEPS_PER_ARCHIVE = 100
 NUM_RECENT = 100
@@ -157,7 +157,7 @@ def _archive(folder: Path, archive: Path, members: list[tuple[FileKind, int]]) -
         with aside.open("rb") as file:
             os.fsync(file.fileno())
         aside.replace(archive)
-        sync_folder(folder)
+        sync_path(folder)
     for kind, step in members:
         file_of(folder, step, kind).unlink()
 
@@ -175,7 +175,7 @@ def _extract(folder: Path, archive: Path, *, through: int) -> None:
                 file.flush()
                 os.fsync(file.fileno())
             aside.replace(target)
-    sync_folder(folder)
+    sync_path(folder)
     archive.unlink()
 
 

@@ -20,7 +20,7 @@ from rl_core.data.batch import Batch, RemoteColumn, RemoteRows
 from rl_core.errors import RLError, WorkerDied, named
 from rl_core.rollouts.group import RECORD, RolloutGroup
 from rl_core.rollouts.record import append_records
-from rl_launch.session.checkpoints.manifest import sync_folder
+from rl_launch.session.checkpoints.manifest import sync_path
 from rl_launch.session.rollouts import rollout_store
 from rl_launch.session.rollouts.token_files import TokenFiles
 
@@ -70,7 +70,7 @@ class MetricsFile:
             file.flush()
             os.fsync(file.fileno())
         aside.replace(self._path)
-        sync_folder(self._path.parent)
+        sync_path(self._path.parent)
 
 
 RolloutWriter = Callable[[str, RemoteRows, Sequence[float | None]], None]
@@ -147,7 +147,7 @@ class RolloutFiles:
         while self._writing:
             self._writing.popleft().result()
         if was_writing:
-            sync_folder(self._folder)
+            sync_path(self._folder)
 
     def close(self) -> None:
         """End the threads; files that they have not begun are not written, an archive under way is completed."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from rl_core.data.batch import Batch
 from rl_core.rollouts.group import GENERATION_LOGPROBS, LOSS_MASK, WEIGHT_VERSIONS, RolloutGroup
-from rl_launch.session.checkpoints.manifest import sync_folder
+from rl_launch.session.checkpoints.manifest import sync_path
 from rl_launch.session.config import TokenLevel
 from rl_launch.session.rollouts import rollout_store
 from rl_launch.session.rollouts.token_table import BATCH_COLUMNS, TextsOfTokens, TokenRows, TokenTables
@@ -77,7 +77,7 @@ class TokenFiles:
             self._writing.popleft().result()
         if was_writing:
             with suppress(OSError):
-                sync_folder(self._folder)
+                sync_path(self._folder)
 
     def close(self) -> None:
         """End the thread; files that it has not begun are not written."""
