@@ -115,7 +115,7 @@ def test_an_observer_that_fails_is_turned_off_and_the_run_and_the_others_go_on(t
 
 def test_without_settings_nothing_watches_a_run():
     with RunMonitoring(LoggerConfig(), findings=_no_findings, restarts=lambda: False) as monitoring:
-        assert monitoring.observer._observers == []
+        assert monitoring.observer.observers == []
 
 
 def test_a_notification_of_a_finished_run_is_delivered_before_the_command_ends(tmp_path):

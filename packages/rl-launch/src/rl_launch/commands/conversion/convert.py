@@ -41,7 +41,7 @@ from rl_launch.model_files.model_folder import hf_config_fields
 from rl_launch.root_config import POLICY
 from rl_launch.run_config.checks import check_placement
 from rl_launch.run_config.plan import RunPlan
-from rl_launch.session.checkpoints.manifest import CheckpointManifest, sync_folder
+from rl_launch.session.checkpoints.manifest import CheckpointManifest, sync_path
 from rl_launch.session.directory.checkpoint_name import CheckpointName
 
 if TYPE_CHECKING:
@@ -483,7 +483,7 @@ def _made(target: Path) -> Iterator[Path]:
     try:
         yield aside
         aside.rename(target.absolute())
-        sync_folder(target.absolute().parent)
+        sync_path(target.absolute().parent)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
