@@ -132,7 +132,7 @@ class ImageStore:
             turned = (value if isinstance(value, int) else 1) in _TURNED
             is_kept = path.is_file() and path.stat().st_size == len(data)
             if not is_kept:
-                # reads the whole file, of a JPEG at an eighth of its size
+                # Reads the whole file, of a JPEG at an eighth of its size.
                 image.draft("RGB", (max(width // 8, 1), max(height // 8, 1)))
                 image.load()
         if not is_kept:
@@ -182,7 +182,7 @@ class ImageStore:
             raise ImageError(f"the image has no pixels: its size is {width} x {height}")
         if width * height > self.limits.max_pixels:
             raise ImageError(self._too_large(f"{width} x {height}"))
-        # the second frame of an MPO file is a preview, or the picture of a second lens
+        # The second frame of an MPO file is a preview, or the picture of a second lens.
         num_frames = getattr(image, "n_frames", 1)
         if image.format != "MPO" and num_frames > 1:
             raise ImageError(f"the image is animated or has pages: it has {num_frames} frames; keep one of them")

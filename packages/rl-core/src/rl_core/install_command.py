@@ -76,7 +76,7 @@ def _installer() -> str:
     own = Path(sys.executable).with_name("uv")
     uv = "uv" if shutil.which("uv") or not own.exists() else str(own)
     active = os.environ.get("VIRTUAL_ENV")
-    # uv run activates an environment only for the program that it runs, not for the shell
+    # `uv run` activates an environment only for the program that it runs, not for the shell.
     is_active = active is not None and "UV_RUN_RECURSION_DEPTH" not in os.environ
     if is_active and Path(str(active)).resolve() == Path(sys.prefix).resolve():
         return f"{uv} pip install {{}}"

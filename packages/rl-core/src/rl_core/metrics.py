@@ -42,7 +42,7 @@ class Metric:
         if self.reduction != other.reduction:
             raise ValueError(f"a metric cannot be both {self.reduction} and {other.reduction}")
         values = float(self.value), float(other.value)
-        # a NaN comes through whichever part has it, which max and min alone would leave to the order
+        # A NaN comes through whichever part has it, which max and min alone would leave to the order.
         pick = {"max": max, "min": min}.get(self.reduction, sum)
         combined = sum(values) if any(map(math.isnan, values)) else pick(values)
         return Metric(combined, self.weight + other.weight, self.reduction, self.over_updates)

@@ -138,7 +138,7 @@ class TokenizerConfig(Config):
         """
         if isinstance(template, Mapping):
             return {name: self.with_variables(text) for name, text in template.items()}
-        # JSON-like Python literals are Jinja literals
+        # JSON-like Python literals are Jinja literals.
         variables = self.chat_template_kwargs.items()
         return "".join(f"{{% set {name} = {value!r} %}}" for name, value in variables) + template
 
@@ -150,7 +150,7 @@ class TokenizerConfig(Config):
             return template
         day = date.fromisoformat(self.template_date)
         written = "".join(f"|replace({code!r},{day.strftime(code)!r})" for code in _DATE_CODES)
-        # a macro takes precedence over the function of the same name that transformers offers
+        # A macro takes precedence over the function of the same name that transformers offers.
         return f"{{% macro strftime_now(format) %}}{{{{ format{written} }}}}{{% endmacro +%}}{template}"
 
     def template_text(self) -> str | None:
@@ -159,7 +159,7 @@ class TokenizerConfig(Config):
         Raises:
             ValueError: If it is neither a template nor a file that can be read.
         """
-        # Jinja text has braces or line breaks, a path has neither
+        # Jinja text has braces or line breaks, a path has neither.
         if self.chat_template is None or "{" in self.chat_template or "\n" in self.chat_template:
             return self.chat_template
         try:

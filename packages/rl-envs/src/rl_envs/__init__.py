@@ -4,7 +4,7 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    # here, because the zygote of a sandbox imports this package where rl_core is not installed
+    # Here, because the zygote of a sandbox imports this package where rl_core is not installed.
     from rl_core.exports import lazy_exports
 
     get, _ = lazy_exports(__name__)

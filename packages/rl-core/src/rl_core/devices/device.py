@@ -65,7 +65,7 @@ class Device(ABC):
         """Return whether kernels run on real GPUs, which a machine must have."""
         return self.has_gpus and not self.is_logical
 
-    # the launcher's half
+    # The launcher's half.
 
     def ranks_per_node(self, cluster: ClusterSizes) -> int:
         """Ranks that a `cluster` section places on each node."""
@@ -97,7 +97,7 @@ class Device(ABC):
         """
         return {}
 
-    # the half of the process that computes
+    # The half of the process that computes.
 
     def claim(self, gpus: Sequence[str]) -> None:
         """Limit this process, and those it starts, to these GPUs, in this order; none means all that it sees.

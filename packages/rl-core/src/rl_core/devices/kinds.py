@@ -32,7 +32,7 @@ class CpuDevice(Device):
     extras: ClassVar[Literal["cpu", "cuda"]] = "cpu"
     has_gpus: ClassVar[bool] = False
     ranks_key: ClassVar[str] = "cluster.cpu_ranks_per_node"
-    # small enough to be filled while the one before is read, and again before caches forget it: twice as fast
+    # Small enough to be filled while the one before is read, and again before caches forget it: twice as fast.
     bucket_bytes: ClassVar[int] = 8 * 2**20
     collectives: ClassVar[Literal["gloo", "nccl"]] = "gloo"
     is_logical: ClassVar[bool] = False
@@ -96,7 +96,7 @@ class CudaDevice(Device):
     extras: ClassVar[Literal["cpu", "cuda"]] = "cuda"
     has_gpus: ClassVar[bool] = True
     ranks_key: ClassVar[str] = "cluster.gpus_per_node"
-    # each bucket costs an agreement of sender and receivers, so buckets are large
+    # Each bucket costs an agreement of sender and receivers, so buckets are large.
     bucket_bytes: ClassVar[int] = 256 * 2**20
     collectives: ClassVar[Literal["gloo", "nccl"]] = "nccl"
     is_logical: ClassVar[bool] = False
@@ -107,7 +107,7 @@ class CudaDevice(Device):
         return {}
 
     def allocator_variables(self, *, shares_memory: bool) -> Mapping[str, str]:
-        # every microbatch has another number of tokens, which leaves gaps between segments of fixed size; but
+        # Every microbatch has another number of tokens, which leaves gaps between segments of fixed size; but
         # containers without elevated privileges refuse `pidfd_getfd`, which sharing expandable ones needs
         # (https://github.com/pytorch/pytorch/issues/165685)
         return {} if shares_memory else {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
@@ -207,7 +207,7 @@ class RehearsalDevice(CpuDevice):
     ranks_key: ClassVar[str] = CudaDevice.ranks_key
 
     def worker_variables(self, num_threads: int) -> Mapping[str, str]:
-        # every logical node has the same cores: one thread each, and Ray's visible devices are kept
+        # Every logical node has the same cores: one thread each, and Ray's visible devices are kept.
         return {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **KEEP_FREED_MEMORY, LOGICAL: FROM_RAY}
 
     def claim(self, gpus: Sequence[str]) -> None:

@@ -304,7 +304,7 @@ def bound_size(path: str, max_bytes: int = MAX_LOG_BYTES) -> None:
     lost, as with `copytruncate` of logrotate.
     """
     log = Path(path)
-    # another process with the same log may have been first
+    # Another process with the same log may have been first.
     if not log.exists() or log.stat().st_size <= max_bytes:
         return
     aside = log.with_name(f".{log.name}.{os.getpid()}.part")

@@ -237,7 +237,7 @@ class RemoteModel:
             manifest: The manifest, or a reference to it in Ray's object store.
             transport: Transfer settings, the same on senders and receivers.
         """
-        # the model stays on its device until another is asked for, which the caller does when the send is over
+        # The model stays on its device until another is asked for, which the caller does when the send is over.
         with self._hold():
             method = self._method("send")
             refs: list[Any] = [worker.call.remote(method, manifest, transport) for worker in self._workers]
@@ -301,7 +301,7 @@ class RemoteModel:
                 picks, *((store.ref if isinstance(store, StoredRows) else ray.put(store.fetch())) for store in stores)
             )
             chunks.append([refs] if len(rows) == 1 else refs)
-        # a shard without remote columns may be large; the ranks that share it then share one copy of it
+        # A shard without remote columns may be large; the ranks that share it then share one copy of it.
         shared = len(self._workers) > len(rows)
         sent = [
             _Sent(ray.put(each) if shared else each, tuple(picked[number] for picked in chunks))

@@ -72,7 +72,7 @@ def rollout_record(prompt: Prompt, index: int, rollout: Rollout) -> np.ndarray:
     if rollout.is_opponent:
         described["opponent"] = True
     text = json.dumps(described, default=_foreign, ensure_ascii=False)
-    # half of a surrogate pair has no UTF-8, but an escape that JSON knows
+    # Half of a surrogate pair has no UTF-8, but an escape that JSON knows.
     return np.frombuffer(text.encode(errors="backslashreplace"), dtype=np.uint8)
 
 
@@ -139,7 +139,7 @@ def _agent_segments(rollout: Rollout) -> Iterator[dict[str, Any]]:
         segment["messages"] = cut.of(context.messages)
         segment["turns"] = [_turn(turn) for turn in islice(turns, context.num_turns)]
         for turn in segment["turns"]:
-            # the last turn of a segment has no answer
+            # The last turn of a segment has no answer.
             observation = turn.pop("observation")
             if observation:
                 turn["observation"] = cut.of(observation)

@@ -122,7 +122,7 @@ class Profile:
         recorders, self._recorders = self._recorders, {}
         files: list[str] = []
         problems: list[str] = []
-        # the last that began ends first, so that no tool records how another one writes its file
+        # The last that began ends first, so that no tool records how another one writes its file.
         for tool, recorder in reversed(recorders.items()):
             try:
                 path = recorder.stop()
@@ -143,7 +143,7 @@ class PySpyRecorder:
         self._program = order.py_spy
         self._path = order.path("py-spy.json")
         self._process: subprocess.Popen[bytes] | None = None
-        # not a pipe, which nobody would empty: py-spy writes a line whenever it is late
+        # Not a pipe, which nobody would empty: py-spy writes a line whenever it is late.
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `stop` or a failure
 
     def start(self) -> None:
@@ -157,7 +157,7 @@ class PySpyRecorder:
         _let_read_memory(is_allowed=True)
         command = [self._program, "record", "--pid", str(os.getpid()), "--format", "speedscope"]
         command += ["--output", str(self._path), "--rate", str(PY_SPY_RATE), "--threads"]
-        # a thread of a Ray actor with coroutines blocks signals, which a child process inherits
+        # A thread of a Ray actor with coroutines blocks signals, which a child process inherits.
         blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         try:
             self._process = subprocess.Popen(

@@ -47,7 +47,7 @@ def write_stacks_of(name: str, folder: Path, *, node: str = "") -> Path:
     path = folder / f"{name}.{os.getpid()}{SUFFIX}"
     header = {"name": name, "pid": os.getpid(), "host": socket.gethostname(), "machine": machine_clock(), "node": node}
     path.write_text(json.dumps(header) + "\n", encoding="utf-8")
-    # appended to, so that whoever asks can cut the file; open as long as the process
+    # Appended to, so that whoever asks can cut the file; open as long as the process.
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
     faulthandler.register(SIGNAL, file=descriptor, all_threads=True)
     for earlier in _descriptors:

@@ -150,7 +150,7 @@ class CoreMeter:
 def _core_seconds() -> tuple[float, float]:
     """Seconds that the cores were busy, and all their seconds, since the machine was started."""
     times = psutil.cpu_times()
-    # the kernel counts the time of guests as time of users, too
+    # The kernel counts the time of guests as time of users, too.
     total_s = sum(times) - times.guest - times.guest_nice
     return total_s - times.idle - times.iowait, total_s
 
@@ -230,7 +230,7 @@ def _processes(*, with_children: bool) -> Iterator[tuple[int, float, int]]:
                 times = process.cpu_times()
                 yield process.pid, times.user + times.system, process.memory_info().rss
         except psutil.Error:
-            # it has ended since it was listed
+            # It has ended since it was listed.
             continue
 
 

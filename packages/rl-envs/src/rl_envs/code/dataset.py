@@ -124,7 +124,7 @@ def _apps_tests(text: Any) -> dict[str, Any]:
         raise ValueError(f"it has {len(inputs)} inputs and {len(outputs)} outputs")
     pairs = list(zip(inputs, outputs, strict=True))
     if function := given.get("fn_name"):
-        # some rows wrap a result in a list, and some do not
+        # Some rows wrap a result in a list, and some do not.
         return {
             "function": function,
             "tests": [

@@ -119,6 +119,6 @@ def whole_number(digits: str) -> int:
 def _program(solution: str, body: str, task: dict[str, Any]) -> tuple[Program, str]:
     mark = secrets.token_hex(8)
     stdin = json.dumps({**task, "mark": mark}).encode() + b"\n"
-    # half of a surrogate pair makes a file that Python refuses, as it should be
+    # Half of a surrogate pair makes a file that Python refuses, as it should be.
     files = {SOLUTION: solution.encode("utf-8", "surrogatepass")}
     return Program(_START + body, stdin=stdin, files=files), mark

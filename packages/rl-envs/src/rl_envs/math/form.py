@@ -431,7 +431,7 @@ def _collection(items: Sequence[str], depth: int, *, is_ordered: bool, brackets:
     if not items or len(items) > MAX_ITEMS:
         return None
     found = tuple(_read(item, depth + 1) for item in items)
-    # the set of one solution is that solution, but not within another set
+    # The set of one solution is that solution, but not within another set.
     is_solution = len(found) == 1 and depth == 0 and found[0] != EMPTY
     return found[0] if is_solution else Collection(found, is_ordered, brackets)
 

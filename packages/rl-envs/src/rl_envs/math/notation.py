@@ -157,7 +157,7 @@ def _bracketed(text: str) -> str:
         "exp": lambda inner: f"e^{{{inner}}}",
     }
     for _ in range(20):
-        # the last one first, so that what is inside of another is already respelled
+        # The last one first, so that what is inside of another is already respelled.
         found = max(_NAMED_ROOT.finditer(text), key=lambda match: match.start(), default=None)
         end = None if found is None else closing(text, found.end() - 1)
         if found is None or end is None:

@@ -21,7 +21,7 @@ MAX_DEPTH = 20
 DIGITS = 60
 """Precision, in digits, of the difference of two expressions that refutes their equality."""
 
-# units are read elsewhere, and a dropped one would make different quantities equal
+# Units are read elsewhere, and a dropped one would make different quantities equal.
 _NORMALISED = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=True, nits=False, boxed="none", equations=False
 )
@@ -142,7 +142,7 @@ def _same(mine: Any, theirs: Any) -> bool | None:
         mine, theirs = _real_roots(mine), _real_roots(theirs)
         if _differ_somewhere(mine, theirs):
             return False
-        # both may be defined for positive values only
+        # Both may be defined for positive values only.
         positive = _positive(mine) & _positive(theirs)
         positives = {symbol: sympy.Symbol(symbol.name, positive=True) for symbol in positive}
         difference = (mine - theirs).xreplace(positives)
@@ -199,7 +199,7 @@ def _differ_somewhere(mine: Any, theirs: Any) -> bool:
         one, other = (sympy.N(side.subs(values), DIGITS, maxn=1000) for side in (mine, theirs))
         if not all(value.is_number and value.is_finite and (is_complex or value.is_real) for value in (one, other)):
             continue
-        # digits that two large values have in common are lost in their difference
+        # Digits that two large values have in common are lost in their difference.
         difference = sympy.N((mine - theirs).subs(values), DIGITS, maxn=1000)
         if difference.is_number and difference.is_finite and abs(difference) > sympy.Float(10) ** (3 - DIGITS):
             return True

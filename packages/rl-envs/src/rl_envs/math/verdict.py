@@ -96,7 +96,7 @@ def _are_equal(mine: Form, theirs: Form) -> bool | None:
     one, other = _text(mine), _text(theirs)
     if one is None or other is None:
         return None
-    # sympy takes a second to import, which numbers need not pay
+    # Sympy takes a second to import, which numbers need not pay.
     with outside_of_limit():
         from rl_envs.math.symbolic import are_equal
     return are_equal(one, other)
@@ -261,7 +261,7 @@ def _same_letters(mine: Letters, theirs: Form) -> bool | None:
         return None
     if mine.are_apart or theirs.are_apart:
         return sorted(mine.letters) == sorted(theirs.letters)
-    # a product of variables has no order, the corners of a figure may have one
+    # A product of variables has no order, the corners of a figure may have one.
     return mine == theirs or (None if sorted(mine.letters) == sorted(theirs.letters) else False)
 
 
@@ -372,7 +372,7 @@ def _same_named(named: Collection, plain: Collection) -> bool | None:
     return None if same is False and not is_clear and matched(list(values), list(plain.items), _same) else same
 
 
-# the first kind that one of two forms has decides how they are compared
+# The first kind that one of two forms has decides how they are compared.
 _COMPARISONS: tuple[tuple[Any, Callable[[Any, Form], bool | None]], ...] = (
     (Equation, _same_equation),
     (TimeOfDay, _same_time),

@@ -63,5 +63,5 @@ def _scorer(task: str, config: str) -> Any:
 
 @lru_cache(maxsize=256)
 def _entry(text: str) -> Any:
-    # all rollouts of a group share their entry
+    # All rollouts of a group share their entry.
     return ast.literal_eval(text)

@@ -34,7 +34,7 @@ CHUNK = 100
 def main() -> None:
     """Read a pickled (settings, split) from standard input; write the pickled rows, or error, to standard output."""
     settings, split = pickle.loads(sys.stdin.buffer.read())
-    # what tasks print must not end up among the rows
+    # What tasks print must not end up among the rows.
     with os.fdopen(os.dup(1), "wb") as out:
         os.dup2(2, 1)
         try:

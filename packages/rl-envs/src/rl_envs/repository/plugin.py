@@ -34,13 +34,13 @@ TEST_FILES = (
 )
 """Patterns of tests."""
 RUN_FILES = (
-    # sources that Python, build tools and test commands run by themselves
+    # Sources that Python, build tools and test commands run by themselves.
     *("conftest.py", "sitecustomize.py", "usercustomize.py", "setup.py", "noxfile.py", "toxfile.py", "fabfile.py"),
     *("dodo.py", "hatch_build.py", "*.config.*", "*.conf.*", "*.setup.*", "*.workspace.*", "gulpfile.*", "Gruntfile.*"),
     *("Jakefile.*", "build.rs", "build.zig", "build.clj", "user.clj", "project.clj", "Package.swift", "Setup.hs"),
     *("setup_suite.*", "project/*.scala", "minitest/*", "rubygems_plugin.rb", "__mocks__/*", "buildSrc/*"),
     *("node_modules/*", "vendor/*", ".*"),
-    # settings, for those who add patterns to `solution`
+    # Settings, for those who add patterns to `solution`.
     *("pytest.*", "pyproject.toml", "tox.ini", "setup.cfg", "package.json", "*.dist-info/*", "*.egg-info/*"),
     *("*.pth", "*.pyc"),
 )

@@ -68,7 +68,7 @@ class SolutionFiles:
             for path, entry in self._base.items()
             if path not in replaced and (path in files or not self._may_count(entry))
         ]
-        # Python's caches are left by every agent that runs tests
+        # Python's caches are left by every agent that runs tests.
         ignored = [entry.path for entry in changed if entry.path not in replaced and "__pycache__" not in entry.path]
         return overlaid(counting, own), sorted(ignored)
 

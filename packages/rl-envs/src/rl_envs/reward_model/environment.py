@@ -123,8 +123,8 @@ class Scorer:
         lengths = torch.tensor([len(row) for row in rows], device=self._device)
         tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True).to(self._device)
         mask = torch.arange(tokens.shape[1], device=self._device) < lengths[:, None]
-        # the classifier's own forward looks for the last token that is not padding, and takes an end of sequence that
-        # is the padding token for padding
+        # The classifier's own forward looks for the last token that is not padding, and takes an end of sequence that
+        # is the padding token for padding.
         hidden = self._model.base_model(input_ids=tokens, attention_mask=mask.long()).last_hidden_state
         last: Tensor = hidden[torch.arange(len(rows), device=self._device), lengths - 1]
         scores: list[float] = self._model.get_submodule(HEAD)(last)[:, 0].float().tolist()
