@@ -114,7 +114,7 @@ class Algorithm(Generic[C, L, P]):
 
 
 def implementation_of(algorithm: AlgorithmPlugin) -> Algorithm[Any, Any, Any]:
-    """Import and make what an algorithm's plugin names.
+    """Import and make the implementation of an algorithm's plugin.
 
     Raises:
         ConfigError: If there is no such class, or it is not an `Algorithm`.

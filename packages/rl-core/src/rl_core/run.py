@@ -94,7 +94,7 @@ class Components:
     """The objects that an algorithm uses; those that it does not need are None.
 
     Args:
-        models: Models by role, as the algorithm's plugin names them.
+        models: Models by role, as in the algorithm's plugin.
         data: Result of the algorithm's `prepare`.
         weights: Publishes the policy's weights.
         pool: Runs rollouts.

@@ -86,13 +86,13 @@ def _loss(loss: DistillationLossConfig) -> Iterator[Problem]:
 
 
 def rollout_validation_metrics(config: RolloutsRoot) -> list[str]:
-    """Return the names of the metrics that a validation on rollouts records, in addition to every algorithm's."""
+    """Return the metrics that a validation on rollouts records, in addition to every algorithm's."""
     measured = SPAN_METRICS if config.distillation.cross_tokenizer else METRICS
     return [f"val/{name}" for name in ("loss", *measured)]
 
 
 def text_validation_metrics(config: TextRoot) -> list[str]:
-    """Return the names of the metrics that a validation on text records; none if the run does not validate."""
+    """Return the metrics that a validation on text records; none if the run does not validate."""
     measured = [*METRICS, *([NLL] if config.loss_fn.nll_weight else [])]
     return of_text(config.distillation, config.data, ["loss", *measured, "num_tokens"])
 

@@ -162,7 +162,7 @@ def bytes_of(tokenizer: Tokenizer, key: str) -> BytesOf:
         key: Key of the model whose tokenizer it is, for messages.
 
     Raises:
-        ConfigError: If its tokens cannot be told apart by bytes.
+        ConfigError: If the bytes of its tokens are not known.
     """
     of = exact_bytes(tokenizer)
     if of is None:

@@ -1,4 +1,4 @@
-"""Losses as torch-free descriptions; each names its implementation in `rl_algos.torch`."""
+"""Losses as torch-free descriptions; each has its implementation in `rl_algos.torch`."""
 
 from rl_core.exports import lazy_exports
 

@@ -56,7 +56,8 @@ class Divergence:
 
     - `forward`: `KL(p || q) = sum p (log p - log q)`: covers all that the teacher may say (Hinton et al.,
       arXiv:1503.02531).
-    - `reverse`: `KL(q || p) = sum q (log q - log p)`: says only what the teacher may say (MiniLLM, arXiv:2306.08543).
+    - `reverse`: `KL(q || p) = sum q (log q - log p)`: writes only what the teacher may write (MiniLLM,
+    arXiv:2306.08543).
     - `mixed`: `mixed_weight KL(p || q) + (1 - mixed_weight) KL(q || p)`.
     - `jensen_shannon`: with `m = beta p + (1 - beta) q`, `beta KL(p || m) + (1 - beta) KL(q || m)`, bounded (GKD,
       arXiv:2306.13649). Divided by beta it nears the forward KL as beta nears 0; divided by `1 - beta`, the reverse KL

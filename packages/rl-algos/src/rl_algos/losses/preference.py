@@ -1,6 +1,6 @@
 """Losses of preference learning, described; computed by `rl_algos.torch.preference`.
 
-Notation, for a response y to a prompt: `logp(y)` is the sum of the policy's logprobs over what the assistant says in
+Notation, for a response y to a prompt: `logp(y)` is the sum of the policy's logprobs over the assistant's text in
 it, `ref(y)` the same sum for the reference policy, `n(y)` the number of those tokens, c the chosen and r the rejected
 response of a pair, `h = beta ((logp(c) - ref(c)) - (logp(r) - ref(r)))`, and `logsigmoid` the logarithm of the logistic
 function. If logprobs are averaged, `logp(y) / n(y)` and `ref(y) / n(y)` take their place everywhere.

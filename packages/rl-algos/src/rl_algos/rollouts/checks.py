@@ -163,7 +163,7 @@ def whole_distribution(config: RolloutRoot) -> Iterator[Problem]:
 
 
 def validation_metrics(settings: RolloutConfig, data: DataConfig) -> list[str]:
-    """Return the names of the metrics that a validation may record, with `*` in place of names that environments
+    """Return the metrics that a validation may record, with `*` in place of the parts that environments
     choose; none if the run does not validate.
     """
     if not settings.validates:

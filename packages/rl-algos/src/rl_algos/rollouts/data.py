@@ -119,7 +119,7 @@ class AnswerCheck:
 
 
 def check_environments(environments: Config, datasets: Datasets, *, also: Collection[str] = ()) -> None:
-    """Refuse a row that names an environment which is neither installed nor configured.
+    """Refuse a row with an environment that is neither installed nor configured.
 
     Args:
         environments: Section `env`.

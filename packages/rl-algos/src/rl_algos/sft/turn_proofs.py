@@ -1,4 +1,4 @@
-"""Check that a learned turn says what its message says, and ends once."""
+"""Check that a learned turn has the text of its message, and ends once."""
 
 from __future__ import annotations
 

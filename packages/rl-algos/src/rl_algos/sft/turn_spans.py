@@ -307,7 +307,8 @@ class _Conversation:
 
 @lru_cache(maxsize=8)
 def _header(tokenizer: Tokenizer, template: str) -> str:
-    """Beginning of a turn of the assistant, such as `<|im_start|>assistant`; empty if the template writes none."""
+    """Return the beginning of a turn of the assistant, such as `<|im_start|>assistant`; empty if the template writes
+    none."""
     try:
         shown = render(tokenizer, [_ASKED], add_generation_prompt=False)
         prompt = render(tokenizer, [_ASKED], add_generation_prompt=True)
@@ -318,7 +319,7 @@ def _header(tokenizer: Tokenizer, template: str) -> str:
 
 @lru_cache(maxsize=8)
 def _unprompted(tokenizer: Tokenizer, template: str) -> str:
-    """Text before what the assistant says, except a thought, if the template writes no generation prompt."""
+    """Return the text before the assistant's, except a thought, if the template writes no generation prompt."""
     try:
         before = render(tokenizer, [_ASKED], add_generation_prompt=False)
         prompt = render(tokenizer, [_ASKED], add_generation_prompt=True)
@@ -345,7 +346,7 @@ def _past(turn: str, start: int, opened: str) -> int:
 
 
 def _shared(first: str, second: str) -> int:
-    """Length of the common beginning of two strings."""
+    """Return the length of the common beginning of two strings."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((index for index, (one, other) in pairs if one != other), min(len(first), len(second)))
 

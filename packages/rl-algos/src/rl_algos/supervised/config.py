@@ -47,7 +47,7 @@ class SupervisedConfig(Config):
 
 
 def validation_metrics(section: SupervisedConfig, data: DataConfig, reported: Iterable[str]) -> list[str]:
-    """Return the names of the metrics that a validation records; none if there is no validation.
+    """Return the metrics that a validation records; none if there is no validation.
 
     Args:
         section: Config section of the algorithm, with its times of validation.

@@ -282,7 +282,7 @@ class _FileReader:
         return found
 
     def is_config(self, name: str) -> bool:
-        """Return whether a string names a recipe or an existing YAML file."""
+        """Return whether a string is a recipe or an existing YAML file."""
         return Path(name).is_file() if name.endswith(_SUFFIXES) else self._recipe(name) is not None
 
     def _meant(self, name: str) -> str:

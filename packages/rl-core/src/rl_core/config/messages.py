@@ -135,7 +135,7 @@ def _line(problem: Problem, written: Entry) -> str:
 
 
 def _path_in(values: Any, details: ErrorDetails) -> KeyPath:
-    """Return the location of an error without the names of union members that pydantic adds to it."""
+    """Return the location of an error without the union members that pydantic adds to it."""
     path: list[str | int] = []
     last = len(details["loc"]) - 1
     for position, segment in enumerate(details["loc"]):
@@ -259,7 +259,7 @@ def _ratio(a: str, b: str) -> float:
 
 
 def _words(name: str, other: str) -> float:
-    """Return the similarity of names by their words: 0.95 for the same words in any order, less if some differ."""
+    """Return the similarity of two keys by their words: 0.95 for the same words in any order, less if some differ."""
     mine, theirs = (set(re.split(r"[_\W]+", text.lower())) - {""} for text in (name, other))
     shared = len(mine & theirs)
     if not shared or shared < min(len(mine), len(theirs)):

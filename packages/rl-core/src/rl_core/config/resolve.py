@@ -193,7 +193,7 @@ def _is_below(path: KeyPath, section: KeyPath) -> bool:
 def _over_defaults(key: Key, written: Any, default: Any) -> tuple[Any, Any]:
     """Lay the values that the user wrote at a key over its default.
 
-    If a field says `policy: Policy = Policy(precision="float32")`, a user who writes another key of `policy` keeps that
+    If a field has `policy: Policy = Policy(precision="float32")`, a user who writes another key of `policy` keeps that
     precision, which `Policy` itself does not have.
 
     Returns:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rl_core.model_config import ModelConfig
 
 SectionNames = Callable[[str], tuple[str, ...]]
-"""From the dotted key of a section of a config to the names of those within it; none if there is no such section."""
+"""From the dotted key of a section of a config to the keys of the sections in it; none if there is no such section."""
 
 
 WrittenValues = Callable[[str], Any]
@@ -348,7 +348,7 @@ class AlgorithmPlugin:
         without_validation: Dotted keys that ask for a validation or need one, with the values that do not; a config
             that inherits them and takes out `data.validation` gets these.
         models: Function from the resolved config to the models that the run needs, by role. The role `policy` is the
-            model whose weights are published and exported; others are exported if their need says so.
+            model whose weights are published and exported; others are exported if their need has `exported`.
         model_sections: Config sections that hold a model, as dotted keys from the root: `policy`, `value`,
             `teachers.math`. The root gets one of each. If users name some of them, a function to these keys from the
             names that are written in other sections.

@@ -36,7 +36,7 @@ def _entries(group: str) -> Mapping[str, Sequence[EntryPoint]]:
 
 
 def names(group: str) -> list[str]:
-    """Return the names of installed plugins of a group, sorted; imports none of them."""
+    """Return the installed plugins of a group, sorted; imports none of them."""
     return sorted(_entries(group))
 
 
@@ -44,7 +44,7 @@ def plugin(group: str, name: str) -> Any:
     """Return the plugin object of a group by name.
 
     Raises:
-        ConfigError: If no installed package offers it; the message names the nearest and all that are installed.
+        ConfigError: If no installed package offers it; the message has the nearest and all that are installed.
         PluginError: If the package that offers it is broken.
     """
     found = _entries(group).get(name)

@@ -90,7 +90,7 @@ class RunPlan:
 
     @property
     def device(self) -> Device:
-        """The device of the models; asks the machine, or the cluster that RAY_ADDRESS names."""
+        """The device of the models; asks the machine, or the cluster at RAY_ADDRESS."""
         return resolve_device(self.config.cluster)
 
     def section(self, key: str) -> Any:
@@ -102,7 +102,7 @@ class RunPlan:
         return replace(self, config=config, backends=backends_of(self.plugin, config), raw=None)
 
     def without_models(self) -> RunPlan:
-        """Plan generation only, with the weights that the config names."""
+        """Plan generation only, with the weights in the config."""
         return replace(self, backends=replace(self.backends, models={}))
 
 

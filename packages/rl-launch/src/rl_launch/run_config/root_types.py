@@ -37,7 +37,7 @@ def root_type(algorithm: AlgorithmPlugin, raw: RawConfig, *, of_run: bool = Fals
     Args:
         algorithm: Algorithm of the config.
         raw: Values that the user wrote.
-        of_run: True to have only the environments that the config names, as a run does; False for all installed ones,
+        of_run: True to have only the environments of the config, as a run does; False for all installed ones,
             to explain and complete their keys.
 
     Raises:

@@ -32,8 +32,8 @@ class MultiTurnProgram:
         max_tokens: Maximum number of tokens of the whole rollout, or of each segment of one that is split.
         split: Render the whole conversation for every turn, and begin a segment where the chat template rewrites
             earlier turns; otherwise go on from the tokens as they are.
-        first_agent: Name of the agent that takes the first turn, if that agent is an opponent: the environment names it
-            only in its answer.
+        first_agent: Name of the agent that takes the first turn, if that agent is an opponent: the environment gives
+            it only in its answer.
     """
 
     def __init__(self, *, max_turns: int, max_tokens: int, split: bool = False, first_agent: str = "") -> None:
@@ -44,7 +44,7 @@ class MultiTurnProgram:
         """Play once, and return a rollout for each agent, in the order of their first turns.
 
         Raises:
-            ValueError: If the environment names agents in a way that contradicts who took a turn.
+            ValueError: If the agents of the environment contradict who took a turn.
         """
         # Each play has a new id, because an environment may still know plays of a rollout worker that died.
         identity = f"{prompt.id}/{uuid.uuid4().hex}"
@@ -97,7 +97,7 @@ class ProposerSolverProgram:
         max_tokens: Maximum number of tokens of each rollout, or of each segment of one that is split.
         num_solvers: Number of solvers of a problem.
         split: Render the whole conversation for every turn.
-        first_agent: Name of the proposer, if it is an opponent: the environment names it only in its answer.
+        first_agent: Name of the proposer, if it is an opponent: the environment gives it only in its answer.
 
     Raises:
         ValueError: If there are fewer than two solvers, whose rewards then have no mean to be compared with.
@@ -163,7 +163,7 @@ class ProposerSolverProgram:
 
 
 REPLY_PROGRAM = f"{__name__}:ReplyProgram"
-"""The program, as `rl_core.plugins.RolloutNeeds` names it."""
+"""The path of the program for `rl_core.plugins.RolloutNeeds`."""
 
 
 class ReplyProgram:
