@@ -12,7 +12,7 @@ import typer
 from rl_process import RL
 from typer.testing import CliRunner
 
-from rl_core.errors import ConfigError, Origin, RLError, WorkerError
+from rl_core.errors import ConfigError, FailureOrigin, RLError, WorkerError
 from rl_launch.cli.app import app
 from rl_launch.cli.failure import explained, reported, resumable
 from rl_launch.commands import train
@@ -99,7 +99,7 @@ def test_a_broken_pipe_to_a_worker_is_a_failure(capsys):
         RuntimeError("can't start new thread"),
         MemoryError(),
         BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN)),
-        WorkerError("RuntimeError", "can't start new thread", "", Origin("policy", 1, "here", "train_step")),
+        WorkerError("RuntimeError", "can't start new thread", "", FailureOrigin("policy", 1, "here", "train_step")),
     ],
     ids=repr,
 )

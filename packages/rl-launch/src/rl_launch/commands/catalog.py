@@ -11,10 +11,11 @@ from typing import Any
 
 from rl_algos.data.sources.hub_datasets import DATASETS as DATASETS_OF_HUB
 from rl_algos.data.sources.hub_datasets import PREFERENCES
+from rl_core import resolve
 from rl_core.config import Config, Explanation, assemble, did_you_mean, explain, nearest
 from rl_core.environments.config import EnvironmentConfig
 from rl_core.errors import ConfigError
-from rl_core.plugins import DATASETS, ENVIRONMENTS, KINDS, DatasetTask, Requirement, load_problem, plugins, resolve
+from rl_core.plugins import DATASETS, ENVIRONMENTS, KINDS, DatasetTask, Requirement, load_problem, plugins
 from rl_launch.recipes import RECIPES, recipe_names
 from rl_launch.run_config.reading import read_raw
 from rl_launch.worker_envs.driver import importable

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from rl_algos import hub
+from rl_core import resolve
 from rl_core.config import Problem, RawConfig
 from rl_core.errors import ConfigError, RunDirectoryError
 from rl_core.model_config import ModelConfig
-from rl_core.plugins import resolve
 from rl_launch.session.checkpoints.checkpoints import ADAPTER, EXPORT, exported_model
 from rl_launch.session.directory.checkpoint_name import CheckpointName
 from rl_launch.session.directory.run_folder import RUNS, no_run, runs_in

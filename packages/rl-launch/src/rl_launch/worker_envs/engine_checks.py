@@ -28,7 +28,7 @@ from rl_launch.worker_envs.variables import OF_THE_MACHINE, forwarded_variables,
 
 _CHECK = """
 import json, os, sys
-from rl_core.plugins import resolve
+from rl_core import resolve
 answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # engines print
 for line in sys.stdin:

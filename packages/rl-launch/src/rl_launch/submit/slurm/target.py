@@ -48,10 +48,7 @@ class SlurmTarget:
     name: ClassVar[str] = "slurm"
     settings: ClassVar[type[Config]] = SlurmConfig
     file_name: ClassVar[str] = "slurm.sh"
-
-    def render(self, request: JobRequest[SlurmConfig]) -> str:
-        """See `QueueTarget.render`."""
-        return render(request)
+    render = staticmethod(render)
 
     def warnings(self, request: JobRequest[SlurmConfig]) -> Iterable[str]:
         """See `QueueTarget.warnings`."""
