@@ -1,31 +1,45 @@
-"""Write docs/api.md, the public names of each package; run it after every change of a stub or of a public docstring.
+"""Write docs/api.md and docs/service-names.md; run it after every change of a stub or of a public docstring.
 
-`--check` fails if the page is stale instead.
+`--check` fails if a page is stale instead.
 """
 
 from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Mapping
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
+from rl_core.exports import homes_of
 from rl_core.testing.public_names import summaries_of
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs/api.md"
+DOCS = ROOT / "docs"
 PACKAGES = ("rl_core", "rl_algos", "rl_envs", "rl_dtensor", "rl_megatron", "rl_vllm", "rl_launch")
+SERVICES = ("rl_core.service", "rl_algos.service")
 _OPENING = """# Public names
 
 These are the names that your code and configs can rely on. Import them from the package that lists them, as in
 `from rl_core import Batch`; in a config, write `rl_core:thinking_format`. Modules behind them may move in any release.
 Each line is the start of a docstring; `help()` shows the rest.
 """
+_SERVICE_OPENING = """# Service names
+
+These are the names of rl-core and rl-algos that packages built on them use, by the module that defines them. They stay
+until the next breaking version; [What stays compatible](compatibility.md) has the rules. Your own algorithms, rewards,
+environments and backends need only [public names](api.md).
+
+Import them from `rl_core.service` or `rl_algos.service`. Each line is the start of a docstring.
+"""
 _SENTENCE_END = re.compile(r"(?<=\.)(?<!Dr\.)\s(?=[A-Z`])")
 
 
-def page() -> str:
-    """Return the text of the page."""
-    return _OPENING + "".join(f"\n## {package}\n\n{_lines(package)}" for package in public_packages())
+def pages() -> dict[Path, str]:
+    """Return the text of each page by its path."""
+    public = "".join(f"\n## {package}\n\n{_lines(summaries_of(package))}" for package in public_packages())
+    return {DOCS / "api.md": _OPENING + public, DOCS / "service-names.md": _SERVICE_OPENING + _services()}
 
 
 def public_packages() -> list[str]:
@@ -33,13 +47,22 @@ def public_packages() -> list[str]:
     found = []
     for package in PACKAGES:
         source = ROOT / "packages" / package.replace("_", "-") / "src"
-        stubs = (stub.relative_to(source).with_suffix("") for stub in source.rglob("*.pyi"))
+        stubs = (stub.relative_to(source).with_suffix("") for stub in source.rglob("*.pyi") if stub.stem != "service")
         found += sorted(".".join(stub.parts).removesuffix(".__init__") for stub in stubs)
     return found
 
 
-def _lines(package: str) -> str:
-    return "".join(f"- `{name}`: {_first_sentence(text)}\n" for name, text in summaries_of(package).items())
+def _services() -> str:
+    text = ""
+    for service in SERVICES:
+        summaries = summaries_of(service)
+        for module, names in groupby(sorted(homes_of(service).items(), key=itemgetter(1, 0)), key=itemgetter(1)):
+            text += f"\n## {module}\n\n{_lines({name: summaries[name] for name, _ in names})}"
+    return text
+
+
+def _lines(summaries: Mapping[str, str]) -> str:
+    return "".join(f"- `{name}`: {_first_sentence(text)}\n" for name, text in summaries.items())
 
 
 def _first_sentence(text: str) -> str:
@@ -47,13 +70,13 @@ def _first_sentence(text: str) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Write the page, or with `--check` return 1 if it is stale."""
+    """Write the pages, or with `--check` return 1 if one is stale."""
     if arguments == ["--check"]:
-        is_stale = not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != page()
-        if is_stale:
-            sys.stderr.write("docs/api.md is stale; run python tools/write_api_page.py\n")
-        return int(is_stale)
-    PAGE.write_text(page(), encoding="utf-8")
+        stale = [path.name for path, text in pages().items() if not path.is_file() or path.read_text("utf-8") != text]
+        sys.stderr.write("".join(f"docs/{name} is stale; run python tools/write_api_page.py\n" for name in stale))
+        return int(bool(stale))
+    for path, text in pages().items():
+        path.write_text(text, encoding="utf-8")
     return 0
 
 

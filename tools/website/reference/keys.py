@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 
 from rl_core.config import Explanation, explain, explain_all, show
-from rl_launch.commands.explain import page_of, roots_of_all
-from rl_launch.commands.explain import FoundKey, every_key
+from rl_launch.commands.explain import FoundKey, every_key, page_of, roots_of_all
 from rl_launch.submit.profile import PROFILE
 from website.reference.text import code, prose, table
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 EndStatus = Literal["finished", "interrupted", "failed"]
+"""The way a run ended."""
 
 HOOKS = ("on_start", "on_step", "on_evaluation", "on_save", "on_end")
 """Methods of `Callback` that a run calls."""

@@ -187,7 +187,7 @@ class CallbackFailed(RLError):
 
 
 @dataclass(frozen=True)
-class Origin:
+class FailureOrigin:
     """Where in the run a failure happened: the role and rank of the worker, its node, and its activity.
 
     Args:
@@ -216,7 +216,7 @@ class WorkerError(RLError):
         origin: Where it happened, once known.
     """
 
-    def __init__(self, kind: str, message: str, traceback: str, origin: Origin | None = None) -> None:
+    def __init__(self, kind: str, message: str, traceback: str, origin: FailureOrigin | None = None) -> None:
         super().__init__(kind, message, traceback, origin)
         self.kind = kind
         self.message = message
@@ -227,7 +227,7 @@ class WorkerError(RLError):
         where = f"{self.origin}: " if self.origin else ""
         return f"{where}{self.kind}: {self.message}"
 
-    def at(self, origin: Origin) -> WorkerError:
+    def at(self, origin: FailureOrigin) -> WorkerError:
         """Return the same failure with its origin filled in."""
         return WorkerError(self.kind, self.message, self.traceback, origin)
 
@@ -239,7 +239,7 @@ class PeerFailed(RLError):
 class WorkerDied(RLError):
     """A worker's process ended without an answer (killed, out of memory, crashed in native code)."""
 
-    def __init__(self, message: str, origin: Origin | None = None) -> None:
+    def __init__(self, message: str, origin: FailureOrigin | None = None) -> None:
         super().__init__(message, origin)
         self.origin = origin
 
@@ -251,7 +251,7 @@ class WorkerStalled(WorkerDied):
     """A worker did not answer in time, or made no progress; it is treated as dead."""
 
 
-MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+MISSING_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 """Errors that show that there is no file. All others say nothing about its contents: a later attempt may succeed."""
 
 

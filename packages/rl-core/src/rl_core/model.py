@@ -158,11 +158,13 @@ LOGPROBS = Read("logprobs")
 ENTROPY = Read("entropy")
 """Entropy in nats of the distribution that each token was drawn from, float32 `[tokens]`."""
 COLLISION = Read("collision")
+"""Read of the probability that two draws from the distribution of a token are equal, float32 `[tokens]`."""
 SCORES = Read("scores")
 """Score of each row at its last token by the head of a reward model, float32 `[rows]`."""
 VALUES = Read("values")
 """Value of the state before each token by the head of a critic, float32 `[tokens]`."""
 HIDDEN = Read("hidden")
+"""Read of the hidden states after the last norm, float32 `[tokens, hidden]`."""
 
 
 UNDIVIDED = "undivided"

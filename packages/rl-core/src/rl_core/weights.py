@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 from rl_core.devices import CUDA
 
 TransportKind = Literal["ipc", "collective", "disk"]
+"""The way weights travel: CUDA's interprocess handles, collectives, or files."""
 WeightSyncChoice = Literal["auto", "ipc", "collective", "disk"]
 """A kind of transport, or the one that fits the places of policy and generators."""
 WeightSyncEncoding = Literal["full", "changes"]
@@ -196,6 +197,7 @@ def buckets(tensors: Sequence[TensorSpec], bucket_bytes: int) -> Iterator[list[T
 
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "uint8": 1, "bool": 1}
+"""Bytes of one value by dtype."""
 
 
 def num_bytes(spec: TensorSpec) -> int:

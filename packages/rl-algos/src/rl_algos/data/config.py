@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, mod
 from rl_core.config import Config, PathText, Problem, ProblemError, WhenChanged
 
 Purpose = Literal["train", "validation"]
+"""The part of a run that rows are for."""
 
 OnFault = Literal["error", "skip"]
 """What to do with a row that cannot be used: end the run, or exclude the row."""

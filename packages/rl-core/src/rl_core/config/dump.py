@@ -29,6 +29,7 @@ class Absent(Enum):
 
 
 ABSENT = Absent.ABSENT
+"""Marks a key that one of two compared configs does not have."""
 
 
 @dataclass(frozen=True)

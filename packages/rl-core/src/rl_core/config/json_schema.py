@@ -13,6 +13,7 @@ from rl_core.config.keys import Key, described, entry_type, is_section, members,
 from rl_core.config.schema import Config, NamedConfig
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
+"""The version of JSON Schema that schemas of configs are written in."""
 
 _INTERPOLATION = {"type": "string", "pattern": r"\$\{|^\?\?\?$"}
 """`${...}`, and the mark of a key that the user of a file must set."""

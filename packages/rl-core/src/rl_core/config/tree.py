@@ -47,6 +47,7 @@ _BOOL = {"true": True, "True": True, "TRUE": True, "false": False, "False": Fals
 _SURROGATE = re.compile("[\ud800-\udfff]")
 """Characters that a file in UTF-8 cannot have; YAML and JSON can write them as escapes."""
 TOO_DEEP = f"lists and mappings are nested more than {MAX_DEPTH} levels deep"
+"""Message about a file whose nesting exceeds `MAX_DEPTH`."""
 _TOO_MANY = f"more than {MAX_VALUES:,} keys and values, each alias (`*name`) written out"
 TOO_LONG = f"a number has more than {MAX_DIGITS:,} digits; quote it to pass it as a string"
 _CLOSING = {"{": "}", "[": "]"}
@@ -114,7 +115,9 @@ class Origin:
 
 
 COMMAND_LINE = Origin("command line")
+"""Origin of a value on the command line."""
 PYTHON = Origin("overrides")
+"""Origin of a value that a Python call passed."""
 given_in: ContextVar[Origin] = ContextVar("given_in", default=COMMAND_LINE)
 """Origin of overrides: `PYTHON` for overrides of a function call."""
 
@@ -130,6 +133,7 @@ def option(flag: str, argument: str) -> str:
 
 
 DEFAULT = Origin("default")
+"""Origin of a value that nobody wrote."""
 
 
 class Unset:

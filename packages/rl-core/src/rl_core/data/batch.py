@@ -120,6 +120,7 @@ class RemoteColumn:
 
 
 Column = Ragged | np.ndarray | RemoteColumn
+"""A column of a batch: one entry per row, as arrays of any length, as one array, or stored elsewhere."""
 
 
 def pick_rows(parts: Sequence[Local], part: np.ndarray, row: np.ndarray) -> Local:

@@ -13,6 +13,7 @@ from rl_core.devices.kinds import CpuDevice, CudaDevice, RehearsalDevice
 __all__ = ["CPU", "CUDA", "DEVICES", "NODE_ADDRESS", "REHEARSAL", "Device", "device_named"]
 
 CPU, CUDA, REHEARSAL = CpuDevice(), CudaDevice(), RehearsalDevice()
+"""The kinds of devices: processors, NVIDIA GPUs, and processors in place of GPUs."""
 
 DEVICES: dict[str, Device] = {device.name: device for device in (CPU, CUDA, REHEARSAL)}
 """Every kind by name, at index 0."""

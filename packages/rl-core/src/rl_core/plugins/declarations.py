@@ -24,10 +24,15 @@ WrittenValues = Callable[[str], Any]
 """From a dotted key of a config to the value that the user wrote there; None if there is none."""
 
 POLICIES = "rl.policies"
+"""Entry-point group of training backends."""
 GENERATORS = "rl.generators"
+"""Entry-point group of generation engines."""
 ENVIRONMENTS = "rl.environments"
+"""Entry-point group of environments."""
 ALGORITHMS = "rl.algorithms"
+"""Entry-point group of algorithms."""
 DATASETS = "rl.datasets"
+"""Entry-point group of datasets."""
 
 KINDS = {
     POLICIES: "training backend",

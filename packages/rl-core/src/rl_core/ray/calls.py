@@ -16,7 +16,15 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rl_core.errors import Origin, PeerFailed, RLError, WorkerDied, WorkerEnvironmentError, WorkerError, WorkerStalled
+from rl_core.errors import (
+    FailureOrigin,
+    PeerFailed,
+    RLError,
+    WorkerDied,
+    WorkerEnvironmentError,
+    WorkerError,
+    WorkerStalled,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +60,9 @@ _DEATHS: dict[type[RayError], str] = {
 """Failures that lose the worker, or its objects; the first class that fits counts."""
 
 
-def gather(refs: Sequence[ray.ObjectRef], origins: Sequence[Origin], timeout_s: float | None = None) -> list[Any]:
+def gather(
+    refs: Sequence[ray.ObjectRef], origins: Sequence[FailureOrigin], timeout_s: float | None = None
+) -> list[Any]:
     """Return answers in order, or raise the first failure as soon as it happens (the other ranks of a collective would
     only time out).
 
@@ -90,7 +100,7 @@ def wait(refs: Sequence[ray.ObjectRef], timeout_s: float | None = None) -> list[
     return [ref for ref in refs if ref in over]
 
 
-def outcomes(refs: Sequence[ray.ObjectRef], origins: Sequence[Origin]) -> Iterator[Any]:
+def outcomes(refs: Sequence[ray.ObjectRef], origins: Sequence[FailureOrigin]) -> Iterator[Any]:
     """Yield the results of calls that are over, in order: the answer, or the `RLError` that `fetch` raises."""
     try:
         yield from ray.get(list(refs))
@@ -107,7 +117,7 @@ def outcomes(refs: Sequence[ray.ObjectRef], origins: Sequence[Origin]) -> Iterat
 
 def settle(
     refs: Sequence[ray.ObjectRef],
-    origins: Sequence[Origin],
+    origins: Sequence[FailureOrigin],
     timeout_s: float,
     *,
     grace_s: float,
@@ -151,7 +161,7 @@ def settle(
     return ([], failures) if failures else ([answers[ref] for ref in refs], [])
 
 
-def fetch(ref: ray.ObjectRef, origin: Origin, timeout_s: float | None = None) -> Any:
+def fetch(ref: ray.ObjectRef, origin: FailureOrigin, timeout_s: float | None = None) -> Any:
     """Return one answer, with its failure translated as in `gather`. The call waits for a worker that cannot be
     reached until Ray decides whether it is dead.
     """
@@ -166,7 +176,7 @@ def fetch(ref: ray.ObjectRef, origin: Origin, timeout_s: float | None = None) ->
         raise translate(error, origin) from None
 
 
-def translate(error: RayError, origin: Origin) -> RLError:
+def translate(error: RayError, origin: FailureOrigin) -> RLError:
     """Return the failure of a Ray call in this project's terms; does not wait."""
     if isinstance(error, RayTaskError):
         cause = error.cause
@@ -194,7 +204,7 @@ def translate(error: RayError, origin: Origin) -> RLError:
     return WorkerError(type(error).__qualname__, str(error), "", origin)
 
 
-def stalled(timeout_s: float, origin: Origin, *, num_others: int = 0) -> WorkerStalled:
+def stalled(timeout_s: float, origin: FailureOrigin, *, num_others: int = 0) -> WorkerStalled:
     """Return the error for a worker that did not answer in time."""
     others = f", nor from {num_others} more" if num_others else ""
     return WorkerStalled(f"no answer within {timeout_s:g} s{others}", origin)

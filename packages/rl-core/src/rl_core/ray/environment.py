@@ -13,7 +13,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from rl_core.environments.pool import RENEW_S
-from rl_core.errors import Origin
+from rl_core.errors import FailureOrigin
 from rl_core.ray.calls import translate
 from rl_core.rollouts.environment import Conversation, EnvironmentFailure, StepResult
 
@@ -147,7 +147,7 @@ class RemoteEnvironment:
 
     def _reason(self, error: Exception) -> str:
         if isinstance(error, RayError):
-            return str(translate(error, Origin(f"environment {self._name}", 0, "its node", "step")))
+            return str(translate(error, FailureOrigin(f"environment {self._name}", 0, "its node", "step")))
         return f"environment {self._name} could not be called: {type(error).__name__}: {error}"
 
 

@@ -16,7 +16,7 @@ from ray.actor import ActorHandle
 from rl_core.data.batch import Batch, RemoteColumn, RemoteRows
 from rl_core.data.microbatch import PAIR, shard
 from rl_core.data.shuffle import Shard, plan_shuffle
-from rl_core.errors import Origin, RLError, WorkerDied, WorkerError, WorkerStalled
+from rl_core.errors import FailureOrigin, RLError, WorkerDied, WorkerError, WorkerStalled
 from rl_core.images import IMAGES
 from rl_core.metrics import combine
 from rl_core.model import Coordinates, Loss, Metrics, ModelPart, Read, SavedFile, read_columns
@@ -32,6 +32,7 @@ DEATH_NOTICE_S = 10.0
 CLOSE_TIMEOUT_S = 30.0
 
 CALL_TIMEOUT_S = 3600.0
+"""Seconds after which a call of a model's ranks is given up, unless the config sets another limit."""
 
 
 MAX_PICKERS = 4
@@ -230,7 +231,7 @@ class RemoteModel:
 
     def start_send(
         self, manifest: Manifest | ray.ObjectRef, transport: Transport
-    ) -> tuple[list[ray.ObjectRef], list[Origin]]:
+    ) -> tuple[list[ray.ObjectRef], list[FailureOrigin]]:
         """Begin sending on all ranks; each call answers with the digest of what that rank sent.
 
         Args:
@@ -326,7 +327,7 @@ class RemoteModel:
             raise WorkerStalled(f"{error.args[0]}; {self.write_stacks()}", error.origin) from None
         except WorkerError:
             # Ranks that lose a peer fail with an error of their own before Ray reports the peer's death.
-            signs: dict[Any, Origin] = dict(
+            signs: dict[Any, FailureOrigin] = dict(
                 zip([worker.health.remote() for worker in self._workers], self._origins(phase), strict=True)
             )
             answered, _ = ray.wait(list(signs), num_returns=len(signs), timeout=DEATH_NOTICE_S)
@@ -343,5 +344,5 @@ class RemoteModel:
         leaders = [rank for rank, place in enumerate(self._coordinates) if place.leads]
         return sorted(leaders, key=lambda rank: self._coordinates[rank].on("dp"))
 
-    def _origins(self, phase: str) -> list[Origin]:
-        return [Origin(self._role, rank, node, phase, self._section) for rank, node in enumerate(self._nodes)]
+    def _origins(self, phase: str) -> list[FailureOrigin]:
+        return [FailureOrigin(self._role, rank, node, phase, self._section) for rank, node in enumerate(self._nodes)]

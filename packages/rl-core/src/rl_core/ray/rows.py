@@ -9,7 +9,7 @@ import numpy as np
 import ray
 
 from rl_core.data.batch import Batch, RemoteRows
-from rl_core.errors import Origin
+from rl_core.errors import FailureOrigin
 from rl_core.ray.calls import fetch
 from rl_core.rollouts.group import GroupReport, RolloutGroup
 from rl_core.rollouts.rollout import Prompt
@@ -30,7 +30,7 @@ class StoredRows:
     """
 
     ref: ray.ObjectRef
-    origin: Origin
+    origin: FailureOrigin
 
     def fetch(self) -> Batch:
         """Bring the columns here.
@@ -54,7 +54,7 @@ def stored_groups(
     reports: Sequence[GroupReport],
     columns: ray.ObjectRef,
     records: ray.ObjectRef,
-    origin: Origin,
+    origin: FailureOrigin,
 ) -> list[RolloutGroup]:
     """Return groups whose columns stay in Ray's object store; only the reports are here.
 

@@ -16,9 +16,13 @@ from rl_core.rollouts.record import rollout_record
 from rl_core.rollouts.rollout import Prompt, Rollout, Status, StopReason, WeightSpan, has_images, unknown_routing
 
 LOSS_MASK = "loss_mask"
+"""Column that is True at the tokens under the loss, bool `[tokens]`."""
 GENERATION_LOGPROBS = "generation_logprobs"
+"""Column of the engine's log-probabilities of sampled tokens, float32 `[tokens]`."""
 ROUTED_EXPERTS = "routed_experts"
+"""Column of the experts that the engine chose, `[tokens, layers, experts per token]`."""
 WEIGHT_VERSIONS = "weight_versions"
+"""Column of the weight version that each token was sampled with, `[tokens]`."""
 RECORD = "record"
 """Columns of a `RolloutGroup`, in addition to `tokens`."""
 

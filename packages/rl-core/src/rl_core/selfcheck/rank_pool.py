@@ -16,7 +16,7 @@ from typing import Any
 
 from rl_core.devices import device_named
 from rl_core.devices.device import VISIBLE, listed
-from rl_core.errors import Origin, WorkerDied, WorkerError
+from rl_core.errors import FailureOrigin, WorkerDied, WorkerError
 from rl_core.model import Rendezvous
 from rl_core.plugins import resolve
 
@@ -162,7 +162,7 @@ class RankPool:
             for connection in ready:
                 assert isinstance(connection, Connection)
                 rank = pending.pop(connection)
-                origin = Origin("pool", rank, "localhost", "run")
+                origin = FailureOrigin("pool", rank, "localhost", "run")
                 error: Exception | None = None
                 try:
                     results[rank], raised = connection.recv()
@@ -207,6 +207,7 @@ def _serve(connection: Connection, variables: dict[str, str]) -> None:
             kind = f"{type(error).__module__}.{type(error).__qualname__}"
             answer = None, WorkerError(kind, str(error), traceback.format_exc())
         connection.send(answer)
+        del answer
         if not held and not is_frozen:
             # These are imported modules, a million objects that no collection needs to walk again.
             gc.collect()

@@ -67,26 +67,34 @@ def summaries_of(package: str) -> dict[str, str]:
     """
     root = Path(str(importlib.import_module(package.partition(".")[0]).__file__)).parent
     importlib.import_module(package)
-    summaries = {}
-    for name, home in sorted(homes_of(package).items()):
-        path = root.joinpath(*home.split(".")[1:])
-        source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-        body = ast.parse(source.read_text(encoding="utf-8")).body
-        text = next((_docstring(body, index) for index in range(len(body)) if _name_of(body[index]) == name), "")
-        summaries[name] = " ".join(text.partition("\n\n")[0].split())
-    return summaries
+    texts = {name: _docstring_of(root, home, name) for name, home in sorted(homes_of(package).items())}
+    return {name: " ".join(text.partition("\n\n")[0].split()) for name, text in texts.items()}
 
 
-def _name_of(statement: ast.stmt) -> str:
+def _docstring_of(root: Path, module: str, name: str) -> str:
+    """Return the docstring of a name that a module defines, imports from another, or contains as a module."""
+    path = root.joinpath(*module.split(".")[1:])
+    source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    body = ast.parse(source.read_text(encoding="utf-8")).body
+    for index, statement in enumerate(body):
+        if name in _names_of(statement):
+            return _docstring(body, index)
+        if isinstance(statement, ast.ImportFrom) and any(alias.name == name for alias in statement.names):
+            return _docstring_of(root, str(statement.module), name)
+    within = path / f"{name}.py"
+    return ast.get_docstring(ast.parse(within.read_text(encoding="utf-8"))) or "" if within.is_file() else ""
+
+
+def _names_of(statement: ast.stmt) -> list[str]:
     match statement:
         case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
-            return name
+            return [name]
         case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
-            return name
+            return [name]
         case ast.Assign(targets=[ast.Tuple(elts=names)]):
-            return ", ".join(ast.unparse(each) for each in names)
+            return [ast.unparse(each) for each in names]
         case _:
-            return ""
+            return []
 
 
 def _docstring(body: list[ast.stmt], index: int) -> str:

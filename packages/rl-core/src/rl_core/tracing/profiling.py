@@ -19,6 +19,7 @@ from typing import Literal, Protocol
 from rl_core.user_code import resolve
 
 Tool = Literal["torch", "memory", "nsys", "py-spy"]
+"""A tool of `profiling.tools`."""
 
 PY_SPY_RATE = 100
 """Samples per second."""

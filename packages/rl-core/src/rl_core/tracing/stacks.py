@@ -27,6 +27,7 @@ FOLDER = "stacks"
 """Folder of the files, in the folder of a run's logs."""
 
 SUFFIX = ".stacks"
+"""Ending of the file that a process writes its stacks to."""
 
 _descriptors: list[int] = []
 """The open file, if there is one."""

@@ -27,6 +27,7 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+"""Fields of a model's config that make a model of its family tiny."""
 
 
 VISION: dict[str, Any] = {

@@ -27,6 +27,7 @@ from rl_core.torch.files.stored import FLOATING, BlockScaledWeight, Slices, Stor
 from rl_core.torch.process_group import on_all_ranks, on_rank0
 
 CONFIG = "config.json"
+"""File of a model's config in its folder."""
 GENERATION_CONFIG = "generation_config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

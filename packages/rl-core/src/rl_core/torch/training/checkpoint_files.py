@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlan, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
 
-from rl_core.errors import MISSING, CheckpointDamaged, RLError, named
+from rl_core.errors import MISSING_FILE, CheckpointDamaged, RLError, named
 from rl_core.model import SavedFile
 from rl_core.torch.process_group import on_all_ranks
 
@@ -145,7 +145,7 @@ def _damage(folder: Path, file: SavedFile) -> str:
     path = folder / file.path
     try:
         size = path.stat().st_size
-    except MISSING:
+    except MISSING_FILE:
         return f"{file.path} is missing"
     if size != file.size:
         return f"{file.path} has {size} bytes of {file.size}"

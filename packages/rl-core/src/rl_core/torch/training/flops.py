@@ -71,6 +71,7 @@ class AttentionShape(NamedTuple):
 
 
 SLIDING, CHUNKED = "sliding_attention", "chunked_attention"
+"""Kinds of layers that attend within a window or a chunk, as `layer_types` of transformers calls them."""
 ROW_LAYERS = frozenset({"full_attention", SLIDING, CHUNKED})
 """Kinds of layers with softmax attention, as Hugging Face configs name them."""
 

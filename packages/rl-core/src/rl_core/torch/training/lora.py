@@ -22,6 +22,7 @@ from rl_core.torch.files.model_files import CONFIG, WeightFiles
 _log = logging.getLogger(__name__)
 
 WEIGHT = ".weight"
+"""Ending of the name of a layer's weight."""
 LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
 """Suffixes of a layer's name in the names of its adapter's factors: `[dim, inputs]` and `[outputs, dim]`, as in the
 files of peft. Those of stacked experts are `[experts, dim, inputs]` and `[experts, outputs, dim]` under the name of the

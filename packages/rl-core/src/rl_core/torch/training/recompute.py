@@ -21,6 +21,7 @@ USABLE = 0.9
 LOGIT_COPIES = 3
 """Float32 tensors of the size of a chunk's logits that the head has at one time."""
 WIDE = torch.float32.itemsize
+"""Bytes of a value in float32."""
 
 
 class ActivationsUnknown(Exception):

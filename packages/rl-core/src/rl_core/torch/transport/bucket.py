@@ -59,7 +59,7 @@ Parts = Mapping[str, Sequence[Region]]
 """Name of a tensor to the parts of it that a receiver keeps, perhaps none; other tensors are kept whole."""
 
 
-def parts_of(read: Mapping[str, Iterable[Region]], shapes: Mapping[str, Sequence[int]]) -> Parts:
+def parts_to_send(read: Mapping[str, Iterable[Region]], shapes: Mapping[str, Sequence[int]]) -> Parts:
     """Return the parts to ask for, given what a receiver reads of each tensor: each once, and none where they are as
     much as the whole."""
     parts = {name: tuple(dict.fromkeys(region.once() for region in regions)) for name, regions in read.items()}
