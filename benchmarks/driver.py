@@ -40,7 +40,7 @@ from rl_algos.rollouts.training.batch import build_batch, with_advantages
 from rl_algos.rollouts.training.metrics import rollout_metrics, signal_metrics
 from rl_core.data.batch import Batch
 from rl_core.devices import device_named
-from rl_core.errors import Origin
+from rl_core.errors import FailureOrigin
 from rl_core.metrics import Metric
 from rl_core.model import Coordinates, Model
 from rl_core.rollouts.generation import SamplingParams
@@ -273,7 +273,7 @@ def measured_steps(
     started += [
         host.start.remote("simulated_workers:SimulatedReplica", tokens, chosen.together) for host in replica_hosts
     ]
-    gather(started, [Origin("simulated worker", index, "", "start") for index in range(len(started))], 300.0)
+    gather(started, [FailureOrigin("simulated worker", index, "", "start") for index in range(len(started))], 300.0)
 
     num_ranks = chosen.workers - chosen.replicas
     ranks = [SimulatedRank(rank_hosts[rank % len(rank_hosts)], rank, num_ranks) for rank in range(num_ranks)]

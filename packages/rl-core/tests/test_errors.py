@@ -11,7 +11,7 @@ from rl_core.errors import (
     ConfigError,
     ConfigProblems,
     DataError,
-    Origin,
+    FailureOrigin,
     Problem,
     RLError,
     WeightSyncError,
@@ -19,7 +19,7 @@ from rl_core.errors import (
     WorkerError,
 )
 
-ORIGIN = Origin("policy", 3, "10.0.0.7", "train_step")
+ORIGIN = FailureOrigin("policy", 3, "10.0.0.7", "train_step")
 ARGUMENTS: dict[type[RLError], tuple[Any, ...]] = {
     ConfigProblems: ("2 problems", (Problem("grpo.seed", got="x", allowed="int"), Problem("policy", "must be set"))),
     WeightSyncError: ("2 tensors missing", ("a.weight", "b.weight")),
@@ -65,9 +65,9 @@ def test_a_workers_failure_says_where_it_happened() -> None:
 
 
 def test_a_models_failure_names_its_config_section_once() -> None:
-    named_alike = Origin("value", 0, "10.0.0.7", "start", section="value")
+    named_alike = FailureOrigin("value", 0, "10.0.0.7", "start", section="value")
     assert str(named_alike) == "value rank 0 on 10.0.0.7 during start"
-    another = Origin("teacher", 0, "10.0.0.7", "start", section="teachers.first")
+    another = FailureOrigin("teacher", 0, "10.0.0.7", "start", section="teachers.first")
     assert str(another) == "teacher (config section teachers.first) rank 0 on 10.0.0.7 during start"
 
 

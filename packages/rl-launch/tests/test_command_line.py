@@ -5,7 +5,7 @@ import typer
 from rl_process import PYTHON, rl
 from typer.testing import CliRunner
 
-from rl_core.errors import DataError, Origin, RunDirectoryError, WorkerError
+from rl_core.errors import DataError, FailureOrigin, RunDirectoryError, WorkerError
 from rl_core.testing.exhaustive import partly_exhaustive
 from rl_core.testing.isolation import loaded_by_command
 from rl_launch.cli import app
@@ -145,7 +145,7 @@ def test_diff_names_what_differs():
         (DataError("row 7 has no answer"), 2, "error: row 7 has no answer"),
         (RunDirectoryError("busy"), 2, "error: busy"),
         (
-            WorkerError("builtins.RuntimeError", "boom", "far away", Origin("policy", 1, "node-a", "train_step")),
+            WorkerError("builtins.RuntimeError", "boom", "far away", FailureOrigin("policy", 1, "node-a", "train_step")),
             1,
             "error: policy rank 1 on node-a during train_step: builtins.RuntimeError: boom",
         ),

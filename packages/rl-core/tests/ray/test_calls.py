@@ -12,8 +12,8 @@ from ray.exceptions import RayTaskError
 
 import rl_core.ray.model
 from rl_core.errors import (
+    FailureOrigin,
     GeneratorError,
-    Origin,
     PeerFailed,
     RLError,
     WorkerDied,
@@ -26,7 +26,7 @@ from rl_core.ray.calls import fetch, gather, outcomes, request_stacks, settle, t
 from rl_core.ray.host import CONCURRENCY_GROUPS, WorkerHost
 from rl_core.ray.model import RemoteModel
 
-ORIGIN = Origin("policy", 3, "10.0.0.7", "train_step")
+ORIGIN = FailureOrigin("policy", 3, "10.0.0.7", "train_step")
 
 
 WORKER = "stubborn_worker:StubbornWorker"

@@ -11,7 +11,7 @@ from row_worker import RowLoss
 
 from rl_core.data.batch import Batch, RemoteColumn, RemoteRows
 from rl_core.data.ragged import Ragged
-from rl_core.errors import Origin, WorkerDied, WorkerError
+from rl_core.errors import FailureOrigin, WorkerDied, WorkerError
 from rl_core.model import LOGPROBS, Coordinates
 from rl_core.ray import model as model_module
 from rl_core.ray.calls import gather
@@ -20,7 +20,7 @@ from rl_core.ray.model import RemoteModel
 from rl_core.ray.rows import StoredRows
 
 ON_PATH = {"env_vars": {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])}}
-ORIGIN = Origin("rollout worker", 0, "here", "rollouts")
+ORIGIN = FailureOrigin("rollout worker", 0, "here", "rollouts")
 SHAPE = {"dp": 2, "tp": 2}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rl_core.errors import Origin
+from rl_core.errors import FailureOrigin
 from rl_core.ray.rows import stored_groups
 from rl_core.rollouts.group import GroupReport, RolloutReports
 from rl_core.rollouts.rollout import Prompt, Rollout, WeightSpan
@@ -28,7 +28,7 @@ def test_the_rows_of_a_group_are_those_of_all_segments_of_its_rollouts() -> None
         GroupReport(RolloutReports.of(prompt.id, rollouts), ("tokens", "loss_mask"), ("record",))
         for prompt, rollouts in zip(prompts, own, strict=True)
     ]
-    origin = Origin("rollout", 0, "node", "rolling out")
+    origin = FailureOrigin("rollout", 0, "node", "rolling out")
     first, second = stored_groups(prompts, reports, object(), object(), origin)  # type: ignore[arg-type]
     assert first.columns.lengths.tolist() == [4, 5, 2]
     assert second.columns.lengths.tolist() == [2]

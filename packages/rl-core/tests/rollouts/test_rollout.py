@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from rl_core.rollouts.group import RolloutGroup, RolloutReport, RolloutReports
 from rl_core.rollouts.record import (
+    MAX_CHARACTERS,
     MAX_CONTEXT,
     MAX_STRING,
-    MAX_CHARACTERS,
     rollout_record,
     segments_of,
     turns_of,

@@ -11,7 +11,7 @@ import ray
 
 import rl_envs
 from rl_core.devices import CPU, CUDA, REHEARSAL
-from rl_core.errors import ConfigError, Origin, WorkerDied, WorkerEnvironmentError, WorkerStalled
+from rl_core.errors import ConfigError, FailureOrigin, WorkerDied, WorkerEnvironmentError, WorkerStalled
 from rl_core.plugins import Requirement
 from rl_core.testing.exhaustive import exhaustive
 from rl_launch.cluster.device import resolve_device
@@ -225,7 +225,7 @@ def test_a_wait_for_a_start_says_who_is_missing_and_ends_with_its_key(machines, 
     monkeypatch.setattr("rl_launch.cluster.start_wait.REPORT_S", report_s)
     done, sleep = ray.put(1), ray.remote(lambda: time.sleep(1000)).options(num_cpus=0)
     never = [sleep.remote(), sleep.remote()]
-    origins = [Origin("policy", rank, "10.0.0.2", "start") for rank in range(3)]
+    origins = [FailureOrigin("policy", rank, "10.0.0.2", "start") for rank in range(3)]
     with pytest.raises(WorkerStalled) as stalled:
         gather_start([done, *never], origins, Bound(1.0, "cluster.start_timeout_s"), "loading policy")
     assert str(stalled.value) == (

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from rl_core.data.ragged import Ragged
-from rl_core.errors import Origin, WeightSyncError
+from rl_core.errors import FailureOrigin, WeightSyncError
 from rl_launch.runtime.weight_sync import MAX_LENGTH, MAX_ROWS, Canary
 
-ENGINES = [Origin("rollout worker", index, "here", "canary") for index in range(2)]
+ENGINES = [FailureOrigin("rollout worker", index, "here", "canary") for index in range(2)]
 PROMPTS = [tuple(range(40)), tuple(range(100)), (1,), (2, 3), (4,) * 10]
 DENSE, MIXTURE, STALE_LAYER = 0.014, 0.25, 1.5
 """Mean differences in bfloat16: of a dense model, of a mixture of experts whose routers round differently, and of an

@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from rl_core.data.batch import Batch
-from rl_core.errors import CheckpointDamaged, Origin, RunDirectoryError, WeightSyncError
+from rl_core.errors import CheckpointDamaged, FailureOrigin, RunDirectoryError, WeightSyncError
 from rl_core.plugins import OpponentNeed
 from rl_core.rollouts.delivery import Taken
 from rl_core.weights import Manifest, TensorSpec
@@ -35,7 +35,7 @@ class Policy:
         return Manifest(version, (TensorSpec("steps", (2,), "float32"),))
 
     def start_send(self, manifest, transport):
-        origins = [Origin("policy", rank, "here", "send") for rank in (0, 1)]
+        origins = [FailureOrigin("policy", rank, "here", "send") for rank in (0, 1)]
         if transport.kind != "disk":
             return [["all"], []], origins
         self.num_writes += 1
@@ -73,7 +73,7 @@ class Replica:
         pass
 
     def origin(self, phase):
-        return Origin("rollout worker", 0, "here", phase)
+        return FailureOrigin("rollout worker", 0, "here", phase)
 
 
 @pytest.fixture(autouse=True)

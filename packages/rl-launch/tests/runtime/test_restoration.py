@@ -2,7 +2,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from rl_core.errors import ConfigError, GeneratorError, Origin, WorkerDied
+from rl_core.errors import ConfigError, FailureOrigin, GeneratorError, WorkerDied
 from rl_launch.placement.bundles import DevicesLost, PlacementError
 from rl_launch.runtime.restoration import MAX_DEATHS, Restoration
 
@@ -14,7 +14,7 @@ class AtStep:
 
 
 def death(role="policy"):
-    return WorkerDied("the process ended", Origin(role, 1, "here", "train_step"))
+    return WorkerDied("the process ended", FailureOrigin(role, 1, "here", "train_step"))
 
 
 def no_node():

@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 
 from rl_core.data.batch import RemoteRows
-from rl_core.errors import GeneratorError, Origin, RLError, WeightSyncError, WorkerDied, WorkerError, WorkerStalled
+from rl_core.errors import (
+    FailureOrigin,
+    GeneratorError,
+    RLError,
+    WeightSyncError,
+    WorkerDied,
+    WorkerError,
+    WorkerStalled,
+)
 from rl_core.ray.rows import StoredRows
 from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.pool import RolloutTask
@@ -52,7 +60,7 @@ class Replica:
         self.log = f"rollout-worker-{index}.log"
 
     def origin(self, phase):
-        return Origin("rollout worker", self.index, "here", phase)
+        return FailureOrigin("rollout worker", self.index, "here", phase)
 
     def begin(self, numbered):
         self.shares.append([task.prompt.id for _, task in numbered])
@@ -520,7 +528,7 @@ def test_groups_that_a_replica_had_finished_before_it_died_during_an_update_do_n
 
 
 def test_a_death_of_the_policy_during_weight_sync_is_not_taken_for_a_replicas():
-    died = WorkerDied("the process ended", Origin("policy", 0, "here", "weight sync"))
+    died = WorkerDied("the process ended", FailureOrigin("policy", 0, "here", "weight sync"))
     replica = Replica()
     with pytest.raises(WorkerDied, match="policy rank 0"):
         make_pool([replica]).adopt(Update(1, fails=[died]))

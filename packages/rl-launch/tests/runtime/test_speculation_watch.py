@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rl_core.errors import Origin, WorkerDied, WorkerError
+from rl_core.errors import FailureOrigin, WorkerDied, WorkerError
 from rl_core.rollouts.speculation import SpeculationCounts
 from rl_launch.runtime import replica as replica_module
 from rl_launch.runtime.replica import SpeculationWatch
@@ -25,13 +25,13 @@ class Replica:
         self.num_calls += 1
         return self
 
-    def origin(self, phase: str) -> Origin:
-        return Origin("rollout worker", 0, "node", phase)
+    def origin(self, phase: str) -> FailureOrigin:
+        return FailureOrigin("rollout worker", 0, "node", phase)
 
 
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> SpeculationWatch:
-    def fetch(call: Replica, origin: Origin, timeout_s: float) -> dict[str, Any]:
+    def fetch(call: Replica, origin: FailureOrigin, timeout_s: float) -> dict[str, Any]:
         if isinstance(call.answer, Exception):
             raise call.answer
         return {} if call.answer is None else dict(call.answer.as_health())
@@ -54,7 +54,7 @@ def test_a_step_has_what_all_replicas_added_since_the_one_before(watch: Speculat
     assert watch.take(replicas) == counts(6, 4)
 
 
-ORIGIN = Origin("rollout worker", 0, "node", "speculation")
+ORIGIN = FailureOrigin("rollout worker", 0, "node", "speculation")
 
 
 @pytest.mark.parametrize(

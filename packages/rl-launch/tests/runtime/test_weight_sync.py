@@ -8,8 +8,8 @@ import pytest
 
 from rl_core.data.batch import Batch
 from rl_core.errors import (
+    FailureOrigin,
     GeneratorError,
-    Origin,
     PeerFailed,
     RLError,
     WeightSyncError,
@@ -56,7 +56,7 @@ class Policy:
         self.forms.append(manifest.form)
         self.transports.append(transport)
         return [self.failure or self.digests[0], self.digests[1]], [
-            Origin("policy", rank, "here", "send") for rank in (0, 1)
+            FailureOrigin("policy", rank, "here", "send") for rank in (0, 1)
         ]
 
     def interrupt_send(self, transport, reason):
@@ -100,7 +100,7 @@ class Replica:
         return [np.full(len(row), self.score, np.float32) for row in rows]
 
     def origin(self, phase):
-        return Origin("rollout worker", 0, "here", phase)
+        return FailureOrigin("rollout worker", 0, "here", phase)
 
 
 @pytest.fixture
@@ -390,7 +390,7 @@ def test_weights_of_a_draft_model_that_arrive_broken_are_sent_again_and_never_se
     assert "resume" not in events
 
 
-ORIGIN = Origin("policy", 1, "here", "weight sync (send)")
+ORIGIN = FailureOrigin("policy", 1, "here", "weight sync (send)")
 
 
 def test_a_death_is_the_cause_whoever_noticed_it_first():

@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-from rl_core.plugins import resolve
+from rl_core import resolve
 
 READY = "ready"
 

@@ -18,9 +18,9 @@ from rl_algos.data.rows import problems
 from rl_algos.data.rows.example import Example, Processor, by_keys, column, plain_text, text_column
 from rl_algos.data.rows.preference import helpsteer3, preference, ultrafeedback
 from rl_algos.data.sources.files import DataRows, Row
+from rl_core import resolve
 from rl_core.config import did_you_mean
 from rl_core.errors import ConfigError, DataError
-from rl_core.plugins import resolve
 from rl_core.rollouts.rollout import Message
 from rl_core.user_code import is_in_file, place_of, raised_at
 

@@ -16,10 +16,10 @@ from rl_algos.policy_gradient.advantages import clip_advantages, loss_masks
 from rl_algos.rollouts.training.batch import Advantages
 from rl_algos.rollouts.training.rewards import lengths_of, scores_of, trained_rewards
 from rl_algos.rollouts.training.segments import whole_rollouts
+from rl_core import resolve
 from rl_core.config import Config, section_of, settings_of
 from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged
-from rl_core.plugins import resolve
 from rl_core.rollouts.group import RolloutGroup
 
 Estimator = Callable[..., Advantages]

@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from rl_core import resolve
 from rl_core.config import Config, Problem, ProblemError, nearest_as_remedy
-from rl_core.plugins import Requirement, requirement_of, resolve
+from rl_core.plugins import Requirement, requirement_of
 from rl_core.user_code import is_in_file
 
 PATH = "your own class as package.module:Class or file.py:Class"

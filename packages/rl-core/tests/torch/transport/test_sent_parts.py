@@ -15,7 +15,7 @@ from rl_core.devices import CPU
 from rl_core.errors import WeightSyncError
 from rl_core.testing.torch.weight_sender import Corrupting
 from rl_core.torch.transport import ReceivingEnd, SendingEnd
-from rl_core.torch.transport.bucket import Parts, Region, decoded, digest_of, encoded, parts_of
+from rl_core.torch.transport.bucket import Parts, Region, decoded, digest_of, encoded, parts_to_send
 from rl_core.weights import Transport, TransportKind
 
 ROWS, COLUMNS = 300, 100
@@ -169,7 +169,7 @@ def test_parts_are_asked_for_only_where_they_are_less_than_the_whole() -> None:
         "repeated": [Region.of(whole[:1].expand(8, 6))],
         "none": [],
     }
-    parts = parts_of(read, dict.fromkeys(read, (4, 6)))
+    parts = parts_to_send(read, dict.fromkeys(read, (4, 6)))
     row = Region((1, 6), (6, 1), 6)
     assert parts == {"twice": (row,), "repeated": (Region((1, 6), (0, 1), 0),), "none": ()}
     assert decoded(encoded(parts)) == parts

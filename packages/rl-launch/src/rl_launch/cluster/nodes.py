@@ -21,7 +21,7 @@ from ray import cloudpickle
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rl_core.errors import ConfigError, Origin, WorkerDied, WorkerEnvironmentError, WorkerError, WorkerStalled
+from rl_core.errors import ConfigError, FailureOrigin, WorkerDied, WorkerEnvironmentError, WorkerError, WorkerStalled
 from rl_core.ray.calls import DECISION_S, translate
 from rl_launch.cluster import node_task
 from rl_launch.cluster.node_task import NodeFacts, Sight, all_differences, built, facts_of_this_node, listing, meet
@@ -318,7 +318,7 @@ def _collect(refs: Mapping[Any, Any], names: Mapping[Any, str], awaited: str, ti
             try:
                 ray.get(ref)
             except RayError as error:
-                found = translate(error, Origin("preparation", 0, name, "start"))
+                found = translate(error, FailureOrigin("preparation", 0, name, "start"))
                 if isinstance(found, WorkerDied):
                     raise WorkerDied(f"node {name} was lost while waiting for {awaited}: {found.args[0]}") from None
                 if isinstance(found, WorkerError):

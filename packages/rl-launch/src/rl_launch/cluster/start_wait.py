@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import ray
 
-from rl_core.errors import Origin, WorkerStalled
+from rl_core.errors import FailureOrigin, WorkerStalled
 from rl_core.ray.calls import gather
 
 _log = logging.getLogger(__name__)
@@ -31,7 +31,9 @@ class Bound(NamedTuple):
     key: str
 
 
-def gather_start(refs: Sequence[ray.ObjectRef], origins: Sequence[Origin], bound: Bound, awaited: str) -> list[Any]:
+def gather_start(
+    refs: Sequence[ray.ObjectRef], origins: Sequence[FailureOrigin], bound: Bound, awaited: str
+) -> list[Any]:
     """Return answers in order, or raise the first failure; logs from time to time which workers have not answered.
 
     Args:

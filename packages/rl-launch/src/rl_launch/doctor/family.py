@@ -31,7 +31,7 @@ _CHECK = """
 import json, sys
 from dataclasses import asdict
 from rl_core.errors import ConfigError
-from rl_core.plugins import resolve
+from rl_core import resolve
 from rl_core.plugins import MeshCase
 try:
     only = json.loads(sys.argv[3])

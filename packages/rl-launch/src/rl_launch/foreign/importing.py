@@ -20,10 +20,10 @@ from typing import Any
 
 import psutil
 
-from rl_core.config import Config, Problem, as_written, did_you_mean, load
+from rl_core.config import Config, Problem, as_written, did_you_mean, load, show
 from rl_core.config.keys import Key, key_at, value_at
 from rl_core.config.tree import KeyPath, leaves, mapped, parse_path
-from rl_core.errors import ConfigError, ConfigProblems, show
+from rl_core.errors import ConfigError, ConfigProblems
 from rl_core.plugins import algorithm_named
 from rl_launch.foreign import nemo_rl, trl
 from rl_launch.foreign.source import interpolated, read

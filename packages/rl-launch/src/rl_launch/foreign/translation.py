@@ -9,8 +9,9 @@ from types import NoneType
 from typing import Any
 
 from rl_algos.losses.surrogates import SURROGATES
+from rl_core.config import show
 from rl_core.config.keys import Key
-from rl_core.errors import ConfigError, show
+from rl_core.errors import ConfigError
 from rl_launch.foreign_keys.table import Kind, Table, flattened
 
 _OFF = "its section is off ({section}.enabled is false)"

@@ -9,7 +9,7 @@ from functools import partial
 import ray
 
 from rl_core.config import Config
-from rl_core.errors import Origin
+from rl_core.errors import FailureOrigin
 from rl_core.model import ModelSpec, Rendezvous
 from rl_core.model_config import ModelConfig
 from rl_core.plugins import BackendPlugin
@@ -77,7 +77,7 @@ class ModelGroup:
             cluster.start_worker(process(bundle.node, number=rank, name=f"{role}-{rank}"), bundle)
             for rank, bundle in enumerate(bundle for node in nodes for bundle in node)
         ]
-        unplaced = [Origin(role, rank, "its node", "start", section) for rank in range(len(self._workers))]
+        unplaced = [FailureOrigin(role, rank, "its node", "start", section) for rank in range(len(self._workers))]
         self.places: list[Place] = gather_start(
             [w.place.remote() for w in self._workers], unplaced, timeouts.process, f"the processes of {role}"
         )
@@ -154,8 +154,11 @@ class ModelGroup:
         )[0]
         return f"{place.address}:{place.port}"
 
-    def _origins(self, phase: str) -> list[Origin]:
-        return [Origin(self._role, rank, place.address, phase, self._section) for rank, place in enumerate(self.places)]
+    def _origins(self, phase: str) -> list[FailureOrigin]:
+        return [
+            FailureOrigin(self._role, rank, place.address, phase, self._section)
+            for rank, place in enumerate(self.places)
+        ]
 
 
 class Models:

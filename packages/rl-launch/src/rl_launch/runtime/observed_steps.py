@@ -13,7 +13,7 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
-from rl_core.errors import Origin, RLError
+from rl_core.errors import FailureOrigin, RLError
 from rl_core.ray.calls import fetch, wait
 from rl_core.tracing.profiling import ProfileOrder, ProfileReport, Tool
 from rl_core.tracing.spans import SpanReport, machine_clock
@@ -93,7 +93,7 @@ class ProcessSpans:
             for ref in wait(list(asked), left):
                 name, sent = asked.pop(ref)
                 try:
-                    report: SpanReport = fetch(ref, Origin(name, 0, "its node", "spans"), 0)
+                    report: SpanReport = fetch(ref, FailureOrigin(name, 0, "its node", "spans"), 0)
                 except RLError as error:
                     # The code that needs the process reports its end.
                     _log.debug("no spans of %s: %s", name, error)
@@ -228,7 +228,7 @@ class ProfiledSteps(RunObserver):
         files: list[str] = []
         for worker, ref in zip(self._running, calls, strict=True):
             try:
-                report: ProfileReport = fetch(ref, Origin(worker.name, 0, "its node", method), timeout_s)
+                report: ProfileReport = fetch(ref, FailureOrigin(worker.name, 0, "its node", method), timeout_s)
             except RLError as error:
                 _log.warning("no profile of %s: %s", worker.name, error)
                 continue

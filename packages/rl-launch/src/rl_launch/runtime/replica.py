@@ -13,7 +13,7 @@ import ray
 from ray.actor import ActorHandle
 
 from rl_algos.rollouts.worker.worker import RolloutWorkerSpec
-from rl_core.errors import Origin, RLError, WorkerStalled
+from rl_core.errors import FailureOrigin, RLError, WorkerStalled
 from rl_core.ray.calls import fetch, request_stacks, wait
 from rl_core.ray.environment import RemoteEnvironment
 from rl_core.ray.host import Place
@@ -120,9 +120,9 @@ class Replica:
         """Call the replica itself."""
         return self.actor.call.remote("generator", method, *args)
 
-    def origin(self, phase: str) -> Origin:
+    def origin(self, phase: str) -> FailureOrigin:
         """Return the origin of a failure of this replica in a phase of its work."""
-        return Origin(ROLE, self.index, self.node or "its node", phase)
+        return FailureOrigin(ROLE, self.index, self.node or "its node", phase)
 
     def write_stacks(self) -> str:
         """Ask the process to write the stacks of its threads to its log; see `request_stacks`."""

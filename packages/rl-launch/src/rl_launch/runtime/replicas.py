@@ -19,7 +19,7 @@ from ray.actor import ActorHandle
 from rl_algos.rollouts.worker.opponents import OpponentSpec
 from rl_algos.rollouts.worker.worker import RolloutWorkerSpec
 from rl_core.environments.instance import instance_of
-from rl_core.errors import Origin, RLError
+from rl_core.errors import FailureOrigin, RLError
 from rl_core.plugins import OpponentNeed, RolloutNeeds
 from rl_core.ray.calls import fetch, gather, wait
 from rl_core.ray.environment import RemoteEnvironment
@@ -299,7 +299,7 @@ class Replicas:
             instance.config,
             instance.label,
         )
-        origin = Origin(f"environment {instance.label}", 0, "its node", "start")
+        origin = FailureOrigin(f"environment {instance.label}", 0, "its node", "start")
         gather_start([actor.call.remote("health")], [origin], self._timeouts.process, origin.role)
 
         def close() -> None:
@@ -388,7 +388,7 @@ class EnvironmentWatch:
 
     def _read(self, label: str, ref: ray.ObjectRef, timeout_s: float | None = None) -> None:
         try:
-            health = fetch(ref, Origin(f"environment {label}", 0, "its node", "health"), timeout_s)
+            health = fetch(ref, FailureOrigin(f"environment {label}", 0, "its node", "health"), timeout_s)
         except RLError as error:
             # The rollouts that need it fail with this error.
             _log.debug("%s", error)

@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 _TRY = "from rl_core.environments.trial import main; main()"
 _LOAD = """
 import pickle, sys
-from rl_core.plugins import resolve
+from rl_core import resolve
 agent = pickle.load(sys.stdin.buffer)
 resolve(agent) if isinstance(agent, str) else agent.load()
 """

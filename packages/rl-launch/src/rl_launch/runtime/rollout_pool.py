@@ -13,7 +13,7 @@ from typing import Any
 import ray
 
 from rl_core.data.batch import RemoteRows
-from rl_core.errors import GeneratorError, Origin, RLError, WorkerDied
+from rl_core.errors import FailureOrigin, GeneratorError, RLError, WorkerDied
 from rl_core.ray.calls import fetch, outcomes, wait
 from rl_core.ray.rows import refs_of, stored_groups
 from rl_core.rollouts.generation import PauseMode
@@ -281,7 +281,7 @@ class ReplicaPool:
         self._dispatch.poll_busy()
 
     def _take(
-        self, replica: Replica, call: FinishedCall, numbered: Sequence[tuple[int, GroupReport]], origin: Origin
+        self, replica: Replica, call: FinishedCall, numbered: Sequence[tuple[int, GroupReport]], origin: FailureOrigin
     ) -> None:
         """Take the groups of one answer."""
         tickets = [Ticket(number) for number, _ in numbered]
@@ -326,7 +326,7 @@ class ReplicaPool:
         self._group.fail(replica, error, num_groups=self._dispatch.num_under_way(replica))
 
 
-def _answers(calls: Sequence[tuple[Origin, ray.ObjectRef]], timeout_s: float) -> list[Any]:
+def _answers(calls: Sequence[tuple[FailureOrigin, ray.ObjectRef]], timeout_s: float) -> list[Any]:
     """Return the answers of the replicas that are alive. The next call that needs a dead one replaces it."""
     end = time.monotonic() + timeout_s
     found = []

@@ -11,7 +11,7 @@ import numpy as np
 
 from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged
-from rl_core.errors import Origin, WeightSyncError
+from rl_core.errors import FailureOrigin, WeightSyncError
 from rl_core.model import LOGPROBS
 from rl_core.ray.calls import gather
 from rl_core.tracing import spans
@@ -294,7 +294,7 @@ class Canary:
         self,
         version: int,
         expected: Ragged,
-        origins: Sequence[Origin],
+        origins: Sequence[FailureOrigin],
         scores: Sequence[Sequence[np.ndarray]],
         *,
         quantisation_noise: float = 0.0,

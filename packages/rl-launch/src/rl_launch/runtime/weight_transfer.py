@@ -11,7 +11,15 @@ from typing import Any
 import numpy as np
 import ray
 
-from rl_core.errors import GeneratorError, Origin, RLError, WeightSyncError, WorkerDied, WorkerError, WorkerStalled
+from rl_core.errors import (
+    FailureOrigin,
+    GeneratorError,
+    RLError,
+    WeightSyncError,
+    WorkerDied,
+    WorkerError,
+    WorkerStalled,
+)
 from rl_core.model import ModelPart
 from rl_core.ray.calls import settle
 from rl_core.ray.model import RemoteModel
@@ -159,7 +167,7 @@ class WeightTransfer:
         return digest
 
     def _settled(
-        self, refs: Sequence[ray.ObjectRef], origins: Sequence[Origin], manifest: Manifest, transport: Transport
+        self, refs: Sequence[ray.ObjectRef], origins: Sequence[FailureOrigin], manifest: Manifest, transport: Transport
     ) -> list[Any]:
         """Return the answers of senders, of receivers or of both."""
 

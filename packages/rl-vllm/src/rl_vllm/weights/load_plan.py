@@ -25,7 +25,7 @@ from vllm.model_executor.model_loader.reload.utils import (
     get_tensor_load_numel,
 )
 
-from rl_core.torch.transport.bucket import Parts, Region, parts_of
+from rl_core.torch.transport.bucket import Parts, Region, parts_to_send
 from rl_core.weights import Manifest, TensorSpec
 from rl_vllm.patches.head_bias import keep_head_bias
 from rl_vllm.patches.siglip_names import unused_names
@@ -108,7 +108,7 @@ class LoadPlan:
             for piece in pieces:
                 if piece.source in read:
                     read[piece.source].append(piece.read)
-        return parts_of(read, {spec.name: spec.shape for spec in manifest.tensors})
+        return parts_to_send(read, {spec.name: spec.shape for spec in manifest.tensors})
 
 
 def fed_names(manifest: Manifest) -> dict[str, list[str]]:

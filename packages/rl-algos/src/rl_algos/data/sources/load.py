@@ -14,9 +14,10 @@ from rl_algos.data.config import DatasetConfig
 from rl_algos.data.rows.lazily import Lazily
 from rl_algos.data.sources import remote
 from rl_algos.data.sources.files import DataRows, Row, kind_of, kinds, read
+from rl_core import resolve
 from rl_core.config import did_you_mean
 from rl_core.errors import DataError
-from rl_core.plugins import DATASETS, DatasetPlugin, load_problem, names, plugin, resolve
+from rl_core.plugins import DATASETS, DatasetPlugin, load_problem, names, plugin
 
 
 def load_rows(settings: DatasetConfig, purpose: str) -> DataRows:

@@ -9,8 +9,8 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
+from rl_core import resolve
 from rl_core.config import did_you_mean
-from rl_core.plugins import resolve
 from rl_core.user_code import FromFile, is_in_file
 
 DEFAULT_PROGRAM = "multi_turn"

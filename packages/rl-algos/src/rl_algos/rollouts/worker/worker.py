@@ -19,11 +19,11 @@ from rl_algos.rollouts.worker.client import PlayClient, PlayServices
 from rl_algos.rollouts.worker.conversations import EnvironmentClient
 from rl_algos.rollouts.worker.opponents import Opponents, OpponentSpec
 from rl_algos.tokenizer import load_tokenizer
+from rl_core import resolve
 from rl_core.data.batch import Batch
 from rl_core.errors import GeneratorError, RequestRefused
 from rl_core.images import image_digests
 from rl_core.model_config import TokenizerConfig, VisionConfig
-from rl_core.plugins import resolve
 from rl_core.rollouts.delivery import Delivery, Taken, score_canary, take_over
 from rl_core.rollouts.generation import Generator
 from rl_core.rollouts.group import RECORD, GroupReport, parts_of

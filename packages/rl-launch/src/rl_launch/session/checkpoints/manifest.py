@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_core.errors import MISSING, CheckpointDamaged, RunDirectoryError, named
+from rl_core.errors import MISSING_FILE, CheckpointDamaged, RunDirectoryError, named
 from rl_core.model import SavedFile
 
 _ARRAY = "__array__"
@@ -165,7 +165,7 @@ class CheckpointManifest:
                 data = json.loads((folder / FILE_NAME).read_bytes())
             files = {name: (entry["size"], entry["sha256"]) for name, entry in data["files"].items()}
             return cls(data["step"], data["metrics"], files)
-        except (*MISSING, KeyError, TypeError, AttributeError, ValueError) as error:
+        except (*MISSING_FILE, KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"{FILE_NAME} is not a manifest: {error}") from None
 
     def damage(self, folder: Path) -> str:
@@ -204,7 +204,7 @@ def _size(path: Path) -> int | None:
     """Return the size of a file; None if there is none. `Path.is_file` would hide why it cannot be determined."""
     try:
         facts = path.stat()
-    except MISSING:
+    except MISSING_FILE:
         return None
     return facts.st_size if stat.S_ISREG(facts.st_mode) else None
 

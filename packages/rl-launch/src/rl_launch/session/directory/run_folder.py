@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.config import Problem, load, nearest_as_remedy
-from rl_core.errors import MISSING, ConfigError, RunDirectoryError, named, require_readable
+from rl_core.errors import MISSING_FILE, ConfigError, RunDirectoryError, named, require_readable
 from rl_launch.session.checkpoints.checkpoints import saved_checkpoints
 from rl_launch.session.checkpoints.manifest import CheckpointManifest
 from rl_launch.session.directory import lock
@@ -137,7 +137,7 @@ class RunFolder:
     def config(self) -> dict[str, Any]:
         """Return the run's config as nested plain values, interpolations of environment variables as they were written;
         empty if the file is damaged."""
-        with suppress(*MISSING):
+        with suppress(*MISSING_FILE):
             require_readable(self.path / CONFIG)
         try:
             return load(self.path / CONFIG).plain()
@@ -322,6 +322,6 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         with named(path):
             data = json.loads(path.read_bytes())
-    except (*MISSING, ValueError):
+    except (*MISSING_FILE, ValueError):
         return {}
     return data if isinstance(data, dict) else {}

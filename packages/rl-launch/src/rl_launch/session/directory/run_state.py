@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from rl_core.errors import MISSING, RunDirectoryError, named
+from rl_core.errors import MISSING_FILE, RunDirectoryError, named
 from rl_launch.session.directory.writable import write_atomically
 
 SECTION = "logger"
@@ -136,7 +136,7 @@ class RunState:
                 data = json.loads((folder / FILE_NAME).read_bytes())
             best = Best(**data.pop("best")) if data.get("best") else data.pop("best", None)
             return cls(**data, best=best)
-        except (*MISSING, ValueError, TypeError, AttributeError):
+        except (*MISSING_FILE, ValueError, TypeError, AttributeError):
             return None
 
 
