@@ -43,7 +43,7 @@ from rl_core.rollouts.group import RolloutGroup, RolloutReports
 from rl_core.rollouts.pool import RolloutTask, Ticket
 from rl_core.rollouts.rollout import Prompt, Status, StopReason
 from rl_core.weights import WeightUpdate
-from rl_launch.runtime.rollout_pool import Dispatch
+from rl_launch.runtime.rollout_pool import GroupDispatch
 
 SKEW = 8.0
 """99th percentile of the lengths over their median."""
@@ -138,7 +138,7 @@ class ScriptedPool:
         self._script, self._engines, self._in_flight = script, engines, in_flight
         replicas = [ScriptedReplica(script, engines) for _ in range(engines.replicas)]
         self.num_lost = 0
-        self._dispatch = Dispatch(replicas)  # type: ignore[arg-type]  # they begin groups, which is all it asks for here
+        self._dispatch = GroupDispatch(replicas)  # type: ignore[arg-type]  # they begin groups, which is all it asks for here
         self._version = 0
         self.most_under_way = 0
 

@@ -39,10 +39,7 @@ from rl_launch.session.checkpoints.checkpoints import Checkpoints
 from rl_launch.session.config import CheckpointingConfig
 
 NUM_RANKS = 4
-LAYOUTS: Mapping[str, dict[str, int]] = {
-    "dtensor": {},
-    "megatron": {"tensor_model_parallel_size": 2},
-}
+LAYOUTS: Mapping[str, dict[str, int]] = {"dtensor": {}, "megatron": {"tensor_model_parallel_size": 2}}
 """Settings of each backend: FSDP2 over four ranks, and tensor parallelism of two by two data-parallel ranks."""
 MEGABYTE = 10**6
 
@@ -201,10 +198,7 @@ def model_of(folder: Path, backend: str) -> Iterator[RemoteModel]:
     envs = provision_workers(plan, None, device)
     logs = folder / f"{backend}-logs"
     logs.mkdir()
-    with (
-        VirtualCluster.of(config.cluster, device) as cluster,
-        Runtime(plan, envs, cluster, logs) as runtime,
-    ):
+    with VirtualCluster.of(config.cluster, device) as cluster, Runtime(plan, envs, cluster, logs) as runtime:
         yield runtime.models()[POLICY]
 
 

@@ -280,9 +280,7 @@ def measured_steps(
     policy = RemoteModel(ranks, role="policy", nodes=["here"] * num_ranks)
     pool = ReplicaPool(replicas(replica_hosts), None, stall_timeout_s=600.0, weights=NoTransfer())
     config = GRPOConfig(
-        num_prompts_per_step=chosen.prompts,
-        num_generations_per_prompt=chosen.group,
-        max_num_steps=chosen.steps + 1,
+        num_prompts_per_step=chosen.prompts, num_generations_per_prompt=chosen.group, max_num_steps=chosen.steps + 1
     )
     sampling = SamplingParams(tokens)
     given = stream or Stream([prompts(chosen.prompts)])

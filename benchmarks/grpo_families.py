@@ -316,11 +316,7 @@ def recipe_of(family: str, folder: Path, generator: str) -> dict[str, Any]:
             "precision": "float32",
             "train_global_batch_size": PROMPTS * GROUP,
             "max_total_sequence_length": LONGEST,
-            "sequence_packing": {
-                "enabled": True,
-                "train_mb_tokens": 2 * LONGEST,
-                "logprob_mb_tokens": 2 * LONGEST,
-            },
+            "sequence_packing": {"enabled": True, "train_mb_tokens": 2 * LONGEST, "logprob_mb_tokens": 2 * LONGEST},
             "optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": LEARNING_RATE, "weight_decay": 0.0}},
             "generation": {
                 "backend": generator,

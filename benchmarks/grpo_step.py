@@ -241,11 +241,7 @@ def our_config(size: Size, plan: Plan, folder: Path) -> dict:
             "max_grad_norm": 1.0,
             "sequence_packing": {"enabled": size.lengths is not None},  # equal rows need none
             "optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": LEARNING_RATE, "weight_decay": 0.0}},
-            "generation": {
-                "max_new_tokens": size.tokens,
-                "temperature": 1.0,
-                **GENERATORS[plan.generator](size.rows),
-            },
+            "generation": {"max_new_tokens": size.tokens, "temperature": 1.0, **GENERATORS[plan.generator](size.rows)},
         },
         "grpo": {
             "num_prompts_per_step": size.prompts,
@@ -326,14 +322,7 @@ def read_arguments() -> tuple[Plan, list[str], Path, Path | None]:
     cores = use_cores(chosen.cores)
     if chosen.quick:
         chosen.steps, chosen.warm_up, chosen.sizes = 2, 1, ["tiny"]
-    plan = Plan(
-        chosen.steps,
-        chosen.warm_up,
-        chosen.ranks,
-        cores,
-        chosen.microbatch,
-        chosen.generator,
-    )
+    plan = Plan(chosen.steps, chosen.warm_up, chosen.ranks, cores, chosen.microbatch, chosen.generator)
     sizes = [size for name in chosen.sizes or SIZES for size in SETS.get(name, [name])]
     return plan, sizes, chosen.trl_env, chosen.folder
 

@@ -80,10 +80,7 @@ GRADERS = {
     "match (json)": Grader("match", {"mode": "json"}, {"answer": {"a": 1}}, '{"a": 1}'),
     "match (json_schema)": Grader("match", {"mode": "json_schema"}, {"schema": {"required": ["qq"]}}, '{"qq": 1}'),
     "instructions": Grader(
-        "instructions",
-        {},
-        {"instruction_id_list": ["detectable_format:json_format"], "kwargs": [{}]},
-        '{"a": 1}',
+        "instructions", {}, {"instruction_id_list": ["detectable_format:json_format"], "kwargs": [{}]}, '{"a": 1}'
     ),
     "text_tools": Grader("text_tools", {}, {"answer": "7"}, "The answer is 7."),
     "code": Grader("code", {}, {"tests": [{"input": "2\n", "output": "4\n"}]}, PROGRAM),

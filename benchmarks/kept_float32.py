@@ -170,10 +170,7 @@ def train(
     def build(*, packs: bool) -> DTensorWorker:
         packing = SequencePackingConfig(enabled=packs)
         config = ModelConfig(
-            model_name=str(folder),
-            precision=precision,
-            sequence_packing=packing,
-            max_total_sequence_length=longest,
+            model_name=str(folder), precision=precision, sequence_packing=packing, max_total_sequence_length=longest
         )
         return DTensorWorker(config, DTensorConfig(), ModelSpec(), Rendezvous(0, 1, 0, "127.0.0.1", free_port(), "cpu"))
 

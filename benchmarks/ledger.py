@@ -124,14 +124,7 @@ def heads(models: Sequence[str]) -> str:
                         f"{costs.training.peak_bytes / MB:,.0f}",
                     )
                 )
-    head = (
-        "head",
-        "MB/token outside products, forward",
-        "backward",
-        "in products",
-        "kernels",
-        "memory, MB",
-    )
+    head = ("head", "MB/token outside products, forward", "backward", "in products", "kernels", "memory, MB")
     return _titled("Head", "`rl_core.torch.heads.logprobs.head_reads`.", table(head, rows))
 
 

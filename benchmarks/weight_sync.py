@@ -242,13 +242,7 @@ def ask(pipes: Sequence[Connection]) -> None:
 
 
 def receive(
-    manifest: Manifest,
-    transport: Transport,
-    rank: int,
-    keeps: Parts,
-    sends_parts: bool,
-    pipe: Connection,
-    threads: int,
+    manifest: Manifest, transport: Transport, rank: int, keeps: Parts, sends_parts: bool, pipe: Connection, threads: int
 ) -> None:
     """Another process."""
     torch.set_num_threads(threads)

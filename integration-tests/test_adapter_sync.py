@@ -61,10 +61,7 @@ def test_adapters_travel_alone_and_the_engine_computes_with_them_as_the_policy_d
     weights = load_file(folder / "checkpoints/step_3/hf/model.safetensors")
     num_bytes = sum(factor.nbytes for factor in factors.values())
     whole = num_bytes + sum(weight.nbytes for name, weight in weights.items() if name != "lm_head.weight")
-    assert transfers_of(folder) == [
-        (1, "all weights and their adapters", whole),
-        (2, "the adapters alone", num_bytes),
-    ]
+    assert transfers_of(folder) == [(1, "all weights and their adapters", whole), (2, "the adapters alone", num_bytes)]
 
 
 def test_adapters_that_travel_alone_make_the_steps_of_merged_ones(driver, adapted, run_of, tmp_path):

@@ -14,16 +14,7 @@ import time
 import psutil
 import pytest
 import tellable_environment
-from faults import (
-    FAULT,
-    FAULTS,
-    LACKS,
-    NONE,
-    RAY_ENDED,
-    RAYLET,
-    RESTARTS,
-    noticed,
-)
+from faults import FAULT, FAULTS, LACKS, NONE, RAY_ENDED, RAYLET, RESTARTS, noticed
 from logical_cluster import LogicalCluster
 from runs import (
     NUM_PROMPTS,

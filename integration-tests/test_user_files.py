@@ -23,13 +23,7 @@ def test_the_estimator_and_the_loss_of_the_readme_train_a_policy(driver, grpo, t
     write_files(ROOT / "packages/rl-algos/README.md", tmp_path, "mine.py", "run.yaml")
     _, *settings = grpo
     run = tmp_path / "run"
-    driver.train(
-        run,
-        str(tmp_path / "run.yaml"),
-        *settings,
-        "grpo.max_num_steps=2",
-        "policy.generation.backend=hf",
-    )
+    driver.train(run, str(tmp_path / "run.yaml"), *settings, "grpo.max_num_steps=2", "policy.generation.backend=hf")
     steps = steps_of(run)
     assert [line["policy/surprise"] > 0 for line in steps] == [True, True]
     for line in steps:

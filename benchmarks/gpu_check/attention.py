@@ -99,11 +99,7 @@ def check(setup: Setup, report: Report) -> None:
 
 def _refuse(backend: AttentionBackend, precision: str, setup: Setup) -> None:
     """Raise `Skip` with the reason for which a run would be refused."""
-    for problem in device_problems(
-        DTensorConfig(attention_backend=backend),
-        precision=precision,
-        device=setup.kind,
-    ):
+    for problem in device_problems(DTensorConfig(attention_backend=backend), precision=precision, device=setup.kind):
         raise Skip(problem.message)
     try:
         kernel_of(backend)

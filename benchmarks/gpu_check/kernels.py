@@ -94,24 +94,14 @@ def _cases(setup: Setup) -> dict[str, Case]:
             lambda inputs: 8 * inputs[0].numel(),
         ),
         "norm and rotation of heads": Case(
-            turned,
-            lambda tokens: [(1, heads, tokens, size), (size,)],
-            lambda inputs: 5 * inputs[0].numel(),
+            turned, lambda tokens: [(1, heads, tokens, size), (size,)], lambda inputs: 5 * inputs[0].numel()
         ),
-        "SwiGLU": Case(
-            swiglu,
-            lambda tokens: [(tokens, inner), (tokens, inner)],
-            lambda inputs: 8 * inputs[0].numel(),
-        ),
+        "SwiGLU": Case(swiglu, lambda tokens: [(tokens, inner), (tokens, inner)], lambda inputs: 8 * inputs[0].numel()),
         "weighted SwiGLU of halves": Case(
-            swiglu_of_halves,
-            lambda tokens: [(tokens, inner), (tokens,)],
-            lambda inputs: 4 * inputs[0].numel(),
+            swiglu_of_halves, lambda tokens: [(tokens, inner), (tokens,)], lambda inputs: 4 * inputs[0].numel()
         ),
         "tokens to experts and back": Case(
-            spread_and_collect,
-            lambda tokens: [(tokens, width)],
-            lambda inputs: 4 * (1 + chosen) * inputs[0].numel(),
+            spread_and_collect, lambda tokens: [(tokens, width)], lambda inputs: 4 * (1 + chosen) * inputs[0].numel()
         ),
     }
 

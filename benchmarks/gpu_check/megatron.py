@@ -12,10 +12,7 @@ from gpu_check.resume import check_resume
 from gpu_check.setup import Setup
 from gpu_check.training import Case, check_parity, check_shapes
 
-CASES = (
-    Case("packed", {"recompute": "none"}),
-    Case("packed", {"recompute": "full"}),
-)
+CASES = (Case("packed", {"recompute": "none"}), Case("packed", {"recompute": "full"}))
 ROUNDS = 10
 
 

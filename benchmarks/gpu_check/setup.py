@@ -66,10 +66,7 @@ class Shape:
         return ModelShape(matrices, matrices, (attention,) * self.layers)
 
 
-SHAPES = {
-    "0.6B": Shape(1024, 28, 16, 8, 3072, 128, VOCAB),
-    "1.7B": Shape(2048, 28, 16, 8, 6144, 128, VOCAB),
-}
+SHAPES = {"0.6B": Shape(1024, 28, 16, 8, 3072, 128, VOCAB), "1.7B": Shape(2048, 28, 16, 8, 6144, 128, VOCAB)}
 TINY = {"tiny": Shape(64, 2, 4, 2, 96, 32, 509)}
 PARITY = Shape(256, 4, 8, 4, 512, 64, 4096, 0.05)
 """Small enough to be exact against an oracle, large enough for every kernel."""

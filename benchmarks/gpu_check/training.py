@@ -165,10 +165,7 @@ def _measured(
     num_tokens = int(lengths.sum())
     layout = packed(num_tokens) if case.layout == "packed" else padded(len(lengths))
     config = config_of(
-        setup.folder(shape, dtype="bfloat16"),
-        int(lengths.max()),
-        logprob_chunk_size=_chunk_size(setup),
-        **layout,
+        setup.folder(shape, dtype="bfloat16"), int(lengths.max()), logprob_chunk_size=_chunk_size(setup), **layout
     )
     with open_worker(plugin, config, setup, **case.settings) as worker:
         read = worker.infer(batch, [LOGPROBS])

@@ -21,11 +21,7 @@ def attention_costs(shape: AttentionShape, num_key_heads: int, num_tokens: int, 
         attend: Computes it; torch's flash attention if None.
     """
     device = torch.device("meta")
-    heads = (
-        (shape.num_heads, shape.key_dim),
-        (num_key_heads, shape.key_dim),
-        (num_key_heads, shape.value_dim),
-    )
+    heads = ((shape.num_heads, shape.key_dim), (num_key_heads, shape.key_dim), (num_key_heads, shape.value_dim))
     query, key, value = (
         torch.empty(1, num_tokens, *sizes, device=device, dtype=torch.bfloat16, requires_grad=True).transpose(1, 2)
         for sizes in heads

@@ -127,13 +127,7 @@ class _Tally:
     def costs(self, peak_bytes: int) -> Costs:
         work = self._work
         return Costs(
-            work.products,
-            work.flops,
-            work.other,
-            work.sharding,
-            dict(self._waits),
-            dict(self._collectives),
-            peak_bytes,
+            work.products, work.flops, work.other, work.sharding, dict(self._waits), dict(self._collectives), peak_bytes
         )
 
 

@@ -35,7 +35,7 @@ from rl_core.torch.training.backend import Microbatch, Pass
 from rl_dtensor.config import DTensorConfig
 from rl_dtensor.model.build import unloaded_model
 from rl_dtensor.model.kernels import varlen
-from rl_dtensor.parallel.mesh import Mesh
+from rl_dtensor.parallel.mesh import DTensorMesh
 from rl_dtensor.parallel.sizes import AxisSizes
 from rl_dtensor.training.step import DTensorModel
 
@@ -125,13 +125,7 @@ def pass_costs(
         routed = partial(_even_exchange, mesh, hf_config, workload.num_tokens)
         stack.enter_context(Answers(partial(_read, workload.num_tokens, routed), workload.num_tokens))
         sharded = unloaded_model(
-            config,
-            backend,
-            ModelSpec(),
-            deepcopy(hf_config),
-            files=WeightFiles(folder, {}),
-            is_packed=True,
-            mesh=mesh,
+            config, backend, ModelSpec(), deepcopy(hf_config), files=WeightFiles(folder, {}), is_packed=True, mesh=mesh
         )
         for chunk in sharded.chunks:
             chunk.attend = varlen()
@@ -201,7 +195,7 @@ def _with_layers(hf_config: PreTrainedConfig, count: int) -> PreTrainedConfig:
     return changed
 
 
-def _run(workload: Workload, mesh: Mesh, on_loss: Callable[[], None]) -> Pass:
+def _run(workload: Workload, mesh: DTensorMesh, on_loss: Callable[[], None]) -> Pass:
     tokens = Ragged.from_rows([np.zeros(workload.num_tokens, dtype=np.int32)])
 
     def make() -> Microbatch:
@@ -216,13 +210,13 @@ def _run(workload: Workload, mesh: Mesh, on_loss: Callable[[], None]) -> Pass:
 
 
 @contextmanager
-def _fake_ranks(num_ranks: int, node_size: int, backend: DTensorConfig) -> Iterator[Mesh]:
+def _fake_ranks(num_ranks: int, node_size: int, backend: DTensorConfig) -> Iterator[DTensorMesh]:
     """Rank 0 of a mesh, whose other ranks do not exist."""
     rendezvous = Rendezvous(0, num_ranks, 0, "", 0, DEVICE)
     sizes = AxisSizes.of(backend, num_ranks)
     dist.init_process_group(dist.Backend.FAKE, store=FakeStore(), rank=0, world_size=num_ranks)
     try:
-        mesh = Mesh.of_joined(rendezvous, sizes, control=dist.Backend.FAKE, node_size=node_size)
+        mesh = DTensorMesh.of_joined(rendezvous, sizes, control=dist.Backend.FAKE, node_size=node_size)
     except BaseException:
         dist.destroy_process_group()
         raise
@@ -241,7 +235,7 @@ def _read(num_tokens: int, routed: Callable[[], Tensor], asked: Tensor) -> Tenso
     return torch.tensor(num_tokens, dtype=asked.dtype)
 
 
-def _even_exchange(mesh: Mesh, hf_config: PreTrainedConfig, num_tokens: int) -> Tensor:
+def _even_exchange(mesh: DTensorMesh, hf_config: PreTrainedConfig, num_tokens: int) -> Tensor:
     """Tokens that a rank sends to each rank that it exchanges with and receives from it, and choices of its experts, if
     every token goes to experts at random, as `rl_dtensor.parallel.dispatch` reads them."""
     config = hf_config.get_text_config()

@@ -56,11 +56,7 @@ def test_a_tag_is_its_version_and_the_tree_one_without_a_tag(released):
 USES = [
     ("__init__", "from rl_core import added", "cannot import name 'added'"),
     ("part", "import no_such_engine\nfrom rl_core import added", "rl_vllm.part, line 2: rl_core has no added"),
-    (
-        "part",
-        "def late():\n    import rl_core.new_part",
-        "rl_vllm.part, line 2: there is no module rl_core.new_part",
-    ),
+    ("part", "def late():\n    import rl_core.new_part", "rl_vllm.part, line 2: there is no module rl_core.new_part"),
     ("part", "from rl_core import old\nold(keyword=1)", "unexpected keyword argument 'keyword'"),
 ]
 

@@ -32,8 +32,5 @@ PLUGIN = AlgorithmPlugin(
 )
 
 ROLLOUTS = replace(
-    PLUGIN,
-    name="three-roles-rollouts",
-    implementation="three_roles.rollouts:ThreeRolesOnRollouts",
-    generates=True,
+    PLUGIN, name="three-roles-rollouts", implementation="three_roles.rollouts:ThreeRolesOnRollouts", generates=True
 )

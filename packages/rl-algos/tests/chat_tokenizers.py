@@ -26,14 +26,7 @@ FAMILIES = {
     "qwen3": Family(("<|im_end|>", "<|im_start|>"), PLAIN),
     "qwen3_6": Family(("<|im_end|>", "<|im_start|>"), PLAIN),
     "llama3_1": Family(
-        (
-            "<|eot_id|>",
-            "<|begin_of_text|>",
-            "<|start_header_id|>",
-            "<|end_header_id|>",
-            "<|eom_id|>",
-            "<|python_tag|>",
-        )
+        ("<|eot_id|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|python_tag|>")
     ),
     "gemma3": Family(("<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>")),
     "deepseek_v3": Family(

@@ -20,18 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from figures import median, seconds, surroundings, table
-from training import (
-    LENGTHS,
-    NextToken,
-    Size,
-    alike,
-    batch_of,
-    config_of,
-    one_rank,
-    packed,
-    padded,
-    skewed_lengths,
-)
+from training import LENGTHS, NextToken, Size, alike, batch_of, config_of, one_rank, packed, padded, skewed_lengths
 
 from rl_core.data.batch import Batch
 from rl_core.data.microbatch import Batching, plan_microbatches

@@ -32,10 +32,7 @@ CASES = [
 """Backend, family, mesh, recomputation."""
 
 
-@pytest.mark.parametrize(
-    ("backend", "family", "mesh", "recompute"),
-    partly_exhaustive(CASES, always=[]),
-)
+@pytest.mark.parametrize(("backend", "family", "mesh", "recompute"), partly_exhaustive(CASES, always=[]))
 def test_compiled_layers_train_and_stream_as_one_process(
     ranks, tmp_path, monkeypatch, backend, family, mesh, recompute
 ):

@@ -127,10 +127,7 @@ def test_chunks_of_unknown_length_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("family", "settings", "message"),
-    [
-        ("jetmoe", {"expert_parallel_size": 2}, "have no stacked experts"),
-    ],
+    ("family", "settings", "message"), [("jetmoe", {"expert_parallel_size": 2}, "have no stacked experts")]
 )
 def test_models_that_cannot_be_split_so_are_refused_with_the_reason(ranks, tmp_path, family, settings, message):
     folder = write_tiny(AutoConfig.for_model(family), tmp_path / "model")

@@ -30,7 +30,7 @@ class Case:
     Args:
         made: Arguments of peft's config.
         family: `model_type` of the model.
-        mesh: Mesh that merges it.
+        mesh: DTensorMesh that merges it.
     """
 
     made: dict[str, Any]

@@ -32,10 +32,7 @@ HELD = ("1", "fsdp2", "tp2", "tp2+sp", "cp2", "cp2 ulysses")
 
 CASES = partly_exhaustive(
     [(family, mesh, is_packed) for family in FAMILIES for mesh in HELD for is_packed in (True, False)],
-    always=[
-        ("qwen3_vl", "tp2+sp", True),
-        ("gemma3", "1", False),
-    ],
+    always=[("qwen3_vl", "tp2+sp", True), ("gemma3", "1", False)],
 )
 
 
@@ -101,10 +98,7 @@ def test_reads_and_steps_are_those_of_transformers(ranks, models, store, family,
 
 @pytest.mark.parametrize(
     "rows",
-    [
-        pytest.param([0, 1], id="a rank with text only"),
-        pytest.param([2], id="a rank without rows", marks=exhaustive),
-    ],
+    [pytest.param([0, 1], id="a rank with text only"), pytest.param([2], id="a rank without rows", marks=exhaustive)],
 )
 def test_ranks_without_images_take_part(ranks, models, store, rows):
     folder = models("qwen3_vl")
@@ -120,8 +114,7 @@ def test_ranks_without_images_take_part(ranks, models, store, rows):
 @pytest.mark.parametrize(
     ("family", "is_tied"),
     partly_exhaustive(
-        [(family, is_tied) for family in FAMILIES for is_tied in (True, False)],
-        always=[("gemma3", True)],
+        [(family, is_tied) for family in FAMILIES for is_tied in (True, False)], always=[("gemma3", True)]
     ),
 )
 def test_exports_and_weight_updates_are_files_of_transformers(ranks, models, store, tmp_path, family, is_tied):
@@ -173,8 +166,7 @@ def test_frozen_parts_keep_their_weights_and_have_no_state(ranks, models, store)
 @pytest.mark.parametrize(
     ("part", "mesh"),
     partly_exhaustive(
-        [(part, mesh) for part in ("frozen", "adapters") for mesh in HELD],
-        always=[("adapters", "tp2+sp")],
+        [(part, mesh) for part in ("frozen", "adapters") for mesh in HELD], always=[("adapters", "tp2+sp")]
     ),
 )
 def test_adapters_sit_on_the_language_model_and_on_the_parts_that_ask_for_them(

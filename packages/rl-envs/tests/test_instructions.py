@@ -245,8 +245,7 @@ SENTENCES = [
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments", "response", "follows"),
-    [(name, *case) for name, cases in TRICKY.items() for case in cases],
+    ("name", "arguments", "response", "follows"), [(name, *case) for name, cases in TRICKY.items() for case in cases]
 )
 def test_tricky_responses_are_judged_as_by_ifeval(
     name: str, arguments: dict[str, Any], response: str, follows: bool

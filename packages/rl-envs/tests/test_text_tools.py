@@ -174,11 +174,7 @@ def test_a_call_that_takes_too_long_ends_its_session(sandbox: Sandbox) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "says"),
-    [
-        ("import os; os._exit(3)", "exit code 3"),
-        ("x = 'a' * 5_000_000\nx", "wrote more than"),
-    ],
+    ("code", "says"), [("import os; os._exit(3)", "exit code 3"), ("x = 'a' * 5_000_000\nx", "wrote more than")]
 )
 def test_a_session_tells_how_it_ended(sandbox: Sandbox, code: str, says: str) -> None:
     with Session(sandbox) as session:

@@ -252,12 +252,7 @@ _TEXT = (
         shows=("recipe.yaml:3", "???"),
         files=_recipe("policy:", "  model_name: ???"),
     ),
-    _case(
-        "interpolation of no key",
-        GRPO,
-        "grpo.seed=${grpo.sede}",
-        shows=("grpo.sede", "grpo.seed"),
-    ),
+    _case("interpolation of no key", GRPO, "grpo.seed=${grpo.sede}", shows=("grpo.sede", "grpo.seed")),
     _case(
         "interpolation in a circle",
         GRPO,
@@ -314,21 +309,8 @@ _TEXT = (
 )
 
 _PLUGINS = (
-    _case(
-        "unknown algorithm",
-        GRPO,
-        "algorithm=grop",
-        key="algorithm",
-        got="grop",
-        allowed="grpo",
-    ),
-    _case(
-        "no algorithm",
-        "recipe.yaml",
-        key="algorithm",
-        allowed="grpo",
-        files=_text("policy: {}\n"),
-    ),
+    _case("unknown algorithm", GRPO, "algorithm=grop", key="algorithm", got="grop", allowed="grpo"),
+    _case("no algorithm", "recipe.yaml", key="algorithm", allowed="grpo", files=_text("policy: {}\n")),
     _case(
         "unknown generation backend",
         GRPO,
@@ -381,12 +363,7 @@ _PLUGINS = (
         shows=("rows.jsonl, line 1", "env_name"),
         files=_rows({"messages": "1+2="}),
     ),
-    _case(
-        "unknown dataset",
-        SFT,
-        "data.train={dataset_name: arithmetc}",
-        shows=("arithmetc", "arithmetic"),
-    ),
+    _case("unknown dataset", SFT, "data.train={dataset_name: arithmetc}", shows=("arithmetc", "arithmetic")),
     _case(
         "unknown dataset with settings",
         SFT,
@@ -617,13 +594,7 @@ _MODELS = (
         shows=("policy.tokenizer.chat_template",),
         files=_model(template=False),
     ),
-    _case(
-        "tokenizer without an end of sequence",
-        SFT,
-        MODEL,
-        shows=("eos_token",),
-        files=_model(eos=False),
-    ),
+    _case("tokenizer without an end of sequence", SFT, MODEL, shows=("eos_token",), files=_model(eos=False)),
     _case(
         "missing template file",
         SFT,
@@ -1052,13 +1023,7 @@ _TOGETHER = (
 )
 
 _RUN_DIRECTORIES = (
-    _case(
-        "foreign run directory",
-        SFT,
-        *RUN,
-        shows=("run ", "thesis.tex"),
-        files=_both(_model(), _foreign),
-    ),
+    _case("foreign run directory", SFT, *RUN, shows=("run ", "thesis.tex"), files=_both(_model(), _foreign)),
     _case("busy run directory", SFT, *RUN, shows=(f"process {os.getpid()}",), files=_busy),
     _case(
         "run directory of another config",
@@ -1067,20 +1032,9 @@ _RUN_DIRECTORIES = (
         shows=("sft.seed: 7 -> 42", "no checkpoint"),
         files=_run_of("sft.seed=7"),
     ),
+    _case("--fresh on an earlier run", SFT, *RUN, "--fresh", shows=("run ", "--fresh"), files=_run_of()),
     _case(
-        "--fresh on an earlier run",
-        SFT,
-        *RUN,
-        "--fresh",
-        shows=("run ", "--fresh"),
-        files=_run_of(),
-    ),
-    _case(
-        "a file for a run directory",
-        SFT,
-        *RUN,
-        shows=("run ", "is a file"),
-        files=_both(_model(), _text("", "run")),
+        "a file for a run directory", SFT, *RUN, shows=("run ", "is a file"), files=_both(_model(), _text("", "run"))
     ),
     _case(
         "a file above the run directory",

@@ -105,11 +105,7 @@ _REWARDS = (
         "import os\n\ndef score(response):\n    print('bye', flush=True)\n    os._exit(3)\n",
         shows=("reward.py:score", "exit code 3", "'bye'", AT_ROW),
     ),
-    _reward(
-        "a reward that calls exit",
-        "def score(response):\n    exit(1)\n",
-        shows=("SystemExit: 1", "reward.py:2"),
-    ),
+    _reward("a reward that calls exit", "def score(response):\n    exit(1)\n", shows=("SystemExit: 1", "reward.py:2")),
     _reward(
         "a reward that imports what is not installed",
         "import no_such_judge\n" + GOOD,
@@ -171,9 +167,7 @@ _DATASETS = (
         shows=("rows.jsonl, line 2", "Invalid control character", "column 16"),
     ),
     _data(
-        "quotes of Python in JSON",
-        "{'messages': '1+2='}\n",
-        shows=("rows.jsonl, line 1", "column 2", "double quotes"),
+        "quotes of Python in JSON", "{'messages': '1+2='}\n", shows=("rows.jsonl, line 1", "column 2", "double quotes")
     ),
     _data("a file that is not UTF-8", b'{"a": "\xff"}\n', shows=("rows.jsonl, line 1", "UTF-8")),
     _data(

@@ -145,7 +145,9 @@ def test_diff_names_what_differs():
         (DataError("row 7 has no answer"), 2, "error: row 7 has no answer"),
         (RunDirectoryError("busy"), 2, "error: busy"),
         (
-            WorkerError("builtins.RuntimeError", "boom", "far away", FailureOrigin("policy", 1, "node-a", "train_step")),
+            WorkerError(
+                "builtins.RuntimeError", "boom", "far away", FailureOrigin("policy", 1, "node-a", "train_step")
+            ),
             1,
             "error: policy rank 1 on node-a during train_step: builtins.RuntimeError: boom",
         ),

@@ -38,12 +38,10 @@ EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 LARGE_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "tp2 pp2 dp2 ep2+sp": (8, {TP: 2, PP: 2, EP: 2, "sequence_parallel": True}),
+    "tp2 pp2 dp2 ep2+sp": (8, {TP: 2, PP: 2, EP: 2, "sequence_parallel": True})
 }
 
-SHARED_KEYS_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "tp4+sp": (4, {TP: 4, "sequence_parallel": True}),
-}
+SHARED_KEYS_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {"tp4+sp": (4, {TP: 4, "sequence_parallel": True})}
 """More tensor-parallel ranks than key-value heads."""
 
 MOE: dict[str, Any] = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}

@@ -137,11 +137,7 @@ def test_a_version_that_cannot_be_imported_is_reported(monkeypatch):
 
 @pytest.mark.parametrize(
     ("section", "is_checked"),
-    [
-        ({}, True),
-        ({"megatron_cfg": {"transformer_engine": False}}, False),
-        ({"lora_cfg": {"enabled": True}}, False),
-    ],
+    [({}, True), ({"megatron_cfg": {"transformer_engine": False}}, False), ({"lora_cfg": {"enabled": True}}, False)],
 )
 def test_the_preflight_looks_if_layers_are_built_of_it(pretended, monkeypatch, section, is_checked):
     pretended(":Linear")

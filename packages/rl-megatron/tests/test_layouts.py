@@ -47,11 +47,7 @@ PADDED = [
 PLACES = [(family, layout) for family in MODELS for layout in MODELS[family]]
 PACKED_AND_PADDED = ("packed-16", "padded-3")
 CASES = [(*place, batching) for place in PLACES for batching in PACKED_AND_PADDED] + PADDED
-IN_ALL = (
-    ("qwen3", LAYOUTS),
-    ("qwen3_moe", EXPERT_LAYOUTS),
-    ("deepseek_v3", LARGE_LAYOUTS),
-)
+IN_ALL = (("qwen3", LAYOUTS), ("qwen3_moe", EXPERT_LAYOUTS), ("deepseek_v3", LARGE_LAYOUTS))
 """Families and layouts of which most others' are parts: dense layers, experts, and latent attention."""
 FIRST = [(family, layout) for family, layouts in IN_ALL for layout in layouts]
 ALWAYS = [(*place, PACKED_AND_PADDED[number % 2]) for number, place in enumerate(FIRST)]

@@ -174,8 +174,7 @@ def test_completions_have_the_logprobs_that_the_engine_scores(rollouts: Rollouts
 
 
 @pytest.mark.parametrize(
-    ("factor", "reason"),
-    [(1.0001, "1 of 64 scales are not"), (0.0, "1 are zero"), (float("inf"), "1 are not finite")],
+    ("factor", "reason"), [(1.0001, "1 of 64 scales are not"), (0.0, "1 are zero"), (float("inf"), "1 are not finite")]
 )
 def test_a_corrupted_scale_is_refused_by_name(rollouts: Rollouts, factor: float, reason: str) -> None:
     error = rollouts.sync_spoilt(rollouts.versions[1], ("set_scale", DOWN, 5, factor))

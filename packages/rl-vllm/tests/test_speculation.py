@@ -208,8 +208,7 @@ def _interpreted() -> Iterator[None]:
 
 
 @pytest.fixture(
-    scope="module",
-    params=partly_exhaustive(["ngram", "draft_model", "eagle3", "mtp"], always=["draft_model"]),
+    scope="module", params=partly_exhaustive(["ngram", "draft_model", "eagle3", "mtp"], always=["draft_model"])
 )
 def bench(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, _interpreted: None

@@ -32,8 +32,7 @@ def pages() -> dict[str, str]:
 def _names(package: str) -> str:
     summaries = summaries_of(package)
     index = table(
-        ("name", "about"),
-        ((f"[{code(name)}][{package}.{name}]", prose(text)) for name, text in summaries.items()),
+        ("name", "about"), ((f"[{code(name)}][{package}.{name}]", prose(text)) for name, text in summaries.items())
     )
     bodies = (f"::: {package}.{name}\n" for name in summaries)
     return index + "\n" + "\n".join(bodies)

@@ -61,12 +61,7 @@ class ScriptedClient:
         return self._chat.characters_per_token
 
     async def generate(
-        self,
-        token_ids: np.ndarray,
-        sampling: SamplingParams | None = None,
-        *,
-        draw: int | None = None,
-        agent: str = "",
+        self, token_ids: np.ndarray, sampling: SamplingParams | None = None, *, draw: int | None = None, agent: str = ""
     ) -> Completion:
         sampling = sampling or self.sampling
         self.requests.append((token_ids, sampling, draw))

@@ -78,14 +78,7 @@ async def asks_in_parallel(ask):
     await ask([user("a"), said(first), user("part 1"), said(found[1]), user("more")])
 
 
-COURSES = {
-    edits_a_question: 2,
-    edits_an_answer: 2,
-    goes_back: 2,
-    compacts: 2,
-    asks_a_sub_agent: 2,
-    asks_in_parallel: 3,
-}
+COURSES = {edits_a_question: 2, edits_an_answer: 2, goes_back: 2, compacts: 2, asks_a_sub_agent: 2, asks_in_parallel: 3}
 """Courses, and the number of branches of each."""
 
 

@@ -47,11 +47,7 @@ def test_an_installed_dataset_holds_rows_of_its_training_split_out():
         {"train": {"dataset_name": "arithmetic", "settings": {"max_operand": 9}, "split_validation_size": 0.2}}
     )
     whole = DataConfig.model_validate({"train": {"dataset_name": "arithmetic", "settings": {"max_operand": 9}}})
-    [train], [held_out], [rows] = (
-        numbers(config, "train"),
-        numbers(config, "validation"),
-        numbers(whole, "train"),
-    )
+    [train], [held_out], [rows] = (numbers(config, "train"), numbers(config, "validation"), numbers(whole, "train"))
     assert sorted(train + held_out) == rows
 
 

@@ -134,11 +134,7 @@ ANSWERED = {
         "It is $\\boxed{\\frac{4}{2}}$.",
     ),
     "AI-MO/NuminaMath-1.5": Case(
-        "data/train-00000-of-00003.parquet",
-        [problem_card(**NUMINA)],
-        "1+1?",
-        "2",
-        "It is \\boxed{2}.",
+        "data/train-00000-of-00003.parquet", [problem_card(**NUMINA)], "1+1?", "2", "It is \\boxed{2}."
     ),
     "open-r1/OpenR1-Math-220k": Case(
         "data/train-00000-of-00010.parquet",

@@ -127,11 +127,7 @@ def test_a_message_has_one_form_however_it_is_written(message, read):
             "must have no other part",
             id="a result of Gemini beside text",
         ),
-        pytest.param(
-            calling(function={"name": "f", "arguments": "{"}),
-            "`arguments` is not valid JSON",
-            id="bad JSON",
-        ),
+        pytest.param(calling(function={"name": "f", "arguments": "{"}), "`arguments` is not valid JSON", id="bad JSON"),
         pytest.param(calling(function={"name": "f", "arguments": [1]}), "must be an object", id="a list of arguments"),
         pytest.param(calling(function={"arguments": {}}), "needs a `function` with a `name`", id="a call of nothing"),
     ],

@@ -179,10 +179,7 @@ PROMPTED = {"prompt": "1+1="}
         ({"chosen": "2", "rejected": "3"}, "no prompt: `chosen` and `rejected`"),
         ({"chosen": "It is 2", "rejected": "It is 2"}, "no prompt: `chosen` and `rejected` are the same string"),
         # a column of text may be the prompt
-        (
-            {"q": "1+1=", "chosen": "It is 2", "rejected": "It is 3"},
-            "no prompt: .* columns are chosen, q, rejected",
-        ),
+        ({"q": "1+1=", "chosen": "It is 2", "rejected": "It is 3"}, "no prompt: .* columns are chosen, q, rejected"),
         ({"chosen": marked("1+1=", "2"), "rejected": "3"}, "one of `chosen` and `rejected` is a whole"),
         (
             {"chosen": marked("1+1=", "2"), "rejected": marked("1+2=", "3")},

@@ -107,11 +107,7 @@ def test_a_column_fills_the_places_of_text_and_parts_in_order(tmp_path: Path) ->
     dataset = loaded(written(tmp_path / "data", *rows))
     one, two = digest_of(ONE), digest_of(TWO)
     found = [shapes(example.messages) for example in dataset.examples.values_in_order]
-    assert found == [
-        [[one, "\nand ", two, "?"]],
-        [[one, "?"]],
-        [[one], "Not an <image>.", ["a ", two, " b"]],
-    ]
+    assert found == [[[one, "\nand ", two, "?"]], [[one, "?"]], [[one], "Not an <image>.", ["a ", two, " b"]]]
 
 
 def test_bytes_of_files_and_of_the_hub_stay_out_of_what_rows_keep(tmp_path: Path) -> None:

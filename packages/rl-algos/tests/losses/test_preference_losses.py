@@ -6,18 +6,7 @@ import pytest
 import torch
 from preference_oracle import kto_loss, pair_loss
 
-from rl_algos.losses.preference import (
-    CPO,
-    DPO,
-    IPO,
-    ORPO,
-    PAIR_TERMS,
-    Hinge,
-    KTOLoss,
-    PreferenceLoss,
-    RobustDPO,
-    SimPO,
-)
+from rl_algos.losses.preference import CPO, DPO, IPO, ORPO, PAIR_TERMS, Hinge, KTOLoss, PreferenceLoss, RobustDPO, SimPO
 from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged
 from rl_core.plugins import resolve

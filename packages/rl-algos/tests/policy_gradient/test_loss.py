@@ -220,8 +220,7 @@ def test_a_reference_may_follow_the_policy():
 
 
 @pytest.mark.parametrize(
-    ("kind", "says"),
-    [("Half", "Half .*reads, temperature, implementation, totals"), ("Plain", "Plain .*dataclass")],
+    ("kind", "says"), [("Half", "Half .*reads, temperature, implementation, totals"), ("Plain", "Plain .*dataclass")]
 )
 def test_what_cannot_be_a_loss_is_refused(custom, kind, says):
     with pytest.raises(ValueError, match=says):

@@ -65,11 +65,7 @@ REFUSED = [
     ),
     ({"surrogate": {"name": "cispo", "dual_clip": 3.0}}, "surrogate.dual_clip", {MENTIONS: ["no such key"]}),
     ({"surrogate": {"name": "sapo", "clip_high": 0.28}}, "surrogate.clip_high", {MENTIONS: ["no such key"]}),
-    (
-        {"surrogate": {"name": "dppo-tv", "threshold": 0.0}},
-        "surrogate.threshold",
-        {"got": 0.0, "allowed": "float > 0"},
-    ),
+    ({"surrogate": {"name": "dppo-tv", "threshold": 0.0}}, "surrogate.threshold", {"got": 0.0, "allowed": "float > 0"}),
     ({"surrogate": {"name": "clip-cov", "low": 6.0}}, "surrogate.low", {"got": 6.0, MENTIONS: ["high (5.0)"]}),
     ({"surrogate": "kl-cov", "force_on_policy_ratio": True}, "force_on_policy_ratio", {MENTIONS: ["kl-cov"]}),
     (
@@ -159,9 +155,7 @@ def test_what_goes_together_is_a_loss(written):
     section = configured(written)
     assert problems(written) == []
     config = SimpleNamespace(
-        grpo=GRPOConfig(num_prompts_per_step=4, num_generations_per_prompt=2),
-        loss_fn=section,
-        policy=POLICY,
+        grpo=GRPOConfig(num_prompts_per_step=4, num_generations_per_prompt=2), loss_fn=section, policy=POLICY
     )
     loss = loss_of(config, config.grpo)
     # the config holds the objects that the loss is made of
@@ -211,9 +205,7 @@ def test_weights_by_age_need_rollouts_that_run_ahead():
     decaying = configured({**TIS, "staleness": {"decay": 0.9}})
     assert ahead(decaying) == []
     config = SimpleNamespace(
-        grpo=GRPOConfig(num_prompts_per_step=4, num_generations_per_prompt=2),
-        loss_fn=decaying,
-        policy=POLICY,
+        grpo=GRPOConfig(num_prompts_per_step=4, num_generations_per_prompt=2), loss_fn=decaying, policy=POLICY
     )
     (problem,) = loss_problems(config, config.grpo)
     assert_fields(problem, "loss_fn.staleness", {"is_unused": True, MENTIONS: ["grpo.async_grpo.enabled=true"]})

@@ -152,10 +152,7 @@ def test_what_is_read_before_the_update_follows_from_the_parts_in_use():
     assert {"prev_logprobs", "prev_collision", "ref_logprobs"} <= set(found)
     assert "prev_entropy" not in found
     # the reference is read over all tokens
-    assert policy.reads == [
-        (False, 0.5, (("logprobs", keep), ("collision", keep))),
-        (True, 0.5, (("logprobs", None),)),
-    ]
+    assert policy.reads == [(False, 0.5, (("logprobs", keep), ("collision", keep))), (True, 0.5, (("logprobs", None),))]
     other = Reading()
     assert set(with_logprobs(batch, other, Objective(PolicyLoss(on_policy=True)))) == set(batch)
     assert other.reads == []

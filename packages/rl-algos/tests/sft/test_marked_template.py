@@ -249,12 +249,7 @@ CALL = says("", tool_calls=[{"type": "function", "id": "c", "function": {"name":
 @pytest.mark.parametrize(
     ("tokenizer", "messages", "says_so"),
     [
-        pytest.param(
-            bare(),
-            TURNS,
-            r"does not end message 1 .*sft.learn: last",
-            id="no end",
-        ),
+        pytest.param(bare(), TURNS, r"does not end message 1 .*sft.learn: last", id="no end"),
         pytest.param(
             bare(prompts=False), TURNS[:2], r"writes 'assistant: ' before message 1", id="no generation prompt of text"
         ),

@@ -140,11 +140,7 @@ def test_a_completion_may_be_messages_and_turns_may_be_chosen(tmp_path, tokenize
     turns = [{"role": role, "content": content} for role, content in (("user", "a"), ("assistant", "b"))]
     row = {"prompt": [*turns, {"role": "user", "content": "c"}], "completion": [{"role": "assistant", "content": "d"}]}
     data = {
-        "train": {
-            "data_path": write(tmp_path / "a.jsonl", [row]),
-            "input_key": "prompt",
-            "output_key": "completion",
-        }
+        "train": {"data_path": write(tmp_path / "a.jsonl", [row]), "input_key": "prompt", "output_key": "completion"}
     }
     (both,) = prepared(tokenizer, data).train.take(1)
     assert under_loss(tokenizer, both) == "b<|end|>d<|end|>"

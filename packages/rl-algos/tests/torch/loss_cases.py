@@ -5,19 +5,7 @@ import torch
 
 from rl_algos.losses.importance import ImportanceCorrection, Rejection
 from rl_algos.losses.policy import PolicyLoss
-from rl_algos.losses.surrogates import (
-    CISPO,
-    DPPOKL,
-    DPPOTV,
-    GMPO,
-    GSPO,
-    SAPO,
-    VESPO,
-    Clip,
-    ClipCov,
-    KLCov,
-    Reinforce,
-)
+from rl_algos.losses.surrogates import CISPO, DPPOKL, DPPOTV, GMPO, GSPO, SAPO, VESPO, Clip, ClipCov, KLCov, Reinforce
 from rl_algos.losses.terms import Aggregation, EntropyBonus, Filters, KLPenalty, StalenessDecay
 from rl_algos.torch.policy_loss import compute
 from rl_core.data.batch import Batch

@@ -224,8 +224,7 @@ def test_a_rare_tail_is_told_from_none_down_to_its_bound():
 
 
 @pytest.mark.parametrize(
-    ("settings_", "message"),
-    [({"mixed_weight": 1.5}, "mixed_weight must be"), ({"beta": 0.0}, "got 0.0.*forward")],
+    ("settings_", "message"), [({"mixed_weight": 1.5}, "mixed_weight must be"), ({"beta": 0.0}, "got 0.0.*forward")]
 )
 def test_weights_that_make_no_sense_are_refused(settings_, message):
     with pytest.raises(ValueError, match=message):

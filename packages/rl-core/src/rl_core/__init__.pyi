@@ -1,8 +1,5 @@
 from rl_core.algorithm import Algorithm as Algorithm
 from rl_core.algorithm import AlgorithmEvaluation as AlgorithmEvaluation
-from rl_core.callback import Callback as Callback
-from rl_core.callback import CallbackRun as CallbackRun
-from rl_core.callback import RunEnd as RunEnd
 from rl_core.config.schema import Config as Config
 from rl_core.config.schema import EnvVars as EnvVars
 from rl_core.config.schema import NamedConfig as NamedConfig
@@ -93,9 +90,12 @@ from rl_core.rollouts.rollout import Prompt as Prompt
 from rl_core.rollouts.rollout import Rollout as Rollout
 from rl_core.rollouts.rollout import Turn as Turn
 from rl_core.rollouts.thoughts import final_text as final_text
+from rl_core.run import Callback as Callback
+from rl_core.run import CallbackRun as CallbackRun
 from rl_core.run import Checkpointable as Checkpointable
 from rl_core.run import Components as Components
 from rl_core.run import Run as Run
+from rl_core.run import RunEnd as RunEnd
 from rl_core.user_code import resolve as resolve
 
 __version__: str

@@ -2,11 +2,6 @@ from rl_core import run_config as run_config
 from rl_core.algorithm import Algorithm as Algorithm
 from rl_core.algorithm import AlgorithmEvaluation as AlgorithmEvaluation
 from rl_core.algorithm import implementation_of as implementation_of
-from rl_core.callback import HOOKS as HOOKS
-from rl_core.callback import Callback as Callback
-from rl_core.callback import CallbackRun as CallbackRun
-from rl_core.callback import EndStatus as EndStatus
-from rl_core.callback import RunEnd as RunEnd
 from rl_core.config import ABSENT as ABSENT
 from rl_core.config import DEFAULT as DEFAULT
 from rl_core.config import Config as Config
@@ -355,9 +350,14 @@ from rl_core.rollouts.thoughts import THOUGHTS as THOUGHTS
 from rl_core.rollouts.thoughts import final_text as final_text
 from rl_core.rollouts.thoughts import only_thoughts as only_thoughts
 from rl_core.rollouts.thoughts import opened_by as opened_by
+from rl_core.run import HOOKS as HOOKS
+from rl_core.run import Callback as Callback
+from rl_core.run import CallbackRun as CallbackRun
 from rl_core.run import Checkpointable as Checkpointable
 from rl_core.run import Components as Components
+from rl_core.run import EndStatus as EndStatus
 from rl_core.run import Run as Run
+from rl_core.run import RunEnd as RunEnd
 from rl_core.run_config import RunConfig as RunConfig
 from rl_core.selfcheck.cases import FamilyCase as FamilyCase
 from rl_core.selfcheck.cases import at_most_two as at_most_two

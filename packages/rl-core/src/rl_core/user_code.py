@@ -50,7 +50,7 @@ class SourceFile:
 
     @classmethod
     def read(cls, path: str | Path) -> SourceFile:
-        """The file with its present text.
+        """Return the file with its present text.
 
         Raises:
             ValueError: If it cannot be read.
@@ -160,7 +160,7 @@ class FromFile:
 
     @classmethod
     def read(cls, path: str) -> FromFile:
-        """The function or class that `file.py:Name` names, without running the file.
+        """Return the function or class of a `file.py:Name`, without running the file.
 
         Raises:
             ValueError: If the file cannot be read, is not valid Python, or clearly does not define the name.
@@ -180,7 +180,7 @@ class FromFile:
         return (self.source.names() or {}).get(self.name, False)
 
     def load(self) -> Any:
-        """The function or class, its file run once in this process; raises as `SourceFile.load`."""
+        """Return the function or class; its file runs once in this process. Raises as `SourceFile.load` does."""
         target: Any = self.source.load()
         for part in self.name.split("."):
             target = getattr(target, part)
@@ -212,7 +212,7 @@ def is_in_file(path: str) -> bool:
 
 
 def beside(path: str, folder: Path) -> str:
-    """The name with the file's path made absolute, from this folder or, if only that has the file, from the current
+    """Return the name with an absolute path, from this folder or, if only that has the file, from the current
     one; any other text as it is.
     """
     if not is_in_file(path):
@@ -226,7 +226,7 @@ def beside(path: str, folder: Path) -> str:
 
 
 def load_module(name: str) -> ModuleType:
-    """The module of a file, or of an installed package.
+    """Import the module of a file, or of an installed package.
 
     Raises:
         ValueError: If the file cannot be read or run.
@@ -265,7 +265,7 @@ def _public_instead(module: str, attribute: str) -> str:
 
 
 def implementation_name(owner: Any, path: str) -> str:
-    """The full name of an object's implementation, as `rl_core.plugins.resolve` takes it.
+    """Return the full name of an object's implementation, as `rl_core.plugins.resolve` takes it.
 
     Args:
         owner: The object, whose class may be from a file that travelled with it.
@@ -292,7 +292,7 @@ def is_own(file: str) -> bool:
 
 
 def calls_of(error: BaseException) -> list[traceback.FrameSummary]:
-    """Calls of an error's traceback from the first outside this package on; all if there is none."""
+    """Return the calls of an error's traceback from the first outside this package on; all if there is none."""
     frames = traceback.extract_tb(error.__traceback__)
     first = next((i for i, frame in enumerate(frames) if not frame.filename.startswith((_PACKAGE, "<"))), 0)
     return list(frames[first:])

@@ -287,8 +287,7 @@ class CountedRoot(Config):
 
 
 @pytest.mark.parametrize(
-    ("written", "key"),
-    [({"part": {"num_samples": 2}}, "part"), ({"several": [{}, {"num_samples": 2}]}, "several[1]")],
+    ("written", "key"), [({"part": {"num_samples": 2}}, "part"), ({"several": [{}, {"num_samples": 2}]}, "several[1]")]
 )
 def test_a_name_that_a_key_has_elsewhere_is_answered_with_the_key_and_its_meaning(
     written: dict[str, Any], key: str

@@ -205,12 +205,7 @@ class Game:
 """
 
 FAULTS = {
-    "cannot be built": (
-        UNBUILDABLE,
-        "Judge",
-        "start",
-        "no model",
-    ),
+    "cannot be built": (UNBUILDABLE, "Judge", "start", "no model"),
     "field": ("def score(response, anwser): return 1.0", "score", "signature", "did you mean answer?"),
     "raises": ("def score(response): return float(response[0] == 'T')", "score", "answers", "IndexError"),
     "ends its process": ("import os\ndef score(response): os._exit(3)", "score", "answers", "exit code 3"),
@@ -224,12 +219,7 @@ FAULTS = {
         "state",
         "after others in the same process",
     ),
-    "shared by conversations": (
-        SHARED,
-        "Game",
-        "state",
-        "beside others in the same process",
-    ),
+    "shared by conversations": (SHARED, "Game", "state", "beside others in the same process"),
     "calls of tools": (RAISES_ON_CALLS, "Fragile", "tool calls", "fails its rollout"),
     "no observation": (
         "from rl_core.rollouts.environment import StepResult\ndef score(response): return StepResult(done=False)",

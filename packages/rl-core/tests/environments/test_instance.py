@@ -76,8 +76,7 @@ def test_a_function_in_a_file_may_have_a_section(file):
 
 
 @pytest.mark.parametrize(
-    ("name", "written", "value"),
-    [("Guess", {"high": 9}, {"low": 1, "high": 9}), ("Maze", {"size": 3}, {"size": 3})],
+    ("name", "written", "value"), [("Guess", {"high": 9}, {"low": 1, "high": 9}), ("Maze", {"size": 3}, {"size": 3})]
 )
 def test_settings_of_a_class_are_keys_that_travel(file, name, written, value):
     config = instance_of(env(game={"type": f"{file}:{name}", **written}), "game").config

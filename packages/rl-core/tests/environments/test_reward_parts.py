@@ -36,10 +36,7 @@ def test_the_penalty_of_length_grows_past_the_limit(length, penalty):
     assert length_penalty("x" * length, max_characters=10) == penalty
 
 
-@pytest.mark.parametrize(
-    ("response", "share"),
-    [("yes 1", 1.0), ("да", 0.0), ("yesда", 0.6), ("123", 1.0), ("", 1.0)],
-)
+@pytest.mark.parametrize(("response", "share"), [("yes 1", 1.0), ("да", 0.0), ("yesда", 0.6), ("123", 1.0), ("", 1.0)])
 def test_consistency_is_the_share_of_letters_in_the_scripts_of_the_prompt(response, share):
     assert language_consistency(response, "Which one?") == pytest.approx(share)
 

@@ -65,24 +65,15 @@ def test_a_notebook_tries_environments_in_its_running_loop(trial):
 
 
 UNUSABLE = [
-    (
-        "def score(response):\n    return None",
-        r"score \(reward\.py:1\): the reward is None; return a number",
-    ),
+    ("def score(response):\n    return None", r"score \(reward\.py:1\): the reward is None; return a number"),
     ("def score(response):\n    return 'good'", "the reward is 'good'"),
     ("def score(response):\n    return float('nan')", "the reward is nan; return a finite number"),
     ("def score(response, anwser):\n    return 1.0", r"asks for 'anwser'; did you mean answer\?"),
-    (
-        "def score(response):\n    return {}[response]",
-        r"raised KeyError: .*\(at reward\.py:2\)\. .* raises too",
-    ),
+    ("def score(response):\n    return {}[response]", r"raised KeyError: .*\(at reward\.py:2\)\. .* raises too"),
     ("def score(response):\n    exit('done')", r"ended its process with SystemExit: done \(at reward\.py:2\)"),
     ("import os\ndef score(response):\n    os._exit(5)", "ended: exit code 5"),
     ("import no_such_package\ndef score(response):\n    return 1.0", "cannot be built: .* imports no_such_package"),
-    (
-        "def helper(): return SCALE\nhelper()\ndef score(response): ...",
-        r"NameError: .*\(at reward\.py:1\)",
-    ),
+    ("def helper(): return SCALE\nhelper()\ndef score(response): ...", r"NameError: .*\(at reward\.py:1\)"),
     ("def score(response):\n    return {}", "the reward has no parts"),
     ("class score: ...", "score is not an environment: it lacks the method `step`"),
     ("score = 3", "3 is not a function"),

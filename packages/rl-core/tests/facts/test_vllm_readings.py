@@ -35,10 +35,7 @@ YARN = {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7}}
         ),
         ({"model_type": "gemma3n_text"}, EXTENSION),
         ({"model_type": "lfm2"}, EXTENSION),
-        (
-            {"model_type": "deepseek_v3", "kv_lora_rank": 512},
-            {"hf_overrides": CORRECTED_ROUTING, **EXTENSION},
-        ),
+        ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, {"hf_overrides": CORRECTED_ROUTING, **EXTENSION}),
         (
             {"model_type": "deepseek_v3", "kv_lora_rank": 512, "topk_method": "noaux_tc"},
             {"hf_overrides": CORRECTED_ROUTING, **EXTENSION},

@@ -11,14 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_core.rollouts.group import RolloutGroup, RolloutReport, RolloutReports
-from rl_core.rollouts.record import (
-    MAX_CHARACTERS,
-    MAX_CONTEXT,
-    MAX_STRING,
-    rollout_record,
-    segments_of,
-    turns_of,
-)
+from rl_core.rollouts.record import MAX_CHARACTERS, MAX_CONTEXT, MAX_STRING, rollout_record, segments_of, turns_of
 from rl_core.rollouts.rollout import Prompt, Rollout, SegmentContext, Turn, WeightSpan
 
 PROMPT = Prompt(

@@ -60,10 +60,7 @@ def test_columns_take_the_dtypes_of_the_device():
 
 @pytest.mark.parametrize(
     ("column", "message"),
-    [
-        (Ragged.from_rows([[1], [2, 3]]), "'bad' is not aligned"),
-        (np.array(["a", "b"]), "'bad' of dtype <U1"),
-    ],
+    [(Ragged.from_rows([[1], [2, 3]]), "'bad' is not aligned"), (np.array(["a", "b"]), "'bad' of dtype <U1")],
 )
 def test_columns_that_cannot_go_are_named(column, message):
     with pytest.raises(ValueError, match=message):

@@ -116,9 +116,7 @@ PLUGIN = BackendPlugin(
     config=DTensorConfig,
     worker="rl_dtensor.worker:DTensorWorker",
     requirement=Requirement(
-        "rl-dtensor",
-        extras={"cpu": ("worker",), "cuda": ("worker",)},
-        imports=("torch", "transformers", "safetensors"),
+        "rl-dtensor", extras={"cpu": ("worker",), "cuda": ("worker",)}, imports=("torch", "transformers", "safetensors")
     ),
     further=kernels,
     images=VISION,

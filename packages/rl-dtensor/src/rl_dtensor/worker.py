@@ -14,9 +14,9 @@ from rl_core.torch.training.worker import TrainingWorker
 from rl_dtensor.config import DTensorConfig
 from rl_dtensor.model.build import build_model
 from rl_dtensor.parallel.accumulation import GradientMemory, keeps_whole_gradients
-from rl_dtensor.parallel.mesh import Mesh
-from rl_dtensor.training.state import ModelResidency, TrainingState
-from rl_dtensor.training.step import DTensorModel, ShardedOptimizer, build_sharded_optimizer, grad_norm
+from rl_dtensor.parallel.mesh import DTensorMesh
+from rl_dtensor.training.state import DTensorResidency, DTensorState
+from rl_dtensor.training.step import DTensorModel, DTensorOptimizer, build_sharded_optimizer, grad_norm
 
 
 class DTensorWorker(TrainingWorker):
@@ -37,12 +37,12 @@ class DTensorWorker(TrainingWorker):
     """
 
     def __init__(self, config: ModelConfig, backend: DTensorConfig, spec: ModelSpec, rendezvous: Rendezvous) -> None:
-        mesh = Mesh.join(rendezvous, backend)
+        mesh = DTensorMesh.join(rendezvous, backend)
         super().__init__(config, spec, mesh, partial(build_parts, config, backend, spec, mesh))
 
 
 def build_parts(
-    config: ModelConfig, backend: DTensorConfig, spec: ModelSpec, mesh: Mesh, folder: Path
+    config: ModelConfig, backend: DTensorConfig, spec: ModelSpec, mesh: DTensorMesh, folder: Path
 ) -> TrainingParts:
     """Build, shard and load this rank's part of a model; collective."""
     is_packed = Batching.of(config, training=True).packed
@@ -63,8 +63,8 @@ def build_parts(
     return TrainingParts(
         policy,
         model.weights,
-        None if inner is None else ShardedOptimizer(inner, model, lambda: grad_norm(model, mesh)),
-        TrainingState(model, inner, mesh),
-        ModelResidency(model, inner, mesh.kind, resident_head),
+        None if inner is None else DTensorOptimizer(inner, model, lambda: grad_norm(model, mesh)),
+        DTensorState(model, inner, mesh),
+        DTensorResidency(model, inner, mesh.kind, resident_head),
         head_parts,
     )

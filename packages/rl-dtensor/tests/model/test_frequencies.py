@@ -79,11 +79,7 @@ def test_a_row_is_the_same_alone_and_beside_a_longer_one(tmp_path, kind):
 
 
 @pytest.mark.parametrize(
-    ("rows", "longest_row"),
-    [
-        pytest.param([SHORT], ORIGINAL, id="short rows [trymirai/lalamo#326]"),
-        ([LONG], 40),
-    ],
+    ("rows", "longest_row"), [pytest.param([SHORT], ORIGINAL, id="short rows [trymirai/lalamo#326]"), ([LONG], 40)]
 )
 def test_longrope_takes_the_factors_of_the_longest_row_of_the_run(tmp_path, rows, longest_row):
     folder = tiny(tmp_path, "longrope")

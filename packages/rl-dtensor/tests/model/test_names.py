@@ -9,11 +9,7 @@ from rl_dtensor.selfcheck import SMALL, shrink
 
 
 @pytest.mark.parametrize(
-    ("family", "mixer", "widths"),
-    [
-        ("kimi_linear", "self_attn", (1, 1, 1)),
-        ("olmo_hybrid", "linear_attn", (1, 1, 2)),
-    ],
+    ("family", "mixer", "widths"), [("kimi_linear", "self_attn", (1, 1, 1)), ("olmo_hybrid", "linear_attn", (1, 1, 2))]
 )
 def test_the_convolution_of_several_projections_is_one_of_each_in_files(family, mixer, widths):
     with torch.device("meta"):

@@ -20,7 +20,7 @@ def fail_half_way(rank: Rank) -> tuple[str, bool]:
     """Join while the last groups cannot be made; the error, and whether this process is in a group afterwards."""
     try:
         with mock.patch.object(mesh, "_pipeline_groups", side_effect=OSError("too many open files")):
-            mesh.Mesh.join(rank.rendezvous, DTensorConfig())
+            mesh.DTensorMesh.join(rank.rendezvous, DTensorConfig())
     except OSError as error:
         return str(error), dist.is_initialized()
     raise AssertionError("joined")
@@ -28,7 +28,7 @@ def fail_half_way(rank: Rank) -> tuple[str, bool]:
 
 def join(rank: Rank) -> int:
     """Join and leave; the size of the data-parallel axis."""
-    joined = mesh.Mesh.join(rank.rendezvous, DTensorConfig())
+    joined = mesh.DTensorMesh.join(rank.rendezvous, DTensorConfig())
     size = joined.coordinates.along("dp")
     # the first rank's process has the store, over which the other may still be joining
     dist.barrier()
@@ -46,7 +46,7 @@ def add_up(rank: Rank, expert_parallel_size: int, num_groups: int) -> tuple[floa
         The sum, and how often DTensor worked out the placement of a result.
     """
     with mock.patch.object(mesh, "join_process_group", partial(_join_and_make, num_groups=num_groups)):
-        joined = mesh.Mesh.join(rank.rendezvous, DTensorConfig(expert_parallel_size=expert_parallel_size))
+        joined = mesh.DTensorMesh.join(rank.rendezvous, DTensorConfig(expert_parallel_size=expert_parallel_size))
     _, before = _get_fast_path_sharding_prop_cache_stats()
     part = torch.full((3,), 1.0 + rank.rendezvous.rank)
     total = DTensor.from_local(part, joined.dense["fsdp"], [Shard(0)]).sum().full_tensor()
@@ -65,7 +65,7 @@ def _join_and_make(rendezvous: Rendezvous, num_groups: int) -> None:
 def exchange_groups(rank: Rank, node_size: int) -> list[list[int]]:
     """Ranks of the groups through which tokens of this rank reach experts of four, on nodes of a size."""
     rendezvous = replace(rank.rendezvous, local_rank=rank.rendezvous.rank % node_size)
-    joined = mesh.Mesh.join(rendezvous, DTensorConfig(expert_parallel_size=2, tensor_parallel_size=2))
+    joined = mesh.DTensorMesh.join(rendezvous, DTensorConfig(expert_parallel_size=2, tensor_parallel_size=2))
     groups = [dist.get_process_group_ranks(group) for group in joined.exchanges]
     dist.barrier()
     joined.leave()

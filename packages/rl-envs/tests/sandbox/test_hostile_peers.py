@@ -166,12 +166,7 @@ def test_a_servers_malformed_answer_is_an_error(answer: object) -> None:
         read_answer(answer, Limits(), 0.0)
 
 
-FORGED = {
-    "text": "b'not JSON'",
-    "a number": "b'1'",
-    "deep nesting": "b'[' * 50_000",
-    "bytes": "bytes(range(128, 256))",
-}
+FORGED = {"text": "b'not JSON'", "a number": "b'1'", "deep nesting": "b'[' * 50_000", "bytes": "bytes(range(128, 256))"}
 """Expressions of the bytes that code writes in place of its session's answer."""
 
 

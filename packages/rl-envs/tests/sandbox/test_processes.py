@@ -10,7 +10,7 @@ import pytest
 
 from rl_envs.sandbox.confinement import first_user_id, mapped_ids
 from rl_envs.sandbox.keeper import _over, _pause
-from rl_envs.sandbox.processes import ProcessTable, ProcessUsage
+from rl_envs.sandbox.processes import ProcessTable, SandboxUsage
 from rl_envs.sandbox.program import Limits, Outcome
 
 HIDDEN = """
@@ -52,13 +52,13 @@ def test_memory_is_read_from_any_thread_that_lives(first: bytes, monkeypatch: py
 @pytest.mark.parametrize(
     ("usage", "ending"),
     [
-        (ProcessUsage(2**30, 20, 1000), None),
-        (ProcessUsage(2**30 + 1, 1, 0), "memory"),
-        (ProcessUsage(0, 1, 1001), "memory"),
-        (ProcessUsage(0, 21, 0), "processes"),
+        (SandboxUsage(2**30, 20, 1000), None),
+        (SandboxUsage(2**30 + 1, 1, 0), "memory"),
+        (SandboxUsage(0, 1, 1001), "memory"),
+        (SandboxUsage(0, 21, 0), "processes"),
     ],
 )
-def test_a_program_ends_beyond_each_of_its_limits(usage: ProcessUsage, ending: str | None) -> None:
+def test_a_program_ends_beyond_each_of_its_limits(usage: SandboxUsage, ending: str | None) -> None:
     limits = Limits(memory_mib=1024, processes=16)
     assert _over(usage, limits) == ending
     if ending == "processes":
@@ -70,7 +70,7 @@ def test_several_processes_close_to_the_limit_are_looked_at_more_often(
     mib: int, tasks: int, pause: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    assert _pause(ProcessUsage(mib * 2**20, tasks, 0), Limits(memory_mib=1024)) == pause
+    assert _pause(SandboxUsage(mib * 2**20, tasks, 0), Limits(memory_mib=1024)) == pause
 
 
 def test_memory_is_counted_on_a_machine_that_hides_processes_of_others() -> None:

@@ -25,13 +25,7 @@ QUIET = {0, 1, 141}
 
 def without_reader(folder, *command):
     """Exit code and standard error of a command whose output nobody reads."""
-    process = subprocess.Popen(
-        [*RL, *command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=folder,
-    )
+    process = subprocess.Popen([*RL, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder)
     with process.stderr:
         process.stdout.close()
         said = process.stderr.read()

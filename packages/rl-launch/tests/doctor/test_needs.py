@@ -67,11 +67,7 @@ def test_more_nodes_spread_the_optimizer_but_not_the_weights_of_megatron():
 
 
 def test_a_model_that_does_not_take_turns_stays_out_of_host_memory():
-    apart = [
-        "loss_fn.kl.weight=0",
-        "policy.generation.colocated.enabled=false",
-        "cluster.num_nodes=2",
-    ]
+    apart = ["loss_fn.kl.weight=0", "policy.generation.colocated.enabled=false", "cluster.num_nodes=2"]
     apart += ["policy.generation.colocated.resources.num_nodes=1"]
     for overrides, waits in ((apart[:1], True), (apart, False)):
         assert bool(models_of("grpo-math-8b", *overrides)["policy"].host_bytes) == waits

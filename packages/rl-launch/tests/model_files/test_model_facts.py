@@ -45,11 +45,7 @@ def problems(config, *, longest_row=64, has_scalar_head=False):
             id="code of its own",
         ),
         pytest.param(
-            {"model_type": "novel"},
-            {},
-            "policy.model_name",
-            "'novel'",
-            id="new type [microsoft/winml-cli#450]",
+            {"model_type": "novel"}, {}, "policy.model_name", "'novel'", id="new type [microsoft/winml-cli#450]"
         ),
         pytest.param({"model_type": None}, {}, "policy.model_name", "model_type", id="no type"),
         pytest.param(

@@ -1,12 +1,12 @@
 import pytest
 
-from rl_launch.placement.residency import Residency, Tenant
+from rl_launch.placement.residency import TenantResidency, Tenant
 
 
 @pytest.fixture
 def shared():
     events = []
-    residency = Residency()
+    residency = TenantResidency()
     for name in ("policy", "generation"):
         residency.join(
             name, Tenant(lambda n=name: events.append(f"{n} leaves"), lambda n=name: events.append(f"{n} enters"))

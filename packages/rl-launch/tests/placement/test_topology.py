@@ -128,12 +128,7 @@ def test_an_algorithm_without_generation_uses_every_device():
             ["cluster.gpus_per_node"],
         ),
         (make(policy(ranks=3), generation()), "policy", NOT_GIVEN, ["policy", "3 ranks", "ranks, 8"]),
-        (
-            make(policy(), teacher(apart(gpus=3), ranks=2)),
-            "distillation.teacher",
-            NOT_GIVEN,
-            ["ranks, 3", "2 ranks"],
-        ),
+        (make(policy(), teacher(apart(gpus=3), ranks=2)), "distillation.teacher", NOT_GIVEN, ["ranks, 3", "2 ranks"]),
         (
             make(Claim("policy", "policy", 3, SHARED, {"policy.x_cfg.tensor_parallel_size": 3}), generation()),
             "policy.x_cfg.tensor_parallel_size",
@@ -146,12 +141,7 @@ def test_an_algorithm_without_generation_uses_every_device():
             8,
             ["16 ranks (tp_size 8 x pp_size 2)"],
         ),
-        (
-            make(policy(), generation(ranks=3)),
-            "policy.generation",
-            NOT_GIVEN,
-            ["8 GPUs", "3 GPUs"],
-        ),
+        (make(policy(), generation(ranks=3)), "policy.generation", NOT_GIVEN, ["8 GPUs", "3 GPUs"]),
         (
             make(policy(), generation(ranks=16), num_nodes=2),
             "policy.generation",

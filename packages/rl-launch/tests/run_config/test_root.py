@@ -135,14 +135,7 @@ def test_a_resolved_config_loads_back_to_itself(recipe, tmp_path):
 
 @pytest.mark.parametrize(
     ("recipe", "overrides"),
-    [
-        (
-            "sft-arithmetic",
-            ["data.validation=null"],
-        ),
-        ("dpo-tiny", ["dpo.loss=simpo"]),
-        ("dpo-tiny", ["dpo.loss=kto"]),
-    ],
+    [("sft-arithmetic", ["data.validation=null"]), ("dpo-tiny", ["dpo.loss=simpo"]), ("dpo-tiny", ["dpo.loss=kto"])],
 )
 def test_keys_that_have_no_effect_load_back_at_their_defaults(recipe, overrides, tmp_path):
     (tmp_path / "config.yaml").write_text(to_yaml(read_plan(recipe, overrides).config))
@@ -298,11 +291,7 @@ REPLAY = "policy.dtensor_cfg.moe_router_replay=true"
 @pytest.mark.parametrize(
     ("recipe", "overrides", "message"),
     [
-        (
-            "grpo-arithmetic",
-            [REPLAY],
-            "dtensor_cfg.moe_router_replay .*got true: .*vllm.*moe_router_replay=false",
-        ),
+        ("grpo-arithmetic", [REPLAY], "dtensor_cfg.moe_router_replay .*got true: .*vllm.*moe_router_replay=false"),
         ("grpo-arithmetic", [REPLAY, HF, {}], "dtensor_cfg.moe_router_replay .*got true: .* has no experts"),
         (
             "grpo-arithmetic",
@@ -408,10 +397,7 @@ def test_a_draft_head_trains_in_the_processes_of_the_policy(small):
         (["{head}", "policy.draft_head.optimizer.kwargs.rate=1"], "draft_head.optimizer.kwargs.rate .*not an argument"),
         (["{head}", "policy.dtensor_cfg.tensor_parallel_size=2"], "tensor_parallel_size .*must be 1 with draft_head"),
         (["{head}", "policy.dtensor_cfg.context_parallel_size=2"], "context_parallel_size .*must be 1"),
-        (
-            ["{head}", "policy.dtensor_cfg.pipeline_parallel_size=2"],
-            "pipeline_parallel_size .*must be 1",
-        ),
+        (["{head}", "policy.dtensor_cfg.pipeline_parallel_size=2"], "pipeline_parallel_size .*must be 1"),
         (["{head}", "policy.lora_cfg.enabled=true"], "lora_cfg.enabled .*not been verified with draft_head"),
         (["{head}", "policy.vision.enabled=true"], "vision.enabled .*not supported with draft_head"),
         (["{head}", "policy.megatron_cfg.enabled=true"], "draft_head .*not supported by the training backend megatron"),
@@ -446,11 +432,7 @@ IMAGES = "policy.vision.enabled=true"
     ("overrides", "config", "message"),
     [
         ([MEGATRON], {}, r"policy.generation.backend .*got \"megatron\": .*images"),
-        (
-            [HF],
-            {"model_type": "llava", "image_token_index": 5},
-            "generation.backend=hf .* this one is a llava",
-        ),
+        ([HF], {"model_type": "llava", "image_token_index": 5}, "generation.backend=hf .* this one is a llava"),
         (["policy.megatron_cfg.enabled=true"], {}, "policy.vision.enabled .*training backend megatron"),
         ([], {"model_type": "llama", "image_token_id": None}, "policy.vision.enabled .*needs a vision-language model"),
         ([], {"model_type": "gemma3", "image_token_index": 5}, "on cpu vLLM's attention"),

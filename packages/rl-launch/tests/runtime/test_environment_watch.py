@@ -7,7 +7,7 @@ import pytest
 
 from rl_core.errors import WorkerDied
 from rl_launch.runtime import replicas
-from rl_launch.runtime.replicas import PERIOD_S, EnvironmentProcess, EnvironmentWatch
+from rl_launch.runtime.replicas import PERIOD_S, EnvironmentActor, EnvironmentWatch
 
 
 class Actor:
@@ -41,7 +41,7 @@ def watched(monkeypatch, caplog):
     monkeypatch.setattr(replicas, "fetch", fetch)
     actor, clock = Actor(), SimpleNamespace(now=0.0)
     monkeypatch.setattr(replicas.ray, "kill", lambda actor, no_restart: actor.killed.append(no_restart))
-    judge = EnvironmentProcess(actor, "logs/environment-judge.log", 20.0, "node")
+    judge = EnvironmentActor(actor, "logs/environment-judge.log", 20.0, "node")
     watch = EnvironmentWatch({"judge": judge}, clock=lambda: clock.now)
 
     def later():

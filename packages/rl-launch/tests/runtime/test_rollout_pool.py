@@ -21,7 +21,7 @@ from rl_core.ray.rows import StoredRows
 from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.pool import RolloutTask
 from rl_core.rollouts.rollout import Prompt
-from rl_launch.placement.residency import Residency, Tenant
+from rl_launch.placement.residency import TenantResidency, Tenant
 from rl_launch.runtime import replica as replica_module
 from rl_launch.runtime import replica_group, rollout_pool
 from rl_launch.runtime.replica import FinishedCall, ProgressWatch
@@ -294,7 +294,7 @@ def test_the_others_finish_what_they_have_before_the_dead_are_replaced_together(
 def shared():
     """Devices that a policy shares with the pool, and who came and went."""
     events = []
-    residency = Residency()
+    residency = TenantResidency()
     residency.join("policy", Tenant(lambda: events.append("policy leaves"), lambda: events.append("policy enters")))
     return residency, events
 

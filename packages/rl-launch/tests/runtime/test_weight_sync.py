@@ -19,7 +19,7 @@ from rl_core.errors import (
 )
 from rl_core.rollouts.delivery import Taken
 from rl_core.weights import Manifest, TensorSpec
-from rl_launch.placement.residency import Residency, Tenant
+from rl_launch.placement.residency import TenantResidency, Tenant
 from rl_launch.runtime import weight_sync, weight_transfer
 from rl_launch.runtime.weight_sync import Canary, WeightSync
 from rl_launch.runtime.weight_transfer import WeightTransfer, joined
@@ -153,7 +153,7 @@ def test_a_version_that_is_sent_in_flight_interrupts_requests_in_every_attempt(e
 
 @pytest.mark.parametrize("shares_devices", [False, True])
 def test_the_policy_begins_to_score_the_canary_before_anyone_takes_memory_and_is_not_waited_for(events, shares_devices):
-    residency = Residency()
+    residency = TenantResidency()
     residency.join("policy", Tenant(lambda: None, lambda: None), present=True)
     sync = make_sync(events, residency if shares_devices else None)
     sync.send(sync.publish(), [Replica(events)])
@@ -162,7 +162,7 @@ def test_the_policy_begins_to_score_the_canary_before_anyone_takes_memory_and_is
 
 
 def test_on_shared_devices_memory_is_freed_before_it_is_taken(events):
-    residency = Residency()
+    residency = TenantResidency()
     residency.join("policy", Tenant(lambda: None, lambda: None), present=True)
     sync = make_sync(events, residency)
     sync.send(sync.publish(), [Replica(events)])
@@ -179,7 +179,7 @@ def test_on_shared_devices_memory_is_freed_before_it_is_taken(events):
 
 
 def test_a_policy_that_is_away_is_brought_in_before_anything_is_sent(events):
-    residency = Residency()
+    residency = TenantResidency()
     residency.join("policy", Tenant(lambda: events.append("leave"), lambda: events.append("enter")))
     sync = make_sync(events, residency)
     sync.send(sync.publish(), [Replica(events)])
@@ -345,7 +345,7 @@ def test_a_draft_model_follows_the_policy_before_anything_is_served(events):
 
 
 def test_a_draft_model_takes_its_turn_between_the_policy_and_the_replicas(events):
-    residency = Residency()
+    residency = TenantResidency()
     for name in ("policy", "drafter"):
         leave, enter = (partial(events.append, f"{name} {event}") for event in ("leaves", "enters"))
         residency.join(name, Tenant(leave, enter), present=name == "policy")
@@ -368,7 +368,7 @@ def test_a_draft_model_takes_its_turn_between_the_policy_and_the_replicas(events
 
 
 def test_a_draft_head_is_sent_before_its_policy_leaves_the_devices(events):
-    residency = Residency()
+    residency = TenantResidency()
     leave, enter = (partial(events.append, f"policy {event}") for event in ("leaves", "enters"))
     residency.join("policy", Tenant(leave, enter), present=True)
     head = Policy([])

@@ -26,10 +26,10 @@ from rl_megatron.model.build import build_model
 from rl_megatron.model.layout import row_multiple
 from rl_megatron.model.lora import add_adapters
 from rl_megatron.model.model import EMBEDDING, ReadingModel
-from rl_megatron.parallel.mesh import Mesh
-from rl_megatron.training.residency import ModelResidency
-from rl_megatron.training.sharded_optimizer import ShardedOptimizer, wrap_chunks
-from rl_megatron.training.state import TrainingState
+from rl_megatron.parallel.mesh import MegatronMesh
+from rl_megatron.training.residency import MegatronResidency
+from rl_megatron.training.sharded_optimizer import MegatronOptimizer, wrap_chunks
+from rl_megatron.training.state import MegatronState
 from rl_megatron.training.step import MegatronModel
 from rl_megatron.training.weights import SCORE, MegatronWeights
 
@@ -54,14 +54,14 @@ class MegatronWorker(TrainingWorker):
     def __init__(self, config: ModelConfig, backend: MegatronConfig, spec: ModelSpec, rendezvous: Rendezvous) -> None:
         if rendezvous.kind.kernels == "cpu":
             cpu_shim.install()
-        mesh = Mesh.join(rendezvous, backend)
+        mesh = MegatronMesh.join(rendezvous, backend)
         multiple = row_multiple(backend.context_parallel_size) if backend.pads_microbatches else None
         build = partial(build_parts, config, backend, spec, mesh)
         super().__init__(config, spec, mesh, build, row_multiple=multiple)
 
 
 def build_parts(
-    config: ModelConfig, backend: MegatronConfig, spec: ModelSpec, mesh: Mesh, folder: Path
+    config: ModelConfig, backend: MegatronConfig, spec: ModelSpec, mesh: MegatronMesh, folder: Path
 ) -> TrainingParts:
     """Build and load this rank's part of a model; collective."""
     is_packed = Batching.of(config, training=True).packed
@@ -77,14 +77,14 @@ def build_parts(
 
     optimizer = None
     if spec.trains:
-        optimizer = ShardedOptimizer(chunks, build, weights.is_counted, weights.norms_and_biases)
+        optimizer = MegatronOptimizer(chunks, build, weights.is_counted, weights.norms_and_biases)
     shape = shape_of(model, weights, trains_routers=not backend.freeze_moe_router)
     return TrainingParts(
         MegatronModel(model, chunks, weights, mesh, shape=shape, reports_layers=backend.moe_per_layer_logging),
         weights,
         optimizer,
-        TrainingState(model, weights, optimizer, mesh),
-        ModelResidency(model, optimizer, mesh.kind),
+        MegatronState(model, weights, optimizer, mesh),
+        MegatronResidency(model, optimizer, mesh.kind),
     )
 
 

@@ -113,10 +113,7 @@ def chosen(name, gb, *, world=8, tokens=8192, trains=True, has_te=True, lora=Fal
     hf, backend, shape = shape_of(name, **settings)
     packing = SequencePackingConfig(enabled=True, train_mb_tokens=tokens)
     config = ModelConfig(
-        model_name="m",
-        max_total_sequence_length=4096,
-        sequence_packing=packing,
-        lora_cfg=LoraConfig(enabled=lora),
+        model_name="m", max_total_sequence_length=4096, sequence_packing=packing, lora_cfg=LoraConfig(enabled=lora)
     )
     tp, pp, ep = shape.tensor_model_parallel_size, shape.pipeline_model_parallel_size, shape.expert_model_parallel_size
     mesh = SimpleNamespace(
@@ -249,8 +246,7 @@ def test_earlier_keys_are_answered_with_the_present_one(written, answer):
 
 
 @pytest.mark.parametrize(
-    ("is_on", "granularity", "modules"),
-    [(False, "full", None), (True, "full", None), (True, "selective", ["mlp"])],
+    ("is_on", "granularity", "modules"), [(False, "full", None), (True, "full", None), (True, "selective", ["mlp"])]
 )
 def test_modules_that_version_0_1_recorded_are_kept_if_they_had_an_effect(is_on, granularity, modules):
     recorded = {"activation_checkpointing": is_on, "recompute_granularity": granularity, "recompute_modules": ["mlp"]}

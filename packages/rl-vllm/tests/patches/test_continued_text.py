@@ -11,11 +11,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 from vllm import SamplingParams as VllmSamplingParams
 from vllm.v1.engine import EngineCoreRequest
-from vllm.v1.engine.detokenizer import (
-    FastIncrementalDetokenizer,
-    IncrementalDetokenizer,
-    SlowIncrementalDetokenizer,
-)
+from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer, IncrementalDetokenizer, SlowIncrementalDetokenizer
 from vllm.v1.engine.output_processor import OutputProcessor
 
 from rl_core.rollouts.generation import GenerationRequest, SamplingParams

@@ -13,8 +13,7 @@ def answered(prompt_id, *texts, contexts=()):
     """A group whose rollouts end with these texts and earn nothing."""
     prompt = make_prompt(prompt_id)
     return RolloutGroup.of(
-        prompt,
-        [replace(make_rollout(prompt, 0.0), turns=(Turn(text, None, {}),), contexts=contexts) for text in texts],
+        prompt, [replace(make_rollout(prompt, 0.0), turns=(Turn(text, None, {}),), contexts=contexts) for text in texts]
     )
 
 

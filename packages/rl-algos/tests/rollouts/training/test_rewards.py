@@ -8,12 +8,7 @@ from rollouts_builder import make_prompt, make_rollout
 
 from rl_algos.grpo.config import GRPOConfig
 from rl_algos.rollouts.config import RewardScalingConfig, RewardShapingConfig
-from rl_algos.rollouts.training.rewards import (
-    overlong_share,
-    repeated_share,
-    scale_rewards,
-    trained_rewards,
-)
+from rl_algos.rollouts.training.rewards import overlong_share, repeated_share, scale_rewards, trained_rewards
 from rl_core.rollouts.group import RolloutGroup
 from rl_core.rollouts.rollout import SegmentContext, Turn
 

@@ -17,10 +17,7 @@ SAID = {
         '<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{"a": 1}\n```<｜tool▁call▁end｜>',
         "<｜end▁of▁sentence｜>",
     ),
-    "glm4_moe": (
-        "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
-        "<|observation|>",
-    ),
+    "glm4_moe": ("<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>", "<|observation|>"),
     "gpt_oss": ('<|channel|>commentary to=functions.add<|message|>{"a": 1}', "<|call|>"),
 }
 

@@ -94,13 +94,7 @@ def test_a_tool_s_result_is_what_a_template_appends_behind_the_call(family):
 @pytest.mark.parametrize(
     ("family", "turn", "told", "ended", "expected"),
     [
-        (
-            "qwen3",
-            SAID,
-            TOLD,
-            ["<|im_end|>"],
-            "\n<|im_start|>user\n Really? <b>\n<|im_end|>\n<|im_start|>assistant\n",
-        ),
+        ("qwen3", SAID, TOLD, ["<|im_end|>"], "\n<|im_start|>user\n Really? <b>\n<|im_end|>\n<|im_start|>assistant\n"),
         (
             "qwen3",
             CALL,

@@ -9,14 +9,7 @@ import pytest
 
 from rl_algos.rollouts.worker.conversations import _WARNED, Conversations, turn_digest
 from rl_core.errors import EnvironmentFailed
-from rl_core.rollouts.environment import (
-    Conversation,
-    EnvironmentFailure,
-    KeptState,
-    Resumption,
-    StepResult,
-    ToolCall,
-)
+from rl_core.rollouts.environment import Conversation, EnvironmentFailure, KeptState, Resumption, StepResult, ToolCall
 
 
 class Counter:

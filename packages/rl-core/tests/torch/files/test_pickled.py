@@ -131,10 +131,7 @@ def test_what_is_not_tensors_by_name_is_refused(source, target, held, message):
 @pytest.mark.parametrize(
     ("placed", "message"),
     [
-        (
-            {"a": "pytorch_model-1.bin", "b": "pytorch_model-2.bin"},
-            "pytorch_model-2.bin, which the folder does not",
-        ),
+        ({"a": "pytorch_model-1.bin", "b": "pytorch_model-2.bin"}, "pytorch_model-2.bin, which the folder does not"),
         (
             {"a": "pytorch_model-1.bin", "b": "pytorch_model-1.bin"},
             "places b in pytorch_model-1.bin, which does not hold",

@@ -39,14 +39,7 @@ def whole(hidden, weight, bias, targets, transform, temperature, k):
 @pytest.mark.parametrize("chunk_size", [1, 3, 100])
 def test_values_are_those_of_whole_logits(transform, chunk_size):
     hidden, weight, bias, targets = inputs()
-    options = {
-        "temperature": 0.7,
-        "entropy": True,
-        "collision": True,
-        "k": 4,
-        "ids": IDS,
-        "chunk_size": chunk_size,
-    }
+    options = {"temperature": 0.7, "entropy": True, "collision": True, "k": 4, "ids": IDS, "chunk_size": chunk_size}
     found = head_reads(hidden, Head(weight, bias, transform), targets, **options)
     for got, expected in zip(found, whole(hidden, weight, bias, targets, transform, 0.7, 4), strict=True):
         torch.testing.assert_close(got, expected)

@@ -33,10 +33,7 @@ CASES = {
     "a broadcast tensor is read once": (lambda: A + on_meta(1, 4).expand(6, 4), Work(1, 96 + 16 + 96)),
     "gather reads what it returns": (lambda: on_meta(1000, 4).index_select(0, IDS), Work(1, 24 + 2 * 48)),
     "look-up": (lambda: F.embedding(IDS, on_meta(1000, 4)), Work(1, 24 + 2 * 48)),
-    "scatter touches its values": (
-        lambda: on_meta(1000, 4).index_add_(0, IDS, on_meta(3, 4)),
-        Work(1, 24 + 3 * 48),
-    ),
+    "scatter touches its values": (lambda: on_meta(1000, 4).index_add_(0, IDS, on_meta(3, 4)), Work(1, 24 + 3 * 48)),
     "scatter into a copy": (
         lambda: on_meta(1000, 4).index_add(0, IDS, on_meta(3, 4)),
         Work(2, 24 + 3 * 48 + 2 * 16000),

@@ -5,14 +5,7 @@ import math
 import pytest
 import torch
 
-from rl_core.torch.quantization.float8 import (
-    BLOCK,
-    LARGEST,
-    Float8Recipe,
-    Float8Weight,
-    largest_values,
-    scale_faults,
-)
+from rl_core.torch.quantization.float8 import BLOCK, LARGEST, Float8Recipe, Float8Weight, largest_values, scale_faults
 
 GRANULARITIES = ("per_tensor", "per_channel", "per_block")
 

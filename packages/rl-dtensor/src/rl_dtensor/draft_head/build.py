@@ -25,13 +25,13 @@ from rl_dtensor.model.settings import DRAFT_KEY, draft_head_problems
 from rl_dtensor.model.weights import FilePiece, read_into
 from rl_dtensor.model.whole import decoder_layers, model_on_meta
 from rl_dtensor.parallel.fsdp import shard_whole, whole
-from rl_dtensor.parallel.mesh import Mesh
-from rl_dtensor.training.state import TrainingState
-from rl_dtensor.training.step import DTensorModel, ShardedOptimizer, build_sharded_optimizer
+from rl_dtensor.parallel.mesh import DTensorMesh
+from rl_dtensor.training.state import DTensorState
+from rl_dtensor.training.step import DTensorModel, DTensorOptimizer, build_sharded_optimizer
 
 
 def build_draft_head(
-    config: ModelConfig, settings: DraftHeadConfig, backend: DTensorConfig, policy: DTensorModel, mesh: Mesh
+    config: ModelConfig, settings: DraftHeadConfig, backend: DTensorConfig, policy: DTensorModel, mesh: DTensorMesh
 ) -> tuple[ShardedHead, HeadParts]:
     """Build on `meta`, shard, then load this rank's slices; collective. Parameters are float32.
 
@@ -73,8 +73,8 @@ def build_draft_head(
         DraftHeadModel(head, policy, mesh),
         HeadWeights(module, sent, mesh),
         HeadWeights(module, exported, mesh),
-        ShardedOptimizer(inner, head, lambda: head.grad_norm(mesh)),
-        TrainingState(head, inner, mesh),
+        DTensorOptimizer(inner, head, lambda: head.grad_norm(mesh)),
+        DTensorState(head, inner, mesh),
     )
     return head, parts
 
@@ -123,7 +123,7 @@ class HeadWeights:
 
     tied: Mapping[str, str] = {}
 
-    def __init__(self, head: Head, maps: Mapping[str, Tensor], mesh: Mesh) -> None:
+    def __init__(self, head: Head, maps: Mapping[str, Tensor], mesh: DTensorMesh) -> None:
         stored = list(_stored(head))
         self._weights = [(pieces, tensor) for pieces, tensor in stored if isinstance(tensor, nn.Parameter)]
         buffers = [(pieces, tensor) for pieces, tensor in stored if not isinstance(tensor, nn.Parameter)]

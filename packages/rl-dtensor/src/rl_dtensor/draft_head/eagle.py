@@ -11,12 +11,7 @@ from typing import ClassVar, cast
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import (
-    LlamaMLP,
-    LlamaRMSNorm,
-    LlamaRotaryEmbedding,
-    apply_rotary_pos_emb,
-)
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from rl_core.torch.files.model_files import CONFIG
 from rl_dtensor.draft_head.head import Head, KeysAndValues, PolicyStates, attending_from_drafts

@@ -28,7 +28,7 @@ from rl_dtensor.model.model import ShardedModel
 from rl_dtensor.model.whole import decoder_layers
 from rl_dtensor.parallel.accumulation import Accumulation
 from rl_dtensor.parallel.fsdp import local, whole
-from rl_dtensor.parallel.mesh import Mesh
+from rl_dtensor.parallel.mesh import DTensorMesh
 from rl_dtensor.training.step import DTensorModel, norm_of
 
 
@@ -56,7 +56,7 @@ class ShardedHead:
         """Return the tensors of a checkpoint by name."""
         return {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}
 
-    def grad_norm(self, mesh: Mesh) -> float:
+    def grad_norm(self, mesh: DTensorMesh) -> float:
         """Return the norm of the whole gradient, the same on every rank; collective."""
         return norm_of([(each.grad, 1) for each in self.trained() if each.grad is not None], mesh)
 
@@ -76,7 +76,7 @@ class DraftHeadModel:
         mesh: Mesh of both.
     """
 
-    def __init__(self, head: ShardedHead, policy: DTensorModel, mesh: Mesh) -> None:
+    def __init__(self, head: ShardedHead, policy: DTensorModel, mesh: DTensorMesh) -> None:
         self._head = head
         self._policy = policy
         self._mesh = mesh

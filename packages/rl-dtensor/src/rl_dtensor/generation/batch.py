@@ -184,12 +184,7 @@ class WholeRowBatch:
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        device: torch.device,
-        recorder: RoutingRecorder | None = None,
-        *,
-        max_tokens: int,
+        self, model: PreTrainedModel, device: torch.device, recorder: RoutingRecorder | None = None, *, max_tokens: int
     ) -> None:
         self._model = model
         self._device = device

@@ -26,7 +26,7 @@ from rl_dtensor.model.layers.fusion import fuse_layers
 from rl_dtensor.model.layers.lora import BASE, adapters_of, add_adapters, init_adapters
 from rl_dtensor.model.layers.low_precision import fit_to_ranks, formats_of, lower_precision, token_multiple
 from rl_dtensor.model.layers.recompute import checkpoint_activations, recompute_plan
-from rl_dtensor.model.layers.replay import Replay
+from rl_dtensor.model.layers.replay import RouterReplay
 from rl_dtensor.model.layout import Alignment, Context, lay_out
 from rl_dtensor.model.loading import check_logits, check_packing, probe_row, rebuild_buffers
 from rl_dtensor.model.model import ReadingModel, ShardedModel
@@ -45,7 +45,7 @@ from rl_dtensor.model.whole import LM_HEAD, decoder_layers, fix_frequencies, mod
 from rl_dtensor.parallel.dispatch import AllToAll, DeepEP, Dispatch
 from rl_dtensor.parallel.experts import expert_modules, split_experts
 from rl_dtensor.parallel.fsdp import ends_of, local, local_slices, shard_model, units_of
-from rl_dtensor.parallel.mesh import Mesh
+from rl_dtensor.parallel.mesh import DTensorMesh
 from rl_dtensor.parallel.plan import plan_of
 from rl_dtensor.parallel.sizes import shape_problems
 from rl_dtensor.parallel.stages import Stages
@@ -53,7 +53,7 @@ from rl_dtensor.parallel.tensor import part_of, split_tensors
 
 
 def build_model(
-    config: ModelConfig, backend: DTensorConfig, spec: ModelSpec, *, folder: Path, is_packed: bool, mesh: Mesh
+    config: ModelConfig, backend: DTensorConfig, spec: ModelSpec, *, folder: Path, is_packed: bool, mesh: DTensorMesh
 ) -> ShardedModel:
     """Build on `meta`, split, shard, then load this rank's slices; collective.
 
@@ -107,7 +107,7 @@ def unloaded_model(
     *,
     files: WeightFiles,
     is_packed: bool,
-    mesh: Mesh,
+    mesh: DTensorMesh,
 ) -> ShardedModel:
     """Build on `meta`, split and shard, and leave the weights without values; collective.
 
@@ -132,7 +132,7 @@ class _Builder:
         hf_config: PreTrainedConfig,
         files: WeightFiles,
         is_packed: bool,
-        mesh: Mesh,
+        mesh: DTensorMesh,
     ) -> None:
         self.config, self.backend, self.mesh = config, backend, mesh
         self.trains, self.is_headless, self.role = spec.trains, spec.role in HEADLESS_ROLES, spec.role
@@ -268,7 +268,7 @@ class _Builder:
                 vocab_size = hf.get_output_embeddings().weight.shape[0]
                 start, _ = part_of(vocab_size, sizes.tp, mesh.on("tp"))
                 vocab = VocabShard(start, vocab_size, mesh.group("tp"))
-        replay = Replay(hf, self.token_part) if backend.moe_router_replay else None
+        replay = RouterReplay(hf, self.token_part) if backend.moe_router_replay else None
         ends = ends_of(hf) if stages is None else (stages.embedding, stages.final_norm)
         if stages is not None:
             stages.cut(hf, stage)

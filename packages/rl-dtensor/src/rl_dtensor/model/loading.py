@@ -14,7 +14,7 @@ from rl_core.model import LOGPROBS
 from rl_core.torch.loss import Rows
 from rl_dtensor.model.model import ShardedModel
 from rl_dtensor.parallel.fsdp import local
-from rl_dtensor.parallel.mesh import Mesh
+from rl_dtensor.parallel.mesh import DTensorMesh
 from rl_dtensor.parallel.stages import AbsentModule
 
 MAX_LOGIT_ERROR = 0.05
@@ -71,7 +71,7 @@ def _init_buffers(hf: PreTrainedModel, module: nn.Module) -> None:
         module.__dict__["_parameters"] = held
 
 
-def check_logits(model: ShardedModel, mesh: Mesh) -> None:
+def check_logits(model: ShardedModel, mesh: DTensorMesh) -> None:
     """Compare a few tokens' logits with the logits of the model's own forward pass, on the ranks that hold the head."""
     last = model.chunks[-1]
     if not last.is_last:
@@ -101,7 +101,7 @@ def check_logits(model: ShardedModel, mesh: Mesh) -> None:
         )
 
 
-def check_packing(model: ShardedModel, mesh: Mesh) -> None:
+def check_packing(model: ShardedModel, mesh: DTensorMesh) -> None:
     """Compare the reads of a row that follows another with its reads as the only row.
 
     Runs only if one rank sees whole rows and all layers.

@@ -21,14 +21,14 @@ from rl_core.torch.loss import Rows
 from rl_core.torch.training.flops import ModelShape
 from rl_dtensor.model.attention import ROWS
 from rl_dtensor.model.kernels import Attend
-from rl_dtensor.model.layers.replay import Replay
+from rl_dtensor.model.layers.replay import RouterReplay
 from rl_dtensor.model.layout import Alignment, RowLayout, lay_out
 from rl_dtensor.model.vision.vision import Vision
 from rl_dtensor.model.weights import ShardedWeights, persistent
 from rl_dtensor.parallel.body import body_of
 from rl_dtensor.parallel.collectives import to_local
 from rl_dtensor.parallel.fsdp import local
-from rl_dtensor.parallel.mesh import Mesh
+from rl_dtensor.parallel.mesh import DTensorMesh
 
 ADAPTER_DROPOUT = "lora_dropout"
 """Part of the name of modules that drop inputs of adapters."""
@@ -66,7 +66,7 @@ class ReadingModel(nn.Module):
         is_last: bool,
         vocab: VocabShard | None,
         tokens_are_split: bool,
-        replay: Replay | None = None,
+        replay: RouterReplay | None = None,
         vision: Vision | None = None,
     ) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ class ShardedModel:
         compute: torch.dtype,
         weights: ShardedWeights,
         shape: ModelShape,
-        mesh: Mesh,
+        mesh: DTensorMesh,
         replicated: Sequence[nn.Parameter] | None = None,
         is_adapted: bool = False,
         asks_for_dropout: bool = False,

@@ -28,7 +28,7 @@ from rl_core.torch.training.lora import LORA_A, LORA_B, WEIGHT
 from rl_core.weights import TensorSpec
 from rl_dtensor.model.layers.lora import BASE, Adapter, adapters_of
 from rl_dtensor.parallel.fsdp import local, local_slices, whole
-from rl_dtensor.parallel.mesh import Mesh
+from rl_dtensor.parallel.mesh import DTensorMesh
 
 SCORE = "score.weight"
 SHOWN = 8
@@ -159,7 +159,7 @@ class ShardedWeights:
         self,
         catalog: Catalog,
         chunks: Sequence[PreTrainedModel],
-        mesh: Mesh,
+        mesh: DTensorMesh,
         served: Mapping[str, WeightFormat] = MappingProxyType({}),
     ) -> None:
         self.catalog = catalog

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from rl_core.facts.model_size import MOMENTS
 from rl_dtensor.config import GradientAccumulation
 from rl_dtensor.parallel.fsdp import local
-from rl_dtensor.parallel.mesh import Mesh
+from rl_dtensor.parallel.mesh import DTensorMesh
 
 _log = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class GradientMemory(NamedTuple):
         return self.state + self.whole <= SHARE * capacity
 
 
-def keeps_whole_gradients(choice: GradientAccumulation, memory: GradientMemory, mesh: Mesh) -> bool:
+def keeps_whole_gradients(choice: GradientAccumulation, memory: GradientMemory, mesh: DTensorMesh) -> bool:
     """Return whether whole gradients of the microbatches are added up, the same on every rank; collective.
 
     Args:

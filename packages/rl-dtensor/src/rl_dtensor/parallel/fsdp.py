@@ -18,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rl_dtensor.parallel.body import body_of, is_composite
 from rl_dtensor.parallel.experts import STACK_DIMS, expert_modules
-from rl_dtensor.parallel.mesh import Mesh
+from rl_dtensor.parallel.mesh import DTensorMesh
 from rl_dtensor.parallel.stages import Stages
 
 LAYERS_AHEAD = 2
@@ -55,7 +55,7 @@ def shard_model(
     units: Units,
     *,
     replicated: Set[nn.Parameter] = frozenset(),
-    mesh: Mesh,
+    mesh: DTensorMesh,
     compute: torch.dtype,
     cpu_offload: bool,
 ) -> None:
@@ -120,7 +120,7 @@ def shard_model(
             first.set_modules_to_backward_prefetch([first])
 
 
-def shard_whole(root: nn.Module, *, mesh: Mesh, compute: torch.dtype) -> None:
+def shard_whole(root: nn.Module, *, mesh: DTensorMesh, compute: torch.dtype) -> None:
     """Shard a small module as one unit, whose parameters stay on the device; otherwise as `shard_model`."""
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
     fully_shard(root, mesh=mesh.sharding, mp_policy=policy)

@@ -26,7 +26,7 @@ Direction = Literal["forward", "backward"]
 
 
 @dataclass(frozen=True)
-class Mesh:
+class DTensorMesh:
     """Place of this rank among the ranks of its model, and their groups.
 
     Args:
@@ -57,7 +57,7 @@ class Mesh:
     edges: Mapping[tuple[Direction, int], dist.ProcessGroup]
 
     @classmethod
-    def join(cls, rendezvous: Rendezvous, config: DTensorConfig) -> Mesh:
+    def join(cls, rendezvous: Rendezvous, config: DTensorConfig) -> DTensorMesh:
         """Meet the other ranks; collective. If that fails, this process is in no group afterwards.
 
         Raises:
@@ -79,7 +79,7 @@ class Mesh:
     @classmethod
     def of_joined(
         cls, rendezvous: Rendezvous, sizes: AxisSizes, *, control: str = "gloo", node_size: int | None = None
-    ) -> Mesh:
+    ) -> DTensorMesh:
         """Make the groups of the axes from the ranks that have met; collective.
 
         Args:

@@ -13,11 +13,11 @@ from rl_core.torch.training.backend import Microbatch, Pass
 from rl_dtensor.model.layout import RowLayout
 from rl_dtensor.model.model import ShardedModel
 from rl_dtensor.parallel.accumulation import Accumulation
-from rl_dtensor.parallel.mesh import Direction, Mesh
+from rl_dtensor.parallel.mesh import Direction, DTensorMesh
 
 
 def run_pipeline(
-    model: ShardedModel, run: Pass, *, mesh: Mesh, accumulations: Sequence[Accumulation] | None = None
+    model: ShardedModel, run: Pass, *, mesh: DTensorMesh, accumulations: Sequence[Accumulation] | None = None
 ) -> list[Any]:
     """Pass all microbatches through all pipeline ranks; on the last, return the results of `on_reads` in order.
 
@@ -41,7 +41,7 @@ def run_pipeline(
 
 class _Run:
     def __init__(
-        self, model: ShardedModel, run: Pass, mesh: Mesh, accumulations: Sequence[Accumulation] | None
+        self, model: ShardedModel, run: Pass, mesh: DTensorMesh, accumulations: Sequence[Accumulation] | None
     ) -> None:
         self._model = model
         self._run = run

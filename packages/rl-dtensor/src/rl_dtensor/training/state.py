@@ -20,7 +20,7 @@ from rl_core.torch.residency import Residency
 from rl_core.torch.training.checkpoint_files import SHARDS, KeptSavePlanner, read_tensors
 from rl_dtensor.model.model import ShardedModel
 from rl_dtensor.parallel.fsdp import local
-from rl_dtensor.parallel.mesh import Mesh
+from rl_dtensor.parallel.mesh import DTensorMesh
 
 MODEL_PREFIX = "model/"
 OPTIMIZER_PREFIX = "optimizer/"
@@ -42,7 +42,7 @@ class Sharded(Protocol):
         """Free every gathered parameter."""
 
 
-class TrainingState:
+class DTensorState:
     """The `rl_core.torch.training.backend.RankState` of a sharded model or draft head: the tensors of its `state` and
     the optimizer's state, as DTensors if they are sharded.
 
@@ -52,7 +52,7 @@ class TrainingState:
 
     save_planner = KeptSavePlanner  # It is torch's own, which takes DTensors.
 
-    def __init__(self, model: Sharded, optimizer: Optimizer | None, mesh: Mesh) -> None:
+    def __init__(self, model: Sharded, optimizer: Optimizer | None, mesh: DTensorMesh) -> None:
         self._model = model
         self._weights = model.state()
         self._optimizer = optimizer
@@ -134,7 +134,7 @@ def _host_copies(tensors: dict[str, Any]) -> dict[str, Any]:
         stager.close()
 
 
-class ModelResidency(Residency):
+class DTensorResidency(Residency):
     """Residency of a sharded model: its parameters, and the state of its optimizer.
 
     Args:

@@ -27,7 +27,7 @@ from rl_core.torch.training.backend import Microbatch, Pass
 from rl_dtensor.model.model import ShardedModel
 from rl_dtensor.parallel.accumulation import Accumulation
 from rl_dtensor.parallel.fsdp import local
-from rl_dtensor.parallel.mesh import Mesh
+from rl_dtensor.parallel.mesh import DTensorMesh
 from rl_dtensor.training.pipeline import run_pipeline
 from rl_dtensor.training.state import Sharded
 
@@ -46,7 +46,7 @@ class DTensorModel:
         architecture: Name of the class of the layers.
     """
 
-    def __init__(self, sharded: ShardedModel, mesh: Mesh, *, keeps_whole_gradients: bool = False) -> None:
+    def __init__(self, sharded: ShardedModel, mesh: DTensorMesh, *, keeps_whole_gradients: bool = False) -> None:
         self.sharded = sharded
         self.trained_parts = sharded.trained_parts
         self.pipeline = Pipeline(mesh.sizes.pp, len(sharded.chunks))
@@ -102,7 +102,7 @@ class DTensorModel:
         """Do nothing: garbage collection finds all of the model."""
 
 
-class ShardedOptimizer:
+class DTensorOptimizer:
     """The `rl_core.torch.training.backend.RankOptimizer` over the parameters of a sharded model or draft head.
 
     Args:
@@ -154,7 +154,7 @@ def build_sharded_optimizer(
     return optimizer
 
 
-def grad_norm(model: ShardedModel, mesh: Mesh) -> float:
+def grad_norm(model: ShardedModel, mesh: DTensorMesh) -> float:
     """Return the norm of the whole gradient, the same on every rank; collective.
 
     Gradients that several ranks hold alike are divided by their number. A tied head counts on the rank of the
@@ -173,7 +173,7 @@ def grad_norm(model: ShardedModel, mesh: Mesh) -> float:
     return norm_of(grads, mesh)
 
 
-def norm_of(grads: Iterable[tuple[Tensor, int]], mesh: Mesh) -> float:
+def norm_of(grads: Iterable[tuple[Tensor, int]], mesh: DTensorMesh) -> float:
     """Return the norm of gradients together, the same on every rank; collective.
 
     Args:
@@ -196,7 +196,7 @@ def norm_of(grads: Iterable[tuple[Tensor, int]], mesh: Mesh) -> float:
     return math.sqrt(squared) if squared >= 0 else math.nan
 
 
-def sum_tied(model: ShardedModel, mesh: Mesh) -> None:
+def sum_tied(model: ShardedModel, mesh: DTensorMesh) -> None:
     """Add up the gradients of an embedding and of the tied head that another pipeline rank has; collective."""
     shared = set(model.weights.catalog.tied.values())
     if mesh.sizes.pp == 1 or not shared:
@@ -211,7 +211,7 @@ def sum_tied(model: ShardedModel, mesh: Mesh) -> None:
 
 
 @torch.no_grad()
-def average_replicated(model: ShardedModel, mesh: Mesh) -> None:
+def average_replicated(model: ShardedModel, mesh: DTensorMesh) -> None:
     """Average the gradients of the parameters that FSDP does not shard, as it averages the others; collective.
 
     A parameter without a gradient on every rank is left without one.

@@ -19,7 +19,7 @@ from typing import NoReturn
 from rl_envs.sandbox import interpreter, tree
 from rl_envs.sandbox.confinement import SCRATCH, Confinement, confine, enter_namespaces, map_user, mount_scratch
 from rl_envs.sandbox.kernel import syscalls
-from rl_envs.sandbox.processes import ControlGroup, ProcessTable, ProcessUsage
+from rl_envs.sandbox.processes import ControlGroup, ProcessTable, SandboxUsage
 from rl_envs.sandbox.program import (
     MAX_FRAME,
     MAX_HEADER,
@@ -401,14 +401,14 @@ def _snapshot(program: Program, scratch: str, limits: Limits) -> tuple[bytes, st
     return archive, ""
 
 
-def _over(usage: ProcessUsage, limits: Limits) -> Ending | None:
+def _over(usage: SandboxUsage, limits: Limits) -> Ending | None:
     """Return the limit that a program is beyond."""
     if usage.memory > limits.memory_mib * 2**20 or usage.locks > MAX_LOCKS:
         return "memory"
     return "processes" if usage.tasks > limits.max_tasks else None
 
 
-def _pause(usage: ProcessUsage, limits: Limits) -> float:
+def _pause(usage: SandboxUsage, limits: Limits) -> float:
     """Return the seconds until the next check: fewer, the sooner several processes can fill the memory that is left.
 
     A single process is bounded by the limit of its address space.

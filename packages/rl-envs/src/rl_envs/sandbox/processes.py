@@ -31,7 +31,7 @@ _ABANDONED_S = 60.0
 
 
 @dataclass(frozen=True)
-class ProcessUsage:
+class SandboxUsage:
     """Memory, tasks and locks that processes hold.
 
     Args:
@@ -60,7 +60,7 @@ class ProcessTable:
         """Return the process ids of children, their children and so on."""
         return (pid for pid, _ in self._tree(os.getpid()) if pid != os.getpid())
 
-    def usage(self, first: int) -> ProcessUsage:
+    def usage(self, first: int) -> SandboxUsage:
         """Return the usage of a process's descendants together; memory that several share counts for each."""
         found = dict(self._tree(first))
         unseen = frozenset(pid for pid, threads in found.items() if not threads)
@@ -73,7 +73,7 @@ class ProcessTable:
                 number = os.stat(f"{pid}/fd", dir_fd=self._proc).st_size or len(self._entries(f"{pid}/fd"))
                 memory += number * self._descriptor_bytes
             memory += self._memory(pid, threads)
-        return ProcessUsage(memory, tasks, self._locks(found), unseen)
+        return SandboxUsage(memory, tasks, self._locks(found), unseen)
 
     def end_descendants(self) -> None:
         """Kill all descendants, also descendants that start meanwhile, and wait for their end.

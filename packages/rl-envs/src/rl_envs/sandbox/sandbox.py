@@ -289,10 +289,7 @@ print(json.dumps(breaches))
 @contextlib.contextmanager
 def probe() -> Iterator[tuple[Program, Limits]]:
     """Enter a context with a program that reports its ways out of the sandbox, and the limits to run it with."""
-    with (
-        temporary_folder(os.getuid()) as folder,
-        socket.create_server(("127.0.0.1", 0)) as port,
-    ):
+    with temporary_folder(os.getuid()) as folder, socket.create_server(("127.0.0.1", 0)) as port:
         # Any user of the machine may read and write the file.
         os.chmod(folder, 0o777)
         file = os.path.join(folder, "bait")

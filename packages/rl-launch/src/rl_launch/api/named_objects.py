@@ -14,10 +14,10 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
 
-from rl_core.callback import Callback
 from rl_core.config.tree import format_path
 from rl_core.errors import ConfigError
 from rl_core.exports import public_home
+from rl_core.run import Callback
 
 _DOTTED = ("optimizer", "scheduler")
 """Sections whose classes have dotted names without a colon, such as torch's."""

@@ -106,7 +106,7 @@ _HEADS = ("lm_head", "embed_out", "score")
 """Last part of the name of a head; layers within blocks are named otherwise."""
 _LORA = "LORA"
 _PROMPTS = {
-    *("ADAPTION_PROMPT", "CARTRIDGE", "CPT", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "PROMPT_TUNING"),
+    *("ADAPTION_PROMPT", "CARTRIDGE", "CPT", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "PROMPT_TUNING")
 }
 """Types of adapters that add tokens, or states of tokens, and change no weights that they could be merged into."""
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {

@@ -19,11 +19,11 @@ class Tenant(NamedTuple):
     enter: Callable[[], None]
 
 
-class Residency:
+class TenantResidency:
     """Shares one set of devices among tenants in turns. At most one is resident, and it stays until another needs the
     devices.
 
-    A tenant that joins is off the device. If devices are not shared, give each tenant a separate `Residency`.
+    A tenant that joins is off the device. If devices are not shared, give each tenant a separate `TenantResidency`.
     """
 
     def __init__(self) -> None:

@@ -43,13 +43,7 @@ class ElasticReplicas:
     """
 
     def __init__(
-        self,
-        places: Replicas,
-        *,
-        least: int,
-        most: int,
-        timeout_s: float,
-        clock: Callable[[], float] = time.monotonic,
+        self, places: Replicas, *, least: int, most: int, timeout_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.least = least
         self._most = most

@@ -96,7 +96,7 @@ class Replicas:
         self._reports_load = reports_load
         self._bundles: list[Bundle] = []
         self._environments: dict[str, RemoteEnvironment] = {}
-        self._environment_processes: dict[str, EnvironmentProcess] = {}
+        self._environment_processes: dict[str, EnvironmentActor] = {}
         self._devices: dict[Replica, Bundle] = {}
         self._nodes: dict[Replica, str] = {}
 
@@ -310,11 +310,11 @@ class Replicas:
 
         self._stack.callback(close)
         deadline_s = instance.config.deadline_s
-        self._environment_processes[instance.label] = EnvironmentProcess(actor, log, deadline_s, node)
+        self._environment_processes[instance.label] = EnvironmentActor(actor, log, deadline_s, node)
         return RemoteEnvironment(actor, name=instance.label)
 
 
-class EnvironmentProcess(NamedTuple):
+class EnvironmentActor(NamedTuple):
     """A process that holds an `rl_core.environments.pool.EnvironmentPool`.
 
     Attributes:
@@ -342,7 +342,7 @@ class EnvironmentWatch:
     """
 
     def __init__(
-        self, environments: Mapping[str, EnvironmentProcess], *, clock: Callable[[], float] = time.monotonic
+        self, environments: Mapping[str, EnvironmentActor], *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._environments = environments
         self._clock = clock

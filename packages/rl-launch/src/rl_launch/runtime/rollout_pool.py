@@ -21,7 +21,7 @@ from rl_core.rollouts.group import GroupReport, RolloutGroup
 from rl_core.rollouts.pool import RolloutTask, RolloutTurns, Ticket
 from rl_core.rollouts.speculation import SpeculationCounts
 from rl_core.weights import WeightUpdate
-from rl_launch.placement.residency import Residency
+from rl_launch.placement.residency import TenantResidency
 from rl_launch.runtime.elastic_replicas import ElasticReplicas
 from rl_launch.runtime.opponents import WeightSender
 from rl_launch.runtime.replica import FinishedCall, ProgressWatch, Replica, SpeculationWatch
@@ -79,7 +79,7 @@ class ReplicaPool:
     def __init__(
         self,
         replicas: Sequence[Replica],
-        residency: Residency | None,
+        residency: TenantResidency | None,
         *,
         stall_timeout_s: float,
         weights: WeightSender | None = None,
@@ -87,7 +87,7 @@ class ReplicaPool:
         environments: EnvironmentWatch | None = None,
     ) -> None:
         self._group = ReplicaGroup(replicas, residency, weights=weights, elastic=elastic)
-        self._dispatch = Dispatch(replicas)
+        self._dispatch = GroupDispatch(replicas)
         self._environments = environments
         self._stall_timeout_s = stall_timeout_s
         self._check_period_s = min(CHECK_PERIOD_S, stall_timeout_s / 4)
@@ -338,7 +338,7 @@ def _answers(calls: Sequence[tuple[FailureOrigin, ray.ObjectRef]], timeout_s: fl
     return found
 
 
-class Dispatch:
+class GroupDispatch:
     """Groups that wait for a replica or are in progress; a group goes to the replica with the fewest rollouts.
 
     A replica gets all groups that it is assigned at once in one message and in order, so that on a single replica the

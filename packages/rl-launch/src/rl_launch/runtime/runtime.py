@@ -24,7 +24,7 @@ from rl_launch.cluster.nodes import Nodes, log_places
 from rl_launch.cluster.virtual_cluster import VirtualCluster
 from rl_launch.model_files.local_models import model_folders
 from rl_launch.monitoring.poller import Monitored
-from rl_launch.placement.residency import Residency
+from rl_launch.placement.residency import TenantResidency
 from rl_launch.placement.topology import GENERATION, Topology
 from rl_launch.root_config import DRAFT_HEAD, DRAFTER, POLICY
 from rl_launch.run_config.plan import RunPlan
@@ -76,7 +76,7 @@ class Runtime:
         self._cluster = cluster
         self._reads_load = reads_load
         self._exit = ExitStack()
-        self._residency = Residency()
+        self._residency = TenantResidency()
         self._ranks: Mapping[str, RemoteModel] = {}
         self._environments: EnvironmentWatch | None = None
         self.rollout_pool: ReplicaPool | None = None
@@ -254,7 +254,7 @@ class Runtime:
         self,
         senders: Mapping[str, RemoteModel],
         models: Models,
-        residency: Residency | None,
+        residency: TenantResidency | None,
         vocabulary: int,
         prompts: Sequence[Sequence[int]],
     ) -> WeightSync:
@@ -302,7 +302,7 @@ class Runtime:
     def _pool(
         self,
         replicas: list[Replica],
-        residency: Residency | None,
+        residency: TenantResidency | None,
         environments: EnvironmentWatch,
         *,
         weights: WeightSender | None = None,

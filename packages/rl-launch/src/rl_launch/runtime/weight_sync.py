@@ -16,7 +16,7 @@ from rl_core.model import LOGPROBS
 from rl_core.ray.calls import gather
 from rl_core.tracing import spans
 from rl_core.weights import Manifest, WeightForm, WeightUpdate
-from rl_launch.placement.residency import Residency
+from rl_launch.placement.residency import TenantResidency
 from rl_launch.placement.topology import GENERATION
 from rl_launch.runtime.replica import Replica
 from rl_launch.runtime.weight_transfer import SYNC_TIMEOUT_S, WEIGHT_SYNC, WeightTransfer, started
@@ -85,7 +85,7 @@ class WeightSync:
         policy: WeightTransfer,
         *,
         canary: Canary,
-        residency: Residency | None,
+        residency: TenantResidency | None,
         drafter: WeightTransfer | None = None,
         sends_adapters: bool = False,
         timeout_s: float = SYNC_TIMEOUT_S,

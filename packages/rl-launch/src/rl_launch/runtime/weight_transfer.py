@@ -26,7 +26,7 @@ from rl_core.ray.model import RemoteModel
 from rl_core.rollouts.delivery import Delivery, Taken
 from rl_core.tracing import spans
 from rl_core.weights import Manifest, Transport, TransportKind, WeightForm, WeightTarget
-from rl_launch.placement.residency import Residency
+from rl_launch.placement.residency import TenantResidency
 from rl_launch.runtime.replica import Replica
 
 _log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class WeightTransfer:
         *,
         kind: TransportKind,
         meet: Callable[[], str],
-        residency: Residency | None,
+        residency: TenantResidency | None,
         gives_way: bool,
         bucket_bytes: int,
         tenant: str = "",

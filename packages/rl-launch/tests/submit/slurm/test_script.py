@@ -203,8 +203,7 @@ def test_bash_reads_a_value_as_the_config_does(written, unset, set_, monkeypatch
 
 
 @pytest.mark.parametrize(
-    "written",
-    ["${oc.env:TEST_V,${oc.env:TEST_W}}", "${slurm.env_vars.B}", "\\${oc.env:TEST_V} ${oc.env:TEST_V}"],
+    "written", ["${oc.env:TEST_V,${oc.env:TEST_W}}", "${slurm.env_vars.B}", "\\${oc.env:TEST_V} ${oc.env:TEST_V}"]
 )
 def test_a_value_that_bash_cannot_compute_is_refused(written, monkeypatch):
     monkeypatch.setenv("TEST_V", "given")

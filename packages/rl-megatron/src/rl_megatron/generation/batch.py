@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rl_core.torch.generation.row import Row, draw
 from rl_megatron.model.model import ReadingModel
-from rl_megatron.model.routing import RoutingRecorder
+from rl_megatron.model.routing import MegatronRoutingRecorder
 
 COLUMNS = 64
 """The columns of a cache are a multiple of this: Megatron keeps the rotary embedding of each size that it saw."""
@@ -33,7 +33,7 @@ class StaticBatch:
     """
 
     def __init__(
-        self, model: ReadingModel, device: torch.device, *, max_prefill_tokens: int, recorder: RoutingRecorder | None
+        self, model: ReadingModel, device: torch.device, *, max_prefill_tokens: int, recorder: MegatronRoutingRecorder | None
     ) -> None:
         self.model = model
         self._recorder = recorder

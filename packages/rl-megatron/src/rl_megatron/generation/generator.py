@@ -40,9 +40,9 @@ from rl_megatron.generation.batch import StaticBatch
 from rl_megatron.generation.plugin import LINEAR_PROBLEM, MegatronGenerationConfig
 from rl_megatron.model.build import build_model
 from rl_megatron.model.model import LM_HEAD, ReadingModel, forget_embeddings
-from rl_megatron.model.routing import RoutingRecorder
-from rl_megatron.parallel.mesh import Mesh, leave_groups
-from rl_megatron.training.residency import ModelResidency
+from rl_megatron.model.routing import MegatronRoutingRecorder
+from rl_megatron.parallel.mesh import MegatronMesh, leave_groups
+from rl_megatron.training.residency import MegatronResidency
 from rl_megatron.training.step import MegatronModel
 from rl_megatron.training.weights import MegatronWeights
 
@@ -68,14 +68,14 @@ class MegatronDecoder(StaticBatch):
         self._config = config
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
-        self._mesh = Mesh.join(Rendezvous(0, 1, 0, "127.0.0.1", port, device.name), MegatronConfig())
+        self._mesh = MegatronMesh.join(Rendezvous(0, 1, 0, "127.0.0.1", port, device.name), MegatronConfig())
         try:
             loaded, self._weights = load_model(model, self._mesh)
-            recorder = RoutingRecorder(loaded.chunks[0], loaded.config) if reports_routing else None
+            recorder = MegatronRoutingRecorder(loaded.chunks[0], loaded.config) if reports_routing else None
         except BaseException:
             leave_groups()
             raise
-        self._residency = ModelResidency(loaded, None, device)
+        self._residency = MegatronResidency(loaded, None, device)
         prefill = config.max_prefill_tokens
         super().__init__(loaded, device.torch_device, max_prefill_tokens=prefill, recorder=recorder)
 
@@ -100,9 +100,9 @@ class MegatronDecoder(StaticBatch):
         assert found is not None
         return np.asarray(found.ragged(LOGPROBS.name).values, dtype=np.float32)
 
-    def adoption(self, manifest: Manifest) -> WeightAdoption:
+    def adoption(self, manifest: Manifest) -> MegatronAdoption:
         """Prepare for these weights."""
-        return WeightAdoption(self.model, self._weights, manifest)
+        return MegatronAdoption(self.model, self._weights, manifest)
 
     def offload(self) -> None:
         """Free the device of the weights."""
@@ -120,7 +120,7 @@ class MegatronDecoder(StaticBatch):
         leave_groups()
 
 
-class WeightAdoption:
+class MegatronAdoption:
     """One weight version on its way into a model on one rank, whose tensors are overwritten in place: converted as they
     arrive by name, and checked before they are served.
 
@@ -206,7 +206,7 @@ class MegatronGenerator(LocalGenerator[MegatronDecoder]):
         super().__init__(build, load_tokenizer, model, placement)
 
 
-def load_model(config: ModelConfig, mesh: Mesh) -> tuple[ReadingModel, MegatronWeights]:
+def load_model(config: ModelConfig, mesh: MegatronMesh) -> tuple[ReadingModel, MegatronWeights]:
     """Return the model and its weights, in its precision, without dropout and gradients. Adapters are left out: weights
     arrive with them merged in.
 

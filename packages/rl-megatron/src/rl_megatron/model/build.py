@@ -28,8 +28,8 @@ from rl_megatron.model.layout import row_multiple, up
 from rl_megatron.model.lora import targeted_adapters
 from rl_megatron.model.model import EMBEDDING, LM_HEAD, Chunk, ReadingModel, ScoreHead, alignment_of
 from rl_megatron.model.recompute import recompute_fields, recomputed_modules
-from rl_megatron.model.routing import Replay, Routing
-from rl_megatron.parallel.mesh import Mesh, open_buffers
+from rl_megatron.model.routing import MegatronReplay, Routing
+from rl_megatron.parallel.mesh import MegatronMesh, open_buffers
 
 
 def check_design(config: ModelConfig, backend: MegatronConfig, folder: Path, *, is_cuda: bool) -> None:
@@ -63,7 +63,7 @@ def check_design(config: ModelConfig, backend: MegatronConfig, folder: Path, *, 
 
 
 def build_model(
-    config: ModelConfig, backend: MegatronConfig, spec: ModelSpec, *, folder: Path, is_packed: bool, mesh: Mesh
+    config: ModelConfig, backend: MegatronConfig, spec: ModelSpec, *, folder: Path, is_packed: bool, mesh: MegatronMesh
 ) -> ReadingModel:
     """Build this rank's part without weights.
 
@@ -111,7 +111,7 @@ def build_model(
         is_packed,
         alignment,
         routing=None if megatron.num_moe_experts is None else Routing(chunks, megatron),
-        replay=Replay(chunks, megatron) if backend.moe_router_replay else None,
+        replay=MegatronReplay(chunks, megatron) if backend.moe_router_replay else None,
         asks_for_dropout=any(name.endswith("dropout") for name in config.hf_config_overrides),
     )
 

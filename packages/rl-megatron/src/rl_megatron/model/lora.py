@@ -106,7 +106,7 @@ def targeted_adapters(maps: Sequence[WeightMap], kind: str, config: LoraConfig, 
     return adapters
 
 
-class Adapter(nn.Module):
+class LoraAdapter(nn.Module):
     """This rank's part of an adapter, in the model's dtype."""
 
     def __init__(self, down: Sequence[int], up: Sequence[int], config: TransformerConfig) -> None:
@@ -147,7 +147,7 @@ class Adapters(nn.Module):
                 [length // (size if dim == half.split.dim else 1) for dim, length in enumerate(half.sources[0].shape)]
                 for half in (found.down, found.up)
             )
-            adapter: Any = Adapter(down, up, config)
+            adapter: Any = LoraAdapter(down, up, config)
             self.add_module(name, adapter)
             self.register_buffer(f"{name}_rows", rows.to(adapter.up.device), persistent=False)
             self.register_buffer(f"{name}_own", own.to(adapter.up.device), persistent=False)

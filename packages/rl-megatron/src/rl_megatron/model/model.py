@@ -24,7 +24,7 @@ from rl_core.torch.heads.vocab_parallel import VocabShard
 from rl_core.torch.loss import Rows
 from rl_megatron.conversion.weight_map import AdapterMap
 from rl_megatron.model.layout import Alignment, RowLayout, lay_out
-from rl_megatron.model.routing import Replay, Routing
+from rl_megatron.model.routing import MegatronReplay, Routing
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
@@ -101,7 +101,7 @@ class ReadingModel:
     alignment: Alignment
     adapters: dict[str, AdapterMap] = field(default_factory=dict)
     routing: Routing | None = None
-    replay: Replay | None = None
+    replay: MegatronReplay | None = None
     asks_for_dropout: bool = False
 
     @property

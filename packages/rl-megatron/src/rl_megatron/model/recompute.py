@@ -27,7 +27,7 @@ from rl_core.torch.training.recompute import (
 )
 from rl_megatron.config import MegatronConfig
 from rl_megatron.conversion.splits import padded_vocab
-from rl_megatron.parallel.mesh import Mesh
+from rl_megatron.parallel.mesh import MegatronMesh
 from rl_megatron.rank_memory import rank_memory
 from rl_megatron.transformer_fields import RECOMPUTED_WITH_TE
 
@@ -238,7 +238,7 @@ def recompute_fields(
     hf: PreTrainedConfig,
     shape: TransformerConfig,
     *,
-    mesh: Mesh,
+    mesh: MegatronMesh,
     has_te: bool,
     trains: bool,
 ) -> dict[str, Any]:
@@ -384,7 +384,7 @@ def _covered(layer: Mapping[str, Part], modules: Iterable[str]) -> list[Part]:
 
 
 def rank_parameters(
-    hf: PreTrainedConfig, config: TransformerConfig, layers: Sequence[Mapping[str, Part]], mesh: Mesh
+    hf: PreTrainedConfig, config: TransformerConfig, layers: Sequence[Mapping[str, Part]], mesh: MegatronMesh
 ) -> tuple[float, float]:
     """Return the numbers of parameters of the last pipeline rank outside of experts and in experts.
 

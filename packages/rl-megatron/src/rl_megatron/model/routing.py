@@ -245,7 +245,7 @@ class RoutedLayer:
         return scores.gather(1, experts), experts
 
 
-class Replay:
+class MegatronReplay:
     """The routers of this rank, by chunk, and the generator's routing for them.
 
     Args:
@@ -301,7 +301,7 @@ class RecordedLayer:
         return found
 
 
-class RoutingRecorder:
+class MegatronRoutingRecorder:
     """The experts that the routers of a whole model chose in its last forward pass.
 
     Args:

@@ -25,7 +25,7 @@ _is_open = False
 
 
 @dataclass(frozen=True)
-class Mesh:
+class MegatronMesh:
     """The place of this rank among the ranks of its model. Megatron keeps the groups themselves, one set per process.
 
     Args:
@@ -45,7 +45,7 @@ class Mesh:
     layout: Mapping[str, int]
 
     @classmethod
-    def join(cls, rendezvous: Rendezvous, backend: MegatronConfig) -> Mesh:
+    def join(cls, rendezvous: Rendezvous, backend: MegatronConfig) -> MegatronMesh:
         """Meet the other ranks; collective. If that fails, this process is in no group afterwards.
 
         Raises:

@@ -10,7 +10,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from rl_megatron.conversion.weight_map import WeightMap
-from rl_megatron.parallel.mesh import Mesh
+from rl_megatron.parallel.mesh import MegatronMesh
 
 ALIGNMENT = 16
 """Alignment in bytes of every part in a buffer, because parts are viewed in any dtype."""
@@ -39,7 +39,7 @@ class Gathering:
     """
 
     def __init__(
-        self, held: Mapping[str, Tensor], holdings: Mapping[str, Holding], mesh: Mesh, *, has_experts: bool
+        self, held: Mapping[str, Tensor], holdings: Mapping[str, Holding], mesh: MegatronMesh, *, has_experts: bool
     ) -> None:
         self._held = held
         self._mesh = mesh

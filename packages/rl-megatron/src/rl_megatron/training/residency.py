@@ -10,13 +10,13 @@ from rl_core.devices import Device
 from rl_core.model import ModelPart
 from rl_core.torch.residency import Residency
 from rl_megatron.model.model import ReadingModel
-from rl_megatron.training.sharded_optimizer import ShardedOptimizer
+from rl_megatron.training.sharded_optimizer import MegatronOptimizer
 
 
-class ModelResidency(Residency):
+class MegatronResidency(Residency):
     """Residency of Megatron's model: its parameters, and the state of its optimizer together with gradient buffers."""
 
-    def __init__(self, model: ReadingModel, optimizer: ShardedOptimizer | None, device: Device) -> None:
+    def __init__(self, model: ReadingModel, optimizer: MegatronOptimizer | None, device: Device) -> None:
         super().__init__(device)
         self._model = model
         self._optimizer = optimizer

@@ -73,7 +73,7 @@ class ParameterShard:
     grad: Tensor
 
 
-class ShardedOptimizer:
+class MegatronOptimizer:
     """Steps the runs of Megatron's gradient buffers that belong to this rank, then gathers the parameters.
 
     Megatron's own distributed optimizer does the same only for Adam, and its checkpoints lose the step count of

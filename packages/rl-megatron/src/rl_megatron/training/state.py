@@ -16,9 +16,9 @@ from rl_core.torch.training.checkpoint_files import read_tensors
 from rl_megatron.conversion.splits import Vocabulary
 from rl_megatron.conversion.weight_map import WeightMap
 from rl_megatron.model.model import ReadingModel
-from rl_megatron.parallel.mesh import Mesh
+from rl_megatron.parallel.mesh import MegatronMesh
 from rl_megatron.training.pieces import Pieces, PiecesLoadPlanner, PiecesSavePlanner, rectangles
-from rl_megatron.training.sharded_optimizer import ParameterShard, ShardedOptimizer
+from rl_megatron.training.sharded_optimizer import ParameterShard, MegatronOptimizer
 from rl_megatron.training.weights import MegatronWeights
 
 MODEL = "model"
@@ -26,7 +26,7 @@ MAIN = "main"
 """The float32 weights that the optimizer steps, if the parameters have another dtype."""
 
 
-class TrainingState:
+class MegatronState:
     """Parameters and optimizer state of one rank, by Megatron's parameter names over the whole model.
 
     Each data-parallel rank writes the run of elements that it steps, of a parameter that trains and of its optimizer
@@ -37,7 +37,7 @@ class TrainingState:
     """
 
     def __init__(
-        self, model: ReadingModel, weights: MegatronWeights, optimizer: ShardedOptimizer | None, mesh: Mesh
+        self, model: ReadingModel, weights: MegatronWeights, optimizer: MegatronOptimizer | None, mesh: MegatronMesh
     ) -> None:
         self._model = model
         self._weights = weights

@@ -27,7 +27,7 @@ from rl_core.torch.training.backend import Microbatch, Pass
 from rl_core.torch.training.flops import ModelShape
 from rl_megatron.model.model import ReadingModel, forget_embeddings, forget_tokens
 from rl_megatron.model.routing import Routing
-from rl_megatron.parallel.mesh import Mesh
+from rl_megatron.parallel.mesh import MegatronMesh
 from rl_megatron.training.weights import MegatronWeights
 
 NAME = "load_balancing_loss"
@@ -48,7 +48,7 @@ class MegatronModel:
         reading: ReadingModel,
         chunks: list[DistributedDataParallel],
         weights: MegatronWeights,
-        mesh: Mesh,
+        mesh: MegatronMesh,
         *,
         shape: ModelShape | None,
         reports_layers: bool,

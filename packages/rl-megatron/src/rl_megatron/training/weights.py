@@ -22,7 +22,7 @@ from rl_megatron.conversion.weight_map import AdapterMap, HFTensor, WeightMap, h
 from rl_megatron.families.catalog import family_of
 from rl_megatron.model.model import EMBEDDING, LM_HEAD, ReadingModel
 from rl_megatron.model.precision import hold_in_float32, is_kept, kept_in_float32
-from rl_megatron.parallel.mesh import Mesh
+from rl_megatron.parallel.mesh import MegatronMesh
 from rl_megatron.training.gathering import Gathering
 
 SCORE = "score.weight"
@@ -43,7 +43,7 @@ class MegatronWeights:
         ValueError: If the family's maps and the model do not agree, or the layout does not divide a weight.
     """
 
-    def __init__(self, model: ReadingModel, files: WeightFiles, mesh: Mesh) -> None:
+    def __init__(self, model: ReadingModel, files: WeightFiles, mesh: MegatronMesh) -> None:
         self._model = model
         self._files = files
         self._mesh = mesh

@@ -193,12 +193,7 @@ class _Join(torch.autograd.Function):
 
 
 def position_reads(
-    hidden: Tensor,
-    head: Head,
-    rows: Rows,
-    places: Tensor,
-    reads: Sequence[Read],
-    **options: Unpack[PassOptions],
+    hidden: Tensor, head: Head, rows: Rows, places: Tensor, reads: Sequence[Read], **options: Unpack[PassOptions]
 ) -> dict[str, Tensor]:
     """Return the columns of the reads of a language-model head at some tokens, each `[n]` or `[n, k]`.
 

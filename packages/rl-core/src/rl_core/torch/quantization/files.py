@@ -18,14 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rl_core.torch.files.model_files import (
-    CONFIG,
-    GENERATION_CONFIG,
-    INDEX,
-    PRECISION,
-    WeightFiles,
-    copy_files,
-)
+from rl_core.torch.files.model_files import CONFIG, GENERATION_CONFIG, INDEX, PRECISION, WeightFiles, copy_files
 from rl_core.torch.quantization.formats import WeightFormat, weight_format
 
 WEIGHT = ".weight"

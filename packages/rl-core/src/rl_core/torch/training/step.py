@@ -25,15 +25,7 @@ from rl_core.plugins import resolve
 from rl_core.torch.heads.reads import ROW_READS
 from rl_core.torch.loss import LossSums, MetricSum, Rows
 from rl_core.torch.rows import idle_rows, to_rows
-from rl_core.torch.training.backend import (
-    Microbatch,
-    Microbatches,
-    OnReads,
-    Pass,
-    RankMesh,
-    RankModel,
-    RankOptimizer,
-)
+from rl_core.torch.training.backend import Microbatch, Microbatches, OnReads, Pass, RankMesh, RankModel, RankOptimizer
 from rl_core.user_code import implementation_name
 
 _log = logging.getLogger(__name__)

@@ -23,13 +23,7 @@ from rl_core.torch.process_group import listen_at
 from rl_core.torch.transport.bucket import Bucket, Layout, Parts, digest_of
 from rl_core.torch.transport.channel import Deadline, Receivers
 from rl_core.torch.transport.link import confirm, verify
-from rl_core.torch.transport.rendezvous import (
-    MAX_PENDING,
-    accept_receivers,
-    await_ready,
-    find_sender,
-    say_ready,
-)
+from rl_core.torch.transport.rendezvous import MAX_PENDING, accept_receivers, await_ready, find_sender, say_ready
 from rl_core.weights import Transport
 
 NUM_BUFFERS = 2

@@ -40,7 +40,7 @@ from rl_dtensor.parallel.body import body_of
 from rl_dtensor.parallel.dispatch import keeping_sizes
 from rl_dtensor.parallel.experts import expert_modules
 from rl_dtensor.parallel.fsdp import LAYERS_AHEAD
-from rl_dtensor.parallel.mesh import Mesh
+from rl_dtensor.parallel.mesh import DTensorMesh
 from rl_dtensor.parallel.sizes import AxisSizes
 
 _aten = torch.ops.aten
@@ -104,7 +104,7 @@ def recompute_plan(
     hf: PreTrainedModel,
     layers: Sequence[nn.Module],
     *,
-    mesh: Mesh,
+    mesh: DTensorMesh,
     trains_all: bool,
 ) -> RecomputePlan:
     """Return the plan for each run of layers of a rank, the same on every rank; collective.

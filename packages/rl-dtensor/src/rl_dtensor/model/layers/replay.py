@@ -30,7 +30,7 @@ ROUTER_LOGITS = "router_logits"
 """Output of the modules that `transformers` declares as routers."""
 
 
-class Replay:
+class RouterReplay:
     """The routers of some layers, and the generator's routing for them.
 
     Args:
