@@ -96,11 +96,7 @@ FIRES = {
         gone(30, rl_last_step_timestamp_seconds=MOVING),
         60,
     ),
-    "an interrupted run that nobody resumes": (
-        "DriverIsGone",
-        gone(31, rl_run_state=each_minute((0, 30), (2, 1))),
-        60,
-    ),
+    "an interrupted run that nobody resumes": ("DriverIsGone", gone(31, rl_run_state=each_minute((0, 30), (2, 1))), 60),
     "a run that failed": ("RunFailed", gone(31, rl_run_state=each_minute((0, 30), (3, 1))), 35),
     "a run that failed and whose endpoint is open": ("RunFailed", {"rl_run_state": each_minute((0, 30), (3, 1))}, 35),
     "a reward that is not finite between two scrapes": (
@@ -234,10 +230,7 @@ SILENT = {
         {FREE: always(18 * GIGABYTE), SAVED: always(7 * GIGABYTE)},
     ),
     "enough memory": ("NodeMemoryIsAlmostFull", {USED: always(94 * GIGABYTE)}),
-    "GPUs that wait a while": (
-        "GpusAreIdle",
-        dict.fromkeys(GPUS, each_minute(([0.9, *[0] * 9], MINUTES))),
-    ),
+    "GPUs that wait a while": ("GpusAreIdle", dict.fromkeys(GPUS, each_minute(([0.9, *[0] * 9], MINUTES)))),
     "one GPU of two": ("GpusAreIdle", {GPUS[0]: always(0)}),
 }
 """What an alert must not fire on: the alert, and what differs from the healthy series."""

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl_core.callback import RunEnd
+from rl_core.run import RunEnd
 from rl_launch.monitoring.notifications import MIN_S, MIN_STEPS, Notifications, StallWatch
 from rl_launch.session.config import NotifyConfig
 from rl_launch.session.observer import ObservedRun

@@ -11,8 +11,8 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families as plain
 
-from rl_core.callback import RunEnd
 from rl_core.errors import ConfigError
+from rl_core.run import RunEnd
 from rl_core.usage.meter import ProcessUsage
 from rl_launch.monitoring.prometheus import PrometheusEndpoint, exported_name
 from rl_launch.monitoring.quantities import SystemReadings, readings_of_engine, readings_of_process

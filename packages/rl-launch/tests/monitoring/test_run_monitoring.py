@@ -101,8 +101,7 @@ def test_an_observer_sees_why_a_run_failed(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "method",
-    ["begin", "start", "begin_step", "begin_phase", "end_phase", "step_metrics", "end_step", "saved", "end"],
+    "method", ["begin", "start", "begin_step", "begin_phase", "end_phase", "step_metrics", "end_step", "saved", "end"]
 )
 def test_an_observer_that_fails_is_turned_off_and_the_run_and_the_others_go_on(tmp_path, caplog, method):
     recorder = Recorder()

@@ -11,9 +11,9 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, Sp
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
-from rl_core.callback import RunEnd
 from rl_core.rollouts.group import RolloutGroup
 from rl_core.rollouts.rollout import Prompt, Rollout
+from rl_core.run import RunEnd
 from rl_launch.monitoring import telemetry
 from rl_launch.monitoring.telemetry import ReportingExporter, Telemetry
 from rl_launch.session.observer import ObservedRun
@@ -91,12 +91,7 @@ def test_rollouts_are_spans_from_their_submission_within_the_phase_that_takes_th
     assert span.parent.span_id == generation.context.span_id
     assert {
         name: span.attributes[f"rl.{name}"] for name in ("replica", "num_rollouts", "num_failed", "num_sampled")
-    } == {
-        "replica": 3,
-        "num_rollouts": 2,
-        "num_failed": 2,
-        "num_sampled": 0,
-    }
+    } == {"replica": 3, "num_rollouts": 2, "num_failed": 2, "num_sampled": 0}
 
 
 def test_a_failed_run_ends_its_spans_as_errors_with_the_reason(traced):

@@ -21,7 +21,7 @@ from rl_core.ray.rows import StoredRows
 from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.pool import RolloutTask
 from rl_core.rollouts.rollout import Prompt
-from rl_launch.placement.residency import TenantResidency, Tenant
+from rl_launch.placement.residency import Tenant, TenantResidency
 from rl_launch.runtime import replica as replica_module
 from rl_launch.runtime import replica_group, rollout_pool
 from rl_launch.runtime.replica import FinishedCall, ProgressWatch

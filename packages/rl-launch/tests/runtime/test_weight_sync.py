@@ -19,7 +19,7 @@ from rl_core.errors import (
 )
 from rl_core.rollouts.delivery import Taken
 from rl_core.weights import Manifest, TensorSpec
-from rl_launch.placement.residency import TenantResidency, Tenant
+from rl_launch.placement.residency import Tenant, TenantResidency
 from rl_launch.runtime import weight_sync, weight_transfer
 from rl_launch.runtime.weight_sync import Canary, WeightSync
 from rl_launch.runtime.weight_transfer import WeightTransfer, joined

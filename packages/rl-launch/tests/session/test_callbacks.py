@@ -14,8 +14,8 @@ import pytest
 from rich.console import Console
 
 from rl_core import Callback
-from rl_core.callback import HOOKS
 from rl_core.errors import CallbackFailed, ConfigError, WorkerDied
+from rl_core.run import HOOKS
 from rl_core.testing.exhaustive import exhaustive
 from rl_launch.api.named_objects import with_names
 from rl_launch.session import RunSession

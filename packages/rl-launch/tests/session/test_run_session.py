@@ -284,8 +284,7 @@ def exported(folder):
 
 
 @pytest.mark.parametrize(
-    ("period", "having"),
-    [(None, ["step_2", "step_4", "step_6"]), (4, ["step_4", "step_6"]), (0, ["step_6"])],
+    ("period", "having"), [(None, ["step_2", "step_4", "step_6"]), (4, ["step_4", "step_6"]), (0, ["step_6"])]
 )
 def test_a_period_of_exports_leaves_them_out_of_checkpoints_but_the_last(tmp_path, whole, period, having):
     run, settings = tmp_path / "run", counting.config(export_period=period)

@@ -14,7 +14,7 @@ from datetime import datetime
 from statistics import median
 from typing import Any
 
-from rl_core.callback import RunEnd
+from rl_core.run import RunEnd
 from rl_launch.monitoring.delivery import DeliveryError, NotificationDelivery, deliveries
 from rl_launch.monitoring.quantities import PREFIX
 from rl_launch.session.config import Event, NotifyConfig

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_core.callback import EndStatus, RunEnd
 from rl_core.errors import ConfigError
 from rl_core.install_command import install_command
+from rl_core.run import EndStatus, RunEnd
 from rl_launch.monitoring.quantities import PREFIX, SystemReading, SystemReadings
 from rl_launch.session.checkpoints.checkpoints import saved_checkpoints
 from rl_launch.session.checkpoints.manifest import CheckpointManifest

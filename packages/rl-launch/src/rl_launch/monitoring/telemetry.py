@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from rl_core.callback import RunEnd
 from rl_core.errors import ConfigError
 from rl_core.install_command import install_command
 from rl_core.rollouts.group import RolloutGroup
+from rl_core.run import RunEnd
 from rl_launch.session.config import LoggerConfig
 from rl_launch.session.observer import ObservedRun, RunObserver
 

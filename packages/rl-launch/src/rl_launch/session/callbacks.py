@@ -18,9 +18,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from rl_core import resolve
-from rl_core.callback import HOOKS, Callback, CallbackRun, RunEnd
 from rl_core.config import Config, Problem, did_you_mean, nearest_as_remedy, section_of, settings_of
 from rl_core.errors import CallbackFailed, ConfigError
+from rl_core.run import HOOKS, Callback, CallbackRun, RunEnd
 from rl_core.user_code import FromFile, is_in_file, limited, raised_at
 from rl_launch.session.config import CallbackConfig
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_core.callback import RunEnd
 from rl_core.rollouts.group import RolloutGroup
+from rl_core.run import RunEnd
 
 _log = logging.getLogger(__name__)
 

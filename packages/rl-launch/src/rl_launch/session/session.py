@@ -15,7 +15,6 @@ from typing import Any, Protocol, Self
 import numpy as np
 from rich.console import Console
 
-from rl_core.callback import CallbackRun, EndStatus, RunEnd
 from rl_core.config import WhenChanged, as_written, keys_when_changed
 from rl_core.data.batch import Batch
 from rl_core.errors import RLError, RunDirectoryError, WorkerDied, WorkerError
@@ -23,7 +22,7 @@ from rl_core.metrics import Metric
 from rl_core.model import Saved
 from rl_core.plugins import export_suffixes
 from rl_core.rollouts.group import RolloutGroup
-from rl_core.run import Checkpointable
+from rl_core.run import CallbackRun, Checkpointable, EndStatus, RunEnd
 from rl_core.tracing.stacks import FOLDER as STACKS_FOLDER
 from rl_core.tracing.stacks import stop_writing_stacks, write_stacks_of
 from rl_launch.placement.bundles import DevicesLost

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from rl_core.callback import EndStatus
 from rl_core.metrics import Metric, results
+from rl_core.run import EndStatus
 from rl_launch.session.config import CheckpointingConfig
 from rl_launch.session.directory.run_state import Best, BestSoFar
 from rl_launch.session.rollouts.run_files import MetricsFile

@@ -33,7 +33,12 @@ class StaticBatch:
     """
 
     def __init__(
-        self, model: ReadingModel, device: torch.device, *, max_prefill_tokens: int, recorder: MegatronRoutingRecorder | None
+        self,
+        model: ReadingModel,
+        device: torch.device,
+        *,
+        max_prefill_tokens: int,
+        recorder: MegatronRoutingRecorder | None,
     ) -> None:
         self.model = model
         self._recorder = recorder

@@ -18,7 +18,7 @@ from rl_megatron.conversion.weight_map import WeightMap
 from rl_megatron.model.model import ReadingModel
 from rl_megatron.parallel.mesh import MegatronMesh
 from rl_megatron.training.pieces import Pieces, PiecesLoadPlanner, PiecesSavePlanner, rectangles
-from rl_megatron.training.sharded_optimizer import ParameterShard, MegatronOptimizer
+from rl_megatron.training.sharded_optimizer import MegatronOptimizer, ParameterShard
 from rl_megatron.training.weights import MegatronWeights
 
 MODEL = "model"

@@ -18,10 +18,10 @@ from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
-from rl_core.callback import EndStatus
 from rl_core.config import Config, as_written, changed_as_written
 from rl_core.errors import ConfigError
 from rl_core.install_command import install_command
+from rl_core.run import EndStatus
 from rl_launch.session.config import LoggerConfig
 from rl_launch.session.directory.run_state import Labels
 from rl_launch.session.directory.writable import write_atomically

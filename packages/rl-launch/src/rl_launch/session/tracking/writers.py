@@ -16,10 +16,10 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Protocol
 
-from rl_core.callback import EndStatus
 from rl_core.config import Config
 from rl_core.errors import ConfigError
 from rl_core.install_command import install_command
+from rl_core.run import EndStatus
 from rl_launch.session.config import LoggerConfig
 from rl_launch.session.directory.run_state import NO_LABELS, Labels
 from rl_launch.session.tracking.trackers import MLflowWriter, TrackioWriter, WandbWriter
