@@ -1,6 +1,6 @@
 import pytest
 
-from rl_launch.placement.residency import TenantResidency, Tenant
+from rl_launch.placement.residency import Tenant, TenantResidency
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from rl_launch.backends import ModelBackend
 from rl_launch.cluster.start_wait import Bound, gather_start
 from rl_launch.cluster.virtual_cluster import Bundle, VirtualCluster, WorkerProcess
 from rl_launch.monitoring.poller import Monitored
-from rl_launch.placement.residency import TenantResidency, Tenant
+from rl_launch.placement.residency import Tenant, TenantResidency
 from rl_launch.placement.topology import Topology
 from rl_launch.runtime.processes import Processes
 

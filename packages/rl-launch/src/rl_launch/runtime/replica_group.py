@@ -10,7 +10,7 @@ from rl_core.errors import GeneratorError, RLError, WorkerDied, WorkerStalled
 from rl_core.ray.calls import fetch
 from rl_core.tracing import spans
 from rl_core.weights import WeightUpdate
-from rl_launch.placement.residency import TenantResidency, Tenant
+from rl_launch.placement.residency import Tenant, TenantResidency
 from rl_launch.placement.topology import GENERATION
 from rl_launch.runtime.elastic_replicas import ElasticReplicas
 from rl_launch.runtime.opponents import WeightSender
