@@ -3,9 +3,13 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_launch.show.terminal import beside, chart
+from rl_launch.show.terminal import Curve, overlay, side_by_side
 
 VALUES = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=200)
+
+
+def chart(title, points, **sizes):
+    return [line.plain for line in overlay(title, [Curve(points)], **sizes)]
 
 
 def dots(line):
@@ -42,5 +46,9 @@ def test_every_chart_fits_its_width_and_draws_a_line_without_gaps(values, width,
 
 
 def test_charts_stand_side_by_side():
-    one = chart("a", [(1, 1.0)], width=20, height=3)
-    assert {len(line) for line in beside(one, one)} == {42}
+    one = overlay("a", [Curve([(1, 1.0)])], width=20, height=3)
+    lines = [line.plain for line in side_by_side([one, one, one])]
+    assert len(lines) == 10
+    assert lines[-1].split() == ["1", "step", "1"]
+    assert lines[4].split() == ["1", "step", "1"] * 2
+    assert len(lines[4]) == 42

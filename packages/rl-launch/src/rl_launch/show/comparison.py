@@ -4,7 +4,7 @@ several.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
@@ -49,19 +49,6 @@ class RunEstimate:
 
 
 @dataclass(frozen=True)
-class GroupOutcome:
-    """A metric of a group.
-
-    Args:
-        last: The last value of each run.
-        best: The best value of each run; None for a metric without a better end.
-    """
-
-    last: RunEstimate
-    best: RunEstimate | None
-
-
-@dataclass(frozen=True)
 class RunGroup:
     """Runs whose configs differ in seeds at most.
 
@@ -70,7 +57,7 @@ class RunGroup:
         values: Values of the keys that differ between groups; None for one that its runs do not have.
         paths: Folders of the runs.
         seeds: For each run, values of the seeds that differ.
-        metrics: By name.
+        metrics: By name, the last value of each run, and the best; None for a metric without a better end.
         series: Mean over the runs of each metric, at every step that at least one of them recorded.
         members: Series of each run.
     """
@@ -79,7 +66,7 @@ class RunGroup:
     values: Mapping[str, Any]
     paths: tuple[str, ...]
     seeds: tuple[Mapping[str, Any], ...]
-    metrics: Mapping[str, GroupOutcome]
+    metrics: Mapping[str, tuple[RunEstimate, RunEstimate | None]]
     series: Series
     members: tuple[Series, ...]
 
@@ -106,8 +93,8 @@ class RunComparison:
                 "values": dict(group.values),
                 "runs": list(group.paths),
                 "metrics": {
-                    name: {"last": vars(outcome.last), "best": vars(outcome.best) if outcome.best else None}
-                    for name, outcome in group.metrics.items()
+                    name: {"last": vars(last), "best": vars(best) if best else None}
+                    for name, (last, best) in group.metrics.items()
                 },
             }
             for group in self.groups
@@ -144,22 +131,38 @@ def differing_keys(configs: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def effective_values(config: Mapping[str, Any]) -> dict[str, Any]:
+def effective_values(config: Mapping[str, Any], above: KeyPath = ()) -> dict[str, Any]:
     """Return the values of a config that change how it trains, by dotted key; a list is one value.
 
     Args:
         config: The config as nested plain values.
+        above: Section of these values.
     """
-    return dict(_values(config))
+    found: dict[str, Any] = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping) and value and (above or name not in _WITHOUT_EFFECT):
+            found |= effective_values(value, (*above, name))
+        elif above or name not in _WITHOUT_EFFECT:
+            found[format_path((*above, name))] = value
+    return found
 
 
 def _group(
     runs: Sequence[RunFolder], configs: Sequence[Mapping[str, Any]], keys: Sequence[str], seeds: Sequence[str]
 ) -> RunGroup:
-    rows = [run.metrics() for run in runs]
-    members = [series_of(each) for each in rows]
-    summaries = [{summary.name: summary for summary in summaries_of(each)} for each in members]
+    members = [series_of(run.metrics()) for run in runs]
+    summaries = [summary for each in members for summary in summaries_of(each)]
+    by_metric: dict[str, list[MetricSummary]] = {}
+    for summary in summaries:
+        by_metric.setdefault(summary.name, []).append(summary)
+    metrics = {}
+    for name, found in by_metric.items():
+        best = [summary.best for summary in found if summary.best is not None]
+        last = RunEstimate.of([summary.last for summary in found])
+        metrics[name] = last, RunEstimate.of(best) if best else None
     values = {key: configs[0].get(key) for key in keys}
+    texts = [value if isinstance(value, str) else show(value) for value in values.values()]
+    title = ", ".join(f"{heading} {text}" for heading, text in zip(headings(keys), texts, strict=True)) or "all"
     means = {}
     for name in dict.fromkeys(name for series in members for name in series):
         by_step: dict[int, list[float]] = {}
@@ -168,38 +171,11 @@ def _group(
                 by_step.setdefault(step, []).append(value)
         means[name] = [(step, fmean(by_step[step])) for step in sorted(by_step)]
     return RunGroup(
-        name=_name(values) if len(keys) <= MAX_NAMED else runs[0].path.name,
+        name=title if len(keys) <= MAX_NAMED else runs[0].path.name,
         values=values,
         paths=tuple(str(run.path) for run in runs),
         seeds=tuple({key: config.get(key) for key in seeds} for config in configs),
-        metrics={
-            name: _outcome(summaries, name) for name in dict.fromkeys(name for each in summaries for name in each)
-        },
+        metrics=metrics,
         series=means,
         members=tuple(members),
     )
-
-
-def _outcome(summaries: Sequence[Mapping[str, MetricSummary]], name: str) -> GroupOutcome:
-    found = [each[name] for each in summaries if name in each]
-    best = [summary.best for summary in found if summary.best is not None]
-    return GroupOutcome(RunEstimate.of([summary.last for summary in found]), RunEstimate.of(best) if best else None)
-
-
-def _name(values: Mapping[str, Any]) -> str:
-    if not values:
-        return "all"
-    texts = {key: value if isinstance(value, str) else show(value) for key, value in values.items()}
-    return ", ".join(f"{heading} {text}" for heading, text in zip(headings(list(texts)), texts.values(), strict=True))
-
-
-def _values(tree: Mapping[str, Any], above: KeyPath = ()) -> Iterator[tuple[str, Any]]:
-    """Yield the values of a config that change how it trains, by dotted key; a list is one value."""
-    for name, value in tree.items():
-        path = (*above, name)
-        if not above and name in _WITHOUT_EFFECT:
-            continue
-        if isinstance(value, Mapping) and value:
-            yield from _values(value, path)
-        else:
-            yield format_path(path), value

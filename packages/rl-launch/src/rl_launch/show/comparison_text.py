@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from string import ascii_lowercase
 
 from rich.console import Console
@@ -10,9 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from rl_core.config import show
-from rl_launch.show.comparison import MAX_NAMED, RunComparison, RunEstimate, RunGroup
+from rl_launch.show.comparison import MAX_NAMED, RunComparison
 from rl_launch.show.report import higher_is_better
-from rl_launch.show.terminal import MAX_PLOTS, PLOTTED, Curve, overlay, reward_parts
+from rl_launch.show.terminal import GAP, MAX_PLOTS, PLOTTED, WIDEST, Curve, overlay, reward_parts, side_by_side
 
 COLORS = ("green", "magenta", "cyan", "yellow", "blue", "red")
 """Colors of the curves, in turn."""
@@ -23,19 +22,19 @@ MAX_CURVES = 12
 _REWARDS = ("reward/mean", "val/reward", "val/accuracy")
 _OF_UPDATES = ("policy/nll", "train/loss")
 
-_GAP = 2
-_WIDEST = 120
-
 
 def show_comparison(comparison: RunComparison, console: Console) -> None:
     """Print a comparison: its groups, their curves in one plot per metric, and a table per metric."""
-    width = min(console.width, _WIDEST)
+    width = min(console.width, WIDEST)
     num_runs = sum(len(group.paths) for group in comparison.groups)
     console.print(_heading(comparison, num_runs), style="bold", highlight=False, markup=False, soft_wrap=True)
     console.print()
     table = _table("", "group", "runs")
     for index, group in enumerate(comparison.groups):
-        table.add_row(Text(letter(index), style=COLORS[index % len(COLORS)]), group.name, ", ".join(_runs(group)))
+        runs = []
+        for path, seeds in zip(group.paths, group.seeds, strict=True):
+            runs.append(f"{path} (seed {' '.join(map(show, seeds.values()))})" if seeds else path)
+        table.add_row(Text(letter(index), style=COLORS[index % len(COLORS)]), group.name, ", ".join(runs))
     console.print(table, width=width)
     if len(comparison.keys) > MAX_NAMED:
         console.print()
@@ -48,12 +47,16 @@ def show_comparison(comparison: RunComparison, console: Console) -> None:
         console.print("\nNo steps are recorded yet. Use rl runs to show the state of each run.", highlight=False)
         return
     console.print()
-    for line in _charts(
-        comparison,
-        [name for name in metrics if any(len(group.series.get(name, ())) > 1 for group in comparison.groups)],
-        width,
-    ):
-        line.rstrip()
+    drawn = []
+    for name in metrics:
+        curves = [
+            Curve(group.series[name], letter(index)[-1], COLORS[index % len(COLORS)])
+            for index, group in enumerate(comparison.groups[:MAX_CURVES])
+            if group.series.get(name)
+        ]
+        if any(len(group.series.get(name, ())) > 1 for group in comparison.groups):
+            drawn.append(overlay(name, curves, width=(width - GAP) // 2))
+    for line in side_by_side(drawn):
         console.print(line, no_wrap=True, overflow="crop")
     if len(comparison.groups) > MAX_CURVES:
         console.print(f"Curves of the first {MAX_CURVES} groups.", highlight=False)
@@ -91,44 +94,18 @@ def _heading(comparison: RunComparison, num_runs: int) -> str:
     return f"{num_runs} runs that differ in {' and '.join(comparison.keys)}{over}"
 
 
-def _runs(group: RunGroup) -> Iterator[str]:
-    for path, seeds in zip(group.paths, group.seeds, strict=True):
-        values = [show(value) for value in seeds.values()]
-        yield f"{path} (seed {' '.join(values)})" if values else path
-
-
-def _charts(comparison: RunComparison, names: Sequence[str], width: int) -> Iterator[Text]:
-    half = (width - _GAP) // 2
-    groups = comparison.groups[:MAX_CURVES]
-    drawn = []
-    for name in names:
-        curves = [
-            Curve(group.series[name], letter(index)[-1], COLORS[index % len(COLORS)])
-            for index, group in enumerate(groups)
-            if group.series.get(name)
-        ]
-        drawn.append(overlay(name, curves, width=half))
-    for left, right in zip(drawn[::2], drawn[1::2], strict=False):
-        yield from (Text.assemble(one, " " * _GAP, other) for one, other in zip(left, right, strict=True))
-    if len(drawn) % 2:
-        yield from drawn[-1]
-
-
 def _metric(comparison: RunComparison, name: str) -> Table:
     """Return the groups by one metric, the best first."""
     higher = higher_is_better(name, {each for group in comparison.groups for each in group.series})
     table = _table("", name, "last", *(["best"] if higher is not None else []))
-    outcomes = [(index, group.metrics.get(name)) for index, group in enumerate(comparison.groups)]
-    found = [(index, outcome) for index, outcome in outcomes if outcome is not None]
+    groups = enumerate(comparison.groups)
+    found = [(index, group, *group.metrics[name]) for index, group in groups if name in group.metrics]
     if higher is not None:
-        found.sort(key=lambda each: (-1 if higher else 1) * (each[1].best or each[1].last).mean)
-    for place, (index, outcome) in enumerate(found):
+        found.sort(key=lambda each: (-1 if higher else 1) * (each[3] or each[2]).mean)
+    for place, (index, group, last, best) in enumerate(found):
         style = "bold" if higher is not None and not place and len(found) > 1 else ""
-        estimates: list[RunEstimate | None] = [outcome.last, *([outcome.best] if higher is not None else [])]
-        cells = ["" if each is None else str(each) for each in estimates]
-        table.add_row(
-            Text(letter(index), style=COLORS[index % len(COLORS)]), comparison.groups[index].name, *cells, style=style
-        )
+        cells = [str(last), *([str(best or "")] if higher is not None else [])]
+        table.add_row(Text(letter(index), style=COLORS[index % len(COLORS)]), group.name, *cells, style=style)
     return table
 
 

@@ -7,7 +7,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rl_core.errors import ConfigError
 from rl_core.install_command import install_command
@@ -65,7 +64,11 @@ def write_images(lines: Sequence[Line], folder: Path) -> list[Path]:
         for place, name in enumerate(names, start=1):
             axes = figure.add_subplot(rows, min(2, len(names)), place)
             for line in lines:
-                _draw(axes, line, name)
+                points = line.series.get(name, ())
+                # A line without points keeps its color and its place in the legend.
+                drawn = axes.plot(*_axes_of(points), label=line.label or None)
+                for member in line.members if len(line.members) > 1 else ():
+                    axes.plot(*_axes_of(member.get(name, ())), color=drawn[0].get_color(), linewidth=0.6, alpha=0.5)
             axes.set_title(name)
             axes.grid(alpha=0.3)
         labelled = [line.label for line in lines if line.label]
@@ -78,12 +81,5 @@ def write_images(lines: Sequence[Line], folder: Path) -> list[Path]:
     return written
 
 
-def _draw(axes: Any, line: Line, name: str) -> None:
-    points = line.series.get(name, ())
-    # a line without points keeps its color and its place in the legend
-    drawn = axes.plot([step for step, _ in points], [value for _, value in points], label=line.label or None)
-    if len(line.members) > 1:
-        for member in line.members:
-            of_one = member.get(name, ())
-            steps, values = [step for step, _ in of_one], [value for _, value in of_one]
-            axes.plot(steps, values, color=drawn[0].get_color(), linewidth=0.6, alpha=0.5)
+def _axes_of(points: Sequence[tuple[int, float]]) -> tuple[list[int], list[float]]:
+    return [step for step, _ in points], [value for _, value in points]

@@ -14,7 +14,7 @@ from rl_core.errors import RunDirectoryError
 from rl_core.rollouts.record import segments_of
 from rl_launch.session.checkpoints.checkpoints import ADAPTER, EXPORT
 from rl_launch.session.directory.row_files import text_of_content
-from rl_launch.session.directory.run_folder import Description, RunFolder
+from rl_launch.session.directory.run_folder import Description, RunFolder, timings_of
 from rl_launch.session.directory.run_state import RunState
 from rl_launch.session.rollouts.rollout_store import Kind
 from rl_launch.show.advice import Advice, advice
@@ -55,18 +55,13 @@ def headings(keys: Sequence[str]) -> list[str]:
     """Return the last names of each key that tell it from the others: `lr` of `policy.optimizer.kwargs.lr`. Metrics
     stay whole.
     """
-    return [_shortest(key, [other for other in keys if other != key]) for key in keys]
-
-
-def _shortest(key: str, others: Sequence[str]) -> str:
-    if "/" in key:
-        return key
-    names = key.split(".")
-    for count in range(1, len(names)):
-        short = names[-count:]
-        if all(other.split(".")[-count:] != short for other in others):
-            return ".".join(short)
-    return key
+    found = []
+    for key in keys:
+        names, others = key.split("."), [other.split(".") for other in keys if other != key]
+        counts = () if "/" in key else range(1, len(names))
+        count = next((n for n in counts if all(other[-n:] != names[-n:] for other in others)), len(names))
+        found.append(".".join(names[-count:]))
+    return found
 
 
 @dataclass(frozen=True)
@@ -240,7 +235,16 @@ def series_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[int, fl
 
 def summaries_of(series: Series) -> list[MetricSummary]:
     """Return the summaries of the metrics of a run."""
-    return [_summary_of(name, points, series) for name, points in series.items() if points]
+    found = []
+    for name, points in series.items():
+        higher = higher_is_better(name, series)
+        if not points:
+            continue
+        step, best = None, None
+        if higher is not None:
+            step, best = (max if higher else min)(points, key=lambda point: point[1])
+        found.append(MetricSummary(name, points[0][1], best, step, points[-1][1], points[-1][0]))
+    return found
 
 
 def higher_is_better(name: str, metrics: Container[str] = ()) -> bool | None:
@@ -256,22 +260,6 @@ def higher_is_better(name: str, metrics: Container[str] = ()) -> bool | None:
         return True
     is_loss = name.startswith("val/") and name.endswith("/loss")
     return False if is_loss or name.startswith(_LOWER_IS_BETTER) else None
-
-
-def _summary_of(name: str, points: Sequence[tuple[int, float]], metrics: Container[str]) -> MetricSummary:
-    higher = higher_is_better(name, metrics)
-    step, best = None, None
-    if higher is not None:
-        step, best = (max if higher else min)(points, key=lambda point: point[1])
-    return MetricSummary(name, points[0][1], best, step, points[-1][1], points[-1][0])
-
-
-def timings_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the seconds of all steps by phase, longest first; `step` is the whole step."""
-    total: Counter[str] = Counter()
-    for row in rows:
-        total.update({name.removeprefix("time/"): row[name] for name in row if name.startswith("time/") and row[name]})
-    return dict(total.most_common())
 
 
 def _rollouts(run: RunFolder, step: int | None, asked: Selection | None) -> Rollouts | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,12 +17,8 @@ from rl_launch.session.rollouts.rollout_store import Kind
 
 _CONDITION = re.compile(r"([^=!<>]*[^=!<>\s])\s*(!=|<=|>=|=|<|>)\s*(.*)", re.DOTALL)
 _ORDERS: dict[str, Callable[[Any, Any], bool]] = {
-    "<": lambda one, other: one < other,
-    "<=": lambda one, other: one <= other,
-    ">": lambda one, other: one > other,
-    ">=": lambda one, other: one >= other,
-}
-
+    "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge
+}  # fmt: skip
 
 _LONG = frozenset({"prompt", "turns", "segments", "rewards", "row", "info", "weight_spans"})
 """Entries of a record that nobody compares as a whole."""
@@ -161,7 +158,7 @@ class Selection:
 
 def _known(key: str, records: Sequence[Mapping[str, Any]], option: str) -> str:
     """Return the key, or the path that ends in it: `rewards.format` for `format`."""
-    known = {name for record in records for name in _keys(record)}
+    known = {"reward", "response", *(name for record in records for name in _keys_of(record))}
     if not records or key in known:
         return key
     found = [path for path in (f"rewards.{key}", f"row.{key}", f"info.{key}") if path in known]
@@ -171,19 +168,11 @@ def _known(key: str, records: Sequence[Mapping[str, Any]], option: str) -> str:
     raise ConfigError(f"{option}: no rollout has {key!r}{did_you_mean(key, shown)}; keys: {', '.join(shown)}")
 
 
-def _keys(record: Mapping[str, Any]) -> Iterator[str]:
-    yield from ("reward", "response")
-    for name, value in record.items():
-        yield name
-        if isinstance(value, Mapping):
-            yield from (f"{name}.{below}" for below in _keys_of(value))
-
-
-def _keys_of(value: Mapping[str, Any]) -> Iterator[str]:
+def _keys_of(value: Mapping[str, Any], above: str = "") -> Iterator[str]:
     for name, below in value.items():
-        yield str(name)
+        yield f"{above}{name}"
         if isinstance(below, Mapping):
-            yield from (f"{name}.{each}" for each in _keys_of(below))
+            yield from _keys_of(below, f"{above}{name}.")
 
 
 def reward_of(record: Mapping[str, Any]) -> float:

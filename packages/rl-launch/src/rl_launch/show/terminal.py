@@ -48,24 +48,8 @@ _WHOLE_REWARD = ("reward/mean", "reward/std")
 
 _MIXED = ("most mixed", "second most mixed")
 
-_GAP = 2
-
-_WIDEST = 120
-
-
-def chart(title: str, points: Points, *, width: int, height: int = 7) -> list[str]:
-    """Draw values over steps, with the range of both on the axes.
-
-    Args:
-        title: The first line.
-        points: Points of the curve; at least one.
-        width: Characters of a line.
-        height: Lines of the plot itself.
-
-    Returns:
-        `height + 2` lines of `width` characters.
-    """
-    return [line.plain for line in overlay(title, [Curve(points)], width=width, height=height)]
+GAP, WIDEST = 2, 120
+"""Columns between two charts, and maximum number of columns of a report."""
 
 
 @dataclass(frozen=True)
@@ -98,9 +82,22 @@ def overlay(title: str, curves: Sequence[Curve], *, width: int, height: int = 7)
     columns = width - _LABEL - 1
     everything = [point for curve in curves for point in curve.points]
     steps, values = [step for step, _ in everything], [value for _, value in everything]
-    frame = _Frame(min(steps), max(steps), min(values), max(values), 2 * columns, 4 * height)
-    dots = [_dots(curve.points, frame) for curve in curves]
-    rows = [Text(row) for row in _canvas([dot for each in dots for dot in each], columns, height)]
+    first, last, low, high = min(steps), max(steps), min(values), max(values)
+    across = (2 * columns - 1) / (last - first) if last > first else 0.0
+    up = (4 * height - 1) / (high - low) if high > low else 0.0
+    # A flat line is in the middle.
+    bottom = 4 * height - 1 - (0 if high > low else 2 * height)
+    dots = []
+    for curve in curves:
+        # A column shows the mean of its values.
+        by_column: dict[int, list[float]] = {}
+        for step, value in curve.points:
+            by_column.setdefault(round((step - first) * across), []).append(value)
+        dots.append(_line([(x, bottom - round((sum(each) / len(each) - low) * up)) for x, each in by_column.items()]))
+    cells = [[_BLANK] * columns for _ in range(height)]
+    for x, y in (dot for each in dots for dot in each):
+        cells[y // 4][x // 2] |= _DOTS[y % 4][x % 2]
+    rows = [Text("".join(map(chr, row))) for row in cells]
     for curve, found in zip(curves, dots, strict=True):
         for x, y in found:
             rows[y // 4].stylize(curve.style, x // 2, x // 2 + 1)
@@ -109,10 +106,10 @@ def overlay(title: str, curves: Sequence[Curve], *, width: int, height: int = 7)
             x, y = found[-1]
             row, at = rows[y // 4], x // 2
             rows[y // 4] = Text.assemble(row[:at], (curve.mark, f"bold {curve.style}"), row[at + 1 :])
-    labels = [_label(frame.high), *[""] * (height - 2), _label(frame.low)]
+    labels = [_label(high), *[""] * (height - 2), _label(low)]
     lines = [Text.assemble(f"{label:>{_LABEL}} ", row) for label, row in zip(labels, rows, strict=True)]
-    first, last = f"{frame.first:g}", f"step {frame.last:g}"
-    axis = f"{'':{_LABEL}} {first}{last:>{columns - len(first)}}"
+    begin, end = f"{first:g}", f"step {last:g}"
+    axis = f"{'':{_LABEL}} {begin}{end:>{columns - len(begin)}}"
     return [Text(f"{'':{_LABEL}} {title}"[:width].ljust(width)), *lines, Text(axis)]
 
 
@@ -120,48 +117,22 @@ def _label(value: float) -> str:
     return next(text for digits in (4, 2, 1) if len(text := f"{value:.{digits}g}") <= _LABEL)
 
 
-def beside(left: Sequence[str], right: Sequence[str]) -> list[str]:
-    """Place two charts of one height side by side."""
-    return [f"{one}  {other}" for one, other in zip(left, right, strict=True)]
-
-
-@dataclass(frozen=True)
-class _Frame:
-    """The range of a chart, and its size in dots."""
-
-    first: float
-    last: float
-    low: float
-    high: float
-    width: int
-    height: int
-
-
-def _dots(points: Points, frame: _Frame) -> list[tuple[int, int]]:
-    """Return the columns and rows, from the top left, of a line through the points."""
-    across = (frame.width - 1) / (frame.last - frame.first) if frame.last > frame.first else 0.0
-    # A column shows the mean of its values, and a flat line is in the middle.
-    columns: dict[int, list[float]] = {}
-    for step, value in points:
-        columns.setdefault(round((step - frame.first) * across), []).append(value)
-    scale = (frame.height - 1) / (frame.high - frame.low) if frame.high > frame.low else 0.0
-    offset = 0 if frame.high > frame.low else frame.height // 2
-    bottom = frame.height - 1 - offset
-    knots = [(x, bottom - round((sum(each) / len(each) - frame.low) * scale)) for x, each in columns.items()]
-    dots = knots[:1]
+def _line(knots: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the columns and rows, from the top left, of a line through some of them."""
+    dots = list(knots[:1])
     for (x0, y0), (x1, y1) in pairwise(knots):
         length = max(x1 - x0, abs(y1 - y0))
-        dots.extend(
-            (round(x0 + (x1 - x0) * k / length), round(y0 + (y1 - y0) * k / length)) for k in range(1, length + 1)
-        )
+        dots += [(round(x0 + (x1 - x0) * k / length), round(y0 + (y1 - y0) * k / length)) for k in range(1, length + 1)]
     return dots
 
 
-def _canvas(dots: Sequence[tuple[int, int]], columns: int, rows: int) -> list[str]:
-    cells = [[_BLANK] * columns for _ in range(rows)]
-    for x, y in dots:
-        cells[y // 4][x // 2] |= _DOTS[y % 4][x % 2]
-    return ["".join(map(chr, row)) for row in cells]
+def side_by_side(charts: Sequence[Sequence[Text]]) -> Iterator[Text]:
+    """Yield the lines of charts of one height, two next to one another."""
+    for place in range(0, len(charts), 2):
+        for lines in zip(*charts[place : place + 2], strict=True):
+            line = Text(" " * GAP).join(lines)
+            line.rstrip()
+            yield line
 
 
 _PROMPT, _RESPONSE = 160, 320
@@ -177,7 +148,7 @@ def show(report: RunReport, console: Console, *, lists_all: bool = False) -> Non
         console: Where to print.
         lists_all: True for a table of all metrics rather than of the most important ones.
     """
-    width = min(console.width, _WIDEST)
+    width = min(console.width, WIDEST)
     state, known = report.state, report.description
     steps = f"step {state.step}/{state.max_steps}" if state.max_steps else f"step {state.step}"
     progress = "  ".join(part for part in (known.algorithm, state.status, steps, state.reason) if part)
@@ -192,8 +163,9 @@ def show(report: RunReport, console: Console, *, lists_all: bool = False) -> Non
         console.print(f"No steps are recorded. See {log}.", highlight=False)
         return
     console.print()
-    for line in _charts(report, width):
-        console.print(line.rstrip(), style="green", highlight=False, markup=False, no_wrap=True, overflow="crop")
+    drawn = [overlay(name, [Curve(report.series[name])], width=(width - GAP) // 2) for name in plotted(report)]
+    for row in side_by_side(drawn):
+        console.print(row, style="green", no_wrap=True, overflow="crop")
     console.print()
     _show_metrics(report, console, width, lists_all=lists_all)
     console.print()
@@ -216,16 +188,6 @@ def plotted(report: RunReport) -> list[str]:
 def reward_parts(metrics: Iterable[str]) -> list[str]:
     """Return the metrics of the named parts of the reward, of those given."""
     return [name for name in metrics if name.startswith("reward/") and name not in _WHOLE_REWARD]
-
-
-def _charts(report: RunReport, width: int) -> Iterator[str]:
-    names = plotted(report)
-    half = (width - _GAP) // 2
-    drawn = [chart(name, report.series[name], width=half) for name in names]
-    for left, right in zip(drawn[::2], drawn[1::2], strict=False):
-        yield from beside(left, right)
-    if len(drawn) % 2:
-        yield from drawn[-1]
 
 
 def _show_metrics(report: RunReport, console: Console, width: int, *, lists_all: bool) -> None:

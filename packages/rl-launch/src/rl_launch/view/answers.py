@@ -16,10 +16,10 @@ from rl_core.errors import ConfigError, RunDirectoryError
 from rl_launch.evaluation.result import EvaluationResult, compare_results
 from rl_launch.session.directory.recording import read_origins
 from rl_launch.session.directory.remedies import command_to_go_on
-from rl_launch.session.directory.run_folder import CONFIG, RunFolder
+from rl_launch.session.directory.run_folder import CONFIG, RunFolder, timings_of
 from rl_launch.show.advice import advice
 from rl_launch.show.comparison import differing_keys, effective_values
-from rl_launch.show.report import failures_of, higher_is_better, timings_of
+from rl_launch.show.report import failures_of, higher_is_better
 from rl_launch.show.terminal import PLOTTED
 from rl_launch.view import logs, rollouts, timelines, tokens
 from rl_launch.view.catalog import CatalogEntry, PageCatalog

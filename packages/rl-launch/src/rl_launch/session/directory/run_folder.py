@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -173,13 +174,7 @@ class RunFolder:
 
     def timings(self) -> dict[str, float]:
         """Return the total seconds of all steps by phase, longest first; `step` is the whole step."""
-        total: dict[str, float] = {}
-        for row in self.metrics():
-            for name, value in row.items():
-                if name.startswith("time/") and value is not None:
-                    phase = name.removeprefix("time/")
-                    total[phase] = total.get(phase, 0.0) + value
-        return dict(sorted(total.items(), key=lambda entry: -entry[1]))
+        return timings_of(self.metrics())
 
     def rollout_steps(self, kind: rollout_store.Kind = "step") -> list[int]:
         """Return the steps whose rollouts were written, in order; with `val`, the steps with a validation."""
@@ -259,6 +254,14 @@ class RunFolder:
         if lock.holder(self.path) is not None:
             return RunState("running", step, max_steps)
         return RunState("finished" if max_steps and step >= max_steps else "interrupted", step, max_steps)
+
+
+def timings_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the seconds of all steps by phase, longest first; `step` is the whole step."""
+    total: Counter[str] = Counter()
+    for row in rows:
+        total.update({name.removeprefix("time/"): row[name] for name in row if name.startswith("time/") and row[name]})
+    return dict(total.most_common())
 
 
 def no_run(path: Path) -> Problem:
