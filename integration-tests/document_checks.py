@@ -18,6 +18,7 @@ from rl_core.config import all_keys
 from rl_core.errors import ConfigError
 from rl_core.testing.documents import Block, Document, DocumentError, Workbook
 from rl_launch.cli.app import app
+from rl_launch.commands.explain import roots_of_all
 from rl_launch.run_config.reading import read_plan
 from rl_launch.submit.profile import PROFILE, TARGETS, belongs_to_profile, read_profile
 
@@ -240,7 +241,7 @@ def _anchors(text: str) -> set[str]:
 
 def unknown_keys(document: Document) -> list[str]:
     """Config keys in the prose that no algorithm has."""
-    sections = {key.partition(".")[0] for recipe in SMALLEST for key in _keys_of(recipe)} | set(TARGETS)
+    sections = {key.partition(".")[0] for key in _known_keys()} | set(TARGETS)
     text = _prose(document.text)
     if document.path.name.startswith("coming-from-"):
         text = _FIRST_CELL.sub("", text)  # of another project
@@ -253,14 +254,15 @@ def _is_key(key: str) -> bool:
     """Whether an algorithm's config, or a profile, has the key."""
     # below a key with free entries, such as policy.optimizer.kwargs, anything goes
     free = {"kwargs", "settings", "env_vars", "custom_parallel_plan", "hf_config_overrides"}
-    known = any(key in _keys_of(recipe) for recipe in SMALLEST) or key in all_keys(PROFILE, {})
+    known = key in _known_keys() or key in all_keys(PROFILE, {})
     return known or bool(free & set(key.split(".")[:-1]))
 
 
 @cache
-def _keys_of(recipe: str) -> frozenset[str]:
-    resolved = read_plan(recipe)
-    return frozenset(all_keys(type(resolved.config), {}))
+def _known_keys() -> frozenset[str]:
+    """Keys of every algorithm, with all backends and environments, and of the types that the smallest recipes choose."""
+    roots = [*roots_of_all().values(), *(type(read_plan(recipe).config) for recipe in SMALLEST)]
+    return frozenset(key for root in roots for key in all_keys(root, {}))
 
 
 def missing_places(document: Document) -> list[str]:

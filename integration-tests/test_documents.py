@@ -109,6 +109,15 @@ def test_the_page_and_the_figure_have_every_state_of_a_draw():
     assert sorted(re.findall(r'title" [^>]*>([a-z ]+)<', figure)) == sorted([*states, "trained"])
 
 
+def test_grpo_is_read_in_at_most_sixty_files():
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^(\d+)\. `([\w/]+\.py)`", page.partition("Read GRPO in an afternoon")[2], re.MULTILINE)
+    assert [int(number) for number, _ in listed] == list(range(1, len(listed) + 1))
+    assert 40 < len(listed) <= 60
+    sources = [ROOT / "packages" / path.partition("/")[0].replace("_", "-") / "src" / path for _, path in listed]
+    assert [str(path) for path in sources if not path.is_file()] == []
+
+
 def test_the_page_lists_what_vllm_reads_differently():
     page = (ROOT / "docs" / "model-families.md").read_text(encoding="utf-8")
     rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| ")]

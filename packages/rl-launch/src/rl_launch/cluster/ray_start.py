@@ -130,8 +130,8 @@ def retried(start: Callable[[], T], clean_up: Callable[[], object]) -> T:
         except Exception as error:
             clean_up()
             if attempt == START_ATTEMPTS:
-                problem = f"Ray did not start in {START_ATTEMPTS} attempts"
-                raise RLError(f"{problem}; the last said: {error}\n{_start_remedy()}") from error
+                problem = f"Ray did not start in {START_ATTEMPTS} attempts; the last said: {error}"
+                raise RLError(f"{problem}\n{_start_remedy()}") from error
             _log.warning("Ray did not start (%s); trying again", str(error).splitlines()[0])
             time.sleep(2.0)
     raise AssertionError("the last attempt returns or raises")
