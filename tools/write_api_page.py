@@ -55,9 +55,10 @@ def public_packages() -> list[str]:
 def _services() -> str:
     text = ""
     for service in SERVICES:
+        text += f"\n## {service.partition('.')[0]}\n"
         summaries = summaries_of(service)
         for module, names in groupby(sorted(homes_of(service).items(), key=itemgetter(1, 0)), key=itemgetter(1)):
-            text += f"\n## {module}\n\n{_lines({name: summaries[name] for name, _ in names})}"
+            text += f"\nOf `{module}`:\n\n{_lines({name: summaries[name] for name, _ in names})}"
     return text
 
 
