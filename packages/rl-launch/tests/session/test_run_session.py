@@ -212,7 +212,7 @@ def test_a_step_that_waits_for_what_may_never_come_is_left_on_a_signal_and_the_s
                 raise StepAbandoned("8 rollouts that no agent has taken")
     assert newest_checkpoint(tmp_path).name == "step_3"
     state = RunFolder(tmp_path).state()
-    assert (state.status, state.reason, session.stop_signal) == ("interrupted", "SIGTERM", signal.SIGTERM)
+    assert (state.status, state.reason, session.stop_request.signal) == ("interrupted", "SIGTERM", signal.SIGTERM)
 
 
 def test_the_time_limit_leaves_room_for_a_save_that_is_under_way():
@@ -262,7 +262,11 @@ def test_a_handler_that_a_library_sets_meanwhile_does_not_win(tmp_path):
         signal.signal(signal.SIGTERM, lambda number, frame: pytest.fail("killed without saving"))
         for _ in session.steps(6, models={"policy": counting.CountingModel()}, state={}):
             os.kill(os.getpid(), signal.SIGTERM)
-    assert (session.completed, session.stop_reason, session.stop_signal) == (1, "SIGTERM", signal.SIGTERM)
+    assert (session.completed, session.stop_request.reason, session.stop_request.signal) == (
+        1,
+        "SIGTERM",
+        signal.SIGTERM,
+    )
     assert not session.is_finished
     assert newest_checkpoint(tmp_path).name == "step_1"
     assert signal.getsignal(signal.SIGTERM) is before
@@ -272,7 +276,7 @@ def test_a_run_that_reached_its_goal_saves_and_stays_there(tmp_path):
     session = counting.run(
         tmp_path, counting.config(), at_step=lambda run, step: run.stop("good enough") if step == 3 else None
     )
-    assert (session.completed, session.stop_reason) == (3, "good enough")
+    assert (session.completed, session.stop_request.reason) == (3, "good enough")
     assert newest_checkpoint(tmp_path).name == "step_3"
 
 

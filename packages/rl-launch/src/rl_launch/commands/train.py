@@ -10,10 +10,10 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rl_core.config import to_yaml
 from rl_core.errors import RLError
@@ -45,8 +45,7 @@ from rl_launch.show.advice import advice
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class TrainOutcome:
+class TrainOutcome(NamedTuple):
     """The end of a run.
 
     Args:
@@ -171,11 +170,11 @@ def _run(
             observe_steps(session, config.profiling, runtime.processes, runtime.profiled, held)
         if runtime.rollout_pool is not None:
             session.write_rollouts_by(runtime.rollout_pool.write_rollouts)
-            runtime.rollout_pool.is_asked_to_end = lambda: session.stop_signal is not None
+            runtime.rollout_pool.is_asked_to_end = lambda: session.stop_request.signal is not None
             session.read_token_texts_from(TokenTexts(run.tokenizer))
         with session.with_models(), monitoring.watching(runtime):
             algorithm.run(config, components, session)
-    return TrainOutcome(session.last_metrics, session.stop_signal, session.is_finished)
+    return TrainOutcome(session.last_metrics, session.stop_request.signal, session.is_finished)
 
 
 def finished_metrics(run_dir: str | Path, plan: RunPlan) -> Mapping[str, float] | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from rl_core.errors import CheckpointDamaged, RunDirectoryError
@@ -17,26 +16,6 @@ from rl_launch.session.step_clock import StepClock
 from rl_launch.session.stop import StopRequest
 
 _logger = logging.getLogger(__name__)
-
-
-@dataclass
-class _SaveTimes:
-    """The times of a save under way.
-
-    Args:
-        begun_at: When it began, by `time.monotonic`.
-        begun_wall: The same by the clock of the file system.
-        blocked_s: Seconds for which it has held up the steps.
-    """
-
-    begun_at: float = field(default_factory=time.monotonic)
-    begun_wall: float = field(default_factory=time.time)
-    blocked_s: float = 0.0
-
-    @property
-    def so_far_s(self) -> float:
-        """Seconds since it began."""
-        return time.monotonic() - self.begun_at
 
 
 class SaveProtocol:
@@ -51,41 +30,38 @@ class SaveProtocol:
         saves.finish(wait=False)          # the checkpoint, once it is complete
 
     Args:
-        checkpoints: The checkpoints of the run directory.
+        checkpoints: See `Attributes`.
         clock: Shows saves, and measures the restoring.
         stop: Learns the duration of saves.
 
     Attributes:
+        checkpoints: The checkpoints of the run directory.
         saved: Step of the newest checkpoint; 0 before there is one.
     """
 
     def __init__(self, checkpoints: Checkpoints, clock: StepClock, stop: StopRequest) -> None:
-        self._checkpoints = checkpoints
+        self.checkpoints = checkpoints
         self._clock = clock
         self._stop = stop
         self._branch: Branch | None = None
         self._found: tuple[int, Path] | None = None
         self._models: Mapping[str, Saved] = {}
         self._state: Mapping[str, Checkpointable] = {}
-        self._times = _SaveTimes()
+        # When the present save began, by `time.monotonic` and the clock of files, and how long it held up the steps.
+        self._begun_at = self._begun_wall = self._blocked_s = 0.0
         self.saved = 0
-
-    @property
-    def under_way(self) -> int | None:
-        """Step of the save under way."""
-        return self._checkpoints.begun
 
     def find(self, branch: Branch | None) -> int:
         """Find the checkpoint that the run continues from, its own newest or a checkpoint of another run, and put aside
         what is later; returns its step, or 0.
         """
         self._branch = branch
-        self._found = self._checkpoints.newest()
+        self._found = self.checkpoints.newest()
         if self._found is None and branch is not None:
             branch.require()
             self._found = branch.step, branch.checkpoint
         step = self._found[0] if self._found else 0
-        self._checkpoints.tidy(step)
+        self.checkpoints.tidy(step)
         return step
 
     def restore(self, models: Mapping[str, Saved], state: Mapping[str, Checkpointable]) -> int:
@@ -102,12 +78,29 @@ class SaveProtocol:
         if self._found is None:
             return 0
         step, path = self._found
-        if self._branch is not None and path == self._branch.checkpoint:
-            with self._clock.phase("restoring"):
-                self._restore_branch(self._branch)
-        else:
-            with self._clock.phase("restoring"):
-                step = self._restore_newest(step, path)
+        branch = self._branch if self._branch is not None and path == self._branch.checkpoint else None
+        with self._clock.phase("restoring"):
+            while True:
+                try:
+                    kept = {} if branch is not None and not branch.keeps_position else state
+                    self.checkpoints.restore(path, models=models, state=kept)
+                    break
+                except CheckpointDamaged as error:
+                    if branch is not None:
+                        raise RunDirectoryError(f"cannot branch: {error}. Branch from another step.") from None
+                    problem = f"checkpoint step_{step} is damaged: {error}"
+                    earlier = self.checkpoints.newest(before=step, damaged=[problem])
+                    assert earlier is not None
+                    step, path = earlier
+                    self.checkpoints.tidy(step)
+            if branch is not None:
+                data = (
+                    ""
+                    if branch.keeps_position
+                    else "; the data or seed differs, so it starts at the beginning of the data"
+                )
+                _logger.info("branching from %s at step %d%s", branch.run_dir, branch.step, data)
+        if branch is None:
             _logger.info("resuming after step %d", step)
         self.saved = step
         return step
@@ -121,12 +114,12 @@ class SaveProtocol:
             exports: True to also write the models as Hugging Face files.
             wait: True to return when the models are written; otherwise they continue to write their copies.
         """
-        self._times = _SaveTimes()
+        self._begun_at, self._begun_wall = time.monotonic(), time.time()
         with self._clock.showing("saving"):
-            self._checkpoints.begin(
+            self.checkpoints.begin(
                 step, models=self._models, state=self._state, metrics=metrics, exports=exports, wait=wait
             )
-            self._times.blocked_s = self._times.so_far_s
+            self._blocked_s = time.monotonic() - self._begun_at
 
     def finish(self, *, wait: bool) -> Path | None:
         """Complete the save under way, if it is written; returns its checkpoint, or None.
@@ -134,46 +127,23 @@ class SaveProtocol:
         Args:
             wait: Wait until it is written.
         """
-        step = self.under_way
+        step = self.checkpoints.begun
         if step is None:
             return None
         asked = time.monotonic()
         with self._clock.showing("saving"):
-            path = self._checkpoints.finish(wait=wait)
-        finish_s = time.monotonic() - asked
-        so_far = self._times.so_far_s
+            path = self.checkpoints.finish(wait=wait)
+        now = time.monotonic()
+        finish_s, so_far = now - asked, now - self._begun_at
         if path is None:
             self._stop.after_save(so_far)
             return None
         self.saved = step
-        self._times.blocked_s += finish_s
+        self._blocked_s += finish_s
         # the rest of a step after the last file was written does not count to the save
-        alone = written_at(path) - self._times.begun_wall + finish_s
-        self._stop.after_save(min(so_far, max(self._times.blocked_s, alone)))
-        # a save beside the steps holds them up for only a part of its time
-        blocked = self._times.blocked_s
-        held = f", {blocked:.1f} s of it between steps" if blocked < so_far - 0.1 else ""
+        alone = written_at(path) - self._begun_wall + finish_s
+        self._stop.after_save(min(so_far, max(self._blocked_s, alone)))
+        # A save next to the steps holds them up for only a part of its time.
+        held = f", {self._blocked_s:.1f} s of it between steps" if self._blocked_s < so_far - 0.1 else ""
         _logger.info("saved checkpoint %s in %.1f s%s", path.name, so_far, held)
         return path
-
-    def abandon(self) -> None:
-        """Remove everything of the save under way."""
-        self._checkpoints.abandon()
-
-    def _restore_newest(self, step: int, path: Path) -> int:
-        while True:
-            try:
-                self._checkpoints.restore(path, models=self._models, state=self._state)
-                return step
-            except CheckpointDamaged as error:
-                step, path = self._checkpoints.before(step, str(error))
-                self._checkpoints.tidy(step)
-
-    def _restore_branch(self, branch: Branch) -> None:
-        try:
-            state = self._state if branch.keeps_position else {}
-            self._checkpoints.restore(branch.checkpoint, models=self._models, state=state)
-        except CheckpointDamaged as error:
-            raise RunDirectoryError(f"cannot branch: {error}. Branch from another step.") from None
-        data = "" if branch.keeps_position else "; the data or seed differs, so it starts at the beginning of the data"
-        _logger.info("branching from %s at step %d%s", branch.run_dir, branch.step, data)

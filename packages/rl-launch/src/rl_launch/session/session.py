@@ -6,7 +6,7 @@ import logging
 import shutil
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,6 @@ from rich.console import Console
 from rl_core.config import WhenChanged, as_written, keys_when_changed
 from rl_core.data.batch import Batch
 from rl_core.errors import RLError, RunDirectoryError, WorkerDied, WorkerError
-from rl_core.metrics import Metric
 from rl_core.model import Saved
 from rl_core.plugins import export_suffixes
 from rl_core.rollouts.group import RolloutGroup
@@ -33,12 +32,12 @@ from rl_launch.session.directory.branch import Branch
 from rl_launch.session.directory.recording import Recording
 from rl_launch.session.directory.run_directory import RunDirectory
 from rl_launch.session.directory.run_folder import RunFolder
-from rl_launch.session.directory.run_state import FILE_NAME, Best, RunState, Status
+from rl_launch.session.directory.run_state import RunState, Status
 from rl_launch.session.directory.writable import careful_umask
 from rl_launch.session.observer import ObservedRun, Observers, RunObserver
+from rl_launch.session.rollouts import rollout_store
 from rl_launch.session.rollouts.run_files import RolloutFiles, RolloutWriter
 from rl_launch.session.rollouts.token_files import TokenFiles
-from rl_launch.session.rollouts.token_table import TextsOfTokens
 from rl_launch.session.save_protocol import SaveProtocol
 from rl_launch.session.step_clock import StepClock
 from rl_launch.session.step_metrics import StepMetrics
@@ -48,48 +47,6 @@ from rl_launch.session.tracking.progress import RunProgress
 from rl_launch.session.tracking.writers import check_writers, open_writers
 
 _logger = logging.getLogger(__name__)
-
-
-class StatusFile:
-    """Keeps `state.json` of a run directory up to date. A file that cannot be written is reported and costs nothing.
-
-    Args:
-        folder: The run directory.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._state = RunState("running", saved=0)
-
-    def open(self, *, goals: Mapping[str, Any], step: int) -> None:
-        """Continue from the file of an earlier session, if there is one.
-
-        Args:
-            goals: Keys that decide when the run is finished, with their values.
-            step: The last complete step; 0 for a new run.
-        """
-        self._state = replace(RunState.read(self._folder) or self._state, goals=goals, step=step)
-
-    def expect(self, max_steps: int) -> None:
-        """Set the number of steps of the run."""
-        self._state = replace(self._state, max_steps=max_steps)
-
-    def advance(self, step: int, best: Best | None, saved: int) -> None:
-        """Set the last complete step, the best value of a metric, and the step of the newest checkpoint."""
-        self._state = replace(self._state, step=step, best=best, saved=saved)
-
-    def write(self, status: Status, reason: str = "") -> None:
-        """Write the file.
-
-        Args:
-            status: The status.
-            reason: Why the run has ended; empty if all steps are made.
-        """
-        self._state = replace(self._state, status=status, reason=reason)
-        try:
-            self._state.write(self._folder)
-        except OSError as error:
-            _logger.warning("%s was not written: %s", self._folder / FILE_NAME, error)
 
 
 class CheckpointReceiver(Protocol):
@@ -133,6 +90,18 @@ class RunSession:
         pusher: Pushes checkpoints; none are pushed without it.
         observer: Sees the run's steps and its end.
         restarts: Returns True if the run is restored after an error, which trackers then see as an interruption.
+
+    Attributes:
+        directory: The run directory.
+        stop_request: Request to end the run before its last step.
+        completed: The last complete step.
+        has_begun: True if everything was started and restored, so that steps could be made.
+        phase: Times a block as `time/<name>`; a phase before the first step is logged and counts to no step.
+        record: Merges metrics into the line of a step, which is written when the step is done.
+        read_token_texts_from: Has the texts of tokens written along with their values.
+        observe: Adds an observer, which sees the steps that follow.
+        interrupt: Ends the run after the current step, having saved: the same command resumes it.
+        is_ending: See `StopRequest.is_ending`.
     """
 
     def __init__(
@@ -157,23 +126,28 @@ class RunSession:
         access = config.logger.run_dir_access
         self._take_directory = partial(self.directory.open, config, fresh=fresh, branch=branch, access=access)
         self._restarts = restarts
-        self._callbacks = Callbacks(callbacks, lambda: self._stop.unwound_by)
+        self._callbacks = Callbacks(callbacks, lambda: self.stop_request.unwound_by)
         self._pusher = pusher
         self._observer = Observers([] if observer is None else [observer])
+        self._saving: CheckpointingConfig = config.checkpointing
         self._progress = RunProgress(title or self.directory.path.name, console or shared_console())
         self._clock = StepClock(self._progress, self._observer)
-        self._stop = StopRequest(config.checkpointing.must_save_by_s, since)
+        self.stop_request = StopRequest(config.checkpointing.must_save_by_s, since)
         exports = export_suffixes({}) if exports is None else exports
-        checkpoints = Checkpoints(self.directory.checkpoints, config.checkpointing, exports=exports)
-        self._saves = SaveProtocol(checkpoints, self._clock, self._stop)
-        self._status = StatusFile(self.directory.path)
+        checkpoints = Checkpoints(self.directory.checkpoints, self._saving, exports=exports)
+        self._saves = SaveProtocol(checkpoints, self._clock, self.stop_request)
+        self._state = RunState("running", saved=0)
         self._metrics = StepMetrics(self.directory.metrics, config.checkpointing, with_step=self._callbacks.with_step)
         logger, folder = config.logger, self.directory.rollouts
         self._tokens = TokenFiles(folder, logger.token_level, logger.token_level_groups)
         self._rollouts = RolloutFiles(folder, self._tokens)
         self._resources = ExitStack()
-        self._max_steps = self._done = self._exported = 0
-        self._has_begun = self._is_goal_met = False
+        self._max_steps = self.completed = self._exported = 0
+        self.has_begun = self._is_goal_met = False
+        self.phase, self.record = self._clock.phase, self._metrics.record
+        self.read_token_texts_from = self._tokens.read_texts_from
+        self.observe = self._observer.observers.append
+        self.interrupt, self.is_ending = self.stop_request.ask, self.stop_request.is_ending
 
     def __enter__(self) -> Self:
         config = self._config
@@ -182,7 +156,7 @@ class RunSession:
             stack.enter_context(careful_umask())
             resumes = self._take_directory()
             stack.callback(self.directory.close)
-            if resumes and not config.checkpointing.enabled and not self._metrics.is_empty:
+            if resumes and not config.checkpointing.enabled and self._metrics.file.read():
                 raise RunDirectoryError(
                     f"{self.directory.path} contains a run without checkpoints, so it cannot be resumed. "
                     "Choose another run_dir."
@@ -200,11 +174,12 @@ class RunSession:
             elif made and not after:
                 _logger.warning("no checkpoint was saved yet, so steps 1 to %d are made again", made)
             folder, labels = self.directory.path, self.directory.labels
-            self._metrics.attach(open_writers(config.logger, folder, settings=config, after=after, labels=labels))
-            stack.callback(self._metrics.close)
-            self._stop.listen(gracefully=False)
-            stack.callback(self._stop.unlisten)
-            self._status.open(goals=keys_when_changed(config, WhenChanged.GOAL), step=after)
+            self._metrics.writers = open_writers(config.logger, folder, settings=config, after=after, labels=labels)
+            stack.callback(self._metrics.writers.close, "failed")
+            self.stop_request.listen(gracefully=False)
+            stack.callback(self.stop_request.unlisten)
+            goals = keys_when_changed(config, WhenChanged.GOAL)
+            self._state = replace(RunState.read(folder) or self._state, goals=goals, step=after)
             self._note("running")
             if self._pusher is not None:
                 self._pusher.begin(folder)
@@ -225,19 +200,19 @@ class RunSession:
                 self._note_end(failure)
                 raise
             self._note_end(error)
-            if isinstance(error, SystemExit) and self._stop.unwound_by is not None:
+            stop = self.stop_request
+            if isinstance(error, SystemExit) and stop.unwound_by is not None:
                 # a wait of Ray's that a signal interrupts replaces the code by 1
-                error.code = 128 + self._stop.unwound_by
+                error.code = 128 + stop.unwound_by
             if kind is None:
                 adapter = self.directory.checkpoints / f"step_{self.saved}" / ADAPTER
                 if adapter.is_dir():
                     _logger.info("adapters, for peft: %s", adapter)
-                if self._stop.reason:
-                    _logger.info("ended after step %d of %d: %s", self._done, self._max_steps, self._stop.reason)
+                if stop.reason:
+                    _logger.info("ended after step %d of %d: %s", self.completed, self._max_steps, stop.reason)
             elif error is not None and self._max_steps:
-                error.add_note(
-                    f"in step {self._done + 1} of {self._max_steps}{f', {self.doing}' if self.doing else ''}"
-                )
+                doing = f", {self._clock.doing}" if self._clock.doing else ""
+                error.add_note(f"in step {self.completed + 1} of {self._max_steps}{doing}")
 
     @contextmanager
     def with_models(self) -> Iterator[None]:
@@ -246,36 +221,16 @@ class RunSession:
         try:
             yield
         except StepAbandoned as abandoned:
-            _logger.warning("step %d is abandoned, because it waits for %s", self._done + 1, abandoned)
+            _logger.warning("step %d is abandoned, because it waits for %s", self.completed + 1, abandoned)
         except BaseException as error:
             self._settle(error)
             raise
         self._settle(None)
 
     @property
-    def stop_reason(self) -> str:
-        """Why the run ended before its last step; empty if it did not."""
-        return self._stop.reason
-
-    @property
-    def stop_signal(self) -> signal.Signals | None:
-        """The signal that ended the run before its last step, if one did."""
-        return self._stop.signal
-
-    @property
     def is_finished(self) -> bool:
         """True if all steps are made, or the goal is met."""
-        return self._is_goal_met or bool(self._max_steps and self._done >= self._max_steps)
-
-    @property
-    def doing(self) -> str:
-        """The innermost phase in progress; empty between phases."""
-        return self._clock.doing
-
-    @property
-    def completed(self) -> int:
-        """The last complete step."""
-        return self._done
+        return self._is_goal_met or bool(self._max_steps and self.completed >= self._max_steps)
 
     @property
     def saved(self) -> int:
@@ -287,11 +242,6 @@ class RunSession:
         """Metrics of the last complete step; empty before there is one."""
         return self._metrics.last
 
-    @property
-    def has_begun(self) -> bool:
-        """True if everything was started and restored, so that steps could be made."""
-        return self._has_begun
-
     def steps(
         self, max_steps: int, *, models: Mapping[str, Saved], state: Mapping[str, Checkpointable]
     ) -> Iterator[int]:
@@ -302,28 +252,22 @@ class RunSession:
             RunDirectoryError: If the checkpoint lacks one of the models or states.
         """
         self._max_steps = max_steps
-        self._status.expect(max_steps)
-        self._done = self._saves.restore({name: model for name, model in models.items() if model.trains}, dict(state))
-        self._has_begun = True
-        history = self._metrics.resume_after(self._done)
+        self._state = replace(self._state, max_steps=max_steps)
+        self.completed = self._saves.restore(
+            {name: model for name, model in models.items() if model.trains}, dict(state)
+        )
+        self.has_begun = True
+        history = self._metrics.resume_after(self.completed)
         self._note("running")
-        self._rollouts.cut_back(self._done or -1)
+        rollout_store.cut_back(self.directory.rollouts, self.completed or -1)
         # again, because starting Ray has replaced the first handler by its own
-        self._stop.listen(gracefully=True)
+        self.stop_request.listen(gracefully=True)
         settings = as_written(self._config)
         self._observer.start(max_steps, history)
         self._callbacks.start(
-            CallbackRun(self.directory.path, settings, self._done, max_steps, tuple(history), self.stop)
+            CallbackRun(self.directory.path, settings, self.completed, max_steps, tuple(history), self.stop)
         )
-        return self._iterate(self._done + 1)
-
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """Time the block as `time/<name>`; a phase before the first step is logged and counts to no step."""
-        return self._clock.phase(name)
-
-    def record(self, step: int, metrics: Mapping[str, float | Metric]) -> None:
-        """Merge metrics into the line of a step, which is written when the step is done."""
-        self._metrics.record(step, metrics)
+        return self._iterate(self.completed + 1)
 
     def record_rollouts(
         self, step: int, groups: Sequence[RolloutGroup], advantages: np.ndarray, *, batch: Batch | None = None
@@ -345,14 +289,6 @@ class RunSession:
         """Write rollouts with another process that shares the run's folder. It must live as long as the models."""
         self._rollouts.write_elsewhere = writer
 
-    def read_token_texts_from(self, texts: TextsOfTokens) -> None:
-        """Write the texts of tokens along with their values."""
-        self._tokens.read_texts_from(texts)
-
-    def observe(self, observer: RunObserver) -> None:
-        """Tell an observer of the steps that follow."""
-        self._observer.observers.append(observer)
-
     def due(self, period: int, step: int, *, at_end: bool = False) -> bool:
         """Return whether something with this period is due after this step.
 
@@ -362,27 +298,19 @@ class RunSession:
 
     def stop(self, reason: str) -> None:
         """End after the current step, having saved: the goal is met, and the run is finished."""
-        self._is_goal_met = self._is_goal_met or not self._stop.reason
-        self._stop.ask(reason)
-
-    def interrupt(self, reason: str) -> None:
-        """End after the current step, having saved: the same command resumes the run."""
-        self._stop.ask(reason)
-
-    def is_ending(self, num_signals: int) -> bool:
-        """See `StopRequest.is_ending`."""
-        return self._stop.is_ending(num_signals)
+        self._is_goal_met = self._is_goal_met or not self.stop_request.reason
+        self.stop_request.ask(reason)
 
     def abandon(self, error: BaseException | None) -> None:
         """Write how the run ended, for a process that ends without leaving this context: nothing more is saved."""
         if isinstance(error, SystemExit):
-            self._stop.unwound_by = self._stop.unwound_by or signal.SIGTERM
+            self.stop_request.unwound_by = self.stop_request.unwound_by or signal.SIGTERM
         self._note_end(error)
-        self._metrics.close()
+        self._metrics.writers.close("failed")
 
     def _iterate(self, first: int) -> Iterator[int]:
         for step in range(first, self._max_steps + 1):
-            if self._stop.reason:
+            if self.stop_request.reason:
                 break
             self._observer.begin_step(step)
             self._clock.begin(step, self._max_steps)
@@ -393,9 +321,9 @@ class RunSession:
             self._metrics.write_until(step)
             self._clock.end(self._metrics.last, seconds)
             self._observer.end_step(step, self._metrics.last)
-            self._done = step
+            self.completed = step
             self._finish_save(wait=False)
-            self._stop.after_step(seconds, saves=self._saves.under_way is not None)
+            self.stop_request.after_step(seconds, saves=self._saves.checkpoints.begun is not None)
             if self._saving.enabled and self.due(self._saving.save_period, step):
                 self._save(wait=not self._saving.async_save)
         self._finish()
@@ -405,10 +333,10 @@ class RunSession:
         self._rollouts.flush()
         self._finish_save(wait=True)
         # the goal may have been met as the step was saved
-        lacks_export = self._is_goal_met and self._saving.export_period is not None and self._exported < self._done
-        if self._saving.enabled and (self._done > self.saved or lacks_export):
+        lacks_export = self._is_goal_met and self._saving.export_period is not None and self._exported < self.completed
+        if self._saving.enabled and (self.completed > self.saved or lacks_export):
             self._save(wait=True)
-        self._stop.listen(gracefully=False)
+        self.stop_request.listen(gracefully=False)
 
     def _settle(self, error: BaseException | None) -> None:
         """After an error, complete a save that is under way if possible; after a failure of a worker, or a request to
@@ -420,24 +348,24 @@ class RunSession:
             self._rollouts.flush()
         except (RLError, OSError) as failure:
             _logger.warning("not all rollouts were written: %s", failure)
-        step = self._saves.under_way
+        step = self._saves.checkpoints.begun
         if isinstance(error, Exception) and not isinstance(error, (WorkerDied, WorkerError)):
             try:
                 self._finish_save(wait=True)
             except Exception as failure:  # noqa: BLE001  # the first error is the one to raise
                 _logger.warning("the checkpoint of step %d was not completed: %s", step, failure)
-        self._saves.abandon()
+        self._saves.checkpoints.abandon()
 
     def _save(self, *, wait: bool) -> None:
         """Begin a save of the last complete step, and complete it or leave it under way."""
         self._rollouts.flush()
-        self._metrics.sync()
+        self._metrics.file.sync()
         self._finish_save(wait=True)
         period = self._saving.export_period
-        exports = period is None or self._is_goal_met or self.due(period, self._done, at_end=True)
+        exports = period is None or self._is_goal_met or self.due(period, self.completed, at_end=True)
         if exports:
-            self._exported = self._done
-        self._saves.begin(self._done, self._metrics.last, exports=exports, wait=wait)
+            self._exported = self.completed
+        self._saves.begin(self.completed, self._metrics.last, exports=exports, wait=wait)
         if wait:
             self._finish_save(wait=True)
 
@@ -468,34 +396,29 @@ class RunSession:
 
     def _note_end(self, error: BaseException | None) -> None:
         """Write into the run directory how the run ended, tell callbacks, and end pushes."""
-        status, reason = self._outcome(error)
+        reason = self.stop_request.reason
+        status: EndStatus = "finished" if error is None and self.is_finished else "interrupted"
+        if isinstance(error, Exception):
+            status = "interrupted" if isinstance(error, DevicesLost) else "failed"
+            reason = (str(error) or type(error).__name__).partition("\n")[0]
+        elif error is not None:
+            reason = self.stop_request.why_unwound(error, has_begun=self.has_begun)
+        elif self.is_finished and not self._is_goal_met:
+            reason = ""
         self._note(status, reason)
-        end = RunEnd(status, reason, self._done, self._max_steps, self._metrics.last)
+        end = RunEnd(status, reason, self.completed, self._max_steps, self._metrics.last)
         self._observer.end(end)
         self._callbacks.end(end)
         at_once = error is not None and not isinstance(error, Exception)
         told: EndStatus = "interrupted" if status == "failed" and self._restarts() else status
-        self._metrics.close(told, at_once=at_once)
+        self._metrics.writers.close(told, at_once=at_once)
         if self._pusher is not None:
             self._pusher.end(is_finished=status == "finished", at_once=at_once)
 
-    def _outcome(self, error: BaseException | None) -> tuple[EndStatus, str]:
-        """Return how the run ended, and why."""
-        if isinstance(error, Exception):
-            status: EndStatus = "interrupted" if isinstance(error, DevicesLost) else "failed"
-            return status, (str(error) or type(error).__name__).partition("\n")[0]
-        if error is not None:
-            return "interrupted", self._stop.why_unwound(error, has_begun=self._has_begun)
-        if self.is_finished:
-            return "finished", self._stop.reason if self._is_goal_met else ""
-        return "interrupted", self._stop.reason
-
     def _note(self, status: Status, reason: str = "") -> None:
-        if self._has_begun:
-            self._status.advance(self._done, self._metrics.best, self.saved)
-        self._status.write(status, reason)
-
-    @property
-    def _saving(self) -> CheckpointingConfig:
-        saving: CheckpointingConfig = self._config.checkpointing
-        return saving
+        """Bring `state.json` up to date. A file that cannot be written is reported and costs nothing."""
+        self._state = replace(self._state, status=status, reason=reason)
+        if self.has_begun:
+            best = self._metrics.best.best
+            self._state = replace(self._state, step=self.completed, best=best, saved=self.saved)
+        self._state.write(self.directory.path)

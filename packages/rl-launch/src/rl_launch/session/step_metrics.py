@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from rl_core.metrics import Metric, results
-from rl_core.run import EndStatus
 from rl_launch.session.config import CheckpointingConfig
-from rl_launch.session.directory.run_state import Best, BestSoFar
+from rl_launch.session.directory.run_state import BestSoFar
 from rl_launch.session.rollouts.run_files import MetricsFile
 from rl_launch.session.tracking.writers import MetricWriters
 
@@ -28,6 +27,9 @@ class StepMetrics:
         with_step: Takes the metrics of a step before they are written, and returns them with further ones.
 
     Attributes:
+        file: The file of metrics.
+        writers: Writers that all later steps are given to, too.
+        best: The best value so far.
         last: Metrics of the last step that was written.
     """
 
@@ -38,28 +40,14 @@ class StepMetrics:
         *,
         with_step: Callable[[int, Mapping[str, float]], Mapping[str, float]],
     ) -> None:
-        self._file = MetricsFile(path)
+        self.file = MetricsFile(path)
         self._ranking = ranking
         self._with_step = with_step
-        self._writers = MetricWriters()
+        self.writers = MetricWriters()
         self._pending: dict[int, dict[str, float]] = {}
-        self._best = self._new_best()
+        self.best = self._new_best()
         self._is_unranked_noted = False
         self.last: Mapping[str, float] = {}
-
-    @property
-    def best(self) -> Best | None:
-        """The best value so far."""
-        return self._best.best
-
-    @property
-    def is_empty(self) -> bool:
-        """Return True if no line has been written, in this or an earlier session."""
-        return not self._file.read()
-
-    def attach(self, writers: MetricWriters) -> None:
-        """Give all later steps to these writers, too."""
-        self._writers = writers
 
     def resume_after(self, step: int) -> list[dict[str, Any]]:
         """Remove the lines of later steps; returns the others.
@@ -67,11 +55,11 @@ class StepMetrics:
         Args:
             step: The last complete step; 0 removes all lines, including a validation before the first step.
         """
-        self._file.cut_back(step or -1)
-        history = self._file.read()
-        self._best = self._new_best()
+        self.file.cut_back(step or -1)
+        history = self.file.read()
+        self.best = self._new_best()
         for row in history:
-            self._best.add(row["step"], row)
+            self.best.add(row["step"], row)
         return history
 
     def record(self, step: int, metrics: Mapping[str, float | Metric]) -> None:
@@ -85,39 +73,26 @@ class StepMetrics:
     def write_until(self, step: int) -> None:
         """Write the lines of this step and of earlier ones, in order."""
         for number in sorted(each for each in self._pending if each <= step):
-            self._write(number, self._pending.pop(number))
-
-    def sync(self) -> None:
-        """Write all lines to the disk; call it before anything that relies on them."""
-        self._file.sync()
-
-    def close(self, status: EndStatus = "failed", *, at_once: bool = False) -> None:
-        """Close the writers, unless they are closed; see `MetricWriters.close`."""
-        self._writers.close(status, at_once=at_once)
-
-    def _write(self, step: int, metrics: Mapping[str, float]) -> None:
-        odd = sorted(name for name, value in metrics.items() if not np.isfinite(value))
-        if odd:
-            _logger.warning("step %d: not a finite number: %s", step, ", ".join(odd))
-        self._note_unranked(metrics)
-        metrics = self._with_step(step, metrics)
-        self._file.append(step, metrics)
-        self._writers.write(step, metrics)
-        self._best.add(step, metrics)
-        self.last = metrics
-
-    def _note_unranked(self, metrics: Mapping[str, float]) -> None:
-        """Warn once if a validation has not recorded the metric that ranks checkpoints."""
-        key = self._ranking.metric_key
-        validated = [name for name in metrics if name.startswith("val/")]
-        if self._is_unranked_noted or key is None or not key.startswith("val/") or not validated or key in metrics:
-            return
-        self._is_unranked_noted = True
-        _logger.warning(
-            "checkpointing.metric_name: validation does not record %s, so the newest checkpoints are kept; it has %s",
-            key,
-            ", ".join(validated),
-        )
+            metrics: Mapping[str, float] = self._pending.pop(number)
+            odd = sorted(name for name, value in metrics.items() if not np.isfinite(value))
+            if odd:
+                _logger.warning("step %d: not a finite number: %s", number, ", ".join(odd))
+            key = self._ranking.metric_key
+            validated = [name for name in metrics if name.startswith("val/")]
+            is_ranked = key is None or not key.startswith("val/") or not validated or key in metrics
+            if not is_ranked and not self._is_unranked_noted:
+                self._is_unranked_noted = True
+                _logger.warning(
+                    "checkpointing.metric_name: validation does not record %s, so the newest checkpoints are kept; it "
+                    "has %s",
+                    key,
+                    ", ".join(validated),
+                )
+            metrics = self._with_step(number, metrics)
+            self.file.append(number, metrics)
+            self.writers.write(number, metrics)
+            self.best.add(number, metrics)
+            self.last = metrics
 
     def _new_best(self) -> BestSoFar:
         return BestSoFar(self._ranking.metric_key, higher_is_better=self._ranking.higher_is_better)

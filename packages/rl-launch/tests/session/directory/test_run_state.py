@@ -5,7 +5,7 @@ import pytest
 
 from rl_launch.session import LoggerConfig, RunDirectory
 from rl_launch.session.directory.run_folder import DESCRIPTION, RunFolder
-from rl_launch.session.directory.run_state import Labels, write_labels
+from rl_launch.session.directory.run_state import FILE_NAME, Labels, RunState, write_labels
 
 
 def settings(**labels):
@@ -37,3 +37,8 @@ def test_labels_that_were_edited_stay_unless_their_key_is_changed(tmp_path):
 def test_an_empty_tag_is_refused():
     with pytest.raises(ValueError, match="at least 1 character"):
         LoggerConfig(tags=[""])
+
+
+def test_a_state_in_a_folder_that_is_gone_is_reported(tmp_path, caplog):
+    RunState("running").write(tmp_path / "gone")
+    assert f"{tmp_path / 'gone' / FILE_NAME} was not written" in caplog.text

@@ -48,7 +48,6 @@ class Save:
         folder: The folder that it is written into.
         models: The models that write.
         metrics: Metrics of the step.
-        exports: True if it also holds the models as Hugging Face files.
         exported: Files of the exports, by folder.
     """
 
@@ -56,7 +55,6 @@ class Save:
     folder: Path
     models: Mapping[str, Saved]
     metrics: Mapping[str, float]
-    exports: bool = True
     exported: Mapping[str, tuple[SavedFile, ...]] = field(default_factory=dict)
 
 
@@ -115,10 +113,25 @@ class Checkpoints:
         """
         assert self._open is None, f"the save of step {self._open} is under way"
         folder = self._folder / f".step_{step}.saving"
-        self._open = Save(step, folder, dict(models), dict(metrics), exports)
-        shutil.rmtree(self._open.folder, ignore_errors=True)
+        self._open = Save(step, folder, dict(models), dict(metrics))
+        shutil.rmtree(folder, ignore_errors=True)
         with self._dropped_if_it_fails():
-            self._write(self._open, state=state, wait=wait)
+            folder.mkdir(parents=True)
+            # The export is first, so that it does not compete with the writes that continue after the steps.
+            exported: dict[str, tuple[SavedFile, ...]] = {}
+            for role, model in models.items():
+                if role in self._exports:
+                    whole, adapter = (f"{name}{self._exports[role]}" for name in (EXPORT, ADAPTER))
+                    if exports:
+                        (folder / whole).mkdir()
+                        exported[whole] = model.export(str(folder / whole))
+                    exported[adapter] = model.export_adapter(str(folder / adapter))
+            self._open = replace(self._open, exported=exported)
+            for name, model in models.items():
+                (folder / name).mkdir()
+                model.save(str(folder / name), wait=wait)
+            for name, part in state.items():
+                write_state(folder / _STATE, name, part.state())
 
     def finish(self, *, wait: bool = True) -> Path | None:
         """Return the checkpoint of the save under way, once it is complete; None before that, or if there is none.
@@ -138,7 +151,15 @@ class Checkpoints:
                 if files is None:
                     return None
                 written[name] = files
-            target = self._complete(self._open, written)
+            save = self._open
+            files_of = {**written, **save.exported}
+            CheckpointManifest.of(save.folder, save.step, save.metrics, written=files_of, own=[_STATE]).write(
+                save.folder
+            )
+            target = self._folder / f"step_{save.step}"
+            self._drop(target)
+            save.folder.rename(target)
+            sync_path(self._folder)
         self._open = None
         self._thin_out()
         return target
@@ -173,40 +194,31 @@ class Checkpoints:
         for name, part in state.items():
             part.restore(read_state(path / _STATE, name))
 
-    def newest(self) -> tuple[int, Path] | None:
-        """Step and folder of the newest complete checkpoint; logs damaged ones and changes nothing.
+    def newest(self, *, before: int | None = None, damaged: Sequence[str] = ()) -> tuple[int, Path] | None:
+        """Return the step and the folder of the newest complete checkpoint; logs damaged ones and changes nothing.
 
         Names and sizes of files are compared; their contents when they are loaded.
+
+        Args:
+            before: Only consider checkpoints of earlier steps.
+            damaged: Sentences on checkpoints that turned out to be damaged when they were loaded.
 
         Raises:
             RunDirectoryError: If all checkpoints are damaged.
         """
-        return self._newest(())
-
-    def before(self, step: int, problem: str) -> tuple[int, Path]:
-        """Return the newest checkpoint before one that turned out to be damaged when it was loaded, with this problem.
-
-        Raises:
-            RunDirectoryError: If there is none.
-        """
-        earlier = self._newest([f"checkpoint step_{step} is damaged: {problem}"], before=step)
-        assert earlier is not None
-        return earlier
-
-    def _newest(self, told: Sequence[str], *, before: int | None = None) -> tuple[int, Path] | None:
-        damaged = list(told)
+        problems = list(damaged)
         for step, path in reversed(saved_checkpoints(self._folder)):
             if before is not None and step >= before:
                 continue
             problem = _damage(path)
             if not problem:
-                for each in damaged:
+                for each in problems:
                     _logger.warning("%s; taking %s", each, path.name)
                 return step, path
-            damaged.append(f"checkpoint {path.name} is damaged: {problem}")
-        if damaged:
+            problems.append(f"checkpoint {path.name} is damaged: {problem}")
+        if problems:
             remedy = "No complete checkpoint is left. Choose another run_dir to start over."
-            raise RunDirectoryError("\n".join([*damaged, remedy]))
+            raise RunDirectoryError("\n".join([*problems, remedy]))
         return None
 
     def tidy(self, step: int) -> None:
@@ -218,36 +230,6 @@ class Checkpoints:
             aside = later.with_name(f"damaged_{later.name}")
             shutil.rmtree(aside, ignore_errors=True)
             later.rename(aside)
-
-    def _write(self, save: Save, *, state: Mapping[str, Checkpointable], wait: bool) -> None:
-        """Write everything except the manifest and the files that the models write later."""
-        save.folder.mkdir(parents=True)
-        # The export is first, so that it does not compete with the writes that continue after the steps.
-        exported: dict[str, tuple[SavedFile, ...]] = {}
-        for role, model in save.models.items():
-            if role in self._exports:
-                whole, adapter = (f"{folder}{self._exports[role]}" for folder in (EXPORT, ADAPTER))
-                if save.exports:
-                    (save.folder / whole).mkdir()
-                    exported[whole] = model.export(str(save.folder / whole))
-                exported[adapter] = model.export_adapter(str(save.folder / adapter))
-        self._open = replace(save, exported=exported)
-        for name, model in save.models.items():
-            (save.folder / name).mkdir()
-            model.save(str(save.folder / name), wait=wait)
-        for name, part in state.items():
-            write_state(save.folder / _STATE, name, part.state())
-
-    def _complete(self, save: Save, written: Mapping[str, tuple[SavedFile, ...]]) -> Path:
-        manifest = CheckpointManifest.of(
-            save.folder, save.step, save.metrics, written={**written, **save.exported}, own=[_STATE]
-        )
-        manifest.write(save.folder)
-        target = self._folder / f"step_{save.step}"
-        self._drop(target)
-        save.folder.rename(target)
-        sync_path(self._folder)
-        return target
 
     @contextmanager
     def _dropped_if_it_fails(self) -> Iterator[None]:
@@ -272,13 +254,24 @@ class Checkpoints:
             raise
 
     def _thin_out(self) -> None:
-        keep = self._config.keep_top_k
+        keep, key = self._config.keep_top_k, self._config.metric_key
+
+        def rank(entry: tuple[int, Path]) -> tuple[bool, float, int]:
+            """Return a rank that is larger for a better checkpoint."""
+            step, path = entry
+            value = None
+            with suppress(ValueError):
+                value = CheckpointManifest.read(path).metrics.get(key) if key else None
+            if value is None or value != value:
+                return False, 0.0, step
+            return True, value if self._config.higher_is_better else -value, step
+
         saved = saved_checkpoints(self._folder)
         if keep is None or len(saved) <= keep:
             return
         try:
             newest = saved[-1][1]
-            best = sorted(saved, key=lambda entry: self._rank(*entry), reverse=True)[:keep]
+            best = sorted(saved, key=rank, reverse=True)[:keep]
             kept = {newest, *(path for _, path in best)}
             for _, path in saved:
                 if path not in kept:
@@ -287,14 +280,6 @@ class Checkpoints:
         except OSError as error:
             # a save that is complete does not fail because of an earlier one; the next save tries again
             _logger.warning("checkpoints were not removed: %s", error)
-
-    def _rank(self, step: int, path: Path) -> tuple[bool, float, int]:
-        """Return a rank that is larger for a better checkpoint."""
-        key = self._config.metric_key
-        value = _metrics(path).get(key) if key else None
-        if value is None or value != value:
-            return False, 0.0, step
-        return True, value if self._config.higher_is_better else -value, step
 
     def _drop(self, path: Path) -> None:
         if path.exists():
@@ -375,13 +360,6 @@ def written_at(path: Path) -> float:
     """When the last file of a checkpoint's models and loop state was written, by the file system's clock."""
     files = (file for file in path.rglob("*") if file.is_file() and file.name != FILE_NAME)
     return max((file.stat().st_mtime for file in files), default=0.0)
-
-
-def _metrics(path: Path) -> Mapping[str, float]:
-    try:
-        return CheckpointManifest.read(path).metrics
-    except ValueError:
-        return {}
 
 
 def _damage(path: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -18,6 +19,8 @@ SECTION = "logger"
 
 
 FILE_NAME = "state.json"
+
+_log = logging.getLogger(__name__)
 
 Status = Literal["running", "finished", "interrupted", "failed"]
 
@@ -124,9 +127,12 @@ class RunState:
     at: str = field(default="", repr=False)
 
     def write(self, folder: Path) -> None:
-        """Write it into a run directory, atomically."""
+        """Write it into a run directory, atomically. A file that cannot be written is reported and costs nothing."""
         now = datetime.now().astimezone().isoformat(timespec="seconds")
-        write_atomically(folder / FILE_NAME, json.dumps({**asdict(self), "at": now}, indent=1) + "\n")
+        try:
+            write_atomically(folder / FILE_NAME, json.dumps({**asdict(self), "at": now}, indent=1) + "\n")
+        except OSError as error:
+            _log.warning("%s was not written: %s", folder / FILE_NAME, error)
 
     @classmethod
     def read(cls, folder: Path) -> RunState | None:
