@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rl_core.rollouts.environment import Conversation, UnusableAnswer
 from rl_core.testing.environment import EnvironmentSuite
-from rl_envs.multiple_choice.environment import MultipleChoiceEnvironment, check_row
+from rl_envs.multiple_choice.environment import MultipleChoiceEnvironment, right_letters
 from rl_envs.multiple_choice.letter import letter_of, stated_letter
 from rl_envs.multiple_choice.plugin import MultipleChoiceConfig
 
@@ -370,7 +370,7 @@ def test_a_known_answer_is_one_letter(answer: str, letter: str | None) -> None:
 )
 def test_a_row_without_the_letter_of_an_option_is_refused(info: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check_row(info, MultipleChoiceConfig(num_choices=4))
+        right_letters(info, MultipleChoiceConfig(num_choices=4))
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +16,7 @@ from torch import Tensor
 _TORCH = "transformer_engine.pytorch"
 
 
-@dataclass(frozen=True)
-class EngineName:
+class EngineName(NamedTuple):
     """A name of Transformer Engine.
 
     Args:

@@ -11,8 +11,8 @@ import re
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from aiohttp import web
 
@@ -60,8 +60,7 @@ _KEY = "Idempotency-Key"
 """Header that identifies a request over all tries of it, for clients that set one."""
 
 
-@dataclass(frozen=True)
-class _Asked:
+class _Asked(NamedTuple):
     """A request.
 
     Args:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,8 +24,7 @@ _REASON_LENGTH = 160
 _VARIES = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
 
 
-@dataclass(frozen=True)
-class SampleScore:
+class SampleScore(NamedTuple):
     """One sample of a prompt.
 
     Args:

@@ -20,8 +20,7 @@ ATTRIBUTE = "images_of_model"
 """Attribute of a loaded tokenizer; see `image_tokens`."""
 
 
-@dataclass(frozen=True)
-class ImageMarks:
+class ImageMarks(NamedTuple):
     """Special tokens of a family.
 
     Args:

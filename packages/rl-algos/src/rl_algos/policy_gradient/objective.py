@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -277,8 +276,7 @@ class AdaptiveEntropy:
         self._weight, self._is_below = state["weight"], state["is_below"]
 
 
-@dataclass(frozen=True)
-class StepData:
+class StepData(NamedTuple):
     """Data of a whole step that a statistic may be computed from.
 
     Args:

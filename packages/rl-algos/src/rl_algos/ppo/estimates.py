@@ -9,7 +9,7 @@ valued.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,8 +25,7 @@ from rl_core.rollouts.group import LOSS_MASK, RolloutGroup
 _EPS = 1e-8
 
 
-@dataclass(frozen=True)
-class CriticValues:
+class CriticValues(NamedTuple):
     """The critic's values before the step.
 
     Args:

@@ -55,15 +55,45 @@ _ANY_LENGTH = 2**31
 _SAMPLING = ("temperature", "top_p", "top_k", "max_new_tokens")
 
 
+def evaluation_input_problems(config: EvaluationRoot) -> Iterator[Problem]:
+    """Yield what is wrong with the files and names of the data of an evaluation: of its tasks, or if it has none, of
+    the validation data of its run."""
+    data: DataConfig | None = getattr(config, "data", None)
+    yield from task_input_problems(config.eval, data)
+    if config.eval.tasks or data is None:
+        return
+    for key, section in data.sections():
+        if not key.startswith("data.train"):
+            yield from dataset_problems(key, section)
+
+
+def task_input_problems(settings: EvaluationConfig, data: DataConfig | None) -> Iterator[Problem]:
+    """Yield what is wrong with the names of all tasks, and with the files and folders of their data.
+
+    Args:
+        settings: Config section `eval`.
+        data: Data of the run; None without one.
+    """
+    for place, given in enumerate(settings.tasks):
+        key = f"eval.tasks[{place}]"
+        try:
+            task = task_of(given, settings, data)
+        except ConfigError as error:
+            yield Problem(key, str(error).removeprefix("eval.tasks: "))
+        else:
+            problems = dataset_problems(f"{key}.dataset", task.dataset)
+            yield from problems if task is given else (problem.at(key) for problem in problems)
+
+
 class RolloutAlgorithm(Algorithm[C, Datasets, RolloutData]):
     """Loads prompts, rolls them out, and evaluates on them; a subclass adds `run`.
 
     `rl_algos.rollouts.setup.steps_of` gives `run` the steps of its loop.
     """
 
-    def settings(self, config: C) -> RolloutConfig:
-        """Return the section of the algorithm."""
-        return rollout_config(config)
+    settings = staticmethod(rollout_config)
+    """Returns the section of the algorithm."""
+    evaluation_problems = staticmethod(evaluation_input_problems)
 
     def input_problems(self, config: C) -> Iterable[Problem]:
         yield from data_problems(config)
@@ -141,9 +171,6 @@ class RolloutAlgorithm(Algorithm[C, Datasets, RolloutData]):
             sample_prompts=first_prompts(prepared),
         )
 
-    def evaluation_problems(self, config: C) -> Iterable[Problem]:
-        return evaluation_input_problems(config)
-
     def evaluation(self, config: C) -> RolloutEvaluation:
         return RolloutEvaluation(config, self.load)
 
@@ -158,49 +185,6 @@ class RolloutAlgorithm(Algorithm[C, Datasets, RolloutData]):
                 raise DataError(problem)
 
         return prompt_reader(config, check)
-
-
-class EvaluationOnly(Algorithm[EvaluationRoot, None, None]):
-    """Evaluates a model on tasks, without a run that trains it."""
-
-    def input_problems(self, config: EvaluationRoot) -> Iterable[Problem]:
-        return evaluation_input_problems(config)
-
-    def evaluation_problems(self, config: EvaluationRoot) -> Iterable[Problem]:
-        return evaluation_input_problems(config)
-
-    def evaluation(self, config: EvaluationRoot) -> RolloutEvaluation:
-        return RolloutEvaluation(config)
-
-
-def evaluation_input_problems(config: EvaluationRoot) -> Iterator[Problem]:
-    """Yield what is wrong with the files and names of the data of an evaluation: of its tasks, or if it has none, of
-    the validation data of its run."""
-    data: DataConfig | None = getattr(config, "data", None)
-    yield from task_input_problems(config.eval, data)
-    if config.eval.tasks or data is None:
-        return
-    for key, section in data.sections():
-        if not key.startswith("data.train"):
-            yield from dataset_problems(key, section)
-
-
-def task_input_problems(settings: EvaluationConfig, data: DataConfig | None) -> Iterator[Problem]:
-    """Yield what is wrong with the names of all tasks, and with the files and folders of their data.
-
-    Args:
-        settings: Config section `eval`.
-        data: Data of the run; None without one.
-    """
-    for place, given in enumerate(settings.tasks):
-        key = f"eval.tasks[{place}]"
-        try:
-            task = task_of(given, settings, data)
-        except ConfigError as error:
-            yield Problem(key, str(error).removeprefix("eval.tasks: "))
-        else:
-            problems = dataset_problems(f"{key}.dataset", task.dataset)
-            yield from problems if task is given else (problem.at(key) for problem in problems)
 
 
 @dataclass(frozen=True)
@@ -360,6 +344,14 @@ class RolloutEvaluation:
             given = {name: getattr(settings, name, None) for name in _SAMPLING}
             sampling = replace(sampling, **{name: value for name, value in given.items() if value is not None})
         return sampling
+
+
+class EvaluationOnly(Algorithm[EvaluationRoot, None, None]):
+    """Evaluates a model on tasks, without a run that trains it."""
+
+    input_problems = staticmethod(evaluation_input_problems)
+    evaluation_problems = staticmethod(evaluation_input_problems)
+    evaluation = staticmethod(RolloutEvaluation)
 
 
 def _environments(datasets: Iterable[Dataset]) -> frozenset[str]:

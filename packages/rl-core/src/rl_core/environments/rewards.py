@@ -5,7 +5,7 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, SupportsFloat
+from typing import Any, NamedTuple, SupportsFloat
 
 import numpy as np
 
@@ -22,8 +22,7 @@ EXTRA = "extra"
 _RECORDED = (type(None), bool, int, float, str, list, tuple, dict, np.generic, np.ndarray)
 
 
-@dataclass(frozen=True)
-class RewardPart:
+class RewardPart(NamedTuple):
     """A function of a sum.
 
     Args:

@@ -9,9 +9,8 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rl_core.facts.hf_config import rope_parameters, switches_at, with_overrides
 
@@ -31,8 +30,7 @@ CORRECTED_ROUTING = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 SIGMOID_ROUTING = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "minimax_m2", "dots1", "ernie4_5_moe")
 
 
-@dataclass(frozen=True)
-class Reading:
+class Reading(NamedTuple):
     """One difference.
 
     Args:

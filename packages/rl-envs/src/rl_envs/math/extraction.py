@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any
+from typing import Any, NamedTuple
 
 from rl_envs.math.form import Equation, read
 from rl_envs.math.number import Number, read_number
@@ -48,8 +47,7 @@ MAX_LINE = 1000
 _SENTENCE = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s*\{([^{}]*)\}")
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     """An answer as the completion gives it.
 
     Args:

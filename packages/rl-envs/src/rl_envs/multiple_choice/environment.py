@@ -57,8 +57,3 @@ def right_letters(info: Mapping[str, Any], config: MultipleChoiceConfig) -> tupl
             raise ValueError(f"the answer {letter} is not one of {config.num_choices} options (num_choices)")
         letters.append(letter)
     return tuple(letters)
-
-
-def check_row(info: Mapping[str, Any], config: MultipleChoiceConfig) -> None:
-    """Raise a `ValueError` if the row's answer is not the letter of an option."""
-    right_letters(info, config)

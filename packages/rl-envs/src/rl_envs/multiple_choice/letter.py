@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 # A letter that may be an option has the role `L` if it is bare and capital, `l` if it is bare, `W` if it is enclosed
 # as in `(b)`, or `H` if it is before a bracket as in `B)`. Further roles are `X` for a box or tag, `d` for an article,
@@ -225,8 +225,7 @@ def stated_letter(completion: str, num_choices: int = 26) -> str | None:
     return next(iter(weak)) if len(weak) == 1 and not firm else None
 
 
-@dataclass(frozen=True)
-class _Statement:
+class _Statement(NamedTuple):
     """Letters that a phrase states as the answer, or rules out.
 
     Args:

@@ -22,5 +22,5 @@ PLUGIN = EnvironmentPlugin(
     MultipleChoiceConfig,
     "rl_envs.multiple_choice.environment:MultipleChoiceEnvironment",
     Requirement("rl-envs"),
-    row_check="rl_envs.multiple_choice.environment:check_row",
+    row_check="rl_envs.multiple_choice.environment:right_letters",
 )

@@ -6,8 +6,7 @@ import json
 import socket
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from rl_core.errors import RLError
@@ -35,8 +34,7 @@ class AgentUnreachable(RLError):
     """Raised if the policy cannot be reached from where the agent would run."""
 
 
-@dataclass(frozen=True)
-class Score:
+class Score(NamedTuple):
     """Numbers of a row's test commands.
 
     Args:
@@ -49,8 +47,7 @@ class Score:
     problem: str = ""
 
 
-@dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     """The end of an agent.
 
     Args:
@@ -92,6 +89,8 @@ class AgentJob:
         self._agent, self._task, self._prompt = agent, task, prompt
         self._runner, self._repositories, self._config = runner, repositories, config
         self._cancellation = Cancellation()
+        self.end = self._cancellation.cancel
+        """End the agent, or its tests, if they run."""
         self._result: Result | None = None
         self._thread = threading.Thread(target=self._play, daemon=True)
         self._thread.start()
@@ -100,10 +99,6 @@ class AgentJob:
     def result(self) -> Result | None:
         """Its end; None while it is at work."""
         return None if self._thread.is_alive() else self._result
-
-    def end(self) -> None:
-        """End the agent, or its tests, if they run."""
-        self._cancellation.cancel()
 
     def _play(self) -> None:
         try:

@@ -6,10 +6,9 @@ import json
 import posixpath
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rl_core.errors import DataError
 from rl_core.rollouts.environment import UnusableAnswer
@@ -19,8 +18,7 @@ FIELDS = ("repository", "commit", "tests", "test_files")
 """Fields of a row that agents do not see."""
 
 
-@dataclass(frozen=True)
-class RepositoryTask:
+class RepositoryTask(NamedTuple):
     """What an agent changes, and how the result is scored.
 
     Args:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from rl_envs.sandbox import interpreter, tree
 from rl_envs.sandbox.confinement import SCRATCH, Confinement, confine, enter_namespaces, map_user, mount_scratch
@@ -52,8 +52,7 @@ class UnconfinedError(Exception):
     """Raised if a program could not be confined, and was not run."""
 
 
-@dataclass(frozen=True)
-class Site:
+class Site(NamedTuple):
     """The surroundings of the programs that keepers start.
 
     Args:

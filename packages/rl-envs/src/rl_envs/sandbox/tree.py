@@ -8,7 +8,7 @@ import posixpath
 import stat
 import tarfile
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 MAX_ENTRIES = 100_000
 """Maximum number of files and folders of a tree."""
@@ -20,8 +20,7 @@ class UnusableTree(ValueError):
     """Raised if an archive is malformed or too large, or a member of it would be outside its folder."""
 
 
-@dataclass(frozen=True)
-class TreeEntry:
+class TreeEntry(NamedTuple):
     """A file, a link or a folder of a tree.
 
     Args:

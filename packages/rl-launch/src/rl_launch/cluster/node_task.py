@@ -11,7 +11,6 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 from typing import NamedTuple
@@ -25,8 +24,7 @@ CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")
 """Files that state a container's share of the machine's cores."""
 
 
-@dataclass(frozen=True)
-class NodeFacts:
+class NodeFacts(NamedTuple):
     """Facts that a node reports about itself.
 
     Args:

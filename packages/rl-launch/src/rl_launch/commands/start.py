@@ -5,10 +5,9 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rl_core.config import load, to_override
 from rl_core.errors import ConfigError
@@ -23,8 +22,7 @@ from rl_launch.session.directory.run_folder import CONFIG, RunFolder, is_run
 _RUN_DIR = "run_dir="
 
 
-@dataclass(frozen=True)
-class GivenRun:
+class GivenRun(NamedTuple):
     """A run as the user asked for it.
 
     Args:

@@ -6,7 +6,6 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,8 +29,7 @@ _POLL_S = 1.0
 DRIVER_LOG = "driver.log"
 
 
-@dataclass(frozen=True)
-class PlannedJob:
+class PlannedJob(NamedTuple):
     """A job that is checked and not submitted yet.
 
     Args:

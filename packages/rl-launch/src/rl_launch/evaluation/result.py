@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,8 +16,7 @@ from rl_core.errors import ConfigError
 from rl_launch.evaluation.folder import RESULT, is_evaluation
 
 
-@dataclass(frozen=True)
-class ScoredPrompt:
+class ScoredPrompt(NamedTuple):
     """The rewards of one prompt.
 
     Args:

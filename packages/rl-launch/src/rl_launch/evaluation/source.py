@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rl_algos.data.sources.files import kind_of
 from rl_core.config import option
@@ -35,8 +34,7 @@ _KEPT = ("tokenizer", "precision", "max_total_sequence_length", "hf_config_overr
 """Keys of `policy` that an evaluation takes from a run whose algorithm generates nothing."""
 
 
-@dataclass(frozen=True)
-class GivenEvaluation:
+class GivenEvaluation(NamedTuple):
     """An evaluation as the user asked for it.
 
     Args:

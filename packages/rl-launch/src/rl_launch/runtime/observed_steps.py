@@ -6,9 +6,8 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from ray.actor import ActorHandle
@@ -133,8 +132,7 @@ class Clocks:
         return 0 if clock == self._own else self._estimates[clock][1]
 
 
-@dataclass(frozen=True)
-class Profiled:
+class Profiled(NamedTuple):
     """A worker that can be profiled.
 
     Args:

@@ -199,6 +199,8 @@ class Processes:
         self._nsys = nsys
         self._cluster = cluster
         self._nodes = nodes
+        self.leave = nodes.leave
+        """Note that the run has no workers of these roles on a node any more."""
         self._env_vars = env_vars
         self._env_vars_by_role = dict(env_vars_by_role)
         self._preloads = dict(preloads)
@@ -214,10 +216,6 @@ class Processes:
         for node, role in roles:
             by_node.setdefault(node, []).append(role)
         self._nodes.prepare(by_node)
-
-    def leave(self, node: str, roles: Iterable[str]) -> None:
-        """Note that the run has no workers of these roles on a node any more."""
-        self._nodes.leave(node, roles)
 
     def cores(self, node: str) -> int:
         """Return the number of cores of a prepared node."""

@@ -89,6 +89,8 @@ class Replicas:
         self._settings = environments
         self._topology = topology
         self._cluster = cluster
+        self.is_granted = cluster.is_placed
+        """Return whether the cluster has placed requested devices."""
         self._processes = processes
         self._logs = logs
         self._timeouts = timeouts
@@ -167,10 +169,6 @@ class Replicas:
         bundle = self._cluster.request_replica(self._topology.replica_resources)
         self._bundles.append(bundle)
         return bundle
-
-    def is_granted(self, devices: Bundle) -> bool:
-        """Return whether the cluster has placed requested devices."""
-        return self._cluster.is_placed(devices)
 
     def begin_on(self, devices: Bundle) -> tuple[Replica, Callable[[], None]]:
         """Begin to start a replica on granted devices, after the preparation of their node. The returned function waits

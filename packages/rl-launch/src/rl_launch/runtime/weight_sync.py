@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -43,8 +42,7 @@ CEILING = 10.0
 """Maximum tolerance, as a multiple of the configured one. An engine without a layer's weights differs by more."""
 
 
-@dataclass(frozen=True)
-class WrittenWeights:
+class WrittenWeights(NamedTuple):
     """One weight version in a folder.
 
     Args:

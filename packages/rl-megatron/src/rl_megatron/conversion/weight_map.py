@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
@@ -25,8 +25,7 @@ FUSED_NORMS = {
 """Name of each norm in Transformer Engine's fused layers to its name in the local layers."""
 
 
-@dataclass(frozen=True)
-class HFTensor:
+class HFTensor(NamedTuple):
     """Name and shape of a tensor in Hugging Face files."""
 
     name: str
@@ -75,8 +74,7 @@ class WeightMap:
             )
 
 
-@dataclass(frozen=True)
-class AdapterMap:
+class AdapterMap(NamedTuple):
     """A low-rank adapter of one Hugging Face weight. It adds `scale * up @ down` to the weight.
 
     Args:

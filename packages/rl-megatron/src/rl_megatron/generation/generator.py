@@ -41,7 +41,7 @@ from rl_megatron.generation.plugin import LINEAR_PROBLEM, MegatronGenerationConf
 from rl_megatron.model.build import build_model
 from rl_megatron.model.model import LM_HEAD, ReadingModel, forget_embeddings
 from rl_megatron.model.routing import MegatronRoutingRecorder
-from rl_megatron.parallel.mesh import MegatronMesh, leave_groups
+from rl_megatron.parallel.mesh import MegatronMesh
 from rl_megatron.training.residency import MegatronResidency
 from rl_megatron.training.step import MegatronModel
 from rl_megatron.training.weights import MegatronWeights
@@ -73,7 +73,7 @@ class MegatronDecoder(StaticBatch):
             loaded, self._weights = load_model(model, self._mesh)
             recorder = MegatronRoutingRecorder(loaded.chunks[0], loaded.config) if reports_routing else None
         except BaseException:
-            leave_groups()
+            self._mesh.leave()
             raise
         self._residency = MegatronResidency(loaded, None, device)
         prefill = config.max_prefill_tokens
@@ -117,7 +117,7 @@ class MegatronDecoder(StaticBatch):
         vars(self).clear()
         forget_embeddings()
         gc.collect()
-        leave_groups()
+        MegatronMesh.leave()
 
 
 class MegatronAdoption:

@@ -66,7 +66,7 @@ class MegatronMesh:
             )
             control = dist.new_group(backend="gloo", timeout=timeout)
         except BaseException:
-            leave_groups()
+            cls.leave()
             raise
         stages = backend.megatron_kwargs.get("pipeline_model_parallel_layout")
         layout = {
@@ -114,9 +114,12 @@ class MegatronMesh:
         self.kind.set_rng_state(state)
         get_cuda_rng_tracker().set_states(state["regions"])
 
-    def leave(self) -> None:
-        """Leave the groups."""
-        leave_groups()
+    @staticmethod
+    def leave() -> None:
+        """Leave all groups, Megatron's and torch's, and free the buffers that were made with them."""
+        close_buffers()
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
 
 
 def _sizes() -> dict[str, int]:
@@ -128,13 +131,6 @@ def _sizes() -> dict[str, int]:
         "tp": parallel_state.get_tensor_model_parallel_world_size(),
         "ep": parallel_state.get_expert_model_parallel_world_size(),
     }
-
-
-def leave_groups() -> None:
-    """Leave all groups, Megatron's and torch's, and free the buffers that were made with them."""
-    close_buffers()
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
 
 
 def open_buffers(config: TransformerConfig, lengths: Sequence[int]) -> None:

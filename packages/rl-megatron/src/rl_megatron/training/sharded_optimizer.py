@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Set
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -54,8 +54,7 @@ def square_sum(tensors: list[Tensor], device: torch.device) -> Tensor:
     return torch.stack([tensor.float().square().sum() for tensor in tensors]).sum()
 
 
-@dataclass(frozen=True)
-class ParameterShard:
+class ParameterShard(NamedTuple):
     """The run of a parameter's elements that this rank steps.
 
     Args:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,8 +28,7 @@ IMAGE = "image"
 """vLLM's name of images among the kinds of input."""
 
 
-@dataclass(frozen=True)
-class ProcessedImage:
+class ProcessedImage(NamedTuple):
     """An image as the engine's processor reads it.
 
     Args:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -61,8 +61,7 @@ class LoadPiece:
     write: Region
 
 
-@dataclass(frozen=True)
-class Filling:
+class Filling(NamedTuple):
     """One value that loading writes everywhere in a part of a parameter, such as the padding of a vocabulary.
 
     Args:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from shutil import copyfileobj
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from rl_algos.data.sources import cache
 from rl_core.errors import DataError
 
 
-@dataclass(frozen=True)
-class RemoteFile:
+class RemoteFile(NamedTuple):
     """A file in an object store.
 
     Args:

@@ -66,6 +66,8 @@ class PlayClient:
         opponents: Mapping[str, Generator],
     ) -> None:
         self._services = services
+        chat = services.chat
+        self.continuation, self.encoded, self.shown = chat.continuation, chat.encoded, chat.shown
         environment = services.environments.get(prompt.environment)
         self._conversations = (
             None if environment is None else Conversations(environment, prompt.environment, seed, earlier.conversations)
@@ -148,19 +150,10 @@ class PlayClient:
     def read(self, token_ids: np.ndarray, tools: Sequence[Mapping[str, Any]] | None = None) -> Reply:
         return self._services.chat.read(token_ids, self._tools if tools is None else tools)
 
-    def continuation(self, turn: Message, observation: Sequence[Message], sampled: np.ndarray) -> np.ndarray:
-        return self._services.chat.continuation(turn, observation, sampled)
-
     def rendered(
         self, messages: Sequence[Message], so_far: np.ndarray, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> np.ndarray:
         return self._services.chat.rendered(messages, so_far, self._tools if tools is None else tools)
-
-    def encoded(self, text: str) -> np.ndarray:
-        return self._services.chat.encoded(text)
-
-    def shown(self, token_ids: np.ndarray) -> str:
-        return self._services.chat.shown(token_ids)
 
     def pieces(self, token_ids: np.ndarray) -> list[str]:
         return [self.shown(token_ids[place : place + 1]) for place in range(len(token_ids))]

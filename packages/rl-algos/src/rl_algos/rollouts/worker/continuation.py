@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,8 +17,7 @@ from rl_core.rollouts.rollout import Message
 from rl_core.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True)
-class TurnEnds:
+class TurnEnds(NamedTuple):
     """Tokens that end a turn of the policy, or follow one.
 
     Args:

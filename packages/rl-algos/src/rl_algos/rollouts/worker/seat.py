@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,8 +16,7 @@ from rl_core.rollouts.rollout import Completion, Message, Prompt, Rollout
 from rl_core.rollouts.thoughts import opened_by
 
 
-@dataclass(frozen=True)
-class SeatLimits:
+class SeatLimits(NamedTuple):
     """Limits of an agent's rollout.
 
     Args:

@@ -4,7 +4,7 @@ logits never meet."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import torch
 import torch.distributed as dist
@@ -80,8 +80,7 @@ def vocab_parallel_reads(
     return TokenReads(*_VocabParallelReads.apply(hidden, weight, bias, targets, ids, run))
 
 
-@dataclass(frozen=True)
-class _Pass:
+class _Pass(NamedTuple):
     shard: VocabShard
     head: HeadPass
     sums_hidden_grad: bool

@@ -99,7 +99,8 @@ class Float8Weight:
     def dequantise(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return `value * scale`, computed in float32 (float64 if that is asked for)."""
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        return self.values.to(wide).mul_(self._factors(wide)).to(dtype)
+        factors = _expanded(self.scales, self.values.shape, self.granularity).to(wide)
+        return self.values.to(wide).mul_(factors).to(dtype)
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Return its tensors in a file, by their suffix in place of `weight`."""
@@ -128,7 +129,8 @@ class Float8Weight:
         exponents = torch.frexp(magnitudes).exponent - 1
         exponents = torch.where(magnitudes > 0, exponents, SMALLEST_EXPONENT).clamp_min(SMALLEST_EXPONENT)
         steps = torch.ldexp(torch.ones_like(magnitudes), exponents - MANTISSA_BITS)
-        return (steps / 2 + magnitudes * _ROUNDING) * self._factors(torch.float64)
+        factors = _expanded(self.scales, self.values.shape, self.granularity).double()
+        return (steps / 2 + magnitudes * _ROUNDING) * factors
 
     def num_beyond_half_step(self, weight: Tensor) -> int:
         """Return the number of values that rounding to the nearest does not explain; one is too many.
@@ -146,9 +148,6 @@ class Float8Weight:
         exact = weight.double()
         norm = exact.norm()
         return float((self.dequantise(torch.float64) - exact).norm() / norm) if norm else 0.0
-
-    def _factors(self, dtype: torch.dtype) -> Tensor:
-        return _expanded(self.scales, self.values.shape, self.granularity).to(dtype)
 
 
 def largest_values(weight: Tensor, granularity: Granularity) -> Tensor:

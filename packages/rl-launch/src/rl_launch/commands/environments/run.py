@@ -245,6 +245,7 @@ class _ShownEnvironment:
     def __init__(self, pool: EnvironmentPool, show: Callable[[str], None]) -> None:
         self._pool = pool
         self._show = show
+        self.abandon = pool.abandon
 
     async def step(self, conversation: Conversation) -> StepResult | EnvironmentFailure:
         """Step the environment."""
@@ -268,10 +269,6 @@ class _ShownEnvironment:
                 lines.append(f"maximum number of tokens of the next turn: {outcome.max_new_tokens}")
             self._show("\n".join(lines) + "\n")
         return outcome
-
-    async def abandon(self, conversation_ids: Sequence[str]) -> None:
-        """Forget conversations."""
-        await self._pool.abandon(conversation_ids)
 
 
 class CompletionInput:

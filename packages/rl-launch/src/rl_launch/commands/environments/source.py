@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rl_algos.data.config import DataConfig
 from rl_algos.data.encoding import with_section
@@ -58,8 +58,7 @@ class GivenRow:
         return attempts_on(self.place, self.id, self.messages, self.fields, further, is_text=self.is_text)
 
 
-@dataclass(frozen=True)
-class GivenEnvironment:
+class GivenEnvironment(NamedTuple):
     """An environment as the user named it.
 
     Args:

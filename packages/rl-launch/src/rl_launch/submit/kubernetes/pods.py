@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from rl_launch.submit.kubernetes.config import KubernetesConfig, PodConfig, QueueConfig
 
@@ -61,8 +61,7 @@ SHUTDOWN_MARGIN_S = 60
 """Time in seconds for Ray to end after the save."""
 
 
-@dataclass(frozen=True)
-class PodSetting:
+class PodSetting(NamedTuple):
     """Settings that all pods of a job share.
 
     Args:
