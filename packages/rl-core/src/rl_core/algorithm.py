@@ -25,7 +25,6 @@ class AlgorithmEvaluation(Protocol):
 
     def attempts(self) -> Mapping[str, Sequence[Attempt]]:
         """Return first rows of the data with responses, by the name of the environment that scores them."""
-        ...
 
     def plan(self, tokenizer: Tokenizer) -> Any:
         """Return the rollouts and their scoring (`rl_algos.rollouts.driver.task_evaluation.EvaluationPlan`).
@@ -33,7 +32,6 @@ class AlgorithmEvaluation(Protocol):
         Raises:
             ConfigError, DataError: If the prompts cannot be tokenized, or none leaves room for a completion.
         """
-        ...
 
 
 class Algorithm(Generic[C, L, P]):

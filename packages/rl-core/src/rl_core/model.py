@@ -244,26 +244,21 @@ class Loss(Protocol):
     @property
     def columns(self) -> tuple[str, ...]:
         """Columns a batch must have, in addition to `tokens` and those that its reads take."""
-        ...
 
     @property
     def reads(self) -> tuple[Read, ...]:
         """Reads the implementation is given, with gradients."""
-        ...
 
     @property
     def temperature(self) -> float:
         """Divides the logits in every pass."""
-        ...
 
     @property
     def implementation(self) -> str:
         """`"package.module:function"`, imported in the worker."""
-        ...
 
     def totals(self, batch: Batch) -> Mapping[str, float]:
         """Denominators counted on a batch (numbers of tokens, of sequences); they add up over shards."""
-        ...
 
 
 class Resident(Protocol):
@@ -271,11 +266,9 @@ class Resident(Protocol):
 
     def offload(self, parts: Sequence[ModelPart] = ("parameters", "optimizer")) -> None:
         """Move these parts off the device; `onload` brings them back bit-equal."""
-        ...
 
     def onload(self, parts: Sequence[ModelPart] = ("parameters", "optimizer")) -> None:
         """Bring these parts back to the device."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -303,7 +296,6 @@ class Saved(Protocol):
     def trains(self) -> bool:
         """Return whether it changes during the run, as a model with an optimizer does. A checkpoint holds only what
         changes."""
-        ...
 
     def save(self, path: str, *, wait: bool = True) -> None:
         """Write parameters, optimizer, schedule and the RNG of every rank under `path`.
@@ -314,7 +306,6 @@ class Saved(Protocol):
                 training continues while the copy is written and digested: the files are complete once `finish_save` has
                 returned them. A save that is still under way is waited for first.
         """
-        ...
 
     def finish_save(self, *, wait: bool = True) -> tuple[SavedFile, ...] | None:
         """Return the files of the last save, of all ranks, once they are on the disk; None while they are being
@@ -329,7 +320,6 @@ class Saved(Protocol):
         Raises:
             Whatever went wrong while writing, once; no save is under way then.
         """
-        ...
 
     def load(self, path: str, *, files: Sequence[SavedFile] = ()) -> None:
         """Restore what `save` wrote, on any mesh.
@@ -342,17 +332,14 @@ class Saved(Protocol):
         Raises:
             CheckpointDamaged: Naming a file that is missing or differs; the model is as it was.
         """
-        ...
 
     def export(self, path: str) -> tuple[SavedFile, ...]:
         """Write Hugging Face files that `transformers` and vLLM load: config, weights with adapters merged, tokenizer;
         returns them."""
-        ...
 
     def export_adapter(self, path: str) -> tuple[SavedFile, ...]:
         """Write only the adapters, as `peft` and vLLM load them next to their base model, and the tokenizer; returns
         the files, none if the model has no adapters."""
-        ...
 
 
 class Model(Saved, Protocol):
@@ -368,7 +355,6 @@ class Model(Saved, Protocol):
     def infer(self, batch: Batch, reads: Sequence[Read], *, reference: bool = False, temperature: float = 1.0) -> Batch:
         """Per-row results for every row, in the order of the rows; `reference` uses the reference: the initial weights
         unless `update_reference` has moved it."""
-        ...
 
     def update_reference(self, share: float = 1.0) -> None:
         """Move the reference by `share * (weights - reference)`: 1 makes it the model as it is. Checkpoints hold a
@@ -377,11 +363,9 @@ class Model(Saved, Protocol):
         Raises:
             ValueError: For a share outside (0, 1], or a model that keeps no reference.
         """
-        ...
 
     def evaluate(self, batch: Batch, loss: Loss) -> Metrics:
         """Compute the loss without a step."""
-        ...
 
     def train_step(self, batch: Batch, loss: Loss) -> Metrics:
         """Exactly one optimizer and schedule step on the whole batch.
@@ -395,7 +379,6 @@ class Model(Saved, Protocol):
         Raises:
             RLError: If more steps in a row were skipped than the config allows.
         """
-        ...
 
 
 @dataclass(frozen=True)
@@ -452,51 +435,39 @@ class ModelWorker(Resident, WeightSource, Protocol):
 
     def coordinates(self) -> Coordinates:
         """Return this rank's place on the mesh."""
-        ...
 
     def infer(
         self, batch: Batch, reads: Sequence[Read], *, reference: bool = False, temperature: float = 1.0
     ) -> Batch | None:
         """Return the results for this rank's shard; None on ranks that do not lead their shard
         (`Coordinates.leads`)."""
-        ...
 
     def update_reference(self, share: float = 1.0) -> None:
         """Do this rank's part of `Model.update_reference`."""
-        ...
 
     def evaluate(self, batch: Batch, loss: Loss) -> Mapping[str, Metric]:
         """Compute this rank's part of each metric of `Model.evaluate`, none on ranks that do not lead."""
-        ...
 
     def train_step(self, batch: Batch, loss: Loss) -> Mapping[str, Metric]:
         """Make the step of `Model.train_step`; returns its metrics without a reduction."""
-        ...
 
     def save(self, path: str, *, wait: bool = True) -> None:
         """Do this rank's part of `Model.save`."""
-        ...
 
     def finish_save(self, *, wait: bool = True) -> tuple[SavedFile, ...] | None:
         """Return the files that this rank wrote for the last save; without `wait` it takes part in no collective."""
-        ...
 
     def load(self, path: str, *, files: Sequence[SavedFile] = ()) -> None:
         """Do this rank's part of `Model.load`."""
-        ...
 
     def export(self, path: str) -> tuple[SavedFile, ...]:
         """Do this rank's part of `Model.export`."""
-        ...
 
     def export_adapter(self, path: str) -> tuple[SavedFile, ...]:
         """Do this rank's part of `Model.export_adapter`."""
-        ...
 
     def health(self) -> Mapping[str, Any]:
         """Memory in use and other signs that the rank is alive; takes part in no collective."""
-        ...
 
     def close(self) -> None:
         """Leave the process group and free the device, once a save that is under way has ended."""
-        ...

@@ -108,11 +108,9 @@ class Checkpointable(Protocol):
 
     def state(self) -> Mapping[str, Any]:
         """Return plain data (JSON and numpy) that `restore` resumes from."""
-        ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state."""
-        ...
 
 
 class Run(Protocol):
@@ -136,15 +134,12 @@ class Run(Protocol):
 
         Ends early when asked to (a signal, a time limit, `stop`), having saved.
         """
-        ...
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Time what is inside as `time/<name>` and show it as what the run is doing."""
-        ...
 
     def record(self, step: int, metrics: Mapping[str, float | Metric]) -> None:
         """Record metrics of a step, each as its result; several calls for one step are merged into one line."""
-        ...
 
     def record_rollouts(
         self, step: int, groups: Sequence[RolloutGroup], advantages: np.ndarray, *, batch: Batch | None = None
@@ -159,20 +154,16 @@ class Run(Protocol):
                 recorded: `loss_mask` and, if it has them, `prev_logprobs`, `prev_entropy` and `advantages`. None to
                 record no tokens.
         """
-        ...
 
     def record_validation(self, step: int, groups: Sequence[RolloutGroup]) -> None:
         """Write the rollouts of a validation after a step, one line each."""
-        ...
 
     def due(self, period: int, step: int, *, at_end: bool = False) -> bool:
         """Return whether something with this period (0 is never) is due after this step; `at_end` adds the last
         step."""
-        ...
 
     def stop(self, reason: str) -> None:
         """End after the current step, having saved: the loop has reached its goal."""
-        ...
 
 
 @dataclass(frozen=True)

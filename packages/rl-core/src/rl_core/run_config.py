@@ -13,17 +13,14 @@ class ClusterSection(Protocol):
     @property
     def device(self) -> str:
         """`auto`, `cuda`, `cpu` or `rehearsal`."""
-        ...
 
     @property
     def num_nodes(self) -> int:
         """Number of machines."""
-        ...
 
     @property
     def gpus_per_node(self) -> int:
         """GPUs of each machine."""
-        ...
 
 
 class RunConfig(Protocol):
@@ -32,9 +29,7 @@ class RunConfig(Protocol):
     @property
     def cluster(self) -> ClusterSection:
         """Devices of the run."""
-        ...
 
     @property
     def policy(self) -> GeneratingModelConfig:
         """The model that trains; it has a section `generation` only if the algorithm generates."""
-        ...

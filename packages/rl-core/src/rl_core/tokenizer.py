@@ -18,38 +18,29 @@ class Tokenizer(Protocol):
     @property
     def added_tokens_decoder(self) -> Mapping[int, Any]:
         """Added tokens by id, special ones included."""
-        ...
 
     def __call__(self, text: str, **options: Any) -> Mapping[str, Any]:
         """Return `input_ids`, and the other results that the options request."""
-        ...
 
     def __hash__(self) -> int: ...
 
     def __len__(self) -> int:
         """Return the number of tokens of the vocabulary, added ones included."""
-        ...
 
     def encode(self, text: str, **options: Any) -> list[int]:
         """Return the ids of a string's tokens."""
-        ...
 
     def decode(self, token_ids: Sequence[int], **options: Any) -> str:
         """Return the text of tokens."""
-        ...
 
     def convert_tokens_to_ids(self, tokens: str) -> int:
         """Return the id of a token."""
-        ...
 
     def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
         """Return the tokens of ids."""
-        ...
 
     def get_chat_template(self, **options: Any) -> str:
         """Return the chat template; a tokenizer may have one for conversations with tools."""
-        ...
 
     def apply_chat_template(self, conversation: list[Any], **options: Any) -> Any:
         """Render a conversation by the chat template."""
-        ...

@@ -142,17 +142,14 @@ class WeightSource(Protocol):
         Raises:
             ValueError: For another form than `merged` if the model has no adapters.
         """
-        ...
 
     def send(self, manifest: Manifest, transport: Transport) -> Sequence[str]:
         """Send all tensors in the manifest's order; returns the digest of all that each group of receivers got, those
         that keep the same parts being one, and none on ranks that send nothing.
         """
-        ...
 
     def interrupt(self, transport: Transport, reason: str) -> None:
         """End this process's `send` over a transport soon, with a `WeightSyncError`; called by another thread."""
-        ...
 
 
 class WeightSink(Protocol):
@@ -162,7 +159,6 @@ class WeightSink(Protocol):
         """Prepare to receive; raises `WeightSyncError` naming engine parameters that the manifest leaves out, or
         tensors unknown to the engine.
         """
-        ...
 
     async def receive(self, transport: Transport, first_rank: int) -> Sequence[str]:
         """Receive all tensors as receivers `first_rank`, `first_rank + 1`, ...; returns the digest of all that was
@@ -170,7 +166,6 @@ class WeightSink(Protocol):
 
         Raises `WeightSyncError` naming tensors that differ from the sent ones, of one bucket or of several.
         """
-        ...
 
     async def commit(self, version: int) -> None:
         """Check that the engine computes with the received tensors (packed copies, tied heads), then serve this
@@ -178,7 +173,6 @@ class WeightSink(Protocol):
 
         Raises `WeightSyncError` naming the stale tensor; the replica then serves nothing until a transfer succeeds.
         """
-        ...
 
 
 def buckets(tensors: Sequence[TensorSpec], bucket_bytes: int) -> Iterator[list[TensorSpec]]:
@@ -231,16 +225,12 @@ class Weights(Protocol):
     @property
     def version(self) -> int:
         """The last version given, which the policy's weights have until it steps; 0 before the first."""
-        ...
 
     def publish(self) -> WeightUpdate:
         """Give the policy's present weights the next version."""
-        ...
 
     def state(self) -> Mapping[str, Any]:
         """Plain data that `restore` resumes from."""
-        ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state."""
-        ...

@@ -170,12 +170,9 @@ class Dialect(Protocol):
 
     def read(self, body: Mapping[str, Any]) -> ModelCall:
         """Return the call that a request's JSON body asks for; raise `CallRefused` if it cannot be served."""
-        ...
 
     def answer(self, call: ModelCall, answer: ModelAnswer) -> Mapping[str, Any]:
         """Return the JSON body of an answer."""
-        ...
 
     def events(self, call: ModelCall, answer: ModelAnswer) -> Iterator[StreamEvent]:
         """Yield the events of a streamed answer."""
-        ...

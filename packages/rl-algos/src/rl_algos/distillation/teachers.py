@@ -45,7 +45,6 @@ class RolloutScorer(Protocol):
             batch: Batch of the groups from `rl_algos.rollouts.training.batch.build_batch`.
             groups: Groups of the rollouts, in the order of the rows.
         """
-        ...
 
 
 class Teachers:

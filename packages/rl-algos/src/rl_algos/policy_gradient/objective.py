@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from rl_algos.losses.importance import LOG_RATIO_BOUND
 from rl_algos.losses.policy import PolicyLoss
+from rl_algos.losses.surrogates import ClipCov, KLCov
 from rl_algos.losses.terms import EntropyBonus, KLPenalty
 from rl_algos.rollouts.training.segments import ROLLOUT, to_rows
 from rl_core.data.batch import Batch, Column
@@ -72,8 +73,8 @@ class Objective:
         read_before: Collection[str] = (),
         weights: Weights | None = None,
         reward_kl: KLPenalty | None = None,
-        kl_weight: AdaptiveWeight | None = None,
-        entropy_weight: AdaptiveWeight | None = None,
+        kl_weight: AdaptiveKL | None = None,
+        entropy_weight: AdaptiveEntropy | None = None,
     ) -> None:
         self._loss = loss
         self._statistics = dict(statistics or {})
@@ -184,32 +185,6 @@ def _clamp(values: np.ndarray, bound: float | None) -> np.ndarray:
     return values if bound is None else np.clip(values, -bound, bound)
 
 
-class AdaptiveWeight(Protocol):
-    """A weight that follows a metric which it influences."""
-
-    @property
-    def value(self) -> float:
-        """Current weight."""
-        ...
-
-    @property
-    def watches(self) -> str:
-        """Name of the metric that it follows."""
-        ...
-
-    def observe(self, measured: float) -> None:
-        """Move by the measurement of a step."""
-        ...
-
-    def state(self) -> Mapping[str, Any]:
-        """Return the state for `restore`."""
-        ...
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state."""
-        ...
-
-
 class AdaptiveKL:
     """`weight (1 + clip(kl / target - 1, -0.2, 0.2) rollouts / horizon)` after each step (Ziegler et al.,
     arXiv:1909.08593).
@@ -294,15 +269,7 @@ Statistic = Callable[[StepData], Column]
 """A column that needs all rows of a step."""
 
 
-class CovarianceSurrogate(Protocol):
-    """A surrogate that treats some tokens of high covariance differently."""
-
-    def chosen(self, covariance: np.ndarray, random: np.random.Generator) -> np.ndarray:
-        """Return bool `[tokens]`, True at these tokens among all sampled tokens of a step."""
-        ...
-
-
-def high_covariance(surrogate: CovarianceSurrogate, seed: int) -> Statistic:
+def high_covariance(surrogate: ClipCov | KLCov, seed: int) -> Statistic:
     """Return a statistic, uint8 `[tokens]`: 1 at the tokens that the surrogate chooses by `(prev - mean prev) (A - mean
     A)`, means over all sampled tokens of the step (arXiv:2505.22617).
 

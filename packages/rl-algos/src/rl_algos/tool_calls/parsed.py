@@ -45,7 +45,6 @@ class Parser(Protocol):
             schemas: Of the tools that the policy may call.
             opened: Mark of `THOUGHTS` at the end of the prompt; empty without one.
         """
-        ...
 
 
 class BrokenCall(Exception):

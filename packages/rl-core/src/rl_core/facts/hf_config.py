@@ -44,7 +44,6 @@ class HFConfig(Protocol):
         Raises:
             AttributeError: If it has no such field.
         """
-        ...
 
 
 def with_overrides(fields: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -280,11 +280,9 @@ class Environment(Protocol):
 
     def step(self, conversations: Sequence[Conversation], states: Sequence[Any]) -> list[StepResult]:
         """Return one result per conversation, in order; `states` are None on the first turn."""
-        ...
 
     def close(self, states: Sequence[Any]) -> None:
         """Free what the states of unfinished conversations hold."""
-        ...
 
 
 @runtime_checkable
@@ -301,11 +299,9 @@ class SavingEnvironment(Environment, Protocol):
 
         Called after each step with the states of conversations that go on, which must not change.
         """
-        ...
 
     def restore(self, saved: Sequence[bytes]) -> Sequence[Any]:
         """Return the states of these bytes, in order, so that conversations answer from them as from the saved ones.
 
         They are closed as others are (`close`). The saved states may still be in use elsewhere.
         """
-        ...

@@ -93,16 +93,13 @@ class Generator(WeightSink, Protocol):
 
     async def start(self) -> None:
         """Load the engine."""
-        ...
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """Return one completion; concurrent calls are batched by the engine. Raises `GeneratorError` if the engine
         died."""
-        ...
 
     async def score(self, token_ids: np.ndarray) -> np.ndarray:
         """float32 `[tokens]`, logprobs of given tokens at temperature 1; index i belongs to token i, the first is 0."""
-        ...
 
     async def pause(self, mode: PauseMode = "finish") -> None:
         """Stop once no request is in flight; later ones wait.
@@ -110,35 +107,28 @@ class Generator(WeightSink, Protocol):
         With `interrupt` those in flight end at once: each returns the tokens that it has, often none, with their
         logprobs.
         """
-        ...
 
     async def resume(self) -> None:
         """Serve again."""
-        ...
 
     async def sleep(self) -> bool:
         """Free the device: weights and KV cache.
 
         Returns whether the weights are kept; if not, they are sent again before anything is served.
         """
-        ...
 
     async def wake(self, parts: Sequence[str] = ("weights", "kv_cache")) -> None:
         """Take device memory for these parts again; a woken KV cache is empty."""
-        ...
 
     async def start_profile(self, order: ProfileOrder) -> ProfileReport:
         """Begin to record every process of the engine, where it computes. Raises nothing of a tool's."""
-        ...
 
     async def stop_profile(self) -> ProfileReport:
         """End the recording, and write its files; nothing if there is none."""
-        ...
 
     @property
     def num_ranks(self) -> int:
         """Engine ranks of this replica, each a receiver in a weight transfer."""
-        ...
 
     async def health(self) -> Mapping[str, Any]:
         """Numbers worth logging. Raises `GeneratorError` if the engine is dead.
@@ -151,11 +141,9 @@ class Generator(WeightSink, Protocol):
         `SpeculationCounts.as_health`. An engine that quantises its weights has `quantisation_noise`
         (`rl_core.rollouts.delivery`).
         """
-        ...
 
     async def close(self) -> None:
         """End the engine and all its processes."""
-        ...
 
 
 @dataclass(frozen=True)

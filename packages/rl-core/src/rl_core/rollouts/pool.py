@@ -93,14 +93,12 @@ class RolloutPool(Protocol):
         Groups that are submitted together and begin on an idle replica reach its engine together and in order. More
         may be submitted while others are under way.
         """
-        ...
 
     def next_done(self) -> tuple[Ticket, RolloutGroup]:
         """Wait for the next group that is finished, in order of their ends.
 
         Called at most as often as there are groups that were submitted and not taken.
         """
-        ...
 
     def adopt(self, update: WeightUpdate, *, in_flight: bool = False) -> None:
         """Bring every replica to this version, verified. Groups under way continue, between two of their turns or
@@ -114,29 +112,24 @@ class RolloutPool(Protocol):
         Raises:
             WeightSyncError: If the update is stale, or naming what did not arrive; nothing is served then.
         """
-        ...
 
     def turns(self) -> Mapping[Ticket, tuple[RolloutTurns, ...]]:
         """Return the turns so far of the groups in progress, as `RolloutTask.turns` takes them; groups without any, and
         groups of a replica that does not answer, are left out.
         """
-        ...
 
     @property
     def num_replicas(self) -> int:
         """Replicas that groups go to; it may change at every call."""
-        ...
 
     def idle_share(self) -> float | None:
         """Return the share of the replicas' time since the last call without a rollout in progress; None if nothing was
         measured.
         """
-        ...
 
     def speculation(self) -> SpeculationCounts | None:
         """Return the counts of speculative decoding since the last call, of all replicas that answer; None if they do
         without."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -162,26 +155,21 @@ class RolloutSource(Protocol):
             num_later: Groups that later steps will need, beyond which nothing is sampled ahead; None if that is not
                 known.
         """
-        ...
 
     def set_aside(self, groups: Sequence[RolloutGroup], reason: str) -> None:
         """Note that groups which were collected since the last `adopt` train nothing, and why."""
-        ...
 
     def metrics(self) -> Mapping[str, float]:
         """Numbers of the groups that were collected since the last `adopt`, by metric name."""
-        ...
 
     def evaluate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, num_generations: int = 1) -> Evaluation:
         """Roll out given prompts with the current weights; trains nothing and moves no data position."""
-        ...
 
     def adopt(self, update: WeightUpdate) -> None:
         """Bring the replicas to this version, verified; raises `WeightSyncError` naming what did not arrive.
 
         The groups that were collected before count as trained, except those that were set aside.
         """
-        ...
 
     def state(self) -> Mapping[str, Any]:
         """Return the data position and buffered rollouts as of the last `adopt`, to be saved with a checkpoint.
@@ -189,12 +177,9 @@ class RolloutSource(Protocol):
         Groups that were collected since then come again after `restore`, so that a step that collected and did not
         train (its data ended) loses no prompt.
         """
-        ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state."""
-        ...
 
     def close(self) -> None:
         """End everything that was started."""
-        ...

@@ -40,12 +40,10 @@ class GenerationClient(Protocol):
     @property
     def sampling(self) -> SamplingParams:
         """How this rollout's completions are drawn."""
-        ...
 
     @property
     def characters_per_token(self) -> float:
         """Maximum number of characters of one token; infinity if there is no bound."""
-        ...
 
     async def generate(
         self,
@@ -71,15 +69,12 @@ class GenerationClient(Protocol):
         Raises:
             ValueError: If the policy sampled an image token.
         """
-        ...
 
     async def step(self, conversation: Conversation) -> StepResult:
         """Return the environment's answer to the newest turn; raises `EnvironmentFailed` if it gives none."""
-        ...
 
     def read(self, token_ids: np.ndarray, tools: Sequence[Mapping[str, Any]] | None = None) -> Reply:
         """Return the turn of these sampled tokens; tool calls are read if there are tools (by default the prompt's)."""
-        ...
 
     def continuation(self, turn: Message, observation: Sequence[Message], sampled: np.ndarray) -> np.ndarray:
         """int32 tokens to append after `sampled`, the newest turn, so that the policy can answer `observation`.
@@ -87,7 +82,6 @@ class GenerationClient(Protocol):
         `turn` is the message of the newest turn. Images of the observation are among the tokens with all of theirs.
         Raises `ValueError` if the chat template cannot render that.
         """
-        ...
 
     def rendered(
         self, messages: Sequence[Message], so_far: np.ndarray, tools: Sequence[Mapping[str, Any]] | None = None
@@ -99,23 +93,18 @@ class GenerationClient(Protocol):
         before, and all of them are of the new text. The tools are those of the prompt by default. Images of the
         messages are among the tokens with all of theirs.
         """
-        ...
 
     def encoded(self, text: str) -> np.ndarray:
         """int32 `[tokens]` of a string as it is; special tokens in it are recognised."""
-        ...
 
     def shown(self, token_ids: np.ndarray) -> str:
         """Return the text of tokens, with special tokens."""
-        ...
 
     def pieces(self, token_ids: np.ndarray) -> list[str]:
         """Return the text of each token."""
-        ...
 
     def on_failure(self, played: Callable[[], Sequence[Rollout]]) -> None:
         """Set a function that returns what was played so far. If the play fails, its record has these turns."""
-        ...
 
 
 class RolloutProgram(Protocol):
@@ -128,7 +117,6 @@ class RolloutProgram(Protocol):
             The rollout of the policy, or several: one per agent or per sub-task, each with its `Rollout.agent` and
             `Rollout.peers`.
         """
-        ...
 
 
 @runtime_checkable
@@ -138,7 +126,6 @@ class OfferingProgram(RolloutProgram, Protocol):
     @property
     def num_untaken(self) -> int:
         """Number of rollouts that nobody has taken."""
-        ...
 
 
 @runtime_checkable
@@ -151,8 +138,6 @@ class PreparedProgram(RolloutProgram, Protocol):
         Args:
             logs: Folder of the run's logs.
         """
-        ...
 
     async def close(self) -> None:
         """Free what `start` took."""
-        ...

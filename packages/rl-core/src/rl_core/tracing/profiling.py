@@ -88,11 +88,9 @@ class Recorder(Protocol):
 
     def start(self) -> None:
         """Begin to record."""
-        ...
 
     def stop(self) -> Path | None:
         """End, write the file and return it; None if the tool writes it later."""
-        ...
 
 
 class Profile:

@@ -50,11 +50,9 @@ class Runner(Protocol):
 
     def run(self, program: Program, limits: Limits | None = None, cancellation: Cancellation | None = None) -> Outcome:
         """Run a program to its end, or until it is cancelled."""
-        ...
 
     def close(self) -> None:
         """End what runs."""
-        ...
 
 
 def open_sandbox(config: SandboxConfig) -> Runner:

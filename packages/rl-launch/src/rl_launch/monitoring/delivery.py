@@ -36,11 +36,9 @@ class NotificationDelivery(Protocol):
 
     def __str__(self) -> str:
         """Name for the log, without secrets."""
-        ...
 
     def deliver(self, notification: Mapping[str, Any]) -> None:
         """Deliver a notification; raises `DeliveryError`."""
-        ...
 
 
 class WebhookDelivery:

@@ -54,15 +54,12 @@ class CheckpointReceiver(Protocol):
 
     def begin(self, run_dir: Path) -> None:
         """Take the run directory, which is open."""
-        ...
 
     def saved(self, step: int, checkpoint: Path) -> None:
         """Take a complete checkpoint; return at once. The checkpoint may be removed afterwards."""
-        ...
 
     def end(self, *, is_finished: bool, at_once: bool) -> None:
         """End with the run; wait for pushes in progress unless the run ends at once."""
-        ...
 
 
 class RunSession:

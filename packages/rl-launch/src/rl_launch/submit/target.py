@@ -126,17 +126,14 @@ class QueueTarget(Protocol):
     @property
     def name(self) -> str:
         """Name of the target: its command, and the section of a profile that holds its settings."""
-        ...
 
     @property
     def settings(self) -> type[Config]:
         """Type of that section."""
-        ...
 
     @property
     def file_name(self) -> str:
         """Name of the file that `render` writes, in the folder of jobs."""
-        ...
 
     def render(self, request: JobRequest[Any]) -> str:
         """Return the file that describes the job.
@@ -144,15 +141,12 @@ class QueueTarget(Protocol):
         Raises:
             ConfigProblems: If the settings do not go with the run.
         """
-        ...
 
     def warnings(self, request: JobRequest[Any]) -> Iterable[str]:
         """Return what may go wrong on the nodes, as sentences."""
-        ...
 
     def shared_variables(self, request: JobRequest[Any]) -> Mapping[str, str] | None:
         """Return the environment variables of a job that reads the files of this machine; None if it reads others."""
-        ...
 
     def submit(self, file: Path, request: JobRequest[Any]) -> tuple[str, ...]:
         """Submit a rendered file; returns the ids of the jobs, which run one after another.
@@ -160,11 +154,9 @@ class QueueTarget(Protocol):
         Raises:
             RLError: If the queue refuses it, with its message.
         """
-        ...
 
     def status(self, job: str) -> JobStatus:
         """Return the state of a job."""
-        ...
 
     def cancel(self, job: str, *, at_once: bool) -> str:
         """End a job that does not continue; returns what happens, as a sentence.
@@ -173,7 +165,6 @@ class QueueTarget(Protocol):
             job: Id of the job.
             at_once: True to end it without another checkpoint.
         """
-        ...
 
     def attempts(self, jobs: Path) -> Sequence[Path]:
         """Return the log folders of all attempts at a run, the oldest first; each has `driver.log`.
@@ -181,7 +172,6 @@ class QueueTarget(Protocol):
         Args:
             jobs: Folder of the run's jobs.
         """
-        ...
 
     def attach(self, attempt: Path, node: str) -> Sequence[str]:
         """Return the command that opens a shell in the job of an attempt that is running.
@@ -190,4 +180,3 @@ class QueueTarget(Protocol):
             attempt: Log folder of the attempt.
             node: Name of the node; empty for the first.
         """
-        ...

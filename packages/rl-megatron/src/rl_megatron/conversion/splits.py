@@ -22,11 +22,9 @@ class Split(Protocol):
 
     def part(self, read: Reader, rank: int, size: int) -> Tensor:
         """Return the part that rank `rank` of `size` holds; reads only the slices that it needs."""
-        ...
 
     def join(self, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return the Hugging Face tensors from the parts of all ranks."""
-        ...
 
     def divides(self, size: int) -> bool:
         """Return whether the parameter can be spread over `size` ranks."""

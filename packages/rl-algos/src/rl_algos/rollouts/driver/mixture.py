@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
+from rl_algos.data.flow import FlowStream
+from rl_algos.data.stream import Stream
 from rl_algos.rollouts.config import CurriculumConfig
 from rl_core.rollouts.group import RolloutGroup
-
-
-class Weighed(Protocol):
-    """The part of a stream of prompts that chooses among datasets."""
-
-    @property
-    def weights(self) -> Sequence[float]:
-        """Weights of the datasets, as configured."""
-        ...
-
-    def weigh(self, weights: Sequence[float]) -> None:
-        """Draw in proportion to these weights from this call on."""
-        ...
 
 
 class Mixture:
@@ -38,7 +27,9 @@ class Mixture:
         curriculum: Curriculum that changes the weights; None to keep the configured ones.
     """
 
-    def __init__(self, stream: Weighed, names: Sequence[str], curriculum: CurriculumConfig | None) -> None:
+    def __init__(
+        self, stream: Stream[Any] | FlowStream[Any], names: Sequence[str], curriculum: CurriculumConfig | None
+    ) -> None:
         self._stream = stream
         self._curriculum = curriculum
         self._success = dict.fromkeys(names, 0.0)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
+from rl_algos.data.flow import FlowStream
+from rl_algos.data.stream import Stream
 from rl_algos.rollouts.driver.draw import Draw, DrawState, plan_batch
 from rl_algos.rollouts.driver.ledger import Ledger
 from rl_algos.rollouts.driver.saved import group_from, group_state, turns_from, turns_state
@@ -19,22 +21,6 @@ from rl_core.rollouts.group import RolloutGroup
 from rl_core.rollouts.pool import Evaluation, RolloutPool, RolloutTask, RolloutTurns, Ticket
 from rl_core.rollouts.rollout import Prompt
 from rl_core.weights import WeightUpdate
-
-
-class PromptStream(Protocol):
-    """Prompts in a repeatable order, each once per epoch."""
-
-    def take(self, count: int) -> list[Prompt]:
-        """Return the next prompts; fewer at the end of the last epoch."""
-        ...
-
-    def state(self) -> Mapping[str, Any]:
-        """Return the position of the stream."""
-        ...
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a position."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -86,7 +72,7 @@ class PacedRolloutSource:
     def __init__(
         self,
         pool: RolloutPool,
-        prompts: PromptStream,
+        prompts: Stream[Prompt] | FlowStream[Prompt],
         *,
         sampling: SamplingParams,
         num_generations: int,

@@ -30,7 +30,6 @@ class RolloutValidation(Protocol):
 
     def __call__(self, rollouts: RolloutSource, run: Run, *, step: int) -> None:
         """Evaluate and record `val/*` under the step."""
-        ...
 
 
 class Validation:

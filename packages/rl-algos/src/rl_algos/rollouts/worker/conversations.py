@@ -29,11 +29,9 @@ class EnvironmentClient(Protocol):
 
     async def step(self, conversation: Conversation) -> StepResult | EnvironmentFailure:
         """Return the environment's answer, or the reason that there is none."""
-        ...
 
     async def abandon(self, conversation_ids: Sequence[str]) -> None:
         """Free the resources of the environment for conversations that will not continue."""
-        ...
 
 
 @dataclass

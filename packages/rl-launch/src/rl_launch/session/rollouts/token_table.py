@@ -31,11 +31,9 @@ class TextsOfTokens(Protocol):
 
     def text(self, number: int) -> bytes | None:
         """UTF-8 of the text of a token, which may be a part of a character; None for an id without a token."""
-        ...
 
     def is_special(self, number: int) -> bool:
         """Return whether a token is a special one."""
-        ...
 
 
 @dataclass(frozen=True)
