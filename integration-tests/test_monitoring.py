@@ -10,9 +10,8 @@ from document_checks import ROOT
 from test_metrics_glossary import documented
 
 import rl_launch.monitoring
-from rl_launch.monitoring import quantities
 from rl_launch.monitoring.prometheus import RUN_METRICS, exported_name
-from rl_launch.monitoring.quantities import SystemQuantity
+from rl_launch.monitoring.quantities import QUANTITIES
 
 FILES = Path(rl_launch.monitoring.__path__[0]) / "files"
 RULES = FILES / "prometheus_rules.yaml"
@@ -29,8 +28,7 @@ def rule_expressions():
 
 
 def of_readings():
-    found = [each for each in vars(quantities).values() if isinstance(each, SystemQuantity)]
-    return {f"{each.exported}_total" if each.kind == "counter" else each.exported for each in found}
+    return {f"{each.exported}_total" if each.kind == "counter" else each.exported for each in QUANTITIES}
 
 
 def served():
@@ -52,6 +50,6 @@ def test_every_reading_and_every_metric_of_the_run_is_on_the_page():
 
 
 def test_every_recorded_reading_is_in_the_glossary():
-    names = {each.recorded for each in vars(quantities).values() if isinstance(each, SystemQuantity) and each.recorded}
+    names = {each.recorded for each in QUANTITIES if each.recorded}
     listed = {name.rpartition("/")[2] for name in documented() if name.startswith("system/")}
     assert {f"{prefix}{name}" for name in names for prefix in ("", "max_")} - listed == set()

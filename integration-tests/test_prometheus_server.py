@@ -15,12 +15,13 @@ from test_monitoring import RULES, dashboard_expressions
 from rl_core.usage.meter import GpuUsage, MachineUsage, ProcessUsage
 from rl_launch.monitoring.prometheus import PrometheusEndpoint
 from rl_launch.monitoring.quantities import (
+    HEALTH,
+    PROCESS,
     WORKER_RESTARTS,
     SystemReading,
     SystemReadings,
-    readings_of_engine,
+    readings_of,
     readings_of_machine,
-    readings_of_process,
 )
 from rl_launch.session.config import LoggerConfig
 from rl_launch.session.observer import ObservedRun
@@ -46,10 +47,10 @@ def read(readings, number):
     """Everything that can be read, with counters that increase."""
     gpu = GpuUsage(0, "GPU-0", 0.9, 70 * GIB, 80 * GIB, 650.0, 62.0)
     readings.add(readings_of_machine("node0", MachineUsage(0.5, GIB, 8 * GIB, GIB, (gpu,)), ()))
-    readings.add(readings_of_process("policy-0", POLICY, ProcessUsage(1.5, GIB, 40 * GIB)))
+    readings.add(readings_of(PROCESS, "policy-0", POLICY, vars(ProcessUsage(1.5, GIB, 40 * GIB))))
     health = {"num_running": 5, "num_waiting": 2, "kv_cache_usage": 0.4, "weight_version": 3}
     counters = {"num_sampled": 1000 * number, "num_draft_tokens": 100 * number, "num_accepted_tokens": 70 * number}
-    readings.add(readings_of_engine("rollout-worker-0", REPLICA, health | counters))
+    readings.add(readings_of(HEALTH, "rollout-worker-0", REPLICA, health | counters))
     readings.add([SystemReading(WORKER_RESTARTS, "rollout-worker-0", REPLICA, number)])
 
 

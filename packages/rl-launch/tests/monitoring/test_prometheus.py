@@ -15,7 +15,7 @@ from rl_core.errors import ConfigError
 from rl_core.run import RunEnd
 from rl_core.usage.meter import ProcessUsage
 from rl_launch.monitoring.prometheus import PrometheusEndpoint, exported_name
-from rl_launch.monitoring.quantities import SystemReadings, readings_of_engine, readings_of_process
+from rl_launch.monitoring.quantities import HEALTH, PROCESS, SystemReadings, readings_of
 from rl_launch.session.checkpoints.manifest import CheckpointManifest
 from rl_launch.session.config import LoggerConfig
 from rl_launch.session.observer import ObservedRun
@@ -84,8 +84,8 @@ def test_a_scrape_has_the_last_step_the_state_and_the_newest_readings(config, en
     endpoint.end_step(6, {"reward/mean": float("nan")})
     endpoint.saved(6)
     process = {"worker": "policy-0", "role": "policy", "rank": "0"}
-    readings.add(readings_of_process("policy-0", process, ProcessUsage(2.5, 100, None)))
-    readings.add(readings_of_engine("rollout-worker-1", {"replica": "1"}, {"num_sampled": 12, "kv_cache_usage": 0.5}))
+    readings.add(readings_of(PROCESS, "policy-0", process, vars(ProcessUsage(2.5, 100, None))))
+    readings.add(readings_of(HEALTH, "rollout-worker-1", {"replica": "1"}, {"num_sampled": 12, "kv_cache_usage": 0.5}))
     found = scraped(config, accept, parse)
     assert math.isnan(found["rl_reward_mean", ()])
     # steps without a validation keep the value of the last one

@@ -3,7 +3,7 @@
 import pytest
 
 from rl_core.usage.meter import GpuUsage, MachineUsage, ProcessUsage
-from rl_launch.monitoring.quantities import SystemReadings, readings_of_engine, readings_of_machine, readings_of_process
+from rl_launch.monitoring.quantities import HEALTH, PROCESS, SystemReadings, readings_of, readings_of_machine
 
 GIB = 2**30
 
@@ -31,7 +31,7 @@ def test_a_step_has_the_mean_and_the_maximum_of_its_readings():
 
 def test_a_step_counts_only_its_own_readings_and_the_newest_ones_stay():
     readings = SystemReadings()
-    readings.add(readings_of_process("policy-0", {"worker": "policy-0"}, ProcessUsage(2.5, GIB, None)))
+    readings.add(readings_of(PROCESS, "policy-0", {"worker": "policy-0"}, vars(ProcessUsage(2.5, GIB, None))))
     assert readings.take() == {
         "system/policy-0/cpu_cores": 2.5,
         "system/policy-0/max_cpu_cores": 2.5,
@@ -70,7 +70,7 @@ def test_a_value_that_a_gpu_does_not_report_has_no_reading():
 def test_an_engine_has_readings_of_what_it_reports():
     health = {"num_requests": 7, "num_running": 5, "num_waiting": 2, "kv_cache_usage": 0.25, "num_sampled": 1000}
     readings = SystemReadings()
-    readings.add(readings_of_engine("rollout-worker-0", {"replica": "0"}, health))
+    readings.add(readings_of(HEALTH, "rollout-worker-0", {"replica": "0"}, health))
     assert readings.take() == {
         "system/rollout-worker-0/running_requests": 5,
         "system/rollout-worker-0/max_running_requests": 5,
@@ -86,6 +86,6 @@ def test_an_engine_has_readings_of_what_it_reports():
 def test_readings_of_what_no_longer_answers_are_forgotten():
     readings = SystemReadings()
     for worker in ("policy-0", "policy-1"):
-        readings.add(readings_of_process(worker, {"worker": worker}, ProcessUsage(1.0, GIB, None)))
+        readings.add(readings_of(PROCESS, worker, {"worker": worker}, vars(ProcessUsage(1.0, GIB, None))))
     readings.forget("worker", "policy-0")
     assert {reading.labels["worker"] for reading in readings.newest()} == {"policy-1"}

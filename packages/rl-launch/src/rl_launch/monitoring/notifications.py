@@ -181,11 +181,6 @@ class StallWatch:
             return (passed_s, usual_s) if self._is_noted else None
 
 
-def no_findings(rows: Rows, config: Mapping[str, Any]) -> Sequence[Finding]:
-    """Return nothing."""
-    return ()
-
-
 class Notifications(RunObserver):
     """Sends the events that a config chooses. Slow work is done in two threads of its own.
 
@@ -200,7 +195,7 @@ class Notifications(RunObserver):
         self,
         config: NotifyConfig,
         *,
-        findings: Findings = no_findings,
+        findings: Findings = lambda rows, config: (),
         restarts: Callable[[], bool] = lambda: False,
         outbox: Outbox | None = None,
     ) -> None:

@@ -14,12 +14,13 @@ from ray.exceptions import RayError
 
 from rl_core.usage.meter import Meter, Usage
 from rl_launch.monitoring.quantities import (
+    HEALTH,
+    PROCESS,
     WORKER_RESTARTS,
     SystemReading,
     SystemReadings,
-    readings_of_engine,
+    readings_of,
     readings_of_machine,
-    readings_of_process,
 )
 
 _log = logging.getLogger(__name__)
@@ -147,7 +148,7 @@ class Poller:
         with_machine = driver_node not in {worker.node for worker in workers}
         usage = self._meter.read(with_machine=with_machine)
         labels = {"worker": DRIVER, "role": DRIVER, "rank": "0"}
-        self._readings.add(readings_of_process(DRIVER, labels, usage.process))
+        self._readings.add(readings_of(PROCESS, DRIVER, labels, vars(usage.process)))
         nodes = self._take_machine(driver_node, usage, ())
         if asked:
             ray.wait(asked, num_returns=len(asked), timeout=ANSWER_TIMEOUT_S)
@@ -206,9 +207,9 @@ class Poller:
             self._readings.forget("worker", worker.name)
             return set()
         if asks_engine:
-            self._readings.add(readings_of_engine(worker.name, worker.labels, answer))
+            self._readings.add(readings_of(HEALTH, worker.name, worker.labels, answer))
             return set()
-        self._readings.add(readings_of_process(worker.name, worker.labels, answer.process))
+        self._readings.add(readings_of(PROCESS, worker.name, worker.labels, vars(answer.process)))
         return self._take_machine(worker.node, answer, gpus)
 
     def _take_machine(self, node: str, usage: Usage, gpus: Collection[str]) -> set[str]:

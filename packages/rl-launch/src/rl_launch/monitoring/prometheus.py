@@ -11,14 +11,15 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import ConfigError
 from rl_core.install_command import install_command
 from rl_core.run import EndStatus, RunEnd
-from rl_launch.monitoring.quantities import PREFIX, SystemReading, SystemReadings
+from rl_launch.monitoring.quantities import PREFIX, SystemReadings
 from rl_launch.session.checkpoints.checkpoints import saved_checkpoints
 from rl_launch.session.checkpoints.manifest import CheckpointManifest
 from rl_launch.session.config import LoggerConfig
@@ -159,26 +160,23 @@ class PrometheusEndpoint(RunObserver):
     def close(self) -> None:
         """Close the port, after the next scrape if the run finished or failed and is scraped regularly. Otherwise
         nobody could tell its end from the death of its driver."""
-        if (wait_s := self._until_next_scrape()) > 0:
+        wait_s = 0.0
+        with self._lock:
+            has_ended = self._state.get("rl_run_state") in (_END_STATES["finished"], _END_STATES["failed"])
+            if has_ended and len(self._scrapes) == 2 and not self._end_is_read.is_set():
+                before, last = self._scrapes
+                # scrapes may be a little late
+                wait_s = min(MAX_LAST_SCRAPE_S, last + 1.5 * (last - before) - time.monotonic())
+        if wait_s > 0:
             _log.info("waiting at most %.0f s for Prometheus to read the end of the run", wait_s)
             self._end_is_read.wait(wait_s)
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
 
-    def _until_next_scrape(self) -> float:
-        """Return the seconds until a scrape is due that reads the end; 0 if none is expected or waited for."""
-        with self._lock:
-            has_ended = self._state.get("rl_run_state") in (_END_STATES["finished"], _END_STATES["failed"])
-            if not has_ended or len(self._scrapes) < 2 or self._end_is_read.is_set():
-                return 0.0
-            before, last = self._scrapes
-        # scrapes may be a little late
-        return min(MAX_LAST_SCRAPE_S, last + 1.5 * (last - before) - time.monotonic())
-
     def collect(self) -> Iterable[Metric]:
         """Yield the metric families of a scrape; called by prometheus-client in the thread that answers it."""
-        from prometheus_client.core import GaugeMetricFamily
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         with self._lock:
             run, metrics, state, sessions = self._run, dict(self._metrics), dict(self._state), self._num_sessions
@@ -188,28 +186,30 @@ class PrometheusEndpoint(RunObserver):
                 self._end_is_read.set()
         if run is None:
             return
-        for name, value in state.items():
-            yield _labelled(GaugeMetricFamily(name, _STATE[name], labels=["run"]), run.name, value)
-        yield _counter(_STARTS, "Starts of the workers in this process: 1, and one per restoration", run, sessions)
-        for count, total in counts.items():
-            yield _counter(count, f"{_COUNTS[count][0]}, since the driver started", run, total)
-        yield from self._disk(run)
-        for name, value in metrics.items():
-            if name in state:
-                continue
-            family = GaugeMetricFamily(name, "Metric of the last step that has it", labels=["run"])
-            yield _labelled(family, run.name, value)
-        yield from _families(run.name, self._readings.newest())
-
-    def _disk(self, run: ObservedRun) -> Iterator[Metric]:
-        from prometheus_client.core import GaugeMetricFamily
-
-        try:
+        gauges = [(name, _STATE[name], value) for name, value in state.items()]
+        starts = "Starts of the workers in this process: 1, and one per restoration"
+        counters = [(_STARTS, starts, float(sessions))]
+        counters += [(name, f"{_COUNTS[name][0]}, since the driver started", value) for name, value in counts.items()]
+        with suppress(OSError):
             usage = shutil.disk_usage(run.run_dir)
-        except OSError:
-            return
-        for (name, meaning), value in zip(_DISK.items(), (usage.free, usage.total), strict=True):
-            yield _labelled(GaugeMetricFamily(name, meaning, labels=["run"]), run.name, value)
+            gauges += [(*of, float(value)) for of, value in zip(_DISK.items(), (usage.free, usage.total), strict=True)]
+        own = {name: value for name, value in metrics.items() if name not in state}
+        gauges += [(name, "Metric of the last step that has it", value) for name, value in own.items()]
+        for make, found in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+            for name, meaning, value in found:
+                family = make(name, meaning, labels=["run"])
+                family.add_metric([run.name], value)
+                yield family
+        families: dict[str, Any] = {}
+        for reading in self._readings.newest():
+            name, is_counter = reading.quantity.exported, reading.quantity.kind == "counter"
+            if name not in families:
+                make = CounterMetricFamily if is_counter else GaugeMetricFamily
+                families[name] = make(name, reading.quantity.meaning, labels=["run", *reading.labels])
+            # policies have ranks and generators replicas, so the labels of one family differ
+            labels = {"run": run.name, **reading.labels}
+            families[name].add_sample(f"{name}_total" if is_counter else name, labels, reading.value)
+        yield from families.values()
 
 
 def _newest_size(run_dir: Path) -> dict[str, float]:
@@ -246,34 +246,6 @@ def check_prometheus(config: LoggerConfig) -> None:
             probe.listen()
     except OSError as error:
         raise ConfigError(_not_opened(config, error)) from None
-
-
-def _families(run: str, readings: Sequence[SystemReading]) -> Iterator[Metric]:
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
-    families: dict[str, Any] = {}
-    for reading in readings:
-        quantity = reading.quantity
-        names = ["run", *reading.labels]
-        if quantity.exported not in families:
-            make = CounterMetricFamily if quantity.kind == "counter" else GaugeMetricFamily
-            families[quantity.exported] = make(quantity.exported, quantity.meaning, labels=names)
-        family = families[quantity.exported]
-        suffix = "_total" if quantity.kind == "counter" else ""
-        # policies have ranks and generators replicas, so the labels of one family differ
-        family.add_sample(f"{quantity.exported}{suffix}", {"run": run, **reading.labels}, reading.value)
-    yield from families.values()
-
-
-def _labelled(family: Any, run: str, value: float) -> Any:
-    family.add_metric([run], value)
-    return family
-
-
-def _counter(name: str, meaning: str, run: ObservedRun, value: float) -> Any:
-    from prometheus_client.core import CounterMetricFamily
-
-    return _labelled(CounterMetricFamily(name, meaning, labels=["run"]), run.name, value)
 
 
 def _not_opened(config: LoggerConfig, error: OSError) -> str:

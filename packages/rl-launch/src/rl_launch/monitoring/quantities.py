@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from rl_core.usage.meter import GpuUsage, MachineUsage, ProcessUsage
+    from rl_core.usage.meter import MachineUsage
 
 
 PREFIX = "system/"
@@ -68,7 +68,7 @@ class SystemReadings:
         for (subject, name), (total, count, largest) in found.items():
             metrics[f"{PREFIX}{subject}/{name}"] = total / count
             metrics[f"{PREFIX}{subject}/max_{name}"] = largest
-            if name == GPU_UTILIZATION.recorded:
+            if name == GPU["utilization"].recorded:
                 of_gpus.append(total / count)
         if of_gpus:
             metrics[ALL_GPUS] = sum(of_gpus) / len(of_gpus)
@@ -103,46 +103,62 @@ def _memory(exported: str, meaning: str, recorded: str = "") -> SystemQuantity:
     return SystemQuantity(exported, meaning, recorded, 1 / GIB)
 
 
-CPU_UTILIZATION = SystemQuantity("rl_node_cpu_utilization_ratio", "Share of the cores in use", "cpu_utilization")
-MEMORY = _memory("rl_node_memory_used_bytes", "Memory in use", "memory_gib")
-MEMORY_TOTAL = _memory("rl_node_memory_bytes", "Memory of the node")
-SHARED_MEMORY = _memory(
-    "rl_node_shared_memory_used_bytes", "Files in /dev/shm, such as Ray's object store", "shared_memory_gib"
-)
+def _counter(exported: str, meaning: str) -> SystemQuantity:
+    return SystemQuantity(exported, meaning, kind="counter")
 
-GPU_UTILIZATION = SystemQuantity("rl_gpu_utilization_ratio", "Share of the time in which a kernel ran", "utilization")
-GPU_MEMORY = _memory("rl_gpu_memory_used_bytes", "GPU memory in use", "memory_gib")
-GPU_MEMORY_TOTAL = _memory("rl_gpu_memory_bytes", "Memory of the GPU")
-GPU_POWER = SystemQuantity("rl_gpu_power_watts", "Power of the GPU", "power_w")
-GPU_TEMPERATURE = SystemQuantity("rl_gpu_temperature_celsius", "Temperature of the GPU", "temperature_c")
 
-WORKER_CPU = SystemQuantity("rl_worker_cpu_cores", "Cores in use by a worker and its child processes", "cpu_cores")
-WORKER_MEMORY = _memory("rl_worker_resident_memory_bytes", "Resident memory of a worker and its children", "memory_gib")
-WORKER_GPU_MEMORY = _memory(
-    "rl_worker_gpu_memory_bytes", "GPU memory of a worker and its child processes", "gpu_memory_gib"
-)
-WORKER_RESTARTS = SystemQuantity(
-    "rl_worker_restarts", "Processes that have replaced a worker since the driver started", kind="counter"
-)
+Quantities = Mapping[str, SystemQuantity]
+"""Quantities by the name of the value that they are read from."""
 
-RUNNING = SystemQuantity("rl_engine_running_requests", "Requests that the engine decodes", "running_requests")
-WAITING = SystemQuantity("rl_engine_waiting_requests", "Requests that wait for the engine", "waiting_requests")
-KV_CACHE = SystemQuantity("rl_engine_kv_cache_usage_ratio", "Share of the KV cache in use", "kv_cache_usage")
-WEIGHT_VERSION = SystemQuantity("rl_engine_weight_version", "Version of the weights that are served")
-SAMPLED = SystemQuantity("rl_engine_sampled_tokens", "Tokens sampled since the engine started", kind="counter")
-DRAFTED = SystemQuantity("rl_engine_draft_tokens", "Tokens proposed by speculative decoding", kind="counter")
-ACCEPTED = SystemQuantity("rl_engine_accepted_tokens", "Proposed tokens that were accepted", kind="counter")
-
-_OF_HEALTH = {
-    "num_running": RUNNING,
-    "num_waiting": WAITING,
-    "kv_cache_usage": KV_CACHE,
-    "weight_version": WEIGHT_VERSION,
-    "num_sampled": SAMPLED,
-    "num_draft_tokens": DRAFTED,
-    "num_accepted_tokens": ACCEPTED,
+MACHINE: Quantities = {
+    "cpu_utilization": SystemQuantity("rl_node_cpu_utilization_ratio", "Share of the cores in use", "cpu_utilization"),
+    "memory_bytes": _memory("rl_node_memory_used_bytes", "Memory in use", "memory_gib"),
+    "memory_total_bytes": _memory("rl_node_memory_bytes", "Memory of the node"),
+    "shared_memory_bytes": _memory(
+        "rl_node_shared_memory_used_bytes", "Files in /dev/shm, such as Ray's object store", "shared_memory_gib"
+    ),
 }
-"""Quantities by the entries of `rl_core.rollouts.generation.Generator.health` that they are read from."""
+"""Quantities of `MachineUsage`."""
+
+GPU: Quantities = {
+    "utilization": SystemQuantity("rl_gpu_utilization_ratio", "Share of the time in which a kernel ran", "utilization"),
+    "memory_bytes": _memory("rl_gpu_memory_used_bytes", "GPU memory in use", "memory_gib"),
+    "memory_total_bytes": _memory("rl_gpu_memory_bytes", "Memory of the GPU"),
+    "power_w": SystemQuantity("rl_gpu_power_watts", "Power of the GPU", "power_w"),
+    "temperature_c": SystemQuantity("rl_gpu_temperature_celsius", "Temperature of the GPU", "temperature_c"),
+}
+"""Quantities of `GpuUsage`."""
+
+PROCESS: Quantities = {
+    "cpu_cores": SystemQuantity("rl_worker_cpu_cores", "Cores in use by a worker and its child processes", "cpu_cores"),
+    "memory_bytes": _memory(
+        "rl_worker_resident_memory_bytes", "Resident memory of a worker and its children", "memory_gib"
+    ),
+    "gpu_memory_bytes": _memory(
+        "rl_worker_gpu_memory_bytes", "GPU memory of a worker and its child processes", "gpu_memory_gib"
+    ),
+}
+"""Quantities of `ProcessUsage`."""
+
+HEALTH: Quantities = {
+    "num_running": SystemQuantity("rl_engine_running_requests", "Requests that the engine decodes", "running_requests"),
+    "num_waiting": SystemQuantity(
+        "rl_engine_waiting_requests", "Requests that wait for the engine", "waiting_requests"
+    ),
+    "kv_cache_usage": SystemQuantity(
+        "rl_engine_kv_cache_usage_ratio", "Share of the KV cache in use", "kv_cache_usage"
+    ),
+    "weight_version": SystemQuantity("rl_engine_weight_version", "Version of the weights that are served"),
+    "num_sampled": _counter("rl_engine_sampled_tokens", "Tokens sampled since the engine started"),
+    "num_draft_tokens": _counter("rl_engine_draft_tokens", "Tokens proposed by speculative decoding"),
+    "num_accepted_tokens": _counter("rl_engine_accepted_tokens", "Proposed tokens that were accepted"),
+}
+"""Quantities of `rl_core.rollouts.generation.Generator.health`, of which a generator may report some."""
+
+WORKER_RESTARTS = _counter("rl_worker_restarts", "Processes that have replaced a worker since the driver started")
+
+QUANTITIES = (*MACHINE.values(), *GPU.values(), *PROCESS.values(), *HEALTH.values(), WORKER_RESTARTS)
+"""Everything that is read."""
 
 
 @dataclass(frozen=True)
@@ -167,61 +183,31 @@ class SystemReading:
         return self.quantity.exported, tuple(self.labels.items())
 
 
+def readings_of(
+    quantities: Quantities, subject: str, labels: Mapping[str, str], values: Mapping[str, Any]
+) -> Iterator[SystemReading]:
+    """Yield the readings of a machine, a GPU, a process or an engine: those that it reports.
+
+    Args:
+        quantities: What is read.
+        subject: Name of the node or worker.
+        labels: Its labels.
+        values: Its use, or the report of its generator, by name.
+    """
+    for name, quantity in quantities.items():
+        if values.get(name) is not None:
+            yield SystemReading(quantity, subject, labels, float(values[name]))
+
+
 def readings_of_machine(node: str, usage: MachineUsage, gpus: Collection[str]) -> Iterator[SystemReading]:
-    """Yield the readings of a machine.
+    """Yield the readings of a machine and its GPUs.
 
     Args:
         node: Name of the node.
         usage: Its use.
         gpus: Indices or UUIDs of the GPUs that the run uses there; all GPUs if there are none among them.
     """
-    labels = {"node": node}
-    yield SystemReading(CPU_UTILIZATION, node, labels, usage.cpu_utilization)
-    yield SystemReading(MEMORY, node, labels, usage.memory_bytes)
-    yield SystemReading(MEMORY_TOTAL, node, labels, usage.memory_total_bytes)
-    if usage.shared_memory_bytes is not None:
-        yield SystemReading(SHARED_MEMORY, node, labels, usage.shared_memory_bytes)
+    yield from readings_of(MACHINE, node, {"node": node}, vars(usage))
     used = [gpu for gpu in usage.gpus if str(gpu.index) in gpus or gpu.uuid in gpus]
     for gpu in used or usage.gpus:
-        yield from _readings_of_gpu(node, gpu)
-
-
-def readings_of_process(worker: str, labels: Mapping[str, str], usage: ProcessUsage) -> Iterator[SystemReading]:
-    """Yield the readings of a worker's process.
-
-    Args:
-        worker: Name of the worker.
-        labels: Its labels.
-        usage: Its use.
-    """
-    yield SystemReading(WORKER_CPU, worker, labels, usage.cpu_cores)
-    yield SystemReading(WORKER_MEMORY, worker, labels, usage.memory_bytes)
-    if usage.gpu_memory_bytes is not None:
-        yield SystemReading(WORKER_GPU_MEMORY, worker, labels, usage.gpu_memory_bytes)
-
-
-def readings_of_engine(worker: str, labels: Mapping[str, str], health: Mapping[str, Any]) -> Iterator[SystemReading]:
-    """Yield the readings of a replica's engine: those that it reports.
-
-    Args:
-        worker: Name of the rollout worker.
-        labels: Its labels.
-        health: The report of its generator.
-    """
-    for name, quantity in _OF_HEALTH.items():
-        if name in health:
-            yield SystemReading(quantity, worker, labels, float(health[name]))
-
-
-def _readings_of_gpu(node: str, gpu: GpuUsage) -> Iterator[SystemReading]:
-    subject, labels = f"{node}/gpu{gpu.index}", {"node": node, "gpu": str(gpu.index)}
-    values = {
-        GPU_UTILIZATION: gpu.utilization,
-        GPU_MEMORY: gpu.memory_bytes,
-        GPU_MEMORY_TOTAL: gpu.memory_total_bytes,
-        GPU_POWER: gpu.power_w,
-        GPU_TEMPERATURE: gpu.temperature_c,
-    }
-    for quantity, value in values.items():
-        if value is not None:
-            yield SystemReading(quantity, subject, labels, value)
+        yield from readings_of(GPU, f"{node}/gpu{gpu.index}", {"node": node, "gpu": str(gpu.index)}, vars(gpu))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TYPE_CHECKING, Protocol
 
 from rl_core.rollouts.group import RolloutGroup
 from rl_launch.monitoring.delivery import check_command
@@ -108,7 +107,7 @@ def check_monitoring(config: LoggerConfig) -> None:
     check_command(config.notify)
 
 
-class RunMonitoring:
+class RunMonitoring(AbstractContextManager["RunMonitoring"]):
     """Everything that watches a run, from before its first start until after its last.
 
     The usage loop::
@@ -131,41 +130,35 @@ class RunMonitoring:
         check_monitoring(config)
         self._system: SystemMonitor | None = None
         self._has_telemetry = config.otel_endpoint is not None
+        self.observer = Observers()
         with ExitStack() as stack:
-            self.observer = Observers(self._started(config, stack, findings, restarts))
+            if config.reads_workers:
+                self._system = SystemMonitor(period_s=config.monitoring.period_s, records=config.monitoring_enabled)
+                self.observer.observers.append(self._system)
+            if config.prometheus_port is not None:
+                assert self._system is not None, "an endpoint has readings"
+                self._add(PrometheusEndpoint(config, self._system.readings), stack)
+            if config.otel_endpoint is not None:
+                try:
+                    self._add(Telemetry.to(config.otel_endpoint), stack)
+                except Exception as error:  # noqa: BLE001  # wrong variables OTEL_* must not cost the run anything
+                    _log.warning("no spans are sent (%s: %s)", type(error).__name__, error)
+            if config.notify.is_enabled:
+                self._add(Notifications(config.notify, findings=findings, restarts=restarts), stack)
             self._exit = stack.pop_all()
 
-    def _started(
-        self, config: LoggerConfig, stack: ExitStack, findings: Findings, restarts: Callable[[], bool]
-    ) -> Iterator[RunObserver]:
-        """Start the observers that the config chooses, and yield them; the stack closes them."""
-        if config.reads_workers:
-            self._system = SystemMonitor(period_s=config.monitoring.period_s, records=config.monitoring_enabled)
-            yield self._system
-        if config.prometheus_port is not None:
-            assert self._system is not None, "an endpoint has readings"
-            endpoint = PrometheusEndpoint(config, self._system.readings)
-            stack.callback(_close, endpoint)
-            yield endpoint
-        if config.otel_endpoint is not None:
+    def _add(self, observer: PrometheusEndpoint | Telemetry | Notifications, stack: ExitStack) -> None:
+        self.observer.observers.append(observer)
+
+        def close() -> None:
             try:
-                telemetry = Telemetry.to(config.otel_endpoint)
-            except Exception as error:  # noqa: BLE001  # wrong variables OTEL_* must not cost the run anything
-                _log.warning("no spans are sent (%s: %s)", type(error).__name__, error)
-            else:
-                stack.callback(_close, telemetry)
-                yield telemetry
-        if config.notify.is_enabled:
-            notifications = Notifications(config.notify, findings=findings, restarts=restarts)
-            stack.callback(_close, notifications)
-            yield notifications
+                observer.close()
+            except Exception as error:  # noqa: BLE001  # an observer must not cost the run anything
+                _log.warning("%s could not be closed (%s: %s)", type(observer).__name__, type(error).__name__, error)
 
-    def __enter__(self) -> Self:
-        return self
+        stack.callback(close)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._exit.close()
 
     @contextmanager
@@ -178,10 +171,3 @@ class RunMonitoring:
             return
         with self._system.watching(runtime.monitored):
             yield
-
-
-def _close(observer: PrometheusEndpoint | Telemetry | Notifications) -> None:
-    try:
-        observer.close()
-    except Exception as error:  # noqa: BLE001  # an observer must not cost the run anything
-        _log.warning("%s could not be closed (%s: %s)", type(observer).__name__, type(error).__name__, error)

@@ -74,9 +74,8 @@ class Telemetry(RunObserver):
 
     def begin(self, run: ObservedRun) -> None:
         self._attributes = {"rl.run": run.name}
-        attributes = {**self._attributes, "rl.run_dir": str(run.run_dir), "rl.step": run.step}
         self._run = self._tracer.start_span("run", context=self._api.set_span_in_context(self._api.INVALID_SPAN))
-        self._run.set_attributes(attributes)
+        self._run.set_attributes({**self._attributes, "rl.run_dir": str(run.run_dir), "rl.step": run.step})
 
     def begin_step(self, step: int) -> None:
         links = [self._api.Link(self._run.get_span_context())] if self._run is not None else []
@@ -109,10 +108,8 @@ class Telemetry(RunObserver):
             "rl.num_sampled": sum(group.rollouts.num_sampled),
             "rl.num_failed": group.rollouts.status.count("failed"),
         }
-        span = self._tracer.start_span(
-            "rollouts", context=self._within(), start_time=submitted_ns, attributes=attributes
-        )
-        span.end()
+        within = self._within()
+        self._tracer.start_span("rollouts", context=within, start_time=submitted_ns, attributes=attributes).end()
 
     def end(self, state: RunEnd) -> None:
         status = self._api.Status(self._api.StatusCode.ERROR, state.reason)
@@ -125,15 +122,16 @@ class Telemetry(RunObserver):
 
     def close(self) -> None:
         """Send the spans that are left, for a limited time: the SDK takes a timeout and does not keep it."""
-        sending = threading.Thread(target=self._send_rest, name="last-spans", daemon=True)
+
+        def send() -> None:
+            self._provider.force_flush()
+            self._provider.shutdown()
+
+        sending = threading.Thread(target=send, name="last-spans", daemon=True)
         sending.start()
         sending.join(CLOSE_TIMEOUT_S)
         if sending.is_alive():
             _log.warning("the last spans were not sent within %g s", CLOSE_TIMEOUT_S)
-
-    def _send_rest(self) -> None:
-        self._provider.force_flush()
-        self._provider.shutdown()
 
     def _within(self) -> Any:
         """Context of the innermost span that is open."""
@@ -155,6 +153,7 @@ class ReportingExporter:
         self._exporter = exporter
         self._host = urlsplit(endpoint).hostname
         self._is_told = False
+        self.shutdown = exporter.shutdown
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """Send spans."""
@@ -171,10 +170,6 @@ class ReportingExporter:
         """Send what is left."""
         return bool(self._exporter.force_flush(timeout_millis))
 
-    def shutdown(self) -> None:
-        """End."""
-        self._exporter.shutdown()
-
 
 def check_telemetry(config: LoggerConfig) -> None:
     """Refuse a config whose exporter is not installed.
@@ -182,18 +177,14 @@ def check_telemetry(config: LoggerConfig) -> None:
     Raises:
         ConfigError: naming the extra.
     """
-    if config.otel_endpoint is not None and not _is_installed():
+    if config.otel_endpoint is None:
+        return
+    names = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http")
+    try:
+        is_installed = all(importlib.util.find_spec(name) is not None for name in names)
+    except ModuleNotFoundError:
+        is_installed = False
+    if not is_installed:
         raise ConfigError(
             f"logger.otel_endpoint is set, but OpenTelemetry is not installed: {install_command('rl-launch[otel]')}"
         )
-
-
-def _is_installed() -> bool:
-    """Return whether the SDK and the exporter can be imported."""
-    try:
-        return all(
-            importlib.util.find_spec(name) is not None
-            for name in ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http")
-        )
-    except ModuleNotFoundError:
-        return False
