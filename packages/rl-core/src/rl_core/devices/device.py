@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
 
 if TYPE_CHECKING:
@@ -27,8 +27,9 @@ class ClusterSizes(Protocol):
 
 
 @dataclass(frozen=True)
-class Device(ABC):
-    """A device as the launcher plans with it, and as the process that computes on it uses it.
+class Device:
+    """A device as the launcher plans with it, and as the process that computes on it uses it. Methods that a kind does
+    not override are right for cores, whose memory is the host's.
 
     Args:
         index: Position among the devices that the process sees.
@@ -55,6 +56,10 @@ class Device(ABC):
     """True if workers are forked from a process that has imported their engine, unless the config says otherwise."""
     kernels: ClassVar[Literal["cpu", "cuda"]]
     """Kernels that compute on it: the type of its `torch.device`."""
+    process_group_backend: ClassVar[str] = "gloo"
+    """Backend for `torch.distributed.init_process_group`."""
+    pins_host_memory: ClassVar[bool] = False
+    """True if copies from pinned host memory are faster."""
 
     def at(self, index: int) -> Self:
         """Return the device of this kind at another position among those that the process sees."""
@@ -84,9 +89,9 @@ class Device(ABC):
         """Ray resources of a bundle for these ranks."""
         return {"GPU": num_ranks, "CPU": num_ranks} if self.has_gpus else {"CPU": num_ranks}
 
-    @abstractmethod
     def worker_variables(self, num_threads: int) -> Mapping[str, str]:
         """Environment variables of a process that computes with this many CPU threads; those that the user set stay."""
+        return {}
 
     def allocator_variables(self, *, shares_memory: bool) -> Mapping[str, str]:
         """Environment variables that choose how torch allocates the memory of a rank of a model; those that the user
@@ -119,58 +124,49 @@ class Device(ABC):
         return torch.device(self.kernels, self.index) if self.kernels != "cpu" else torch.device("cpu")
 
     @property
-    @abstractmethod
-    def process_group_backend(self) -> str:
-        """Backend for `torch.distributed.init_process_group`."""
-
-    @property
-    @abstractmethod
     def memory_id(self) -> str:
         """Identifies the memory that processes share through it: equal for two processes that can map each other's
         buffers."""
+        return ""
 
     @property
-    @abstractmethod
-    def pins_host_memory(self) -> bool:
-        """Return whether copies from pinned host memory are faster."""
-
-    @property
-    @abstractmethod
     def chip(self) -> str:
         """Name of the model of its chip, empty if it is unknown: "NVIDIA H100 80GB HBM3"."""
+        return ""
 
-    @abstractmethod
     def activate(self) -> None:
         """Make it the process's current device."""
 
-    @abstractmethod
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether the tensor takes memory that its tenants must leave to one another."""
+        return False
 
-    @abstractmethod
     def synchronize(self) -> None:
         """Wait until the work that this thread has given it so far, on its current stream, is done."""
 
-    @abstractmethod
     def release_memory(self) -> None:
         """Give freed memory back, to the other processes on the device."""
 
-    @abstractmethod
     def memory_bytes(self) -> int:
         """Memory that this process uses: of the device if it has its own, else of the host."""
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     @property
     def capacity_bytes(self) -> int | None:
         """Memory of the device itself; None if it has none of its own."""
         return None
 
-    @abstractmethod
     def rng_state(self) -> dict[str, Any]:
         """State of torch's random generators, the host's among them."""
+        import torch
 
-    @abstractmethod
+        return {"cpu": torch.get_rng_state()}
+
     def set_rng_state(self, state: Mapping[str, Any]) -> None:
         """Restore what `rng_state` returned; a state that another kind of device left out is not touched."""
+        import torch
+
+        torch.set_rng_state(state["cpu"])
 
 
 def listed(gpus: str) -> tuple[str, ...]:

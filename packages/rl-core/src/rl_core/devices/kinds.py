@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from rl_core.devices.device import VISIBLE, Device, listed, node_address
@@ -45,48 +44,6 @@ class CpuDevice(Device):
         chosen = {name: os.environ.get(name, value) for name, value in tuning.items()}
         return {**threads, **chosen, VISIBLE: ""}
 
-    @property
-    def process_group_backend(self) -> str:
-        return "gloo"
-
-    @property
-    def memory_id(self) -> str:
-        return ""
-
-    @property
-    def pins_host_memory(self) -> bool:
-        return False
-
-    @property
-    def chip(self) -> str:
-        return ""
-
-    def activate(self) -> None:
-        """Do nothing: torch computes on the CPU by default."""
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        return False
-
-    def synchronize(self) -> None:
-        """Do nothing: operations are done when their calls return."""
-
-    def release_memory(self) -> None:
-        """Do nothing: memory of the host is not handed over."""
-
-    def memory_bytes(self) -> int:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE")
-
-    def rng_state(self) -> dict[str, Any]:
-        import torch
-
-        return {"cpu": torch.get_rng_state()}
-
-    def set_rng_state(self, state: Mapping[str, Any]) -> None:
-        import torch
-
-        torch.set_rng_state(state["cpu"])
-
 
 @dataclass(frozen=True)
 class CudaDevice(Device):
@@ -102,9 +59,8 @@ class CudaDevice(Device):
     is_logical: ClassVar[bool] = False
     forks_workers: ClassVar[bool] = False
     kernels: ClassVar[Literal["cpu", "cuda"]] = "cuda"
-
-    def worker_variables(self, num_threads: int) -> Mapping[str, str]:
-        return {}
+    process_group_backend: ClassVar[str] = "cpu:gloo,cuda:nccl"
+    pins_host_memory: ClassVar[bool] = True
 
     def allocator_variables(self, *, shares_memory: bool) -> Mapping[str, str]:
         # Every microbatch has another number of tokens, which leaves gaps between segments of fixed size; but
@@ -113,18 +69,10 @@ class CudaDevice(Device):
         return {} if shares_memory else {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
     @property
-    def process_group_backend(self) -> str:
-        return "cpu:gloo,cuda:nccl"
-
-    @property
     def memory_id(self) -> str:
         import torch
 
         return str(torch.cuda.get_device_properties(self.torch_device).uuid)
-
-    @property
-    def pins_host_memory(self) -> bool:
-        return True
 
     @property
     def chip(self) -> str:
@@ -165,12 +113,12 @@ class CudaDevice(Device):
     def rng_state(self) -> dict[str, Any]:
         import torch
 
-        return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state(self.torch_device)}
+        return {**super().rng_state(), "cuda": torch.cuda.get_rng_state(self.torch_device)}
 
     def set_rng_state(self, state: Mapping[str, Any]) -> None:
         import torch
 
-        torch.set_rng_state(state["cpu"])
+        super().set_rng_state(state)
         if "cuda" in state:
             torch.cuda.set_rng_state(state["cuda"], self.torch_device)
 
@@ -203,7 +151,6 @@ class RehearsalDevice(CpuDevice):
     name: ClassVar[str] = "rehearsal"
     has_gpus: ClassVar[bool] = True
     is_logical: ClassVar[bool] = True
-    forks_workers: ClassVar[bool] = True
     ranks_key: ClassVar[str] = CudaDevice.ranks_key
 
     def worker_variables(self, num_threads: int) -> Mapping[str, str]:
