@@ -12,7 +12,7 @@ import pytest
 from rl_core import thinking_format
 from rl_core.errors import ConfigError
 from rl_core.plugins import resolve
-from rl_launch.api.named_objects import with_names
+from rl_launch.api.api import with_names
 
 
 def score(completion):
@@ -80,7 +80,7 @@ def test_a_cell_of_a_notebook_is_refused_with_the_remedy():
 def test_a_script_may_hold_the_function_if_running_it_again_starts_nothing(tmp_path, rest, is_fine):
     script = tmp_path / "script.py"
     head = """
-        from rl_launch.api.named_objects import with_names
+        from rl_launch.api.api import with_names
 
         def score(completion):
             return 0.0

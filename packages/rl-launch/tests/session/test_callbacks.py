@@ -17,7 +17,7 @@ from rl_core import Callback
 from rl_core.errors import CallbackFailed, ConfigError, WorkerDied
 from rl_core.run import HOOKS
 from rl_core.testing.exhaustive import exhaustive
-from rl_launch.api.named_objects import with_names
+from rl_launch.api.api import with_names
 from rl_launch.session import RunSession
 from rl_launch.session.callbacks import callback_problems, make_callbacks
 from rl_launch.session.config import CallbackConfig

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from rl_core.config import Config
 from rl_core.devices import Device
@@ -123,17 +123,14 @@ class JobStatus:
 class QueueTarget(Protocol):
     """A kind of queue. None of its methods keeps state: a job is known by its id and the folder of its run."""
 
-    @property
-    def name(self) -> str:
-        """Name of the target: its command, and the section of a profile that holds its settings."""
+    name: ClassVar[str]
+    """Name of the target: its command, and the section of a profile that holds its settings."""
 
-    @property
-    def settings(self) -> type[Config]:
-        """Type of that section."""
+    settings: ClassVar[type[Config]]
+    """Type of that section."""
 
-    @property
-    def file_name(self) -> str:
-        """Name of the file that `render` writes, in the folder of jobs."""
+    file_name: ClassVar[str]
+    """Name of the file that `render` writes, in the folder of jobs."""
 
     def render(self, request: JobRequest[Any]) -> str:
         """Return the file that describes the job.

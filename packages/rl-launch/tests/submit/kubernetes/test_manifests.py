@@ -11,8 +11,7 @@ from rl_core.devices import CPU
 from rl_core.errors import ConfigProblems
 from rl_launch.run_config.reading import read_plan
 from rl_launch.submit.kubernetes.config import KubernetesConfig
-from rl_launch.submit.kubernetes.manifests import job_name, manifests, to_text
-from rl_launch.submit.kubernetes.pods import SHUTDOWN_MARGIN_S
+from rl_launch.submit.kubernetes.manifests import SHUTDOWN_MARGIN_S, job_name, manifests, to_text
 
 DNS_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 MOST_CHARACTERS = 47

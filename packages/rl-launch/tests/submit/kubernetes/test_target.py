@@ -10,8 +10,7 @@ from typer.testing import CliRunner
 
 from rl_core.errors import ConfigError, RunDirectoryError
 from rl_launch.cli import app
-from rl_launch.submit.kubernetes.kubectl import Job, KubectlError
-from rl_launch.submit.kubernetes.target import KubernetesTarget
+from rl_launch.submit.kubernetes.target import Job, KubectlError, KubernetesTarget
 from rl_launch.submit.target import Submission
 
 KUBECTL = """#!/bin/bash

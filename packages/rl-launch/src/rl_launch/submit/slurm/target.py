@@ -7,7 +7,6 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
@@ -41,7 +40,6 @@ class QueueError(RLError):
     """Slurm refused a command; the message is Slurm's."""
 
 
-@dataclass(frozen=True)
 class SlurmTarget:
     """Jobs of Slurm. A job runs the batch script of `rl_launch.submit.slurm.script`."""
 
