@@ -17,7 +17,7 @@ ROW = {"a": "x"}
 
 def rows_of(path):
     found = read(path, path.name)
-    return [found.row(index) for index in range(len(found))]
+    return [found.rows[index] for index in range(len(found))]
 
 
 @pytest.mark.parametrize(

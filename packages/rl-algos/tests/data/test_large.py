@@ -165,7 +165,7 @@ def test_a_large_parquet_file_is_unpacked_once_and_mapped(tmp_path, monkeypatch,
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=700)
     for _ in range(2):
         found = files.read(tmp_path / "a.parquet")
-        assert [found.row(index) for index in (0, 699, 700, 2999)] == [rows[index] for index in (0, 699, 700, 2999)]
+        assert [found.rows[index] for index in (0, 699, 700, 2999)] == [rows[index] for index in (0, 699, 700, 2999)]
         assert len(list((cache / "unpacked").iterdir())) == 1
 
 

@@ -104,7 +104,7 @@ def test_the_digest_of_a_dataset_is_that_of_its_rows_in_their_order(tmp_path):
     rows = read(written(tmp_path, ROWS, "rows.jsonl"))
     whole = RowDigest()
     for index in range(len(rows)):
-        whole.add(rows.row(index))
+        whole.add(rows.rows[index])
     assert whole.hexdigest() == digest(tmp_path, ROWS)
 
 

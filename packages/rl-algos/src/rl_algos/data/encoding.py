@@ -28,6 +28,7 @@ import numpy as np
 from jinja2 import TemplateError
 
 from rl_algos.data.config import OnFault
+from rl_algos.data.rows.lazily import Lazily
 from rl_algos.data.sources import cache
 from rl_core.errors import DataError
 
@@ -141,23 +142,16 @@ def encode_on_disk(
     return EncodedRows(paths)
 
 
-class EncodedRows(Sequence[Any]):
+class EncodedRows(Lazily[Any]):
     """Encoded rows in files. Only their positions are in memory."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = tuple(paths)
         self._positions = [_positions(path) for path in paths]
-        self._size = sum(len(positions) - 1 for positions in self._positions)
+        super().__init__(sum(len(positions) - 1 for positions in self._positions), self._read)
 
-    def __len__(self) -> int:
-        return self._size
-
-    def __getitem__(self, index: int | slice) -> Any:
-        if isinstance(index, slice):
-            return [self[each] for each in range(*index.indices(self._size))]
-        if not -self._size <= index < self._size:
-            raise IndexError(index)
-        which, row = divmod(int(index) % self._size, _CHUNK)
+    def _read(self, index: int) -> Any:
+        which, row = divmod(index, _CHUNK)
         start, end = (int(position) for position in self._positions[which][row : row + 2])
         return from_bytes(os.pread(_opened(self._paths[which]).fileno(), end - start, start))
 

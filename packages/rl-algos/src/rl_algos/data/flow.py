@@ -12,7 +12,7 @@ from rl_algos.data.config import DataConfig
 from rl_algos.data.encoding import EncodingFailure, attempt
 from rl_algos.data.examples import Dataset
 from rl_algos.data.rows.example import Example
-from rl_algos.data.stream import Shares, Stream, check_same, permutation
+from rl_algos.data.stream import Stream, WeightedDraws, permutation
 from rl_core.errors import DataError
 
 _log = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ class Flow(Generic[T]):
         self._start, self._next, self._taken, self._block = start, number, 0, items
 
 
-class FlowStream(Generic[T]):
+class FlowStream(WeightedDraws, Generic[T]):
     """Draws from datasets that are read as they come, in proportion to their weights, without an end.
 
     It takes the place of a `Stream`, whose datasets have a known end.
@@ -132,8 +132,6 @@ class FlowStream(Generic[T]):
 
     Attributes:
         names: Names of the datasets.
-        weights: Weights of the datasets, as configured.
-        weigh: Draws in proportion to other weights from here on.
         num_left: Draws to the end: None, because a flow does not end.
 
     Raises:
@@ -157,22 +155,13 @@ class FlowStream(Generic[T]):
             raise DataError("several datasets with `streaming` need a `weight` each, because their sizes are not known")
         self._flows = tuple(flows)
         self.names = [flow.name for flow in flows]
-        self.weights: Sequence[float] = [1.0] if weights is None else [float(each) for each in weights]
-        self._identity = {"streamed": self.names, "weights": self.weights}
-        if digests:
-            self._identity["digests"] = list(digests)
-        self._shares = Shares(self.weights)
-        self.weigh = self._shares.change
+        shares = [1.0] if weights is None else [float(each) for each in weights]
+        super().__init__(shares, {"streamed": self.names, "weights": shares}, digests)
 
     @property
     def datasets(self) -> tuple[Sequence[T], ...]:
         """The items of each dataset that are at hand."""
         return tuple(flow.at_hand() for flow in self._flows)
-
-    @property
-    def num_drawn(self) -> int:
-        """Draws so far."""
-        return int(self._shares.drawn.sum())
 
     @property
     def epoch(self) -> float:
@@ -188,20 +177,12 @@ class FlowStream(Generic[T]):
         return [self._flows[self._shares.next()].draw() for _ in range(count)]
 
     def state(self) -> Mapping[str, Any]:
-        """Return the position, as JSON."""
-        flows = [dict(flow.state()) for flow in self._flows]
-        return {**self._shares.state(), "flows": flows, **self._identity}
+        return {**super().state(), "flows": [dict(flow.state()) for flow in self._flows]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a position; raise a `DataChanged` if the data or its weights differ from the state."""
-        self.check(state)
+        super().restore(state)
         for flow, position in zip(self._flows, state["flows"], strict=True):
             flow.restore(position)
-        self._shares.restore(state)
-
-    def check(self, state: Mapping[str, Any]) -> None:
-        """Raise a `DataChanged` if a position is not one in this data."""
-        check_same(state, self._identity)
 
 
 def flow_stream(

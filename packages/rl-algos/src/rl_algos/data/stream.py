@@ -70,20 +70,53 @@ class Shares:
         return due
 
 
-def check_same(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
-    """Compare the identity of data with the one in a checkpoint; earlier versions saved less.
+class WeightedDraws:
+    """The position of a stream that draws from datasets in proportion to their weights.
 
-    Raises:
-        DataChanged: If the data differ.
+    Args:
+        weights: Weights of the datasets, as configured.
+        identity: Values that identify the data; they are compared with those in a saved position.
+        digests: A digest of the rows of each dataset, which is compared as well.
+
+    Attributes:
+        weights: Weights of the datasets, as configured.
+        weigh: Draws in proportion to other weights from here on.
     """
-    for name, value in present.items():
-        if saved.get(name, value) != value:
-            is_digest = name == "digests"
-            change = "the rows have other contents" if is_digest else f"{name} was {saved[name]} and is {value}"
-            raise DataChanged(f"the data has changed since the checkpoint: {change}")
+
+    def __init__(self, weights: Sequence[float], identity: Mapping[str, Any], digests: Sequence[str]) -> None:
+        self.weights = weights
+        self._shares = Shares(weights)
+        self.weigh = self._shares.change
+        self._identity = {**identity, **({"digests": list(digests)} if digests else {})}
+
+    @property
+    def num_drawn(self) -> int:
+        """Draws so far."""
+        return int(self._shares.drawn.sum())
+
+    def state(self) -> Mapping[str, Any]:
+        """Return the position, as JSON."""
+        return {**self._shares.state(), **self._identity}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a position.
+
+        Raises:
+            DataChanged: If the data, its weights or its order differ from those when the state was saved.
+        """
+        self.check(state)
+        self._shares.restore(state)
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raise a `DataChanged` if a position is not one in this data; earlier versions saved less."""
+        for name, value in self._identity.items():
+            if state.get(name, value) != value:
+                is_digest = name == "digests"
+                change = "the rows have other contents" if is_digest else f"{name} was {state[name]} and is {value}"
+                raise DataChanged(f"the data has changed since the checkpoint: {change}")
 
 
-class Stream(Generic[T]):
+class Stream(WeightedDraws, Generic[T]):
     """Draws from datasets in proportion to their weights; each item of a dataset once before any of it comes again.
 
     The order depends only on the seed, the sizes and the weights, and the position is one count per dataset. An
@@ -99,8 +132,6 @@ class Stream(Generic[T]):
 
     Attributes:
         datasets: The datasets that the stream draws from.
-        weights: Weights of the datasets, as configured.
-        weigh: Draws in proportion to other weights from here on.
         num_items: Items of all datasets: the draws of one epoch.
 
     Raises:
@@ -124,21 +155,13 @@ class Stream(Generic[T]):
         self.datasets = tuple(datasets)
         self._sizes = [len(dataset) for dataset in datasets]
         self.num_items = sum(self._sizes)
-        self.weights: Sequence[float] = [float(each) for each in (self._sizes if weights is None else weights)]
-        self._shares = Shares(self.weights)
-        self.weigh = self._shares.change
+        shares = [float(each) for each in (self._sizes if weights is None else weights)]
+        identity = {"sizes": self._sizes, "weights": shares, "seed": seed, "shuffle": shuffle}
+        super().__init__(shares, identity, digests)
         self._seed = seed
         self._shuffle = shuffle
         self._max_num_epochs = max_num_epochs
-        self._identity = {"sizes": self._sizes, "weights": self.weights, "seed": seed, "shuffle": shuffle}
-        if digests:
-            self._identity["digests"] = list(digests)
         self._orders: dict[int, tuple[int, np.ndarray]] = {}
-
-    @property
-    def num_drawn(self) -> int:
-        """Draws so far."""
-        return int(self._shares.drawn.sum())
 
     @property
     def num_left(self) -> int | None:
@@ -169,20 +192,3 @@ class Stream(Generic[T]):
                 position = int(known[1][position])
             items.append(self.datasets[which][position])
         return items
-
-    def state(self) -> Mapping[str, Any]:
-        """Return the position, as JSON."""
-        return {**self._shares.state(), **self._identity}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a position.
-
-        Raises:
-            DataChanged: If the data, its weights or its order differ from those when the state was saved.
-        """
-        self.check(state)
-        self._shares.restore(state)
-
-    def check(self, state: Mapping[str, Any]) -> None:
-        """Raise a `DataChanged` if a position is not one in this data."""
-        check_same(state, self._identity)

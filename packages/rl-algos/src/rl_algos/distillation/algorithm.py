@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from operator import attrgetter
 
 import numpy as np
@@ -25,13 +25,13 @@ from rl_algos.distillation.data import (
     teacher_tokenizer,
 )
 from rl_algos.distillation.span_teacher import SpanTeacher, Translator
-from rl_algos.distillation.teachers import RolloutScorer, Teachers
+from rl_algos.distillation.teachers import Teachers
 from rl_algos.losses.distillation import DistillationLoss, Divergence, SpanLoss, WholeDistillationLoss
 from rl_algos.rollouts.algorithm import RolloutAlgorithm
 from rl_algos.rollouts.config import RolloutConfig
 from rl_algos.rollouts.data import check_environments, prompt_reader
 from rl_algos.rollouts.driver.steps import RolloutSteps
-from rl_algos.rollouts.driver.validation import goal_value, validation_metrics
+from rl_algos.rollouts.driver.validation import Validation
 from rl_algos.rollouts.setup import steps_of, validation_sampling
 from rl_algos.rollouts.training.batch import build_batch, minibatches
 from rl_algos.rollouts.training.metrics import rollout_metrics, training_metrics
@@ -46,7 +46,7 @@ from rl_core.data.batch import Batch
 from rl_core.model import HIDDEN, LOGPROBS, HeadFiles, Loss, Model, hidden_states, topk
 from rl_core.model_config import ModelConfig
 from rl_core.rollouts.generation import SamplingParams
-from rl_core.rollouts.pool import RolloutSource
+from rl_core.rollouts.group import RolloutGroup
 from rl_core.rollouts.rollout import Prompt
 from rl_core.run import Components, Run
 from rl_core.tokenizer import Tokenizer
@@ -98,7 +98,7 @@ class Distillation(RolloutAlgorithm[RolloutsRoot]):
         settings, policy = config.distillation, components.models["policy"]
         if data.translator is None:
             loss: Loss = loss_of(config, vocabulary=data.vocabulary)
-            teachers: RolloutScorer = teachers_of(config, components)
+            teachers: Teachers | SpanTeacher = teachers_of(config, components)
         else:
             loss = SpanLoss(config.loss_fn.span_tau, config.loss_fn.temperature)
             longest = attrgetter("teacher.max_total_sequence_length")(config)
@@ -211,7 +211,7 @@ def train(
     loss: Loss,
     *,
     policy: Model,
-    teachers: RolloutScorer,
+    teachers: Teachers | SpanTeacher,
     steps: RolloutSteps,
     rows_per_minibatch: int,
 ) -> None:
@@ -238,12 +238,7 @@ def train(
         run.record_rollouts(step, groups, np.zeros(0), batch=batch)
 
 
-FALLING = ("loss",)
-"""Metrics of a validation that reach a goal from above."""
-
-
-@dataclass(frozen=True)
-class DistillationValidation:
+class DistillationValidation(Validation):
     """Compares the student with its teachers, and ends the run when a goal is reached.
 
     Args:
@@ -255,31 +250,19 @@ class DistillationValidation:
         config: Number of samples and generations, and the goal.
     """
 
-    policy: Model
-    teachers: RolloutScorer
-    loss: Loss
-    prompts: Sequence[Prompt]
-    sampling: SamplingParams
-    config: RolloutConfig
+    def __init__(
+        self,
+        policy: Model,
+        teachers: Teachers | SpanTeacher,
+        loss: Loss,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        config: RolloutConfig,
+    ) -> None:
+        super().__init__(prompts, sampling, config)
+        self._policy, self._teachers, self._loss = policy, teachers, loss
 
-    def __call__(self, rollouts: RolloutSource, run: Run, *, step: int) -> None:
-        """Evaluate and record `val/*` under the step: rewards and lengths, and the loss with its parts."""
-        config = self.config
-        with run.phase("validation"):
-            evaluation = rollouts.evaluate(
-                self.prompts[: config.max_val_samples],
-                self.sampling,
-                num_generations=config.val_num_generations_per_prompt,
-            )
-            groups = evaluation.groups
-            batch = self.teachers.scored(build_batch(groups, config), groups)
-            found = {f"val/{name}": metric.result() for name, metric in self.policy.evaluate(batch, self.loss).items()}
-        metrics = {**validation_metrics(evaluation), **found}
-        run.record(step, metrics)
-        run.record_validation(step, evaluation.groups)
-        name, goal = config.stop_at_validation_metric, config.stop_at_validation_threshold
-        if name is None or goal is None:
-            return
-        value = goal_value(metrics, name, config)
-        if value <= goal if name in FALLING else value >= goal:
-            run.stop(f"val/{name} reached {value:.4g}, the goal was {goal:.4g}")
+    def further_metrics(self, groups: Sequence[RolloutGroup]) -> Mapping[str, float]:
+        """Measure the loss with its parts."""
+        batch = self._teachers.scored(build_batch(groups, self._config), groups)
+        return {f"val/{name}": metric.result() for name, metric in self._policy.evaluate(batch, self._loss).items()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Protocol
 
 import numpy as np
 
@@ -35,18 +34,6 @@ def teacher_of(roles: Collection[str], *names: str) -> str:
     return next((role for role in (*(f"teacher_{name}" for name in names), "teacher") if role in roles), "")
 
 
-class RolloutScorer(Protocol):
-    """One or more teachers that give the columns of the loss for a student's rollouts."""
-
-    def scored(self, batch: Batch, groups: Sequence[RolloutGroup]) -> Batch:
-        """Return the rows with the columns of the loss.
-
-        Args:
-            batch: Batch of the groups from `rl_algos.rollouts.training.batch.build_batch`.
-            groups: Groups of the rollouts, in the order of the rows.
-        """
-
-
 class Teachers:
     """The teachers of a run.
 
@@ -62,7 +49,12 @@ class Teachers:
         self._temperature = temperature
 
     def scored(self, batch: Batch, groups: Sequence[RolloutGroup]) -> Batch:
-        """See `RolloutScorer.scored`; the teacher of each prompt's environment or dataset scores it."""
+        """Return the rows with the columns of the loss; the teacher of each prompt's environment or dataset scores it.
+
+        Args:
+            batch: Batch of the groups from `rl_algos.rollouts.training.batch.build_batch`.
+            groups: Groups of the rollouts, in the order of the rows.
+        """
         roles = [
             teacher_of(self._models, group.prompt.environment, group.prompt.dataset)
             for group in groups

@@ -142,11 +142,6 @@ def training_sampling(generation: GenerationConfig, stop_token_ids: tuple[int, .
 
 def validation_sampling(generation: GenerationConfig, stop_token_ids: tuple[int, ...]) -> SamplingParams:
     """Return how validation rollouts are drawn."""
-    return SamplingParams(
-        max_new_tokens=generation.max_new_tokens,
-        temperature=generation.val_temperature,
-        top_p=generation.val_top_p,
-        top_k=generation.val_top_k or 0,
-        stop_token_ids=(*stop_token_ids, *generation.stop_token_ids),
-        stop_strings=tuple(generation.stop_strings),
-    )
+    temperature, top_p, top_k = generation.val_temperature, generation.val_top_p, generation.val_top_k or 0
+    sampling = training_sampling(generation, stop_token_ids)
+    return replace(sampling, temperature=temperature, top_p=top_p, top_k=top_k, min_p=0.0)

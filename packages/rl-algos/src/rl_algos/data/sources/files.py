@@ -7,13 +7,14 @@ import os
 from array import array
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any
 
+from rl_algos.data.rows.lazily import Lazily
 from rl_algos.data.rows.messages import without_nulls
 from rl_algos.data.sources import cache
 from rl_algos.data.sources.json_rows import LINE_IS_ROW, json_array, json_row
@@ -45,103 +46,52 @@ _MARKS = {b"\xff\xfe\x00\x00": "UTF-32", b"\x00\x00\xfe\xff": "UTF-32", b"\xff\x
 """Byte-order marks of encodings that are not read."""
 
 
-class FileRows:
-    """Rows of one file.
+@dataclass(frozen=True)
+class DataRows(Sequence[Row]):
+    """Rows of a dataset or of one of its files in their order, each with its place.
 
     Args:
-        name: Name of the file, as the user knows it.
+        rows: All of them; a row is read when it is asked for, which raises a `DataError` if it is malformed.
+        place: Function from the number of a row to its place, for messages: `prompts.jsonl, line 3`.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    rows: Sequence[Row]
+    place: Callable[[int], str]
+
+    @classmethod
+    def of_files(cls, files: Sequence[DataRows]) -> DataRows:
+        """Return the rows of several files, one after another."""
+        ends = list(accumulate(map(len, files)))
+
+        def find(index: int) -> tuple[DataRows, int]:
+            which = bisect_right(ends, index)
+            return files[which], index - (ends[which - 1] if which else 0)
+
+        def row(index: int) -> Row:
+            file, at = find(index)
+            return file.rows[at]
+
+        def place(index: int) -> str:
+            file, at = find(index)
+            return file.place(at)
+
+        return cls(Lazily(ends[-1] if ends else 0, row), place)
+
+    @classmethod
+    def named(cls, rows: Sequence[Row], name: str) -> DataRows:
+        """Return rows whose place is a name and their number."""
+        return cls(rows, lambda index: f"{name}, row {index} (from 0)")
 
     def __len__(self) -> int:
-        raise NotImplementedError
+        return len(self.rows)
 
-    def row(self, index: int) -> Row:
-        """Return a row; raise a `DataError` without its place if it is malformed."""
-        raise NotImplementedError
-
-    def place(self, index: int) -> str:
-        """Return the place of a row, for messages."""
-        return f"{self.name}, row {index} (from 0)"
-
-
-class JsonLines(FileRows):
-    """Rows of a JSON Lines file. Only the positions of lines are held."""
-
-    def __init__(self, path: Path, name: str) -> None:
-        super().__init__(name)
-        self._path = path
-        self._identity = identity(path)
-        self._starts, self._lines = array("q"), array("q")
-        position = 0
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip() and line != _BOM + b"\n":
-                    self._starts.append(position)
-                    self._lines.append(number)
-                position += len(line)
-        self._starts.append(position)
-        # Without blank lines, the number of a line follows from the row, so the numbers are not held.
-        if len(self._lines) and self._lines[-1] == len(self._lines):
-            self._lines = array("q")
-
-    def __len__(self) -> int:
-        return len(self._starts) - 1
-
-    def row(self, index: int) -> Row:
-        start, end = self._starts[index], self._starts[index + 1]
-        _check_row(end - start)
-        line = os.pread(_opened(self._path, self._identity).fileno(), end - start, start)
-        return json_row(line.partition(b"\n")[0].removeprefix(_BOM).rstrip(b"\r"))  # Blank lines may follow.
-
-    def place(self, index: int) -> str:
-        return f"{self.name}, line {self._lines[index] if self._lines else index + 1}"
-
-
-class HeldRows(FileRows):
-    """Rows that are in memory as a whole: of a JSON array or a CSV file."""
-
-    def __init__(self, rows: Sequence[Any], name: str, place: Callable[[int], str]) -> None:
-        super().__init__(name)
-        self._rows = rows
-        self._place = place
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def row(self, index: int) -> Row:
-        row = self._rows[index]
-        if isinstance(row, DataError):
-            raise DataError(str(row))
-        if not isinstance(row, dict):
-            raise DataError(f"a row must be a JSON object, got {type(row).__name__}")
-        return row
-
-    def place(self, index: int) -> str:
-        return f"{self.name}, {self._place(index)}"
-
-
-class ArrowRows(FileRows):
-    """Rows of a table of Arrow's, whose memory may be a mapped file."""
-
-    def __init__(self, batches: Sequence[Any], name: str) -> None:
-        super().__init__(name)
-        self._batches = batches
-        self._ends = list(accumulate(batch.num_rows for batch in batches))
-
-    def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
-
-    def row(self, index: int) -> Row:
-        which = bisect_right(self._ends, index)
-        first = self._ends[which - 1] if which else 0
-        table = self._batches[which].slice(index - first, 1)
-        _check_row(table.nbytes, sum(map(_num_values, table.columns)))
-        row: Row = table.to_pylist()[0]
-        # Every struct has the fields of all others, with nulls.
-        return {name: without_nulls(value) for name, value in row.items()}
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        try:
+            return self.rows[index]
+        except DataError as error:
+            raise DataError(f"{self.place(index)}: {error}") from None
 
 
 def _check_row(num_bytes: int, num_values: int = 0) -> None:
@@ -164,69 +114,6 @@ def _num_values(column: Any) -> int:
     return _num_values(column.flatten()) if is_list else len(column)
 
 
-@dataclass(frozen=True)
-class DataRows(Sequence[Row]):
-    """Rows of a dataset in their order, each with its place.
-
-    Args:
-        rows: All of them; a row is read when it is asked for, which raises a `DataError` if it is malformed.
-        place: Function from the number of a row to its place, for messages: `prompts.jsonl, line 3`.
-    """
-
-    rows: Sequence[Row]
-    place: Callable[[int], str]
-
-    @classmethod
-    def of_files(cls, files: Sequence[FileRows]) -> DataRows:
-        """Return the rows of several files, one after another."""
-        joined = _Joined(files)
-        return cls(joined, joined.place)
-
-    @classmethod
-    def named(cls, rows: Sequence[Row], name: str) -> DataRows:
-        """Return rows that are in no file of the user's."""
-        return cls(rows, lambda index: f"{name}, row {index} (from 0)")
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int | slice) -> Any:
-        if isinstance(index, slice):
-            return [self[each] for each in range(*index.indices(len(self)))]
-        try:
-            return self.rows[index]
-        except DataError as error:
-            raise DataError(f"{self.place(index)}: {error}") from None
-
-
-class _Joined(Sequence[Row]):
-    def __init__(self, files: Sequence[FileRows]) -> None:
-        self._files = files
-        self._ends = list(accumulate(map(len, files)))
-
-    def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
-
-    def __getitem__(self, index: int | slice) -> Any:
-        if isinstance(index, slice):
-            return [self[each] for each in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(index)
-        file, at = self._find(index % len(self))
-        return file.row(at)
-
-    def __iter__(self) -> Iterator[Row]:
-        return (file.row(index) for file in self._files for index in range(len(file)))
-
-    def place(self, index: int) -> str:
-        file, at = self._find(index)
-        return file.place(at)
-
-    def _find(self, index: int) -> tuple[FileRows, int]:
-        which = bisect_right(self._ends, index)
-        return self._files[which], index - (self._ends[which - 1] if which else 0)
-
-
 def kind_of(name: str) -> str:
     """Return the ending that decides how a file is read, without the ending of a compression; empty if none does."""
     path = Path(name)
@@ -236,7 +123,7 @@ def kind_of(name: str) -> str:
     return path.suffix if path.suffix in _READERS else ""
 
 
-def read(path: Path, name: str = "") -> FileRows:
+def read(path: Path, name: str = "") -> DataRows:
     """Read the rows of a file of a known kind.
 
     Args:
@@ -309,30 +196,84 @@ def _check_growth(path: Path, name: str, num_bytes: int) -> None:
         )
 
 
-def _json(path: Path, name: str) -> FileRows:
+def _json_lines(path: Path, name: str) -> DataRows:
+    """Read a JSON Lines file. Only the positions of lines are held."""
+    state = identity(path)
+    starts, lines = array("q"), array("q")
+    position = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip() and line != _BOM + b"\n":
+                starts.append(position)
+                lines.append(number)
+            position += len(line)
+    starts.append(position)
+    # Without blank lines, the number of a line follows from the row, so the numbers are not held.
+    numbers = array("q") if len(lines) and lines[-1] == len(lines) else lines
+
+    def row(index: int) -> Row:
+        start, end = starts[index], starts[index + 1]
+        _check_row(end - start)
+        line = os.pread(_opened(path, state).fileno(), end - start, start)
+        return json_row(line.partition(b"\n")[0].removeprefix(_BOM).rstrip(b"\r"))  # Blank lines may follow.
+
+    return DataRows(
+        Lazily(len(starts) - 1, row), lambda index: f"{name}, line {numbers[index] if numbers else index + 1}"
+    )
+
+
+def _held(rows: Sequence[Any], place: Callable[[int], str]) -> DataRows:
+    """Return rows that are in memory as a whole: of a JSON array or a CSV file, with errors in place of some."""
+
+    def row(index: int) -> Row:
+        found = rows[index]
+        if isinstance(found, DataError):
+            raise DataError(str(found))
+        if not isinstance(found, dict):
+            raise DataError(f"a row must be a JSON object, got {type(found).__name__}")
+        return found
+
+    return DataRows(Lazily(len(rows), row), place)
+
+
+def _of_batches(batches: Sequence[Any], name: str) -> DataRows:
+    """Return rows of tables of Arrow's, whose memory may be a mapped file."""
+    ends = list(accumulate(batch.num_rows for batch in batches))
+
+    def row(index: int) -> Row:
+        which = bisect_right(ends, index)
+        table = batches[which].slice(index - (ends[which - 1] if which else 0), 1)
+        _check_row(table.nbytes, sum(map(_num_values, table.columns)))
+        # Every struct has the fields of all others, with nulls.
+        return {name: without_nulls(value) for name, value in table.to_pylist()[0].items()}
+
+    return DataRows.named(Lazily(ends[-1] if ends else 0, row), name)
+
+
+def _json(path: Path, name: str) -> DataRows:
     """Read an array of rows, one row, or lines of them."""
     with path.open("rb") as file:
         start = file.read(4096).removeprefix(_BOM).lstrip()
         file.seek(0)
         if start.startswith(b"["):
             rows = json_array(file.read().removeprefix(_BOM), name)
-            return HeldRows(rows, name, lambda index: f"item {index} (from 0)")
-        lines = JsonLines(path, name)
+            return _held(rows, lambda index: f"{name}, item {index} (from 0)")
+        lines = _json_lines(path, name)
         if len(lines) < 2:
             return lines
         try:
-            lines.row(0)
+            _ = lines.rows[0]
             return lines
         except DataError:
             pass
         # These are not lines of rows, so perhaps one row over many lines.
         try:
-            return HeldRows([json_row(file.read().removeprefix(_BOM))], name, lambda _index: "line 1")
+            return _held([json_row(file.read().removeprefix(_BOM))], lambda _index: f"{name}, line 1")
         except DataError as error:
             raise DataError(f"{name}: {error}; {LINE_IS_ROW}") from None
 
 
-def _csv(path: Path, name: str, delimiter: str = ",") -> FileRows:
+def _csv(path: Path, name: str, delimiter: str = ",") -> DataRows:
     rows: list[Any] = []
     lines: list[int] = []
     csv.field_size_limit(_LONGEST_FIELD)  # The default is 128 KiB, for the whole process.
@@ -359,7 +300,7 @@ def _csv(path: Path, name: str, delimiter: str = ",") -> FileRows:
                 row = _checked_csv(row, columns)
             rows.append(row)
             lines.append(max(first, 2))
-    return HeldRows(rows, name, lambda index: f"line {lines[index]}")
+    return _held(rows, lambda index: f"{name}, line {lines[index]}")
 
 
 def _checked_csv(row: dict[Any, Any], columns: Sequence[str]) -> dict[Any, Any] | DataError:
@@ -372,7 +313,7 @@ def _checked_csv(row: dict[Any, Any], columns: Sequence[str]) -> dict[Any, Any] 
     return row
 
 
-def _parquet(path: Path, name: str) -> FileRows:
+def _parquet(path: Path, name: str) -> DataRows:
     """Read a small file into memory, or write the batches of a large one to a file of the cache, which is mapped."""
     import pyarrow
     import pyarrow.parquet
@@ -392,7 +333,7 @@ def _parquet(path: Path, name: str) -> FileRows:
             if declared <= _IN_MEMORY_BYTES:
                 held = _held_batches(file, batch_size)
                 if held is not None:
-                    return ArrowRows(held, name)
+                    return _of_batches(held, name)
 
             def write(out: IO[bytes]) -> None:
                 with pyarrow.ipc.new_file(out, file.schema_arrow) as writer:
@@ -417,7 +358,7 @@ def _held_batches(file: Any, batch_size: int) -> list[Any] | None:
     return batches
 
 
-def _arrow(path: Path, name: str) -> FileRows:
+def _arrow(path: Path, name: str) -> DataRows:
     """Map a file; batches of a compressed one are in memory."""
     import pyarrow
     import pyarrow.ipc
@@ -440,14 +381,14 @@ def _arrow(path: Path, name: str) -> FileRows:
             batches = within_bounds(file.get_batch(index) for index in range(file.num_record_batches))
     except (pyarrow.ArrowException, OSError, MemoryError) as error:
         raise DataError(f"{name}: not an Arrow file, or damaged: {error}") from None
-    return ArrowRows(batches, name)
+    return _of_batches(batches, name)
 
 
-_TEXT: Mapping[str, Callable[[Path, str], FileRows]] = {
-    ".jsonl": JsonLines,
-    ".ndjson": JsonLines,
+_TEXT: Mapping[str, Callable[[Path, str], DataRows]] = {
+    ".jsonl": _json_lines,
+    ".ndjson": _json_lines,
     ".json": _json,
     ".csv": _csv,
     ".tsv": partial(_csv, delimiter="\t"),
 }
-_READERS: Mapping[str, Callable[[Path, str], FileRows]] = {**_TEXT, ".parquet": _parquet, ".arrow": _arrow}
+_READERS: Mapping[str, Callable[[Path, str], DataRows]] = {**_TEXT, ".parquet": _parquet, ".arrow": _arrow}

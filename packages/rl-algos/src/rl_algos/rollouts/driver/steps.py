@@ -11,7 +11,7 @@ from rl_algos.losses.tokens import NLLLoss
 from rl_algos.rollouts.config import DRAFTER, PolicyGradientConfig, RolloutConfig
 from rl_algos.rollouts.driver.mixture import Mixture
 from rl_algos.rollouts.driver.task_evaluation import TaskEvaluation
-from rl_algos.rollouts.driver.validation import RolloutValidation
+from rl_algos.rollouts.driver.validation import Validation
 from rl_algos.rollouts.driver.watches import RewardWatch
 from rl_algos.rollouts.training.batch import minibatches
 from rl_algos.rollouts.training.metrics import training_metrics
@@ -74,7 +74,7 @@ class RolloutSteps:
     config: RolloutConfig
     rollouts: RolloutSource
     weights: Weights
-    validation: RolloutValidation
+    validation: Validation
     run: Run
     greedy: SamplingParams | None = None
     evaluation: TaskEvaluation | None = None

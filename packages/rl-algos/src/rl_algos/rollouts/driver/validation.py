@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import numpy as np
 
@@ -25,11 +24,8 @@ PASSES = 1.0
 """Minimum reward of a sample that counts for `val/pass@k`."""
 
 
-class RolloutValidation(Protocol):
-    """A validation of the policy that samples with the newest weights."""
-
-    def __call__(self, rollouts: RolloutSource, run: Run, *, step: int) -> None:
-        """Evaluate and record `val/*` under the step."""
+FALLING = ("loss",)
+"""Metrics of a validation that reach a goal from above."""
 
 
 class Validation:
@@ -48,30 +44,27 @@ class Validation:
 
     def __call__(self, rollouts: RolloutSource, run: Run, *, step: int) -> None:
         """Evaluate and record `val/*` under the step."""
+        config = self._config
         with run.phase("validation"):
-            evaluation = rollouts.evaluate(
-                self._prompts, self._sampling, num_generations=self._config.val_num_generations_per_prompt
-            )
-        metrics = validation_metrics(evaluation)
+            count = config.val_num_generations_per_prompt
+            evaluation = rollouts.evaluate(self._prompts, self._sampling, num_generations=count)
+            further = self.further_metrics(evaluation.groups)
+        metrics = {**validation_metrics(evaluation), **further}
         run.record(step, metrics)
         run.record_validation(step, evaluation.groups)
-        name, goal = self._config.stop_at_validation_metric, self._config.stop_at_validation_threshold
-        if name is not None and goal is not None and (reached := goal_value(metrics, name, self._config)) >= goal:
-            run.stop(f"val/{name} reached {reached:.4g}, the goal was {goal:.4g}")
+        name, goal = config.stop_at_validation_metric, config.stop_at_validation_threshold
+        if name is None or goal is None:
+            return
+        if f"val/{name}" not in metrics:
+            key = f"{config.section}.stop_at_validation_metric"
+            raise ConfigError(f"{key}: validation did not record val/{name}; it records {', '.join(metrics)}")
+        value = metrics[f"val/{name}"]
+        if value <= goal if name in FALLING else value >= goal:
+            run.stop(f"val/{name} reached {value:.4g}, the goal was {goal:.4g}")
 
-
-def goal_value(metrics: Mapping[str, float], name: str, config: RolloutConfig) -> float:
-    """Return the metric that ends the run at a goal.
-
-    Raises:
-        ConfigError: If the validation has not recorded it.
-    """
-    if f"val/{name}" not in metrics:
-        raise ConfigError(
-            f"{config.section}.stop_at_validation_metric: validation did not record val/{name}; it records "
-            f"{', '.join(metrics)}"
-        )
-    return metrics[f"val/{name}"]
+    def further_metrics(self, groups: Sequence[RolloutGroup]) -> Mapping[str, float]:
+        """Measure what an algorithm records in addition, by the name of the metric."""
+        return {}
 
 
 def validation_metrics(evaluation: Evaluation) -> dict[str, float]:
