@@ -32,6 +32,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from measurement import surroundings, table
@@ -136,26 +137,27 @@ class ScriptedPool:
 
     def __init__(self, script: Script, engines: Engines, *, in_flight: bool) -> None:
         self._script, self._engines, self._in_flight = script, engines, in_flight
-        replicas = [ScriptedReplica(script, engines) for _ in range(engines.replicas)]
+        # They begin groups, which is all that the dispatch asks for here.
+        self._replicas: list[Any] = [ScriptedReplica(script, engines) for _ in range(engines.replicas)]
         self.num_lost = 0
-        self._dispatch = GroupDispatch(replicas)  # type: ignore[arg-type]  # they begin groups, which is all it asks for here
+        self._dispatch = GroupDispatch()
         self._version = 0
         self.most_under_way = 0
 
     def submit(self, tasks: Sequence[RolloutTask]) -> list[Ticket]:
         """Begin groups."""
         tickets = self._dispatch.add(tasks)
-        self._dispatch.assign_waiting()
+        self._dispatch.assign_waiting(self._replicas)
         self.most_under_way = max(self.most_under_way, self._dispatch.num_groups)
         return tickets
 
     def next_done(self) -> tuple[Ticket, RolloutGroup]:
         """The group that ends next, at its time."""
-        self._dispatch.assign_waiting()
+        self._dispatch.assign_waiting(self._replicas)
         with self._script.measured():
             end, ticket, replica = heapq.heappop(self._script.ends)
             self._script.now = max(self._script.now, end)
-        (task,) = self._dispatch.end(replica, [ticket])  # type: ignore[arg-type]  # as above
+        (task,) = self._dispatch.end(replica, [ticket])
         with self._script.measured():
             return ticket, self._group(task)
 
@@ -170,18 +172,19 @@ class ScriptedPool:
 
     def resize(self, num_replicas: int) -> None:
         """Have replicas die or join until there are so many; what the dead had is done again by others."""
-        while len(self._dispatch.replicas) < num_replicas:
-            self._dispatch.add_replica(ScriptedReplica(self._script, self._engines))  # type: ignore[arg-type]  # as above
-        for replica in self._dispatch.replicas[num_replicas:]:
+        while len(self._replicas) < num_replicas:
+            self._replicas.append(ScriptedReplica(self._script, self._engines))
+        while len(self._replicas) > num_replicas:
+            replica = self._replicas.pop()
             self.num_lost += self._dispatch.num_under_way(replica)
-            self._dispatch.remove_replica(replica)
+            self._dispatch.give_up(replica)
             self._script.ends = [end for end in self._script.ends if end[2] is not replica]
         heapq.heapify(self._script.ends)
 
     @property
     def num_replicas(self) -> int:
         """Number of scripted replicas."""
-        return len(self._dispatch.replicas)
+        return len(self._replicas)
 
     def idle_share(self) -> None:
         """Nothing: the script does not measure it."""

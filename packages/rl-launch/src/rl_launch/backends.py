@@ -23,7 +23,6 @@ from rl_core.plugins import (
     plugin,
     plugins,
 )
-from rl_core.weights import WeightSyncChoice, WeightSyncEncoding
 from rl_launch.placement.topology import GENERATION, Claim, ReplicaBounds, Topology, plan
 from rl_launch.root_config import POLICY, RunConfig, section_of
 
@@ -48,11 +47,13 @@ class Backend(Generic[C]):
         plugin: Plugin of the backend.
         config: Settings that mean the same for every backend.
         backend: The backend's own settings.
+        section: Dotted key of the section of its model.
     """
 
     plugin: BackendPlugin
     config: C
     backend: Config
+    section: str
 
     def sizes(self, section: str) -> dict[str, int]:
         """Return the parallel sizes above 1, by dotted key from the root.
@@ -70,12 +71,10 @@ class ModelBackend(Backend[ModelConfig]):
     """The training backend of one model.
 
     Args:
-        section: Dotted key of its config section.
         spec: The model's head, and whether it trains.
         colocated: True if it shares the policy's devices, or has its own.
     """
 
-    section: str
     spec: ModelSpec
     colocated: ColocatedConfig
 
@@ -115,43 +114,31 @@ class Backends:
 
     def topology(self, num_nodes: int, ranks_per_node: int, device: Device) -> Topology:
         """Return the devices of the run as these backends share them."""
+        chosen = GenerationConfig() if self.generation is None else self.generation.config
         return plan(
             self.claims,
             num_nodes=num_nodes,
             ranks_per_node=ranks_per_node,
             device=device,
-            weight_sync=self.weight_sync,
-            weight_sync_encoding=self.weight_sync_encoding,
-            replica_bounds=self.replica_bounds,
+            weight_sync=chosen.weight_sync,
+            weight_sync_encoding=chosen.weight_sync_encoding,
+            # Without models the weights never change, and no replica joins.
+            replica_bounds=ReplicaBounds(chosen.min_replicas, chosen.max_replicas) if self.models else ReplicaBounds(),
         )
+
+    @property
+    def by_role(self) -> dict[str, Backend[Any]]:
+        """The backends of the models and of generation."""
+        chosen: dict[str, Backend[Any]] = {**self.models}
+        return chosen if self.generation is None else {**chosen, GENERATION: self.generation}
 
     def preloads(self, device: Device) -> dict[str, Preload]:
         """Return the modules that the workers of each role import in any case."""
-        chosen: dict[str, Backend[Any]] = {**self.models}
-        if self.generation is not None:
-            chosen[GENERATION] = self.generation
-        found = {role: each.plugin.preload_of(each.backend, device) for role, each in chosen.items()}
+        found = {role: each.plugin.preload_of(each.backend, device) for role, each in self.by_role.items()}
         if GENERATION in found:
             modules = (*found[GENERATION].modules, ROLLOUT_WORKER.partition(":")[0])
             found[GENERATION] = replace(found[GENERATION], modules=modules)
         return {role: replace(each, modules=(*each.modules, *_IMPORTED_BY_RAY)) for role, each in found.items()}
-
-    @property
-    def weight_sync(self) -> WeightSyncChoice:
-        """`policy.generation.weight_sync`."""
-        return self.generation.config.weight_sync if self.generation is not None else "auto"
-
-    @property
-    def weight_sync_encoding(self) -> WeightSyncEncoding:
-        """`policy.generation.weight_sync_encoding`."""
-        return self.generation.config.weight_sync_encoding if self.generation is not None else "full"
-
-    @property
-    def replica_bounds(self) -> ReplicaBounds:
-        """Bounds of the number of replicas; without models their weights never change, and no replica joins."""
-        if self.generation is None or not self.models:
-            return ReplicaBounds()
-        return ReplicaBounds(self.generation.config.min_replicas, self.generation.config.max_replicas)
 
     @property
     def claims(self) -> list[Claim]:
@@ -221,7 +208,7 @@ def _generation_backend(config: RunConfig, *, reports_routing: bool) -> Generati
         raise ProblemError(Problem(key, reason, got=got, allowed=allowed, remedy=remedy))
     found: BackendPlugin = plugin(GENERATORS, generation.backend)
     shared, model = _shared(generation, GenerationConfig), _shared(config.policy, ModelConfig)
-    return GenerationBackend(found, shared, getattr(generation, found.key), model, reports_routing)
+    return GenerationBackend(found, shared, getattr(generation, found.key), POLICY, model, reports_routing)
 
 
 def _enabled(key: str, section: Any) -> BackendPlugin:

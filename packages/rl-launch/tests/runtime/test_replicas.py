@@ -1,6 +1,7 @@
 """The settings that replicas are started with."""
 
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,9 +17,10 @@ ADAPTERS = ["policy.lora_cfg.enabled=true", "policy.generation.lora_sync=adapter
 def generator_args(*, awaits_weights, **needs):
     generation = read_plan("grpo-arithmetic", ["cluster.device=cpu", *ADAPTERS]).backends.generation
     needs = RolloutNeeds("module:Program", {}, frozenset(), **needs)
+    cluster = SimpleNamespace(is_placed=None)
     with ExitStack() as stack:
         replicas = Replicas(
-            generation, needs, None, None, None, None, logs="", timeouts=StartTimeouts(1, 1), stack=stack
+            generation, needs, None, None, cluster, None, logs="", timeouts=StartTimeouts(1, 1), stack=stack
         )
         return replicas._replica(print, Placement("cpu", awaits_weights=awaits_weights), 0)._spec.generator_args
 

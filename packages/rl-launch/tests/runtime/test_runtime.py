@@ -41,7 +41,7 @@ def test_a_check_and_its_worker_are_forked_from_the_same_process(device, monkeyp
         SimpleNamespace(device=device, network_variables=None),
         {"n": node},
         env_vars=config.cluster.env_vars,
-        env_vars_by_role=module.env_vars_by_role(backends),
+        env_vars_by_role={role: each.config.env_vars for role, each in backends.by_role.items()},
         preloads=preloads,
         fork_server_s=None,
     )

@@ -13,7 +13,7 @@ from rl_core.config.tree import reason
 from rl_core.errors import ConfigError
 from rl_core.model_config import LoraConfig
 from rl_launch.model_files.model_folder import layer_names
-from rl_launch.model_files.weight_files import Header, foreign_kind
+from rl_launch.model_files.weight_files import foreign_kind, shapes_of
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -147,7 +147,7 @@ def _tensors(folder: Path) -> Mapping[str, tuple[int, ...]]:
         advice = foreign_kind(folder) or "save the adapter again"
         raise ConfigError(f"{folder} does not contain {ADAPTER_WEIGHTS}; {advice}")
     try:
-        return Header.checked(folder / ADAPTER_WEIGHTS).shapes
+        return shapes_of(folder / ADAPTER_WEIGHTS, whole=True)
     except ValueError as error:
         raise ConfigError(f"{folder} is damaged: {error}") from None
 

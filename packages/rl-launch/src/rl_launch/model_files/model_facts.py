@@ -15,7 +15,7 @@ from rl_core.config import Problem
 from rl_core.errors import ConfigError
 from rl_core.facts.hf_config import custom_code, num_positions, other_task, unread_quantisation
 from rl_core.model_config import ModelConfig, local_hf_config
-from rl_launch.model_files.weight_files import Header
+from rl_launch.model_files.weight_files import shapes_in
 
 _QUANTISED_PARTS = {
     "qweight": "gptq or awq",
@@ -68,7 +68,7 @@ def model_problems(
             f"{{max_position_embeddings: {longest_row}}} or {{rope_parameters: {{rope_type: yarn, factor: 4.0, "
             f"original_max_position_embeddings: {limit}}}}}",
         )
-    shape = _shapes(folder).get("score.weight") if has_scalar_head else None
+    shape = shapes_in(Path(folder).expanduser()).get("score.weight") if has_scalar_head else None
     if shape is not None and shape[0] != 1:
         reason = f"its head (score.weight) has {shape[0]} labels, but a reward or value is one number"
         remedy = "Choose a model with one label, or a model without a head, to which a new head is added"
@@ -77,7 +77,7 @@ def model_problems(
 
 def _unreadable(key: str, name: str, fields: Mapping[str, Any], folder: str) -> Problem | None:
     """Return the reason why a training backend cannot read a model; None if it can."""
-    parts = {part for tensor in _shapes(folder) for part in tensor.split(".")}
+    parts = {part for tensor in shapes_in(Path(folder).expanduser()) for part in tensor.split(".")}
     written_by = (writer for part, writer in _QUANTISED_PARTS.items() if part in parts)
     if method := unread_quantisation(fields) or next(written_by, ""):
         remedy = "Use the model that it was quantised from, or dequantise it"
@@ -138,14 +138,3 @@ def _is_known(model_type: str) -> bool:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     return model_type in CONFIG_MAPPING_NAMES
-
-
-def _shapes(name: str) -> Mapping[str, tuple[int, ...]]:
-    """Return the shapes of all tensors in a local folder; empty if a header cannot be read."""
-    found: dict[str, tuple[int, ...]] = {}
-    for file in sorted(Path(name).expanduser().glob("*.safetensors")):
-        try:
-            found.update(Header.read(file).shapes)
-        except ValueError:
-            return {}
-    return found

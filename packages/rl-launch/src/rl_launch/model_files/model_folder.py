@@ -14,7 +14,7 @@ from rl_core.config.tree import reason as in_words
 from rl_core.errors import ConfigError
 from rl_core.facts.hf_config import language_fields
 from rl_launch.model_files.local_models import absent_run, run_of_path
-from rl_launch.model_files.weight_files import INDEX, SINGLE, Header, foreign_kind, weight_file_problems
+from rl_launch.model_files.weight_files import INDEX, SINGLE, foreign_kind, shapes_in, weight_file_problems
 from rl_launch.session.directory.run_folder import is_run
 
 Needed = tuple[tuple[str, ...], str]
@@ -101,18 +101,8 @@ def layer_names(name: str) -> list[str]:
     """Return the names of the layers with a matrix in the safetensors files of a local folder. Only the headers of the
     files are read; empty if that fails.
     """
-    found: set[str] = set()
-    for file in sorted(Path(name).expanduser().glob("*.safetensors")):
-        try:
-            shapes = Header.read(file).shapes
-        except ValueError:
-            return []
-        found.update(
-            tensor.removesuffix(_WEIGHT)
-            for tensor, shape in shapes.items()
-            if tensor.endswith(_WEIGHT) and len(shape) == 2
-        )
-    return sorted(found)
+    shapes = shapes_in(Path(name).expanduser()).items()
+    return sorted(name.removesuffix(_WEIGHT) for name, shape in shapes if name.endswith(_WEIGHT) and len(shape) == 2)
 
 
 def adapter_problems(key: str, name: str, targets: Sequence[str]) -> Iterator[Problem]:

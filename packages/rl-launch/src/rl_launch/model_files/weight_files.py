@@ -4,8 +4,7 @@ their files. No library that loads weights is needed."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,63 +19,53 @@ _LFS_POINTER = b"version https://git-lfs"
 _MAX_NAMED = 4
 
 
-@dataclass(frozen=True)
-class Header:
-    """The header of a safetensors file.
+def shapes_of(path: Path, *, whole: bool = False) -> dict[str, tuple[int, ...]]:
+    """Read only the header of a safetensors file, and return the shapes of its tensors.
 
     Args:
-        shapes: Shapes of the tensors, by name.
-        num_bytes: Number of bytes that the whole file must have.
+        path: The file.
+        whole: True to check that the file has the length that its header gives.
+
+    Raises:
+        ValueError: If the file does not start with a header, or has another length; the message begins with its name.
     """
+    try:
+        with path.open("rb") as file:
+            start = file.read(_LENGTH_BYTES)
+            # the length of the header comes first, in eight bytes
+            length = int.from_bytes(start, "little")
+            if _LFS_POINTER.startswith(start) and start:
+                raise ValueError(f"{path.name} is a pointer of Git LFS; run `git lfs pull` to get the file itself")
+            if len(start) < _LENGTH_BYTES or length > _MAX_HEADER_BYTES:
+                raise ValueError(f"{path.name} is not a safetensors file")
+            text = file.read(length)
+    except OSError as error:
+        raise ValueError(f"{path.name} cannot be read: {error.strerror}") from None
+    if len(text) < length:
+        raise ValueError(f"{path.name} is truncated: it ends within its header")
+    try:
+        entries: dict[str, Any] = json.loads(text)
+        entries.pop("__metadata__", None)
+        shapes = {name: tuple(entry["shape"]) for name, entry in entries.items()}
+        places = sorted(tuple(map(int, entry["data_offsets"])) for entry in entries.values())
+        ends = [0, *(end for _, end in places)]
+        if any(begin != before or end < begin for (begin, end), before in zip(places, ends, strict=False)):
+            raise ValueError
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
+        raise ValueError(f"{path.name} is not a safetensors file: its header is not valid") from None
+    num_bytes = _LENGTH_BYTES + length + ends[-1]
+    if whole and (size := path.stat().st_size) != num_bytes:
+        kind = "is truncated" if size < num_bytes else "does not match its header"
+        raise ValueError(f"{path.name} {kind}: it has {size} of {num_bytes} bytes")
+    return shapes
 
-    shapes: Mapping[str, tuple[int, ...]]
-    num_bytes: int
 
-    @classmethod
-    def read(cls, path: Path) -> Header:
-        """Read only the header.
-
-        Raises:
-            ValueError: If the file does not start with one; the message begins with the file's name.
-        """
-        try:
-            with path.open("rb") as file:
-                start = file.read(_LENGTH_BYTES)
-                # the length of the header comes first, in eight bytes
-                length = int.from_bytes(start, "little")
-                if _LFS_POINTER.startswith(start) and start:
-                    raise ValueError(f"{path.name} is a pointer of Git LFS; run `git lfs pull` to get the file itself")
-                if len(start) < _LENGTH_BYTES or length > _MAX_HEADER_BYTES:
-                    raise ValueError(f"{path.name} is not a safetensors file")
-                text = file.read(length)
-        except OSError as error:
-            raise ValueError(f"{path.name} cannot be read: {error.strerror}") from None
-        if len(text) < length:
-            raise ValueError(f"{path.name} is truncated: it ends within its header")
-        try:
-            entries: dict[str, Any] = json.loads(text)
-            entries.pop("__metadata__", None)
-            shapes = {name: tuple(entry["shape"]) for name, entry in entries.items()}
-            places = sorted(tuple(map(int, entry["data_offsets"])) for entry in entries.values())
-            ends = [0, *(end for _, end in places)]
-            if any(begin != before or end < begin for (begin, end), before in zip(places, ends, strict=False)):
-                raise ValueError
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
-            raise ValueError(f"{path.name} is not a safetensors file: its header is not valid") from None
-        return cls(shapes, _LENGTH_BYTES + length + ends[-1])
-
-    @classmethod
-    def checked(cls, path: Path) -> Header:
-        """Read the header, and check the length of the file.
-
-        Raises:
-            ValueError: If the file has another length; contains the name of the file.
-        """
-        header = cls.read(path)
-        if (size := path.stat().st_size) != header.num_bytes:
-            kind = "is truncated" if size < header.num_bytes else "does not match its header"
-            raise ValueError(f"{path.name} {kind}: it has {size} of {header.num_bytes} bytes")
-        return header
+def shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all tensors in the safetensors files of a folder; empty if a header cannot be read."""
+    try:
+        return {name: shape for file in sorted(folder.glob("*.safetensors")) for name, shape in shapes_of(file).items()}
+    except ValueError:
+        return {}
 
 
 def weight_file_problems(folder: Path) -> Iterator[str]:
@@ -87,7 +76,7 @@ def weight_file_problems(folder: Path) -> Iterator[str]:
         yield from _index_problems(folder)
     elif (folder / SINGLE).is_file():
         try:
-            Header.checked(folder / SINGLE)
+            shapes_of(folder / SINGLE, whole=True)
         except ValueError as error:
             yield str(error)
 
@@ -114,7 +103,7 @@ def _index_problems(folder: Path) -> Iterator[str]:
         yield f"{INDEX} lists {_few(missing)}, which {are} missing ({len(missing)} of {len(files)} files)"
     for file in (each for each in files if each not in missing):
         try:
-            held = Header.checked(folder / file).shapes
+            held = shapes_of(folder / file, whole=True)
         except ValueError as error:
             yield str(error)
             continue

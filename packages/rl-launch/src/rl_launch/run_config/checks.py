@@ -194,15 +194,11 @@ def _sections(
 
 
 def _backend_checks(plan: RunPlan) -> Iterable[Problem]:
-    config, backends = plan.config, plan.backends
-    chosen = [(model.section, model.plugin) for model in backends.models.values()]
-    if backends.generation is not None:
-        chosen.append((POLICY, backends.generation.plugin))
     return [
-        problem.at(f"{key}.{problem.key}")
-        for key, found in chosen
-        for check in found.checks
-        for problem in check(plan.section(key), config)
+        problem.at(f"{chosen.section}.{problem.key}")
+        for chosen in plan.backends.by_role.values()
+        for check in chosen.plugin.checks
+        for problem in check(plan.section(chosen.section), plan.config)
     ]
 
 

@@ -200,7 +200,7 @@ class Replicas:
         self.give_back(self._devices.pop(replica))
         node = self._nodes.pop(replica)
         if node not in self._nodes.values():
-            self._processes.leave(node, self._roles)
+            self._processes.nodes.leave(node, self._roles)
 
     def environment_watch(self) -> EnvironmentWatch:
         """Return the watch over the processes of the environments that have been started."""

@@ -6,7 +6,7 @@ import heapq
 import itertools
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -87,7 +87,7 @@ class ReplicaPool:
         environments: EnvironmentWatch | None = None,
     ) -> None:
         self._group = ReplicaGroup(replicas, residency, weights=weights, elastic=elastic)
-        self._dispatch = GroupDispatch(replicas)
+        self._dispatch = GroupDispatch()
         self._environments = environments
         self._stall_timeout_s = stall_timeout_s
         self._check_period_s = min(CHECK_PERIOD_S, stall_timeout_s / 4)
@@ -157,7 +157,7 @@ class ReplicaPool:
                 # Its calls belong to the process that died; their failures say nothing of its replacement.
                 self._dispatch.give_up(replica)
                 self._watches.pop(replica, None)
-        self._sync_dispatch_with_group()
+        self._return_groups_of_removed()
         if self._dispatch.num_groups:
             self._begin()
 
@@ -236,13 +236,13 @@ class ReplicaPool:
         before all dead replicas are replaced together, and no group is started until then.
         """
         self._group.retire_lost()
-        self._sync_dispatch_with_group()
+        self._return_groups_of_removed()
         if not self._dispatch.busy:
             self._group.restart_lost()
-            self._sync_dispatch_with_group()
+            self._return_groups_of_removed()
         with self._group.hold():
             if self._group.is_whole:
-                self._dispatch.assign_waiting()
+                self._dispatch.assign_waiting(self._group.replicas)
         self._dispatch.poll_busy()
         timeout_s, period_s = self._stall_timeout_s, self._check_period_s
         self._watches = {
@@ -250,15 +250,10 @@ class ReplicaPool:
             for each in self._dispatch.busy
         }
 
-    def _sync_dispatch_with_group(self) -> None:
-        """Assign groups to the replicas of the group. Groups of replicas that have left wait for another replica."""
-        before, after = list(self._dispatch.replicas), self._group.replicas
-        for replica in before:
-            if replica not in after:
-                self._dispatch.remove_replica(replica)
-        for replica in after:
-            if replica not in before:
-                self._dispatch.add_replica(replica)
+    def _return_groups_of_removed(self) -> None:
+        """Let the groups of replicas that have left the group wait for another replica."""
+        for replica in self._dispatch.busy - set(self._group.replicas):
+            self._dispatch.give_up(replica)
 
     def _take_ended(self, timeout_s: float) -> None:
         """Wait for a finished group, at most for the timeout, and take every group that has ended."""
@@ -344,20 +339,16 @@ class GroupDispatch:
     A replica gets all groups that it is assigned at once in one message and in order, so that on a single replica the
     engine's batches do not depend on timing.
 
-    Args:
-        replicas: Replicas that groups go to, in order.
-
     Attributes:
         asked: For each replica, its call for the groups that finish next.
     """
 
-    def __init__(self, replicas: Sequence[Replica]) -> None:
-        self.replicas = list(replicas)
+    def __init__(self) -> None:
         self._tickets = itertools.count()
         self._tasks: dict[Ticket, RolloutTask] = {}
         self._waiting: list[tuple[bool, Ticket]] = []
-        self._load = dict.fromkeys(self.replicas, 0)
-        self._under_way: dict[Replica, set[Ticket]] = {replica: set() for replica in self.replicas}
+        self._load: Counter[Replica] = Counter()
+        self._under_way: dict[Replica, set[Ticket]] = {}
         self.asked: dict[Replica, FinishedCall] = {}
 
     @property
@@ -368,23 +359,11 @@ class GroupDispatch:
     @property
     def busy(self) -> set[Replica]:
         """Replicas with groups in progress."""
-        return {replica for replica, tickets in self._under_way.items() if tickets}
-
-    def add_replica(self, replica: Replica) -> None:
-        """Add a replica for groups."""
-        self.replicas.append(replica)
-        self._load[replica] = 0
-        self._under_way[replica] = set()
-
-    def remove_replica(self, replica: Replica) -> None:
-        """Remove a replica and return its groups to the queue."""
-        self.give_up(replica)
-        self.replicas.remove(replica)
-        del self._load[replica], self._under_way[replica]
+        return set(self._under_way)
 
     def num_under_way(self, replica: Replica) -> int:
         """Return the number of groups that a replica has."""
-        return len(self._under_way[replica])
+        return len(self._under_way.get(replica, ()))
 
     def add(self, tasks: Sequence[RolloutTask]) -> list[Ticket]:
         """Queue groups after the waiting ones; urgent groups after urgent ones."""
@@ -393,31 +372,34 @@ class GroupDispatch:
         self._wait(numbered)
         return list(numbered)
 
-    def assign_waiting(self) -> None:
-        """Begin waiting groups, urgent ones and then the oldest first, as far as the replicas have room."""
+    def assign_waiting(self, replicas: Sequence[Replica]) -> None:
+        """Begin waiting groups on these replicas, urgent ones and then the oldest first, as far as there is room."""
         shares: dict[Replica, list[Ticket]] = {}
         while self._waiting:
-            replica = min(self.replicas, key=self._load.__getitem__)
+            replica = min(replicas, key=self._load.__getitem__)
             _, ticket = self._waiting[0]
             size = self._size(ticket)
-            if len(self.replicas) > 1 and self._load[replica] and self._load[replica] + size > MAX_ROLLOUTS:
+            if len(replicas) > 1 and self._load[replica] and self._load[replica] + size > MAX_ROLLOUTS:
                 break
             heapq.heappop(self._waiting)
             shares.setdefault(replica, []).append(ticket)
             self._load[replica] += size
         for replica, tickets in shares.items():
             replica.begin([(ticket, self._tasks[ticket]) for ticket in tickets])
-            self._under_way[replica] |= set(tickets)
+            self._under_way.setdefault(replica, set()).update(tickets)
 
     def poll_busy(self) -> None:
         """Ask every replica with groups in progress for the groups that finish next, unless it has been asked."""
-        for replica in self.replicas:
-            if self._under_way[replica] and replica not in self.asked:
+        for replica in self._under_way:
+            if replica not in self.asked:
                 self.asked[replica] = replica.finished()
 
     def end(self, replica: Replica, tickets: Sequence[Ticket]) -> list[RolloutTask]:
         """Take finished groups off their replica; return their tasks."""
-        self._take_off(replica, tickets)
+        self._under_way[replica] -= set(tickets)
+        self._load[replica] -= sum(map(self._size, tickets))
+        if not self._under_way[replica]:
+            del self._under_way[replica]
         return [self._tasks.pop(ticket) for ticket in tickets]
 
     def give_up(self, replica: Replica) -> None:
@@ -425,17 +407,12 @@ class GroupDispatch:
         is answered no longer.
         """
         self.asked.pop(replica, None)
-        tickets = list(self._under_way[replica])
-        self._take_off(replica, tickets)
-        self._wait(tickets)
+        del self._load[replica]
+        self._wait(self._under_way.pop(replica, ()))
 
     def _wait(self, tickets: Iterable[Ticket]) -> None:
         for ticket in tickets:
             heapq.heappush(self._waiting, (not self._tasks[ticket].is_urgent, ticket))
-
-    def _take_off(self, replica: Replica, tickets: Sequence[Ticket]) -> None:
-        self._under_way[replica] -= set(tickets)
-        self._load[replica] -= sum(map(self._size, tickets))
 
     def _size(self, ticket: Ticket) -> int:
         return len(self._tasks[ticket].seeds)

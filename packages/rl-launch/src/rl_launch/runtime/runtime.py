@@ -32,7 +32,7 @@ from rl_launch.runtime.elastic_replicas import ElasticReplicas
 from rl_launch.runtime.models import Models, StartTimeouts
 from rl_launch.runtime.observed_steps import Profiled, folder_of
 from rl_launch.runtime.opponents import OpponentSync, WeightSender, WrittenVersions
-from rl_launch.runtime.processes import NsysReports, Processes, env_vars_by_role, with_allocators
+from rl_launch.runtime.processes import NsysReports, Processes, with_allocators
 from rl_launch.runtime.replica import Replica
 from rl_launch.runtime.replicas import EnvironmentWatch, Replicas
 from rl_launch.runtime.rollout_pool import ReplicaPool
@@ -107,7 +107,7 @@ class Runtime:
             cluster,
             self.nodes,
             env_vars=config.cluster.env_vars,
-            env_vars_by_role=env_vars_by_role(backends),
+            env_vars_by_role={role: each.config.env_vars for role, each in backends.by_role.items()},
             preloads=with_allocators(backends.preloads(cluster.device), self.topology),
             fork_server_s=config.cluster.fork_server_s,
             nsys=nsys,
