@@ -19,7 +19,8 @@ import pytest
 from rl_algos.requirement import LOSSES
 from rl_core import fork_server
 from rl_core.plugins import POLICIES, plugin
-from rl_launch.worker_envs import ROLLOUT_WORKER, provision, worker_env
+from rl_launch.worker_envs.provision import provision
+from rl_launch.worker_envs.spec import ROLLOUT_WORKER, worker_env
 
 SAME = ("train/loss", "train/grad_norm", "reward/mean", "val/loss")
 """Metrics that must not depend on faults and interruptions of a run."""

@@ -15,7 +15,8 @@ from pathlib import Path
 from runs import worker_env_of
 
 from rl_core.plugins import GENERATORS, POLICIES
-from rl_launch.worker_envs import build, local_plan
+from rl_launch.worker_envs.node_build import build
+from rl_launch.worker_envs.plan import local_plan
 
 SHARE = Path(__file__).resolve().parents[1] / "tools" / "share_bytecode.py"
 WORKERS = ((POLICIES, "dtensor"), (POLICIES, "megatron"), (GENERATORS, "vllm"))

@@ -20,8 +20,8 @@ from rl_launch.cluster.start_wait import Bound, gather_start
 from rl_launch.cluster.virtual_cluster import VirtualCluster
 from rl_launch.placement.bundles import PlacementError, PlacementTimeouts
 from rl_launch.root_config import ClusterConfig
-from rl_launch.worker_envs import worker_env
 from rl_launch.worker_envs.provision import DriverEnvs
+from rl_launch.worker_envs.spec import worker_env
 
 MATH = worker_env(Requirement("rl-envs", imports=("math_verify",)), "cpu")
 DRIVERS_OWN = DriverEnvs("shared", {"env.math": MATH}, {"env.math": sys.executable})

@@ -11,8 +11,7 @@ from rl_launch.cluster.process_limit import ProcessLimit
 from rl_launch.doctor.machine import Gpu, GpuDriver, InstalledTool
 from rl_launch.doctor.needs import Needs
 from rl_launch.doctor.room import Room
-from rl_launch.worker_envs import Availability
-from rl_launch.worker_envs.provision import TorchBuild
+from rl_launch.worker_envs.provision import Availability, TorchBuild
 from rl_launch.worker_envs.spec import Wanted, WorkerEnvSpec
 
 GIB = 2**30

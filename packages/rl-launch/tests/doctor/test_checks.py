@@ -10,11 +10,11 @@ from machines import ENGINE, H200, HERE, NO_UV, TO_BUILD, TO_COMPILE, TRAINER, F
 from rl_core.devices import CUDA, REHEARSAL
 from rl_core.install_command import install_command
 from rl_launch.cluster.process_limit import ProcessLimit
-from rl_launch.doctor import CHECKS, Check, examine
+from rl_launch.doctor.checks import CHECKS
+from rl_launch.doctor.findings import Check, examine
 from rl_launch.doctor.machine import GpuDriver
 from rl_launch.doctor.needs import ModelNeeds
-from rl_launch.worker_envs import Availability
-from rl_launch.worker_envs.provision import TorchBuild
+from rl_launch.worker_envs.provision import Availability, TorchBuild
 
 ON_GPUS = {"device": CUDA, "ranks_per_node": 2}
 DRIVEN = FakeMachine(num_gpus=2, gpu_driver=GpuDriver("580.65", "13.0", (H200, H200)))

@@ -9,8 +9,11 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from rl_launch.doctor import CHECKS, Machine, examine, machine, needs_of
-from rl_launch.doctor.machine import Gpu, ask_driver, read_log
+from rl_launch.doctor import machine
+from rl_launch.doctor.checks import CHECKS
+from rl_launch.doctor.findings import examine
+from rl_launch.doctor.machine import Gpu, Machine, ask_driver, read_log
+from rl_launch.doctor.needs import needs_of
 
 LOG = """<?xml version="1.0" ?>
 <!DOCTYPE nvidia_smi_log SYSTEM "nvsmi_device_v12.dtd">
@@ -120,7 +123,7 @@ def test_without_a_driver_there_is_nothing_to_ask(monkeypatch):
 
 def test_without_uv_a_machine_has_none(tmp_path):
     """In a process that cannot import uv and finds none on its PATH."""
-    script = "import sys; sys.modules['uv'] = None; from rl_launch.doctor import Machine; print(Machine().uv)"
+    script = "import sys; sys.modules['uv'] = None; from rl_launch.doctor.machine import Machine; print(Machine().uv)"
     done = subprocess.run(
         [sys.executable, "-c", script], env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=True
     )

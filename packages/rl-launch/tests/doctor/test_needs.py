@@ -6,7 +6,7 @@ import pytest
 
 from rl_core.devices import CPU, CUDA
 from rl_core.errors import ConfigError
-from rl_launch.doctor import needs_of
+from rl_launch.doctor.needs import needs_of
 
 
 def names(needs):

@@ -5,7 +5,8 @@ from io import StringIO
 from machines import FakeMachine, needs
 from rich.console import Console
 
-from rl_launch.doctor import CHECKS, Diagnosis, Report, examine
+from rl_launch.doctor.checks import CHECKS
+from rl_launch.doctor.findings import Diagnosis, Report, examine
 from rl_launch.doctor.show import show
 
 REPORT = Report(

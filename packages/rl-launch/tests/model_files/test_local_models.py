@@ -5,7 +5,8 @@ import pytest
 from rl_core.errors import RunDirectoryError, WorkerEnvironmentError
 from rl_core.plugins import Requirement
 from rl_launch.model_files.local_models import untrained_model
-from rl_launch.worker_envs import check_home, provision, worker_env
+from rl_launch.worker_envs.provision import check_home, provision
+from rl_launch.worker_envs.spec import worker_env
 
 MATH = worker_env(Requirement("rl-envs"), "cpu")
 

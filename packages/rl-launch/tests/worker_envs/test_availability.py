@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from rl_core.plugins import Requirement
-from rl_launch.worker_envs import availability_of, local_plan, worker_env
-from rl_launch.worker_envs.provision import TorchBuild
+from rl_launch.worker_envs.plan import local_plan
+from rl_launch.worker_envs.provision import TorchBuild, availability_of
+from rl_launch.worker_envs.spec import worker_env
 
 LIGHT = worker_env(Requirement("rl-envs", imports=("math_verify",)), "cpu")
 TRAINER = worker_env(Requirement("rl-dtensor", {"cpu": ("worker",)}, ("torch",)), "cpu")

@@ -4,7 +4,9 @@ import pytest
 
 from rl_core.errors import WorkerEnvironmentError
 from rl_core.plugins import Requirement
-from rl_launch.worker_envs import missing, provision, worker_env
+from rl_launch.worker_envs.driver import missing
+from rl_launch.worker_envs.provision import provision
+from rl_launch.worker_envs.spec import worker_env
 
 
 def spec(distribution, extras=(), imports=()):

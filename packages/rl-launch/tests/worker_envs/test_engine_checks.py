@@ -9,8 +9,7 @@ import pytest
 
 from rl_core.config import Config
 from rl_core.errors import WorkerEnvironmentError
-from rl_launch.worker_envs import engine_problems
-from rl_launch.worker_envs.engine_checks import has_passed, keep_passed, kept_check_processes
+from rl_launch.worker_envs.engine_checks import engine_problems, has_passed, keep_passed, kept_check_processes
 
 
 class Root(Config):

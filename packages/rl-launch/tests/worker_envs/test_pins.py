@@ -7,8 +7,8 @@ from packaging.requirements import Requirement as Pin
 from rl_algos.requirement import LOSSES
 from rl_core.plugins import Requirement
 from rl_core.testing.exhaustive import exhaustive
-from rl_launch.worker_envs import ROLLOUT_WORKER, worker_env
 from rl_launch.worker_envs.plan import by_name, export, portable_plan, shipped_pins
+from rl_launch.worker_envs.spec import ROLLOUT_WORKER, worker_env
 
 ROOT = Path(__file__).parents[4]
 

@@ -10,9 +10,11 @@ import pytest
 from rl_core.errors import WorkerEnvironmentError
 from rl_core.plugins import Requirement
 from rl_core.testing.exhaustive import exhaustive
-from rl_launch.worker_envs import node_build, provision, worker_env
+from rl_launch.worker_envs import node_build
 from rl_launch.worker_envs.node_build import find_uv
 from rl_launch.worker_envs.plan import find_checkout, members_of
+from rl_launch.worker_envs.provision import provision
+from rl_launch.worker_envs.spec import worker_env
 
 MATH = worker_env(Requirement("rl-envs", imports=("math_verify",)), "cpu")
 PROBE = """
@@ -61,7 +63,8 @@ def test_a_clean_installation_of_the_wheels_builds_from_what_it_ships(tmp_path):
     wheels = [str(path) for path in (tmp_path / "dist").glob("*.whl")]
     execute(uv, "pip", "install", "--quiet", "--no-config", "--python", str(clean / "bin/python"), *wheels)
     script = (
-        "from rl_core.plugins import Requirement; from rl_launch.worker_envs import provision, worker_env\n"
+        "from rl_core.plugins import Requirement; from rl_launch.worker_envs.provision import provision\n"
+        "from rl_launch.worker_envs.spec import worker_env\n"
         "spec = worker_env(Requirement('rl-envs', imports=('math_verify',)), 'cpu')\n"
         "print(provision([spec], 'isolated')[spec])"
     )

@@ -13,7 +13,8 @@ from rl_launch.backends import Backends, GenerationBackend, ModelBackend
 from rl_launch.run_config.plan import RunPlan
 from rl_launch.run_config.reading import read_plan
 from rl_launch.runtime.role_envs import role_specs
-from rl_launch.worker_envs import ROLLOUT_WORKER, Wanted, homes, worker_env
+from rl_launch.worker_envs.provision import homes
+from rl_launch.worker_envs.spec import ROLLOUT_WORKER, Wanted, worker_env
 
 ENGINE = Requirement("rl_Dtensor", {"cpu": ("worker",), "cuda": ("worker", "flash")}, ("torch",))
 MODEL = ModelConfig(model_name="any")
@@ -84,7 +85,7 @@ def test_an_algorithms_own_distribution_reaches_every_model_and_the_rollouts():
         ),
     }
     hf = plugin(GENERATORS, "hf")
-    generation = GenerationBackend(hf, GenerationConfig(), hf.config(), MODEL)
+    generation = GenerationBackend(hf, GenerationConfig(), hf.config(), "policy", MODEL)
     specs = role_specs(Backends(models, generation, (theirs,)), (), CPU)
     assert [specs[role].wanted[0].distribution for role in models] == ["rl-dtensor", "rl-megatron"]
     for role in models:
@@ -110,7 +111,7 @@ def test_workers_of_models_with_images_have_what_reads_them():
     model = ModelConfig(model_name="any", vision=VisionConfig(enabled=True))
     dtensor, vllm = plugin(POLICIES, "dtensor"), plugin(GENERATORS, "vllm")
     policy = ModelBackend(dtensor, model, dtensor.config(), "policy", ModelSpec(), SHARED)
-    generation = GenerationBackend(vllm, GenerationConfig(), vllm.config(), model)
+    generation = GenerationBackend(vllm, GenerationConfig(), vllm.config(), "policy", model)
     instance = EnvironmentInstance("screen", "any:Environment", EnvironmentConfig(), Requirement("rl-envs"))
     specs = role_specs(Backends({"policy": policy}, generation), [instance], CPU)
     assert Wanted("rl-dtensor", ("vision", "worker")) in specs["policy"].wanted

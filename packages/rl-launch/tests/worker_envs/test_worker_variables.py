@@ -2,7 +2,7 @@ import sys
 
 import pytest
 
-from rl_launch.worker_envs import chosen_variables, worker_variables
+from rl_launch.worker_envs.variables import chosen_variables, worker_variables
 
 
 @pytest.fixture(autouse=True)

@@ -10,12 +10,14 @@ from rl_launch.cluster.machine import local_gpus
 from rl_launch.commands.preparation import Preparation, StartCheck, checks_of
 from rl_launch.commands.start import run_of
 from rl_launch.commands.train import with_local_models
-from rl_launch.doctor import CHECKS, Diagnosis, Machine, Report, examine
+from rl_launch.doctor.checks import CHECKS
+from rl_launch.doctor.findings import Diagnosis, Report, examine
+from rl_launch.doctor.machine import Machine
 from rl_launch.doctor.needs import needs_of, needs_of_plan
 from rl_launch.model_files.local_models import untrained_model
 from rl_launch.root_config import with_section
 from rl_launch.run_config.plan import RunPlan
-from rl_launch.worker_envs import provision
+from rl_launch.worker_envs.provision import provision
 
 
 def diagnose(recipe: str, overrides: Sequence[str] = (), machine: Machine | None = None) -> Report:

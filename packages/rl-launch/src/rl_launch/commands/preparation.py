@@ -55,9 +55,8 @@ from rl_launch.session.directory.run_folder import CONFIG, RunFolder, is_run
 from rl_launch.session.directory.writable import check_writable
 from rl_launch.session.tracking.trackers import check_mlflow_store
 from rl_launch.session.tracking.writers import check_writers
-from rl_launch.worker_envs import availability_of, check_home
 from rl_launch.worker_envs.node_build import default_root
-from rl_launch.worker_envs.provision import DriverEnvs
+from rl_launch.worker_envs.provision import DriverEnvs, availability_of, check_home
 from rl_launch.worker_envs.variables import worker_process_environment
 
 _log = logging.getLogger(__name__)

@@ -89,7 +89,7 @@ class Quickstart:
         """Build the environment of the first stages, and start building the vLLM environment, which the last stage
         needs."""
         from rl_launch.runtime.role_envs import role_specs
-        from rl_launch.worker_envs import provision
+        from rl_launch.worker_envs.provision import provision
 
         settings = [f"policy.model_name={model}", *self._cluster]
 

@@ -15,7 +15,7 @@ from rl_launch.doctor.findings import Check, Diagnosis
 from rl_launch.doctor.machine import Machine, driver_remedy
 from rl_launch.doctor.needs import Needs
 from rl_launch.doctor.room import Room
-from rl_launch.worker_envs import Availability
+from rl_launch.worker_envs.provision import Availability
 
 GIB = 2**30
 NUM_PORTS = 32

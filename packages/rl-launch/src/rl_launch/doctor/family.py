@@ -21,7 +21,8 @@ from rl_core.plugins import POLICIES, BackendPlugin, MeshCase, plugin
 from rl_core.selfcheck.cases import FamilyCase
 from rl_launch.model_files.local_models import model_of_run
 from rl_launch.model_files.model_folder import MODEL_FILES, folder_problems
-from rl_launch.worker_envs import provision, worker_env
+from rl_launch.worker_envs.provision import provision
+from rl_launch.worker_envs.spec import worker_env
 from rl_launch.worker_envs.variables import worker_process_environment
 
 SCHEMA = 1

@@ -26,9 +26,10 @@ from rl_launch.cluster.machine import is_answered, local_gpus
 from rl_launch.cluster.process_limit import ProcessLimit, process_limit
 from rl_launch.cluster.ray_files import ray_folder, token_problem
 from rl_launch.doctor.room import Room, room
-from rl_launch.worker_envs import Availability, Mode, Wanted, WorkerEnvSpec, availability_of, default_root, missing
-from rl_launch.worker_envs.driver import project_distributions
-from rl_launch.worker_envs.node_build import EnvBuildError, clean_environment, find_uv
+from rl_launch.worker_envs.driver import missing, project_distributions
+from rl_launch.worker_envs.node_build import EnvBuildError, clean_environment, default_root, find_uv
+from rl_launch.worker_envs.provision import Availability, Mode, availability_of
+from rl_launch.worker_envs.spec import Wanted, WorkerEnvSpec
 
 _TIMEOUT_S = 5.0
 _DRIVER_TIMEOUT_S = 20.0

@@ -17,7 +17,8 @@ from rl_launch.placement.topology import Topology
 from rl_launch.run_config.plan import RunPlan
 from rl_launch.run_config.reading import read_plan
 from rl_launch.runtime.role_envs import role_specs
-from rl_launch.worker_envs import Mode, WorkerEnvSpec
+from rl_launch.worker_envs.provision import Mode
+from rl_launch.worker_envs.spec import WorkerEnvSpec
 
 _CHECKPOINT_BYTES = 14
 """Bytes of each parameter in a checkpoint: float32 weights, two moments, and the Hugging Face files in bfloat16."""

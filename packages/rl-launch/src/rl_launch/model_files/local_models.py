@@ -17,7 +17,8 @@ from rl_launch.session.checkpoints.checkpoints import ADAPTER, EXPORT, exported_
 from rl_launch.session.directory.checkpoint_name import CheckpointName
 from rl_launch.session.directory.run_folder import RUNS, no_run, runs_in
 from rl_launch.session.directory.writable import check_writable
-from rl_launch.worker_envs import check_home, default_root
+from rl_launch.worker_envs.node_build import default_root
+from rl_launch.worker_envs.provision import check_home
 
 _log = logging.getLogger(__name__)
 

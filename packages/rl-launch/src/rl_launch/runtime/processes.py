@@ -16,8 +16,8 @@ from rl_core.devices import Device
 from rl_core.environments.instance import instance_of
 from rl_core.errors import ConfigError
 from rl_core.fork_server import IDLE_S, shell_command
-from rl_core.plugins import BackendPlugin, Preload, RolloutNeeds
-from rl_launch.backends import Backends
+from rl_core.plugins import Preload, RolloutNeeds
+from rl_launch.backends import Backend
 from rl_launch.cluster.node_task import usable_cores
 from rl_launch.cluster.nodes import Nodes
 from rl_launch.cluster.start_wait import REPORT_S, busy
@@ -26,9 +26,9 @@ from rl_launch.placement.topology import GENERATION, Topology
 from rl_launch.root_config import DRAFTER, POLICY
 from rl_launch.run_config.plan import RunPlan
 from rl_launch.runtime.role_envs import role_specs
-from rl_launch.worker_envs import chosen_variables, worker_variables
 from rl_launch.worker_envs.engine_checks import engine_problems
 from rl_launch.worker_envs.provision import DriverEnvs
+from rl_launch.worker_envs.variables import chosen_variables, worker_variables
 
 _log = logging.getLogger(__name__)
 
@@ -102,40 +102,30 @@ def check_engines(plan: RunPlan, envs: DriverEnvs, device: Device) -> None:
     """
     _log.info("checking models and engines in their environments")
     backends, cluster = plan.backends, plan.config.cluster
-    chosen = [(role, model.section, model.plugin) for role, model in backends.models.items()]
-    if backends.generation is not None:
-        chosen.append((GENERATION, POLICY, backends.generation.plugin))
-    preloads, env_vars = backends.preloads(device), env_vars_by_role(backends)
+    preloads = backends.preloads(device)
     fork_server_s = server_stay_s(cluster.fork_server_s, device)
     cores, ranks = usable_cores(), device.ranks_per_node(cluster)
 
-    def problems_of(role: str, key: str, found: BackendPlugin) -> list[str]:
-        if not found.preflight:
+    def problems_of(role: str, chosen: Backend[Any]) -> list[str]:
+        if not chosen.plugin.preflight:
             return []
         python, preload = envs.interpreters[role], preloads[role]
         # A worker has the same variables, so that both are forked from the same process.
         num_threads = cores if role == GENERATION else max(1, cores // ranks)
-        own = (cluster.env_vars, env_vars[role])
+        own = (cluster.env_vars, chosen.config.env_vars)
         variables = variables_of_worker(python, preload, device, *own, num_threads=num_threads)
         options: Any = {"variables": variables, "imports": preload.modules, "fork_server_s": fork_server_s}
-        return [f"{key}.{text}" for text in engine_problems(python, found.preflight, plan.section(key), **options)]
+        found = engine_problems(python, chosen.plugin.preflight, plan.section(chosen.section), **options)
+        return [f"{chosen.section}.{text}" for text in found]
 
     begun = time.monotonic()
     with ThreadPoolExecutor(max_workers=2) as threads:
-        answers = {threads.submit(problems_of, *each): each[0] for each in chosen}
+        answers = {threads.submit(problems_of, *each): each[0] for each in backends.by_role.items()}
         while waiting := wait(answers, REPORT_S).not_done:
             roles = ", ".join(role for answer, role in answers.items() if answer in waiting)
             _log.info("still checking after %.0f s: %s%s", time.monotonic() - begun, roles, busy())
     if problems := [problem for answer in answers for problem in answer.result()]:
         raise ConfigError("\n".join(problems))
-
-
-def env_vars_by_role(backends: Backends) -> dict[str, EnvVars]:
-    """Return the environment variables that the config sets for the workers of each role."""
-    found = {role: model.config.env_vars for role, model in backends.models.items()}
-    if backends.generation is not None:
-        found[GENERATION] = backends.generation.config.env_vars
-    return found
 
 
 @dataclass(frozen=True)
@@ -198,9 +188,7 @@ class Processes:
     ) -> None:
         self._nsys = nsys
         self._cluster = cluster
-        self._nodes = nodes
-        self.leave = nodes.leave
-        """Note that the run has no workers of these roles on a node any more."""
+        self.nodes = nodes
         self._env_vars = env_vars
         self._env_vars_by_role = dict(env_vars_by_role)
         self._preloads = dict(preloads)
@@ -215,11 +203,11 @@ class Processes:
         by_node: dict[str, list[str]] = {}
         for node, role in roles:
             by_node.setdefault(node, []).append(role)
-        self._nodes.prepare(by_node)
+        self.nodes.prepare(by_node)
 
     def cores(self, node: str) -> int:
         """Return the number of cores of a prepared node."""
-        return self._nodes[node].facts.cores
+        return self.nodes[node].facts.cores
 
     def on(
         self, node: str, role: str, *, num_gpus: float = 0, ranks: int = 1, number: int | None = None, name: str = ""
@@ -234,7 +222,7 @@ class Processes:
             number: Rank of the model, or number of the generator; None for a worker that cannot be profiled.
             name: Name of a worker that has a number.
         """
-        found = self._nodes[node]
+        found = self.nodes[node]
         python = found.interpreters[role]
         preload = self._preloads.get(role, Preload())
         of_worker = variables_of_worker(

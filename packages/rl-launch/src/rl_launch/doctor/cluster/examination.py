@@ -32,7 +32,8 @@ from rl_launch.run_config.inputs import model_names
 from rl_launch.run_config.plan import RunPlan
 from rl_launch.run_config.reading import read_plan
 from rl_launch.runtime.role_envs import role_specs
-from rl_launch.worker_envs import availability_of, chosen_variables, worker_variables
+from rl_launch.worker_envs.provision import availability_of
+from rl_launch.worker_envs.variables import chosen_variables, worker_variables
 
 TIMEOUT_S = 60.0
 """Default limit of each probe in seconds."""
