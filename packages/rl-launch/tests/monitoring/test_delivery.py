@@ -10,8 +10,7 @@ import pytest
 
 from rl_core.config import Config, load, resolve
 from rl_core.errors import ConfigError
-from rl_launch.monitoring.delivery import CommandDelivery, DeliveryError, WebhookDelivery, check_command
-from rl_launch.monitoring.notifications import Outbox
+from rl_launch.monitoring.notifications import CommandDelivery, DeliveryError, Outbox, WebhookDelivery, check_command
 from rl_launch.session.config import LoggerConfig, NotifyConfig
 
 SECRET = "T0K3N-of-mine"

@@ -114,7 +114,9 @@ def test_the_last_checkpoint_is_pushed_when_the_run_has_finished(tmp_path):
 
 def test_an_interrupted_run_has_no_last_checkpoint_to_push(tmp_path):
     run(
-        tmp_path / "run", push_to=f"file://{tmp_path}/store", at_step=lambda session, step: session._stop.ask("SIGTERM")
+        tmp_path / "run",
+        push_to=f"file://{tmp_path}/store",
+        at_step=lambda session, step: session.stop_request.ask("SIGTERM"),
     )
     assert not (tmp_path / "store/config.json").exists()
     assert (tmp_path / "run/checkpoints/step_1").is_dir()
@@ -218,7 +220,7 @@ def test_a_run_that_is_interrupted_waits_for_a_limited_time(tmp_path, api, caplo
 
     def end(session, step):
         if step == 2:
-            session._stop.ask("SIGTERM")
+            session.stop_request.ask("SIGTERM")
 
     run(tmp_path / "run", push_to="hf://me/model", push_checkpoints="every", at_step=end, wait_s=0.05)
     assert "step 2 was not pushed (the run ended first)" in caplog.text

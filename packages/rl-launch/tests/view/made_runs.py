@@ -10,7 +10,7 @@ import numpy as np
 
 from rl_core.rollouts.group import RolloutGroup
 from rl_core.rollouts.rollout import Prompt, Rollout, WeightSpan
-from rl_launch.session.rollouts.token_files import TokenFiles
+from rl_launch.session.rollouts.run_files import TokenFiles
 from rl_launch.session.traces.trace_folder import Piece, TraceWriter
 
 CONFIG = """\

@@ -56,15 +56,25 @@ def identity_of(config: RunConfig, plan: EvaluationPlan) -> dict[str, str]:
         plan: Plan of the evaluation.
     """
     policy = config.policy
+    # Weights that are trained again differ in the sizes and times of their files.
+    folder = Path(policy.model_name).expanduser()
+    paths = [path for pattern in _WEIGHTS if folder.is_dir() for path in sorted(folder.glob(pattern))]
+    files = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in paths]
     return {
-        "the model": _digest([policy.model_name, policy.precision, policy.hf_config_overrides, *_files(policy)]),
+        "the model": _digest([policy.model_name, policy.precision, policy.hf_config_overrides, *files]),
         "the engine": _digest(policy.generation.backend),
-        "prompts": _digest([[task.name, *_prompts(task.groups)] for task in plan.tasks]),
+        "prompts": _digest([[task.name, *map(_prompt, task.groups)] for task in plan.tasks]),
         "sampling": _digest(
             [[task.name, task.num_samples, *({**asdict(g.sampling), "seeds": g.seeds} for g in task.groups)]]
             for task in plan.tasks
         ),
-        "environments": _digest([_environment(config, name) for name in sorted(plan.needs.environments)]),
+        "environments": _digest(
+            [
+                [name, as_written(instance.config), _code(instance.environment)]
+                for name in sorted(plan.needs.environments)
+                for instance in [instance_of(config.env, name)]
+            ]
+        ),
         "turns": _digest([_code(plan.needs.program), dict(plan.needs.program_args), plan.needs.max_seconds]),
     }
 
@@ -74,31 +84,15 @@ def prompt_digest(prompt: Prompt) -> str:
     return _digest(list(prompt.messages))[:12]
 
 
-def _prompts(groups: Any) -> Iterator[Any]:
-    for group in groups:
-        prompt = group.prompt
-        yield [prompt.id, prompt.environment, dict(prompt.info), prompt.token_ids.tolist()]
-
-
-def _environment(config: RunConfig, name: str) -> list[Any]:
-    instance = instance_of(config.env, name)
-    return [name, as_written(instance.config), _code(instance.environment)]
+def _prompt(group: Any) -> list[Any]:
+    prompt = group.prompt
+    return [prompt.id, prompt.environment, dict(prompt.info), prompt.token_ids.tolist()]
 
 
 def _code(code: str | FromFile | RewardSum | None) -> Any:
     if isinstance(code, RewardSum):
         return [_code(code.environment), *([part.name, part.weight, _code(part.function)] for part in code.parts)]
     return [code.source.sha256, code.name] if isinstance(code, FromFile) else code
-
-
-def _files(policy: Any) -> Iterator[Any]:
-    """Yield names, sizes and times of the files of a model in a local folder, because weights that are trained again
-    differ."""
-    folder = Path(policy.model_name).expanduser()
-    for pattern in _WEIGHTS if folder.is_dir() else ():
-        for path in sorted(folder.glob(pattern)):
-            found = path.stat()
-            yield [path.name, found.st_size, found.st_mtime_ns]
 
 
 def _digest(value: Any) -> str:
@@ -164,7 +158,15 @@ class EvaluationFolder:
         self.logs.mkdir(exist_ok=True)
         self._lock.acquire()
         try:
-            self._compare(identity)
+            earlier = identity
+            if (self.path / PLAN).is_file():
+                earlier = json.loads((self.path / PLAN).read_text(encoding="utf-8"))["identity"]
+            if changed := [name for name in {**earlier, **identity} if earlier.get(name) != identity.get(name)]:
+                raise RunDirectoryError(
+                    f"{self.path} holds an evaluation of something else: {', '.join(changed)} "
+                    f"{'differs' if len(changed) == 1 else 'differ'}. Choose another run_dir, or evaluate as it was "
+                    f"begun: rl eval {self.path}"
+                )
             write_atomically(self.path / CONFIG, tree_to_yaml(with_absolute_paths(config)))
             write_atomically(self.path / PLAN, json.dumps({"schema": 1, "identity": dict(identity)}, indent=2) + "\n")
             done, size = self._finished(num_samples)
@@ -203,18 +205,6 @@ class EvaluationFolder:
             self._file.close()
             self._file = None
         self._lock.release()
-
-    def _compare(self, identity: Mapping[str, str]) -> None:
-        if not (self.path / PLAN).is_file():
-            return
-        earlier = json.loads((self.path / PLAN).read_text(encoding="utf-8"))["identity"]
-        changed = [name for name in {**earlier, **identity} if earlier.get(name) != identity.get(name)]
-        if changed:
-            raise RunDirectoryError(
-                f"{self.path} holds an evaluation of something else: {', '.join(changed)} "
-                f"{'differs' if len(changed) == 1 else 'differ'}. Choose another run_dir, or evaluate as it was begun: "
-                f"rl eval {self.path}"
-            )
 
     def _finished(self, num_samples: Mapping[str, int]) -> tuple[Done, int]:
         """Return the scores of the groups whose rollouts are all in the file, and its size up to the last of them."""

@@ -61,8 +61,8 @@ class EvaluationResult:
     @property
     def counts(self) -> dict[str, int]:
         """Number of prompts, rollouts and failed rollouts of all tasks."""
-        tasks = self.tasks.values()
-        return {name: sum(getattr(task, name) for task in tasks) for name in _COUNTS}
+        names = ("num_prompts", "num_rollouts", "num_failed")
+        return {name: sum(getattr(task, name) for task in self.tasks.values()) for name in names}
 
     def as_json(self) -> dict[str, Any]:
         """Return the contents of `eval.json`."""
@@ -88,7 +88,10 @@ class EvaluationResult:
             raise ConfigError(f"{path} is not the result of an evaluation (a folder with {RESULT}){unfinished}")
         try:
             data = json.loads(file.read_text(encoding="utf-8"))
-            tasks = {name: _summary(each) for name, each in data["tasks"].items()}
+            tasks = {}
+            for name, each in data["tasks"].items():
+                estimates = {key: Estimate(**found) for key, found in each["estimates"].items()}
+                tasks[name] = Summary(**{**each, "estimates": estimates})
             prompts = {
                 name: tuple(ScoredPrompt(id, digest, tuple(rewards)) for id, digest, rewards in task)
                 for name, task in data["prompts"].items()
@@ -131,13 +134,5 @@ def compare_results(first: EvaluationResult, second: EvaluationResult) -> dict[s
     return found
 
 
-_COUNTS = ("num_prompts", "num_rollouts", "num_failed")
-
-
 def _means(prompts: tuple[ScoredPrompt, ...]) -> dict[str, float]:
     return {f"{each.id} {each.digest}": float(np.array(each.rewards).mean()) for each in prompts}
-
-
-def _summary(data: Mapping[str, Any]) -> Summary:
-    estimates = {name: Estimate(**each) for name, each in data["estimates"].items()}
-    return Summary(**{**data, "estimates": estimates})

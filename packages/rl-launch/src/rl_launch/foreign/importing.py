@@ -7,7 +7,6 @@ import os
 import re
 import resource
 import signal
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -105,9 +104,7 @@ def import_config(path: Path, system: str, *, algorithm: str = "", gpus: int | N
     for _ in range(_ROUNDS):
         problems = _problems(config.recipe)
         unused = [
-            problem
-            for problem in problems
-            if problem.is_unused and (value_at(config.recipe, parse_path(problem.key)) is not None)
+            each for each in problems if each.is_unused and value_at(config.recipe, parse_path(each.key)) is not None
         ]
         if not unused:
             _refuse(config, problems)
@@ -142,9 +139,9 @@ def _limited(path: Path) -> Iterator[None]:
     """Refuse a file that takes more processor time or memory than a config or a script: constants of a script are
     computed, and a few lines of them can produce very large values.
 
-    Only the main thread of a process on Linux can set the limits.
+    Only the main thread of a process can set the limits.
     """
-    if sys.platform != "linux" or threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
 
@@ -276,25 +273,21 @@ def _refuse(config: Translation, problems: list[Problem]) -> None:
         section = key.rpartition(".")[0]
         if any(each == key or each.startswith(f"{key}.") or (section and each == section) for each in refused):
             continue  # it is missing, or wrong, because it is refused
-        if refused and not (value_at(config.recipe, parse_path(key)) is not None):
-            continue
         found = value_at(config.recipe, parse_path(key)) if key else None
+        if refused and found is None:
+            continue
         if found is not None and not isinstance(found, dict):
             config.remove(key)
-        text = _feature(problem)
+        # A feature is listed with the sizes in the message.
+        text = f"{key}: {problem.message}" if key else problem.message
+        if problem.feature:
+            is_size = isinstance(problem.got, int) and not isinstance(problem.got, bool)
+            text = f"{problem.feature}: {problem.reason}" if is_size else problem.feature
         sources = [answer for answer in config.answers if _leads_to(answer, key)]
         for answer in sources:
             config.answer_anew(answer.key, Kind.REFUSED, text)
         if not sources:
             config.answer_anew(key or "config", Kind.REFUSED, text)
-
-
-def _feature(problem: Problem) -> str:
-    """Return the feature that a problem is about, with the sizes or values in its message."""
-    if not problem.feature:
-        return f"{problem.key}: {problem.message}" if problem.key else problem.message
-    is_size = isinstance(problem.got, int) and not isinstance(problem.got, bool)
-    return f"{problem.feature}: {problem.reason}" if is_size else problem.feature
 
 
 def _leads_to(answer: KeyAnswer, key: str) -> bool:
@@ -343,19 +336,17 @@ def _restore(shorter: dict[Any, Any], whole: dict[Any, Any], path: KeyPath) -> N
         shorter[last] = copy.deepcopy(whole[last])
 
 
-def _is_default(default: Any, value: Any) -> bool:
-    """Return whether a value is a default; a named section may be given by its name."""
-    return bool(default == value) or (isinstance(default, dict) and default.get("name") == value)
-
-
 def _without_defaults(values: Any, root: type[Config], path: KeyPath) -> Any:
     if not isinstance(values, dict):
         return values
     kept = {}
     for name, value in values.items():
         key = key_at(root, (*path, name), {})
-        if path and key is not None and key.field is not None and not key.required and _is_default(key.default, value):
-            continue
+        if path and key is not None and key.field is not None and not key.required:
+            default = key.default
+            # A named section may be given by its name.
+            if default == value or (isinstance(default, dict) and default.get("name") == value):
+                continue
         inner = _without_defaults(value, root, (*path, name)) if key is not None else value
         if inner != {} or value == {}:
             kept[name] = inner

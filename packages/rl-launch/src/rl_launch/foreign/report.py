@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from rl_core.config import show, to_override
 from rl_launch.foreign.importing import ImportedRecipe
-from rl_launch.foreign.translation import KeyAnswer
 from rl_launch.foreign_keys.table import Kind
 
 _WIDTH = 118
@@ -59,7 +58,10 @@ def report_text(imported: ImportedRecipe) -> str:
         answers = list(imported.of(kind))
         lines += [title, *(f"- {each.key} -> {each.text}" for each in answers)] if answers else []
     for kind, title in ((Kind.NOT_NEEDED, "Not taken over:"), (Kind.REFUSED, "Refused:")):
-        grouped = _grouped(imported.of(kind))
+        by_reason: dict[str, list[str]] = {}
+        for answer in imported.of(kind):
+            by_reason.setdefault(answer.text, []).append(answer.key)
+        grouped = [line for reason, keys in by_reason.items() for line in _wrapped(reason, keys)]
         lines += [title, *grouped] if grouped else []
     same = ", ".join(each.key for each in imported.of(Kind.SAME))
     lines += textwrap.wrap(f"Taken as they are: {same}", _WIDTH, subsequent_indent="  ") if same else []
@@ -123,14 +125,6 @@ def _yaml(tree: dict[str, Any], indent: int) -> Iterator[str]:
 
 def _flow(value: Any) -> str:
     return to_override("", value)[1:]
-
-
-def _grouped(answers: Iterable[KeyAnswer]) -> list[str]:
-    """Return the keys by their reasons."""
-    by_reason: dict[str, list[str]] = {}
-    for answer in answers:
-        by_reason.setdefault(answer.text, []).append(answer.key)
-    return [line for reason, keys in by_reason.items() for line in _wrapped(reason, keys)]
 
 
 def _wrapped(reason: str, keys: list[str]) -> Iterator[str]:

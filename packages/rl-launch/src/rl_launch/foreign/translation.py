@@ -10,7 +10,7 @@ from typing import Any
 
 from rl_algos.losses.surrogates import SURROGATES
 from rl_core.config import show
-from rl_core.config.keys import Key
+from rl_core.config.keys import Key, value_at
 from rl_core.errors import ConfigError
 from rl_launch.foreign_keys.table import Kind, Table, flattened
 
@@ -105,9 +105,7 @@ class Translation:
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value of a key of the other system; the default if it is missing or null."""
         self.asked = key
-        found: Any = self.values
-        for name in key.split("."):
-            found = found.get(name) if isinstance(found, dict) else None
+        found = value_at(self.values, tuple(key.split(".")))
         return default if found is None else found
 
     def has(self, key: str) -> bool:
@@ -136,17 +134,14 @@ class Translation:
                 raise ConfigError(f"{key}: {name} is a section here, and the file gives it the value {show(at)}")
         at[last] = value
 
-    def put_default(self, key: str, value: Any) -> None:
-        """Set a key of the recipe that has no value."""
-        if self.written(key) is None:
-            self.put(key, value)
+    def compute(self, key: str, here: str, value: Any, text: str = "") -> None:
+        """Set a key of the recipe to a value that follows from a key of the other system, which is answered."""
+        self.put(here, value)
+        self.answer(key, Kind.FOLLOWS, text or here)
 
     def written(self, key: str) -> Any:
         """Return the value of a key of the recipe; None if it is not set."""
-        found: Any = self.recipe
-        for name in key.split("."):
-            found = found.get(name) if isinstance(found, dict) else None
-        return found
+        return value_at(self.recipe, tuple(key.split(".")))
 
     def remove(self, key: str) -> None:
         """Remove a key from the recipe."""
@@ -192,19 +187,13 @@ class Translation:
 
     def finish(self) -> None:
         """Answer all remaining keys, by the table or by the keys that exist in this project."""
-        self._answer_sections_that_are_off()
-        for key in self.keys():
-            self._answer_by_table(key)
-
-    def _answer_sections_that_are_off(self) -> None:
-        switches = [key for key in self._keys if key.endswith(".enabled") and self._keys[key] is False]
-        for switch in switches:
+        for switch in [key for key in self._keys if key.endswith(".enabled") and self._keys[key] is False]:
             section = switch.removesuffix(".enabled")
-            if section.rpartition(".")[2] in _ALWAYS:
-                continue
-            for key in self.keys(section):
+            for key in self.keys(section) if section.rpartition(".")[2] not in _ALWAYS else ():
                 if key != switch:
                     self.unneeded(key, _OFF.format(section=section))
+        for key in self.keys():
+            self._answer_by_table(key)
 
     def _answer_by_table(self, key: str) -> None:
         value = self._keys[key]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from rl_launch.foreign_keys.table import IMPORTED, SYSTEMS, Kind, Rule, Table, flattened, table
@@ -117,7 +116,15 @@ def meanings(name: str, algorithm: str = "") -> list[Meaning]:
     found: dict[tuple[str, str], tuple[list[str], Rule]] = {}
     for system in SYSTEMS:
         known = table(system)
-        for key, rule in _rules(known, name):
+        last = name.rpartition(".")[2]
+        rules: list[tuple[str, Rule]] = []
+        if (rule := known.rule(name)) is not None:
+            rules = [(name, rule)]
+        elif "." not in name:
+            rules = [(rule.pattern, rule) for rule in known.rules if rule.pattern.rpartition(".")[2] == name]
+        elif known.is_flat and (rule := known.rule(last)) is not None:
+            rules = [(last, rule)]
+        for key, rule in rules:
             found.setdefault((key, rule.answer(key, section)), ([], rule))[0].append(known.name)
     made = []
     for (key, _), (systems, rule) in list(found.items())[:_MAX_MEANINGS]:
@@ -128,13 +135,3 @@ def meanings(name: str, algorithm: str = "") -> list[Meaning]:
         is_key = rule.kind in (Kind.RENAMED, Kind.SAME) and " " not in answer
         made.append(Meaning(text, answer if is_key else ""))
     return made
-
-
-def _rules(known: Table, name: str) -> Iterator[tuple[str, Rule]]:
-    """Yield the rules of a system for a key, or for the keys that end in a name."""
-    if (rule := known.rule(name)) is not None:
-        yield name, rule
-    elif "." not in name:
-        yield from ((rule.pattern, rule) for rule in known.rules if rule.pattern.rpartition(".")[2] == name)
-    elif known.is_flat and (rule := known.rule(last := name.rpartition(".")[2])) is not None:
-        yield last, rule

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from fnmatch import fnmatchcase
@@ -147,15 +147,12 @@ def table(system: str) -> Table:
         system: One of `SYSTEMS`.
     """
     data = yaml.safe_load((_TABLES / f"{system}.yaml").read_text(encoding="utf-8"))
-    return Table(
-        data["system"],
-        tuple(_rules(data)),
-        data.get("values", {}),
-        data.get("off", {}),
-        data.get("defaults", {}),
-        data.get("tables", {}),
-        bool(data.get("flat", False)),
-    )
+    rules = [Rule(key, Kind.RENAMED, destination) for key, destination in data.get("renamed", {}).items()]
+    rules += [Rule(key, Kind.FOLLOWS, text) for key, text in data.get("computed", {}).items()]
+    for kind, section in ((Kind.NOT_NEEDED, "not needed"), (Kind.REFUSED, "refused")):
+        rules += [Rule(key, kind, text) for text, keys in data.get(section, {}).items() for key in keys]
+    further = {section: data.get(section, {}) for section in ("values", "off", "defaults", "tables")}
+    return Table(data["system"], tuple(rules), is_flat=bool(data.get("flat", False)), **further)
 
 
 def flattened(values: Any, path: str = "") -> dict[str, Any]:
@@ -166,16 +163,6 @@ def flattened(values: Any, path: str = "") -> dict[str, Any]:
     for name, value in values.items():
         found |= flattened(value, f"{path}.{name}" if path else str(name))
     return found
-
-
-def _rules(data: Mapping[str, Any]) -> Iterator[Rule]:
-    for key, destination in data.get("renamed", {}).items():
-        yield Rule(key, Kind.RENAMED, destination)
-    for key, text in data.get("computed", {}).items():
-        yield Rule(key, Kind.FOLLOWS, text)
-    for kind, section in ((Kind.NOT_NEEDED, "not needed"), (Kind.REFUSED, "refused")):
-        for text, keys in data.get(section, {}).items():
-            yield from (Rule(key, kind, text) for key in keys)
 
 
 def _names(key: str) -> tuple[str, ...]:

@@ -8,8 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 from rl_core.rollouts.group import RolloutGroup
-from rl_launch.monitoring.delivery import check_command
-from rl_launch.monitoring.notifications import Findings, Notifications
+from rl_launch.monitoring.notifications import Findings, Notifications, check_command
 from rl_launch.monitoring.prometheus import PrometheusEndpoint, check_prometheus
 from rl_launch.monitoring.quantities import SystemReadings
 from rl_launch.monitoring.telemetry import Telemetry, check_telemetry

@@ -106,7 +106,8 @@ def callback_class(name: str) -> type[Callback]:
         FromFile.read(name)  # its error lists what the file defines if the name is wrong
     kind = resolve(name)
     if not (isinstance(kind, type) and issubclass(kind, Callback)):
-        raise ValueError(f"{name} is not a subclass of rl_core.Callback. Write class {_last(name)}(Callback)")
+        last = name.rpartition(":")[2].rpartition(".")[2]
+        raise ValueError(f"{name} is not a subclass of rl_core.Callback. Write class {last}(Callback)")
     unknown = [
         each
         for each in dir(kind)
@@ -170,10 +171,6 @@ def _settings_problems(kind: type[Callback], section: CallbackConfig) -> Iterato
     else:
         if inspect.isabstract(kind):
             yield Problem("", f"{kind.__name__} has abstract methods, so no instance of it can be created")
-
-
-def _last(name: str) -> str:
-    return name.rpartition(":")[2].rpartition(".")[2]
 
 
 class Callbacks:

@@ -6,7 +6,7 @@ import re
 from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from rl_core.config import Config, Problem, ProblemError, WhenChanged
 from rl_core.tracing.profiling import Tool
@@ -18,6 +18,14 @@ Event = Literal["finished", "failed", "interrupted", "resumed", "stalled", "alar
 _DESTINATION = re.compile(r"hf://[\w.-]+/[\w.-]+|(?!hf:)[a-z][a-z0-9+.-]*://\S+")
 
 _DURATION = re.compile(r"(\d+):([01]?\d|2[0-3]):([0-5]?\d):([0-5]?\d)")
+
+_FORMS = {
+    "checkpoint_must_save_by": (_DURATION, "DD:HH:MM:SS, such as 00:03:45:00"),
+    "push_to": (
+        _DESTINATION,
+        "hf://OWNER/NAME for the Hugging Face hub, s3://BUCKET/FOLDER, gs://..., abfs://..., file:///FOLDER",
+    ),
+}
 
 Access = Literal["owner", "group", "all"]
 """Users who can read a run directory."""
@@ -108,20 +116,11 @@ class CheckpointingConfig(Config):
     push_private: bool = True
     """True if a new repository on the hub is private. An existing repository keeps its visibility."""
 
-    @field_validator("checkpoint_must_save_by")
+    @field_validator("checkpoint_must_save_by", "push_to")
     @classmethod
-    def _is_duration(cls, value: str | None) -> str | None:
-        if value is not None and not _DURATION.fullmatch(value):
-            raise ProblemError(Problem("", got=value, allowed="DD:HH:MM:SS, such as 00:03:45:00"))
-        return value
-
-    @field_validator("push_to")
-    @classmethod
-    def _is_destination(cls, value: str | None) -> str | None:
-        if value is not None and not _DESTINATION.fullmatch(value):
-            allowed = (
-                "hf://OWNER/NAME for the Hugging Face hub, s3://BUCKET/FOLDER, gs://..., abfs://..., file:///FOLDER"
-            )
+    def _is_well_formed(cls, value: str | None, info: ValidationInfo) -> str | None:
+        pattern, allowed = _FORMS[str(info.field_name)]
+        if value is not None and not pattern.fullmatch(value):
             raise ProblemError(Problem("", got=value, allowed=allowed))
         return value
 

@@ -36,8 +36,7 @@ from rl_launch.session.directory.run_state import RunState, Status
 from rl_launch.session.directory.writable import careful_umask
 from rl_launch.session.observer import ObservedRun, Observers, RunObserver
 from rl_launch.session.rollouts import rollout_store
-from rl_launch.session.rollouts.run_files import RolloutFiles, RolloutWriter
-from rl_launch.session.rollouts.token_files import TokenFiles
+from rl_launch.session.rollouts.run_files import RolloutFiles, RolloutWriter, TokenFiles
 from rl_launch.session.save_protocol import SaveProtocol
 from rl_launch.session.step_clock import StepClock
 from rl_launch.session.step_metrics import StepMetrics

@@ -8,6 +8,7 @@ from statistics import fmean, median
 from typing import Any
 
 from rl_algos.evaluation.summary import listed
+from rl_core.config.keys import value_at
 from rl_launch.session.tracking.progress import imbalance, steady
 
 MIN_STEPS = 8
@@ -484,7 +485,4 @@ def _last_quarter(name: str, rows: Rows) -> list[float]:
 
 
 def _at(config: Mapping[str, Any], key: str) -> Any:
-    found: Any = config
-    for name in key.split("."):
-        found = found.get(name) if isinstance(found, Mapping) else None
-    return found
+    return value_at(config, tuple(key.split(".")))

@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
 from rl_core.config import did_you_mean
+from rl_core.config.keys import value_at
 from rl_core.config.tree import COMMAND_LINE, natural, read_value
 from rl_core.errors import ConfigError
 from rl_core.rollouts.record import turns_of
@@ -111,10 +112,7 @@ class RecordValues:
             return None if self._record.get("status") == "failed" else reward_of(self._record)
         if key == "response":
             return response_of(self._record)
-        found: Any = self._record
-        for name in key.split("."):
-            found = found.get(name) if isinstance(found, Mapping) else None
-        return found
+        return value_at(self._record, tuple(key.split(".")))
 
 
 @dataclass(frozen=True)

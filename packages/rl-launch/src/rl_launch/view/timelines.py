@@ -10,8 +10,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rl_core.errors import RunDirectoryError
-from rl_launch.session.traces.busy import STEPS, RangeShares, length, shares_of, union
-from rl_launch.session.traces.trace_folder import FOLDER, TraceFile, range_shares, trace_files
+from rl_launch.session.traces.trace_folder import (
+    FOLDER,
+    STEPS,
+    RangeShares,
+    TraceFile,
+    length,
+    range_shares,
+    shares_of,
+    trace_files,
+    union,
+)
 from rl_launch.view.catalog import PageCatalog
 from rl_launch.view.parameters import Parameters
 

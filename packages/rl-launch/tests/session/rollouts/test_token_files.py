@@ -12,8 +12,8 @@ from rl_core.data.batch import RemoteRows
 from rl_core.errors import WorkerDied
 from rl_core.rollouts.group import RolloutGroup
 from rl_launch.session import LoggerConfig, RunSession
-from rl_launch.session.rollouts import rollout_store, token_files
-from rl_launch.session.rollouts.token_files import MAX_STEPS, TokenFiles, recorded_rows
+from rl_launch.session.rollouts import rollout_store, run_files
+from rl_launch.session.rollouts.run_files import MAX_STEPS, TokenFiles, recorded_rows
 from rl_launch.session.rollouts.token_table import RecordedRollout, TokenRows, read_tokens, recorded_rollouts
 
 
@@ -104,10 +104,10 @@ def test_groups_are_drawn_by_the_step_and_their_tokens_are_bounded(monkeypatch):
         [-8 * (line // 2) - at for line in two.rollout[::3] for at in range(8)],
     )
 
-    monkeypatch.setattr(token_files, "TOKENS_PER_GROUP", 5)
+    monkeypatch.setattr(run_files, "TOKENS_PER_GROUP", 5)
     assert list(drawn(1, 1).index) == [0]
     assert list(drawn(1, 2).index) == [0, 1, 1]
-    monkeypatch.setattr(token_files, "TOKENS_PER_GROUP", 1)
+    monkeypatch.setattr(run_files, "TOKENS_PER_GROUP", 1)
     assert list(drawn(1, 1).index) == [0]
 
 

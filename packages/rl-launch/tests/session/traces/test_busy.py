@@ -1,11 +1,14 @@
 """Busy shares: unions of intervals, against a count of points."""
 
+import json
+from dataclasses import asdict
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_launch.session.traces.busy import RangeShares, length, overlap, shares_of, union
+from rl_launch.session.traces.trace_folder import RangeShares, length, overlap, shares_of, union
 
 intervals = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20)).map(lambda pair: (pair[0], sum(pair))))
 
@@ -47,7 +50,7 @@ def test_only_the_time_of_steps_counts():
     ]
     found = shares_of(1, 20, events)
     assert (found.seconds, found.shares) == (2.0, {"policy-0/calls": pytest.approx(0.25)})
-    assert RangeShares.from_json(found.as_json()) == found
+    assert RangeShares(**json.loads(json.dumps(asdict(found)))) == found
 
 
 def test_a_file_without_a_whole_step_has_no_shares():

@@ -12,6 +12,7 @@ from tensorboardX.proto.event_pb2 import Event
 from rl_core.config import as_written, load, resolve
 from rl_core.errors import ConfigError
 from rl_launch.session import LoggerConfig, RunSession
+from rl_launch.session.directory.run_state import Labels
 from rl_launch.session.tracking import writers
 from rl_launch.session.tracking.trackers import mlflow_name
 from rl_launch.session.tracking.writers import MetricWriters, TensorBoardWriter
@@ -184,6 +185,6 @@ def test_trackers_are_given_the_names_of_secrets_and_not_their_values(tmp_path, 
     logger = {f"{name.lower()}_enabled": True, "mlflow": {"tracking_uri": "${oc.env:TEST_SECRET}"}}
     logger["tensorboard_enabled"] = False
     settings = resolve(load({"logger": logger}), counting.CountingConfig).config
-    writers.open_writers(settings.logger, tmp_path, settings=settings, after=0)
+    writers.open_writers(settings.logger, tmp_path, settings=settings, after=0, labels=Labels())
     assert given[0]["logger"]["mlflow"]["tracking_uri"] == "${oc.env:TEST_SECRET}"
     assert "hunter2" not in repr(given)

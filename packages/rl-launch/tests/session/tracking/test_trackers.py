@@ -79,7 +79,7 @@ def fail(session, step):
 
 def interrupt(session, step):
     if step == 4:
-        session._stop.ask("SIGTERM")
+        session.stop_request.ask("SIGTERM")
 
 
 LABELS = {"name": "baseline", "group": "lr", "tags": ["a", "b"], "notes": "why"}

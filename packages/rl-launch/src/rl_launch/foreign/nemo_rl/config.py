@@ -64,7 +64,8 @@ def _translate_training(config: Translation) -> None:
         ):
             count = config.get(key)
             if count is not None:
-                config.put_default(here, 2 * count)
+                if config.written(here) is None:
+                    config.put(here, 2 * count)
                 config.follows([key], f"{here}, counted in rows, two for a pair")
     _translate_loop(config)
     _translate_loss(config)
@@ -86,7 +87,7 @@ def _translate_loop(config: Translation) -> None:
     loop = config.algorithm
     if loop == "sft":
         config.put("sft.learn", "last" if config.get("sft.only_unmask_final") else "all")
-    if loop == "dpo" and config.get("dpo.sft_average_log_probs") is None:
+    if config.get("dpo.sft_average_log_probs") is None:
         config.unneeded("dpo.sft_average_log_probs", "it follows dpo.preference_average_log_probs")
     for name in ("max_num_steps", "max_num_epochs", "val_batches", "max_val_samples"):
         if config.get(f"{loop}.{name}") == -1:
@@ -95,8 +96,9 @@ def _translate_loop(config: Translation) -> None:
                 config.put(f"{loop}.{name}", 1_000_000)
     period = config.get(f"{loop}.val_period")
     if period is not None and period <= 0:
-        config.put(f"{loop}.val_period", 0)
-        config.follows([f"{loop}.val_period"], f"{loop}.val_period: 0, which turns validation off")
+        config.compute(
+            f"{loop}.val_period", f"{loop}.val_period", 0, f"{loop}.val_period: 0, which turns validation off"
+        )
     if loop == "ppo":
         _translate_critic(config)
     if loop not in ROLLOUTS:
@@ -111,8 +113,7 @@ def _translate_loop(config: Translation) -> None:
         for key in shared:
             value = config.get(f"{section}.{key}")
             if value is not None:
-                config.put(f"grpo.{key}", value)
-                config.follows([f"grpo.{key}"], f"grpo.{key}")
+                config.compute(f"grpo.{key}", f"grpo.{key}", value)
         if name == "reinforce_plus_plus":
             baseline = config.get(f"{section}.minus_baseline", True)
             config.put(f"{section}.name", f"{name}_baseline" if baseline else name)

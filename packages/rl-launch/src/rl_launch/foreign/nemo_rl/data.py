@@ -105,19 +105,19 @@ def _dataset(config: Translation, purpose: str, given: dict[str, Any], repeats: 
         config.refuse(name_at, "NeMo Gym environments (env.nemo_gym)")
     elif path is not None:
         made["data_path"] = path
-        _answer(config, f"{at}.data_path", Kind.SAME, f"{at}.data_path")
+        config.answer(f"{at}.data_path", Kind.SAME, f"{at}.data_path")
         config.unneeded(name_at, "the file is data_path")
     elif known is not None:
         made["dataset_name"] = known.get("by_split", {}).get(given.get("split", purpose), known["hub"])
         made |= known.get("settings", {})
         if "split" in known and "split" not in given:
             made["split"] = known["split"]
-        _answer(config, name_at, Kind.FOLLOWS, f"{name_at}: {known['hub']}")
+        config.answer(name_at, Kind.FOLLOWS, f"{name_at}: {known['hub']}")
         for key in ("output_key", "input_key"):
-            _answer(config, f"{at}.{key}", Kind.NOT_NEEDED, _KNOWN_COLUMNS)
+            config.unneeded(f"{at}.{key}", _KNOWN_COLUMNS)
     elif "/" in lower:
         made["dataset_name"] = name
-        _answer(config, name_at, Kind.SAME, name_at)
+        config.answer(name_at, Kind.SAME, name_at)
     else:
         _refuse(config, name_at, at, f"the dataset {name}")
     is_known = known is not None and path is None
@@ -138,36 +138,30 @@ def _setting(config: Translation, at: str, key: str, value: Any, made: dict[str,
         "download_dir": "datasets are in the Hugging Face cache",
     }
     if value is None or (key == "split_validation_size" and not value):
-        _answer(config, at, Kind.NOT_NEEDED, "unset")
+        config.unneeded(at, "unset")
     elif key in ("input_key", "output_key") and known_columns:
-        _answer(config, at, Kind.NOT_NEEDED, _KNOWN_COLUMNS)
+        config.unneeded(at, _KNOWN_COLUMNS)
     elif key == "split" and "data_path" in made and str(made["data_path"]).count("/") != 1:
-        _answer(config, at, Kind.NOT_NEEDED, "a file has no splits")
+        config.unneeded(at, "a file has no splits")
     elif key in same:
         made[key] = value
-        _answer(config, at, Kind.SAME, at)
+        config.answer(at, Kind.SAME, at)
     elif key in reasons:
-        _answer(config, at, Kind.NOT_NEEDED, reasons[key])
+        config.unneeded(at, reasons[key])
     elif key == "env_name":
         _environment(config, at, value, made)
     elif key == "processor":
         _processor(config, at, value, made)
     elif key == "chat_key":
         made["input_key"] = value
-        _answer(config, at, Kind.RENAMED, at.replace("chat_key", "input_key"))
+        config.answer(at, Kind.RENAMED, at.replace("chat_key", "input_key"))
     elif key in _COLUMNS:
         made.setdefault("columns", {})[_COLUMNS[key]] = value
-        _answer(config, at, Kind.FOLLOWS, at.replace(key, "columns"))
+        config.answer(at, Kind.FOLLOWS, at.replace(key, "columns"))
     elif value in (False, [], {}):
-        _answer(config, at, Kind.NOT_NEEDED, "off")
+        config.unneeded(at, "off")
     else:
         _refuse(config, at, at.rpartition(".")[0], f"the setting {key} of a dataset")
-
-
-def _answer(config: Translation, key: str, kind: Kind, text: str) -> None:
-    """Answer a key of a dataset, which is not a key of its own in a list of datasets."""
-    if config.has(key):
-        config.answer(key, kind, text)
 
 
 def _refuse(config: Translation, key: str, section: str, feature: str) -> None:
@@ -178,7 +172,7 @@ def _refuse(config: Translation, key: str, section: str, feature: str) -> None:
 def _environment(config: Translation, at: str, value: str, made: dict[str, Any]) -> None:
     known = config.table.tables["environments"]
     if config.algorithm not in (*ROLLOUTS, "evaluation"):
-        _answer(config, at, Kind.NOT_NEEDED, f"{config.algorithm} scores nothing")
+        config.unneeded(at, f"{config.algorithm} scores nothing")
     elif value in config.table.tables["own rewards"].split():
         named = config.get(f"env.{value}.reward_functions") or []
         listed = ", ".join(f"{each.get('name')} (weight {each.get('weight', 1)})" for each in named)
@@ -186,26 +180,26 @@ def _environment(config: Translation, at: str, value: str, made: dict[str, Any])
             f"{at}: write the rewards of {value}{f', {listed},' if listed else ''} as functions, and set "
             "FILE.py:FUNCTION, or env.NAME.rewards for several"
         )
-        _answer(config, at, Kind.FOLLOWS, f"{at}, which the recipe leaves to you")
+        config.answer(at, Kind.FOLLOWS, f"{at}, which the recipe leaves to you")
     elif any(each in value for each in config.table.tables["visual"].split()):
         _refuse(config, at, "data.train", _VISUAL)
     elif value in known:
         made["env_name"] = known[value]
-        _answer(config, at, Kind.SAME if value == known[value] else Kind.FOLLOWS, at)
+        config.answer(at, Kind.SAME if value == known[value] else Kind.FOLLOWS, at)
     else:
         _refuse(config, at, "data.train", f"the environment {value}")
 
 
 def _processor(config: Translation, at: str, value: str, made: dict[str, Any]) -> None:
     if value in config.table.tables["processors"].split():
-        _answer(config, at, Kind.NOT_NEEDED, "rows of known datasets and configured columns need none")
+        config.unneeded(at, "rows of known datasets and configured columns need none")
     elif value == "vlm_hf_data_processor" and has_images(config):
-        _answer(config, at, Kind.NOT_NEEDED, "images of a row are found by images_key")
+        config.unneeded(at, "images of a row are found by images_key")
     elif value.startswith("vlm"):
         _refuse(config, at, "data.train", _VISUAL)
     elif ":" in value:
         made["processor"] = value
-        _answer(config, at, Kind.SAME, at)
+        config.answer(at, Kind.SAME, at)
     else:
         _refuse(config, at, "data.train", f"the processor {value}")
 
@@ -215,15 +209,15 @@ def _repeat(config: Translation, repeats: list[int]) -> None:
     at, times = f"{config.algorithm}.val_num_generations_per_prompt", set(repeats)
     if not repeats or times == {1}:
         for purpose in _PURPOSES:
-            _answer(config, f"data.{purpose}.repeat", Kind.NOT_NEEDED, "1")
+            config.unneeded(f"data.{purpose}.repeat", "1")
         return
     if len(times) > 1 or config.has("data.train.repeat"):
         _refuse(config, "data.train.repeat", "data.validation", "rows repeated")
         return
     count = times.pop()
     config.put(at, count * config.get(at, 1))
-    _answer(config, at, Kind.FOLLOWS, at)
-    _answer(config, "data.validation.repeat", Kind.FOLLOWS, f"{at}: {count}")
+    config.answer(at, Kind.FOLLOWS, at)
+    config.answer("data.validation.repeat", Kind.FOLLOWS, f"{at}: {count}")
     limit = f"{config.algorithm}.max_val_samples"
     if config.get(limit):
         config.put(limit, max(1, config.get(limit) // count))
@@ -235,10 +229,10 @@ def _defaults(config: Translation) -> None:
     for key, value in (config.get("data.default") or {}).items():
         at = f"data.default.{key}"
         if value is None:
-            _answer(config, at, Kind.NOT_NEEDED, "unset")
+            config.unneeded(at, "unset")
         elif key in ("prompt_file", "system_prompt_file", "subset", "input_key", "output_key"):
             made[key] = value
-            _answer(config, at, Kind.SAME, at)
+            config.answer(at, Kind.SAME, at)
             if key == "prompt_file":
                 config.notes.append(
                     f"{at}: copy {value} beside the recipe, write {{input}} in it for {{}}, and correct its path"
@@ -250,13 +244,13 @@ def _defaults(config: Translation) -> None:
         elif key == "processor":
             _processor(config, at, value, made)
         elif key == "dataset_name" and str(value).lower() in config.table.tables["from files"].split():
-            _answer(config, at, Kind.NOT_NEEDED, "a file is named by data_path, and its columns by their keys")
+            config.unneeded(at, "a file is named by data_path, and its columns by their keys")
         elif key in _COLUMNS:
             made.setdefault("columns", {})[_COLUMNS[key]] = value
-            _answer(config, at, Kind.FOLLOWS, "data.default.columns")
+            config.answer(at, Kind.FOLLOWS, "data.default.columns")
     if made:
         config.put("data.default", made)
     for key in ("prompt_file", "system_prompt_file", "env_name", "processor", "dataset_name", "split", "input_key"):
         rule = config.table.rule(f"data.{key}")
         if rule is not None:
-            _answer(config, f"data.{key}", rule.kind, rule.text)
+            config.answer(f"data.{key}", rule.kind, rule.text)

@@ -81,8 +81,7 @@ def translate_generation(config: Translation) -> None:
     for at in (f"{section}.vllm_kwargs.limit_mm_per_prompt", f"{section}.vllm_cfg.limit_mm_per_prompt"):
         for key in config.keys(at):
             if is_on and key.endswith(".image"):
-                config.put("policy.vision.max_images", config.get(key))
-                config.follows([key], "policy.vision.max_images")
+                config.compute(key, "policy.vision.max_images", config.get(key))
             elif not config.get(key):
                 config.unneeded(key, "0")
     if backend == "vllm":
@@ -149,8 +148,7 @@ def _vllm(config: Translation, section: str) -> None:
         config.put(f"{further}.enable_expert_parallel", True)
     kwargs = f"{section}.vllm_kwargs"
     if room := config.get(f"{kwargs}.kv_cache_memory_bytes"):
-        config.put(f"{engine}.kv_cache_gib", room / 2**30)
-        config.follows([f"{kwargs}.kv_cache_memory_bytes"], f"{engine}.kv_cache_gib")
+        config.compute(f"{kwargs}.kv_cache_memory_bytes", f"{engine}.kv_cache_gib", room / 2**30)
     for name in ("precision", "dtype"):
         if name in (config.get(kwargs) or {}):
             config.unneeded(f"{kwargs}.{name}", "it is policy.precision")

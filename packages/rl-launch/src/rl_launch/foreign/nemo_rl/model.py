@@ -216,8 +216,7 @@ def translate_model(config: Translation, model: str) -> None:
                     config.refuse(key, "a language model that is not trained (freeze_language_model)")
                 config.unneeded(key, "the language model is trained")
             elif is_on and part:
-                config.put(f"policy.vision.{part}", "frozen" if config.get(key) else "trained")
-                config.follows([key], f"policy.vision.{part}")
+                config.compute(key, f"policy.vision.{part}", "frozen" if config.get(key) else "trained")
             else:
                 config.unneeded(key, "only the language model is loaded (policy.vision.enabled is false)")
     if config.get(f"{model}.router_replay.enabled"):
@@ -227,8 +226,7 @@ def translate_model(config: Translation, model: str) -> None:
 def _replace_megatron(config: Translation, model: str) -> None:
     """Train a model with images by PyTorch's own parallelism, because Megatron takes no images here."""
     sizes = f"{model}.megatron_cfg.tensor_model_parallel_size"
-    config.put(f"{model}.dtensor_cfg.tensor_parallel_size", config.get(sizes, 1))
-    config.follows([sizes], f"{model}.dtensor_cfg.tensor_parallel_size")
+    config.compute(sizes, f"{model}.dtensor_cfg.tensor_parallel_size", config.get(sizes, 1))
     config.notes.append(f"{model}.dtensor_cfg: trains in the place of megatron_cfg, which does not take images")
     for key in config.keys(f"{model}.megatron_cfg"):
         if not key.startswith((f"{model}.megatron_cfg.optimizer", f"{model}.megatron_cfg.scheduler")):
@@ -284,8 +282,7 @@ def _layers(names: list[str]) -> list[str]:
 def _batching(config: Translation, model: str) -> None:
     """Answer packing and dynamic batching: packing is on here unless it is turned off."""
     packs = bool(config.get(f"{model}.sequence_packing.enabled"))
-    config.put(f"{model}.sequence_packing.enabled", packs)
-    config.follows([f"{model}.sequence_packing.enabled"], f"{model}.sequence_packing.enabled")
+    config.compute(f"{model}.sequence_packing.enabled", f"{model}.sequence_packing.enabled", packs)
     total = config.get(f"{model}.max_total_sequence_length")
     for batching in ("sequence_packing", "dynamic_batching"):
         if not config.get(f"{model}.{batching}.enabled"):

@@ -132,14 +132,11 @@ def _of_splits(reading: ScriptReading, owner: Thing, call: Call) -> Any:
         return _split(reading, owner, call.first)
     if call.name in ("keys", "values", "items", *SCRIPTS["looks"].split()):
         return unknown(owner)
-    made = {name: _of_data(reading, data, call) for name, data in owner.parts.items() if isinstance(data, Data)}
+    change = _CHANGES.get(call.name, _by_table)
+    made = {name: change(reading, data, call) for name, data in owner.parts.items() if isinstance(data, Data)}
     if len(made) < len(owner.parts) or any(not isinstance(each, Data) for each in made.values()):
         return next(iter(made.values()), unknown(owner))
     return Thing("splits", owner.name, parts=made)
-
-
-def _of_data(reading: ScriptReading, data: Data, call: Call) -> Any:
-    return _CHANGES.get(call.name, _by_table)(reading, data, call)
 
 
 def _train_test_split(reading: ScriptReading, data: Data, call: Call) -> Any:
@@ -348,7 +345,7 @@ def _of_tokenizer(reading: ScriptReading, tokenizer: Thing, call: Call) -> Any:
 # Attributes
 
 
-def _set(reading: ScriptReading, owner: Thing, name: str, value: Any) -> None:
+def set_known(reading: ScriptReading, owner: Thing, name: str, value: Any) -> None:
     """Assign an attribute of a value that training depends on."""
     role, adapters = owner.role, SCRIPTS["adapters"]
     is_template = role == "tokenizer" and name == "chat_template" and isinstance(value, str)
@@ -526,7 +523,7 @@ CALLS = {name: function for function, names in _BY_FUNCTION.items() for name in 
 """Functions for calls of functions and classes that are known, by name."""
 
 METHODS: Mapping[str, Callable[[ScriptReading, Any, Call], Any]] = {
-    "data": _of_data,
+    "data": lambda reading, data, call: _CHANGES.get(call.name, _by_table)(reading, data, call),
     "splits": _of_splits,
     "model": _of_model,
     "tokenizer": _of_tokenizer,
@@ -535,6 +532,3 @@ METHODS: Mapping[str, Callable[[ScriptReading, Any, Call], Any]] = {
     "parser": _of_parser,
 }
 """Functions for methods, by the role of their object."""
-
-SETTERS = dict.fromkeys(SCRIPTS["attributes"], _set)
-"""Functions for assignments to attributes, by the role of the object."""

@@ -65,9 +65,13 @@ def read_command(path: Path) -> Script:
     [command] = started
     start = _start(command.words)
     assert start is not None
-    flags = _with_config(read_flags(command.words[start + 1 :]), path)
-    before = read_flags(command.words[:start])
-    gpus = _processes({**flags, **before})
+    flags = read_flags(command.words[start + 1 :])
+    if (file := flags.pop("config", None)) is not None:
+        flags = {**read(path.parent / str(file)), **flags}
+    given = {**flags, **read_flags(command.words[:start])}
+    gpus = next((given[name] for name in _PROCESSES if isinstance(given.get(name), int)), None)
+    if gpus and "nproc_per_node" in given:
+        gpus *= next((given[name] for name in _NODES if isinstance(given.get(name), int)), 1)
     flags = {key: value for key, value in flags.items() if key not in _OF_ACCELERATE}
     script = _script(path, command.words[start], flags)
     others = [_accounted(each) for each in commands if each is not command]
@@ -123,19 +127,6 @@ def _script(path: Path, started: str, flags: dict[str, Any]) -> Script:
     return Script(algorithm, values, frozenset(), checks, (), ())
 
 
-def _with_config(flags: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return the flags over the values of the YAML file in `--config`."""
-    file = flags.pop("config", None)
-    return flags if file is None else {**read(path.parent / str(file)), **flags}
-
-
-def _processes(flags: dict[str, Any]) -> int | None:
-    count = next((flags[name] for name in _PROCESSES if isinstance(flags.get(name), int)), None)
-    nodes = next((flags[name] for name in _NODES if isinstance(flags.get(name), int)), 1)
-    is_per_node = "nproc_per_node" in flags
-    return count * nodes if count and is_per_node else count
-
-
 def read_flags(words: Iterable[str]) -> dict[str, Any]:
     """Return the flags of a command (`--name value`, `--name=value`, `--switch`, `--name a b`) as values."""
     found: dict[str, Any] = {}
@@ -186,8 +177,12 @@ def read_commands(path: Path) -> list[ShellCommand]:
     lines = text.splitlines()
     known: dict[str, str] = {}
 
+    def value_of(found: re.Match[str]) -> str:
+        name, default = found[1] or found[3], found[2]
+        return known.get(name, f"${{oc.env:{name}}}" if default is None else default)
+
     def expanded(word: str) -> str:
-        word = _VARIABLE.sub(lambda found: _variable(found, known), _HOME.sub("~", word))
+        word = _VARIABLE.sub(value_of, _HOME.sub("~", word))
         if len(word) > MAX_SCRIPT_BYTES:
             raise ConfigError(f"{path}: the variables of {word[:40]!r}... hold more than {MAX_SCRIPT_BYTES:,} bytes")
         return word
@@ -206,13 +201,6 @@ def read_commands(path: Path) -> list[ShellCommand]:
         exported = tuple(set_here) if is_exported or rest else ()
         found.append(ShellCommand(line, lines[line - 1].strip(), tuple(map(expanded, rest)), exported))
     return found
-
-
-def _variable(found: re.Match[str], known: dict[str, str]) -> str:
-    name, default = found[1] or found[3], found[2]
-    if name in known:
-        return known[name]
-    return default if default is not None else f"${{oc.env:{name}}}"
 
 
 def _pieces(text: str) -> Iterator[tuple[int, str]]:

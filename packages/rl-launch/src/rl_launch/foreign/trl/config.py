@@ -180,8 +180,16 @@ def _datasets(config: Translation) -> list[dict[str, Any]]:
     """Return the datasets to train on."""
     if "train_dataset" in config.values:
         return [_columns(config, each) for each in config.get("train_dataset")]
-    if mixture := config.get("datasets"):
-        return [_of_mixture(config, each) for each in mixture if isinstance(each, dict)]
+    names = {"path": "dataset_name", "name": "subset", "split": "split"}
+    found: list[dict[str, Any]] = []
+    for given in filter(lambda each: isinstance(each, dict), config.get("datasets") or ()):
+        for key in given.keys() - {*names, "data_files", "columns"}:
+            if given[key] is not None:
+                config.refuse("datasets", f"{key} of a dataset in a mixture")
+        named = {here: given[key] for key, here in names.items() if given.get(key) is not None}
+        found.append({"data_path": given["data_files"]} if given.get("data_files") else named)
+    if config.get("datasets"):
+        return found
     if config.get("dataset_name") is None:
         config.notes.append("data.train.dataset_name: the file does not contain a dataset. Set it in the recipe")
         return [{"dataset_name": "OWNER/DATASET"}]
@@ -196,17 +204,6 @@ def _named(config: Translation, split: str | None) -> dict[str, Any]:
     streams = True if config.get("dataset_streaming") else None
     settings = {"dataset_name": name, "subset": config.get("dataset_config"), "split": split, "streaming": streams}
     return {key: value for key, value in settings.items() if value}
-
-
-def _of_mixture(config: Translation, given: dict[str, Any]) -> dict[str, Any]:
-    """Return an entry of `datasets` of a YAML file."""
-    names = {"path": "dataset_name", "name": "subset", "split": "split"}
-    for key in given.keys() - {*names, "data_files", "columns"}:
-        if given[key] is not None:
-            config.refuse("datasets", f"{key} of a dataset in a mixture")
-    if files := given.get("data_files"):
-        return {"data_path": files}
-    return {here: given[key] for key, here in names.items() if given.get(key) is not None}
 
 
 def _validation(config: Translation) -> list[dict[str, Any]]:
@@ -280,8 +277,7 @@ def _schedule(config: Translation, folder: Path) -> None:
             config.put("grpo.max_num_steps", max(1, steps // updates))
             config.notes.append(f"grpo.max_num_steps: {steps} optimizer steps are {steps // updates} steps here")
     schedule = warmup_and_decay(rate, warmup=int(warmup), decay=decay, end=length, last=length, end_rate=least)
-    config.put("policy.scheduler", schedule)
-    config.follows(["lr_scheduler_kwargs"], "policy.scheduler")
+    config.compute("lr_scheduler_kwargs", "policy.scheduler", schedule)
 
 
 def _counted_steps(config: Translation, folder: Path) -> int | None:

@@ -67,8 +67,7 @@ def _loss(config: Translation, kind: str, weight: float, sft: float | None) -> N
     if loss.get("averages"):
         config.put("dpo.preference_average_log_probs", True)
     if kind not in _WITHOUT_REFERENCE:
-        config.put("dpo.reference_policy_kl_penalty", config.get("beta", 0.1))
-        config.follows(["beta"], "dpo.reference_policy_kl_penalty")
+        config.compute("beta", "dpo.reference_policy_kl_penalty", config.get("beta", 0.1))
     if weight != 1:
         config.put("dpo.preference_loss_weight", weight)
     _likelihood(config, kind, sft)
@@ -80,8 +79,7 @@ def _likelihood(config: Translation, kind: str, sft: float | None) -> None:
     """Set the weight of the likelihood of the chosen response, which TRL averages over the tokens of the batch."""
     if kind == "orpo":
         # The paper's lambda, which TRL calls beta, weighs the log odds. Their own scale is 1.
-        config.put("dpo.preference_loss_weight", config.get("beta", 0.1))
-        config.follows(["beta"], "dpo.preference_loss_weight")
+        config.compute("beta", "dpo.preference_loss_weight", config.get("beta", 0.1))
         config.notes.append(
             "dpo.sft_loss_weight: ORPOTrainer learns the prompt too in its likelihood; here only the chosen response"
         )

@@ -97,7 +97,7 @@ class ScriptReading:
         flags: Arguments of the command line that starts it; None if it is not known.
         calls: Functions for the calls that are known, by name.
         methods: Functions for the methods that are known, by the role of their object.
-        setters: Functions for assigned attributes, by the role of their object.
+        set_known: Assigns an attribute of a value that training depends on.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class ScriptReading:
         *,
         calls: Mapping[str, Callable[[ScriptReading, Call], Any]],
         methods: Mapping[str, Callable[[ScriptReading, Any, Call], Any]],
-        setters: Mapping[str, Callable[[ScriptReading, Any, str, Any], None]],
+        set_known: Callable[[ScriptReading, Any, str, Any], None],
     ) -> None:
         self.folder = folder
         self.flags = flags
@@ -123,7 +123,7 @@ class ScriptReading:
         self._text = source.splitlines()
         self._scopes: list[dict[str, Any]] = [{}]
         self._returned: list[Any] = []
-        self._calls, self._methods, self._setters = calls, methods, setters
+        self._calls, self._methods, self._set_known = calls, methods, set_known
         self._said: list[tuple[Fate, str]] = []
         self._touched: set[str] = set()
         self._here: ast.stmt = ast.Pass(lineno=1, col_offset=0)
@@ -177,11 +177,12 @@ class ScriptReading:
             self._account(statement)
             self._here, self._said, self._touched = outer
 
-    def run_uncalled(self, wanted: Callable[[ast.AST], bool]) -> None:
-        """Read the functions that the script never calls and that contain a wanted node; a library calls them."""
+    def run_uncalled(self) -> None:
+        """Read the functions that the script never calls and that create a trainer; a library calls them."""
         for value in list(self._scopes[0].values()):
             is_uncalled = role_of(value) == "function" and id(value.node) not in self._called
-            if is_uncalled and any(wanted(node) for node in ast.walk(value.node)):
+            called = [node.func for node in ast.walk(value.node) if isinstance(node, ast.Call)] if is_uncalled else []
+            if any(getattr(each, "id", getattr(each, "attr", "")).endswith("Trainer") for each in called):
                 self._here = value.node
                 self._inlined(value, dict(self.flags or {}))
 
@@ -287,8 +288,8 @@ class ScriptReading:
         role = role_of(owner)
         if name == "requires_grad":
             self._freeze(value)
-        elif role in self._setters:
-            self._setters[role](self, owner, name, value)
+        elif role in SCRIPTS["attributes"]:
+            self._set_known(self, owner, name, value)
         elif role in ("import", "class"):
             module = owner.name.partition(".")[0]
             if module in ("trl", "transformers", "peft", "accelerate", "datasets") or owner.name.endswith("Trainer"):

@@ -11,7 +11,7 @@ from typing import Any
 from rl_core.config.tree import read_text, reason
 from rl_core.errors import ConfigError
 from rl_launch.foreign.translation import Fate, ScriptLine
-from rl_launch.foreign.trl.calls import CALLS, METHODS, QUANTIZED, SETTERS, stem_of
+from rl_launch.foreign.trl.calls import CALLS, METHODS, QUANTIZED, set_known, stem_of
 from rl_launch.foreign.trl.reading import Call, ScriptReading
 from rl_launch.foreign.trl.values import SCRIPTS, Data, Thing, is_constant, is_made, plain, role_of
 from rl_launch.foreign_keys.table import table
@@ -68,11 +68,11 @@ def read_script(path: Path, flags: Mapping[str, Any] | None = None) -> Script:
         raise ConfigError(f"{path} is not valid Python: line {line}: {reason(error).partition(' (<')[0]}") from None
     except (RecursionError, MemoryError):  # the parser has its own stack
         raise ConfigError(too_deep) from None
-    reading = ScriptReading(text, path.parent, flags, calls=CALLS, methods=METHODS, setters=SETTERS)
+    reading = ScriptReading(text, path.parent, flags, calls=CALLS, methods=METHODS, set_known=set_known)
     try:
         reading.run(tree.body)
         if not reading.trainers and not reading.others:
-            reading.run_uncalled(_trains)
+            reading.run_uncalled()
     except RecursionError:
         raise ConfigError(too_deep) from None
     for name, line in reading.others.items():
@@ -106,12 +106,6 @@ def class_defaults(stem: str, values: dict[str, Any]) -> str:
         kind = values.get("loss_type", "sigmoid")
         values["loss_type"] = {"sigmoid": "cpo", "simpo": "simpo"}.get(kind, f"{kind} of CPOTrainer")
     return str(SCRIPTS["algorithms"][stem])
-
-
-def _trains(node: ast.AST) -> bool:
-    function = getattr(node, "func", None)
-    name = getattr(function, "id", getattr(function, "attr", ""))
-    return isinstance(node, ast.Call) and name.endswith("Trainer")
 
 
 class _Collected:

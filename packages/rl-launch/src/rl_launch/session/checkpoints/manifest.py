@@ -6,10 +6,11 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -134,9 +135,19 @@ class CheckpointManifest:
         files: dict[str, tuple[int, str | None]] = {}
         for subfolder, theirs in written.items():
             for file in theirs:
-                _require(folder, subfolder, file)
+                path = folder / subfolder / file.path
+                writer = f"{subfolder}/{file.path}, written by rank {file.rank}"
+                if (size := _size(path)) is None:
+                    raise RunDirectoryError(
+                        f"{writer}, is not in {folder}: the node of that rank has a different folder under this name. "
+                        "Choose a run_dir that all nodes share."
+                    )
+                if size != file.size:
+                    raise RunDirectoryError(f"{writer}, has {size} of {file.size} bytes in {folder}")
                 files[f"{subfolder}/{file.path}"] = file.size, file.sha256
-        for path in sorted(each for name in own for each in _files(folder / name)):
+        for path in sorted(each for name in own for each in (folder / name, *(folder / name).rglob("*"))):
+            if not path.is_file():
+                continue
             sync_path(path)
             files[path.relative_to(folder).as_posix()] = _digest(path)
         return cls(step, dict(metrics), files)
@@ -209,20 +220,18 @@ def _size(path: Path) -> int | None:
     return facts.st_size if stat.S_ISREG(facts.st_mode) else None
 
 
-def _require(folder: Path, subfolder: str, file: SavedFile) -> None:
-    path = folder / subfolder / file.path
-    writer = f"{subfolder}/{file.path}, written by rank {file.rank}"
-    if (size := _size(path)) is None:
-        raise RunDirectoryError(
-            f"{writer}, is not in {folder}: the node of that rank has a different folder under this name. "
-            "Choose a run_dir that all nodes share."
-        )
-    if size != file.size:
-        raise RunDirectoryError(f"{writer}, has {size} of {file.size} bytes in {folder}")
+@contextmanager
+def replaced(path: Path, *, aside: Path | None = None) -> Iterator[IO[bytes]]:
+    """Open a file that takes the place of `path` once it is complete and on the disk.
 
-
-def _files(path: Path) -> list[Path]:
-    return [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
+    A process that is killed may leave `aside`, by default `NAME.part`, which the next write of the same file replaces.
+    """
+    aside = aside or path.with_name(f"{path.name}.part")
+    with named(path), aside.open("wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
 
 
 def sync_path(path: Path) -> None:

@@ -8,12 +8,13 @@ differ: then it starts at the beginning of its data. Learning rates, schedules a
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_core.config import Config, RuledChange, WhenChanged, option
+from rl_core.config import Config, WhenChanged, option
 from rl_core.errors import ConfigError, RunDirectoryError
 from rl_launch.session.directory.checkpoint_name import CheckpointName
 from rl_launch.session.directory.recording import Recording, changes_since
@@ -41,24 +42,14 @@ class Branch:
 
     def as_json(self) -> dict[str, Any]:
         """Return the entry in `run.json`."""
-        return {
-            "run_dir": str(self.run_dir),
-            "step": self.step,
-            "checkpoint": str(self.checkpoint),
-            "changed": list(self.changed),
-            "keeps_position": self.keeps_position,
-        }
+        paths = {"run_dir": str(self.run_dir), "checkpoint": str(self.checkpoint)}
+        return {**asdict(self), **paths, "changed": list(self.changed)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Branch:
         """Return the branch of an entry in `run.json`."""
-        return cls(
-            Path(data["run_dir"]),
-            data["step"],
-            Path(data["checkpoint"]),
-            tuple(data["changed"]),
-            data["keeps_position"],
-        )
+        paths = {"run_dir": Path(data["run_dir"]), "checkpoint": Path(data["checkpoint"])}
+        return cls(**{**data, **paths, "changed": tuple(data["changed"])})
 
     def require(self) -> None:
         """Refuse a checkpoint that no longer exists.
@@ -136,16 +127,13 @@ class BranchPoint:
                     f"{key}: got {bound}, but the branch continues from step {step} of {path}, so it must be greater "
                     f"than {step}. Set, for example, {key}={2 * step}"
                 )
+        # Other rows come next if the data or a seed differs.
+        reread = [each.change.key for each in changes if each.rule is WhenChanged.BRANCH]
+        differs = any(re.match(r"data(\.|\[|$)", key) or key.endswith(".seed") for key in reread)
         return Branch(
             run_dir=path.absolute(),
             step=step,
             checkpoint=checkpoint.absolute(),
             changed=tuple(str(each.change) for each in changes if each.change.key != "run_dir"),
-            keeps_position=not _changes_data(changes),
+            keeps_position=not differs,
         )
-
-
-def _changes_data(changes: Sequence[RuledChange]) -> bool:
-    """Return whether other rows come next."""
-    keys = [each.change.key for each in changes if each.rule is WhenChanged.BRANCH]
-    return any(key.partition(".")[0].partition("[")[0] == "data" or key.endswith(".seed") for key in keys)

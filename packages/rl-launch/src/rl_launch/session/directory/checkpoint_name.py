@@ -53,9 +53,10 @@ class CheckpointName:
         if run is None or run.which:
             return None
         if not _WHICH.fullmatch(match["which"]):
+            steps = ", ".join(map(str, RunFolder(run.run).checkpoint_steps()))
             raise RunDirectoryError(
                 f"{text} names no checkpoint of {run.run}. Write {run.run}:{LAST}, {run.run}:{BEST} or {run.run}:STEP; "
-                f"{_known(RunFolder(run.run))}"
+                f"it has {f'checkpoints of steps {steps}' if steps else 'no checkpoint'}"
             )
         return cls(run.run, match["which"].removeprefix("step_"))
 
@@ -95,8 +96,3 @@ class CheckpointName:
                 written = path.parents[above] if above < len(path.parents) else run
                 return cls(written, match[1] if match else "", "/".join(below[1:]))
         return None
-
-
-def _known(run: RunFolder) -> str:
-    steps = run.checkpoint_steps()
-    return f"it has checkpoints of steps {', '.join(map(str, steps))}" if steps else "it has no checkpoint"

@@ -89,9 +89,13 @@ def prove(run: RunFolder) -> Proof:
             continue
         num_compared += 1
         expected = Counter(ledger.digest(draw) for draw in by_step[step])
-        extra, missing = _difference(_prompts(run, step), expected)
-        contradictions += [f"step {step} has rollouts of {prompt}, which its ledger does not have" for prompt in extra]
-        if missing:
+        # An index of 0 occurs once for each group.
+        for prompt in (record["prompt_id"] for record in run.rollouts(step) if record["index"] == 0):
+            if expected[digest(prompt)] > 0:
+                expected[digest(prompt)] -= 1
+            else:
+                contradictions.append(f"step {step} has rollouts of {prompt}, which its ledger does not have")
+        if missing := expected.total():
             gaps.append(
                 f"rollouts/step_{step}.jsonl lacks the rollouts of {missing} of its {len(by_step[step])} prompts"
             )
@@ -139,19 +143,3 @@ def _newest_ledger(run: RunFolder) -> tuple[SavedCheckpoint, Ledger]:
         f"{run.path} has no checkpoint with a ledger of prompts, which lists the prompts that were drawn and trained. "
         "Runs with rollouts save it with every checkpoint (checkpointing.save_period)."
     )
-
-
-def _prompts(run: RunFolder, step: int) -> list[str]:
-    """Return the ids of the prompts whose rollouts a step has written, once for each group."""
-    return [record["prompt_id"] for record in run.rollouts(step) if record["index"] == 0]
-
-
-def _difference(written: list[str], expected: Counter[int]) -> tuple[list[str], int]:
-    """Return the prompts that were written more often than expected, and the number of prompts not written."""
-    left, extra = expected.copy(), []
-    for prompt_id in written:
-        if left[digest(prompt_id)] > 0:
-            left[digest(prompt_id)] -= 1
-        else:
-            extra.append(prompt_id)
-    return extra, left.total()

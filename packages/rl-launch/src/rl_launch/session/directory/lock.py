@@ -8,14 +8,11 @@ import hashlib
 import json
 import os
 import socket
-import sys
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import IO, Any, Literal
 from uuid import uuid4
-
-import psutil
 
 from rl_core.errors import RunDirectoryError
 
@@ -64,7 +61,15 @@ class DirectoryLock:
             is_taken = error.errno in _TAKEN
             if is_taken or not _take(self._claim, identity):
                 file.close()
-                raise self._refusal(None if is_taken else self._claim) from None
+                claim = None if is_taken else self._claim
+                held = _read(claim or self._path)
+                text = (
+                    f"{self._path.parent} is in use by {_in_words(held) if held else 'another process'}. "
+                    "Wait for it or stop it, or choose another run_dir."
+                )
+                if claim is not None:
+                    text += f" Its file system has no locks: if that process has ended, remove {claim}."
+                raise RunDirectoryError(text) from None
             self._has_claim = True
         file.seek(0)
         file.truncate()
@@ -84,16 +89,6 @@ class DirectoryLock:
             with suppress(OSError):
                 self._claim.unlink()
             self._has_claim = False
-
-    def _refusal(self, claim: Path | None) -> RunDirectoryError:
-        held = _read(claim or self._path)
-        text = (
-            f"{self._path.parent} is in use by {_in_words(held) if held else 'another process'}. "
-            "Wait for it or stop it, or choose another run_dir."
-        )
-        if claim is not None:
-            text += f" Its file system has no locks: if that process has ended, remove {claim}."
-        return RunDirectoryError(text)
 
 
 def is_own(name: str) -> bool:
@@ -204,8 +199,6 @@ def _verdict(held: dict[str, Any]) -> Verdict:
 
 def _surroundings() -> list[str] | None:
     """Return what two processes must have in common to compare process numbers and start times; None if unknown."""
-    if not sys.platform.startswith("linux"):
-        return [sys.platform]  # has no namespaces, and the host is compared
     try:
         if os.readlink("/proc/self") != str(os.getpid()):
             return None  # the /proc of another namespace
@@ -216,15 +209,10 @@ def _surroundings() -> list[str] | None:
     return [boot, *spaces]
 
 
-def _started(pid: int) -> float | str | None:
+def _started(pid: int) -> int | str | None:
     """Return the time of a process's start, which identifies it among processes of the same number; None if it has
     ended, or cannot be seen.
     """
-    if not sys.platform.startswith("linux"):
-        try:
-            return psutil.Process(pid).create_time()
-        except psutil.Error:
-            return None
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -55,7 +55,9 @@ def copies_of(config: Config) -> dict[str, SourceFile]:
     does not exist is left out: the code that uses it reports it."""
     paths = {value.rpartition(":")[0] for value in _texts(plain(config)) if is_in_file(value)}
     files = [SourceFile.read(path) for path in sorted(paths) if Path(path).is_file()]
-    return {_name(file): file for file in files}
+    # files of the same name may come from several folders
+    digests = [hashlib.sha256(str(Path(file.path)).encode()).hexdigest()[:8] for file in files]
+    return {f"{Path(file.path).stem}-{digest}.py": file for file, digest in zip(files, digests, strict=True)}
 
 
 def changed_files(folder: Path, copies: dict[str, SourceFile]) -> list[str]:
@@ -65,7 +67,9 @@ def changed_files(folder: Path, copies: dict[str, SourceFile]) -> list[str]:
     for name, file in copies.items():
         copy = folder / CODE / name
         if copy.is_file() and (kept := SourceFile.read(copy).text) != file.text:
-            found.append(f"{file.path} differs from its copy {copy} from line {_first_difference(kept, file.text)} on")
+            pairs = zip_longest(kept.splitlines(keepends=True), file.text.splitlines(keepends=True))
+            line = next(number for number, (before, after) in enumerate(pairs, 1) if before != after)
+            found.append(f"{file.path} differs from its copy {copy} from line {line} on")
     return found
 
 
@@ -79,17 +83,6 @@ def _texts(value: Any) -> Iterator[str]:
         case list() | tuple():
             for item in value:
                 yield from _texts(item)
-
-
-def _name(file: SourceFile) -> str:
-    """Return a name for the copy of a file; files of the same name may come from several folders."""
-    path = Path(file.path)
-    return f"{path.stem}-{hashlib.sha256(str(path).encode()).hexdigest()[:8]}.py"
-
-
-def _first_difference(old: str, new: str) -> int:
-    pairs = zip_longest(old.splitlines(keepends=True), new.splitlines(keepends=True))
-    return next(number for number, (before, after) in enumerate(pairs, 1) if before != after)
 
 
 class Recording(Protocol):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Sequence
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
 from rl_core.config import ABSENT, Config, RuledChange, WhenChanged, keys_when_changed, to_override
-from rl_core.config.tree import KeyPath, format_path, parse_path
+from rl_core.config.tree import format_path, parse_path
 from rl_launch.session.directory.run_state import RunState
 
 _MAY_CHANGE = (WhenChanged.RESUME, WhenChanged.GOAL)
@@ -64,8 +66,11 @@ def train_command(path: str, changes: Sequence[RuledChange], tree: Any, *, branc
         branches: True to branch from the run instead of resuming it.
     """
     words = ["rl", "train", *(["--from"] if branches else []), path]
-    keys = [key for key in _override_keys(changes) if key != ("run_dir",)]
-    words += [to_override(format_path(key), _at(tree, key)) for key in keys]
+    paths = [parse_path(each.change.key) for each in changes]
+    # In place of a key that no longer exists, the section around it is set.
+    whole = [path[:-1] for path, each in zip(paths, changes, strict=True) if each.change.new is ABSENT]
+    keys = dict.fromkeys(next((around for around in whole if path[: len(around)] == around), path) for path in paths)
+    words += [to_override(format_path(key), reduce(getitem, key, tree)) for key in keys if key != ("run_dir",)]
     return shlex.join(words)
 
 
@@ -98,7 +103,11 @@ def command_to_go_on(path: str, state: RunState) -> str:
     if state.status == "running":
         return ""
     keys = _bounding(state) if state.status == "finished" else {}
-    return shlex.join(["rl", "train", path, *(f"{key}={_further(value, state)}" for key, value in keys.items())])
+    further = {
+        key: 2 * state.step if value is None else 2 * value if isinstance(value, int) else "..."
+        for key, value in keys.items()
+    }
+    return shlex.join(["rl", "train", path, *(f"{key}={value}" for key, value in further.items())])
 
 
 def _bounding(state: RunState) -> dict[str, Any]:
@@ -112,27 +121,7 @@ def _bounding(state: RunState) -> dict[str, Any]:
     return others or steps or {key: None for key in state.goals if key.endswith(".max_num_steps")}
 
 
-def _further(value: Any, state: RunState) -> str:
-    if value is None:
-        return str(2 * state.step)
-    return str(2 * value) if isinstance(value, int) else "..."
-
-
 def step_bounds(config: Config) -> dict[str, int]:
     """Return the keys that bound the number of steps, with their values."""
     goals = keys_when_changed(config, WhenChanged.GOAL)
     return {key: value for key, value in goals.items() if key.endswith(".max_num_steps") and value is not None}
-
-
-def _override_keys(changes: Sequence[RuledChange]) -> list[KeyPath]:
-    """Return the keys to set: those that changed, or the section around one that no longer exists."""
-    paths = [parse_path(each.change.key) for each in changes]
-    whole = [path[:-1] for path, each in zip(paths, changes, strict=True) if each.change.new is ABSENT]
-    keys = [next((around for around in whole if path[: len(around)] == around), path) for path in paths]
-    return list(dict.fromkeys(keys))
-
-
-def _at(tree: Any, path: KeyPath) -> Any:
-    for segment in path:
-        tree = tree[segment]
-    return tree

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from rl_core.errors import named
 from rl_core.images import STORE_VARIABLE
 from rl_core.model_config import VisionConfig
+from rl_launch.session.checkpoints.manifest import replaced
 from rl_launch.session.config import Access
 from rl_launch.session.directory import lock
 from rl_launch.session.directory.run_folder import CONFIG
@@ -85,13 +85,9 @@ class RowFile:
         path = folder / self.name
         if path.is_file():
             return
-        aside = path.with_name(f"{self.name}.part")
         self.content.seek(0)
-        with named(path), aside.open("wb") as file:
+        with replaced(path) as file:
             shutil.copyfileobj(self.content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
 
 
 @contextmanager
@@ -109,7 +105,9 @@ def kept(files: Sequence[RowFile], folder: Path, access: Access) -> Iterator[Non
     Raises:
         RunDirectoryError: If the folder cannot be written.
     """
-    if not files or not _may_hold(folder):
+    names = names_of_run(folder) if folder.is_dir() else set()
+    is_other = bool(names) and CONFIG not in names and not any(map(lock.is_own, names))
+    if not files or is_other:
         yield
         return
     check_writable(folder.absolute())
@@ -152,9 +150,3 @@ def names_of_run(folder: Path) -> set[str]:
     """Return the entries that make a folder the folder of a run, or something else: entries that may exist before a
     run are left out."""
     return names_without_rows(folder) - {JOBS}
-
-
-def _may_hold(folder: Path) -> bool:
-    """Return whether a folder is new, empty, or belongs to a run or evaluation, perhaps with an interrupted start."""
-    names = names_of_run(folder) if folder.is_dir() else set()
-    return not names or CONFIG in names or any(map(lock.is_own, names))

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
 from datetime import datetime
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any
 
 from rl_core.config import Config, RuledChange, option, plain, tree_to_yaml
 from rl_core.errors import ConfigError, RunDirectoryError, require_readable
@@ -49,6 +47,7 @@ class RunDirectory:
         checkpoints: One folder per checkpoint.
         logs: Logs of the driver and its workers, and TensorBoard's events.
         code: Copies of the files of the user's own code that the config refers to.
+        close: Releases the folder for other processes.
     """
 
     def __init__(self, path: str | Path, recording: Recording | None = None) -> None:
@@ -57,6 +56,7 @@ class RunDirectory:
         self.rollouts, self.checkpoints, self.logs = (self.path / name for name in ("rollouts", "checkpoints", "logs"))
         self._recording = recording or WholeConfig()
         self._lock = DirectoryLock(self.path)
+        self.close = self._lock.release
 
     @property
     def branch(self) -> Branch | None:
@@ -92,10 +92,6 @@ class RunDirectory:
             self.close()
             raise
 
-    def close(self) -> None:
-        """Release the folder for other processes."""
-        self._lock.release()
-
     def _make(self, access: Access) -> None:
         if self.path.is_dir() and self._contents() and not is_run(self.path):
             raise RunDirectoryError(
@@ -127,13 +123,25 @@ class RunDirectory:
         tree = kept(config, self._recording)
         labels = plain(config).get(SECTION) or {}
         if resumes:
-            self._relabel(labels, changes)
+            # The labels whose keys were changed are taken over; the others may have been edited in the folder since.
+            before = self.labels
+            changed = before.updated(labels, [each.change.key for each in changes])
+            if changed != before:
+                write_labels(self.path / DESCRIPTION, changed)
         write_atomically(self.config, tree_to_yaml(tree))
         for name, file in copies.items():
             self.code.mkdir(exist_ok=True)
             write_atomically(self.code / name, file.text)
         if not resumes:
-            description = {**_description(tree, branch), **Labels.read(labels).as_json()}
+            installed = {each.metadata["Name"]: each.version for each in distributions()}
+            description = {
+                "algorithm": tree.get("algorithm", ""),
+                "model": tree.get("policy", {}).get("model_name", ""),
+                "created": datetime.now().astimezone().isoformat(timespec="seconds"),
+                "versions": {name: installed[name] for name in sorted(installed) if name.startswith("rl-")},
+                "origin": branch.as_json() if branch is not None else {},
+                **Labels.read(labels).as_json(),
+            }
             write_atomically(self.path / DESCRIPTION, json.dumps(description, indent=2) + "\n")
         return resumes
 
@@ -148,13 +156,6 @@ class RunDirectory:
         if set(names) <= unfinished and lock.FILE_NAME in found and not is_run(self.path):
             return []
         return names
-
-    def _relabel(self, values: Mapping[str, Any], changes: Sequence[RuledChange]) -> None:
-        """Take over the labels whose keys were changed; the others may have been edited in the folder since."""
-        labels = self.labels
-        changed = labels.updated(values, [each.change.key for each in changes])
-        if changed != labels:
-            write_labels(self.path / DESCRIPTION, changed)
 
     def _changes(self, config: Config) -> list[RuledChange]:
         """Return the changes of the config that a run in this folder may be resumed with."""
@@ -193,14 +194,3 @@ class RunDirectory:
                 f"  {train_command(str(self.path), (), {}, branches=True)}",
             ]
             raise RunDirectoryError("\n".join(lines))
-
-
-def _description(tree: dict[str, Any], branch: Branch | None) -> dict[str, Any]:
-    ours = {each.metadata["Name"]: each.version for each in distributions() if each.metadata["Name"].startswith("rl-")}
-    return {
-        "algorithm": tree.get("algorithm", ""),
-        "model": tree.get("policy", {}).get("model_name", ""),
-        "created": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "versions": dict(sorted(ours.items())),
-        "origin": branch.as_json() if branch is not None else {},
-    }

@@ -35,7 +35,7 @@ from rl_launch.session.checkpoints.manifest import CheckpointManifest
 from rl_launch.session.directory import lock
 from rl_launch.session.directory.run_state import Labels, RunState
 from rl_launch.session.rollouts import rollout_store
-from rl_launch.session.rollouts.run_files import MetricsFile
+from rl_launch.session.rollouts.run_files import MetricsFile, metrics_row
 
 DESCRIPTION = "run.json"
 CONFIG = "config.yaml"
@@ -122,7 +122,10 @@ class RunFolder:
 
     def description(self) -> Description:
         """Return the identity of the run. Reads only small files."""
-        data = _json(self.path / DESCRIPTION)
+        data: Any = {}
+        with suppress(*MISSING_FILE, ValueError), named(self.path / DESCRIPTION):
+            data = json.loads((self.path / DESCRIPTION).read_bytes())
+        data = data if isinstance(data, dict) else {}
         known = {name: data[name] for name in ("algorithm", "model", "created", "versions", "origin") if name in data}
         if "algorithm" not in known:
             config = self.config()
@@ -163,14 +166,13 @@ class RunFolder:
 
     def last_metrics(self) -> dict[str, Any]:
         """Return the metrics of the last step; empty if there are none. Reads only the end of the file."""
-        for line in reversed(_tail(self.path / "metrics.jsonl")):
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError:
-                continue
-            if isinstance(row, dict):
-                return row
-        return {}
+        path, lines = self.path / "metrics.jsonl", []
+        with suppress(FileNotFoundError), named(path), path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAIL_BYTES))
+            lines = file.read().splitlines()
+        rows = (metrics_row(line.decode(errors="replace")) for line in reversed(lines))
+        return next((row for row in rows if row is not None), {})
 
     def timings(self) -> dict[str, float]:
         """Return the total seconds of all steps by phase, longest first; `step` is the whole step."""
@@ -308,23 +310,3 @@ def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
                 yield from _runs_below(Path(path), depth - 1)
             except PermissionError:
                 continue
-
-
-def _tail(path: Path) -> list[bytes]:
-    """Return the last lines of a file."""
-    try:
-        with named(path), path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _TAIL_BYTES))
-            return file.read().splitlines()
-    except FileNotFoundError:
-        return []
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        with named(path):
-            data = json.loads(path.read_bytes())
-    except (*MISSING_FILE, ValueError):
-        return {}
-    return data if isinstance(data, dict) else {}

@@ -66,9 +66,6 @@ class Labels:
         return asdict(self)
 
 
-NO_LABELS = Labels()
-
-
 def write_labels(path: Path, labels: Labels) -> None:
     """Replace the labels in a `run.json`, and keep its modification time, because the age of a run is the age of its
     last step.

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rl_core.errors import RunDirectoryError, named
-from rl_launch.session.checkpoints.manifest import sync_path
+from rl_core.errors import RunDirectoryError
+from rl_launch.session.checkpoints.manifest import replaced, sync_path
 from rl_launch.session.config import Access
 
 _MIN_FREE_BYTES = 2**24
@@ -30,12 +30,8 @@ def write_atomically(path: Path, text: str) -> None:
 
     A process that is killed may leave `NAME.part` in the folder, which the next write of the same file replaces.
     """
-    aside = path.with_name(f"{path.name}.part")
-    with named(path), aside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
+    with replaced(path) as file:
+        file.write(text.encode())
     sync_path(path.parent)
 
 

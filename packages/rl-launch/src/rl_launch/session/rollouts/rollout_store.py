@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Literal
 
-from rl_launch.session.checkpoints.manifest import sync_path
+from rl_launch.session.checkpoints.manifest import replaced, sync_path
 
 STEPS_PER_ARCHIVE = 100
 NUM_RECENT = 100
@@ -170,11 +170,8 @@ def _extract(folder: Path, archive: Path, *, through: int) -> None:
             if step > through or target.exists():
                 continue
             aside = folder / f".{target.name}.part"
-            with opened.open(target.name) as source, aside.open("wb") as file:
+            with opened.open(target.name) as source, replaced(target, aside=aside) as file:
                 shutil.copyfileobj(source, file, _BUFFER_BYTES)
-                file.flush()
-                os.fsync(file.fileno())
-            aside.replace(target)
     sync_path(folder)
     archive.unlink()
 

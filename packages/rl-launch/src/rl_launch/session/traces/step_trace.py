@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rl_core.tracing import spans
-from rl_core.tracing.spans import Span, SpanReport
+from rl_core.tracing.spans import SpanReport
 from rl_launch.session.observer import RunObserver
-from rl_launch.session.traces.busy import STEPS
-from rl_launch.session.traces.trace_folder import Piece, TraceWriter
+from rl_launch.session.traces.trace_folder import STEPS, Piece, TraceWriter
 
 _log = logging.getLogger(__name__)
 
@@ -124,22 +123,11 @@ class StepTrace(RunObserver):
                 begin = span.begin + each.offset
                 # earlier ones are of a run before; a restart belongs to the run that follows it
                 if begin >= self._since or span.track == RESTARTS:
-                    by_step.setdefault(_step_at(begin, begun), []).append(self._piece(each.process, span, begin))
+                    # A time before the first step belongs to it.
+                    place = max(0, bisect_right(begun, begin, key=lambda step: step[0]) - 1)
+                    duration = None if span.begin == span.end else (span.end - span.begin) / 1000
+                    at = (begin + self._epoch) / 1000
+                    piece = Piece(each.process, span.track, span.name, at, duration, span.count)
+                    by_step.setdefault(begun[place][1] if begun else 1, []).append(piece)
         for step in sorted(by_step):
             self._writer.append(step, by_step[step])
-
-    def _piece(self, process: str, span: Span, begin: int) -> Piece:
-        duration = None if span.begin == span.end else (span.end - span.begin) / 1000
-        return Piece(process, span.track, span.name, (begin + self._epoch) / 1000, duration, span.count)
-
-
-def _step_at(time: int, begun: Sequence[tuple[int, int]]) -> int:
-    """Return the step that a time belongs to; the first one for earlier times.
-
-    Args:
-        time: Nanoseconds.
-        begun: When steps began, and their numbers.
-    """
-    if not begun:
-        return 1
-    return begun[max(0, bisect_right(begun, time, key=lambda each: each[0]) - 1)][1]

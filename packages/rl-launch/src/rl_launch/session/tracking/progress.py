@@ -111,6 +111,9 @@ class RunProgress:
         title: Title of the run.
         console: Shows the live line, if it is a terminal.
         clock: Seconds, for the times that are shown.
+
+    Attributes:
+        close: Takes the live line away.
     """
 
     def __init__(self, title: str, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -129,15 +132,12 @@ class RunProgress:
         self._spinner = Spinner("dots")
         self._live = Live(get_renderable=self.render, console=console, refresh_per_second=4, transient=True)
         self._is_live = console.is_terminal and not console.is_dumb_terminal
+        self.close = self._live.stop
 
     def start(self) -> None:
         """Show the live line, on a terminal."""
         if self._is_live:
             self._live.start()
-
-    def close(self) -> None:
-        """Take the live line away."""
-        self._live.stop()
 
     def begin(self, step: int, max_steps: int) -> None:
         """Begin a step."""
@@ -161,7 +161,9 @@ class RunProgress:
         trend = next((metrics[key] for key, _ in _SHOWN if key in metrics), None)
         if trend is not None:
             self._trend.append(trend)
-        if not self._is_told(step, metrics):
+        # Quick steps share a line a second, in a pipe as in the log.
+        is_due = self._told_at is None or self._clock() - self._told_at >= SECONDS_PER_LINE
+        if not (is_due or step == self._max_steps or any(key.startswith("val/") for key in metrics)):
             return
         self._told_at = self._clock()
         values = "  ".join(f"{label} {metrics[key]:.4g}" for key, label in told if key in metrics)
@@ -197,11 +199,6 @@ class RunProgress:
         cells = Table.grid(padding=(0, 1))
         cells.add_row(self._spinner, line)
         return cells
-
-    def _is_told(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Return whether a step gets a line: quick ones share one a second, in a pipe as in the log."""
-        is_due = self._told_at is None or self._clock() - self._told_at >= SECONDS_PER_LINE
-        return is_due or step == self._max_steps or any(key.startswith("val/") for key in metrics)
 
     def _left(self, done: int) -> str:
         return duration((self._max_steps - done) * sum(self._durations) / max(len(self._durations), 1))

@@ -10,8 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Protocol
@@ -21,7 +20,7 @@ from rl_core.errors import ConfigError
 from rl_core.install_command import install_command
 from rl_core.run import EndStatus
 from rl_launch.session.config import LoggerConfig
-from rl_launch.session.directory.run_state import NO_LABELS, Labels
+from rl_launch.session.directory.run_state import Labels
 from rl_launch.session.tracking.trackers import MLflowWriter, TrackioWriter, WandbWriter
 
 START_WAIT_S = 20.0
@@ -155,9 +154,7 @@ class MetricWriters:
             each.await_end(until, wait_s)
 
 
-def open_writers(
-    config: LoggerConfig, run_dir: Path, *, settings: Config, after: int, labels: Labels = NO_LABELS
-) -> MetricWriters:
+def open_writers(config: LoggerConfig, run_dir: Path, *, settings: Config, after: int, labels: Labels) -> MetricWriters:
     """Return the writers that a config requests. A writer that cannot be started is reported in the log and left out.
 
     Args:
@@ -178,9 +175,16 @@ def open_writers(
         "trackio": (config.trackio_enabled, lambda: TrackioWriter(config, run_dir, settings, labels)),
     }
     if config.tensorboard_enabled:
-        # imports protobuf, which only runs that write need
-        with _without("torch"):
+        # It imports protobuf, which only runs that write need, and torch, which takes a second for values that are
+        # never passed. A None makes an import fail, as documented.
+        hides_torch = "torch" not in sys.modules
+        if hides_torch:
+            sys.modules["torch"] = None  # type: ignore[assignment]
+        try:
             importlib.import_module("tensorboardX")
+        finally:
+            if hides_torch:
+                del sys.modules["torch"]
     return MetricWriters({name: start for name, (is_enabled, start) in wanted.items() if is_enabled})
 
 
@@ -244,16 +248,3 @@ class TensorBoardWriter:
         if time.monotonic() >= self._flush_at:
             self._records.flush()
             self._flush_at = time.monotonic() + _FLUSH_PERIOD_S
-
-
-@contextmanager
-def _without(module: str) -> Iterator[None]:
-    """Hide an installed module from imports, because importing it takes a second for values that are never passed."""
-    if module in sys.modules:
-        yield
-        return
-    sys.modules[module] = None  # type: ignore[assignment]  # as documented for imports that must fail
-    try:
-        yield
-    finally:
-        del sys.modules[module]
