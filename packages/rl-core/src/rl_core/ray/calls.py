@@ -75,19 +75,11 @@ def gather(
         RLError: The worker's own; `WorkerError` if it was foreign; `WorkerDied` if the process ended; `WorkerStalled`
             if it did not answer in time.
     """
-    origin_of = dict(zip(refs, origins, strict=True))
-    end = None if timeout_s is None else time.monotonic() + timeout_s
-    answers: dict[ray.ObjectRef, Any] = {}
-    while len(answers) < len(origin_of):
-        waiting = [ref for ref in refs if ref not in answers]
-        ready = wait(waiting, None if end is None else max(0.0, end - time.monotonic()))
-        if not ready:
-            raise stalled(timeout_s or 0.0, origin_of[waiting[0]], num_others=len(waiting) - 1)
-        for ref, outcome in zip(ready, outcomes(ready, [origin_of[ref] for ref in ready]), strict=True):
-            if isinstance(outcome, RLError):
-                raise outcome
-            answers[ref] = outcome
-    return [answers[ref] for ref in refs]
+
+    def fail(failure: RLError) -> None:
+        raise failure
+
+    return settle(refs, origins, timeout_s, grace_s=0.0, on_failure=fail)[0]
 
 
 def wait(refs: Sequence[ray.ObjectRef], timeout_s: float | None = None) -> list[ray.ObjectRef]:
@@ -118,7 +110,7 @@ def outcomes(refs: Sequence[ray.ObjectRef], origins: Sequence[FailureOrigin]) ->
 def settle(
     refs: Sequence[ray.ObjectRef],
     origins: Sequence[FailureOrigin],
-    timeout_s: float,
+    timeout_s: float | None,
     *,
     grace_s: float,
     on_failure: Callable[[RLError], None],
@@ -128,7 +120,7 @@ def settle(
     Args:
         refs: One call per worker.
         origins: The worker and the work of each call, in the same order.
-        timeout_s: Bound of the whole wait.
+        timeout_s: Bound of the whole wait; None for no bound.
         grace_s: Seconds that the others may take to end after the first failure, so that each side reports its own.
         on_failure: Called with the first failure, before the others are waited for.
 
@@ -138,14 +130,14 @@ def settle(
     origin_of = dict(zip(refs, origins, strict=True))
     answers: dict[ray.ObjectRef, Any] = {}
     failures: list[RLError] = []
-    end = time.monotonic() + timeout_s
+    end = None if timeout_s is None else time.monotonic() + timeout_s
     waiting = list(refs)
     while waiting:
-        ready = wait(waiting, max(0.0, end - time.monotonic()))
+        ready = wait(waiting, None if end is None else max(0.0, end - time.monotonic()))
         if not ready and failures:
             break
         if not ready:
-            late = stalled(timeout_s, origin_of[waiting[0]], num_others=len(waiting) - 1)
+            late = stalled(timeout_s or 0.0, origin_of[waiting[0]], num_others=len(waiting) - 1)
             failures.append(late)
             on_failure(late)
             end = time.monotonic() + grace_s
