@@ -88,11 +88,9 @@ class MonitoredRuntime(Protocol):
     @property
     def rollout_pool(self) -> MonitoredPool | None:
         """Its rollout workers, if it has some."""
-        ...
 
     def monitored(self) -> Sequence[Monitored]:
         """Return the workers at present; called in any thread."""
-        ...
 
 
 def check_monitoring(config: LoggerConfig) -> None:

@@ -95,7 +95,6 @@ class Recording(Protocol):
             config: Typed config of the run.
             tree: The same config as nested plain values.
         """
-        ...
 
     def read(self, path: Path, like: Config) -> Config:
         """Return the typed config in a `config.yaml`.
@@ -107,7 +106,6 @@ class Recording(Protocol):
         Raises:
             ConfigError: If it does not fit what is installed.
         """
-        ...
 
 
 class WholeConfig:

@@ -49,11 +49,9 @@ class MetricWriter(Protocol):
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write a step's metrics."""
-        ...
 
     def close(self, status: EndStatus) -> None:
         """Write what is buffered, and note how the run has ended."""
-        ...
 
 
 class BackgroundWriter:
