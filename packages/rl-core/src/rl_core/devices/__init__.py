@@ -7,10 +7,9 @@ called.
 
 from __future__ import annotations
 
-from rl_core.devices.device import NODE_ADDRESS, Device
+from rl_core.devices.device import NODE_ADDRESS as NODE_ADDRESS
+from rl_core.devices.device import Device as Device
 from rl_core.devices.kinds import CpuDevice, CudaDevice, RehearsalDevice
-
-__all__ = ["CPU", "CUDA", "DEVICES", "NODE_ADDRESS", "REHEARSAL", "Device", "device_named"]
 
 CPU, CUDA, REHEARSAL = CpuDevice(), CudaDevice(), RehearsalDevice()
 """The kinds of devices: processors, NVIDIA GPUs, and processors in place of GPUs."""

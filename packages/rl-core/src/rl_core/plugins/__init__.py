@@ -1,72 +1,37 @@
 """Plugins, found by entry point and never imported by name."""
 
-from rl_core.plugins.declarations import (
-    ALGORITHMS,
-    DATASETS,
-    ENVIRONMENTS,
-    GENERATORS,
-    KINDS,
-    POLICIES,
-    AlgorithmPlugin,
-    BackendPlugin,
-    DatasetPlugin,
-    DatasetTask,
-    EnvironmentPlugin,
-    MeshCase,
-    ModelNeed,
-    OpponentNeed,
-    Preload,
-    Requirement,
-    RolloutNeeds,
-    SectionNames,
-    TrainingDefaults,
-    WrittenValues,
-    applies_no_adapters,
-    export_suffixes,
-    no_defaults,
-    no_models,
-    nothing_further,
-    reports_no_routing,
-    reports_routing,
-    requirement_of,
-)
-from rl_core.plugins.registry import algorithm_named, load_problem, names, plugin, plugin_packages, plugins
-from rl_core.user_code import resolve
-
-__all__ = [
-    "ALGORITHMS",
-    "DATASETS",
-    "ENVIRONMENTS",
-    "GENERATORS",
-    "KINDS",
-    "POLICIES",
-    "AlgorithmPlugin",
-    "BackendPlugin",
-    "DatasetPlugin",
-    "DatasetTask",
-    "EnvironmentPlugin",
-    "MeshCase",
-    "ModelNeed",
-    "OpponentNeed",
-    "Preload",
-    "Requirement",
-    "RolloutNeeds",
-    "SectionNames",
-    "TrainingDefaults",
-    "WrittenValues",
-    "algorithm_named",
-    "applies_no_adapters",
-    "export_suffixes",
-    "load_problem",
-    "names",
-    "no_defaults",
-    "no_models",
-    "nothing_further",
-    "plugin",
-    "plugin_packages",
-    "plugins",
-    "reports_no_routing",
-    "reports_routing",
-    "requirement_of",
-    "resolve",
-]
+from rl_core.plugins.declarations import ALGORITHMS as ALGORITHMS
+from rl_core.plugins.declarations import DATASETS as DATASETS
+from rl_core.plugins.declarations import ENVIRONMENTS as ENVIRONMENTS
+from rl_core.plugins.declarations import GENERATORS as GENERATORS
+from rl_core.plugins.declarations import KINDS as KINDS
+from rl_core.plugins.declarations import POLICIES as POLICIES
+from rl_core.plugins.declarations import AlgorithmPlugin as AlgorithmPlugin
+from rl_core.plugins.declarations import BackendPlugin as BackendPlugin
+from rl_core.plugins.declarations import DatasetPlugin as DatasetPlugin
+from rl_core.plugins.declarations import DatasetTask as DatasetTask
+from rl_core.plugins.declarations import EnvironmentPlugin as EnvironmentPlugin
+from rl_core.plugins.declarations import MeshCase as MeshCase
+from rl_core.plugins.declarations import ModelNeed as ModelNeed
+from rl_core.plugins.declarations import OpponentNeed as OpponentNeed
+from rl_core.plugins.declarations import Preload as Preload
+from rl_core.plugins.declarations import Requirement as Requirement
+from rl_core.plugins.declarations import RolloutNeeds as RolloutNeeds
+from rl_core.plugins.declarations import SectionNames as SectionNames
+from rl_core.plugins.declarations import TrainingDefaults as TrainingDefaults
+from rl_core.plugins.declarations import WrittenValues as WrittenValues
+from rl_core.plugins.declarations import applies_no_adapters as applies_no_adapters
+from rl_core.plugins.declarations import export_suffixes as export_suffixes
+from rl_core.plugins.declarations import no_defaults as no_defaults
+from rl_core.plugins.declarations import no_models as no_models
+from rl_core.plugins.declarations import nothing_further as nothing_further
+from rl_core.plugins.declarations import reports_no_routing as reports_no_routing
+from rl_core.plugins.declarations import reports_routing as reports_routing
+from rl_core.plugins.declarations import requirement_of as requirement_of
+from rl_core.plugins.registry import algorithm_named as algorithm_named
+from rl_core.plugins.registry import load_problem as load_problem
+from rl_core.plugins.registry import names as names
+from rl_core.plugins.registry import plugin as plugin
+from rl_core.plugins.registry import plugin_packages as plugin_packages
+from rl_core.plugins.registry import plugins as plugins
+from rl_core.user_code import resolve as resolve
