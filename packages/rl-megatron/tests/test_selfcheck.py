@@ -1,7 +1,6 @@
 """The self-check tells right from wrong, and what cannot be from what is."""
 
 import json
-from dataclasses import replace
 
 import pytest
 from transformers import AutoConfig
@@ -28,7 +27,7 @@ def test_what_differs_is_off(ranks, tmp_path):
     folder = write_tiny(AutoConfig.for_model("qwen3_moe"), tmp_path / "model")
     expected = CHECK.expect(folder, has_adapters=False)
     name = "model.layers.1.mlp.experts.2.up_proj.weight"
-    moved = replace(expected, weights={**expected.weights, name: expected.weights[name] + 1e-3})
+    moved = expected._replace(weights={**expected.weights, name: expected.weights[name] + 1e-3})
     case = case_on(LAYOUTS, "1", is_packed=True, has_adapters=False)
     assert CHECK.check_case(ranks, folder, case, expected).verdict == "exact"
     found = CHECK.check_case(ranks, folder, case, moved)

@@ -23,6 +23,7 @@ from rl_core.errors import ConfigError, DataError
 from rl_core.facts.template_ends import POLICY_MARK
 from rl_core.model_config import TokenizerConfig, VisionConfig
 from rl_core.rollouts.rollout import Message
+from rl_core.tokenizer import Tokenizer
 
 # AutoTokenizer imports torch if it is installed (3 s); the fast class reads the same tokenizer.json.
 _FILES = "tokenizer.json"
@@ -106,7 +107,7 @@ def different_token(name: str, tokenizer: Any, *, whose: str) -> str:
     return ""
 
 
-def _check_rendering_ends(tokenizer: PreTrainedTokenizerFast) -> None:
+def _check_rendering_ends(tokenizer: Tokenizer) -> None:
     """Render a short conversation, because a template is code from the hub. Its sandbox bounds a loop, but not loops in
     loops.
 
@@ -159,7 +160,7 @@ def generation_ends(tokenizer: Any) -> tuple[int, ...]:
     return tuple(getattr(tokenizer, _ENDS, ()))
 
 
-def _read_generation_ends(tokenizer: PreTrainedTokenizerFast, model_name: str) -> tuple[int, ...]:
+def _read_generation_ends(tokenizer: Tokenizer, model_name: str) -> tuple[int, ...]:
     """Read `eos_token_id` of the model's `generation_config.json`, or of its `config.json` if it has none.
 
     Raises:
@@ -196,7 +197,7 @@ def _file_of(model_name: str, name: str) -> Path | None:
 
 
 def render(
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: Tokenizer,
     messages: Sequence[Message],
     *,
     add_generation_prompt: bool,
@@ -253,7 +254,7 @@ def _as_templates_take_it(message: Message, *, arguments_as_text: bool, in_parts
 
 
 def encode_prompt(
-    tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    tokenizer: Tokenizer, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
 ) -> np.ndarray:
     """Return the tokens of the conversation up to the start of the policy's next turn. The setting
     `policy.tokenizer.split_special_tokens` decides whether special tokens in its content are text. Each image has all
@@ -304,7 +305,7 @@ def _wants_parts(tokenizer: Any, template: str) -> bool:
     return not shows(POLICY_MARK) and shows([{"type": "text", "text": POLICY_MARK}])
 
 
-def _check_images_shown(tokenizer: PreTrainedTokenizerFast) -> None:
+def _check_images_shown(tokenizer: Tokenizer) -> None:
     """Raise a `ConfigError` if the chat template does not write one placeholder for an image."""
     tokens = image_tokens(tokenizer)
     if tokens is None or tokenizer.chat_template is None:
@@ -326,7 +327,7 @@ def squeezed(text: str) -> str:
     return "".join(text.split())
 
 
-def require_chat_template(tokenizer: PreTrainedTokenizerFast) -> None:
+def require_chat_template(tokenizer: Tokenizer) -> None:
     """Raise a `ConfigError` with the remedy if the tokenizer has no chat template."""
     if tokenizer.chat_template is None:
         raise ConfigError(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 
 class Tokenizer(Protocol):
     """The parts of a Hugging Face tokenizer that are used here."""
 
+    name_or_path: str
     chat_template: Any
     eos_token: str
     eos_token_id: int
@@ -19,7 +20,7 @@ class Tokenizer(Protocol):
     def added_tokens_decoder(self) -> Mapping[int, Any]:
         """Added tokens by id, special ones included."""
 
-    def __call__(self, text: str, **options: Any) -> Mapping[str, Any]:
+    def __call__(self, text: Any, **options: Any) -> Any:
         """Return `input_ids`, and the other results that the options request."""
 
     def __hash__(self) -> int: ...
@@ -27,19 +28,19 @@ class Tokenizer(Protocol):
     def __len__(self) -> int:
         """Return the number of tokens of the vocabulary, added ones included."""
 
-    def encode(self, text: str, **options: Any) -> list[int]:
+    def encode(self, text: Any, **options: Any) -> list[int]:
         """Return the ids of a string's tokens."""
 
-    def decode(self, token_ids: Sequence[int], **options: Any) -> str:
+    def decode(self, token_ids: Any, **options: Any) -> Any:
         """Return the text of tokens."""
 
-    def convert_tokens_to_ids(self, tokens: str) -> int:
+    def convert_tokens_to_ids(self, tokens: str) -> Any:
         """Return the id of a token."""
 
-    def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
+    def convert_ids_to_tokens(self, ids: list[int]) -> Any:
         """Return the tokens of ids."""
 
-    def get_chat_template(self, **options: Any) -> str:
+    def get_chat_template(self, **options: Any) -> Any:
         """Return the chat template; a tokenizer may have one for conversations with tools."""
 
     def apply_chat_template(self, conversation: list[Any], **options: Any) -> Any:
