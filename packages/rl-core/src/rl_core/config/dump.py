@@ -6,14 +6,14 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 import yaml
 
-from rl_core.config.keys import Key, value_at
+from rl_core.config.keys import key_at, keys_along, value_at
 from rl_core.config.schema import Config, NamedConfig, NamesPath, WhenChanged, plain
 from rl_core.config.tree import KeyPath, format_path, leaves, mapped, read_scalar
 from rl_core.errors import show
@@ -120,10 +120,7 @@ def diff(old: Config, new: Config) -> list[Change]:
 def as_written(config: Config) -> Any:
     """Return a config as nested plain values that read back to it, with the interpolations of environment variables in
     place of their values. These values are stored, uploaded and compared."""
-    tree = escaped(plain(config))
-    for path, text in config.references.items():
-        tree = _replaced(tree, path, text)
-    return tree
+    return with_references(escaped(plain(config)), config.references)
 
 
 def escaped(tree: Any) -> Any:
@@ -131,17 +128,17 @@ def escaped(tree: Any) -> Any:
     return mapped(tree, lambda _, value: _OPENING.sub(r"\1\1\\${", value) if isinstance(value, str) else value)
 
 
-def _replaced(tree: Any, path: KeyPath, text: str) -> Any:
-    if not path:
-        return text
-    head, *rest = path
-    match tree:
-        case dict() if head in tree:
-            return {**tree, head: _replaced(tree[head], tuple(rest), text)}
-        case list() if isinstance(head, int) and head < len(tree):
-            return [_replaced(item, tuple(rest), text) if index == head else item for index, item in enumerate(tree)]
+def with_references(values: Any, references: Mapping[KeyPath, str], path: KeyPath = ()) -> Any:
+    """Return nested values with the interpolations of environment variables as they were written."""
+    if path in references:
+        return references[path]
+    match values:
+        case dict():
+            return {key: with_references(item, references, (*path, key)) for key, item in values.items()}
+        case list():
+            return [with_references(item, references, (*path, index)) for index, item in enumerate(values)]
         case _:
-            return tree
+            return values
 
 
 def tree_changes(old: Any, new: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Change]]:
@@ -210,7 +207,7 @@ def rule_of(root: type[Config], path: KeyPath, tree: Any) -> WhenChanged:
         tree: Nested plain values, which decide among the members of a union.
     """
     rule = WhenChanged.BRANCH
-    for key, value in _along(root, path, tree):
+    for key, value in keys_along(root, path, tree):
         own = next((mark for mark in key.marks if isinstance(mark, WhenChanged)), None)
         section = key.section(value)
         rule = own or (section.when_changed if section is not None else None) or rule
@@ -247,20 +244,9 @@ def _strictest(root: type[Config], path: KeyPath, change: Change, tree: Any) -> 
     return RuledChange(Change(format_path((*path, *below)), *pair), rule)
 
 
-def _along(root: type[Config], path: KeyPath, tree: Any) -> Iterator[tuple[Key, Any]]:
-    """Yield the keys from the root to a path, each with its value, as far as the type has them."""
-    key: Key | None = Key((), root)
-    for depth in range(len(path) + 1):
-        if key is None:
-            return
-        value = value_at(tree, path[:depth])
-        yield key, value
-        key = key.child(path[depth], value) if depth < len(path) else None
-
-
 def _names_path(root: type[Config], path: KeyPath, tree: Any) -> bool:
-    *_, (last, _) = _along(root, path, tree)
-    return last.path == path and any(isinstance(mark, NamesPath) for mark in last.marks)
+    key = key_at(root, path, tree)
+    return key is not None and any(isinstance(mark, NamesPath) for mark in key.marks)
 
 
 def _name_the_same(change: Change, *, is_path: bool) -> bool:

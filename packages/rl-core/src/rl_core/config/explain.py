@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rl_core.config.dump import rule_of
+from rl_core.config.dump import rule_of, with_references
 from rl_core.config.keys import MAX_NAMES, Key, all_keys, described, value_at
 from rl_core.config.messages import by_another_name, did_you_mean
-from rl_core.config.resolve import Resolved, Values, with_references
+from rl_core.config.resolve import Resolved, Values
 from rl_core.config.schema import Config, WhenChanged, plain
 from rl_core.config.tree import DEFAULT, Origin, format_path, parse_path
 from rl_core.errors import ConfigError

@@ -145,13 +145,19 @@ class Key:
 
 def key_at(root: type[Config], path: KeyPath, tree: Any) -> Key | None:
     """Return the key at a path; `tree` (plain nested values) decides among the members of a union."""
-    key = Key((), root)
-    for segment in path:
-        below = key.child(segment, tree)
-        if below is None:
-            return None
-        key, tree = below, value_at(tree, (segment,))
-    return key
+    *_, (last, _) = keys_along(root, path, tree)
+    return last if last.path == path else None
+
+
+def keys_along(root: type[Config], path: KeyPath, tree: Any) -> Iterator[tuple[Key, Any]]:
+    """Yield the keys from the root to a path, each with its value in `tree`, as far as the type has them."""
+    key: Key | None = Key((), root)
+    for segment in (*path, None):
+        if key is None:
+            return
+        yield key, tree
+        if segment is not None:
+            key, tree = key.child(segment, tree), value_at(tree, (segment,))
 
 
 def value_at(tree: Any, path: KeyPath) -> Any:

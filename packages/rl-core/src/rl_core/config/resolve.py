@@ -14,7 +14,7 @@ from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
 
 from pydantic import ValidationError
 
-from rl_core.config.dump import escaped
+from rl_core.config.dump import escaped, with_references
 from rl_core.config.keys import Key, all_keys, key_at, value_at
 from rl_core.config.load import RawConfig, interpolate, interpolations
 from rl_core.config.messages import Hint, left_out_to_go_on, nearest, new_names, problems_in, report, without
@@ -42,9 +42,10 @@ class Resolved(Generic[C]):
     config: C
     raw: RawConfig
 
-    def origin(self, key: str) -> Origin:
-        """Return the origin of a key's value: a file and line, the command line, or the default."""
-        return self.raw.origin(key)
+    @property
+    def origin(self) -> Callable[[str], Origin]:
+        """Function from a key to the origin of its value: a file and line, the command line, or the default."""
+        return self.raw.origin
 
 
 @dataclass(frozen=True)
@@ -295,19 +296,6 @@ def literal_credentials(written: Any, references: Mapping[KeyPath, str]) -> Iter
         reason = "must not contain a credential, because the config is stored with the run"
         remedy = f"Write {name}: ${{oc.env:{name.upper()}}} and set {name.upper()} where you start the run"
         yield path, Problem(format_path(path), reason, remedy=remedy)
-
-
-def with_references(values: Any, references: Mapping[KeyPath, str], path: KeyPath = ()) -> Any:
-    """Return nested values with the interpolations of environment variables as they were written."""
-    if path in references:
-        return references[path]
-    match values:
-        case dict():
-            return {key: with_references(item, references, (*path, key)) for key, item in values.items()}
-        case list():
-            return [with_references(item, references, (*path, index)) for index, item in enumerate(values)]
-        case _:
-            return values
 
 
 def hide_values(problems: Sequence[Problem], values: Any, references: Mapping[KeyPath, str]) -> list[Problem]:
