@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +158,7 @@ def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], says: s
 
 
 def test_variables_of_a_session_live_from_call_to_call(sandbox: Sandbox) -> None:
-    with Session(sandbox) as session, Session(sandbox) as other:
+    with closing(Session(sandbox)) as session, closing(Session(sandbox)) as other:
         assert session.execute("x = 20\nx + 1", timeout_s=LONG_S) == "21\n"
         assert session.execute("print('x is', x)", timeout_s=LONG_S) == "x is 20\n"
         assert "NameError" in other.execute("x", timeout_s=LONG_S)
@@ -167,7 +168,7 @@ def test_variables_of_a_session_live_from_call_to_call(sandbox: Sandbox) -> None
 
 
 def test_a_call_that_takes_too_long_ends_its_session(sandbox: Sandbox) -> None:
-    with Session(sandbox) as session:
+    with closing(Session(sandbox)) as session:
         assert session.execute("1", timeout_s=LONG_S) == "1\n"
         assert "took longer than 0.5 s" in session.execute("while True: pass", timeout_s=0.5)
         assert "took longer" in session.execute("1", timeout_s=LONG_S)
@@ -177,7 +178,7 @@ def test_a_call_that_takes_too_long_ends_its_session(sandbox: Sandbox) -> None:
     ("code", "says"), [("import os; os._exit(3)", "exit code 3"), ("x = 'a' * 5_000_000\nx", "wrote more than")]
 )
 def test_a_session_tells_how_it_ended(sandbox: Sandbox, code: str, says: str) -> None:
-    with Session(sandbox) as session:
+    with closing(Session(sandbox)) as session:
         assert says in session.execute(code, timeout_s=LONG_S)
 
 
@@ -290,30 +291,30 @@ def test_a_session_is_restored_from_its_calls(sandbox: Sandbox) -> None:
         "f()",
     )
     rest = ("f()", "random.random()", "1 / 0", "x")
-    with Session(sandbox, seed=5) as whole:
+    with closing(Session(sandbox, seed=5)) as whole:
         expected = play(whole, *begin, *rest)
-    with Session(sandbox, seed=5) as session:
+    with closing(Session(sandbox, seed=5)) as session:
         assert play(session, *begin) == expected[:3]
         saved = session.save()
     assert saved is not None
-    with Session.restore(sandbox, saved) as restored:
+    with closing(Session.restore(sandbox, saved)) as restored:
         assert restored.save() == saved
         assert play(restored, *rest) == expected[3:]
-    with Session(sandbox, seed=6) as other:
+    with closing(Session(sandbox, seed=6)) as other:
         assert play(other, *begin, *rest)[4] != expected[4]
 
 
 def test_a_session_that_ended_is_restored_as_ended(sandbox: Sandbox) -> None:
-    with Session(sandbox) as session:
+    with closing(Session(sandbox)) as session:
         said = session.execute("import os\nos._exit(3)", timeout_s=LONG_S)
         saved = session.save()
     assert saved is not None
-    with Session.restore(sandbox, saved) as restored:
+    with closing(Session.restore(sandbox, saved)) as restored:
         assert restored.execute("1", timeout_s=LONG_S) == said
 
 
 def test_a_session_with_too_much_code_is_not_saved(sandbox: Sandbox) -> None:
-    with Session(sandbox) as session:
+    with closing(Session(sandbox)) as session:
         session.execute(f"x = {'a' * 2**20!r}", timeout_s=LONG_S)
         assert session.save() is None
 

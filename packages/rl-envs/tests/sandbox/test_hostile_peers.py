@@ -6,7 +6,7 @@ import http.client
 import json
 import socket
 import struct
-from contextlib import suppress
+from contextlib import closing, suppress
 
 import pytest
 
@@ -172,7 +172,7 @@ FORGED = {"text": "b'not JSON'", "a number": "b'1'", "deep nesting": "b'[' * 50_
 
 @pytest.mark.parametrize("written", FORGED.values(), ids=FORGED)
 def test_a_forged_answer_ends_its_session_alone(written: str, sandbox: Sandbox) -> None:
-    with Session(sandbox) as session:
+    with closing(Session(sandbox)) as session:
         said = session.execute(
             f"import os\nfor fd in range(3, 9):\n    try: os.write(fd, {written} + b'\\n')\n    except OSError: pass",
             timeout_s=60,

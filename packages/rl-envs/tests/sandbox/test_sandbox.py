@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -222,7 +223,7 @@ def flood():
             pass
 threading.Thread(target=flood).start()
 """
-    with Session(sandbox, Limits(cpu_s=20.0, wall_s=2.0, output_kib=1024)) as session:
+    with closing(Session(sandbox, Limits(cpu_s=20.0, wall_s=2.0, output_kib=1024))) as session:
         assert session.execute(flood, timeout_s=60) == ""
         assert sandbox._zygote is not None
         table, deadline = ProcessTable(), time.monotonic() + 60

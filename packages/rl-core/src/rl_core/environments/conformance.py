@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -84,7 +85,7 @@ def check(
     """
 
     async def checked() -> Conformance:
-        async with _Process(instance) as first:
+        async with _Process.of(instance) as first:
             started = time.monotonic()
             try:
                 await first.pool.start()
@@ -182,11 +183,15 @@ class _Process:
         self.pool = EnvironmentPool.of(instance.environment, config, name=instance.label)
         self._num_played = 0
 
-    async def __aenter__(self) -> _Process:
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await self.pool.close()
+    @classmethod
+    @asynccontextmanager
+    async def of(cls, instance: EnvironmentInstance, **options: int) -> AsyncIterator[_Process]:
+        """Close the pool at the end of the context."""
+        process = cls(instance, **options)
+        try:
+            yield process
+        finally:
+            await process.pool.close()
 
     async def play(self, attempts: Sequence[Attempt], num_turns: int = MAX_TURNS) -> list[_Play]:
         """Play conversations turn by turn: all their first turns, then all their second ones."""
@@ -329,7 +334,7 @@ async def _comparisons(instance: EnvironmentInstance, plays: Sequence[_Play]) ->
     side in a used one, in batches, and resumed halfway.
     """
     attempts = [play.attempt for play in plays]
-    async with _Process(instance, hash_seed=2) as process:
+    async with _Process.of(instance, hash_seed=2) as process:
         again = [play for attempt in attempts for play in await process.play([attempt])]
         if differs := _difference(plays, again, "in another process"):
             remedy = "draw what is random from the conversation's seed or a field of the row, and order sets and hashes"
@@ -354,7 +359,7 @@ async def _resumption(instance: EnvironmentInstance, plays: Sequence[_Play], pro
     if not several:
         return Finding("resume", "no conversation had a second turn", "skipped")
     num_resumed, has_state = 0, False
-    async with _Process(instance) as other:
+    async with _Process.of(instance) as other:
         for play in several:
             [begun] = await process.play([play.attempt], len(play.answers) // 2)
             state = begun.answers[-1][1].state if begun.answers else None
@@ -377,7 +382,7 @@ async def _resumption(instance: EnvironmentInstance, plays: Sequence[_Play], pro
 async def _batches(instance: EnvironmentInstance, plays: Sequence[_Play]) -> Finding:
     size = min(max(instance.config.max_batch, BATCH), len(plays))
     attempts = [play.attempt for play in plays]
-    async with _Process(instance, max_batch=size) as process:
+    async with _Process.of(instance, max_batch=size) as process:
         for order in (1, -1):
             found = (await process.play(attempts[::order]))[::order]
             differs = _difference(plays, found, f"in calls of up to {size} conversations")

@@ -88,13 +88,13 @@ def try_out(trials: Sequence[Trial]) -> Verdict:
     An environment is refused if it cannot be built, hangs, ends its process, returns a value that is not a reward, or
     raises on every response to a row. If it raises on some of them, there is a warning.
     """
-    verdict = Verdict()
 
-    async def tried() -> None:
+    async def tried() -> Verdict:
+        verdict = Verdict()
         await asyncio.gather(*(_try_one(trial, verdict) for trial in trials))
+        return verdict
 
-    run_quietly(tried())
-    return verdict
+    return run_quietly(tried())
 
 
 def run_quietly(tried: Coroutine[Any, Any, T]) -> T:

@@ -136,7 +136,7 @@ class Worker:
                     break
                 await self._step(await self.start(), batch)
                 self._num_beginning = 0
-                self._backlog.done(batch)
+                self._backlog.running_suspects.difference_update(batch)
         except asyncio.CancelledError:
             fail_all(batch, RuntimeError("the environment pool is closed"))
             raise
@@ -145,7 +145,7 @@ class Worker:
             self._num_beginning = 0
             fail_all([*batch, *self._own, *self._backlog.drain()], error)
             self._own.clear()
-            self._backlog.done(batch)
+            self._backlog.running_suspects.difference_update(batch)
 
     def _take(self) -> list[QueuedTurn]:
         """Take the turns of the next call: of conversations whose states are here, else of the backlog."""
@@ -167,7 +167,7 @@ class Worker:
             if wanted or not batch:
                 self._num_beginning = sum(turn.home.worker is None for turn in wanted)
                 return wanted
-            self._backlog.done(batch)
+            self._backlog.running_suspects.difference_update(batch)
 
     async def _step(self, process: Child, batch: list[QueuedTurn]) -> None:
         begin = time.monotonic()
@@ -347,6 +347,9 @@ class Backlog:
         num_workers: Number of workers that take turns from here.
         wake: Called when there is something to take.
         room: Returns how many conversations may begin in addition to those in progress; None for no bound.
+
+    Attributes:
+        running_suspects: Turns that gave way and run again now; the worker takes out those of its call when it ends.
     """
 
     def __init__(
@@ -358,7 +361,7 @@ class Backlog:
         self._wake = wake
         self._fresh: deque[QueuedTurn] = deque()
         self._suspects: deque[QueuedTurn] = deque()
-        self._running_suspects: set[QueuedTurn] = set()
+        self.running_suspects: set[QueuedTurn] = set()
         self._slowest_s = 0.0
         self._has_fresh = asyncio.Event()
 
@@ -400,7 +403,7 @@ class Backlog:
             return []
         if self._suspects and (not self._fresh or self._is_overdue(self._suspects[0])):
             suspect = self._suspects.popleft()
-            self._running_suspects.add(suspect)
+            self.running_suspects.add(suspect)
             return [suspect]
         batch: list[QueuedTurn] = []
         while self._fresh and len(batch) < limit and not (batch and self._fresh[0].alone):
@@ -410,10 +413,6 @@ class Backlog:
         if not self._fresh:
             self._has_fresh.clear()
         return batch
-
-    def done(self, turns: Iterable[QueuedTurn]) -> None:
-        """Note that these turns are no longer in progress."""
-        self._running_suspects.difference_update(turns)
 
     def note_room(self) -> None:
         """Make idle workers poll again, because a conversation that others waited for may have ended."""
@@ -437,7 +436,7 @@ class Backlog:
     def _is_overdue(self, suspect: QueuedTurn) -> bool:
         assert suspect.suspected_at is not None
         waited = time.monotonic() - suspect.suspected_at
-        return waited > self._deadline_s and len(self._running_suspects) < self._max_suspects
+        return waited > self._deadline_s and len(self.running_suspects) < self._max_suspects
 
 
 def fail_all(turns: Iterable[QueuedTurn], error: Exception) -> None:

@@ -14,13 +14,13 @@ from rl_core.metrics import CLOCKED, OF_LAYOUT, reduce_metrics
 from rl_core.model import Loss, ModelPart, ModelSpec, Read, SavedFile
 from rl_core.model_config import ModelConfig
 from rl_core.plugins import resolve
-from rl_core.selfcheck.rank_pool import Rank, RankPool
+from rl_core.selfcheck.rank_pool import Closing, Rank, RankPool
 from rl_core.weights import Manifest, Transport, WeightForm
 
 HELD = "model_worker"
 
 
-class PooledModel:
+class PooledModel(Closing):
     """A `rl_core.model.Model` over workers in a `RankPool`, except that its metrics are the numbers to report; close it
     before the next one is built there.
 
@@ -38,12 +38,6 @@ class PooledModel:
         pool.run(_build, [(factory, config, spec, settings)] * num_ranks)
         self._generation = pool.generation
         self._coordinates = self.call("coordinates")
-
-    def __enter__(self) -> PooledModel:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call a method of every rank, or of a part of it (`part.method`), with the same arguments; the results in rank

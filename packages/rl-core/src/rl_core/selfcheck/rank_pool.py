@@ -8,11 +8,12 @@ import os
 import socket
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, Self
 
 from rl_core.devices import device_named
 from rl_core.devices.device import VISIBLE, listed
@@ -53,7 +54,21 @@ class Rank:
     held: dict[str, Any] = field(default_factory=dict)
 
 
-class RankPool:
+class Closing(ABC):
+    """A context that calls `close` at its end."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what the object holds."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class RankPool(Closing):
     """Up to `num_ranks` processes that run functions together.
 
     Processes start at the first run that needs them. After a time-out, or a failure that leaves other ranks waiting,
@@ -118,12 +133,6 @@ class RankPool:
         if self._port is not None:
             self._port.close()
             self._port = None
-
-    def __enter__(self) -> RankPool:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _start(self) -> None:
         for rank in range(self.num_ranks):

@@ -34,7 +34,8 @@ FILTERS = [
 
 def _generate(bench: Bench, requests: Sequence[GenerationRequest]) -> list[Completion]:
     async def together() -> list[Completion]:
-        return await asyncio.gather(*[bench.generator.generate(request) for request in requests])
+        calls = [bench.generator.generate(request) for request in requests]
+        return await asyncio.gather(*calls)
 
     return bench.runner.run(together())
 
@@ -125,24 +126,14 @@ class GeneratorSuite(WeightSinkSuite):
         assert {(len(completion.token_ids), completion.stop_reason) for completion in found} == {(48, "length")}
 
     def test_a_stop_string_ends_a_completion_and_belongs_to_it(self, bench: Bench) -> None:
-        free, stop = self._run_with_text(bench)
-        completion = _one(bench, prompt(8), SamplingParams(32, stop_strings=("never, never", stop)), seed=free[1])
-        texts = [bench.reference.decode(free[0][:count]) for count in range(1, 33)]
+        tokens, free, start = self._greedy_with_text(bench)
+        stop = bench.reference.decode(free[start : start + 3])
+        greedy = SamplingParams(16, temperature=0, stop_strings=("never, never", stop))
+        completion = _one(bench, tokens, greedy)
+        texts = [bench.reference.decode(free[:count]) for count in range(1, 17)]
         end = next(count for count, text in enumerate(texts, start=1) if stop in text)
-        assert completion.token_ids.tolist() == free[0][:end]
+        assert completion.token_ids.tolist() == free[:end]
         assert completion.stop_reason == "stop"
-
-    def _run_with_text(self, bench: Bench) -> tuple[tuple[list[int], int], str]:
-        """Return a completion, its seed, and a string in it that spans three tokens."""
-        for seed in range(40):
-            tokens = _one(bench, prompt(8), SamplingParams(32), seed).token_ids.tolist()
-            pieces = [bench.reference.decode([token]) for token in tokens]
-            for start in range(4, 28):
-                stop = "".join(pieces[start : start + 3])
-                spans_tokens = all(piece and piece.isascii() for piece in pieces[start : start + 3])
-                if spans_tokens and not any(stop in piece for piece in pieces) and min(tokens[start : start + 3]) > 2:
-                    return (tokens, seed), stop
-        raise AssertionError("no completion with three ASCII tokens in a row")
 
     def test_token_and_context_limits_end_a_completion(self, bench: Bench) -> None:
         completion = _one(bench, prompt(10), SamplingParams(5))
@@ -238,18 +229,16 @@ class GeneratorSuite(WeightSinkSuite):
 
         async def asking() -> None:
             requests = [GenerationRequest(prompt(5), SamplingParams(200), seed) for seed in range(8)]
-            await bench.generator.score(
-                prompt(5)
-            )  # The last step of earlier requests is over, and its tokens are counted.
+            # The last step of earlier requests is over then, and its tokens are counted.
+            await bench.generator.score(prompt(5))
             before = await num_sampled()
             tasks = [asyncio.create_task(bench.generator.generate(request)) for request in requests]
             seen = set()
             while not all(task.done() for task in tasks):
                 seen.add(await num_sampled() - before)
                 await asyncio.sleep(0.002)
-            while (
-                counted := await num_sampled() - before
-            ) < 8 * 200:  # Counts of the last step follow its completions.
+            # Counts of the last step follow its completions.
+            while (counted := await num_sampled() - before) < 8 * 200:
                 await asyncio.sleep(0.002)
             assert counted == 8 * 200
             assert seen - {0, 8 * 200}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import chain, combinations
@@ -123,16 +123,18 @@ class DTensorMesh:
         sizes = self.sizes
         return Coordinates(index, {"pp": sizes.pp, "dp": sizes.dp, "cp": sizes.cp, "tp": sizes.tp, "ep": sizes.ep})
 
-    def on(self, axis: str) -> int:
-        """Return this rank's index on `pp`, `dp`, `cp` or `tp`."""
-        return self.axes.get_local_rank(axis)
+    @property
+    def on(self) -> Callable[[str], int]:
+        """Function from `pp`, `dp`, `cp` or `tp` to this rank's index on it."""
+        return self.axes.get_local_rank
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """Return the ranks that differ from this one only on `axis`, one of `pp`, `dp`, `cp` and `tp`.
 
         Parameters are split over the group of `tp` too: NCCL holds buffers for each group that is used.
         """
-        return (self.dense if axis == "tp" else self.axes).get_group(axis)
+        mesh = self.dense if axis == "tp" else self.axes
+        return mesh.get_group(axis)
 
     @property
     def sharding(self) -> DeviceMesh:
@@ -164,13 +166,15 @@ class DTensorMesh:
         """Seed torch's generators, alike on the ranks that share rows."""
         torch.manual_seed(seed + self.on("dp"))
 
-    def rng_state(self) -> dict[str, Any]:
-        """Return the state of torch's generators."""
-        return self.kind.rng_state()
+    @property
+    def rng_state(self) -> Callable[[], dict[str, Any]]:
+        """Function that returns the state of torch's generators."""
+        return self.kind.rng_state
 
-    def set_rng_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state of `rng_state`."""
-        self.kind.set_rng_state(state)
+    @property
+    def set_rng_state(self) -> Callable[[Mapping[str, Any]], None]:
+        """Function that continues from a state of `rng_state`."""
+        return self.kind.set_rng_state
 
     def leave(self) -> None:
         """Leave the groups, and free their threads and connections."""

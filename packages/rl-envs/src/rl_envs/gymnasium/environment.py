@@ -12,22 +12,17 @@ import gymnasium
 from gymnasium.spaces import Discrete, Text
 
 from rl_core.rollouts.environment import Conversation, StepResult, UnusableAnswer
+from rl_envs.grader import TurnEnvironment
 from rl_envs.gymnasium.plugin import GymnasiumConfig, Shown
 
 
-class GymnasiumEnvironment:
+class GymnasiumEnvironment(TurnEnvironment[GymnasiumConfig]):
     """Takes an action in every turn until the game is over; prompts come from this package's dataset.
 
     The state is the game under way. What is saved of it is its start and its actions, which are taken again in the
     process that restores it: a game whose randomness follows from the seed of its `reset`, as gymnasium asks for, is
     then where it was.
     """
-
-    def __init__(self, config: GymnasiumConfig) -> None:
-        self._config = config
-
-    def step(self, conversations: Sequence[Conversation], states: Sequence[Any]) -> list[StepResult]:
-        return [self._play(turn, state or _start(turn)) for turn, state in zip(conversations, states, strict=True)]
 
     def close(self, states: Sequence[Any]) -> None:
         for game in states:
@@ -42,8 +37,9 @@ class GymnasiumEnvironment:
         """Return games whose actions were taken again."""
         return [Game.restore(data) for data in saved]
 
-    def _play(self, turn: Conversation, game: Game) -> StepResult:
-        action = game.action(turn.final_text)
+    def turn(self, conversation: Conversation, state: Game | None) -> StepResult:
+        game = state or _start(conversation)
+        action = game.action(conversation.final_text)
         if action is None:
             said = f"That is not a possible action. {game.rules}\n\n{game.text}"
             return _goes_on(game, said, self._config.invalid_reward)
@@ -137,7 +133,8 @@ class Game:
 
     def save(self) -> bytes:
         """Return the start and the actions so far as bytes."""
-        return json.dumps({"start": self._start, "actions": self._taken}).encode()
+        state = {"start": self._start, "actions": self._taken}
+        return json.dumps(state).encode()
 
     @property
     def rules(self) -> str:

@@ -47,7 +47,7 @@ REPLAY_FACTOR = 10.0
 """A call that runs again may take this many times as long as it took, in addition to `MAX_JOURNAL_S`."""
 
 
-class Session(contextlib.AbstractContextManager["Session"]):
+class Session:
     """A running interpreter; its memory and its CPU count for all calls together.
 
     It keeps a journal of its calls, so that another sandbox can restore it (`save`, `restore`). The restored session
@@ -99,9 +99,6 @@ class Session(contextlib.AbstractContextManager["Session"]):
         calls = [] if self.ended else self._journal
         saved = json.dumps({"seed": self._seed, "calls": calls, "ended": self.ended}).encode()
         return saved if len(saved) <= MAX_JOURNAL_BYTES else None
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def execute(self, code: str, *, timeout_s: float) -> str:
         """Run code and return its output, with the value of a last expression, or its traceback.

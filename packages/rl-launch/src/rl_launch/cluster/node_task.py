@@ -11,6 +11,7 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 from typing import NamedTuple
@@ -24,7 +25,8 @@ CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")
 """Files that state a container's share of the machine's cores."""
 
 
-class NodeFacts(NamedTuple):
+@dataclass(frozen=True)
+class NodeFacts:
     """Facts that a node reports about itself.
 
     Args:

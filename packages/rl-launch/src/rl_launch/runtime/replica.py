@@ -22,7 +22,7 @@ from rl_core.rollouts.speculation import SpeculationCounts
 from rl_launch.backends import ROLLOUT_WORKER
 from rl_launch.cluster.start_wait import gather_start
 from rl_launch.monitoring.poller import Monitored
-from rl_launch.runtime.models import StartTimeouts
+from rl_launch.runtime.processes import StartTimeouts
 
 _log = logging.getLogger(__name__)
 
@@ -110,7 +110,8 @@ class Replica:
 
     def finished(self) -> FinishedCall:
         """Ask for finished groups; answered as soon as there is one that was not returned before."""
-        return FinishedCall(*self.actor.call.options(num_returns=3).remote("finished"))
+        answers = self.actor.call.options(num_returns=3).remote("finished")
+        return FinishedCall(*answers)
 
     def call(self, method: str, *args: Any) -> ray.ObjectRef:
         """Call the rollout worker."""

@@ -117,6 +117,7 @@ class SteppedEngine:
 
     def __init__(self, vllm: LLMEngine) -> None:
         self.vllm = vllm
+        self.dispose = vllm.engine_core.shutdown
         self._ids = itertools.count()
         self._requests: dict[str, LocalRequest] = {}
         self._id_of: dict[str, str] = {}
@@ -168,10 +169,6 @@ class SteppedEngine:
         for request in self._requests.values():
             _fail(request, GeneratorError(reason))
         self._requests.clear()
-
-    def dispose(self) -> None:
-        """Shut the engine down."""
-        self.vllm.engine_core.shutdown()
 
     def _answer(self, name: str, output: Any) -> None:
         del self._id_of[name]

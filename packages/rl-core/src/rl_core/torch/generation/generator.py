@@ -40,6 +40,8 @@ class LocalGenerator(Generic[Model]):
         placement: The device and the engine's threads.
     """
 
+    num_ranks = 1
+
     def __init__(
         self,
         load: Callable[[], Model],
@@ -63,11 +65,6 @@ class LocalGenerator(Generic[Model]):
         self._failure: str | None = None
         self._asleep: set[str] = set()
         self._profile = Profile()
-
-    @property
-    def num_ranks(self) -> int:
-        """1, as the model is on one device."""
-        return 1
 
     async def start(self) -> None:
         """Load the model."""
@@ -269,6 +266,7 @@ class RowEngine(StepThread[Any], Generic[Model]):
     def __init__(self, load: Callable[[], Model], num_threads: int) -> None:
         def load_model() -> RowEngine[Model]:
             self.model = load()
+            self.dispose = self.model.close
             return self
 
         super().__init__(load_model, num_threads)
@@ -301,10 +299,6 @@ class RowEngine(StepThread[Any], Generic[Model]):
         for row in self._take_out_all():
             if not row.future.done() and row.future.set_running_or_notify_cancel():
                 row.future.set_exception(GeneratorError(reason))
-
-    def dispose(self) -> None:
-        """Release the model; called in the thread."""
-        self.model.close()
 
     def _take_out_all(self) -> list[Row]:
         self.num_running = 0
