@@ -4,9 +4,14 @@ import pytest
 
 from rl_algos.data.config import DataConfig
 from rl_algos.data.examples import load_examples
-from rl_algos.distillation.algorithm import Distillation, OfflineDistillation
+from rl_algos.distillation.algorithm import (
+    UNSCORED,
+    Distillation,
+    OfflineDistillation,
+    check_teachers,
+    teacher_tokenizer,
+)
 from rl_algos.distillation.config import DistillationConfig, OfflineDistillationConfig
-from rl_algos.distillation.data import UNSCORED, check_teachers, teacher_tokenizer
 from rl_algos.distillation.unscored import unscored
 from rl_algos.tiny_model import make_tokenizer
 from rl_core.config import assemble

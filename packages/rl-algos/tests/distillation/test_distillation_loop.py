@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 from rl_algos.data.stream import Stream
-from rl_algos.distillation.algorithm import DistillationValidation, text_objective, train
+from rl_algos.distillation.algorithm import DistillationValidation, TextRow, text_objective, train
 from rl_algos.distillation.config import DistillationConfig, OfflineDistillationConfig
-from rl_algos.distillation.data import TextRow
 from rl_algos.distillation.teachers import Teachers
 from rl_algos.losses.distillation import DistillationLoss
 from rl_algos.rollouts.driver.steps import RolloutSteps

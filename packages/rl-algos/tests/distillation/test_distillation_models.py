@@ -10,7 +10,7 @@ from torch_model import TorchModel
 
 from rl_algos.data.config import DataConfig
 from rl_algos.data.examples import load_examples
-from rl_algos.distillation import data as distillation_data
+from rl_algos.distillation import algorithm as distillation_algorithm
 from rl_algos.distillation.algorithm import (
     DistillationValidation,
     OfflineDistillation,
@@ -86,7 +86,7 @@ def test_hidden_states_of_a_teacher_teach_as_its_whole_distributions_do(tmp_path
     named = ModelConfig(model_name=str(tmp_path / "teacher"), precision="float32")
     runs = []
     for most_bytes in (8, 2**16):
-        monkeypatch.setattr(distillation_data, "MAX_BYTES", most_bytes)
+        monkeypatch.setattr(distillation_algorithm, "MAX_BYTES", most_bytes)
         config = text_config(tmp_path, kind=kind, k=None)
         settings = config.distillation.model_copy(update={"max_num_steps": 3})
         loss_fn = config.loss_fn.model_copy(update={"nll_weight": 0.2, "temperature": 0.7})
@@ -131,7 +131,7 @@ def test_hidden_states_of_teachers_of_several_sizes_teach_as_their_whole_distrib
     rows = to_batch(next(iter(data.validation.values()))[0][:8])
     runs = []
     for most_bytes in (8, 2**16):
-        monkeypatch.setattr(distillation_data, "MAX_BYTES", most_bytes)
+        monkeypatch.setattr(distillation_algorithm, "MAX_BYTES", most_bytes)
         loss, teachers = loss_of(config, vocabulary=data.vocabulary), teachers_of(config, Components(models, data))
         student = TorchModel(len(tokenizer), seed=2)
         scored = teachers.scored_rows(
@@ -145,7 +145,7 @@ def test_hidden_states_of_teachers_of_several_sizes_teach_as_their_whole_distrib
 
 
 def test_a_head_that_is_not_the_teachers_is_seen(tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setattr(distillation_data, "MAX_BYTES", 8)
+    monkeypatch.setattr(distillation_algorithm, "MAX_BYTES", 8)
     teacher = TorchModel(len(tokenizer), hidden_size=48, seed=1, scale=20.0)
     teacher.net.save_pretrained(tmp_path / "teacher")
     with torch.no_grad():

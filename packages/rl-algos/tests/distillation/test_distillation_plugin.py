@@ -1,7 +1,6 @@
 import pytest
 
-from rl_algos.distillation.algorithm import Distillation, OfflineDistillation
-from rl_algos.distillation.data import check_k, sends_hidden
+from rl_algos.distillation.algorithm import Distillation, OfflineDistillation, check_k, sends_hidden
 from rl_algos.distillation.plugin import OFFLINE, PLUGIN, model_sections
 from rl_algos.distillation.teachers import teacher_of
 from rl_core.algorithm import implementation_of

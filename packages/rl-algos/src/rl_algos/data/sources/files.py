@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 from array import array
 from bisect import bisect_right
@@ -17,11 +18,10 @@ from typing import IO, Any
 from rl_algos.data.rows.lazily import Lazily
 from rl_algos.data.rows.messages import without_nulls
 from rl_algos.data.sources import cache
-from rl_algos.data.sources.json_rows import LINE_IS_ROW, json_array, json_row
 from rl_core.errors import DataError
 
 Row = Mapping[str, Any]
-
+LINE_IS_ROW = "one line is one row: write each object on a line by itself, or all of them in an array of a .json file"
 _COMPRESSION = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
 COMPRESSIONS = tuple(_COMPRESSION)
 """Endings of compressed files."""
@@ -215,11 +215,65 @@ def _json_lines(path: Path, name: str) -> DataRows:
         start, end = starts[index], starts[index + 1]
         _check_row(end - start)
         line = os.pread(_opened(path, state).fileno(), end - start, start)
-        return json_row(line.partition(b"\n")[0].removeprefix(_BOM).rstrip(b"\r"))  # Blank lines may follow.
+        return _json_row(line.partition(b"\n")[0].removeprefix(_BOM).rstrip(b"\r"))  # Blank lines may follow.
 
     return DataRows(
         Lazily(len(starts) - 1, row), lambda index: f"{name}, line {numbers[index] if numbers else index + 1}"
     )
+
+
+def _json_row(line: bytes) -> dict[str, Any]:
+    """Return the object of a line; raise a `DataError` with the reason if the line is not one."""
+    try:
+        row = json.loads(line, object_pairs_hook=_object)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"not a JSON object: {_reason(line, error)}") from None
+    if not isinstance(row, dict):
+        raise DataError(f"a row must be a JSON object, got {type(row).__name__}")
+    return row
+
+
+def _json_array(content: bytes, name: str) -> list[Any]:
+    """Return the items of an array; raise a `DataError` with the file and the line if it is not one."""
+    try:
+        rows = json.loads(content, object_pairs_hook=_object)
+    except (ValueError, RecursionError) as error:
+        where = f", line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
+        raise DataError(f"{name}{where}: not a JSON array: {_reason(b'', error)}") from None
+    if not isinstance(rows, list):
+        raise DataError(f"{name}: not a JSON array, but {type(rows).__name__}")
+    return rows
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        [(key, _)] = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"the key {key!r} is there twice; remove one")
+    return made
+
+
+def _reason(line: bytes, error: Exception) -> str:
+    """Return the reason in words, with the column and the remedy if there is a usual one."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"it is not text in UTF-8 ({error})"
+    if isinstance(error, RecursionError):
+        return "its lists and objects are nested too deeply"
+    if not isinstance(error, json.JSONDecodeError):
+        is_long = "set_int_max_str_digits" in str(error)
+        return "an integer has more than 4300 digits; write it as a string" if is_long else str(error)
+    problem = error.msg.removesuffix(" at")
+    is_cut = line.strip() in (b"{", b"[") or (line and error.pos >= len(line.rstrip()))
+    remedy = ""
+    if "control character" in problem:
+        remedy = r"; write \t for a tab and \n for a line break in a string"
+    elif is_cut or problem.startswith("Extra data"):
+        remedy = f"; {LINE_IS_ROW}"
+    elif "property name enclosed in double quotes" in problem and b"'" in line:
+        remedy = "; JSON has double quotes, as json.dumps writes them"
+    elif "Illegal trailing comma" in problem or "property name" in problem or problem.startswith("Expecting value"):
+        remedy = "; JSON has no trailing comma, no comment and no unquoted text"
+    return f"{problem} at column {error.colno}{remedy}"
 
 
 def _held(rows: Sequence[Any], place: Callable[[int], str]) -> DataRows:
@@ -256,7 +310,7 @@ def _json(path: Path, name: str) -> DataRows:
         start = file.read(4096).removeprefix(_BOM).lstrip()
         file.seek(0)
         if start.startswith(b"["):
-            rows = json_array(file.read().removeprefix(_BOM), name)
+            rows = _json_array(file.read().removeprefix(_BOM), name)
             return _held(rows, lambda index: f"{name}, item {index} (from 0)")
         lines = _json_lines(path, name)
         if len(lines) < 2:
@@ -268,7 +322,7 @@ def _json(path: Path, name: str) -> DataRows:
             pass
         # These are not lines of rows, so perhaps one row over many lines.
         try:
-            return _held([json_row(file.read().removeprefix(_BOM))], lambda _index: f"{name}, line 1")
+            return _held([_json_row(file.read().removeprefix(_BOM))], lambda _index: f"{name}, line 1")
         except DataError as error:
             raise DataError(f"{name}: {error}; {LINE_IS_ROW}") from None
 

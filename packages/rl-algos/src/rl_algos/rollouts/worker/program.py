@@ -1,4 +1,5 @@
-"""Rollout programs: turns with an environment, problems that the policy poses and solves, and single replies."""
+"""Rollout programs: turns with an environment, problems that the policy poses and solves, and single replies; and an
+agent's side of a play, its conversation as messages and as tokens."""
 
 from __future__ import annotations
 
@@ -9,16 +10,16 @@ import itertools
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from rl_algos.rollouts.worker.seat import Seat, SeatLimits
 from rl_algos.rollouts.worker.transcript import Transcript
 from rl_core.images import image_digests
-from rl_core.rollouts.environment import StepResult
-from rl_core.rollouts.program import GenerationClient
-from rl_core.rollouts.rollout import Prompt, Rollout
+from rl_core.rollouts.environment import Conversation, StepResult
+from rl_core.rollouts.program import GenerationClient, Reply
+from rl_core.rollouts.rollout import Completion, Message, Prompt, Rollout
+from rl_core.rollouts.thoughts import opened_by
 
 
 class MultiTurnProgram:
@@ -194,3 +195,221 @@ class ReplyProgram:
         reply = client.read(completion.token_ids)
         transcript.add_result(reply.text, StepResult(done=True), ends=True)
         return transcript.rollout(truncated=completion.stop_reason != "stop")
+
+
+class SeatLimits(NamedTuple):
+    """Limits of an agent's rollout.
+
+    Args:
+        max_turns: Maximum number of completions.
+        max_tokens: Maximum number of tokens of the rollout, or of each segment of one that is split.
+        split: Render the whole conversation for every turn, and begin a segment where the chat template rewrites
+            earlier turns; otherwise go on from the tokens as they are.
+    """
+
+    max_turns: int
+    max_tokens: int
+    split: bool = False
+
+
+class Seat:
+    """One agent of a play.
+
+    The usage loop::
+
+        seat = Seat.first(prompt, client, limits)
+        await seat.take_turn()
+        result = await client.step(seat.conversation(identity, prompt.info, turn=0))
+        seat.earn(result)
+        if seat.hear(result.observation):
+            await seat.take_turn()
+
+    Args:
+        prompt: Prompt of the play.
+        client: Client of the play.
+        limits: Limits of the rollout.
+        messages: Messages that the agent has seen before its first turn.
+        tokens: int32 `[tokens]`, these messages as the engine consumes them, with all tokens of their images.
+        agent: Name of the agent; empty for the only one.
+    """
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        client: GenerationClient,
+        limits: SeatLimits,
+        messages: Sequence[Message],
+        tokens: np.ndarray,
+        *,
+        agent: str = "",
+    ) -> None:
+        self.agent = agent
+        self._client = client
+        self._limits = limits
+        self._messages: list[Message] = list(messages)
+        self._num_prompt_messages = len(messages)
+        self._transcript = Transcript(prompt, tokens, images=image_digests(messages))
+        self._sampling = client.sampling
+        self._num_turns = 0
+        self._completion: Completion | None = None
+        self._reply: Reply | None = None
+        self._opened_thoughts = ""
+        self._earned: StepResult | None = None
+        self._is_truncated = False
+
+    @classmethod
+    def first(cls, prompt: Prompt, client: GenerationClient, limits: SeatLimits, *, agent: str = "") -> Seat:
+        """Return the agent that the prompt of the play addresses."""
+        return cls(prompt, client, limits, prompt.messages, prompt.token_ids, agent=agent)
+
+    @classmethod
+    def joining(
+        cls, prompt: Prompt, client: GenerationClient, limits: SeatLimits, observation: Sequence[Message], *, agent: str
+    ) -> Seat:
+        """Return an agent that sees only an observation.
+
+        Raises:
+            ValueError: If there is no observation.
+        """
+        _require(observation)
+        return cls(prompt, client, limits, observation, client.rendered(observation, _NO_TOKENS), agent=agent)
+
+    @property
+    def is_cut(self) -> bool:
+        """True if the newest turn ran into a token limit."""
+        return self._newest.stop_reason != "stop"
+
+    async def take_turn(self, *, draw: int | None = None) -> None:
+        """Sample a turn.
+
+        Args:
+            draw: See `rl_core.rollouts.program.GenerationClient.generate`.
+
+        Raises:
+            ValueError: If the messages leave no room for a turn.
+        """
+        told: dict[str, Any] = {"agent": self.agent} if self.agent else {}
+        if draw is not None:
+            told["draw"] = draw
+        if self._transcript.images:
+            told["images"] = self._transcript.images
+        asked, sampling = self._transcript.tokens, self._sampling
+        room = self._limits.max_tokens - len(asked)
+        if room < 1:
+            raise ValueError(f"the prompt has {len(asked)} tokens; a rollout may have {self._limits.max_tokens}")
+        if sampling.max_new_tokens > room:
+            sampling = dataclasses.replace(sampling, max_new_tokens=room)
+        self._opened_thoughts = opened_by(self._client.shown(asked[-_PROMPT_END:]))
+        self._completion = await self._client.generate(asked, sampling, **told)
+        self._transcript.add_completion(self._completion)
+        self._reply = self._client.read(self._completion.token_ids)
+        self._messages.append(self._reply.message)
+        self._num_turns += 1
+
+    def conversation(self, identity: str, info: Mapping[str, object], *, turn: int) -> Conversation:
+        """Return the newest turn as an environment sees it.
+
+        Args:
+            identity: Id of the conversation.
+            info: Info of the prompt.
+            turn: Number of turns of the play before the newest.
+        """
+        assert self._reply is not None, "a turn has been taken"
+        return Conversation(
+            id=identity,
+            messages=tuple(self._messages),
+            info=info,
+            completion=self._reply.text,
+            truncated=self.is_cut,
+            turn=turn,
+            tool_calls=self._reply.tool_calls,
+            completion_ids=self._newest.token_ids,
+            num_prompt_messages=self._num_prompt_messages,
+            opened_thoughts=self._opened_thoughts,
+            agent=self.agent,
+        )
+
+    def earn(self, result: StepResult) -> None:
+        """Take the environment's answer to the newest turn."""
+        self._earned = result
+        self._is_truncated |= self.is_cut
+
+    def add_rewards(self, rewards: float | Mapping[str, float]) -> None:
+        """Add rewards for another agent's turn."""
+        self._transcript.add_rewards(StepResult(reward=rewards).rewards())
+
+    def hear(self, observation: Sequence[Message]) -> bool:
+        """Take the messages that the agent sees before its next turn.
+
+        Returns:
+            False if it may not take another turn: it has taken all its turns, or the observation does not fit.
+
+        Raises:
+            ValueError: If there is no observation, or the chat template cannot render it.
+        """
+        assert self._earned is not None, "the newest turn has been answered"
+        so_far = self._transcript.tokens
+        if self._num_turns < self._limits.max_turns:
+            self._messages.extend(observation)
+            following = self._following(so_far, observation)
+            if len(following) < self._limits.max_tokens:
+                self._end_turn(observation)
+                self._transcript.go_on(following, image_digests(self._messages))
+                return True
+        self._is_truncated = True
+        return False
+
+    def rollout(self) -> Rollout:
+        """Return the rollout of the agent, after its last turn."""
+        if self._earned is not None:
+            self._end_turn(None)
+        rollout = self._transcript.rollout(truncated=self._is_truncated)
+        return dataclasses.replace(rollout, agent=self.agent) if self.agent else rollout
+
+    @property
+    def _newest(self) -> Completion:
+        assert self._completion is not None, "a turn has been taken"
+        return self._completion
+
+    def _end_turn(self, observation: Sequence[Message] | None) -> None:
+        """Record the newest turn, with the observation that follows it; None at the end."""
+        assert self._earned is not None
+        assert self._reply is not None
+        result = dataclasses.replace(self._earned, observation=tuple(observation or ()))
+        is_invalid = self._reply.has_invalid_call
+        self._transcript.add_result(self._reply.text, result, ends=observation is None, has_invalid_call=is_invalid)
+        # Stop strings stay until others come, whereas a limit is for one turn.
+        most, limit, stops = (
+            self._client.sampling.max_new_tokens,
+            self._earned.max_new_tokens,
+            self._earned.stop_strings,
+        )
+        self._sampling = dataclasses.replace(
+            self._sampling,
+            stop_strings=self._sampling.stop_strings if stops is None else stops,
+            max_new_tokens=most if limit is None else min(limit, most),
+        )
+        self._earned = None
+
+    def _following(self, so_far: np.ndarray, observation: Sequence[Message]) -> np.ndarray:
+        """Return int32 `[tokens]` that the engine consumes for the next turn.
+
+        Args:
+            so_far: All tokens of the last request and its completion.
+            observation: Messages that follow the newest turn; they are the last of the messages already.
+        """
+        _require(observation)
+        if self._limits.split:
+            return self._client.rendered(self._messages, so_far)
+        turn = self._messages[-len(observation) - 1]
+        return np.concatenate([so_far, self._client.continuation(turn, observation, self._newest.token_ids)])
+
+
+_NO_TOKENS = np.zeros(0, np.int32)
+_PROMPT_END = 32
+"""Number of tokens at the end of a prompt that are searched for a mark of thoughts."""
+
+
+def _require(observation: Sequence[Message]) -> None:
+    if not observation:
+        raise ValueError("the environment returned no observation, so there is nothing for the policy to answer")
