@@ -1,22 +1,47 @@
-"""Environments that score single turns."""
+"""Environments that answer or score each turn separately, and the fields of their rows in messages."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
 from rl_core.rollouts.environment import Conversation, StepResult
 
+C = TypeVar("C")
 
-class Grader:
-    """An environment whose rollouts have one turn, which is scored without regard to others."""
+
+class TurnEnvironment(Generic[C]):
+    """An environment that answers each turn without regard to others, and whose states need not be closed.
+
+    Args:
+        config: Its settings.
+    """
+
+    def __init__(self, config: C) -> None:
+        self._config = config
+
+    def turn(self, conversation: Conversation, state: Any) -> StepResult:
+        """Return the result of a turn; the state is None in the first."""
+        raise NotImplementedError
+
+    def step(self, conversations: Sequence[Conversation], states: Sequence[Any]) -> list[StepResult]:
+        return [self.turn(*each) for each in zip(conversations, states, strict=True)]
+
+    def close(self, states: Sequence[Any]) -> None:
+        pass
+
+
+class Grader(TurnEnvironment[C]):
+    """An environment whose rollouts have one turn, which is scored."""
 
     def score(self, conversation: Conversation) -> StepResult:
         """Return the reward of a turn, which ends the rollout."""
         raise NotImplementedError
 
-    def step(self, conversations: Sequence[Conversation], states: Sequence[Any]) -> list[StepResult]:
-        return [self.score(conversation) for conversation in conversations]
+    def turn(self, conversation: Conversation, state: Any) -> StepResult:
+        return self.score(conversation)
 
-    def close(self, states: Sequence[Any]) -> None:
-        pass
+
+def fields_of(info: Mapping[str, Any]) -> str:
+    """Return the names of a row's fields, for a message."""
+    return ", ".join(sorted(map(str, info))) or "none"

@@ -10,6 +10,7 @@ from typing import Any
 
 from rl_core.rollouts.environment import UnusableAnswer
 from rl_envs.code.harness import whole_number
+from rl_envs.grader import fields_of
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,7 @@ def read_tests(info: Mapping[str, Any], most: int | None) -> Tests:
             raise UnusableAnswer(f"`test_code` must be a string of Python code or a list of strings, got {given!r:.80}")
         return Assertions(texts[:most])
     if "tests" not in info:
-        fields = ", ".join(sorted(map(str, info))) or "none"
-        raise UnusableAnswer(f"the row needs the field `tests` or `test_code`; its fields are {fields}")
+        raise UnusableAnswer(f"the row needs the field `tests` or `test_code`; its fields are {fields_of(info)}")
     tests = info["tests"]
     if isinstance(tests, str):
         try:

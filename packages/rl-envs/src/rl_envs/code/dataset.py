@@ -28,9 +28,8 @@ def load(settings: Mapping[str, Any], split: str) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     try:
         with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else open(path, encoding="utf-8") as file:
-            for number, line in islice(
-                ((at, text) for at, text in enumerate(file, 1) if text.strip()), config.max_rows
-            ):
+            numbered = ((at, text) for at, text in enumerate(file, 1) if text.strip())
+            for number, line in islice(numbered, config.max_rows):
                 try:
                     row = json.loads(line)
                     if not isinstance(row, dict):

@@ -19,7 +19,7 @@ SHOWN = 300
 """Maximum number of characters of a problem that are reported."""
 
 
-class CodeEnvironment(Grader):
+class CodeEnvironment(Grader[CodeConfig]):
     """Scores a single turn by the tests of its row; `read_tests` describes their forms.
 
     Raises:
@@ -27,7 +27,7 @@ class CodeEnvironment(Grader):
     """
 
     def __init__(self, config: CodeConfig) -> None:
-        self._config = config
+        super().__init__(config)
         self._runner = open_sandbox(config.sandbox)
 
     def score(self, conversation: Conversation) -> StepResult:

@@ -9,6 +9,7 @@ from typing import Any
 
 from rl_core.rollouts.environment import Conversation, StepResult, UnusableAnswer
 from rl_envs.games.plugin import GuessNumberConfig, NimConfig, ProposedSumsConfig
+from rl_envs.grader import Grader, TurnEnvironment
 
 PLAYERS = ("first", "second")
 """Names of the agents of `nim`, in the order of their first turns."""
@@ -21,20 +22,11 @@ _SUM = re.compile(r"\s*(\d{1,4})\s*\+\s*(\d{1,4})\s*")
 _RESULT = re.compile(r"\d{1,9}")
 
 
-class GuessNumber:
+class GuessNumber(TurnEnvironment[GuessNumberConfig]):
     """Takes the last whole number in a turn as the guess; the row's `answer` is the number.
 
     The state is the number of guesses.
     """
-
-    def __init__(self, config: GuessNumberConfig) -> None:
-        self._config = config
-
-    def step(self, conversations: Sequence[Conversation], states: Sequence[Any]) -> list[StepResult]:
-        return [self._guess(turn, state or 0) for turn, state in zip(conversations, states, strict=True)]
-
-    def close(self, states: Sequence[Any]) -> None:
-        pass
 
     def save(self, states: Sequence[int]) -> list[bytes | None]:
         """Return the numbers of guesses."""
@@ -44,13 +36,14 @@ class GuessNumber:
         """Return the numbers of guesses."""
         return [int(data) for data in saved]
 
-    def _guess(self, turn: Conversation, num_before: int) -> StepResult:
+    def turn(self, conversation: Conversation, state: int | None) -> StepResult:
+        num_before = state or 0
         try:
-            number = int(turn.info["answer"])
+            number = int(conversation.info["answer"])
         except (KeyError, TypeError, ValueError):
-            got = turn.info.get("answer")
+            got = conversation.info.get("answer")
             raise UnusableAnswer(f"the row's `answer` must be a whole number, got {got!r}") from None
-        found = _GUESS.findall(turn.final_text)
+        found = _GUESS.findall(conversation.final_text)
         guess = int(found[-1]) if found else None
         info = {"accuracy": float(guess == number), "guesses": num_before + 1}
         if guess == number:
@@ -80,7 +73,7 @@ class Pile:
     best: tuple[int, int] = (0, 0)
 
 
-class Nim:
+class Nim(TurnEnvironment[NimConfig]):
     """Takes the last number in a turn as the stones that the player removes; who takes the last stone wins.
 
     The row's `pile` is the number of stones, and `max_take` how many a player may remove. The players are the agents
@@ -88,18 +81,9 @@ class Nim:
     come before the stones that the second player sees first, as they do in the prompt of the first player.
     """
 
-    def __init__(self, config: NimConfig) -> None:
-        self._config = config
-
-    def step(self, conversations: Sequence[Conversation], states: Sequence[Any]) -> list[StepResult]:
-        return [self._move(turn, state) for turn, state in zip(conversations, states, strict=True)]
-
-    def close(self, states: Sequence[Any]) -> None:
-        pass
-
-    def _move(self, turn: Conversation, state: Pile | None) -> StepResult:
-        pile = state or Pile(_positive(turn, "pile"), _positive(turn, "max_take"))
-        numbers = _STONES.findall(turn.final_text)
+    def turn(self, conversation: Conversation, state: Pile | None) -> StepResult:
+        pile = state or Pile(_positive(conversation, "pile"), _positive(conversation, "max_take"))
+        numbers = _STONES.findall(conversation.final_text)
         move = int(numbers[-1]) if numbers else 0
         is_valid = 1 <= move <= min(pile.max_take, pile.stones)
         mover, num_choices, num_best = pile.mover, [*pile.choices], [*pile.best]
@@ -117,7 +101,7 @@ class Nim:
         if not left:
             lost = {other: self._config.lost_reward}
             return StepResult(reward=self._config.won_reward, agent=agent, agent_rewards=lost, info=info)
-        explained = "" if state is not None else str(turn.info.get("instructions", ""))
+        explained = "" if state is not None else str(conversation.info.get("instructions", ""))
         choices, best = (num_choices[0], num_choices[1]), (num_best[0], num_best[1])
         return StepResult(
             done=False,
@@ -139,7 +123,7 @@ def _positive(turn: Conversation, name: str) -> int:
     return number
 
 
-class ProposedSums:
+class ProposedSums(Grader[ProposedSumsConfig]):
     """Takes the turn of a proposer as a sum such as `12+7`, which it poses as `12+7=`, and the last number in the turn
     of a solver as its answer.
 
@@ -147,16 +131,9 @@ class ProposedSums:
     The rollout program gives the proposed sum to the conversations of solvers, as the `problem` of their info.
     """
 
-    def __init__(self, config: ProposedSumsConfig) -> None:
-        self._config = config
-
-    def step(self, conversations: Sequence[Conversation], states: Sequence[Any]) -> list[StepResult]:
-        return [_solved(turn) if "problem" in turn.info else self._proposed(turn) for turn in conversations]
-
-    def close(self, states: Sequence[Any]) -> None:
-        pass
-
-    def _proposed(self, turn: Conversation) -> StepResult:
+    def score(self, turn: Conversation) -> StepResult:
+        if "problem" in turn.info:
+            return _solved(turn)
         found = _SUM.fullmatch(turn.final_text)
         operands = [int(number) for number in found.groups()] if found else []
         try:

@@ -119,23 +119,17 @@ class ProposedSumsSettings(Config):
     these rows teaches both roles."""
 
 
-_REQUIREMENT = Requirement("rl-envs")
+_OWN = Requirement("rl-envs")
 
 SLIDING_PUZZLE = EnvironmentPlugin(
-    "sliding_puzzle", SlidingPuzzleConfig, "rl_envs.games.sliding_puzzle:SlidingPuzzle", _REQUIREMENT
+    "sliding_puzzle", SlidingPuzzleConfig, "rl_envs.games.sliding_puzzle:SlidingPuzzle", _OWN
 )
 SLIDING_PUZZLES = DatasetPlugin(
-    "sliding_puzzle", "rl_envs.games.dataset:sliding_puzzles", _REQUIREMENT, settings=SlidingPuzzleSettings
+    "sliding_puzzle", "rl_envs.games.dataset:sliding_puzzles", _OWN, settings=SlidingPuzzleSettings
 )
-GUESS_NUMBER = EnvironmentPlugin(
-    "guess_number", GuessNumberConfig, "rl_envs.games.number_games:GuessNumber", _REQUIREMENT
-)
-NUMBERS = DatasetPlugin("guess_number", "rl_envs.games.dataset:numbers", _REQUIREMENT, settings=GuessNumberSettings)
-NIM = EnvironmentPlugin("nim", NimConfig, "rl_envs.games.number_games:Nim", _REQUIREMENT)
-PILES = DatasetPlugin("nim", "rl_envs.games.dataset:piles", _REQUIREMENT, settings=NimSettings)
-PROPOSED_SUMS = EnvironmentPlugin(
-    "proposed_sums", ProposedSumsConfig, "rl_envs.games.number_games:ProposedSums", _REQUIREMENT
-)
-SUMS = DatasetPlugin(
-    "proposed_sums", "rl_envs.games.dataset:proposed_sums", _REQUIREMENT, settings=ProposedSumsSettings
-)
+GUESS_NUMBER = EnvironmentPlugin("guess_number", GuessNumberConfig, "rl_envs.games.number_games:GuessNumber", _OWN)
+NUMBERS = DatasetPlugin("guess_number", "rl_envs.games.dataset:numbers", _OWN, settings=GuessNumberSettings)
+NIM = EnvironmentPlugin("nim", NimConfig, "rl_envs.games.number_games:Nim", _OWN)
+PILES = DatasetPlugin("nim", "rl_envs.games.dataset:piles", _OWN, settings=NimSettings)
+PROPOSED_SUMS = EnvironmentPlugin("proposed_sums", ProposedSumsConfig, "rl_envs.games.number_games:ProposedSums", _OWN)
+SUMS = DatasetPlugin("proposed_sums", "rl_envs.games.dataset:proposed_sums", _OWN, settings=ProposedSumsSettings)

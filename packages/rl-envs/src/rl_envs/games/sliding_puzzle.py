@@ -6,10 +6,11 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 from rl_core.rollouts.environment import Conversation, StepResult, UnusableAnswer
 from rl_envs.games.plugin import SlidingPuzzleConfig
+from rl_envs.grader import TurnEnvironment, fields_of
 
 MOVES = {"up": (1, 0), "down": (-1, 0), "left": (0, 1), "right": (0, -1)}
 """Directions of moves, with the place of the tile next to the gap: rows below, columns to the right."""
@@ -74,22 +75,11 @@ class Board:
 _MOVE = re.compile(rf"\b({'|'.join(MOVES)})\b", re.IGNORECASE)
 
 
-class SlidingPuzzle:
+class SlidingPuzzle(TurnEnvironment[SlidingPuzzleConfig]):
     """Takes the last direction in a turn as its move.
 
     The row's `board` is the start, a list of rows with 0 for the gap. The state is the board and the number of turns.
     """
-
-    def __init__(self, config: SlidingPuzzleConfig) -> None:
-        self._config = config
-
-    def step(self, conversations: Sequence[Conversation], states: Sequence[Any]) -> list[StepResult]:
-        return [
-            self._move(turn, *(state or (_start(turn), 0))) for turn, state in zip(conversations, states, strict=True)
-        ]
-
-    def close(self, states: Sequence[Any]) -> None:
-        pass
 
     def save(self, states: Sequence[tuple[Board, int]]) -> list[bytes | None]:
         """Return the boards and numbers of moves."""
@@ -99,8 +89,9 @@ class SlidingPuzzle:
         """Return games as they were saved."""
         return [(Board.read(rows), num_moves) for rows, num_moves in map(json.loads, saved)]
 
-    def _move(self, turn: Conversation, before: Board, num_before: int) -> StepResult:
-        directions = _MOVE.findall(turn.final_text)
+    def turn(self, conversation: Conversation, state: tuple[Board, int] | None) -> StepResult:
+        before, num_before = state or (_start(conversation), 0)
+        directions = _MOVE.findall(conversation.final_text)
         board = before.moved(directions[-1].lower()) if directions else None
         num_moves = num_before + 1
         info = {"accuracy": 0.0, "moves": num_moves}
@@ -110,16 +101,13 @@ class SlidingPuzzle:
         if num_moves == self._config.max_moves:
             return StepResult(reward=reward, info=info)
         said = str(board or f"That is not a possible move: write up, down, left or right.\n{before}")
-        messages = ({"role": "user", "content": said},)
-        return StepResult(
-            reward=reward, done=False, observation=messages, state=(board or before, num_moves), info=info
-        )
+        asked = ({"role": "user", "content": said},)
+        return StepResult(reward=reward, done=False, observation=asked, state=(board or before, num_moves), info=info)
 
 
 def _start(turn: Conversation) -> Board:
     if "board" not in turn.info:
-        fields = ", ".join(sorted(map(str, turn.info))) or "none"
-        raise UnusableAnswer(f"the row needs the field 'board'; its fields are {fields}")
+        raise UnusableAnswer(f"the row needs the field 'board'; its fields are {fields_of(turn.info)}")
     try:
         return Board.read(turn.info["board"])
     except (TypeError, ValueError) as error:

@@ -8,17 +8,14 @@ from string import whitespace
 from typing import Any
 
 from rl_core.rollouts.environment import Conversation, StepResult, UnusableAnswer
-from rl_envs.grader import Grader
+from rl_envs.grader import Grader, fields_of
 from rl_envs.instructions.checks import CHECKS, RELATIONS, WORD_ENDS
 from rl_envs.instructions.plugin import InstructionsConfig
 from rl_envs.time_limit import CPU_S, within
 
 
-class InstructionsEnvironment(Grader):
+class InstructionsEnvironment(Grader[InstructionsConfig]):
     """Scores a single turn by the instructions of its row."""
-
-    def __init__(self, config: InstructionsConfig) -> None:
-        self._config = config
 
     def score(self, conversation: Conversation) -> StepResult:
         try:
@@ -41,8 +38,7 @@ def instructions_of(info: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]
     """
     names, arguments = info.get("instruction_id_list"), info.get("kwargs")
     if not names or not isinstance(names, list | tuple):
-        fields = ", ".join(sorted(map(str, info))) or "none"
-        raise ValueError(f"the row needs the list `instruction_id_list`; its fields are {fields}")
+        raise ValueError(f"the row needs the list `instruction_id_list`; its fields are {fields_of(info)}")
     arguments = [{}] * len(names) if arguments is None else arguments
     if not isinstance(arguments, list | tuple):
         raise ValueError(f"`kwargs` must be a list with the arguments of each instruction, got {arguments!r:.80}")

@@ -13,7 +13,7 @@ from typing import Any
 from rl_core.rollouts.environment import Conversation, StepResult, UnusableAnswer
 from rl_core.rollouts.model_json import MalformedJson, read_model_json
 from rl_envs.fences import fenced_blocks
-from rl_envs.grader import Grader
+from rl_envs.grader import Grader, fields_of
 from rl_envs.match.json_schema import check_schema, contradiction, same_json, satisfies
 from rl_envs.match.plugin import MatchConfig
 from rl_envs.time_limit import within
@@ -24,11 +24,8 @@ PATTERN_CPU_S = 2.0
 """Seconds of processor time for the row's pattern or schema; a response for which that is not enough does not match."""
 
 
-class MatchEnvironment(Grader):
+class MatchEnvironment(Grader[MatchConfig]):
     """Scores a single turn: 1 if it matches, 0 otherwise."""
-
-    def __init__(self, config: MatchConfig) -> None:
-        self._config = config
 
     def score(self, conversation: Conversation) -> StepResult:
         text = self._answer(conversation)
@@ -152,8 +149,7 @@ def known_schema(info: Mapping[str, Any]) -> Any:
 
 def _required(info: Mapping[str, Any], name: str, *, is_value: bool = False) -> Any:
     if name not in info:
-        fields = ", ".join(sorted(map(str, info))) or "none"
-        raise ValueError(f"the row needs the field {name!r}; its fields are {fields}")
+        raise ValueError(f"the row needs the field {name!r}; its fields are {fields_of(info)}")
     if info[name] is None and not is_value:
         raise ValueError(f"the row's field {name!r} is null")
     return info[name]
@@ -167,10 +163,7 @@ def _plain_json(value: Any, name: str) -> Any:
         raise ValueError(f"the row's `{name}` is {kind}: {error}") from None
 
 
-@lru_cache(maxsize=1024)
-def _read(text: str) -> Any:
-    # All rollouts of a group share their row.
-    return read_model_json(text)
+_read = lru_cache(maxsize=1024)(read_model_json)  # All rollouts of a group share their row.
 
 
 def check_row(info: Mapping[str, Any], config: MatchConfig) -> None:

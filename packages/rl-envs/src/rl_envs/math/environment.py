@@ -18,14 +18,11 @@ SHOWN = 200
 """Maximum number of characters of an extracted answer that are reported."""
 
 
-class MathEnvironment(Grader):
+class MathEnvironment(Grader[MathConfig]):
     """Scores a single turn by its final answer; the known one is `info["answer"]`, or any of several in a list.
 
     An undecided answer counts as wrong and as `unparsed`; so does one that takes too much processor time.
     """
-
-    def __init__(self, config: MathConfig) -> None:
-        self._config = config
 
     def score(self, conversation: Conversation) -> StepResult:
         config = self._config

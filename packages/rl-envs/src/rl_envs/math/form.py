@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TypeVar
 
-from rl_envs.math.notation import canonical
+from rl_envs.math.notation import canonical, closing
 from rl_envs.math.number import Number, counted, exact_value, number_in, split_unit, spoken_value
 from rl_envs.math.unit import Unit, read_unit
 
@@ -340,13 +340,7 @@ def _alternatives(text: str, depth: int) -> Form | None:
         one, other = (_read(part.strip(" ,"), depth + 1) for part in parts)
         if isinstance(one, Interval) and isinstance(other, Interval):
             low, high = (one, other) if one.low is not None else (other, one)
-            if (
-                low.low is None
-                or high.high is None
-                or low.high is not None
-                or high.low is not None
-                or low.name != high.name
-            ):
+            if None in (low.low, high.high) or (low.high, high.low) != (None, None) or low.name != high.name:
                 return None
             if isinstance(low.low, Number) and isinstance(high.high, Number) and low.low.value >= high.high.value:
                 return None
@@ -406,16 +400,16 @@ def _bracketed(text: str, depth: int) -> Form | None:
     if (described := _CLASS.fullmatch(text)) is not None:
         form = _read(described[2], depth + 1)
         return form if isinstance(form, Interval | Union) else None
-    for opening, closing in _SETS:
-        if text.startswith(opening) and text.endswith(closing) and len(text) > len(opening) + len(closing):
-            inner = text[len(opening) : -len(closing)]
+    for begin, end in _SETS:
+        if text.startswith(begin) and text.endswith(end) and len(text) > len(begin) + len(end):
+            inner = text[len(begin) : -len(end)]
             if "|" in inner or ":" in inner:
                 return None
             return _collection(_split(inner, _COMMA), depth, is_ordered=False)
-    if text[:1] in "([" and text[-1:] in ")]" and _closes(text):
+    if text[:1] in "([" and text[-1:] in ")]" and closing(text, 0) == len(text) - 1:
         items = _split(text[1:-1], _COMMA)
         return _pair_or_interval(text[0] + text[-1], items, depth) if len(items) > 1 else None
-    if (point := _POINT.fullmatch(text)) is not None and _closes(point[2]):
+    if (point := _POINT.fullmatch(text)) is not None and closing(point[2], 0) == len(point[2]) - 1:
         pair = _bracketed(point[2], depth)
         return Equation(point[1], (pair,)) if isinstance(pair, Collection) else None
     return None
@@ -519,16 +513,6 @@ def _split(text: str, separator: re.Pattern[str]) -> list[str]:
         depth += (text[position] in "([{") - (text[position] in ")]}")
         position += 1
     return [*parts, text[start:].strip()]
-
-
-def _closes(text: str) -> bool:
-    """Return whether the bracket that a string begins with is closed at its end."""
-    depth = 0
-    for index, character in enumerate(text):
-        depth += (character in "([{") - (character in ")]}")
-        if depth == 0:
-            return index == len(text) - 1
-    return False
 
 
 T = TypeVar("T")

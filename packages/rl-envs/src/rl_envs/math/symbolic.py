@@ -41,15 +41,7 @@ _PRODUCT = re.compile(r"[b-df-hj-np-tv-z]{1,4}|[abcd]{1,4}|[A-Z]{1,2}|[A-Za-z]{1
 """Letters side by side that can be variables; longer runs are words."""
 _DEGREES = re.compile(r"(\d+(?:\.\d+)?|\([^()]*\)|(?<![A-Za-z\\])[A-Za-z]|\\(?:theta|alpha|beta))\s*°")
 _TRIGONOMETRY = re.compile(r"\\(?:arc)?(?:sin|cos|tan|cot|sec|csc)")
-_SYMPY_ERRORS = (
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    NotImplementedError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)
+_ERRORS = (ArithmeticError, AttributeError, LookupError, NotImplementedError, RecursionError, TypeError, ValueError)
 """Errors of sympy and of the parser for expressions that they did not foresee."""
 _TOWER = re.compile(
     r"\^\s*(?:\d+|\w)\s*\^|\^\s*\{[^{}]*(?:\d|\))\s*\^\s*[\d({\\]|(?:\)\s*\^\s*\{?\s*\d+\s*\}?\s*){4}"
@@ -81,7 +73,7 @@ def are_equal(found: str, known: str) -> bool | None:
             natural = (_parsed(_LOG.sub(r"\\ln", text)) for text in (found, known))
             return None if _same(*natural) is not False else False
         return same
-    except _SYMPY_ERRORS:
+    except _ERRORS:
         return None
 
 
@@ -92,7 +84,7 @@ def is_near(text: str, value: Fraction, distance: Fraction) -> bool:
     try:
         parsed = _parsed(text)
         return parsed is not None and bool(abs(parsed - sympy.Rational(value)) <= sympy.Rational(distance))
-    except _SYMPY_ERRORS:
+    except _ERRORS:
         return False
 
 
@@ -174,10 +166,8 @@ def _positive(expression: Any) -> set[Any]:
 def _real_roots(expression: Any) -> Any:
     """Return an expression with real roots of odd order of negative numbers, as in the cube root of -8."""
 
-    def is_odd_root(each: Any) -> bool:
-        return bool(
-            each.is_Pow and each.exp.is_Rational and each.exp.q % 2 and each.exp.q > 1 and each.base.is_negative
-        )
+    def is_odd_root(one: Any) -> bool:
+        return bool(one.is_Pow and one.exp.is_Rational and one.exp.q % 2 and one.exp.q > 1 and one.base.is_negative)
 
     return expression.replace(is_odd_root, lambda each: (-1) ** each.exp.p * (-each.base) ** each.exp)
 

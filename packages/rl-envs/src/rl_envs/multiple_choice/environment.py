@@ -7,16 +7,13 @@ from string import ascii_uppercase
 from typing import Any
 
 from rl_core.rollouts.environment import Conversation, StepResult, UnusableAnswer
-from rl_envs.grader import Grader
+from rl_envs.grader import Grader, fields_of
 from rl_envs.multiple_choice.letter import letter_of, stated_letter
 from rl_envs.multiple_choice.plugin import MultipleChoiceConfig
 
 
-class MultipleChoiceEnvironment(Grader):
+class MultipleChoiceEnvironment(Grader[MultipleChoiceConfig]):
     """Scores a single turn by the letter that it states as its answer (`stated_letter`)."""
-
-    def __init__(self, config: MultipleChoiceConfig) -> None:
-        self._config = config
 
     def score(self, conversation: Conversation) -> StepResult:
         try:
@@ -39,8 +36,7 @@ def right_letters(info: Mapping[str, Any], config: MultipleChoiceConfig) -> tupl
         ValueError: If there is none, or one is not the letter of an option.
     """
     if "answer" not in info:
-        fields = ", ".join(sorted(map(str, info))) or "none"
-        raise ValueError(f"the row needs the field 'answer'; its fields are {fields}")
+        raise ValueError(f"the row needs the field 'answer'; its fields are {fields_of(info)}")
     given = info["answer"]
     answers = given if isinstance(given, list | tuple) else (given,)
     if not answers:

@@ -19,11 +19,8 @@ SHOWN = 200
 """Maximum number of characters of an extracted answer that are reported."""
 
 
-class ReasoningGymEnvironment(Grader):
+class ReasoningGymEnvironment(Grader[ReasoningGymConfig]):
     """Scores a single turn by the task's own scorer; prompts come from this package's dataset."""
-
-    def __init__(self, config: ReasoningGymConfig) -> None:
-        self._format_reward = config.format_reward
 
     def score(self, conversation: Conversation) -> StepResult:
         info = conversation.info
@@ -37,9 +34,9 @@ class ReasoningGymEnvironment(Grader):
         if answer is not None:
             score = float(_scorer(info["task"], info["task_config"]).score_answer(answer, _entry(info["entry"])))
         report = {"score": score, "accuracy": float(score >= 1.0), "answer": (answer or "")[:SHOWN]}
-        if not self._format_reward:
+        if not self._config.format_reward:
             return StepResult(reward=score, info=report)
-        formed = self._format_reward if answer is not None else 0.0
+        formed = self._config.format_reward if answer is not None else 0.0
         return StepResult(reward={"reward": score + formed, "score": score, "format": formed}, info=report)
 
 
@@ -61,7 +58,4 @@ def _scorer(task: str, config: str) -> Any:
     return create_dataset(task, **ast.literal_eval(config), seed=0, size=1)
 
 
-@lru_cache(maxsize=256)
-def _entry(text: str) -> Any:
-    # All rollouts of a group share their entry.
-    return ast.literal_eval(text)
+_entry = lru_cache(maxsize=256)(ast.literal_eval)  # All rollouts of a group share their entry.

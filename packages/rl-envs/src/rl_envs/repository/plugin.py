@@ -21,16 +21,8 @@ SOURCE_FILES = tuple(f"*.{suffix}" for suffix in _SOURCES.split())
 TEST_FILES = (
     *("test[!a-z]*", "tests[!a-z]*", "Test[!a-z]*", "Tests[!a-z]*", "Test*.java", "*IT.java", "*.cy.*", "*Specs.*"),
     *("*_test.*", "*_tests.*", "*[.-]test.*", "*Test.*", "*Tests.*", "*TestCase.*", "*_tests/*", "*Test/*", "*Tests/*"),
-    *(
-        "__tests__/*",
-        "*[._-]spec.*",
-        "*Spec.*",
-        "spec/*",
-        "e2e/*",
-        "t/*",
-        "features/steps/*",
-        "features/environment.py",
-    ),
+    *("__tests__/*", "*[._-]spec.*", "*Spec.*", "spec/*", "e2e/*", "t/*"),
+    *("features/steps/*", "features/environment.py"),
 )
 """Patterns of tests."""
 RUN_FILES = (

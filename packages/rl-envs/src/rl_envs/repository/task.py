@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from rl_core.errors import DataError
 from rl_core.rollouts.environment import UnusableAnswer
+from rl_envs.grader import fields_of
 from rl_envs.repository.plugin import RepositoryTasksSettings
 
 FIELDS = ("repository", "commit", "tests", "test_files")
@@ -55,8 +56,7 @@ def read_task(info: Mapping[str, Any], folder: Path) -> RepositoryTask:
     """
     for name in ("repository", "tests"):
         if not info.get(name):
-            fields = ", ".join(sorted(map(str, info))) or "none"
-            raise UnusableAnswer(f"the row needs the field `{name}`; its fields are {fields}")
+            raise UnusableAnswer(f"the row needs the field `{name}`; its fields are {fields_of(info)}")
     given, commit = info["repository"], info.get("commit") or ""
     if not isinstance(commit, str) or commit.startswith("-"):
         raise UnusableAnswer(f"`commit` must be a branch, a tag or a commit, got {commit!r:.80}")

@@ -32,7 +32,11 @@ class RewardModelEnvironment:
         )
 
     def step(self, conversations: Sequence[Conversation], states: Sequence[Any]) -> list[StepResult]:
-        said = [_without_thoughts(conversation) for conversation in conversations]
+        # The messages of the policy lose their thoughts.
+        said = [
+            (*map(_final, each.messages[:-1]), _final(each.messages[-1], each.opened_thoughts))
+            for each in conversations
+        ]
         compared = zip(conversations, said, strict=True) if self._config.compare_with else ()
         others = [self._other(*each) for each in compared]
         scores = self._scorer.scores([*said, *others])
@@ -64,12 +68,6 @@ class RewardModelEnvironment:
                 f"`compare_with` is {field!r}, which is not a field of the row; its fields are {fields}"
             )
         return (*said[:-1], {"role": "assistant", "content": str(conversation.info[field])})
-
-
-def _without_thoughts(conversation: Conversation) -> tuple[Message, ...]:
-    """Return the messages, with the policy's stripped of their thoughts."""
-    *before, newest = conversation.messages
-    return (*map(_final, before), _final(newest, conversation.opened_thoughts))
 
 
 def _final(message: Message, opened: str = "") -> Message:

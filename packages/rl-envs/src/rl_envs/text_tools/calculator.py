@@ -31,12 +31,9 @@ _BINARY: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
 }
 _UNARY: Mapping[type[ast.unaryop], Callable[[Any], Any]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
 _NAMES: Mapping[str, float] = {"pi": math.pi, "e": math.e}
+_OF_MATH = "sqrt exp log log2 log10 sin cos tan asin acos atan floor ceil gcd lcm"
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
-    **{
-        name: getattr(math, name)
-        for name in ["sqrt", "exp", "log", "log2", "log10", "sin", "cos", "tan", "asin", "acos", "atan"]
-    },
-    **{name: getattr(math, name) for name in ("floor", "ceil", "gcd", "lcm")},
+    **{name: getattr(math, name) for name in _OF_MATH.split()},
     "abs": abs,
     "round": _rounded,
     "min": min,
