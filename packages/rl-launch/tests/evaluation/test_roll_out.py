@@ -11,8 +11,7 @@ from rl_core.config import Config
 from rl_core.errors import ConfigError, RolloutsFailed, RunDirectoryError
 from rl_launch.commands.evaluate import _result, roll_out
 from rl_launch.evaluation.folder import EvaluationFolder
-from rl_launch.evaluation.result import EvaluationResult, compare_results
-from rl_launch.evaluation.table import show_comparison, show_result
+from rl_launch.evaluation.result import EvaluationResult, compare_results, show_comparison, show_result
 
 IDENTITY = {"the model": "a", "prompts": "b"}
 

@@ -9,8 +9,7 @@ from typer.testing import CliRunner
 
 from rl_launch.cli import app
 from rl_launch.session.directory.run_folder import RunFolder
-from rl_launch.show.comparison import comparison_of
-from rl_launch.show.comparison_text import compared_metrics, letter, show_comparison
+from rl_launch.show.comparison import compared_metrics, comparison_of, letter, show_comparison
 from rl_launch.show.terminal import Curve, overlay
 
 CONFIG = """\

@@ -122,8 +122,7 @@ def import_foreign(
     """
     with reported():
         from rl_core.errors import ConfigError
-        from rl_launch.foreign.importing import import_config
-        from rl_launch.foreign.report import recipe_text, refusal_text, report_text, summary_text
+        from rl_launch.foreign.importing import import_config, recipe_text, refusal_text, report_text, summary_text
 
         if output is not None and output.expanduser().exists():
             raise ConfigError(f"--output: {output} exists; give another file, or remove it")

@@ -81,7 +81,7 @@ def evaluate(
             return
         from rich.console import Console
 
-        from rl_launch.evaluation.table import show_comparison, show_result
+        from rl_launch.evaluation.result import show_comparison, show_result
 
         show_result(result, Console())
         if earlier is not None and compared is not None:
@@ -105,7 +105,7 @@ def compare(first: Result, second: Result, as_json: AsJson = False) -> None:
             return
         from rich.console import Console
 
-        from rl_launch.evaluation.table import show_comparison
+        from rl_launch.evaluation.result import show_comparison
 
         show_comparison(*results, compared, Console())
 
@@ -145,11 +145,7 @@ def chat(
     /reset clears the conversation, /raw shows its tokens as text, /system TEXT replaces the system message, /help lists
     the commands. Ctrl-C discards an answer, Ctrl-D exits.
     """
-    with reported():
-        from rl_launch.session import show_logs
-
-        show_logs(verbose=verbose)
-
+    with reported(shows_logs=True, verbose=verbose):
         from rl_launch.commands.chat import AnswerFailed, ChatLoop, chat_plan, serving, system_prompt_of
 
         config = chat_plan(source, overrides or [])
@@ -218,11 +214,9 @@ def push(
 
     To push checkpoints during a run, set checkpointing.push_to.
     """
-    with reported():
+    with reported(shows_logs=True):
         from rl_launch.push.pusher import push as run
-        from rl_launch.session import show_logs
 
-        show_logs()
         sys.stdout.write(f"{run(source, url, adapter=adapter, private=not public)}\n")
 
 
@@ -280,11 +274,9 @@ def convert(
     safetensors, without running code from the pickle. --quantize writes Hugging Face files whose linear layers have
     few bits, as vLLM reads them.
     """
-    with reported():
+    with reported(shows_logs=True):
         from rl_launch.commands.conversion.convert import convert as run
-        from rl_launch.session import show_logs
 
-        show_logs()
         run(
             source,
             target.expanduser(),

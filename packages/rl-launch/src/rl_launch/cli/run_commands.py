@@ -181,8 +181,7 @@ def _show_one(
 
 def _show_several(runs: list[RunFolder], *, as_json: bool) -> list[Line]:
     """Show a comparison of runs; returns their lines in plots."""
-    from rl_launch.show.comparison import comparison_of
-    from rl_launch.show.comparison_text import letter, show_comparison
+    from rl_launch.show.comparison import comparison_of, letter, show_comparison
     from rl_launch.show.images import Line
 
     comparison = comparison_of(runs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 from rl_core.rollouts.group import RolloutGroup
@@ -104,7 +104,7 @@ def check_monitoring(config: LoggerConfig) -> None:
     check_command(config.notify)
 
 
-class RunMonitoring(AbstractContextManager["RunMonitoring"]):
+class RunMonitoring(ExitStack):
     """Everything that watches a run, from before its first start until after its last.
 
     The usage loop::
@@ -124,6 +124,7 @@ class RunMonitoring(AbstractContextManager["RunMonitoring"]):
     """
 
     def __init__(self, config: LoggerConfig, *, findings: Findings, restarts: Callable[[], bool]) -> None:
+        super().__init__()
         check_monitoring(config)
         self._system: SystemMonitor | None = None
         self._has_telemetry = config.otel_endpoint is not None
@@ -142,7 +143,7 @@ class RunMonitoring(AbstractContextManager["RunMonitoring"]):
                     _log.warning("no spans are sent (%s: %s)", type(error).__name__, error)
             if config.notify.is_enabled:
                 self._add(Notifications(config.notify, findings=findings, restarts=restarts), stack)
-            self._exit = stack.pop_all()
+            self.enter_context(stack.pop_all())
 
     def _add(self, observer: PrometheusEndpoint | Telemetry | Notifications, stack: ExitStack) -> None:
         self.observer.observers.append(observer)
@@ -154,9 +155,6 @@ class RunMonitoring(AbstractContextManager["RunMonitoring"]):
                 _log.warning("%s could not be closed (%s: %s)", type(observer).__name__, type(error).__name__, error)
 
         stack.callback(close)
-
-    def __exit__(self, *_: object) -> None:
-        self._exit.close()
 
     @contextmanager
     def watching(self, runtime: MonitoredRuntime) -> Iterator[None]:
