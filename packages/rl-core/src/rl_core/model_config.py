@@ -369,7 +369,6 @@ class ModelConfig(Config):
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> Self:
-        head = self.draft_head
         reason = "cannot be combined with sequence_packing.enabled=true"
         remedy = "Set sequence_packing.enabled=false in the same section to pad rows instead of packing them"
         is_both = self.sequence_packing.enabled and self.dynamic_batching.enabled
@@ -378,8 +377,7 @@ class ModelConfig(Config):
             *_adapter_problems(self.lora_cfg),
             *_vision_problems(self.vision, self.lora_cfg),
             *_schedule_problems(self.scheduler),
-            *_optimizer_problems("optimizer", self.optimizer),
-            *(() if head is None else _optimizer_problems("draft_head.optimizer", head.optimizer)),
+            *(each for key, optimizer in _optimizers(self).items() for each in _optimizer_problems(key, optimizer)),
             *_argument_problems(self),
             *_override_problems(self.hf_config_overrides),
         )
@@ -482,11 +480,21 @@ def _schedule_problems(scheduler: list[SchedulerConfig]) -> Iterator[Problem]:
         yield Problem("scheduler", reason, remedy="Add a schedule, or remove the milestones")
 
 
+def _optimizers(model: ModelConfig) -> dict[str, OptimizerConfig]:
+    """Return the optimizers of a model by their keys."""
+    head = model.draft_head
+    return {"optimizer": model.optimizer, **({} if head is None else {"draft_head.optimizer": head.optimizer})}
+
+
+def _unsupported(key: str, name: str, reasons: Mapping[str, str]) -> Iterator[Problem]:
+    if name in reasons:
+        remedy = "Choose another optimizer, such as torch.optim.AdamW"
+        yield Problem(f"{key}.name", reasons[name], got=name, remedy=remedy, feature=name)
+
+
 def _optimizer_problems(key: str, optimizer: OptimizerConfig) -> Iterator[Problem]:
-    if optimizer.name in UNSUPPORTED:
-        reason, remedy = UNSUPPORTED[optimizer.name], "Choose another optimizer, such as torch.optim.AdamW"
-        yield Problem(f"{key}.name", reason, got=optimizer.name, remedy=remedy, feature=optimizer.name)
-    else:
+    yield from _unsupported(key, optimizer.name, UNSUPPORTED)
+    if optimizer.name not in UNSUPPORTED:
         yield from _class_problems(key, optimizer.name, OPTIMIZERS, "an optimizer")
     if not optimizer.decay_norms_and_biases and "weight_decay" not in OPTIMIZERS.get(optimizer.name, ("weight_decay",)):
         without = f"with {optimizer.name}, which has no weight decay"
@@ -496,24 +504,21 @@ def _optimizer_problems(key: str, optimizer: OptimizerConfig) -> Iterator[Proble
 def _argument_problems(model: ModelConfig) -> Iterator[Problem]:
     """Unknown arguments of torch's optimizers and schedules, and values that no optimizer takes; other classes are
     checked in the worker's environment."""
-    chosen = [("optimizer", model.optimizer.name, model.optimizer.kwargs, OPTIMIZERS)]
-    if model.draft_head is not None:
-        optimizer = model.draft_head.optimizer
-        chosen.append(("draft_head.optimizer", optimizer.name, optimizer.kwargs, OPTIMIZERS))
-    chosen += [
-        (f"scheduler[{place}]", entry.name, entry.kwargs, SCHEDULES)
-        for place, entry in enumerate(model.scheduler)
-        if entry.name is not None
-    ]
-    for key, name, arguments, known in chosen:
-        for argument in REQUIRED.get(name, ()) if name in known else ():
-            if argument not in arguments:
+    schedules = {f"scheduler[{place}]": entry for place, entry in enumerate(model.scheduler)}
+    both: Mapping[str, OptimizerConfig | SchedulerConfig] = {**_optimizers(model), **schedules}
+    for key, chosen in both.items():
+        is_optimizer, name = isinstance(chosen, OptimizerConfig), chosen.name or ""
+        known = (OPTIMIZERS if is_optimizer else SCHEDULES).get(name)
+        if known is None:
+            continue
+        for argument in REQUIRED.get(name, ()):
+            if argument not in chosen.kwargs:
                 yield Problem(f"{key}.kwargs.{argument}", f"must be set, because {name} has no default for it")
-        for argument, value in arguments.items() if name in known else ():
-            if argument not in known[name]:
-                reason = f"is not an argument of {name}{did_you_mean(argument, known[name])}"
-                yield Problem(f"{key}.kwargs.{argument}", reason, allowed=", ".join(sorted(known[name])))
-            elif key.endswith("optimizer"):
+        for argument, value in chosen.kwargs.items():
+            if argument not in known:
+                reason = f"is not an argument of {name}{did_you_mean(argument, known)}"
+                yield Problem(f"{key}.kwargs.{argument}", reason, allowed=", ".join(sorted(known)))
+            elif is_optimizer:
                 reason = ""
                 # Adafactor is the one optimizer with a pair of `eps`.
                 if argument in PAIRS or (argument == "eps" and name == "torch.optim.Adafactor"):
@@ -544,19 +549,16 @@ def optimizer_problems(section: Any, unsupported: Mapping[str, str], device: Dev
         unsupported: Optimizer classes that the backend cannot step, each with the reason.
         device: Device of the workers; None if it is not known yet.
     """
-    head = section.draft_head
-    chosen = {"optimizer": section.optimizer} | ({} if head is None else {"draft_head.optimizer": head.optimizer})
-    for key, optimizer in chosen.items():
-        if optimizer.name in unsupported:
-            reason, remedy = unsupported[optimizer.name], "Choose another optimizer, such as torch.optim.AdamW"
-            yield Problem(f"{key}.name", reason, got=optimizer.name, remedy=remedy, feature=optimizer.name)
-        if optimizer.kwargs.get("differentiable") and optimizer.name in OPTIMIZERS:
-            reason = "records the step for gradients through it, which cannot be taken of a model that trains here"
-            yield Problem(f"{key}.kwargs.differentiable", reason, got=True, remedy="Remove this key")
-        is_on_cpu = device is not None and not device.runs_on_gpus
-        if optimizer.kwargs.get("capturable") and optimizer.name in OPTIMIZERS and is_on_cpu:
-            reason = f"needs GPUs, but the device is {device and device.name}"
-            yield Problem(f"{key}.kwargs.capturable", reason, got=True, remedy="Remove this key")
+    refused = {
+        "differentiable": "records the step for gradients through it, which cannot be taken of a model that trains here"
+    }
+    if device is not None and not device.runs_on_gpus:
+        refused["capturable"] = f"needs GPUs, but the device is {device.name}"
+    for key, optimizer in _optimizers(section).items():
+        yield from _unsupported(key, optimizer.name, unsupported)
+        for argument, reason in refused.items() if optimizer.name in OPTIMIZERS else ():
+            if optimizer.kwargs.get(argument):
+                yield Problem(f"{key}.kwargs.{argument}", reason, got=True, remedy="Remove this key")
 
 
 def local_hf_config(policy: ModelConfig) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
@@ -181,10 +182,7 @@ class FromFile:
 
     def load(self) -> Any:
         """Return the function or class; its file runs once in this process. Raises as `SourceFile.load` does."""
-        target: Any = self.source.load()
-        for part in self.name.split("."):
-            target = getattr(target, part)
-        return target
+        return attrgetter(self.name)(self.source.load())
 
     def __str__(self) -> str:
         return f"{Path(self.source.path).name}:{self.name}"
@@ -246,17 +244,15 @@ def resolve(path: str) -> Any:
     if not module or not attribute:
         raise ValueError(f"expected 'package.module:Name' or 'file.py:Name', got {path!r}")
     try:
-        target: Any = load_module(module)
+        found = load_module(module)
     except ModuleNotFoundError as error:
         if hint := _public_instead(module, attribute):
             raise ModuleNotFoundError(f"{error}{hint}", name=error.name) from error
         raise
     try:
-        for part in attribute.split("."):
-            target = getattr(target, part)
+        return attrgetter(attribute)(found)
     except AttributeError:
         raise ValueError(f"{module!r} has no {attribute!r}{_public_instead(module, attribute)}") from None
-    return target
 
 
 def _public_instead(module: str, attribute: str) -> str:

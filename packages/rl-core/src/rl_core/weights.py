@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -196,10 +197,7 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 
 
 def num_bytes(spec: TensorSpec) -> int:
     """Return the bytes of one tensor on the wire."""
-    count = 1
-    for extent in spec.shape:
-        count *= extent
-    return count * ITEM_BYTES[spec.dtype]
+    return math.prod(spec.shape) * ITEM_BYTES[spec.dtype]
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,12 @@ def rope_parameters(fields: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def rope_of_layers(fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the parameters of rotary embeddings of each kind of layers; one entry if all layers have the same."""
+    rope = rope_parameters(fields)
+    return [each for each in rope.values() if isinstance(each, Mapping)] or [rope]
+
+
 def num_positions(fields: Mapping[str, Any]) -> int | None:
     """Return the number of tokens of the longest row that a model has positions for; None if its config sets no limit.
 
@@ -85,9 +91,7 @@ def num_positions(fields: Mapping[str, Any]) -> int | None:
     stated = next((fields[name] for name in _POSITIONS if isinstance(fields.get(name), int)), None)
     if stated is None or stated <= 0:
         return None
-    rope = rope_parameters(fields)
-    layers = [each for each in rope.values() if isinstance(each, Mapping)] or [rope]
-    return max(stated, *(_scaled(layer, stated) for layer in layers))
+    return max(stated, *(_scaled(layer, stated) for layer in rope_of_layers(fields)))
 
 
 def image_token(fields: Mapping[str, Any]) -> int | None:
@@ -157,8 +161,7 @@ def _merged(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
 
 def switches_at(fields: Mapping[str, Any]) -> int | None:
     """Return the maximum length that a model with LongRoPE computes with its short factors; None for other models."""
-    rope = rope_parameters(fields)
-    for each in [each for each in rope.values() if isinstance(each, Mapping)] or [rope]:
+    for each in rope_of_layers(fields):
         if each.get("rope_type") in ("longrope", "su"):
             original = each.get("original_max_position_embeddings", fields.get("original_max_position_embeddings"))
             return original if isinstance(original, int) else None

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rl_core.facts.hf_config import rope_parameters, switches_at, with_overrides
+from rl_core.facts.hf_config import rope_of_layers, switches_at, with_overrides
 
 Fields = Mapping[str, Any]
 """Fields of a language model's Hugging Face config, with their defaults."""
@@ -57,8 +57,7 @@ def scales_read_otherwise(fields: Fields) -> dict[str, Any]:
     `long_mscale`, else the same function of the ratio of both lengths. YaRN with latent attention (DeepSeek-V3): vLLM
     reads no `attention_factor`, and takes one of `mscale` and `mscale_all_dim` without the other.
     """
-    rope = rope_parameters(fields)
-    for each in [each for each in rope.values() if isinstance(each, Mapping)] or [rope]:
+    for each in rope_of_layers(fields):
         if names := _scales(fields, each):
             return {name: each[name] for name in names} | {"rope_type": each.get("rope_type")}
     return {}

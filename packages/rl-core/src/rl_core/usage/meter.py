@@ -46,9 +46,10 @@ class Gpus:
         nvml: Module `pynvml` of nvidia-ml-py, initialised; None reads nothing.
     """
 
-    def __init__(self, nvml: Any | None) -> None:
-        self._nvml = nvml
-        self._handles = [] if nvml is None else _handles(nvml)
+    def __init__(self, nvml: Any) -> None:
+        self._nvml: Any = nvml
+        count = 0 if nvml is None else nvml.nvmlDeviceGetCount()
+        self._handles: list[Any] = [self._nvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
 
     @classmethod
     def of_this_machine(cls) -> Gpus:
@@ -72,18 +73,17 @@ class Gpus:
         """Return the bytes of GPU memory by process, over all GPUs; None if there are no GPUs. The driver leaves out
         processes that it cannot show, such as in a container without the machine's process ids.
         """
-        nvml: Any = self._nvml
         if not self._handles:
             return None
         found: dict[int, int] = {}
         for handle in self._handles:
-            for process in self._reported(nvml.nvmlDeviceGetComputeRunningProcesses, handle) or ():
+            for process in self._reported(self._nvml.nvmlDeviceGetComputeRunningProcesses, handle) or ():
                 if process.usedGpuMemory is not None:
                     found[process.pid] = found.get(process.pid, 0) + process.usedGpuMemory
         return found
 
     def _usage(self, index: int, handle: Any) -> GpuUsage:
-        nvml: Any = self._nvml
+        nvml = self._nvml
         rates = self._reported(nvml.nvmlDeviceGetUtilizationRates, handle)
         memory = self._reported(nvml.nvmlDeviceGetMemoryInfo, handle)
         milliwatts = self._reported(nvml.nvmlDeviceGetPowerUsage, handle)
@@ -100,15 +100,10 @@ class Gpus:
 
     def _reported(self, query: Callable[..., Value], *args: Any) -> Value | None:
         """Answer of the driver; None if it refuses, as for values that a GPU does not have."""
-        nvml: Any = self._nvml
         try:
             return query(*args)
-        except nvml.NVMLError:
+        except self._nvml.NVMLError:
             return None
-
-
-def _handles(nvml: Any) -> list[Any]:
-    return [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
 
 
 SHARED_MEMORY = "/dev/shm"
@@ -270,14 +265,7 @@ class Meter:
         if self._gpus is None:
             self._gpus = Gpus.of_this_machine()
         process = self._process.read(self._gpus.memory_by_pid())
-        return Usage(process, self._machine(self._gpus) if with_machine else None)
-
-    def _machine(self, gpus: Gpus) -> MachineUsage:
-        used, total = read_memory()
-        return MachineUsage(
-            cpu_utilization=self._cores.read(),
-            memory_bytes=used,
-            memory_total_bytes=total,
-            shared_memory_bytes=read_shared_memory(),
-            gpus=gpus.read(),
-        )
+        if not with_machine:
+            return Usage(process)
+        share, memory = self._cores.read(), read_memory()
+        return Usage(process, MachineUsage(share, *memory, read_shared_memory(), self._gpus.read()))
