@@ -149,7 +149,7 @@ def test_doctor_reports_what_train_refuses(name, monkeypatch, tmp_path):
     # an earlier command of this process logs to an output that is closed
     root = logging.getLogger()
     monkeypatch.setattr(root, "handlers", [each for each in root.handlers if each.name != "rl-console"])
-    monkeypatch.setattr("rl_launch.commands.diagnosis.CHECKS", ())
+    monkeypatch.setattr("rl_launch.commands.diagnosis.CHECKS", {})
     # without the imports of engines, which find nothing in these cases
     before_engines = [check for check in START_CHECKS if "worker environments" not in (check.name, *check.after)]
     monkeypatch.setattr("rl_launch.commands.preparation.START_CHECKS", tuple(before_engines))

@@ -11,7 +11,7 @@ from rl_core.devices import CUDA, REHEARSAL
 from rl_core.install_command import install_command
 from rl_launch.cluster.process_limit import ProcessLimit
 from rl_launch.doctor.checks import CHECKS
-from rl_launch.doctor.findings import Check, examine
+from rl_launch.doctor.findings import examine
 from rl_launch.doctor.machine import GpuDriver
 from rl_launch.doctor.needs import ModelNeeds
 from rl_launch.worker_envs.provision import Availability, TorchBuild
@@ -285,7 +285,7 @@ def test_a_check_that_fails_itself_is_reported_and_the_others_are_made():
         yield from ()
         raise RuntimeError("no /proc here")
 
-    seen = examine(FakeMachine(), needs(), [Check("odd", fails), *CHECKS])
+    seen = examine(FakeMachine(), needs(), {"odd": fails, **CHECKS})
     assert seen.findings[0].status == "warning"
     assert seen.findings[0].found == "could not be checked: RuntimeError: no /proc here"
     assert len(seen.findings) == len(report(FakeMachine()).findings) + 1

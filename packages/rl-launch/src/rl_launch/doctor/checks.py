@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 
 from packaging.specifiers import SpecifierSet
@@ -389,23 +389,23 @@ def _size(num_bytes: float) -> str:
     return f"{gib:,.0f} GiB" if gib >= 10 else f"{gib:.1f} GiB" if gib >= 1 else f"{num_bytes / 2**20:.0f} MiB"
 
 
-CHECKS = (
-    Check("python", python),
-    Check("packages of driver", packages),
-    Check("plugins", plugins),
-    Check("ray", ray),
-    Check("uv", uv),
-    Check("packages of workers", environments),
-    Check("torch", torch),
-    Check("gpus", gpus),
-    Check("shared memory", shared_memory),
-    Check("ports", ports),
-    Check("disk", disk),
-    Check("memory", memory),
-    Check("memory of models", models),
-    Check("cores", cores),
-    Check("open files", open_files),
-    Check("processes", process_limit),
-    Check("environments", scoring),
-)
-"""The checks of `rl doctor`, in its order."""
+CHECKS: Mapping[str, Check] = {
+    "python": python,
+    "packages of driver": packages,
+    "plugins": plugins,
+    "ray": ray,
+    "uv": uv,
+    "packages of workers": environments,
+    "torch": torch,
+    "gpus": gpus,
+    "shared memory": shared_memory,
+    "ports": ports,
+    "disk": disk,
+    "memory": memory,
+    "memory of models": models,
+    "cores": cores,
+    "open files": open_files,
+    "processes": process_limit,
+    "environments": scoring,
+}
+"""The checks of `rl doctor`, in its order. The name is shown if the check itself fails."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from rl_launch.doctor.machine import Machine
 from rl_launch.doctor.needs import Needs
@@ -32,16 +32,8 @@ class Diagnosis:
     remedy: str = ""
 
 
-class Check(NamedTuple):
-    """A check.
-
-    Attributes:
-        name: Name of the finding that reports a failure of the check itself.
-        look: Function from a machine and the needs of a recipe to findings.
-    """
-
-    name: str
-    look: Callable[[Machine, Needs], Iterable[Diagnosis]]
+Check = Callable[[Machine, Needs], Iterable[Diagnosis]]
+"""Function from a machine and the needs of a recipe to findings."""
 
 
 @dataclass(frozen=True)
@@ -77,13 +69,13 @@ class Report:
         return {**described, "checks": [asdict(finding) for finding in self.findings]}
 
 
-def examine(machine: Machine, needs: Needs, checks: Sequence[Check]) -> Report:
-    """Make all checks; one that fails is reported and does not prevent the others."""
+def examine(machine: Machine, needs: Needs, checks: Mapping[str, Check]) -> Report:
+    """Make all checks, by name; one that fails is reported under its name and does not prevent the others."""
     findings: list[Diagnosis] = []
-    for check in checks:
+    for name, check in checks.items():
         try:
-            findings += list(check.look(machine, needs))
+            findings += list(check(machine, needs))
         except Exception as error:  # noqa: BLE001  # on an unusual machine the other checks are still useful
             found = f"could not be checked: {type(error).__name__}: {error}"
-            findings.append(Diagnosis(check.name, "warning", found, "Try the recipe. It may still run."))
+            findings.append(Diagnosis(name, "warning", found, "Try the recipe. It may still run."))
     return Report(needs.recipe, needs.device.name, tuple(findings))

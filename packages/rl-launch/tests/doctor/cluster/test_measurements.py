@@ -33,8 +33,9 @@ class Threads:
         self._probes = {name: Probe(f"127.0.0.{name[1:]}") for name in names}
         self.silent = {}
         self.names = list(names)
+        self.actors = {name: self._actor(name) for name in names}
 
-    def actor(self, name):
+    def _actor(self, name):
         def remote(method):
             return SimpleNamespace(
                 remote=lambda *values: self._pool.submit(getattr(self._probes[name], method), *values)
@@ -43,7 +44,7 @@ class Threads:
         return SimpleNamespace(**{method: remote(method) for method in dir(NodeProbe) if method[0] != "_"})
 
     def ask(self, call, awaited, names=None, *, timeout_s=None):
-        refs = {name: call(self.actor(name), name) for name in (self.names if names is None else names)}
+        refs = {name: call(self.actors[name], name) for name in (self.names if names is None else names)}
         return self.answers(refs, awaited)
 
     def answers(self, refs, awaited, *, timeout_s=None):

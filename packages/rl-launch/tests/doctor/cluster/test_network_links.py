@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl_launch.doctor.cluster.node_readings import ethernet_rate, inactive_infiniband, infiniband_rates
+from rl_launch.doctor.cluster.node_readings import ethernet_rate, infiniband_ports
 
 
 @pytest.fixture
@@ -30,10 +30,8 @@ def test_rates_are_bytes_and_virtual_interfaces_have_none(sys):
 
 
 def test_active_ports_have_rates_and_connected_ports_that_are_not_active_are_listed(sys):
-    assert infiniband_rates(sys) == {"mlx5_0/1": 50e9}
-    assert inactive_infiniband(sys) == ["mlx5_1/1 (INIT)"]
+    assert infiniband_ports(sys) == ({"mlx5_0/1": 50e9}, ["mlx5_1/1 (INIT)"])
 
 
 def test_a_machine_without_infiniband_has_no_ports(tmp_path):
-    assert infiniband_rates(tmp_path) == {}
-    assert inactive_infiniband(tmp_path) == []
+    assert infiniband_ports(tmp_path) == ({}, [])

@@ -8,7 +8,6 @@ import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
@@ -86,50 +85,34 @@ def examine_cluster(
     config = plan.config.cluster
     check_ray_address()
     check_devices(config)
-    device = plan.device
-    with VirtualCluster.of(config, device) as cluster:
-        survey = _survey(plan, cluster, timeout_s=timeout_s, transfer_s=transfer_s, probe=probe)
-    findings = tuple(judged(survey))
-    return ClusterReport(Report(Path(recipe).stem, device.name, findings, place="on this cluster"), survey)
-
-
-def _survey(
-    plan: RunPlan, cluster: VirtualCluster, *, timeout_s: float, transfer_s: float, probe: type[NodeProbe]
-) -> Survey:
-    nodes = living_nodes(cluster.device)
-    silent: dict[str, str] = {}
-    runs = Path(plan.config.run_dir).expanduser().parent if plan.config.run_dir else Path("runs")
     names = model_names(plan)
     folders = {key: name for key, name in names.items() if Path(name).is_dir()}
     # A path that does not exist is reported by the checks of the recipe.
     hub_names = sorted({name for name in names.values() if name not in folders.values() and name[0] not in "/.~"})
-    chosen = chosen_variables(plan.config.cluster.env_vars)
-    with Probes(list(nodes.values()), silent, timeout_s=timeout_s, probe=probe) as probes:
-        readings = probes.ask(lambda actor, _: actor.readings.remote(str(runs.absolute())), "facts of the node")
-        clocks = probes.clocks()
-        patience_s = min(_PATIENCE_S, timeout_s / 2)
-        unshared, unlike_models = _folders(probes, nodes, runs.absolute(), folders, patience_s)
-        hub = _hub(probes, hub_names, chosen, timeout_s / 2) if hub_names else None
-        rates, broken = measure_transfers(probes, nodes, seconds=transfer_s)
+    chosen = chosen_variables(config.env_vars)
+    with VirtualCluster.of(config, plan.device) as cluster:
         survey = Survey(
             device=cluster.device,
             num_nodes=cluster.num_nodes,
             ranks_per_node=cluster.ranks_per_node,
-            autoscaling=plan.config.cluster.autoscaling,
-            nodes=nodes,
+            autoscaling=config.autoscaling,
+            nodes=living_nodes(cluster.device),
             versions={"python": platform.python_version(), "ray": ray.__version__},
             cuda=_cuda_of(plan, cluster.device),
-            runs=runs,
-            silent=silent,
-            clocks=clocks,
-            readings=readings,
-            unshared=unshared,
-            unlike_models=unlike_models,
-            hub=hub,
-            rates=rates,
-            broken=broken,
+            runs=Path(plan.config.run_dir).expanduser().parent if plan.config.run_dir else Path("runs"),
         )
-        return replace(survey, all_reduce=_all_reduce(plan, cluster, survey, probes, chosen, timeout_s))
+        runs = survey.runs.absolute()
+        with Probes(list(survey.nodes.values()), survey.silent, timeout_s=timeout_s, probe=probe) as probes:
+            survey.readings = probes.ask(lambda actor, _: actor.readings.remote(str(runs)), "facts of the node")
+            survey.clocks = probes.clocks()
+            patience_s = min(_PATIENCE_S, timeout_s / 2)
+            survey.unshared, survey.unlike_models = _folders(probes, survey.nodes, runs, folders, patience_s)
+            survey.hub = _hub(probes, hub_names, chosen, timeout_s / 2) if hub_names else None
+            survey.rates, survey.broken = measure_transfers(probes, survey.nodes, seconds=transfer_s)
+            survey.all_reduce = _all_reduce(plan, cluster, survey, probes, chosen, timeout_s)
+    findings = tuple(judged(survey))
+    report = Report(Path(recipe).stem, survey.device.name, findings, place="on this cluster")
+    return ClusterReport(report, survey)
 
 
 def _cuda_of(plan: RunPlan, device: Device) -> str:

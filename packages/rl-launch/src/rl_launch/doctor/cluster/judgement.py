@@ -311,13 +311,10 @@ def _promise(survey: Survey) -> tuple[str, float | None]:
     return "Ethernet", min(rates, default=None)
 
 
-_NODE_CHECKS = (nodes, versions, gpus, clocks, folders, disks, shared_memory, limits, hub)
-_NETWORK_CHECKS = (ports, links, bandwidth, all_reduce)
-
-
 def judged(survey: Survey) -> Iterator[Diagnosis]:
     """Yield the findings of all checks of `rl doctor --cluster`, in its order."""
-    for check in (*_NODE_CHECKS, *_NETWORK_CHECKS):
+    on_nodes = (nodes, versions, gpus, clocks, folders, disks, shared_memory, limits, hub)
+    for check in (*on_nodes, ports, links, bandwidth, all_reduce):
         yield from check(survey)
 
 

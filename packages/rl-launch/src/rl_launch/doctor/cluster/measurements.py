@@ -42,9 +42,9 @@ def measure_transfers(
         for directed in (pairs, [(second, first) for first, second in pairs]):
             asked = [pair for pair in directed if not probes.silent.keys() & set(pair)]
             token = secrets.token_bytes(32)
-            received = {receiver: probes.actor(receiver).receive.remote(token, seconds) for _, receiver in asked}
+            received = {receiver: probes.actors[receiver].receive.remote(token, seconds) for _, receiver in asked}
             sent = {
-                sender: probes.actor(sender).send.remote(nodes[receiver].address, ports[receiver], token, seconds)
+                sender: probes.actors[sender].send.remote(nodes[receiver].address, ports[receiver], token, seconds)
                 for sender, receiver in asked
             }
             arrived = probes.answers(received, "data from another node", timeout_s=limit)

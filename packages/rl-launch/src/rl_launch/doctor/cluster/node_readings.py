@@ -198,7 +198,7 @@ def readings_of_this_node(address: str, runs: str) -> Readings:
 
     rooms = {"runs": runs, "temporary files": tempfile.gettempdir()}
     rooms |= {"Ray": ray._private.worker._global_node.get_session_dir_path(), "RL_HOME": str(default_root().parent)}
-    facts = facts_of_this_node(address)
+    facts, (rates, inactive) = facts_of_this_node(address), infiniband_ports()
     return Readings(
         python=platform.python_version(),
         ray=ray.__version__,
@@ -209,8 +209,8 @@ def readings_of_this_node(address: str, runs: str) -> Readings:
         shared_memory=room(Path("/dev/shm")) if Path("/dev/shm").is_dir() else None,
         limits=limits(),
         ethernet_bytes_per_s=ethernet_rate(facts.interface),
-        infiniband_bytes_per_s=infiniband_rates(),
-        inactive_infiniband=inactive_infiniband(),
+        infiniband_bytes_per_s=rates,
+        inactive_infiniband=inactive,
     )
 
 
@@ -241,36 +241,22 @@ def ethernet_rate(interface: str, sys: Path = SYS) -> float | None:
     return megabits * 1e6 / 8 if interface and megabits > 0 else None
 
 
-def infiniband_rates(sys: Path = SYS) -> dict[str, float]:
-    """Return the rate of each active port of InfiniBand or RoCE in bytes/s, by device and port such as `mlx5_0/1`.
+def infiniband_ports(sys: Path = SYS) -> tuple[dict[str, float], list[str]]:
+    """Read the ports of InfiniBand or RoCE.
 
     Args:
         sys: Root of the files.
+
+    Returns:
+        The rate of each active port in bytes/s, by device and port such as `mlx5_0/1`, and the ports that have a cable
+        and are not active, such as `mlx5_1/1 (INIT)`.
     """
-    rates = {}
+    rates, inactive = {}, []
     for port in sorted((sys / "class/infiniband").glob("*/ports/*")):
-        try:
-            state, rate = (port / "state").read_text(), (port / "rate").read_text()
-            gigabits = float(rate.split()[0])
-        except (OSError, ValueError, IndexError):
-            continue
-        if "ACTIVE" in state:
-            rates[f"{port.parent.parent.name}/{port.name}"] = gigabits * 1e9 / 8
-    return rates
-
-
-def inactive_infiniband(sys: Path = SYS) -> list[str]:
-    """Return the ports of InfiniBand that have a cable and are not active, such as `mlx5_0/1 (INIT)`.
-
-    Args:
-        sys: Root of the files.
-    """
-    found = []
-    for port in sorted((sys / "class/infiniband").glob("*/ports/*")):
-        try:
-            state, physical = (port / "state").read_text(), (port / "phys_state").read_text()
-        except OSError:
-            continue
-        if "ACTIVE" not in state and "LinkUp" in physical:
-            found.append(f"{port.parent.parent.name}/{port.name} ({state.partition(':')[2].strip()})")
-    return found
+        with suppress(OSError, ValueError, IndexError):
+            name, state = f"{port.parent.parent.name}/{port.name}", (port / "state").read_text()
+            if "ACTIVE" in state:
+                rates[name] = float((port / "rate").read_text().split()[0]) * 1e9 / 8
+            elif "LinkUp" in (port / "phys_state").read_text():
+                inactive.append(f"{name} ({state.partition(':')[2].strip()})")
+    return rates, inactive

@@ -35,6 +35,9 @@ class Probes:
         timeout_s: Default limit of an answer in seconds.
         num_gpus: GPUs that each probe takes from Ray.
         probe: Class of the probe.
+
+    Attributes:
+        actors: Actor of each node, for `answers`.
     """
 
     def __init__(
@@ -49,7 +52,7 @@ class Probes:
         self.silent = silent
         self._timeout_s = timeout_s
         actor: Any = ray.remote(probe)
-        self._actors = {
+        self.actors = {
             node.name: actor.options(
                 num_cpus=0,
                 num_gpus=num_gpus,
@@ -63,13 +66,13 @@ class Probes:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for actor in self._actors.values():
+        for actor in self.actors.values():
             ray.kill(actor)
 
     @property
     def names(self) -> list[str]:
         """Nodes that have answered so far."""
-        return [name for name in self._actors if name not in self.silent]
+        return [name for name in self.actors if name not in self.silent]
 
     def ask(
         self,
@@ -88,7 +91,7 @@ class Probes:
             timeout_s: Limit in seconds, instead of the default one.
         """
         names = self.names if names is None else [name for name in names if name not in self.silent]
-        return self.answers({name: call(self._actors[name], name) for name in names}, awaited, timeout_s=timeout_s)
+        return self.answers({name: call(self.actors[name], name) for name in names}, awaited, timeout_s=timeout_s)
 
     def answers(self, refs: Mapping[str, Any], awaited: str, *, timeout_s: float | None = None) -> dict[str, Any]:
         """Return the results of calls by the name of the node; see `ask`."""
@@ -106,10 +109,6 @@ class Probes:
             except RayError:
                 self.silent[name] = f"it was lost while waiting for {awaited}"
         return found
-
-    def actor(self, name: str) -> Any:
-        """Return the actor of a node, for `answers`."""
-        return self._actors[name]
 
     def clocks(self) -> dict[str, NodeClock]:
         """Compare the clock of each node with the driver's, one node at a time; the shortest of several round trips

@@ -76,9 +76,10 @@ class AllReduce:
         return 2 * (self.num_ranks - 1) / self.num_ranks * self.num_bytes / self.seconds if self.seconds else None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Survey:
-    """Results by name of the node; a node that stopped to answer lacks the results of later probes.
+    """Results by name of the node, as the probes return them; a node that stopped to answer lacks the results of later
+    probes.
 
     Args:
         device: Device of the recipe.
@@ -107,7 +108,7 @@ class Survey:
     runs: Path
     cuda: str = ""
     autoscaling: bool = False
-    silent: Mapping[str, str] = field(default_factory=dict)
+    silent: dict[str, str] = field(default_factory=dict)
     clocks: Mapping[str, NodeClock] = field(default_factory=dict)
     readings: Mapping[str, Readings] = field(default_factory=dict)
     unshared: Mapping[str, str] = field(default_factory=dict)
