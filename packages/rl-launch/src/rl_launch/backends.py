@@ -23,7 +23,7 @@ from rl_core.plugins import (
     plugin,
     plugins,
 )
-from rl_launch.placement.topology import GENERATION, Claim, ReplicaBounds, Topology, plan
+from rl_launch.placement.topology import GENERATION, Claim, Topology, plan
 from rl_launch.root_config import POLICY, RunConfig, section_of
 
 DEFAULT = "dtensor"
@@ -123,7 +123,8 @@ class Backends:
             weight_sync=chosen.weight_sync,
             weight_sync_encoding=chosen.weight_sync_encoding,
             # Without models the weights never change, and no replica joins.
-            replica_bounds=ReplicaBounds(chosen.min_replicas, chosen.max_replicas) if self.models else ReplicaBounds(),
+            min_replicas=chosen.min_replicas if self.models else None,
+            max_replicas=chosen.max_replicas if self.models else None,
         )
 
     @property

@@ -6,7 +6,6 @@ from rl_core.model_config import ColocatedConfig, ColocatedResources
 from rl_launch.placement.topology import (
     Claim,
     Devices,
-    ReplicaBounds,
     colocated_problems,
     plan,
     replica_bound_problems,
@@ -41,7 +40,7 @@ def make(*claims, num_nodes=1, ranks=8, device=CUDA, sync="auto", encoding="full
         device=device,
         weight_sync=sync,
         weight_sync_encoding=encoding,
-        replica_bounds=ReplicaBounds(*bounds),
+        **dict(zip(("min_replicas", "max_replicas"), bounds, strict=False)),
     )
 
 

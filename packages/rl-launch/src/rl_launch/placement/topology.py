@@ -65,19 +65,6 @@ class Devices:
 
 
 @dataclass(frozen=True)
-class ReplicaBounds:
-    """Bounds of the number of replicas. Without bounds the number does not change during the run.
-
-    Args:
-        least: `policy.generation.min_replicas`.
-        most: `policy.generation.max_replicas`.
-    """
-
-    least: int | None = None
-    most: int | None = None
-
-
-@dataclass(frozen=True)
 class Topology:
     """Devices of a run.
 
@@ -89,7 +76,8 @@ class Topology:
         num_nodes: Total number of nodes.
         weight_sync: `policy.generation.weight_sync`.
         weight_sync_encoding: `policy.generation.weight_sync_encoding`.
-        replica_bounds: Bounds of the number of replicas.
+        min_replicas, max_replicas: Keys of `policy.generation`. Without these bounds the number of replicas does not
+            change during the run.
     """
 
     claims: Mapping[str, Claim]
@@ -99,7 +87,8 @@ class Topology:
     num_nodes: int
     weight_sync: WeightSyncChoice = "auto"
     weight_sync_encoding: WeightSyncEncoding = "full"
-    replica_bounds: ReplicaBounds = ReplicaBounds()
+    min_replicas: int | None = None
+    max_replicas: int | None = None
 
     def devices(self, name: str) -> Devices:
         """Return the devices of a model or of generation."""
@@ -137,17 +126,17 @@ class Topology:
     @property
     def fewest_replicas(self) -> int:
         """Minimum number of replicas of a run that continues."""
-        return self.replica_bounds.least or self.num_replicas
+        return self.min_replicas or self.num_replicas
 
     @property
     def most_replicas(self) -> int:
         """Maximum number of replicas of a run."""
-        return self.replica_bounds.most or self.num_replicas
+        return self.max_replicas or self.num_replicas
 
     @property
     def is_elastic(self) -> bool:
         """True if replicas can join and leave during the run."""
-        return self.replica_bounds != ReplicaBounds()
+        return (self.min_replicas, self.max_replicas) != (None, None)
 
     def transport_of(self, role: str) -> TransportKind:
         """Return the transport of a model's weights: the configured one. With `auto`, memory if the sender and
@@ -171,7 +160,8 @@ def plan(
     device: Device,
     weight_sync: WeightSyncChoice = "auto",
     weight_sync_encoding: WeightSyncEncoding = "full",
-    replica_bounds: ReplicaBounds = ReplicaBounds(),
+    min_replicas: int | None = None,
+    max_replicas: int | None = None,
 ) -> Topology:
     """Return the topology of a run. A model's own devices are taken from the shared ones: some devices of a single
     node, or whole nodes.
@@ -184,7 +174,8 @@ def plan(
     else:
         shared = Devices(num_nodes - sum(found.num_nodes for found in own.values()), ranks_per_node)
     by_name = {claim.name: claim for claim in claims}
-    return Topology(by_name, shared, own, device, num_nodes, weight_sync, weight_sync_encoding, replica_bounds)
+    settings = weight_sync, weight_sync_encoding, min_replicas, max_replicas
+    return Topology(by_name, shared, own, device, num_nodes, *settings)
 
 
 def colocated_problems(claims: Sequence[Claim]) -> Iterator[Problem]:
@@ -193,12 +184,9 @@ def colocated_problems(claims: Sequence[Claim]) -> Iterator[Problem]:
         for name in ("num_nodes", "gpus_per_node"):
             value = getattr(claim.colocated.resources, name)
             if value is not None and claim.colocated.enabled:
-                yield Problem(
-                    f"{claim.key}.colocated.resources.{name}",
-                    f"reserves devices for {claim.name}, which is colocated and uses the policy's devices",
-                    got=value,
-                    remedy=f"Set {claim.key}.colocated.enabled=false, or remove this key",
-                )
+                reason = f"reserves devices for {claim.name}, which is colocated and uses the policy's devices"
+                remedy = f"Set {claim.key}.colocated.enabled=false, or remove this key"
+                yield Problem(f"{claim.key}.colocated.resources.{name}", reason, got=value, remedy=remedy)
 
 
 def weight_sync_problems(topology: Topology) -> Iterator[Problem]:
@@ -208,62 +196,43 @@ def weight_sync_problems(topology: Topology) -> Iterator[Problem]:
     senders = [name for name in get_args(WeightTarget) if name in topology.claims]
     apart = [name for name in senders if not topology.shares_memory(name)]
     if topology.weight_sync == "ipc" and apart:
-        yield Problem(
-            key,
-            f"needs memory that the generators share with the {apart[0]}, but they have their own devices or are on "
-            "other nodes",
-            got="ipc",
-            allowed="auto, collective, disk",
-        )
+        own = "they have their own devices or are on other nodes"
+        reason = f"needs memory that the generators share with the {apart[0]}, but {own}"
+        yield Problem(key, reason, got="ipc", allowed="auto, collective, disk")
     if topology.weight_sync == "collective" and topology.takes_turns(GENERATION):
-        yield Problem(
-            key,
-            "needs one process per GPU, but the policy and the generators share GPUs",
-            got="collective",
-            allowed="auto, ipc, disk",
-        )
+        reason = "needs one process per GPU, but the policy and the generators share GPUs"
+        yield Problem(key, reason, got="collective", allowed="auto, ipc, disk")
     if topology.weight_sync_encoding == "changes" and topology.transport_of("policy") == "ipc":
-        yield Problem(
-            f"{key}_encoding",
-            "saves network traffic, but the policy and the generators share memory (weight_sync=ipc)",
-            got="changes",
-            remedy=f"Set it to full, or set {key} to disk",
-        )
+        reason = "saves network traffic, but the policy and the generators share memory (weight_sync=ipc)"
+        remedy = f"Set it to full, or set {key} to disk"
+        yield Problem(f"{key}_encoding", reason, got="changes", remedy=remedy)
 
 
 def replica_bound_problems(topology: Topology) -> Iterator[Problem]:
     """Yield the problems of bounds of the number of replicas that cannot be met."""
     if not topology.is_elastic:
         return
-    bounds, key = topology.replica_bounds, topology.claims[GENERATION].key
+    least, most, key = topology.min_replicas, topology.max_replicas, topology.claims[GENERATION].key
     if GENERATION in topology.sharing:
-        for name, value in (("min_replicas", bounds.least), ("max_replicas", bounds.most)):
-            if value is None:
-                continue
-            yield Problem(
-                f"{key}.{name}",
-                "needs generation with its own devices, because the number of replicas is fixed while generation "
-                "shares the policy's devices",
-                got=value,
-                remedy=f"Set {key}.colocated.enabled=false, or remove this key",
-            )
+        for name, value in (("min_replicas", least), ("max_replicas", most)):
+            if value is not None:
+                fixed = "the number of replicas is fixed while generation shares the policy's devices"
+                reason = f"needs generation with its own devices, because {fixed}"
+                remedy = f"Set {key}.colocated.enabled=false, or remove this key"
+                yield Problem(f"{key}.{name}", reason, got=value, remedy=remedy)
         return
-    if bounds.least and bounds.most and bounds.least > bounds.most:
-        yield Problem(
-            f"{key}.min_replicas",
-            f"exceeds max_replicas ({bounds.most})",
-            got=bounds.least,
-            remedy="Lower it, or increase max_replicas",
-        )
+    if least and most and least > most:
+        reason, remedy = f"exceeds max_replicas ({most})", "Lower it, or increase max_replicas"
+        yield Problem(f"{key}.min_replicas", reason, got=least, remedy=remedy)
         return
     resources = f"{key}.colocated.resources"
     start = f"the {topology.num_replicas} replicas that the run starts with on the devices of {resources}"
-    if bounds.least and bounds.least > topology.num_replicas:
+    if least and least > topology.num_replicas:
         remedy = f"Lower it, or add devices in {resources}"
-        yield Problem(f"{key}.min_replicas", f"exceeds {start}", got=bounds.least, remedy=remedy)
-    if bounds.most and bounds.most < topology.num_replicas:
+        yield Problem(f"{key}.min_replicas", f"exceeds {start}", got=least, remedy=remedy)
+    if most and most < topology.num_replicas:
         remedy = f"Increase it, or remove devices from {resources}"
-        yield Problem(f"{key}.max_replicas", f"is less than {start}", got=bounds.most, remedy=remedy)
+        yield Problem(f"{key}.max_replicas", f"is less than {start}", got=most, remedy=remedy)
 
 
 def topology_problems(topology: Topology) -> Iterator[Problem]:
@@ -287,33 +256,22 @@ def topology_problems(topology: Topology) -> Iterator[Problem]:
             yield Problem(key, reason, got=got, remedy=remedy)
         return
     for name, claim in topology.claims.items():
-        count = topology.devices(name).count
+        count, (key, size) = topology.devices(name).count, claim.largest
         if name != GENERATION and count % claim.ranks:
-            key, size = claim.largest
-            yield Problem(
-                key,
-                f"one copy of the {name} needs {claim.ranks} ranks{claim.in_sizes}, which does not divide the number "
-                f"of its ranks, {count}",
-                got=size,
-                remedy=f"Lower its parallel sizes, or change {ranks_key}",
-            )
+            copy = f"one copy of the {name} needs {claim.ranks} ranks{claim.in_sizes}"
+            reason = f"{copy}, which does not divide the number of its ranks, {count}"
+            yield Problem(key, reason, got=size, remedy=f"Lower its parallel sizes, or change {ranks_key}")
     if not topology.device.has_gpus or GENERATION not in topology.claims:
         return
     claim, ranks = topology.claims[GENERATION], topology.devices(GENERATION).ranks
     key, got = claim.largest
     if claim.ranks > ranks:
-        yield Problem(
-            key,
-            f"a replica has {claim.ranks} ranks{claim.in_sizes} and cannot span nodes, but a node has only {ranks} "
-            f"GPU{'s' * (ranks > 1)} for generation",
-            got=got,
-            remedy=f"Lower the parallel sizes of the generator, or increase {ranks_key}",
-            feature="a replica of the generator on several nodes (policy.generation.vllm_cfg)",
-        )
+        has = f"a node has only {ranks} GPU{'s' * (ranks > 1)} for generation"
+        reason = f"a replica has {claim.ranks} ranks{claim.in_sizes} and cannot span nodes, but {has}"
+        remedy = f"Lower the parallel sizes of the generator, or increase {ranks_key}"
+        feature = "a replica of the generator on several nodes (policy.generation.vllm_cfg)"
+        yield Problem(key, reason, got=got, remedy=remedy, feature=feature)
     elif ranks % claim.ranks:
-        yield Problem(
-            key,
-            f"the {ranks} GPUs per node cannot be divided into replicas of {claim.ranks} GPUs{claim.in_sizes}",
-            got=got,
-            remedy=f"Set the parallel sizes of the generator so that their product divides {ranks}",
-        )
+        reason = f"the {ranks} GPUs per node cannot be divided into replicas of {claim.ranks} GPUs{claim.in_sizes}"
+        remedy = f"Set the parallel sizes of the generator so that their product divides {ranks}"
+        yield Problem(key, reason, got=got, remedy=remedy)

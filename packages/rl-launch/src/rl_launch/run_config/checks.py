@@ -14,13 +14,12 @@ from rl_core.errors import ConfigProblems
 from rl_core.facts.hf_config import num_experts_of
 from rl_core.model import HEADLESS_ROLES
 from rl_core.model_config import BackendConfig, local_family, local_hf_config, local_image_token
-from rl_launch.backends import Backends, GenerationBackend, ModelBackend
+from rl_launch.backends import Backends
 from rl_launch.model_files.adapter_folder import initial_adapter_problems
 from rl_launch.model_files.local_models import MADE_HERE
 from rl_launch.model_files.model_facts import model_problems
 from rl_launch.model_files.model_folder import MODEL_FILES, TOKENIZER_FILES, adapter_problems, folder_problems
 from rl_launch.placement.topology import (
-    Topology,
     colocated_problems,
     replica_bound_problems,
     topology_problems,
@@ -204,11 +203,28 @@ def _backend_checks(plan: RunPlan) -> Iterable[Problem]:
 
 def _replay_checks(plan: RunPlan) -> Iterator[Problem]:
     """Yield the problems of replaying a routing that does not exist or is not reported."""
+    generation = plan.backends.generation
     for model in plan.backends.models.values():
+        if not model.replays_routing:
+            continue
+        fields, remedy = local_hf_config(model.config), "Remove this key"
+        if fields and not num_experts_of(fields):
+            reason = f"replays the routing of experts, but {model.config.model_name} has no experts"
+            remedy = "Choose a mixture-of-experts model, or remove this key"
+        elif model.section != POLICY:
+            reason = "replays the routing of the policy, which does not apply to this model"
+        elif generation is None:
+            reason = "replays the routing of rollouts, but this algorithm has no rollouts"
+        elif (device := device_here(plan.config.cluster)) and (  # otherwise the generator checks it when it starts
+            problem := generation.plugin.routing_problem(generation.backend, device)
+        ):
+            name = generation.plugin.name
+            reason = f"needs the experts that the generator chose, but {name} does not report them: {problem}"
+            remedy = f"Otherwise set {model.plugin.replay_key}=false"
+        else:
+            continue
         key = f"{model.section}.{model.plugin.key}.{model.plugin.replay_key}"
-        if model.replays_routing:
-            problem = _replay_problem(key, model, plan.backends.generation, plan.config.cluster)
-            yield from () if problem is None else (problem,)
+        yield Problem(key, reason, got=True, remedy=remedy)
 
 
 def _lora_sync_checks(plan: RunPlan) -> Iterator[Problem]:
@@ -229,27 +245,6 @@ def _lora_sync_checks(plan: RunPlan) -> Iterator[Problem]:
     ):
         reason = f"is not supported by generation.backend={generation.plugin.name} here: {problem}"
         yield Problem(key, reason, got="adapter")
-
-
-def _replay_problem(
-    key: str, model: ModelBackend, generation: GenerationBackend | None, cluster: ClusterConfig
-) -> Problem | None:
-    """Return the reason why a model cannot replay the generator's routing; None if no reason is known here."""
-    fields = local_hf_config(model.config)
-    if fields and not num_experts_of(fields):
-        reason = f"replays the routing of experts, but {model.config.model_name} has no experts"
-        return Problem(key, reason, got=True, remedy="Choose a mixture-of-experts model, or remove this key")
-    if model.section != POLICY:
-        reason = "replays the routing of the policy, which does not apply to this model"
-        return Problem(key, reason, got=True, remedy="Remove this key")
-    if generation is None:
-        reason = "replays the routing of rollouts, but this algorithm has no rollouts"
-        return Problem(key, reason, got=True, remedy="Remove this key")
-    device = device_here(cluster)  # if it is not known, the generator checks it when it starts
-    if device is None or not (problem := generation.plugin.routing_problem(generation.backend, device)):
-        return None
-    reason = f"needs the experts that the generator chose, but {generation.plugin.name} does not report them: {problem}"
-    return Problem(key, reason, got=True, remedy=f"Otherwise set {model.plugin.replay_key}=false")
 
 
 def _drafter_checks(plan: RunPlan) -> Iterator[Problem]:
@@ -300,7 +295,7 @@ def _draft_head_checks(plan: RunPlan) -> Iterator[Problem]:
 
 def _topology_checks(plan: RunPlan) -> Iterator[Problem]:
     yield from colocated_problems(plan.backends.claims)
-    yield from _placement_problems(plan.config.cluster, plan.backends)
+    yield from _placement_problems(plan.config.cluster, plan.backends, device_here(plan.config.cluster))
 
 
 def _refuse(problems: list[Problem]) -> None:
@@ -316,7 +311,7 @@ def model_checks(plan: RunPlan) -> Iterator[Problem]:
     for check in policy.plugin.checks:
         for problem in check(config.policy, config):
             yield problem.at(f"{POLICY}.{problem.key}")
-    yield from _placement_problems(config.cluster, Backends({POLICY: policy}))
+    yield from _placement_problems(config.cluster, Backends({POLICY: policy}), device_here(config.cluster))
 
 
 def check_placement(plan: RunPlan, device: Device) -> None:
@@ -325,7 +320,7 @@ def check_placement(plan: RunPlan, device: Device) -> None:
     Raises:
         ConfigProblems: If there are problems; lists all of them.
     """
-    _refuse(list(_problems_of(topology_of(plan.config.cluster, plan.backends, device))))
+    _refuse(list(_placement_problems(plan.config.cluster, plan.backends, device)))
 
 
 def check_models(plan: RunPlan, names: Mapping[str, str]) -> None:
@@ -347,20 +342,12 @@ def check_models(plan: RunPlan, names: Mapping[str, str]) -> None:
     _refuse([problem.rewritten(named) for check in MODEL_CHECKS for problem in check(plan)])
 
 
-def topology_of(cluster: ClusterConfig, backends: Backends, device: Device) -> Topology:
-    """Return the devices of a `cluster` section as a run distributes them."""
-    return backends.topology(cluster.num_nodes, device.ranks_per_node(cluster), device)
-
-
-def _placement_problems(cluster: ClusterConfig, backends: Backends) -> Iterator[Problem]:
-    if device := device_here(cluster):  # otherwise `check_placement` checks it
-        yield from _problems_of(topology_of(cluster, backends, device))
-
-
-def _problems_of(topology: Topology) -> Iterator[Problem]:
-    yield from weight_sync_problems(topology)
-    yield from replica_bound_problems(topology)
-    yield from topology_problems(topology)
+def _placement_problems(cluster: ClusterConfig, backends: Backends, device: Device | None) -> Iterator[Problem]:
+    if device is not None:  # otherwise `check_placement` checks it
+        topology = backends.topology(cluster.num_nodes, device.ranks_per_node(cluster), device)
+        yield from weight_sync_problems(topology)
+        yield from replica_bound_problems(topology)
+        yield from topology_problems(topology)
 
 
 CHECKS: tuple[Check, ...] = (

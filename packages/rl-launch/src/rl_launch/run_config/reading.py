@@ -142,9 +142,8 @@ def read_raw(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = 
         if raw.origin("run_dir").source == raw.name:  # the folder may have been copied or moved
             raw = raw.with_values({"run_dir": str(Path(found).expanduser().absolute().parent)}, raw.name)
     raw = with_models_of_runs(raw)
-    if takes_out_validation(raw):
-        with suppress(ConfigError):  # reported when the config is read
-            return without_validation(raw, algorithm_of(raw))
+    with suppress(ConfigError):  # reported when the config is read
+        return without_validation(raw)
     return raw
 
 
@@ -213,21 +212,19 @@ _ENV = "env"
 _DATA, _METRIC = "data.validation", "checkpointing.metric_name"
 
 
-def takes_out_validation(raw: RawConfig) -> bool:
-    """Return whether a config has `data.validation: null` and holds out no rows of training data to validate on."""
+def without_validation(raw: RawConfig) -> RawConfig:
+    """Return a config that has `data.validation: null`, and holds out no rows of training data to validate on, with the
+    inherited keys off that ask for a validation or need one; other configs unchanged. Keys that were written together
+    with `data.validation`, or over it, stay, and the checks refuse them.
+    """
     data = raw.plain().get("data")
     if not isinstance(data, Mapping) or data.get("validation", data) is not None:
-        return False
+        return raw
     train = data.get("train")
     several = train if isinstance(train, list) else [train]
-    return not any(isinstance(each, Mapping) and each.get("split_validation_size") for each in several)
-
-
-def without_validation(raw: RawConfig, algorithm: AlgorithmPlugin) -> RawConfig:
-    """Return a config without validation data and with the inherited keys off that ask for a validation or need one.
-    Keys that were written together with `data.validation`, or over it, stay, and the checks refuse them.
-    """
-    off: dict[str, Any] = dict(algorithm.without_validation)
+    if any(isinstance(each, Mapping) and each.get("split_validation_size") for each in several):
+        return raw
+    off: dict[str, Any] = dict(algorithm_of(raw).without_validation)
     checkpointing = raw.plain().get("checkpointing")
     metric = checkpointing.get("metric_name") if isinstance(checkpointing, Mapping) else None
     if str(metric).startswith(("val:", "val/")):
