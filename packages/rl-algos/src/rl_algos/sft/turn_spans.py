@@ -68,7 +68,7 @@ def find_turns(
     check_shown(messages, text)
     coverage = Coverage(tokenizer, messages, text, tools=tools)
     coverage.check_links()
-    ends = ends_of(tokenizer, str(tokenizer.get_chat_template()))
+    ends = conversation.ends
     spans, end = [], ""
     said: dict[int, str] = {}
     for index, several in parts.items():
@@ -84,7 +84,7 @@ def find_turns(
     coverage.check_pieces(learned)
     for index, turn_text in said.items():
         check_arguments(messages[index], index, turn_text)
-    return LearnedTurns(text, tuple(spans), "" if end else conversation.end_of_open_turn(ends))
+    return LearnedTurns(text, tuple(spans), "" if end else conversation.end_of_open_turn())
 
 
 def _never_ends(index: int, ends: TurnClosing) -> DataError:
@@ -103,6 +103,8 @@ class _Conversation:
         self.messages = messages
         self._tools = tools
         self._rendered: dict[tuple[int, bool], str] = {}
+        self._template = str(tokenizer.get_chat_template())
+        self.ends = ends_of(tokenizer, self._template)
 
     def with_empty_thoughts(self, wanted: Sequence[int]) -> _Conversation:
         """Return the conversation with empty thoughts that stay, if the template writes them in a turn that nothing
@@ -131,8 +133,7 @@ class _Conversation:
         """Return whether a turn that the template rendered last is different once other messages follow."""
         text, turn = self.render(len(self.messages)), self.render(index + 1)
         before = self.length_before(turn, index)
-        ends = ends_of(self._tokenizer, str(self._tokenizer.get_chat_template()))
-        return not text.startswith(turn) and not text.startswith(turn[:before] + ends.without(turn[before:]))
+        return not text.startswith(turn) and not text.startswith(turn[:before] + self.ends.without(turn[before:]))
 
     def length_before(self, text: str, index: int) -> int:
         """Return the number of characters of a rendered text that the messages before one take."""
@@ -174,9 +175,8 @@ class _Conversation:
             DataError: If the template rewrites the turn once others follow, or does not keep its prompt.
         """
         turn = self.render(index + 1)
-        ends = ends_of(self._tokenizer, str(self._tokenizer.get_chat_template()))
         start = self._start(turn, index)
-        said = turn if text.startswith(turn) else turn[:start] + ends.without(turn[start:])
+        said = turn if text.startswith(turn) else turn[:start] + self.ends.without(turn[start:])
         if not text.startswith(said):
             raise DataError(
                 f"the chat template rewrites earlier turns, so the model would learn message {index} (from 0) of the "
@@ -185,7 +185,7 @@ class _Conversation:
             )
         return start, len(said)
 
-    def end_of_open_turn(self, ends: TurnClosing) -> str:
+    def end_of_open_turn(self) -> str:
         """Return the token that the template writes after the last message if another message follows (`<|user|>` for
         GLM); the end of sequence if it writes none."""
         calls = self.messages[-1].get("tool_calls")
@@ -199,8 +199,8 @@ class _Conversation:
                 for messages in ([_ASKED, said], [_ASKED, said, answer])
             )
         except TemplateError:
-            return ends.turn[0]
-        return beginning(longer[len(turn.rstrip()) :].lstrip(), ends.turn) or ends.turn[0]
+            return self.ends.turn[0]
+        return beginning(longer[len(turn.rstrip()) :].lstrip(), self.ends.turn) or self.ends.turn[0]
 
     def _remedy(self, index: int) -> str:
         """Return the way to learn a turn that later messages change."""
@@ -229,7 +229,7 @@ class _Conversation:
 
     def _check_header(self, turn: str, index: int) -> None:
         """Raise a `DataError` if a turn begins with a header that its prompt should have."""
-        header = _unprompted(self._tokenizer, str(self._tokenizer.get_chat_template()))
+        header = _unprompted(self._tokenizer, self._template)
         if header and turn.startswith(header):
             raise DataError(
                 f"the chat template writes {header!r} before message {index} (from 0), but not with "
@@ -244,7 +244,7 @@ class _Conversation:
         if index:
             return self.render(index, prompts=True)
         shown = self._with_answer(0)
-        header = _header(self._tokenizer, str(self._tokenizer.get_chat_template()))
+        header = _header(self._tokenizer, self._template)
         opening = shown.partition(POLICY_MARK)[0]
         start = opening.rfind(header) + len(header) if header and header in opening else len(opening)
         return opening[:start]

@@ -17,7 +17,7 @@ import numpy as np
 from rl_algos.rollouts.worker.chat import Chat
 from rl_algos.rollouts.worker.client import PlayClient, PlayServices
 from rl_algos.rollouts.worker.conversations import EnvironmentClient
-from rl_algos.rollouts.worker.opponents import Opponents, OpponentSpec
+from rl_algos.rollouts.worker.opponents import OpponentSpec, opponents_of_play
 from rl_algos.tokenizer import load_tokenizer
 from rl_core import resolve
 from rl_core.data.batch import Batch
@@ -41,6 +41,8 @@ _log = logging.getLogger(__name__)
 MAX_TOGETHER = 16
 """Maximum number of groups whose columns are joined in one answer: a node that needs one row fetches all of them."""
 
+_COUNTS = ("num_requests", "num_sampled")
+"""Numbers of an engine's health that show its progress."""
 Group = tuple[Prompt, Sequence[Rollout]]
 """A prompt and its rollouts, in the order of their seeds; the rollouts of one play are consecutive."""
 
@@ -86,7 +88,10 @@ class RolloutWorker:
     def __init__(self, spec: RolloutWorkerSpec, environments: Mapping[str, EnvironmentClient]) -> None:
         engine = resolve(spec.generator)
         self._generator: Generator = engine(*spec.generator_args)
-        self._opponents = Opponents(engine, spec.opponents)
+        self._needs = [each.need for each in spec.opponents]
+        self._opponents: dict[str, Generator] = {
+            each.need.name: engine(*each.generator_args) for each in spec.opponents
+        }
         program = resolve(spec.program) if isinstance(spec.program, str) else spec.program.load()
         self._program: RolloutProgram = program(**spec.program_args)
         self._logs = Path(spec.logs)
@@ -105,7 +110,7 @@ class RolloutWorker:
     async def start(self) -> int:
         """Load the engine, and return its number of ranks."""
         await self._generator.start()
-        await self._opponents.start()
+        await self._call_opponents("start")  # One after another: each measures the memory that is free.
         if isinstance(self._program, PreparedProgram):
             self._services.chat.prepare()
             await self._program.start(self._logs)
@@ -118,11 +123,11 @@ class RolloutWorker:
         """
         self._idle.begin()
         for number, task in tasks:
-            clients = [
-                PlayClient(self._services, task.prompt, task.sampling, seed, earlier, self._opponents.of_play(seed))
-                for seed, earlier in zip(task.seeds, task.turns or [RolloutTurns()] * len(task.seeds), strict=True)
-            ]
-            self._clients[number] = clients
+            clients = self._clients[number] = []
+            for seed, earlier in zip(task.seeds, task.turns or [RolloutTurns()] * len(task.seeds), strict=True):
+                names = opponents_of_play(self._needs, seed)
+                opponents = {agent: self._opponents[name] for agent, name in names.items()}
+                clients.append(PlayClient(self._services, task.prompt, task.sampling, seed, earlier, opponents))
             # Each play is a task at once, so that the engine has the first request before the last group is read.
             rollouts = [asyncio.create_task(self._run_one(task.prompt, client)) for client in clients]
             running = asyncio.create_task(self._whole_group(task.prompt, rollouts))
@@ -165,7 +170,7 @@ class RolloutWorker:
         with spans.span("weights", method):
             answer = await getattr(self._generator, method)(*args)
             if method in ("sleep", "wake"):
-                await self._opponents.call_all(method)
+                await self._call_opponents(method)
         return answer
 
     async def take_over(self, manifest: Manifest, delivery: Delivery) -> Taken:
@@ -179,7 +184,7 @@ class RolloutWorker:
         """See `rl_core.rollouts.delivery.score_canary`; the engines of opponents are awake from then."""
         with spans.span("weights", "score canary"):
             scores = await score_canary(self._generator, canary)
-        await self._opponents.call_all("wake")
+        await self._call_opponents("wake")
         return scores
 
     async def opponent_takes_over(self, name: str, manifest: Manifest, delivery: Delivery) -> Taken:
@@ -219,14 +224,21 @@ class RolloutWorker:
 
     async def health(self) -> Mapping[str, Any]:
         """Return the replica's report, with the requests and tokens of opponents added."""
-        return await self._opponents.with_health(await self._generator.health())
+        reports = [await engine.health() for engine in (self._generator, *self._opponents.values())]
+        if not self._opponents:
+            return reports[0]
+        return {**reports[0], **{name: sum(report[name] for report in reports) for name in _COUNTS}}
 
     async def close(self) -> None:
         """End the program and the replica."""
         if isinstance(self._program, PreparedProgram):
             await self._program.close()
-        await self._opponents.call_all("close")
+        await self._call_opponents("close")
         await self._generator.close()
+
+    async def _call_opponents(self, method: str) -> None:
+        for engine in self._opponents.values():
+            await getattr(engine, method)()
 
     def _note_finished(self, number: int, task: asyncio.Task[Group]) -> None:
         self._under_way.discard(task)
