@@ -85,11 +85,13 @@ def dequantised(folder: Path, target: Path) -> Path:
 
 
 def read_parts(parts: dict[str, Tensor]) -> Any:
-    if "weight_shape" in parts:
-        return Int4Weight.of_tensors(parts)
-    if "weight_packed" in parts:
-        return MXFP4Weight.of_tensors(parts)
-    return Float8Weight(parts["weight"], parts["weight_scale"], "per_channel")
+    if "weight_packed" not in parts:
+        return Float8Weight(parts["weight"], parts["weight_scale"], "per_channel")
+    packed, scales = parts["weight_packed"], parts["weight_scale"]
+    if "weight_shape" not in parts:
+        return MXFP4Weight(torch.stack((packed & 0xF, packed >> 4), 2).flatten(1), scales)
+    shifts = torch.arange(8, dtype=torch.int32) * 4
+    return Int4Weight((((packed[..., None] >> shifts) & 0xF).flatten(1) - 8).to(torch.int8), scales)
 
 
 def is_linear(name: str) -> bool:

@@ -101,12 +101,6 @@ class ModelInputs(NamedTuple):
     row_lengths: tuple[int, ...]
     attention_mask: Tensor | None = None
 
-    @property
-    def cu_seqlens(self) -> Tensor:
-        """int32 `[rows + 1]`, where each packed row starts and ends."""
-        ends = np.cumsum([0, *self.row_lengths], dtype=np.int32)
-        return to_device([ends], self.input_ids.device)[0]
-
     def flatten(self, values: Tensor) -> Tensor:
         """Return `[batch, seq, *inner]` of the forward pass as `[tokens, *inner]`, without padding."""
         flat = values.flatten(0, 1)

@@ -7,7 +7,7 @@ DeepSeek-V3 has 8-bit weights with a scale for each block. gpt-oss has 4-bit wei
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,22 +28,6 @@ _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _VALUES = torch.tensor([*_POSITIVE, *(-value for value in _POSITIVE)], dtype=torch.bfloat16)
 _PAIRS = torch.stack([_VALUES.repeat(16), _VALUES.repeat_interleave(16)], 1)
 """`[256, 2]`, the values of a byte: the lower half of its bits comes first."""
-
-
-class StoredWeight(Protocol):
-    """A weight of a model, in one tensor of its files or in several that it is computed from."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the whole weight."""
-
-    @property
-    def dtype(self) -> str:
-        """Dtype by its name in safetensors (`F32`, `BF16`, `F8_E4M3`, ...); of several tensors the name of their
-        quantisation."""
-
-    def read(self, slices: Slices) -> Tensor:
-        """Return a part of it; little more than that is read."""
 
 
 class StoredTensor(NamedTuple):
@@ -163,3 +147,7 @@ class StoredMXFP4:
             values = _PAIRS[packed.int()].flatten(2) * scale.to(torch.bfloat16)[..., None]
             found[expert] = values.flatten(1)[:, offset : offset + stop - start].T
         return found
+
+
+StoredWeight = StoredTensor | BlockScaledWeight | StoredMXFP4
+"""A weight of a model, in one tensor of its files or in several that it is computed from."""

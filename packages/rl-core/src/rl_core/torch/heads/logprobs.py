@@ -3,6 +3,7 @@ all tokens at once."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypedDict, Unpack
 
@@ -221,25 +222,51 @@ class _HeadReads(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, ids, log_sums, entropy, topk_ids, collision, lowest = ctx.saved_tensors
-        total = HeadGradients.zero(hidden, weight, bias, ctx.needs_input_grad)
-        by_targets = torch.cat([grads[0][:, None], grads[2], grads[4].masked_fill(ids < 0, 0.0)], dim=1)
-        for chunk in ctx.options.chunks(len(hidden)):
-            read = ReadGradients(
-                log_sum=log_sums[chunk],
-                entropy=entropy[chunk],
-                by_entropy=grads[1][chunk],
-                collision=collision[chunk],
-                by_collision=grads[5][chunk],
-                columns=torch.cat([targets[chunk, None], topk_ids[chunk], ids[chunk].clamp(min=0)], dim=1),
-                by_columns=by_targets[chunk],
-                by_columns_sum=by_targets[chunk].sum(1),
-                lowest=lowest[chunk],
-            )
-            grad = ctx.options.gradient(hidden[chunk], weight, bias, read)
-            total.add_(chunk, grad)
-            del grad  # They are freed before the next chunk's are made.
-        return (*total.results(), None, None, None)
+        return (*head_gradients(ctx, grads, ctx.options).results(), None, None, None)
+
+
+def head_gradients(
+    ctx: Any,
+    grads: Sequence[Tensor],
+    options: HeadPass,
+    own: Callable[[Tensor, int], tuple[Tensor, Tensor]] | None = None,
+) -> HeadGradients:
+    """Return the gradients by hidden states, weight and bias, chunk by chunk.
+
+    Args:
+        ctx: Context with the tensors that the forward pass saved.
+        grads: Gradients by the fields of `TokenReads`.
+        options: Pass over the head.
+        own: Function from token ids and the number of rows of a rank to the columns of the ids there, and whether they
+            are there; None for a whole head.
+    """
+    hidden, weight, bias, targets, ids, log_sums, entropy, topk_ids, collision, lowest = ctx.saved_tensors
+    total = HeadGradients.zero(hidden, weight, bias, ctx.needs_input_grad)
+    by_targets = torch.cat([grads[0][:, None], grads[2], grads[4].masked_fill(ids < 0, 0.0)], dim=1)
+    for chunk in options.chunks(len(hidden)):
+        columns, is_here = torch.cat([targets[chunk, None], topk_ids[chunk], ids[chunk]], dim=1), None
+        by_columns = by_targets[chunk]
+        if own is None:
+            columns = columns.clamp(min=0)
+        else:
+            columns, is_here = own(columns, len(weight))
+            by_columns = by_columns.where(is_here, by_targets.new_zeros(()))
+        read = ReadGradients(
+            log_sum=log_sums[chunk],
+            entropy=entropy[chunk],
+            by_entropy=grads[1][chunk],
+            collision=collision[chunk],
+            by_collision=grads[5][chunk],
+            columns=columns,
+            by_columns=by_columns,
+            by_columns_sum=by_targets[chunk].sum(1),
+            lowest=lowest[chunk],
+            is_here=is_here,
+        )
+        grad = options.gradient(hidden[chunk], weight, bias, read)
+        total.add_(chunk, grad)
+        del grad  # They are freed before the next chunk's are made.
+    return total
 
 
 def _read_products(products: Tensor, targets: Tensor, ids: Tensor, options: HeadPass, out: TokenReads) -> Tensor:

@@ -12,16 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rl_core.torch.heads.head_pass import (
-    HeadGradients,
-    HeadPass,
-    HeadVocabulary,
-    ReadGradients,
-    leave_out_,
-    lowest_kept,
-    wide_dtype,
-)
-from rl_core.torch.heads.logprobs import Head, HeadOptions, TokenReads, empty_reads, pass_over
+from rl_core.torch.heads.head_pass import HeadPass, HeadVocabulary, leave_out_, lowest_kept, wide_dtype
+from rl_core.torch.heads.logprobs import Head, HeadOptions, TokenReads, empty_reads, head_gradients, pass_over
 from rl_core.torch.kernels.vocabulary import LogitForm, softmax_statistics
 
 
@@ -132,28 +124,7 @@ class _VocabParallelReads(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, ids, log_sums, entropy, topk_ids, collision, lowest = ctx.saved_tensors
-        total = HeadGradients.zero(hidden, weight, bias, ctx.needs_input_grad)
-        head, num_rows = ctx.options.head, len(weight)
-        by_targets = torch.cat([grads[0][:, None], grads[2], grads[4].masked_fill(ids < 0, 0.0)], dim=1)
-        for chunk in head.chunks(len(hidden)):
-            read_ids = torch.cat([targets[chunk, None], topk_ids[chunk], ids[chunk]], dim=1)
-            columns, is_here = ctx.options.own(read_ids, num_rows)
-            read = ReadGradients(
-                log_sum=log_sums[chunk],
-                entropy=entropy[chunk],
-                by_entropy=grads[1][chunk],
-                collision=collision[chunk],
-                by_collision=grads[5][chunk],
-                columns=columns,
-                by_columns=by_targets[chunk].where(is_here, by_targets.new_zeros(())),
-                by_columns_sum=by_targets[chunk].sum(1),
-                lowest=lowest[chunk],
-                is_here=is_here,
-            )
-            grad = head.gradient(hidden[chunk], weight, bias, read)
-            total.add_(chunk, grad)
-            del grad  # They are freed before the next chunk's are made.
+        total = head_gradients(ctx, grads, ctx.options.head, ctx.options.own)
         if total.hidden is not None and ctx.options.sums_hidden_grad:
             dist.all_reduce(total.hidden, group=ctx.options.shard.group)
         return (*total.results(), None, None, None)

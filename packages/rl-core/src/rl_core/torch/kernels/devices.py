@@ -120,8 +120,9 @@ def dense_rows(x: Tensor) -> Tensor:
     return dense(x.reshape(-1, x.shape[-1]))
 
 
-class Operator:
-    """The operator `torch.ops.rl_core.NAME`, which has no own gradient and returns new tensors.
+def operator(name: str, fake: Callable[..., Any]) -> Callable[[_F], _F]:
+    """Make the decorated function the operator `torch.ops.rl_core.NAME`, which has no own gradient and returns new
+    tensors.
 
     torch's modes, fake tensors and compilers see it by name. `torch.library.custom_op` makes operators too, and spends
     twice the time of the host on each call: on its own kernels for gradients, and on a look for results that share
@@ -129,22 +130,15 @@ class Operator:
     registered with the dispatcher directly.
 
     Args:
-        name: Name of the operator.
-        function: Computes it on a CPU and on GPUs; its annotations are the schema.
+        name: Name of the operator, which the function computes on a CPU and on GPUs; its annotations are the schema.
+        fake: Function that returns results without data, for tensors without data.
     """
 
-    def __init__(self, name: str, function: Callable[..., Any]) -> None:
-        self._name = name
+    def register(function: _F) -> _F:
         _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()))
         for key in ("CPU", "CUDA"):
             _LIBRARY.impl(name, function, key)
-
-    def register_fake(self, function: _F) -> _F:
-        """Make a function the shape of the results, for tensors without data."""
-        torch.library.register_fake(f"rl_core::{self._name}", function, lib=_LIBRARY)
+        torch.library.register_fake(f"rl_core::{name}", fake, lib=_LIBRARY)
         return function
 
-
-def operator(name: str) -> Callable[[Callable[..., Any]], Operator]:
-    """Make the decorated function an `Operator`."""
-    return lambda function: Operator(name, function)
+    return register

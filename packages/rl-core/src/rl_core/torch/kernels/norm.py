@@ -134,7 +134,17 @@ def _launch(size: int) -> dict[str, int]:
     return {"ROWS": rows, "COLUMNS": columns, "num_warps": max(4, min(16, rows * columns // 512))}
 
 
-@operator("rms_norm")
+def _empty(
+    x: Tensor, addend: Tensor | None, weight: Tensor, eps: float, offset: float, rounds_first: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    num, size = x.shape
+    total = x.new_empty(0)
+    if addend is not None:
+        total = x.new_empty((num, size), dtype=torch.promote_types(x.dtype, addend.dtype))
+    return x.new_empty((num, size), dtype=dtype), total, x.new_empty(num, dtype=torch.float32)
+
+
+@operator("rms_norm", _empty)
 def _forward(
     x: Tensor, addend: Tensor | None, weight: Tensor, eps: float, offset: float, rounds_first: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -152,18 +162,11 @@ def _forward(
     return normed, total, inverse
 
 
-@_forward.register_fake
-def _empty(
-    x: Tensor, addend: Tensor | None, weight: Tensor, eps: float, offset: float, rounds_first: bool, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    num, size = x.shape
-    total = x.new_empty(0)
-    if addend is not None:
-        total = x.new_empty((num, size), dtype=torch.promote_types(x.dtype, addend.dtype))
-    return x.new_empty((num, size), dtype=dtype), total, x.new_empty(num, dtype=torch.float32)
+def _backward_empty(grad: Tensor, by_total: Tensor | None, x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape[1], dtype=torch.float32)
 
 
-@operator("rms_norm_backward")
+@operator("rms_norm_backward", _backward_empty)
 def _backward(
     grad: Tensor,
     by_total: Tensor | None,
@@ -195,8 +198,3 @@ def _backward(
             program = rms_norm_weight_gradient[(programs, -(-size // WEIGHT_COLUMNS))]
             program(grad, x, inverse, parts, num, size, grad.stride(0), x.stride(0), **options, **rounds)
     return by_x, parts.sum(0)
-
-
-@_backward.register_fake
-def _backward_empty(grad: Tensor, by_total: Tensor | None, x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(x.shape[1], dtype=torch.float32)

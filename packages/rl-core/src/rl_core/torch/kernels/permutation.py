@@ -161,7 +161,11 @@ def _launch(num_tokens: int, size: int) -> tuple[tuple[int, int], dict[str, int]
     return (num_tokens, -(-size // block)), {"BLOCK": block, "num_warps": 4}
 
 
-@operator("spread_rows")
+def _spread_empty(x: Tensor, weights: Tensor | None, places: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    return x.new_empty((num_rows, x.shape[1])), x.new_empty(0) if weights is None else weights.new_empty(num_rows)
+
+
+@operator("spread_rows", _spread_empty)
 def _spread(x: Tensor, weights: Tensor | None, places: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     from rl_core.torch.kernels.row_programs import spread_rows
 
@@ -177,12 +181,12 @@ def _spread(x: Tensor, weights: Tensor | None, places: Tensor, num_rows: int) ->
     return out, out_weights
 
 
-@_spread.register_fake
-def _spread_empty(x: Tensor, weights: Tensor | None, places: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    return x.new_empty((num_rows, x.shape[1])), x.new_empty(0) if weights is None else weights.new_empty(num_rows)
+def _collect_empty(rows: Tensor, weights: Tensor | None, places: Tensor) -> tuple[Tensor, Tensor]:
+    out_weights = rows.new_empty(0) if weights is None else weights.new_empty(places.shape)
+    return rows.new_empty((len(places), rows.shape[1])), out_weights
 
 
-@operator("collect_rows")
+@operator("collect_rows", _collect_empty)
 def _collect(rows: Tensor, weights: Tensor | None, places: Tensor) -> tuple[Tensor, Tensor]:
     from rl_core.torch.kernels.row_programs import collect_rows
 
@@ -194,9 +198,3 @@ def _collect(rows: Tensor, weights: Tensor | None, places: Tensor) -> tuple[Tens
         with torch.cuda.device_of(rows):
             collect_rows[grid](rows, *given, out, out_weights, rows.shape[1], rows.stride(0), **options, **shape)
     return out, out_weights
-
-
-@_collect.register_fake
-def _collect_empty(rows: Tensor, weights: Tensor | None, places: Tensor) -> tuple[Tensor, Tensor]:
-    out_weights = rows.new_empty(0) if weights is None else weights.new_empty(places.shape)
-    return rows.new_empty((len(places), rows.shape[1])), out_weights

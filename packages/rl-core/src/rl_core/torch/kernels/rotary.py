@@ -133,7 +133,14 @@ def _angles(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, tuple[int, int]]:
     return cos, sin, (0 if len(cos) == 1 else cos.stride(0), cos.stride(1))
 
 
-@operator("rotated")
+def _empty(
+    x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float, offset: float, rounds_first: bool
+) -> Tensor:
+    dtype = x.dtype if weight is None or not rounds_first else torch.promote_types(x.dtype, weight.dtype)
+    return _by_token(x, torch.promote_types(dtype, cos.dtype))
+
+
+@operator("rotated", _empty)
 def _forward(
     x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float, offset: float, rounds_first: bool
 ) -> Tensor:
@@ -150,15 +157,11 @@ def _forward(
     return out
 
 
-@_forward.register_fake
-def _empty(
-    x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float, offset: float, rounds_first: bool
-) -> Tensor:
-    dtype = x.dtype if weight is None or not rounds_first else torch.promote_types(x.dtype, weight.dtype)
-    return _by_token(x, torch.promote_types(dtype, cos.dtype))
+def _backward_empty(grad: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    return _by_token(grad, others[-1]), grad.new_empty(grad.shape[-1], dtype=torch.float32)
 
 
-@operator("rotated_backward")
+@operator("rotated_backward", _backward_empty)
 def _backward(
     grad: Tensor,
     x: Tensor | None,
@@ -186,8 +189,3 @@ def _backward(
         with torch.cuda.device_of(grad):
             program(grad, x, cos, sin, weight, by_x, parts, *sizes, *strides, eps, **options, ROUNDS_FIRST=rounds_first)
     return by_x, parts.sum(0)
-
-
-@_backward.register_fake
-def _backward_empty(grad: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    return _by_token(grad, others[-1]), grad.new_empty(grad.shape[-1], dtype=torch.float32)

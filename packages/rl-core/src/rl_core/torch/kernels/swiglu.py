@@ -82,7 +82,11 @@ def _launch(num: int, size: int) -> tuple[tuple[int], dict[str, int]]:
     return (num * num_blocks,), {"num_blocks": num_blocks, "BLOCK": block, "num_warps": 4}
 
 
-@operator("swiglu")
+def _empty(gate: Tensor, *_: Any) -> Tensor:
+    return gate.new_empty(gate.shape)
+
+
+@operator("swiglu", _empty)
 def _forward(gate: Tensor, up: Tensor, weights: Tensor | None) -> Tensor:
     from rl_core.torch.kernels.layer_programs import swiglu_forward
 
@@ -97,12 +101,18 @@ def _forward(gate: Tensor, up: Tensor, weights: Tensor | None) -> Tensor:
     return out
 
 
-@_forward.register_fake
-def _empty(gate: Tensor, *_: Any) -> Tensor:
-    return gate.new_empty(gate.shape)
+def _backward_empty(
+    grad: Tensor, gate: Tensor, up: Tensor, weights: Tensor | None, in_one: bool
+) -> tuple[Tensor, Tensor]:
+    """Return gradients by gate and up, next to one another in each row or one tensor after the other; `[rows, blocks]`,
+    the parts of the gradient by the weights."""
+    num, size = gate.shape
+    num_blocks = 0 if weights is None else _launch(num, size)[1]["num_blocks"]
+    by_weights = gate.new_empty((num, num_blocks), dtype=torch.float32)
+    return gate.new_empty((num, 2 * size) if in_one else (2, num, size)), by_weights
 
 
-@operator("swiglu_backward")
+@operator("swiglu_backward", _backward_empty)
 def _backward(grad: Tensor, gate: Tensor, up: Tensor, weights: Tensor | None, in_one: bool) -> tuple[Tensor, Tensor]:
     from rl_core.torch.kernels.layer_programs import swiglu_backward
 
@@ -115,15 +125,3 @@ def _backward(grad: Tensor, gate: Tensor, up: Tensor, weights: Tensor | None, in
         with torch.cuda.device_of(gate):
             swiglu_backward[grid](grad, gate, up, weights, by_gate, by_up, by_weights, gate.shape[1], **options)
     return both, by_weights
-
-
-@_backward.register_fake
-def _backward_empty(
-    grad: Tensor, gate: Tensor, up: Tensor, weights: Tensor | None, in_one: bool
-) -> tuple[Tensor, Tensor]:
-    """Return gradients by gate and up, next to one another in each row or one tensor after the other; `[rows, blocks]`,
-    the parts of the gradient by the weights."""
-    num, size = gate.shape
-    num_blocks = 0 if weights is None else _launch(num, size)[1]["num_blocks"]
-    by_weights = gate.new_empty((num, num_blocks), dtype=torch.float32)
-    return gate.new_empty((num, 2 * size) if in_one else (2, num, size)), by_weights

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,103 +43,38 @@ _ROUNDED_UP = 0.875
 """The exponent of a group is one more from this mantissa (0.5 to 1) on: 7 of the scale below would round to 8."""
 
 
-class QuantizedWeight(Protocol):
-    """A quantised matrix."""
-
-    def dequantise(self, dtype: torch.dtype) -> Tensor:
-        """Return the quantised matrix, `[outputs, inputs]`, rounded once to a dtype."""
-
-    def tensors(self) -> Mapping[str, Tensor]:
-        """Return its tensors in a file, by their suffix in place of `weight`."""
-
-
-class WeightFormat(Protocol):
-    """A format of quantised matrices `[outputs, inputs]`."""
-
-    @property
-    def name(self) -> str:
-        """Name, as configs write it."""
-
-    @property
-    def group_size(self) -> int:
-        """Number of consecutive inputs that share a scale; 0 if all inputs of an output do."""
-
-    @property
-    def step(self) -> int:
-        """Number of inputs that a file stores together; it divides the inputs of every matrix."""
-
-    @property
-    def file_format(self) -> str:
-        """Its name in `quantization_config` of compressed-tensors."""
-
-    def quantise(self, weight: Tensor) -> QuantizedWeight:
-        """Quantise a matrix of any float dtype, on its device.
-
-        Raises:
-            ValueError: If it is not a matrix, or its groups do not fill its rows.
-        """
-
-    def scheme(self) -> Mapping[str, object]:
-        """Return how `quantization_config` of compressed-tensors describes the weights."""
-
-
 @dataclass(frozen=True)
 class Float8Format:
     """8-bit floating point with a scale per output.
 
     Args:
         largest: Function from the largest absolute values of parts of rows to the largest of whole rows; None if rows
-        are
-            whole.
+            are whole.
     """
 
     largest: Callable[[Tensor], Tensor] | None = None
 
+    # The name is written in configs, `file_format` in `quantization_config` of compressed-tensors. `group_size`
+    # consecutive inputs share a scale, all of an output if it is 0; a file stores `step` inputs together.
     name: ClassVar[str] = "float8"
     group_size: ClassVar[int] = 0
     step: ClassVar[int] = 1
     file_format: ClassVar[str] = "float-quantized"
 
     def quantise(self, weight: Tensor) -> Float8Weight:
-        """See `WeightFormat.quantise`."""
+        """Quantise a matrix of any float dtype, on its device.
+
+        Raises:
+            ValueError: If it is not a matrix.
+        """
         recipe = Float8Recipe("per_channel")
         largest = largest_values(weight, "per_channel")
         largest = largest if self.largest is None else self.largest(largest)
         return recipe.quantise_with(weight, recipe.scales(largest))
 
     def scheme(self) -> Mapping[str, object]:
-        """See `WeightFormat.scheme`."""
+        """Return how `quantization_config` of compressed-tensors describes the weights."""
         return {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
-
-
-def weight_format(name: str, group_size: int) -> WeightFormat:
-    """Return a format by name.
-
-    Args:
-        name: One of `int4`, `mxfp4`, `float8`.
-        group_size: Inputs that share a scale, for `int4`.
-
-    Raises:
-        ValueError: If there is no such format.
-    """
-    formats: Mapping[str, WeightFormat] = {
-        "int4": Int4Format(group_size),
-        "mxfp4": MXFP4Format(),
-        "float8": Float8Format(),
-    }
-    if name not in formats:
-        raise ValueError(f"{name!r} is not a format of weights; choose one of {', '.join(formats)}")
-    return formats[name]
-
-
-@torch.no_grad()
-def rounded(weight: Tensor, fmt: WeightFormat) -> Tensor:
-    """Return a matrix as it is after it was quantised, in its own dtype.
-
-    Raises:
-        ValueError: If it is not a matrix, or its groups do not fill its rows.
-    """
-    return fmt.quantise(weight).dequantise(weight.dtype)
 
 
 def grouped(weight: Tensor, num_groups: int) -> Tensor:
@@ -187,17 +122,6 @@ class Int4Weight(NamedTuple):
         values = grouped(self.values, self.scales.shape[1]).to(wide)
         return (values * self.scales[..., None].to(wide)).flatten(1).to(dtype or self.scales.dtype)
 
-    def half_steps(self) -> Tensor:
-        """Return the largest error of each value, float64 `[outputs, inputs]`.
-
-        It is half a step of 1, times the scale, before the rounding of the product to the dtype. A little more covers
-        the rounding of scales.
-        """
-        group_size = self.values.shape[1] // self.scales.shape[1]
-        # At 7.5 scales, a scale that was rounded down by a half bit leaves the largest value beyond the last half step.
-        slack = _HALF_RANGE * torch.finfo(self.scales.dtype).eps
-        return (self.scales.double() * (0.5 + slack)).repeat_interleave(group_size, 1)
-
     def tensors(self) -> Mapping[str, Tensor]:
         """Return the tensors of a file, by the suffix in place of `weight`."""
         shifted = (self.values.to(torch.int32) - MIN_INTEGER).unflatten(1, (-1, _PER_INT32))
@@ -205,14 +129,6 @@ class Int4Weight(NamedTuple):
         packed = (shifted << shifts).sum(2, dtype=torch.int32)
         shape = torch.tensor(self.values.shape, dtype=torch.int64)
         return {"weight_packed": packed, "weight_scale": self.scales, "weight_shape": shape}
-
-    @classmethod
-    def of_tensors(cls, tensors: Mapping[str, Tensor]) -> Int4Weight:
-        """Return the inverse of `tensors`."""
-        packed = tensors["weight_packed"]
-        shifts = torch.arange(_PER_INT32, device=packed.device, dtype=torch.int32) * _BITS
-        values = ((packed[..., None] >> shifts) & 0xF).flatten(1) + MIN_INTEGER
-        return cls(values.to(torch.int8), tensors["weight_scale"])
 
 
 @dataclass(frozen=True)
@@ -227,7 +143,6 @@ class Int4Format:
 
     name: ClassVar[str] = "int4"
     step: ClassVar[int] = _PER_INT32
-    """Number of inputs that a file stores together."""
     file_format: ClassVar[str] = "pack-quantized"
 
     def quantise(self, weight: Tensor) -> Int4Weight:
@@ -272,25 +187,10 @@ class MXFP4Weight(NamedTuple):
         values = grouped(table[self.codes.int()], self.exponents.shape[1])
         return (values * self._scales(wide)[..., None]).flatten(1).to(dtype or self.dtype)
 
-    def half_steps(self) -> Tensor:
-        """Return the largest error of each value, float64 `[outputs, inputs]`.
-
-        It is half the step to the next value of larger magnitude, which is 2 after 6, times the scale.
-        """
-        steps = torch.tensor([0.5, 0.5, 0.5, 0.5, 1.0, 1.0, 2.0, 2.0], dtype=torch.float64, device=self.codes.device)
-        of_values = grouped(steps[(self.codes % _SIGN).int()], self.exponents.shape[1])
-        return (of_values / 2 * self._scales(torch.float64)[..., None]).flatten(1)
-
     def tensors(self) -> Mapping[str, Tensor]:
         """Return the tensors of a file, by the suffix in place of `weight`."""
         first, second = self.codes.unflatten(1, (-1, 2)).unbind(2)
         return {"weight_packed": first | (second << 4), "weight_scale": self.exponents}
-
-    @classmethod
-    def of_tensors(cls, tensors: Mapping[str, Tensor]) -> MXFP4Weight:
-        """Return the inverse of `tensors`."""
-        packed = tensors["weight_packed"]
-        return cls(torch.stack((packed & 0xF, packed >> 4), 2).flatten(1), tensors["weight_scale"])
 
     def _scales(self, dtype: torch.dtype) -> Tensor:
         scales = torch.ldexp(torch.ones_like(self.exponents, dtype=dtype), self.exponents.int() - BIAS)
@@ -304,7 +204,6 @@ class MXFP4Format:
     name: ClassVar[str] = "mxfp4"
     group_size: ClassVar[int] = MXFP4_GROUP
     step: ClassVar[int] = 2
-    """Number of inputs that a file stores together."""
     file_format: ClassVar[str] = "mxfp4-pack-quantized"
 
     def quantise(self, weight: Tensor) -> MXFP4Weight:
@@ -344,3 +243,37 @@ class MXFP4Format:
             "group_size": MXFP4_GROUP,
             "scale_dtype": "torch.uint8",
         }
+
+
+WeightFormat = Float8Format | Int4Format | MXFP4Format
+"""A format of quantised matrices `[outputs, inputs]`."""
+
+
+def weight_format(name: str, group_size: int) -> WeightFormat:
+    """Return a format by name.
+
+    Args:
+        name: One of `int4`, `mxfp4`, `float8`.
+        group_size: Inputs that share a scale, for `int4`.
+
+    Raises:
+        ValueError: If there is no such format.
+    """
+    formats: Mapping[str, WeightFormat] = {
+        "int4": Int4Format(group_size),
+        "mxfp4": MXFP4Format(),
+        "float8": Float8Format(),
+    }
+    if name not in formats:
+        raise ValueError(f"{name!r} is not a format of weights; choose one of {', '.join(formats)}")
+    return formats[name]
+
+
+@torch.no_grad()
+def rounded(weight: Tensor, fmt: WeightFormat) -> Tensor:
+    """Return a matrix as it is after it was quantised, in its own dtype.
+
+    Raises:
+        ValueError: If it is not a matrix, or its groups do not fill its rows.
+    """
+    return fmt.quantise(weight).dequantise(weight.dtype)
