@@ -56,6 +56,11 @@ _FILE_NAME = re.compile(r"^# (?P<name>[\w./-]+\.\w+)$")
 _IF_SLOW = re.compile(r"^\d\d:\d\d:\d\d (?:still waiting for|trying the environment) .*\n", re.MULTILINE)
 """Lines that only a busy machine has printed."""
 
+_PARSERS: dict[str, Callable[[str], object]] = {
+    "json": json.loads,
+    "jsonl": lambda text: [json.loads(line) for line in text.splitlines()],
+    "toml": tomllib.loads,
+}
 _CONTINUES = re.compile(r"^<!-- continues: (?P<name>[\w./-]+\.md) -->$", re.MULTILINE)
 
 
@@ -273,7 +278,10 @@ class Workbook:
             path = self.folder / f"{name}.py"
             path.write_text(block.text, encoding="utf-8")
             return self._execute(block, sys.executable, path.name)
-        _parse(block)
+        try:
+            _PARSERS.get(block.language, str)(block.text)
+        except ValueError as error:
+            raise DocumentError(f"{block.place}: not valid {block.language}: {error}") from None
         return ""
 
     def _execute(self, block: Block, *command: str) -> str:
@@ -309,19 +317,6 @@ def add_to_hub(cache: Path, name: str, write: Callable[[Path], object]) -> None:
     write(snapshot)
     (held / "refs").mkdir()
     (held / "refs" / "main").write_text("0", encoding="utf-8")
-
-
-def _parse(block: Block) -> None:
-    try:
-        if block.language == "json":
-            json.loads(block.text)
-        elif block.language == "jsonl":
-            for line in block.text.splitlines():
-                json.loads(line)
-        elif block.language == "toml":
-            tomllib.loads(block.text)
-    except ValueError as error:
-        raise DocumentError(f"{block.place}: not valid {block.language}: {error}") from None
 
 
 class EngineDocumentsSuite:

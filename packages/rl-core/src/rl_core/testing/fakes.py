@@ -7,7 +7,7 @@ import json
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +234,7 @@ class FakeRun:
                 return
 
 
+@dataclass
 class FakeRolloutSource:
     """A `RolloutSource` that draws completions at random, the same ones for the same prompt, place and draw.
 
@@ -243,31 +244,25 @@ class FakeRolloutSource:
         num_generations: Rollouts per prompt.
         completion_length: Number of tokens of a completion.
         vocab_size: Token ids are below it.
+        versions: Adopted versions.
     """
 
-    def __init__(
-        self,
-        prompts: Sequence[Prompt],
-        reward: Callable[[Prompt, np.ndarray], float],
-        *,
-        num_generations: int = 4,
-        completion_length: int = 3,
-        vocab_size: int = 10,
-    ) -> None:
-        self._prompts = prompts
-        self._reward = reward
-        self._num_generations = num_generations
-        self._completion_length = completion_length
-        self._vocab_size = vocab_size
-        self._position = self._trained = 0
-        self.versions: list[int] = []
+    prompts: Sequence[Prompt]
+    reward: Callable[[Prompt, np.ndarray], float]
+    _: KW_ONLY
+    num_generations: int = 4
+    completion_length: int = 3
+    vocab_size: int = 10
+    versions: list[int] = field(default_factory=list)
+    _position: int = 0
+    _trained: int = 0
 
     def collect(self, num_groups: int, *, num_later: int | None = None) -> list[RolloutGroup]:
         """Return groups of the next prompts; fewer at their end."""
         start = self._position
-        prompts = self._prompts[start : start + num_groups]
+        prompts = self.prompts[start : start + num_groups]
         self._position += len(prompts)
-        return [self._group(prompt, start + i, self._num_generations) for i, prompt in enumerate(prompts)]
+        return [self._group(prompt, start + i, self.num_generations) for i, prompt in enumerate(prompts)]
 
     def set_aside(self, groups: Sequence[RolloutGroup], reason: str) -> None:
         """Do nothing: nobody asks for what became of a prompt."""
@@ -303,14 +298,14 @@ class FakeRolloutSource:
 
     def _rollout(self, prompt: Prompt, draw: int, place: int) -> Rollout:
         random = np.random.default_rng((draw, place))
-        sampled = random.integers(self._vocab_size, size=self._completion_length, dtype=np.int32)
-        before, reward = len(prompt.token_ids), float(self._reward(prompt, sampled))
+        sampled = random.integers(self.vocab_size, size=self.completion_length, dtype=np.int32)
+        before, reward = len(prompt.token_ids), float(self.reward(prompt, sampled))
         mask = np.concatenate([np.zeros(before, dtype=np.uint8), np.ones(len(sampled), dtype=np.uint8)])
         return Rollout(
             prompt_id=prompt.id,
             tokens=np.concatenate([prompt.token_ids, sampled]).astype(np.int32),
             loss_mask=mask,
-            generation_logprobs=mask.astype(np.float32) * np.float32(-np.log(self._vocab_size)),
+            generation_logprobs=mask.astype(np.float32) * np.float32(-np.log(self.vocab_size)),
             spans=(WeightSpan(self.versions[-1], len(sampled)),),
             turns=(Turn(" ".join(map(str, sampled)), None, {"reward": reward}),),
             rewards={"reward": reward},

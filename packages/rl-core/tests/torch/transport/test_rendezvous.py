@@ -22,10 +22,11 @@ from rl_core.torch.transport.rendezvous import (
     HELLO_BYTES,
     MAX_PENDING,
     HandshakeError,
-    ReceiverHandshake,
-    SenderHandshake,
     accept_receivers,
+    answer_challenge,
     find_sender,
+    new_challenge,
+    verify_hello,
 )
 from rl_core.weights import Transport
 
@@ -38,9 +39,9 @@ def framed(text: bytes) -> bytes:
 
 def recorded_hello(transport: Transport) -> bytes:
     """The hello of a real receiver on an earlier connection."""
-    earlier = SenderHandshake(transport.secret)
-    hello = ReceiverHandshake(transport.secret, 1, earlier.challenge).hello
-    assert earlier.verify(hello)[0] == 1
+    earlier = new_challenge()
+    hello, _ = answer_challenge(transport.secret, earlier, 1)
+    assert verify_hello(transport.secret, earlier, hello)[0] == 1
     return hello
 
 
@@ -60,7 +61,7 @@ ATTACKS: dict[str, tuple[Attack, str]] = {
     "nothing": (lambda *_: b"", "left during its handshake"),
     "no proof": (lambda *_: b"rlsync-1" + bytes(HELLO_BYTES - 8), "does not have the secret"),
     "more than a hello": (lambda *_: b"rlsync-1" + bytes(2**16), "does not have the secret"),
-    "the secret of another run": (lambda _, challenge: ReceiverHandshake(ELSEWHERE, 1, challenge).hello, "secret"),
+    "the secret of another run": (lambda _, challenge: answer_challenge(ELSEWHERE, challenge, 1)[0], "secret"),
     "a recorded hello": (lambda transport, _: recorded_hello(transport), "secret"),
     "a recorded hello with another rank": (
         lambda transport, _: recorded_hello(transport)[:8] + struct.pack("!I", 2) + recorded_hello(transport)[12:],
@@ -225,15 +226,12 @@ def test_a_receiver_of_another_transport_is_not_accepted() -> None:
 
 def test_a_proof_holds_for_its_connection_only() -> None:
     secret = bytes(range(32))
-    first, second = SenderHandshake(secret), SenderHandshake(secret)
-    receiver = ReceiverHandshake(secret, 7, first.challenge)
-    rank, answer = first.verify(receiver.hello)
-    assert rank == 7
-    receiver.verify(answer)
+    first, second = new_challenge(), new_challenge()
+    hello, expected = answer_challenge(secret, first, 7)
+    assert verify_hello(secret, first, hello) == (7, expected)
     with pytest.raises(HandshakeError):
-        second.verify(receiver.hello)
-    with pytest.raises(HandshakeError):
-        ReceiverHandshake(secret, 7, first.challenge).verify(answer)
+        verify_hello(secret, second, hello)
+    assert answer_challenge(secret, first, 7)[1] != expected
 
 
 def test_the_secret_is_random_travels_along_and_is_not_shown() -> None:

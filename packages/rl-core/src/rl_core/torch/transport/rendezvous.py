@@ -91,7 +91,7 @@ class _Pending:
 
     connection: socket.socket
     peer: str
-    handshake: SenderHandshake
+    challenge: bytes
     end: float
     hello: bytearray = field(default_factory=bytearray)
 
@@ -146,7 +146,7 @@ class _Reception:
             return
         peer = str(address[0]) if connection.family != socket.AF_UNIX else "a process of this node"
         connection.setblocking(False)
-        pending = _Pending(connection, peer, SenderHandshake(self._transport.secret), time.monotonic() + HANDSHAKE_S)
+        pending = _Pending(connection, peer, new_challenge(), time.monotonic() + HANDSHAKE_S)
         if len(self._pending) >= MAX_PENDING:
             self._drop(next(iter(self._pending.values())), "did not finish its handshake before many others connected")
         self._pending[connection.fileno()] = pending
@@ -155,7 +155,7 @@ class _Reception:
             self._drop(pending, "runs as another user")
             return
         try:
-            connection.send(pending.handshake.challenge)  # It fits into the buffer of a new connection.
+            connection.send(pending.challenge)  # It fits into the buffer of a new connection.
         except OSError:
             self._drop(pending, "left during its handshake")
 
@@ -175,7 +175,7 @@ class _Reception:
             check_prefix(pending.hello)
             if len(pending.hello) < HELLO_BYTES:
                 return []
-            rank, answer = pending.handshake.verify(bytes(pending.hello))
+            rank, answer = verify_hello(self._transport.secret, pending.challenge, bytes(pending.hello))
             pending.connection.send(answer)
         except HandshakeError as error:
             self._drop(pending, str(error))
@@ -291,9 +291,10 @@ def _prove(connection: socket.socket, secret: bytes, rank: int, deadline: Deadli
         return bytes(data)
 
     try:
-        handshake = ReceiverHandshake(secret, rank, exactly(CHALLENGE_BYTES))
-        connection.sendall(handshake.hello)
-        handshake.verify(exactly(ANSWER_BYTES))
+        hello, expected = answer_challenge(secret, exactly(CHALLENGE_BYTES), rank)
+        connection.sendall(hello)
+        if not hmac.compare_digest(exactly(ANSWER_BYTES), expected):
+            raise HandshakeError("does not have the secret of this transfer")
     except ConnectionError:
         raise _HandshakeEnded from None
 
@@ -310,65 +311,48 @@ class HandshakeError(Exception):
     """Raised if a peer sent something else than its part, or does not have the secret; the message shows which."""
 
 
-class SenderHandshake:
-    """The sender's side of one connection.
+def new_challenge() -> bytes:
+    """Return the sender's first message on a connection, with a nonce of its own."""
+    return _CHALLENGE.pack(_MAGIC, secrets.token_bytes(_NONCE_BYTES))
+
+
+def verify_hello(secret: bytes, challenge: bytes, hello: bytes) -> tuple[int, bytes]:
+    """Return the rank of the receiver, and the sender's answer to it.
 
     Args:
         secret: Secret of the transport.
+        challenge: The sender's message on this connection.
+        hello: The receiver's message, or its first bytes.
+
+    Raises:
+        HandshakeError: If the message has another form, or its proof is wrong.
     """
-
-    def __init__(self, secret: bytes) -> None:
-        self._secret = secret
-        self._nonce = secrets.token_bytes(_NONCE_BYTES)
-        self.challenge = _CHALLENGE.pack(_MAGIC, self._nonce)
-
-    def verify(self, hello: bytes) -> tuple[int, bytes]:
-        """Return the rank of the receiver, and the answer to send to it.
-
-        Args:
-            hello: The receiver's message, or its first bytes.
-
-        Raises:
-            HandshakeError: If the message has another form, or its proof is wrong.
-        """
-        check_prefix(hello)
-        if len(hello) != HELLO_BYTES:
-            raise HandshakeError(f"sent {len(hello)} bytes of {HELLO_BYTES}")
-        _, rank, nonce, proof = _HELLO.unpack(hello)
-        nonces = self._nonce + nonce
-        if not hmac.compare_digest(proof, _proof(self._secret, b"receiver", nonces, rank)):
-            raise HandshakeError("does not have the secret of this transfer")
-        return rank, _proof(self._secret, b"sender", nonces, rank)
+    check_prefix(hello)
+    if len(hello) != HELLO_BYTES:
+        raise HandshakeError(f"sent {len(hello)} bytes of {HELLO_BYTES}")
+    _, rank, nonce, proof = _HELLO.unpack(hello)
+    nonces = challenge[len(_MAGIC) :] + nonce
+    if not hmac.compare_digest(proof, _proof(secret, b"receiver", nonces, rank)):
+        raise HandshakeError("does not have the secret of this transfer")
+    return rank, _proof(secret, b"sender", nonces, rank)
 
 
-class ReceiverHandshake:
-    """The receiver's side of one connection.
+def answer_challenge(secret: bytes, challenge: bytes, rank: int) -> tuple[bytes, bytes]:
+    """Return the receiver's message, and the answer of a sender that has the secret.
 
     Args:
         secret: Secret of the transport.
-        rank: Rank of this receiver, non-negative.
         challenge: The sender's first message.
+        rank: Rank of this receiver, non-negative.
 
     Raises:
         HandshakeError: If the challenge has another form.
     """
-
-    def __init__(self, secret: bytes, rank: int, challenge: bytes) -> None:
-        check_prefix(challenge)
-        _, theirs = _CHALLENGE.unpack(challenge)
-        ours = secrets.token_bytes(_NONCE_BYTES)
-        nonces = theirs + ours
-        self.hello = _HELLO.pack(_MAGIC, rank, ours, _proof(secret, b"receiver", nonces, rank))
-        self._expected = _proof(secret, b"sender", nonces, rank)
-
-    def verify(self, answer: bytes) -> None:
-        """Check the sender's answer.
-
-        Raises:
-            HandshakeError: If its proof is wrong.
-        """
-        if not hmac.compare_digest(answer, self._expected):
-            raise HandshakeError("does not have the secret of this transfer")
+    check_prefix(challenge)
+    nonce = secrets.token_bytes(_NONCE_BYTES)
+    nonces = challenge[len(_MAGIC) :] + nonce
+    hello = _HELLO.pack(_MAGIC, rank, nonce, _proof(secret, b"receiver", nonces, rank))
+    return hello, _proof(secret, b"sender", nonces, rank)
 
 
 def check_prefix(message: bytes | bytearray) -> None:
