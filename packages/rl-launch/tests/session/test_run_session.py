@@ -33,6 +33,7 @@ from rl_core.testing.exhaustive import partly_exhaustive
 from rl_core.testing.fakes import FakeModel, FakeWeights
 from rl_launch.session import RunSession, newest_checkpoint
 from rl_launch.session.directory.run_folder import RunFolder
+from rl_launch.session.directory.run_state import RunState
 from rl_launch.session.rollouts.run_files import MAX_STEPS, RolloutFiles
 from rl_launch.session.stop import StepAbandoned, StopRequest
 
@@ -798,3 +799,14 @@ def test_prompts_that_are_too_few_for_a_step_come_again_with_another_epoch(tmp_p
         trained += pool.asked[: 6 if epochs == 1 else 8]
     assert session.completed == 7
     assert sorted(trained) == sorted(2 * [prompt.id for prompt in prompts])
+
+
+def test_the_state_of_an_earlier_session_is_kept_until_steps_are_made(tmp_path):
+    counting.run(tmp_path, counting.config(max_num_steps=2))
+    before = RunState.read(tmp_path)
+    with RunSession(tmp_path, counting.config(max_num_steps=2)):
+        state = RunState.read(tmp_path)
+    assert (state.status, state.reason, state.step) == ("running", "", 2)
+    assert (state.max_steps, state.goals, state.best, state.saved) == (2, before.goals, before.best, before.saved)
+    assert before.best is not None
+    assert before.saved == 2
