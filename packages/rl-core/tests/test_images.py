@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from rl_core.images import ImageError, ImageLimits, ImageRef, ImageStore, digest_of, image_refs
+from rl_core import images
+from rl_core.images import ImageError, ImageRef, ImageStore, digest_of, image_refs
 
 
 def encoded(image: Image.Image, form: str = "PNG", **options: object) -> bytes:
@@ -112,11 +113,13 @@ def test_a_bad_image_is_refused_with_its_reason_and_nothing_is_kept(store: Image
     assert not store.folder.exists()
 
 
-def test_a_file_of_too_many_bytes_is_refused(tmp_path: Path) -> None:
+def test_a_file_of_too_many_bytes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = encoded(coloured())
+    monkeypatch.setattr(images, "MAX_IMAGE_BYTES", len(data) - 1)
     with pytest.raises(ImageError, match=rf"has {len(data)} bytes; at most {len(data) - 1} "):
-        ImageStore(tmp_path, ImageLimits(max_bytes=len(data) - 1)).put(data)
-    assert ImageStore(tmp_path, ImageLimits(max_bytes=len(data))).put(data)
+        ImageStore(tmp_path).put(data)
+    monkeypatch.setattr(images, "MAX_IMAGE_BYTES", len(data))
+    assert ImageStore(tmp_path).put(data)
 
 
 def test_several_writers_of_an_image_leave_it_whole(store: ImageStore) -> None:

@@ -33,6 +33,11 @@ DIGEST_BYTES = 16
 STORE_VARIABLE = "RL_IMAGES"
 """Environment variable of all processes of a run with the folder of its images."""
 
+MAX_IMAGE_BYTES = 32 * 2**20
+"""Maximum size of the file of an image."""
+MAX_PIXELS = 64 * 2**20
+"""Maximum number of pixels of an image, which bounds what a small file may grow to when it is decoded."""
+
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 """Formats that are read. Others that pillow knows start programs (EPS), or are rare as photographs."""
 
@@ -66,30 +71,15 @@ class ImageRef:
         return {"type": "image", "image": self.digest, "width": self.width, "height": self.height}
 
 
-@dataclass(frozen=True)
-class ImageLimits:
-    """Limits of accepted images.
-
-    Args:
-        max_bytes: Maximum size of a file.
-        max_pixels: Maximum number of pixels, which bounds what a small file may grow to when it is decoded.
-    """
-
-    max_bytes: int = 32 * 2**20
-    max_pixels: int = 64 * 2**20
-
-
 class ImageStore:
     """Images in a folder, each in a file named by its digest.
 
     Args:
         folder: The folder; made at the first image.
-        limits: Limits of accepted images.
     """
 
-    def __init__(self, folder: Path | str, limits: ImageLimits = ImageLimits()) -> None:
+    def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
-        self.limits = limits
 
     @classmethod
     def of_run(cls) -> ImageStore:
@@ -121,12 +111,12 @@ class ImageStore:
         """
         if not data:
             raise ImageError("the image is empty: it has 0 bytes")
-        if len(data) > self.limits.max_bytes:
-            raise ImageError(f"the image has {len(data):,} bytes; at most {self.limits.max_bytes:,} are accepted")
+        if len(data) > MAX_IMAGE_BYTES:
+            raise ImageError(f"the image has {len(data):,} bytes; at most {MAX_IMAGE_BYTES:,} are accepted")
         digest = digest_of(data)
         path = self.path(digest)
-        with self._refusals():
-            image = self._opened(data)
+        with _refusals():
+            image = _opened(data)
             width, height = image.size
             value = image.getexif().get(_ORIENTATION, 1)
             turned = (value if isinstance(value, int) else 1) in _TURNED
@@ -161,8 +151,8 @@ class ImageStore:
             raise ImageError(f"the image {digest} is not in {self.folder}") from None
         if digest_of(data) != digest:
             raise ImageError(f"the file of the image {digest} in {self.folder} is damaged; remove it")
-        with self._refusals():
-            image = self._opened(data)
+        with _refusals():
+            image = _opened(data)
             from PIL import ImageOps
 
             image = ImageOps.exif_transpose(image)
@@ -174,41 +164,43 @@ class ImageStore:
                 image = _pillow().alpha_composite(white, image)
             return image.convert("RGB")
 
-    def _opened(self, data: bytes) -> ImageFile:
-        """Return the image of a file before any pixel is decoded: its size is checked first."""
-        image: ImageFile = _pillow().open(BytesIO(data), formats=FORMATS)
-        width, height = image.size
-        if width < 1 or height < 1:
-            raise ImageError(f"the image has no pixels: its size is {width} x {height}")
-        if width * height > self.limits.max_pixels:
-            raise ImageError(self._too_large(f"{width} x {height}"))
-        # The second frame of an MPO file is a preview, or the picture of a second lens.
-        num_frames = getattr(image, "n_frames", 1)
-        if image.format != "MPO" and num_frames > 1:
-            raise ImageError(f"the image is animated or has pages: it has {num_frames} frames; keep one of them")
-        if image.mode not in (*_PLAIN, *_TRANSPARENT):
-            raise ImageError(f"the image has pixels of the mode {image.mode!r}; convert it to RGB")
-        return image
 
-    @contextmanager
-    def _refusals(self) -> Iterator[None]:
-        """Raise the errors of decoders as an `ImageError`."""
-        pillow = _pillow()
-        try:
-            yield
-        except (ImageError, ImportError):
-            raise
-        except pillow.UnidentifiedImageError:
-            raise ImageError(f"it is not an image in one of the formats {', '.join(FORMATS)}") from None
-        except pillow.DecompressionBombError:
-            raise ImageError(self._too_large("far too many")) from None
-        except Exception as error:  # noqa: BLE001 - decoders raise errors of any kind for damaged files
-            shown = " ".join(str(error).split())[:120] or type(error).__name__
-            raise ImageError(f"the image is truncated or damaged ({shown})") from None
+def _opened(data: bytes) -> ImageFile:
+    """Return the image of a file before any pixel is decoded: its size is checked first."""
+    image: ImageFile = _pillow().open(BytesIO(data), formats=FORMATS)
+    width, height = image.size
+    if width < 1 or height < 1:
+        raise ImageError(f"the image has no pixels: its size is {width} x {height}")
+    if width * height > MAX_PIXELS:
+        raise ImageError(_too_large(f"{width} x {height}"))
+    # The second frame of an MPO file is a preview, or the picture of a second lens.
+    num_frames = getattr(image, "n_frames", 1)
+    if image.format != "MPO" and num_frames > 1:
+        raise ImageError(f"the image is animated or has pages: it has {num_frames} frames; keep one of them")
+    if image.mode not in (*_PLAIN, *_TRANSPARENT):
+        raise ImageError(f"the image has pixels of the mode {image.mode!r}; convert it to RGB")
+    return image
 
-    def _too_large(self, size: str) -> str:
-        limit = self.limits.max_pixels
-        return f"the image has {size} pixels; at most {limit:,} are accepted. Reduce it"
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Raise the errors of decoders as an `ImageError`."""
+    pillow = _pillow()
+    try:
+        yield
+    except (ImageError, ImportError):
+        raise
+    except pillow.UnidentifiedImageError:
+        raise ImageError(f"it is not an image in one of the formats {', '.join(FORMATS)}") from None
+    except pillow.DecompressionBombError:
+        raise ImageError(_too_large("far too many")) from None
+    except Exception as error:  # noqa: BLE001 - decoders raise errors of any kind for damaged files
+        shown = " ".join(str(error).split())[:120] or type(error).__name__
+        raise ImageError(f"the image is truncated or damaged ({shown})") from None
+
+
+def _too_large(size: str) -> str:
+    return f"the image has {size} pixels; at most {MAX_PIXELS:,} are accepted. Reduce it"
 
 
 def digest_of(data: bytes) -> str:

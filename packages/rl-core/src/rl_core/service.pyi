@@ -168,9 +168,9 @@ from rl_core.fork_server import IDLE_S as IDLE_S
 from rl_core.fork_server import command as command
 from rl_core.fork_server import shell_command as shell_command
 from rl_core.images import IMAGES as IMAGES
+from rl_core.images import MAX_IMAGE_BYTES as MAX_IMAGE_BYTES
 from rl_core.images import STORE_VARIABLE as STORE_VARIABLE
 from rl_core.images import ImageError as ImageError
-from rl_core.images import ImageLimits as ImageLimits
 from rl_core.images import ImageRef as ImageRef
 from rl_core.images import ImageStore as ImageStore
 from rl_core.images import image_digests as image_digests

@@ -26,13 +26,12 @@ from rl_algos.data.sources import cache
 from rl_algos.data.sources.remote import is_remote
 from rl_algos.images.image_tokens import image_tokens, texts_of
 from rl_core.errors import ConfigError, DataError
-from rl_core.images import STORE_VARIABLE, ImageError, ImageLimits, ImageStore
+from rl_core.images import MAX_IMAGE_BYTES, STORE_VARIABLE, ImageError, ImageStore
 from rl_core.rollouts.rollout import Message
 
 FETCH_S = 30.0
 """Maximum number of seconds for the download of an image."""
 
-_LIMITS = ImageLimits()
 _PLACES = re.compile(
     r"<\|?(?:image|video|audio)(?:_pad|_soft_token|[_ ]?\d+)?\|?>|<start_of_(?:image|audio)>|<IMG_CONTEXT>|\[IMG\]",
     re.IGNORECASE,
@@ -156,8 +155,8 @@ class RowImages:
                 reason = "is not a file" if path.exists() else "does not exist"
                 raise ImageError(f"{short} {reason} in {self.folder}; {remedy}")
             size = path.stat().st_size
-            if size > _LIMITS.max_bytes:
-                raise ImageError(f"{short} has {size:,} bytes; at most {_LIMITS.max_bytes:,} are accepted")
+            if size > MAX_IMAGE_BYTES:
+                raise ImageError(f"{short} has {size:,} bytes; at most {MAX_IMAGE_BYTES:,} are accepted")
             return path.read_bytes()
         except (OSError, ValueError, RuntimeError) as error:
             if isinstance(error, ImageError):
@@ -277,7 +276,7 @@ def check_placed(tokenizer: Any, example: Example) -> None:
     )
 
 
-def fetch(url: str, *, max_bytes: int = _LIMITS.max_bytes, timeout_s: float = FETCH_S) -> bytes:
+def fetch(url: str, *, max_bytes: int = MAX_IMAGE_BYTES, timeout_s: float = FETCH_S) -> bytes:
     """Download a file, within a size and a time.
 
     Raises:
