@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 from rl_core.rollouts.environment import ToolCall
 from rl_core.rollouts.rollout import Completion, Message
@@ -153,26 +153,3 @@ class StreamEvent(NamedTuple):
 
     data: Mapping[str, Any] | None
     name: str = ""
-
-
-class Dialect(Protocol):
-    """A wire format: how requests are read, and how answers and errors are written.
-
-    Attributes:
-        heartbeat: Part of a stream that clients ignore, sent while they wait for the first event.
-        error: Returns the JSON body of an error.
-    """
-
-    heartbeat: bytes
-
-    @property
-    def error(self) -> Callable[[CallRefused], Mapping[str, Any]]: ...
-
-    def read(self, body: Mapping[str, Any]) -> ModelCall:
-        """Return the call that a request's JSON body asks for; raise `CallRefused` if it cannot be served."""
-
-    def answer(self, call: ModelCall, answer: ModelAnswer) -> Mapping[str, Any]:
-        """Return the JSON body of an answer."""
-
-    def events(self, call: ModelCall, answer: ModelAnswer) -> Iterator[StreamEvent]:
-        """Yield the events of a streamed answer."""

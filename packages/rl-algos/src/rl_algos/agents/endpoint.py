@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from aiohttp import web
 
-from rl_algos.agents.calls import CallRefused, Dialect, ModelAnswer, ModelCall, StreamEvent
+from rl_algos.agents.calls import CallRefused, ModelAnswer, ModelCall, StreamEvent
 from rl_algos.agents.dialects.completions import ChatCompletions, Completions
 from rl_algos.agents.dialects.messages import Messages
 from rl_algos.agents.dialects.responses import Responses
@@ -58,6 +58,11 @@ _RETRIES = "x-stainless-retry-count"
 
 _KEY = "Idempotency-Key"
 """Header that identifies a request over all tries of it, for clients that set one."""
+
+
+Dialect = ChatCompletions | Completions | Messages | Responses
+"""A wire format: how requests are read, how answers and errors are written, and the part of a stream that clients
+ignore (`heartbeat`), which is sent while they wait for the first event."""
 
 
 class _Asked(NamedTuple):

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from rl_algos.losses.mask import num_masked
+from rl_algos.losses.mask import TokenLoss
 from rl_core.data.batch import Batch
 from rl_core.model import LOGPROBS, HeadFiles, Read, divergences_from, logprobs_at
 from rl_core.model import MIN_TAIL as MIN_TAIL
@@ -87,7 +87,7 @@ _FORWARD = Divergence()
 
 
 @dataclass(frozen=True)
-class DistillationLoss:
+class DistillationLoss(TokenLoss):
     """The mean divergence over the tokens under `loss_mask`, plus `nll_weight` times their mean `-log q`.
 
     The divergence at token i compares the distributions of token i, given the tokens before it. All logits, of the
@@ -115,13 +115,9 @@ class DistillationLoss:
         """The student's logprobs at the teacher's tokens, and at the tokens of the text if they are learned as well."""
         return (logprobs_at(TEACHER_IDS), LOGPROBS) if self.nll_weight else (logprobs_at(TEACHER_IDS),)
 
-    def totals(self, batch: Batch) -> Mapping[str, float]:
-        """Return the `tokens` under the mask."""
-        return {"tokens": num_masked(batch)}
-
 
 @dataclass(frozen=True)
-class WholeDistillationLoss:
+class WholeDistillationLoss(TokenLoss):
     """A `DistillationLoss` over all tokens that student and teacher share, however many there are.
 
     Distributions of a large vocabulary are too large to travel. Teachers send their hidden states, and the student's
@@ -153,10 +149,6 @@ class WholeDistillationLoss:
             self.heads, TEACHER_HIDDEN, TEACHER_NUMBER, below=self.vocabulary, beta=self.divergence.beta
         )
         return (read, LOGPROBS) if self.nll_weight else (read,)
-
-    def totals(self, batch: Batch) -> Mapping[str, float]:
-        """Return the `tokens` under the mask."""
-        return {"tokens": num_masked(batch)}
 
 
 SPANS = "spans"

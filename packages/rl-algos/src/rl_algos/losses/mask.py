@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from rl_core.data.batch import Batch
@@ -38,3 +40,11 @@ def by_sequence(batch: Batch, column: Ragged) -> Ragged:
         return column
     first = np.flatnonzero(np.diff(batch.array(PAIR), prepend=-1))
     return column.joined(np.diff(first, append=len(batch)))
+
+
+class TokenLoss:
+    """Base of losses that are divided by the number of tokens under `loss_mask`."""
+
+    def totals(self, batch: Batch) -> Mapping[str, float]:
+        """Return the `tokens` under the mask."""
+        return {"tokens": num_masked(batch)}

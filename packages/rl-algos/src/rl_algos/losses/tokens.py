@@ -3,17 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rl_algos.losses.mask import num_masked
-from rl_core.data.batch import Batch
+from rl_algos.losses.mask import TokenLoss
 from rl_core.model import LOGPROBS, VALUES, Read, draft_losses
 
 
 @dataclass(frozen=True)
-class NLLLoss:
+class NLLLoss(TokenLoss):
     """`-logp` of the tokens under `loss_mask` uint8 `[tokens]`, averaged over all of them in the batch.
 
     The mask of a row's first token must be 0: nothing predicts it.
@@ -24,13 +22,9 @@ class NLLLoss:
     temperature: ClassVar[float] = 1.0
     implementation: str = "rl_algos.torch.tokens:compute_nll"
 
-    def totals(self, batch: Batch) -> Mapping[str, float]:
-        """Return the `tokens` under the mask."""
-        return {"tokens": num_masked(batch)}
-
 
 @dataclass(frozen=True)
-class ValueLoss:
+class ValueLoss(TokenLoss):
     """`max((V - R)^2, (clip(V) - R)^2) / 2` with the return R of each sampled token, averaged over all of them in the
     batch (the clipped value loss of PPO, arXiv:1707.06347 and its code).
 
@@ -51,10 +45,6 @@ class ValueLoss:
         """`loss_mask` uint8 and `returns` `[tokens]`, and `values` `[tokens]` before the step, to clip by."""
         return ("loss_mask", "returns") if self.clip is None else ("loss_mask", "returns", "values")
 
-    def totals(self, batch: Batch) -> Mapping[str, float]:
-        """Return the `tokens` that were sampled."""
-        return {"tokens": num_masked(batch)}
-
 
 DECAY = 0.8
 """Weight of each token of a draft relative to the one before it, which must be accepted first (EAGLE-3,
@@ -62,7 +52,7 @@ arXiv:2503.01840)."""
 
 
 @dataclass(frozen=True)
-class DraftLoss:
+class DraftLoss(TokenLoss):
     """Cross-entropy of a draft head's distributions from the policy's, at the tokens under `loss_mask` uint8
     `[tokens]`: averaged over all of them in the batch, and over the tokens of drafts with weights that fall by `DECAY`.
 
@@ -85,7 +75,3 @@ class DraftLoss:
         """Weight of each token of a draft; they sum to 1."""
         relative = [DECAY**place for place in range(self.num_tokens)]
         return tuple(weight / sum(relative) for weight in relative)
-
-    def totals(self, batch: Batch) -> Mapping[str, float]:
-        """Return the `tokens` under the mask."""
-        return {"tokens": num_masked(batch)}

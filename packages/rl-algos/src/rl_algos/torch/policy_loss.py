@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ def compute(loss: PolicyLoss, reads: Mapping[str, Tensor], rows: Rows) -> LossSu
         rows: Columns of `loss.columns`.
     """
     sampled = Sampled.of(reads["logprobs"], rows, on_policy=loss.on_policy)
-    compared = sampled if loss.ratio_denominator == "prev" else sampled.around_generation()
+    compared = sampled if loss.ratio_denominator == "prev" else replace(sampled, prev=sampled.generation)
     terms = COMPUTATIONS[type(loss.surrogate)](loss.surrogate, compared)
     policy, without_policy = _corrected(loss, terms.loss, sampled)
     penalties, metrics = _penalties(loss, reads, sampled)

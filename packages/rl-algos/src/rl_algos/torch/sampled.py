@@ -81,10 +81,6 @@ class Sampled:
         """`[tokens]`, `exp(logp - generation)`."""
         return bounded(self.logprobs - self.generation).exp()
 
-    def around_generation(self) -> Sampled:
-        """Return the same tokens with the engine's logprobs as `prev`, as the ratio of a surrogate takes them."""
-        return replace(self, prev=self.generation)
-
     def select(self, values: Tensor) -> Tensor:
         """Return `[tokens]`, the values at sampled tokens and 0 at all others."""
         return torch.where(self.mask, values, 0.0)

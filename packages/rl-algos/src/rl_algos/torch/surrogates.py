@@ -51,11 +51,7 @@ def cispo(surrogate: described.CISPO, sampled: Sampled) -> PolicyTerms:
 
 def reinforce(_surrogate: described.Reinforce, sampled: Sampled) -> PolicyTerms:
     """Compute the policy term of `Reinforce`."""
-    return PolicyTerms(
-        (-sampled.advantages * sampled.logprobs),
-        sampled.ratio.detach(),
-        torch.zeros_like(sampled.ratio, dtype=torch.bool),
-    )
+    return _unclipped(-sampled.advantages * sampled.logprobs, sampled.ratio)
 
 
 def sapo(surrogate: described.SAPO, sampled: Sampled) -> PolicyTerms:
@@ -63,11 +59,7 @@ def sapo(surrogate: described.SAPO, sampled: Sampled) -> PolicyTerms:
     ratio, advantages = sampled.ratio, sampled.advantages
     taus = surrogate.tau_positive, surrogate.tau_negative
     positive, negative = (torch.sigmoid(tau * (ratio - 1)) * (4 / tau) for tau in taus)
-    return PolicyTerms(
-        (-advantages * torch.where(advantages > 0, positive, negative)),
-        ratio.detach(),
-        torch.zeros_like(ratio, dtype=torch.bool),
-    )
+    return _unclipped(-advantages * torch.where(advantages > 0, positive, negative), ratio)
 
 
 def gmpo(surrogate: described.GMPO, sampled: Sampled) -> PolicyTerms:
@@ -118,12 +110,8 @@ def kl_cov(surrogate: described.KLCov, sampled: Sampled) -> PolicyTerms:
 def vespo(surrogate: described.VESPO, sampled: Sampled) -> PolicyTerms:
     """Compute the policy term of `VESPO`."""
     log_ratio = sampled.rows.spread(bounded(sampled.row_sums((sampled.logprobs - sampled.prev).detach())))
-    positive = (
-        surrogate.lambda_positive + surrogate.k_positive * log_ratio - surrogate.lambda_positive * log_ratio.exp()
-    ).exp()
-    negative = (
-        surrogate.lambda_negative + surrogate.k_negative * log_ratio - surrogate.lambda_negative * log_ratio.exp()
-    ).exp()
+    settings = ((surrogate.k_positive, surrogate.lambda_positive), (surrogate.k_negative, surrogate.lambda_negative))
+    positive, negative = ((rate + k * log_ratio - rate * log_ratio.exp()).exp() for k, rate in settings)
     weight = torch.where(sampled.advantages >= 0, positive, negative)
     return _unclipped(-sampled.advantages * weight * sampled.logprobs, log_ratio.exp())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from operator import not_
 from typing import Any
 
 from rl_algos.data.rows.example import Example
@@ -21,16 +22,8 @@ def _is_one(value: Any) -> bool:
     return value in (True, 1)
 
 
-def _is_off(value: Any) -> bool:
-    return not value
-
-
 def _is_not_ids(value: Any) -> bool:
     return not (isinstance(value, list | tuple) and any(type(each) is int for each in value))
-
-
-def _never(_value: Any) -> bool:
-    return False
 
 
 _BY_MESSAGE = "write `train: true` or `train: false` in the messages instead"
@@ -39,11 +32,11 @@ _TOKENISED = "rows are tokenised here, so masks of tokens are not read; " + _BY_
 _MASKS = ("loss_mask", "step_loss_mask", "completion_mask", "assistant_mask", "assistant_masks")
 _COLUMNS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("train", "training", "trainable", "loss_scale", "loss_weight"), (_is_one, _BY_MESSAGE)),
-    "train_detail": (_is_off, _BY_MESSAGE),
-    "mask_history": (_is_off, "set sft.learn: last, or " + _BY_MESSAGE),
-    "train_on_inputs": (_is_off, "only the assistant's text is learned; remove the column"),
-    "train_on_prompt": (_is_off, "only the assistant's text is learned; remove the column"),
-    **dict.fromkeys(_MASKS, (_never, _TOKENISED)),
+    "train_detail": (not_, _BY_MESSAGE),
+    "mask_history": (not_, "set sft.learn: last, or " + _BY_MESSAGE),
+    "train_on_inputs": (not_, "only the assistant's text is learned; remove the column"),
+    "train_on_prompt": (not_, "only the assistant's text is learned; remove the column"),
+    **dict.fromkeys(_MASKS, (lambda _value: False, _TOKENISED)),
     "labels": (_is_not_ids, _TOKENISED),
 }
 """Columns of other tools that select the learned part of a row: values that select nothing, and the remedy."""
