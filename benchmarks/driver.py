@@ -221,7 +221,7 @@ class SimulatedRank:
 
 def replicas(hosts: Sequence[Any]) -> list[Any]:
     """Replicas that are started already, one on each host."""
-    from rl_launch.runtime.models import StartTimeouts
+    from rl_launch.runtime.processes import StartTimeouts
     from rl_launch.runtime.replica import Replica
 
     class SimulatedReplicaProcess(Replica):

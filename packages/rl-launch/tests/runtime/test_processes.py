@@ -18,6 +18,9 @@ def processes(device, fork_server_s):
     return Processes(
         SimpleNamespace(device=device, network_variables=None),
         {"n": node},
+        None,
+        logs="",
+        timeouts=None,
         env_vars={},
         env_vars_by_role={},
         preloads={"policy": Preload(("an_engine",), {"ITS_VARIABLE": "1"})},

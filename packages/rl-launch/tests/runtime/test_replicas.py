@@ -8,7 +8,7 @@ import pytest
 from rl_core.plugins import RolloutNeeds
 from rl_core.rollouts.generation import Placement
 from rl_launch.run_config.reading import read_plan
-from rl_launch.runtime.models import StartTimeouts
+from rl_launch.runtime.processes import StartTimeouts
 from rl_launch.runtime.replicas import Replicas
 
 ADAPTERS = ["policy.lora_cfg.enabled=true", "policy.generation.lora_sync=adapter"]
@@ -18,10 +18,9 @@ def generator_args(*, awaits_weights, **needs):
     generation = read_plan("grpo-arithmetic", ["cluster.device=cpu", *ADAPTERS]).backends.generation
     needs = RolloutNeeds("module:Program", {}, frozenset(), **needs)
     cluster = SimpleNamespace(is_placed=None)
+    processes = SimpleNamespace(cluster=cluster, topology=None, logs="", timeouts=StartTimeouts(1, 1))
     with ExitStack() as stack:
-        replicas = Replicas(
-            generation, needs, None, None, cluster, None, logs="", timeouts=StartTimeouts(1, 1), stack=stack
-        )
+        replicas = Replicas(generation, needs, None, processes, stack=stack)
         return replicas._replica(print, Placement("cpu", awaits_weights=awaits_weights), 0)._spec.generator_args
 
 

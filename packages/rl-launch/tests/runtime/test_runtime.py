@@ -40,6 +40,9 @@ def test_a_check_and_its_worker_are_forked_from_the_same_process(device, monkeyp
     processes = Processes(
         SimpleNamespace(device=device, network_variables=None),
         {"n": node},
+        None,
+        logs="",
+        timeouts=None,
         env_vars=config.cluster.env_vars,
         env_vars_by_role={role: each.config.env_vars for role, each in backends.by_role.items()},
         preloads=preloads,

@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 from rl_launch.root_config import ClusterConfig
@@ -156,9 +155,7 @@ class VirtualCluster:
     def __enter__(self) -> VirtualCluster:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def reserve(self, num_nodes: int, ranks_per_node: int) -> list[list[Bundle]]:
@@ -247,17 +244,14 @@ class VirtualCluster:
 
     def start_worker(self, process: WorkerProcess, bundle: Bundle) -> ActorHandle:
         """Start an empty `WorkerHost` on a bundle."""
-        options = _options(process) | {"scheduling_strategy": _on_bundle(bundle)}
         remote: Any = ray.remote
-        return remote(concurrency_groups=CONCURRENCY_GROUPS)(WorkerHost).options(**options).remote()
+        host = remote(concurrency_groups=CONCURRENCY_GROUPS)(WorkerHost)
+        return host.options(**_options(process, bundle)).remote()
 
     def start_async_worker(self, process: WorkerProcess, *, bundle: Bundle | None = None) -> ActorHandle:
         """Start an empty `AsyncWorkerHost` on a bundle, or on the node of the process."""
-        options = _options(process)
-        if bundle is not None:
-            options["scheduling_strategy"] = _on_bundle(bundle)
         host: Any = ray.remote(AsyncWorkerHost)
-        return host.options(**options, max_concurrency=10_000).remote()
+        return host.options(**_options(process, bundle), max_concurrency=10_000).remote()
 
     def start_restarting_worker(self, process: WorkerProcess, *recipe: Any, **named: Any) -> ActorHandle:
         """Start a `RestartingHost` on the node of the process. Ray restarts it if it dies, and repeats its calls."""
@@ -312,13 +306,12 @@ def _placed(group: PlacementGroup) -> dict[int, str]:
     return dict(placement_group_table(group)["bundles_to_node_id"])
 
 
-def _on_bundle(bundle: Bundle) -> PlacementGroupSchedulingStrategy:
-    return PlacementGroupSchedulingStrategy(bundle.group, placement_group_bundle_index=bundle.index)
-
-
-def _options(process: WorkerProcess) -> dict[str, Any]:
+def _options(process: WorkerProcess, bundle: Bundle | None = None) -> dict[str, Any]:
     environment = {"py_executable": process.python, "env_vars": dict(process.variables)}
     options: dict[str, Any] = {"num_cpus": 0, "num_gpus": process.num_gpus, "runtime_env": environment}
-    if process.node:
+    if bundle is not None:
+        group, index = bundle.group, bundle.index
+        options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+    elif process.node:
         options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(process.node, soft=False)
     return options

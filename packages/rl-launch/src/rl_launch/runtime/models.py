@@ -18,25 +18,11 @@ from rl_core.ray.host import Place
 from rl_core.ray.model import CALL_TIMEOUT_S, RemoteModel
 from rl_core.rollouts.group import ROUTED_EXPERTS
 from rl_launch.backends import ModelBackend
-from rl_launch.cluster.start_wait import Bound, gather_start
-from rl_launch.cluster.virtual_cluster import Bundle, VirtualCluster, WorkerProcess
+from rl_launch.cluster.start_wait import gather_start
+from rl_launch.cluster.virtual_cluster import Bundle
 from rl_launch.monitoring.poller import Monitored
 from rl_launch.placement.residency import Tenant, TenantResidency
-from rl_launch.placement.topology import Topology
 from rl_launch.runtime.processes import Processes
-
-
-class StartTimeouts:
-    """Timeouts of the start of workers, with their keys.
-
-    Args:
-        process_s: Timeout in seconds of an empty process.
-        model_s: Timeout in seconds of building and loading a model.
-    """
-
-    def __init__(self, process_s: float, model_s: float) -> None:
-        self.process = Bound(process_s, "cluster.process_timeout_s")
-        self.model = Bound(model_s, "cluster.start_timeout_s")
 
 
 class ModelGroup:
@@ -45,47 +31,41 @@ class ModelGroup:
     Placing and building are two steps so that other workers can start while the ranks load.
 
     Args:
-        cluster: Where the ranks run.
+        processes: Processes of the run.
         nodes: A bundle per rank, by node.
-        process: Makes a rank's process. Its arguments are Ray's id of the node, `number` and `name`.
-        role: Role of the model, for messages.
+        role: Role of the model.
         section: Dotted key of the model's config section, for messages.
-        logs: Folder for the ranks' logs.
-        timeouts: Startup timeouts.
+        num_gpus: Share of a GPU that Ray gives each rank.
 
     Raises:
         RLError: If a process does not start, with role and rank.
     """
 
     def __init__(
-        self,
-        cluster: VirtualCluster,
-        nodes: Sequence[Sequence[Bundle]],
-        process: Callable[..., WorkerProcess],
-        *,
-        role: str,
-        section: str,
-        logs: str,
-        timeouts: StartTimeouts,
+        self, processes: Processes, nodes: Sequence[Sequence[Bundle]], *, role: str, section: str, num_gpus: float
     ) -> None:
-        self._timeouts = timeouts
+        cluster, logs, self._timeouts = processes.cluster, processes.logs, processes.timeouts
+        ranks = processes.topology.devices(role).ranks
         self._device = cluster.device.name
         self._role = role
         self._section = section
         self._local_ranks = [local_rank for node in nodes for local_rank, _ in enumerate(node)]
         self._workers = [
-            cluster.start_worker(process(bundle.node, number=rank, name=f"{role}-{rank}"), bundle)
+            cluster.start_worker(
+                processes.on(bundle.node, role, num_gpus=num_gpus, ranks=ranks, number=rank, name=f"{role}-{rank}"),
+                bundle,
+            )
             for rank, bundle in enumerate(bundle for node in nodes for bundle in node)
         ]
         unplaced = [FailureOrigin(role, rank, "its node", "start", section) for rank in range(len(self._workers))]
         self.places: list[Place] = gather_start(
-            [w.place.remote() for w in self._workers], unplaced, timeouts.process, f"the processes of {role}"
+            [w.place.remote() for w in self._workers], unplaced, self._timeouts.process, f"the processes of {role}"
         )
         self._logs = [f"{logs}/{role}-{rank}.log" for rank in range(len(self._workers))]
         gather_start(
             [worker.log_to.remote(path) for worker, path in zip(self._workers, self._logs, strict=True)],
             self._origins("start"),
-            timeouts.process,
+            self._timeouts.process,
             f"the logs of {role}",
         )
         self._timeout_s = CALL_TIMEOUT_S
@@ -174,34 +154,23 @@ class Models:
 
     Args:
         backends: Backends, by role.
-        topology: Devices of the run.
-        cluster: The started cluster.
-        processes: Processes of their workers.
+        processes: Processes of the run.
         residency: Residency of the shared devices.
-        logs: Folder of their logs.
-        timeouts: Startup timeouts.
         stack: Closes the models and gives their devices back.
     """
 
     def __init__(
         self,
         backends: Mapping[str, ModelBackend],
-        topology: Topology,
-        cluster: VirtualCluster,
         processes: Processes,
         *,
         residency: TenantResidency,
-        logs: str,
-        timeouts: StartTimeouts,
         stack: ExitStack,
     ) -> None:
         self._backends = dict(backends)
-        self._topology = topology
-        self._cluster = cluster
+        self._topology = processes.topology
         self._processes = processes
         self._residency = residency
-        self._logs = logs
-        self._timeouts = timeouts
         self._stack = stack
         self._bundles: dict[str, list[list[Bundle]]] = {}
         self._groups: dict[str, ModelGroup] = {}
@@ -228,16 +197,8 @@ class Models:
         num_sharing = sum(role not in self._topology.own for role in self._backends)
         for role, backend in self._backends.items():
             num_gpus = self._topology.device.gpu_share(1 if role in self._topology.own else num_sharing)
-            ranks = self._topology.devices(role).ranks
-            self._groups[role] = ModelGroup(
-                self._cluster,
-                self._bundles[role],
-                partial(self._processes.on, role=role, num_gpus=num_gpus, ranks=ranks),
-                role=role,
-                section=backend.section,
-                logs=self._logs,
-                timeouts=self._timeouts,
-            )
+            nodes, section = self._bundles[role], backend.section
+            self._groups[role] = ModelGroup(self._processes, nodes, role=role, section=section, num_gpus=num_gpus)
         for role in self._side_by_side():
             self._build(role)
 
@@ -269,8 +230,8 @@ class Models:
 
     def _taken(self, role: str) -> list[list[Bundle]]:
         devices = self._topology.devices(role)
-        bundles = self._cluster.reserve(devices.num_nodes, devices.ranks)
-        self._stack.callback(self._cluster.release, bundles)
+        bundles = self._processes.cluster.reserve(devices.num_nodes, devices.ranks)
+        self._stack.callback(self._processes.cluster.release, bundles)
         return bundles
 
     def _build(self, role: str) -> None:

@@ -20,7 +20,7 @@ from rl_core.plugins import Preload, RolloutNeeds
 from rl_launch.backends import Backend
 from rl_launch.cluster.node_task import usable_cores
 from rl_launch.cluster.nodes import Nodes
-from rl_launch.cluster.start_wait import REPORT_S, busy
+from rl_launch.cluster.start_wait import REPORT_S, Bound, busy
 from rl_launch.cluster.virtual_cluster import VirtualCluster, WorkerProcess
 from rl_launch.placement.topology import GENERATION, Topology
 from rl_launch.root_config import DRAFTER, POLICY
@@ -162,12 +162,28 @@ class NsysReports:
         return shlex.join(["nsys", "profile", *(f"--{key}={value}" for key, value in options.items()), python])
 
 
+class StartTimeouts:
+    """Timeouts of the start of workers, with their keys.
+
+    Args:
+        process_s: Timeout in seconds of an empty process.
+        model_s: Timeout in seconds of building and loading a model.
+    """
+
+    def __init__(self, process_s: float, model_s: float) -> None:
+        self.process = Bound(process_s, "cluster.process_timeout_s")
+        self.model = Bound(model_s, "cluster.start_timeout_s")
+
+
 class Processes:
     """Processes of workers, on nodes that are prepared for them.
 
     Args:
         cluster: The started cluster.
         nodes: Nodes of the run.
+        topology: Devices of the run.
+        logs: Folder of the workers' logs.
+        timeouts: Startup timeouts.
         env_vars: Environment variables for workers of every role.
         env_vars_by_role: Environment variables for workers of one role.
         preloads: Modules that workers of one role import in any case.
@@ -179,7 +195,10 @@ class Processes:
         self,
         cluster: VirtualCluster,
         nodes: Nodes,
+        topology: Topology,
         *,
+        logs: str,
+        timeouts: StartTimeouts,
         env_vars: EnvVars,
         env_vars_by_role: Mapping[str, EnvVars],
         preloads: Mapping[str, Preload],
@@ -187,7 +206,7 @@ class Processes:
         nsys: NsysReports | None = None,
     ) -> None:
         self._nsys = nsys
-        self._cluster = cluster
+        self.cluster, self.topology, self.logs, self.timeouts = cluster, topology, logs, timeouts
         self.nodes = nodes
         self._env_vars = env_vars
         self._env_vars_by_role = dict(env_vars_by_role)
@@ -228,13 +247,13 @@ class Processes:
         of_worker = variables_of_worker(
             python,
             preload,
-            self._cluster.device,
+            self.cluster.device,
             self._env_vars,
             self._env_vars_by_role.get(role, {}),
             num_threads=max(1, found.facts.cores // ranks),
         )
         # The user's variables win over the node's network.
-        variables = {**(self._cluster.network_variables or found.network_variables), **of_worker}
+        variables = {**(self.cluster.network_variables or found.network_variables), **of_worker}
         if self._nsys is not None and number in self._nsys.ranks:
             # nsys would not see a process that a server forks.
             command = self._nsys.command(python, name)

@@ -28,10 +28,9 @@ from rl_core.rollouts.generation import Placement
 from rl_core.tracing import spans
 from rl_launch.backends import GenerationBackend
 from rl_launch.cluster.start_wait import gather_start
-from rl_launch.cluster.virtual_cluster import Bundle, VirtualCluster, WorkerProcess
+from rl_launch.cluster.virtual_cluster import Bundle, WorkerProcess
 from rl_launch.monitoring.poller import Monitored
-from rl_launch.placement.topology import GENERATION, Topology
-from rl_launch.runtime.models import StartTimeouts
+from rl_launch.placement.topology import GENERATION
 from rl_launch.runtime.processes import Processes
 from rl_launch.runtime.replica import Replica, name_of
 from rl_launch.runtime.role_envs import environment_role
@@ -61,11 +60,7 @@ class Replicas:
         backend: Backend of generation.
         needs: The needs of the rollout workers.
         environments: Settings of environments by name: the section `env`.
-        topology: Devices of the run.
-        cluster: The started cluster.
-        processes: Processes of the workers.
-        logs: Folder of their logs.
-        timeouts: Startup timeouts.
+        processes: Processes of the run.
         stack: Closes the environments and gives devices back.
         reports_load: True if the load of the engines is read.
     """
@@ -75,25 +70,19 @@ class Replicas:
         backend: GenerationBackend,
         needs: RolloutNeeds,
         environments: Any,
-        topology: Topology,
-        cluster: VirtualCluster,
         processes: Processes,
         *,
-        logs: str,
-        timeouts: StartTimeouts,
         stack: ExitStack,
         reports_load: bool = False,
     ) -> None:
         self._backend = backend
         self._needs = needs
         self._settings = environments
-        self._topology = topology
-        self._cluster = cluster
-        self.is_granted = cluster.is_placed
+        self._topology = processes.topology
+        self._cluster = processes.cluster
+        self.is_granted = processes.cluster.is_placed
         """Return whether the cluster has placed requested devices."""
         self._processes = processes
-        self._logs = logs
-        self._timeouts = timeouts
         self._stack = stack
         self._reports_load = reports_load
         self._bundles: list[Bundle] = []
@@ -262,13 +251,12 @@ class Replicas:
             model_name=backend.model.model_name,
             max_seconds=self._needs.max_seconds,
             max_steps=self._needs.max_steps,
-            logs=self._logs,
+            logs=self._processes.logs,
             opponents=opponents,
             vision=backend.model.vision,
         )
-        return Replica(
-            partial(start, index), spec, self._environments, index=index, logs=self._logs, timeouts=self._timeouts
-        )
+        logs, timeouts = self._processes.logs, self._processes.timeouts
+        return Replica(partial(start, index), spec, self._environments, index=index, logs=logs, timeouts=timeouts)
 
     def _opponent(self, need: OpponentNeed, placement: Placement) -> OpponentSpec:
         """Return the spec of an engine next to the policy's engine, with whole weights from files."""
@@ -287,7 +275,7 @@ class Replicas:
         instance = instance_of(self._settings, name)
         # The name of the log is `reward.score` for the label `reward.py:score`.
         file_name = re.sub(r"[^\w.-]", "_", instance.label.replace(".py:", "."))
-        log = f"{self._logs}/environment-{file_name}.log"
+        log = f"{self._processes.logs}/environment-{file_name}.log"
         actor = self._cluster.start_restarting_worker(
             self._processes.on(node, environment_role(name)),
             log,
@@ -298,7 +286,7 @@ class Replicas:
             instance.label,
         )
         origin = FailureOrigin(f"environment {instance.label}", 0, "its node", "start")
-        gather_start([actor.call.remote("health")], [origin], self._timeouts.process, origin.role)
+        gather_start([actor.call.remote("health")], [origin], self._processes.timeouts.process, origin.role)
 
         def close() -> None:
             try:

@@ -80,14 +80,7 @@ def try_in(interpreters: Mapping[str, str], trials: Sequence[Trial]) -> None:
     """
     for trial in trials:
         python = interpreters[environment_role(trial.instance.name)]
-        done = subprocess.run(
-            [python, "-c", _TRY],
-            input=pickle.dumps([trial]),
-            capture_output=True,
-            env=worker_process_environment(python),
-            timeout=_TIMEOUT_S,
-            check=False,
-        )
+        done = _run(python, _TRY, [trial])
         if done.returncode:
             said = done.stderr.decode(errors="replace").strip()
             raise WorkerEnvironmentError(f"environment {trial.instance.label} could not be tried in {python}:\n{said}")
@@ -106,14 +99,7 @@ def load_agent_in(key: str, python: str, agent: str | FromFile, variables: Mappi
     Raises:
         ConfigError: If it cannot be imported.
     """
-    done = subprocess.run(
-        [python, "-c", _LOAD],
-        input=pickle.dumps(agent),
-        capture_output=True,
-        env={**worker_process_environment(python), **variables},
-        timeout=_TIMEOUT_S,
-        check=False,
-    )
+    done = _run(python, _LOAD, agent, variables)
     if done.returncode:
         *_, reason = done.stderr.decode(errors="replace").strip().splitlines() or ["its process ended"]
         reason = reason.removeprefix("ValueError: ").rstrip(".")
@@ -122,6 +108,15 @@ def load_agent_in(key: str, python: str, agent: str | FromFile, variables: Mappi
             f"a package, run `uv pip install --target FOLDER PACKAGE` and set {key}.env.PYTHONPATH=FOLDER; or run the "
             f"agent in its own environment with {key}.command"
         )
+
+
+def _run(
+    python: str, script: str, given: object, variables: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[bytes]:
+    """Run a script in a worker's environment; it gets the pickled object on its standard input."""
+    env = {**worker_process_environment(python), **(variables or {})}
+    command, data = [python, "-c", script], pickle.dumps(given)
+    return subprocess.run(command, input=data, capture_output=True, env=env, timeout=_TIMEOUT_S, check=False)
 
 
 def _report(verdict: Verdict) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import ray
@@ -29,10 +28,10 @@ from rl_launch.placement.topology import GENERATION, Topology
 from rl_launch.root_config import DRAFT_HEAD, DRAFTER, POLICY
 from rl_launch.run_config.plan import RunPlan
 from rl_launch.runtime.elastic_replicas import ElasticReplicas
-from rl_launch.runtime.models import Models, StartTimeouts
+from rl_launch.runtime.models import Models
 from rl_launch.runtime.observed_steps import Profiled, folder_of
 from rl_launch.runtime.opponents import OpponentSync, WeightSender, WrittenVersions
-from rl_launch.runtime.processes import NsysReports, Processes, with_allocators
+from rl_launch.runtime.processes import NsysReports, Processes, StartTimeouts, with_allocators
 from rl_launch.runtime.replica import Replica
 from rl_launch.runtime.replicas import EnvironmentWatch, Replicas
 from rl_launch.runtime.rollout_pool import ReplicaPool
@@ -73,7 +72,6 @@ class Runtime:
         config, backends = plan.config, plan.backends
         self._config = config
         self._backends = backends
-        self._cluster = cluster
         self._reads_load = reads_load
         self._exit = ExitStack()
         self._residency = TenantResidency()
@@ -83,7 +81,6 @@ class Runtime:
         self._models: Models | None = None
         self._replicas: Replicas | None = None
         self._logs = str(logs)
-        self._timeouts = StartTimeouts(config.cluster.process_timeout_s, config.cluster.start_timeout_s)
         self.topology: Topology = backends.topology(cluster.num_nodes, cluster.ranks_per_node, cluster.device)
         loaded = {model.section: model.config for model in backends.models.values()}
         if backends.generation is not None:
@@ -106,6 +103,9 @@ class Runtime:
         self._processes = Processes(
             cluster,
             self.nodes,
+            self.topology,
+            logs=self._logs,
+            timeouts=StartTimeouts(config.cluster.process_timeout_s, config.cluster.start_timeout_s),
             env_vars=config.cluster.env_vars,
             env_vars_by_role={role: each.config.env_vars for role, each in backends.by_role.items()},
             preloads=with_allocators(backends.preloads(cluster.device), self.topology),
@@ -116,9 +116,7 @@ class Runtime:
     def __enter__(self) -> Runtime:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._exit.close()
 
     def monitored(self) -> list[Monitored]:
@@ -222,31 +220,15 @@ class Runtime:
         return Components(models=trained, data=data, weights=sync, pool=pool, opponents=opponents)
 
     def _new_models(self) -> Models:
-        self._models = Models(
-            self._backends.models,
-            self.topology,
-            self._cluster,
-            self._processes,
-            residency=self._residency,
-            logs=self._logs,
-            timeouts=self._timeouts,
-            stack=self._exit,
-        )
+        models, residency = self._backends.models, self._residency
+        self._models = Models(models, self._processes, residency=residency, stack=self._exit)
         return self._models
 
     def _new_replicas(self, needs: RolloutNeeds) -> Replicas:
-        assert self._backends.generation is not None, "rollouts need generation"
+        generation, processes = self._backends.generation, self._processes
+        assert generation is not None, "rollouts need generation"
         self._replicas = Replicas(
-            self._backends.generation,
-            needs,
-            self._config.env,
-            self.topology,
-            self._cluster,
-            self._processes,
-            logs=self._logs,
-            timeouts=self._timeouts,
-            stack=self._exit,
-            reports_load=self._reads_load,
+            generation, needs, self._config.env, processes, stack=self._exit, reports_load=self._reads_load
         )
         return self._replicas
 
