@@ -60,14 +60,13 @@ def model_problems(
         yield problem
     limit = num_positions(fields)
     if limit is not None and longest_row > limit:
-        yield Problem(
-            "policy.max_total_sequence_length",
-            f"exceeds the {limit} positions of {model.model_name}",
-            got=longest_row,
-            remedy=f"Lower it, or extend the positions in {key}.hf_config_overrides, for example with "
+        remedy = (
+            f"Lower it, or extend the positions in {key}.hf_config_overrides, for example with "
             f"{{max_position_embeddings: {longest_row}}} or {{rope_parameters: {{rope_type: yarn, factor: 4.0, "
-            f"original_max_position_embeddings: {limit}}}}}",
+            f"original_max_position_embeddings: {limit}}}}}"
         )
+        reason = f"exceeds the {limit} positions of {model.model_name}"
+        yield Problem("policy.max_total_sequence_length", reason, got=longest_row, remedy=remedy)
     shape = shapes_in(Path(folder).expanduser()).get("score.weight") if has_scalar_head else None
     if shape is not None and shape[0] != 1:
         reason = f"its head (score.weight) has {shape[0]} labels, but a reward or value is one number"
