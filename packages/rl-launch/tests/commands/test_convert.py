@@ -149,12 +149,13 @@ def pickled(model, monkeypatch):
     (model / "model.safetensors").rename(model / "pytorch_model.bin")
     seen = SimpleNamespace(calls=[], answer={"num_tensors": 1, "num_files": 1, "num_bytes": 4, "shared": ["a", "b"]})
 
-    def answer(python, script, source, target, *arguments):
-        seen.calls.append((source, target, *arguments))
-        (target / "model.safetensors").write_text("weights")
-        return seen.answer
+    def run(command, **_):
+        source, target, *arguments = command[3:]
+        seen.calls.append((Path(source).relative_to(Path.cwd()), Path(target), *arguments))
+        (Path(target) / "model.safetensors").write_text("weights")
+        return SimpleNamespace(returncode=0, stdout=json.dumps(seen.answer))
 
-    monkeypatch.setattr(weight_files, "_answer", answer)
+    monkeypatch.setattr(weight_files, "subprocess", SimpleNamespace(run=run))
     monkeypatch.setattr(weight_files.DriverEnvs, "provided", lambda specs, mode: provided(seen, specs, mode))
     return seen
 

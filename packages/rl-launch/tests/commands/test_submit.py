@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from rl_launch.cli.app import app
 from rl_launch.commands.submit import log_lines, plan_job, status_of
 from rl_launch.session.directory.run_directory import RunDirectory
-from rl_launch.submit.target import Submission, newest_submission
+from rl_launch.submit.target import newest_submission, record_submission
 
 SHOWN = (
     "JobId={job} JobName=run UserId=me(1) JobState={state} Reason=None Requeue=1 Restarts=2 ExitCode=0:0 "
@@ -64,7 +64,7 @@ def rl(*words):
 def submitted(run, *jobs):
     """A run directory that was submitted as these jobs."""
     (run / "jobs").mkdir(parents=True)
-    Submission.now("slurm", jobs).write(run)
+    record_submission(run, "slurm", jobs)
     return run
 
 
@@ -190,15 +190,15 @@ def test_of_an_array_the_task_that_runs_counts(queue, tmp_path):
     run = submitted(tmp_path / "run", "7")
     states = {9: "PENDING", 8: "RUNNING", 7: "FAILED"}
     queue.show(*(SHOWN.format(job=job, state=state) for job, state in states.items()))
-    assert status_of(run).jobs["7"].state == "RUNNING"
+    assert status_of(run)[1]["7"].state == "RUNNING"
     queue.show(*(SHOWN.format(job=job, state=state) for job, state in {8: "COMPLETED", 7: "FAILED"}.items()))
-    assert status_of(run).jobs["7"].is_over
+    assert status_of(run)[1]["7"].is_over
 
 
 def test_of_a_chain_those_that_are_not_over_count(queue, tmp_path):
     run = submitted(tmp_path / "run", "7", "8")
     queue.program("scontrol", 'echo "JobId=$4 JobState=$([[ $4 == 7 ]] && echo FAILED || echo PENDING)"')
-    assert list(status_of(run).jobs) == ["8"]
+    assert list(status_of(run)[1]) == ["8"]
 
 
 def test_a_job_that_the_controller_has_forgotten_is_over(queue, tmp_path):
@@ -207,7 +207,7 @@ def test_a_job_that_the_controller_has_forgotten_is_over(queue, tmp_path):
     queue.program("sacct", 'echo "slurm accounting storage is disabled" >&2; exit 1')
     assert "unknown to slurm; it is over" in rl("status", run).output
     queue.program("sacct", 'echo "CANCELLED by 1000|0:0|00:10:00|n1|2026-11-26T10:00:00"')
-    (found,) = status_of(run).jobs.values()
+    (found,) = status_of(run)[1].values()
     assert (found.state, found.is_over, found.details["ran for"]) == ("CANCELLED", True, "00:10:00")
 
 

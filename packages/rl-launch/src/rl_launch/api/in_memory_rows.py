@@ -79,10 +79,7 @@ def _is_dataset(path: KeyPath) -> bool:
     match path:
         case ("data", "train" | "validation") | ("data", "train" | "validation", int()):
             return True
-        case ("eval", "tasks", int(), "dataset"):
-            return True
-        case _:
-            return False
+    return len(path) == 4 and path[:2] == ("eval", "tasks") and isinstance(path[2], int) and path[3] == "dataset"
 
 
 def _is_rows(value: Any, path: KeyPath) -> bool:

@@ -169,16 +169,14 @@ def run_environment(
         show_logs()
 
         # imports transformers, which takes a second
-        from rl_launch.commands.environments.run import Course, model_player, play, scripted_player, typed_player
+        from rl_launch.commands.environments.run import Course, model_player, play, written_player
 
         course, output = Course(program, max_turns, tool_format), sys.stderr if as_json else sys.stdout
         if model:
             player = model_player(model, of_model, course, given)
-        elif scripted is not None:
-            player = scripted_player(scripted.expanduser(), course)
         else:
-            player = typed_player(course)
-            if sys.stdin.isatty():
+            player = written_player(None if scripted is None else scripted.expanduser(), course)
+            if scripted is None and sys.stdin.isatty():
                 output.write("(end a completion with a line that contains a single dot)\n")
         record = play(given, given.rows[row - 1], player, output)
         if as_json:

@@ -96,13 +96,11 @@ def model(
     With --json: {"schema": 1, "model", "backend", "is_right": bool, "cases": [{"mesh", "layout", "verdict":
     "exact"|"off"|"refused", "differences": {NAME: NUMBER|null}, "names": [TENSOR, ...], "reason"}, ...]}.
     """
-    with reported():
+    with reported(shows_logs=True):
         from rich.console import Console
 
         from rl_launch.doctor import family
-        from rl_launch.session import show_logs
 
-        show_logs()
         console, found = Console(), []
         for case in family.check_model(name, backend):
             found.append(case)

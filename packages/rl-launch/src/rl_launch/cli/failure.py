@@ -60,11 +60,20 @@ class CommandFailure:
 
 
 @contextmanager
-def reported() -> Iterator[CommandFailure]:
+def reported(*, shows_logs: bool = False, verbose: bool = False) -> Iterator[CommandFailure]:
     """Turn an error into a message and an exit code: 2 for an error that the user can fix, 75 for a run that can be
-    resumed when the cluster has its devices again, 1 for a failed run."""
+    resumed when the cluster has its devices again, 1 for a failed run.
+
+    Args:
+        shows_logs: True to show log messages from the beginning.
+        verbose: True to show more of them.
+    """
     failure = CommandFailure()
     try:
+        if shows_logs:
+            from rl_launch.session import show_logs
+
+            show_logs(verbose=verbose)
         yield failure
     except typer.Exit:
         raise

@@ -61,17 +61,17 @@ def status(run: Run, as_json: AsJson = False) -> None:
     with reported():
         from rl_launch.commands.submit import status_of
 
-        found = status_of(run.expanduser().absolute())
+        submission, jobs, progress = status_of(run.expanduser().absolute())
         if as_json:
-            jobs = {job: asdict(each) for job, each in found.jobs.items()}
-            submitted = {"target": found.submission.target, "submitted": found.submission.at}
-            write_json({"schema": 1, **submitted, "jobs": jobs, "run": found.run})
+            of_jobs = {job: asdict(each) for job, each in jobs.items()}
+            submitted = {"target": submission.target, "submitted": submission.at}
+            write_json({"schema": 1, **submitted, "jobs": of_jobs, "run": progress})
             return
-        for job, each in found.jobs.items():
+        for job, each in jobs.items():
             details = ", ".join(f"{name} {value}" for name, value in each.details.items())
-            state = each.state or f"unknown to {found.submission.target}; it is over"
+            state = each.state or f"unknown to {submission.target}; it is over"
             sys.stdout.write(f"job {job}: {state}{f' ({details})' if details else ''}\n")
-        sys.stdout.write(f"run: {found.run or 'nothing in this folder yet'}\n")
+        sys.stdout.write(f"run: {progress or 'nothing in this folder yet'}\n")
 
 
 @app.command()

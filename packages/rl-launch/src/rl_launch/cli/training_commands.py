@@ -71,14 +71,12 @@ def sweep(
     Run the same command again to resume: finished runs are skipped and interrupted ones are resumed. If a run fails,
     the others are still trained, and the exit code is 1.
     """
-    with reported():
+    with reported(shows_logs=True, verbose=verbose):
         from rich.console import Console
 
         from rl_launch.commands.runs import listed, show
         from rl_launch.commands.sweep import run_sweep, sweep_of
-        from rl_launch.session import show_logs
 
-        show_logs(verbose=verbose)
         found = sweep_of(recipe, overrides or ())
         failures, stopped = run_sweep(found, explained)
         columns = found.listing()
@@ -97,9 +95,8 @@ def quickstart(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[run_dir=DIR] [cluster.KEY=VALUE]...")] = None,
 ) -> None:
     """Train a tiny model on sums with SFT and GRPO, and show what it learned. Takes a few minutes on any machine."""
-    with reported() as failure:
+    with reported(shows_logs=True) as failure:
         from rl_core.errors import ConfigError
-        from rl_launch.session import show_logs
 
         run_dir, cluster = Path("runs/quickstart"), []
         for override in overrides or ():
@@ -110,7 +107,6 @@ def quickstart(
                 cluster.append(override)
             else:
                 raise ConfigError(f"got {override!r}; allowed: run_dir=DIR and cluster.KEY=VALUE")
-        show_logs()
         failure.run_dir = run_dir
 
         from rl_launch.commands.quickstart import run
@@ -131,10 +127,8 @@ def worker_envs(
     Use it in an image, or on a node before a run. With cluster.device=cuda it builds the environments for GPUs on any
     machine. They are kept under RL_HOME.
     """
-    with reported():
+    with reported(shows_logs=True):
         from rl_launch.commands.diagnosis import build_worker_envs
-        from rl_launch.session import show_logs
 
-        show_logs()
         for role, python in build_worker_envs(recipe, overrides or (), roles=roles or ()).items():
             sys.stdout.write(f"{role}: {python}\n")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -149,16 +150,12 @@ def shown_row(given: GivenRows, dataset: OpenDataset, number: int) -> ShownRow:
     """
     position = dataset.numbers[number - 1]
     place = dataset.rows.place(position)
-    nothing = ShownRow(number, place, None, None, (), (), None, "", {})
+    columns: Mapping[str, Any] | None = None
     try:
         columns = dataset.rows.rows[position]
-    except DataError as error:
-        return replace(nothing, refusal=Refusal(str(error)))
-    nothing = replace(nothing, columns=columns)
-    try:
         example = dataset.convert(columns)
     except DataError as error:
-        return replace(nothing, refusal=Refusal(str(error)))
+        return ShownRow(number, place, columns, None, (), (), Refusal(str(error)), "", {})
     reader, settings = given.reader, dataset.settings
     refusal = _refusal(given, dataset, example)
     texts: Sequence[Text] | Refusal = ()
@@ -167,15 +164,10 @@ def shown_row(given: GivenRows, dataset: OpenDataset, number: int) -> ShownRow:
     if isinstance(texts, Refusal):
         refusal, texts = refusal or texts, ()
     is_scored = reader.environment is not None
-    return replace(
-        nothing,
-        example=example,
-        texts=texts,
-        too_long=[len(text.tokens) > reader.limit for text in texts],
-        refusal=refusal,
-        environment=settings.env_name or example.environment if is_scored else "",
-        fields=info_of(example) if is_scored else {},
-    )
+    too_long = [len(text.tokens) > reader.limit for text in texts]
+    environment = settings.env_name or example.environment if is_scored else ""
+    fields = info_of(example) if is_scored else {}
+    return ShownRow(number, place, columns, example, texts, too_long, refusal, environment, fields)
 
 
 def counts(given: GivenRows, dataset: OpenDataset, most: int = MAX_READ) -> Counts:
@@ -187,20 +179,19 @@ def counts(given: GivenRows, dataset: OpenDataset, most: int = MAX_READ) -> Coun
         most: Maximum number of rows to count.
     """
     lengths: list[int] = []
-    refusals: dict[str, int] = {}
+    refusals = Counter[str]()
     num_learned = num_too_long = num_read = num_ending = 0
     for number in range(1, min(len(dataset.numbers), most) + 1):
         row = shown_row(given, dataset, number)
         num_read += 1
         num_ending += ends_run(given, row)
         if row.refusal is not None:
-            refusals[row.refusal.reason] = refusals.get(row.refusal.reason, 0) + 1
+            refusals[row.refusal.reason] += 1
             continue
         lengths += [len(text.tokens) for text in row.texts]
         num_learned += sum(int(text.learned.sum()) for text in row.texts)
         num_too_long += any(row.too_long)
-    by_count = dict(sorted(refusals.items(), key=lambda each: -each[1]))
-    return Counts(num_read, sorted(lengths), num_learned, num_too_long, by_count, num_ending)
+    return Counts(num_read, sorted(lengths), num_learned, num_too_long, dict(refusals.most_common()), num_ending)
 
 
 def ends_run(given: GivenRows, row: ShownRow) -> bool:

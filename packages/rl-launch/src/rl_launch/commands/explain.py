@@ -104,10 +104,10 @@ def explain_anywhere(key: str) -> list[Explained]:
     section = key.rpartition(".")[0]
     if not found and section and (of_choices := _in_each(_roots_of_choices(section), key)):
         # its section has the key with other functions than its default
-        groups = _grouped(of_choices, _identity)
-        names_in = [" or ".join(name for _, name in alike) for alike in groups]
-        pairs = zip(groups, names_in, strict=True)
-        return [Explained(alike[0][0], f"{section}.name: {some}") for alike, some in pairs]
+        return [
+            Explained(alike[0][0], f"{section}.name: {' or '.join(name for _, name in alike)}")
+            for alike in _grouped(of_choices, _identity)
+        ]
     if not found:
         path = tuple(key.split("."))
         if elsewhere := next(filter(None, (by_another_name(root, path, {}) for root in roots.values())), None):

@@ -27,6 +27,15 @@ from rl_launch.show.report import MetricSummary, headings, higher_is_better, ser
 from rl_launch.show.selection import Condition, shown
 
 _STYLES = {"running": "green", "finished": "bold", "interrupted": "yellow", "failed": "red"}
+_COLUMNS: Mapping[str, Any] = {
+    "algorithm": {"no_wrap": True},
+    "model": {"overflow": "fold"},
+    "state": {"no_wrap": True},
+    "step": {"justify": "right", "no_wrap": True},
+    "best": {"no_wrap": True},
+    "age": {"justify": "right", "no_wrap": True},
+    "tags": {"overflow": "fold"},
+}
 _OF_A_RUN = re.compile(r"(?:.*/)?([^/]+)/checkpoints/(step_\d+)/hf/?")
 _MAX_COMMANDS = 5
 _BEST = ":best"
@@ -223,7 +232,7 @@ def show(
             text = f"No run in {folder} matches {' and '.join(map(str, listing.conditions))}."
         console.print(text, highlight=False, markup=False, soft_wrap=True)
         return
-    console.print(_table_of_values(runs, folder, now) if listing.keys else _table(runs, folder, now))
+    console.print(_table(runs, folder, now))
     ended = [run for run in runs if run.status in ("interrupted", "failed")]
     for run in ended[:_MAX_COMMANDS]:
         reason = f" ({run.reason})" if run.reason else ""
@@ -272,52 +281,30 @@ def _listed(values: RunValues, keys: Sequence[str]) -> ListedRun:
 
 
 def _table(runs: Sequence[ListedRun], folder: Path, now: datetime) -> Table:
-    table = _empty_table()
-    table.add_column("algorithm", no_wrap=True)
-    table.add_column("model", overflow="fold")
-    table.add_column("state", no_wrap=True)
-    table.add_column("step", justify="right", no_wrap=True)
-    table.add_column("best", no_wrap=True)
-    table.add_column("age", justify="right", no_wrap=True)
-    has_tags = any(run.labels.tags for run in runs)
-    if has_tags:
-        table.add_column("tags", overflow="fold")
-    for run in runs:
-        best = f"{run.best.metric} {run.best.value:.4g}" if run.best else ""
-        tags = [shown(list(run.labels.tags))] if has_tags else []
-        progress = _progress(run, now)
-        cells = (progress["state"], progress["step"], best, progress["age"], *tags)
-        table.add_row(_relative(run.path, folder), run.algorithm, short_model(run.model), *cells)
-    return table
-
-
-def _table_of_values(runs: Sequence[ListedRun], folder: Path, now: datetime) -> Table:
     keys = list(runs[0].values)
-    table = _empty_table()
+    usual = [name for name in _COLUMNS if name != "tags" or any(run.labels.tags for run in runs)]
+    others = [name for name in ("state", "step", "age") if name not in keys] if keys else usual
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    table.add_column("run", no_wrap=True, overflow="fold")  # users copy it; if there is no room, the model wraps
     for key, heading in zip(keys, headings(keys), strict=True):
         numbers = all(isinstance(run.values[key], int | float | None) for run in runs)
         table.add_column(heading, justify="right" if numbers else "left", overflow="fold")
-    others = [name for name in ("state", "step", "age") if name not in keys]
     for name in others:
-        table.add_column(name, justify="left" if name == "state" else "right", no_wrap=True)
+        table.add_column(name, **_COLUMNS[name])
     for run in runs:
-        cells = [short_model(str(run.values[key])) if key == "model" else shown(run.values[key]) for key in keys]
-        progress = _progress(run, now)
-        table.add_row(_relative(run.path, folder), *cells, *(progress[name] for name in others))
+        seconds = (now - datetime.fromisoformat(run.changed)).total_seconds()
+        cells: dict[str, str | Text] = {
+            "algorithm": run.algorithm,
+            "model": short_model(run.model),
+            "state": Text(run.status, style=_STYLES[run.status]),
+            "step": f"{run.step}/{run.max_steps}" if run.max_steps else str(run.step),
+            "best": f"{run.best.metric} {run.best.value:.4g}" if run.best else "",
+            "age": age(seconds),
+            "tags": shown(list(run.labels.tags)),
+        }
+        cells |= {key: short_model(str(value)) if key == "model" else shown(value) for key, value in run.values.items()}
+        table.add_row(_relative(run.path, folder), *(cells[name] for name in (*keys, *others)))
     return table
-
-
-def _empty_table() -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
-    table.add_column("run", no_wrap=True, overflow="fold")  # users copy it; if there is no room, the model wraps
-    return table
-
-
-def _progress(run: ListedRun, now: datetime) -> dict[str, str | Text]:
-    """Return the state, step and age of a run as cells."""
-    step = f"{run.step}/{run.max_steps}" if run.max_steps else str(run.step)
-    seconds = (now - datetime.fromisoformat(run.changed)).total_seconds()
-    return {"state": Text(run.status, style=_STYLES[run.status]), "step": step, "age": age(seconds)}
 
 
 def _relative(path: str, folder: Path) -> str:

@@ -23,7 +23,15 @@ from rl_launch.session.directory.row_files import JOBS
 from rl_launch.session.directory.run_folder import RunFolder, is_run
 from rl_launch.session.directory.writable import make_folder
 from rl_launch.submit.profile import TARGETS, belongs_to_profile, refused, settings_of
-from rl_launch.submit.target import JobRequest, JobStatus, QueueTarget, Submission, newest_submission, submission_of
+from rl_launch.submit.target import (
+    JobRequest,
+    JobStatus,
+    QueueTarget,
+    Submission,
+    newest_submission,
+    record_submission,
+    submission_of,
+)
 
 _POLL_S = 1.0
 DRIVER_LOG = "driver.log"
@@ -45,20 +53,6 @@ class PlannedJob(NamedTuple):
     request: JobRequest[Any]
     text: str
     warnings: tuple[str, ...]
-
-
-class SubmittedRun(NamedTuple):
-    """The state of a submitted run.
-
-    Args:
-        submission: Its last submission.
-        jobs: States of the jobs by id; of several, those that are over are left out if others are not.
-        run: How far the run has come; empty before its first start.
-    """
-
-    submission: Submission
-    jobs: Mapping[str, JobStatus]
-    run: str
 
 
 def plan_job(target: str, recipe: str, overrides: Sequence[str], *, profile: str = "") -> PlannedJob:
@@ -137,17 +131,17 @@ def submit(job: PlannedJob) -> Submission:
     file = job.request.jobs / job.target.file_name
     file.write_text(job.text, encoding="utf-8")
     try:
-        submission = Submission.now(job.target.name, job.target.submit(file, job.request))
+        jobs = job.target.submit(file, job.request)
     except RLError:
         if made is not None:
             shutil.rmtree(made)
         raise
-    submission.write(run_dir)
-    return submission
+    return record_submission(run_dir, job.target.name, jobs)
 
 
-def status_of(run_dir: Path) -> SubmittedRun:
-    """Return the state of a submitted run.
+def status_of(run_dir: Path) -> tuple[Submission, dict[str, JobStatus], str]:
+    """Return the last submission of a run, the states of its jobs by id (see `states_of`), and how far the run has
+    come; empty before its first start.
 
     Raises:
         RunDirectoryError: If it was never submitted.
@@ -158,7 +152,7 @@ def status_of(run_dir: Path) -> SubmittedRun:
         state = RunFolder(run_dir).state()
         reason = f" ({state.reason})" if state.reason else ""
         run = f"{state.status} at step {state.step}{f' of {state.max_steps}' if state.max_steps else ''}{reason}"
-    return SubmittedRun(submission, states_of(submission), run)
+    return submission, states_of(submission), run
 
 
 def states_of(submission: Submission) -> dict[str, JobStatus]:

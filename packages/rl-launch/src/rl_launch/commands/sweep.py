@@ -146,6 +146,9 @@ def run_sweep(sweep: Sweep, explained: Callable[[Exception, Path], str]) -> tupl
         check_devices(run.plan.config.cluster)
     failures: dict[str, str] = {}
     started: Any = None
+    if waiting:
+        # Ray takes a second to import, which sweeps that are finished should not wait for
+        from rl_launch.cluster.virtual_cluster import VirtualCluster
     with ExitStack() as ray, _ended_by_sigterm():
         for number, run in enumerate(waiting, start=1):
             name = run.run_dir.name
@@ -153,7 +156,10 @@ def run_sweep(sweep: Sweep, explained: Callable[[Exception, Path], str]) -> tupl
             if run.plan.config.cluster != started:
                 ray.close()
                 started = run.plan.config.cluster
-                _start_ray(started, ray)
+                device = resolve_device(started)
+                if device.forks_workers:
+                    ray.enter_context(kept_check_processes())
+                ray.enter_context(VirtualCluster.of(started, device))
             try:
                 outcome = train(run.plan, run_dir=run.run_dir, title=name)
             except (ConfigError, DataError, RunDirectoryError, WorkerEnvironmentError) as error:
@@ -169,16 +175,6 @@ def run_sweep(sweep: Sweep, explained: Callable[[Exception, Path], str]) -> tupl
             if name in failures:
                 _log.warning("%s failed: %s", name, failures[name])
     return failures, None
-
-
-def _start_ray(section: Any, held: ExitStack) -> None:
-    # Ray takes a second to import, which sweeps that are finished should not wait for
-    from rl_launch.cluster.virtual_cluster import VirtualCluster
-
-    device = resolve_device(section)
-    if device.forks_workers:
-        held.enter_context(kept_check_processes())
-    held.enter_context(VirtualCluster.of(section, device))
 
 
 @contextmanager

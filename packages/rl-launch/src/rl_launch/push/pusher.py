@@ -67,19 +67,16 @@ class Pusher:
     def saved(self, step: int, checkpoint: Path) -> None:
         """Schedule a checkpoint for the push if it is one to push."""
         assert self._run is not None
-        match self._config.push_checkpoints:
-            case "every":
-                self._ask(self._run, step, checkpoint)
-            case "best":
-                try:
-                    best = self._run.best_checkpoint()
-                except OSError as error:
-                    self._uploads.refuse(step, str(error))
-                    return
-                if best is not None and best.step == step:
-                    self._ask(self._run, step, checkpoint)
-            case "last":
-                pass
+        is_wanted = self._config.push_checkpoints == "every"
+        if self._config.push_checkpoints == "best":
+            try:
+                best = self._run.best_checkpoint()
+            except OSError as error:
+                self._uploads.refuse(step, str(error))
+                return
+            is_wanted = best is not None and best.step == step
+        if is_wanted:
+            self._ask(self._run, step, checkpoint)
 
     def end(self, *, is_finished: bool, at_once: bool) -> None:
         """Push the last checkpoint if it is the one to push, wait for pushes in progress, and report.

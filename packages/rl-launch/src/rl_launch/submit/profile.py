@@ -48,11 +48,6 @@ DEFAULT = "submit"
 PROFILE: type[Config] = assemble("Profile", {name: target.settings for name, target in TARGETS.items()})
 """Type of a profile."""
 
-_SECTIONS: Mapping[str, type[Config]] = {
-    name: assemble("Profile", {name: target.settings}) for name, target in TARGETS.items()
-}
-"""Type of a profile with the section of one target, for each. Its messages suggest no keys of the other sections."""
-
 
 def read_profile(target: str, name: str, overrides: Sequence[str] = ()) -> Resolved[Any]:
     """Read the section of a target in a profile and set keys of it. The other sections are not checked: they may refer
@@ -67,7 +62,9 @@ def read_profile(target: str, name: str, overrides: Sequence[str] = ()) -> Resol
     Raises:
         ConfigError: If the profile does not exist, or the section is not valid; lists all problems.
     """
-    return resolve(_raw(name, overrides), _SECTIONS[target], unused=TARGETS.keys() - {target})
+    # messages suggest no keys of the other sections
+    section = assemble("Profile", {target: TARGETS[target].settings})
+    return resolve(_raw(name, overrides), section, unused=TARGETS.keys() - {target})
 
 
 def explain_profile(name: str, overrides: Sequence[str] = ()) -> tuple[Sequence[Path], Sequence[Explanation]]:

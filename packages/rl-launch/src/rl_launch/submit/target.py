@@ -32,15 +32,13 @@ class Submission:
     jobs: tuple[str, ...]
     at: str
 
-    @classmethod
-    def now(cls, target: str, jobs: tuple[str, ...]) -> Submission:
-        """Return a submission made at this time."""
-        return cls(target, jobs, datetime.now().astimezone().isoformat(timespec="seconds"))
 
-    def write(self, run_dir: Path) -> None:
-        """Add it to the submissions of a run."""
-        with (run_dir / JOBS / _FILE).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(self)) + "\n")
+def record_submission(run_dir: Path, target: str, jobs: tuple[str, ...]) -> Submission:
+    """Add a submission made at this time to the submissions of a run, and return it."""
+    submission = Submission(target, jobs, datetime.now().astimezone().isoformat(timespec="seconds"))
+    with (run_dir / JOBS / _FILE).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(asdict(submission)) + "\n")
+    return submission
 
 
 def newest_submission(run_dir: Path) -> Submission | None:

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from rl_core.errors import ConfigError, RunDirectoryError
 from rl_launch.cli import app
 from rl_launch.submit.kubernetes.target import Job, KubectlError, KubernetesTarget
-from rl_launch.submit.target import Submission
+from rl_launch.submit.target import record_submission
 
 KUBECTL = """#!/bin/bash
 echo "$*" >> {folder}/calls
@@ -179,7 +179,7 @@ def test_logs_are_copied_as_they_grow_and_stay_when_the_head_is_gone(kubectl, tm
     job = Job("rayjob", "rl-8b", "research")
     jobs = tmp_path / "run" / "jobs"
     jobs.mkdir(parents=True)
-    Submission.now("kubernetes", (job.id,)).write(jobs.parent)
+    record_submission(jobs.parent, "kubernetes", (job.id,))
     assert TARGET.attempts(jobs) == []
     first = "step 1: ä\n".encode()
     kubectl.run_head(job, {"0/driver.log": first, "0/job.log": b"attempt 0\n"})
@@ -196,7 +196,7 @@ def test_a_shell_opens_on_the_head_or_on_a_pod(kubectl, tmp_path):
     job = Job("rayjob", "rl-8b", "research")
     attempt = tmp_path / "run" / "jobs" / "rl-8b.0"
     attempt.mkdir(parents=True)
-    Submission.now("kubernetes", (job.id,)).write(tmp_path / "run")
+    record_submission(tmp_path / "run", "kubernetes", (job.id,))
     with pytest.raises(RunDirectoryError, match=r"the head of research/rayjob/rl-8b is not running"):
         TARGET.attach(attempt, "")
     kubectl.run_head(job, {})

@@ -30,16 +30,9 @@ _KEY = "cluster.worker_envs"
 _BACKEND = "dtensor"
 _log = logging.getLogger(__name__)
 
-_CONVERT = """
-import sys
-from rl_core.torch.files.pickled import convert_to_stdout
-convert_to_stdout(*sys.argv[1:])
-"""
-_QUANTISE = """
-import sys
-from rl_core.torch.quantization.files import quantise_to_stdout
-quantise_to_stdout(*sys.argv[1:])
-"""
+_CONVERT = "rl_core.torch.files.pickled:convert_to_stdout"
+_QUANTISE = "rl_core.torch.quantization.files:quantise_to_stdout"
+_SCRIPT = "import sys; from {} import {} as run; run(*sys.argv[1:])"
 
 
 @dataclass(frozen=True)
@@ -150,24 +143,20 @@ def _torch_interpreter(overrides: Sequence[str], what: str) -> str:
     return DriverEnvs.provided(specs, mode).interpreters[POLICY]
 
 
-def _answer_of(python: str, script: str, source: Path, target: Path, *arguments: str) -> dict[str, Any]:
-    """Run a script on two folders without GPUs; returns the JSON object of its last line.
+def _answer_of(python: str, function: str, source: Path, target: Path, *arguments: str) -> dict[str, Any]:
+    """Run a function on two folders without GPUs; returns the JSON object of its last line.
 
     Raises:
         ConfigError: If the object has a `problem`.
-        RLError: If the script does not finish.
+        RLError: If the function does not finish.
     """
-    answer = _answer(python, script, source, target, *arguments)
-    if "problem" in answer:
-        raise ConfigError(f"{source}: {answer['problem']}")
-    return answer
-
-
-def _answer(python: str, script: str, source: Path, target: Path, *arguments: str) -> dict[str, Any]:
+    script = _SCRIPT.format(*function.split(":"))
     command = [python, "-c", script, str(source.absolute()), str(target.absolute()), *arguments]
     variables = {**worker_process_environment(python), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RLError(f"the conversion ended with exit code {done.returncode} in {python}:\n{done.stderr.strip()}")
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    if "problem" in answer:
+        raise ConfigError(f"{source}: {answer['problem']}")
     return answer

@@ -89,26 +89,17 @@ class Course:
             raise ConfigError(f"--program: {error}") from None
 
 
-def typed_player(course: Course) -> Player:
-    """Return a player whose completions are typed, or come by a pipe."""
-    return _written_player(sys.stdin.fileno(), course, ExitStack())
-
-
-def scripted_player(path: Path, course: Course) -> Player:
-    """Return a player whose completions are in a file.
+def written_player(path: Path | None, course: Course) -> Player:
+    """Return a player whose completions are in a file; without a file they are typed, or come by a pipe.
 
     Raises:
-        ConfigError: If it cannot be read.
+        ConfigError: If the file cannot be read.
     """
     held = ExitStack()
     try:
-        file = held.enter_context(path.open("rb"))
+        source = sys.stdin if path is None else held.enter_context(path.open("rb"))
     except OSError as error:
         raise ConfigError(f"--scripted: {path} cannot be read: {error.strerror}") from None
-    return _written_player(file.fileno(), course, held)
-
-
-def _written_player(descriptor: int, course: Course, held: ExitStack) -> Player:
     tokenizer = make_tokenizer()
     folder = held.enter_context(tempfile.TemporaryDirectory())
     tokenizer.save_pretrained(folder)
@@ -119,7 +110,7 @@ def _written_player(descriptor: int, course: Course, held: ExitStack) -> Player:
         raise ConfigError(f"--tool-format: got {course.tool_format!r}; use one of {', '.join(FORMATS)}") from None
     spec = RolloutWorkerSpec(
         "rl_algos.rollouts.worker.written:WrittenGenerator",
-        (CompletionInput(descriptor).next, tokenizer),
+        (CompletionInput(source.fileno()).next, tokenizer),
         program,
         {"max_turns": course.max_turns, "max_tokens": MAX_BYTES},
         config,

@@ -145,13 +145,9 @@ def job_name(request: JobRequest[SlurmConfig]) -> str:
 def _sbatch_options(request: JobRequest[SlurmConfig]) -> Iterator[str]:
     settings = request.settings
     yield f"--job-name={job_name(request)}"
-    for name in ("partition", "account", "qos"):
-        if value := getattr(settings, name):
-            yield f"--{name}={value}"
-    if settings.time_limit:
-        yield f"--time={settings.time_limit}"
-    yield f"--nodes={request.num_nodes}"
-    yield "--ntasks-per-node=1"
+    given = {name: getattr(settings, name) for name in ("partition", "account", "qos")}
+    yield from (f"--{name}={value}" for name, value in {**given, "time": settings.time_limit}.items() if value)
+    yield from (f"--nodes={request.num_nodes}", "--ntasks-per-node=1")
     resources = [each.removeprefix(_GRES) for each in settings.sbatch_options if each.startswith(_GRES)]
     if request.device.has_gpus and not request.device.is_logical:
         kind = f"{settings.gpu_type}:" if settings.gpu_type else ""
@@ -163,15 +159,12 @@ def _sbatch_options(request: JobRequest[SlurmConfig]) -> Iterator[str]:
         # sbatch keeps only the last of several options
         yield f"{_GRES}{','.join(resources)}"
     if settings.exclusive:
-        yield "--exclusive"
-        yield "--mem=0"
+        yield from ("--exclusive", "--mem=0")
     if settings.cpus_per_node:
         yield f"--cpus-per-task={settings.cpus_per_node}"
     if settings.memory_per_node:
         yield f"--mem={settings.memory_per_node}"
-    yield f"--signal=B:USR1@{settings.save_margin_s}"
-    yield "--requeue"
-    yield "--no-kill"
+    yield from (f"--signal=B:USR1@{settings.save_margin_s}", "--requeue", "--no-kill")
     if settings.continuation == "array":
         yield f"--array=1-{settings.max_jobs}%1"
     if settings.continuation == "dependency":
