@@ -9,6 +9,8 @@ from itertools import zip_longest
 from typing import Any
 
 _BREAK_EVEN = "break_even_tokens_per_step"
+_NUMBERS = ("num_tokens", "num_steps", "num_drafts", "num_draft_tokens")
+"""Counts that a report of health has under their own names."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +40,7 @@ class SpeculationCounts:
             return None
         positions = itertools.takewhile(health.__contains__, _positions())
         return cls(
-            num_tokens=health["num_tokens"],
-            num_steps=health["num_steps"],
-            num_drafts=health["num_drafts"],
-            num_draft_tokens=health["num_draft_tokens"],
+            **{name: health[name] for name in _NUMBERS},
             num_accepted=tuple(health[name] for name in positions),
             break_even=health[_BREAK_EVEN],
         )
@@ -49,10 +48,7 @@ class SpeculationCounts:
     def as_health(self) -> dict[str, float]:
         """Return them as entries of `Generator.health`."""
         return {
-            "num_tokens": self.num_tokens,
-            "num_steps": self.num_steps,
-            "num_drafts": self.num_drafts,
-            "num_draft_tokens": self.num_draft_tokens,
+            **{name: getattr(self, name) for name in _NUMBERS},
             "num_accepted_tokens": sum(self.num_accepted),
             **dict(zip(_positions(), self.num_accepted, strict=False)),
             _BREAK_EVEN: self.break_even,
@@ -68,12 +64,11 @@ class SpeculationCounts:
 
     def _combined(self, other: SpeculationCounts, sign: int) -> SpeculationCounts:
         return SpeculationCounts(
-            self.num_tokens + sign * other.num_tokens,
-            self.num_steps + sign * other.num_steps,
-            self.num_drafts + sign * other.num_drafts,
-            self.num_draft_tokens + sign * other.num_draft_tokens,
-            tuple(a + sign * b for a, b in zip_longest(self.num_accepted, other.num_accepted, fillvalue=0)),
-            self.break_even,
+            **{name: getattr(self, name) + sign * getattr(other, name) for name in _NUMBERS},
+            num_accepted=tuple(
+                a + sign * b for a, b in zip_longest(self.num_accepted, other.num_accepted, fillvalue=0)
+            ),
+            break_even=self.break_even,
         )
 
     @property
