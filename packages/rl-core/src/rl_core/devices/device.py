@@ -28,8 +28,8 @@ class ClusterSizes(Protocol):
 
 @dataclass(frozen=True)
 class Device:
-    """A device as the launcher plans with it, and as the process that computes on it uses it. Methods that a kind does
-    not override are right for cores, whose memory is the host's.
+    """A device as the launcher plans with it, and as the process that computes on it uses it. What a kind does
+    not override is right for cores, whose memory is the host's.
 
     Args:
         index: Position among the devices that the process sees.
@@ -39,22 +39,22 @@ class Device:
 
     name: ClassVar[str]
     """The value of `cluster.device`."""
-    extras: ClassVar[Literal["cpu", "cuda"]]
+    extras: ClassVar[Literal["cpu", "cuda"]] = "cpu"
     """Which of a `Requirement`'s extras bring an engine that computes on it."""
-    has_gpus: ClassVar[bool]
+    has_gpus: ClassVar[bool] = False
     """True if Ray gives every rank a GPU for itself: replicas divide a node's GPUs, models and replicas that share GPUs
     leave their memory to one another, and memory of one GPU is reached only from that GPU."""
     ranks_key: ClassVar[str]
     """Key of the number of ranks per node, for messages."""
     bucket_bytes: ClassVar[int]
     """Default size of the buckets that weights travel in."""
-    collectives: ClassVar[Literal["gloo", "nccl"]]
+    collectives: ClassVar[Literal["gloo", "nccl"]] = "gloo"
     """Library of the collectives of its tensors."""
-    is_logical: ClassVar[bool]
+    is_logical: ClassVar[bool] = False
     """True if its nodes and GPUs exist only for Ray, on one machine; the launcher starts as many as the run needs."""
-    forks_workers: ClassVar[bool]
+    forks_workers: ClassVar[bool] = True
     """True if workers are forked from a process that has imported their engine, unless the config says otherwise."""
-    kernels: ClassVar[Literal["cpu", "cuda"]]
+    kernels: ClassVar[Literal["cpu", "cuda"]] = "cpu"
     """Kernels that compute on it: the type of its `torch.device`."""
     process_group_backend: ClassVar[str] = "gloo"
     """Backend for `torch.distributed.init_process_group`."""

@@ -28,15 +28,9 @@ class CpuDevice(Device):
     """The cores and the memory of a node."""
 
     name: ClassVar[str] = "cpu"
-    extras: ClassVar[Literal["cpu", "cuda"]] = "cpu"
-    has_gpus: ClassVar[bool] = False
     ranks_key: ClassVar[str] = "cluster.cpu_ranks_per_node"
     # Small enough to be filled while the one before is read, and again before caches forget it: twice as fast.
     bucket_bytes: ClassVar[int] = 8 * 2**20
-    collectives: ClassVar[Literal["gloo", "nccl"]] = "gloo"
-    is_logical: ClassVar[bool] = False
-    forks_workers: ClassVar[bool] = True
-    kernels: ClassVar[Literal["cpu", "cuda"]] = "cpu"
 
     def worker_variables(self, num_threads: int) -> Mapping[str, str]:
         threads = {"OMP_NUM_THREADS": str(num_threads), "MKL_NUM_THREADS": str(num_threads)}
@@ -56,7 +50,6 @@ class CudaDevice(Device):
     # Each bucket costs an agreement of sender and receivers, so buckets are large.
     bucket_bytes: ClassVar[int] = 256 * 2**20
     collectives: ClassVar[Literal["gloo", "nccl"]] = "nccl"
-    is_logical: ClassVar[bool] = False
     forks_workers: ClassVar[bool] = False
     kernels: ClassVar[Literal["cpu", "cuda"]] = "cuda"
     process_group_backend: ClassVar[str] = "cpu:gloo,cuda:nccl"
