@@ -9,7 +9,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -133,7 +133,17 @@ def explained(error: Exception, run_dir: Path | None) -> str:
                 place = f"the one of {path}"
         advice = f"{what}, most likely {place}. {remedy}, and run the same command again{resume}."
         return f"{advice}\n{describe(error)}"
-    return "\n".join([describe(error), *_traceback_left(error, run_dir)])
+    from rl_core.errors import WorkerError
+
+    details = "".join(traceback.format_exception(error))
+    if isinstance(error, WorkerError):
+        details = f"{error.origin or 'worker'}:\n{error.traceback}\n{details}"
+    if run_dir is not None and (run_dir / "logs").is_dir():
+        path = run_dir / "logs" / "error.log"
+        with suppress(OSError):
+            path.write_text(details)
+            details = f"traceback: {path}"
+    return f"{describe(error)}\n{details}"
 
 
 def _is_users(error: Exception) -> bool:
@@ -179,22 +189,6 @@ def describe(error: BaseException) -> str:
     text = str(error) if isinstance(error, RLError) else f"{type(error).__name__}: {error}"
     limit = [_LIMIT_REACHED] if any(words in text for words in _OF_LIMITS) else []
     return "\n".join([text, *getattr(error, "__notes__", ()), *limit])
-
-
-def _traceback_left(error: BaseException, run_dir: Path | None) -> list[str]:
-    from rl_core.errors import WorkerError
-
-    text = "".join(traceback.format_exception(error))
-    if isinstance(error, WorkerError):
-        text = f"{error.origin or 'worker'}:\n{error.traceback}\n{text}"
-    if run_dir is None or not (run_dir / "logs").is_dir():
-        return [text]
-    path = run_dir / "logs" / "error.log"
-    try:
-        path.write_text(text)
-    except OSError:
-        return [text]
-    return [f"traceback: {path}"]
 
 
 def _say(text: str) -> None:

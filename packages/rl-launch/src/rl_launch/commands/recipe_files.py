@@ -191,8 +191,7 @@ def _end(node: Any) -> int:
     if isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
         last = node.value[-1]
         return _end(last[1] if isinstance(node, yaml.MappingNode) else last)
-    end: int = node.end_mark.index
-    return end
+    return int(node.end_mark.index)
 
 
 def _algorithms(of: str | None) -> list[str]:
