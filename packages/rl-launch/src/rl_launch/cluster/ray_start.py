@@ -130,21 +130,17 @@ def retried(start: Callable[[], T], clean_up: Callable[[], object]) -> T:
         except Exception as error:
             clean_up()
             if attempt == START_ATTEMPTS:
+                remedy = "Run `rl doctor` to check this machine, then start the run again."
+                if (load := os.getloadavg()[0]) > (num_cores := os.cpu_count() or 1):
+                    remedy = (
+                        f"This machine is busy (load {load:.0f} on {num_cores} cores), and Ray allows a start only "
+                        "30 s. Start the run again when the machine is less busy."
+                    )
                 problem = f"Ray did not start in {START_ATTEMPTS} attempts; the last said: {error}"
-                raise RLError(f"{problem}\n{_start_remedy()}") from error
+                raise RLError(f"{problem}\n{remedy}") from error
             _log.warning("Ray did not start (%s); trying again", str(error).splitlines()[0])
             time.sleep(2.0)
     raise AssertionError("the last attempt returns or raises")
-
-
-def _start_remedy() -> str:
-    load, num_cores = os.getloadavg()[0], os.cpu_count() or 1
-    if load <= num_cores:
-        return "Run `rl doctor` to check this machine, then start the run again."
-    return (
-        f"This machine is busy (load {load:.0f} on {num_cores} cores), and Ray allows a start only 30 s. Start the run "
-        "again when the machine is less busy."
-    )
 
 
 def secure_new_cluster() -> None:

@@ -14,10 +14,9 @@ from rl_launch.cluster.ray_files import folder_problem
 from rl_launch.doctor.findings import Check, Diagnosis
 from rl_launch.doctor.machine import Machine, driver_remedy
 from rl_launch.doctor.needs import Needs
-from rl_launch.doctor.room import Room
+from rl_launch.doctor.room import GIB, Room, size
 from rl_launch.worker_envs.provision import Availability
 
-GIB = 2**30
 NUM_PORTS = 32
 """About as many ports as a run on one machine uses: Ray's services, its workers, process groups, weight transports."""
 
@@ -188,7 +187,7 @@ def _driven(usable: int, machine: Machine) -> Diagnosis:
     if driver is None:
         found = f"{usable} available; their memory and driver are unknown without nvidia-smi"
         return Diagnosis("gpus", "warning", found, "Make nvidia-smi, which comes with the driver, available here.")
-    kinds = [f"{gpu.name} ({_size(gpu.memory_bytes)})" if gpu.memory_bytes else gpu.name for gpu in driver.gpus]
+    kinds = [f"{gpu.name} ({size(gpu.memory_bytes)})" if gpu.memory_bytes else gpu.name for gpu in driver.gpus]
     inventory = ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds))
     text = f"{usable} available of {inventory}; driver {driver.version}, CUDA {driver.cuda}"
     busy = [gpu for gpu in driver.gpus if gpu.memory_bytes and (gpu.used_bytes or 0) > _IN_USE * gpu.memory_bytes]
@@ -205,7 +204,7 @@ def shared_memory(machine: Machine, needs: Needs) -> Iterator[Diagnosis]:
     if space is None:
         yield Diagnosis(name, "missing", "there is no /dev/shm", remedy)
     elif space.free_bytes < _SMALLEST_STORE:
-        found = f"{_size(space.free_bytes)} of {_size(space.total_bytes)} free at /dev/shm; Ray uses /tmp instead"
+        found = f"{size(space.free_bytes)} of {size(space.total_bytes)} free at /dev/shm; Ray uses /tmp instead"
         yield Diagnosis(name, "warning", f"{found}, which is slower", remedy)
     else:
         yield _room(name, space, least=0, ample=2.0, remedy=remedy)
@@ -239,7 +238,7 @@ def disk(machine: Machine, needs: Needs) -> Iterator[Diagnosis]:
     name, space = "disk of Ray", machine.space(machine.ray_folder)
     remedy = "Free some, or set RAY_TMPDIR to a short path with space that you may write to."
     if space.is_writable and space.free_bytes < 0.05 * space.total_bytes:
-        free = f"{_size(space.free_bytes)} free at {space.folder}, under 5%: Ray will spill no objects to it"
+        free = f"{size(space.free_bytes)} free at {space.folder}, under 5%: Ray will spill no objects to it"
         yield Diagnosis(name, "warning", free, remedy)
     else:
         yield _room(name, space, least=0.25, ample=2.0, remedy=remedy)
@@ -247,11 +246,11 @@ def disk(machine: Machine, needs: Needs) -> Iterator[Diagnosis]:
 
 def _checkpoints(needs: Needs) -> tuple[float, str]:
     """Return the maximum bytes of the checkpoints of a run, or of a first few, and the same in words."""
-    size, count = sum(model.checkpoint_bytes for model in needs.models), needs.num_checkpoints
-    if not size or count == 0:
+    num_bytes, count = sum(model.checkpoint_bytes for model in needs.models), needs.num_checkpoints
+    if not num_bytes or count == 0:
         return 5.0 * GIB, ""
     kept = "keeps all of them" if count is None else f"keeps up to {count}, the one being written included"
-    return size * (count or 1), f"a checkpoint takes about {_size(size)}, and the run {kept}"
+    return num_bytes * (count or 1), f"a checkpoint takes about {size(num_bytes)}, and the run {kept}"
 
 
 def _room(name: str, space: Room, *, least: float, ample: float, remedy: str, note: str = "") -> Diagnosis:
@@ -265,12 +264,12 @@ def _room(name: str, space: Room, *, least: float, ample: float, remedy: str, no
         remedy: Remedy to show if there is too little.
         note: Files that will be written there, in words.
     """
-    free = f"{_size(space.free_bytes)} of {_size(space.total_bytes)} free at {space.folder}"
+    free = f"{size(space.free_bytes)} of {size(space.total_bytes)} free at {space.folder}"
     written = f"; {note}" if note else ""
     if not space.is_writable:
         return Diagnosis(name, "missing", f"{space.folder} is not writable", remedy)
     if space.free_bytes < least * GIB:
-        return Diagnosis(name, "missing", f"{free}; {_size(least * GIB)} are needed", remedy)
+        return Diagnosis(name, "missing", f"{free}; {size(least * GIB)} are needed", remedy)
     if space.free_bytes < ample * GIB:
         return Diagnosis(name, "warning", free + (written or "; this is too little for larger models"), remedy)
     return Diagnosis(name, "ok", free + written)
@@ -314,10 +313,10 @@ def memory(machine: Machine, needs: Needs) -> Iterator[Diagnosis]:
     whole, free = machine.memory_bytes, machine.available_bytes
     needed = sum(model.host_bytes for model in needs.models)
     on = "each node" if needs.device.runs_on_gpus else "this machine"
-    note = f"; models take about {_size(needed)} of host memory on {on} (estimate)" if needed >= GIB else ""
+    note = f"; models take about {size(needed)} of host memory on {on} (estimate)" if needed >= GIB else ""
     # A login node need not have the memory of the nodes that it submits to.
     runs_here = not needs.device.runs_on_gpus or machine.num_gpus >= needs.ranks_per_node
-    found = f"{_size(free)} of {_size(whole)} available{note}"
+    found = f"{size(free)} of {size(whole)} available{note}"
     if problem := processes_problem(whole, needs):
         yield Diagnosis("memory", "missing", f"{found}; {problem}", f"Lower {ranks_keys(needs)}.")
     elif whole < 3.5 * GIB:
@@ -347,8 +346,8 @@ def models(machine: Machine, needs: Needs) -> Iterator[Diagnosis]:
         if model.device_bytes is None:
             yield Diagnosis(name, "ok", f"not estimated: the number of parameters of {model.name} is not known here")
             continue
-        of = f" of {_size(capacity)}" if capacity else ""
-        need = f"about {_size(model.device_bytes)}{of} on each GPU for weights, gradients and optimizer state"
+        of = f" of {size(capacity)}" if capacity else ""
+        need = f"about {size(model.device_bytes)}{of} on each GPU for weights, gradients and optimizer state"
         found = f"{need}, plus activations (estimate for {model.basis}, {model.ranks} GPU{'s' * (model.ranks > 1)})"
         fits = capacity is None or model.device_bytes <= _PLANNED * capacity
         remedy = f"Use more GPUs, or train adapters ({model.section}.lora_cfg.enabled=true)."
@@ -358,7 +357,7 @@ def models(machine: Machine, needs: Needs) -> Iterator[Diagnosis]:
 def processes_problem(memory_bytes: int, needs: Needs) -> str:
     """Return why the ranks and engines of a recipe on the CPU cannot fit into a machine's memory; empty if they may."""
     least = 0 if needs.device.runs_on_gpus else (needs.num_ranks + needs.num_engines) * _PROCESS_BYTES
-    return f"{_processes(needs)} take at least {_size(least)}" if memory_bytes < least else ""
+    return f"{_processes(needs)} take at least {size(least)}" if memory_bytes < least else ""
 
 
 def cores(machine: Machine, needs: Needs) -> Iterator[Diagnosis]:
@@ -382,11 +381,6 @@ def ranks_keys(needs: Needs) -> str:
     """Return the keys of the config that decide how many processes a machine runs."""
     keys = ["cluster.num_nodes"] if needs.device.is_logical and needs.num_nodes > 1 else []
     return " or ".join([*keys, needs.device.ranks_key])
-
-
-def _size(num_bytes: float) -> str:
-    gib = num_bytes / GIB
-    return f"{gib:,.0f} GiB" if gib >= 10 else f"{gib:.1f} GiB" if gib >= 1 else f"{num_bytes / 2**20:.0f} MiB"
 
 
 CHECKS: Mapping[str, Check] = {

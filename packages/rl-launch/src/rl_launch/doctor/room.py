@@ -6,6 +6,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+GIB = 2**30
+
 
 @dataclass(frozen=True)
 class Room:
@@ -29,3 +31,9 @@ def room(folder: Path) -> Room:
     system = os.statvfs(there)
     is_writable = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
     return Room(str(folder), system.f_blocks * system.f_frsize, system.f_bavail * system.f_frsize, is_writable)
+
+
+def size(num_bytes: float) -> str:
+    """Return a number of bytes in words, such as `1.5 GiB`."""
+    gib = num_bytes / GIB
+    return f"{gib:,.0f} GiB" if gib >= 10 else f"{gib:.1f} GiB" if gib >= 1 else f"{num_bytes / 2**20:.0f} MiB"

@@ -27,7 +27,7 @@ from rl_launch.placement.topology import (
 )
 from rl_launch.push.destinations import destination_of
 from rl_launch.root_config import DRAFT_HEAD, DRAFTER, POLICY, ClusterConfig, RunConfig, section_of
-from rl_launch.run_config.inputs import device_here, profiled_rank_checks, profiling_checks
+from rl_launch.run_config.inputs import device_here, profiling_checks
 from rl_launch.run_config.plan import RunPlan, plugin_of
 from rl_launch.session.callbacks import callback_problems
 
@@ -370,7 +370,6 @@ BACKEND_CHECKS: tuple[Check, ...] = (
     _drafter_checks,
     _draft_head_checks,
     _topology_checks,
-    profiled_rank_checks,
 )
 """Checks that need to know the backends of the run."""
 

@@ -18,7 +18,6 @@ from rl_launch.model_files.local_models import MADE_HERE
 from rl_launch.model_files.model_folder import absent_models
 from rl_launch.root_config import ClusterConfig
 from rl_launch.run_config.plan import RunPlan
-from rl_launch.session.config import ProfilingConfig
 
 
 def input_problems(plan: RunPlan, *, is_evaluation: bool = False) -> Iterator[Problem]:
@@ -99,13 +98,7 @@ def profiling_checks(plan: RunPlan) -> Iterator[Problem]:
         remedy = "Install Nsight Systems on every node (package nsight-systems-cli), or remove it"
         yield Problem("profiling.tools", "needs Nsight Systems, but nsys is not on the PATH", got="nsys", remedy=remedy)
     if device := device_here(plan.config.cluster):
-        yield from _device_problems(profiling, device)
-
-
-def profiled_rank_checks(plan: RunPlan) -> Iterator[Problem]:
-    """Yield the problem of ranks that no worker has, if the devices are known here."""
-    if plan.config.profiling.steps is not None and (device := device_here(plan.config.cluster)):
-        yield from _rank_problems(plan, device)
+        yield from _problems_on(plan, device)
 
 
 def check_profiling(plan: RunPlan, device: Device) -> None:
@@ -116,25 +109,23 @@ def check_profiling(plan: RunPlan, device: Device) -> None:
     """
     if plan.config.profiling.steps is None:
         return
-    problems = [*_device_problems(plan.config.profiling, device), *_rank_problems(plan, device)]
-    if problems:
+    if problems := list(_problems_on(plan, device)):
         raise ConfigError("\n".join(f"{problem.key}: {problem.message}" for problem in problems))
 
 
-def _device_problems(profiling: ProfilingConfig, device: Device) -> Iterator[Problem]:
+def _problems_on(plan: RunPlan, device: Device) -> Iterator[Problem]:
+    """Yield the problems of tools that the device does not have, and of ranks that no worker has."""
+    profiling, cluster = plan.config.profiling, plan.config.cluster
     for tool in profiling.tools:
         if tool in _NEEDS_CUDA and device.name != "cuda":
             reason = f"{_NEEDS_CUDA[tool]}, but the device of this run is {device.name}"
             remedy = "Remove it; torch and py-spy work on every device"
             yield Problem("profiling.tools", reason, got=tool, remedy=remedy)
-
-
-def _rank_problems(plan: RunPlan, device: Device) -> Iterator[Problem]:
-    topology = plan.backends.topology(plan.config.cluster.num_nodes, device.ranks_per_node(plan.config.cluster), device)
+    topology = plan.backends.topology(cluster.num_nodes, device.ranks_per_node(cluster), device)
     sizes = [topology.devices(role).count for role in plan.backends.models]
     if plan.backends.generation is not None:
         sizes.append(topology.most_replicas)
-    for rank in plan.config.profiling.ranks:
+    for rank in profiling.ranks:
         if sizes and rank >= max(sizes):
             reason = "is neither a rank of a model nor the number of a generator"
             yield Problem("profiling.ranks", reason, got=rank, allowed=f"0 to {max(sizes) - 1}")

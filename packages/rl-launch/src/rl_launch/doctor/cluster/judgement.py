@@ -11,12 +11,10 @@ from rl_launch.doctor.cluster.node_readings import Readings
 from rl_launch.doctor.cluster.survey import Survey
 from rl_launch.doctor.findings import Diagnosis, Status
 from rl_launch.doctor.machine import driver_remedy
-from rl_launch.doctor.room import Room
+from rl_launch.doctor.room import GIB, Room, size
 
 CLOCK_S = 0.1
 """Maximum difference of a clock in seconds: spans of a timeline, and lines of logs, are ordered by it."""
-
-GIB = 2**30
 
 FASTEST_OF_ONE_STREAM = 1.25e9
 """Bytes/s that one TCP connection of Python reaches on any machine; faster links are not judged by it."""
@@ -383,12 +381,6 @@ def grouped(subject: str, problems: Mapping[str, str], status: Status, remedy: s
     for text in dict.fromkeys(problems.values()):
         names = [name for name, found in problems.items() if found == text]
         yield Diagnosis(f"{subject} {', '.join(names)}", status, text, remedy)
-
-
-def size(num_bytes: float) -> str:
-    """Return a number of bytes in words, such as `1.5 GiB`."""
-    gib = num_bytes / 2**30
-    return f"{gib:.0f} GiB" if gib >= 10 else f"{gib:.1f} GiB" if gib >= 1 else f"{num_bytes / 2**20:.0f} MiB"
 
 
 def rate(bytes_per_s: float) -> str:

@@ -130,8 +130,15 @@ class NodeProbe:
                 connection, _ = self._server.accept()
                 with connection:
                     connection.settimeout(CONNECT_TIMEOUT_S)
-                    if connection.recv(len(token), socket.MSG_WAITALL) == token:
-                        return _read(connection, seconds)
+                    if connection.recv(len(token), socket.MSG_WAITALL) != token:
+                        continue
+                    buffer, num_bytes, begun = bytearray(_CHUNK_BYTES), 0, time.monotonic()
+                    with contextlib.suppress(TimeoutError):
+                        while time.monotonic() < begun + seconds and (count := connection.recv_into(buffer)):
+                            num_bytes += count
+                    if num_bytes:
+                        return Received(num_bytes, time.monotonic() - begun)
+                    return Received(problem="the connection was made, but no data arrived")
         return Received(problem=f"nothing arrived within {2 * CONNECT_TIMEOUT_S:.0f} s")
 
     def send(self, address: str, port: int, token: bytes, seconds: float) -> str:
@@ -209,17 +216,3 @@ class NodeProbe:
                 lines = [line.strip() for line in texts[1].splitlines() if line.strip()]
                 found.append(RankEnd(code, texts[0], lines[-1] if lines else ""))
         return found
-
-
-def _read(connection: socket.socket, seconds: float) -> Received:
-    buffer = bytearray(_CHUNK_BYTES)
-    num_bytes, begun = 0, time.monotonic()
-    with contextlib.suppress(TimeoutError):
-        while time.monotonic() < begun + seconds:
-            count = connection.recv_into(buffer)
-            if not count:
-                break
-            num_bytes += count
-    if not num_bytes:
-        return Received(problem="the connection was made, but no data arrived")
-    return Received(num_bytes, time.monotonic() - begun)
