@@ -225,7 +225,7 @@ class EngineWorker:
     def quantisation_error(self) -> Report:
         """Return the number of layers of this rank that quantise the weights that are being received, and the sum of
         the squares of their relative errors; None if it was not measured."""
-        return {"value": (0, None) if self._receiver is None else self._receiver.quantisation_error}
+        return {"value": (0, None) if self._receiver is None else self._receiver.quantisation.error}
 
     @_reported
     def check_received(self) -> list[str]:

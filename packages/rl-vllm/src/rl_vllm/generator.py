@@ -58,9 +58,7 @@ class VllmGenerator:
 
     def __init__(self, config: GenerationConfig, backend: VllmConfig, model: ModelConfig, placement: Placement) -> None:
         placement.claim(backend.num_ranks)
-        self._config = config
-        self._backend = backend
-        self._model = model
+        self._config, self._backend, self._model = config, backend, model
         self._placement = placement
         self._max_len = backend.max_model_len or model.max_total_sequence_length
         self._engine: Engine | None = None
@@ -411,7 +409,7 @@ class VllmGenerator:
 
     def _running(self) -> Engine:
         if self._engine is None:
-            raise GeneratorError(self._lifecycle.refusal or "the engine has not been started")
+            raise GeneratorError(self._lifecycle.admission.refusal or "the engine has not been started")
         return self._engine
 
 

@@ -69,10 +69,8 @@ def _sampling(section: Any, config: RunConfig) -> Iterable[Problem]:
     generation = section.generation
     for key, temperature in (("temperature", generation.temperature), ("val_temperature", generation.val_temperature)):
         if temperature and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
-            reason, allowed = (
-                "is outside the temperatures at which vLLM samples",
-                f"{MIN_TEMPERATURE} to {MAX_TEMPERATURE}",
-            )
+            reason = "is outside the temperatures at which vLLM samples"
+            allowed = f"{MIN_TEMPERATURE} to {MAX_TEMPERATURE}"
             yield Problem(f"generation.{key}", reason, got=temperature, allowed=allowed)
     speculation = generation.vllm_cfg.speculation
     if speculation is not None and generation.min_p:

@@ -43,7 +43,7 @@ def test_a_weight_version_is_served_once_it_is_committed() -> None:
     with pytest.raises(GeneratorError, match=refusal):
         asyncio.run(visit(lifecycle))
     lifecycle.commit(1)
-    assert (lifecycle.state, lifecycle.version, lifecycle.refusal) == (SERVING, 1, "")
+    assert (lifecycle.state, lifecycle.version, lifecycle.admission.refusal) == (SERVING, 1, "")
     assert asyncio.run(visit(lifecycle)) == "served"
 
 
@@ -118,4 +118,4 @@ def test_a_closed_replica_stays_closed() -> None:
     lifecycle = serving()
     lifecycle.close()
     take_over(lifecycle, MERGED)
-    assert lifecycle.refusal == "the generator is closed"
+    assert lifecycle.admission.refusal == "the generator is closed"

@@ -166,11 +166,6 @@ class Lifecycle:
         self.asleep: frozenset[EnginePart] = frozenset()
         self.admission = Admission(self.state.refusal)
 
-    @property
-    def refusal(self) -> str:
-        """Reason why no request is answered; empty while it serves."""
-        return self.admission.refusal
-
     def request(self, *, while_paused: bool = False) -> AbstractAsyncContextManager[None]:
         """Return the context of a request in flight, which is entered when it is let in.
 

@@ -17,13 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.model_loader.reload import utils
 from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS, restore_layer_on_meta
-from vllm.model_executor.model_loader.reload.utils import (
-    get_layer_params_buffers,
-    get_layer_tensors,
-    get_tensor_load_numel,
-)
 
 from rl_core.torch.transport.bucket import Parts, Region, parts_to_send
 from rl_core.weights import Manifest, TensorSpec
@@ -162,18 +158,19 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _checkpoint_format(model: nn.Module) -> Iterator[None]:
     """Give the model parameters as its loaders expect them, without data; put the live ones back unchanged."""
     live = [
-        (layer, get_layer_params_buffers(layer), set(layer._non_persistent_buffers_set)) for layer in model.modules()
+        (layer, utils.get_layer_params_buffers(layer), set(layer._non_persistent_buffers_set))
+        for layer in model.modules()
     ]
     for layer, _, _ in live:
         restore_layer_on_meta(layer, get_layerwise_info(layer))
-        for tensor in get_layer_tensors(layer).values():
+        for tensor in utils.get_layer_tensors(layer).values():
             # A reload leaves its own wrapper, which then does nothing, on the tensors it restores.
             tensor.weight_loader = _get_original_loader(tensor)
     try:
         yield
     finally:
         for layer, (parameters, buffers), non_persistent in live:
-            for name in get_layer_tensors(layer):
+            for name in utils.get_layer_tensors(layer):
                 delattr(layer, name)
             for name, parameter in parameters.items():
                 layer.register_parameter(name, parameter)
@@ -275,20 +272,18 @@ def _storage(tensor: Tensor) -> int:
 def _missing(model: nn.Module, numel: Mapping[str, int], aliases: Mapping[str, str], sent: Iterable[str]) -> list[str]:
     """Return the Hugging Face names of the tensors that parameters need and that are not sent."""
     sent = set(sent)
-    fused: Mapping[str, Sequence[str]] = (
-        model.packed_modules_mapping if hasattr(model, "packed_modules_mapping") else {}
-    )
+    fused: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
     missing: list[str] = []
     for path, layer in model.named_modules():
         if is_deferred_attention_layer(layer):
             continue  # A checkpoint need not have its scales.
-        parameters, buffers = get_layer_params_buffers(layer)
+        parameters, buffers = utils.get_layer_params_buffers(layer)
         unsaved = layer._non_persistent_buffers_set | MADE_BUFFERS
         saved = {name: buffer for name, buffer in buffers.items() if name not in unsaved}
         for attribute, tensor in (*parameters.items(), *saved.items()):
             name = f"{path}.{attribute}" if path else attribute
             filled = max(numel.get(name, 0), numel.get(aliases.get(name, name), 0))
-            if filled < get_tensor_load_numel(tensor):
+            if filled < utils.get_tensor_load_numel(tensor):
                 # Several tensors of a checkpoint may be fused into one parameter.
                 parent, _, module = path.rpartition(".")
                 prefix = f"{parent}." if parent else ""

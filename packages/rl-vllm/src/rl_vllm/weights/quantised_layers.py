@@ -27,32 +27,22 @@ from vllm.model_executor.kernels.linear.scaled_mm.pytorch import (
 )
 from vllm.model_executor.kernels.linear.scaled_mm.triton import TritonFp8BlockScaledMMKernel
 from vllm.model_executor.layers.linear import LinearBase
-from vllm.model_executor.layers.quantization.online.fp8 import (
-    Fp8PerBlockOnlineLinearMethod,
-    Fp8PerTensorOnlineLinearMethod,
-    Fp8PtpcOnlineLinearMethod,
-    OnlineLinearBase,
-    _is_tp_sharded,
-)
+from vllm.model_executor.layers.quantization.online import fp8
 from vllm.model_executor.layers.quantization.utils.quant_utils import amax_for_tp_weight_quant
 
 from rl_core.torch.quantization.float8 import LARGEST, Float8Recipe, Float8Weight, largest_values, scale_faults
 from rl_core.torch.transport.digest import PendingDigest, begin_digest, read_digests
 
-RECIPES: Mapping[type[OnlineLinearBase], Float8Recipe] = {
-    Fp8PtpcOnlineLinearMethod: Float8Recipe("per_channel", smallest_scale=1 / (LARGEST * 512)),
-    Fp8PerBlockOnlineLinearMethod: Float8Recipe(
+RECIPES: Mapping[type[fp8.OnlineLinearBase], Float8Recipe] = {
+    fp8.Fp8PtpcOnlineLinearMethod: Float8Recipe("per_channel", smallest_scale=1 / (LARGEST * 512)),
+    fp8.Fp8PerBlockOnlineLinearMethod: Float8Recipe(
         "per_block", smallest_scale=float(torch.tensor(1e-4) / torch.tensor(LARGEST)), multiplies=True
     ),
-    Fp8PerTensorOnlineLinearMethod: Float8Recipe("per_tensor", multiplies=True),
+    fp8.Fp8PerTensorOnlineLinearMethod: Float8Recipe("per_tensor", multiplies=True),
 }
 """vLLM's methods that quantise, to their recipes (`vllm/model_executor/layers/quantization/online/fp8.py`)."""
 
-METHODS: Mapping[str, type[OnlineLinearBase]] = {
-    "fp8_per_channel": Fp8PtpcOnlineLinearMethod,
-    "fp8_per_block": Fp8PerBlockOnlineLinearMethod,
-    "fp8_per_tensor": Fp8PerTensorOnlineLinearMethod,
-}
+METHODS = {f"fp8_{recipe.granularity}": method for method, recipe in RECIPES.items()}
 """Values of `vllm_cfg.quantization.method` that are accepted, to vLLM's methods."""
 
 PLAIN_KERNELS = (
@@ -71,7 +61,7 @@ ROUNDING = 2.0**-7
 
 def is_quantising(layer: nn.Module) -> TypeGuard[LinearBase]:
     """Return whether a layer quantises the weights it is given."""
-    return isinstance(layer, LinearBase) and isinstance(layer.quant_method, OnlineLinearBase)
+    return isinstance(layer, LinearBase) and isinstance(layer.quant_method, fp8.OnlineLinearBase)
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +88,7 @@ class QuantisedLayer:
         found = largest_values(weight, self.recipe.granularity)
         if self.recipe.granularity == "per_block":
             return found
-        is_split = _is_tp_sharded(self.module, reduces_output_dim=self.recipe.granularity == "per_tensor")
+        is_split = fp8._is_tp_sharded(self.module, reduces_output_dim=self.recipe.granularity == "per_tensor")
         return amax_for_tp_weight_quant(found, is_split)
 
     @property

@@ -43,6 +43,7 @@ class WeightReceiver:
 
     Attributes:
         parts: Parts of the tensors that this rank keeps.
+        quantisation: Check of the weights that layers quantise.
     """
 
     def __init__(
@@ -55,19 +56,11 @@ class WeightReceiver:
         *,
         uses_oracle: bool = False,
     ) -> None:
-        self._model = model
-        self._model_config = model_config
-        self._manifest = manifest
-        self.plan = plan
-        self._planned = planned
+        self._model, self._model_config, self._manifest = model, model_config, manifest
+        self.plan, self._planned = plan, planned
         self.parts = plan.parts(manifest)
         self._probe: WeightProbe | None = None
-        self._quantisation = QuantisationCheck(model, manifest.version, uses_oracle=uses_oracle)
-
-    @property
-    def quantisation_error(self) -> tuple[int, float | None]:
-        """See `QuantisationCheck.error`."""
-        return self._quantisation.error
+        self.quantisation = QuantisationCheck(model, manifest.version, uses_oracle=uses_oracle)
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Load the weights as they arrive, by the names that they are sent under; each lasts until its turn is over."""
@@ -78,7 +71,7 @@ class WeightReceiver:
                 probe.take(source, tensor)
                 yield source, tensor
 
-        with self._quantisation.watching():
+        with self.quantisation.watching():
             if self._planned is not None:
                 self._planned.load(sampled())
             else:
@@ -118,7 +111,7 @@ class WeightReceiver:
         """
         if self._probe is None:
             raise WeightSyncError(f"weight version {self._manifest.version} was announced but never received")
-        faults = self._quantisation.faults()
+        faults = self.quantisation.faults()
         if faults:
             reasons = "; ".join(f"{path} ({', '.join(found)})" for path, found in faults.items())
             text = f"weight version {self._manifest.version}: quantised weights are wrong in {reasons}"
