@@ -72,16 +72,11 @@ def _livecodebench(row: Row) -> dict[str, Any]:
     if any(test["testtype"] == "functional" for test in tests):
         if not function:
             raise ValueError("its tests call a function that `metadata` does not name")
-        info = {
-            "function": function,
-            "tests": [
-                {
-                    "arguments": [json.loads(line) for line in test["input"].split("\n") if line.strip()],
-                    "result": json.loads(test["output"]),
-                }
-                for test in tests
-            ],
-        }
+        calls = []
+        for test in tests:
+            arguments = [json.loads(line) for line in test["input"].split("\n") if line.strip()]
+            calls.append({"arguments": arguments, "result": json.loads(test["output"])})
+        info = {"function": function, "tests": calls}
     else:
         info = {"tests": [{"input": test["input"], "output": test["output"]} for test in tests]}
     return _problem(row["question_content"], row.get("starter_code"), info)
@@ -123,17 +118,12 @@ def _apps_tests(text: Any) -> dict[str, Any]:
         raise ValueError(f"it has {len(inputs)} inputs and {len(outputs)} outputs")
     pairs = list(zip(inputs, outputs, strict=True))
     if function := given.get("fn_name"):
-        # Some rows wrap a result in a list, and some do not.
-        return {
-            "function": function,
-            "tests": [
-                {
-                    "arguments": list(arguments),
-                    "results": [result, *(result[:1] if isinstance(result, list) and len(result) == 1 else ())],
-                }
-                for arguments, result in pairs
-            ],
-        }
+        calls = []
+        for arguments, result in pairs:
+            # Some rows wrap a result in a list, and some do not.
+            unwrapped = result[:1] if isinstance(result, list) and len(result) == 1 else ()
+            calls.append({"arguments": list(arguments), "results": [result, *unwrapped]})
+        return {"function": function, "tests": calls}
     return {"tests": [{"input": _text(given), "output": _text(expected)} for given, expected in pairs]}
 
 

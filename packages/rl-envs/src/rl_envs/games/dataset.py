@@ -41,13 +41,9 @@ def numbers(settings: Mapping[str, Any], split: str) -> list[dict[str, Any]]:
     rows = []
     for index in range(config.size):
         draw = next(draws(f"{config.seed}/{_known(split)}/{index}"))
-        rows.append(
-            {
-                "messages": [{"role": "user", "content": asked}],
-                "answer": config.low + draw % (config.high - config.low + 1),
-                "environment": "guess_number",
-            }
-        )
+        answer = config.low + draw % (config.high - config.low + 1)
+        messages = [{"role": "user", "content": asked}]
+        rows.append({"messages": messages, "answer": answer, "environment": "guess_number"})
     return rows
 
 

@@ -103,14 +103,9 @@ class Nim(TurnEnvironment[NimConfig]):
             return StepResult(reward=self._config.won_reward, agent=agent, agent_rewards=lost, info=info)
         explained = "" if state is not None else str(conversation.info.get("instructions", ""))
         choices, best = (num_choices[0], num_choices[1]), (num_best[0], num_best[1])
-        return StepResult(
-            done=False,
-            observation=({"role": "user", "content": f"{explained}{left}"},),
-            state=replace(pile, stones=left, mover=1 - mover, choices=choices, best=best),
-            info=info,
-            agent=agent,
-            next_agent=other,
-        )
+        after = replace(pile, stones=left, mover=1 - mover, choices=choices, best=best)
+        shown = ({"role": "user", "content": f"{explained}{left}"},)
+        return StepResult(done=False, observation=shown, state=after, info=info, agent=agent, next_agent=other)
 
 
 def _positive(turn: Conversation, name: str) -> int:
@@ -145,13 +140,9 @@ class ProposedSums(Grader[ProposedSumsConfig]):
             ) from None
         if not is_valid:
             return StepResult(reward=self._config.invalid_reward, agent=PROPOSER, info={"valid": 0.0})
-        return StepResult(
-            done=False,
-            observation=({"role": "user", "content": f"{operands[0]}+{operands[1]}="},),
-            info={"valid": 1.0, "sum": sum(operands)},
-            agent=PROPOSER,
-            next_agent=SOLVER,
-        )
+        asked = ({"role": "user", "content": f"{operands[0]}+{operands[1]}="},)
+        info = {"valid": 1.0, "sum": sum(operands)}
+        return StepResult(done=False, observation=asked, info=info, agent=PROPOSER, next_agent=SOLVER)
 
 
 def _solved(turn: Conversation) -> StepResult:

@@ -83,14 +83,9 @@ class RepositoryConfig(EnvironmentConfig):
     @model_validator(mode="after")
     def _contains_agents(self) -> Self:
         if self.sandbox.isolation != "namespaces":
-            raise ProblemError(
-                Problem(
-                    "sandbox.isolation",
-                    "cannot limit the network of an agent to the policy",
-                    got=self.sandbox.isolation,
-                    remedy="Set namespaces, or sandbox.url to a server of sandboxes",
-                )
-            )
+            reason = "cannot limit the network of an agent to the policy"
+            remedy = "Set namespaces, or sandbox.url to a server of sandboxes"
+            raise ProblemError(Problem("sandbox.isolation", reason, got=self.sandbox.isolation, remedy=remedy))
         return self
 
 

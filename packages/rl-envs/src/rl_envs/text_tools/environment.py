@@ -110,12 +110,9 @@ class TextToolsEnvironment:
             else:
                 messages.append({"role": "user", "content": f"<result>\n{output}\n</result>"})
         num_calls = progress.num_calls + len(calls)
+        state, info = Progress(num_calls, session), {"calls": num_calls}
         return StepResult(
-            done=False,
-            observation=tuple(messages),
-            state=Progress(num_calls, session),
-            stop_strings=self.stop_strings,
-            info={"calls": num_calls},
+            done=False, observation=tuple(messages), state=state, stop_strings=self.stop_strings, info=info
         )
 
     def _calls(self, turn: Conversation) -> Sequence[ToolCall]:
