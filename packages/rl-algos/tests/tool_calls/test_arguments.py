@@ -6,7 +6,7 @@ import pytest
 from offered_tools import read
 from pydantic import BaseModel, Field
 
-from rl_algos.tool_calls.marked_calls import typed
+from rl_algos.tool_calls.formats import typed
 from rl_algos.tool_calls.parsed import schemas_of
 from rl_core.environments.tool_environment import Tool
 

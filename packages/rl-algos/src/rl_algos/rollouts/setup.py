@@ -16,9 +16,8 @@ from rl_algos.rollouts.config import (
     rollout_config,
 )
 from rl_algos.rollouts.data import RolloutData
-from rl_algos.rollouts.driver.mixture import Mixture
 from rl_algos.rollouts.driver.source import PacedRolloutSource
-from rl_algos.rollouts.driver.steps import Drafter, RolloutSteps
+from rl_algos.rollouts.driver.steps import Drafter, Mixture, RolloutSteps
 from rl_algos.rollouts.driver.task_evaluation import TaskEvaluation
 from rl_algos.rollouts.driver.validation import Validation
 from rl_algos.rollouts.worker.programs import AGENT_PROGRAM, PROGRAMS, code_named, files_named, program_named
