@@ -139,10 +139,10 @@ def explained(error: Exception, run_dir: Path | None) -> str:
     if isinstance(error, WorkerError):
         details = f"{error.origin or 'worker'}:\n{error.traceback}\n{details}"
     if run_dir is not None and (run_dir / "logs").is_dir():
-        path = run_dir / "logs" / "error.log"
+        log = run_dir / "logs" / "error.log"
         with suppress(OSError):
-            path.write_text(details)
-            details = f"traceback: {path}"
+            log.write_text(details)
+            details = f"traceback: {log}"
     return f"{describe(error)}\n{details}"
 
 
