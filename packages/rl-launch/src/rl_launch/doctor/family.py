@@ -188,7 +188,13 @@ class FamilyTable(NamedTuple):
         are_versions = all(
             installed.get(name, "").partition("+")[0] == own.partition("+")[0] for name, own in self.versions.items()
         )
-        if family is None or not are_versions or not _is_of_kind(fields, family["kind"]):
+        if family is None or not are_versions:
+            return None
+        # Missing fields have their defaults, in the kind as well.
+        asked, kind = kind_of(fields), family["kind"]
+        types = asked.pop("layer_types")
+        is_alike = all(name in kind and kind[name] == value for name, value in asked.items())
+        if not is_alike or (types and types != kind["layer_types"]):
             return None
         for entry in family["cases"]:
             same_rows = (entry["is_packed"], entry["has_adapters"]) == (case.is_packed, case.has_adapters)
@@ -196,12 +202,3 @@ class FamilyTable(NamedTuple):
             if same_rows and same_mesh and entry["num_ranks"] == case.num_ranks and entry["verdict"] in DECIDED:
                 return FamilyCase(case.mesh, case.layout, entry["verdict"], reason=entry["reason"])
         return None
-
-
-def _is_of_kind(fields: Mapping[str, Any], kind: Mapping[str, Any]) -> bool:
-    """Return whether a config is of a kind. Missing fields have their defaults, in the kind as well."""
-    asked = kind_of(fields)
-    types = asked.pop("layer_types")
-    return (not types or types == kind["layer_types"]) and all(
-        name in kind and kind[name] == value for name, value in asked.items()
-    )

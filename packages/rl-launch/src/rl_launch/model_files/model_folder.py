@@ -14,7 +14,7 @@ from rl_core.config.tree import reason as in_words
 from rl_core.errors import ConfigError
 from rl_core.facts.hf_config import language_fields
 from rl_launch.model_files.local_models import absent_run, run_of_path
-from rl_launch.model_files.weight_files import INDEX, SINGLE, foreign_kind, shapes_in, weight_file_problems
+from rl_launch.model_files.weight_files import INDEX, SINGLE, foreign_kind, listed, shapes_in, weight_file_problems
 from rl_launch.session.directory.run_folder import is_run
 
 Needed = tuple[tuple[str, ...], str]
@@ -60,7 +60,7 @@ def folder_problems(key: str, name: str, needed: Sequence[Needed]) -> Iterator[P
     for files, remedy in needed:
         if not set(files) & set(held):
             kind = foreign_kind(folder)
-            holds = f"contains {_listed(held)}" if held else "is empty"
+            holds = f"contains {listed(held)}" if held else "is empty"
             reason = f"this folder does not contain {' or '.join(files)}; it {holds}"
             if kind is not None:
                 reason = f"{reason}; it is {kind.name}"
@@ -118,7 +118,7 @@ def adapter_problems(key: str, name: str, targets: Sequence[str]) -> Iterator[Pr
     wrong = [target for target in targets if target.rpartition(".")[2] not in ends]
     if ends and wrong:
         remedy = nearest_as_remedy(wrong[0], ends)
-        yield Problem(key, f"matches no layer of {name}", got=", ".join(wrong), allowed=_listed(ends), remedy=remedy)
+        yield Problem(key, f"matches no layer of {name}", got=", ".join(wrong), allowed=listed(ends), remedy=remedy)
 
 
 def check_models(names: Mapping[str, str]) -> None:
@@ -155,9 +155,4 @@ def _exported(run_dir: Path) -> str:
     of_newest = sorted(str(path) for path in found if path.parent.name == f"step_{newest}")
     if not of_newest:
         return "The run has no checkpoint with a model yet"
-    return f"Pass a model of the run: {_listed(of_newest)}"
-
-
-def _listed(names: Sequence[str], most: int = 8) -> str:
-    shown = ", ".join(names[:most]) or "nothing"
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+    return f"Pass a model of the run: {listed(of_newest)}"

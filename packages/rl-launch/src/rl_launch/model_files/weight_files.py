@@ -4,7 +4,7 @@ their files. No library that loads weights is needed."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -90,7 +90,7 @@ def _index_problems(folder: Path) -> Iterator[str]:
     files = sorted({str(file) for file in file_of.values()})
     if outside := [file for file in files if Path(file).name != file]:
         are = "is" if len(outside) == 1 else "are"
-        yield f"{INDEX} lists {_few(outside)}, which {are} not in the folder. Download the model again"
+        yield f"{INDEX} lists {listed(outside, _MAX_NAMED)}, which {are} not in the folder. Download the model again"
         return
     if (folder / SINGLE).is_file() and SINGLE not in files:
         yield (
@@ -100,7 +100,7 @@ def _index_problems(folder: Path) -> Iterator[str]:
     missing = [file for file in files if not (folder / file).is_file()]
     if missing:
         are = "is" if len(missing) == 1 else "are"
-        yield f"{INDEX} lists {_few(missing)}, which {are} missing ({len(missing)} of {len(files)} files)"
+        yield f"{INDEX} lists {listed(missing, _MAX_NAMED)}, which {are} missing ({len(missing)} of {len(files)} files)"
     for file in (each for each in files if each not in missing):
         try:
             held = shapes_of(folder / file, whole=True)
@@ -110,12 +110,13 @@ def _index_problems(folder: Path) -> Iterator[str]:
         absent = sorted(name for name, place in file_of.items() if place == file and name not in held)
         if absent:
             which = "it" if len(absent) == 1 else "them"
-            yield f"{INDEX} places {_few(absent)} in {file}, which does not contain {which}"
+            yield f"{INDEX} places {listed(absent, _MAX_NAMED)} in {file}, which does not contain {which}"
 
 
-def _few(names: list[str]) -> str:
-    more = len(names) - _MAX_NAMED
-    return ", ".join(names[:_MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
+def listed(names: Sequence[str], most: int = 8) -> str:
+    """Return names in words, with the number of those that are left out."""
+    shown = ", ".join(names[:most]) or "nothing"
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
 class ForeignKind(NamedTuple):
