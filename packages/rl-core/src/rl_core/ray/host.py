@@ -267,7 +267,8 @@ def redirect_output(path: str) -> None:
     for fd in (1, 2):
         os.dup2(file, fd)
     os.close(file)
-    keep_bounded(path)
+    bound_size(path)
+    threading.Thread(target=_keep_bounded, args=(path,), name="log-size", daemon=True).start()
 
 
 def plain(error: BaseException) -> RLError:
@@ -313,13 +314,8 @@ def bound_size(path: str, max_bytes: int = MAX_LOG_BYTES) -> None:
     aside.replace(log.with_name(f"{log.name}.1"))
 
 
-def keep_bounded(path: str) -> None:
-    """Bound the size of a log now and for as long as this process lives."""
-    bound_size(path)
-    threading.Thread(target=_keep_bounded, args=(path,), name="log-size", daemon=True).start()
-
-
 def _keep_bounded(path: str) -> None:
+    """Bound the size of a log for as long as this process lives."""
     wait = threading.Event().wait
     while not wait(CHECK_PERIOD_S):
         # The disk may be full, or the run directory removed; the worker does not depend on its log.

@@ -163,7 +163,9 @@ class RemoteModel:
         def finish() -> Batch:
             self._gather([answered for answered, _ in calls], "infer", self._timeout_s)
             origins = self._origins("infer")
-            stores = [StoredRows(calls[rank][1], origins[rank]) for rank in self._leaders()]
+            leaders = [rank for rank, place in enumerate(self._coordinates) if place.leads]
+            leaders.sort(key=lambda rank: self._coordinates[rank].on("dp"))
+            stores = [StoredRows(calls[rank][1], origins[rank]) for rank in leaders]
             found = RemoteRows.split_over(stores, rows, batch.lengths)
             return Batch(found.columns([name for read in reads for name in read.columns]))
 
@@ -277,7 +279,12 @@ class RemoteModel:
         names = dict.fromkeys((*self._columns, PAIR, IMAGES, *required))
         inputs = batch.only([name for name in names if name in batch])
         inputs.require(*required)
-        return combine(self._call_shards(method, inputs, loss))
+        shards = self._send(inputs, self._rows_per_shard(inputs))
+        refs = [
+            worker.call_on.remote(self._method(method), *shards[place.on("dp")].of([loss], {}))
+            for worker, place in zip(self._workers, self._coordinates, strict=True)
+        ]
+        return combine(self._gather(refs, method, self._timeout_s))
 
     def _method(self, name: str) -> str:
         return f"{self._part}.{name}" if self._part else name
@@ -312,14 +319,6 @@ class RemoteModel:
             self._sent[key] = sent
         return sent
 
-    def _call_shards(self, method: str, batch: Batch, *args: Any) -> list[Any]:
-        shards = self._send(batch, self._rows_per_shard(batch))
-        refs = [
-            worker.call_on.remote(self._method(method), *shards[place.on("dp")].of(args, {}))
-            for worker, place in zip(self._workers, self._coordinates, strict=True)
-        ]
-        return self._gather(refs, method, self._timeout_s)
-
     def _gather(self, refs: Sequence[ray.ObjectRef], phase: str, timeout_s: float) -> list[Any]:
         try:
             return gather(refs, self._origins(phase), timeout_s)
@@ -339,10 +338,6 @@ class RemoteModel:
                 except RLError:
                     continue
             raise
-
-    def _leaders(self) -> list[int]:
-        leaders = [rank for rank, place in enumerate(self._coordinates) if place.leads]
-        return sorted(leaders, key=lambda rank: self._coordinates[rank].on("dp"))
 
     def _origins(self, phase: str) -> list[FailureOrigin]:
         return [FailureOrigin(self._role, rank, node, phase, self._section) for rank, node in enumerate(self._nodes)]

@@ -128,42 +128,37 @@ def _objects(value: Any) -> list[dict[str, Any]]:
 
 
 def _agent_segments(rollout: Rollout) -> Iterator[dict[str, Any]]:
-    cut, turns = _Cut(), iter(rollout.turns)
+    room, turns = MAX_CONTEXT, iter(rollout.turns)
+
+    def cut(value: Any) -> Any:
+        """Return nested values with strings that are cut to the room that is left in the record."""
+        nonlocal room
+        match value:
+            case str():
+                most = max(min(MAX_STRING, room), MIN_STRING)
+                room -= min(len(value), most)
+                return _beginning(value, most)
+            case Mapping():
+                return {str(key): cut(item) for key, item in value.items()}
+            case list() | tuple():
+                return [cut(item) for item in value]
+        return value
+
     lengths = rollout.segments or (len(rollout.tokens),) if rollout.status != "failed" else repeat(0)
     for length, context in zip(lengths, rollout.contexts, strict=rollout.status != "failed"):
         segment: dict[str, Any] = {"num_tokens": length, "call": context.call}
         if context.num_shared:
             segment["shared"] = {"segment": context.shared_with, "messages": context.num_shared}
         else:
-            segment["tools"] = cut.of(context.tools)
-        segment["messages"] = cut.of(context.messages)
+            segment["tools"] = cut(context.tools)
+        segment["messages"] = cut(context.messages)
         segment["turns"] = [_turn(turn) for turn in islice(turns, context.num_turns)]
         for turn in segment["turns"]:
             # The last turn of a segment has no answer.
             observation = turn.pop("observation")
             if observation:
-                turn["observation"] = cut.of(observation)
+                turn["observation"] = cut(observation)
         yield segment
-
-
-class _Cut:
-    """Cuts the strings of one record to the room that is left."""
-
-    def __init__(self) -> None:
-        self._room = MAX_CONTEXT
-
-    def of(self, value: Any) -> Any:
-        """Return nested values with shorter strings."""
-        match value:
-            case str():
-                most = max(min(MAX_STRING, self._room), MIN_STRING)
-                self._room -= min(len(value), most)
-                return _beginning(value, most)
-            case Mapping():
-                return {str(key): self.of(item) for key, item in value.items()}
-            case list() | tuple():
-                return [self.of(item) for item in value]
-        return value
 
 
 def _turn(turn: Turn) -> dict[str, Any]:
