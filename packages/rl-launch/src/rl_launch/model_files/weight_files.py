@@ -114,7 +114,7 @@ def _index_problems(folder: Path) -> Iterator[str]:
 
 
 def listed(names: Sequence[str], most: int = 8) -> str:
-    """Return names in words, with the number of those that are left out."""
+    """Return a list in words, with the number of items that are left out."""
     shown = ", ".join(names[:most]) or "nothing"
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
