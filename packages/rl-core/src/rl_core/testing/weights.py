@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -15,6 +15,7 @@ import pytest
 from rl_core.errors import GeneratorError, WeightSyncError
 from rl_core.model_config import ModelConfig
 from rl_core.rollouts.generation import GenerationRequest, Generator, PauseMode, SamplingParams
+from rl_core.selfcheck.rank_pool import free_port
 from rl_core.testing.torch.reference_model import VOCAB_SIZE, ReferenceModel, write_reference_model
 from rl_core.testing.torch.weight_sender import EMBEDDING, HEAD, Fault, SenderProcess, digest_of, manifest_of
 from rl_core.weights import Manifest, Transport, TransportKind, WeightTarget
@@ -64,14 +65,15 @@ class Bench:
         shared: Path | None = None,
         mode: PauseMode = "finish",
         target: WeightTarget = "policy",
+        before_commit: Callable[[], Awaitable[None]] | None = None,
     ) -> int:
         """Bring the generator to a folder's weights, in rl-launch's order of calls; returns the version it then has."""
         self.version += 1
         manifest = replace(manifest or manifest_of(folder, 0), version=self.version, target=target)
         generator = self.generator
-        transport = self._ways.pop((kind, target), None) or Transport(
-            kind, str(shared) if kind == "disk" else _address(), generator.num_ranks, 64 * 1024, SYNC_TIMEOUT_S
-        )
+        address = str(shared) if kind == "disk" else _address()
+        fresh = Transport(kind, address, generator.num_ranks, 64 * 1024, SYNC_TIMEOUT_S)
+        transport = self._ways.pop((kind, target), fresh)
         await generator.pause(mode)
         try:
             await generator.begin(manifest)
@@ -86,6 +88,8 @@ class Bench:
                 assert len(sent) == generator.num_ranks, "each rank is sent the parts that it keeps"
             if len(sent) == 1:
                 assert sent == [digest_of(folder, manifest, transport.bucket_bytes)]
+            if before_commit is not None:
+                await before_commit()
             await generator.commit(self.version)
             # the ends stay connected until a transfer fails
             self._ways[kind, target] = transport
@@ -173,25 +177,10 @@ class WeightSinkSuite:
         self._check_refuses(bench, "", fault=Fault(die_at=manifest_of(bench.second, 0).tensors[-1].name))
 
     def test_a_stale_tied_head_is_named(self, bench: Bench) -> None:
-        bench.version += 1
-        manifest = manifest_of(bench.second, bench.version)
-        assert manifest.tied == {HEAD: EMBEDDING}
-
-        async def sync() -> None:
-            await bench.generator.pause()
-            await bench.generator.begin(manifest)
-            transport = Transport("ipc", _address(), bench.generator.num_ranks, timeout_s=SYNC_TIMEOUT_S)
-            sending = bench.senders["policy"].send(bench.second, manifest, transport, Fault())
-            await bench.generator.receive(transport, 1)
-            sending.result(SYNC_TIMEOUT_S)
-            await self.make_head_stale(bench.generator)
-            try:
-                await bench.generator.commit(manifest.version)
-            finally:
-                await bench.generator.resume()
-
+        assert manifest_of(bench.second, 0).tied == {HEAD: EMBEDDING}
+        make_stale = partial(self.make_head_stale, bench.generator)
         with pytest.raises(WeightSyncError) as caught:
-            bench.runner.run(sync())
+            bench.runner.run(bench.sync(bench.second, before_commit=make_stale))
         assert HEAD in caught.value.tensors
         self._check_serves_nothing_until_mended(bench)
 
@@ -224,5 +213,4 @@ class WeightSinkSuite:
 
 
 def _address() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return f"127.0.0.1:{server.getsockname()[1]}"
+    return f"127.0.0.1:{free_port()}"

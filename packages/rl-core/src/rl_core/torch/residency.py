@@ -183,7 +183,8 @@ class Reference:
             step.
 
     Attributes:
-        has_moved: True if these are no longer the initial weights, so that a checkpoint has to hold them.
+        has_moved: True if these are no longer the initial weights, so that a checkpoint has to hold them; set by who
+            restores it from one.
     """
 
     def __init__(self, parts: Callable[[], Sequence[Tensor]]) -> None:
@@ -213,18 +214,11 @@ class Reference:
         self.has_moved = True
 
     @contextmanager
-    def restoring(self) -> Iterator[None]:
-        """Read the weights of a checkpoint into the model, in the context; they become the reference's.
-
-        Afterwards the model has its own weights again.
-        """
-        with self.in_place():
-            yield
-        self.has_moved = True
-
-    @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Give the model the weights of the reference, in the context; afterwards it has its own again, bit for bit."""
+        """Give the model the weights of the reference, in the context; afterwards it has its own again, bit for bit.
+
+        Weights that are read into the model in the context become the reference's.
+        """
         self._exchange()
         try:
             yield

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,18 +14,12 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from rl_core.model import Coordinates, ModelPart, SavedFile
+from rl_core.model import SavedFile
 from rl_core.torch.optim.optimizer import WAYS_TO_STEP
 from rl_core.torch.process_group import on_rank0
-from rl_core.torch.residency import Reference, Residency
+from rl_core.torch.residency import Reference
 from rl_core.torch.training.backend import RankMesh, RankState
-from rl_core.torch.training.checkpoint_files import (
-    SHARDS,
-    BackgroundSave,
-    KeptSavePlanner,
-    verify_files,
-    write_checkpoint,
-)
+from rl_core.torch.training.checkpoint_files import SHARDS, BackgroundSave, KeptSavePlanner, write_checkpoint
 
 TRAINER = "trainer.pt"
 
@@ -141,8 +135,9 @@ class Checkpoint:
         if self._hyperparameters is not None:
             self._hyperparameters.restore(trainer)
         if self._reference is not None and has_reference:
-            with self._reference.restoring():
+            with self._reference.in_place():
                 self._state.restore_weights(path / REFERENCE)
+            self._reference.has_moved = True
         if trainer["layout"] != dict(self._mesh.layout):
             self._mesh.seed(self._seed)
             return
@@ -155,52 +150,6 @@ def _as_bytes(content: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(content, buffer)
     return buffer.getvalue()
-
-
-class KeptPart:
-    """Methods of a `rl_core.ModelWorker` on a checkpoint and a residency, which the subclass sets.
-
-    A model and a draft head are saved, and leave the device, in the same way.
-    """
-
-    _mesh: RankMesh
-    _residency: Residency
-    _checkpoint: Checkpoint
-
-    def coordinates(self) -> Coordinates:
-        """Return this rank's place on the mesh."""
-        return self._mesh.coordinates
-
-    def save(self, path: str, *, wait: bool = True) -> None:
-        """Write parameters, optimizer, schedule and RNG under `path`, and the reference if it has been updated.
-
-        Without `wait` they are copied to host memory, which must have room for them, and written in the background; the
-        reference is copied either way.
-        """
-        self._residency.require("parameters", "optimizer")
-        self._checkpoint.save(Path(path), wait=wait)
-
-    def finish_save(self, *, wait: bool = True) -> tuple[SavedFile, ...] | None:
-        """Return the files that this rank wrote for the last save; None while they are being written."""
-        return self._checkpoint.finish_save(wait=wait)
-
-    def load(self, path: str, *, files: Sequence[SavedFile] = ()) -> None:
-        """Restore what `save` wrote, on any number of ranks and any mesh.
-
-        Raises:
-            CheckpointDamaged: On every rank, naming the first of the files that is missing or differs.
-        """
-        self._residency.require("parameters", "optimizer")
-        verify_files(Path(path), files, self._mesh.control)
-        self._checkpoint.load(Path(path))
-
-    def offload(self, parts: Sequence[ModelPart] = ("parameters", "optimizer")) -> None:
-        """Move these parts to host memory; on `cpu` they are there already, and only later use is refused."""
-        self._residency.offload(parts)
-
-    def onload(self, parts: Sequence[ModelPart] = ("parameters", "optimizer")) -> None:
-        """Bring these parts back to the device."""
-        self._residency.onload(parts)
 
 
 class Hyperparameters:

@@ -210,11 +210,6 @@ class KeptSavePlanner(DefaultSavePlanner):
         super().__init__(flatten_state_dict=flatten, flatten_sharded_tensors=flatten, enable_plan_caching=True)
         self._cached_plans_key = f"{type(self).__name__} {next(_planner_numbers)}"
 
-    @property
-    def is_kept(self) -> bool:
-        """Return whether the next save of the same tensors needs no new plan on this rank."""
-        return self._cached_plans_key in SavePlanner._cached_final_save_plan
-
     def forget(self) -> None:
         """Remove the plans on this rank."""
         for kept in (
@@ -236,7 +231,8 @@ class DigestingWriter(dcp.FileSystemWriter):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self.fs = self._files = _DigestingFileSystem()
+        files = _DigestingFileSystem()
+        self.fs, self.written = files, files.written
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
         """Write this rank's tensors into one file, or into several if there is much to digest."""
@@ -263,26 +259,21 @@ class DigestingWriter(dcp.FileSystemWriter):
         done.set_result([result for results in written for result in results])
         return done
 
-    @property
-    def written(self) -> dict[str, tuple[int, str]]:
-        """Size and digest by file name."""
-        return {path.name: entry for path, entry in self._files.written.items()}
-
 
 class _DigestingFileSystem(FileSystem):
     def __init__(self) -> None:
-        self.written: dict[Path, tuple[int, str]] = {}
+        self.written: dict[str, tuple[int, str]] = {}
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
         with super().create_stream(path, mode) as raw:
             stream = _DigestingStream(cast(io.BufferedWriter, raw))
             yield stream
-        self.written[Path(path)] = stream.size, stream.digest.hexdigest()
+        self.written[Path(path).name] = stream.size, stream.digest.hexdigest()
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         super().rename(path, new_path)
-        self.written[Path(new_path)] = self.written.pop(Path(path))
+        self.written[Path(new_path).name] = self.written.pop(Path(path).name)
 
 
 class _DigestingStream(io.RawIOBase):

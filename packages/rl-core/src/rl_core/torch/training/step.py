@@ -19,7 +19,7 @@ from rl_core.data.microbatch import PAIR, Batching, Pipeline
 from rl_core.data.ragged import Ragged
 from rl_core.errors import RLError
 from rl_core.images import IMAGES
-from rl_core.metrics import Metric, Reduction
+from rl_core.metrics import Metric
 from rl_core.model import DIVERGENCES, UNDIVIDED, Loss, Read, read_columns
 from rl_core.plugins import resolve
 from rl_core.torch.heads.reads import ROW_READS
@@ -286,11 +286,8 @@ class LossPass:
         if len(summed):
             dist.all_reduce(summed, group=group)
         self.totals: dict[str, float] = dict(zip(self._local_totals, summed.tolist(), strict=True))
-        # Sums of each metric over microbatches stay on the device until `metrics` reads all of them at one time.
-        self._values: dict[str, list[Tensor]] = {}
-        self._weights: dict[str, list[Tensor]] = {}
-        self._total_of: dict[str, str] = {}
-        self._reductions: dict[str, Reduction] = {}
+        # Parts of each metric stay on the device until `metrics` reads the sums of all of them at one time.
+        self._parts: dict[str, list[MetricSum]] = {}
 
     def microbatch(self, rows: Rows, reads: Mapping[str, Tensor]) -> Tensor:
         """Return this microbatch's share of the loss, a scalar with gradients.
@@ -307,36 +304,33 @@ class LossPass:
         for name, part in [("loss", MetricSum(share, reduction="sum")), *sums.metrics.items()]:
             if part.reduction == "mean" and part.denominator is None:
                 raise ValueError(f"metric {name!r} is a mean and needs a denominator: the name of a total, or a scalar")
-            self._reductions[name] = part.reduction
-            self._values.setdefault(name, []).append(part.value.detach())
-            if isinstance(part.denominator, str):
-                self._total_of[name] = part.denominator
-            elif part.denominator is not None:
-                self._weights.setdefault(name, []).append(part.denominator.detach())
+            weight = part.denominator.detach() if isinstance(part.denominator, Tensor) else part.denominator
+            self._parts.setdefault(name, []).append(MetricSum(part.value.detach(), weight, part.reduction))
         return share if share.requires_grad or not torch.is_grad_enabled() else share + idle(reads)
 
     def metrics(self) -> dict[str, Metric]:
         """Return this rank's parts: `loss`, `num_tokens` (all tokens of the rows) and the implementation's metrics."""
         scalars: dict[tuple[str, str], Tensor] = {}
-        for name, reduction in self._reductions.items():
-            values = torch.stack([value.double() for value in self._values[name]])
+        for name, parts in self._parts.items():
+            values = torch.stack([part.value.double() for part in parts])
+            reduction = parts[-1].reduction
             scalars[name, "value"] = (
                 values.max() if reduction == "max" else values.min() if reduction == "min" else values.sum()
             )
-        for name, weights in self._weights.items():
-            scalars[name, "weight"] = torch.stack([weight.double() for weight in weights]).sum()
+            if weights := [part.denominator.double() for part in parts if isinstance(part.denominator, Tensor)]:
+                scalars[name, "weight"] = torch.stack(weights).sum()
         # The host waits once for each device that the scalars are on.
         read: dict[tuple[str, str], float] = {}
         for device in dict.fromkeys(scalar.device for scalar in scalars.values()):
             keys = [key for key, scalar in scalars.items() if scalar.device == device]
             read.update(zip(keys, torch.stack([scalars[key] for key in keys]).tolist(), strict=True))
         metrics = {"loss": Metric(0.0, reduction="sum")}
-        for name, reduction in self._reductions.items():
+        for name, (*_, last) in self._parts.items():
             weight = 1.0
-            if reduction == "mean":
-                total = self._total_of.get(name)
-                weight = read[name, "weight"] if total is None else self._local_totals[total]
-            metrics[name] = Metric(read[name, "value"], weight, reduction)
+            if last.reduction == "mean":
+                total = last.denominator
+                weight = self._local_totals[total] if isinstance(total, str) else read[name, "weight"]
+            metrics[name] = Metric(read[name, "value"], weight, last.reduction)
         metrics["loss"] = replace(metrics["loss"], over_updates="mean")
         return {**metrics, "num_tokens": Metric(float(_num_tokens(self.columns)), reduction="sum")}
 

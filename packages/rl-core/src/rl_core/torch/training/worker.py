@@ -7,6 +7,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,16 +18,16 @@ from rl_core.data.batch import TOKENS, Batch
 from rl_core.data.microbatch import Batching
 from rl_core.facts.vllm_readings import write_serving_note
 from rl_core.metrics import Metric
-from rl_core.model import HEADLESS_ROLES, Loss, ModelSpec, Read, SavedFile
+from rl_core.model import HEADLESS_ROLES, Coordinates, Loss, ModelPart, ModelSpec, Read, SavedFile
 from rl_core.model_config import ModelConfig
 from rl_core.torch.files.model_files import CONFIG, copy_side_files, copy_tokenizer, fetched_folder
 from rl_core.torch.heads.reads import check_reads
 from rl_core.torch.optim.optimizer import build_schedule
 from rl_core.torch.process_group import on_rank0
 from rl_core.torch.residency import Reference, Residency
-from rl_core.torch.training.backend import HeadParts, RankMesh, TrainingParts
-from rl_core.torch.training.checkpoint import Checkpoint, KeptPart
-from rl_core.torch.training.checkpoint_files import exported_files
+from rl_core.torch.training.backend import HeadParts, RankMesh, RankWeights, TrainingParts
+from rl_core.torch.training.checkpoint import Checkpoint
+from rl_core.torch.training.checkpoint_files import exported_files, verify_files
 from rl_core.torch.training.export import complete_generation_config, export_dtype, export_weights, write_hf_config
 from rl_core.torch.training.flops import peak_flops, speed_metrics
 from rl_core.torch.training.lora import check_base
@@ -40,7 +41,72 @@ CLOSE_TIMEOUT = timedelta(seconds=30)
 DRAFT_LOSSES = "draft_losses"
 
 
-class TrainingWorker(KeptPart):
+class _WorkerPart:
+    """Methods of a `rl_core.ModelWorker` that a model and its draft head have alike: saves, moves and transfers."""
+
+    _mesh: RankMesh
+    _residency: Residency
+    _checkpoint: Checkpoint
+    _weights: RankWeights
+    _precision: str
+    _sending: SendingEnd
+
+    def coordinates(self) -> Coordinates:
+        """Return this rank's place on the mesh."""
+        return self._mesh.coordinates
+
+    def save(self, path: str, *, wait: bool = True) -> None:
+        """Write parameters, optimizer, schedule and RNG under `path`, and the reference if it has been updated.
+
+        Without `wait` they are copied to host memory, which must have room for them, and written in the background; the
+        reference is copied either way.
+        """
+        self._residency.require("parameters", "optimizer")
+        self._checkpoint.save(Path(path), wait=wait)
+
+    def finish_save(self, *, wait: bool = True) -> tuple[SavedFile, ...] | None:
+        """Return the files that this rank wrote for the last save; None while they are being written."""
+        return self._checkpoint.finish_save(wait=wait)
+
+    def load(self, path: str, *, files: Sequence[SavedFile] = ()) -> None:
+        """Restore what `save` wrote, on any number of ranks and any mesh.
+
+        Raises:
+            CheckpointDamaged: On every rank, naming the first of the files that is missing or differs.
+        """
+        self._residency.require("parameters", "optimizer")
+        verify_files(Path(path), files, self._mesh.control)
+        self._checkpoint.load(Path(path))
+
+    def offload(self, parts: Sequence[ModelPart] = ("parameters", "optimizer")) -> None:
+        """Move these parts to host memory; on `cpu` they are there already, and only later use is refused."""
+        self._residency.offload(parts)
+
+    def onload(self, parts: Sequence[ModelPart] = ("parameters", "optimizer")) -> None:
+        """Bring these parts back to the device."""
+        self._residency.onload(parts)
+
+    def manifest(self, version: int, form: WeightForm = "merged") -> Manifest | None:
+        """Return all weights in the compute dtype, by name in the files; on rank 0, which speaks for all.
+
+        Raises:
+            ValueError: For another form than `merged` if the model has no adapters.
+        """
+        manifest = manifest_of(self._weights, version, self._precision, form)
+        return manifest if self._mesh.rank == 0 else None
+
+    def send(self, manifest: Manifest, transport: Transport) -> Sequence[str]:
+        """Bring the weights together bucket by bucket and send them, from rank 0 or from every rank."""
+        self._residency.require("parameters")
+        return send_weights(self._sending, self._weights, manifest, transport, self._precision, self._mesh)
+
+    def close(self) -> None:
+        """Wait for the unfinished save, and end the connection to receivers."""
+        self._checkpoint.close()
+        self._sending.close()
+
+
+class TrainingWorker(_WorkerPart):
     """An `rl_core.ModelWorker` on the parts that a backend builds (`rl_core.torch.TrainingParts`).
 
     Args:
@@ -68,9 +134,7 @@ class TrainingWorker(KeptPart):
         *,
         row_multiple: int | None = None,
     ) -> None:
-        self._config = config
-        self._spec = spec
-        self._mesh = mesh
+        self._config, self._spec, self._mesh, self._precision = config, spec, mesh, config.precision
         self._sending = SendingEnd(mesh.kind)
         try:
             self._build(build, row_multiple)
@@ -117,16 +181,10 @@ class TrainingWorker(KeptPart):
         """
         check_reads(self._spec.role, reads)
         self._residency.require("parameters")
-
-        def read() -> Batch | None:
+        with self._kept_reference().in_place() if reference else nullcontext():
             return run_reads(
                 self._model, batch, reads, temperature=temperature, batching=self._reading, mesh=self._mesh
             )
-
-        if not reference:
-            return read()
-        with self._kept_reference().in_place():
-            return read()
 
     def update_reference(self, share: float = 1.0) -> None:
         """Move the reference towards the model's weights by this share of the difference.
@@ -183,9 +241,9 @@ class TrainingWorker(KeptPart):
         Weights have the dtype that is given, or the dtype that the source has on disk, float32 if `precision` is.
         """
         self._residency.require("parameters")
-        folder, written = Path(path), dtype or export_dtype(self._folder, self._config.precision)
+        folder, written = Path(path), dtype or export_dtype(self._folder, self._precision)
         on_rank0(self._mesh.control, lambda: self._write_side_files(folder, written))
-        export_weights(self._weights, folder, dtype=written, precision=self._config.precision, mesh=self._mesh)
+        export_weights(self._weights, folder, dtype=written, precision=self._precision, mesh=self._mesh)
         return exported_files(folder, self._mesh.control)
 
     def export_adapter(self, path: str) -> tuple[SavedFile, ...]:
@@ -201,20 +259,6 @@ class TrainingWorker(KeptPart):
         on_rank0(self._mesh.control, lambda: copy_tokenizer(folder, tokenizer=self._tokenizer, settings=settings))
         return exported_files(folder, self._mesh.control)
 
-    def manifest(self, version: int, form: WeightForm = "merged") -> Manifest | None:
-        """Return all weights in the compute dtype, by Hugging Face name; on rank 0, which speaks for all.
-
-        Raises:
-            ValueError: For another form than `merged` if the model has no adapters.
-        """
-        manifest = manifest_of(self._weights, version, self._config.precision, form)
-        return manifest if self._mesh.rank == 0 else None
-
-    def send(self, manifest: Manifest, transport: Transport) -> Sequence[str]:
-        """Bring the weights together bucket by bucket and send them, from rank 0 or from every rank."""
-        self._residency.require("parameters")
-        return send_weights(self._sending, self._weights, manifest, transport, self._config.precision, self._mesh)
-
     interrupt = staticmethod(interrupt)
     """Ends this process's `send` over a transport soon, as nobody will receive it; called by another thread."""
 
@@ -227,8 +271,7 @@ class TrainingWorker(KeptPart):
 
         It waits a while for the others: leaving while another still talks aborts its process.
         """
-        self._checkpoint.close()
-        self._sending.close()
+        super().close()
         if self.draft_head is not None:
             self.draft_head.close()
         try:
@@ -263,7 +306,7 @@ class TrainingWorker(KeptPart):
             write_serving_note(path, fields, self._config.max_total_sequence_length)
 
 
-class DraftHead(KeptPart):
+class DraftHead(_WorkerPart):
     """The part of a `TrainingWorker` that trains, saves and sends its draft head.
 
     It has the methods of a `rl_core.ModelWorker` that a model which only trains needs, so that
@@ -290,11 +333,8 @@ class DraftHead(KeptPart):
     ) -> None:
         assert model.draft_head is not None, "a backend builds a head only if the config has one"
         self._max_grad_norm = model.draft_head.max_grad_norm
-        self._precision = model.precision
-        self._parts = parts
-        self._mesh = mesh
-        self._residency = residency
-        self._batching = batching
+        self._mesh, self._residency, self._batching = mesh, residency, batching
+        self._parts, self._weights, self._precision = parts, parts.weights, model.precision
         self._skipped = SkippedSteps(model.max_skipped_steps)
         self._sending = SendingEnd(mesh.kind)
         self._checkpoint = Checkpoint(parts.state, parts.optimizer.inner, None, mesh, seed)
@@ -342,18 +382,3 @@ class DraftHead(KeptPart):
     def export_adapter(self, path: str) -> tuple[SavedFile, ...]:
         """Write nothing: a head has no adapters."""
         return ()
-
-    def manifest(self, version: int, form: WeightForm = "merged") -> Manifest | None:
-        """Return the head's tensors in the compute dtype, by name in its files; on rank 0, for all ranks."""
-        manifest = manifest_of(self._parts.weights, version, self._precision, form)
-        return manifest if self._mesh.rank == 0 else None
-
-    def send(self, manifest: Manifest, transport: Transport) -> Sequence[str]:
-        """Bring the weights together and send them, from rank 0 or from every rank."""
-        self._residency.require("parameters")
-        return send_weights(self._sending, self._parts.weights, manifest, transport, self._precision, self._mesh)
-
-    def close(self) -> None:
-        """End the connection to receivers, and wait for the unfinished save."""
-        self._checkpoint.close()
-        self._sending.close()

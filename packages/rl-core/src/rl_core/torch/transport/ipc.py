@@ -10,7 +10,6 @@ import mmap
 import os
 import pickle
 import socket
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -42,7 +41,7 @@ class IpcSenderLink:
 
     def __init__(self, transport: Transport, device: Device) -> None:
         self._device = device
-        self._buffers: SharedBuffers | None = None
+        self._buffers: HostBuffers | DeviceBuffers | None = None
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.bind(_meeting_place(transport, device))
             listener.listen(max(MAX_PENDING, transport.num_receivers))
@@ -55,7 +54,7 @@ class IpcSenderLink:
         await_ready(self._channels, layout)
         count, size = min(NUM_BUFFERS, len(layout.buckets)), layout.capacity
         held = self._buffers
-        if held is not None and held.fits(count, size):
+        if held and len(held.tensors) >= count and all(tensor.numel() >= size for tensor in held.tensors):
             self._channels.send(KEPT, "sharing memory")
             return layout
         has_memory = self._device.torch_device.index is not None
@@ -143,32 +142,14 @@ def _meeting_place(transport: Transport, device: Device) -> str:
     return f"\0rl-weights/{transport.address}/{device.memory_id}"
 
 
-class SharedBuffers(ABC):
-    """Buffers of the sender that receivers map.
+class HostBuffers:
+    """Buffers of the sender, uint8 `[capacity]` each, that receivers map: shared memory without a name (memfd).
 
-    Attributes:
-        tensors: The buffers, uint8 `[capacity]` each.
-        need_release: True if the memory is freed only after every receiver has let it go.
+    The kernel frees it with its last user, however that ends.
     """
 
     need_release = False
-    tensors: list[torch.Tensor]
-
-    def fits(self, count: int, capacity: int) -> bool:
-        """Return whether there are as many, each as large."""
-        return len(self.tensors) >= count and all(tensor.numel() >= capacity for tensor in self.tensors)
-
-    @abstractmethod
-    def offer(self, channel: Channel) -> None:
-        """Let the receiver at the other end map them."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Release them."""
-
-
-class HostBuffers(SharedBuffers):
-    """Shared memory without a name (memfd): the kernel frees it with its last user, however that ends."""
+    """Whether the memory is freed only after every receiver has let it go."""
 
     def __init__(self, count: int, capacity: int) -> None:
         self._capacity = capacity
@@ -178,6 +159,7 @@ class HostBuffers(SharedBuffers):
         self.tensors = [_map(file, capacity) for file in self._files]
 
     def offer(self, channel: Channel) -> None:
+        """Let the receiver at the other end map them."""
         channel.send({"files": len(self._files), "capacity": self._capacity}, "sharing memory")
         channel.send_files(self._files)
 
@@ -187,8 +169,11 @@ class HostBuffers(SharedBuffers):
             os.close(self._files.pop())
 
 
-class DeviceBuffers(SharedBuffers):
-    """CUDA memory, shared through IPC handles; if it is closed while a receiver maps it, it stays in torch's limbo."""
+class DeviceBuffers:
+    """Such buffers in CUDA memory, shared through IPC handles.
+
+    Memory that is freed while a receiver maps it stays in torch's limbo.
+    """
 
     need_release = True
 
@@ -196,6 +181,7 @@ class DeviceBuffers(SharedBuffers):
         self.tensors = [torch.empty(capacity, dtype=torch.uint8, device=device) for _ in range(count)]
 
     def offer(self, channel: Channel) -> None:
+        """Let the receiver at the other end map them."""
         from torch.multiprocessing.reductions import reduce_tensor
 
         handles = [reduce_tensor(tensor)[1] for tensor in self.tensors]
@@ -212,7 +198,7 @@ _DEVICE = 6
 
 
 def map_offered(offer: Mapping[str, Any], channel: Channel, device: Device) -> list[torch.Tensor]:
-    """Map the buffers of `SharedBuffers.offer` into this process.
+    """Map the buffers that a sender's `offer` describes into this process.
 
     Raises:
         WeightSyncError: If they are on another kind of device.
