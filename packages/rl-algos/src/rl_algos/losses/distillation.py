@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from rl_algos.losses.mask import TokenLoss
+from rl_algos.losses.mask import LossByToken
 from rl_core.data.batch import Batch
 from rl_core.model import LOGPROBS, HeadFiles, Read, divergences_from, logprobs_at
 from rl_core.model import MIN_TAIL as MIN_TAIL
@@ -87,7 +87,7 @@ _FORWARD = Divergence()
 
 
 @dataclass(frozen=True)
-class DistillationLoss(TokenLoss):
+class DistillationLoss(LossByToken):
     """The mean divergence over the tokens under `loss_mask`, plus `nll_weight` times their mean `-log q`.
 
     The divergence at token i compares the distributions of token i, given the tokens before it. All logits, of the
@@ -117,7 +117,7 @@ class DistillationLoss(TokenLoss):
 
 
 @dataclass(frozen=True)
-class WholeDistillationLoss(TokenLoss):
+class WholeDistillationLoss(LossByToken):
     """A `DistillationLoss` over all tokens that student and teacher share, however many there are.
 
     Distributions of a large vocabulary are too large to travel. Teachers send their hidden states, and the student's

@@ -42,7 +42,7 @@ def by_sequence(batch: Batch, column: Ragged) -> Ragged:
     return column.joined(np.diff(first, append=len(batch)))
 
 
-class TokenLoss:
+class LossByToken:
     """Base of losses that are divided by the number of tokens under `loss_mask`."""
 
     def totals(self, batch: Batch) -> Mapping[str, float]:

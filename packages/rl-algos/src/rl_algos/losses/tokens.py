@@ -6,12 +6,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rl_algos.losses.mask import TokenLoss
+from rl_algos.losses.mask import LossByToken
 from rl_core.model import LOGPROBS, VALUES, Read, draft_losses
 
 
 @dataclass(frozen=True)
-class NLLLoss(TokenLoss):
+class NLLLoss(LossByToken):
     """`-logp` of the tokens under `loss_mask` uint8 `[tokens]`, averaged over all of them in the batch.
 
     The mask of a row's first token must be 0: nothing predicts it.
@@ -24,7 +24,7 @@ class NLLLoss(TokenLoss):
 
 
 @dataclass(frozen=True)
-class ValueLoss(TokenLoss):
+class ValueLoss(LossByToken):
     """`max((V - R)^2, (clip(V) - R)^2) / 2` with the return R of each sampled token, averaged over all of them in the
     batch (the clipped value loss of PPO, arXiv:1707.06347 and its code).
 
@@ -52,7 +52,7 @@ arXiv:2503.01840)."""
 
 
 @dataclass(frozen=True)
-class DraftLoss(TokenLoss):
+class DraftLoss(LossByToken):
     """Cross-entropy of a draft head's distributions from the policy's, at the tokens under `loss_mask` uint8
     `[tokens]`: averaged over all of them in the batch, and over the tokens of drafts with weights that fall by `DECAY`.
 
