@@ -26,7 +26,7 @@ FUNCTIONS = SCANS | {"compile", "match", "fullmatch"}
 
 BOUNDED = {
     "rl_core/config/dump.py": "backslashes that the user wrote into a config of at most 4 MiB",
-    "rl_envs/gymnasium/game.py": "the screen of a game, which no model writes",
+    "rl_envs/gymnasium/environment.py": "the screen of a game, which no model writes",
     "rl_envs/math/": "answers of at most 3,000 characters, within two seconds of processor time",
 }
 """Files and folders whose patterns may take longer, each with the reason why their input is short."""

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from runs import by_transformers, lines_of, rollouts_of, steps_of
 
-from rl_algos.preference import data as preferences
+from rl_algos.dpo.algorithm import DPO
+from rl_algos.preference.data import pair_rows
 from rl_algos.tiny_model import make_tokenizer
 from rl_core.testing.documents import read_document
 from rl_core.testing.exhaustive import exhaustive
@@ -92,8 +93,8 @@ def test_the_rows_and_the_processor_of_the_guide_give_pairs(tmp_path, monkeypatc
     def pairs(*overrides):
         config = read_plan("votes.yaml", overrides).config
         tokenizer = make_tokenizer()
-        [dataset] = preferences.load(config).train
-        rows = preferences.pair_rows(dataset, config.data, tokenizer, 64, pairing="best-worst")
+        [dataset] = DPO().load(config).train
+        rows = pair_rows(dataset, config.data, tokenizer, 64, pairing="best-worst")
 
         def said(side):
             return tokenizer.decode(side.tokens[side.loss_mask == 1]).removesuffix("<|end|>").replace(" ", "")

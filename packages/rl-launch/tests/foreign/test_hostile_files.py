@@ -41,11 +41,7 @@ FILES = {
     "NUL": (".yaml", "a: 1\nb: \0", ".yaml:2: not valid YAML: special characters are not allowed"),
     "surrogate": (".yaml", 'a: 1\nb: "\\ud800"', f".yaml:2: a string has {HALF}"),
     "latin-1": (".yaml", b"a: \xe9", "not a text file in UTF-8"),
-    "interpolations": (
-        ".yaml",
-        doubled(60, "a{0}: ${{a{1}}}${{a{1}}}", "a0: x"),
-        "leads to more than 1,000 inter",
-    ),
+    "interpolations": (".yaml", doubled(60, "a{0}: ${{a{1}}}${{a{1}}}", "a0: x"), "leads to more than 1,000 inter"),
     "a chain": (".yaml", doubled(2000, "a{0}: ${{a{1}}}", "a0: x"), COSTLY),
     "an interpolation in itself": (".yaml", "a: " + "${add:" * 3000 + "1" + "}" * 3000, "too many interpolations"),
     "a product of a string": (".yaml", "a: ${mul:99999999999,xx}", "only numbers can be computed with"),

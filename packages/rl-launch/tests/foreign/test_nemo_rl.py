@@ -256,10 +256,7 @@ def test_a_balancing_loss_of_unknown_weight_is_refused_for_experts_alone(tmp_pat
     dense = imported(tmp_path, **megatron(moe_router_load_balancing_type="aux_loss"))
     assert dense.features == {}
     assert any("moe_aux_loss_coeff" in note for note in dense.notes)
-    experts = imported(
-        tmp_path,
-        **megatron(moe_router_load_balancing_type="aux_loss", expert_model_parallel_size=4),
-    )
+    experts = imported(tmp_path, **megatron(moe_router_load_balancing_type="aux_loss", expert_model_parallel_size=4))
     assert any("balancing loss" in feature for feature in experts.features)
 
 

@@ -15,7 +15,7 @@ Event = Literal["finished", "failed", "interrupted", "resumed", "stalled", "alar
 """Changes of a run's state that somebody may want to know."""
 
 
-_DESTINATION = re.compile(r"hf://[\w.-]+/[\w.-]+|(?!hf:)[a-z][a-z0-9+.-]*://\S+")
+_DESTINATION = re.compile(r"hf://[\w.-]+/[\w.-]+|(?!hf:)[a-z][a-z0-9+.-]{0,30}://\S+")
 
 _DURATION = re.compile(r"(\d+):([01]?\d|2[0-3]):([0-5]?\d):([0-5]?\d)")
 
