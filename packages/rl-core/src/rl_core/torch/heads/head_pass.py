@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rl_core.token_filter import TokenFilter
 from rl_core.torch.kernels.devices import takes
-from rl_core.torch.kernels.vocabulary import LogitForm, SoftmaxGradient, add_product_, write_softmax_gradient
+from rl_core.torch.kernels.vocabulary import LogitForm, add_product_
 
 LEFT_OUT = -1e30
 """Logit of a token that is filtered out: its probability is 0, and products with it stay finite."""
@@ -111,13 +111,14 @@ class HeadPass:
         if not self.is_fused(hidden):
             return self._gradient_(self.logits(hidden, weight, bias), read)
         products = F.linear(hidden, weight, bias)
-        of_rows = SoftmaxGradient(
-            read.log_sum,
-            read.by_columns_sum,
-            *((read.entropy, read.by_entropy) if self.entropy else (None, None)),
-            *((read.collision, read.by_collision) if self.collision else (None, None)),
+        form = self.form.scale, self.form.softcap, self.form.temperature
+        of_entropy = (read.entropy, read.by_entropy) if self.entropy else (None, None)
+        of_collision = (read.collision, read.by_collision) if self.collision else (None, None)
+        columns = read.columns.contiguous(), read.by_columns.contiguous()
+        # The gradient takes the place of the products: one read and one write.
+        torch.ops.rl_core.softmax_gradient_(
+            products, *form, read.log_sum, read.by_columns_sum, *of_entropy, *of_collision, *columns
         )
-        write_softmax_gradient(products, self.form, of_rows, read.columns, read.by_columns)
         return products
 
     def _gradient_(self, logits: Tensor, read: ReadGradients) -> Tensor:

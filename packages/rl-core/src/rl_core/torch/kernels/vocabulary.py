@@ -58,26 +58,6 @@ class SoftmaxStatistics(NamedTuple):
         )
 
 
-class SoftmaxGradient(NamedTuple):
-    """Gradients of a loss by reads of a softmax, and the values of the reads, each float32 `[n]`.
-
-    Args:
-        log_sum: Logarithm of the sum of the exponentials.
-        by_logprobs: Sum of the gradients by all logprobs that were read.
-        entropy: In nats; None if it was not read.
-        by_entropy: Gradient by the entropy; None if it was not read.
-        collision: Sum of squared probabilities; None if it was not read.
-        by_collision: Gradient by the collision; None if it was not read.
-    """
-
-    log_sum: Tensor
-    by_logprobs: Tensor
-    entropy: Tensor | None = None
-    by_entropy: Tensor | None = None
-    collision: Tensor | None = None
-    by_collision: Tensor | None = None
-
-
 def softmax_statistics(products: Tensor, form: LogitForm, *, squares: bool = False) -> SoftmaxStatistics:
     """Return the statistics of the softmax of each row, from one read of it.
 
@@ -88,23 +68,6 @@ def softmax_statistics(products: Tensor, form: LogitForm, *, squares: bool = Fal
     """
     found = torch.ops.rl_core.softmax_statistics(products, form.scale, form.softcap, form.temperature, squares)
     return SoftmaxStatistics(*found.unbind(0))
-
-
-def write_softmax_gradient(
-    products: Tensor, form: LogitForm, gradient: SoftmaxGradient, columns: Tensor, by_columns: Tensor
-) -> None:
-    """Replace products by the gradient of the loss by them, in their dtype: one read and one write.
-
-    Args:
-        products: `[n, vocab]`, of hidden states and head.
-        form: Conversion to logits.
-        gradient: Gradients that concern all tokens of a row.
-        columns: Int64 `[n, k]`, tokens whose logprobs were read; one may be there twice.
-        by_columns: `[n, k]`, gradients by their logprobs.
-    """
-    torch.ops.rl_core.softmax_gradient_(
-        products, form.scale, form.softcap, form.temperature, *gradient, columns.contiguous(), by_columns.contiguous()
-    )
 
 
 def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -160,6 +123,22 @@ def _gradient_(
     columns: Tensor,
     by_columns: Tensor,
 ) -> None:
+    """Replace products `[n, vocab]` of hidden states and head by the gradient of the loss by them, in their dtype.
+
+    Args:
+        products: Changed in place.
+        scale: Multiplies the products.
+        softcap: Bounds the logits; None if they are not bounded.
+        temperature: Divides the logits.
+        log_sum: `[n]`, logarithm of the sum of the exponentials.
+        by_logprobs: `[n]`, sum of the gradients by all logprobs that were read.
+        entropy: `[n]`, in nats; None if it was not read.
+        by_entropy: `[n]`, gradient by the entropy; None if it was not read.
+        collision: `[n]`, sum of squared probabilities; None if it was not read.
+        by_collision: `[n]`, gradient by the collision; None if it was not read.
+        columns: Int64 `[n, k]`, tokens whose logprobs were read; one may be there twice.
+        by_columns: `[n, k]`, gradients by their logprobs.
+    """
     from rl_core.torch.kernels.row_programs import softmax_gradient
 
     num, size = products.shape
