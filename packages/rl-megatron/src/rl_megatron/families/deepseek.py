@@ -12,16 +12,7 @@ from typing import Any
 from rl_core.facts.hf_config import HFConfig
 from rl_megatron.conversion.splits import Chunks, Split, Whole
 from rl_megatron.conversion.weight_map import HFTensor, WeightMap
-from rl_megatron.families.dense import (
-    Family,
-    attention_maps,
-    common_settings,
-    grouped_query_settings,
-    mlp_maps,
-    model_maps,
-    partial_rotary_dim,
-    single_map,
-)
+from rl_megatron.families import dense
 from rl_megatron.families.experts import routed_maps
 from rl_megatron.families.rotary import latent_settings
 from rl_megatron.families.supported import bias_problem, group_problem, interleave_problem, norm_problem, refuse
@@ -56,11 +47,13 @@ def _sigmoid_maps(config: HFConfig, layer: int) -> list[WeightMap]:
     ours, theirs = f"decoder.layers.{layer}.mlp", f"model.layers.{layer}.mlp"
     hidden, num_experts, width = config.hidden_size, config.n_routed_experts, config.moe_intermediate_size
     if layer < config.first_k_dense_replace:
-        return mlp_maps(hidden, config.intermediate_size, ours, theirs)
+        return dense.mlp_maps(hidden, config.intermediate_size, ours, theirs)
     source = HFTensor(f"{theirs}.gate.e_score_correction_bias", (num_experts,))
     bias = WeightMap(f"{ours}.router.expert_bias", (source,), Whole(), dtype="float32")
     router, *experts = routed_maps(config, layer, num_experts, width, theirs)
-    shared = mlp_maps(hidden, width * config.n_shared_experts, f"{ours}.shared_experts", f"{theirs}.shared_experts")
+    shared = dense.mlp_maps(
+        hidden, width * config.n_shared_experts, f"{ours}.shared_experts", f"{theirs}.shared_experts"
+    )
     return [router, bias, *experts, *shared]
 
 
@@ -69,7 +62,7 @@ def _deepseek_settings(config: HFConfig) -> Mapping[str, Any]:
     refuse(bias_problem(fields))
     refuse(interleave_problem(fields))
     return {
-        **common_settings(config),
+        **dense.common_settings(config),
         **latent_settings(config),
         "multi_latent_attention": True,
         "qk_layernorm": True,
@@ -91,7 +84,7 @@ def _deepseek_layer_maps(config: HFConfig, layer: int) -> list[WeightMap]:
     values = heads * config.v_head_dim
 
     def entry(name: str, source: str, shape: tuple[int, ...], split: Split) -> WeightMap:
-        return single_map(f"{ours}.{name}.weight", f"{theirs}.{source}.weight", shape, split)
+        return dense.single_map(f"{ours}.{name}.weight", f"{theirs}.{source}.weight", shape, split)
 
     if config.q_lora_rank is None:
         queries = [entry("linear_q_proj", "q_proj", (query, hidden), Chunks(query))]
@@ -114,17 +107,19 @@ def _deepseek_layer_maps(config: HFConfig, layer: int) -> list[WeightMap]:
 
 def _glm_settings(config: HFConfig) -> Mapping[str, Any]:
     further = {"add_qkv_bias": config.attention_bias, "qk_layernorm": config.use_qk_norm}
-    return {**grouped_query_settings(config), **_sigmoid_settings(config), **further}
+    return {**dense.grouped_query_settings(config), **_sigmoid_settings(config), **further}
 
 
 def _glm_layer_maps(config: HFConfig, layer: int) -> list[WeightMap]:
-    attention = attention_maps(config, layer, has_bias=config.attention_bias, has_norms=config.use_qk_norm)
+    attention = dense.attention_maps(config, layer, has_bias=config.attention_bias, has_norms=config.use_qk_norm)
     return [*attention, *_sigmoid_maps(config, layer)]
 
 
-DEEPSEEK_V3 = Family(
+DEEPSEEK_V3 = dense.Family(
     _deepseek_settings,
-    lambda config: model_maps(config, _deepseek_layer_maps),
+    lambda config: dense.model_maps(config, _deepseek_layer_maps),
     lambda config: int(config.qk_rope_head_dim),
 )
-GLM4_MOE = Family(_glm_settings, lambda config: model_maps(config, _glm_layer_maps), partial_rotary_dim)
+GLM4_MOE = dense.Family(
+    _glm_settings, lambda config: dense.model_maps(config, _glm_layer_maps), dense.partial_rotary_dim
+)

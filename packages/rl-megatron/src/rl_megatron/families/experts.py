@@ -12,22 +12,17 @@ from typing import Any
 from rl_core.facts.hf_config import HFConfig
 from rl_megatron.conversion.splits import Blocks, Chunks, Whole
 from rl_megatron.conversion.weight_map import HFTensor, WeightMap
-from rl_megatron.families.dense import (
-    PROJECTIONS,
-    Family,
-    attention_maps,
-    dense_settings,
-    head_dim,
-    mlp_maps,
-    model_maps,
-    partial_rotary_dim,
-    single_map,
-)
+from rl_megatron.families import dense
 from rl_megatron.families.supported import LINEAR_ATTENTION
 
 
 def routed_maps(
-    config: HFConfig, layer: int, num_experts: int, width: int, theirs: str, names: Mapping[str, str] = PROJECTIONS
+    config: HFConfig,
+    layer: int,
+    num_experts: int,
+    width: int,
+    theirs: str,
+    names: Mapping[str, str] = dense.PROJECTIONS,
 ) -> list[WeightMap]:
     """Return the maps of a layer's router and of the experts that it chooses from.
 
@@ -40,16 +35,16 @@ def routed_maps(
         names: Names of the `gate`, `up` and `down` projections there.
     """
     ours, hidden = f"decoder.layers.{layer}.mlp", config.hidden_size
-    maps = [single_map(f"{ours}.router.weight", f"{theirs}.gate.weight", (num_experts, hidden), Whole())]
+    maps = [dense.single_map(f"{ours}.router.weight", f"{theirs}.gate.weight", (num_experts, hidden), Whole())]
     for expert in range(num_experts):
         prefixes = f"{ours}.experts.local_experts.{expert}", f"{theirs}.experts.{expert}"
-        maps += mlp_maps(hidden, width, *prefixes, names=names, over="etp")
+        maps += dense.mlp_maps(hidden, width, *prefixes, names=names, over="etp")
     return maps
 
 
 def _qwen_settings(config: HFConfig, **further: Any) -> dict[str, Any]:
     return {
-        **dense_settings(config),
+        **dense.dense_settings(config),
         "num_moe_experts": config.num_experts,
         "moe_router_topk": config.num_experts_per_tok,
         "moe_ffn_hidden_size": config.moe_intermediate_size,
@@ -81,10 +76,10 @@ def _qwen_maps(
         if _has_experts(config, layer):
             mlp = routed_maps(config, layer, config.num_experts, config.moe_intermediate_size, theirs)
         else:
-            mlp = mlp_maps(config.hidden_size, config.intermediate_size, f"decoder.layers.{layer}.mlp", theirs)
+            mlp = dense.mlp_maps(config.hidden_size, config.intermediate_size, f"decoder.layers.{layer}.mlp", theirs)
         return [*mixer_maps(config, layer), *mlp]
 
-    return [*model_maps(config, layer_maps), *(_shared_expert_maps(config) if has_shared else ())]
+    return [*dense.model_maps(config, layer_maps), *(_shared_expert_maps(config) if has_shared else ())]
 
 
 def _shared_expert_settings(config: HFConfig) -> Mapping[str, Any]:
@@ -99,19 +94,15 @@ def _shared_expert_maps(config: HFConfig) -> list[WeightMap]:
     for layer in range(config.num_hidden_layers):
         if _has_experts(config, layer):
             ours, theirs = f"decoder.layers.{layer}.mlp.shared_experts", f"model.layers.{layer}.mlp"
-            maps += mlp_maps(hidden, width, ours, f"{theirs}.shared_expert")
-            maps.append(single_map(f"{ours}.gate_weight", f"{theirs}.shared_expert_gate.weight", (1, hidden), Whole()))
+            maps += dense.mlp_maps(hidden, width, ours, f"{theirs}.shared_expert")
+            maps.append(
+                dense.single_map(f"{ours}.gate_weight", f"{theirs}.shared_expert_gate.weight", (1, hidden), Whole())
+            )
     return maps
 
 
 def _qwen3_next_settings(config: HFConfig) -> Mapping[str, Any]:
-    same = (
-        "linear_conv_kernel_dim",
-        "linear_key_head_dim",
-        "linear_value_head_dim",
-        "linear_num_key_heads",
-        "linear_num_value_heads",
-    )
+    same = ("conv_kernel_dim", "key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads")
     return {
         **_qwen_settings(config),
         **_shared_expert_settings(config),
@@ -119,14 +110,14 @@ def _qwen3_next_settings(config: HFConfig) -> Mapping[str, Any]:
         "layernorm_zero_centered_gamma": True,
         "attention_output_gate": True,
         "linear_attention_freq": [int(kind == LINEAR_ATTENTION) for kind in config.layer_types],
-        **{name: getattr(config, name) for name in same},
+        **{f"linear_{name}": getattr(config, f"linear_{name}") for name in same},
     }
 
 
 def _mixer_maps(config: HFConfig, layer: int) -> list[WeightMap]:
     """Return the maps of a layer's attention, linear or gated."""
     if config.layer_types[layer] != LINEAR_ATTENTION:
-        return attention_maps(config, layer, has_norms=True, has_gates=True)
+        return dense.attention_maps(config, layer, has_norms=True, has_gates=True)
     ours, theirs = f"decoder.layers.{layer}.self_attention", f"model.layers.{layer}.linear_attn"
     hidden, heads = config.hidden_size, config.linear_num_value_heads
     keys = config.linear_num_key_heads * config.linear_key_head_dim
@@ -138,16 +129,16 @@ def _mixer_maps(config: HFConfig, layer: int) -> list[WeightMap]:
     output = Chunks(values, dim=1)
     return [
         WeightMap(f"{ours}.in_proj.weight", inputs, Blocks(tuple((count,) for count in projected.values()))),
-        single_map(f"{ours}.conv_weight", f"{theirs}.conv1d.weight", kernel, Blocks(((keys, keys, values),))),
-        single_map(f"{ours}.A_log", f"{theirs}.A_log", (heads,), Chunks(heads)),
-        single_map(f"{ours}.dt_bias", f"{theirs}.dt_bias", (heads,), Chunks(heads)),
-        single_map(f"{ours}.norm_weight", f"{theirs}.norm.weight", norm, Whole()),
-        single_map(f"{ours}.out_proj.weight", f"{theirs}.out_proj.weight", (hidden, values), output),
+        dense.single_map(f"{ours}.conv_weight", f"{theirs}.conv1d.weight", kernel, Blocks(((keys, keys, values),))),
+        dense.single_map(f"{ours}.A_log", f"{theirs}.A_log", (heads,), Chunks(heads)),
+        dense.single_map(f"{ours}.dt_bias", f"{theirs}.dt_bias", (heads,), Chunks(heads)),
+        dense.single_map(f"{ours}.norm_weight", f"{theirs}.norm.weight", norm, Whole()),
+        dense.single_map(f"{ours}.out_proj.weight", f"{theirs}.out_proj.weight", (hidden, values), output),
     ]
 
 
 def _mixtral_settings(config: HFConfig) -> Mapping[str, Any]:
-    return dense_settings(
+    return dense.dense_settings(
         config,
         num_moe_experts=config.num_local_experts,
         moe_router_topk=config.num_experts_per_tok,
@@ -160,22 +151,22 @@ def _mixtral_maps(config: HFConfig) -> list[WeightMap]:
     def layer_maps(config: HFConfig, layer: int) -> list[WeightMap]:
         theirs, names = f"model.layers.{layer}.block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"}
         experts = routed_maps(config, layer, config.num_local_experts, config.intermediate_size, theirs, names)
-        return [*attention_maps(config, layer), *experts]
+        return [*dense.attention_maps(config, layer), *experts]
 
-    return model_maps(config, layer_maps)
+    return dense.model_maps(config, layer_maps)
 
 
-QWEN2_MOE = Family(
+QWEN2_MOE = dense.Family(
     lambda config: _qwen_settings(config, **_shared_expert_settings(config), add_qkv_bias=config.qkv_bias),
-    lambda config: _qwen_maps(config, partial(attention_maps, has_bias=config.qkv_bias), has_shared=True),
-    head_dim,
+    lambda config: _qwen_maps(config, partial(dense.attention_maps, has_bias=config.qkv_bias), has_shared=True),
+    dense.head_dim,
 )
-QWEN3_MOE = Family(
+QWEN3_MOE = dense.Family(
     partial(_qwen_settings, qk_layernorm=True),
-    partial(_qwen_maps, mixer_maps=partial(attention_maps, has_norms=True)),
-    head_dim,
+    partial(_qwen_maps, mixer_maps=partial(dense.attention_maps, has_norms=True)),
+    dense.head_dim,
 )
-QWEN3_NEXT = Family(
-    _qwen3_next_settings, partial(_qwen_maps, mixer_maps=_mixer_maps, has_shared=True), partial_rotary_dim
+QWEN3_NEXT = dense.Family(
+    _qwen3_next_settings, partial(_qwen_maps, mixer_maps=_mixer_maps, has_shared=True), dense.partial_rotary_dim
 )
-MIXTRAL = Family(_mixtral_settings, _mixtral_maps, head_dim)
+MIXTRAL = dense.Family(_mixtral_settings, _mixtral_maps, dense.head_dim)

@@ -49,11 +49,8 @@ def scaling_fields(config: HFConfig) -> Mapping[str, float]:
         return {}
     _, attention_factor = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
     factor = rope["factor"]
-    return {
-        "yarn_rotary_scaling_factor": factor,
-        "yarn_mscale": _mscale(attention_factor, factor, 0.0),
-        "yarn_mscale_all_dim": 0.0,
-    }
+    mscale = _mscale(attention_factor, factor, 0.0)
+    return {"yarn_rotary_scaling_factor": factor, "yarn_mscale": mscale, "yarn_mscale_all_dim": 0.0}
 
 
 def latent_settings(config: HFConfig) -> Mapping[str, Any]:

@@ -40,9 +40,7 @@ class StaticBatch:
         max_prefill_tokens: int,
         recorder: MegatronRoutingRecorder | None,
     ) -> None:
-        self.model = model
-        self._recorder = recorder
-        self._device = device
+        self.model, self._recorder, self._device = model, recorder, device
         self._max_prefill_tokens = max_prefill_tokens
         self.rows: list[Row] = []
         config = InferenceWrapperConfig(

@@ -11,16 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core import parallel_state
-from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-    get_cuda_rng_tracker,
-    reduce_from_tensor_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-)
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
@@ -33,7 +24,7 @@ from rl_megatron.families.catalog import family_of
 from rl_megatron.model.attention import WholeProjection
 from rl_megatron.model.model import ReadingModel
 
-LINEAR = (ColumnParallelLinear, RowParallelLinear, WholeProjection)
+LINEAR = (tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear, WholeProjection)
 
 
 def add_adapters(model: ReadingModel, config: LoraConfig) -> None:
@@ -165,7 +156,7 @@ class Adapters(nn.Module):
             # Every rank has the same input and must drop the same of it.
             low = torch.cat([F.linear(F.dropout(hidden, self.dropout), down) for down in downs], -1)
         else:
-            with get_cuda_rng_tracker().fork():
+            with tensor_parallel.get_cuda_rng_tracker().fork():
                 dropped = [F.dropout(hidden, self.dropout) for _ in downs]
             low = torch.cat([F.linear(part, down) for part, down in zip(dropped, downs, strict=True)], -1)
         low = self._exchanged(low)
@@ -176,7 +167,7 @@ class Adapters(nn.Module):
             block = up.new_zeros((self.num_rows, up.shape[1]))
             if self.is_uneven:
                 # Each rank has the gradient from its own rows.
-                up = copy_to_tensor_model_parallel_region(up)[self.get_buffer(f"{name}_own")]
+                up = tensor_parallel.copy_to_tensor_model_parallel_region(up)[self.get_buffer(f"{name}_own")]
             blocks.append(block.index_copy(0, rows, up))
         return F.linear(low, torch.cat(blocks, 1)) * self.scale
 
@@ -186,13 +177,13 @@ class Adapters(nn.Module):
             return low
         low = low.contiguous()  # megatron-core 0.16.1 sums a copy of other tensors, and returns the original.
         if self.split_dim == 0 and self.is_sequence_parallel:
-            out = gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True)
+            out = tensor_parallel.gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True)
         elif self.split_dim == 0:
-            out = copy_to_tensor_model_parallel_region(low)
+            out = tensor_parallel.copy_to_tensor_model_parallel_region(low)
         elif self.is_sequence_parallel:
-            out = reduce_scatter_to_sequence_parallel_region(low)
+            out = tensor_parallel.reduce_scatter_to_sequence_parallel_region(low)
         else:
-            out = reduce_from_tensor_model_parallel_region(low)
+            out = tensor_parallel.reduce_from_tensor_model_parallel_region(low)
         exchanged: Tensor = out
         return exchanged
 

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged
-from rl_core.rollouts.rollout import UNKNOWN_EXPERT
 from rl_core.torch.loss import Rows
 from rl_core.torch.training.replay import RoutingShape, chosen_experts
 from rl_megatron.model.layout import RowLayout
@@ -318,21 +317,15 @@ class MegatronRoutingRecorder:
             router.router_replay = self._layers[router.layer_number - 1] = RecordedLayer()
         if not self._layers:
             raise ValueError("the model has no experts, so there is no routing to report")
-        self._shape = (config.num_layers, config.moe_router_topk)
+        self._shape = RoutingShape(config.num_layers, config.moe_router_topk, config.num_moe_experts)
 
     def take(self, num_rows: int) -> np.ndarray:
         """Return int16 `[rows, columns, layers, experts per token]` of the last forward pass; -1 in layers without
         experts."""
-        chosen = {layer: recorded.experts for layer, recorded in self._layers.items()}
-        first = next(iter(chosen.values()))
-        assert first is not None, "no forward pass yet"
-        found = torch.full((len(first), *self._shape), UNKNOWN_EXPERT, dtype=torch.int16, device=first.device)
-        for layer, experts in chosen.items():
-            assert experts is not None
-            found[:, layer] = experts.to(torch.int16)
+        chosen = {layer: each.experts for layer, each in self._layers.items() if each.experts is not None}
+        assert len(chosen) == len(self._layers), "no forward pass yet"
         # Routers see tokens column by column.
-        by_row: np.ndarray = found.unflatten(0, (-1, num_rows)).transpose(0, 1).cpu().numpy()
-        return by_row
+        return self._shape.recorded(chosen).unflatten(0, (-1, num_rows)).transpose(0, 1).cpu().numpy()
 
 
 def is_router_recomputed(config: TransformerConfig) -> bool:

@@ -84,6 +84,9 @@ class MegatronOptimizer:
         is_counted: Function that returns whether a parameter's elements on this rank count in the norm of all
             gradients.
         norms_and_biases: Parameters of the model that the optimizer may leave without weight decay.
+
+    Attributes:
+        groups: The ranks that share the state of each parameter.
     """
 
     def __init__(
@@ -106,13 +109,9 @@ class MegatronOptimizer:
             main for parameter, runs in self._runs.items() if parameter in norms_and_biases for _, main in runs
         }
         self.inner = build(self.parameters or [nn.Parameter(torch.zeros(0))], undecayed)
-        self._groups = {
+        self.groups: dict[nn.Parameter, dist.ProcessGroup] = {
             parameter: buffer.data_parallel_group for buffer in self._buffers for parameter in buffer.params
         }
-
-    def group_of(self, parameter: nn.Parameter) -> dist.ProcessGroup:
-        """Return the ranks that share a parameter's state."""
-        return self._groups[parameter]
 
     def runs_of(self, parameter: nn.Parameter) -> list[tuple[ParameterShard, nn.Parameter]]:
         """Return this rank's runs of a parameter, none or one, with the parameter of the inner optimizer for each."""

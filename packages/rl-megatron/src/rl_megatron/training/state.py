@@ -39,9 +39,7 @@ class MegatronState:
     def __init__(
         self, model: ReadingModel, weights: MegatronWeights, optimizer: MegatronOptimizer | None, mesh: MegatronMesh
     ) -> None:
-        self._model = model
-        self._weights = weights
-        self._optimizer = optimizer
+        self._model, self._weights, self._optimizer = model, weights, optimizer
         self._mesh = mesh
         self._dtypes: dict[str, str] = {}
 
@@ -85,7 +83,7 @@ class MegatronState:
         for entry, parameter in self._trained:
             assert self._optimizer is not None
             # The first of the groups that hold the same share of a parameter writes it.
-            group = self._optimizer.group_of(parameter)
+            group = self._optimizer.groups[parameter]
             if entry.copy_of is not None or self._weights.leader(entry) not in dist.get_process_group_ranks(group):
                 continue
             for shard, inner, _ in self._runs(parameter):

@@ -12,11 +12,7 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
-from transformers import PreTrainedConfig
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-)
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PreTrainedConfig
 
 from rl_core.data.batch import Batch
 from rl_core.data.microbatch import Pipeline
@@ -41,6 +37,9 @@ class MegatronModel:
         chunks: The same, wrapped to reduce gradients; empty if it does not train.
         shape: Shape of the whole model; None if the operations of steps are not counted.
         reports_layers: True if a loss that balances experts is reported for each layer too.
+
+    Attributes:
+        hf_config: Config of the whole model.
     """
 
     def __init__(
@@ -54,11 +53,9 @@ class MegatronModel:
         reports_layers: bool,
     ) -> None:
         self.reading = reading
-        self.shape = shape
-        self._chunks = chunks
-        self._weights = weights
-        self._mesh = mesh
-        self._reports_layers = reports_layers
+        self.hf_config: PreTrainedConfig = reading.hf
+        self.shape, self._chunks, self._weights = shape, chunks, weights
+        self._mesh, self._reports_layers = mesh, reports_layers
         self._biases: list[Tensor] = []
 
     @property
@@ -66,11 +63,6 @@ class MegatronModel:
         """Pipeline ranks, and the virtual stages of each."""
         num_virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
         return Pipeline(parallel_state.get_pipeline_model_parallel_world_size(), num_virtual)
-
-    @property
-    def hf_config(self) -> PreTrainedConfig:
-        """Config of the whole model."""
-        return self.reading.hf
 
     @property
     def architecture(self) -> str:

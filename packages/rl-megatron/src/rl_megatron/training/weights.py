@@ -47,10 +47,8 @@ class MegatronWeights:
         self._model = model
         self._files = files
         self._mesh = mesh
-        tensor, expert = (
-            parallel_state.get_tensor_model_parallel_group(),
-            parallel_state.get_expert_tensor_parallel_group(),
-        )
+        tensor = parallel_state.get_tensor_model_parallel_group()
+        expert = parallel_state.get_expert_tensor_parallel_group()
         self._shares = {"tp": (tensor.rank(), tensor.size()), "etp": (expert.rank(), expert.size())}
         adapters = [each for adapter in model.adapters.values() for each in (adapter.down, adapter.up)]
         self._own_maps = [*family_of(model.hf).weights(model.hf), *_head_maps(model)]

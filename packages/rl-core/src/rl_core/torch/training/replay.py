@@ -8,6 +8,7 @@ arXiv:2510.11370).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -75,6 +76,19 @@ class RoutingShape(NamedTuple):
             return torch.full((len(places), *shape), UNKNOWN_EXPERT, dtype=torch.int16, device=places.device)
         routed = rows[ROUTED_EXPERTS]
         return torch.cat([routed, routed.new_full((1, *shape), UNKNOWN_EXPERT)])[places]
+
+    def recorded(self, chosen: Mapping[int, Tensor]) -> Tensor:
+        """Return int16 `[tokens, layers, experts per token]`; `UNKNOWN_EXPERT` in layers without experts.
+
+        Args:
+            chosen: Experts of the tokens, `[tokens, experts per token]`, by the number of the layer.
+        """
+        first = next(iter(chosen.values()))
+        shape = (len(first), self.num_layers, self.num_chosen)
+        found = torch.full(shape, UNKNOWN_EXPERT, dtype=torch.int16, device=first.device)
+        for layer, experts in chosen.items():
+            found[:, layer] = experts.to(torch.int16)
+        return found
 
 
 def chosen_experts(own: Tensor, given: Tensor) -> Tensor:
