@@ -33,7 +33,7 @@ from rl_core.torch.kernels.devices import as_on_gpus
 from rl_core.torch.rows import to_rows
 from rl_core.torch.training.backend import Microbatch, Pass
 from rl_dtensor.config import DTensorConfig
-from rl_dtensor.model.build import unloaded_model
+from rl_dtensor.model.build import ModelBuilder
 from rl_dtensor.model.kernels import varlen
 from rl_dtensor.parallel.mesh import DTensorMesh
 from rl_dtensor.parallel.sizes import AxisSizes
@@ -124,9 +124,10 @@ def pass_costs(
         stack.enter_context(as_on_gpus())
         routed = partial(_even_exchange, mesh, hf_config, workload.num_tokens)
         stack.enter_context(Answers(partial(_read, workload.num_tokens, routed), workload.num_tokens))
-        sharded = unloaded_model(
-            config, backend, ModelSpec(), deepcopy(hf_config), files=WeightFiles(folder, {}), is_packed=True, mesh=mesh
-        )
+        files = WeightFiles(folder, {})
+        sharded = ModelBuilder(
+            config, backend, ModelSpec(), deepcopy(hf_config), files=files, is_packed=True, mesh=mesh
+        ).build()
         for chunk in sharded.chunks:
             chunk.attend = varlen()
         model = DTensorModel(sharded, mesh)

@@ -78,6 +78,6 @@ def placements(rank: Rank, part: str) -> dict[str, tuple[str, int]]:
     sharded = rank.held[HELD]._model.sharded
     return {
         name: (str(tensor.placements), tensor.to_local().numel())
-        for name, tensor in sharded.weights.held()
+        for name, tensor in sharded.weights.held.items()
         if part in name
     }

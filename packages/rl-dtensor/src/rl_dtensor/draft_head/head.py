@@ -39,11 +39,8 @@ class PolicyStates:
     def __init__(
         self, entered: Tensor, last: Tensor, embedding: Tensor | None, head: logprobs.Head, draft_ids: Tensor | None
     ) -> None:
-        self.entered = entered
-        self.last = last
-        self.embedding = embedding
-        self.head = head
-        self.draft_ids = draft_ids
+        self.entered, self.last, self.embedding = entered, last, embedding
+        self.head, self.draft_ids = head, draft_ids
 
     @torch.no_grad()
     def probabilities(self, hidden: Tensor) -> Tensor:

@@ -142,9 +142,7 @@ class DraftHeadModel:
             wanted = rows[LOSS_MASK] > 0
         else:  # The row only lets the rank take part.
             wanted = torch.ones(rows.num_tokens, dtype=torch.bool, device=rows.offsets.device)
-        columns: dict[str, Tensor] = {
-            read.name: self._head.module(states, layout, wanted, read.k) for read in run.reads
-        }
+        columns: dict[str, Any] = {read.name: self._head.module(states, layout, wanted, read.k) for read in run.reads}
         return run.on_reads(microbatch, columns)
 
 

@@ -37,9 +37,7 @@ class DecodingBatch:
         recorder: RoutingRecorder | None = None,
         images: PromptImages | None = None,
     ) -> None:
-        self._model = model
-        self._recorder = recorder
-        self._images = images
+        self._model, self._recorder, self._images = model, recorder, images
         self._device = device
         self.rows: list[Row] = []
         self._kinds = kinds
@@ -186,9 +184,7 @@ class WholeRowBatch:
     def __init__(
         self, model: PreTrainedModel, device: torch.device, recorder: RoutingRecorder | None = None, *, max_tokens: int
     ) -> None:
-        self._model = model
-        self._device = device
-        self._recorder = recorder
+        self._model, self._device, self._recorder = model, device, recorder
         self._max_tokens = max_tokens
         self.rows: list[Row] = []
 

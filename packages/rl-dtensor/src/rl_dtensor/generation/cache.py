@@ -7,22 +7,12 @@ from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
-from transformers.cache_utils import (
-    Cache,
-    CacheLayerMixin,
-    DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-    LinearAttentionLayer,
-)
+from transformers import PreTrainedConfig, cache_utils
 
 _SLACK = 64
 
 
-class RowLayer(CacheLayerMixin):
+class RowLayer(cache_utils.CacheLayerMixin):
     """One layer's keys and values, `[rows, heads, columns, head_dim]`, with room to grow in place.
 
     A row's tokens are flush with the last column, so distances between columns are distances between positions and a
@@ -84,7 +74,7 @@ class RowLayer(CacheLayerMixin):
         self._columns = columns
 
 
-class RowStates(LinearAttentionLayer):
+class RowStates(cache_utils.LinearAttentionLayer):
     """One layer's states of each row, of its convolution and of its recurrence. No row may be padded."""
 
     def keep(self, rows: Tensor, first_column: int) -> None:
@@ -124,11 +114,11 @@ class RowStatesAndKeys(RowStates, RowLayer):
 Kind = type[RowLayer] | type[RowStates]
 
 _KINDS: dict[type, Kind] = {
-    DynamicLayer: RowLayer,
-    DynamicSlidingWindowLayer: RowLayer,
-    LinearAttentionLayer: RowStates,
-    LinearAttentionAndFullAttentionLayer: RowStatesAndKeys,
-    LinearAttentionAndSlidingWindowAttentionLayer: RowStatesAndKeys,
+    cache_utils.DynamicLayer: RowLayer,
+    cache_utils.DynamicSlidingWindowLayer: RowLayer,
+    cache_utils.LinearAttentionLayer: RowStates,
+    cache_utils.LinearAttentionAndFullAttentionLayer: RowStatesAndKeys,
+    cache_utils.LinearAttentionAndSlidingWindowAttentionLayer: RowStatesAndKeys,
 }
 """Kind of a layer in the cache of `transformers` to the kind here."""
 
@@ -139,7 +129,7 @@ def row_layers(config: PreTrainedConfig) -> tuple[Kind, ...]:
     Raises:
         ValueError: If a layer keeps something else.
     """
-    layers = DynamicCache(config=config).layers
+    layers = cache_utils.DynamicCache(config=config).layers
     foreign = sorted({type(layer).__name__ for layer in layers if type(layer) not in _KINDS})
     if foreign:
         raise ValueError(f"its layers keep more than keys and values, or a state (transformers: {', '.join(foreign)})")
@@ -152,7 +142,7 @@ def has_states(kinds: Sequence[Kind]) -> bool:
     return any(issubclass(kind, RowStates) for kind in kinds)
 
 
-class RowCache(Cache):
+class RowCache(cache_utils.Cache):
     """A layer for each of the model.
 
     Args:

@@ -19,6 +19,7 @@ from rl_core.torch.process_group import on_all_ranks
 from rl_core.torch.training.lora import InitialFactors
 from rl_core.torch.training.recompute import RecomputePlan
 from rl_dtensor.config import DTensorConfig
+from rl_dtensor.model import settings
 from rl_dtensor.model.kernels import activate_flash_attention, kernel_of
 from rl_dtensor.model.layers.compilation import compile_layers
 from rl_dtensor.model.layers.experts import dispatch_experts
@@ -31,13 +32,6 @@ from rl_dtensor.model.layout import Alignment, Context, lay_out
 from rl_dtensor.model.loading import check_logits, check_packing, probe_row, rebuild_buffers
 from rl_dtensor.model.model import ReadingModel, ShardedModel
 from rl_dtensor.model.precision import Kept, widen
-from rl_dtensor.model.settings import (
-    device_problems,
-    kernel_problems,
-    largest_head,
-    low_precision_problems,
-    vision_build_problems,
-)
 from rl_dtensor.model.tiny import is_dropout
 from rl_dtensor.model.vision.vision import VisionParts, vision_of
 from rl_dtensor.model.weights import SCORE, Catalog, ShardedWeights, persistent, tied_pairs
@@ -69,19 +63,19 @@ def build_model(
     # Checks use the field names of most families.
     fields |= {name: fields[own] for name, own in text.attribute_map.items() if own in fields}
     problems = (
-        *vision_build_problems(config.vision, backend, hf_config, spec.role),
-        *device_problems(backend, precision=config.precision, device=mesh.kind),
+        *settings.vision_build_problems(config.vision, backend, hf_config, spec.role),
+        *settings.device_problems(backend, precision=config.precision, device=mesh.kind),
         *shape_problems(backend, fields),
-        *kernel_problems(backend, fields),
-        *low_precision_problems(backend, config.lora_cfg, precision=config.precision, device=mesh.kind),
+        *settings.kernel_problems(backend, fields),
+        *settings.low_precision_problems(backend, config.lora_cfg, precision=config.precision, device=mesh.kind),
     )
     for problem in problems:
         raise ValueError(f"{problem.key}: {problem.message}")
     if backend.attention_backend == "auto" and mesh.kind.runs_on_gpus:
-        activate_flash_attention(largest_head(fields))
+        activate_flash_attention(settings.largest_head(fields))
     initial = InitialFactors.of(config.lora_cfg, spec.seed, is_whole=config.vision.enabled)
     files = WeightFiles.of(folder, is_whole=config.vision.enabled)
-    model = unloaded_model(config, backend, spec, hf_config, files=files, is_packed=is_packed, mesh=mesh)
+    model = ModelBuilder(config, backend, spec, hf_config, files=files, is_packed=is_packed, mesh=mesh).build()
     is_headless = spec.role in HEADLESS_ROLES
     new, foreign = ([SCORE], [LM_HEAD]) if is_headless else ([], [])
     model.weights.load(files, new=new, foreign=foreign)
@@ -99,17 +93,8 @@ def build_model(
     return model
 
 
-def unloaded_model(
-    config: ModelConfig,
-    backend: DTensorConfig,
-    spec: ModelSpec,
-    hf_config: PreTrainedConfig,
-    *,
-    files: WeightFiles,
-    is_packed: bool,
-    mesh: DTensorMesh,
-) -> ShardedModel:
-    """Build on `meta`, split and shard, and leave the weights without values; collective.
+class ModelBuilder:
+    """Builds a model on `meta`, splits and shards it, and leaves its weights without values; collective.
 
     Args:
         config: Model, as the run configures it.
@@ -120,16 +105,14 @@ def unloaded_model(
         is_packed: True if rows lie end to end.
         mesh: Mesh of the run.
     """
-    return _Builder(config, backend, spec, hf_config, files, is_packed, mesh).build()
 
-
-class _Builder:
     def __init__(
         self,
         config: ModelConfig,
         backend: DTensorConfig,
         spec: ModelSpec,
         hf_config: PreTrainedConfig,
+        *,
         files: WeightFiles,
         is_packed: bool,
         mesh: DTensorMesh,

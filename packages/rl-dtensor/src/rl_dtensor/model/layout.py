@@ -185,14 +185,9 @@ class RowLayout:
         context: Context | None,
         blocks: np.ndarray | None = None,
     ) -> None:
-        self.rows = rows
-        self.input_ids = input_ids
-        self.position_ids = position_ids
-        self.places = places
-        self.attention_mask = attention_mask
-        self._held = held
-        self.bounds = bounds
-        self.context = context
+        self.rows, self.input_ids, self.position_ids = rows, input_ids, position_ids
+        self.places, self.attention_mask, self._held = places, attention_mask, held
+        self.bounds, self.context = bounds, context
         device = input_ids.device
         chunks: Sequence[tuple[int, int]] = ((0, length),)
         if context is not None and context.method == "all_gather":

@@ -87,7 +87,7 @@ def check_logits(model: ShardedModel, mesh: DTensorMesh) -> None:
     model.reshard_all()
     broken: list[str] = []
     if not math.isfinite(error):
-        broken = [name for name, tensor in model.weights.held() if not bool(local(tensor).isfinite().all())]
+        broken = [name for name, tensor in model.weights.held.items() if not bool(local(tensor).isfinite().all())]
     if broken:
         more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
         raise ValueError(

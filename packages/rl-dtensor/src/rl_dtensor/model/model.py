@@ -70,17 +70,10 @@ class ReadingModel(nn.Module):
         vision: Vision | None = None,
     ) -> None:
         super().__init__()
-        self.hf = hf
-        self.role = role
-        self.attend = attend
-        self.chunk_size = chunk_size
-        self.alignment = alignment
-        self.is_packed = is_packed
-        self.is_last = is_last
-        self._vocab = vocab
-        self.tokens_are_split = tokens_are_split
-        self.replay = replay
-        self.vision = vision
+        self.hf, self.role, self.attend = hf, role, attend
+        self.chunk_size, self.alignment, self.is_packed = chunk_size, alignment, is_packed
+        self.is_last, self._vocab, self.tokens_are_split = is_last, vocab, tokens_are_split
+        self.replay, self.vision = replay, vision
         self.transform = logit_transform(hf.config)
         self.sees_rows = hf.config.get_text_config()._attn_implementation == ROWS
         self.takes_positions = "position_ids" in inspect.signature(body_of(hf).forward).parameters
@@ -212,12 +205,8 @@ class ShardedModel:
         self.chunks = list(chunks)
         self.hf = self.chunks[-1].hf
         self.stages_here = list(stages_here)
-        self.num_stages = num_stages
-        self.compute = compute
-        self.weights = weights
-        self.shape = shape
-        self.replicated = replicated
-        self._is_adapted = is_adapted
+        self.num_stages, self.compute, self.weights = num_stages, compute, weights
+        self.shape, self.replicated, self._is_adapted = shape, replicated, is_adapted
         self._split_tokens = mesh.sizes.tp if chunks[0].tokens_are_split else 1
 
     def parameters(self) -> list[nn.Parameter]:

@@ -152,6 +152,7 @@ class ShardedWeights:
         served: Name of each weight that generators get rounded, to its format.
 
     Attributes:
+        held: Parameters and persistent buffers of this rank by name.
         tied: Name in the files of each tensor that is not sent, to the name of the tensor that it equals.
     """
 
@@ -166,17 +167,13 @@ class ShardedWeights:
         self.tied = catalog.tied_in_files
         self._served = served
         self._mesh = mesh
-        self._tensors: dict[str, Tensor] = {}
+        self.held: dict[str, Tensor] = {}
         self._adapters: dict[str, Adapter] = {}
         for hf in chunks:
             for name, tensor in persistent(hf).items():
                 plain = name.replace(BASE, "")
-                self._tensors.setdefault(catalog.tied.get(plain, plain), tensor)
+                self.held.setdefault(catalog.tied.get(plain, plain), tensor)
             self._adapters.update(adapters_of(hf))
-
-    def held(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the parameters and persistent buffers of this rank by name."""
-        yield from self._tensors.items()
 
     def load(self, files: WeightFiles, *, new: Iterable[str] = (), foreign: Iterable[str] = ()) -> None:
         """Fill this rank's parts from the files.
@@ -193,7 +190,7 @@ class ShardedWeights:
             raise ValueError(problem)
         sources = {entry.name: self.catalog.sources(entry, files.names) for entry in self.catalog.entries}
         with files.open() as opened, torch.no_grad():
-            for name, target in self._tensors.items():
+            for name, target in self.held.items():
                 for piece in sources[name] or ():
                     read_into(opened, piece, target)
 
@@ -270,7 +267,7 @@ class ShardedWeights:
         stage = entry.stage % self._mesh.sizes.pp
         gathered = None
         if self._mesh.on("pp") == stage:
-            tensor = self._tensors[entry.name]
+            tensor = self.held[entry.name]
             adapter = self._adapters.get(entry.name) if merges_adapters else None
             gathered = whole(tensor, dtype) if adapter is None else adapter.merged(tensor, dtype)
         return self._from_stage(gathered, entry.shape, dtype, stage)

@@ -80,10 +80,7 @@ PLANS: Mapping[str, Mapping[str, Style]] = {
 }
 """Model type to the plan of its layers, below the base model's prefix."""
 
-NAMED: Sequence[tuple[tuple[str, ...], str]] = (
-    (("q_proj", "k_proj", "v_proj"), "o_proj"),
-    (("gate_proj", "up_proj"), "down_proj"),
-)
+NAMED = ((("q_proj", "k_proj", "v_proj"), "o_proj"), (("gate_proj", "up_proj"), "down_proj"))
 """Names of linear layers whose outputs are split, and of the layer next to them whose inputs are split, in families
 without a plan."""
 

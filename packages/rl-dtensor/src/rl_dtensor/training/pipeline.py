@@ -43,9 +43,7 @@ class _Run:
     def __init__(
         self, model: ShardedModel, run: Pass, mesh: DTensorMesh, accumulations: Sequence[Accumulation] | None
     ) -> None:
-        self._model = model
-        self._run = run
-        self._mesh = mesh
+        self._model, self._run, self._mesh = model, run, mesh
         self._accumulations = accumulations
         self._laid_out: dict[int, tuple[Microbatch, RowLayout]] = {}
         # Hidden states that entered and left a chunk are kept until its backward pass.

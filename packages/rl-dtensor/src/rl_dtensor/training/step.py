@@ -81,9 +81,8 @@ class DTensorModel:
         """Run forward and backward passes through all stages; FSDP gives each rank its part of the gradient."""
 
         def share(microbatch: Microbatch, columns: Mapping[str, Tensor]) -> Tensor:
-            return (
-                cast("Tensor", run.on_reads(microbatch, columns)) * self._mesh.num_gradients
-            )  # FSDP averages over them.
+            # FSDP averages over all gradients.
+            return cast("Tensor", run.on_reads(microbatch, columns)) * self._mesh.num_gradients
 
         self.sharded.train(True, compares=run.compares)
         try:

@@ -17,14 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, activations
 
-from rl_dtensor.model.layers.formulas import (
-    ROTATE,
-    activation_of,
-    calling_rotation,
-    computes_by_row,
-    is_gated_mlp,
-    is_packed_mlp,
-)
+from rl_dtensor.model.layers import formulas
 from rl_dtensor.model.layers.fusion import fuse_residuals, rotate_by
 from rl_dtensor.parallel.experts import expert_modules
 
@@ -57,14 +50,14 @@ def compile_layers(hf: PreTrainedModel, layers: Sequence[nn.Module]) -> Counter[
     in_experts = {id(part) for module in expert_modules(hf) for part in module.modules()}
     modules = [module for layer in layers for module in layer.modules() if id(module) not in in_experts]
     gates = _compile_gates(modules)
-    gated = {id(activation_of(module)) for module in modules if "forward" in vars(module)}
+    gated = {id(formulas.activation_of(module)) for module in modules if "forward" in vars(module)}
     norms, own_activations = [], []
     for module in modules:
         # Some activations of `transformers` take many kernels.
         is_activation = type(module).__module__ == activations.__name__ and id(module) not in gated
-        if "norm" in type(module).__name__.lower() and computes_by_row(module):
+        if "norm" in type(module).__name__.lower() and formulas.computes_by_row(module):
             norms.append(module)
-        elif is_activation and computes_by_row(module):
+        elif is_activation and formulas.computes_by_row(module):
             own_activations.append(module)
     own, of_sum = _compiled_by_row(_own), _compiled_by_row(_of_sum)
     for module in (*norms, *own_activations):
@@ -149,13 +142,17 @@ def _compile_gates(modules: Sequence[nn.Module]) -> int:
     tried: dict[Any, tuple[nn.Module, bool, bool]] = {}
     count = 0
     for module in modules:
-        activation = activation_of(module)
+        activation = formulas.activation_of(module)
         if activation is None or list(activation.parameters()):
             continue
         kind = (type(module), str(activation), frozenset(module._modules))
         if kind not in tried:
             # All layers use one object, because compiled code belongs to one object.
-            tried[kind] = activation, is_gated_mlp(module, activation), is_packed_mlp(module, activation)
+            tried[kind] = (
+                activation,
+                formulas.is_gated_mlp(module, activation),
+                formulas.is_packed_mlp(module, activation),
+            )
         activation, is_gated, is_packed = tried[kind]
         if is_gated:
             _replace_gate(module, partial(gate, activation), ("gate_proj", "up_proj"))
@@ -178,9 +175,9 @@ def _compile_rotations(modules: Sequence[nn.Module]) -> int:
     compiled: dict[Any, Callable[..., Any]] = {}
     count = 0
     for module in modules:
-        own = calling_rotation(module)
+        own = formulas.calling_rotation(module)
         if own is not None:
-            rotate = own.__globals__[ROTATE]
+            rotate = own.__globals__[formulas.ROTATE]
             if rotate not in compiled:
                 compiled[rotate] = _compiled(rotate)
             rotate_by(compiled[rotate], module, own)

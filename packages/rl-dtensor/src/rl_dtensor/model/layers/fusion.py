@@ -25,16 +25,8 @@ from rl_core.torch.kernels.rotary import HeadNorm, rotated
 from rl_core.torch.kernels.swiglu import swiglu, swiglu_of_halves
 from rl_dtensor.model.attention import MODEL_ERRORS, pass_on_meta
 from rl_dtensor.model.kernels import Softmax
+from rl_dtensor.model.layers import formulas
 from rl_dtensor.model.layers.experts import fuse_experts
-from rl_dtensor.model.layers.formulas import (
-    ROTATE,
-    activation_of,
-    is_gated_mlp,
-    is_packed_mlp,
-    is_pre_norm_layer,
-    norm_form,
-    rotating_forward,
-)
 from rl_dtensor.model.layout import Segments
 
 logger = logging.getLogger(__name__)
@@ -58,8 +50,8 @@ def fuse_layers(hf: PreTrainedModel, layers: Sequence[nn.Module]) -> Counter[str
     forms = _fuse_norms(hf)
     rotations = []
     for module in (module for layer in layers for module in layer.modules()):
-        if own := rotating_forward(module):
-            rotations.append(Rotation(module, own.__globals__[ROTATE]))
+        if own := formulas.rotating_forward(module):
+            rotations.append(Rotation(module, own.__globals__[formulas.ROTATE]))
             rotate_by(rotations[-1], module, own)
     counts = Counter(
         {
@@ -83,7 +75,7 @@ def _fuse_norms(hf: PreTrainedModel) -> dict[int, NormForm]:
         settings = sorted((name, value) for name, value in vars(module).items() if isinstance(value, float))
         kind = (type(module), *settings)
         if kind not in tried:
-            tried[kind] = norm_form(module)
+            tried[kind] = formulas.norm_form(module)
         form = tried[kind]
         if form is not None and "forward" not in vars(module):
             forms[id(module)] = form
@@ -111,10 +103,10 @@ def _fuse_mlps(hf: PreTrainedModel) -> int:
         names = frozenset(module._modules)
         if "down_proj" not in names:
             continue
-        kind = (type(module), str(activation_of(module)), names)
+        kind = (type(module), str(formulas.activation_of(module)), names)
         if kind not in tried:
-            is_gated = is_gated_mlp(module)
-            tried[kind] = is_gated, not is_gated and is_packed_mlp(module)
+            is_gated = formulas.is_gated_mlp(module)
+            tried[kind] = is_gated, not is_gated and formulas.is_packed_mlp(module)
         if any(tried[kind]):
             _fuse_mlp(module, is_gated=tried[kind][0])
             count += 1
@@ -147,7 +139,7 @@ def fuse_residuals(layer: Any, norms: Container[int], takes: Callable[[Tensor], 
     """
     kind: Any = type(layer)
     own = [layer._modules.get(name) for name in ("input_layernorm", "post_attention_layernorm")]
-    if "forward" in vars(layer) or not is_pre_norm_layer(kind) or any(id(norm) not in norms for norm in own):
+    if "forward" in vars(layer) or not formulas.is_pre_norm_layer(kind) or any(id(norm) not in norms for norm in own):
         return False
     original = layer.forward
     arguments = list(inspect.signature(original).parameters.values())[1:]
@@ -245,7 +237,7 @@ def rotate_by(rotate: Callable[..., tuple[Tensor, Tensor]], module: Any, own: Fu
         module: Attention layer.
         own: Function of its class, which calls the rotation by its name.
     """
-    names = {**own.__globals__, ROTATE: rotate}
+    names = {**own.__globals__, formulas.ROTATE: rotate}
     forward = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
     forward.__kwdefaults__ = own.__kwdefaults__
     module.forward = MethodType(wraps(own)(forward), module)

@@ -16,7 +16,6 @@ from transformers.utils.output_capturing import OutputRecorder
 from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged
 from rl_core.facts.hf_config import num_experts_of
-from rl_core.rollouts.rollout import UNKNOWN_EXPERT
 from rl_core.torch.training.replay import RoutingShape, chosen_experts
 from rl_dtensor.model.layout import RowLayout
 from rl_dtensor.parallel.body import body_of
@@ -91,12 +90,7 @@ class RoutingRecorder:
     def take(self, num_rows: int) -> np.ndarray:
         """Return int16 `[rows, columns, layers, experts per token]` of the last forward pass; -1 in layers without
         experts."""
-        first = next(iter(self._chosen.values()))
-        shape = (len(first), self._shape.num_layers, self._shape.num_chosen)
-        found = torch.full(shape, UNKNOWN_EXPERT, dtype=torch.int16, device=first.device)
-        for layer, experts in self._chosen.items():
-            found[:, layer] = experts.to(torch.int16)
-        return found.unflatten(0, (num_rows, -1)).cpu().numpy()
+        return self._shape.recorded(self._chosen).unflatten(0, (num_rows, -1)).cpu().numpy()
 
     def _record(self, layer: int, own: Tensor) -> Tensor:
         self._chosen[layer] = own

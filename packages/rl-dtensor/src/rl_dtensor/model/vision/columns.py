@@ -41,9 +41,7 @@ class ImageColumns:
     """
 
     def __init__(self, family: VisionFamily, model: Any, images: ProcessedImages, *, max_images: int) -> None:
-        self._family = family
-        self._model = model
-        self._images = images
+        self._family, self._model, self._images = family, model, images
         self._max_images = max_images
         self._token: int = model.config.image_token_id
 
@@ -133,9 +131,7 @@ class ProcessedImages:
     """
 
     def __init__(self, folder: Path, family: VisionFamily, vision: VisionConfig, compute: torch.dtype) -> None:
-        self._folder = folder
-        self._family = family
-        self._vision = vision
+        self._folder, self._family, self._vision = folder, family, vision
         self._compute = compute
         self._store: ImageStore | None = None
         self._kept: OrderedDict[str, Arrays] = OrderedDict()
