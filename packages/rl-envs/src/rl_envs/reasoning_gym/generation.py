@@ -69,15 +69,9 @@ def rows(settings: ReasoningGymSettings, split: str) -> list[dict[str, Any]]:
                 "entry": repr(_literal(entry)),
                 "answer_format": settings.answer_format,
             }
-            answer = entry["answer"]
-            found.append(
-                {
-                    "messages": [{"role": "user", "content": content}],
-                    "answer": None if answer is None else str(answer),
-                    "info": info,
-                    "environment": "reasoning_gym",
-                }
-            )
+            messages = [{"role": "user", "content": content}]
+            answer = None if entry["answer"] is None else str(entry["answer"])
+            found.append({"messages": messages, "answer": answer, "info": info, "environment": "reasoning_gym"})
             if len(found) == settings.size:
                 return found
     raise DataError(

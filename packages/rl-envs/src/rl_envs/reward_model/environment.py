@@ -48,11 +48,10 @@ class RewardModelEnvironment:
 
     def _result(self, score: float, baseline: float) -> StepResult:
         value = round(score - baseline, DECIMALS)
-        reward = (
-            round(1 / (1 + math.exp(-value)) if value >= 0 else math.exp(value) / (1 + math.exp(value)), DECIMALS)
-            if self._config.reward == "probability"
-            else value
-        )
+        reward = value
+        if self._config.reward == "probability":
+            reward = 1 / (1 + math.exp(-value)) if value >= 0 else math.exp(value) / (1 + math.exp(value))
+            reward = round(reward, DECIMALS)
         info = {"score": round(score, DECIMALS)}
         if self._config.compare_with:
             info |= {"score_to_beat": round(baseline, DECIMALS), "accuracy": float(value > 0)}
