@@ -260,7 +260,7 @@ def _is_key(key: str) -> bool:
 
 @cache
 def _known_keys() -> frozenset[str]:
-    """Keys of every algorithm, with all backends and environments, and of the types that the smallest recipes choose."""
+    """Keys of every algorithm, with all backends and environments, and those that the smallest recipes choose."""
     roots = [*roots_of_all().values(), *(type(read_plan(recipe).config) for recipe in SMALLEST)]
     return frozenset(key for root in roots for key in all_keys(root, {}))
 

@@ -223,8 +223,7 @@ COLOURED = [
 
 
 @pytest.mark.parametrize(
-    ("color", "theme"),
-    partly_exhaustive(COLOURED, always=[("logprob", "light"), ("weight_version", "dark")]),
+    ("color", "theme"), partly_exhaustive(COLOURED, always=[("logprob", "light"), ("weight_version", "dark")])
 )
 def test_coloured_tokens_can_be_read_in_both_themes(view, page, theme, color):
     view(f"#/run/one/rollouts?open=12:1&as=tokens&color={color}", "document.querySelector('.tokens .token')")
