@@ -231,5 +231,12 @@ def _enabled(key: str, section: Any) -> BackendPlugin:
 
 def _shared(section: Config, kind: type[C]) -> C:
     """Return the settings of a section that are the same for every backend. A worker's environment can unpickle them,
-    because their type has no settings of other backends."""
-    return kind.model_validate(section.model_dump(include=set(kind.model_fields)))
+    because their type has no settings of other backends. They are not validated again: commands change some of them to
+    values that no user could write together."""
+    values = {}
+    for name, field in kind.model_fields.items():
+        value: Any = getattr(section, name)
+        own: Any = field.annotation
+        is_assembled = isinstance(own, type) and issubclass(own, Config) and type(value) is not own
+        values[name] = _shared(value, own) if is_assembled else value
+    return kind.model_construct(section.model_fields_set & set(kind.model_fields), **values)

@@ -172,8 +172,8 @@ class AgentEndpoint:
         except ConnectionError:
             raise
         except Exception as error:  # noqa: BLE001 - the client gets an error that it can read
-            refused = self._refused(error)
-            return web.json_response(asked.dialect.error(refused), status=refused.status)
+            # A local name for the refusal would keep it, and the request in its traceback, in a cycle.
+            return _refusal(asked.dialect, self._refused(error))
 
     def _routed(self, request: web.BaseRequest) -> tuple[_Asked, Serve]:
         """Return a request with its wire format, and the method that answers it."""
@@ -387,9 +387,12 @@ async def _refuse_method(asked: _Asked) -> web.StreamResponse:
     raise CallRefused(f"{asked.request.method[:20]} is not allowed here", status=405, code="method_not_allowed")
 
 
+def _refusal(dialect: Dialect, refused: CallRefused) -> web.StreamResponse:
+    return web.json_response(dialect.error(refused), status=refused.status)
+
+
 def _refusal_of_http(status: int, message: str) -> web.StreamResponse:
-    refused = CallRefused(message, status=status, code="invalid_http")
-    return web.json_response(ChatCompletions().error(refused), status=status)
+    return _refusal(ChatCompletions(), CallRefused(message, status=status, code="invalid_http"))
 
 
 def _size(call: ModelCall, answer: ModelAnswer) -> int:

@@ -244,7 +244,8 @@ class Dataset:
         return rows.select(np.flatnonzero(sizes <= limit))
 
 
-class Datasets(NamedTuple):
+@dataclass(frozen=True)
+class Datasets:
     """The data of a run before it is tokenised; `validation` is empty if there is none."""
 
     train: list[Dataset]

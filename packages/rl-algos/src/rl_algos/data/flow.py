@@ -180,9 +180,10 @@ class FlowStream(WeightedDraws, Generic[T]):
         return {**super().state(), "flows": [dict(flow.state()) for flow in self._flows]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        super().restore(state)
+        self.check(state)
         for flow, position in zip(self._flows, state["flows"], strict=True):
             flow.restore(position)
+        super().restore(state)
 
 
 def flow_stream(

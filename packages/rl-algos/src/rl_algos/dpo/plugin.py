@@ -94,7 +94,7 @@ def _unused(dpo: DPOConfig, loss: Loss) -> Iterator[Problem]:
         if name not in PAIR_TERMS and is_changed(dpo, key):
             because = ", which has one term of summed logprobs" if name == KTO else ""
             yield Problem.unused(f"dpo.{key}", f"with the loss {name}{because}")
-    if not isinstance(loss, PreferenceLoss):
+    if name not in PAIR_TERMS or not isinstance(loss, PreferenceLoss):
         return
     if not (loss.weight or loss.sft_weight):
         reason = "must not be 0 if dpo.sft_loss_weight is 0 too, because nothing would be learned"

@@ -63,7 +63,7 @@ def estimates_of(
     Args:
         batch: Batch of all rollouts of the groups.
         groups: Groups of the step, in the order of the batch.
-        values: CriticValues of the critic before the step.
+        values: Values of the critic before the step.
         config: Config section of the algorithm, with `gamma` and the lambdas.
         penalties: `[tokens]`, by rows of the batch, the part of the reward that each sampled token takes away; None for
             nothing.

@@ -54,6 +54,15 @@ def supervised_data(
         flow_of: Function from datasets with `streaming` to a stream of their rows; None if the algorithm cannot learn
             from such datasets.
     """
+    train = _train(section, data, datasets.train, rows_of, size_of, flow_of)
+    tell_extent(
+        train,
+        policy.train_global_batch_size,
+        unit="rows",
+        size_key="policy.train_global_batch_size",
+        max_num_steps=section.max_num_steps,
+        max_num_epochs=section.max_num_epochs,
+    )
     rows = section.val_global_batch_size or policy.train_global_batch_size
     held_out: dict[str, Sequence[T]] = {}
     for dataset in datasets.validation:
@@ -64,15 +73,6 @@ def supervised_data(
         count = min(-(-len(found) // rows), section.val_batches or sys.maxsize)
         return Lazily(count, lambda index: found[index * rows : (index + 1) * rows])
 
-    train = _train(section, data, datasets.train, rows_of, size_of, flow_of)
-    tell_extent(
-        train,
-        policy.train_global_batch_size,
-        unit="rows",
-        size_key="policy.train_global_batch_size",
-        max_num_steps=section.max_num_steps,
-        max_num_epochs=section.max_num_epochs,
-    )
     return SupervisedData(train, {name: batches(found) for name, found in held_out.items()})
 
 

@@ -253,14 +253,15 @@ _TYPE_NAMES: Mapping[type, frozenset[str]] = {
     str: frozenset({"string"}),
     list: frozenset({"array"}),
     tuple: frozenset({"array"}),
-    dict: frozenset({"object"}),
+    Mapping: frozenset({"object"}),
 }
+"""Types of JSON by types of Python; bool comes before int, which it is one of."""
 
 
 def _type_names(value: Any) -> frozenset[str]:
     if isinstance(value, float):
         return frozenset({"number", "integer"} if value.is_integer() else {"number"})
-    return _TYPE_NAMES.get(type(value), frozenset())
+    return next((names for kind, names in _TYPE_NAMES.items() if isinstance(value, kind)), frozenset())
 
 
 _START = "<|start|>"

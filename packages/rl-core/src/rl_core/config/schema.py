@@ -12,6 +12,7 @@ from enum import Enum
 from typing import Annotated, Any, ClassVar, NamedTuple, Self, get_type_hints
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, create_model, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
 from rl_core.config.tree import KeyPath
@@ -233,8 +234,8 @@ def assemble(
         raise ValueError(f"{base.__name__} has {', '.join(taken)} already: two parties claim the same config key")
     pairs = {key: part if isinstance(part, tuple) else (part, Default.OF_TYPE) for key, part in sections.items()}
     others = defaults or {}
-    known = [(key, kind, type(default), repr(default)) for key, (kind, default) in pairs.items()]
-    identity = (name, base, *known, *((key, type(default), repr(default)) for key, default in others.items()))
+    known = [(key, kind, *_compared(default)) for key, (kind, default) in pairs.items()]
+    identity = (name, base, *known, *((key, *_compared(default)) for key, default in others.items()))
     if identity in _BUILT:
         return _BUILT[identity]
     fields: dict[str, Any] = {}
@@ -261,6 +262,13 @@ def assemble(
     built.parts_of_type = Parts(name, _portable(base), portable, tuple(others.items()))
     _BUILT[identity] = built
     return built
+
+
+def _compared(default: Any) -> tuple[Any, ...]:
+    """Return the values by which two defaults are compared. The text of a field has only the name of its factory, which
+    is `<lambda>` for many; the built type keeps the factory, so that its id stays its own."""
+    factory = default.default_factory if isinstance(default, FieldInfo) else None
+    return type(default), repr(default), id(factory)
 
 
 def _narrows(part: Section, base: type[Config], key: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -163,9 +163,11 @@ class RolloutReports(Sequence[RolloutReport]):
     def __getitem__(self, index: int | slice) -> RolloutReport | Sequence[RolloutReport]:
         if isinstance(index, slice):
             return [self[each] for each in range(*index.indices(len(self)))]
-        # An empty column means the default for each rollout.
-        names = [each.name for each in fields(self) if each.name != "prompt_id"]
-        values = {name: column[index] for name in names if (column := getattr(self, name))}
+        # An empty column means the default for each rollout. The column that is never empty raises the IndexError that
+        # ends an iteration.
+        values: dict[str, Any] = {"num_tokens": self.num_tokens[index]}
+        names = [each.name for each in fields(self) if each.name not in ("prompt_id", "num_tokens")]
+        values |= {name: column[index] for name in names if (column := getattr(self, name))}
         values["spans"] = tuple(WeightSpan(version, num_tokens) for version, num_tokens in values["spans"])
         return RolloutReport(self.prompt_id, **values)
 

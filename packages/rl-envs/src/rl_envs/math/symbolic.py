@@ -66,7 +66,7 @@ def are_equal(found: str, known: str) -> bool | None:
     if plain != [found, known]:
         return are_equal(*plain) or None
     try:
-        mine, theirs = _parsed(found), _parsed(known)
+        mine, theirs = _parsed(found), _parsed_known(known)
         same = None if mine is None or theirs is None else _same(mine, theirs)
         if same is False and _LOG.search(found + known):
             # Without a base it is the logarithm to base 10 or e.
@@ -105,7 +105,6 @@ def _is_modest(text: str) -> bool:
     return len(text) <= MAX_LENGTH and is_flat and _TOWER.search(text) is None
 
 
-@lru_cache(maxsize=1024)  # All rollouts of a group share their known answer.
 def _parsed(text: str) -> Any:
     """Return the sympy object of an expression, with decimals as exact fractions; None if it cannot be read as a whole,
     or divides by zero."""
@@ -122,6 +121,9 @@ def _parsed(text: str) -> Any:
     expression = expression.xreplace(letters)
     floats = expression.atoms(sympy.Float)
     return expression.xreplace({each: sympy.Rational(str(each)) for each in floats}) if floats else expression
+
+
+_parsed_known = lru_cache(maxsize=1024)(_parsed)  # All rollouts of a group share their known answer.
 
 
 def _same(mine: Any, theirs: Any) -> bool | None:

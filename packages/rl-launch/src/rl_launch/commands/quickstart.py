@@ -16,6 +16,7 @@ from rich.table import Table
 from rl_algos.tiny_model import make_tiny_model
 from rl_core.errors import WorkerEnvironmentError
 from rl_launch.commands.train import keep_warmed_up, train
+from rl_launch.run_config.plan import RunPlan
 from rl_launch.run_config.reading import read_plan
 from rl_launch.session.checkpoints.checkpoints import newest_checkpoint
 from rl_launch.session.directory.run_folder import RunFolder, is_run
@@ -93,16 +94,21 @@ class Quickstart:
 
         settings = [f"policy.model_name={model}", *self._cluster]
 
-        def prepare(backend: str) -> None:
-            plan = read_plan("grpo-arithmetic", [*settings, f"policy.generation.backend={backend}"])
+        def plan_with(backend: str) -> RunPlan:
+            return read_plan("grpo-arithmetic", [*settings, f"policy.generation.backend={backend}"])
+
+        def prepare(plan: RunPlan) -> None:
             provision(role_specs(plan.backends, (), plan.device).values(), plan.config.cluster.worker_envs)
 
-        def prepare_last() -> None:
-            # the last stage tries again, and reports a failure
-            with suppress(WorkerEnvironmentError):
-                prepare("vllm")
+        # Both configs are read before anything is built, so that a wrong one is refused at once.
+        first, last = plan_with("hf"), plan_with("vllm")
 
-        prepare("hf")
+        def prepare_last() -> None:
+            # The last stage tries again, and reports a failure.
+            with suppress(WorkerEnvironmentError):
+                prepare(last)
+
+        prepare(first)
         threading.Thread(target=prepare_last, daemon=True).start()
 
     def score(self, model: Path) -> float:

@@ -150,7 +150,20 @@ def _register() -> None:
     for name, compute in _ARITHMETIC.items():
         OmegaConf.register_resolver(_PREFIX + name, partial(arithmetic, compute))
     OmegaConf.register_resolver(f"{_PREFIX}eval", lambda value: value)
-    OmegaConf.register_resolver(f"{_PREFIX}oc.env", lambda *words: f"${{oc.env:{','.join(map(str, words))}}}")
+
+    def variable(name: Any, *default: Any) -> str:
+        return f"${{oc.env:{','.join([str(name), *map(_argument, default)])}}}"
+
+    OmegaConf.register_resolver(f"{_PREFIX}oc.env", variable)
+
+
+def _argument(value: Any) -> str:
+    """Return an argument of an interpolation as it is written: in quotes unless it is a plain word or a number."""
+    if value is None:
+        return "null"
+    text = str(value)
+    is_plain = re.fullmatch(r"[\w./~+-]+", text) and text.lower() != "null"
+    return text if is_plain else "'" + text.replace("'", r"\'") + "'"
 
 
 def _over(below: Any, above: Any) -> Any:

@@ -17,7 +17,7 @@ from rl_megatron.families.catalog import family_of
 from rl_megatron.families.rotary import scaling_fields
 from rl_megatron.families.supported import architecture_problems, fusion_problem, refuse
 from rl_megatron.model.layers import has_transformer_engine
-from rl_megatron.transformer_fields import FUSIONS, ON_CUDA, WITH_TE
+from rl_megatron.transformer_fields import FUSIONS, ON_CUDA, PASSED, WITH_TE
 
 
 def has_engine_layers(backend: MegatronConfig, *, is_cuda: bool, has_adapters: bool) -> bool:
@@ -197,6 +197,11 @@ def _expert_fields(backend: MegatronConfig, *, is_cuda: bool, has_te: bool) -> d
 def _further_fields(backend: MegatronConfig, *, is_cuda: bool, has_te: bool) -> dict[str, Any]:
     fields = dict(backend.megatron_kwargs)
     for name, value in fields.items():
+        if name not in PASSED:
+            raise ValueError(
+                f"megatron_cfg.megatron_kwargs.{name} cannot be set: it follows from the model, or is not a field of "
+                "Megatron's TransformerConfig. Leave it out"
+            )
         if name in FUSIONS and value is False:
             continue
         if (name in ON_CUDA and not is_cuda) or (name in WITH_TE and not has_te):

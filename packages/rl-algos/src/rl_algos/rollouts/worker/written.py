@@ -38,7 +38,7 @@ class WrittenGenerator:
 
     Args:
         write: Gives the next completion; None if there are no more.
-        tokenizer: Any of the rollout, with `CHAT_TEMPLATE` or another.
+        tokenizer: Tokenizer of the rollout, with `CHAT_TEMPLATE` or another.
     """
 
     def __init__(self, write: Callable[[], Awaitable[str | None]], tokenizer: Any) -> None:

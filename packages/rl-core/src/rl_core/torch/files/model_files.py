@@ -115,7 +115,7 @@ def copy_tokenizer(target: Path, *, tokenizer: Path, settings: TokenizerConfig) 
         settings: Settings of the tokenizer.
     """
     copy_files(tokenizer, target)
-    template = settings.template_text()
+    template = settings.template_text() or None
     if not template and (target / TEMPLATE).is_file():
         template = (target / TEMPLATE).read_text(encoding="utf-8")
     elif not template and (config := target / "tokenizer_config.json").is_file():

@@ -122,6 +122,7 @@ class StepThread(Generic[Work]):
                     is_closed, waits = function is None, False
                     if function is not None:
                         function()
+                    del function  # it may hold the tensors of an update, and the thread may sleep now
                 if is_closed:
                     break
                 if work.busy:

@@ -145,6 +145,8 @@ def pass_over(hidden: Tensor, head: Head, vocab_size: int, **options: Unpack[Hea
         ValueError: If the temperature is not positive, there are fewer than `k` tokens, or single tokens are to be read
             together with a filter, which may leave them out.
     """
+    if unknown := options.keys() - HeadOptions.__annotations__.keys():
+        raise TypeError(f"unknown options of a read: {', '.join(sorted(unknown))}")
     temperature, k, token_filter = options.get("temperature", 1.0), options.get("k", 0), options.get("token_filter")
     if temperature <= 0:
         raise ValueError(f"temperature must be positive, got {temperature}")

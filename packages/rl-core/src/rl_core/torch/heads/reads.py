@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import Any, NamedTuple, Required, TypedDict, Unpack
 
 import numpy as np
 import torch
@@ -70,13 +70,13 @@ class PassOptions(TypedDict, total=False):
     """Options of `position_reads`.
 
     Args:
-        temperature: Divides the logits; 1 if it is not given.
+        temperature: Divides the logits.
         chunk_size: Number of positions whose logits exist at one time; None for `chunk_size_of`.
         shard: Place of this rank's rows in the head; None if it has the whole head.
         sums_hidden_grad: As in `vocab_parallel_reads`.
     """
 
-    temperature: float
+    temperature: Required[float]
     chunk_size: int | None
     shard: VocabShard | None
     sums_hidden_grad: bool
@@ -210,6 +210,8 @@ def position_reads(
     Raises:
         ValueError: For ids that are not in the vocabulary, or not `[tokens, k]`.
     """
+    if unknown := options.keys() - PassOptions.__annotations__.keys():
+        raise TypeError(f"unknown options of a read: {', '.join(sorted(unknown))}")
     targets = rows[TOKENS][places]
     columns: dict[str, Tensor] = {}
     for read in reads:
@@ -240,7 +242,7 @@ def position_reads(
         ids = rows[name][places].long()
     names = {read.name for read in of_head}
     wanted = HeadOptions(
-        temperature=options.get("temperature", 1.0),
+        temperature=options["temperature"],
         chunk_size=options.get("chunk_size"),
         entropy="entropy" in names,
         collision="collision" in names,

@@ -6,6 +6,7 @@ import json
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -291,7 +292,7 @@ class _Trial(NamedTuple):
         from peft.mapping_func import MODEL_TYPE_TO_PEFT_MODEL_MAPPING
         from peft.tuners.lora import LoraLayer
 
-        described = PeftConfig(**form.described)
+        described = PeftConfig(**deepcopy(form.described))  # peft writes into the patterns of its config
         kind = MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(described.task_type, PeftModel)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Peft warns of mismatches that are judged below.

@@ -202,7 +202,7 @@ def _translate_environments(config: Translation) -> None:
     elif verifier in (None, "hf_math_verify"):
         config.unneeded("env.math.math_verify_impl", "answers are compared by math-verify")
     if config.get("env.math.verifier_type") in ("multilingual_multichoice", "english_multichoice"):
-        config.put("env.math.answer_format", "choice")
+        config.compute("env.math.verifier_type", "env.math.answer_format", "choice", "env.math.answer_format: choice")
     else:
         config.unneeded("env.math.verifier_type", "answers are compared by math-verify")
 

@@ -248,7 +248,8 @@ def _tokenizer(config: Translation, model: str) -> None:
         return
     text = config.get(template)
     if text is None:
-        config.put(template, "{% for message in messages %}{{ message['content'] }}{% endfor %}")
+        plain = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+        config.compute(template, template, plain, f"{template}: the plain text of all messages")
     elif text == "default" or text in (f"{own}/chat_template.jinja", f"{name}/chat_template.jinja"):
         config.unneeded(template, "the default is the tokenizer's own")
 

@@ -145,9 +145,9 @@ def read_flags(words: Iterable[str]) -> dict[str, Any]:
 
 
 def _scalar(word: str) -> Any:
-    if word.lower() == "none":
+    if word.lower() in ("none", "null"):
         return None
-    return word if not word or is_too_long(word) else natural(read_scalar(word))
+    return word if word in ("", "~", "???") or is_too_long(word) else natural(read_scalar(word))
 
 
 def _accounted(command: ShellCommand) -> ScriptLine:

@@ -48,8 +48,13 @@ class Branch:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Branch:
         """Return the branch of an entry in `run.json`."""
-        paths = {"run_dir": Path(data["run_dir"]), "checkpoint": Path(data["checkpoint"])}
-        return cls(**{**data, **paths, "changed": tuple(data["changed"])})
+        return cls(
+            run_dir=Path(data["run_dir"]),
+            step=data["step"],
+            checkpoint=Path(data["checkpoint"]),
+            changed=tuple(data["changed"]),
+            keeps_position=data["keeps_position"],
+        )
 
     def require(self) -> None:
         """Refuse a checkpoint that no longer exists.
