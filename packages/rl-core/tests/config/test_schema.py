@@ -113,3 +113,12 @@ def test_an_assembled_type_is_described_by_its_parts_and_no_module_is_searched_f
     described = {key: field.description for key, field in SchedulerConfig.model_fields.items()}
     assert all(described.values())
     assert {key: assembled.model_fields[key].description for key in described} == described
+
+
+def test_types_that_differ_only_in_the_factory_of_a_default_are_two() -> None:
+    def built(factory: Callable[[], list[str]]) -> type[Config]:
+        return assemble("Words", {"words": (list[str], Field(default_factory=factory))})
+
+    first, second = (lambda: ["a"]), (lambda: ["b"])
+    assert [built(each)().words for each in (first, second, first)] == [["a"], ["b"], ["a"]]
+    assert built(first) is built(first)

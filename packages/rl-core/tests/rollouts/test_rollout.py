@@ -221,3 +221,7 @@ def test_rollouts_without_agents_are_one_set_and_plays_of_their_own() -> None:
     assert group.rollouts.compared == (("", ""), ("", ""))
     assert (group.rollouts.plays, group.num_plays) == ((0, 1), 2)
     assert "agent" not in json.loads(bytes(group.records.ragged("record")[0]))
+
+
+def test_the_reports_of_a_group_without_rollouts_can_be_iterated() -> None:
+    assert list(RolloutReports.of("p", [])) == []

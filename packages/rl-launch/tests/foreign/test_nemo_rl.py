@@ -60,6 +60,16 @@ def test_answers_say_what_became_of_a_key(tmp_path, key, kind, words):
     assert words in found.text
 
 
+def test_a_template_of_null_is_the_plain_text_of_the_messages(tmp_path):
+    found = imported(tmp_path, policy__tokenizer={"name": "org/model", "chat_template": None})
+    assert found.recipe["policy"]["tokenizer"]["chat_template"].startswith("{% for message in messages %}")
+
+
+def test_multiple_choice_is_an_answer_format_of_math(tmp_path):
+    found = imported(tmp_path, env={"math": {"num_workers": 8, "verifier_type": "english_multichoice"}})
+    assert found.recipe["env"]["math"]["answer_format"] == "choice"
+
+
 def test_the_monitoring_of_gpus_is_that_of_all_machines_and_workers(tmp_path):
     found = imported(tmp_path, logger__gpu_monitoring={"collection_interval": 5, "flush_interval": 10})
     logger = read_plan(found.recipe).config.logger
