@@ -94,7 +94,7 @@ def run_blocks(document: Document, folder: Path, commands: Path) -> None:
     variables = {"HF_HUB_OFFLINE": "1", "COLUMNS": "80", "OMP_NUM_THREADS": None, "PATH": path}
     workbook = Workbook(folder, variables)
     for block in document.blocks:
-        if block.checked:
+        if block.checked and block.language == "sh":
             check_commands(block, folder)
         if not block.package:
             workbook.run(block)

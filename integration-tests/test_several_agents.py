@@ -135,7 +135,7 @@ class Source(FakeRolloutSource):
 
     def collect(self, num_groups, *, num_later=None):
         start = self._position
-        prompts = self._prompts[start : start + num_groups]
+        prompts = self.prompts[start : start + num_groups]
         self._position += len(prompts)
         return asyncio.run(self._rolled_out(range(start, self._position), prompts))
 
@@ -143,7 +143,7 @@ class Source(FakeRolloutSource):
         worker, sampling = self.make_worker(), SamplingParams(max_new_tokens=8)
         tasks = []
         for draw, each in zip(draws, prompts, strict=True):
-            seeds = np.random.SeedSequence((self.seed, draw)).generate_state(self._num_generations)
+            seeds = np.random.SeedSequence((self.seed, draw)).generate_state(self.num_generations)
             tasks.append(RolloutTask(each, sampling, tuple(map(int, seeds))))
         await worker.begin(list(zip(draws, tasks, strict=True)))
         groups = {}
