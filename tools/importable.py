@@ -147,12 +147,17 @@ def _bound(module: str) -> frozenset[str] | None:
             names.add(node.id)
         else:
             waiting += ast.iter_child_nodes(node)
-    return frozenset(names | _served(tree) if "__getattr__" in names else names)
+    return frozenset(names | _served(tree, path) if "__getattr__" in names else names)
 
 
-def _served(tree: ast.Module) -> set[str]:
-    """Names that a module's `__getattr__` may serve: every string in the module."""
-    return {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+def _served(tree: ast.Module, path: Path) -> set[str]:
+    """Return the names that a module's `__getattr__` may serve: those of its stub, and every string in the module."""
+    stub = path.with_suffix(".pyi")
+    listed = ast.parse(stub.read_text()).body if stub.is_file() else []
+    names = {alias.name for each in listed if isinstance(each, ast.ImportFrom) for alias in each.names}
+    return names | {
+        node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
 
 
 @cache
