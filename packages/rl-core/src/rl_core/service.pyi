@@ -268,7 +268,6 @@ from rl_core.ray.calls import translate as translate
 from rl_core.ray.calls import wait as wait
 from rl_core.ray.environment import RemoteEnvironment as RemoteEnvironment
 from rl_core.ray.host import CONCURRENCY_GROUPS as CONCURRENCY_GROUPS
-from rl_core.ray.host import MAX_LOG_BYTES as MAX_LOG_BYTES
 from rl_core.ray.host import AsyncWorkerHost as AsyncWorkerHost
 from rl_core.ray.host import Place as Place
 from rl_core.ray.host import RestartingHost as RestartingHost

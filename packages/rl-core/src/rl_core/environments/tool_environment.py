@@ -108,7 +108,9 @@ class ToolEnvironment:
 
         results: dict[int, StepResult] = {}
         if calling:
-            answered = self._gather(answers) if self._waits else [_at_once(each) for each in answers()]
+            # Without waiting tools each answer is made just before it runs: an error leaves none that nobody awaited.
+            at_once = (_at_once(self._answer(conversations[index], plays[index])) for index in calling)
+            answered = self._gather(answers) if self._waits else list(at_once)
             results |= zip(calling, answered, strict=True)
         shown = [
             replace(conversations[index], info={**conversations[index].info, "state": plays[index].values})

@@ -49,12 +49,14 @@ def show_logs(*, verbose: bool = False) -> None:
     logging.captureWarnings(True)
 
 
+MAX_LOG_BYTES = 2**26
+"""Size at which the driver's log starts over, as the logs of workers do. Their module (`rl_core.ray.host`) imports Ray,
+which a session without Ray must not load."""
+
+
 @contextmanager
 def logged_to(path: Path) -> Iterator[None]:
     """Append log records to a file while inside; one of more than `MAX_LOG_BYTES` becomes `NAME.1`."""
-    # imports Ray, which takes a second that commands without a run should not pay
-    from rl_core.ray.host import MAX_LOG_BYTES
-
     handler = _LogFile(path, maxBytes=MAX_LOG_BYTES, backupCount=1, delay=True, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.getLogger().addHandler(handler)
