@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 
 from rl_core.rollouts.group import RolloutGroup
-from rl_core.rollouts.rollout import Prompt, Rollout, WeightSpan
+from rl_core.rollouts.rollout import Prompt, Rollout, Turn, WeightSpan
 
 
 def make_prompt(id: str = "p0", tokens: tuple[int, ...] = (1, 2, 3), **info) -> Prompt:
@@ -26,6 +26,33 @@ def make_rollout(
         rewards={"reward": reward},
         stop_reason=stop_reason,
         status=status,
+    )
+
+
+def make_turns(
+    prompt: Prompt,
+    rewards: list[float],
+    observations: tuple[str, ...] = ("a", "b", "c"),
+    *,
+    late: float = 0.0,
+    status: str = "ok",
+) -> Rollout:
+    """A rollout with a turn of two tokens per reward, each followed by a token of its observation."""
+    texts = [*observations[: len(rewards) - 1], None]
+    turns = tuple(
+        Turn("x", None if text is None else ({"role": "user", "content": text},), {"reward": r}, num_sampled=2)
+        for r, text in zip(rewards, texts, strict=True)
+    )
+    turns = (*turns[:-1], dataclasses.replace(turns[-1], late_reward=late))
+    base = make_rollout(prompt, sum(rewards) + late, (7, 8) * len(rewards), status=status)
+    mask = np.array([0, 0, 0, *[1, 1, 0] * len(rewards)], np.uint8)
+    return dataclasses.replace(
+        base,
+        tokens=np.arange(len(mask), dtype=np.int32),
+        loss_mask=mask,
+        generation_logprobs=np.where(mask, -0.5, 0).astype(np.float32),
+        spans=(WeightSpan(1, 2 * len(rewards)),),
+        turns=turns,
     )
 
 

@@ -150,7 +150,7 @@ def test_what_is_no_advantage_is_refused(file, name, says):
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("grop", r'got "grop"; allowed: grpo, grpo_batch_std, .*, gdpo, or .*package.module:function'),
+        ("grop", r'got "grop"; allowed: grpo, grpo_batch_std, .*, gigpo, or .*package.module:function'),
         ("{file}:greedy", r"greedy has the parameters values; .*rewards, scores, .*, normalize"),
         ("{file}:missing", r"has no 'missing'"),
         ("{file}:np", r"is not a function"),

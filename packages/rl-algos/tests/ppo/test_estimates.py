@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from gae_oracle import written_out
-from rollouts_builder import make_prompt, make_rollout, make_split_rollout
+from rollouts_builder import make_prompt, make_rollout, make_split_rollout, make_turns
 
 from rl_algos.ppo.config import PPOConfig
 from rl_algos.ppo.estimates import CriticValues, estimates_of, value_metrics, values_of, with_returns
@@ -129,6 +129,28 @@ def test_penalties_are_taken_from_the_reward_of_each_token():
     penalties = batch.ragged("tokens").like(np.linspace(0, 1, sum(batch.lengths)))
     found = estimates_of(batch, groups, values, config, penalties=penalties)[0].values
     np.testing.assert_allclose(found, oracle(batch, values, 1.0, 0.95, REWARDS, penalties), atol=1e-9)
+
+
+@pytest.mark.parametrize("bootstraps", [False, True])
+def test_each_turn_may_have_its_own_reward(bootstraps):
+    rollouts = (
+        make_turns(PROMPT, [0.5, 0.0, 2.0], late=-1.0),
+        make_rollout(PROMPT, 0.25),
+        Rollout.failed(PROMPT, "hung"),
+    )
+    groups = [RolloutGroup.of(PROMPT, rollouts)]
+    config = PPOConfig(rewards_by_turn=True, normalize_advantages=False, gamma=0.9, gae_lambda=0.8)
+    mask = build_batch(groups, config).ragged("loss_mask")
+    values = mask.like(np.random.default_rng(1).normal(size=len(mask.values)).astype(np.float32))
+    last = np.array([0.7, 0.0, 0.0]) if bootstraps else np.zeros(3)
+    advantages, _ = estimates_of(build_batch(groups, config), groups, CriticValues(values, last), config)
+    by_turn = np.zeros(len(mask[0]))
+    by_turn[np.flatnonzero(mask[0])[[1, 3, 5]]] = 0.5, 0.0, 1.0
+    np.testing.assert_allclose(advantages[0], written_out(by_turn, values[0], mask[0], last[0], 0.9, 0.8), atol=1e-12)
+    single = np.zeros(len(mask[1]))
+    single[np.flatnonzero(mask[1])[-1]] = 0.25
+    np.testing.assert_allclose(advantages[1], written_out(single, values[1], mask[1], 0.0, 0.9, 0.8), atol=1e-12)
+    assert not advantages[2].any()
 
 
 def test_a_rollout_that_was_cut_off_ends_with_the_critics_value_of_its_last_state_if_asked_for():

@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 
 from rl_algos.grpo import advantages as of_rewards
+from rl_algos.grpo import turn_advantages as of_turns
 from rl_algos.grpo.config import EstimatorConfig, GRPOConfig, trained_agents
 from rl_algos.losses.custom import unknown_name
 from rl_algos.policy_gradient.advantages import clip_advantages, loss_masks
 from rl_algos.rollouts.training.batch import Advantages
 from rl_algos.rollouts.training.rewards import lengths_of, scores_of, trained_rewards
 from rl_algos.rollouts.training.segments import whole_rollouts
+from rl_algos.rollouts.training.turns import TurnColumns, turns_of_rollouts
 from rl_core import resolve
 from rl_core.config import Config, section_of, settings_of
 from rl_core.data.batch import Batch
@@ -44,6 +46,9 @@ ESTIMATORS: Mapping[str, Estimator] = {
         of_rewards.maxrl,
         of_rewards.optimal_token_baseline,
         of_rewards.gdpo,
+        of_turns.turn_returns,
+        of_turns.mt_grpo,
+        of_turns.gigpo,
     )
 }
 """Estimators by the name that `grpo.adv_estimator` gives."""
@@ -100,6 +105,9 @@ class _Rollouts:
     def masks(self) -> Ragged:
         return loss_masks(self.groups).select(self.rows)
 
+    def turns(self) -> TurnColumns:
+        return TurnColumns(*(column.select(self.rows) for column in turns_of_rollouts(self.groups)))
+
     def squared_scores(self) -> Ragged:
         assert self.batch is not None, "an estimator that reads squared scores is handed the batch"
         mask = loss_masks(self.groups)  # Has the tokens of all rows of the batch; some are selected below.
@@ -120,6 +128,9 @@ INPUTS: Mapping[str, Callable[[_Rollouts], Any]] = {
     "lengths": lambda step: lengths_of(step.groups)[step.rows],
     "loss_mask": _Rollouts.masks,
     "penalties": lambda step: None if step.penalties is None else step.penalties.select(step.rows),
+    "turn_rewards": lambda step: step.turns().adding_up_to(step.rewards()),
+    "turn_lengths": lambda step: step.turns().lengths,
+    "turn_states": lambda step: step.turns().states,
     "squared_scores": _Rollouts.squared_scores,
     "normalize": lambda step: step.config.normalize_rewards,
 }
@@ -136,6 +147,10 @@ the rollouts of one agent at a time:
 - `loss_mask` uint8 `[tokens]` (a `Ragged` with a row per rollout), 1 on sampled tokens;
 - `penalties` float64 `[tokens]` (a `Ragged`), with KL in the reward what each sampled token takes from it, None
   without: for an estimator that does not read them, their sums are subtracted from `rewards`;
+- `turn_rewards` float64 `[turns]` (a `Ragged` with a row per rollout), the reward of each turn, NaN for failed rollouts;
+  the changes of `rewards` by shaping and penalties are in the last turn, so that they add up to `rewards`;
+- `turn_lengths` int64 `[turns]` (a `Ragged`), the sampled tokens of each turn;
+- `turn_states` int64 `[turns]` (a `Ragged`), equal for turns that answer the same messages;
 - `squared_scores` float64 `[tokens]` (a `Ragged`), the squared norm of the gradient of each sampled token's logprob by
   the logits, before the update: 1 less twice its probability, plus the sum of the squares of all probabilities;
 - `normalize`, the setting `grpo.normalize_rewards`.

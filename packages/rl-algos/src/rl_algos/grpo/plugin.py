@@ -47,7 +47,8 @@ def models(config: GRPORoot) -> dict[str, ModelNeed]:
 
 def check(config: GRPORoot) -> Iterable[Problem]:
     """Yield problems of the whole resolved config, after the problems of its rollouts."""
-    yield from reward_problems(config.grpo)
+    by_turn = f"grpo.adv_estimator={chosen(config.grpo)}" if reads(config.grpo, "turn_rewards") else ""
+    yield from reward_problems(config.grpo, by_turn=by_turn)
     yield from loss_problems(config, config.grpo)
     yield from _estimator(config.grpo, config.loss_fn)
     yield from opponent_problems(config.grpo)
@@ -75,7 +76,7 @@ def _estimator(grpo: GRPOConfig, loss: LossConfig | CustomLossConfig) -> Iterato
         yield Problem("grpo.num_iterations", reason, got=grpo.num_iterations, remedy=remedy)
     if not grpo.normalize_rewards and not reads(grpo, "normalize"):
         yield Problem.unused("grpo.normalize_rewards", f"with the estimator {name}")
-    if not reads(grpo, "rewards"):
+    if not (reads(grpo, "rewards") or reads(grpo, "turn_rewards")):
         for section in ("reward_scaling", "reward_shaping"):
             if getattr(grpo, section).enabled:
                 because = f"with the estimator {name}, which reads the unchanged rewards"

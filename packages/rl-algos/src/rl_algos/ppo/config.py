@@ -47,6 +47,9 @@ class PPOConfig(PolicyGradientConfig):
     bootstrap_truncated: bool = False
     """Add the critic's value of the last state to rollouts that reached a token limit or the limit of turns, as an
     estimate of the rewards that would have followed. Otherwise such a rollout ends with the reward that it received."""
+    rewards_by_turn: bool = False
+    """Give each turn of a rollout its own reward, at the last token of the turn. Otherwise the last token of the
+    rollout has their sum."""
     normalize_advantages: bool = True
     """Normalise advantages to mean 0 and standard deviation 1 over all sampled tokens of the step."""
     value_clip: float | None = Field(default=0.2, gt=0)

@@ -17,6 +17,7 @@ from rl_algos.policy_gradient.advantages import clip_advantages, whitened
 from rl_algos.ppo.config import PPOConfig
 from rl_algos.rollouts.training.rewards import trained_rewards
 from rl_algos.rollouts.training.segments import rows_by_rollout, token_rows, whole_rollouts
+from rl_algos.rollouts.training.turns import TurnColumns, turns_of_rollouts
 from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged
 from rl_core.model import SCORES, VALUES, Model
@@ -75,6 +76,8 @@ def estimates_of(
     mask, before = whole_rollouts(batch.ragged(LOSS_MASK), groups), whole_rollouts(values.before, groups)
     penalties = None if penalties is None else whole_rollouts(penalties, groups)
     rewards = reward_at_last(trained_rewards(groups, config), mask, penalties)
+    if config.rewards_by_turn:
+        rewards = rewards_at_turns(rewards, turns_of_rollouts(groups), mask)
 
     def advantages(lam: float | np.ndarray) -> Ragged:
         return gae(rewards, before, mask, last_values=values.last, gamma=config.gamma, lam=lam)
@@ -161,6 +164,27 @@ def reward_at_last(rewards: np.ndarray, loss_mask: Ragged, penalties: Ragged | N
     row = np.repeat(np.arange(len(loss_mask)), loss_mask.lengths)[sampled]
     is_last = np.append(row[1:] != row[:-1], True)[: len(row)]
     by_token[sampled[is_last]] += rewards[row[is_last]]
+    return loss_mask.like(by_token)
+
+
+def rewards_at_turns(rewards: Ragged, turns: TurnColumns, loss_mask: Ragged) -> Ragged:
+    """Return float64 `[tokens]`, rewards with those of earlier turns at the last sampled tokens of their turns, instead
+    of at the last one of the rollout.
+
+    Args:
+        rewards: `[tokens]`, the reward of each rollout at its last sampled token.
+        turns: Turns of the rollouts.
+        loss_mask: `[tokens]`, 1 on sampled tokens.
+    """
+    sampled, num_sampled = np.flatnonzero(loss_mask.values > 0), turns.lengths.sums().astype(np.int64)
+    ends = np.repeat(np.cumsum(num_sampled), turns.lengths.lengths)
+    starts = ends - np.repeat(num_sampled, turns.lengths.lengths)
+    # A turn without tokens has its reward at the token before it, or at the first one of the rollout.
+    lasts = np.maximum(np.cumsum(turns.lengths.values) - 1, starts)
+    is_moved = (ends > starts) & np.isfinite(turns.rewards.values)
+    by_token = rewards.values.copy()
+    for places, sign in ((lasts, 1), (ends - 1, -1)):
+        np.add.at(by_token, sampled[places[is_moved]], sign * turns.rewards.values[is_moved])
     return loss_mask.like(by_token)
 
 

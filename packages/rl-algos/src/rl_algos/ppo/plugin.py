@@ -26,7 +26,7 @@ def models(config: PPORoot) -> dict[str, ModelNeed]:
 def check(config: PPORoot) -> Iterator[Problem]:
     """Yield problems of the whole resolved config, in addition to problems of its rollouts."""
     ppo, value = config.ppo, config.value
-    yield from reward_problems(ppo)
+    yield from reward_problems(ppo, by_turn="ppo.rewards_by_turn" if ppo.rewards_by_turn else "")
     yield from loss_problems(config, ppo)
     yield from minibatch_problem(ppo, "value.train_global_batch_size", value.train_global_batch_size)
     yield from length_problem(config.policy, "value", value.max_total_sequence_length)

@@ -132,14 +132,22 @@ def task_problems(settings: EvaluationConfig, rollouts: RolloutConfig) -> Iterat
             yield Problem(f"eval.{key}", reason, got=given, remedy="Remove this key")
 
 
-def reward_problems(algorithm: PolicyGradientConfig) -> Iterator[Problem]:
-    """Yield problems of every algorithm that learns from rewards."""
+def reward_problems(algorithm: PolicyGradientConfig, *, by_turn: str = "") -> Iterator[Problem]:
+    """Yield problems of every algorithm that learns from rewards.
+
+    Args:
+        algorithm: Section of the algorithm.
+        by_turn: Setting with which the rewards of turns are trained on; empty without one.
+    """
     section, scaling = algorithm.section, algorithm.reward_scaling
     if algorithm.batch_multiplier != 1 and not algorithm.use_dynamic_sampling:
         yield Problem.unused(f"{section}.batch_multiplier", "without use_dynamic_sampling=true")
     if scaling.enabled and scaling.source_max <= scaling.source_min:
         reason = f"must be greater than source_min ({scaling.source_min})"
         yield Problem(f"{section}.reward_scaling.source_max", reason, got=scaling.source_max)
+    if scaling.enabled and by_turn:
+        reason = f"maps the reward of a whole rollout, but {by_turn} trains on the rewards of its turns"
+        yield Problem(f"{section}.reward_scaling.enabled", reason, got=True, remedy="Scale rewards in the environment")
 
 
 def filter_problems(generation: GenerationConfig, reader: str, *, remedy: str) -> Iterator[Problem]:

@@ -257,6 +257,9 @@ def test_players_see_their_own_conversations_and_have_rollouts_of_their_own():
     assert (second.agent, second.tokens.tolist()) == ("second", [61, 5])
     assert dict(second.rewards) == {"reward": -1.0, "lost": 1.0}
     assert [turn.observation for turn in first.turns] == [({"role": "user", "content": "again"},), None]
+    # The reward that an opponent's move earned belongs to the turn before it.
+    assert [(turn.num_sampled, turn.late_reward) for turn in first.turns] == [(1, 0.25), (1, 0.0)]
+    assert [(turn.num_sampled, turn.late_reward) for turn in second.turns] == [(1, -1.0)]
 
 
 def test_the_limit_of_turns_is_that_of_each_player_and_cuts_the_one_who_would_go_on():

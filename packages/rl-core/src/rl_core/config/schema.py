@@ -314,7 +314,8 @@ def section_of(target: Callable[..., Any], base: type[Config], *, derived: Colle
     """Return a section with the keys of `base`, and in addition the settings of a function or dataclass.
 
     Settings of a function are its keyword-only parameters, settings of a dataclass its fields, and settings of another
-    class the keyword-only parameters of its constructor. Keys have their annotations as types, and their defaults.
+    class the keyword-only parameters of its constructor. Keys have their annotations as types, with bounds
+    that `Annotated` gives (`Annotated[float, Field(ge=0)]`), and their defaults.
 
     Args:
         target: The function or class.
@@ -327,7 +328,7 @@ def section_of(target: Callable[..., Any], base: type[Config], *, derived: Colle
     name = getattr(target, "__name__", str(target))
     try:
         has_constructor = isinstance(target, type) and not dataclasses.is_dataclass(target)
-        hints = get_type_hints(target.__init__ if has_constructor else target)
+        hints = get_type_hints(target.__init__ if has_constructor else target, include_extras=True)
     except NameError as error:
         raise ValueError(f"an annotation of {name} cannot be resolved: {error}") from None
     defaults = {key: default for key, default in _defaults(target).items() if key not in derived}

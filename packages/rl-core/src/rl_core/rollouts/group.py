@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, overload
 
@@ -13,7 +14,7 @@ from rl_core.data.batch import TOKENS, Batch, Column, image_column
 from rl_core.data.ragged import Ragged
 from rl_core.images import IMAGES
 from rl_core.rollouts.record import rollout_record
-from rl_core.rollouts.rollout import Prompt, Rollout, Status, StopReason, WeightSpan, has_images, unknown_routing
+from rl_core.rollouts.rollout import Prompt, Rollout, Status, StopReason, Turn, WeightSpan, has_images, unknown_routing
 
 LOSS_MASK = "loss_mask"
 """Column that is True at the tokens under the loss, bool `[tokens]`."""
@@ -36,6 +37,9 @@ class RolloutReport:
         num_sampled: Tokens that the policy sampled.
         num_turns: completions.
         info: The numbers that the environment reported.
+        turns: Sampled tokens, reward and state of each turn, if there are several: the reward of its answer and what
+            came later for it, which add up to the reward trained on, and a number that turns have in common if they
+            answer the same messages; 0 for the first turn, which answers the prompt.
 
     The others are as in `Rollout`.
     """
@@ -55,6 +59,7 @@ class RolloutReport:
     peers: str = ""
     play: int | None = None
     is_opponent: bool = False
+    turns: tuple[tuple[int, float, int], ...] = ()
 
     @classmethod
     def of(cls, rollout: Rollout) -> RolloutReport:
@@ -66,6 +71,7 @@ class RolloutReport:
             num_turns=len(rollout.turns),
             rewards=dict(rollout.rewards),
             info={name: value for name, value in rollout.info.items() if isinstance(value, int | float)},
+            turns=tuple(_turn_reports(rollout.turns)) if len(rollout.turns) > 1 else (),
             **{name: getattr(rollout, name) for name in (*same, *of_agents)},
         )
 
@@ -86,6 +92,7 @@ class RolloutReports(Sequence[RolloutReport]):
         peers: Peers of each rollout; empty if none are named.
         play: Play of each rollout, ascending; empty if each is a play of its own.
         is_opponent: True for each rollout that an opponent sampled; empty if no opponent did.
+        turns: Turns of each rollout; empty if no rollout has several.
 
     The others are the fields of `RolloutReport`, each with a value per rollout; a span is a version and a number of
     tokens.
@@ -106,6 +113,7 @@ class RolloutReports(Sequence[RolloutReport]):
     peers: tuple[str, ...] = ()
     play: tuple[int, ...] = ()
     is_opponent: tuple[bool, ...] = ()
+    turns: tuple[tuple[tuple[int, float, int], ...], ...] = ()
 
     @classmethod
     def of(cls, prompt_id: str, rollouts: Sequence[Rollout]) -> RolloutReports:
@@ -116,7 +124,7 @@ class RolloutReports(Sequence[RolloutReport]):
         del columns["prompt_id"]
         columns["spans"] = tuple(tuple((span.version, span.num_tokens) for span in spans) for spans in columns["spans"])
         columns["play"] = tuple(play for play in columns["play"] if play is not None)
-        for name in ("segments", "agent", "peers", "is_opponent"):
+        for name in ("segments", "agent", "peers", "is_opponent", "turns"):
             columns[name] = columns[name] if any(columns[name]) else ()
         return cls(prompt_id, **columns)
 
@@ -291,6 +299,15 @@ def parts_of(groups: Sequence[tuple[Prompt, Sequence[Rollout]]]) -> tuple[list[G
     records: dict[str, Column] = {RECORD: Ragged.from_rows(record, np.uint8)}
     reports = [GroupReport(RolloutReports.of(prompt.id, own), tuple(columns), tuple(records)) for prompt, own in groups]
     return reports, Batch(columns), Batch(records)
+
+
+def _turn_reports(turns: Sequence[Turn]) -> Iterator[tuple[int, float, int]]:
+    """Yield sampled tokens, reward and state of each turn."""
+    state = 0
+    for turn in turns:
+        yield turn.num_sampled, float(turn.rewards.get("reward", 0.0)) + turn.late_reward, state
+        shown = repr([sorted(message.items()) for message in turn.observation or ()])
+        state = int.from_bytes(hashlib.blake2b(shown.encode(errors="backslashreplace"), digest_size=7).digest())
 
 
 _NO_RECORD = np.zeros(0, dtype=np.uint8)

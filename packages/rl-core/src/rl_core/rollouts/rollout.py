@@ -90,12 +90,17 @@ class Turn:
         observation: Answer of the environment.
         rewards: Rewards by name.
         has_invalid_call: True if the policy wrote a tool call that cannot be read.
+        num_sampled: Number of tokens that the policy sampled.
+        late_reward: Part of the reward trained on that came after the answer, such as for a later move of another
+            agent or for the whole rollout.
     """
 
     text: str
     observation: tuple[Message, ...] | None
     rewards: Mapping[str, float]
     has_invalid_call: bool = False
+    num_sampled: int = 0
+    late_reward: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -33,6 +34,8 @@ class Transcript:
         self._spans: list[WeightSpan] = []
         self._turns: list[Turn] = []
         self._rewards: Counter[str] = Counter()
+        self._late_rewards: Counter[int] = Counter()
+        self._num_sampled: list[int] = []
         self._info: dict[str, object] = {}
         self._stop_reason = "abort"
         self.add_context(prompt.token_ids if first is None else first)
@@ -81,6 +84,7 @@ class Transcript:
             own = self._routing[-1]
             own.append(completion.routed_experts[sum(map(len, own)) :])
         self._append(completion.token_ids, 1, completion.logprobs)
+        self._num_sampled.append(len(completion.token_ids))
         self._spans.extend(completion.spans)
         self._stop_reason = completion.stop_reason
 
@@ -93,9 +97,11 @@ class Transcript:
         self._info.update(result.info)
 
     def add_rewards(self, rewards: Mapping[str, float]) -> None:
-        """Add rewards of the whole rollout, by name."""
-        for name, reward in StepResult(reward=rewards).rewards().items():
+        """Add rewards of the whole rollout, by name; estimators by turn credit the newest turn with them."""
+        named = StepResult(reward=rewards).rewards()
+        for name, reward in named.items():
             self._rewards[name] += reward  # type: ignore[assignment]  # Counter sums floats as well
+        self._late_rewards[len(self._num_sampled) - 1] += named["reward"]  # type: ignore[assignment]
 
     def rollout(self, *, truncated: bool) -> Rollout:
         """Return the finished rollout."""
@@ -108,7 +114,10 @@ class Transcript:
             loss_mask=np.concatenate(self._mask),
             generation_logprobs=np.concatenate(self._logprobs),
             spans=tuple(self._spans),
-            turns=tuple(self._turns),
+            turns=tuple(
+                replace(turn, num_sampled=num_sampled, late_reward=float(self._late_rewards[number]))
+                for number, (turn, num_sampled) in enumerate(zip(self._turns, self._num_sampled, strict=False))
+            ),
             rewards={name: float(value) for name, value in self._rewards.items()},
             stop_reason=self._stop_reason,  # type: ignore[arg-type]  # set from Completion.stop_reason
             status="truncated" if truncated else "ok",
