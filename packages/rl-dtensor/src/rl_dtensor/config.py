@@ -137,6 +137,12 @@ class DTensorConfig(BackendConfig):
     microbatch. `unsharded` adds them up on each rank and reduces once, after the last microbatch, which takes 4 bytes
     of device memory for each parameter of the rank's layers. `auto` uses `unsharded` if parameters, optimizer state and
     these gradients fit into half of the device's memory, and logs its choice; on `cpu` it is `sharded`."""
+    reshard_after: Literal["auto", "layer", "step"] = "auto"
+    """When parameters that FSDP gathered are freed. `layer` frees the parameters of a layer after each of its passes,
+    and gathers them again for the next one. `step` keeps them from the first microbatch of a step, or of a pass that
+    reads logprobs, to the last one (ZeRO-2). That takes 2 bytes of device memory in bfloat16 for each parameter of the
+    rank's layers. `auto` uses `step` if that fits without more recomputation, and logs its choice; on `cpu`, and for
+    models that do not train, it is `layer`."""
     recompute: Literal["auto", "none", "selective", "full"] = "auto"
     """Activations of a layer that the backward pass computes again instead of keeping them: none, all except the
     results of matrix products and attention (`selective`), or all except the layer's input (`full`). `auto` recomputes

@@ -53,6 +53,8 @@ def build_parts(
     memory = GradientMemory.of(model.parameters(), cpu_offload=backend.cpu_offload)
     keeps_whole = spec.trains and keeps_whole_gradients(backend.gradient_accumulation, memory, mesh)
     policy = DTensorModel(model, mesh, keeps_whole_gradients=keeps_whole)
+    if backend.reshard_after == "step":
+        policy.keep_gathered()
     head_parts, resident_head = None, None
     if config.draft_head is not None and spec.trains:
         # The module imports the code of a family, which other policies do not need.
@@ -67,4 +69,5 @@ def build_parts(
         DTensorState(model, inner, mesh),
         DTensorResidency(model, inner, mesh.kind, resident_head),
         head_parts,
+        None if model.memory is None else policy.plan_step,
     )

@@ -3,10 +3,11 @@
 from collections import Counter
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_core.data.batch import Batch
-from rl_core.model import Loss
+from rl_core.model import LOGPROBS, Loss
 from rl_core.selfcheck.losses import TokenLoss
 from rl_core.selfcheck.pooled_model import HELD
 from rl_core.selfcheck.rank_pool import Rank
@@ -44,6 +45,26 @@ def counted_step(rank: Rank, batch: Batch, loss: Loss) -> Counter:
     with Collectives() as collectives:
         rank.held[HELD].train_step(batch, loss)
     return collectives.found
+
+
+def gathers_of_reads(rank: Rank, batch: Batch) -> int:
+    """Number of gathers of a pass that reads logprobs."""
+    with Collectives() as collectives:
+        rank.held[HELD].infer(batch, [LOGPROBS])
+    return collectives.found["gathers"]
+
+
+def gathered_bytes(rank: Rank) -> int:
+    """Bytes of gathered parameters that are in memory."""
+    units = [
+        module
+        for chunk in rank.held[HELD]._model.sharded.chunks
+        for module in chunk.modules()
+        if isinstance(module, FSDPModule)
+    ]
+    groups = [group for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups]
+    parameters = [parameter for group in groups for parameter in group.fsdp_params]
+    return sum(out.untyped_storage().nbytes() for each in parameters for out in each.all_gather_outputs)
 
 
 class FailingLoss(TokenLoss):

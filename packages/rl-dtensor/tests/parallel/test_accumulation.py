@@ -11,17 +11,20 @@ from transformers import AutoConfig
 
 from rl_core.data.batch import Batch
 from rl_core.data.microbatch import shard
-from rl_core.model import ModelSpec
+from rl_core.model import LOGPROBS, ModelSpec
 from rl_core.model_config import ModelConfig, SequencePackingConfig
 from rl_core.selfcheck.losses import TokenLoss
 from rl_core.selfcheck.pooled_model import PooledModel
 from rl_core.selfcheck.torch.selfcheck import SGD
 from rl_core.testing.exhaustive import partly_exhaustive
+from rl_dtensor.model.tiny import SMALL
 from rl_dtensor.parallel.accumulation import GradientMemory, keeps_whole_gradients
-from rl_dtensor.selfcheck import CHECK, write_tiny
+from rl_dtensor.selfcheck import CHECK, streamed, write_tiny
 
 NUM_LAYERS, NUM_MICROBATCHES = 2, 3
+MAX_GRAD_NORM = 0.01
 UNSHARDED = {"gradient_accumulation": "unsharded"}
+GATHERED = {"reshard_after": "step"}
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +35,13 @@ def folder(tmp_path_factory):
 
 def open_model(ranks, folder, num_ranks, **settings):
     packing = SequencePackingConfig(enabled=True, train_mb_tokens=16)
-    config = ModelConfig(model_name=str(folder), precision="float32", optimizer=SGD, sequence_packing=packing)
+    config = ModelConfig(
+        model_name=str(folder),
+        precision="float32",
+        optimizer=SGD,
+        sequence_packing=packing,
+        max_grad_norm=MAX_GRAD_NORM,
+    )
     return PooledModel(ranks, "rl_dtensor.selfcheck:build", config, ModelSpec(), num_ranks, **settings)
 
 
@@ -63,6 +72,65 @@ def test_every_unit_is_gathered_for_each_pass_and_reduced_as_often_as_the_accumu
     assert each["elements of scatters"] == NUM_MICROBATCHES * once["elements of scatters"]
 
 
+def test_parameters_that_stay_gathered_are_gathered_once_a_step(ranks, folder):
+    once = counts(ranks, folder, 2, gradient_accumulation="sharded", **GATHERED)[0]
+    assert once["gathers"] == 2 + NUM_LAYERS
+    assert once["scatters"] == NUM_MICROBATCHES * once["gathers"]
+    with open_model(ranks, folder, 2, **GATHERED) as model:
+        args = [(part,) for part in shards(even_batch(2), 2)]
+        assert ranks.run("accumulation_cases:gathers_of_reads", args) == [2 + NUM_LAYERS] * 2
+        model.offload()
+        assert ranks.run("accumulation_cases:gathered_bytes", [()] * 2) == [0] * 2
+
+
+EXPERTS = {"expert_parallel_size": 2}
+MESHES = [
+    ("llama", 2, {}),
+    ("llama", 2, UNSHARDED),
+    ("llama", 4, {"dp_replicate_size": 2, "recompute": "selective"}),
+    ("llama", 4, {"tensor_parallel_size": 2, "sequence_parallel": True, **UNSHARDED}),
+    ("llama", 4, {"pipeline_parallel_size": 2, "recompute": "full"}),
+    ("llama", 2, {"pipeline_parallel_size": 2, "pipeline_chunks_per_rank": 2, **UNSHARDED}),
+    ("llama", 2, {"cpu_offload": True}),
+    ("mixtral", 4, {**EXPERTS, "recompute": "full"}),
+    ("mixtral", 4, {**EXPERTS, "tensor_parallel_size": 2, **UNSHARDED}),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "num_ranks", "settings"), partly_exhaustive(MESHES, always=[MESHES[4], MESHES[7]]), ids=str
+)
+def test_parameters_that_stay_gathered_train_to_the_same_bits(ranks, tmp_path, family, num_ranks, settings):
+    layers = 4 if "pipeline_chunks_per_rank" in settings else NUM_LAYERS
+    config = AutoConfig.for_model(family, tie_word_embeddings=False)
+    folder = write_tiny(config, tmp_path / "model", sizes={**SMALL, "num_hidden_layers": layers})
+    found = []
+    for chosen in ("layer", "step"):
+        with open_model(ranks, folder, num_ranks, reshard_after=chosen, **settings) as model:
+            num_shards = model.call("coordinates")[0].along("dp")
+            batches = [even_batch(num_shards, seed) for seed in range(3)]
+            # The step in the middle is skipped; the gradients of all are clipped.
+            batches[1] = poisoned(batches[1])
+            metrics = model.train_steps(batches, TokenLoss())
+            logprobs = model.infer(batches[0], [LOGPROBS]).ragged("logprobs").values
+            found.append((metrics, logprobs, streamed(model)))
+    (metrics, logprobs, weights), (others, other_logprobs, other_weights) = found
+    assert [each["skipped_steps"] for each in metrics] == [0, 1, 0]
+    assert metrics[0]["grad_norm"] > MAX_GRAD_NORM
+    np.testing.assert_equal(metrics, others)
+    np.testing.assert_array_equal(logprobs, other_logprobs)
+    assert all(torch.equal(weight, other_weights[name]) for name, weight in weights.items())
+
+
+def poisoned(batch):
+    """A batch with a weight that is not finite."""
+    weights = batch.ragged("weights")
+    values = weights.values.copy()
+    values[:2] = np.inf
+    mask = batch.ragged("loss_mask")
+    return batch.with_columns({"weights": weights.like(values), "loss_mask": mask.like(np.ones_like(mask.values))})
+
+
 def test_replicas_add_up_gradients_once_a_step(ranks, folder):
     each = counts(ranks, folder, 4, dp_replicate_size=2, gradient_accumulation="sharded")[0]
     once = counts(ranks, folder, 4, dp_replicate_size=2, **UNSHARDED)[0]
@@ -73,7 +141,10 @@ def test_replicas_add_up_gradients_once_a_step(ranks, folder):
 
 @pytest.mark.parametrize(
     ("num_ranks", "settings"),
-    partly_exhaustive([(2, UNSHARDED), (4, {"dp_replicate_size": 2})], always=[(2, UNSHARDED)]),
+    partly_exhaustive(
+        [(2, UNSHARDED), (2, {**UNSHARDED, **GATHERED}), (4, {"dp_replicate_size": 2, **GATHERED})],
+        always=[(2, {**UNSHARDED, **GATHERED})],
+    ),
     ids=str,
 )
 def test_a_pass_that_failed_leaves_nothing_to_the_next(ranks, folder, num_ranks, settings):
@@ -88,18 +159,12 @@ def test_a_pass_that_failed_leaves_nothing_to_the_next(ranks, folder, num_ranks,
 
 def test_stacks_of_fewer_experts_than_ranks_lie_on_all_of_them(ranks, tmp_path):
     config = AutoConfig.for_model("mixtral")
-    folder = write_tiny(config, tmp_path / "model", sizes={**_sizes(), "num_local_experts": 2})
+    folder = write_tiny(config, tmp_path / "model", sizes={**SMALL, "num_local_experts": 2})
     with open_model(ranks, folder, 4):
         found = ranks.run("accumulation_cases:placements", [("experts",)] * 4)
     for parts in found:
         assert {placed for placed, _ in parts.values()} == {"(Shard(dim=1),)", "(Shard(dim=2),)"}
         assert all(parts[name][1] == found[0][name][1] > 0 for name in parts)
-
-
-def _sizes():
-    from rl_dtensor.model.tiny import SMALL
-
-    return SMALL
 
 
 @pytest.fixture

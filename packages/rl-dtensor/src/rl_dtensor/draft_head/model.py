@@ -109,8 +109,9 @@ class DraftHeadModel:
                     self._accumulation.before_backward(is_last=number == last)
                     share = self._losses(reader, make(), run) * self._mesh.num_gradients  # FSDP averages over them.
                     share.backward()
-        finally:
+        except BaseException:
             self._accumulation.abandon()
+            raise
         return {}
 
     def discard(self) -> None:

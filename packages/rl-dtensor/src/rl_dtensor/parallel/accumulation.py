@@ -1,4 +1,4 @@
-"""Gradients of several microbatches, added up before or after they are reduced over the ranks."""
+"""Gradients and gathered parameters of the microbatches of a step."""
 
 from __future__ import annotations
 
@@ -38,7 +38,16 @@ class Accumulation:
     def __init__(self, root: FSDPModule, *, keeps_whole: bool) -> None:
         self._root = root
         self._keeps_whole = keeps_whole
+        self._keeps_gathered = False
         self._is_last = True
+
+    def keep_gathered(self) -> None:
+        """Keep parameters gathered after passes from now on, except after the backward pass of the last microbatch.
+
+        A pass without backward passes has to reshard them at its end.
+        """
+        self._keeps_gathered = True
+        self._root.set_reshard_after_forward(False)
 
     def before_backward(self, *, is_last: bool) -> None:
         """Prepare FSDP for a backward pass; to be called before each.
@@ -50,15 +59,15 @@ class Accumulation:
             return
         self._is_last = is_last
         self._root.set_is_last_backward(is_last)
+        if self._keeps_gathered:
+            self._root.set_reshard_after_backward(is_last)
         if self._keeps_whole:
             self._root.set_requires_gradient_sync(is_last)
         else:
             self._root.set_requires_all_reduce(is_last)
 
     def abandon(self) -> None:
-        """Forget the gradients of a pass that failed; the next pass would add to them."""
-        if self._is_last:
-            return
+        """Forget the gradients and gathered parameters of a pass that failed; the next pass would use them."""
         self._root.reset_iter_state()
         # FSDP has no public way to drop a gradient that is not yet reduced.
         units = [each for each in cast("nn.Module", self._root).modules() if isinstance(each, FSDPModule)]

@@ -24,7 +24,10 @@ from rl_core.model_config import OptimizerConfig
 from rl_core.torch.optim.optimizer import build_optimizer, with_fused_step
 from rl_core.torch.rows import no_images
 from rl_core.torch.training.backend import Microbatch, Pass
+from rl_core.torch.training.memory import StepPlan
+from rl_dtensor.model.layers.recompute import checkpoint_activations
 from rl_dtensor.model.model import ShardedModel
+from rl_dtensor.model.whole import decoder_layers
 from rl_dtensor.parallel.accumulation import Accumulation
 from rl_dtensor.parallel.fsdp import local
 from rl_dtensor.parallel.mesh import DTensorMesh
@@ -53,10 +56,31 @@ class DTensorModel:
         self.shape = sharded.shape
         self.hf_config: PreTrainedConfig = sharded.hf.config
         self.architecture = type(sharded.hf).__name__
-        self._mesh = mesh
+        self._mesh, self._keeps_whole = mesh, keeps_whole_gradients
         self._accumulations = [
             Accumulation(cast("FSDPModule", chunk), keeps_whole=keeps_whole_gradients) for chunk in sharded.chunks
         ]
+
+    def keep_gathered(self) -> None:
+        """Gather parameters once in each step or reading pass from now on, rather than in every pass of a layer."""
+        for accumulation in self._accumulations:
+            accumulation.keep_gathered()
+
+    def plan_step(self, room: int) -> StepPlan:
+        """Put the choices into effect that depend on memory; see `rl_core.torch.training.memory.planned_step`.
+
+        Args:
+            room: Bytes that a training step may take.
+        """
+        memory, chunks = self.sharded.memory, self.sharded.chunks
+        assert memory is not None, "a model that trains on a device with memory has counted it"
+        recompute, keeps_gathered, plan = memory.plan(room, keeps_whole=self._keeps_whole)
+        if memory.backend.recompute == "auto":
+            for chunk in chunks:
+                checkpoint_activations(chunk.hf, decoder_layers(chunk.hf), recompute.of_chunks(len(chunks)))
+        if keeps_gathered:
+            self.keep_gathered()
+        return plan
 
     def extra_columns(self, batch: Batch, *, for_loss: bool) -> Mapping[str, Ragged]:
         """Return the experts that tokens were sent to, if routing is replayed."""
@@ -87,9 +111,11 @@ class DTensorModel:
         self.sharded.train(True, compares=run.compares)
         try:
             run_pipeline(self.sharded, replace(run, on_reads=share), mesh=self._mesh, accumulations=self._accumulations)
-        finally:
+        except BaseException:
             for accumulation in self._accumulations:
                 accumulation.abandon()
+            raise
+        self.sharded.reshard_all()  # A stage without parameters that train has no backward pass, which would do it.
         average_replicated(self.sharded, self._mesh)
         sum_tied(self.sharded, self._mesh)
         return {}
