@@ -26,7 +26,7 @@ from rl_core.model import ModelSpec
 from rl_core.model_config import ModelConfig, OptimizerConfig
 from rl_core.selfcheck.losses import TokenLoss
 from rl_core.selfcheck.pooled_model import PooledModel
-from rl_core.selfcheck.rank_pool import RankPool
+from rl_core.selfcheck.rank_pool import Rank, RankPool
 from rl_core.testing.exhaustive import partly_exhaustive
 from rl_core.testing.model_worker import make_batch
 from rl_core.testing.torch.reference_model import write_reference_model
@@ -105,7 +105,9 @@ TOLERANCE = 1e-3
 """Difference of logprobs that float32 makes in the worst of these models, with room."""
 
 
-def write(folder: Path, name: str) -> Path:
+def write(_rank: Rank, folder: Path, name: str) -> Path:
+    """Write a family's model; in a process without engines, because vLLM changes the classes of models that it serves
+    by their own code."""
     family, fields = FAMILIES[name]
     write_reference_model(folder, seed=1)  # for its tokenizer
     torch.manual_seed(1)
@@ -176,7 +178,7 @@ class Exports:
         self.folders = {}
         with RankPool(1) as pool:
             for name in names:
-                source = write(workspace / f"{name}-source", name)
+                (source,) = pool.run(write, [(workspace / f"{name}-source", name)])
                 self.folders[name] = export(pool, source, workspace / name)
 
     @cache  # noqa: B019 - there is one for the module

@@ -133,7 +133,7 @@ async def _take_turns(generator: VllmGenerator, first: Path, second: Path) -> No
     senders = [SenderProcess(REHEARSAL, (gpu,)) for gpu in PLACEMENT.gpus]
 
     async def is_asleep() -> bool:
-        return await generator._running()._engine.is_sleeping()
+        return bool(await generator._running().ask("is_sleeping"))
 
     async def sync(folder: Path, version: int) -> None:
         manifest = manifest_of(folder, version)

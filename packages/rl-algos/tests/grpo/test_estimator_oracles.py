@@ -17,6 +17,7 @@ from rl_algos.grpo.advantages import (
     opo,
     optimal_token_baseline,
     pass_at_k,
+    raft,
     reinforce,
     reinforce_plus_plus,
     reinforce_plus_plus_baseline,
@@ -90,6 +91,10 @@ def test_rloo(case):
 
 def test_reinforce(case):
     close(reinforce(case.rewards), [0.0 if math.isnan(r) else r for r in case.rewards])
+
+
+def test_raft(case):
+    close(raft(case.scores), [float(score > 0.5) for score in case.scores])
 
 
 def test_gpg(case):

@@ -19,6 +19,7 @@ from rl_algos.policy_gradient.objective import (
     high_entropy,
     kl_estimates,
     positive_examples,
+    small_moment,
     with_logprobs,
 )
 from rl_algos.rollouts.training.batch import build_batch, with_advantages
@@ -132,6 +133,21 @@ def test_the_tokens_of_highest_entropy_of_the_step_train(share, num):
     assert sorted(np.flatnonzero(chosen)) == sorted(sampled[np.argsort(entropy[sampled])[-num:]])
     flat = data.batch.with_columns({"prev_entropy": mask.like(np.where(mask.values > 0, 1.0, np.nan))})
     assert np.array_equal(high_entropy(share)(StepData(1, GROUPS, flat)).values, mask.values)
+
+
+@pytest.mark.parametrize("bound", [1e-9, 0.05, 0.3, 1e9])
+def test_tokens_of_the_largest_squares_are_left_out_until_the_mean_is_small(bound):
+    data = step_data()
+    mask = data.batch.ragged("loss_mask")
+    sampled = np.flatnonzero(mask.values)
+    random = np.random.default_rng(3)
+    columns = {name: random.normal(0, 0.5, len(mask.values)) for name in ("prev_logprobs", "generation_logprobs")}
+    batch = data.batch.with_columns({name: mask.like(values) for name, values in columns.items()})
+    chosen = np.flatnonzero(small_moment(bound)(StepData(1, GROUPS, batch)).values)
+    left = {t: (columns["prev_logprobs"][t] - columns["generation_logprobs"][t]) ** 2 for t in sampled}
+    while left and sum(left.values()) / len(left) > bound:
+        del left[max(left, key=left.get)]
+    assert set(chosen) == set(left)
 
 
 def test_what_is_read_before_the_update_follows_from_the_parts_in_use():

@@ -5,7 +5,21 @@ import torch
 
 from rl_algos.losses.importance import ImportanceCorrection, Rejection
 from rl_algos.losses.policy import PolicyLoss
-from rl_algos.losses.surrogates import CISPO, DPPOKL, DPPOTV, GMPO, GSPO, SAPO, VESPO, Clip, ClipCov, KLCov, Reinforce
+from rl_algos.losses.surrogates import (
+    CISPO,
+    DPPOKL,
+    DPPOTV,
+    DRO,
+    GMPO,
+    GSPO,
+    SAPO,
+    TOPR,
+    VESPO,
+    Clip,
+    ClipCov,
+    KLCov,
+    Reinforce,
+)
 from rl_algos.losses.terms import Aggregation, EntropyBonus, Filters, KLPenalty, StalenessDecay
 from rl_algos.torch.policy_loss import compute
 from rl_core.data.batch import Batch
@@ -55,6 +69,9 @@ LOSSES = {
     "clip-cov": PolicyLoss(ClipCov()),
     "kl-cov": PolicyLoss(KLCov(weight=0.7)),
     "vespo": PolicyLoss(VESPO()),
+    "topr": PolicyLoss(TOPR()),
+    "dro": PolicyLoss(DRO(beta=0.4)),
+    "second moment": PolicyLoss(Clip(), filters=Filters(max_second_moment=0.04, top_entropy_share=0.4)),
     "on policy": PolicyLoss(on_policy=True),
     "on policy gspo": PolicyLoss(GSPO(), SEQUENCE_MEAN, on_policy=True),
     "k1 unbiased": PolicyLoss(kl=KLPenalty(weight=0.3, estimator="k1", unbiased=True)),
@@ -147,6 +164,7 @@ def make_batch(seed: int = 0, *, scale: float = 1.0) -> Batch:
             ),
             "positive": np.array([1, 0, 1, 0, 1], np.uint8),
             "high_entropy": generation.like((random.random(total) < 0.4).astype(np.uint8)),
+            "small_moment": generation.like((random.random(total) < 0.8).astype(np.uint8)),
         }
     )
 

@@ -82,7 +82,7 @@ class Sequence:
         return self.loss.staleness.decay ** max(0, self.loss.weight_version - int(self.column["weight_versions"][t]))
 
     def policy(self, t: int) -> float:
-        if self.loss.filters.top_entropy_share is not None and not self.column["high_entropy"][t]:
+        if not all(self.column[column][t] for column in self.loss.filters.columns):
             return 0.0
         compared = copy.copy(self)
         compared.prev = self.gen if self.loss.ratio_denominator == "generation" else self.prev
@@ -210,3 +210,12 @@ def vespo(surrogate, s: Sequence, t: int) -> float:
     power = surrogate.k_positive if positive else surrogate.k_negative
     rate = surrogate.lambda_positive if positive else surrogate.lambda_negative
     return -s.advantages[t] * whole**power * math.exp(rate * (1 - whole)) * s.logp[t]
+
+
+def topr(_surrogate, s: Sequence, t: int) -> float:
+    whole = exp(sum(s.frozen[i] - s.prev[i] for i in s.sampled))
+    return -s.advantages[t] * (min(whole, 1.0) if s.advantages[t] < 0 else 1.0) * s.logp[t]
+
+
+def dro(surrogate, s: Sequence, t: int) -> float:
+    return -s.advantages[t] * s.logp[t] + surrogate.beta / 2 * clamp(s.logp[t] - s.prev[t], 20) ** 2

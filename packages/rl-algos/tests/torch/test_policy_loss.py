@@ -106,7 +106,7 @@ def test_a_sequence_of_several_rows_has_the_loss_of_one_row(name, scale):
 
 def test_only_terms_of_whole_sequences_keep_the_rows_of_one_together():
     together = {name for name in LOSSES if PAIR in dataclasses.replace(LOSSES[name], has_segments=True).columns}
-    assert {"sequence mean", "gspo", "vespo", "seq mask", "sequence weights", "rejection by max k3"} <= together
+    assert {"sequence mean", "gspo", "vespo", "topr", "seq mask", "sequence weights", "rejection by max k3"} <= together
     assert {"off-policy sequence mask", "mismatch threshold", "drgrpo"} <= together
     assert not {"clip", "token sum", "cispo", "tis", "icepop", "k3 unbiased", "positive nll"} & together
     assert not any(PAIR in loss.columns for loss in LOSSES.values())

@@ -137,6 +137,17 @@ def pass_at_k(scores: np.ndarray, groups: np.ndarray, *, k: int, threshold: floa
     return advantages
 
 
+def raft(scores: np.ndarray, *, threshold: float = 0.5) -> np.ndarray:
+    """Return 1 for right rollouts and 0 for all others, which teach nothing (RAFT; RAFT++ with the surrogate `clip`,
+    arXiv:2504.11343).
+
+    Args:
+        scores: float `[rollouts]`, rewards as the environment gave them; NaN for failed rollouts.
+        threshold: Score above which a rollout is right.
+    """
+    return np.where(scores > threshold, 1.0, 0.0)
+
+
 def maxrl(scores: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """Return `(r - m) / m` (maximum-likelihood RL, arXiv:2602.02710): in expectation, with rewards 0 and 1, the
     gradient of log p, p the chance of a right answer, expanded to the order of the group's size. Hard prompts weigh

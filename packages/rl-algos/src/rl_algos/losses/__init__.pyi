@@ -20,9 +20,11 @@ from rl_algos.losses.preference import SimPO as SimPO
 from rl_algos.losses.surrogates import CISPO as CISPO
 from rl_algos.losses.surrogates import DPPOKL as DPPOKL
 from rl_algos.losses.surrogates import DPPOTV as DPPOTV
+from rl_algos.losses.surrogates import DRO as DRO
 from rl_algos.losses.surrogates import GMPO as GMPO
 from rl_algos.losses.surrogates import GSPO as GSPO
 from rl_algos.losses.surrogates import SAPO as SAPO
+from rl_algos.losses.surrogates import TOPR as TOPR
 from rl_algos.losses.surrogates import VESPO as VESPO
 from rl_algos.losses.surrogates import Clip as Clip
 from rl_algos.losses.surrogates import ClipCov as ClipCov

@@ -65,7 +65,7 @@ class ImportanceCorrection(CheckedConfig):
     level: Level | None = None
     """Level of the weights: `token` gives each token its own weight, `sequence` gives all tokens of a sequence the
     product of their weights, which is exact and has more variance. If unset, it is the level of the surrogate's ratio:
-    `sequence` for `gspo`, `gmpo` and `vespo`, `token` otherwise."""
+    `sequence` for `gspo`, `gmpo`, `vespo` and `topr`, `token` otherwise."""
     batch_normalize: bool = False
     """Divide the policy term by the sum of the weights instead of the number of tokens or sequences (self-normalised
     importance sampling): over the whole minibatch, `sum_i sum_t w` replaces the number of tokens and `sum_i mean_t w`

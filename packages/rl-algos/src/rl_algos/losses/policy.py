@@ -55,8 +55,8 @@ class PolicyLoss:
         importance: The correction w, None for none.
         staleness: Weights by age, which w is multiplied by; None for none.
         weight_version: Version of the weights that the step trains, the end of a token's age.
-        filters: Tokens and sequences that the policy term leaves out. With `top_entropy_share`, these are the tokens
-            whose column `high_entropy` is 0.
+        filters: Tokens and sequences that the policy term leaves out, such as those at which one of the columns
+            `filters.columns` is 0.
         mismatch_threshold: Leaves sequences whose mean `exp|prev - generation|` is above it out of all terms.
         entropy_bonus: Bonus for the mean entropy H of the next token's distribution; None does not read it.
         positive_example_nll_weight: Weight of the mean `-logp` over the tokens of positive examples (VAPO,
@@ -92,11 +92,10 @@ class PolicyLoss:
         """
         prev = () if self.on_policy else ("prev_logprobs",)
         ref = ("ref_logprobs",) if self.kl else ()
-        entropy = ("high_entropy",) if self.filters.top_entropy_share is not None else ()
         positive = ("positive",) if self.positive_example_nll_weight else ()
         versions = ("weight_versions",) if self.staleness else ()
         pair = (PAIR,) if self.has_segments and self._has_sequence_terms else ()
-        terms = (*prev, *ref, *entropy, *positive, *versions, *self.surrogate.columns, *pair)
+        terms = (*prev, *ref, *self.filters.columns, *positive, *versions, *self.surrogate.columns, *pair)
         return ("loss_mask", "advantages", "generation_logprobs", *terms)
 
     @property

@@ -21,7 +21,19 @@ from rl_core.config import NamedConfig, Problem, ProblemError
 
 Level = Literal["token", "sequence"]
 SurrogateName = Literal[
-    "clip", "gspo", "cispo", "reinforce", "sapo", "gmpo", "dppo-tv", "dppo-kl", "clip-cov", "kl-cov", "vespo"
+    "clip",
+    "gspo",
+    "cispo",
+    "reinforce",
+    "sapo",
+    "gmpo",
+    "dppo-tv",
+    "dppo-kl",
+    "clip-cov",
+    "kl-cov",
+    "vespo",
+    "topr",
+    "dro",
 ]
 
 
@@ -43,7 +55,7 @@ class Surrogate(NamedConfig):
 
     name: SurrogateName
     """Name of the surrogate: `clip`, `gspo`, `cispo`, `reinforce`, `sapo`, `gmpo`, `dppo-tv`, `dppo-kl`, `clip-cov`,
-    `kl-cov` or `vespo`."""
+    `kl-cov`, `vespo`, `topr` or `dro`."""
 
     @model_validator(mode="after")
     def _is_the_one_named(self) -> Self:
@@ -224,8 +236,26 @@ class VESPO(Surrogate):
     """Rate lambda of tokens with a negative advantage."""
 
 
+class TOPR(Surrogate):
+    """`-A sg(w) logp`, with `w = min(W, 1)` for tokens with a negative advantage and 1 for the others, W the whole
+    ratio of the sequence (tapered off-policy REINFORCE, arXiv:2503.14286); token mean. Good rollouts are learned however
+    old they are, and bad ones only as far as the policy would still sample them."""
+
+    level = "sequence"
+
+    name: SurrogateName = "topr"
+
+
+class DRO(Surrogate):
+    """`-A logp + beta / 2 (logp - prev)^2` (direct reward optimisation, arXiv:2405.19107, by token); token mean."""
+
+    name: SurrogateName = "dro"
+    beta: float = Field(default=0.05, gt=0)
+    """Weight of the squared log-ratio, which keeps the policy near the one that sampled."""
+
+
 _KINDS: tuple[type[Surrogate], ...] = (
-    Clip, GSPO, CISPO, Reinforce, SAPO, GMPO, DPPOTV, DPPOKL, ClipCov, KLCov, VESPO,
+    Clip, GSPO, CISPO, Reinforce, SAPO, GMPO, DPPOTV, DPPOKL, ClipCov, KLCov, VESPO, TOPR, DRO,
 )  # fmt: skip
 SURROGATES: Mapping[str, type[Surrogate]] = {kind.model_fields["name"].default: kind for kind in _KINDS}
 """All surrogates by name."""

@@ -179,6 +179,16 @@ class Filters(Config):
     top_entropy_share: float | None = Field(default=None, gt=0, lt=1)
     """Share of the step's sampled tokens to train on: the tokens with the highest policy entropy before the update
     (arXiv:2506.01939 uses 0.2). If unset, all of them train."""
+    max_second_moment: float | None = Field(default=None, gt=0)
+    """Maximum of the mean `(prev - generation)^2` over the sampled tokens of a step that train. The tokens with the
+    largest squares are left out until the mean of the others is at most this (M2PO, arXiv:2510.01161, uses 0.04). If
+    unset, all of them train."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns of the step, uint8 `[tokens]`, that are 1 at the tokens whose policy term stays."""
+        chosen = {"high_entropy": self.top_entropy_share, "small_moment": self.max_second_moment}
+        return tuple(column for column, setting in chosen.items() if setting is not None)
 
 
 class StalenessDecay(Config):

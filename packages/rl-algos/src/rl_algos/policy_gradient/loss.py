@@ -19,6 +19,7 @@ from rl_algos.policy_gradient.objective import (
     high_entropy,
     positive_examples,
     rollouts_of_rows,
+    small_moment,
 )
 from rl_algos.rollouts.config import PolicyGradientConfig
 from rl_core.config import Config, section_of, settings_of
@@ -103,6 +104,8 @@ def objective_of(
     if settings.filters.top_entropy_share is not None:
         statistics["high_entropy"] = high_entropy(settings.filters.top_entropy_share)
         read_before = (*read_before, "prev_entropy")
+    if settings.filters.max_second_moment is not None:
+        statistics["small_moment"] = small_moment(settings.filters.max_second_moment)
     if loss.positive_example_nll_weight:
         statistics["positive"] = positive_examples
     kl, bonus = settings.kl, settings.entropy_bonus
@@ -156,4 +159,5 @@ def has_one_update(config: ObjectiveRoot, algorithm: PolicyGradientConfig) -> bo
 def needs_prev(loss: LossConfig) -> bool:
     """Return whether `prev_logprobs` have to be read before the update, even if it is the only one of the step."""
     normalizes = loss.importance is not None and loss.importance.batch_normalize
-    return normalizes or isinstance(loss.surrogate, ClipCov | KLCov)
+    measures = isinstance(loss.surrogate, ClipCov | KLCov) or loss.filters.max_second_moment is not None
+    return normalizes or measures

@@ -18,7 +18,7 @@ from rl_core.data.batch import Batch, Column
 from rl_core.data.ragged import Ragged
 from rl_core.metrics import Metric
 from rl_core.model import COLLISION, ENTROPY, LOGPROBS, Loss, Model, Read
-from rl_core.rollouts.group import LOSS_MASK, RolloutGroup
+from rl_core.rollouts.group import GENERATION_LOGPROBS, LOSS_MASK, RolloutGroup
 from rl_core.weights import Weights
 
 READ_BEFORE: Mapping[str, Read] = {"prev_logprobs": LOGPROBS, "prev_entropy": ENTROPY, "prev_collision": COLLISION}
@@ -306,6 +306,27 @@ def high_entropy(share: float) -> Statistic:
         if len(entropy):
             place = len(entropy) - math.ceil(share * len(entropy))
             chosen[is_sampled] = entropy >= np.partition(entropy, place)[place]
+        return mask.like(chosen)
+
+    return statistic
+
+
+def small_moment(bound: float) -> Statistic:
+    """Return a statistic, uint8 `[tokens]`: 1 at the sampled tokens of the step that are left when those with the
+    largest `(prev - generation)^2` are taken away until the mean of the others is at most the bound (M2PO,
+    arXiv:2510.01161; the paper takes `logp` instead of `prev`, which is the same in the first update of a step)."""
+
+    def statistic(data: StepData) -> Column:
+        mask = data.batch.ragged(LOSS_MASK)
+        is_sampled = mask.values > 0
+        prev, generation = (data.batch.ragged(name).values for name in ("prev_logprobs", GENERATION_LOGPROBS))
+        squares = np.square(prev[is_sampled].astype(np.float64) - generation[is_sampled])
+        order = np.argsort(squares, kind="stable")
+        means = np.cumsum(squares[order]) / np.arange(1, len(order) + 1)
+        kept = np.zeros(len(order), dtype=np.uint8)
+        kept[order[: np.count_nonzero(means <= bound)]] = 1
+        chosen = np.zeros(len(is_sampled), dtype=np.uint8)
+        chosen[is_sampled] = kept
         return mask.like(chosen)
 
     return statistic

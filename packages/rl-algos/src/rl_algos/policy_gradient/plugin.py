@@ -141,19 +141,22 @@ def _custom_loss_problems(
 
 def policy_loss_problems(loss: LossConfig) -> Iterator[Problem]:
     """Yield problems between the sections of `loss_fn`; each section's type checks its own keys."""
-    surrogate, importance, share = loss.surrogate, loss.importance, loss.filters.top_entropy_share
+    surrogate, importance, filters = loss.surrogate, loss.importance, loss.filters
     if loss.aggregation.name not in surrogate.aggregations:
         reason, allowed = f"cannot be combined with the surrogate {surrogate.name}", ", ".join(surrogate.aggregations)
         yield Problem("loss_fn.aggregation.name", reason, got=loss.aggregation.name, allowed=allowed)
-    if share is not None and not surrogate.is_by_token:
-        reason = f"leaves out single tokens, but {surrogate.name} has one term per sequence"
-        yield Problem("loss_fn.filters.top_entropy_share", reason, got=share, remedy="Remove this key")
+    by_token = {"top_entropy_share": filters.top_entropy_share, "max_second_moment": filters.max_second_moment}
+    for key, setting in by_token.items():
+        if setting is not None and not surrogate.is_by_token:
+            reason = f"leaves out single tokens, but {surrogate.name} has one term per sequence"
+            yield Problem(f"loss_fn.filters.{key}", reason, got=setting, remedy="Remove this key")
     if loss.force_on_policy_ratio and surrogate.name == "cispo":
         reason = "makes the ratio 1, so that cispo has nothing to clip"
         yield Problem("loss_fn.force_on_policy_ratio", reason, got=True, remedy="Set loss_fn.surrogate=reinforce")
     elif loss.force_on_policy_ratio and needs_prev(loss):
         normalizes = importance is not None and importance.batch_normalize
-        reader = "importance.batch_normalize" if normalizes else surrogate.name
+        measures = "filters.max_second_moment" if filters.max_second_moment is not None else surrogate.name
+        reader = "importance.batch_normalize" if normalizes else measures
         reason = f"skips the pass that computes prev_logprobs, which {reader} needs"
         yield Problem("loss_fn.force_on_policy_ratio", reason, got=True, remedy="Remove this key")
     if loss.ratio_denominator == "generation":

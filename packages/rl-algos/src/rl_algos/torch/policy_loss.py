@@ -66,8 +66,8 @@ def compute(loss: PolicyLoss, reads: Mapping[str, Tensor], rows: Rows) -> LossSu
 def _corrected(loss: PolicyLoss, policy: Tensor, sampled: Sampled) -> tuple[Tensor, Tensor]:
     """Return the policy term with importance weights, and the sequences that it leaves out, bool `[rows]`."""
     dropped = torch.zeros_like(sampled.lengths, dtype=torch.bool)
-    if loss.filters.top_entropy_share is not None:
-        policy = torch.where(sampled.rows["high_entropy"] > 0, policy, 0.0)
+    for column in loss.filters.columns:
+        policy = torch.where(sampled.rows[column] > 0, policy, 0.0)
     if loss.filters.off_policy_threshold is not None:
         dropped = off_policy_sequences(loss.filters.off_policy_threshold, sampled)
         policy = torch.where(sampled.rows.spread(dropped), 0.0, policy)

@@ -116,6 +116,20 @@ def vespo(surrogate: described.VESPO, sampled: Sampled) -> PolicyTerms:
     return _unclipped(-sampled.advantages * weight * sampled.logprobs, log_ratio.exp())
 
 
+def topr(_surrogate: described.TOPR, sampled: Sampled) -> PolicyTerms:
+    """Compute the policy term of `TOPR`."""
+    ratio = sampled.rows.spread(bounded(sampled.row_sums((sampled.logprobs - sampled.prev).detach()))).exp()
+    is_tapered = sampled.advantages < 0
+    weight = torch.where(is_tapered, ratio.clamp(max=1), 1.0)
+    return PolicyTerms(-sampled.advantages * weight * sampled.logprobs, ratio, is_tapered & (ratio > 1))
+
+
+def dro(surrogate: described.DRO, sampled: Sampled) -> PolicyTerms:
+    """Compute the policy term of `DRO`."""
+    distance = surrogate.beta / 2 * bounded(sampled.logprobs - sampled.prev).square()
+    return _unclipped(-sampled.advantages * sampled.logprobs + distance, sampled.ratio)
+
+
 COMPUTATIONS: Mapping[type[described.Surrogate], Callable[[Any, Sampled], PolicyTerms]] = {
     described.Clip: clip,
     described.GSPO: gspo,
@@ -128,6 +142,8 @@ COMPUTATIONS: Mapping[type[described.Surrogate], Callable[[Any, Sampled], Policy
     described.ClipCov: clip_cov,
     described.KLCov: kl_cov,
     described.VESPO: vespo,
+    described.TOPR: topr,
+    described.DRO: dro,
 }
 """Computation of each surrogate. It returns the policy term of each sampled token; values at other tokens are finite
 and mean nothing."""
