@@ -148,8 +148,8 @@ the rollouts of one agent at a time:
 - `loss_mask` uint8 `[tokens]` (a `Ragged` with a row per rollout), 1 on sampled tokens;
 - `penalties` float64 `[tokens]` (a `Ragged`), with KL in the reward what each sampled token takes from it, None
   without: for an estimator that does not read them, their sums are subtracted from `rewards`;
-- `turn_rewards` float64 `[turns]` (a `Ragged` with a row per rollout), the reward of each turn; the changes of `rewards`
-  by shaping and penalties are in the last turn, so that turns add up to `rewards`; one NaN for failed rollouts;
+- `turn_rewards` float64 `[turns]` (a `Ragged` with a row per rollout), the reward of each turn, which add up to
+  `rewards`: the last turn has the changes by shaping and penalties; one NaN for failed rollouts;
 - `turn_lengths` int64 `[turns]` (a `Ragged`), the sampled tokens of each turn;
 - `turn_states` int64 `[turns]` (a `Ragged`), equal for turns that answer the same messages;
 - `squared_scores` float64 `[tokens]` (a `Ragged`), the squared norm of the gradient of each sampled token's logprob by

@@ -238,8 +238,8 @@ class VESPO(Surrogate):
 
 class TOPR(Surrogate):
     """`-A sg(w) logp`, with `w = min(W, 1)` for tokens with a negative advantage and 1 for the others, W the whole
-    ratio of the sequence (tapered off-policy REINFORCE, arXiv:2503.14286); token mean. Good rollouts are learned however
-    old they are, and bad ones only as far as the policy would still sample them."""
+    ratio of the sequence (tapered off-policy REINFORCE, arXiv:2503.14286); token mean. Good rollouts are learned
+    however old they are, and bad ones only as far as the policy would still sample them."""
 
     level = "sequence"
 
