@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -14,9 +15,17 @@ import numpy as np
 from rl_algos.data.examples import Dataset, Datasets, load_examples
 from rl_algos.data.preview import RowReader
 from rl_algos.data.rows.lazily import Lazily
-from rl_algos.distillation.config import DEFAULT_K, DistillationLossConfig, RolloutsRoot, TextRoot, teacher_sections
+from rl_algos.distillation.config import (
+    DEFAULT_K,
+    DistillationConfig,
+    DistillationLossConfig,
+    RolloutsRoot,
+    TextRoot,
+    teacher_sections,
+)
+from rl_algos.distillation.self_teacher import Encode, SelfTeacher
 from rl_algos.distillation.span_teacher import SpanTeacher, Translator
-from rl_algos.distillation.teachers import Teachers, teacher_of
+from rl_algos.distillation.teachers import RolloutTeacher, Teachers, teacher_of
 from rl_algos.losses.distillation import DistillationLoss, Divergence, SpanLoss, WholeDistillationLoss
 from rl_algos.rollouts.algorithm import RolloutAlgorithm
 from rl_algos.rollouts.config import RolloutConfig
@@ -32,7 +41,7 @@ from rl_algos.supervised.algorithm import SupervisedAlgorithm
 from rl_algos.supervised.data import SupervisedData, longest_row, supervised_data
 from rl_algos.supervised.loop import RowObjective
 from rl_algos.supervised.loop import train as learn
-from rl_algos.tokenizer import different_token, plain_tokenizer, require_chat_template
+from rl_algos.tokenizer import different_token, encode_prompt, plain_tokenizer, require_chat_template
 from rl_core.data.batch import Batch
 from rl_core.errors import ConfigError, DataError
 from rl_core.model import HIDDEN, LOGPROBS, HeadFiles, Loss, Model, hidden_states, topk
@@ -54,10 +63,12 @@ class DistillationData(RolloutData):
     Args:
         vocabulary: Number of tokens that student and teachers share.
         translator: Translator to the tokens of a teacher that has other tokens; None if it has the student's.
+        encode: Renders a conversation by the student's chat template; None unless the student teaches itself.
     """
 
     vocabulary: int
     translator: Translator | None = None
+    encode: Encode | None = None
 
 
 @dataclass(frozen=True)
@@ -109,7 +120,8 @@ class Distillation(RolloutAlgorithm[RolloutsRoot]):
         else:
             check_k(config.distillation.topk_logits_k, len(tokenizer))
             check_teachers(config, tokenizer)
-        for dataset in (*loaded.train, *loaded.validation):
+        own = config.distillation.self_teacher
+        for dataset in () if own else (*loaded.train, *loaded.validation):
             for environment in dataset.environments():
                 require_teacher(config, dataset, environment)
         data = super().prepare(config, tokenizer, loaded)
@@ -119,6 +131,7 @@ class Distillation(RolloutAlgorithm[RolloutsRoot]):
             data.end_of_sequence,
             len(tokenizer),
             translator,
+            partial(encode_prompt, tokenizer) if own else None,
             environments=data.environments,
             turn_ends=data.turn_ends,
         )
@@ -129,9 +142,21 @@ class Distillation(RolloutAlgorithm[RolloutsRoot]):
     def run(self, config: RolloutsRoot, components: Components, run: Run) -> None:
         data: DistillationData = components.data
         settings, policy = config.distillation, components.models["policy"]
-        if data.translator is None:
-            loss: Loss = loss_of(config, vocabulary=data.vocabulary)
-            teachers: Teachers | SpanTeacher = teachers_of(config, components)
+        teachers: RolloutTeacher
+        loss: Loss
+        if data.encode is not None and settings.self_teacher is not None:
+            loss = loss_of(config, vocabulary=data.vocabulary)
+            teachers = SelfTeacher(
+                policy,
+                data.encode,
+                settings.self_teacher,
+                [topk(settings.topk_logits_k or DEFAULT_K)],
+                temperature=loss.temperature,
+                max_tokens=config.policy.max_total_sequence_length,
+            )
+        elif data.translator is None:
+            loss = loss_of(config, vocabulary=data.vocabulary)
+            teachers = teachers_of(config, components)
         else:
             loss = SpanLoss(config.loss_fn.span_tau, config.loss_fn.temperature)
             longest = attrgetter("teacher.max_total_sequence_length")(config)
@@ -332,11 +357,11 @@ def _widest(config: TextRoot | RolloutsRoot) -> int:
 
 
 def train(
-    config: RolloutConfig,
+    config: DistillationConfig,
     loss: Loss,
     *,
     policy: Model,
-    teachers: Teachers | SpanTeacher,
+    teachers: RolloutTeacher,
     steps: RolloutSteps,
     rows_per_minibatch: int,
 ) -> None:
@@ -358,8 +383,10 @@ def train(
             batch = teachers.scored(build_batch(groups, config), groups)
         with run.phase("training"):
             updates = [policy.train_step(minibatch, loss) for minibatch in minibatches(batch, rows_per_minibatch)]
+            if config.self_teacher is not None and run.due(config.self_teacher.sync_period, step):
+                policy.update_reference(config.self_teacher.mixup_alpha)
         steps.sync(step, batch)
-        run.record(step, {**training_metrics(updates), **rollout_metrics(groups)})
+        run.record(step, {**training_metrics(updates), **rollout_metrics(groups), **teachers.metrics})
         run.record_rollouts(step, groups, np.zeros(0), batch=batch)
 
 
@@ -378,7 +405,7 @@ class DistillationValidation(Validation):
     def __init__(
         self,
         policy: Model,
-        teachers: Teachers | SpanTeacher,
+        teachers: RolloutTeacher,
         loss: Loss,
         prompts: Sequence[Prompt],
         sampling: SamplingParams,

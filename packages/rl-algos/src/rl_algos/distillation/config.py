@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import Annotated, ClassVar, Protocol, cast
+from string import Formatter
+from typing import Annotated, ClassVar, Literal, Protocol, cast
 
 from pydantic import Field
 
@@ -16,6 +17,25 @@ from rl_core.config import Config, WhenChanged
 from rl_core.model_config import GeneratingModelConfig, ModelConfig
 
 DEFAULT_K = 64
+
+
+class SelfTeacherConfig(Config):
+    """The student as its own teacher, whose prompt has more than the student's (SDFT, OPSD, SDPO)."""
+
+    prompts: list[str] = Field(min_length=1)
+    """Templates of the teacher's prompt, in place of the last message of the student's: `{prompt}` is that message,
+    `{success}` the final text of another rollout of the group that succeeded, `{feedback}` the text that the
+    environment returned as `feedback` in `info`, and all other fields are those of the row, such as `{answer}`. The
+    first template whose fields are all known is taken; a rollout without one does not train."""
+    weights: Literal["current", "reference"] = "current"
+    """Weights that read the teacher's prompt: `current`, those of the student as the step begins, or `reference`, the
+    initial ones, or a copy that follows by `sync_period`."""
+    sync_period: int = Field(default=0, ge=0)
+    """Number of steps between updates that move the reference towards the student; 0 keeps the initial weights."""
+    mixup_alpha: float = Field(default=1.0, gt=0, le=1)
+    """Step size of such an update: 1 copies the student, less makes a moving average."""
+    success_threshold: float = 1.0
+    """Minimum reward of a rollout that succeeded, for `{success}`."""
 
 
 class DistillationConfig(RolloutConfig):
@@ -33,6 +53,9 @@ class DistillationConfig(RolloutConfig):
     cross_tokenizer: bool = False
     """Distil from a teacher whose tokenizer differs from the student's: compare the likelihoods of spans of the text
     that consist of whole tokens in both, instead of the teacher's most likely tokens."""
+    self_teacher: SelfTeacherConfig | None = None
+    """The student as its own teacher, instead of the sections `teacher` and `teachers`. If unset, another model
+    teaches."""
     stop_at_validation_metric: Annotated[str | None, WhenChanged.GOAL] = None
     """Validation metric that ends the run when it reaches `stop_at_validation_threshold`: `reward`, `accuracy` or
     `mean_length` from below, or `loss` from above."""
@@ -97,3 +120,15 @@ def teacher_sections(config: object) -> dict[str, str]:
     several = type(attrgetter("teachers")(config)).model_fields if "teachers" in known else ()
     one = {"teacher": "teacher"} if "teacher" in known else {}
     return {**one, **{f"teacher_{name}": f"teachers.{name}" for name in several}}
+
+
+def fields_of(template: str) -> set[str]:
+    """Return the names of the fields of a template.
+
+    Raises:
+        ValueError: If it is no template: a brace without its partner, or a field without a name.
+    """
+    names = {name for _, name, _, _ in Formatter().parse(template) if name is not None}
+    if wrong := [name for name in names if not name.isidentifier()]:
+        raise ValueError(f"has the field {{{wrong[0]}}}; fields have names such as {{answer}}, and {{{{ is a brace")
+    return names

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from rl_algos.distillation.config import (
+    DEFAULT_K,
     DistillationConfig,
     DistillationLossConfig,
     OfflineDistillationConfig,
     RolloutsRoot,
     TextRoot,
+    fields_of,
     teacher_sections,
 )
 from rl_algos.losses.distillation import METRICS, NLL, SPAN_METRICS
@@ -27,20 +29,25 @@ _WEIGHTS = {"mixed_kl_weight": "mixed", "jensen_shannon_beta": "jensen_shannon"}
 def model_sections(names_in: Callable[[str], tuple[str, ...]]) -> tuple[str, ...]:
     """Return `policy`, each `teachers.NAME`, and `teacher`, which may only be left out if there are others."""
     several = tuple(f"teachers.{name}" for name in names_in("teachers"))
-    return ("policy", *(("teacher",) if names_in("teacher") or not several else ()), *several)
+    needs_one = not several and "self_teacher" not in names_in("distillation")
+    return ("policy", *(("teacher",) if names_in("teacher") or needs_one else ()), *several)
 
 
 def models(config: TextRoot | RolloutsRoot) -> dict[str, ModelNeed]:
     """Return the student, which trains, and the teachers, which do not change."""
     teacher = ModelSpec(role="teacher", trains=False)
     teachers = {role: ModelNeed(key, teacher) for role, key in teacher_sections(config).items()}
-    return {"policy": ModelNeed("policy", ModelSpec(seed=config.distillation.seed)), **teachers}
+    own = config.distillation.self_teacher if isinstance(config.distillation, DistillationConfig) else None
+    keeps = own is not None and own.weights == "reference"
+    student = ModelSpec(keeps_reference=keeps, seed=config.distillation.seed)
+    return {"policy": ModelNeed("policy", student), **teachers}
 
 
 def check_rollouts(config: RolloutsRoot) -> Iterator[Problem]:
     """Yield problems of distillation on rollouts."""
     yield from _loss(config.loss_fn)
     yield from _cross_tokenizer(config)
+    yield from _self_teacher(config)
     if weight := config.loss_fn.nll_weight:
         reason = "is for training on given text; here the student would train on its own rollouts"
         remedy = f"Remove this key, or use algorithm: {OFFLINE.name}"
@@ -76,6 +83,41 @@ def _cross_tokenizer(config: RolloutsRoot) -> Iterator[Problem]:
     if list(teacher_sections(config)) != ["teacher"]:
         reason = "supports a single teacher only, the section `teacher`"
         yield Problem("distillation.cross_tokenizer", reason, got=True, remedy="Remove `teachers`")
+
+
+def _self_teacher(config: RolloutsRoot) -> Iterator[Problem]:
+    settings, key = config.distillation, "distillation.self_teacher"
+    own = settings.self_teacher
+    if own is None:
+        return
+    if others := teacher_sections(config):
+        reason = f"makes the student its own teacher, but there is also {next(iter(others.values()))}"
+        yield Problem(key, reason, remedy="Remove one of the two")
+    if settings.cross_tokenizer:
+        yield Problem("distillation.cross_tokenizer", f"is for a teacher with other tokens, but {key} is set", got=True)
+    if settings.topk_logits_k is None:
+        reason = f"needs a number with {key}, whose distributions travel through the driver"
+        yield Problem("distillation.topk_logits_k", reason, remedy=f"Set it to a number, such as {DEFAULT_K}")
+    if settings.splits:
+        split = "distillation.agent" if settings.agent is not None else "distillation.rewritten_history"
+        yield Problem(split, f"makes rollouts of several segments, but {key} replaces one prompt of a rollout")
+    for name in ("sync_period", "mixup_alpha"):
+        if is_changed(own, name) and own.weights != "reference":
+            yield Problem.unused(f"{key}.{name}", f"with {key}.weights={own.weights}")
+    if is_changed(own, "mixup_alpha") and own.weights == "reference" and not own.sync_period:
+        yield Problem.unused(f"{key}.mixup_alpha", f"with {key}.sync_period=0")
+    fields: set[str] = set()
+    for number, template in enumerate(own.prompts):
+        try:
+            fields |= fields_of(template)
+        except ValueError as error:
+            yield Problem(f"{key}.prompts.{number}", str(error), got=template)
+    if "success" not in fields and is_changed(own, "success_threshold"):
+        yield Problem.unused(f"{key}.success_threshold", "because no template has {success}")
+    if "success" in fields and settings.num_generations_per_prompt < 2:
+        reason = "must be at least 2, because {success} is of another rollout of the same prompt"
+        got = settings.num_generations_per_prompt
+        yield Problem("distillation.num_generations_per_prompt", reason, got=got)
 
 
 def _loss(loss: DistillationLossConfig) -> Iterator[Problem]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -95,6 +95,10 @@ class SpanTeacher:
         self._translator = translator
         self._max_tokens = max_tokens
         self._temperature = temperature
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        return {}
 
     def scored(self, batch: Batch, groups: Sequence[RolloutGroup]) -> Batch:
         """Return the rollouts with the spans of their responses, and the teacher's logprobs of them. Spans are found

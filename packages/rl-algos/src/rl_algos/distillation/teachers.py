@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -34,6 +35,17 @@ def teacher_of(roles: Collection[str], *names: str) -> str:
     return next((role for role in (*(f"teacher_{name}" for name in names), "teacher") if role in roles), "")
 
 
+class RolloutTeacher(Protocol):
+    """A teacher of the student's own rollouts."""
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Measurements of the newest rows, by name."""
+
+    def scored(self, batch: Batch, groups: Sequence[RolloutGroup]) -> Batch:
+        """Return the rows with the columns of the loss."""
+
+
 class Teachers:
     """The teachers of a run.
 
@@ -47,6 +59,10 @@ class Teachers:
         self._models = dict(models)
         self._reads = list(reads)
         self._temperature = temperature
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        return {}
 
     def scored(self, batch: Batch, groups: Sequence[RolloutGroup]) -> Batch:
         """Return the rows with the columns of the loss; the teacher of each prompt's environment or dataset scores it.
