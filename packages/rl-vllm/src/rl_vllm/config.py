@@ -194,9 +194,10 @@ class VllmConfig(EngineConfig):
     pipeline_parallel_size: Annotated[int, WhenChanged.RESUME] = Field(default=1, gt=0)
     """Number of ranks that the layers are distributed over."""
     gpu_memory_utilization: Annotated[float | None, WhenChanged.RESUME] = Field(default=None, gt=0, le=1)
-    """Fraction of a GPU's memory for weights and KV cache if `kv_cache_gib` is unset. If this is unset too, 0.6 on GPUs
-    that the policy shares, otherwise 0.9. A replica with opponents (`grpo.agents.NAME.opponent`) divides it equally
-    among its engines."""
+    """Fraction of a GPU's memory for weights, activations and KV cache if `kv_cache_gib` is unset. If this is unset too,
+    the memory that is free when the engine starts, except for a reserve: at most 0.85 on GPUs that the policy shares,
+    otherwise 0.9. The log of the replica shows the numbers. A replica with opponents (`grpo.agents.NAME.opponent`)
+    divides it equally among its engines."""
     kv_cache_gib: Annotated[float | None, WhenChanged.RESUME] = Field(default=None, gt=0)
     """Size of the KV cache per rank in GiB. If unset, 1 on CPU, and on a GPU the memory that `gpu_memory_utilization`
     leaves."""
@@ -211,8 +212,9 @@ class VllmConfig(EngineConfig):
     max_num_seqs: Annotated[int, WhenChanged.RESUME] = Field(default=256, gt=0)
     """Maximum number of completions decoded at a time."""
     max_num_batched_tokens: Annotated[int | None, WhenChanged.RESUME] = Field(default=None, gt=0)
-    """Maximum number of tokens in one forward pass. If unset, vLLM chooses, and on CPU at least 4096 and one whole
-    row."""
+    """Maximum number of tokens in one forward pass. If unset, vLLM's number for generation offline: 16384 on GPUs of
+    70 GiB or more except A100, 8192 on others, divided by the number of engines of a replica with opponents. On CPU at
+    least 4096 and one whole row."""
     enforce_eager: Annotated[bool | None, WhenChanged.RESUME] = None
     """Run without compilation and CUDA graphs. If unset, true on CPU, because compiling costs more than it saves
     there."""

@@ -139,6 +139,7 @@ class EngineWorker:
     vllm_config: Any
     model_runner: Any
     get_model: Callable[[], torch.nn.Module]
+    get_draft_model: Callable[[], torch.nn.Module | None]
 
     _manifest: Manifest | None = None
     _receiver: WeightReceiver | None = None
@@ -270,7 +271,7 @@ class EngineWorker:
         if name not in targets and name == "policy":
             targets[name] = Target(self.get_model(), self.vllm_config.model_config)
         elif name not in targets:
-            drafter = getattr(getattr(self.model_runner, "drafter", None), "model", None)
+            drafter = self.get_draft_model()
             if drafter is None:
                 raise WeightSyncError("the engine has no draft model that weights could be sent to")
             config = self.vllm_config.speculative_config.draft_model_config

@@ -41,8 +41,8 @@ class VllmGenerator:
     On CPU sleeping frees nothing, because vLLM cannot; it is accepted and still keeps requests waiting. A rehearsal
     needs the weights again as GPUs do.
 
-    Several engines of one process (`Placement.num_engines`) run in separate processes, and each has an equal share of
-    `gpu_memory_utilization`.
+    Several engines of one process (`Placement.num_engines`) run in separate processes, with equal shares of the
+    memory.
 
     If `lora_sync` is `adapter`, weights may arrive without their adapters, which follow separately: the engine then
     applies the newest adapters to every request. It keeps the weights in sleep.
@@ -97,6 +97,7 @@ class VllmGenerator:
         )
         # vLLM reads the environment when it is imported.
         from rl_vllm.engine.arguments import engine_arguments, image_token_of, starts_empty
+        from rl_vllm.engine.memory import memory_share
 
         if backend.reduced_precision:
             from rl_vllm.engine.quantisation_kernels import quantisation_problems
@@ -112,6 +113,7 @@ class VllmGenerator:
             max_len=self._max_len,
             eager=eager,
             extension=self.worker_extension,
+            memory_share=memory_share(backend, self._model, placement),
             applies_adapters=self._applies_adapters,
         )
         if own_process:

@@ -11,6 +11,7 @@ from typing import Literal
 import pytest
 from transformers import Gemma3Config, Qwen3Config
 from vllm import AsyncEngineArgs
+from vllm.platforms import current_platform
 
 from rl_core.errors import GeneratorError
 from rl_core.model_config import GenerationConfig, LoraConfig, ModelConfig
@@ -45,27 +46,54 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("placement", "can_sleep", "utilization"),
+    ("placement", "can_sleep"),
     [
-        (Placement("cuda"), False, 0.9),
-        (Placement("cuda", shares_devices=True), True, 0.6),
-        (Placement("rehearsal", shares_devices=True), False, 0.6),
-        (Placement("cpu"), False, 0.9),
+        (Placement("cuda"), False),
+        (Placement("cuda", shares_devices=True), True),
+        (Placement("rehearsal", shares_devices=True), False),
+        (Placement("cpu"), False),
     ],
     ids=str,
 )
-def test_only_an_engine_on_shared_gpus_is_made_to_sleep(
-    folder: Path, placement: Placement, can_sleep: bool, utilization: float
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_only_an_engine_on_shared_gpus_is_made_to_sleep_and_takes_its_graphs_and_buffers_along(
+    folder: Path, placement: Placement, can_sleep: bool, num_ranks: int
 ) -> None:
-    found = started_with(folder, placement)
-    assert (found.enable_sleep_mode, found.gpu_memory_utilization) == (can_sleep, utilization)
-    assert started_with(folder, placement, gpu_memory_utilization=0.4).gpu_memory_utilization == 0.4
+    found = started_with(folder, placement, tensor_parallel_size=num_ranks)
+    assert (found.enable_sleep_mode, found.sleep_mode_offload_cudagraph) == (can_sleep, can_sleep)
+    assert found.enable_nccl_comm_suspend == (can_sleep and num_ranks > 1), "one rank has no communicators"
+    kept = started_with(folder, placement, vllm_kwargs={"sleep_mode_offload_cudagraph": False})
+    assert not kept.sleep_mode_offload_cudagraph
 
 
-def test_engines_on_the_same_gpus_divide_their_memory(folder: Path) -> None:
-    several = Placement("cuda", shares_devices=True, num_engines=3)
-    assert started_with(folder, several).gpu_memory_utilization == pytest.approx(0.2)
-    assert started_with(folder, several, gpu_memory_utilization=0.9).gpu_memory_utilization == pytest.approx(0.3)
+@pytest.mark.parametrize(
+    ("gib", "name", "num_engines", "settings", "expected"),
+    [
+        (80, "NVIDIA H100 80GB HBM3", 1, {}, 16384),
+        (180, "NVIDIA B200", 1, {}, 16384),
+        (80, "NVIDIA A100-SXM4-80GB", 1, {}, 8192),
+        (24, "NVIDIA L4", 1, {}, 8192),
+        (80, "NVIDIA H100 80GB HBM3", 3, {}, 5461),
+        (80, "NVIDIA H100 80GB HBM3", 1, {"max_num_seqs": 32}, 32 * 17),
+        (80, "NVIDIA H100 80GB HBM3", 8, {"max_num_seqs": 4096}, 4096),
+        (80, "NVIDIA H100 80GB HBM3", 1, {"max_num_batched_tokens": 3000}, 3000),
+    ],
+)
+def test_a_pass_on_a_gpu_has_as_many_tokens_as_vllm_takes_offline_on_that_card(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    gib: int,
+    name: str,
+    num_engines: int,
+    settings: dict[str, int],
+    expected: int,
+) -> None:
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
+    monkeypatch.setattr(current_platform, "get_device_total_memory", lambda: gib * 2**30)
+    monkeypatch.setattr(current_platform, "get_device_name", lambda: name)
+    placement = Placement("cuda", num_engines=num_engines)
+    many = {"max_num_seqs": 2048, **settings}
+    assert started_with(folder, placement, **many).max_num_batched_tokens == expected
 
 
 def test_several_engines_in_one_process_are_refused(folder: Path) -> None:

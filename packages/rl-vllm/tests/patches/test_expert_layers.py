@@ -124,9 +124,11 @@ def test_a_mixture_of_experts_serves_the_weights_that_it_is_sent(
         try:
             if not placement.awaits_weights:
                 assert_serves(bench, first)
-            for folder in (second, first):
+            for folder, reloads in ((second, False), (first, True), (second, False)):
+                bench.runner.run(generator.spoil("reload", reloads))
                 bench.runner.run(bench.sync(folder))
                 assert_serves(bench, folder)
+            assert bench.runner.run(generator.spoil("loads_by_plan")) == [True]
         finally:
             bench.runner.run(generator.close())
     finally:

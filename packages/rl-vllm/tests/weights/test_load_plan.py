@@ -9,6 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor, nn
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
@@ -251,3 +254,91 @@ def test_a_float32_tensor_of_a_layer_in_bfloat16_is_checked_unrounded(
         model.bias.data = model.bias.data.float()
         model.correction.copy_(computes_with(sent["correction"]))
     assert probe.stale() == stale
+
+
+class Experts(RoutedExperts):
+    """Three stacked experts of the engine, computed by a kernel that exists, with the map of expert parallelism."""
+
+    def __init__(self, backend: UnquantizedMoeBackend) -> None:
+        nn.Module.__init__(self)
+        self.w13_weight = nn.Parameter(torch.zeros(3, 4, 5), requires_grad=False)
+        self.w2_weight = nn.Parameter(torch.zeros(3, 5, 2), requires_grad=False)
+        self.register_buffer("_expert_map", torch.arange(3), persistent=False)
+        self.moe_config = SimpleNamespace(is_act_and_mul=True)
+        self.quant_method = UnquantizedFusedMoEMethod.__new__(UnquantizedFusedMoEMethod)
+        nn.Module.__init__(self.quant_method)
+        self.quant_method.unquantized_backend, self.quant_method.moe_kernel = backend, object()
+
+
+class ExpertModel(nn.Module):
+    def __init__(self, backend: UnquantizedMoeBackend) -> None:
+        super().__init__()
+        self.experts = Experts(backend)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in weights:
+            index, kind = name.split(".")
+            match kind:
+                case "gate":
+                    self.experts.w13_weight.data[int(index), :2].copy_(tensor)
+                case "up":
+                    self.experts.w13_weight.data[int(index), 2:].copy_(tensor)
+                case "down":
+                    self.experts.w2_weight.data[int(index)].copy_(tensor)
+
+
+EXPERTS = Manifest(
+    1,
+    tuple(
+        TensorSpec(f"{index}.{kind}", shape, "float32")
+        for index in range(3)
+        for kind, shape in {"gate": (2, 5), "up": (2, 5), "down": (5, 2)}.items()
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("backend", "order"),
+    [
+        pytest.param(UnquantizedMoeBackend.TRITON, ("gate", "up"), id="in place"),
+        pytest.param(UnquantizedMoeBackend.FLASHINFER_CUTLASS, ("up", "gate"), id="by the kernel's order"),
+    ],
+)
+def test_experts_load_by_plan_into_the_tensors_that_kernels_hold(
+    monkeypatch: pytest.MonkeyPatch, backend: UnquantizedMoeBackend, order: tuple[str, str]
+) -> None:
+    model = ExpertModel(backend)
+    record_metadata_for_reloading(model)
+    processed: list[nn.Module] = []
+    process = UnquantizedFusedMoEMethod.process_weights_after_loading
+    monkeypatch.setattr(
+        UnquantizedFusedMoEMethod,
+        "process_weights_after_loading",
+        lambda method, layer: (processed.append(layer), process(method, layer)),
+    )
+    held = dict(model.experts.named_parameters())
+    kernel, places = model.experts.quant_method.moe_kernel, {name: each.data_ptr() for name, each in held.items()}
+    plan = plan_load(model, EXPERTS)
+    planned = PlannedLoad.of(model, plan, torch.float32)
+    assert planned is not None
+    for _ in range(2):
+        sent = {spec.name: torch.randn(spec.shape) for spec in EXPERTS.tensors}
+        with torch.no_grad():
+            WeightReceiver(model, SimpleNamespace(dtype=torch.float32), EXPERTS, plan, planned).load(sent.items())
+        for index in range(3):
+            fused = torch.cat([sent[f"{index}.{kind}"] for kind in order])
+            assert torch.equal(model.experts.w13_weight[index], fused)
+            assert torch.equal(model.experts.w2_weight[index], sent[f"{index}.down"])
+    assert {name: each.data_ptr() for name, each in model.experts.named_parameters()} == places
+    assert all(each is held[name] for name, each in model.experts.named_parameters())
+    assert model.experts.quant_method.moe_kernel is kernel
+    assert torch.equal(model.experts._expert_map, torch.arange(3))
+    assert len(processed) == (0 if order == ("gate", "up") else 2)
+
+
+def test_one_missing_expert_is_missing_and_nothing_is_planned() -> None:
+    model = ExpertModel(UnquantizedMoeBackend.TRITON)
+    record_metadata_for_reloading(model)
+    plan = plan_load(model, Manifest(1, EXPERTS.tensors[:-1]))
+    assert plan.missing == ["experts.w2_weight"]
+    assert PlannedLoad.of(model, plan, torch.float32) is None

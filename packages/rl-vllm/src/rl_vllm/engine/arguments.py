@@ -17,6 +17,7 @@ from vllm import SamplingParams as VllmSamplingParams
 from vllm.config.lora import MaxLoRARanks
 from vllm.model_executor.models import ModelRegistry
 from vllm.sampling_params import RequestOutputKind
+from vllm.usage.usage_lib import UsageContext
 
 from rl_core.errors import GeneratorError, RequestRefused
 from rl_core.facts.hf_config import image_token, is_composite, language_fields, with_overrides
@@ -26,13 +27,13 @@ from rl_core.rollouts.generation import GenerationRequest, Placement
 from rl_core.torch.files.language_part import language_config, read_language_config
 from rl_core.torch.training.lora import is_adapted
 from rl_vllm.config import MAX_TEMPERATURE, MIN_TEMPERATURE, VllmConfig
+from rl_vllm.engine.memory import GIB, MAX_SHARE
 from rl_vllm.engine.speculation import speculative_config
 from rl_vllm.patches.continued_text import NUM_SAMPLED
 from rl_vllm.patches.model_inspection import inspect_in_this_process
 
 inspect_in_this_process()
 
-GIB = 2**30
 LINEAR = (nn.Linear.forward, Conv1D.forward)
 """Forward functions of the modules that get adapters: routers may inherit from these and return more."""
 CPU_BATCH_TOKENS = 4096
@@ -88,6 +89,7 @@ def engine_arguments(
     max_len: int,
     eager: bool,
     extension: str,
+    memory_share: float = MAX_SHARE,
     applies_adapters: bool = False,
 ) -> AsyncEngineArgs:
     """Return the arguments that vLLM is started with.
@@ -97,13 +99,9 @@ def engine_arguments(
     processed logprobs belong to the logits that were drawn from; a prompt's logprobs are at temperature 1.
     """
     on_cpu = not placement.kind.runs_on_gpus
-    utilization = backend.gpu_memory_utilization or (0.6 if placement.shares_devices else 0.9)
-    utilization /= placement.num_engines
     kv_cache_gib = 1.0 if on_cpu and backend.kv_cache_gib is None else backend.kv_cache_gib
-    smallest_batch = max(max_len + 1, CPU_BATCH_TOKENS) if on_cpu else None
     drafting = speculative_config(backend.speculation)
-    if smallest_batch is not None and drafting is not None:
-        smallest_batch += 1  # The draft model needs a place for the token that it begins with.
+    sleeps = placement.shares_devices and not on_cpu
     is_empty = starts_empty(backend, placement)
     stored, _ = PreTrainedConfig.get_config_dict(model.model_name)
     fields = with_overrides(language_fields(stored), model.hf_config_overrides)
@@ -134,6 +132,10 @@ def engine_arguments(
         further |= {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1}
         further["max_lora_rank"] = min(rank for rank in get_args(MaxLoRARanks) if rank >= model.lora_cfg.dim)
         further["lora_target_modules"] = adapted_layers(model)
+    if sleeps:
+        # Graphs go to host memory with the weights, and communicators give back their buffers. Both are restored at the
+        # same addresses. Without this a sleeping engine keeps 1.5 to 7 GB.
+        further |= {"sleep_mode_offload_cudagraph": True, "enable_nccl_comm_suspend": backend.num_ranks > 1}
     drafter = (drafting or {}).get("model", "")
     as_sent = AsSent(changed, drafter, with_images=model.vision.enabled)
     return AsyncEngineArgs(
@@ -148,17 +150,17 @@ def engine_arguments(
         max_num_seqs=backend.max_num_seqs,
         tensor_parallel_size=backend.tensor_parallel_size,
         pipeline_parallel_size=backend.pipeline_parallel_size,
-        gpu_memory_utilization=utilization,
+        gpu_memory_utilization=memory_share,
         kv_cache_dtype=backend.kv_cache_dtype,
         kv_cache_memory_bytes=None if kv_cache_gib is None else int(kv_cache_gib * GIB),
         logprobs_mode="processed_logprobs",
         worker_extension_cls=extension,
         enable_return_routed_experts=placement.reports_routing,
-        enable_sleep_mode=placement.shares_devices and not on_cpu,
+        enable_sleep_mode=sleeps,
         # vLLM 0.32 dies on CPU when the prompt of a request with a seed is read in parts: it takes back
         # the token drawn too early by rewinding the request's generator, which CPU generators cannot do.
         enable_chunked_prefill=not on_cpu,
-        max_num_batched_tokens=backend.max_num_batched_tokens or smallest_batch,
+        max_num_batched_tokens=backend.max_num_batched_tokens or batch_tokens(backend, placement, max_len),
         generation_config="vllm",
         override_generation_config=mending.get("override_generation_config", {}),
         seed=0,
@@ -167,6 +169,21 @@ def engine_arguments(
         disable_log_stats=True,
         **{**further, **backend.vllm_kwargs},
     )
+
+
+def batch_tokens(backend: VllmConfig, placement: Placement, max_len: int) -> int:
+    """Return the maximum number of tokens of a forward pass, if the config does not set it.
+
+    On a GPU it is vLLM's own number for generation offline, 16,384 on one of 70 GiB or more that is not an A100 and
+    8,192 on others, divided by the number of engines on it. vLLM's default for `AsyncLLM` is 2,048 on all of them,
+    which keeps the time between two tokens of a chat short but makes prompts slow to read. A CPU reads a row whole.
+    """
+    if not placement.kind.runs_on_gpus:
+        # The draft model needs a place for the token that it begins with.
+        return max(max_len + 1, CPU_BATCH_TOKENS) + (backend.speculation is not None)
+    tokens, _ = AsyncEngineArgs.get_batch_defaults(backend.num_ranks)
+    offline = tokens[UsageContext.LLM_CLASS] // placement.num_engines
+    return max(backend.max_num_seqs, min(offline, backend.max_num_seqs * (max_len + 1)))
 
 
 def image_arguments(vision: VisionConfig) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """Loading by plan: tensors go straight to the places that a `LoadPlan` found for them.
 
 vLLM's reload wraps every loader anew for each version and runs it twice, the first time to count. With small layers
-that takes longer than everything else in a weight sync, so a model whose loaders only copy is loaded without them. The
-layers are otherwise treated alike: each is filled in the format of its checkpoint, processed by its own method, and
-its results are copied into the tensors that kernels and graphs refer to.
+or many experts that takes longer than everything else in a weight sync, so a model whose loaders only copy is loaded
+without them. The layers are otherwise treated alike: each is filled in the format of its checkpoint, processed by its
+own method, and its results are copied into the tensors that kernels and graphs refer to. Tensors that kernels use as a
+checkpoint has them are filled in place.
 """
 
 from __future__ import annotations
@@ -16,19 +17,30 @@ import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.conv import ConvLayerBase
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-from vllm.model_executor.model_loader.reload.meta import materialize_layer, restore_layer_on_meta
-from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_layer_tensors
+from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS, materialize_layer, restore_layer_on_meta
+from vllm.model_executor.model_loader.reload.utils import (
+    get_layer_params_buffers,
+    get_layer_tensors,
+    get_tensor_load_numel,
+)
 from vllm.model_executor.models.gemma3_mm import Gemma3MultiModalProjector
 from vllm.model_executor.models.interns1_vit import InternS1VisionEmbeddings
 
+from rl_vllm.patches.expert_layers import packs_experts
 from rl_vllm.weights.load_plan import Filling, LoadPiece, LoadPlan
 from rl_vllm.weights.quantised_layers import is_quantising
 
 _IS_PROCESSED = "_already_called_process_weights_after_loading"
 """Attribute that keeps vLLM's methods that quantise from doing it twice."""
+
+PLAIN_EXPERTS = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON)
+"""Kernels that compute with stacked experts as loaders fill them. Others swap, pad or pack them."""
 
 VISION_LAYERS = (
     ConvLayerBase,
@@ -55,11 +67,6 @@ class PlannedLayer:
     module: nn.Module
     num_pieces: int
     fillings: Sequence[tuple[str, Filling]]
-
-    @property
-    def is_processed(self) -> bool:
-        """True if a method makes the tensors that the layer computes with from the loaded ones."""
-        return isinstance(self.module, LinearBase | VocabParallelEmbedding)
 
 
 Destination = tuple[PlannedLayer, str, LoadPiece]
@@ -96,12 +103,11 @@ class PlannedLoad:
             names = _own_tensors(path, module, plan)
             if not names:
                 continue
-            if not is_plain(module) and not is_quantising(module):
+            if not is_plain(module) and not is_quantising(module) and not _stacks_experts(module):
                 return None
-            # All buffers must be filled in place.
-            buffers = get_layer_params_buffers(module)[1]
-            is_processed = isinstance(module, LinearBase | VocabParallelEmbedding)
-            keeps_buffers = not is_processed and all(_full(path, name) in plan.pieces for name in buffers)
+            # All buffers must be filled in place, except those that a reload leaves alone as well.
+            buffers = get_layer_params_buffers(module)[1].keys() - SKIP_LOAD_TENSORS
+            keeps_buffers = not _is_processed(module) and all(_full(path, name) in plan.pieces for name in buffers)
             if buffers and not keeps_buffers:
                 return None
             if not all(_is_filled(_full(path, name), module, name, plan) for name in names):
@@ -124,7 +130,7 @@ class PlannedLoad:
                     if layer not in open_layers:
                         open_layers[layer] = _OpenLayer(layer)
                     opened = open_layers[layer]
-                    piece.write.read(opened.parameter(name)).copy_(piece.read.read(tensor))
+                    piece.write.read(opened.tensors[name]).copy_(piece.read.read(tensor))
                     opened.num_left -= 1
                     if not opened.num_left:
                         open_layers.pop(layer).process()
@@ -140,44 +146,43 @@ class _OpenLayer:
 
     Attributes:
         num_left: Number of copies that have not been made.
+        tensors: Tensors to fill, by their names in the layer.
     """
 
     def __init__(self, layer: PlannedLayer) -> None:
-        self._layer = layer
+        self._module = module = layer.module
+        self._is_processed = _is_processed(module)
         self.num_left = layer.num_pieces
-        self._live = get_layer_params_buffers(layer.module)[0]
-        if layer.is_processed:
-            vars(layer.module).pop(_IS_PROCESSED, None)
-            info = get_layerwise_info(layer.module)
-            restore_layer_on_meta(layer.module, info)
-            materialize_layer(layer.module, info)
+        self._live = get_layer_params_buffers(module)[0]
+        if self._is_processed:
+            vars(module).pop(_IS_PROCESSED, None)
+            info = get_layerwise_info(module)
+            restore_layer_on_meta(module, info)
+            materialize_layer(module, info)
+        self.tensors = {name: tensor.detach() for name, tensor in get_layer_tensors(module).items()}
         for name, filling in layer.fillings:
-            filling.write.read(self.parameter(name)).fill_(filling.value)
+            filling.write.read(self.tensors[name]).fill_(filling.value)
 
     def process(self) -> None:
         """Make the layer compute with the copies."""
-        module = self._layer.module
-        if isinstance(module, LinearBase | VocabParallelEmbedding):
+        if self._is_processed:
             try:
-                module.quant_method.process_weights_after_loading(module)
+                with packs_experts(self._module):
+                    self._module.quant_method.process_weights_after_loading(self._module)
+                made = get_layer_params_buffers(self._module)[0]
                 for name, live in self._live.items():
-                    live.data.copy_(self.parameter(name))
+                    live.data.copy_(made[name].detach())
             finally:
                 self.put_back()
 
     def put_back(self) -> None:
         """Give the layer back the tensors that it had."""
-        if not self._layer.is_processed:
+        if not self._is_processed:
             return
-        module = self._layer.module
-        for name in get_layer_tensors(module):
-            delattr(module, name)
+        for name in get_layer_params_buffers(self._module)[0]:
+            delattr(self._module, name)
         for name, parameter in self._live.items():
-            module.register_parameter(name, parameter)
-
-    def parameter(self, name: str) -> Tensor:
-        """Return a parameter of the layer, without its gradient."""
-        return get_layer_tensors(self._layer.module)[name].detach()
+            self._module.register_parameter(name, parameter)
 
 
 def is_plain(layer: nn.Module) -> bool:
@@ -187,6 +192,18 @@ def is_plain(layer: nn.Module) -> bool:
     if isinstance(layer, VISION_LAYERS):
         return True
     return all(parameter.ndim == 1 for parameter in layer.parameters(recurse=False))
+
+
+def _stacks_experts(layer: nn.Module) -> bool:
+    """Return whether a layer holds the weights of experts, stacked and not quantised."""
+    return isinstance(layer, RoutedExperts) and isinstance(layer.quant_method, UnquantizedFusedMoEMethod)
+
+
+def _is_processed(layer: nn.Module) -> bool:
+    """Return whether a method makes the tensors that a layer computes with from the loaded ones."""
+    if _stacks_experts(layer):
+        return layer.quant_method.unquantized_backend not in PLAIN_EXPERTS
+    return isinstance(layer, LinearBase | VocabParallelEmbedding)
 
 
 def _own_tensors(path: str, module: nn.Module, plan: LoadPlan) -> list[str]:
@@ -207,8 +224,8 @@ def _is_filled(full: str, module: nn.Module, name: str, plan: LoadPlan) -> bool:
     of_parameters, of_buffers = get_layerwise_info(module).restore_metadata
     recorded = of_parameters.get(name, of_buffers.get(name))
     held = get_layer_tensors(module).get(name)
-    if recorded is not None and isinstance(module, LinearBase | VocabParallelEmbedding):
-        num_values = recorded.numel()
+    if recorded is not None and _is_processed(module):
+        num_values = get_tensor_load_numel(recorded)
     elif held is not None and held.is_contiguous() and (recorded is None or recorded.shape == held.shape):
         num_values = held.numel()  # It is filled in place.
     else:

@@ -12,7 +12,7 @@ from rl_core.errors import WeightSyncError
 from rl_core.torch.transport.bucket import DTYPES, Layout, Parts, lay_out
 from rl_core.torch.transport.changes import ChangesReceiverLink, ChangesSenderLink
 from rl_core.torch.transport.channel import interruptible
-from rl_core.torch.transport.collective import CollectiveReceiverLink, collective_sender_links
+from rl_core.torch.transport.collective import NUM_BUFFERS, CollectiveReceiverLink, collective_sender_links
 from rl_core.torch.transport.digest import PendingDigest, begin_digest, read_digests
 from rl_core.torch.transport.disk import DiskReceiverLink, DiskSenderLink
 from rl_core.torch.transport.ipc import IpcReceiverLink, IpcSenderLink
@@ -234,6 +234,17 @@ class Receiver:
         digests = read_digests(pending)
         self._link.finish(digests)
         self.digest = root_digest(digests)
+
+
+def receiver_bytes(largest: int, bucket_bytes: int, *, has_parts: bool) -> int:
+    """Return the maximum number of bytes of device memory that a receiving end allocates for a transfer.
+
+    Args:
+        largest: Number of bytes of the largest tensor.
+        bucket_bytes: Default size of a bucket; a larger tensor travels alone.
+        has_parts: True if only parts of tensors travel, which are put together in another buffer.
+    """
+    return NUM_BUFFERS * max(bucket_bytes, largest) + (largest if has_parts else 0)
 
 
 class ReceivingEnd:
