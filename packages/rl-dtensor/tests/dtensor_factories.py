@@ -4,14 +4,18 @@ from functools import partial
 
 import torch
 
+from rl_core.devices import CpuDevice, DeviceMemory
 from rl_core.model import ModelSpec, Rendezvous
 from rl_core.model_config import ModelConfig
 from rl_core.selfcheck.pooled_model import HELD
 from rl_core.selfcheck.rank_pool import Rank
 from rl_core.torch.heads.logprobs import LogitTransform
 from rl_core.torch.training import export
+from rl_core.torch.training.memory import COMMUNICATORS, GAPS
 from rl_dtensor.config import DTensorConfig
 from rl_dtensor.model import layout, model
+from rl_dtensor.model.layers.recompute import CountedMemory
+from rl_dtensor.model.whole import decoder_layers
 from rl_dtensor.worker import DTensorWorker
 
 
@@ -38,6 +42,32 @@ def build_pipeline_parallel(config: ModelConfig, spec: ModelSpec, rendezvous: Re
 def limit_file_bytes(rank: Rank, limit: int) -> None:
     """Have this process split exports at `limit` bytes."""
     export.FILE_BYTES = limit
+
+
+def show_memory(rank: Rank, room: int, num_ranks: int) -> None:
+    """Have the cores of this process show a device's memory, of which a step of so many ranks may take `room` bytes."""
+    available = round((room + (COMMUNICATORS if num_ranks > 1 else 0)) / (1 - GAPS)) + 1
+    CpuDevice.memory = lambda self: DeviceMemory(10**10, available, 0, 0)
+
+
+def hide_memory(rank: Rank) -> None:
+    """Undo `show_memory`."""
+    del CpuDevice.memory
+
+
+def counted(rank: Rank) -> CountedMemory:
+    """The memory that was counted for the held model."""
+    return rank.held[HELD]._model.sharded.memory
+
+
+def recomputation(rank: Rank) -> list[str]:
+    """What each layer of the held model recomputes."""
+    chunks = rank.held[HELD]._model.sharded.chunks
+    found = []
+    for layer in (layer for chunk in chunks for layer in decoder_layers(chunk.hf)):
+        is_full = layer.gradient_checkpointing and "create_selective" not in str(layer._gradient_checkpointing_func)
+        found.append("full" if is_full else "selective" if layer.gradient_checkpointing else "none")
+    return found
 
 
 def forget_transforms(rank: Rank) -> None:

@@ -5,10 +5,12 @@ from typing import Any
 
 import numpy as np
 
+from rl_core.devices import CpuDevice, DeviceMemory
 from rl_core.model import ModelSpec, Rendezvous
 from rl_core.model_config import ModelConfig
 from rl_core.selfcheck.pooled_model import HELD
 from rl_core.selfcheck.rank_pool import Rank
+from rl_core.torch.training.memory import GAPS
 from rl_megatron.config import MegatronConfig
 from rl_megatron.worker import MegatronWorker
 
@@ -184,6 +186,28 @@ def kept_by_layers(rank: Rank, lengths: list[int]) -> list[float]:
     for hook in hooks:
         hook.remove()
     return [sum(storage.nbytes() for storage in each.values()) / sum(lengths) for each in kept]
+
+
+def show_memory(rank: Rank, room: int) -> None:
+    """Have the cores of this process show a device's memory, of which a step of one rank may take `room` bytes."""
+    available = round(room / (1 - GAPS)) + 1
+    CpuDevice.memory = lambda self: DeviceMemory(10**13, available, 0, 0)
+
+
+def hide_memory(rank: Rank) -> None:
+    """Undo `show_memory`."""
+    del CpuDevice.memory
+
+
+def switched_on(rank: Rank) -> list[str]:
+    """The attributes of all modules that are true."""
+    (chunk,) = rank.held[HELD]._model.reading.chunks
+    return sorted(
+        f"{name}.{key}"
+        for name, module in chunk.named_modules()
+        for key, value in vars(module).items()
+        if value is True
+    )
 
 
 def set_full_recomputation(rank: Rank) -> None:

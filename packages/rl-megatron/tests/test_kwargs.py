@@ -54,11 +54,12 @@ def test_keys_that_messages_name_exist():
         ("moe_z_loss_coeff", "padding", "`megatron_cfg.moe_aux_loss_coeff`"),
         ("cuda_graph_impl", "the number of rows", None),
         ("tp_comm_split_ag", "no longer reads it", None),
+        ("deterministic_mode", "keeps the scores of all pairs of tokens in GPU memory", None),
     ],
 )
 def test_fields_that_are_refused_by_decision_need_no_engine(name, reason, remedy):
     with pytest.raises(ValidationError) as caught:
-        MegatronConfig(megatron_kwargs={name: 1, "deterministic_mode": True})
+        MegatronConfig(megatron_kwargs={name: 1, "recompute_num_layers": 2})
     (problem,) = caught.value.errors()[0]["ctx"]["error"].problems
     assert problem.key == f"megatron_kwargs.{name}"
     assert reason in problem.reason
@@ -75,7 +76,7 @@ def test_fields_that_are_refused_by_decision_need_no_engine(name, reason, remedy
     ],
 )
 def test_other_fields_are_judged_by_the_installed_megatron_before_training_starts(name, message):
-    (found,) = check({"megatron_cfg": {"megatron_kwargs": {name: 1, "deterministic_mode": True}}})
+    (found,) = check({"megatron_cfg": {"megatron_kwargs": {name: 1, "recompute_num_layers": 2}}})
     assert found == f"megatron_cfg.megatron_kwargs.{name}: {message}"
 
 
@@ -111,7 +112,7 @@ def test_fields_that_the_run_lacks_something_for_are_named(name, settings, menti
     assert mention in f"{problem.reason}. {problem.remedy}"
     needed = {"bias_activation_fusion", "apply_rope_fusion", "moe_router_fusion", "pipeline_model_parallel_layout"}
     assert problem.is_unused == (name not in needed)
-    assert problems(megatron_kwargs={"deterministic_mode": True}, **settings) == {}
+    assert problems(megatron_kwargs={"clone_scatter_output_in_embedding": True}, **settings) == {}
 
 
 OVERLAP = {
@@ -225,7 +226,7 @@ def assert_trains(model, expected):
     ("stages", "virtual", "kwargs", "held"),
     [
         ("Ettt|tL", None, {"deallocate_pipeline_outputs": True}, [[1, 2, 3], [4]]),
-        ("E|tt|t|tL", 2, {"overlap_p2p_comm_warmup_flush": True, "deterministic_mode": True}, [[3], [1, 2, 4]]),
+        ("E|tt|t|tL", 2, {"overlap_p2p_comm_warmup_flush": True}, [[3], [1, 2, 4]]),
     ],
 )
 def test_stages_hold_the_layers_of_the_pipelines_layout(ranks, folder, expected, stages, virtual, kwargs, held):

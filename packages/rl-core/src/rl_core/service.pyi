@@ -467,12 +467,12 @@ from rl_core.torch.training.lora import is_adapted_stack as is_adapted_stack
 from rl_core.torch.training.lora import nothing_adapted as nothing_adapted
 from rl_core.torch.training.lora import peft_layers as peft_layers
 from rl_core.torch.training.lora import refused_by_peft as refused_by_peft
+from rl_core.torch.training.memory import StepPlan as StepPlan
 from rl_core.torch.training.recompute import WIDE as WIDE
 from rl_core.torch.training.recompute import ActivationMemory as ActivationMemory
 from rl_core.torch.training.recompute import ActivationsUnknown as ActivationsUnknown
 from rl_core.torch.training.recompute import LayerActivations as LayerActivations
 from rl_core.torch.training.recompute import RecomputePlan as RecomputePlan
-from rl_core.torch.training.recompute import least_capacity as least_capacity
 from rl_core.torch.training.recompute import log_unknown as log_unknown
 from rl_core.torch.training.recompute import logit_bytes as logit_bytes
 from rl_core.torch.training.recompute import max_tokens as max_tokens
@@ -489,6 +489,7 @@ from rl_core.torch.transport.digest import PendingDigest as PendingDigest
 from rl_core.torch.transport.digest import begin_digest as begin_digest
 from rl_core.torch.transport.digest import digest as digest
 from rl_core.torch.transport.digest import read_digests as read_digests
+from rl_core.torch.transport.ends import receiver_bytes as receiver_bytes
 from rl_core.tracing import spans as spans
 from rl_core.tracing.profiling import Profile as Profile
 from rl_core.tracing.profiling import ProfileOrder as ProfileOrder
@@ -504,6 +505,7 @@ from rl_core.tracing.stacks import stop_writing_stacks as stop_writing_stacks
 from rl_core.tracing.stacks import write_stacks_of as write_stacks_of
 from rl_core.tracing.stacks import write_stacks_of_child as write_stacks_of_child
 from rl_core.usage.garbage import collect_seldom as collect_seldom
+from rl_core.usage.meter import Gpus as Gpus
 from rl_core.usage.meter import GpuUsage as GpuUsage
 from rl_core.usage.meter import MachineUsage as MachineUsage
 from rl_core.usage.meter import Meter as Meter

@@ -79,3 +79,27 @@ def test_steps_are_the_same_to_the_last_bit(ranks, tmp_path, family, fields, mes
             numbers = [(metrics["loss"], metrics["grad_norm"]) for metrics in steps]
             runs.append((numbers, model.infer(CHECK.batch(0), [LOGPROBS]).ragged("logprobs").values.tolist()))
     assert all(run == runs[0] for run in runs)
+
+
+def test_the_rank_with_the_least_memory_decides_at_the_first_step(ranks, tmp_path):
+    """The plan comes after a pass that reads, and steps are the same to the last bit."""
+    folder = write_tiny(AutoConfig.for_model("qwen3"), tmp_path / "model")
+    config = ModelConfig(model_name=str(folder), precision="float32", train_micro_batch_size=4)
+    rooms, runs, decisions = [10**9, 0], [], []
+    for room in rooms:
+        ranks.run("dtensor_factories:show_memory", [(10**9, 2), (room, 2)])
+        try:
+            with PooledModel(ranks, "rl_dtensor.selfcheck:build", config, ModelSpec(), 2) as model:
+                logprobs = model.infer(CHECK.batch(0), [LOGPROBS]).ragged("logprobs").values.tolist()
+                assert ranks.run("dtensor_factories:recomputation", [(), ()]) == [["none"] * 2] * 2
+                memory = ranks.run("dtensor_factories:counted", [(), ()])[1]
+                metrics = model.train_step(CHECK.batch(1), TokenLoss())
+                runs.append((logprobs, metrics["loss"], metrics["grad_norm"]))
+                decisions.append(ranks.run("dtensor_factories:recomputation", [(), ()]))
+        finally:
+            ranks.run("dtensor_factories:hide_memory", [(), ()])
+        if len(rooms) == 2:
+            rooms.append(sum(memory.parts.values()) + memory.activations.size(RecomputePlan(1, 1)))
+    assert runs[0] == runs[1] == runs[2]
+    plans = ["none"] * 2, ["full"] * 2, ["full", "selective"]
+    assert decisions == [[plan, plan] for plan in plans]

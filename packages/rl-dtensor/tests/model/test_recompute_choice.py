@@ -10,10 +10,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_core.facts.model_size import size_of_fields
 from rl_core.model_config import ModelConfig, SequencePackingConfig
-from rl_core.torch.training.recompute import LayerActivations, RecomputePlan, smallest_plan
+from rl_core.torch.training.recompute import RecomputePlan
 from rl_dtensor.config import DTensorConfig
 from rl_dtensor.model.attention import ROWS
-from rl_dtensor.model.layers.recompute import RankParameters, plans_of, recompute_plan
+from rl_dtensor.model.layers.recompute import CountedMemory, RankParameters
 from rl_dtensor.model.whole import decoder_layers
 from rl_dtensor.parallel.sizes import AxisSizes
 from rl_dtensor.plugin import PLUGIN
@@ -35,70 +35,81 @@ def on_meta(family, **fields):
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=ROWS)
 
 
-LAYERS = [LayerActivations(none=10, selective=4, full=1)] * 4
-
-
-@pytest.mark.parametrize(
-    ("room", "plan"),
-    [
-        (400, RecomputePlan()),
-        (399, RecomputePlan(0, 2)),
-        (260, RecomputePlan(0, 4)),
-        (259, RecomputePlan(1, 3)),
-        (140, RecomputePlan(4, 0)),
-        (0, RecomputePlan(4, 0)),
-    ],
-)
-def test_no_more_is_recomputed_than_must_be(room, plan):
-    assert smallest_plan(plans_of(4), LAYERS, 10, room) == plan
-
-
-@pytest.fixture
-def alone():
-    """A group of this process."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
-def planned(capacity, hf=None, tokens=1000, **settings):
+def counted(hf=None, tokens=1000, **settings):
     hf = on_meta("llama") if hf is None else hf
     packing = SequencePackingConfig(enabled=True, train_mb_tokens=tokens)
     config = ModelConfig(model_name="m", max_total_sequence_length=100, logprob_chunk_size=10, sequence_packing=packing)
     backend = DTensorConfig(**settings)
-    sizes = AxisSizes.of(backend, backend.pipeline_parallel_size)
-    mesh = SimpleNamespace(kind=SimpleNamespace(capacity_bytes=capacity), control=None, rank=0, sizes=sizes)
-    return recompute_plan(config, backend, hf, decoder_layers(hf), mesh=mesh, trains_all=True)
+    mesh = SimpleNamespace(rank=0, sizes=AxisSizes.of(backend, backend.pipeline_parallel_size))
+    return CountedMemory.of(config, backend, hf, decoder_layers(hf), mesh=mesh, trains_all=True)
 
 
-def test_a_device_with_room_recomputes_nothing_and_a_small_one_everything(alone, caplog):
-    caplog.set_level(logging.INFO)
-    assert planned(10**9) == planned(None) == RecomputePlan()
-    assert "recompute=auto recomputes no layer" in caplog.text
-    small = planned(10**6)
-    assert small == RecomputePlan(2, 0)
-    assert "recompute=auto recomputes 2 in full of 2 layers" in caplog.text
+def planned(room, *args, **settings):
+    return counted(*args, **settings).plan(room, keeps_whole=False)[0]
+
+
+def test_a_device_with_room_recomputes_nothing_and_a_small_one_everything():
+    recompute, _, plan = counted().plan(10**9, keeps_whole=False)
+    assert recompute == RecomputePlan()
+    assert plan.decision.startswith("dtensor_cfg.recompute=auto: no layer recomputed: activations of 1.0 microbatches")
+    recompute, keeps_gathered, plan = counted().plan(10**6, keeps_whole=False)
+    assert (recompute, keeps_gathered) == (RecomputePlan(2, 0), False)
+    assert "2 in full of 2 layers recomputed" in plan.decision
 
     assert planned(10**6, recompute="none") == RecomputePlan()
-    assert planned(None, recompute="full") == RecomputePlan(num_full=2)
-    assert planned(None, recompute="selective") == RecomputePlan(num_selective=2)
+    assert planned(10**9, recompute="full") == RecomputePlan(num_full=2)
+    assert planned(10**9, recompute="selective") == RecomputePlan(num_selective=2)
 
 
-def test_a_pipeline_keeps_activations_of_several_microbatches(alone):
+def test_a_plan_takes_no_more_than_it_is_given():
+    memory = counted()
+    full = planned(0)
+    sizes = set()
+    for room in range(10**6, 4 * 10**6, 10**4):
+        recompute, _, plan = memory.plan(room, keeps_whole=True)
+        if recompute != full:
+            assert sum(plan.parts.values()) <= room
+            sizes.add(sum(plan.parts.values()))
+    assert len(sizes) >= 3
+    assert plan.parts["whole gradients"] == plan.parts["weights"]
+
+
+def test_a_pipeline_keeps_activations_of_several_microbatches():
     """A stage has half of the layers and of the state, and twice the microbatches."""
-    sizes = range(10**6, 6 * 10**6, 2 * 10**5)
-    needed = next(capacity for capacity in sizes if planned(capacity) == RecomputePlan())
+    needed = next(room for room in range(10**6, 6 * 10**6, 2 * 10**5) if planned(room) == RecomputePlan())
     assert planned(needed, tokens=2000) != RecomputePlan()
     assert planned(needed, pipeline_parallel_size=2) == RecomputePlan()
     assert planned(needed, tokens=2000, pipeline_parallel_size=2) != RecomputePlan()
 
 
-def test_a_model_that_needs_data_is_recomputed_whole(alone, caplog):
+def test_a_model_that_needs_data_is_recomputed_whole(caplog):
     caplog.set_level(logging.INFO)
     hf = on_meta("llama")
     hf.model.layers[1].mlp.register_forward_pre_hook(lambda *_: torch.zeros(1, device="meta").item())
-    assert planned(10**9, hf) == RecomputePlan(num_full=2)
+    recompute, keeps_gathered, plan = counted(hf).plan(10**9, keeps_whole=False)
+    assert (recompute, keeps_gathered) == (RecomputePlan(num_full=2), False)
+    assert "activations" not in plan.parts
     assert "their activations cannot be counted (RuntimeError: Tensor.item()" in caplog.text
+
+
+def test_parameters_stay_gathered_if_that_recomputes_no_more():
+    hf = on_meta("llama")
+    gathered = 2 * sum(parameter.numel() for parameter in hf.parameters())
+    memory = counted(hf)
+    plans = {room: memory.plan(room, keeps_whole=False) for room in range(10**6, 4 * 10**6, 10**4)}
+    first = min(room for room, (recompute, _, _) in plans.items() if recompute == RecomputePlan())
+    kept = min(room for room, (recompute, keeps, _) in plans.items() if keeps and recompute == RecomputePlan())
+    assert abs(kept - first - gathered) <= 10**4
+    assert plans[kept][2].parts["parameters that stay gathered"] == gathered
+    assert not plans[10**6][1]  # Nothing fits.
+    # The choice of a user decides, and leaves less room for activations.
+    by_hand = counted(hf, reshard_after="step").plan(first, keeps_whole=False)
+    assert by_hand[0] != RecomputePlan()
+    assert by_hand[1]
+    assert not counted(hf, reshard_after="layer").plan(10**9, keeps_whole=False)[1]
+    # So does one that fixes recomputation.
+    fixed = counted(hf, recompute="none")
+    assert [fixed.plan(room, keeps_whole=False)[1] for room in (kept - 10**4, kept)] == [False, True]
 
 
 @pytest.mark.parametrize("name", ["Llama-70B", "Qwen3-30B-A3B", "Qwen3-8B"])

@@ -79,12 +79,14 @@ def build_parts(
     if spec.trains:
         optimizer = MegatronOptimizer(chunks, build, weights.is_counted, weights.norms_and_biases)
     shape = shape_of(model, weights, trains_routers=not backend.freeze_moe_router)
+    passes = MegatronModel(model, chunks, weights, mesh, shape=shape, reports_layers=backend.moe_per_layer_logging)
     return TrainingParts(
-        MegatronModel(model, chunks, weights, mesh, shape=shape, reports_layers=backend.moe_per_layer_logging),
+        passes,
         weights,
         optimizer,
         MegatronState(model, weights, optimizer, mesh),
         MegatronResidency(model, optimizer, mesh.kind),
+        plan_step=None if model.memory is None else passes.plan_step,
     )
 
 

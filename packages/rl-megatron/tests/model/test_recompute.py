@@ -2,11 +2,13 @@
 
 import logging
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from layouts import write_family
+from megatron.core import transformer
 from transformers import AutoConfig
 
 from rl_core.config import Config, load
@@ -14,10 +16,12 @@ from rl_core.config import resolve as resolve_config
 from rl_core.errors import ConfigProblems
 from rl_core.model import ModelSpec
 from rl_core.model_config import LoraConfig, ModelConfig, SequencePackingConfig
+from rl_core.selfcheck.losses import TokenLoss
 from rl_core.selfcheck.pooled_model import PooledModel
 from rl_megatron.config import MegatronConfig
 from rl_megatron.model.architecture import transformer_config
-from rl_megatron.model.recompute import cheap_modules, layers_per_rank, recompute_fields
+from rl_megatron.model.recompute import SWITCHES, cheap_modules, layers_per_rank, put_into_effect, recompute_fields
+from rl_megatron.selfcheck import CHECK
 
 LENGTHS = [11, 32, 21]
 LARGE = {"hidden_size": 128, "intermediate_size": 320, "num_attention_heads": 8, "head_dim": 16}
@@ -93,14 +97,6 @@ MODELS = {
 """Sizes of Qwen3-8B and Qwen3-30B-A3B."""
 
 
-@pytest.fixture
-def alone(engine_kernels):
-    """A group of this process."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 def shape_of(name, **settings):
     family, fields = MODELS[name]
     hf = AutoConfig.for_model(family, **fields)
@@ -117,22 +113,37 @@ def chosen(name, gb, *, world=8, tokens=8192, trains=True, has_te=True, lora=Fal
     )
     tp, pp, ep = shape.tensor_model_parallel_size, shape.pipeline_model_parallel_size, shape.expert_model_parallel_size
     mesh = SimpleNamespace(
-        kind=SimpleNamespace(capacity_bytes=None if gb is None else round(gb * 1e9)),
-        control=None,
+        kind=SimpleNamespace(memory=lambda: gb),
         rank=0,
         layout={"world": world, "tp": tp, "pp": pp, "cp": shape.context_parallel_size, "ep": ep, "etp": tp},
     )
-    return recompute_fields(config, backend, hf, shape, mesh=mesh, has_te=has_te, trains=trains)
+    fields, memory = recompute_fields(config, backend, hf, shape, mesh=mesh, has_te=has_te, trains=trains)
+    if memory is None:
+        return fields
+    plan, step = memory.plan(round(0.9 * gb * 1e9))
+    logging.getLogger(__name__).info(step.decision)
+    if plan != memory.plans[-1].of_chunks(memory.chunks):
+        assert sum(step.parts.values()) <= 0.9 * gb * 1e9
+    effect = SimpleNamespace(**{"recompute_granularity": None, **fields})
+    if memory.choice == "auto":
+        put_into_effect(plan, [], effect)
+    if not effect.recompute_granularity:
+        return {}
+    return {
+        name: value
+        for name, value in vars(effect).items()
+        if effect.recompute_granularity != "full" or name != "recompute_modules"
+    }
 
 
 WHOLE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
-def test_a_dense_model_recomputes_as_many_layers_as_must_be(alone, caplog):
+def test_a_dense_model_recomputes_as_many_layers_as_must_be(engine_kernels, caplog):
     caplog.set_level(logging.INFO)
     split = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
     assert chosen("dense", None, **split) == chosen("dense", 1000, **split) == {}
-    assert "recompute=auto recomputes no layer" in caplog.text
+    assert "megatron_cfg.recompute=auto: no layer recomputed: " in caplog.text
     numbers = []
     for gb in (80, 70, 60, 50):
         fields = chosen("dense", gb, **split)
@@ -140,11 +151,11 @@ def test_a_dense_model_recomputes_as_many_layers_as_must_be(alone, caplog):
         assert not fields or (fields["recompute_granularity"], fields["recompute_method"]) == ("full", "block")
     assert numbers == sorted(numbers)
     assert 0 < numbers[-1] <= 36
-    assert re.search(rf"recompute=auto recomputes {numbers[-1]} in full of 36 layers: .* of 50.0 GB", caplog.text)
+    assert f"megatron_cfg.recompute=auto: {numbers[-1]} in full of 36 layers recomputed: " in caplog.text
     assert chosen("dense", 1, **split)["recompute_num_layers"] == 36
 
 
-def test_experts_recompute_first_what_costs_little(alone):
+def test_experts_recompute_first_what_costs_little(engine_kernels):
     plans = [chosen("experts", gb, world=32, expert_model_parallel_size=8) for gb in (200, 100, 40)]
     assert plans[0] == {}
     assert plans[1] == {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "moe_act"]}
@@ -154,10 +165,51 @@ def test_experts_recompute_first_what_costs_little(alone):
     assert costly["recompute_granularity"] == "full"
 
 
-def test_virtual_stages_recompute_the_first_layers_of_each(alone):
+def test_virtual_stages_recompute_the_first_layers_of_each(engine_kernels):
     split = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 3, "tokens": 4096}
     assert chosen("dense", 60, **split)["recompute_num_layers"] == 3
     assert chosen("dense", 1, **split)["recompute_num_layers"] == 6
+
+
+def test_every_part_that_a_layer_can_recompute_has_a_switch():
+    """Megatron decides on them when it builds a module, by its config."""
+    switch = re.compile(r"self\.(\w+) = \(\s*(?:self\.)?config\.recompute_granularity == 'selective'")
+    in_a_layer = re.compile(r"self\.(recompute_\w+) = True")
+    folder = Path(transformer.__file__).parent
+    sources = [path.read_text() for path in folder.rglob("*.py") if path.name != "transformer_config.py"]
+    found = {name for source in sources for name in switch.findall(source) + in_a_layer.findall(source)}
+    assert found == {*SWITCHES}
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "modules"),
+    [("qwen3", LARGE, ["mlp", "core_attn"]), ("deepseek_v3", LATENT, ["moe", "mlp", "core_attn"])],
+)
+def test_memory_decides_at_the_first_step_what_a_built_model_recomputes(ranks, tmp_path, family, fields, modules):
+    """The model is then the same as one that was built so, and its steps are."""
+    folder = write_family(tmp_path / "model", family, **fields)
+    batch, steps, found = CHECK.batch(0), {}, {}
+
+    def step(name, **backend):
+        with open_model(ranks, folder, **backend) as model:
+            metrics = model.train_step(batch, TokenLoss())
+            steps[name] = metrics["loss"], metrics["grad_norm"]
+            # The routers of a mixture expect the microbatches of a step.
+            kept = None if "moe" in modules else run(ranks, "kept_by_layers", LENGTHS)
+            found[name] = run(ranks, "switched_on"), kept
+
+    step("none", recompute="none")
+    step("selective", recompute="selective", recompute_modules=modules)
+    step("full", recompute="full")
+    for name, room in (("none", 10**12), ("full", 0)):
+        run(ranks, "show_memory", room)
+        try:
+            step(f"{name} by memory", recompute_modules=modules)
+        finally:
+            run(ranks, "hide_memory")
+    assert found["none by memory"] == found["none"] != found["selective"]
+    assert found["full by memory"] == found["full"]
+    assert len({*steps.values()}) == 1
 
 
 @pytest.mark.parametrize(
@@ -181,7 +233,7 @@ def test_the_largest_pipeline_rank_decides(engine_kernels, settings, layers):
     assert layers_per_rank(shape_of("dense", **settings)[2]) == layers
 
 
-def test_what_is_chosen_by_hand_is_what_megatron_gets(alone):
+def test_what_is_chosen_by_hand_is_what_megatron_gets(engine_kernels):
     assert chosen("dense", 1, recompute="none") == chosen("dense", 1, recompute="full", trains=False) == {}
     assert chosen("dense", None, recompute="full") == WHOLE
     by_hand = {"recompute": "selective", "recompute_modules": ["core_attn", "mlp"]}
@@ -211,16 +263,18 @@ def test_parts_of_little_cost_follow_from_model_and_layers(engine_kernels):
     assert cheap_modules(in_8_bit, has_te=True) == ["moe"]
 
 
-def test_layers_without_a_formula_are_recomputed_whole(alone, tmp_path, caplog):
+def test_layers_without_a_formula_are_recomputed_whole(engine_kernels, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     hf = AutoConfig.from_pretrained(write_family(tmp_path, "qwen3_next"))
     backend = MegatronConfig()
     shape = transformer_config(hf, backend, dtype=torch.bfloat16, is_cuda=True, has_te=True)
-    mesh = SimpleNamespace(
-        kind=SimpleNamespace(capacity_bytes=10**9), control=None, rank=0, layout={"world": 1, "pp": 1, "cp": 1}
-    )
+    layout = {"world": 1, "tp": 1, "pp": 1, "cp": 1}
+    mesh = SimpleNamespace(kind=SimpleNamespace(memory=lambda: "some"), rank=0, layout=layout)
     config = ModelConfig(model_name="m")
-    assert recompute_fields(config, backend, hf, shape, mesh=mesh, has_te=True, trains=True) == WHOLE
+    fields, memory = recompute_fields(config, backend, hf, shape, mesh=mesh, has_te=True, trains=True)
+    assert fields == WHOLE
+    plan, step = memory.plan(10**12)
+    assert (plan.num_full, [*step.parts]) == (hf.num_hidden_layers, ["logits"])
     assert "cannot be counted (there is no formula for linear attention)" in caplog.text
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from rl_core.devices.device import NODE_ADDRESS as NODE_ADDRESS
 from rl_core.devices.device import Device as Device
+from rl_core.devices.device import DeviceMemory as DeviceMemory
 from rl_core.devices.kinds import CpuDevice, CudaDevice, RehearsalDevice
 
 CPU, CUDA, REHEARSAL = CpuDevice(), CudaDevice(), RehearsalDevice()

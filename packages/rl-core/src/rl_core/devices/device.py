@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, Self
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +24,28 @@ class ClusterSizes(Protocol):
 
     gpus_per_node: int
     cpu_ranks_per_node: int
+
+
+class DeviceMemory(NamedTuple):
+    """Bytes of a device's memory.
+
+    Args:
+        total: All of it.
+        free: Bytes that no process holds.
+        own: Bytes that torch's allocator in this process holds, for tensors or for later ones. Contexts and
+            communicators of the process are neither among these nor free.
+        peak: Largest number of bytes of this process's tensors at one time since `Device.reset_peak`.
+    """
+
+    total: int
+    free: int
+    own: int
+    peak: int
+
+    @property
+    def available(self) -> int:
+        """Bytes that tensors of this process can take."""
+        return self.free + self.own
 
 
 @dataclass(frozen=True)
@@ -155,6 +177,13 @@ class Device:
     def capacity_bytes(self) -> int | None:
         """Memory of the device itself; None if it has none of its own."""
         return None
+
+    def memory(self) -> DeviceMemory | None:
+        """Measure the memory of the device itself; None if it has none of its own."""
+        return None
+
+    def reset_peak(self) -> None:
+        """Start a new measurement of `DeviceMemory.peak`."""
 
     def rng_state(self) -> dict[str, Any]:
         """State of torch's random generators, the host's among them."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from rl_core.devices.device import VISIBLE, Device, listed, node_address
+from rl_core.devices.device import VISIBLE, Device, DeviceMemory, listed, node_address
 
 if TYPE_CHECKING:
     import torch
@@ -102,6 +102,18 @@ class CudaDevice(Device):
         import torch
 
         return int(torch.cuda.get_device_properties(self.torch_device).total_memory)
+
+    def memory(self) -> DeviceMemory:
+        import torch
+
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        own = torch.cuda.memory_reserved(self.torch_device)
+        return DeviceMemory(total, free, own, torch.cuda.max_memory_allocated(self.torch_device))
+
+    def reset_peak(self) -> None:
+        import torch
+
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
 
     def rng_state(self) -> dict[str, Any]:
         import torch

@@ -17,16 +17,16 @@ from rl_core.torch.heads.vocab_parallel import VocabShard
 from rl_core.torch.kernels.devices import runs_kernels
 from rl_core.torch.process_group import on_all_ranks
 from rl_core.torch.training.lora import InitialFactors
-from rl_core.torch.training.recompute import RecomputePlan
+from rl_core.torch.training.recompute import max_tokens
 from rl_dtensor.config import DTensorConfig
 from rl_dtensor.model import settings
 from rl_dtensor.model.kernels import activate_flash_attention, kernel_of
 from rl_dtensor.model.layers.compilation import compile_layers
-from rl_dtensor.model.layers.experts import dispatch_experts
+from rl_dtensor.model.layers.experts import dispatch_experts, fuse_experts
 from rl_dtensor.model.layers.fusion import fuse_layers
 from rl_dtensor.model.layers.lora import BASE, adapters_of, add_adapters, init_adapters
 from rl_dtensor.model.layers.low_precision import fit_to_ranks, formats_of, lower_precision, token_multiple
-from rl_dtensor.model.layers.recompute import checkpoint_activations, recompute_plan
+from rl_dtensor.model.layers.recompute import CountedMemory, checkpoint_activations, fixed_plan
 from rl_dtensor.model.layers.replay import RouterReplay
 from rl_dtensor.model.layout import Alignment, Context, lay_out
 from rl_dtensor.model.loading import check_logits, check_packing, probe_row, rebuild_buffers
@@ -36,7 +36,7 @@ from rl_dtensor.model.tiny import is_dropout
 from rl_dtensor.model.vision.vision import VisionParts, vision_of
 from rl_dtensor.model.weights import SCORE, Catalog, ShardedWeights, persistent, tied_pairs
 from rl_dtensor.model.whole import LM_HEAD, decoder_layers, fix_frequencies, model_on_meta, shape_of
-from rl_dtensor.parallel.dispatch import AllToAll, DeepEP, Dispatch
+from rl_dtensor.parallel.dispatch import AllToAll, DeepEP, Dispatch, default_chunks
 from rl_dtensor.parallel.experts import expert_modules, split_experts
 from rl_dtensor.parallel.fsdp import ends_of, local, local_slices, shard_model, units_of
 from rl_dtensor.parallel.mesh import DTensorMesh
@@ -144,21 +144,22 @@ class ModelBuilder:
         kept = Kept.of(whole, catalog, self.files, self.compute)
         parameters = {name for name, _ in whole.named_parameters()}
         replicates = self.trains_all and not kept.computed.isdisjoint(parameters)
-        recompute = RecomputePlan()
-        if self.trains:
+        memory = None
+        if self.trains and mesh.kind.memory() is not None:
             layers = decoder_layers(whole)
-            recompute = recompute_plan(config, backend, whole, layers, mesh=mesh, trains_all=self.trains_all)
+            memory = CountedMemory.of(config, backend, whole, layers, mesh=mesh, trains_all=self.trains_all)
         if mesh.experts is not None and backend.expert_dispatcher == "deep_ep":
             hidden = self.hf_config.get_text_config().hidden_size
             self.dispatch = DeepEP(mesh.experts.get_group("ep"), hidden, fused=self.fuses)
         elif mesh.experts is not None:
-            self.dispatch = AllToAll(mesh.exchanges, fused=self.fuses)
+            num_chunks = backend.expert_chunks or default_chunks(max_tokens(config, sizes.cp) // sizes.tp)
+            self.dispatch = AllToAll(mesh.exchanges, fused=self.fuses, num_chunks=num_chunks)
         self._prepare(whole, kept)
         self.initial.check(adapters_of(whole))
         shape, formats = shape_of(whole), formats_of(whole)
         here = [chunk * sizes.pp + mesh.on("pp") for chunk in range(backend.pipeline_chunks_per_rank)]
         wholes = [whole, *(self._prepare(self._on_meta(), kept) for _ in here[1:])]
-        chunks = [self._chunk(hf, stages, stage, kept, recompute) for hf, stage in zip(wholes, here, strict=True)]
+        chunks = [self._chunk(hf, stages, stage, kept) for hf, stage in zip(wholes, here, strict=True)]
         served = formats if backend.qat.sync == "rounded" else {}
         return ShardedModel(
             chunks,
@@ -170,6 +171,7 @@ class ModelBuilder:
             mesh=mesh,
             is_adapted=config.lora_cfg.enabled,
             asks_for_dropout=any(map(is_dropout, config.hf_config_overrides)),
+            memory=memory,
             replicated=[each for chunk in chunks for each in self._replicated(chunk, kept)] if replicates else None,
         )
 
@@ -187,7 +189,9 @@ class ModelBuilder:
 
     def _prepare(self, hf: PreTrainedModel, kept: Kept) -> PreTrainedModel:
         """Give a model its dtypes, and adapters if the config enables them."""
-        if self.fuses:
+        if self.fuses and self.backend.compile:
+            fuse_experts(hf)  # The compiler fuses the rest of a layer.
+        elif self.fuses:
             fuse_layers(hf, decoder_layers(hf))
         if self.dispatch is not None:
             dispatch_experts(hf, self.dispatch, fused=self.fuses)
@@ -237,9 +241,7 @@ class ModelBuilder:
         is_kept = {named[id(parameter)].replace(BASE, "") in kept.computed for parameter in head.parameters()}
         return [head] if is_kept == {True} else []
 
-    def _chunk(
-        self, hf: PreTrainedModel, stages: Stages | None, stage: int, kept: Kept, recompute: RecomputePlan
-    ) -> ReadingModel:
+    def _chunk(self, hf: PreTrainedModel, stages: Stages | None, stage: int, kept: Kept) -> ReadingModel:
         backend, mesh, sizes = self.backend, self.mesh, self.mesh.sizes
         is_last = stages is None or stage == stages.count - 1
         vocab, final_norm, plan = None, None, {}
@@ -272,7 +274,10 @@ class ModelBuilder:
             # Tensor-parallel ranks have the same tokens, unless these are split between blocks.
             sharing = mesh.group("tp") if sizes.tp > 1 and not backend.sequence_parallel else None
             experts = split_experts(hf, mesh.experts["ep"], grad_scale=1.0 / sizes.ep, sharing=sharing)
-        checkpoint_activations(hf, decoder_layers(hf), recompute)
+        layers = decoder_layers(hf)
+        recompute = fixed_plan(backend, len(layers)) if self.trains else None
+        if recompute is not None:
+            checkpoint_activations(hf, layers, recompute)
         model = ReadingModel(
             hf,
             self.role,

@@ -21,6 +21,7 @@ from rl_core.torch.loss import Rows
 from rl_core.torch.training.flops import ModelShape
 from rl_dtensor.model.attention import ROWS
 from rl_dtensor.model.kernels import Attend
+from rl_dtensor.model.layers.recompute import CountedMemory
 from rl_dtensor.model.layers.replay import RouterReplay
 from rl_dtensor.model.layout import Alignment, RowLayout, lay_out
 from rl_dtensor.model.vision.vision import Vision
@@ -182,6 +183,7 @@ class ShardedModel:
             no stage has any.
         is_adapted: True if the model has adapters, on this rank or another.
         asks_for_dropout: True if the user set the model's dropout, which is then active under every loss.
+        memory: Memory of a training step; None for a model that does not train or a device without its own memory.
 
     Attributes:
         hf: Hugging Face model of the last chunk, for its config.
@@ -200,8 +202,9 @@ class ShardedModel:
         replicated: Sequence[nn.Parameter] | None = None,
         is_adapted: bool = False,
         asks_for_dropout: bool = False,
+        memory: CountedMemory | None = None,
     ) -> None:
-        self.asks_for_dropout = asks_for_dropout
+        self.asks_for_dropout, self.memory = asks_for_dropout, memory
         self.chunks = list(chunks)
         self.hf = self.chunks[-1].hf
         self.stages_here = list(stages_here)

@@ -81,7 +81,9 @@ def build_model(
     configured = partial(
         transformer_config, hf, backend, dtype=getattr(torch, config.precision), is_cuda=is_cuda, has_te=has_te
     )
-    recompute = recompute_fields(config, backend, hf, configured(), mesh=mesh, has_te=has_te, trains=spec.trains)
+    recompute, memory = recompute_fields(
+        config, backend, hf, configured(), mesh=mesh, has_te=has_te, trains=spec.trains
+    )
     megatron = configured(recompute=recompute)
     budgets: tuple[int, ...] = ()
     if is_packed and backend.pads_microbatches:
@@ -113,6 +115,7 @@ def build_model(
         routing=None if megatron.num_moe_experts is None else Routing(chunks, megatron),
         replay=MegatronReplay(chunks, megatron) if backend.moe_router_replay else None,
         asks_for_dropout=any(name.endswith("dropout") for name in config.hf_config_overrides),
+        memory=memory,
     )
 
 

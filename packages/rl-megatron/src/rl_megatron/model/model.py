@@ -24,6 +24,7 @@ from rl_core.torch.heads.vocab_parallel import VocabShard
 from rl_core.torch.loss import Rows
 from rl_megatron.conversion.weight_map import AdapterMap
 from rl_megatron.model.layout import Alignment, RowLayout, lay_out
+from rl_megatron.model.recompute import StageMemory
 from rl_megatron.model.routing import MegatronReplay, Routing
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -89,6 +90,7 @@ class ReadingModel:
         routing: The routers of a mixture of experts.
         replay: Replay of the generator's routing; None if it is not replayed.
         asks_for_dropout: True if the user set the model's dropout, which is then active under every loss.
+        memory: Memory of a training step; None for a model that does not train or a device without its own memory.
     """
 
     chunks: list[Chunk]
@@ -103,6 +105,7 @@ class ReadingModel:
     routing: Routing | None = None
     replay: MegatronReplay | None = None
     asks_for_dropout: bool = False
+    memory: StageMemory | None = None
 
     @property
     def is_headless(self) -> bool:

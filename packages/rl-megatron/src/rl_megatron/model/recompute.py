@@ -1,25 +1,29 @@
 """The activations that the backward pass computes again, as fields of Megatron's config.
 
-The choice follows from the memory and the products of each layer: formulas for the layers of megatron-core 0.16.1.
+The choice follows from the memory and the products of each layer: formulas for the layers of megatron-core 0.16.1. It
+is made when memory is measured, at the first training step, while layers decide when they are built whether they can
+recompute parts of themselves. They are built so that they can, and stop doing so if the choice is another one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import LayerType
+from torch import nn
 from transformers import PreTrainedConfig
 
 from rl_core.model_config import ModelConfig
+from rl_core.torch.training.memory import StepPlan
 from rl_core.torch.training.recompute import (
     ActivationMemory,
     ActivationsUnknown,
     LayerActivations,
     RecomputePlan,
-    least_capacity,
     log_unknown,
     logit_bytes,
     max_tokens,
@@ -35,6 +39,19 @@ REST = "rest"
 """The part of a layer that no key of selective recomputation covers."""
 WITHIN = {"moe": ("moe_act", "shared_experts")}
 """Parts that are recomputed together with another part."""
+SWITCHES = (
+    "activation_recompute",
+    "checkpoint_core_attention",
+    "moe_layer_recompute",
+    "recompute_input_layernorm",
+    "recompute_mlp",
+    "recompute_pre_mlp_layernorm",
+    "recompute_up_proj",
+    "shared_experts_recompute",
+)
+"""Attributes of Megatron's modules that are true if a part of them is recomputed selectively."""
+WHOLE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+"""Fields that recompute every layer as a whole."""
 _WIDE = torch.float32.itemsize
 
 
@@ -232,6 +249,54 @@ class LayerShapes:
         return inner * self._item * (3 if is_fused else 5 if is_weighted else 4)
 
 
+@dataclass(frozen=True)
+class StageMemory:
+    """Memory of a rank's training step, and the plans that Megatron can run.
+
+    Args:
+        choice: `megatron_cfg.recompute`.
+        plans: Plans for the layers of the rank, in order of preference; one if the settings fix it.
+        chunks: Number of runs of layers of the rank.
+        parts: Bytes by name of everything except activations.
+        activations: Activations of the layers; None if they cannot be counted.
+    """
+
+    choice: str
+    plans: Sequence[RecomputePlan]
+    chunks: int
+    parts: Mapping[str, int]
+    activations: ActivationMemory | None
+
+    def plan(self, room: int) -> tuple[RecomputePlan, StepPlan]:
+        """Choose the plan for this many bytes; return the one of each run of layers, and its bytes with the others."""
+        decision = f"megatron_cfg.recompute={self.choice}"
+        if self.activations is None:
+            return self.plans[0].of_chunks(self.chunks), StepPlan(decision, self.parts)
+        plan = self.activations.choose(self.plans, room - sum(self.parts.values()))
+        parts = {**self.parts, "activations": self.activations.size(plan)}
+        return plan.of_chunks(self.chunks), StepPlan(f"{decision}: {self.activations.in_words(plan)}", parts)
+
+
+def put_into_effect(plan: RecomputePlan, chunks: Iterable[nn.Module], config: Any) -> None:
+    """Change layers that were built to recompute parts of themselves so that they recompute what the plan has.
+
+    Args:
+        plan: Plan for each run of layers.
+        chunks: The runs.
+        config: Config of Megatron that the chunks share, changed in place.
+    """
+    if plan.num_selective:
+        return
+    config.recompute_granularity = None
+    if plan.num_full:
+        fields = ("full", "block", plan.num_full)
+        config.recompute_granularity, config.recompute_method, config.recompute_num_layers = fields
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        for name in SWITCHES:
+            if vars(module).get(name):
+                setattr(module, name, False)
+
+
 def recompute_fields(
     config: ModelConfig,
     backend: MegatronConfig,
@@ -241,8 +306,10 @@ def recompute_fields(
     mesh: MegatronMesh,
     has_te: bool,
     trains: bool,
-) -> dict[str, Any]:
-    """Return the fields of Megatron's config that choose what is recomputed, the same on every rank; collective.
+) -> tuple[dict[str, Any], StageMemory | None]:
+    """Return the fields of Megatron's config for what is recomputed, and the memory that decides on it later.
+
+    Both are the same on every rank. If memory decides, the fields are those of selective recomputation.
 
     Args:
         config: Config of the model, whose microbatches decide how many activations there are.
@@ -253,53 +320,76 @@ def recompute_fields(
         has_te: True if the layers are Transformer Engine's.
         trains: False for a model that never runs backwards.
 
+    Returns:
+        The fields, and the memory; None if the model does not train or the device has no memory of its own.
+
     Raises:
         ValueError: If parts are to be recomputed that these layers do not support.
     """
     choice = backend.recompute if trains else "none"
-    if choice == "none":
-        return {}
+    is_measured = trains and mesh.kind.memory() is not None
+    if choice == "none" and not is_measured:
+        return {}, None
+    if choice == "full" and not is_measured:
+        return WHOLE, None
     modules = recomputed_modules(backend, shape, has_te=has_te)
-    if choice == "selective":
-        return {"recompute_granularity": "selective", "recompute_modules": modules}
-    whole = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    if choice == "full":
-        return whole
-    capacity = least_capacity(mesh.kind.capacity_bytes, mesh.control)
-    if not capacity:
-        return {}
-    chunks = shape.virtual_pipeline_model_parallel_size or 1
+    selective = {"recompute_granularity": "selective", "recompute_modules": modules}
+    fixed_fields: dict[str, dict[str, Any]] = {"none": {}, "full": WHOLE, "selective": selective}
+    fields = fixed_fields.get(choice)
+    if not is_measured:
+        return fields or {}, None
+    chunks, num_layers, sizes = shape.virtual_pipeline_model_parallel_size or 1, layers_per_rank(shape), mesh.layout
+    fixed = {"none": RecomputePlan(), "selective": RecomputePlan(num_selective=num_layers)}
+    plans = [fixed.get(choice, RecomputePlan(num_full=num_layers))]
+    activations, parts = None, {}
     try:
         shapes = LayerShapes(shape, has_te=has_te, longest=config.max_total_sequence_length)
-        held = shapes.layers()[-layers_per_rank(shape) :]
+        held = shapes.layers()[-num_layers:]
     except ActivationsUnknown as problem:
         if mesh.rank == 0:
             log_unknown(problem)
-        return whole
-    sizes = mesh.layout
+        fields = WHOLE if fields is None else fields
+    else:
+        kept = [shapes.activations(layer, modules) for layer in held]
+        activations = ActivationMemory(kept, max_tokens(config, sizes["cp"]), passes_kept(sizes["pp"], chunks))
+        parts = state_parts(config, backend, hf, shape, held, mesh)
+        if fields is None:
+            fields, plans = selective, plans_of(held, modules)
+    parts["logits"] = logit_bytes(config, padded_vocab(hf.vocab_size, sizes["tp"]) // sizes["tp"])
+    return fields, StageMemory(choice, plans, chunks, parts, activations)
+
+
+def state_parts(
+    config: ModelConfig,
+    backend: MegatronConfig,
+    hf: PreTrainedConfig,
+    shape: TransformerConfig,
+    held: Sequence[Mapping[str, Part]],
+    mesh: MegatronMesh,
+) -> dict[str, int]:
+    """Return the bytes by name of a rank's weights, gradients and optimizer state.
+
+    Args:
+        config: Config of the model.
+        backend: Settings of this backend.
+        hf: Hugging Face config of the model.
+        shape: Config of Megatron.
+        held: Layers of the rank.
+        mesh: Mesh of the run.
+    """
+    sizes, itemsize = mesh.layout, shape.params_dtype.itemsize
     dense, experts = rank_parameters(hf, shape, held, mesh)
     ranks = sizes["world"] // sizes["pp"]
     state = rank_memory(
         backend,
         (dense, ranks // sizes["tp"]),
         (experts, max(1, ranks // (sizes["ep"] * sizes["etp"]))),
-        shape.params_dtype.itemsize,
+        itemsize,
         trains_all=not config.lora_cfg.enabled,
     )
-    memory = ActivationMemory(
-        capacity,
-        round(state.device) + logit_bytes(config, padded_vocab(hf.vocab_size, sizes["tp"]) // sizes["tp"]),
-        max_tokens(config, sizes["cp"]),
-        passes_kept(sizes["pp"], chunks),
-    )
-    kept = [shapes.activations(layer, modules) for layer in held]
-    plan = memory.choose(plans_of(held, modules), kept, logs=mesh.rank == 0)
-    if plan.num_selective:
-        return {"recompute_granularity": "selective", "recompute_modules": modules}
-    if plan.num_full:
-        number = plan.of_chunks(chunks).num_full
-        return {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": number}
-    return {}
+    weights = (dense + experts) * itemsize
+    found = {"weights": weights, "gradients": state.device - state.kept, "optimizer state": state.kept - weights}
+    return {name: round(size) for name, size in found.items() if size}
 
 
 def layers_per_rank(config: TransformerConfig) -> int:

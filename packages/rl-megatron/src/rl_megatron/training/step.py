@@ -21,7 +21,9 @@ from rl_core.metrics import Metric
 from rl_core.torch.rows import no_images
 from rl_core.torch.training.backend import Microbatch, Pass
 from rl_core.torch.training.flops import ModelShape
+from rl_core.torch.training.memory import StepPlan
 from rl_megatron.model.model import ReadingModel, forget_embeddings, forget_tokens
+from rl_megatron.model.recompute import put_into_effect
 from rl_megatron.model.routing import Routing
 from rl_megatron.parallel.mesh import MegatronMesh
 from rl_megatron.training.weights import MegatronWeights
@@ -57,6 +59,19 @@ class MegatronModel:
         self.shape, self._chunks, self._weights = shape, chunks, weights
         self._mesh, self._reports_layers = mesh, reports_layers
         self._biases: list[Tensor] = []
+
+    def plan_step(self, room: int) -> StepPlan:
+        """Put the plan into effect that fits the memory; see `rl_core.torch.training.memory.planned_step`.
+
+        Args:
+            room: Bytes that a training step may take.
+        """
+        memory = self.reading.memory
+        assert memory is not None, "a model that trains on a device with memory has counted it"
+        recompute, plan = memory.plan(room)
+        if memory.choice == "auto":
+            put_into_effect(recompute, self.reading.chunks, self.reading.config)
+        return plan
 
     @property
     def pipeline(self) -> Pipeline:

@@ -47,6 +47,7 @@ from rl_core.torch.loss import Rows
 from rl_core.torch.residency import Residency
 from rl_core.torch.training.checkpoint_files import KeptSavePlanner
 from rl_core.torch.training.flops import ModelShape
+from rl_core.torch.training.memory import StepPlan
 from rl_core.weights import TensorSpec
 
 
@@ -333,6 +334,8 @@ class TrainingParts(NamedTuple):
         optimizer: None if the model does not train.
         residency: Also of the draft head.
         draft_head: Draft head that trains with the model; None without one.
+        plan_step: Function that plans the memory of training steps (`rl_core.torch.training.memory.planned_step`);
+            None if the model does not train or its device has no memory of its own.
     """
 
     model: RankModel
@@ -341,3 +344,4 @@ class TrainingParts(NamedTuple):
     state: RankState
     residency: Residency
     draft_head: HeadParts | None = None
+    plan_step: Callable[[int], StepPlan] | None = None

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from rl_core.data.microbatch import Batching
 from rl_core.model_config import ModelConfig
@@ -16,8 +15,6 @@ from rl_core.torch.heads.logprobs import CHUNK_SIZE
 
 _log = logging.getLogger(__name__)
 
-USABLE = 0.9
-"""Share of a device's memory that is planned with; communication, fragmentation and small tensors have the rest."""
 LOGIT_COPIES = 3
 """Float32 tensors of the size of a chunk's logits that the head has at one time."""
 WIDE = torch.float32.itemsize
@@ -71,75 +68,49 @@ class RecomputePlan:
 
 
 class ActivationMemory(NamedTuple):
-    """Memory of a rank's device, and the tokens whose activations are in it.
+    """Activations of a rank's layers in a training step.
 
     Args:
-        capacity: Bytes of the device.
-        other: Bytes of everything except activations: parameters, gradients, optimizer state, logits.
+        layers: Bytes that each layer keeps of a token.
         tokens: Maximum number of tokens of a microbatch on a rank.
         passes: Microbatches whose activations exist at one time.
     """
 
-    capacity: int
-    other: int
+    layers: Sequence[LayerActivations]
     tokens: int
     passes: float
 
-    @property
-    def room(self) -> int:
-        """Bytes for activations; negative if there are none left."""
-        return round(USABLE * self.capacity) - self.other
+    def size(self, plan: RecomputePlan) -> int:
+        """Return the bytes of all activations if these layers are recomputed."""
+        until = plan.num_full + plan.num_selective
+        kept = sum(layer.full for layer in self.layers[: plan.num_full])
+        kept += sum(layer.selective for layer in self.layers[plan.num_full : until])
+        kept += sum(layer.none for layer in self.layers[until:])
+        # A layer that is recomputed has all of its activations while its backward pass runs.
+        again = max(layer.none for layer in self.layers) if until else 0
+        return round(self.tokens * (self.passes * kept + again))
 
-    def choose(
-        self, plans: Iterable[RecomputePlan], layers: Sequence[LayerActivations], *, logs: bool
-    ) -> RecomputePlan:
-        """Return the first plan whose activations fit, logged with its reason; the last one if none does.
+    def choose(self, plans: Iterable[RecomputePlan], room: int) -> RecomputePlan:
+        """Return the first plan whose activations fit, or the last one if none does.
 
         Args:
-            plans: Plans in order of preference.
-            layers: What each layer of the rank keeps of a token.
-            logs: True for the rank that logs the choice.
+            plans: Plans in order of preference, at least one.
+            room: Bytes for activations.
         """
-        plan = smallest_plan(plans, layers, self.tokens, self.room, passes=self.passes)
-        if logs:
-            kept = self.passes * self.tokens
-            _log.info(
-                "recompute=auto recomputes %s: %.1f GB of %.1f GB are left for activations of %.1f microbatches of %d "
-                "tokens, which take %.1f GB without recomputation and %.1f GB with it in full",
-                plan.in_words(len(layers)),
-                max(self.room, 0) / 1e9,
-                self.capacity / 1e9,
-                self.passes,
-                self.tokens,
-                kept * sum(layer.none for layer in layers) / 1e9,
-                kept * sum(layer.full for layer in layers) / 1e9,
-            )
+        plan = RecomputePlan()
+        for plan in plans:
+            if self.size(plan) <= room:
+                break
         return plan
 
-
-def smallest_plan(
-    plans: Iterable[RecomputePlan], layers: Sequence[LayerActivations], tokens: int, room: int, *, passes: float = 1.0
-) -> RecomputePlan:
-    """Return the first plan whose activations fit, or the last one if none does.
-
-    Args:
-        plans: Plans in order of preference, at least one.
-        layers: What each layer keeps of a token.
-        tokens: Tokens of a microbatch.
-        room: Bytes for activations.
-        passes: Microbatches whose activations exist at one time.
-    """
-    # A layer that is recomputed has all of its activations while its backward pass runs.
-    again = tokens * max(layer.none for layer in layers)
-    plan = RecomputePlan()
-    for plan in plans:
-        until = plan.num_full + plan.num_selective
-        kept = sum(layer.full for layer in layers[: plan.num_full])
-        kept += sum(layer.selective for layer in layers[plan.num_full : until])
-        kept += sum(layer.none for layer in layers[until:])
-        if passes * tokens * kept + (again if plan != RecomputePlan() else 0) <= room:
-            return plan
-    return plan
+    def in_words(self, plan: RecomputePlan) -> str:
+        """Return the decision for a plan as text."""
+        none, full = (self.size(each) / 1e9 for each in (RecomputePlan(), RecomputePlan(num_full=len(self.layers))))
+        return (
+            f"{plan.in_words(len(self.layers))} recomputed: activations of {self.passes:.1f} microbatches of "
+            f"{self.tokens} tokens take {self.size(plan) / 1e9:.1f} GB, {none:.1f} GB without recomputation and "
+            f"{full:.1f} GB with full recomputation"
+        )
 
 
 def log_unknown(problem: ActivationsUnknown) -> None:
@@ -171,17 +142,3 @@ def logit_bytes(config: ModelConfig, vocab: int) -> int:
     """Return the bytes of the logits that exist at one time, of so many tokens of the vocabulary."""
     # By default kernels take larger chunks, in no more memory.
     return LOGIT_COPIES * WIDE * (config.logprob_chunk_size or CHUNK_SIZE) * vocab
-
-
-def least_capacity(capacity: int | None, group: dist.ProcessGroup) -> int:
-    """Return the smallest capacity of the devices of all ranks, in bytes; 0 if one has no memory of its own.
-
-    Collective.
-
-    Args:
-        capacity: Bytes of this rank's device; None if it has no memory of its own.
-        group: All ranks, on gloo.
-    """
-    least = torch.tensor(capacity or 0)
-    dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
-    return int(least.item())

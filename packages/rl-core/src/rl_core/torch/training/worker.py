@@ -31,6 +31,7 @@ from rl_core.torch.training.checkpoint_files import exported_files, verify_files
 from rl_core.torch.training.export import complete_generation_config, export_dtype, export_weights, write_hf_config
 from rl_core.torch.training.flops import peak_flops, speed_metrics
 from rl_core.torch.training.lora import check_base
+from rl_core.torch.training.memory import planned_step
 from rl_core.torch.training.peft_form import AdapterExport
 from rl_core.torch.training.publishing import manifest_of, send_weights
 from rl_core.torch.training.step import SkippedSteps, run_evaluation, run_reads, run_train_step
@@ -153,7 +154,7 @@ class TrainingWorker(_WorkerPart):
         on_rank0(control, lambda: check_base(config, self._folder))
         parts = build(self._folder)
         self._model, self._weights, self._optimizer = parts.model, parts.weights, parts.optimizer
-        self._residency = parts.residency
+        self._residency, self._plan_step = parts.residency, parts.plan_step
         self._adapters = AdapterExport(parts.weights, config=config, role=spec.role, folder=self._folder, mesh=mesh)
         if spec.trains and config.lora_cfg.enabled:
             self._adapters.check()
@@ -219,17 +220,20 @@ class TrainingWorker(_WorkerPart):
         if not self._spec.trains:
             raise ValueError("this model does not train; build it with ModelSpec(trains=True)")
         assert self._optimizer is not None
-        metrics = run_train_step(
-            self._model,
-            self._optimizer,
-            batch,
-            loss,
-            schedule=self._schedule,
-            max_grad_norm=self._config.max_grad_norm,
-            skipped=self._skipped,
-            batching=self._training,
-            mesh=self._mesh,
-        )
+        plan, self._plan_step = self._plan_step, None
+        # All that shares the devices has been started and has left them again when the first step begins.
+        with nullcontext() if plan is None else planned_step(plan, self._mesh.kind, self._mesh.control):
+            metrics = run_train_step(
+                self._model,
+                self._optimizer,
+                batch,
+                loss,
+                schedule=self._schedule,
+                max_grad_norm=self._config.max_grad_norm,
+                skipped=self._skipped,
+                batching=self._training,
+                mesh=self._mesh,
+            )
         if self._model.shape is None or not self._mesh.coordinates.leads:
             return metrics
         flops = self._model.shape.training_flops(batch.ragged(TOKENS).lengths)
@@ -280,7 +284,7 @@ class TrainingWorker(_WorkerPart):
             self._mesh.leave()
         self._model.close()
         del self._model, self._weights, self._adapters, self._optimizer, self._schedule
-        del self._reference, self._residency, self._checkpoint, self.draft_head
+        del self._reference, self._residency, self._checkpoint, self._plan_step, self.draft_head
         # Modules and wrappers form cycles, which keep memory and the sockets of groups until they are collected.
         gc.collect()
         self._mesh.kind.release_memory()

@@ -1,12 +1,12 @@
-"""Activations that the backward pass computes again instead of keeping them, chosen by the memory of the device."""
+"""Activations that the backward pass computes again and parameters that stay gathered, by the memory of the device."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +19,13 @@ from rl_core.data.batch import TOKENS
 from rl_core.facts.model_size import MOMENTS
 from rl_core.model_config import ModelConfig
 from rl_core.torch.loss import Rows
+from rl_core.torch.training.memory import StepPlan
 from rl_core.torch.training.recompute import (
     WIDE,
     ActivationMemory,
     ActivationsUnknown,
     LayerActivations,
     RecomputePlan,
-    least_capacity,
     log_unknown,
     logit_bytes,
     max_tokens,
@@ -35,7 +35,6 @@ from rl_dtensor.config import DTensorConfig
 from rl_dtensor.model.attention import ROWS
 from rl_dtensor.model.kernels import Softmax
 from rl_dtensor.model.layout import RowLayout, Segments
-from rl_dtensor.parallel.accumulation import GradientMemory
 from rl_dtensor.parallel.body import body_of
 from rl_dtensor.parallel.dispatch import keeping_sizes
 from rl_dtensor.parallel.experts import expert_modules
@@ -76,12 +75,8 @@ def checkpoint_activations(hf: PreTrainedModel, layers: Sequence[nn.Module], pla
     if plan == RecomputePlan():
         return
 
-    def policy(context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if is_kept(operation) else CheckpointPolicy.PREFER_RECOMPUTE
-
     full = partial(checkpoint, use_reentrant=False, context_fn=keeping_sizes)
-    selecting = partial(create_selective_checkpoint_contexts, policy)
-    selective = partial(full, context_fn=partial(keeping_sizes, selecting))
+    selective = partial(full, context_fn=partial(keeping_sizes, products_kept))
     hf.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": keeping_sizes})
     if not all(isinstance(layer, GradientCheckpointingLayer) for layer in layers):
         if not plan.num_full:
@@ -89,8 +84,32 @@ def checkpoint_activations(hf: PreTrainedModel, layers: Sequence[nn.Module], pla
         return
     for place, layer in enumerate(layers):
         own: Any = layer
-        own.gradient_checkpointing = place < plan.num_full + plan.num_selective
-        own._gradient_checkpointing_func = full if place < plan.num_full else selective
+        recomputes, is_full = place < plan.num_full + plan.num_selective, place < plan.num_full
+        if isinstance(own.forward, SelectiveWithin):
+            own.forward.selective = selective if recomputes and not is_full else None
+            recomputes = is_full
+        own.gradient_checkpointing = recomputes
+        own._gradient_checkpointing_func = full if is_full else selective
+
+
+@runtime_checkable
+class SelectiveWithin(Protocol):
+    """Forward pass of a layer that recomputes selectively within its compiled parts.
+
+    Attributes:
+        selective: Checkpoint for the operations outside of them; None if nothing is recomputed selectively.
+    """
+
+    selective: Callable[..., Any] | None
+
+
+def products_kept() -> Any:
+    """Return the contexts of a checkpoint that keeps the results of matrix products and attention."""
+    return create_selective_checkpoint_contexts(_policy)
+
+
+def _policy(context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if is_kept(operation) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def is_kept(operation: Any) -> bool:
@@ -98,45 +117,105 @@ def is_kept(operation: Any) -> bool:
     return operation in KEPT or operation.namespace in KEPT_NAMESPACES
 
 
-def recompute_plan(
-    config: ModelConfig,
-    backend: DTensorConfig,
-    hf: PreTrainedModel,
-    layers: Sequence[nn.Module],
-    *,
-    mesh: DTensorMesh,
-    trains_all: bool,
-) -> RecomputePlan:
-    """Return the plan for each run of layers of a rank, the same on every rank; collective.
+@dataclass(frozen=True)
+class CountedMemory:
+    """Memory of a rank's training step, counted before the model is split, and the plans that it allows.
 
     Args:
-        config: Model's config, whose microbatches decide how many activations there are.
-        backend: Settings of this backend.
-        hf: Whole model on `meta`, in the dtype that it computes in.
-        layers: Its repeated layers.
-        mesh: Mesh of the run.
-        trains_all: True if all weights train, rather than adapters.
+        backend: Settings of this backend, which fix choices or leave them to the memory.
+        num_layers: Number of layers of the rank.
+        parts: Bytes by name of everything that no choice changes.
+        gathered: Bytes of parameters that can stay gathered.
+        whole_gradients: Bytes of whole gradients, which accumulate over microbatches if that is chosen.
+        activations: Activations of the layers; None if they cannot be counted.
     """
-    if backend.recompute == "none":
-        return RecomputePlan()
-    if backend.recompute == "full":
-        return RecomputePlan(num_full=len(layers))
-    if backend.recompute == "selective":
-        return RecomputePlan(num_selective=len(layers))
-    capacity = least_capacity(mesh.kind.capacity_bytes, mesh.control)
-    if not capacity:
-        return RecomputePlan()
-    sizes, chunks = mesh.sizes, backend.pipeline_chunks_per_rank
-    here = -(-len(layers) // sizes.pp)
-    try:
-        counted = activations_of(hf, layers, tensor_ranks=sizes.tp, splits_tokens=backend.sequence_parallel)
-    except ActivationsUnknown as problem:
-        if mesh.rank == 0:
-            log_unknown(problem)
-        return RecomputePlan(num_full=len(layers))
-    other = RankParameters.of(hf, layers, here, sizes).bytes_besides(config, backend, capacity, trains_all=trains_all)
-    memory = ActivationMemory(capacity, other, max_tokens(config, sizes.cp), passes_kept(sizes.pp, chunks))
-    return memory.choose(plans_of(here), counted[-here:], logs=mesh.rank == 0).of_chunks(chunks)
+
+    backend: DTensorConfig
+    num_layers: int
+    parts: Mapping[str, int]
+    gathered: int
+    whole_gradients: int
+    activations: ActivationMemory | None
+
+    @classmethod
+    def of(
+        cls,
+        config: ModelConfig,
+        backend: DTensorConfig,
+        hf: PreTrainedModel,
+        layers: Sequence[nn.Module],
+        *,
+        mesh: DTensorMesh,
+        trains_all: bool,
+    ) -> CountedMemory:
+        """Count the memory of a rank, the same on every rank.
+
+        Args:
+            config: Model's config, whose microbatches decide how many activations there are.
+            backend: Settings of this backend.
+            hf: Whole model on `meta`, in the dtype that it computes in.
+            layers: Its repeated layers.
+            mesh: Mesh of the run.
+            trains_all: True if all weights train, rather than adapters.
+        """
+        sizes = mesh.sizes
+        here = -(-len(layers) // sizes.pp)
+        parameters = RankParameters.of(hf, layers, here, sizes)
+        activations = None
+        try:
+            counted = activations_of(hf, layers, tensor_ranks=sizes.tp, splits_tokens=backend.sequence_parallel)
+            passes = passes_kept(sizes.pp, backend.pipeline_chunks_per_rank)
+            activations = ActivationMemory(counted[-here:], max_tokens(config, sizes.cp), passes)
+        except ActivationsUnknown as problem:
+            if mesh.rank == 0:
+                log_unknown(problem)
+        return cls(
+            backend,
+            here,
+            parameters.bytes_besides(config, backend, trains_all=trains_all),
+            parameters.whole * parameters.itemsize,
+            parameters.whole * WIDE if trains_all else 0,
+            activations,
+        )
+
+    def plan(self, room: int, *, keeps_whole: bool) -> tuple[RecomputePlan, bool, StepPlan]:
+        """Choose the use of the memory.
+
+        Args:
+            room: Bytes that a step may take.
+            keeps_whole: True if whole gradients accumulate over microbatches.
+
+        Returns:
+            The plan for the layers of the rank, whether parameters stay gathered over the microbatches of a step, and
+            the bytes of both with everything else.
+        """
+        backend, activations = self.backend, self.activations
+        parts = {**self.parts, **({"whole gradients": self.whole_gradients} if keeps_whole else {})}
+        keeps_gathered = backend.reshard_after == "step"
+        room -= sum(parts.values()) + keeps_gathered * self.gathered
+        plan = fixed_plan(backend, self.num_layers)
+        decision = f"dtensor_cfg.recompute={backend.recompute}"
+        if activations is not None:
+            plan = activations.choose(plans_of(self.num_layers), room) if plan is None else plan
+            parts["activations"] = activations.size(plan)
+            # Recomputing more would cost more than gathering again.
+            if backend.reshard_after == "auto":
+                keeps_gathered = parts["activations"] + self.gathered <= room
+            decision += f": {activations.in_words(plan)}"
+        if keeps_gathered:
+            parts["parameters that stay gathered"] = self.gathered
+        times = "step" if keeps_gathered else "pass of each layer"
+        decision += f"; reshard_after={backend.reshard_after}: parameters are gathered once a {times}"
+        return plan or RecomputePlan(num_full=self.num_layers), keeps_gathered, StepPlan(decision, parts)
+
+
+def fixed_plan(backend: DTensorConfig, num_layers: int) -> RecomputePlan | None:
+    """Return the plan of so many layers that the settings fix; None if the memory decides."""
+    return {
+        "none": RecomputePlan(),
+        "selective": RecomputePlan(num_selective=num_layers),
+        "full": RecomputePlan(num_full=num_layers),
+    }.get(backend.recompute)
 
 
 def plans_of(num_layers: int) -> list[RecomputePlan]:
@@ -199,16 +278,18 @@ class RankParameters:
         vocab = hf.config.get_text_config().vocab_size // sizes.tp
         return cls(dense + experts, sharded, max(sum(each) for each in by_layer), ends, itemsize, vocab)
 
-    def bytes_besides(self, config: ModelConfig, backend: DTensorConfig, capacity: int, *, trains_all: bool) -> int:
-        """Return the bytes of a rank's device next to activations: state, gathered layers, their gradients, logits."""
-        each = WIDE * (2 + MOMENTS) if trains_all else self.itemsize
-        state = 0 if backend.cpu_offload else self.sharded * each
+    def bytes_besides(self, config: ModelConfig, backend: DTensorConfig, *, trains_all: bool) -> dict[str, int]:
+        """Return the bytes of a rank's device next to activations, by name."""
+        shards = {"weights": self.sharded * (WIDE if trains_all else self.itemsize)}
+        if trains_all:
+            shards |= {"gradients": self.sharded * WIDE, "optimizer state": self.sharded * MOMENTS * WIDE}
         grads = self.itemsize + WIDE if trains_all else 0
-        gathered = self.layer * ((1 + LAYERS_AHEAD) * self.itemsize + 2 * grads) + self.ends * (self.itemsize + grads)
-        kept = GradientMemory(state, self.whole * WIDE if trains_all else 0)
-        choice = backend.gradient_accumulation
-        keeps_whole = choice == "unsharded" or (choice == "auto" and kept.fits(capacity))
-        return kept.state + gathered + logit_bytes(config, self.vocab) + (kept.whole if keeps_whole else 0)
+        layers = self.layer * ((1 + LAYERS_AHEAD) * self.itemsize + 2 * grads)
+        return {
+            **({} if backend.cpu_offload else shards),
+            "gathered layers and their gradients": layers + self.ends * (self.itemsize + grads),
+            "logits": logit_bytes(config, self.vocab),
+        }
 
 
 @dataclass
