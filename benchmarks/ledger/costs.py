@@ -70,6 +70,8 @@ class Costs:
             every query saw all keys of its row.
         other: All other kernels.
         sharding: Copies into and out of the buffers of sharded parameters and gradients.
+        attention: Kernels next to the largest one of attention's backward pass, and the memory by which they exchange
+            gradients. `products` has the largest, with the arguments and results.
         waits: Number of times that the host waits for the device, by the operation that waits.
         collectives: Collectives by kind.
         peak_bytes: Maximum memory of the tensors that it makes and that are alive at one time.
@@ -79,9 +81,16 @@ class Costs:
     flops: int = 0
     other: Work = Work()
     sharding: Work = Work()
+    attention: Work = Work()
     waits: Mapping[str, int] = field(default_factory=dict)
     collectives: Mapping[Collective, Traffic] = field(default_factory=dict)
     peak_bytes: int = 0
+
+    @property
+    def num_launches(self) -> int:
+        """Number of operations that the host starts on the device, collectives included."""
+        kernels = (self.products, self.other, self.sharding, self.attention)
+        return sum(work.kernels for work in kernels) + sum(moved.calls for moved in self.collectives.values())
 
     @property
     def num_waits(self) -> int:
@@ -99,6 +108,7 @@ class Costs:
             self.flops + other.flops,
             self.other + other.other,
             self.sharding + other.sharding,
+            self.attention + other.attention,
             {name: self.waits.get(name, 0) + other.waits.get(name, 0) for name in {**self.waits, **other.waits}},
             {
                 kind: self.collectives.get(kind, Traffic()) + other.collectives.get(kind, Traffic())
@@ -119,6 +129,7 @@ class Costs:
             self.flops - other.flops,
             self.other - other.other,
             self.sharding - other.sharding,
+            self.attention - other.attention,
             {name: count for name, count in waits.items() if count},
             {kind: moved for kind, moved in collectives.items() if moved != Traffic()},
             self.peak_bytes - other.peak_bytes,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,10 +21,13 @@ from ledger.collectives import collective_of
 from ledger.costs import Collective, Costs, Traffic
 from ledger.memory import LiveBytes
 from ledger.operations import NOTHING, costs_of, tensors_in
+from ledger.programs import is_own, run_on_gpus
 from ledger.waits import TO_DEVICE, crosses, waits_of
 
 WHOLE = "Global"
 """Name under which the costs of all modules, and of what is outside of any, are."""
+
+NO_WAITS: Mapping[str, int] = {}
 
 
 class CostCounter(TorchDispatchMode):
@@ -36,8 +40,8 @@ class CostCounter(TorchDispatchMode):
             model(tokens).sum().backward()
         counter.costs.other.bytes
 
-    Operations of autograd functions and those that the backward pass runs count as well. A custom operation is one
-    kernel that reads its arguments and writes its results once, unless its costs are registered
+    Operations of autograd functions and those that the backward pass runs count as well. An operator of this project is
+    counted by what its code on GPUs does (`ledger.programs`). Costs of an operator from elsewhere must be registered
     (`ledger.operations.register_cost`).
 
     Args:
@@ -88,6 +92,9 @@ class CostCounter(TorchDispatchMode):
         if any(issubclass(kind, (DTensor, AsyncCollectiveTensor)) for kind in types):
             return NotImplemented  # they compute on their parts, which comes back here
         kwargs = kwargs or {}
+        if is_own(function):
+            with _entered_again(self):
+                return run_on_gpus(function, args, kwargs, self._add)
         out = function(*args, **kwargs)
         given, made = tensors_in((args, kwargs)), tensors_in(out)
         if any(self._is_here(tensor) for tensor in (*given, *made)):
@@ -105,8 +112,23 @@ class CostCounter(TorchDispatchMode):
         costs = costs_of(function, args, kwargs, out) if is_work else NOTHING
         if costs is NOTHING and not waits and moved is None:
             return
+        self._add(costs, waits, moved)
+
+    def _add(
+        self, costs: Costs, waits: Mapping[str, int] = NO_WAITS, moved: tuple[Collective, Traffic] | None = None
+    ) -> None:
         for name in {WHOLE} if self._modules is None else self._modules.parents:
             self._tallies.setdefault(name, _Tally()).add(costs, waits, moved)
+
+
+@contextmanager
+def _entered_again(mode: TorchDispatchMode) -> Iterator[None]:
+    """Have a mode see the operations that it runs itself."""
+    TorchDispatchMode.__enter__(mode)
+    try:
+        yield
+    finally:
+        TorchDispatchMode.__exit__(mode, None, None, None)
 
 
 class _Tally:
@@ -126,9 +148,7 @@ class _Tally:
 
     def costs(self, peak_bytes: int) -> Costs:
         work = self._work
-        return Costs(
-            work.products, work.flops, work.other, work.sharding, dict(self._waits), dict(self._collectives), peak_bytes
-        )
+        return replace(work, waits=dict(self._waits), collectives=dict(self._collectives), peak_bytes=peak_bytes)
 
 
 class _FromLists(TorchFunctionMode):

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from ledger.costs import Costs, Work
+from ledger.flash import inner_costs
 
 Formula = Callable[..., Costs]
 """Costs of an operation from its arguments, and its result as the keyword `out`."""
@@ -40,6 +41,12 @@ PRODUCTS = frozenset(
 PRODUCT_NAMESPACES = frozenset({"torch_attn", "flash_attn", "flash_attn_3"})
 """Namespaces of attention, in torch and in packages."""
 
+ATTENTION = frozenset({"flex_attention", "flex_attention_backward"})
+"""Higher-order operators of attention."""
+
+TORCH_NAMESPACES = frozenset({"aten", "prim", "prims", "fsdp", "inductor", "c10d", "_c10d_functional", "_dtensor"})
+"""Namespaces of torch, whose operations are one kernel each unless they have a formula."""
+
 SHARDING = frozenset({_aten._foreach_copy_})
 """Copies of FSDP2 next to the operations in its own namespace: it casts the parameters of a unit into one buffer."""
 
@@ -69,7 +76,7 @@ _BARE = frozenset(
 def register_cost(*operations: Any) -> Callable[[Formula], Formula]:
     """Decorate the function that computes the costs of operations, such as custom ones (`torch.ops.NAMESPACE.NAME`).
 
-    An operation without a formula is one kernel, which reads its arguments and writes its results once.
+    An operation of torch without a formula is one kernel, which reads its arguments and writes its results once.
 
     Args:
         *operations: Operations, as packets of all their overloads.
@@ -93,19 +100,31 @@ def costs_of(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out
         args: Positional arguments.
         kwargs: Keyword arguments.
         out: Result.
+
+    Raises:
+        ValueError: If the operation is not one of torch or of attention and has no formula.
     """
     if not isinstance(operation, torch._ops.OpOverload):
+        if operation.name() not in ATTENTION:
+            raise ValueError(f"{operation} is a higher-order operator whose costs the ledger does not know")
         return _product(operation, args, kwargs, out, _traffic(tensors_in((args, kwargs)), tensors_in(out)))
     packet = operation._overloadpacket
     if packet in _formulas:
         return _formulas[packet](*args, **kwargs, out=out)
+    if operation.namespace not in TORCH_NAMESPACES | PRODUCT_NAMESPACES:
+        raise ValueError(
+            f"{operation} has no formula of its costs; register one with `ledger.operations.register_cost`, by the "
+            "kernels that it launches and the memory that they touch"
+        )
     if not _launches(operation, out):
         return NOTHING
     if operation._schema.name == _COPY_IN:
         return Costs(sharding=Work(1, _traffic(tensors_in(args[0]), [out[0]])))
     read, written = _touched(operation, args, kwargs, out)
     moved = _traffic(read, written)
-    if packet in PRODUCTS or packet in flop_registry or operation.namespace in PRODUCT_NAMESPACES:
+    if operation.namespace in PRODUCT_NAMESPACES:
+        return _product(packet, args, kwargs, out, moved) + inner_costs(operation, args)
+    if packet in PRODUCTS or packet in flop_registry:
         return _product(packet, args, kwargs, out, moved)
     if packet in SHARDING or operation.namespace == "fsdp":
         return Costs(sharding=Work(1, moved))
@@ -189,7 +208,8 @@ def _grouped_flops(left: Tensor, right: Tensor, *_: Any) -> int:
 
 
 def _only_written(*args: Any, out: Any, **kwargs: Any) -> Costs:
-    return Costs(other=Work(1, _traffic((), tensors_in(out))))
+    written = _traffic((), tensors_in(out))
+    return Costs(other=Work(1, written)) if written else NOTHING
 
 
 def _gathered(*args: Any, out: Any, **kwargs: Any) -> Costs:

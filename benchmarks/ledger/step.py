@@ -131,6 +131,8 @@ def pass_costs(
         for chunk in sharded.chunks:
             chunk.attend = varlen()
         model = DTensorModel(sharded, mesh)
+        if backend.reshard_after == "step":
+            model.keep_gathered()
         passed: list[tuple[Costs, int]] = []
         with CostCounter(DEVICE) as counter:
             model.accumulate(_run(workload, mesh, lambda: passed.append((counter.costs, counter.live_bytes))))
@@ -227,21 +229,21 @@ def _fake_ranks(num_ranks: int, node_size: int, backend: DTensorConfig) -> Itera
         mesh.leave()
 
 
-def _read(num_tokens: int, routed: Callable[[], Tensor], asked: Tensor) -> Tensor:
+def _read(num_tokens: int, routed: Callable[[int], Tensor], asked: Tensor) -> Tensor:
     """Offsets and lengths are those of the one row, nothing is wrong, and tokens go to all experts alike."""
     if asked.dtype == torch.bool:
         return torch.tensor(False)
-    if asked.dim() == 2:  # the host reads one table, that of an exchange
-        return routed()
+    if asked.dim() == 3:  # the host reads one table, that of the exchanges of all chunks
+        return routed(asked.shape[1])
     return torch.tensor(num_tokens, dtype=asked.dtype)
 
 
-def _even_exchange(mesh: DTensorMesh, hf_config: PreTrainedConfig, num_tokens: int) -> Tensor:
-    """Tokens that a rank sends to each rank that it exchanges with and receives from it, and choices of its experts, if
-    every token goes to experts at random, as `rl_dtensor.parallel.dispatch` reads them."""
+def _even_exchange(mesh: DTensorMesh, hf_config: PreTrainedConfig, num_tokens: int, num_chunks: int) -> Tensor:
+    """Tokens that a rank sends to each rank that it exchanges with and receives from it, and choices of its experts, of
+    each chunk, if every token goes to experts at random, as `rl_dtensor.parallel.dispatch` reads them."""
     config = hf_config.get_text_config()
     num_experts, num_chosen = num_experts_of(config.to_dict()), config.num_experts_per_tok
-    num_tokens //= mesh.sizes.tp
+    num_tokens //= mesh.sizes.tp * num_chunks
     sizes = [dist.get_world_size(group) for group in mesh.exchanges]
     table: list[list[int]] = []
     num_ranks = 1
@@ -252,4 +254,4 @@ def _even_exchange(mesh: DTensorMesh, hf_config: PreTrainedConfig, num_tokens: i
         each = round(num_tokens * num_ranks // size * (1 - away))
         table += [[each, each]] * size
     choices = num_tokens * num_chosen
-    return torch.tensor([*table, [choices, choices]])
+    return torch.tensor([*table, [choices, choices]])[:, None].expand(-1, num_chunks, -1)

@@ -19,7 +19,8 @@ from ledger.step import Workload, layer_costs, pass_costs
 from rl_core.data.microbatch import plan_microbatches, shard
 from rl_core.testing.exhaustive import partly_exhaustive
 from rl_core.torch.training.flops import attention_shapes
-from rl_dtensor.config import DTensorConfig
+from rl_dtensor.config import DTensorConfig, Float8Config
+from rl_dtensor.model.layers import low_precision
 
 TOKENS = 8192
 KB, MB = TOKENS * 10**3, TOKENS * 10**6
@@ -28,10 +29,17 @@ KB, MB = TOKENS * 10**3, TOKENS * 10**6
 LAYERS = {
     # forward: kernels besides matrix products, and KB per token that they move; backward, without recomputation; KB per
     # token that are kept between both
-    "Qwen3-8B": (6, 170, 14, 295, 138),
-    "Qwen3-30B-A3B": (25, 171, 31, 239, 115),
-    "Llama-70B": (6, 358, 12, 604, 276),
-    "DeepSeek-V3": (59, 1084, 67, 2011, 552),
+    "Qwen3-8B": (7, 170, 22, 308, 138),
+    "Qwen3-30B-A3B": (25, 171, 39, 246, 115),
+    "Llama-70B": (7, 358, 18, 629, 276),
+    "DeepSeek-V3": (59, 1084, 75, 2036, 552),
+}
+FLOAT8 = {
+    # a layer of Qwen3-8B, forward and backward: kernels besides matrix products, and KB per token that they move; KB
+    # per token that are kept between both
+    "tensorwise": (90, 1046, 121),
+    "rowwise": (83, 936, 122),
+    "rowwise_with_gw_hp": (69, 808, 138),
 }
 HEAD = {
     # entropy and temperature, chunk: MB per token that kernels besides matrix products move forward and backward
@@ -85,6 +93,17 @@ def test_a_layer_stays_within_its_budget(name):
     )
     assert all(cost <= budget for cost, budget in zip(found, LAYERS[name], strict=True)), found
     assert costs.training.num_waits == 0
+
+
+@pytest.mark.parametrize("recipe", partly_exhaustive(FLOAT8, always=["rowwise"]))
+def test_a_layer_in_float8_stays_within_its_budget(monkeypatch, recipe):
+    monkeypatch.setattr(low_precision, "device_problem", lambda: "")
+    costs, _ = layer("Qwen3-8B", float8=Float8Config(enabled=True, recipe=recipe))
+    plain, _ = layer("Qwen3-8B")
+    found = costs.training.other.kernels, costs.training.other.bytes / KB, costs.kept_bytes / KB
+    assert all(cost <= budget for cost, budget in zip(found, FLOAT8[recipe], strict=True)), found
+    assert costs.training.products.kernels == plain.training.products.kernels
+    assert costs.training.flops == plain.training.flops
 
 
 def test_shapes_are_those_of_the_published_models():

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from ledger.costs import Costs, Work
 from ledger.counter import CostCounter
+from ledger.flash import inner_backward
 from ledger.operations import num_bytes, register_cost
 
 META = torch.device("meta")
@@ -101,9 +102,25 @@ def custom():
     return torch.ops.rl_ledger_test
 
 
-def test_a_custom_operation_is_one_kernel_or_what_is_registered(custom):
-    assert counted(lambda: custom.once(A)).other == Work(1, 2 * 96)
+def test_a_custom_operation_costs_what_is_registered_and_one_without_costs_is_refused(custom):
     assert counted(lambda: custom.twice(A)).other == Work(1, 3 * 96)
+    with pytest.raises(ValueError, match=r"rl_ledger_test.once.* has no formula of its costs; register one"):
+        counted(lambda: custom.once(A))
+
+
+def test_nothing_is_launched_for_tensors_without_entries():
+    assert counted(lambda: on_meta(0, 4).zero_()).other == Work()
+
+
+@pytest.mark.parametrize(("generation", "grouped"), [("FA2", 2 * 2 * 2 * 32), ("FA3", 2 * 4 * 4 * 8)])
+def test_attention_sums_gradients_by_queries_in_float32_and_those_of_groups_by_generation(generation, grouped):
+    """Qwen3-8B: 32 heads of queries and 8 of keys."""
+    alone = inner_backward(generation, 10, 32, 32, 128)
+    inner = inner_backward(generation, 10, 32, 8, 128)
+    # cleared, read and written while it is summed, read when it is converted; and the gradient by the output once more
+    assert inner.by_queries == alone.by_queries == Work(2, 10 * 32 * 128 * (4 * 4 + 2))
+    assert alone.by_groups == Work()
+    assert inner.by_groups.bytes == 10 * 128 * grouped
 
 
 def test_a_formula_is_registered_once(custom):

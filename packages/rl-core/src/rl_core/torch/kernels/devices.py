@@ -8,7 +8,6 @@ import os
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import cache
 from typing import Any, TypeVar
 
@@ -28,17 +27,21 @@ PROGRAMS_PER_PROCESSOR = 8
 """Programs that share one multiprocessor, of kernels whose programs loop over rows. On an H100 rotations were fastest
 with 8, and norms no slower than with any other number."""
 
-_counted: ContextVar[bool] = ContextVar("_counted", default=False)
+COUNTED_PROCESSORS = 132
+"""Multiprocessors of the device whose work is counted on tensors without data: an H100 or H200."""
+
+_counts = False  # Compilers read a variable of a module, and no `ContextVar`.
 
 
 @contextmanager
 def as_on_gpus() -> Iterator[None]:
     """Have tensors without data take the kernels' path on every device, so that what a GPU would do can be counted."""
-    token = _counted.set(True)
+    global _counts
+    before, _counts = _counts, True
     try:
         yield
     finally:
-        _counted.reset(token)
+        _counts = before
 
 
 def runs_kernels(device: torch.device) -> bool:
@@ -46,12 +49,10 @@ def runs_kernels(device: torch.device) -> bool:
 
     Meta tensors take the same path, so that what a GPU would do can be counted. A CPU runs the kernels only in Triton's
     interpreter, which `TRITON_INTERPRET=1` turns on for a process that has not imported Triton yet.
+
+    `torch.compile` takes the answer for a constant.
     """
-    if device.type == "cpu":
-        return _counted.get() or is_interpreted()
-    if device.type not in ("cuda", "meta") or not _has_triton():
-        return False
-    return device.type == "meta" or _starts()
+    return (_counts and device.type == "cpu") or _launches(device.type)
 
 
 def takes(*tensors: Tensor | None) -> bool:
@@ -61,6 +62,15 @@ def takes(*tensors: Tensor | None) -> bool:
         *tensors: Tensors of one device; None is passed over.
     """
     return all(tensor is None or (tensor.dtype in DTYPES and runs_kernels(tensor.device)) for tensor in tensors)
+
+
+@torch.compiler.assume_constant_result
+def _launches(kind: str) -> bool:
+    if kind == "cpu":
+        return is_interpreted()
+    if kind not in ("cuda", "meta") or not _has_triton():
+        return False
+    return kind == "meta" or _starts()
 
 
 def is_interpreted() -> bool:
@@ -76,8 +86,10 @@ def num_programs(device: torch.device, num_items: int) -> int:
         num_items: Number of items; no program is without one.
     """
     limit = 2
-    if device.type != "cpu":
+    if device.type == "cuda":
         limit = PROGRAMS_PER_PROCESSOR * _properties(device).multi_processor_count
+    elif device.type == "meta" or _counts:
+        limit = PROGRAMS_PER_PROCESSOR * COUNTED_PROCESSORS
     return max(1, min(limit, num_items))
 
 
