@@ -1,8 +1,9 @@
+import shutil
 import sys
 
 import pytest
 
-from rl_launch.worker_envs.variables import chosen_variables, worker_variables
+from rl_launch.worker_envs.variables import chosen_variables, worker_process_environment, worker_variables
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +24,21 @@ def test_a_built_environment_is_its_own_and_keeps_its_bytecode(monkeypatch):
     variables = worker_variables("/envs/engine/bin/python")
     assert variables["VIRTUAL_ENV"] == "/envs/engine"
     assert variables["UV_PROJECT_ENVIRONMENT"] == ""
+    assert variables["PATH"] == "/envs/engine/bin:${PATH}", "Ray puts the path of the worker's node there"
     assert variables["PYTHONDONTWRITEBYTECODE"] == variables["PYTHONPYCACHEPREFIX"] == ""
+
+
+def test_programs_of_a_built_environment_are_found_before_those_of_the_node(tmp_path):
+    folder = tmp_path / "engine" / "bin"
+    folder.mkdir(parents=True)
+    for name in ("ninja", "env"):
+        program = folder / name
+        program.write_text("#!/bin/sh\n")
+        program.chmod(0o755)
+    environment = worker_process_environment(str(folder / "python"))
+    assert shutil.which("ninja", path=environment["PATH"]) == str(folder / "ninja")
+    assert shutil.which("env", path=environment["PATH"]) == str(folder / "env")
+    assert shutil.which("sh", path=environment["PATH"])
 
 
 def test_bytecode_goes_aside_where_the_driver_writes_none_and_has_none(monkeypatch, tmp_path):

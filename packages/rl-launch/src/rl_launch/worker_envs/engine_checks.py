@@ -24,7 +24,7 @@ from rl_core.config import Config, plain
 from rl_core.errors import WorkerEnvironmentError
 from rl_core.fork_server import command as forked_command
 from rl_launch.worker_envs.node_build import default_root
-from rl_launch.worker_envs.variables import OF_THE_MACHINE, forwarded_variables, worker_variables
+from rl_launch.worker_envs.variables import OF_THE_MACHINE, forwarded_variables, process_environment, worker_variables
 
 _CHECK = """
 import json, os, sys
@@ -127,7 +127,7 @@ class _CheckProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            env={**os.environ, **dict(variables)},
+            env=process_environment(dict(variables)),
         )
 
     def ask(self, check: str, section: Config) -> list[str]:

@@ -33,7 +33,8 @@ _SECRET = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|KEY)(_|$)
 def worker_variables(python: str) -> dict[str, str]:
     """Return a worker's environment variables that differ from the driver's, for Ray's `env_vars`.
 
-    Ray can empty a variable but not remove it.
+    Ray can empty a variable but not remove it. It replaces `${NAME}` with the variable of the worker's node; so does
+    `process_environment`.
 
     Args:
         python: The worker's interpreter, as `provision` returned it.
@@ -42,7 +43,9 @@ def worker_variables(python: str) -> dict[str, str]:
     if python != sys.executable:
         # bytecode may be written into a built environment, and its preflight has already done so
         own = str(Path(python).parent.parent)
-        return variables | {"VIRTUAL_ENV": own, "PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": ""}
+        # libraries look for the programs of their environment, such as ninja, on the path
+        path = f"{own}/bin{os.pathsep}${{PATH}}"
+        return variables | {"VIRTUAL_ENV": own, "PATH": path, "PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": ""}
     if os.environ.get("PYTHONDONTWRITEBYTECODE") and not _is_compiled():
         # importing an engine from source takes more than twice as long, in every worker
         cache = os.environ.get("PYTHONPYCACHEPREFIX") or str(default_root().parent / "pycache")
@@ -80,7 +83,12 @@ def forwarded_variables() -> dict[str, str]:
 
 def worker_process_environment(python: str) -> dict[str, str]:
     """Return all environment variables of a process that is started with a worker's interpreter."""
-    return {**os.environ, **worker_variables(python)}
+    return process_environment(worker_variables(python))
+
+
+def process_environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return all environment variables of a process that is started here with a worker's variables."""
+    return {**os.environ, **{name: os.path.expandvars(value) for name, value in variables.items()}}
 
 
 def _is_compiled() -> bool:

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from rl_launch.cluster.node_task import Sight, meet
 from rl_launch.doctor.cluster.node_readings import Readings, readings_of_this_node
+from rl_launch.worker_envs.variables import process_environment
 
 CONNECT_TIMEOUT_S = 5.0
 _CHUNK_BYTES = 2**20
@@ -187,7 +188,7 @@ class NodeProbe:
             timeout_s: Limit in seconds; processes that still run are killed.
         """
         gpus = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
-        base = {name: text for name, text in {**os.environ, **variables}.items() if text}
+        base = {name: text for name, text in process_environment(variables).items() if text}
         end, found = time.monotonic() + timeout_s, []
         with ExitStack() as held:
             processes = []
