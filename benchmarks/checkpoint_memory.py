@@ -33,7 +33,6 @@ from rl_core.model import ModelSpec
 from rl_core.ray.model import RemoteModel
 from rl_launch.backends import Backends
 from rl_launch.root_config import POLICY
-from rl_launch.run_config.plan import RunPlan
 from rl_launch.run_config.reading import read_model_plan
 from rl_launch.session.checkpoints.checkpoints import Checkpoints
 from rl_launch.session.config import CheckpointingConfig
@@ -175,7 +174,7 @@ class Meter:
 def model_of(folder: Path, backend: str) -> Iterator[RemoteModel]:
     """The model on four ranks of a Ray of its own, with an optimizer."""
     section = {"enabled": True, **LAYOUTS[backend]}
-    config = read_model_plan(
+    plan = read_model_plan(
         {
             "policy": {
                 "model_name": str(folder / "model"),
@@ -192,13 +191,12 @@ def model_of(folder: Path, backend: str) -> Iterator[RemoteModel]:
     from rl_launch.runtime.processes import provision_workers
     from rl_launch.runtime.runtime import Runtime
 
-    plan = RunPlan.of(config)
     plan = replace(plan, backends=Backends({POLICY: replace(plan.backends.models[POLICY], spec=ModelSpec())}))
-    device = resolve_device(config.cluster)
+    device = resolve_device(plan.config.cluster)
     envs = provision_workers(plan, None, device)
     logs = folder / f"{backend}-logs"
     logs.mkdir()
-    with VirtualCluster.of(config.cluster, device) as cluster, Runtime(plan, envs, cluster, logs) as runtime:
+    with VirtualCluster.of(plan.config.cluster, device) as cluster, Runtime(plan, envs, cluster, logs) as runtime:
         yield runtime.models()[POLICY]
 
 

@@ -73,7 +73,8 @@ def write_served(config: Any, folder: Path, *, seed: int, sizes: Mapping[str, An
     Raises:
         ConfigError: if the family's own code refuses a config of such sizes.
     """
-    from rl_dtensor.selfcheck import SMALL, write_tiny
+    from rl_dtensor.model.tiny import SMALL
+    from rl_dtensor.selfcheck import write_tiny
 
     write_tiny(config, folder, seed, {**SMALL, **{name: value for name, value in sizes.items() if name in SMALL}})
     _spread_corrections(folder, seed)

@@ -58,8 +58,8 @@ class Steps:
     def traced(self, step: int) -> tuple[float, float, float]:
         """CPU seconds of a step with its collection, those of the trace's thread, and wall seconds that it waits."""
         cpu, began = time.process_time(), time.perf_counter()
-        self._trace.before(step)
-        self._trace.after(step)
+        self._trace.begin_step(step)
+        self._trace.end_step(step, {})
         waited = time.perf_counter() - began
         size = _size(self._written)
         while _size(self._written) == size:

@@ -197,9 +197,9 @@ def with_local_models(plan: RunPlan, warmed_up: Callable[[str], Path] | None = N
 
     Args:
         plan: Plan of a run.
-        warmed_up: Function from the name of a warmed-up model to its folder. By default a missing model is trained.
+        warmed_up: See `local_model`.
     """
-    config, local = plan.config, partial(local_model, warmed_up=warmed_up or _warmed_up_model)
+    config, local = plan.config, partial(local_model, warmed_up=warmed_up)
     for key in plan.model_sections:
         section = plan.section(key)
         tokenizer = section.tokenizer.model_copy(update={"chat_template": section.tokenizer.template_text()})
@@ -212,14 +212,18 @@ def with_local_models(plan: RunPlan, warmed_up: Callable[[str], Path] | None = N
     return plan.with_config(config)
 
 
-def local_model(name: str, warmed_up: Callable[[str], Path]) -> str:
+def local_model(name: str, warmed_up: Callable[[str], Path] | None = None) -> str:
     """Return the folder of a model that is made on this machine, made if need be; any other name unchanged, except that
     `~` is replaced by the home folder.
+
+    Args:
+        name: Name of the model, as in a config.
+        warmed_up: Function from the name of a warmed-up model to its folder. By default a missing model is trained.
     """
     if name in (TINY, TINY_VISION):
         return str(untrained_model(name))
     if name in WARMED_UP:
-        return str(warmed_up(name))
+        return str((warmed_up or _warmed_up_model)(name))
     return str(Path(name).expanduser()) if name.startswith("~") else name
 
 
