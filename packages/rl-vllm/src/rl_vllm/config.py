@@ -194,10 +194,10 @@ class VllmConfig(EngineConfig):
     pipeline_parallel_size: Annotated[int, WhenChanged.RESUME] = Field(default=1, gt=0)
     """Number of ranks that the layers are distributed over."""
     gpu_memory_utilization: Annotated[float | None, WhenChanged.RESUME] = Field(default=None, gt=0, le=1)
-    """Fraction of a GPU's memory for weights, activations and KV cache if `kv_cache_gib` is unset. If this is unset too,
-    the memory that is free when the engine starts, except for a reserve: at most 0.85 on GPUs that the policy shares,
-    otherwise 0.9. The log of the replica shows the numbers. A replica with opponents (`grpo.agents.NAME.opponent`)
-    divides it equally among its engines."""
+    """Fraction of a GPU's memory for weights, activations and the KV cache if `kv_cache_gib` is unset. If this is unset
+    too, the memory that is free when the engine starts, except for a reserve: at most 0.85 on GPUs that the policy
+    shares, otherwise 0.9. The log of the replica shows the numbers. A replica with opponents
+    (`grpo.agents.NAME.opponent`) divides it equally among its engines."""
     kv_cache_gib: Annotated[float | None, WhenChanged.RESUME] = Field(default=None, gt=0)
     """Size of the KV cache per rank in GiB. If unset, 1 on CPU, and on a GPU the memory that `gpu_memory_utilization`
     leaves."""

@@ -31,6 +31,7 @@ from rl_vllm.patches.per_layer_inputs import embed_tokens_for_each_layer
 from rl_vllm.patches.rotary_embeddings import flatten_heads_on_cpu
 from rl_vllm.patches.sampling_of_drafts import filter_no_logits, repeat_sampling_parameters_on_cpu
 from rl_vllm.patches.siglip_names import name_siglip_weights
+from rl_vllm.patches.sleep_memory import sleep_beside_others
 from rl_vllm.weights.load_plan import NOT_TAKEN, LoadPlan, plan_load
 from rl_vllm.weights.planned_load import PlannedLoad
 from rl_vllm.weights.weight_receiver import AdapterReceiver, WeightReceiver
@@ -44,6 +45,7 @@ load_drafters_as_configured()
 repeat_sampling_parameters_on_cpu()
 filter_no_logits()
 name_siglip_weights()
+sleep_beside_others()
 spell_no_numbers()
 
 Report = dict[str, Any]

@@ -22,6 +22,7 @@ file                      fault                                           seen i
 `sampling_of_drafts`      a filter on CPU fails in a step without drafts  0.32.0     none found
 `sampling_of_drafts`      temperatures of drafts on CPU are arbitrary     0.32.0     issue 55005
 `siglip_names`            SigLIP towers have other names in transformers  0.32.0     none found
+`sleep_memory`            sleep beside other processes kills an engine    0.32.0     pull request 45620
 ========================  ==============================================  =========  ================
 
 Removal tests, in `tests/`:
@@ -45,4 +46,5 @@ Removal tests, in `tests/`:
 - `sampling_of_drafts`: `patches/test_sampling_of_drafts.py::test_vllms_fallback_leaves_the_output_as_it_was` and
   `patches/test_empty_top_k.py::test_vllms_filter_fails_for_no_logits`
 - `siglip_names`: `patches/test_siglip_names.py::test_vllm_does_not_know_the_names_of_transformers`
+- `sleep_memory`: `patches/test_sleep_memory.py::test_vllms_worker_fails_if_another_process_takes_memory`
 """
