@@ -119,6 +119,12 @@ class Slot:
         for part, place in self._places(buffer):
             part.read(whole).copy_(place)
 
+    def take_out(self, whole: torch.Tensor) -> None:
+        """Set the parts that `put_into` has filled in a contiguous tensor to bytes of ones: NaN, or -1."""
+        bits = whole.view(getattr(torch, f"int{8 * whole.itemsize}"))
+        for part in self.parts or ():
+            part.read(bits).fill_(-1)
+
     def _values(self, buffer: torch.Tensor) -> torch.Tensor:
         return buffer[self.offset : self.offset + self.num_bytes].view(DTYPES[self.spec.dtype])
 
