@@ -161,11 +161,15 @@ def sharding(models: Sequence[str]) -> str:
                 workload = replace(WORK, num_microbatches=count)
                 costs = _whole(name, {"recompute": "full"}, workload, num_ranks)
                 rows.append((f"{name}, {num_ranks} ranks", str(count), *_collectives(costs)))
+                if (num_ranks, count) == (RANKS[1], 2):
+                    kept = _whole(name, {"recompute": "full", "reshard_after": "step"}, workload, num_ranks)
+                    rows.append((f"{name}, {num_ranks} ranks, kept gathered", str(count), *_collectives(kept)))
     head = ("model", "microbatches", *COLLECTIVE_HEAD)
     return _titled(
         "Sharding",
         "Collectives of a training step of the whole model before the optimizer, with full recomputation, as one rank "
-        "sees them: the whole tensors that are gathered and reduced. *copies* are into and out of their buffers.",
+        "sees them: the whole tensors that are gathered and reduced. *copies* are into and out of their buffers. "
+        "*Kept gathered* is `reshard_after: step`.",
         table(head, rows),
     )
 
@@ -174,7 +178,8 @@ def experts(models: Sequence[str]) -> str:
     """Expert parallelism."""
     rows = []
     for name in [model for model in models if "num_experts_per_tok" in SHAPES[model]]:
-        for what, settings in RECOMPUTE.items():
+        chunked = {"nothing, two chunks": {"recompute": "none", "expert_chunks": 2}}
+        for what, settings in {**RECOMPUTE, **chunked}.items():
             backend = DTensorConfig(expert_parallel_size=8, **settings)
             layer, _ = layer_costs(_alike(name), backend, WORK, num_ranks=32)
             exchanged = layer.training.traffic("all_to_all")

@@ -14,7 +14,7 @@ from rl_dtensor.model.layers import experts as expert_layers
 from rl_dtensor.model.layers.experts import NAMES, dispatch_experts
 from rl_dtensor.model.tiny import made_tiny, shrink
 from rl_dtensor.parallel import collectives
-from rl_dtensor.parallel.dispatch import AllToAll
+from rl_dtensor.parallel.dispatch import AllToAll, Grouped
 from rl_dtensor.parallel.experts import expert_modules
 
 
@@ -28,18 +28,18 @@ class Outcome:
     backward_order: list[str] = field(default_factory=list)
 
 
-def shared_early_and_late(rank: Rank, family: str) -> tuple[Outcome, Outcome]:
+def shared_early_and_late(rank: Rank, family: str, num_chunks: int) -> tuple[Outcome, Outcome]:
     """The same pass with shared experts computed while tokens travel, and as the family's code is written."""
     join_process_group(rank.rendezvous)
     try:
-        early = _passed(family)
+        early = _passed(family, num_chunks)
         with mock.patch.object(expert_layers, "early_part", return_value=None):
-            return early, _passed(family)
+            return early, _passed(family, num_chunks)
     finally:
         dist.destroy_process_group()
 
 
-def _passed(family: str) -> Outcome:
+def _passed(family: str, num_chunks: int) -> Outcome:
     config = shrink(AutoConfig.for_model(family))
     torch.manual_seed(0)
     with made_tiny(config.model_type):
@@ -51,7 +51,16 @@ def _passed(family: str) -> Outcome:
             first = next(module for module in part.modules() if isinstance(module, torch.nn.Linear))
             first.register_forward_hook(lambda *_: outcome.order.append("shared"))
             first.register_full_backward_hook(lambda *_: outcome.backward_order.append("shared"))
-    dispatch_experts(model, AllToAll([dist.group.WORLD], fused=True), fused=False)
+    outputs = expert_layers._outputs
+
+    def noted_outputs(module: torch.nn.Module, grouped: Grouped, **kwargs: bool) -> Tensor:
+        outcome.order.append("products")
+        out = outputs(module, grouped, **kwargs)
+        out.register_hook(lambda _: outcome.backward_order.append("products"))
+        return out
+
+    with mock.patch.object(expert_layers, "_outputs", noted_outputs):
+        dispatch_experts(model, AllToAll([dist.group.WORLD], fused=True, num_chunks=num_chunks), fused=False)
     for module in expert_modules(model):
         _keep_own(module)
     tokens = torch.arange(6).view(1, 6) + 7 * dist.get_rank()

@@ -22,6 +22,11 @@ SPLIT_TOKENS = {**EXPERTS, **TENSOR, "sequence_parallel": True}
 CASES = [
     # a family, ranks, settings, whether adapters train, also those of experts
     ("qwen3_moe", 4, {**EXPERTS, **TENSOR}, True),
+    ("mixtral", 4, {**SPLIT_TOKENS, "expert_chunks": 2}, False),
+    ("qwen3_moe", 4, {"expert_parallel_size": 4, "expert_chunks": 2, "recompute": "selective"}, False),
+    ("deepseek_v3", 2, {**EXPERTS, "expert_chunks": 3, "recompute": "full"}, False),
+    ("gpt_oss", 2, {**EXPERTS, "expert_chunks": 2}, True),
+    ("llama4_text", 2, {**EXPERTS, "expert_chunks": 2}, False),
     ("mixtral", 4, SPLIT_TOKENS, False),
     ("deepseek_v3", 2, EXPERTS, False),
     ("deepseek_v3", 4, {**EXPERTS, **TENSOR}, False),  # shared experts split over tensor-parallel ranks
@@ -35,7 +40,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    ("family", "num_ranks", "settings", "lora"), partly_exhaustive(CASES, always=[CASES[1]]), ids=str
+    ("family", "num_ranks", "settings", "lora"), partly_exhaustive(CASES, always=CASES[1:3]), ids=str
 )
 def test_split_experts_are_one_process(ranks, tmp_path, family, num_ranks, settings, lora):
     config = AutoConfig.for_model(family)
@@ -61,15 +66,25 @@ def test_a_checkpoint_of_split_experts_resumes_on_another_mesh(ranks, tmp_path):
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
 
 
-def test_shared_experts_compute_while_tokens_travel_and_to_the_same_bits(ranks):
-    for early, late in ranks.run(experts_cases.shared_early_and_late, [("deepseek_v3",)] * 2):
-        assert early.order == ["send", "shared", "arrive"] * early.num_layers
-        assert early.backward_order == ["send", "shared", "arrive"] * early.num_layers
-        assert late.order == ["send", "arrive", "shared"] * early.num_layers
+LEAVE, ARRIVE = ["send", "send"], ["arrive", "arrive"]
+"""Choices and hidden states. Results, and their gradients, are sent alone."""
+ONE_CHUNK = [*ARRIVE, "products", "send", "arrive"]
+TWO_CHUNKS = [*ARRIVE, "products", "send", *ARRIVE, "products", "send", "arrive", "arrive"]
+"""The second chunk is on its way under the products of the first one, whose results return under the others."""
+
+
+@pytest.mark.parametrize(("num_chunks", "rest"), [(1, ONE_CHUNK), (2, TWO_CHUNKS)])
+def test_shared_experts_and_other_chunks_compute_while_tokens_travel_and_to_the_same_bits(ranks, num_chunks, rest):
+    for early, late in ranks.run(experts_cases.shared_early_and_late, [("deepseek_v3", num_chunks)] * 2):
+        assert early.order == [*LEAVE * num_chunks, "shared", *rest] * early.num_layers
+        assert late.order == [*LEAVE * num_chunks, *rest, "shared"] * early.num_layers
+        # The backward pass mirrors it: what was sent arrives, and what arrived is sent.
+        mirrored = [{"send": "arrive", "arrive": "send"}.get(each, each) for each in reversed(early.order)]
+        assert early.backward_order == mirrored
         assert early.values.keys() == late.values.keys()
         assert all(torch.equal(value, late.values[name]) for name, value in early.values.items())
 
 
 def test_shared_experts_that_come_first_are_computed_once(ranks):
-    for early, late in ranks.run(experts_cases.shared_early_and_late, [("qwen2_moe",)] * 2):
-        assert early.order == late.order == ["shared", "send", "arrive"] * early.num_layers
+    for early, late in ranks.run(experts_cases.shared_early_and_late, [("qwen2_moe", 1)] * 2):
+        assert early.order == late.order == ["shared", *LEAVE, *ONE_CHUNK] * early.num_layers

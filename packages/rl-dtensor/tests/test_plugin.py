@@ -58,6 +58,12 @@ def test_ranks_are_counted_from_the_mesh():
             "tensor_parallel_size=2",
         ),
         ({"expert_dispatcher": "deep_ep"}, "expert_dispatcher", "expert_parallel_size=2 or more, or remove"),
+        ({"expert_chunks": 2}, "expert_chunks", "expert_parallel_size=2 or more, or remove"),
+        (
+            {"expert_chunks": 2, "expert_parallel_size": 2, "expert_dispatcher": "deep_ep"},
+            "expert_chunks",
+            "expert_dispatcher=all_to_all, or remove",
+        ),
         ({"pipeline_chunks_per_rank": 2}, "pipeline_chunks_per_rank", "pipeline_chunks_per_rank=1"),
         ({"tensor_parallel_size": 3}, "tensor_parallel_size", "4 attention heads. Set it to 2"),
         ({"tensor_parallel_size": 4}, "tensor_parallel_size", "2 key-value heads. Set it to 2"),
@@ -213,12 +219,6 @@ def test_float8_needs_a_gpu_or_says_that_it_is_an_emulation():
     assert not problems(dtensor_cfg={"float8": {"enabled": True, "emulate": True}})
     found = problems(dtensor_cfg={"float8": {"enabled": True}}, device="cuda", precision="float32")
     assert "precision=bfloat16" in found[key].remedy
-
-
-def test_torchao_is_installed_only_where_it_is_asked_for():
-    assert not PLUGIN.further(DTensorConfig())
-    (needed,) = PLUGIN.further(DTensorConfig(float8={"enabled": True, "emulate": True}))
-    assert (needed.distribution, needed.extras["cuda"]) == ("rl-dtensor", ("float8",))
 
 
 @pytest.mark.parametrize(

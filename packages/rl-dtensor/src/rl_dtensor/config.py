@@ -28,23 +28,23 @@ ExpertDispatcher = Literal["all_to_all", "deep_ep"]
 
 
 Float8Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
-"""Recipes of torchao; see `rl_dtensor.model.layers.low_precision`."""
+"""Recipes of `rl_dtensor.model.layers.low_precision.Float8Linear`."""
 
 
 class Float8Config(Config):
-    """Matrix products of linear layers in 8 bits (float8), by torchao."""
+    """Matrix products of linear layers in 8 bits (float8)."""
 
     enabled: bool = False
     """Compute the products of linear layers, forward and backward, on 8-bit values with scales that are measured in
     every pass. Parameters, gradients, optimizer state, checkpoints and weight sync keep their precision. The head, the
-    embedding, routers, stacked experts and adapters keep `precision`. Needs `rl-dtensor[float8]` and GPUs of compute
-    capability 8.9 or higher, or `emulate`."""
+    embedding, routers, stacked experts and adapters keep `precision`. Needs GPUs of compute capability 8.9 or higher,
+    or `emulate`."""
     recipe: Float8Recipe = "rowwise"
-    """Values that share a scale: all of a tensor (`tensorwise`, the fastest; gradients have 5 bits of exponent), or
-    each row and column (`rowwise`, with powers of two as scales). `rowwise_with_gw_hp` computes the gradients of
-    weights in `precision`, the most exact."""
+    """Values that share a scale: all of a tensor (`tensorwise`; gradients have 5 bits of exponent), or each row and
+    column (`rowwise`, with powers of two as scales). `rowwise_with_gw_hp` computes the gradients of weights in
+    `precision`, the most exact."""
     emulate: bool = False
-    """Round values to 8 bits and multiply them in `precision`: the error of float8 without its speed, on any device.
+    """Round values to 8 bits and multiply them in float32: the error of float8 without its speed, on any device.
     For tests, and to find out what a recipe does to a model without a GPU."""
     num_first_layers_in_bf16: int = Field(default=0, ge=0)
     """Number of layers at the start of the model that keep `precision`."""
@@ -113,6 +113,10 @@ class DTensorConfig(BackendConfig):
     """Transport of tokens to the ranks of their experts: all-to-all exchanges by NCCL or gloo, first between nodes and
     then inside if the experts of a layer are on several nodes; or the kernels of DeepEP (`deep_ep`), which need its
     package, GPUs and bfloat16. Both send a token once to each rank that has experts of it."""
+    expert_chunks: int | None = Field(default=None, gt=0)
+    """Number of chunks that the tokens of a microbatch are split into in layers with experts, so that one chunk travels
+    while experts compute on another; not with `deep_ep`. By default two if a microbatch may have 16,384 tokens or more
+    on each rank of the experts, otherwise one: the kernels of another chunk cost more than small exchanges."""
     moe_router_replay: bool = False
     """Send every token to the experts that the generator sent it to, in all passes. The router weighs them by its own
     scores and still learns. Logprobs of trainer and generator then differ only by rounding. For mixtures of experts,

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rl_core.selfcheck.rank_pool import Rank
 from rl_core.torch.process_group import join_process_group
-from rl_dtensor.parallel.dispatch import AllToAll, DeepEP, Dispatch, keeping_sizes
+from rl_dtensor.parallel.dispatch import AllToAll, DeepEP, Dispatch, Grouped, keeping_sizes
 
 HIDDEN, PER_RANK, NUM_CHOSEN = 6, 2, 3
 Routing = Sequence[Sequence[int]]
@@ -99,41 +99,40 @@ class Event:
         pass
 
 
-def dispatchers(world: int, kind: str) -> Dispatch:
+def dispatchers(world: int, kind: str, num_chunks: int = 1) -> Dispatch:
     if kind == "deep_ep":
         library = ModuleType("deep_ep")
         library.Buffer = BufferOnGloo
         with mock.patch.dict(sys.modules, {"deep_ep": library}):
             return DeepEP(dist.group.WORLD, HIDDEN, fused=True)
     if kind == "flat":
-        return AllToAll([dist.group.WORLD], fused=True)
+        return AllToAll([dist.group.WORLD], fused=True, num_chunks=num_chunks)
     node = world // 2
     between = [dist.new_group([place, place + node]) for place in range(node)]
     inside = [dist.new_group(list(range(start, start + node))) for start in (0, node)]
     rank = dist.get_rank()
-    return AllToAll([between[rank % node], inside[rank // node]], fused=True)
+    return AllToAll([between[rank % node], inside[rank // node]], fused=True, num_chunks=num_chunks)
 
 
-def passes(rank: Rank, kind: str, chosen: Routing, *, dtype: str = "float64") -> dict[str, Tensor]:
+def passes(rank: Rank, kind: str, chosen: Routing, num_chunks: int = 1) -> dict[str, Tensor]:
     """Outputs of this rank's tokens, and the gradients by these, by their weights and by this rank's experts."""
     world = rank.rendezvous.world_size
     join_process_group(rank.rendezvous)
     try:
-        dispatch = dispatchers(world, kind)
+        dispatch = dispatchers(world, kind, num_chunks)
         hidden, weights = tokens(rank.rendezvous.rank, len(chosen))
         experts = all_experts(world)[rank.rendezvous.rank * PER_RANK :][:PER_RANK].clone().requires_grad_()
         ids = torch.tensor(chosen, dtype=torch.int64).view(-1, NUM_CHOSEN)
 
-        def layer(hidden: Tensor, weights: Tensor) -> Tensor:
-            grouped = dispatch(hidden, ids, weights, PER_RANK)
+        def compute(grouped: Grouped) -> Tensor:
             starts = [0, *grouped.ends.tolist()]
             outputs = [
                 grouped.rows[start:end] @ each for start, end, each in zip(starts, starts[1:], experts, strict=False)
             ]
             filler = grouped.rows[starts[-1] :] * 0.0
-            return grouped.combine(torch.cat([*outputs, filler]) * grouped.weights[:, None])
+            return torch.cat([*outputs, filler]) * grouped.weights[:, None]
 
-        out = layer(hidden, weights)
+        out = dispatch(hidden, ids, weights, PER_RANK, compute)
         out.sin().sum().backward()
         return {"out": out.detach(), "hidden": hidden.grad, "weights": weights.grad, "experts": experts.grad}
     finally:
@@ -166,17 +165,16 @@ def expected(routings: Sequence[Routing]) -> list[dict[str, Tensor]]:
     return [{**each, "experts": grad} for each, grad in zip(found, by_rank, strict=True)]
 
 
-def exchanges_of_recomputation(rank: Rank) -> tuple[Counter[str], Counter[str]]:
+def exchanges_of_recomputation(rank: Rank, num_chunks: int) -> tuple[Counter[str], Counter[str]]:
     """Exchanges of numbers and of tokens in a forward pass, and in a backward pass that computes it again."""
     join_process_group(rank.rendezvous)
     try:
-        dispatch = dispatchers(rank.rendezvous.world_size, "flat")
+        dispatch = dispatchers(rank.rendezvous.world_size, "flat", num_chunks)
         hidden, weights = tokens(0, 4)
         ids = torch.arange(4 * NUM_CHOSEN).view(4, NUM_CHOSEN) % (PER_RANK * rank.rendezvous.world_size)
 
         def layer(hidden: Tensor, weights: Tensor) -> Tensor:
-            grouped = dispatch(hidden, ids, weights, PER_RANK)
-            return grouped.combine(grouped.rows * grouped.weights[:, None])
+            return dispatch(hidden, ids, weights, PER_RANK, lambda grouped: grouped.rows * grouped.weights[:, None])
 
         counts: Counter[str] = Counter()
         original = dist.all_to_all_single

@@ -20,10 +20,13 @@ ROUTINGS = {
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize("kind", ["flat", "two levels", "deep_ep"])
-def test_outputs_and_gradients_are_those_of_one_process(ranks, kind, routing):
+@pytest.mark.parametrize(
+    ("kind", "num_chunks"),
+    [("flat", 1), ("flat", 2), ("flat", 3), ("two levels", 1), ("two levels", 2), ("deep_ep", 1)],
+)
+def test_outputs_and_gradients_are_those_of_one_process(ranks, kind, num_chunks, routing):
     chosen = ROUTINGS[routing]
-    found = ranks.run(dispatch_cases.passes, [(kind, each) for each in chosen])
+    found = ranks.run(dispatch_cases.passes, [(kind, each, num_chunks) for each in chosen])
     for own, wanted in zip(found, dispatch_cases.expected(chosen), strict=True):
         assert own.keys() == wanted.keys()
         for name, value in wanted.items():
@@ -32,11 +35,12 @@ def test_outputs_and_gradients_are_those_of_one_process(ranks, kind, routing):
             torch.testing.assert_close(own[name], value, rtol=1e-6, atol=atol)
 
 
-def test_recomputation_asks_for_no_sizes_again(ranks):
-    for forward, backward in ranks.run(dispatch_cases.exchanges_of_recomputation, [(), ()]):
+@pytest.mark.parametrize("num_chunks", [1, 2])
+def test_recomputation_asks_for_no_sizes_again(ranks, num_chunks):
+    for forward, backward in ranks.run(dispatch_cases.exchanges_of_recomputation, [(num_chunks,)] * 2):
         # choices and tokens out, results back; the same again, and their gradients
-        assert forward == {"numbers": 1, "tokens": 3}
-        assert backward == {"tokens": 6}
+        assert forward == {"numbers": 1, "tokens": 3 * num_chunks}
+        assert backward == {"tokens": 6 * num_chunks}
 
 
 def test_a_dispatcher_that_is_not_installed_is_refused_with_what_to_do():

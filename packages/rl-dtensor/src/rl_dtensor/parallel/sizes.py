@@ -78,6 +78,12 @@ def combination_problems(config: DTensorConfig) -> Iterator[Problem]:
     if config.expert_dispatcher != "all_to_all" and config.expert_parallel_size == 1:
         remedy = "Set expert_parallel_size=2 or more, or remove this key"
         yield Problem.unused(f"{SECTION}.expert_dispatcher", "without expert parallelism", remedy=remedy)
+    if config.expert_chunks is not None and config.expert_parallel_size == 1:
+        remedy = "Set expert_parallel_size=2 or more, or remove this key"
+        yield Problem.unused(f"{SECTION}.expert_chunks", "without expert parallelism", remedy=remedy)
+    elif config.expert_chunks is not None and config.expert_dispatcher == "deep_ep":
+        remedy = "Set expert_dispatcher=all_to_all, or remove this key"
+        yield Problem.unused(f"{SECTION}.expert_chunks", "with expert_dispatcher=deep_ep", remedy=remedy)
     if (chunks := config.pipeline_chunks_per_rank) > 1 and config.pipeline_parallel_size == 1:
         reason = "needs pipeline parallelism, but pipeline_parallel_size is 1"
         remedy = "Set pipeline_parallel_size=2 or more, or pipeline_chunks_per_rank=1"

@@ -15,11 +15,8 @@ from transformers.integrations.moe import _grouped_linear
 from rl_core.torch.kernels.devices import takes
 from rl_core.torch.kernels.swiglu import swiglu_of_halves
 from rl_dtensor.model.layers.formulas import has_plain_gate
-from rl_dtensor.parallel.dispatch import Dispatch, Grouped, group_tokens, nothing
+from rl_dtensor.parallel.dispatch import Compute, Dispatch, Grouped, group_tokens, nothing
 from rl_dtensor.parallel.experts import check_stacked, expert_modules
-
-Compute = Callable[[Grouped], Tensor]
-"""From the rows of a rank's experts to their weighted outputs, `[rows, hidden]`."""
 
 NAMES = ("shared_expert", "shared_experts")
 """Names that families have for the experts of every token, next to the experts that a router chooses."""
@@ -100,8 +97,7 @@ def _group_here(module: Any, compute: Compute) -> None:
 
 def _compute_dispatched(module: Any, dispatch: Dispatch, compute: Compute, meanwhile: Callable[[], None]) -> None:
     def forward(hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        grouped = dispatch(hidden, ids, weights, module.num_experts, meanwhile)
-        return grouped.combine(compute(grouped))
+        return dispatch(hidden, ids, weights, module.num_experts, compute, meanwhile)
 
     module.forward = forward
 
