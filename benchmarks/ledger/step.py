@@ -27,7 +27,7 @@ from rl_core.data.batch import TOKENS, Batch
 from rl_core.data.ragged import Ragged
 from rl_core.facts.hf_config import num_experts_of
 from rl_core.model import LOGPROBS, ModelSpec, Read, Rendezvous
-from rl_core.model_config import ModelConfig
+from rl_core.model_config import ModelConfig, SequencePackingConfig
 from rl_core.torch.files.model_files import WeightFiles
 from rl_core.torch.kernels.devices import as_on_gpus
 from rl_core.torch.rows import to_rows
@@ -98,7 +98,8 @@ def pass_costs(
     flash attention as on GPUs.
 
     Nothing is computed and nothing is sent: tensors have no data, and a collective returns at once. Tokens are taken
-    to go to all experts alike.
+    to go to all experts alike. Choices that are left to the memory of a device (`auto`) are those of a CPU: gradients
+    and parameters stay sharded.
 
     Args:
         hf_config: Hugging Face config of the model.
@@ -116,6 +117,7 @@ def pass_costs(
         model_name=hf_config.model_type,
         max_total_sequence_length=workload.num_tokens,
         logprob_chunk_size=workload.chunk_size,
+        sequence_packing=SequencePackingConfig(train_mb_tokens=workload.num_tokens),
     )
     with _fake_ranks(num_ranks, node_size or num_ranks, backend) as mesh, ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory()))
@@ -130,7 +132,7 @@ def pass_costs(
         ).build()
         for chunk in sharded.chunks:
             chunk.attend = varlen()
-        model = DTensorModel(sharded, mesh)
+        model = DTensorModel(sharded, mesh, keeps_whole_gradients=backend.gradient_accumulation == "unsharded")
         if backend.reshard_after == "step":
             model.keep_gathered()
         passed: list[tuple[Costs, int]] = []
@@ -165,7 +167,7 @@ def layer_costs(
     They are what a model of two layers costs in excess of a model of one, so all layers must be alike.
     """
     one, two = (
-        pass_costs(_with_layers(hf_config, count), backend, workload, num_ranks=num_ranks, node_size=node_size)
+        pass_costs(with_layers(hf_config, count), backend, workload, num_ranks=num_ranks, node_size=node_size)
         for count in (1, 2)
     )
     layer = two - one
@@ -189,7 +191,8 @@ def _stacked(layer: Costs, rest: Costs, num_layers: int) -> Costs:
     return sum((layer for _ in range(num_layers)), rest)
 
 
-def _with_layers(hf_config: PreTrainedConfig, count: int) -> PreTrainedConfig:
+def with_layers(hf_config: PreTrainedConfig, count: int) -> PreTrainedConfig:
+    """Copy a config with another number of layers."""
     changed = deepcopy(hf_config)
     changed.num_hidden_layers = count
     kinds = getattr(changed, "layer_types", None)
