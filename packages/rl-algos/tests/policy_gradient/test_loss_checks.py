@@ -326,3 +326,20 @@ class Mine:
     def totals(self, batch):
         return {{"tokens": 1.0}}
 """
+
+
+@pytest.mark.parametrize(
+    ("turns", "generation", "expected"),
+    [
+        (2, {}, []),
+        (1, {}, ["loss_fn.observation_nll_weight"]),
+        (2, {"top_p": 0.9}, ["policy.generation.top_p"]),
+    ],
+)
+def test_observations_are_learned_between_turns_and_over_all_tokens(turns, generation, expected):
+    config = SimpleNamespace(
+        grpo=GRPOConfig(num_prompts_per_step=4, num_generations_per_prompt=2, max_rollout_turns=turns),
+        loss_fn=configured({"observation_nll_weight": 0.1}),
+        policy=POLICY.model_copy(update={"generation": GenerationConfig(**generation)}),
+    )
+    assert [problem.key for problem in loss_problems(config, config.grpo)] == expected

@@ -126,6 +126,7 @@ LOSSES = {
         entropy_bonus=EntropyBonus(weight=0.4), kl=KLPenalty(weight=0.3), aggregation=SEQUENCE_MEAN
     ),
     "positive nll": PolicyLoss(positive_example_nll_weight=0.2),
+    "observation nll": PolicyLoss(observation_nll_weight=0.3),
     "high entropy only": PolicyLoss(filters=HIGH_ENTROPY, kl=KLPenalty(weight=0.3)),
     "high entropy only, gspo": PolicyLoss(GSPO(), SEQUENCE_MEAN, filters=HIGH_ENTROPY),
     "high entropy only, weights": PolicyLoss(

@@ -23,6 +23,12 @@ def oracle(loss: PolicyLoss, batch: Batch, frozen: np.ndarray | None = None) -> 
         batch = batch.with_columns({"frozen": batch.ragged("logprobs")})
     policy = penalty = weights = 0.0
     nll, num_positive, num_tokens, num_sequences = 0.0, 0, 0, 0
+    observed = [
+        (row, t)
+        for row in range(len(batch))
+        for t in np.flatnonzero(batch["loss_mask"][row] == 0)
+        if batch["loss_mask"][row][:t].any() and batch["loss_mask"][row][t:].any()
+    ]
     for row in range(len(batch)):
         sequence = Sequence(loss, {name: batch[name][row] for name in batch})
         n = len(sequence.sampled)
@@ -43,7 +49,8 @@ def oracle(loss: PolicyLoss, batch: Batch, frozen: np.ndarray | None = None) -> 
     count = counts.get(loss.aggregation.name, num_sequences)
     if loss.importance is not None and loss.importance.batch_normalize:
         policy = policy / weights * count if weights else 0.0
-    return (policy + penalty) / count + loss.positive_example_nll_weight * nll / num_positive
+    learned = loss.observation_nll_weight * sum(-batch["logprobs"][row][t] for row, t in observed) / len(observed)
+    return (policy + penalty) / count + loss.positive_example_nll_weight * nll / num_positive + learned
 
 
 def weight_of(loss: PolicyLoss, sequence: "Sequence", t: int) -> float:

@@ -34,6 +34,14 @@ def num_masked(batch: Batch) -> float:
     return float(loss_mask(batch).values.sum(dtype=np.int64))
 
 
+def num_observed(batch: Batch) -> float:
+    """Count the tokens between the first and the last one under the mask of each row that are not under it: what an
+    environment answered between two turns, with the marks of the chat template around it."""
+    mask = batch.ragged(LOSS_MASK)
+    spans = [places[-1] - places[0] + 1 - len(places) for row in mask if len(places := np.flatnonzero(row))]
+    return float(sum(spans))
+
+
 def by_sequence(batch: Batch, column: Ragged) -> Ragged:
     """Return a token-aligned column with a row per sequence: consecutive rows of equal `pair` are joined end to end."""
     if PAIR not in batch:

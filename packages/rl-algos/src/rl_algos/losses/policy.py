@@ -27,7 +27,7 @@ from typing import Literal
 import numpy as np
 
 from rl_algos.losses.importance import ImportanceCorrection, importance_weights
-from rl_algos.losses.mask import by_sequence
+from rl_algos.losses.mask import by_sequence, num_observed
 from rl_algos.losses.surrogates import Clip, Surrogate
 from rl_algos.losses.terms import Aggregation, EntropyBonus, Filters, KLPenalty, StalenessDecay
 from rl_core.data.batch import Batch
@@ -61,6 +61,8 @@ class PolicyLoss:
         entropy_bonus: Bonus for the mean entropy H of the next token's distribution; None does not read it.
         positive_example_nll_weight: Weight of the mean `-logp` over the tokens of positive examples (VAPO,
             arXiv:2504.05118), the rows whose column `positive` is 1.
+        observation_nll_weight: Weight of the mean `-logp` over the tokens between two turns of a row
+            (`rl_algos.losses.mask.num_observed`).
         has_segments: A sequence may be several rows. Terms of whole sequences then read the column `pair`, the
             number of each row's sequence, which also keeps its rows in one microbatch.
         temperature: Sampling temperature.
@@ -80,6 +82,7 @@ class PolicyLoss:
     mismatch_threshold: float | None = None
     entropy_bonus: EntropyBonus | None = None
     positive_example_nll_weight: float = 0.0
+    observation_nll_weight: float = 0.0
     has_segments: bool = False
     temperature: float = 1.0
     token_filter: TokenFilter | None = None
@@ -129,4 +132,6 @@ class PolicyLoss:
         if self.positive_example_nll_weight:
             of_rows = batch.ragged("loss_mask").sums()
             totals["positive_tokens"] = float(of_rows[batch.array("positive") > 0].sum())
+        if self.observation_nll_weight:
+            totals["observed_tokens"] = num_observed(batch)
         return totals

@@ -137,6 +137,9 @@ class LossConfig(NamedConfig):
     """Bonus for the policy's entropy."""
     positive_example_nll_weight: float = Field(default=0.0, ge=0)
     """Weight of the mean negative log-likelihood of the tokens of rollouts with a reward above 0 (VAPO)."""
+    observation_nll_weight: float = Field(default=0.0, ge=0)
+    """Weight of the mean negative log-likelihood of the tokens between two turns of a rollout, such as the results of
+    tools, which the policy so learns to predict (ECHO)."""
 
 
 class CustomLossConfig(NamedConfig):

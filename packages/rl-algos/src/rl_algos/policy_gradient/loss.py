@@ -144,6 +144,7 @@ def policy_loss(config: ObjectiveRoot, algorithm: PolicyGradientConfig, loss: Lo
         filters=loss.filters,
         entropy_bonus=loss.entropy_bonus if loss.entropy_bonus.is_on else None,
         positive_example_nll_weight=loss.positive_example_nll_weight,
+        observation_nll_weight=loss.observation_nll_weight,
         mismatch_threshold=algorithm.seq_logprob_error_threshold,
         has_segments=algorithm.splits,
         temperature=config.policy.generation.temperature,

@@ -77,6 +77,11 @@ def loss_problems(config: ObjectiveRoot, algorithm: PolicyGradientConfig) -> Ite
         remedy = rows if algorithm.passes_per_step == 1 else "Remove this key"
         reason = "needs one minibatch and one pass over it per step"
         yield Problem("loss_fn.force_on_policy_ratio", reason, got=True, remedy=remedy)
+    if loss.observation_nll_weight:
+        reader = "loss_fn.observation_nll_weight learns tokens that were not sampled, which may be outside of these"
+        yield from filter_problems(config.policy.generation, reader, remedy="Remove one of the two keys")
+        if algorithm.turn_limit == 1:
+            yield Problem.unused("loss_fn.observation_nll_weight", f"with {section}.max_rollout_turns=1")
     yield from policy_loss_problems(loss)
 
 

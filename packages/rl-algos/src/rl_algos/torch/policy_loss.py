@@ -12,7 +12,7 @@ from torch import Tensor
 from rl_algos.losses.importance import ImportanceCorrection, Rejection
 from rl_algos.losses.policy import PolicyLoss
 from rl_algos.losses.terms import Aggregation
-from rl_algos.torch.sampled import Sampled, bounded, estimate, reference_kl, weighed
+from rl_algos.torch.sampled import Sampled, bounded, estimate, observed, reference_kl, weighed
 from rl_algos.torch.surrogates import COMPUTATIONS
 from rl_core.torch.loss import LossSums, MetricSum, Rows
 
@@ -53,6 +53,10 @@ def compute(loss: PolicyLoss, reads: Mapping[str, Tensor], rows: Rows) -> LossSu
         nll = torch.where(kept & (rows.per_token("positive") > 0), -sampled.logprobs, 0.0).sum()
         objective["positive_tokens"] = loss.positive_example_nll_weight * nll
         metrics["policy/positive_nll"] = MetricSum(nll, "positive_tokens")
+    if loss.observation_nll_weight:
+        nll = torch.where(observed(rows), -reads["logprobs"], 0.0).sum()
+        objective["observed_tokens"] = loss.observation_nll_weight * nll
+        metrics["policy/observation_nll"] = MetricSum(nll.detach(), "observed_tokens")
     metrics |= {
         "policy/ratio": _token_mean(terms.ratio, sampled),
         "policy/behavior_ratio": _token_mean(sampled.behavior_ratio, sampled),

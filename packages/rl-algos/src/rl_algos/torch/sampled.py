@@ -94,6 +94,14 @@ class Sampled:
         return self.row_sums(values) / self.lengths
 
 
+def observed(rows: Rows) -> Tensor:
+    """Return bool `[tokens]`, the tokens that `rl_algos.losses.mask.num_observed` counts."""
+    mask = rows["loss_mask"] > 0
+    counts = torch.cat([mask.new_zeros(1, dtype=torch.int64), mask.cumsum(0)])
+    begins, ends = (rows.spread(counts[each]) for each in (rows.offsets[:-1], rows.offsets[1:]))
+    return ~mask & (counts[1:] > begins) & (counts[1:] < ends)
+
+
 def estimate(estimator: KLType, d: Tensor) -> Tensor:
     """Return k1, k2 or k3 of the log-ratios `d`; always finite."""
     if estimator == "k1":
