@@ -390,7 +390,8 @@ class Rendezvous:
         local_rank: Among its ranks on the same node.
         address, port: where rank 0 listens.
         device: Name of the kind of device; the rank computes on the first one that its process sees.
-        timeout_s: Bound of every collective.
+        timeout_s: Bound of every collective. It is longer than a phase of a weight sync may take, because the ranks
+            that bring weights together wait in a collective for one whose receivers do not answer.
     """
 
     rank: int
@@ -399,7 +400,7 @@ class Rendezvous:
     address: str
     port: int
     device: str
-    timeout_s: float = 600.0
+    timeout_s: float = 660.0
 
     @property
     def kind(self) -> Device:

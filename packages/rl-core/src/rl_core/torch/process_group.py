@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable
 from datetime import timedelta
@@ -23,10 +24,13 @@ def join_process_group(rendezvous: Rendezvous) -> None:
     """Join the default process group of this process; collective.
 
     The store of rank 0 listens on the address where the ranks meet and on no other, so that nobody outside the
-    cluster's network reaches it.
+    cluster's network reaches it. On GPUs all ranks connect by NCCL here, so that a network that does not carry it fails
+    now and not in the first step. Ranks of gloo connect in pairs, at the first message between them.
     """
     rendezvous.kind.activate()
-    timeout = timedelta(seconds=rendezvous.timeout_s)
+    # Otherwise each group opens a socket to each of its ranks: with hundreds of ranks a process runs out of them.
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    timeout, device = timedelta(seconds=rendezvous.timeout_s), rendezvous.kind.torch_device
     leads = rendezvous.rank == 0
     listening = listen_at(rendezvous.address, rendezvous.port) if leads else None
     store = dist.TCPStore(
@@ -44,7 +48,14 @@ def join_process_group(rendezvous: Rendezvous) -> None:
         rank=rendezvous.rank,
         world_size=rendezvous.world_size,
         timeout=timeout,
+        device_id=None if device.type == "cpu" else device,
     )
+    # With a bound device, torch 2.13 makes each further group by a split of all ranks, members or not. A start makes
+    # hundreds of groups, most of which NCCL never uses, and groups of gloo alone would wait forever, as only the ranks
+    # outside of them take part in the split (https://github.com/pytorch/pytorch/issues/145376).
+    world = dist.group.WORLD
+    assert world is not None
+    world.bound_device_id = None
 
 
 def listen_at(address: str, port: int) -> socket.socket:

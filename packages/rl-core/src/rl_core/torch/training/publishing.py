@@ -75,6 +75,8 @@ def send_weights(
     """
     sends = transport.every_rank_sends or mesh.rank == 0
     digests: Sequence[str] = ()
+    failure: BaseException | None = None
+    gathered: list[tuple[str, Tensor | None]] = []
     with ExitStack() as stack:
         senders: list[Sender] = []
 
@@ -82,31 +84,46 @@ def send_weights(
             if sends:
                 senders.append(stack.enter_context(end.transfer(manifest, transport)))
 
+        def put() -> None:
+            nonlocal failure
+            try:
+                for sender in senders if failure is None else ():
+                    for name, tensor in gathered:
+                        assert tensor is not None, f"{name} did not reach a rank that sends it"
+                        sender.put(name, tensor)
+            except BaseException as error:  # noqa: BLE001 - raised by `agree`
+                # This rank still takes part in bringing tensors together, for which the others would wait.
+                failure = error
+            gathered.clear()
+
+        def agree() -> None:
+            if failure is not None:
+                raise failure
+
         def finish() -> None:
             nonlocal digests
+            agree()
             for sender in senders:
                 digests = sender.finish()
                 if transport.sends_changes:
                     share = sender.num_bytes_sent / (manifest.num_bytes or 1)
                     _log.info("weight version %d: sent %.2f %% of its bytes", manifest.version, 100 * share)
 
-        def put() -> None:
-            for sender in senders:
-                for name, tensor in gathered:
-                    assert tensor is not None, f"{name} did not reach a rank that sends it"
-                    sender.put(name, tensor)
-
         on_all_ranks(mesh.control, meet)
         # Parts of about a bucket, as many on every rank, travel at one time. Ranks that do not send keep no tensors.
         sizes = {spec.name: num_bytes(spec) for spec in manifest.tensors}
-        gathered: list[tuple[str, Tensor | None]] = []
-        size = 0
+        size, num_parts, agreed_at = 0, 0, 1
         for tensors in _stream(weights, manifest, transport, dtype):
             size += sum(sizes.get(name, 0) for name, _ in tensors)
             gathered += tensors if sends else []
             if size >= transport.bucket_bytes:
-                on_all_ranks(mesh.control, put)
-                gathered, size = [], 0
-        on_all_ranks(mesh.control, put)
+                put()
+                size, num_parts = 0, num_parts + 1
+                # An agreement costs a message between all ranks, and a failure must not wait for the last part: after
+                # 1, 2, 4, 8 ... parts, at most as many are brought together in vain as before the failure.
+                if num_parts == agreed_at:
+                    on_all_ranks(mesh.control, agree)
+                    agreed_at *= 2
+        put()
         on_all_ranks(mesh.control, finish)
     return digests
