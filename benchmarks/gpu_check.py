@@ -8,7 +8,7 @@
     python benchmarks/gpu_check.py --gpus 2 --device rehearsal
 
 It needs torch, transformers, peft, safetensors, numpy, pydantic, omegaconf and PyYAML; megatron-core and psutil for the
-section `megatron`; torchao for `float8`; vLLM for `engine`; for `train` also Ray and what else `rl-launch` depends on.
+section `megatron`; vLLM for `engine`; for `train` also Ray and what else `rl-launch` depends on.
 A section whose packages are missing says so and is skipped. The packages of this repository need not be installed: they
 are taken from `packages/*/src` of the checkout. For a machine without a package index, `tools/carry.py` packs what is
 missing there.

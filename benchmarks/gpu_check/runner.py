@@ -71,7 +71,7 @@ SECTIONS = {
     "float8": Section(
         "gpu_check.float8:check",
         "Linear layers of rl-dtensor in float8: products, gradients, speed and steps by recipe.",
-        (*DTENSOR, "torchao"),
+        DTENSOR,
     ),
     "syncs": Section(
         "gpu_check.syncs:check", "Places at which the host waits for the device during a training step.", DTENSOR
@@ -169,8 +169,9 @@ class Runner:
         if self._process is None or not self._process.is_alive():
             self._end()
             self._pipe, theirs = self._context.Pipe()
-            # not a daemon, for it has children of its own
-            self._process = self._context.Process(target=_serve, args=(theirs, self._setup, self._stacks, num_gpus))
+            args = (theirs, self._setup, self._stacks, num_gpus)
+            # It is not a daemon, because it has children of its own.
+            self._process = self._context.Process(target=_serve, args=args)  # type: ignore[attr-defined]
             self._process.start()
             theirs.close()
         return self._pipe

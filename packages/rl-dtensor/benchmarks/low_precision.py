@@ -4,9 +4,8 @@
 
 A small random Qwen3 learns rows of a rule: the next token is the sum of the two before it, modulo the vocabulary. Every
 variant takes the same steps on the same rows; seeds change model and rows. Float8 is emulated, so the errors are those
-of a GPU and the times are not. It needs torchao. What rounding costs shows only once a model has learned: those that
-are compared there start from one that took three times the steps, and take as many again with a learning rate that
-falls to 0.
+of a GPU and the times are not. What rounding costs shows only once a model has learned: those that are compared there
+start from one that took three times the steps, and take as many again with a learning rate that falls to 0.
 """
 
 from __future__ import annotations
@@ -53,8 +52,7 @@ def main() -> None:
     print("# Few bits\n")
     print("Made by `packages/rl-dtensor/benchmarks/low_precision.py`. A 2-layer Qwen3 of hidden size 64 learns sums")
     print(f"modulo {VOCAB}. Losses are means over {seeds} seeds, ± standard deviation.\n")
-    packages = ("torch",) if chosen.only == "formats" else ("torch", "torchao")
-    print(f"{surroundings(*packages)}\n")
+    print(f"{surroundings('torch')}\n")
     with tempfile.TemporaryDirectory() as folder:
         if chosen.only != "formats":
             curves = _train_in_float8(Path(folder), steps, seeds)

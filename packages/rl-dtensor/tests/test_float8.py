@@ -16,12 +16,12 @@ from rl_core.model_config import LoraConfig, ModelConfig, OptimizerConfig, Seque
 from rl_core.selfcheck.losses import TokenLoss
 from rl_core.selfcheck.pooled_model import PooledModel
 from rl_core.selfcheck.torch.selfcheck import write_random
+from rl_core.testing.exhaustive import exhaustive, partly_exhaustive
 from rl_core.testing.model_worker import make_batch
+from rl_core.torch.kernels.float8 import rounded_rows
 from rl_dtensor.config import Float8Config
-from rl_dtensor.model.layers.low_precision import use_float8
-
-# an extra of its own: transformers imports it wherever it is installed, which takes seconds
-pytest.importorskip("torchao")
+from rl_dtensor.model.layers import low_precision
+from rl_dtensor.model.layers.low_precision import convert, use_float8
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -108,15 +108,15 @@ def test_products_and_gradients_are_off_by_the_rounding_of_their_operands(recipe
         assert is_exact or error > 0.3 * factor * ROUNDING, name
 
 
-@pytest.mark.parametrize(
-    ("recipe", "mesh", "settings"),
-    [
-        ("tensorwise", "fsdp2", {"recompute": "selective"}),
-        ("rowwise", "tp2+sp", {"recompute": "full"}),
-        ("rowwise_with_gw_hp", "cp2", {}),
-        ("rowwise", "pp2", {"compile": True}),
-    ],
-)
+STEPS = [
+    ("tensorwise", "fsdp2", {"recompute": "selective"}),
+    ("rowwise", "tp2+sp", {"recompute": "full"}),
+    ("rowwise_with_gw_hp", "cp2", {}),
+    ("rowwise", "pp2", {"compile": True}),
+]
+
+
+@pytest.mark.parametrize(("recipe", "mesh", "settings"), partly_exhaustive(STEPS, always=STEPS[1:2]))
 def test_a_step_is_that_of_bfloat16_but_for_the_rounding(ranks, folder, tmp_path, recipe, mesh, settings):
     if "compile" in settings:
         ranks.run("dtensor_factories:compile_by", [("aot_eager_decomp_partition",)] * 2)
@@ -132,6 +132,7 @@ def test_a_step_is_that_of_bfloat16_but_for_the_rounding(ranks, folder, tmp_path
     assert all(bool(each.any()) for each in step.values())
 
 
+@exhaustive
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_a_model_learns_as_much_as_in_bfloat16(ranks, folder, recipe):
     nll = TokenLoss(entropy_weight=0, topk_weight=0, candidates_weight=0, sequence_weight=0)
@@ -151,6 +152,7 @@ def test_a_model_learns_as_much_as_in_bfloat16(ranks, folder, recipe):
     assert not np.array_equal(found, plain)
 
 
+@exhaustive
 def test_layers_that_are_left_out_compute_as_before(ranks, folder):
     reads = {}
     for name, settings in {
@@ -167,6 +169,7 @@ def test_layers_that_are_left_out_compute_as_before(ranks, folder):
     assert 0 < errors["none of them"] < errors["o_proj"] < errors["all"]
 
 
+@exhaustive
 def test_adapters_train_on_a_base_in_float8(ranks, folder, tmp_path):
     for name, settings in {"plain": {}, "float8": float8()}.items():
         with build(ranks, folder, lora=True, **settings) as model:
@@ -176,6 +179,26 @@ def test_adapters_train_on_a_base_in_float8(ranks, folder, tmp_path):
     moved = {name for name in plain if "lora_B" in name}
     assert angle({name: found[name] for name in moved}, {name: plain[name] for name in moved}) > 0.97
     assert all(bool(found[name].any()) for name in moved)
+
+
+def test_layers_that_read_the_same_input_round_it_once(monkeypatch):
+    rounded = []
+    monkeypatch.setattr(
+        low_precision, "rounded_rows", lambda x, **options: rounded.append(x) or rounded_rows(x, **options)
+    )
+    layers = nn.ModuleDict({name: nn.Linear(32, 16, dtype=torch.bfloat16) for name in "qkv"})
+    alone = nn.Linear(32, 16, dtype=torch.bfloat16)
+    alone.load_state_dict(layers["v"].state_dict())
+    for module, names in ((layers, set("qkv")), (nn.ModuleDict({"v": alone}), {"v"})):
+        convert(module, names, Float8Config(enabled=True, emulate=True))
+    x = torch.randn(4, 8, 32, dtype=torch.bfloat16)
+    found = [layer(x) for layer in layers.values()]
+    assert [len(each) for each in rounded] == [32, 16, 16, 16]
+    expected = alone(x.clone())
+    expected.sum().backward()
+    found[2].sum().backward()
+    assert torch.equal(found[2], expected)
+    assert torch.equal(layers["v"].weight.grad, alone.weight.grad)
 
 
 @pytest.mark.parametrize(

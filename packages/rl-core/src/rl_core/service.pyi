@@ -403,6 +403,14 @@ from rl_core.torch.heads.vocab_parallel import VocabShard as VocabShard
 from rl_core.torch.host_arrays import to_device as to_device
 from rl_core.torch.kernels.devices import runs_kernels as runs_kernels
 from rl_core.torch.kernels.devices import takes as takes
+from rl_core.torch.kernels.float8 import E4M3 as E4M3
+from rl_core.torch.kernels.float8 import E5M2 as E5M2
+from rl_core.torch.kernels.float8 import Float8Matrix as Float8Matrix
+from rl_core.torch.kernels.float8 import largest_of as largest_of
+from rl_core.torch.kernels.float8 import product as product
+from rl_core.torch.kernels.float8 import rounded_columns as rounded_columns
+from rl_core.torch.kernels.float8 import rounded_rows as rounded_rows
+from rl_core.torch.kernels.float8 import rounded_whole as rounded_whole
 from rl_core.torch.kernels.norm import NormForm as NormForm
 from rl_core.torch.kernels.norm import add_rms_norm as add_rms_norm
 from rl_core.torch.kernels.norm import rms_norm as rms_norm

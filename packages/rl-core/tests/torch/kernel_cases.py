@@ -11,6 +11,15 @@ from joined_rank import joined
 from rl_core.selfcheck.rank_pool import Rank
 from rl_core.torch.heads.logprobs import Head, LogitTransform, head_reads
 from rl_core.torch.heads.vocab_parallel import VocabShard, vocab_parallel_reads
+from rl_core.torch.kernels.float8 import (
+    E4M3,
+    E5M2,
+    Float8Matrix,
+    largest_of,
+    rounded_columns,
+    rounded_rows,
+    rounded_whole,
+)
 from rl_core.torch.kernels.norm import NormForm, add_rms_norm, rms_norm
 from rl_core.torch.kernels.permutation import collect, group_by_expert, spread, spread_weighted
 from rl_core.torch.kernels.rotary import HeadNorm, rotated
@@ -197,3 +206,38 @@ def heads(rank: Rank, dtype: str, transform: str, is_split: bool) -> dict[str, f
     assert found != plain
     # both multiply in this dtype, which rounds products and sums of thousands
     return {name: max(0.0, found[name] - 1.5 * plain[name]) for name in found}
+
+
+def roundings(rank: Rank, dtype: str) -> dict[str, bool]:
+    """Whether kernels and formulas that round to 8 bits agree in all values, of matrices that fill no tile, with zeros,
+    NaN and rows that are slices."""
+    found = {}
+    for rows, columns in ((1, 16), (3, 1100), (130, 70)):
+        x = (draw(rows, columns + 4) * draw(rows, columns + 4, seed=1).mul(3).exp()).to(DTYPES[dtype])[:, :columns]
+        x[0, 1], x[:, 3] = 0.0, 0.0
+        if rows > 1:
+            x[1], x[2, 5] = 0.0, torch.nan
+        kernels = _rounded(x)
+        with patch.dict(os.environ, {"TRITON_INTERPRET": "0"}):
+            formulas = _rounded(x)
+        for name, matrix in kernels.items():
+            pairs = [(each.float(), other.float()) for each, other in zip(matrix, formulas[name], strict=True)]
+            found[f"{rows} x {columns}, {name}"] = all(
+                bool(((each == other) | (each.isnan() & other.isnan())).all()) for each, other in pairs
+            )
+    return found
+
+
+def _rounded(x: torch.Tensor) -> dict[str, Float8Matrix]:
+    by_row, largest = rounded_rows(x, with_columns=True)
+    whole, turned = rounded_whole(x, largest_of(x), E5M2)
+    return {
+        "rows": by_row,
+        "rows alone": rounded_rows(x)[0],
+        "columns": rounded_columns(x, largest),
+        "columns of rows": rounded_columns(by_row, largest),
+        "one scale": whole,
+        "one scale, exchanged": turned,
+        "one scale, rows alone": rounded_whole(x, largest_of(x), E4M3, columns=False)[0],
+        "one scale, columns alone": rounded_whole(x, largest_of(x), E4M3, rows=False)[1],
+    }

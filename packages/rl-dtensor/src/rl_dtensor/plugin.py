@@ -38,7 +38,6 @@ SHAPING = ("sequence_parallel", "custom_parallel_plan", "context_parallel_method
 VISION = Requirement("rl-dtensor", {"cpu": ("vision",), "cuda": ("vision",)}, ("PIL", "torchvision"))
 
 FLASH = Requirement("rl-dtensor", extras={"cuda": ("flash",)})
-FLOAT8 = Requirement("rl-dtensor", extras={"cpu": ("float8",), "cuda": ("float8",)}, imports=("torchao",))
 
 
 def check_mesh(section: Any, config: RunConfig) -> Iterable[Problem]:
@@ -69,9 +68,8 @@ def check_device(section: Any, config: RunConfig) -> Iterable[Problem]:
 
 
 def kernels(config: DTensorConfig) -> tuple[Requirement, ...]:
-    """Return the packages that the chosen attention and precision need in addition to torch, if an index has them."""
-    flash = (FLASH,) if config.attention_backend == "flash_attention_2" else ()
-    return (*flash, FLOAT8) if config.float8.enabled else flash
+    """Return the packages that the chosen attention needs in addition to torch, if an index has them."""
+    return (FLASH,) if config.attention_backend == "flash_attention_2" else ()
 
 
 HELD_FAMILIES = frozenset(

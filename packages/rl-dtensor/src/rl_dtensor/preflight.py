@@ -19,7 +19,6 @@ from rl_core.torch.optim.optimizer import build_schedule
 from rl_dtensor.config import DTensorConfig
 from rl_dtensor.model.kernels import kernel_of
 from rl_dtensor.model.layers.compilation import compiler_problem
-from rl_dtensor.model.layers.low_precision import import_problem
 from rl_dtensor.parallel.dispatch import deep_ep_buffer
 from rl_dtensor.training.step import build_sharded_optimizer
 
@@ -27,8 +26,8 @@ from rl_dtensor.training.step import build_sharded_optimizer
 def check(section: Mapping[str, Any]) -> list[str]:
     """Return the problems of a model's section of a resolved config, as text.
 
-    The optimizer and the schedules are built on one parameter; the attention backend, the dispatcher of experts and
-    float8 are imported.
+    The optimizer and the schedules are built on one parameter; the attention backend and the dispatcher of experts are
+    imported.
     """
     fields = ModelConfig.model_fields
     optimizer_config = OptimizerConfig.model_validate(section.get("optimizer", fields["optimizer"].default))
@@ -49,7 +48,6 @@ def check(section: Mapping[str, Any]) -> list[str]:
         "" if optimizer_config.name in OPTIMIZERS else _step_problem(optimizer_config),
         "",
         compiler_problem() if backend.compile else "",
-        import_problem() if backend.float8.enabled else "",
     ]
     if has_model:
         # The import takes seconds, which models of the hub do not need. The worker checks the heads, because it knows

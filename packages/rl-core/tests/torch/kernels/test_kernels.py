@@ -53,3 +53,10 @@ def test_rows_of_experts_are_those_of_the_formula(interpreter, dtype):
 )
 def test_reads_of_a_head_are_those_of_whole_logits(interpreter, transform, is_split, dtype):
     check(interpreter, dtype, kernel_cases.heads, dtype, transform, is_split)
+
+
+@pytest.mark.parametrize("dtype", partly_exhaustive(TOLERANCE, always=["bfloat16"]))
+def test_roundings_to_8_bits_are_those_of_the_formula(interpreter, dtype):
+    (found,) = interpreter.run(kernel_cases.roundings, [(dtype,)])
+    assert found
+    assert all(found.values()), found

@@ -11,7 +11,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from rl_core.torch.heads.logprobs import Head, LogitTransform, head_reads
-from rl_core.torch.kernels import layer_programs, row_programs
+from rl_core.torch.kernels import byte_programs, layer_programs, row_programs
+from rl_core.torch.kernels.float8 import E5M2, largest_of, rounded_columns, rounded_rows, rounded_whole
 from rl_core.torch.kernels.norm import NormForm, add_rms_norm, rms_norm
 from rl_core.torch.kernels.permutation import collect, spread, spread_weighted
 from rl_core.torch.kernels.rotary import HeadNorm, rotated
@@ -24,8 +25,16 @@ PROGRAMS = {
         *("rotary_forward", "rotary_backward", "swiglu_forward", "swiglu_backward"),
     ),
     row_programs: ("spread_rows", "collect_rows", "softmax_statistics", "softmax_gradient"),
+    byte_programs: ("float8_rows", "float8_tiles"),
 }
-TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
+TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.float8_e4m3fn: "*fp8e4nv",
+}
+TYPES |= {torch.float8_e5m2: "*fp8e5"}
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
@@ -118,6 +127,16 @@ def heads(transform, **reads):
     backward(found.logprobs, found.entropy, found.topk_logprobs)
 
 
+def roundings():
+    x, weight = (torch.zeros(16, 4096, dtype=torch.bfloat16) for _ in range(2))
+    rounded, largest = rounded_rows(x, with_columns=True)
+    rounded_rows(weight)
+    rounded_columns(rounded, largest)
+    rounded_columns(weight, largest)
+    for parts in ({}, {"rows": False}, {"columns": False}):
+        rounded_whole(x, largest_of(x), E5M2, **parts)
+
+
 LAUNCHES = {
     "norm of 8B": (lambda: norms(4096), 2),
     "norm of 70B": (lambda: norms(8192), 2),
@@ -130,6 +149,7 @@ LAUNCHES = {
     "weighted gate": (weighted_gates, 2),
     "experts of 30B-A3B": (lambda: experts(2048, 8), 4),
     "ranks of DeepSeek-V3": (lambda: experts(7168, 64), 4),
+    "roundings to 8 bits": (roundings, 7),
     "head": (lambda: heads(LogitTransform(), entropy=True), 2),
     "head with all reads": (lambda: heads(LogitTransform(0.5, 30.0), entropy=True, collision=True, k=2), 2),
 }

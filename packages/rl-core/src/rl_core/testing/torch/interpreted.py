@@ -8,8 +8,11 @@ import sys
 from typing import Any
 
 import numpy as np
+import torch
 
 from rl_core.selfcheck.rank_pool import Rank
+
+FLOAT8 = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
 
 
 def interpret_kernels(rank: Rank) -> None:
@@ -28,6 +31,8 @@ def interpret_kernels(rank: Rank) -> None:
 
     # the interpreter of Triton 3.7 cuts bits off, and GPUs round to the nearest value
     def rounded(values: Any, source: Any, target: Any, mode: Any) -> Any:
+        if source.name == "fp32" and target.name in FLOAT8:
+            return torch.from_numpy(values.copy()).to(FLOAT8[target.name]).view(torch.uint8).numpy()
         if (source.name, target.name) != ("fp32", "bf16"):
             return convert(values, source, target, mode)
         bits = values.view(np.uint32).astype(np.uint64)

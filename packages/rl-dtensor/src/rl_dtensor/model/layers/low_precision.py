@@ -1,8 +1,8 @@
 """Linear layers that compute in fewer bits than the model's precision, if the config asks for it.
 
-With float8, torchao computes the products of layers, forward and backward, on 8-bit values with dynamic scales. The
-weights do not change: each pass quantises the tensors that FSDP gathered, and quantises inputs and gradients as they
-come. So master weights, optimizer, checkpoints and weight sync do not change.
+With float8, the products of layers, forward and backward, are computed on 8-bit values with dynamic scales. The weights
+do not change: each pass rounds the tensors that FSDP gathered, and rounds inputs and gradients as they come. So master
+weights, optimizer, checkpoints and weight sync do not change.
 
 With quantisation-aware training, layers compute with the weights that an engine will serve. The weight is rounded in
 the forward pass and, from the exact weight that FSDP gathers anyway, again in the backward pass, so that no rounded
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, MutableMapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -23,18 +23,31 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedModel
 
 from rl_core.facts.hf_config import num_experts_of
+from rl_core.torch.kernels.float8 import (
+    E4M3,
+    E5M2,
+    Float8Matrix,
+    largest_of,
+    product,
+    rounded_columns,
+    rounded_rows,
+    rounded_whole,
+)
 from rl_core.torch.quantization.formats import Float8Format, WeightFormat, rounded, weight_format
 from rl_core.torch.training.lora import ends_with
-from rl_dtensor.config import DTensorConfig, Float8Config, QATConfig
+from rl_dtensor.config import DTensorConfig, Float8Config, Float8Recipe, QATConfig
 from rl_dtensor.model.layers.lora import BASE
 from rl_dtensor.parallel.plan import plan_of
 
 logger = logging.getLogger(__name__)
 
 FLOAT8, QAT = "dtensor_cfg.float8", "dtensor_cfg.qat"
+UNROUNDED: Float8Recipe = "rowwise_with_gw_hp"
+"""Recipe that computes the gradients of weights from unrounded values."""
 MULTIPLE = 16
 """Rows, columns and tokens of the operands of float8 kernels come in multiples of it."""
 CAPABILITY = (8, 9)
@@ -104,12 +117,11 @@ def use_float8(
 
 
 def convert(module: nn.Module, names: Set[str], config: Float8Config) -> None:
-    """Replace the linear layers of these names inside a module by torchao's, with the same parameters."""
-    # The import takes several seconds, which other models do not need.
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    recipe = replace(Float8LinearConfig.from_recipe_name(config.recipe), emulate=config.emulate)
-    convert_to_float8_training(module, config=recipe, module_filter_fn=lambda _, name: name in names)
+    """Make the linear layers of these names inside a module compute in float8."""
+    for name in names:
+        linear = module.get_submodule(name)
+        linear.__class__ = Float8Linear
+        cast("Float8Linear", linear).float8 = config
 
 
 def device_problem() -> str:
@@ -124,13 +136,101 @@ def device_problem() -> str:
     return ""
 
 
-def import_problem() -> str:
-    """Return why torchao cannot be imported; empty if it can."""
-    try:
-        import torchao.float8  # noqa: F401
-    except ImportError as error:
-        return f"{FLOAT8}.enabled needs torchao, which cannot be imported ({error}); install rl-dtensor[float8]"
-    return ""
+class Float8Linear(nn.Linear):
+    """A linear layer that multiplies 8-bit values, forward and backward.
+
+    The recipes are the ones of torchao:
+
+    - `tensorwise`: one scale for an operand. Gradients have 5 bits of exponent.
+    - `rowwise`: a scale for each vector that a product sums over, which is a power of two.
+    - `rowwise_with_gw_hp`: the same, except that gradients by weights multiply unrounded values. The gradient by inputs
+      takes the weight with one scale.
+    """
+
+    float8: Float8Config
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Multiply `[..., inputs]` with the weight and add the bias."""
+        recipe = self.float8.recipe
+        columns = torch.is_grad_enabled() and self.weight.requires_grad and recipe != UNROUNDED
+        out = cast("Tensor", _Float8Product.apply(input, self.weight, self.float8, *_shared(input, recipe, columns)))
+        return out if self.bias is None else out + self.bias.to(out.dtype)
+
+
+class _Float8Product(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, config: Float8Config, rows: Float8Matrix, columns: Float8Matrix | None
+    ) -> Tensor:
+        by_x, by_weight = ctx.needs_input_grad[:2]
+        if config.recipe == "tensorwise":
+            largest = largest_of(weight)
+            rounded_weight, _ = rounded_whole(weight, largest, E4M3, columns=False)
+        else:
+            rounded_weight, largest = rounded_rows(weight, with_columns=by_x and config.recipe == "rowwise")
+            if by_x and config.recipe == UNROUNDED:
+                # Scales are powers of two, so the largest one of the rows is the scale of the whole weight.
+                largest = (rounded_weight.scales.amax() * torch.finfo(E4M3).max).repeat(weight.shape[1])
+        ctx.config, ctx.has_columns = config, columns is not None
+        kept: tuple[Tensor, ...] = (x,) if columns is None else columns
+        ctx.save_for_backward(weight, largest, *(kept if by_weight else ()))
+        out = product(rows, rounded_weight, x.dtype, fast=True, emulate=config.emulate)
+        return out.view(*x.shape[:-1], len(weight))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        weight, largest, *kept = ctx.saved_tensors
+        by_x, by_weight = ctx.needs_input_grad[:2]
+        config, given = ctx.config, grad.flatten(0, -2)
+        rows, columns = _rounded(given, config.recipe, columns=ctx.has_columns and by_weight, kind=E5M2)
+        found: list[Tensor | None] = [None, None]
+        if by_x:
+            if config.recipe == "tensorwise":
+                _, turned = rounded_whole(weight, largest, E4M3, rows=False)
+            else:
+                turned = rounded_columns(weight, largest)
+            found[0] = product(rows, turned, grad.dtype, emulate=config.emulate).view(*grad.shape[:-1], -1)
+        if by_weight and columns is not None:
+            found[1] = product(columns, Float8Matrix(*kept), grad.dtype, emulate=config.emulate)
+        elif by_weight:
+            found[1] = given.T @ kept[0].flatten(0, -2)
+        return (*found, None, None, None)
+
+
+_Operands = tuple[Float8Matrix, Float8Matrix | None]
+"""A matrix for a product with a weight, and with rows and columns exchanged for the gradient by the weight."""
+
+_latest: MutableMapping[Tensor, tuple[tuple[Float8Recipe, bool], _Operands]] = WeakTensorKeyDictionary()
+"""The input that was rounded last, while it exists."""
+
+
+@torch.no_grad()
+def _shared(x: Tensor, recipe: Float8Recipe, columns: bool) -> _Operands:
+    """Round an input `[..., features]`; the projections of an attention layer, which read the same tensor, share it."""
+    if torch.compiler.is_compiling():
+        return _rounded(x.flatten(0, -2), recipe, columns=columns)
+    key, found = _latest.get(x, (None, None))
+    if found is None or key != (recipe, columns):
+        found = _rounded(x.flatten(0, -2), recipe, columns=columns)
+        _latest.clear()
+        _latest[x] = (recipe, columns), found
+    return found
+
+
+def _rounded(x: Tensor, recipe: Float8Recipe, *, columns: bool, kind: torch.dtype = E4M3) -> _Operands:
+    """Round inputs or gradients.
+
+    Args:
+        x: `[tokens, features]`.
+        recipe: Values that share a scale.
+        columns: True to return the second operand.
+        kind: Dtype of values that all share one scale.
+    """
+    if recipe == "tensorwise":
+        rows, turned = rounded_whole(x, largest_of(x), kind, columns=columns)
+        return rows, turned if columns else None
+    rows, largest = rounded_rows(x, with_columns=columns)
+    return rows, rounded_columns(rows, largest) if columns else None
 
 
 class RoundedLinear(nn.Linear):
