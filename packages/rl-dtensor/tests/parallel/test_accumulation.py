@@ -15,9 +15,9 @@ from rl_core.model import LOGPROBS, ModelSpec
 from rl_core.model_config import ModelConfig, SequencePackingConfig
 from rl_core.selfcheck.losses import TokenLoss
 from rl_core.selfcheck.pooled_model import PooledModel
-from rl_core.selfcheck.torch.selfcheck import SGD
+from rl_core.selfcheck.torch.selfcheck import SGD, write_random
 from rl_core.testing.exhaustive import partly_exhaustive
-from rl_dtensor.model.tiny import SMALL
+from rl_dtensor.model.tiny import SMALL, shrink
 from rl_dtensor.parallel.accumulation import GradientMemory, keeps_whole_gradients
 from rl_dtensor.selfcheck import CHECK, streamed, write_tiny
 
@@ -34,7 +34,7 @@ def folder(tmp_path_factory):
 
 
 def open_model(ranks, folder, num_ranks, **settings):
-    packing = SequencePackingConfig(enabled=True, train_mb_tokens=16)
+    packing = SequencePackingConfig(enabled=True, train_mb_tokens=16, logprob_mb_tokens=16)
     config = ModelConfig(
         model_name=str(folder),
         precision="float32",
@@ -76,9 +76,15 @@ def test_parameters_that_stay_gathered_are_gathered_once_a_step(ranks, folder):
     once = counts(ranks, folder, 2, gradient_accumulation="sharded", **GATHERED)[0]
     assert once["gathers"] == 2 + NUM_LAYERS
     assert once["scatters"] == NUM_MICROBATCHES * once["gathers"]
-    with open_model(ranks, folder, 2, **GATHERED) as model:
+    with open_model(ranks, folder, 2, gradient_accumulation="sharded") as model:
         args = [(part,) for part in shards(even_batch(2), 2)]
+        reads = 1 + NUM_MICROBATCHES * (1 + NUM_LAYERS)  # Without a backward pass the end stays gathered anyway.
+        assert ranks.run("accumulation_cases:gathers_of_reads", args) == [reads] * 2
+        # A plan that is made at the first step decides later than the first passes.
+        model.call("_model.keep_gathered")
         assert ranks.run("accumulation_cases:gathers_of_reads", args) == [2 + NUM_LAYERS] * 2
+        steps = ranks.run("accumulation_cases:counted_step", [(part, TokenLoss()) for (part,) in args])
+        assert steps[0] == once
         model.offload()
         assert ranks.run("accumulation_cases:gathered_bytes", [()] * 2) == [0] * 2
 
@@ -101,9 +107,9 @@ MESHES = [
     ("family", "num_ranks", "settings"), partly_exhaustive(MESHES, always=[MESHES[4], MESHES[7]]), ids=str
 )
 def test_parameters_that_stay_gathered_train_to_the_same_bits(ranks, tmp_path, family, num_ranks, settings):
-    layers = 4 if "pipeline_chunks_per_rank" in settings else NUM_LAYERS
-    config = AutoConfig.for_model(family, tie_word_embeddings=False)
-    folder = write_tiny(config, tmp_path / "model", sizes={**SMALL, "num_hidden_layers": layers})
+    config = shrink(AutoConfig.for_model(family, tie_word_embeddings=False))
+    config.num_hidden_layers = 2 * settings.get("pipeline_chunks_per_rank", 1)
+    folder = write_random(config, tmp_path / "model", 0)
     found = []
     for chosen in ("layer", "step"):
         with open_model(ranks, folder, num_ranks, reshard_after=chosen, **settings) as model:
