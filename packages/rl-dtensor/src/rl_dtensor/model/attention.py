@@ -42,6 +42,36 @@ class RowsUnknown(ValueError):
     """Attention was called without the layout of rows, or with something that it does not compute with."""
 
 
+class Seam:
+    """Stands for the kernel of attention in a part of a layer that ends at attention, or begins there.
+
+    Args:
+        attended: Result of attention, `[batch, tokens, heads, head_dim]`; None in the part that ends there.
+
+    Attributes:
+        heads: Queries, keys and values that attention was called with.
+        options: Other arguments of that call, by name.
+    """
+
+    def __init__(self, attended: Tensor | None = None) -> None:
+        self._attended = attended
+        self.heads: tuple[Tensor, ...] = ()
+        self.options: dict[str, Any] = {}
+
+    def meet(self, *heads: Tensor, **options: Any) -> Tensor:
+        """Keep the arguments of a call; return the result that was given, or one without values.
+
+        Raises:
+            RowsUnknown: If attention was called before.
+        """
+        if self.heads:
+            raise RowsUnknown("a layer calls attention twice")
+        self.heads, self.options = heads, options
+        query, _, value = heads
+        shape = (len(query), query.shape[2], query.shape[1], value.shape[-1])
+        return query.new_empty(shape) if self._attended is None else self._attended
+
+
 def row_attention(
     module: nn.Module,
     query: Tensor,
@@ -50,7 +80,7 @@ def row_attention(
     attention_mask: Tensor | None,
     *,
     layout: RowLayout | None = None,
-    attend: Attend | None = None,
+    attend: Attend | Seam | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -71,7 +101,8 @@ def row_attention(
         value: Same layout as `key`.
         attention_mask: None; the rows' bounds replace it.
         layout: Rows, and their tokens on this rank.
-        attend: Kernel that computes attention once all keys that a query sees are here.
+        attend: Kernel that computes attention once all keys that a query sees are here, or a `Seam`, which needs no
+            layout.
         scaling: Scaling of the products; `head_dim ** -0.5` if None.
         dropout: Share of the attention weights that is dropped.
         sliding_window: Tokens that each token sees, itself included; all before it if None.
@@ -88,7 +119,7 @@ def row_attention(
         RowsUnknown: If the model did not pass on the layout and the kernel of its forward pass, or passes on arguments
             that are not used here.
     """
-    if layout is None or attend is None:
+    if attend is None or (layout is None and not isinstance(attend, Seam)):
         raise RowsUnknown(f"{type(module).__name__} calls attention without the layout of rows")
     foreign = sorted(name for name, value in others.items() if value is not None and name not in INERT)
     if attention_mask is not None:
@@ -97,6 +128,11 @@ def row_attention(
         foreign.append("is_causal=False")
     if foreign:
         raise RowsUnknown(f"{type(module).__name__} calls attention with {', '.join(foreign)}")
+    if isinstance(attend, Seam):
+        scores = {"scaling": scaling, "dropout": dropout, "sliding_window": sliding_window, "softcap": softcap}
+        places = {"chunk_size": chunk_size, "query_scale": query_scale}
+        return attend.meet(query, key, value, s_aux=s_aux, **scores, **places), None
+    assert layout is not None
     if query_scale is not None:
         query = (query * query_scale(layout.position_ids)[:, None, :, None]).to(query.dtype)
     context, softmax = layout.context, Softmax(scaling, dropout, sliding_window, softcap, s_aux)

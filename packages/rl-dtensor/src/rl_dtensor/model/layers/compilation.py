@@ -1,45 +1,57 @@
-"""Parts of layers compiled by `torch.compile`: the operations between matrix products, attention, experts and
-collectives.
+"""Layers compiled by `torch.compile`, each in two graphs: from its input to attention, and from there to its output.
 
-Each part is one graph without products and collectives. So compiled layers are split, sharded, adapted and recomputed
-like others, and selective recomputation finds the products that it keeps.
+Matrix products, adapters, 8-bit casts and the collectives of tensor parallelism are inside the graphs. Attention stays
+outside, because its kernels and the exchange of context-parallel ranks depend on the rows of a microbatch, and so do
+experts, whose exchange waits for sizes. FSDP gathers and frees parameters around a layer, as without compilation.
+
+The parts are not cut out of the code of a family: each graph traces the whole layer. The first returns the arguments of
+attention, so what follows is dead code in it. The second takes the result of attention, so what leads to it is.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Callable, Sequence
-from functools import cache, partial, wraps
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, activations
+from torch._dynamo.exc import TorchDynamoException
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
+from rl_dtensor.model.attention import Seam, row_attention
 from rl_dtensor.model.layers import formulas
-from rl_dtensor.model.layers.fusion import fuse_residuals, rotate_by
+from rl_dtensor.model.layers.recompute import products_kept
 from rl_dtensor.parallel.experts import expert_modules
 
 logger = logging.getLogger(__name__)
 
 MAX_VARIANTS = 64
-"""Maximum number of variants of one function: kinds of modules, widths, dtypes, one or several rows, with and without
-gradients."""
+"""Maximum number of variants of one part: kinds of layers, dtypes, one or several rows, with and without gradients."""
+
+ERRORS = (TorchDynamoException, ConstraintViolationError)
+"""Errors of code that cannot be compiled for all numbers of tokens."""
+
+Given = Mapping[str, Any]
+"""Arguments of a layer in addition to its hidden states, without the layout of rows and the kernel of attention."""
 
 
-def compile_layers(hf: PreTrainedModel, layers: Sequence[nn.Module]) -> Counter[str]:
-    """Make parts of layers run compiled code, made when they first run, once for all numbers of tokens.
+def compile_layers(hf: PreTrainedModel, layers: Sequence[nn.Module]) -> int:
+    """Make layers run compiled code, made when they first run, once for all numbers of tokens and all layers of a kind.
 
-    To be called before the model is split or sharded, which wraps the computation of modules. Modules that compute by
-    fused kernels keep them.
+    To be called before the model is split or sharded, which wraps the computation of modules.
 
     Args:
         hf: Whole model on `meta` or with values, changed in place.
         layers: The repeated layers.
 
     Returns:
-        Number of parts of each kind: `norms`, `activations`, `gates`, `rotations`, `residuals`.
+        Number of layers that are compiled. Layers with experts are left as they are if their code is not the code of
+        most families, which shows where experts begin.
 
     Raises:
         ValueError: If nothing can be compiled on this machine.
@@ -47,142 +59,148 @@ def compile_layers(hf: PreTrainedModel, layers: Sequence[nn.Module]) -> Counter[
     problem = compiler_problem()
     if problem:
         raise ValueError(problem)
-    in_experts = {id(part) for module in expert_modules(hf) for part in module.modules()}
-    modules = [module for layer in layers for module in layer.modules() if id(module) not in in_experts]
-    gates = _compile_gates(modules)
-    gated = {id(formulas.activation_of(module)) for module in modules if "forward" in vars(module)}
-    norms, own_activations = [], []
-    for module in modules:
-        # Some activations of `transformers` take many kernels.
-        is_activation = type(module).__module__ == activations.__name__ and id(module) not in gated
-        if "norm" in type(module).__name__.lower() and formulas.computes_by_row(module):
-            norms.append(module)
-        elif is_activation and formulas.computes_by_row(module):
-            own_activations.append(module)
-    own, of_sum = _compiled_by_row(_own), _compiled_by_row(_of_sum)
-    for module in (*norms, *own_activations):
-        _compile_own(module, own, of_sum)
-    known = {id(module) for module in norms}
-    counts = Counter(
-        {
-            "norms": len(norms),
-            "activations": len(own_activations),
-            "gates": gates,
-            "rotations": _compile_rotations(modules),
-            "residuals": sum(fuse_residuals(layer, known, lambda _: True) for layer in layers),
-        }
-    )
-    logger.info("compiled in %s: %s", type(hf).__name__, ", ".join(f"{n} {kind}" for kind, n in counts.items()))
-    return counts
-
-
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function of tensors once for all sizes of their dims but the last."""
-    to_graph: Any = torch.compile  # It is declared without `recompile_limit`.
-    run = to_graph(function, fullgraph=True, recompile_limit=MAX_VARIANTS)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        for each in (*args, *kwargs.values()):
-            if isinstance(each, Tensor):
-                # A size of 1 is compiled as a constant even if it is marked.
-                torch._dynamo.mark_dynamic(each, [dim for dim, size in enumerate(each.shape[:-1]) if size > 1])
-        return run(*args, **kwargs)
-
-    return call
-
-
-def _compiled_by_row(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function of a module and tensors `[..., features]` that computes each vector of features separately."""
-    run = _compiled(function)
-
-    def call(module: nn.Module, *tensors: Tensor) -> Any:
-        # Packed rows, padded rows and rows of heads have the same form this way.
-        found = run(module, *(each.reshape(-1, each.shape[-1]) for each in tensors))
-        outs = found if isinstance(found, tuple) else (found,)
-        several = tuple(out.view(*tensors[0].shape[:-1], out.shape[-1]) for out in outs)
-        return several if isinstance(found, tuple) else several[0]
-
-    return call
-
-
-def _own(module: nn.Module, x: Tensor) -> Tensor:
-    return cast("Tensor", type(module).forward(module, x))
-
-
-def _of_sum(module: nn.Module, x: Tensor, addend: Tensor) -> tuple[Tensor, Tensor]:
-    total = x + addend
-    return _own(module, total), total
-
-
-def _gate(activation: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
-    return cast("Tensor", activation(gate) * up)
-
-
-def _gate_of_halves(activation: nn.Module, gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.chunk(2, -1)
-    return _gate(activation, gate, up)
-
-
-def _compile_own(module: Any, own: Callable[..., Tensor], of_sum: Callable[..., Any]) -> None:
-    """Compile a module, without and, as `fuse_residuals` calls norms, with the sum before it."""
-    original = module.forward
-
-    @wraps(original)
-    def forward(x: Tensor, addend: Tensor | None = None, *, with_sum: bool = False) -> Any:
-        if addend is not None:
-            return of_sum(module, x, addend)
-        return (own(module, x), x) if with_sum else own(module, x)
-
-    module.forward = forward
-
-
-def _compile_gates(modules: Sequence[nn.Module]) -> int:
-    """Compile the operations between the products of MLPs; return the number of these MLPs."""
-    gate, gate_of_halves = _compiled_by_row(_gate), _compiled_by_row(_gate_of_halves)
-    tried: dict[Any, tuple[nn.Module, bool, bool]] = {}
+    experts = {id(module) for module in expert_modules(hf)}
+    to_attention, from_attention = _Part("up to attention", _to_attention), _Part("after attention", _from_attention)
     count = 0
-    for module in modules:
-        activation = formulas.activation_of(module)
-        if activation is None or list(activation.parameters()):
-            continue
-        kind = (type(module), str(activation), frozenset(module._modules))
-        if kind not in tried:
-            # All layers use one object, because compiled code belongs to one object.
-            tried[kind] = (
-                activation,
-                formulas.is_gated_mlp(module, activation),
-                formulas.is_packed_mlp(module, activation),
-            )
-        activation, is_gated, is_packed = tried[kind]
-        if is_gated:
-            _replace_gate(module, partial(gate, activation), ("gate_proj", "up_proj"))
-        elif is_packed:
-            _replace_gate(module, partial(gate_of_halves, activation), ("gate_up_proj",))
-        count += is_gated or is_packed
-    return count
-
-
-def _replace_gate(module: Any, gate: Callable[..., Tensor], projections: Sequence[str]) -> None:
-    @wraps(module.forward)
-    def forward(x: Tensor) -> Tensor:
-        return cast("Tensor", module.down_proj(gate(*(getattr(module, name)(x) for name in projections))))
-
-    module.forward = forward
-
-
-def _compile_rotations(modules: Sequence[nn.Module]) -> int:
-    """Compile the rotations that attention layers call by their name; return the number of these layers."""
-    compiled: dict[Any, Callable[..., Any]] = {}
-    count = 0
-    for module in modules:
-        own = formulas.calling_rotation(module)
-        if own is not None:
-            rotate = own.__globals__[formulas.ROTATE]
-            if rotate not in compiled:
-                compiled[rotate] = _compiled(rotate)
-            rotate_by(compiled[rotate], module, own)
+    for layer in layers:
+        kind: Any = type(layer)
+        has_experts = any(id(part) in experts for part in layer.modules())
+        if "forward" not in vars(layer) and (not has_experts or formulas.is_pre_norm_layer(kind)):
+            cast("Any", layer).forward = CompiledLayer(layer, to_attention, from_attention, has_experts=has_experts)
             count += 1
+    logger.info("compiled in %s: %d of %d layers", type(hf).__name__, count, len(layers))
     return count
+
+
+class CompiledLayer:
+    """The forward pass of a layer in two compiled parts, with attention between them and experts after them.
+
+    Args:
+        layer: Layer, not yet split or sharded.
+        to_attention: Part that is shared by all layers, from hidden states to the arguments of attention.
+        from_attention: Shared part from the result of attention to the output, or to the input of experts.
+        has_experts: True if the layer has experts, and the code of most families.
+
+    Attributes:
+        selective: Checkpoint of the layer that recomputes selectively; None if it keeps everything. The parts then
+            recompute within their graphs, and it is used for what stays outside.
+    """
+
+    def __init__(self, layer: nn.Module, to_attention: _Part, from_attention: _Part, *, has_experts: bool) -> None:
+        self._layer: Any = layer
+        self._original = layer.forward
+        self._to_attention, self._from_attention = to_attention, from_attention
+        self._has_experts = has_experts
+        self.selective: Callable[..., Any] | None = None
+
+    def __call__(self, hidden_states: Tensor, *, layout: Any = None, attend: Any = None, **given: Any) -> Any:
+        """Compute the layer as its own code does, by that code if it cannot be compiled."""
+        kind = type(self._layer)
+        selects = self.selective is not None and torch.is_grad_enabled()
+        around = self.selective if selects and self.selective is not None else _called
+        if attend is not None and kind not in self._to_attention.refused:
+            try:
+                return self._in_parts(hidden_states, layout, attend, given, around, selects=selects)
+            except ERRORS as error:
+                self._to_attention.refuse(kind, error)
+        rows = {} if attend is None else {"layout": layout, "attend": attend}
+        return around(partial(self._original, **rows, **given), hidden_states)
+
+    def _in_parts(
+        self, hidden: Tensor, layout: Any, attend: Any, given: Given, around: Callable[..., Any], *, selects: bool
+    ) -> Any:
+        layer = self._layer
+        if not torch.is_grad_enabled():
+            hidden = hidden.detach()  # The input of the first layer may ask for a gradient, and would be a variant.
+        for each in given.values():
+            for part in each if isinstance(each, tuple) else (each,):
+                _mark(part)
+        _mark(hidden)
+        (query, key, value), options = self._to_attention(layer, hidden, given, selects)
+        attended, _ = row_attention(layer, query, key, value, None, layout=layout, attend=attend, **options)
+        _mark(attended)
+        out = self._from_attention(layer, hidden, attended, given, selects, self._has_experts)
+        if not self._has_experts:
+            return out
+        normed, residual = out
+        return residual + around(layer.mlp, normed)
+
+
+def _called(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
+def _mark(tensor: Any) -> None:
+    """Compile for all numbers of rows and tokens, the first two dims; a size of 1 is always compiled as a constant."""
+    if isinstance(tensor, Tensor) and not hasattr(tensor, "_dynamo_dynamic_indices"):
+        torch._dynamo.mark_dynamic(tensor, [dim for dim, size in enumerate(tensor.shape[:2]) if size > 1])
+
+
+def _to_attention(layer: nn.Module, hidden: Tensor, given: Given, selects: bool) -> Any:
+    """Return queries, keys and values of a layer, and the other arguments of its attention."""
+
+    def compute(hidden: Tensor) -> Any:
+        seam = Seam()
+        type(layer).forward(layer, hidden, attend=seam, **given)
+        return seam.heads, seam.options
+
+    return checkpoint(compute, hidden, use_reentrant=False, context_fn=products_kept) if selects else compute(hidden)
+
+
+def _from_attention(
+    layer: Any, hidden: Tensor, attended: Tensor, given: Given, selects: bool, has_experts: bool
+) -> Any:
+    """Return the output of a layer from the result of its attention; with experts, their input and the residual."""
+
+    def compute(hidden: Tensor, attended: Tensor) -> Any:
+        seam = Seam(attended)
+        if not has_experts:
+            return type(layer).forward(layer, hidden, attend=seam, **given)
+        projected, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden), attend=seam, **given)
+        residual = hidden + projected
+        return layer.post_attention_layernorm(residual), residual
+
+    if selects:
+        return checkpoint(compute, hidden, attended, use_reentrant=False, context_fn=products_kept)
+    return compute(hidden, attended)
+
+
+class _Part:
+    """A compiled function of all layers, which logs the time that compiling takes.
+
+    Attributes:
+        refused: Kinds of layers that cannot be compiled.
+    """
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        to_graph: Any = torch.compile  # It is declared without `recompile_limit`.
+        self._name, self._run = name, to_graph(function, fullgraph=True, recompile_limit=MAX_VARIANTS)
+        self._known: set[tuple[Any, ...]] = set()
+        self.refused: set[type[nn.Module]] = set()
+
+    def __call__(self, layer: nn.Module, *args: Any) -> Any:
+        known = (type(layer), torch.is_grad_enabled())
+        if known in self._known:
+            return self._run(layer, *args)
+        kind, aim = type(layer).__name__, "training" if torch.is_grad_enabled() else "reading"
+        logger.info("compiling %s %s, for %s", kind, self._name, aim)
+        start = time.monotonic()
+        found = self._run(layer, *args)
+        self._known.add(known)
+        logger.info("compiled %s %s, for %s, in %.1f s", kind, self._name, aim, time.monotonic() - start)
+        return found
+
+    def refuse(self, kind: type[nn.Module], error: Exception) -> None:
+        """Leave layers of a kind to their own code."""
+        self.refused.add(kind)
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        logger.warning(
+            "%s is not compiled and computes by its own code, without fused kernels (%s: %s); set "
+            "dtensor_cfg.compile=false",
+            kind.__name__,
+            type(error).__name__,
+            lines[0] if lines else "no reason",
+        )
 
 
 @cache
