@@ -142,11 +142,12 @@ def check_kwargs(section: Any, config: RunConfig) -> Iterable[Problem]:
         key = f"{KEY}.megatron_kwargs.{name}"
         if name in FUSIONS and value is False:
             continue  # Every device and all layers can do without a fusion.
+        remedy = "Set it to false" if name in FUSIONS else "Remove this key"
         if name in ON_CUDA and _has_no_cuda(config):
-            yield Problem(key, f"needs a GPU, but cluster.device is {device}", remedy="Remove this key")
+            yield Problem(key, f"needs a GPU, but cluster.device is {device}", remedy=remedy)
         elif name in WITH_TE and _has_no_cuda(config):
             reason = f"needs Transformer Engine and a GPU, but cluster.device is {device}"
-            yield Problem(key, reason, remedy="Remove this key")
+            yield Problem(key, reason, remedy=remedy)
         elif name in WITH_TE and backend.transformer_engine is False:
             reason = f"needs Transformer Engine, but {KEY}.transformer_engine is false"
             yield Problem(key, reason, remedy=f"Remove this key or {KEY}.transformer_engine")

@@ -16,7 +16,7 @@ def _fields(names: str) -> frozenset[str]:
 
 
 ANYWHERE = _fields(
-    """clone_scatter_output_in_embedding deallocate_pipeline_outputs deterministic_mode overlap_p2p_comm_warmup_flush
+    """clone_scatter_output_in_embedding deallocate_pipeline_outputs overlap_p2p_comm_warmup_flush
     pipeline_model_parallel_layout recompute_method recompute_num_layers"""
 )
 """Fields that may be set on every device."""
@@ -54,9 +54,10 @@ WITH_TE = _fields(
 
 FUSIONS = _fields(
     """apply_rope_fusion bias_activation_fusion bias_dropout_fusion gradient_accumulation_fusion moe_permute_fusion
-    moe_router_fusion use_te_activation_func"""
+    moe_router_fusion tp_comm_overlap use_te_activation_func"""
 )
-"""Fields that are on by default where a kernel is there and fits; false turns them off anywhere."""
+"""Fields of fused kernels, which false turns off anywhere. All except `tp_comm_overlap` are on by default where a
+kernel is there and fits."""
 
 RECOMPUTED_WITH_TE = frozenset({"layernorm", "mla_up_proj", "moe_act"})
 """Parts of a layer whose recomputation megatron-core builds on Transformer Engine."""
@@ -102,6 +103,9 @@ _REASONS: Mapping[str, str] = {
         external_cuda_graph cuda_graph_impl cuda_graph_scope""",
     "Transformer Engine no longer reads it": "tp_comm_split_ag tp_comm_atomic_ag tp_comm_split_rs tp_comm_atomic_rs",
     "its kernel does not take packed rows": "fused_single_qkv_rope",
+    # Transformer Engine 2.20 turns cuDNN's kernel off for them on compute capability 9.0 (`get_attention_backend`).
+    "deterministic attention of long packed rows keeps the scores of all pairs of tokens in GPU memory": """
+        deterministic_mode""",
     "rl-megatron does not create the process groups that it needs": """
         hierarchical_context_parallel_sizes hybrid_context_parallel max_seqlen_per_dp_cp_rank
         pipeline_model_parallel_comm_backend use_ring_exchange_p2p moe_extended_tp""",

@@ -46,6 +46,7 @@ class Engine(ModuleType):
         if self.opened is not None:
             raise RuntimeError("UB communicators are already initialized.")
         self.opened = (shape, tp_size, quantization_modes, dtype, bootstrap_backend)
+        self.methods = ub_cfgs
 
     def destroy_ub(self):
         self.opened = None
@@ -67,13 +68,22 @@ def config_of(folder, family="qwen3", kwargs=None, **settings):
 
 
 def test_buffers_have_the_shape_of_a_rank_and_can_be_opened_again(engine, tmp_path):
-    config = config_of(tmp_path, kwargs={"tp_comm_bootstrap_backend": "gloo"}, context_parallel_size=2)
+    config = config_of(tmp_path, kwargs={"tp_comm_bootstrap_backend": "nccl"}, context_parallel_size=2)
     for _ in range(2):
         open_buffers(config, [4096])
-        assert engine.opened == ([2048, 32], 2, [Modes.NONE], torch.bfloat16, "gloo")
+        assert engine.opened == ([2048, 32], 2, [Modes.NONE], torch.bfloat16, "nccl")
+        assert engine.methods is None
         close_buffers()
         assert engine.opened is None
     close_buffers()
+
+
+@pytest.mark.parametrize(("off", "scattering"), [({}, {"qkv_dgrad", "fc1_dgrad"}), ({"fc1"}, {"qkv_dgrad"})])
+def test_products_whose_gradient_is_scattered_have_buffers_that_scatter(engine, tmp_path, off, scattering):
+    kwargs = {"tp_comm_overlap_rs_dgrad": True, **{f"tp_comm_overlap_disable_{name}": True for name in off}}
+    open_buffers(config_of(tmp_path, kwargs=kwargs), [64])
+    assert engine.methods == {name: {"method": "ring_exchange"} for name in scattering}
+    assert engine.opened[-1] == "gloo"
 
 
 def test_products_in_8_bits_have_buffers_of_their_own(engine, tmp_path):

@@ -84,6 +84,8 @@ def transformer_config(
         "perform_initialization": False,
         # Losses come divided by global totals, so that gradients are summed and never averaged.
         "calculate_per_token_loss": True,
+        # Buffers of overlapped products are set up over sockets: NCCL would keep memory of each GPU for it.
+        "tp_comm_bootstrap_backend": "gloo",
         **_further_fields(backend, is_cuda=is_cuda, has_te=has_te),
     }
     try:

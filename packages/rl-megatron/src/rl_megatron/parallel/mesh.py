@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -31,7 +32,7 @@ class MegatronMesh:
     Args:
         kind: The device that it computes on.
         control: All ranks, on gloo: scalars that decide the next step of every rank.
-        data: The ranks that hold the same part of the model and other rows, on gloo.
+        data: The ranks that hold the same part of the model and other rows. It reduces tensors of the host too.
         layout: Sizes that determine which part of the model each rank holds: all ranks (`world`), the ranks along each
             axis and those that share an expert's matrices (`etp`), and the layers of pipeline ranks (0 layers are an
             equal share).
@@ -54,16 +55,18 @@ class MegatronMesh:
         join_process_group(rendezvous)
         timeout = timedelta(seconds=rendezvous.timeout_s)
         try:
-            parallel_state.initialize_model_parallel(
-                backend.tensor_model_parallel_size,
-                backend.pipeline_model_parallel_size,
-                backend.virtual_pipeline_model_parallel_size,
-                context_parallel_size=backend.context_parallel_size,
-                expert_model_parallel_size=backend.expert_model_parallel_size,
-                expert_tensor_parallel_size=backend.expert_tensor_parallel_size,
-                distributed_timeout_minutes=max(1, int(rendezvous.timeout_s // 60)),
-                create_gloo_process_groups=True,
-            )
+            with _shared_groups():
+                parallel_state.initialize_model_parallel(
+                    backend.tensor_model_parallel_size,
+                    backend.pipeline_model_parallel_size,
+                    backend.virtual_pipeline_model_parallel_size,
+                    context_parallel_size=backend.context_parallel_size,
+                    expert_model_parallel_size=backend.expert_model_parallel_size,
+                    expert_tensor_parallel_size=backend.expert_tensor_parallel_size,
+                    distributed_timeout_minutes=max(1, int(rendezvous.timeout_s // 60)),
+                    # The other groups reduce tensors of the host by gloo too.
+                    create_gloo_process_groups=False,
+                )
             control = dist.new_group(backend="gloo", timeout=timeout)
         except BaseException:
             cls.leave()
@@ -78,7 +81,7 @@ class MegatronMesh:
             "last_layers": backend.num_layers_in_last_pipeline_stage or 0,
             **({} if stages is None else {"stages": crc32(str(stages).encode())}),
         }
-        data = parallel_state.get_data_parallel_group_gloo()
+        data = parallel_state.get_data_parallel_group()
         return cls(rendezvous.rank, rendezvous.world_size, rendezvous.kind, control, data, layout)
 
     @property
@@ -122,6 +125,28 @@ class MegatronMesh:
         dist.destroy_process_group()
 
 
+@contextmanager
+def _shared_groups() -> Iterator[None]:
+    """Make one group where Megatron would make several of the same ranks for the same kind of traffic.
+
+    Groups of other kinds (`DATA`, `TENSOR`, `EXPERT`, `PIPELINE` ... in their descriptions) stay apart, because
+    collectives of one group wait for one another: a reduction of gradients would hold up the tokens of experts.
+    """
+    create, made = parallel_state.create_group, {}
+
+    def create_once(ranks: list[int], *, group_desc: str, **options: Any) -> Any:
+        key = (group_desc.partition("_")[0], tuple(ranks))
+        if key not in made:
+            made[key] = create(ranks, group_desc=group_desc, **options)
+        return made[key]
+
+    parallel_state.create_group = create_once
+    try:
+        yield
+    finally:
+        parallel_state.create_group = create
+
+
 def _sizes() -> dict[str, int]:
     """Return the number of ranks along each axis, in the groups of this process."""
     return {
@@ -158,11 +183,15 @@ def open_buffers(config: TransformerConfig, lengths: Sequence[int]) -> None:
     used = [modes.FP8 if config.fp8 else modes.NONE]
     if config.fp8 and config.first_last_layers_bf16:
         used.append(modes.NONE)
+    # Buffers of these products gather by default; a layer that scatters in one of them would use it the wrong way.
+    is_off = {"qkv": config.tp_comm_overlap_disable_qkv, "fc1": config.tp_comm_overlap_disable_fc1}
+    scattering = [name for name in is_off if config.tp_comm_overlap_rs_dgrad and not is_off[name]]
     engine.initialize_ub(
         shape=[lengths[0] // config.context_parallel_size, config.hidden_size],
         tp_size=config.tensor_model_parallel_size,
         quantization_modes=used,
         dtype=config.params_dtype,
+        ub_cfgs={f"{name}_dgrad": {"method": "ring_exchange"} for name in scattering} or None,
         bootstrap_backend=config.tp_comm_bootstrap_backend,
     )
     _is_open = True
