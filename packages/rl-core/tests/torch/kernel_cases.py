@@ -2,11 +2,13 @@
 
 import os
 from itertools import product
+from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from joined_rank import joined
+from torch._dynamo.backends.common import aot_autograd
 
 from rl_core.selfcheck.rank_pool import Rank
 from rl_core.torch.heads.logprobs import Head, LogitTransform, head_reads
@@ -24,6 +26,7 @@ from rl_core.torch.kernels.norm import NormForm, add_rms_norm, rms_norm
 from rl_core.torch.kernels.permutation import collect, group_by_expert, spread, spread_weighted
 from rl_core.torch.kernels.rotary import HeadNorm, rotated
 from rl_core.torch.kernels.swiglu import swiglu, swiglu_of_halves
+from rl_core.torch.transport.digest import _host_sum
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 FORMS = {
@@ -241,3 +244,44 @@ def _rounded(x: torch.Tensor) -> dict[str, Float8Matrix]:
         "one scale, rows alone": rounded_whole(x, largest_of(x), E4M3, columns=False)[0],
         "one scale, columns alone": rounded_whole(x, largest_of(x), E4M3, rows=False)[1],
     }
+
+
+def digests(rank: Rank) -> dict[str, bool]:
+    """Whether the program sums lanes as the host does: none, a part of a block, several blocks, positions beyond 32
+    bits."""
+    lanes = torch.randint(-(2**63), 2**63 - 1, (2051,), generator=torch.Generator().manual_seed(0))
+    found = {}
+    for (start, stop), first in product(((0, 0), (3, 8), (0, 1024), (2, 2051)), (0, 2**33)):
+        part = lanes[start:stop]
+        on_device = int(torch.ops.rl_core.mixed_sums(part, first).sum())
+        found[f"{start}:{stop} from {first}"] = (on_device - _host_sum(part.numpy(), first)) % 2**64 == 0
+    return found
+
+
+def compiled(rank: Rank) -> tuple[set[str], dict[str, float]]:
+    """Operators in the graph of a compiled function of norms, gates and rotations, and distances from the results and
+    gradients of the same function uncompiled."""
+    form = FORMS["llama"]
+
+    def layer(x, addend, weight, heads, cos, sin):
+        normed, total = add_rms_norm(x, addend, weight, form)
+        gated = swiglu(normed, total) + rms_norm(total, weight, form)
+        return gated * swiglu_of_halves(torch.cat([gated, x], -1)), rotated(heads, cos, sin, HeadNorm(weight, form))
+
+    found: set[str] = set()
+
+    def note(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        found.update(str(node.target) for node in graph.graph.nodes if str(node.target).startswith("rl_core."))
+        return graph.forward
+
+    generator = torch.Generator().manual_seed(0)
+    shapes = (6, 16), (6, 16), (16,), (1, 2, 6, 16), (1, 6, 16), (1, 6, 16)
+    inputs = [torch.randn(*shape, generator=generator) for shape in shapes]
+    leaves = [each.requires_grad_() for each in inputs[:4]]
+    outcomes = []
+    for function in (layer, torch.compile(layer, fullgraph=True, backend=aot_autograd(fw_compiler=note))):
+        outputs = function(*inputs)
+        outcomes.append([*outputs, *torch.autograd.grad(sum(each.sin().sum() for each in outputs), leaves)])
+    torch._dynamo.reset()
+    errors = {str(place): float((a - b).abs().max()) for place, (a, b) in enumerate(zip(*outcomes, strict=True))}
+    return found, errors
