@@ -23,6 +23,11 @@ class Chip:
         memory_bytes: Bytes per second that kernels read and write together.
         host_bytes: Bytes per second from or to pinned memory of the host.
         synced_bytes: Bytes per second of a weight transfer between processes, with a digest at both ends.
+        node_bytes: Bytes per second that each GPU of a node sends in a collective of large tensors.
+        network_bytes: The same for a GPU's network adapter.
+        launch_seconds: Time of the host for an operation of torch, with its share of the code between kernels: modules,
+            hooks of FSDP2, autograd, optimizer.
+        operator_seconds: The same for an operator of this project, whose Triton program Python starts.
     """
 
     products: float
@@ -31,6 +36,10 @@ class Chip:
     memory_bytes: float
     host_bytes: float
     synced_bytes: float
+    node_bytes: float
+    network_bytes: float
+    launch_seconds: float
+    operator_seconds: float
 
     def attention(self, generation: str) -> float:
         """Rate of a forward pass with its backward pass, which has two and a half times the operations."""
@@ -44,6 +53,10 @@ H100 = Chip(
     memory_bytes=2.6e12,
     host_bytes=50e9,
     synced_bytes=50e9,
+    node_bytes=360e9,
+    network_bytes=45e9,
+    launch_seconds=50e-6,
+    operator_seconds=350e-6,
 )
 CHIPS: Mapping[str, Chip] = {"H100": H100, "H200": replace(H100, memory_bytes=3.8e12)}
 """Chips by a word of the driver's name for them."""

@@ -72,6 +72,7 @@ class Costs:
         sharding: Copies into and out of the buffers of sharded parameters and gradients.
         attention: Kernels next to the largest one of attention's backward pass, and the memory by which they exchange
             gradients. `products` has the largest, with the arguments and results.
+        operators: Calls of this project's operators, each of which starts a Triton program by Python.
         waits: Number of times that the host waits for the device, by the operation that waits.
         collectives: Collectives by kind.
         peak_bytes: Maximum memory of the tensors that it makes and that are alive at one time.
@@ -82,6 +83,7 @@ class Costs:
     other: Work = Work()
     sharding: Work = Work()
     attention: Work = Work()
+    operators: int = 0
     waits: Mapping[str, int] = field(default_factory=dict)
     collectives: Mapping[Collective, Traffic] = field(default_factory=dict)
     peak_bytes: int = 0
@@ -109,6 +111,7 @@ class Costs:
             self.other + other.other,
             self.sharding + other.sharding,
             self.attention + other.attention,
+            self.operators + other.operators,
             {name: self.waits.get(name, 0) + other.waits.get(name, 0) for name in {**self.waits, **other.waits}},
             {
                 kind: self.collectives.get(kind, Traffic()) + other.collectives.get(kind, Traffic())
@@ -130,6 +133,7 @@ class Costs:
             self.other - other.other,
             self.sharding - other.sharding,
             self.attention - other.attention,
+            self.operators - other.operators,
             {name: count for name, count in waits.items() if count},
             {kind: moved for kind, moved in collectives.items() if moved != Traffic()},
             self.peak_bytes - other.peak_bytes,

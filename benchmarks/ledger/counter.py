@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._tools.mod_tracker import ModTracker
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -59,6 +61,7 @@ class CostCounter(TorchDispatchMode):
         self._tallies: dict[str, _Tally] = {WHOLE: _Tally()}
         self._modules = ModTracker() if by_module else None
         self._entered = ExitStack()
+        self._describes = False
 
     @property
     def costs(self) -> Costs:
@@ -79,6 +82,17 @@ class CostCounter(TorchDispatchMode):
     def __enter__(self) -> CostCounter:
         if self._modules is not None:
             self._entered.enter_context(self._modules)
+        describe = ShardingPropagator._propagate_tensor_meta_non_cached
+
+        def unseen(propagator: ShardingPropagator, schema: Any) -> Any:
+            self._describes = True
+            try:
+                return describe(propagator, schema)
+            finally:
+                self._describes = False
+
+        # The first call of an operation on DTensors also runs on whole tensors without data, to describe the result.
+        self._entered.enter_context(patch.object(ShardingPropagator, describe.__name__, unseen))
         if self._device == "meta":
             self._entered.enter_context(_FromLists(self._tallies[WHOLE]))
         super().__enter__()
@@ -92,7 +106,10 @@ class CostCounter(TorchDispatchMode):
         if any(issubclass(kind, (DTensor, AsyncCollectiveTensor)) for kind in types):
             return NotImplemented  # they compute on their parts, which comes back here
         kwargs = kwargs or {}
+        if self._describes:
+            return function(*args, **kwargs)
         if is_own(function):
+            self._add(Costs(operators=1))
             with _entered_again(self):
                 return run_on_gpus(function, args, kwargs, self._add)
         out = function(*args, **kwargs)

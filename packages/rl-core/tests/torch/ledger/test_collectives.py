@@ -8,6 +8,7 @@ from ledger.costs import Collective, Traffic, Work
 from ledger.counter import CostCounter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 RANKS = 8
@@ -96,3 +97,10 @@ def test_fsdp_gathers_a_unit_twice_and_reduces_it_once():
     part, whole = 16 * 16 * 4 // RANKS, 16 * 16 * 4
     assert costs.sharding == Work(3 * 2 + 2, 3 * (2 * part + 2 * whole) + 2 * 2 * whole)
     assert costs.products.kernels == 6
+
+
+def test_the_first_operation_on_dtensors_costs_what_the_others_do():
+    mesh = init_device_mesh("cpu", (RANKS,))
+    whole = DTensor.from_local(torch.zeros(3, 5), mesh, [Shard(0)])
+    first, second = (counted(lambda: whole.cos()).other for _ in range(2))
+    assert first == second == Work(1, 2 * 3 * 5 * 4)

@@ -3,8 +3,8 @@
 from ledger.costs import Collective, Costs, Traffic, Work
 
 GATHER, REDUCE = Collective("all_gather", 8, 8), Collective("all_reduce", 8, 64)
-ONE = Costs(Work(1, 10), 100, Work(2, 20), Work(1, 5), Work(4, 8), {"item": 1}, {GATHER: Traffic(1, 7)}, 50)
-OTHER = Costs(Work(3, 30), 300, Work(4, 40), Work(), Work(), {"nonzero": 2}, {REDUCE: Traffic(2, 9)}, 40)
+ONE = Costs(Work(1, 10), 100, Work(2, 20), Work(1, 5), Work(4, 8), 1, {"item": 1}, {GATHER: Traffic(1, 7)}, 50)
+OTHER = Costs(Work(3, 30), 300, Work(4, 40), Work(), Work(), 0, {"nonzero": 2}, {REDUCE: Traffic(2, 9)}, 40)
 
 
 def test_one_after_another_takes_the_memory_of_the_larger():
