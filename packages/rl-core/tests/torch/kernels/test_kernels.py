@@ -60,3 +60,9 @@ def test_roundings_to_8_bits_are_those_of_the_formula(interpreter, dtype):
     (found,) = interpreter.run(kernel_cases.roundings, [(dtype,)])
     assert found
     assert all(found.values()), found
+
+
+def test_a_digest_of_the_device_is_that_of_the_host(interpreter):
+    (found,) = interpreter.run(kernel_cases.digests, [()])
+    assert found
+    assert all(found.values()), found

@@ -25,7 +25,7 @@ PROGRAMS = {
         *("rotary_forward", "rotary_backward", "swiglu_forward", "swiglu_backward"),
     ),
     row_programs: ("spread_rows", "collect_rows", "softmax_statistics", "softmax_gradient"),
-    byte_programs: ("float8_rows", "float8_tiles"),
+    byte_programs: ("float8_rows", "float8_tiles", "mixed_sums"),
 }
 TYPES = {
     torch.bfloat16: "*bf16",
@@ -150,6 +150,7 @@ LAUNCHES = {
     "experts of 30B-A3B": (lambda: experts(2048, 8), 4),
     "ranks of DeepSeek-V3": (lambda: experts(7168, 64), 4),
     "roundings to 8 bits": (roundings, 7),
+    "digest": (lambda: torch.ops.rl_core.mixed_sums(torch.zeros(2**12, dtype=torch.int64), 0), 1),
     "head": (lambda: heads(LogitTransform(), entropy=True), 2),
     "head with all reads": (lambda: heads(LogitTransform(0.5, 30.0), entropy=True, collision=True, k=2), 2),
 }

@@ -128,3 +128,43 @@ def float8_tiles(
     if HAS_COLUMNS:
         place = by_column + columns[:, None] * num_rows + rows[None, :]
         tl.store(place, tl.trans(rounded), mask=is_column[:, None] & is_row[None, :])
+
+
+@triton.jit
+def _mixed(
+    lanes: tl.tensor, places: tl.tensor, KEY: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr
+) -> tl.tensor:
+    mixed = lanes ^ ((places + 1) * KEY)
+    mixed = (mixed ^ (mixed >> 30)) * FIRST
+    mixed = (mixed ^ (mixed >> 27)) * SECOND
+    return mixed ^ (mixed >> 31)
+
+
+@triton.jit(do_not_specialize=["num_lanes", "start"])
+def mixed_sums(
+    lanes: tl.tensor,
+    sums: tl.tensor,
+    num_lanes: tl.tensor,
+    start: tl.tensor,
+    KEY: tl.constexpr,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Write each program's part of the sum of mixed int64 lanes at the positions `start`, `start + 1`, ...; see
+    `rl_core.torch.transport.digest`."""
+    first = start.to(tl.int64)
+    offsets = tl.arange(0, BLOCK).to(tl.int64)
+    none = tl.zeros([BLOCK], dtype=tl.int64)
+    total = none
+    num_blocks = num_lanes // BLOCK
+    # Whole blocks need no mask, so that a load takes 16 bytes whatever the number of lanes is.
+    for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
+        places = (none + block) * BLOCK + offsets
+        total += _mixed(tl.load(lanes + places), first + places, KEY, FIRST, SECOND)
+    if tl.program_id(0) == 0:
+        places = (none + num_blocks) * BLOCK + offsets
+        mask = places < num_lanes
+        rest = _mixed(tl.load(lanes + places, mask=mask, other=0), first + places, KEY, FIRST, SECOND)
+        total += tl.where(mask, rest, 0)
+    tl.store(sums + tl.program_id(0), tl.sum(total, axis=0))

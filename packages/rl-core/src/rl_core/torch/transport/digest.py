@@ -9,9 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rl_core.torch.kernels.devices import num_programs, operator, runs_kernels
+
 LANE_BYTES = 8
 HOST_CHUNK, DEVICE_CHUNK = 2**14, 2**24
-"""Lanes mixed at a time: as many as a core's cache holds, and enough to keep a GPU busy in little memory."""
+"""Lanes mixed at a time: as many as a core's cache holds, and enough to keep a GPU without Triton busy in little
+memory."""
+BLOCK = 1024
+"""Lanes that a program mixes at a time."""
 
 
 def digest(tensor: Tensor) -> str:
@@ -73,11 +78,30 @@ def _mixed_sum(lanes: Tensor, start: int) -> Tensor | int:
     if lanes.device.type == "cpu":
         # After `numpy()` torch would not release the memory.
         return _host_sum(np.from_dlpack(lanes), start)
+    if runs_kernels(lanes.device):
+        sums: Tensor = torch.ops.rl_core.mixed_sums(lanes, start)
+        return sums.sum()
     return _device_sum(lanes, start)
 
 
+def _sums_empty(lanes: Tensor, start: int) -> Tensor:
+    return lanes.new_empty(num_programs(lanes.device, -(-len(lanes) // BLOCK)))
+
+
+@operator("mixed_sums", _sums_empty)
+def _sums(lanes: Tensor, start: int) -> Tensor:
+    """Return parts of `_mixed_sum`, int64: one read of the lanes."""
+    from rl_core.torch.kernels.byte_programs import mixed_sums
+
+    sums = _sums_empty(lanes, start)
+    options = {"KEY": KEY, "FIRST": FIRST, "SECOND": SECOND, "BLOCK": BLOCK, "num_warps": 8}
+    with torch.cuda.device_of(lanes):
+        mixed_sums[(len(sums),)](lanes, sums, len(lanes), start, **options)
+    return sums
+
+
 def _device_sum(lanes: Tensor, start: int) -> Tensor:
-    """`_mixed_sum` on the device of the lanes, int64."""
+    """`_mixed_sum` on the device of the lanes by operations of torch, int64."""
     size = min(DEVICE_CHUNK, len(lanes))
     keys = torch.arange(start, start + size, dtype=torch.int64, device=lanes.device).add_(1).mul_(KEY)
     total = torch.zeros((), dtype=torch.int64, device=lanes.device)
