@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -61,6 +62,20 @@ def count_row_attention(rank: Rank, window: int | None, context_size: int) -> in
 def fixed_lengths(rank: Rank) -> list[int]:
     """Lengths to which packed microbatches are padded."""
     return list(rank.held[HELD]._model.reading.alignment.lengths)
+
+
+def count_shapes(rank: Rank) -> int:
+    """How often this pipeline rank has exchanged the shapes of tensors since the call before; the first begins."""
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    if "shapes" not in rank.held:
+        exchange = P2PCommunicator._communicate_shapes
+        rank.held["shapes"] = mock.patch.object(P2PCommunicator, "_communicate_shapes", autospec=True)
+        rank.held["shapes"].start().side_effect = exchange
+        return 0
+    counted = P2PCommunicator._communicate_shapes.call_count
+    rank.held.pop("shapes").stop()
+    return int(counted)
 
 
 def count_8_bit_copies(rank: Rank, adds: bool = True) -> int:

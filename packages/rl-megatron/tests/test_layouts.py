@@ -92,3 +92,19 @@ def test_reads_gradients_and_weights_are_those_of_one_process(ranks, expected, t
         np.testing.assert_allclose(
             exported[name].detach().numpy(), parameter.detach().numpy(), atol=1e-5, rtol=1e-5, err_msg=name
         )
+
+
+@pytest.mark.parametrize(("batching", "exchanges_shapes"), [(FIXED, False), ("packed-16", True)])
+def test_stages_exchange_shapes_only_of_microbatches_of_several_lengths(ranks, expected, batching, exchanges_shapes):
+    folder, _, metrics, _ = expected("qwen3")
+    fields, padding = BATCHED[batching]
+    num_ranks, settings = LAYOUTS["tp2 pp2+sp"]
+    config = ModelConfig(model_name=str(folder), precision="float32", max_grad_norm=0.5, optimizer=PLAIN, **fields)
+    with PooledModel(ranks, "megatron_factories:build", config, ModelSpec(), num_ranks, **settings, **padding) as model:
+        ranks.run("megatron_factories:count_shapes", [()] * num_ranks)
+        model.infer(DISTINCT, [LOGPROBS])
+        trained = model.train_step(make_batch(), TokenLoss(temperature=0.8))
+        counts = ranks.run("megatron_factories:count_shapes", [()] * num_ranks)
+    assert [count > 0 for count in counts] == [exchanges_shapes] * num_ranks
+    for name, value in metrics.items():
+        assert trained[name] == pytest.approx(value, rel=1e-5, abs=1e-5), name

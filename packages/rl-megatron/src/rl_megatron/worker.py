@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Set
 from functools import partial
 from math import prod
@@ -54,6 +55,10 @@ class MegatronWorker(TrainingWorker):
     def __init__(self, config: ModelConfig, backend: MegatronConfig, spec: ModelSpec, rendezvous: Rendezvous) -> None:
         if rendezvous.kind.kernels == "cpu":
             cpu_shim.install()
+        elif backend.tensor_model_parallel_size > 1:
+            # Kernels then begin in the order of their launch: a collective before the product that it is to overlap
+            # with. CUDA reads it when this process first uses the GPU, which is when ranks join.
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         mesh = MegatronMesh.join(rendezvous, backend)
         multiple = row_multiple(backend.context_parallel_size) if backend.pads_microbatches else None
         build = partial(build_parts, config, backend, spec, mesh)

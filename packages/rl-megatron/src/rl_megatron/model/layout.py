@@ -91,7 +91,7 @@ def lay_out(rows: Rows, alignment: Alignment, *, packed: bool) -> RowLayout:
         place[:length] = np.arange(start, start + length)
     if packed:
         # Rows of padding are no longer than others, because attention takes quadratic time.
-        missing = alignment.length_of(sum(widths)) - sum(widths)
+        missing = sequence_length(offsets, alignment) - sum(widths)
         longest = up(max(PADDING_ROW, *widths), alignment.row)
         places += [np.full(min(longest, missing - start), -1) for start in range(0, missing, longest)]
     own = [zigzag_tokens(len(place), alignment.context_size, alignment.context_rank).numpy() for place in places]
@@ -110,6 +110,16 @@ def lay_out(rows: Rows, alignment: Alignment, *, packed: bool) -> RowLayout:
             qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=most, max_seqlen_kv=most
         )
     return RowLayout(ids, position_ids, at.flatten(), HeldTokens(*found), packing)
+
+
+def sequence_length(offsets: np.ndarray, alignment: Alignment) -> int:
+    """Return the length of the sequence of packed rows, on all context-parallel ranks together.
+
+    Args:
+        offsets: Int64 `[rows + 1]`, places of the rows among their tokens.
+        alignment: Alignment of sequences.
+    """
+    return alignment.length_of(sum(up(length, alignment.row) for length in np.diff(offsets).tolist()))
 
 
 def row_multiple(context_size: int) -> int:

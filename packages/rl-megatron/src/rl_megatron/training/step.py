@@ -22,6 +22,7 @@ from rl_core.torch.rows import no_images
 from rl_core.torch.training.backend import Microbatch, Pass
 from rl_core.torch.training.flops import ModelShape
 from rl_core.torch.training.memory import StepPlan
+from rl_megatron.model.layout import sequence_length
 from rl_megatron.model.model import ReadingModel, forget_embeddings, forget_tokens
 from rl_megatron.model.recompute import put_into_effect
 from rl_megatron.model.routing import Routing
@@ -178,13 +179,16 @@ def _run(
     if not run.microbatches:
         return []
     made = [make() for make in run.microbatches]
+    # Stages tell one another the shape of each tensor and wait for their GPUs to read it, unless all have one length.
+    lengths = {sequence_length(each.rows.host_offsets, model.alignment) for each in made} if model.is_packed else set()
+    model.config.variable_seq_lengths = len(lengths) != 1
     iterators = [iter(made) for _ in running]
     results: list[Any] = get_forward_backward_func()(
         forward_step_func=forward,
         data_iterator=iterators if len(running) > 1 else iterators[0],
         model=list(running) if len(running) > 1 else running[0],
         num_microbatches=len(run.microbatches),
-        seq_length=model.alignment.total,  # Shapes travel with the tensors.
+        seq_length=max(lengths, default=0),
         micro_batch_size=1,
         forward_only=not trains,
         collect_non_loss_data=not trains,
