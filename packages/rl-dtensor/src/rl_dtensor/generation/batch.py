@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from rl_core.torch.generation.row import Row, draw
 from rl_dtensor.generation.cache import Kind, RowCache, has_states
+from rl_dtensor.generation.decoding_pass import DecodingPass
 from rl_dtensor.generation.images import PromptImages
 from rl_dtensor.model.layers.replay import RoutingRecorder
 
@@ -27,6 +28,7 @@ class DecodingBatch:
         kinds: Kinds of the layers of the model's cache.
         recorder: Recorder of the experts that tokens are sent to; None if they are not reported.
         images: Reader of the images of prompts; None for a language model.
+        decoding_pass: Pass over one token of every row; None to run the model's own code.
     """
 
     def __init__(
@@ -36,8 +38,10 @@ class DecodingBatch:
         device: torch.device,
         recorder: RoutingRecorder | None = None,
         images: PromptImages | None = None,
+        decoding_pass: DecodingPass | None = None,
     ) -> None:
         self._model, self._recorder, self._images = model, recorder, images
+        self._pass = decoding_pass
         self._device = device
         self.rows: list[Row] = []
         self._kinds = kinds
@@ -83,7 +87,7 @@ class DecodingBatch:
             return
         if len(continuing) < len(rows):
             lengths, shifts = ([each[index] for index in continuing] for each in (lengths, shifts))
-            cache.keep(torch.tensor(continuing, device=self._device), columns - max(lengths))
+            cache.keep(continuing, max(lengths))
         if self.rows:
             self._cache.join(cache)
         else:
@@ -95,13 +99,22 @@ class DecodingBatch:
     @torch.inference_mode()
     def step(self, version: int) -> None:
         """Sample one token for every row; rows that end leave."""
-        tokens = torch.tensor([[row.tokens[-1]] for row in self.rows])
+        tokens = torch.tensor([row.tokens[-1] for row in self.rows])
         self._lengths = [length + 1 for length in self._lengths]
-        ends = [[length + shift - 1] for length, shift in zip(self._lengths, self._shifts, strict=True)]
-        logits = self._forward(tokens, self._lengths, self._cache, torch.tensor(ends))
+        ends = [length + shift - 1 for length, shift in zip(self._lengths, self._shifts, strict=True)]
+        if self._pass is None:
+            logits = self._forward(tokens[:, None], self._lengths, self._cache, torch.tensor(ends)[:, None])
+        else:
+            mask = padding_mask(self._lengths, self._cache.get_seq_length() + 1)
+            if mask is not None:
+                # Added to the scores, a mask is converted once and not in every layer.
+                mask = torch.zeros(mask.shape, dtype=self._model.dtype).masked_fill_(~mask, -torch.inf)
+                mask = mask[:, None, None].to(self._device)
+            logits = self._pass(tokens.to(self._device), ends, self._cache, mask).float()
         add_routing(self._recorder, self.rows, [1] * len(self.rows))
         self._keep(sample_next(self.rows, logits, version))
 
+    @torch.inference_mode()
     def drop_cancelled(self) -> None:
         """Drop rows whose requests were cancelled."""
         self._keep([index for index, row in enumerate(self.rows) if not row.future.cancelled()])
@@ -129,12 +142,10 @@ class DecodingBatch:
             positions: Int64 `[rows, new]`, or `[3, rows, new]` in time, height and width.
             of_images: Arguments of the model for the images among these tokens.
         """
-        columns = cache.get_seq_length() + tokens.shape[1]
-        start = torch.tensor([[columns - length] for length in lengths])
-        mask = torch.arange(columns)[None] >= start
+        mask = padding_mask(lengths, cache.get_seq_length() + tokens.shape[1])
         output = self._model(
             input_ids=tokens.to(self._device),
-            attention_mask=None if bool(mask.all()) else mask.to(self._device),
+            attention_mask=None if mask is None else mask.to(self._device),
             position_ids=positions.to(self._device),
             past_key_values=cache,
             use_cache=True,
@@ -149,11 +160,21 @@ class DecodingBatch:
         if not indices:
             self.clear()
             return
-        self.rows = [self.rows[index] for index in indices]
-        self._lengths = [self._lengths[index] for index in indices]
-        self._shifts = [self._shifts[index] for index in indices]
-        first_column = self._cache.get_seq_length() - max(self._lengths)
-        self._cache.keep(torch.tensor(indices, device=self._device), first_column)
+        # The last rows take the places of rows that left, so that few keys and values move.
+        kept, moving = set(indices), [index for index in indices if index >= len(indices)]
+        places = [place if place in kept else moving.pop() for place in range(len(indices))]
+        self.rows = [self.rows[index] for index in places]
+        self._lengths = [self._lengths[index] for index in places]
+        self._shifts = [self._shifts[index] for index in places]
+        self._cache.keep(places, max(self._lengths))
+
+
+def padding_mask(lengths: Sequence[int], columns: int) -> Tensor | None:
+    """Return `[rows, columns]`, False for padding left of each row's tokens; None if no row is padded."""
+    if min(lengths) == columns:
+        return None
+    start = torch.tensor([[columns - length] for length in lengths])
+    return torch.arange(columns)[None] >= start
 
 
 def add_routing(recorder: RoutingRecorder | None, rows: Sequence[Row], counts: Sequence[int]) -> None:

@@ -13,7 +13,7 @@ _SLACK = 64
 
 
 class RowLayer(cache_utils.CacheLayerMixin):
-    """One layer's keys and values, `[rows, heads, columns, head_dim]`, with room to grow in place.
+    """One layer's keys and values, `[rows, heads, columns, head_dim]`, at the front of pages with room for more.
 
     A row's tokens are flush with the last column, so distances between columns are distances between positions and a
     sliding window's mask is right for every row.
@@ -25,30 +25,29 @@ class RowLayer(cache_utils.CacheLayerMixin):
 
     def __init__(self) -> None:
         super().__init__()
-        self._columns = 0
+        self._pages: list[Tensor] = []
+        self._first = self._end = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.keys = _room(key_states, 0)
-        self.values = _room(value_states, 0)
+        self.keys, self.values = key_states.narrow(2, 0, 0), value_states.narrow(2, 0, 0)
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             RowLayer.lazy_initialization(self, key_states, value_states)
-        start, end = self._columns, self._columns + key_states.shape[2]
-        if end > self.keys.shape[2]:
-            self.keys = _room(self.keys, end)
-            self.values = _room(self.values, end)
-        self.keys[:, :, start:end] = key_states
-        self.values[:, :, start:end] = value_states
-        self._columns = end
-        return self.keys[:, :, :end], self.values[:, :, :end]
+        count = key_states.shape[2]
+        if self._end + count > self.keys.shape[2]:
+            self._move(len(self.keys), self.get_seq_length() + count)
+        self.keys.narrow(2, self._end, count).copy_(key_states)
+        self.values.narrow(2, self._end, count).copy_(value_states)
+        self._end += count
+        return self._live(self.keys), self._live(self.values)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._columns + query_length, 0
+        return self.get_seq_length() + query_length, 0
 
     def get_seq_length(self) -> int:
-        return self._columns
+        return self._end - self._first
 
     def get_max_length(self) -> int:
         return -1
@@ -56,33 +55,67 @@ class RowLayer(cache_utils.CacheLayerMixin):
     def get_max_cache_shape(self) -> int:
         return -1
 
-    def keep(self, rows: Tensor, first_column: int) -> None:
-        """Drop all other rows and the columns before `first_column`."""
+    def keep(self, rows: Sequence[int], num_columns: int) -> None:
+        """Drop all other rows, and all but the last columns.
+
+        Args:
+            rows: Row that is in each place afterwards: the one that was there, or a later one.
+            num_columns: Columns that stay.
+        """
         if not self.is_initialized:  # It uses the keys of another layer.
             return
-        self.keys = _room(self.keys[:, :, first_column : self._columns].index_select(0, rows), 0)
-        self.values = _room(self.values[:, :, first_column : self._columns].index_select(0, rows), 0)
-        self._columns -= first_column
+        self._first = self._end - num_columns
+        for states in (self._live(self.keys), self._live(self.values)):
+            for place, row in enumerate(rows):
+                if place != row:
+                    states[place] = states[row]
+        self.keys, self.values = self.keys[: len(rows)], self.values[: len(rows)]
 
     def join(self, other: Self) -> None:
         """Put the rows of another layer below, all flush with the last column."""
         if not self.is_initialized:
             return
-        columns = max(self._columns, other._columns)
-        self.keys = _below(self.keys[:, :, : self._columns], other.keys[:, :, : other._columns], columns)
-        self.values = _below(self.values[:, :, : self._columns], other.values[:, :, : other._columns], columns)
-        self._columns = columns
+        present, rows = len(self.keys), len(self.keys) + len(other.keys)
+        columns = other.get_seq_length()
+        padding = max(0, columns - self.get_seq_length())
+        if padding or rows > len(self._pages[0]):
+            self._move(rows * 5 // 4, padding + self.get_seq_length(), padding)
+        self.keys, self.values = (pages[:rows] for pages in self._pages)
+        for mine, theirs in ((self.keys, other.keys), (self.values, other.values)):
+            mine[present:, :, self._first : self._end - columns] = 0
+            mine[present:, :, self._end - columns : self._end] = other._live(theirs)
+
+    def _live(self, states: Tensor) -> Tensor:
+        return states.narrow(2, self._first, self._end - self._first)
+
+    def _move(self, room: int, num_columns: int, padding: int = 0) -> None:
+        """Move all rows to pages for `room` rows, and for these columns and a quarter more.
+
+        Args:
+            room: Number of rows, at least those that are here.
+            num_columns: Number of columns, at least those that are here with the padding.
+            padding: Columns of zeros before each row. Padding must be finite: attention multiplies it by 0.
+        """
+        rows, end = len(self.keys), padding + self.get_seq_length()
+        held, self._pages = (self.keys, self.values), []
+        for states in held:
+            pages = states.new_empty(room, states.shape[1], num_columns * 5 // 4 + _SLACK, states.shape[3])
+            pages[:rows, :, :padding] = 0
+            pages[:rows, :, padding:end] = self._live(states)
+            self._pages.append(pages)
+        self.keys, self.values = (pages[:rows] for pages in self._pages)
+        self._first, self._end = 0, end
 
 
 class RowStates(cache_utils.LinearAttentionLayer):
     """One layer's states of each row, of its convolution and of its recurrence. No row may be padded."""
 
-    def keep(self, rows: Tensor, first_column: int) -> None:
+    def keep(self, rows: Sequence[int], num_columns: int) -> None:
         """Drop all other rows."""
         for states in (self.conv_states, self.recurrent_states):
             for index, state in states.items():
                 if state is not None:
-                    states[index] = state.index_select(0, rows)
+                    states[index] = state.index_select(0, torch.tensor(rows, device=state.device))
 
     def join(self, other: Self) -> None:
         """Put the rows of another layer below."""
@@ -100,10 +133,10 @@ class RowStatesAndKeys(RowStates, RowLayer):
         RowLayer.__init__(self)
         RowStates.__init__(self)
 
-    def keep(self, rows: Tensor, first_column: int) -> None:
-        """Drop all other rows, and the columns before the first."""
-        RowStates.keep(self, rows, first_column)
-        RowLayer.keep(self, rows, first_column)
+    def keep(self, rows: Sequence[int], num_columns: int) -> None:
+        """Drop all other rows, and all but the last columns."""
+        RowStates.keep(self, rows, num_columns)
+        RowLayer.keep(self, rows, num_columns)
 
     def join(self, other: Self) -> None:
         """Put the rows of another layer below."""
@@ -154,29 +187,12 @@ class RowCache(cache_utils.Cache):
     def __init__(self, kinds: Sequence[Kind]) -> None:
         super().__init__(layers=[kind() for kind in kinds])
 
-    def keep(self, rows: Tensor, first_column: int) -> None:
-        """Drop all other rows, and the columns before the first."""
+    def keep(self, rows: Sequence[int], num_columns: int) -> None:
+        """Drop all other rows, and all but the last columns; see `RowLayer.keep`."""
         for layer in self.layers:
-            layer.keep(rows, first_column)
+            layer.keep(rows, num_columns)
 
     def join(self, other: RowCache) -> None:
         """Put the rows of another cache below."""
         for mine, theirs in zip(self.layers, other.layers, strict=True):
             mine.join(theirs)
-
-
-def _room(states: Tensor, columns: int) -> Tensor:
-    """Copy states with free columns at the end, at least `columns` together."""
-    rows, heads, present, size = states.shape
-    grown = states.new_empty(rows, heads, max(columns, present) * 5 // 4 + _SLACK, size)
-    grown[:, :, :present] = states
-    return grown
-
-
-def _below(upper: Tensor, lower: Tensor, columns: int) -> Tensor:
-    rows = upper.shape[0] + lower.shape[0]
-    # Padding must be finite: attention multiplies it by 0.
-    joined = upper.new_zeros(rows, upper.shape[1], columns + columns // 4 + _SLACK, upper.shape[3])
-    joined[: upper.shape[0], :, columns - upper.shape[2] : columns] = upper
-    joined[upper.shape[0] :, :, columns - lower.shape[2] : columns] = lower
-    return joined

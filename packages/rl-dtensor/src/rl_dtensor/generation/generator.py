@@ -26,8 +26,9 @@ from rl_core.torch.transport.digest import digest
 from rl_core.weights import Manifest
 from rl_dtensor.generation.batch import DecodingBatch, WholeRowBatch
 from rl_dtensor.generation.cache import Kind, RowCache, has_states
+from rl_dtensor.generation.decoding_pass import DecodingPass
 from rl_dtensor.generation.images import PromptImages
-from rl_dtensor.generation.loading import cache_layers, load_model
+from rl_dtensor.generation.loading import cache_layers, decoding_pass, load_model
 from rl_dtensor.generation.plugin import HFConfig
 from rl_dtensor.model.layers.replay import RoutingRecorder
 from rl_dtensor.model.weights import FileNames
@@ -42,6 +43,7 @@ class HFDecoder:
         chunk_size: Tokens whose logits exist at one time when given ones are scored; None for the default.
         recorder: Recorder of the experts that tokens are sent to; None if they are not reported.
         images: Reader of the images of prompts; None for a language model.
+        decoding_pass: Pass over one token of every row; None to run the module.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class HFDecoder:
         chunk_size: int | None,
         recorder: RoutingRecorder | None,
         images: PromptImages | None = None,
+        decoding_pass: DecodingPass | None = None,
     ) -> None:
         self.module = module
         self._config = config
@@ -61,11 +64,12 @@ class HFDecoder:
         self._chunk_size = chunk_size or CHUNK_SIZE
         self._kinds = kinds
         self._images = images
+        self._pass = decoding_pass
         self._batch: DecodingBatch | WholeRowBatch
         if kinds is None:
             self._batch = WholeRowBatch(module, self._device, recorder, max_tokens=config.max_prefill_tokens)
         else:
-            self._batch = DecodingBatch(module, kinds, self._device, recorder, images)
+            self._batch = DecodingBatch(module, kinds, self._device, recorder, images, decoding_pass)
         self._residency = ModuleResidency(module, device)
         self.drop_cancelled = self._batch.drop_cancelled
         self.clear: Callable[[], list[Row]] = self._batch.clear
@@ -154,6 +158,8 @@ class HFDecoder:
 
     def adoption(self, manifest: Manifest) -> WeightAdoption:
         """Prepare for these weights, which come in the parts of the model's files."""
+        if self._pass is not None:
+            self._pass.share_weights()
         return WeightAdoption(self.module, manifest, FileNames(self.module))
 
     def offload(self) -> None:
@@ -245,6 +251,7 @@ class HFGenerator(LocalGenerator[HFDecoder]):
         def load() -> HFDecoder:
             module = load_model(model, backend.attn_implementation, device.torch_device)
             kinds = cache_layers(module, model.model_name)
+            own_pass = decoding_pass(module, kinds, model.model_name) if kinds and not model.vision.enabled else None
             recorder = RoutingRecorder(module) if placement.reports_routing else None
             images = None
             if model.vision.enabled:
@@ -252,7 +259,16 @@ class HFGenerator(LocalGenerator[HFDecoder]):
                     raise ConfigError(f"hf decodes {model.model_name} without a cache, and shows it no images")
                 images = PromptImages(module, model_folder(model.model_name), model.vision)
             size = model.logprob_chunk_size
-            return HFDecoder(module, kinds, backend, device, chunk_size=size, recorder=recorder, images=images)
+            return HFDecoder(
+                module,
+                kinds,
+                backend,
+                device,
+                chunk_size=size,
+                recorder=recorder,
+                images=images,
+                decoding_pass=own_pass,
+            )
 
         # Its `decode` returns a string for one sequence, which its type does not show.
         load_tokenizer: Any = partial(AutoTokenizer.from_pretrained, trust_remote_code=False)

@@ -28,6 +28,7 @@ from rl_core.torch.files.model_files import WeightFiles, model_folder
 from rl_core.torch.training.flops import CHUNKED, RECURRENT_LAYERS, ROW_LAYERS
 from rl_dtensor.generation.batch import last_logits
 from rl_dtensor.generation.cache import Kind, RowCache, has_states, row_layers
+from rl_dtensor.generation.decoding_pass import DecodingPass, pass_problem
 from rl_dtensor.model.precision import Kept, widen
 from rl_dtensor.model.weights import Catalog, persistent, read_into
 from rl_dtensor.model.whole import fix_frequencies
@@ -186,6 +187,20 @@ def _cache_problem(hf: PreTrainedModel, kinds: Sequence[Kind], tokens: Tensor, w
     if off <= _tolerance(whole) or not is_comparable:
         return ""
     return f"its code does not compute the same token by token as in one pass (logprobs are off by {off:.2g})"
+
+
+def decoding_pass(hf: PreTrainedModel, kinds: Sequence[Kind], name: str) -> DecodingPass | None:
+    """Return a pass over one token of every row that computes what a model's code does; None if there is none.
+
+    The log shows which of them decodes.
+    """
+    try:
+        problem = pass_problem(hf, kinds)
+        found = None if problem else DecodingPass(hf)
+    except (*_FAMILY_ERRORS, ConfigError, IndexError) as error:
+        problem, found = f"{type(error).__name__}: {error}", None
+    _logger.info("%s is decoded by %s", name, f"its code in transformers: {problem}" if problem else "its own pass")
+    return found
 
 
 def _largest_difference(found: Tensor, whole: Tensor) -> float:
