@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 
@@ -16,6 +17,17 @@ def test_a_replica_on_gpus_keeps_the_gpus_that_it_was_shown() -> None:
     assert "CUDA_VISIBLE_DEVICES" not in found
     assert "TORCHDYNAMO_DISABLE" not in found
     assert not [name for name in found if name.startswith("VLLM_CPU")]
+
+
+def test_a_replica_on_gpus_without_flashinfer_logs_which_kernels_it_has(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(process_env, "bytecode_folder", lambda environ: None)
+    for device in ("cpu", "cuda"):
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            process_env.apply(Placement(device), eager=True, num_ranks=1, own_process=False, environ={})
+        assert ("FlashInfer is not in this environment" in caplog.text) == (device == "cuda")
 
 
 def test_ranks_meet_at_the_address_of_their_node(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import select
 import signal
@@ -16,6 +17,8 @@ from threading import Thread
 from rl_core.devices import Device
 from rl_core.devices.device import node_address
 from rl_core.rollouts.generation import Placement
+
+_log = logging.getLogger(__name__)
 
 DEFAULTS = {"VLLM_LOGGING_LEVEL": "WARNING"}
 """Set unless the user has set them."""
@@ -76,6 +79,8 @@ def apply(
         defaults |= QUANTISED_DEFAULTS
     for name, value in defaults.items():
         environ.setdefault(name, value)
+    if placement.kind.runs_on_gpus and importlib.util.find_spec("flashinfer") is None:
+        _log.info("FlashInfer is not in this environment: vLLM uses FlashAttention, Triton and its own kernels")
     prefix = bytecode_folder(environ)
     if prefix is not None:
         environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = str(prefix)
