@@ -225,11 +225,12 @@ class Receiver:
                     continue
                 size = num_bytes(slot.spec)
                 if self._whole.numel() < size:
-                    self._whole = torch.empty(size, dtype=torch.uint8, device=buffer.device)
-                place = self._whole[:size].fill_(NAN_BYTE)
-                whole = place.view(DTYPES[slot.spec.dtype]).view(slot.spec.shape)
+                    self._whole = torch.full((size,), NAN_BYTE, dtype=torch.uint8, device=buffer.device)
+                whole = self._whole[:size].view(DTYPES[slot.spec.dtype]).view(slot.spec.shape)
                 slot.put_into(whole, buffer)
                 yield slot.spec.name, whole
+                # Only these parts were written, so the rest needs no filling.
+                slot.take_out(whole)
             self._link.release(bucket)
         digests = read_digests(pending)
         self._link.finish(digests)
