@@ -274,7 +274,8 @@ def _group(store: Any, rank: int, size: int, device: Device, host: str, timeout_
         return group
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
-    options._devices = [gloo.create_device(hostname=host)]
+    # The default of a process with a model is to connect lazily, and gloo crashes if the two ends differ.
+    options._devices = [gloo.create_device(hostname=host, lazy_init=False)]
     options._timeout = timedelta(seconds=timeout_s)
     return gloo(prefixed, rank, size, options)
 
