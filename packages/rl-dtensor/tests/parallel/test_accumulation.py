@@ -11,6 +11,7 @@ from transformers import AutoConfig
 
 from rl_core.data.batch import Batch
 from rl_core.data.microbatch import shard
+from rl_core.devices import DeviceMemory
 from rl_core.model import LOGPROBS, ModelSpec
 from rl_core.model_config import ModelConfig, SequencePackingConfig
 from rl_core.selfcheck.losses import TokenLoss
@@ -83,9 +84,9 @@ def test_parameters_that_stay_gathered_are_gathered_once_a_step(ranks, folder):
         # A plan that is made at the first step decides later than the first passes.
         model.call("_model.keep_gathered")
         assert ranks.run("accumulation_cases:gathers_of_reads", args) == [2 + NUM_LAYERS] * 2
+        assert ranks.run("accumulation_cases:gathered_bytes", [()] * 2) == [0] * 2
         steps = ranks.run("accumulation_cases:counted_step", [(part, TokenLoss()) for (part,) in args])
         assert steps[0] == once
-        model.offload()
         assert ranks.run("accumulation_cases:gathered_bytes", [()] * 2) == [0] * 2
 
 
@@ -182,7 +183,8 @@ def alone():
 
 
 def mesh_with(capacity, num_gradients=8):
-    kind = SimpleNamespace(capacity_bytes=capacity)
+    memory = None if capacity is None else DeviceMemory(capacity, capacity, 0, 0)
+    kind = SimpleNamespace(memory=lambda: memory)
     return SimpleNamespace(kind=kind, control=None, rank=0, num_gradients=num_gradients)
 
 
