@@ -104,27 +104,29 @@ def draw(logits: Tensor, sampling: Sequence[SamplingParams], uniform: Sequence[f
         int64 `[rows]` and float32 `[rows]`.
     """
     logprobs = processed_logprobs(logits, sampling)
-    greedy = torch.tensor([params.temperature == 0 for params in sampling], device=logits.device)
     # In float64 the last bits of the logits, which depend on the batch, hardly ever move a token.
     cumulative = logprobs.double().exp().cumsum(dim=-1)
     total = cumulative[:, -1:]
     threshold = torch.tensor(uniform, dtype=torch.float64, device=logits.device)[:, None] * total
     threshold = torch.minimum(threshold, torch.nextafter(total, torch.zeros_like(total)))
-    drawn = torch.searchsorted(cumulative, threshold, right=True)
-    tokens = torch.where(greedy[:, None], logits.argmax(dim=-1, keepdim=True), drawn)
+    tokens = torch.searchsorted(cumulative, threshold, right=True)
+    if any(params.temperature == 0 for params in sampling):
+        greedy = torch.tensor([[params.temperature == 0] for params in sampling], device=logits.device)
+        tokens = torch.where(greedy, logits.argmax(dim=-1, keepdim=True), tokens)
     return tokens[:, 0], logprobs.gather(1, tokens)[:, 0]
 
 
 def processed_logprobs(logits: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
     """Return float32 `[rows, vocab]`, logprobs after temperature, min-p, top-k and top-p, in this order; -inf for
     tokens filtered out."""
-    temperature = _column([params.temperature or 1.0 for params in sampling], logits)
-    scaled = logits.float() / temperature
-    filters = [
-        TokenFilter(params.top_k, params.top_p, params.min_p) if params.temperature > 0 else TokenFilter()
-        for params in sampling
-    ]
-    if not all(each.keeps_all for each in filters):
+    scaled = logits.float()
+    if any(params.temperature not in (0, 1) for params in sampling):
+        scaled = scaled / _column([params.temperature or 1.0 for params in sampling], logits)
+    if any((params.top_k, params.top_p, params.min_p) != (0, 1.0, 0.0) for params in sampling if params.temperature):
+        filters = [
+            TokenFilter(params.top_k, params.top_p, params.min_p) if params.temperature > 0 else TokenFilter()
+            for params in sampling
+        ]
         scaled = _filter(scaled, filters)
     return scaled.log_softmax(dim=-1)
 
