@@ -1,6 +1,6 @@
 """What training real models costs, counted on tensors without data and over ranks that do not exist.
 
-    python benchmarks/ledger.py [layers] [head] [attention] [microbatch] [sharding] [experts] [tensors] [pipeline]
+    python benchmarks/ledger.py [PART ...] [--check]
 
 Nothing is timed and no GPU is used, so that the figures are the same on every machine. Each part is computed by the
 product's own code for the published shapes of the models, in bfloat16, with torch's flash attention.
@@ -12,13 +12,16 @@ import argparse
 import importlib.metadata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from gpu_check.expected import H100
 from ledger.attention import attention_costs
 from ledger.costs import Costs
 from ledger.head import head_costs
 from ledger.layout import layout_costs
+from ledger.phases import Speed, speed_of, trainings
 from ledger.pipeline import bubble
 from ledger.shapes import SHAPES, config_of
 from ledger.step import Workload, layer_costs, model_costs
@@ -34,6 +37,7 @@ TOKENS = 8192
 """Of a microbatch."""
 WORK = Workload(TOKENS, chunk_size=TOKENS)
 """Of parts that the head is not counted in; in one chunk it takes the fewest operations."""
+PAGE = Path(__file__).parents[1] / "docs/profiling.md"
 KB, MB, GB = 10**3, 10**6, 10**9
 
 RECOMPUTE: Mapping[str, dict[str, Any]] = {
@@ -51,7 +55,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all if none is named")
     parser.add_argument("--quick", action="store_true", help="see that it runs: the smallest model only")
+    parser.add_argument("--check", action="store_true", help=f"compare the part `phases` with {PAGE.name} and end")
     chosen = parser.parse_args()
+    if chosen.check:
+        check_page(phases(list(SHAPES)))
+        return
     unknown = [name for name in chosen.parts if name not in PARTS]
     if unknown:
         parser.error(f"unknown part {unknown[0]}")
@@ -293,6 +301,62 @@ def pipeline(models: Sequence[str]) -> str:
     )
 
 
+def phases(models: Sequence[str]) -> str:
+    """Speed of training by phase."""
+    found = {name: speed_of(each, H100) for name, each in trainings().items() if each.model in models}
+    named = {
+        "products": "matrix products of layers",
+        "head": "matrix products of the head",
+        "attention": "attention",
+        "elementwise": "other kernels of layers",
+        "head_traffic": "other kernels of the head",
+        "copies": "copies of FSDP2",
+        "optimizer": "optimizer",
+        "sharding": "exchanges of parameters and gradients",
+        "tensors": "exchanges of tensor parallelism",
+        "experts": "exchanges of tokens with experts",
+        "bubble": "pipeline ranks that wait",
+        "host": "device that waits for the host",
+    }
+    rows = [
+        (title, *(f"{getattr(speed.phases, name):.1f}" for speed in found.values())) for name, title in named.items()
+    ]
+    rows.append(("**all, us for each token and GPU**", *(f"{speed.phases.total:,.0f}" for speed in found.values())))
+    rows.append(("**tokens/s on each GPU**", *(_short(speed.tokens) for speed in found.values())))
+    rows.append(("**MFU**", *(f"{speed.mfu:.0%}" for speed in found.values())))
+    return _titled(
+        "Phases",
+        "Microseconds that a GPU spends on a token, by phase, at the rates of an H100 (`gpu_check/expected.py`).",
+        f"{table(('model, GPUs', *found), rows)}\n\n{_choices(found)}",
+    )
+
+
+def _choices(found: Mapping[str, Speed]) -> str:
+    rows = []
+    for name, speed in found.items():
+        settings = speed.settings
+        plan = ", ".join(f"{number} {kind}" for kind, number in speed.recompute.items())
+        kept = "" if name.split(",")[0] not in SMALL else settings.reshard_after
+        rows.append((name, plan, kept, str(speed.launches), f"{speed.host:.0f}"))
+    head = ("model, GPUs", "layers by recomputation", "reshard_after", "launches of a layer", "host, us for each token")
+    return table(head, rows)
+
+
+def check_page(printed: str) -> None:
+    """Compare the page on profiling with what is printed.
+
+    Raises:
+        SystemExit: If the page has other figures.
+    """
+    rows = [line for line in printed.splitlines() if line.startswith("|") and not set(line) <= set("|-: ")]
+    page = PAGE.read_text()
+    missing = [line for line in rows if line not in page]
+    if missing:
+        raise SystemExit(
+            f"{PAGE.name} lacks these lines; copy the tables of `ledger.py phases`:\n" + "\n".join(missing)
+        )
+
+
 COLLECTIVE_HEAD = ("all-gathers", "GB", "reduce-scatters", "GB", "copies, GB")
 
 
@@ -337,6 +401,7 @@ PARTS: dict[str, Callable[[Sequence[str]], str]] = {
     "experts": experts,
     "tensors": tensors,
     "pipeline": pipeline,
+    "phases": phases,
 }
 
 if __name__ == "__main__":

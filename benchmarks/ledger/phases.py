@@ -23,6 +23,7 @@ from rl_dtensor.model.attention import ROWS
 from rl_dtensor.model.layers.recompute import CountedMemory
 from rl_dtensor.model.whole import decoder_layers
 from rl_dtensor.parallel.accumulation import GradientMemory
+from rl_dtensor.parallel.dispatch import default_chunks
 from rl_dtensor.parallel.experts import expert_modules
 from rl_dtensor.parallel.sizes import AxisSizes
 
@@ -136,6 +137,59 @@ class Speed(NamedTuple):
     settings: DTensorConfig
 
 
+def trainings() -> dict[str, Training]:
+    """Trainings by name, with the settings of the recipes for models of their size."""
+    dense, large = (_recipe(name)["policy"] for name in ("grpo-math-8b", "grpo-math-70b-megatron"))
+    megatron = large["megatron_cfg"]
+    tensors = megatron["tensor_model_parallel_size"]
+    split = DTensorConfig(tensor_parallel_size=tensors, sequence_parallel=megatron["sequence_parallel"])
+    return {
+        "Qwen3-8B, 8": Training(
+            "Qwen3-8B",
+            8,
+            DTensorConfig(**dense.get("dtensor_cfg", {})),
+            8,
+            num_microbatches=64,
+            num_tokens=dense["sequence_packing"]["train_mb_tokens"],
+        ),
+        "Qwen3-30B-A3B, 32": Training(
+            "Qwen3-30B-A3B", 32, DTensorConfig(expert_parallel_size=8), 32, num_microbatches=16
+        ),
+        "Llama-70B, 64": Training(
+            "Llama-70B",
+            64,
+            split,
+            2 * tensors,
+            num_microbatches=64,
+            num_tokens=large["sequence_packing"]["train_mb_tokens"],
+            stages=megatron["pipeline_model_parallel_size"],
+            overlaps_tensors=megatron.get("megatron_kwargs", {}).get("tp_comm_overlap", False),
+            is_sharded=False,
+        ),
+        "DeepSeek-V3, 512": Training(
+            "DeepSeek-V3",
+            512,
+            DTensorConfig(expert_parallel_size=8),
+            32,
+            num_microbatches=16,
+            stages=16,
+            is_sharded=False,
+            fields={"first_k_dense_replace": 0},
+        ),
+    }
+
+
+def _recipe(name: str) -> Any:
+    """Read a recipe on top of those that it begins with."""
+    # Steps of one backend are counted where the launcher is not installed.
+    from omegaconf import OmegaConf
+
+    from rl_launch.recipes import RECIPES
+
+    own = OmegaConf.load(RECIPES / f"{name}.yaml")
+    return OmegaConf.merge(_recipe(own.defaults), own) if "defaults" in own else own
+
+
 def speed_of(training: Training, chip: Chip) -> Speed:
     """Compute how fast a model trains, if kernels reach the rates of a chip.
 
@@ -164,10 +218,11 @@ def speed_of(training: Training, chip: Chip) -> Speed:
         attending = 3.5 * pairs / chip.attention("FA2") + groups.bytes / tensors / chip.memory_bytes
         found["attention"] += num_layers * count * (attending + again)
         moved = layer.other.bytes
-        if tensors > 1 and not training.is_sharded:
-            # Megatron gathers tokens along their first dim, which needs no copy.
+        if not training.is_sharded:
+            # Megatron gathers tokens along their first dim, which needs no copy, and adds gradients up in products.
             whole = backend.model_copy(update={"tensor_parallel_size": 1, "sequence_parallel": False})
-            moved = _of_step(config, whole, training)[1].other.bytes // tensors
+            plain = first if tensors == 1 else _of_step(config, whole, training)[0]
+            moved = count * plain.training.other.bytes // tensors
         found["elementwise"] += num_layers * moved / chip.memory_bytes
         found["copies"] += num_layers * layer.sharding.bytes / chip.memory_bytes
         _add_exchanges(exchanged, layer, num_layers, tensors, chip)
@@ -191,7 +246,8 @@ def speed_of(training: Training, chip: Chip) -> Speed:
     else:
         found["sharding"] = max(0.0, exchanged["sharding"] - sum(found.values()))
     found["tensors"] = exchanged["tensors"] * (TP_EXPOSED if training.overlaps_tensors else 1.0)
-    found["experts"] = exchanged["experts"] / (sizes.expert_chunks or 1)
+    chunks = sizes.expert_chunks or default_chunks(tokens // tensors)
+    found["experts"] = exchanged["experts"] / chunks  # Products of a chunk hide the exchange of the next.
     share = bubble(training.stages, count, num_chunks=training.chunks) if training.stages > 1 else 0.0
     found["bubble"] = sum(found.values()) * share / (1 - share)
     # Every rank starts its own kernels, those of its own layers, while the group works on the same tokens.
@@ -306,8 +362,9 @@ def planned(training: Training, config: PreTrainedConfig) -> tuple[DTensorConfig
         hf = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=ROWS)
     packing = SequencePackingConfig(enabled=True, train_mb_tokens=training.num_tokens)
     model = ModelConfig(model_name="m", max_total_sequence_length=training.num_tokens, sequence_packing=packing)
-    mesh: Any = SimpleNamespace(rank=0, sizes=AxisSizes.of(backend, training.num_ranks))
-    memory = CountedMemory.of(model, backend, hf, decoder_layers(hf), mesh=mesh, trains_all=True)
+    staged = backend.model_copy(update={"pipeline_parallel_size": training.stages})
+    mesh: Any = SimpleNamespace(rank=0, sizes=AxisSizes.of(staged, training.gpus))
+    memory = CountedMemory.of(model, staged, hf, decoder_layers(hf), mesh=mesh, trains_all=True)
     state = sum(memory.parts.get(name, 0) for name in ("weights", "gradients", "optimizer state"))
     keeps_whole = backend.gradient_accumulation == "unsharded"
     if backend.gradient_accumulation == "auto":
@@ -317,6 +374,7 @@ def planned(training: Training, config: PreTrainedConfig) -> tuple[DTensorConfig
         "reshard_after": "step" if keeps_gathered else "layer",
         "gradient_accumulation": "unsharded" if keeps_whole else "sharded",
     }
-    counts = {"full": plan.num_full, "selective": plan.num_selective}
+    stages = config.num_hidden_layers / memory.num_layers
+    counts = {"full": round(plan.num_full * stages), "selective": round(plan.num_selective * stages)}
     counts["none"] = config.num_hidden_layers - sum(counts.values())
     return backend.model_copy(update=choices), {kind: number for kind, number in counts.items() if number}

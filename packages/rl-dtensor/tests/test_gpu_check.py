@@ -4,6 +4,7 @@ import io
 import multiprocessing
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -135,12 +136,42 @@ def test_the_expected_step_takes_what_its_products_take_and_what_it_moves(benchm
     assert chip_named("") is None
     shape, lengths = SHAPES["0.6B"], np.full(8, 1024)
     Qwen3Config(**shape.fields, tie_word_embeddings=True).save_pretrained(tmp_path)
-    none, full = (
-        step_seconds(H100, tmp_path, shape, lengths, {"recompute": recompute}, chunk_size=2048)
-        for recompute in ("none", "full")
+    device = replace(H100, launch_seconds=0.0, operator_seconds=0.0)
+    none, full, with_host = (
+        step_seconds(chip, tmp_path, shape, lengths, {"recompute": recompute}, chunk_size=2048)
+        for chip, recompute in ((device, "none"), (device, "full"), (H100, "none"))
     )
     least = shape.model.training_flops(lengths) / H100.products
-    assert least < none < 3 * least
+    assert least < none < 3 * least < with_host
     # the layers' products once more, and more bytes
     again = 2 * 8192 * shape.num_layer_weights / H100.products
     assert full - none > again
+
+
+@pytest.mark.parametrize(
+    ("launches", "operators", "device", "found"),
+    [
+        # Launches of torch and calls of operators in 28 layers and outside of them, for the code that ran on the H100;
+        # tokens/s of the device alone, and tokens/s that were found (`benchmarks/results/gpu_check.md`).
+        (28 * 92 + 130, 28 * 10 + 10, 82_350, 30_190),
+        (28 * 210 + 151, 8, 47_750, 24_920),
+    ],
+    ids=["fused", "plain"],
+)
+def test_launches_explain_the_speed_of_a_small_model_on_a_gpu(benchmarks, launches, operators, device, found):
+    from gpu_check.expected import H100
+    from ledger.phases import overlapped
+
+    host = launches * H100.launch_seconds + operators * H100.operator_seconds
+    expected = 8192 / overlapped([(host * share, 8192 / device * share) for share in (1 / 3, 2 / 3)])
+    assert 0.75 < found / expected < 1.25
+
+
+def test_a_device_waits_for_the_launches_that_come_later_and_not_for_those_that_came_before(benchmarks):
+    from ledger.phases import overlapped
+
+    assert overlapped([(1.0, 3.0)]) == 3.0
+    assert overlapped([(3.0, 1.0)]) == 3.0
+    assert overlapped([(3.0, 1.0), (1.0, 3.0)]) == 6.0
+    # While the device computes, the host starts what follows.
+    assert overlapped([(1.0, 3.0), (3.0, 1.0)]) == 4.0
