@@ -54,6 +54,7 @@ def test_keys_that_messages_name_exist():
         ("moe_z_loss_coeff", "padding", "`megatron_cfg.moe_aux_loss_coeff`"),
         ("cuda_graph_impl", "the number of rows", None),
         ("tp_comm_split_ag", "no longer reads it", None),
+        ("delay_wgrad_compute", "as soon as a backward pass has made them", None),
         ("deterministic_mode", "keeps the scores of all pairs of tokens in GPU memory", None),
     ],
 )
@@ -113,6 +114,25 @@ def test_fields_that_the_run_lacks_something_for_are_named(name, settings, menti
     needed = {"bias_activation_fusion", "apply_rope_fusion", "moe_router_fusion", "pipeline_model_parallel_layout"}
     assert problem.is_unused == (name not in needed)
     assert problems(megatron_kwargs={"clone_scatter_output_in_embedding": True}, **settings) == {}
+
+
+@pytest.mark.parametrize(
+    ("settings", "mention"),
+    [
+        ({"recompute": "none"}, "expert_model_parallel_size is 1"),
+        ({"expert_model_parallel_size": 2}, "recompute to none or selective"),
+        (
+            {"expert_model_parallel_size": 2, "recompute": "none", "pipeline_model_parallel_size": 2},
+            "needs megatron_cfg.virtual_pipeline_model_parallel_size",
+        ),
+    ],
+)
+def test_exchanges_of_tokens_overlap_only_in_schedules_that_megatron_has(settings, mention):
+    name = "overlap_moe_expert_parallel_comm"
+    (problem,) = problems(megatron_kwargs={name: True}, **settings).values()
+    assert mention in f"{problem.reason}. {problem.remedy}"
+    fitting = {"expert_model_parallel_size": 2, "recompute": "selective"}
+    assert problems(megatron_kwargs={name: True}, **fitting) == {}
 
 
 OVERLAP = {

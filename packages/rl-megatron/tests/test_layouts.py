@@ -11,7 +11,7 @@ from rl_core.model_config import ModelConfig, OptimizerConfig
 from rl_core.selfcheck.losses import TokenLoss
 from rl_core.selfcheck.pooled_model import PooledModel
 from rl_core.selfcheck.torch.oracle import Oracle
-from rl_core.testing.exhaustive import partly_exhaustive
+from rl_core.testing.exhaustive import exhaustive, partly_exhaustive
 from rl_core.testing.model_worker import LAYOUTS as BATCHINGS
 from rl_core.testing.model_worker import make_batch
 
@@ -94,7 +94,9 @@ def test_reads_gradients_and_weights_are_those_of_one_process(ranks, expected, t
         )
 
 
-@pytest.mark.parametrize(("batching", "exchanges_shapes"), [(FIXED, False), ("packed-16", True)])
+@pytest.mark.parametrize(
+    ("batching", "exchanges_shapes"), [(FIXED, False), pytest.param("packed-16", True, marks=exhaustive)]
+)
 def test_stages_exchange_shapes_only_of_microbatches_of_several_lengths(ranks, expected, batching, exchanges_shapes):
     folder, _, metrics, _ = expected("qwen3")
     fields, padding = BATCHED[batching]

@@ -149,3 +149,26 @@ def test_gradients_in_half_precision_are_near_those_in_float32(ranks, folders):
             norms[in_float32] = model.train_step(make_batch(), TokenLoss())["grad_norm"]
     assert norms[True] != norms[False]
     assert norms[False] == pytest.approx(norms[True], rel=0.02)
+
+
+OVERLAPPED = {
+    "ep2": (2, {"expert_model_parallel_size": 2}),
+    "tp2 ep2+sp": EXPERT_LAYOUTS["tp2 ep2+sp"],
+    "pp2 virtual ep2": (
+        4,
+        {"expert_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", partly_exhaustive(list(OVERLAPPED), always=["pp2 virtual ep2"]))
+def test_exchanges_of_tokens_under_another_microbatch_change_no_step(ranks, folders, monkeypatch, layout):
+    monkeypatch.setitem(ALL, layout, OVERLAPPED[layout])
+    settings = {"precision": "bfloat16", "sequence_packing": {"train_mb_tokens": 16}}
+    steps = []
+    for kwargs in ({}, {"overlap_moe_expert_parallel_comm": True}):
+        with open_model(
+            ranks, folders["qwen3_moe"], layout, settings=settings, recompute="none", megatron_kwargs=kwargs
+        ) as model:
+            steps.append(model.train_steps([make_batch(seed=seed) for seed in range(2)], TokenLoss()))
+    assert steps[0] == steps[1]

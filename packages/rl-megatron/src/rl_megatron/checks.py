@@ -189,6 +189,16 @@ def _effect_problems(key: str, name: str, backend: MegatronConfig) -> Iterable[P
     elif name == "cpu_offloading" and kwargs[name] and backend.recompute != "none":
         reason = f"cannot be combined with {KEY}.recompute={backend.recompute}"
         yield Problem(key, reason, remedy=f"Set {KEY}.recompute=none, or remove this key")
+    elif name == "overlap_moe_expert_parallel_comm" and kwargs[name]:
+        if backend.expert_model_parallel_size == 1:
+            reason = f"needs expert parallelism, but {KEY}.expert_model_parallel_size is 1"
+            yield Problem(key, reason, remedy=f"Remove this key, or set {KEY}.expert_model_parallel_size=2 or more")
+        if backend.pipeline_model_parallel_size > 1 and backend.virtual_pipeline_model_parallel_size is None:
+            reason = f"needs {KEY}.virtual_pipeline_model_parallel_size in a pipeline"
+            yield Problem(key, reason, remedy="Remove this key, or set that one to 2 or more")
+        if backend.recompute not in ("none", "selective"):
+            reason = f"cannot be combined with {KEY}.recompute={backend.recompute}"
+            yield Problem(key, reason, remedy=f"Remove this key, or set {KEY}.recompute to none or selective")
     elif name == "moe_router_fusion":
         if backend.moe_router_dtype != "fp32":
             reason = f"needs {KEY}.moe_router_dtype=fp32, because the fused router has no float64"

@@ -72,8 +72,9 @@ class MegatronConfig(BackendConfig):
     recompute: Annotated[Literal["auto", "none", "selective", "full"], WhenChanged.RESUME] = "auto"
     """Activations of a layer that the backward pass computes again instead of keeping them: none, the
     `recompute_modules` only (`selective`), or all except the layer's input (`full`). `auto` recomputes as little as the
-    device's memory allows for a microbatch of the largest size, by an estimate: nothing, or the `recompute_modules` of
-    all layers, or as many layers as necessary in full. It logs its choice; on `cpu` it is `none`."""
+    memory that is available at the first training step allows for a microbatch of the largest size, by an estimate:
+    nothing, or the `recompute_modules` of all layers, or as many layers as necessary in full. The log shows the plan of
+    the memory; on `cpu` nothing is recomputed."""
     recompute_modules: Annotated[
         list[Literal["core_attn", "mlp", "moe", "moe_act", "shared_experts", "layernorm", "mla_up_proj"]] | None,
         WhenChanged.RESUME,

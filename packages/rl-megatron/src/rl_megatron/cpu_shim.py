@@ -61,6 +61,7 @@ def install() -> None:
     for name in FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     torch.Tensor.cuda = lambda tensor, *_, **__: tensor
+    torch.Tensor.record_stream = lambda *_: None
     megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     megatron_random.logging.getLogger(megatron_random.__name__).disabled = True  # "CPU RNG state changed"
     if moe_utils.HAVE_TE:

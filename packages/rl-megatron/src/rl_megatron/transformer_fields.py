@@ -16,8 +16,8 @@ def _fields(names: str) -> frozenset[str]:
 
 
 ANYWHERE = _fields(
-    """clone_scatter_output_in_embedding deallocate_pipeline_outputs overlap_p2p_comm_warmup_flush
-    pipeline_model_parallel_layout recompute_method recompute_num_layers"""
+    """clone_scatter_output_in_embedding deallocate_pipeline_outputs overlap_moe_expert_parallel_comm
+    overlap_p2p_comm_warmup_flush pipeline_model_parallel_layout recompute_method recompute_num_layers"""
 )
 """Fields that may be set on every device."""
 
@@ -95,9 +95,9 @@ _REASONS: Mapping[str, str] = {
         timers finalize_model_grads_func grad_scale_func no_sync_func grad_sync_func param_sync_func
         variable_seq_lengths overlap_p2p_comm batch_p2p_comm microbatch_group_size_per_vp_stage
         _cpu_offloading_context""",
+    "rl-megatron reduces gradients as soon as a backward pass has made them": "delay_wgrad_compute",
     "rl-megatron does not run the schedules that it belongs to": """
-        num_microbatches_with_partial_activation_checkpoints overlap_moe_expert_parallel_comm delay_wgrad_compute
-        ep_overlap_early_attn_memory_release""",
+        num_microbatches_with_partial_activation_checkpoints ep_overlap_early_attn_memory_release""",
     "a graph repeats the addresses of weights, which leave the device between uses, and the number of rows": """
         enable_cuda_graph cuda_graph_use_single_mempool cuda_graph_retain_backward_graph cuda_graph_warmup_steps
         external_cuda_graph cuda_graph_impl cuda_graph_scope""",

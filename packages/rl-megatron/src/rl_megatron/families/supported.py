@@ -52,6 +52,10 @@ def architecture_problems(fields: Fields, backend: MegatronConfig, family: Field
         yield problem.at("model_name")
     if problem := fusion_problem(fields, backend.megatron_kwargs):
         yield problem
+    overlap = "overlap_moe_expert_parallel_comm"
+    if backend.megatron_kwargs.get(overlap) and fields.get("linear_num_key_heads"):
+        reason = "needs layers of Megatron, but the linear attention of this model is another"
+        yield Problem(f"{KEY}.megatron_kwargs.{overlap}", reason, remedy="Remove this key")
     # One size that does not fit is often the cause of the next problem.
     problems = [*_layout_problems(fields, backend, family), *_stage_problems(fields, backend)]
     yield from problems[:1]

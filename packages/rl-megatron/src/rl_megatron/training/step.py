@@ -152,17 +152,22 @@ def _run(
     """
     trains = chunks is not None
 
-    def forward(iterator: Iterator[Microbatch], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
+    def forward(
+        iterator: Iterator[Microbatch], chunk: Any, return_schedule_plan: bool = False
+    ) -> tuple[Any, Callable[..., Any]]:
         microbatch = next(iterator)
         layout = model.lay_out(microbatch.rows)
-        plain = chunk.module if trains else chunk
+        plain = chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
         if model.routing is not None and trains:
             model.routing.give(plain, microbatch.rows, layout, is_own=microbatch.is_own)
         if model.replay is not None:
             model.replay.give(plain, microbatch.rows, layout)
-        output = chunk(layout.input_ids, layout.position_ids, None, packed_seq_params=layout.packing)
+        # A schedule that runs two microbatches at one time takes the parts of the pass, and hands over float32.
+        pass_on = plain.build_schedule_plan if return_schedule_plan else chunk
+        output = pass_on(layout.input_ids, layout.position_ids, None, packed_seq_params=layout.packing)
 
         def finish(hidden: Tensor, non_loss_data: bool = False) -> Any:
+            hidden = hidden.to(model.config.params_dtype)
             columns = model.reads(hidden, layout, microbatch.rows, run.reads, run.temperature)
             result = run.on_reads(microbatch, columns)
             if not trains:
