@@ -80,6 +80,7 @@ def test_weights_that_fill_the_share_are_refused_before_vllm_starts(share: Share
     with pytest.raises(GeneratorError, match=r"80\.0 GiB of each GPU.*Increase vllm_cfg\.tensor_parallel_size"):
         share(SHARED, gpu(0, 1), sizes=large)
     assert share(SHARED, gpu(0, 1), sizes=large, tensor_parallel_size=4) == 0.85
+    assert share(SHARED, gpu(0, 1), sizes=large, kv_cache_gib=1) == 0.85, "vLLM then takes the share as no limit"
     with pytest.raises(GeneratorError, match=r"0\.00 of 80\.0 GiB \(78\.0 GiB in use, 5\.0 GiB reserved\)"):
         share(SHARED, gpu(0, 78))
 
@@ -87,7 +88,11 @@ def test_weights_that_fill_the_share_are_refused_before_vllm_starts(share: Share
 def test_the_log_shows_the_numbers(share: Share, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         share(SHARED, gpu(0, 1.5), sizes=(1.2,))
-    assert "0.85 of 80.0 GiB (1.5 GiB in use, 5.0 GiB reserved)" in caplog.text
+        share(ALONE, gpu(0, 0.5), sizes=(4,))
+        share(ALONE, gpu(0, 0.5), sizes=(4,), gpu_memory_utilization=0.9)
+    assert "0.85 of 80.0 GiB (1.5 GiB in use, 5.0 GiB reserved) of each GPU, which leaves 10.5 GiB" in caplog.text
+    levels = [record.levelname for record in caplog.records]
+    assert levels == ["INFO", "INFO", "WARNING"], "transfers need 13 GiB, and the user left 7.5"
 
 
 @pytest.mark.parametrize("device", ["cpu", "rehearsal", "cuda"])

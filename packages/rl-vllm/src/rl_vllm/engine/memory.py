@@ -65,13 +65,16 @@ def memory_share(backend: VllmConfig, model: ModelConfig, placement: Placement) 
         share = max(0.0, min(limit / placement.num_engines, 1 - (used + reserve) / total))
     weights = 0 if backend.quantization is not None else sum(sizes) // backend.num_ranks
     numbers = f"{share:.2f} of {total / GIB:.1f} GiB ({used / GIB:.1f} GiB in use, {reserve / GIB:.1f} GiB reserved)"
-    if share * total <= weights:
+    if share * total <= weights and backend.kv_cache_gib is None:
         raise GeneratorError(
             f"the engine's weights take {weights / GIB:.1f} GiB of each GPU, but its share is {numbers}, which leaves "
             "nothing for the KV cache. Increase vllm_cfg.tensor_parallel_size, end other processes on the GPUs, or set "
             "vllm_cfg.gpu_memory_utilization"
         )
-    _log.info("the engine takes %s of each GPU for weights, activations and the KV cache", numbers)
+    left = (1 - share) * total - used
+    is_tight = backend.gpu_memory_utilization is not None and placement.num_engines == 1 and left < reserve
+    level = logging.WARNING if is_tight else logging.INFO
+    _log.log(level, "the engine takes %s of each GPU, which leaves %.1f GiB to others", numbers, left / GIB)
     return share
 
 
