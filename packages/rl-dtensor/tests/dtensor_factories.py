@@ -65,7 +65,9 @@ def recomputation(rank: Rank) -> list[str]:
     chunks = rank.held[HELD]._model.sharded.chunks
     found = []
     for layer in (layer for chunk in chunks for layer in decoder_layers(chunk.hf)):
-        is_full = layer.gradient_checkpointing and "create_selective" not in str(layer._gradient_checkpointing_func)
+        is_full = layer.gradient_checkpointing and not isinstance(
+            layer._gradient_checkpointing_func.keywords["context_fn"], partial
+        )
         found.append("full" if is_full else "selective" if layer.gradient_checkpointing else "none")
     return found
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from rl_core.devices import CPU, REHEARSAL
+from rl_core.devices import CPU, REHEARSAL, DeviceMemory, RehearsalDevice
 from rl_core.torch.residency import (
     SMALLEST_BYTES,
     HostOffload,
@@ -132,3 +132,28 @@ def test_weights_that_are_mapped_from_a_file_can_leave_too(tmp_path):
     assert module.weight.untyped_storage().nbytes() == 0
     residency.onload(("parameters",))
     assert torch.equal(module.weight.flatten(), torch.arange(12.0))
+
+
+class FreedLater(RehearsalDevice):
+    """A device on which a process that was killed still holds memory, until it has been asked for it some times."""
+
+    asked = 0
+
+    def memory(self):
+        type(self).asked += 1
+        return DeviceMemory(total=4000, free=4000 if self.asked > 2 else 399, own=0, peak=0)
+
+
+@pytest.mark.parametrize("max_wait_s", [60.0, 0.0])
+def test_parts_come_back_when_a_killed_process_has_left_the_device(monkeypatch, max_wait_s):
+    monkeypatch.setattr("rl_core.torch.residency.MAX_WAIT_S", max_wait_s)
+    monkeypatch.setattr("rl_core.torch.residency._POLL_S", 0.001)
+    monkeypatch.setattr(FreedLater, "asked", 0)
+    module = nn.Linear(10, 9, bias=False)
+    module.register_buffer("ten", torch.arange(10.0))
+    expected = module.weight.clone()
+    residency = ModuleResidency(module, FreedLater())
+    residency.offload(("parameters",))
+    residency.onload(("parameters",))
+    assert FreedLater.asked == (3 if max_wait_s else 1)  # Without room the allocator decides.
+    assert torch.equal(module.weight, expected)

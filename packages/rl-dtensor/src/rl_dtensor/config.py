@@ -131,8 +131,7 @@ class DTensorConfig(BackendConfig):
     fused_kernels: bool = True
     """Compute RMSNorm with the residual before it, rotary embeddings with the norms of heads, SwiGLU of layers, and
     copies of tokens for their experts by Triton kernels on GPUs: less memory traffic, and rounding once instead of
-    after each operation. Modules whose code computes something else keep it, unless `compile` compiles it.
-    Other devices compute as with `false`."""
+    after each operation. Modules whose code computes something else keep it. Other devices compute as with `false`."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory and load parameters layer by layer. On `cpu` they
     are there already."""
@@ -150,13 +149,16 @@ class DTensorConfig(BackendConfig):
     recompute: Literal["auto", "none", "selective", "full"] = "auto"
     """Activations of a layer that the backward pass computes again instead of keeping them: none, all except the
     results of matrix products and attention (`selective`), or all except the layer's input (`full`). `auto` recomputes
-    as little as the device's memory allows for a microbatch of the largest size: nothing, or as many layers as
-    necessary selectively, or as many as necessary in full. It logs its choice; on `cpu` it is `none`."""
+    as little as the memory that is available at the first training step allows for a microbatch of the largest size:
+    nothing, or as many layers as necessary selectively, or as many as necessary in full. The log shows the plan of the
+    memory; on `cpu` nothing is recomputed."""
     compile: bool = False
-    """Compile parts of layers with `torch.compile`: norms with the residual before them, rotary embeddings, activations
-    and gates, where no fused kernel computes them. Matrix products, attention, experts and communication stay outside.
-    One program serves rows of all lengths. It is made when it first runs, in every process; on `cpu` that needs a C++
-    compiler. Of families that `fused_kernels` covers, nothing is left to compile."""
+    """Compile each layer with `torch.compile`, in two graphs for all layers and numbers of tokens: up to attention, and
+    from there on. Attention and stacked experts stay outside. The host launches a graph instead of its operations, so
+    small models, whose host is slower than the device, gain most. Norms, rotary embeddings and gates are then the
+    compiler's, and `fused_kernels` serves experts only. Each process compiles when a layer first runs, for a minute or
+    more, and logs it. On `cpu` that needs a C++ compiler. Layers that cannot be compiled keep their code, with a
+    warning."""
     float8: Float8Config = Float8Config()
     qat: QATConfig = QATConfig()
 

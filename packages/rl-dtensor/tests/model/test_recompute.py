@@ -85,11 +85,12 @@ def test_the_rank_with_the_least_memory_decides_at_the_first_step(ranks, tmp_pat
     """The plan comes after a pass that reads, and steps are the same to the last bit."""
     folder = write_tiny(AutoConfig.for_model("qwen3"), tmp_path / "model")
     config = ModelConfig(model_name=str(folder), precision="float32", train_micro_batch_size=4)
+    settings = {"gradient_accumulation": "sharded"}
     rooms, runs, decisions = [10**9, 0], [], []
     for room in rooms:
         ranks.run("dtensor_factories:show_memory", [(10**9, 2), (room, 2)])
         try:
-            with PooledModel(ranks, "rl_dtensor.selfcheck:build", config, ModelSpec(), 2) as model:
+            with PooledModel(ranks, "rl_dtensor.selfcheck:build", config, ModelSpec(), 2, **settings) as model:
                 logprobs = model.infer(CHECK.batch(0), [LOGPROBS]).ragged("logprobs").values.tolist()
                 assert ranks.run("dtensor_factories:recomputation", [(), ()]) == [["none"] * 2] * 2
                 memory = ranks.run("dtensor_factories:counted", [(), ()])[1]

@@ -173,11 +173,6 @@ class Device:
         """Memory that this process uses: of the device if it has its own, else of the host."""
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
-    @property
-    def capacity_bytes(self) -> int | None:
-        """Memory of the device itself; None if it has none of its own."""
-        return None
-
     def memory(self) -> DeviceMemory | None:
         """Measure the memory of the device itself; None if it has none of its own."""
         return None

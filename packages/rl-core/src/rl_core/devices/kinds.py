@@ -97,12 +97,6 @@ class CudaDevice(Device):
 
         return int(torch.cuda.memory_allocated(self.torch_device))
 
-    @property
-    def capacity_bytes(self) -> int:
-        import torch
-
-        return int(torch.cuda.get_device_properties(self.torch_device).total_memory)
-
     def memory(self) -> DeviceMemory:
         import torch
 

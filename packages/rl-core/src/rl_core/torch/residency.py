@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,10 @@ SLAB_BYTES = 1 << 28
 
 SMALLEST_BYTES = 1 << 20
 """Rests below this are one allocation."""
+
+MAX_WAIT_S = 60.0
+"""Timeout in seconds for a device that has no room for the parts that come back."""
+_POLL_S = 0.2
 
 
 class Residency(ABC):
@@ -49,10 +54,19 @@ class Residency(ABC):
         self._device.release_memory()
 
     def onload(self, parts: Sequence[ModelPart]) -> None:
-        """Bring these parts back, bit for bit."""
-        for part in parts:
-            for offloaded in self._away.pop(part, []):
-                offloaded.restore()
+        """Bring these parts back, bit for bit, as soon as the device has room for them.
+
+        The driver of the device takes back the memory of a process that was killed, such as an engine that did not fall
+        asleep, some time after its end.
+        """
+        away = [offloaded for part in parts for offloaded in self._away.pop(part, [])]
+        num_bytes, end = sum(offloaded.num_bytes for offloaded in away), time.monotonic() + MAX_WAIT_S
+        while (memory := self._device.memory()) is not None and memory.available < num_bytes:
+            if time.monotonic() >= end:
+                break  # The allocator's error shows what it lacks.
+            time.sleep(_POLL_S)
+        for offloaded in away:
+            offloaded.restore()
 
     def require(self, *parts: ModelPart) -> None:
         """Raise a `RuntimeError` naming the parts that are needed and away."""
@@ -88,15 +102,18 @@ class HostOffload:
         tensors: Tensors to offload; those on one storage are offloaded once.
         device: Device of the tensors.
         keeps: True if the bytes come back; otherwise zeros do.
+
+    Attributes:
+        num_bytes: Bytes that they take on the device.
     """
 
     def __init__(self, tensors: Iterable[Tensor], device: Device, *, keeps: bool = True) -> None:
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
         self._offloaded = [(storage, storage.nbytes()) for storage in storages.values() if storage.nbytes()]
+        self.num_bytes = sum(num_bytes for _, num_bytes in self._offloaded)
         self._host: HostSlabs | None = None
         if keeps:
-            num_bytes = sum(num_bytes for _, num_bytes in self._offloaded)
-            self._host = HostSlabs(num_bytes, is_pinned=device.pins_host_memory)
+            self._host = HostSlabs(self.num_bytes, is_pinned=device.pins_host_memory)
             start = 0
             for storage, num_bytes in self._offloaded:
                 self._host.write(start, _as_bytes(storage))

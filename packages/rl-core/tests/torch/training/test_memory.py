@@ -58,7 +58,7 @@ def test_a_step_that_takes_the_reserve_warns_once(pool, peak, connected, warns):
     _, messages = run(pool, Step(CARD, GB), Step(CARD, peak * GB, connected * GB))
     assert [level == logging.WARNING for level, _ in messages] == [False, warns]
     assert f"took up to {peak}.0 GB (rank 1)" in messages[1][1]
-    assert ("recompute: full" in messages[1][1]) == warns
+    assert ("recompute=full" in messages[1][1]) == warns
 
 
 @pytest.mark.parametrize("device", [CPU, REHEARSAL])

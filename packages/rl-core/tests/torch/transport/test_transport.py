@@ -3,8 +3,10 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,8 +19,8 @@ from transport_peers import KINDS, MEETING, Peer, make_tensors, manifest_of, rec
 from rl_core.devices import CPU
 from rl_core.errors import WeightSyncError
 from rl_core.torch.transport import ReceivingEnd, SendingEnd, interrupt, ipc, open_receiver, open_sender
-from rl_core.torch.transport.bucket import ALIGNMENT, lay_out
-from rl_core.torch.transport.collective import listening_store
+from rl_core.torch.transport.bucket import ALIGNMENT, Bucket, lay_out
+from rl_core.torch.transport.collective import _Broadcasts, listening_store
 from rl_core.torch.transport.ipc import IpcReceiverLink
 from rl_core.torch.transport.rendezvous import accept_receivers
 from rl_core.weights import Manifest, TensorSpec, Transport, TransportKind, num_bytes
@@ -504,7 +506,65 @@ def test_a_store_that_dies_while_a_receiver_joins_names_the_sender(tmp_path: Pat
     thread.join()
 
 
-def test_memory_of_a_device_is_freed_after_every_receiver_has_let_it_go(
+def _mapped() -> list[str]:
+    """Mappings of this process that are buffers of an ipc transfer."""
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "/memfd:weights" in line]
+
+
+@pytest.mark.parametrize("kind", ["ipc", "collective", "changes"])
+def test_buffers_are_gone_after_each_transfer(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while a receiver holds the last tensor. The receivers let a device's buffer go before the sender frees it;
+    here the host's take their place."""
+    monkeypatch.setattr(ipc.HostBuffers, "need_release", True)
+    freed, mapped_then, buffers = ipc.HostBuffers.close, [], []
+    lent = _Broadcasts.buffer
+
+    def free(own: ipc.HostBuffers) -> None:
+        mapped_then.append(len(_mapped()) - len(own.tensors))
+        freed(own)
+
+    def lend(group: _Broadcasts, bucket: Bucket) -> torch.Tensor:
+        buffers.append(weakref.ref(lent(group, bucket)))
+        return lent(group, bucket)
+
+    monkeypatch.setattr(ipc.HostBuffers, "close", free)
+    monkeypatch.setattr(_Broadcasts, "buffer", lend)
+    way = transport("ipc" if kind == "ipc" else "collective", tmp_path, 2)
+    way = replace(way, sends_changes=kind == "changes")
+    sending, versions = SendingEnd(CPU), [make_tensors(seed) for seed in (0, 1)]
+    done = threading.Barrier(3, timeout=SOON_S)
+
+    def take(rank: int) -> None:
+        end = ReceivingEnd(CPU)
+        for version, tensors in enumerate(versions, start=1):
+            with end.transfer(manifest_of(tensors, version), way, rank) as receiver:
+                for name, tensor in receiver:
+                    assert torch.equal(tensor, tensors[name])
+                done.wait()
+                done.wait()
+        end.close()
+
+    with ThreadPoolExecutor(2) as pool:
+        taking = [pool.submit(take, rank) for rank in (1, 2)]
+        with ExitStack() as stack:
+            stack.callback(done.abort)
+            stack.callback(sending.close)
+            for version, tensors in enumerate(versions, start=1):
+                with sending.transfer(manifest_of(tensors, version), way) as sender:
+                    for name, tensor in tensors.items():
+                        sender.put(name, tensor)
+                    sender.finish()
+                done.wait()
+                assert _mapped() == []
+                assert [buffer for buffer in buffers if buffer() is not None] == []
+                done.wait()
+            for each in taking:
+                each.result()
+    assert mapped_then == ([0, 0] if kind == "ipc" else [])
+    assert bool(buffers) == (kind != "ipc")
+
+
+def test_memory_of_a_transfer_that_breaks_off_is_freed_after_every_receiver_has_let_it_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ipc.HostBuffers, "need_release", True)
@@ -522,10 +582,16 @@ def test_memory_of_a_device_is_freed_after_every_receiver_has_let_it_go(
     monkeypatch.setattr(IpcReceiverLink, "close", close_receiver)
     monkeypatch.setattr(ipc.HostBuffers, "close", free)
     way = transport("ipc", tmp_path, 2)
-    threads = [threading.Thread(target=receive, args=(0, way, rank)) for rank in (1, 2)]
+
+    def take(rank: int) -> None:
+        with suppress(WeightSyncError):
+            receive(0, way, rank)
+
+    threads = [threading.Thread(target=take, args=(rank,)) for rank in (1, 2)]
     for thread in threads:
         thread.start()
-    send(0, way)
+    with pytest.raises(KeyError, match="no parameter"):
+        send(0, way, "raises")
     for thread in threads:
         thread.join()
     assert events == ["let go", "let go", "freed"]

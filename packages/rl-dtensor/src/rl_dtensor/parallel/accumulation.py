@@ -127,11 +127,11 @@ def keeps_whole_gradients(choice: GradientAccumulation, memory: GradientMemory, 
     """
     if choice != "auto":
         return choice == "unsharded"
-    capacity = mesh.kind.capacity_bytes
-    fits = torch.tensor(float(capacity is not None and memory.fits(capacity)))
+    device = mesh.kind.memory()
+    fits = torch.tensor(float(device is not None and memory.fits(device.total)))
     dist.all_reduce(fits, op=dist.ReduceOp.MIN, group=mesh.control)
     keeps = bool(fits.item()) and mesh.num_gradients > 1
-    if capacity is not None and mesh.rank == 0:
+    if device is not None and mesh.rank == 0:
         _log.info(
             "gradient_accumulation=auto keeps %s gradients between microbatches: whole ones take %.1f GB next to "
             "%.1f GB of parameters and optimizer state, and may take up to %.0f %% of %.1f GB together on every rank",
@@ -139,6 +139,6 @@ def keeps_whole_gradients(choice: GradientAccumulation, memory: GradientMemory, 
             memory.whole / 1e9,
             memory.state / 1e9,
             100 * SHARE,
-            capacity / 1e9,
+            device.total / 1e9,
         )
     return keeps

@@ -25,7 +25,10 @@ COMMUNICATORS = 2**30
 """Bytes for communicators that connect in the first backward pass, about 0.5 GB each
 (https://github.com/NVIDIA/nccl/issues/964). Those of forward passes are connected when memory is measured."""
 
-REMEDY = "Use smaller microbatches (train_mb_tokens, train_micro_batch_size), more ranks, or recompute: full"
+REMEDY = (
+    "Use smaller microbatches (sequence_packing.train_mb_tokens, or train_micro_batch_size without packing), more "
+    "ranks, or recompute=full"
+)
 
 
 class StepPlan(NamedTuple):

@@ -38,8 +38,7 @@ class ChangesSenderLink:
     def begin(self, layout: Layout) -> Layout:
         layout = self._link.begin(layout)
         self._sent.begin(layout)
-        if self._buffer.numel() < layout.capacity:
-            self._buffer = torch.empty(layout.capacity, dtype=torch.uint8, device=self._device.torch_device)
+        self._buffer = torch.empty(layout.capacity, dtype=torch.uint8, device=self._device.torch_device)
         return layout
 
     def buffer(self, bucket: Bucket) -> torch.Tensor:
@@ -55,6 +54,7 @@ class ChangesSenderLink:
         return self._link.send(bucket if changes is None else bucket.packed(changes.numel()))
 
     def finish(self, digests: Sequence[str]) -> None:
+        self._buffer = self._buffer.new_empty(0)
         self._link.finish(digests)
         self._sent.finish()
 

@@ -52,14 +52,14 @@ class _Broadcasts:
         self._buffers: list[torch.Tensor] = []
 
     def begin(self, layout: Layout) -> None:
-        """Begin a transfer, with the buffers of the one before if they are large enough."""
+        """Begin a transfer."""
         self._num_buckets = len(layout.buckets)
-        count, size = min(NUM_BUFFERS, self._num_buckets), layout.capacity
-        if len(self._buffers) < count or any(buffer.numel() < size for buffer in self._buffers):
-            self._buffers.clear()
-            self._buffers = [
-                torch.empty(size, dtype=torch.uint8, device=self.device.torch_device) for _ in range(count)
-            ]
+        count, place = min(NUM_BUFFERS, self._num_buckets), self.device.torch_device
+        self._buffers = [torch.empty(layout.capacity, dtype=torch.uint8, device=place) for _ in range(count)]
+
+    def finish(self) -> None:
+        """End a transfer; what comes until the next one can use the memory of its buffers."""
+        self._buffers.clear()
 
     def buffer(self, bucket: Bucket) -> torch.Tensor:
         """Return the bucket's buffer, whoever uses it now."""
@@ -176,6 +176,7 @@ class CollectiveSenderLink:
     def finish(self, digests: Sequence[str]) -> None:
         for index in sorted(self._broadcasts.unfinished):
             self._broadcasts.wait(index)
+        self._broadcasts.finish()
         confirm(self._channels, self._layout, digests)
 
     def close(self) -> None:
@@ -254,6 +255,7 @@ class CollectiveReceiverLink:
             self._broadcasts.start(self._layout.buckets[bucket.index + NUM_BUFFERS])
 
     def finish(self, digests: Sequence[str]) -> None:
+        self._broadcasts.finish()
         verify(self._channel, self._layout, digests, self._rank)
 
     def close(self) -> None:

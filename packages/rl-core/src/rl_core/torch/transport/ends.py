@@ -124,7 +124,7 @@ class _Stream:
 
 
 class SendingEnd:
-    """The connection over which a process sends weights, kept from one transfer to the next.
+    """The connection over which a process sends weights, kept from one transfer to the next, without its buffers.
 
     It is opened by the first transfer, replaced by one with another transport, and closed by a transfer that fails.
 
@@ -221,7 +221,9 @@ class Receiver:
             pending.append(begin_digest(buffer[: bucket.num_bytes]))
             for slot in bucket.slots:
                 if slot.parts is None:
-                    yield slot.spec.name, slot.view(buffer)
+                    view = slot.view(buffer).data  # It does not know the buffer as its base.
+                    yield slot.spec.name, view
+                    view.set_()  # Otherwise a reader that still has the last tensor would keep the buffer.
                     continue
                 size = num_bytes(slot.spec)
                 if self._whole.numel() < size:
@@ -232,6 +234,7 @@ class Receiver:
                 # Only these parts were written, so the rest needs no filling.
                 slot.take_out(whole)
             self._link.release(bucket)
+            del buffer  # The link frees the memory when the transfer is finished.
         digests = read_digests(pending)
         self._link.finish(digests)
         self.digest = root_digest(digests)
@@ -249,7 +252,7 @@ def receiver_bytes(largest: int, bucket_bytes: int, *, has_parts: bool) -> int:
 
 
 class ReceivingEnd:
-    """The connection over which a process receives weights, kept from one transfer to the next.
+    """The connection over which a process receives weights, kept from one transfer to the next, without its buffers.
 
     It is opened by the first transfer, replaced by one with another transport, and closed by a transfer that fails.
 
