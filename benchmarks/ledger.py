@@ -19,6 +19,7 @@ import numpy as np
 from gpu_check.expected import H100
 from ledger.attention import attention_costs
 from ledger.costs import Costs
+from ledger.flash import inner_backward
 from ledger.head import head_costs
 from ledger.layout import layout_costs
 from ledger.phases import Speed, speed_of, trainings
@@ -142,10 +143,29 @@ def attention(models: Sequence[str]) -> str:
     for name in models:
         config = config_of(name)
         # MLA has as many heads of keys as of queries once they are computed
-        costs = attention_costs(attention_shapes(config)[0], config.num_key_value_heads, TOKENS)
-        rows.append((name, str(costs.other.kernels), _per_token(costs.other.bytes, KB)))
-    head = ("model", "kernels besides attention", "KB/token that they move")
-    return _titled("Attention", "Forward and backward, from queries, keys and values to the output.", table(head, rows))
+        shape = attention_shapes(config)[0]
+        costs = attention_costs(shape, config.num_key_value_heads, TOKENS)
+        inner = [
+            inner_backward(each, TOKENS, shape.num_heads, config.num_key_value_heads, shape.key_dim)
+            for each in ("FA2", "FA3")
+        ]
+        by_groups = [_per_token(each.by_groups.bytes, KB) for each in inner]
+        cells = _per_token(costs.other.bytes, KB), _per_token(inner[0].by_queries.bytes, KB), *by_groups
+        rows.append((name, str(costs.other.kernels), *cells))
+    head = (
+        "model",
+        "kernels besides attention",
+        "KB/token that they move",
+        "gradients by queries in float32",
+        "gradients of groups, FA2",
+        "FA3",
+    )
+    return _titled(
+        "Attention",
+        "Forward and backward, from queries, keys and values to the output; then what the kernels of the backward pass "
+        "exchange with one another.",
+        table(head, rows),
+    )
 
 
 def microbatch(models: Sequence[str]) -> str:

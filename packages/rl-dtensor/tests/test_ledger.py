@@ -41,6 +41,12 @@ FLOAT8 = {
     "rowwise": (83, 936, 122),
     "rowwise_with_gw_hp": (75, 809, 138),
 }
+LAUNCHES = {"Qwen3-8B": (19, 47), "Qwen3-30B-A3B": (37, 64), "Llama-70B": (19, 43), "DeepSeek-V3": (75, 106)}
+"""Operations that the host starts for a layer, forward and backward, without recomputation: kernels, copies and
+collectives. A launch with the code around it costs the host tens of microseconds, which small models and mixtures wait
+for."""
+OPERATORS = {"Qwen3-8B": 10, "Qwen3-30B-A3B": 14, "Llama-70B": 10, "DeepSeek-V3": 16}
+"""Calls of own operators among them, which cost the host several times as much."""
 HEAD = {
     # entropy and temperature, chunk: MB per token that kernels besides matrix products move forward and backward
     (False, 1024): (0.4, 1.5),
@@ -109,6 +115,14 @@ def test_a_layer_in_float8_stays_within_its_budget(monkeypatch, recipe):
     assert all(cost <= budget for cost, budget in zip(found, FLOAT8[recipe], strict=True)), found
     assert costs.training.products.kernels == plain.training.products.kernels
     assert costs.training.flops == plain.training.flops
+
+
+@pytest.mark.parametrize("name", partly_exhaustive(SHAPES, always=["Qwen3-8B", "Qwen3-30B-A3B"]))
+def test_a_layer_launches_no_more_than_budgeted(name):
+    costs, _ = layer(name)
+    found = costs.forward.num_launches, costs.backward.num_launches
+    assert all(count <= budget for count, budget in zip(found, LAUNCHES[name], strict=True)), found
+    assert costs.training.operators <= OPERATORS[name]
 
 
 def test_shapes_are_those_of_the_published_models():
