@@ -7,6 +7,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from joined_rank import joined
 from torch._dynamo.backends.common import aot_autograd
 
@@ -26,6 +27,7 @@ from rl_core.torch.kernels.norm import NormForm, add_rms_norm, rms_norm
 from rl_core.torch.kernels.permutation import collect, group_by_expert, spread, spread_weighted
 from rl_core.torch.kernels.rotary import HeadNorm, rotated
 from rl_core.torch.kernels.swiglu import swiglu, swiglu_of_halves
+from rl_core.torch.kernels.vocabulary import LogitForm, head_products, softmax_statistics
 from rl_core.torch.transport.digest import _host_sum
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -285,3 +287,24 @@ def compiled(rank: Rank) -> tuple[set[str], dict[str, float]]:
     torch._dynamo.reset()
     errors = {str(place): float((a - b).abs().max()) for place, (a, b) in enumerate(zip(*outcomes, strict=True))}
     return found, errors
+
+
+def paddings(rank: Rank) -> dict[str, bool]:
+    """Whether rows that are padded in memory have the statistics and gradients of rows that are not."""
+    hidden, weight, bias = draw(5, 16).bfloat16(), draw(4133, 16, seed=1).bfloat16(), draw(4133, seed=2).bfloat16()
+    found = {}
+    for name, of in {"plain": None, "with a bias": bias}.items():
+        padded = head_products(hidden, weight, of)
+        dense = F.linear(hidden, weight, of)
+        found[f"{name}, products"] = torch.equal(padded, dense) and padded.stride(0) == 4144
+        padded.as_strided((5, 11), (4144, 1), 4133).fill_(torch.nan)
+        columns = torch.tensor([[0], [4132], [7], [4096], [1]])
+        ones = torch.ones(5)
+        of_both = [torch.stack(softmax_statistics(each, LogitForm(), squares=True)) for each in (padded, dense)]
+        found[f"{name}, statistics"] = torch.equal(*of_both)
+        for products, statistics in zip((padded, dense), of_both, strict=True):
+            torch.ops.rl_core.softmax_gradient_(
+                products, 1.0, None, 1.0, statistics[0], ones, None, None, None, None, columns, ones[:, None]
+            )
+        found[f"{name}, gradients"] = torch.equal(padded, dense)
+    return found

@@ -66,3 +66,9 @@ def test_a_digest_of_the_device_is_that_of_the_host(interpreter):
     (found,) = interpreter.run(kernel_cases.digests, [()])
     assert found
     assert all(found.values()), found
+
+
+def test_rows_of_logits_that_are_padded_have_the_results_of_others(interpreter):
+    (found,) = interpreter.run(kernel_cases.paddings, [()])
+    assert found
+    assert all(found.values()), found

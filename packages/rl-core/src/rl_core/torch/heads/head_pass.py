@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rl_core.token_filter import TokenFilter
 from rl_core.torch.kernels.devices import takes
-from rl_core.torch.kernels.vocabulary import LogitForm, add_product_
+from rl_core.torch.kernels.vocabulary import LogitForm, add_product_, head_products
 
 LEFT_OUT = -1e30
 """Logit of a token that is filtered out: its probability is 0, and products with it stay finite."""
@@ -110,7 +110,7 @@ class HeadPass:
         """
         if not self.is_fused(hidden):
             return self._gradient_(self.logits(hidden, weight, bias), read)
-        products = F.linear(hidden, weight, bias)
+        products = head_products(hidden, weight, bias)
         form = self.form.scale, self.form.softcap, self.form.temperature
         of_entropy = (read.entropy, read.by_entropy) if self.entropy else (None, None)
         of_collision = (read.collision, read.by_collision) if self.collision else (None, None)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypedDict, Unpack
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -25,7 +24,7 @@ from rl_core.torch.heads.head_pass import (
     wide_dtype,
 )
 from rl_core.torch.kernels.devices import takes
-from rl_core.torch.kernels.vocabulary import softmax_statistics
+from rl_core.torch.kernels.vocabulary import head_products, softmax_statistics
 
 CHUNK_SIZE = 1024
 """Number of positions whose logits exist at one time, unless the caller sets it."""
@@ -190,7 +189,7 @@ class _HeadReads(torch.autograd.Function):
         logprobs, entropy, topk_logprobs, topk_ids, logprobs_at, collision = found
         for chunk in options.chunks(len(hidden)):
             if options.is_fused(hidden):
-                products = F.linear(hidden[chunk], weight, bias)
+                products = head_products(hidden[chunk], weight, bias)
                 out = TokenReads(*(part[chunk] for part in found))
                 log_sums[chunk] = _read_products(products, targets[chunk], ids[chunk], options, out)
                 del products  # They are freed before the next chunk's are made.

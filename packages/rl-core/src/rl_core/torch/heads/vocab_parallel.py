@@ -8,13 +8,12 @@ from typing import Any, NamedTuple, Unpack
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rl_core.torch.heads.head_pass import HeadPass, HeadVocabulary, leave_out_, lowest_kept, wide_dtype
 from rl_core.torch.heads.logprobs import Head, HeadOptions, TokenReads, empty_reads, head_gradients, pass_over
-from rl_core.torch.kernels.vocabulary import LogitForm, softmax_statistics
+from rl_core.torch.kernels.vocabulary import LogitForm, head_products, softmax_statistics
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ class _VocabParallelReads(torch.autograd.Function):
         logprobs, entropy, topk_logprobs, topk_ids, logprobs_at, collision = found
         for chunk in head.chunks(len(hidden)):
             if head.is_fused(hidden):
-                logits, convert = F.linear(hidden[chunk], weight, bias), head.form
+                logits, convert = head_products(hidden[chunk], weight, bias), head.form
             else:
                 logits, convert = head.cooled_(head.logits(hidden[chunk], weight, bias)), None
             if head.token_filter is not None:

@@ -1,4 +1,8 @@
-"""Triton programs of RMSNorm, rotary embeddings and SwiGLU."""
+"""Triton programs of RMSNorm, rotary embeddings and SwiGLU.
+
+Numbers of tokens are not specialised: Triton would compile a program again when a number is a multiple of 16 and the
+one before was not, in the middle of a step. Sizes and strides of features are, because loads of 16 bytes depend on it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def rms_norm_forward(
     x: tl.tensor,
     addend: tl.tensor,
@@ -52,7 +56,7 @@ def rms_norm_forward(
     tl.store(out + rows[:, None] * size + columns[None, :], result.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def rms_norm_backward(
     grad: tl.tensor,
     by_total: tl.tensor,
@@ -105,7 +109,7 @@ def rms_norm_backward(
         tl.store(place, tl.sum(collected, axis=0), mask=is_column)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def rms_norm_weight_gradient(
     grad: tl.tensor,
     x: tl.tensor,
@@ -207,7 +211,7 @@ def _through_norm(
     return (by_left - left * share) * scale, (by_right - right * share) * scale, (by_kept - kept * share) * scale
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def rotary_forward(
     x: tl.tensor,
     cos: tl.tensor,
@@ -262,7 +266,7 @@ def rotary_forward(
         _store_pieces(place, turned, right, kept, SIZE, ROTARY, HALF, REST, is_head)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "num_places"])
 def rotary_backward(
     grad: tl.tensor,
     x: tl.tensor,

@@ -17,8 +17,8 @@ LARGEST_COLLECTED = 8192
 """Largest number of features of which a program also collects the gradient by the weight; of more it is computed apart,
 by a second read."""
 
-TILE = 4096
-"""Entries that a program normalises at one time, in rows of fewer features."""
+TILE, BACKWARD_TILE = 4096, 1024
+"""Entries that a program of each pass computes at one time, in rows of fewer features."""
 
 WEIGHT_COLUMNS = 256
 """Entries of the weight whose gradient one program computes, of rows that are too long to collect it."""
@@ -128,10 +128,23 @@ class _Norm(torch.autograd.Function):
 
 
 def _launch(size: int) -> dict[str, int]:
-    """Return the shape of a program's tile, and its warps."""
+    """Return the shape of a program's tile, and its warps, of the forward pass."""
     columns = max(16, 1 << (size - 1).bit_length())
     rows = max(1, min(16, TILE // columns))
     return {"ROWS": rows, "COLUMNS": columns, "num_warps": max(4, min(16, rows * columns // 512))}
+
+
+def _backward_launch(size: int) -> dict[str, int]:
+    """Return the same for the backward pass.
+
+    A thread holds 4 or 8 entries of each tensor. With more, its registers would leave room for a quarter of the warps
+    that a multiprocessor can hold.
+    """
+    columns = max(16, 1 << (size - 1).bit_length())
+    if columns > LARGEST_COLLECTED:
+        return {"ROWS": 1, "COLUMNS": columns, "num_warps": 16}
+    rows = max(1, min(16, BACKWARD_TILE // columns))
+    return {"ROWS": rows, "COLUMNS": columns, "num_warps": max(8, columns // 256)}
 
 
 def _empty(
@@ -181,7 +194,7 @@ def _backward(
 
     num, size = x.shape
     by_x = x.new_empty((num, size))
-    shape = _launch(size)
+    shape = _backward_launch(size)
     collects = needs_weight and size <= LARGEST_COLLECTED
     programs = num_programs(x.device, -(-num // shape["ROWS"]))
     parts = x.new_zeros((programs if needs_weight else 0, size), dtype=torch.float32)
@@ -194,7 +207,7 @@ def _backward(
         program = rms_norm_backward[(programs,)]
         program(grad, by_total, x, weight, inverse, by_x, parts, num, size, *strides, **options, **rounds)
         if needs_weight and not collects:
-            options = {"ROWS": TILE // WEIGHT_COLUMNS, "COLUMNS": WEIGHT_COLUMNS, "num_warps": 8}
+            options = {"ROWS": BACKWARD_TILE // WEIGHT_COLUMNS, "COLUMNS": WEIGHT_COLUMNS, "num_warps": 8}
             program = rms_norm_weight_gradient[(programs, -(-size // WEIGHT_COLUMNS))]
             program(grad, x, inverse, parts, num, size, grad.stride(0), x.stride(0), **options, **rounds)
     return by_x, parts.sum(0)

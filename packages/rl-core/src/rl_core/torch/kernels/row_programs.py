@@ -76,12 +76,13 @@ def _transformed(products: tl.tensor, scale: tl.tensor, softcap: tl.tensor, HAS_
     return logits
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def softmax_statistics(
     products: tl.tensor,
     found: tl.tensor,
     num_rows: tl.tensor,
     size: tl.tensor,
+    width: tl.tensor,
     stride: tl.tensor,
     scale: tl.tensor,
     softcap: tl.tensor,
@@ -93,7 +94,7 @@ def softmax_statistics(
     """Read one row once and write its statistics.
 
     With z the logits over the temperature, these are the largest logit m, the sum of exp(z - m), the sum of
-    exp(z - m) (z - m) and, if asked for, the sum of exp(z - m)^2.
+    exp(z - m) (z - m) and, if asked for, the sum of exp(z - m)^2. `width` columns are read, of which `size` count.
     """
     row = tl.program_id(0).to(tl.int64)
     largest = tl.full([], LOWEST, dtype=tl.float32)
@@ -102,10 +103,9 @@ def softmax_statistics(
     squares = tl.full([], 0.0, dtype=tl.float32)
     for start in range(0, size, BLOCK):
         columns = start + tl.arange(0, BLOCK)
-        mask = columns < size
-        values = tl.load(products + row * stride + columns, mask=mask, other=0.0)
+        values = tl.load(products + row * stride + columns, mask=columns < width, other=0.0)
         logits = _transformed(values, scale, softcap, HAS_SOFTCAP) / temperature
-        logits = tl.where(mask, logits, LOWEST)
+        logits = tl.where(columns < size, logits, LOWEST)
         risen = tl.maximum(largest, tl.max(logits, axis=0))
         shrunk = tl.exp(largest - risen)
         shifted = logits - risen
@@ -135,7 +135,7 @@ def softmax_gradient(
     columns_read: tl.tensor,
     by_columns: tl.tensor,
     num_read: tl.tensor,
-    size: tl.tensor,
+    width: tl.tensor,
     stride: tl.tensor,
     scale: tl.tensor,
     softcap: tl.tensor,
@@ -146,11 +146,12 @@ def softmax_gradient(
     BLOCK: tl.constexpr,
 ) -> None:
     """Replace a block of one row of the products by the gradient by them; see
-    `rl_core.torch.heads.logprobs.HeadPass.gradient`."""
+    `rl_core.torch.heads.head_pass.HeadPass.gradient`. `width` columns are written, with anything in those that only
+    fill the row."""
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * BLOCK
     columns = start + tl.arange(0, BLOCK)
-    mask = columns < size
+    mask = columns < width
     place = products + row * stride + columns
     logits = _transformed(tl.load(place, mask=mask, other=0.0), scale, softcap, HAS_SOFTCAP)
     logprobs = logits / temperature - tl.load(log_sum + row)

@@ -6,7 +6,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+MULTIPLE = 16
+"""Triton's alignment: strides and sizes in multiples of it allow loads of 16 bytes."""
 
 BLOCK = 4096
 """Logits of a row that a program holds at one time."""
@@ -58,6 +62,22 @@ class SoftmaxStatistics(NamedTuple):
         )
 
 
+def head_products(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the products of hidden states and head, `[n, vocab]`, for the functions of this module; without a
+    gradient.
+
+    Rows are padded in memory to multiples of `MULTIPLE` entries, so that kernels load 16 bytes at a time whatever the
+    size of the vocabulary is.
+    """
+    size = len(weight)
+    if size % MULTIPLE == 0:
+        return F.linear(hidden, weight, bias)
+    products = hidden.new_empty((len(hidden), size + -size % MULTIPLE))[:, :size]
+    if bias is None:
+        return torch.mm(hidden, weight.T, out=products)
+    return torch.addmm(bias, hidden, weight.T, out=products)
+
+
 def softmax_statistics(products: Tensor, form: LogitForm, *, squares: bool = False) -> SoftmaxStatistics:
     """Return the statistics of the softmax of each row, from one read of it.
 
@@ -99,7 +119,8 @@ def _statistics(products: Tensor, scale: float, softcap: float | None, temperatu
     options = {"HAS_SOFTCAP": softcap is not None, "HAS_SQUARES": squares, **_launch(size)}
     if num:
         with torch.cuda.device_of(products):
-            program[(num,)](products, found, num, size, products.stride(0), *form, **options)
+            sizes = num, size, _width(products), products.stride(0)
+            program[(num,)](products, found, *sizes, *form, **options)
     return found
 
 
@@ -126,7 +147,7 @@ def _gradient_(
     """Replace products `[n, vocab]` of hidden states and head by the gradient of the loss by them, in their dtype.
 
     Args:
-        products: Changed in place.
+        products: From `head_products`; changed in place.
         scale: Multiplies the products.
         softcap: Bounds the logits; None if they are not bounded.
         temperature: Divides the logits.
@@ -147,7 +168,7 @@ def _gradient_(
     shape = _launch(size)
     of_rows = [log_sum, entropy, by_entropy, collision, by_collision, by_logprobs]
     of_rows = [None if each is None else each.contiguous() for each in of_rows]
-    sizes = columns.shape[1], size, products.stride(0)
+    sizes = columns.shape[1], _width(products), products.stride(0)
     form = scale, 1.0 if softcap is None else softcap, temperature
     has = {"HAS_ENTROPY": entropy is not None, "HAS_COLLISION": collision is not None}
     options = {"HAS_SOFTCAP": softcap is not None, **has, **shape}
@@ -159,6 +180,14 @@ def _gradient_(
 @_gradient_.register_fake
 def _no_result(*_: Any) -> None:
     return None
+
+
+def _width(products: Tensor) -> int:
+    """Return the number of columns that kernels may touch: with the padding of `head_products`, if the rows have it."""
+    size, stride = products.shape[1], products.stride(0)
+    has_room = products.untyped_storage().nbytes() // products.itemsize >= len(products) * stride
+    is_padded = stride == size + -size % MULTIPLE and products.storage_offset() == 0
+    return stride if is_padded and has_room else size
 
 
 def _launch(size: int) -> dict[str, int]:
