@@ -122,8 +122,7 @@ def dtensor() -> Backend:
         Kind(
             DENSE,
             "tp2",
-            # fused kernels would leave nothing to compile
-            further={"compile": True, "fused_kernels": False, "recompute": "selective"},
+            further={"compile": True, "recompute": "selective"},
             name="compiled, recomputed selectively",
         ),
         Kind(DENSE, "tp2"),

@@ -54,7 +54,7 @@ StepSeconds = Callable[..., float]
 CASES = (
     Case("packed", {"recompute": "none"}),
     Case("packed", {"recompute": "none", "fused_kernels": False}),
-    Case("packed", {"recompute": "none", "fused_kernels": False, "compile": True}),
+    Case("packed", {"recompute": "none", "compile": True}),
     Case("packed", {"recompute": "selective"}),
     Case("packed", {"recompute": "full"}),
     Case("padded", {"recompute": "full"}),

@@ -154,11 +154,9 @@ class DTensorConfig(BackendConfig):
     memory; on `cpu` nothing is recomputed."""
     compile: bool = False
     """Compile each layer with `torch.compile`, in two graphs for all layers and numbers of tokens: up to attention, and
-    from there on. Attention and stacked experts stay outside. The host launches a graph instead of its operations, so
-    small models, whose host is slower than the device, gain most. Norms, rotary embeddings and gates are then the
-    compiler's, and `fused_kernels` serves experts only. Each process compiles when a layer first runs, for a minute or
-    more, and logs it. On `cpu` that needs a C++ compiler. Layers that cannot be compiled keep their code, with a
-    warning."""
+    from there on. Attention and stacked experts stay outside. Norms, rotary embeddings and gates are then the
+    compiler's, and `fused_kernels` serves experts only. Each process compiles when a layer first runs, and logs it. On
+    `cpu` that needs a C++ compiler. Layers that cannot be compiled keep their code, with a warning."""
     float8: Float8Config = Float8Config()
     qat: QATConfig = QATConfig()
 

@@ -137,14 +137,14 @@ class _Mapped(torch.autograd.Function):
 def _gathered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     size = dist.get_world_size(group)
     parts = x.new_empty((size * x.shape[0], *x.shape[1:]))
-    dist.all_gather_into_tensor(parts, x.contiguous(), group=group)
+    dist.all_gather_single(parts, x.contiguous(), group=group)
     return parts if dim == 0 else torch.cat(parts.chunk(size), dim)
 
 
 def _scattered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     parts = torch.stack(x.chunk(dist.get_world_size(group), dim))
     own = torch.empty_like(parts[0])
-    dist.reduce_scatter_tensor(own, parts.flatten(0, 1), group=group)
+    dist.reduce_scatter_single(own, parts.flatten(0, 1), group=group)
     return own
 
 

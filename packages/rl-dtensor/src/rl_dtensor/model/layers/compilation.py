@@ -112,9 +112,11 @@ class CompiledLayer:
         layer = self._layer
         if not torch.is_grad_enabled():
             hidden = hidden.detach()  # The input of the first layer may ask for a gradient, and would be a variant.
-        for each in given.values():
-            for part in each if isinstance(each, tuple) else (each,):
-                _mark(part)
+        if hidden.shape[1] > 1:
+            # Otherwise the ranks that share the tokens of a row have one each, and angles have a constant number.
+            for each in given.values():
+                for part in each if isinstance(each, tuple) else (each,):
+                    _mark(part)
         _mark(hidden)
         (query, key, value), options = self._to_attention(layer, hidden, given, selects)
         attended, _ = row_attention(layer, query, key, value, None, layout=layout, attend=attend, **options)
