@@ -61,3 +61,14 @@ def test_a_value_that_is_not_a_number_reaches_the_product(x):
     found = product(rows, weight, torch.bfloat16, emulate=True)
     assert bool(found[1].isnan().all())
     assert not found[[0, 2]].isnan().any()
+
+
+@pytest.mark.parametrize("scaling", ["rows", "whole"])
+def test_the_scaled_product_takes_the_operands_as_they_are(x, scaling):
+    weight = x[:32].flip(1)
+    if scaling == "rows":
+        operands = rounded_rows(x)[0], rounded_rows(weight)[0]
+    else:
+        operands = tuple(rounded_whole(each, largest_of(each), kind)[0] for each, kind in ((x, E5M2), (weight, E4M3)))
+    found, expected = (product(*operands, torch.bfloat16, emulate=emulate) for emulate in (False, True))
+    torch.testing.assert_close(found, expected, rtol=2**-7, atol=2**-7 * float(expected.abs().max()))
