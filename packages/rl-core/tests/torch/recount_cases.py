@@ -14,10 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rl_core.selfcheck.rank_pool import Rank
 from rl_core.torch.heads.logprobs import Head, head_reads
 from rl_core.torch.kernels.devices import as_on_gpus
+from rl_core.torch.kernels.float8 import E4M3, rounded_columns, rounded_rows, rounded_whole
 from rl_core.torch.kernels.norm import NormForm, add_rms_norm, rms_norm
 from rl_core.torch.kernels.permutation import collect, group_by_expert, spread_weighted
 from rl_core.torch.kernels.rotary import HeadNorm, rotated
 from rl_core.torch.kernels.swiglu import swiglu, swiglu_of_halves
+from rl_core.torch.transport import digest  # noqa: F401  # It registers an operator.
 
 Found = dict[str, list[tuple[int, int]]]
 """Kernels and bytes of each call, by operator."""
@@ -63,7 +65,18 @@ def heads(device: str) -> None:
     backward(reads.logprobs, reads.entropy)
 
 
-CASES: tuple[Callable[[str], None], ...] = (norms, rotations, gates, permutations, heads)
+def casts(device: str) -> None:
+    x = leaf(device, 6, 300).detach()
+    rounded, largest = rounded_rows(x, with_columns=True)
+    rounded_columns(rounded, largest)
+    rounded_whole(x, torch.ones(1, device=device), E4M3)
+
+
+def digests(device: str) -> None:
+    torch.ops.rl_core.mixed_sums(torch.ones(3000, dtype=torch.int64, device=device), 0)
+
+
+CASES: tuple[Callable[[str], None], ...] = (norms, rotations, gates, permutations, heads, casts, digests)
 
 
 class Recount(TorchDispatchMode):
@@ -113,7 +126,7 @@ def recounted(rank: Rank) -> Found:
 
     counted = Recount()
     builder, run = interpreter.InterpreterBuilder, interpreter.InterpretedFunction.run
-    load, store = builder.create_masked_load, builder.create_masked_store
+    load, store, add = builder.create_masked_load, builder.create_masked_store, builder.create_atomic_rmw
 
     def loaded(self: Any, places: Any, mask: Any, *rest: Any) -> Any:
         counted.touch("load", places, mask)
@@ -123,8 +136,13 @@ def recounted(rank: Rank) -> Found:
         counted.touch("store", places, mask)
         return store(self, places, value, mask, *rest)
 
+    def added(self: Any, kind: Any, places: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        counted.touch("store", places, mask)
+        return add(self, kind, places, value, mask, *rest)
+
     with (
         as_on_gpus(),
+        patch.object(builder, "create_atomic_rmw", added),
         patch.object(builder, "create_masked_load", loaded),
         patch.object(builder, "create_masked_store", stored),
         patch.object(

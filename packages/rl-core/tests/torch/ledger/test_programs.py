@@ -1,5 +1,7 @@
 """Operators of the project are counted by what they launch and touch: a recount with data finds the same."""
 
+import importlib
+import pkgutil
 from collections import defaultdict
 
 import pytest
@@ -10,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_core.selfcheck.rank_pool import RankPool
 from rl_core.testing.torch.interpreted import interpret_kernels
+from rl_core.torch import kernels
 
 OWN = "rl_core::"
 
@@ -37,6 +40,8 @@ def test_every_operator_costs_what_its_programs_launch_and_touch():
     with RankPool(1) as pool:
         pool.run(interpret_kernels, [()])
         (recounted,) = pool.run(recount_cases.recounted, [()])
+    for module in pkgutil.iter_modules(kernels.__path__):
+        importlib.import_module(f"{kernels.__name__}.{module.name}")
     names = {name.partition("::")[2].partition(".")[0] for name in torch._C._dispatch_get_all_op_names() if OWN in name}
     assert names == set(recounted), "add a case to recount_cases.py for each operator"
     for name, calls in recounted.items():
