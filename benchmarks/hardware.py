@@ -1,4 +1,4 @@
-"""GPUs that a model needs, by the estimate from which a run chooses what it recomputes.
+"""GPUs that a model needs if every layer is recomputed, by the count from which a run plans its memory.
 
     python benchmarks/hardware.py
 
@@ -19,7 +19,8 @@ from measurement import table
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rl_core.model_config import ModelConfig
-from rl_core.torch.training.recompute import ActivationMemory, LayerActivations, max_tokens, smallest_plan
+from rl_core.torch.training.memory import GAPS
+from rl_core.torch.training.recompute import ActivationMemory, max_tokens
 from rl_dtensor.config import DTensorConfig
 from rl_dtensor.model.attention import ROWS
 from rl_dtensor.model.layers.recompute import RankParameters, activations_of, plans_of
@@ -87,32 +88,21 @@ def _model(config: Any) -> PreTrainedModel:
 def _fewest(name: str, hf: PreTrainedModel) -> list[str]:
     """The fewest GPUs of each size that train a model, with all weights and with adapters; all shard its parameters."""
     config = ModelConfig(model_name=name, max_total_sequence_length=ROW, train_micro_batch_size=1)
-    counted = activations_of(hf, decoder_layers(hf), tensor_ranks=1, splits_tokens=False)
+    layers = decoder_layers(hf)
+    memory = ActivationMemory(activations_of(hf, layers, tensor_ranks=1, splits_tokens=False), max_tokens(config, 1), 1)
+    activations = memory.size(plans_of(len(layers))[-1])
+
+    def taken(ranks: int, *, trains_all: bool) -> int:
+        experts = min(ranks, 8) if any(expert_modules(hf)) else 1
+        backend = DTensorConfig(expert_parallel_size=experts, gradient_accumulation="sharded")
+        parameters = RankParameters.of(hf, layers, len(layers), AxisSizes.of(backend, ranks))
+        return activations + sum(parameters.bytes_besides(config, backend, trains_all=trains_all).values())
+
     return [
-        str(next((ranks for ranks in RANKS if _fits(hf, config, counted, size * GB, ranks, trains_all=trains)), ""))
+        str(next((ranks for ranks in RANKS if taken(ranks, trains_all=trains) <= (1 - GAPS) * size * GB), ""))
         for trains in (True, False)
         for size in DEVICES
     ]
-
-
-def _fits(
-    hf: PreTrainedModel,
-    config: ModelConfig,
-    counted: list[LayerActivations],
-    capacity: int,
-    ranks: int,
-    *,
-    trains_all: bool,
-) -> bool:
-    experts = min(ranks, 8) if any(expert_modules(hf)) else 1
-    backend = DTensorConfig(expert_parallel_size=experts, gradient_accumulation="sharded")
-    parameters = RankParameters.of(hf, decoder_layers(hf), len(counted), AxisSizes.of(backend, ranks))
-    other = parameters.bytes_besides(config, backend, capacity, trains_all=trains_all)
-    memory = ActivationMemory(capacity, other, max_tokens(config, 1), 1)
-    full = plans_of(len(counted))[-1]
-    # a plan is returned also if it does not fit, so the one that recomputes most is tried by itself
-    nothing = smallest_plan([full, plans_of(0)[0]], counted, memory.tokens, memory.room)
-    return nothing == full
 
 
 def _sizes(hf: PreTrainedModel) -> tuple[str, ...]:

@@ -124,7 +124,7 @@ def rows(folder: Path, count: int, each: float, pixels: int) -> list[tuple[str, 
 def measure(file: Path, count: int) -> list[int]:
     """Bytes of the driver at its start, with its data, and in the last two steps, and those of the object store."""
     chosen = argparse.Namespace(workers=16, replicas=4, processes=1, together=64, prompts=count, group=1, steps=STEPS)
-    config = read_plan(
+    config: Any = read_plan(
         "grpo-clevr-count-tiny",
         [
             f"data.train={{data_path: {file}, image_folder: {file.parent}, env_name: math}}",

@@ -36,7 +36,7 @@ async def open_quantised(setup: Setup, model: ModelConfig, method: str) -> Async
     on_gpu = setup.accelerator.measures_memory
     room = {"gpu_memory_utilization": MEMORY_SHARE} if on_gpu else {"kv_cache_gib": KV_GIB}
     quantization = None if method == PLAIN else {"method": method, "oracle_every": 1, "num_last_layers_in_bf16": 1}
-    backend = PLUGIN.config(**room, quantization=quantization)
+    backend = PLUGIN.config.model_validate({**room, "quantization": quantization})
     generator = resolve(PLUGIN.worker)(GenerationConfig(), backend, model, Placement(setup.device, awaits_weights=True))
     await generator.start()
     try:
