@@ -112,15 +112,17 @@ class CompiledLayer:
         layer = self._layer
         if not torch.is_grad_enabled():
             hidden = hidden.detach()  # The input of the first layer may ask for a gradient, and would be a variant.
-        if hidden.shape[1] > 1:
-            # Otherwise the ranks that share the tokens of a row have one each, and angles have a constant number.
+        # Ranks that split the tokens of a row may have one each, and then the number of all of them is a constant too.
+        has_several = hidden.shape[1] > 1
+        if has_several:
             for each in given.values():
                 for part in each if isinstance(each, tuple) else (each,):
                     _mark(part)
         _mark(hidden)
         (query, key, value), options = self._to_attention(layer, hidden, given, selects)
         attended, _ = row_attention(layer, query, key, value, None, layout=layout, attend=attend, **options)
-        _mark(attended)
+        if has_several:
+            _mark(attended)
         out = self._from_attention(layer, hidden, attended, given, selects, self._has_experts)
         if not self._has_experts:
             return out
