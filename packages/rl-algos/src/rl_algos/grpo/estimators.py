@@ -17,7 +17,7 @@ from rl_algos.policy_gradient.advantages import clip_advantages, loss_masks
 from rl_algos.rollouts.training.batch import Advantages
 from rl_algos.rollouts.training.rewards import lengths_of, scores_of, trained_rewards
 from rl_algos.rollouts.training.segments import whole_rollouts
-from rl_algos.rollouts.training.turns import TurnColumns, turns_of_rollouts
+from rl_algos.rollouts.training.turns import turns_of_rollouts
 from rl_core import resolve
 from rl_core.config import Config, section_of, settings_of
 from rl_core.data.batch import Batch
@@ -106,9 +106,6 @@ class _Rollouts:
     def masks(self) -> Ragged:
         return loss_masks(self.groups).select(self.rows)
 
-    def turns(self) -> TurnColumns:
-        return TurnColumns(*(column.select(self.rows) for column in turns_of_rollouts(self.groups)))
-
     def squared_scores(self) -> Ragged:
         assert self.batch is not None, "an estimator that reads squared scores is handed the batch"
         mask = loss_masks(self.groups)  # Has the tokens of all rows of the batch; some are selected below.
@@ -129,9 +126,9 @@ INPUTS: Mapping[str, Callable[[_Rollouts], Any]] = {
     "lengths": lambda step: lengths_of(step.groups)[step.rows],
     "loss_mask": _Rollouts.masks,
     "penalties": lambda step: None if step.penalties is None else step.penalties.select(step.rows),
-    "turn_rewards": lambda step: step.turns().adding_up_to(step.rewards()),
-    "turn_lengths": lambda step: step.turns().lengths,
-    "turn_states": lambda step: step.turns().states,
+    "turn_rewards": lambda step: turns_of_rollouts(step.groups, step.rows).adding_up_to(step.rewards()),
+    "turn_lengths": lambda step: turns_of_rollouts(step.groups, step.rows).lengths,
+    "turn_states": lambda step: turns_of_rollouts(step.groups, step.rows).states,
     "squared_scores": _Rollouts.squared_scores,
     "normalize": lambda step: step.config.normalize_rewards,
 }

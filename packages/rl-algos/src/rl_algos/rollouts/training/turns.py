@@ -36,14 +36,19 @@ class TurnColumns(NamedTuple):
         return self.rewards.like(values)
 
 
-def turns_of_rollouts(groups: Sequence[RolloutGroup]) -> TurnColumns:
-    """Return the turns of all rollouts of these groups, in order.
+def turns_of_rollouts(groups: Sequence[RolloutGroup], chosen: Sequence[int] | np.ndarray | None = None) -> TurnColumns:
+    """Return the turns of rollouts of these groups, in order.
+
+    Args:
+        groups: Groups of a step.
+        chosen: Places of the rollouts among all of them; None for all.
 
     Raises:
         ValueError: If the turns of a rollout do not have its sampled tokens.
     """
+    reports = [report for group in groups for report in group.rollouts]
     rows: list[Sequence[tuple[int, float, int]]] = []
-    for report in (report for group in groups for report in group.rollouts):
+    for report in reports if chosen is None else [reports[place] for place in chosen]:
         turns = report.turns or ((report.num_sampled, report.reward, 0),)
         if report.status == "failed":
             turns = ((report.num_sampled, np.nan, 0),)
