@@ -16,6 +16,7 @@ import torch
 
 from gpu_check.report import Report
 from gpu_check.setup import Setup
+from rl_core.torch.kernels.norm import NormForm, rms_norm
 from rl_core.torch.training.flops import peak_flops
 
 PACKAGES = Path(__file__).resolve().parents[2] / "packages"
@@ -46,6 +47,8 @@ def check(setup: Setup, report: Report) -> None:
         _products(setup, report)
     with report.attempt("copies"):
         _copies(setup, report)
+    with report.attempt("launches"):
+        _launches(setup, report)
 
 
 def _asked_for() -> dict[str, str]:
@@ -133,6 +136,20 @@ def _copies(setup: Setup, report: Report) -> None:
         expected = chip and (chip.memory_bytes / 2 if within else chip.host_bytes) / 1e9
         basis = "bandwidth of the memory, read and written" if within else "PCIe 5"
         report.speed(f"copies {name}", "GB/s", speed, expected, basis)
+
+
+def _launches(setup: Setup, report: Report) -> None:
+    """Time of the host for an operator, of which the device has little to do."""
+    x, weight = (torch.ones(size, device=setup.torch_device, dtype=torch.bfloat16) for size in ((8, 64), (64,)))
+    leaf, form, number = x.clone().requires_grad_(), NormForm(1e-6), setup.pick(20, 500)
+    rows = {
+        "operation of torch": lambda: x.mul(x),
+        "the same, with its gradient": lambda: torch.autograd.grad(leaf.mul(x), leaf, x),
+        "operator of this project": lambda: rms_norm(x, weight, form),
+        "the same, with its gradient ": lambda: torch.autograd.grad(rms_norm(leaf, weight, form), leaf, x),
+    }
+    taken = [(name, f"{seconds_of(work, setup, repeats=number) * 1e6:.1f}") for name, work in rows.items()]
+    report.figures("Launches of the host", ("", "us"), taken)
 
 
 def seconds_of(work: Callable[[], object], setup: Setup, *, repeats: int) -> float:

@@ -13,18 +13,28 @@ from gpu_check.environment import seconds_of
 from gpu_check.report import Report, Skip
 from gpu_check.setup import VOCAB, Setup
 from rl_core.torch.kernels.devices import takes
+from rl_core.torch.kernels.float8 import (
+    E4M3,
+    E5M2,
+    Float8Matrix,
+    largest_of,
+    rounded_columns,
+    rounded_rows,
+    rounded_whole,
+)
 from rl_core.torch.kernels.norm import NormForm, add_rms_norm, rms_norm
 from rl_core.torch.kernels.permutation import collect, group_by_expert, spread
 from rl_core.torch.kernels.rotary import HeadNorm, rotated
 from rl_core.torch.kernels.swiglu import swiglu, swiglu_of_halves
 from rl_core.torch.kernels.vocabulary import LogitForm, softmax_statistics
+from rl_core.torch.transport.digest import begin_digest, digest
 
 ORACLE = "the formula in float64"
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """Of the largest difference, relative to the largest value; values that are used again are rounded again."""
 NUM_CHECKED = 300
 """Tokens whose values are compared, which no block divides."""
-SOFTMAX = "softmax of logits"
+SOFTMAX, DIGEST = "softmax of logits", "digest"
 FORM = NormForm(1e-6)
 
 
@@ -58,6 +68,13 @@ def check(setup: Setup, report: Report) -> None:
     with report.attempt(SOFTMAX):
         rows.append((SOFTMAX, *_softmax(setup, report)))
     report.figures("Forward and backward, bfloat16", ("kernel", "ms", "GB/s"), rows)
+    others: list[tuple[str, ...]] = []
+    with report.attempt(DIGEST):
+        others.append((DIGEST, *_digest(setup, report)))
+    for name, cast in CASTS.items():
+        with report.attempt(name):
+            others.append((name, *_cast(setup, report, name, cast)))
+    report.figures("Once", ("kernel", "ms", "GB/s"), others)
 
 
 def _cases(setup: Setup) -> dict[str, Case]:
@@ -159,6 +176,69 @@ def _softmax(setup: Setup, report: Report) -> tuple[str, str]:
     error = (found.largest.double() + found.total.double().log() - expected).abs().max().item()
     report.within("logarithm of the sum of a softmax", ORACLE, error, BOUNDS[torch.float32])
     return _figures(setup, report, SOFTMAX, partial(softmax_statistics, products, form), 2 * products.numel())
+
+
+def _digest(setup: Setup, report: Report) -> tuple[str, str]:
+    """Digest of bytes of which no lane, block or program has a whole number."""
+    num_bytes = setup.pick(2**16, 2**30) + 8 * 77 + 3
+    values = torch.randint(256, (num_bytes,), dtype=torch.uint8, device=setup.torch_device)
+    for start, count in ((0, num_bytes), (3, 2**16), (8, 5)):
+        part = values[start : start + count]
+        found, expected = digest(part), digest(part.cpu())
+        report.holds(f"{DIGEST} of {count} bytes", "the host's", found == expected, f"{found}, {expected} on the host")
+    return _figures(setup, report, DIGEST, partial(begin_digest, values), num_bytes)
+
+
+BOTH = "float8 by row and by column"
+CASTS: dict[str, Callable[[Tensor], list[tuple[Float8Matrix, int]]]] = {
+    "float8 by row": lambda x: [(rounded_rows(x)[0], 1)],
+    BOTH: lambda x: _by_row_and_column(x),
+    "float8 by column": lambda x: [(rounded_columns(x, x.abs().amax(0).float()), -1)],
+    "float8 E4M3 with one scale, both ways": lambda x: _whole(x, E4M3),
+    "float8 E5M2 with one scale, both ways": lambda x: _whole(x, E5M2),
+}
+"""Casts to 8 bits; each returns matrices, with -1 if rows and columns are exchanged."""
+
+
+def _by_row_and_column(x: Tensor) -> list[tuple[Float8Matrix, int]]:
+    by_row, largest = rounded_rows(x, with_columns=True)
+    return [(by_row, 1), (rounded_columns(by_row, largest), -1)]
+
+
+def _whole(x: Tensor, dtype: torch.dtype) -> list[tuple[Float8Matrix, int]]:
+    as_it_is, exchanged = rounded_whole(x, largest_of(x), dtype)
+    return [(as_it_is, 1), (exchanged, -1)]
+
+
+def _cast(
+    setup: Setup, report: Report, name: str, cast: Callable[[Tensor], list[tuple[Float8Matrix, int]]]
+) -> tuple[str, str]:
+    """Values within half a step of what they stand for, and the bits that the formula gives on the host."""
+    (x,) = _drawn([(NUM_CHECKED, setup.pick(333, 4097))], setup, torch.bfloat16)
+    x[7] = 0
+    found, on_host = cast(x), cast(x.cpu())
+    errors = [_steps_off(matrix, x if order > 0 else x.T) for matrix, order in found]
+    # A small value that is rounded by row and then by column is off by half a step of each, and one may be twice as
+    # large as the other.
+    bound = 3.0 if name == BOTH else 1 + 1e-6
+    report.within(f"{name}: halves of a step", ORACLE, max(errors), bound)
+    same = [
+        torch.equal(ours.cpu().view(torch.uint8), theirs.view(torch.uint8))
+        for (matrix, _), (host, _) in zip(found, on_host, strict=True)
+        for ours, theirs in zip(matrix, host, strict=True)
+    ]
+    if takes(x):
+        report.holds(f"{name}: bits", "the formula on the host", all(same), f"{sum(same)} of {len(same)} tensors")
+    (large,) = _drawn([(setup.pick(64, 8192), setup.pick(64, 4096))], setup, torch.bfloat16)
+    return _figures(setup, report, name, partial(cast, large), (2 + len(found)) * large.numel())
+
+
+def _steps_off(matrix: Float8Matrix, x: Tensor) -> float:
+    """Largest difference from the values, in halves of a step of 8 bits."""
+    values, scales = matrix.values.double(), matrix.scales.double()
+    info = torch.finfo(matrix.values.dtype)
+    step = (x.double().abs() * info.eps).maximum(info.smallest_normal * info.eps * scales) / 2
+    return ((values * scales - x.double()).abs() / step).max().item()
 
 
 def _figures(setup: Setup, report: Report, name: str, work: Callable[[], object], num_bytes: int) -> tuple[str, str]:

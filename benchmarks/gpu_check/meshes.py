@@ -120,11 +120,9 @@ def dtensor() -> Backend:
         Kind(ROUTED, "fsdp2"),
         Kind(DENSE, "fsdp2"),
         Kind(
-            DENSE,
-            "tp2",
-            further={"compile": True, "recompute": "selective"},
-            name="compiled, recomputed selectively",
+            DENSE, "tp2", further={"compile": True, "recompute": "selective"}, name="compiled, recomputed selectively"
         ),
+        Kind(DENSE, "fsdp2", further={"reshard_after": "step"}, name="gathered once a step"),
         Kind(DENSE, "tp2"),
         Kind(DENSE, "cp2"),
         Kind(DENSE, "cp2 ulysses"),
@@ -132,6 +130,7 @@ def dtensor() -> Backend:
         Kind(DENSE, "hsdp 2x2"),
         Kind(DENSE, "cp2 x tp2"),
         Kind(ROUTED, "ep2 x fsdp2"),
+        Kind(ROUTED, "ep2 x fsdp2", further={"expert_chunks": 2}, name="tokens in two chunks"),
         Kind(ROUTED, "ep2 x fsdp2", further={"tensor_parallel_size": 2}, name="tensor-parallel too"),
     )
     return Backend("rl_dtensor", MESHES, CHECK, write_tiny, kinds)

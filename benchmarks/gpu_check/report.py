@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -122,6 +123,22 @@ class Report:
             self._emit(failure_of(subject, error))
             _forget(error)
             self._release()
+
+
+@contextmanager
+def logged(name: str) -> Iterator[list[str]]:
+    """The messages of a logger, warnings included, as they come."""
+    found: list[str] = []
+    logger, handler = logging.getLogger(name), logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield found
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
 
 
 def _forget(error: BaseException) -> None:

@@ -60,12 +60,13 @@ SECTIONS = {
         budget_s=300.0,  # flex compiles each case
     ),
     "kernels": Section(
-        "gpu_check.kernels:check", "Fused kernels against their formulas, and how fast they move their bytes."
+        "gpu_check.kernels:check",
+        "Fused kernels, casts to 8 bits and digests against their formulas, and how fast they move their bytes.",
     ),
     "head": Section("gpu_check.head:check", "Logprobs and entropy of a large vocabulary, and their memory by chunk."),
     "training": Section(
         "gpu_check.training:check",
-        "A step of rl-dtensor's worker: its loss, gradient, speed and memory by layout and recomputation.",
+        "A step of rl-dtensor's worker: its loss, gradient, speed, graphs, and memory beside its plan.",
         DTENSOR,
     ),
     "float8": Section(
@@ -89,7 +90,7 @@ SECTIONS = {
     ),
     "engine": Section(
         "gpu_check.engine:check",
-        "vLLM and a worker on the same device: start, weight transfers, logprobs, sleep and waking.",
+        "vLLM and a worker on the same device: memory at the start, weight transfers, logprobs, sleep and waking.",
         ("torch", "transformers", "safetensors", "rl_dtensor.worker", "vllm", "rl_vllm.generator"),
         spoils=True,
         budget_s=300.0,

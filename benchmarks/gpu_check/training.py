@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
+from torch._dynamo.utils import counters
 
 from gpu_check.oracle import PlainModel, relative
-from gpu_check.report import Report, Skip
+from gpu_check.report import Report, Skip, logged
 from gpu_check.setup import Setup, Shape
-from gpu_check.workers import SGD, NextToken, batch_of, config_of, numbers, open_worker, packed, padded
+from gpu_check.workers import (
+    SGD,
+    NextToken,
+    batch_of,
+    config_of,
+    kept_digests,
+    num_different,
+    numbers,
+    open_worker,
+    packed,
+    padded,
+)
 from rl_core.data.batch import Batch
 from rl_core.model import LOGPROBS
 from rl_core.plugins import BackendPlugin
 from rl_core.torch.training.flops import peak_flops
+from rl_core.torch.training.memory import GAPS
 from rl_core.torch.training.worker import TrainingWorker
 
 ORACLE = "transformers in float32, row by row"
@@ -55,6 +69,7 @@ CASES = (
     Case("packed", {"recompute": "none"}),
     Case("packed", {"recompute": "none", "fused_kernels": False}),
     Case("packed", {"recompute": "none", "compile": True}),
+    Case("packed", {"recompute": "auto"}),
     Case("packed", {"recompute": "selective"}),
     Case("packed", {"recompute": "full"}),
     Case("padded", {"recompute": "full"}),
@@ -67,6 +82,8 @@ def check(setup: Setup, report: Report) -> None:
     from rl_dtensor.plugin import PLUGIN
 
     check_parity(PLUGIN, setup, report)
+    with report.attempt("reshard_after"):
+        _check_gathering(PLUGIN, setup, report)
     check_shapes(PLUGIN, setup, report, CASES, step_seconds=step_seconds)
 
 
@@ -103,6 +120,21 @@ def check_parity(plugin: BackendPlugin, setup: Setup, report: Report, kind: str 
                     report.within(f"{subject}: {name} over {NUM_STEPS} steps", ORACLE, error, bound)
 
 
+def _check_gathering(plugin: BackendPlugin, setup: Setup, report: Report) -> None:
+    """Parameters that stay gathered over the microbatches of a step have the same bits as those gathered in passes."""
+    batch = batch_of(LENGTHS, setup.parity.vocab)
+    config = config_of(setup.folder(setup.parity), 128, logprob_chunk_size=32, **LAYOUTS["packed"])
+    kept = []
+    for times in ("layer", "step"):
+        with open_worker(plugin, config, setup, reshard_after=times) as worker:
+            for _ in range(NUM_STEPS):
+                worker.train_step(batch, NextToken())
+            kept.append(kept_digests(worker))
+    differ = num_different(*kept)
+    found = f"{differ} of {len(kept[0])} tensors differ"
+    report.holds(f"reshard_after step, {NUM_STEPS} steps", "the bits of reshard_after layer", differ == 0, found)
+
+
 def check_shapes(
     plugin: BackendPlugin,
     setup: Setup,
@@ -137,7 +169,7 @@ def check_shapes(
                         raise Skip("out of memory") from None
     report.figures(
         f"Steps of {setup.pick(256, 8192)} tokens, bfloat16, float32 master weights, AdamW",
-        ("", "tokens/s", "TFLOP/s", "MFU", "peak, GB", "loss, first to last"),
+        ("", "tokens/s", "TFLOP/s", "MFU", "peak, GB", "first step, s", "loss, first to last"),
         rows,
     )
 
@@ -172,8 +204,12 @@ def _measured(
         assert read is not None
         differences = np.abs(read.ragged("logprobs").values - expected)
         setup.accelerator.restart_peak()
-        steps = [_timed_step(worker, setup, batch) for _ in range(5)]
+        with logged("rl_core.torch.training.memory") as planned:
+            steps = [_timed_step(worker, setup, batch) for _ in range(5)]
         peak_bytes = setup.accelerator.peak_bytes()
+        if case.settings.get("compile"):
+            _check_graphs(worker, shape, report, subject)
+    _check_plan(setup, report, subject, planned)
     losses = [step["loss"] for step, _ in steps]
     took = median(seconds for _, seconds in steps[2:])
     report.within(f"{subject}: logprobs, mean difference", ORACLE, float(differences.mean()), LOGPROB_BOUND)
@@ -187,9 +223,37 @@ def _measured(
         f"{rate / 1e12:.2f}",
         _share_of_peak(setup, rate),
         f"{peak_bytes / 1e9:.1f}",
+        f"{steps[0][1]:.2f}",
         f"{losses[0]:.3f} to {losses[-1]:.3f}",
     )
     return line, num_tokens / took
+
+
+def _check_graphs(worker: TrainingWorker, shape: Shape, report: Report, subject: str) -> None:
+    """Compiled layers compile nothing for other numbers of tokens."""
+    before = counters["stats"]["unique_graphs"]
+    for lengths in ((5, 3), (17,), (40, 9, 2)):
+        worker.train_step(batch_of(lengths, shape.vocab), NextToken())
+    more = counters["stats"]["unique_graphs"] - before
+    report.holds(f"{subject}: graphs", "no more for other rows", more == 0, f"{before}, and {more} more")
+
+
+def _check_plan(setup: Setup, report: Report, subject: str, planned: Sequence[str]) -> None:
+    """The tensors of the first step fit into the plan that was made for it; the plan itself is a table."""
+    if not setup.accelerator.measures_memory:
+        report.skip(f"{subject}: plan of memory", "host memory is the device's")
+        return
+    report.figures(f"{subject}: plan of memory", ("",), [(line,) for text in planned for line in text.splitlines()])
+    sizes = [
+        found.groups()
+        for text in planned
+        if (found := re.search(r"up to ([\d.]+) GB .* ([\d.]+) GB were planned", text))
+    ]
+    for peak, plan in sizes[:1]:
+        bound = (1 + GAPS) * float(plan)  # A plan leaves this for tensors that are not counted.
+        report.within(f"{subject}: peak of the first step, GB", "the plan", float(peak), bound)
+    if not sizes:
+        report.holds(f"{subject}: plan of memory", "is logged", False, "; ".join(planned) or "nothing")
 
 
 def _timed_step(worker: TrainingWorker, setup: Setup, batch: Batch) -> tuple[dict[str, float], float]:

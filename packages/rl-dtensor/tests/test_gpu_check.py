@@ -15,6 +15,7 @@ from rl_core.testing.exhaustive import partly_exhaustive
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 SECTIONS = (
     "environment",
+    "kernels",
     "attention",
     "head",
     "training",
@@ -25,7 +26,7 @@ SECTIONS = (
     "resume",
     "forks",
 )
-LIGHT = ("cpu", ("environment", "head"))
+LIGHT = ("cpu", ("environment", "kernels", "head"))
 """Sections that need torch alone."""
 QUICK = ("syncs", "residency", "generator", "resume")
 """Others that take seconds; the rest runs what the tests of rl-core and of this package run, in larger shapes."""
