@@ -119,7 +119,7 @@ class CompiledLayer:
                 for part in each if isinstance(each, tuple) else (each,):
                     _mark(part)
         _mark(hidden)
-        (query, key, value), options = self._to_attention(layer, hidden, given, selects)
+        (query, key, value), options = self._to_attention(layer, hidden, given, selects, self._has_experts)
         attended, _ = row_attention(layer, query, key, value, None, layout=layout, attend=attend, **options)
         if has_several:
             _mark(attended)
@@ -140,12 +140,15 @@ def _mark(tensor: Any) -> None:
         torch._dynamo.mark_dynamic(tensor, [dim for dim, size in enumerate(tensor.shape[:2]) if size > 1])
 
 
-def _to_attention(layer: nn.Module, hidden: Tensor, given: Given, selects: bool) -> Any:
+def _to_attention(layer: Any, hidden: Tensor, given: Given, selects: bool, has_experts: bool) -> Any:
     """Return queries, keys and values of a layer, and the other arguments of its attention."""
 
     def compute(hidden: Tensor) -> Any:
         seam = Seam()
-        type(layer).forward(layer, hidden, attend=seam, **given)
+        if has_experts:  # Their exchange cannot be traced, even as dead code.
+            layer.self_attn(hidden_states=layer.input_layernorm(hidden), attend=seam, **given)
+        else:
+            type(layer).forward(layer, hidden, attend=seam, **given)
         return seam.heads, seam.options
 
     return checkpoint(compute, hidden, use_reentrant=False, context_fn=products_kept) if selects else compute(hidden)
