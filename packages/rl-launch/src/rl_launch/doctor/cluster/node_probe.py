@@ -21,7 +21,6 @@ from typing import NamedTuple
 
 from rl_launch.cluster.node_task import Sight, meet
 from rl_launch.doctor.cluster.node_readings import Readings, readings_of_this_node
-from rl_launch.worker_envs.variables import process_environment
 
 CONNECT_TIMEOUT_S = 5.0
 _CHUNK_BYTES = 2**20
@@ -188,7 +187,9 @@ class NodeProbe:
             timeout_s: Limit in seconds; processes that still run are killed.
         """
         gpus = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
-        base = {name: text for name, text in process_environment(variables).items() if text}
+        # Not `process_environment`: a node without this project runs this code, which arrives whole.
+        own = {name: os.path.expandvars(text) for name, text in variables.items()}
+        base = {name: text for name, text in {**os.environ, **own}.items() if text}
         end, found = time.monotonic() + timeout_s, []
         with ExitStack() as held:
             processes = []
