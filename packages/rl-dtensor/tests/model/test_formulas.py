@@ -6,7 +6,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_core.torch.kernels.norm import NormForm
 from rl_dtensor.model.layers.formulas import (
-    computes_by_row,
     has_plain_gate,
     is_gated_mlp,
     is_packed_mlp,
@@ -66,16 +65,6 @@ def test_other_norms_have_no_form():
     assert norm_form(DoubledRMSNorm()) is None
     assert norm_form(WrongRMSNorm()) is None
     assert norm_form(torch.nn.LayerNorm(8)) is None
-
-
-def test_modules_that_compute_rows_apart_are_told_from_others():
-    (gated,) = {type(module) for module in tiny("bamba").modules() if "NormGated" in type(module).__name__}
-    of_heads = parts(tiny("cohere", use_qk_norm=True), "LayerNorm")
-    assert all(map(computes_by_row, [*parts(tiny("llama"), "RMSNorm"), *parts(tiny("gpt2"), "NewGELUActivation")]))
-    assert {computes_by_row(module) for module in of_heads} == {True, False}
-    assert not computes_by_row(gated(8))
-    assert not computes_by_row(torch.nn.GroupNorm(1, 4))
-    assert not computes_by_row(torch.nn.Softmax(1))
 
 
 @pytest.mark.parametrize(

@@ -92,26 +92,6 @@ def _is_norm(module: nn.Module, form: NormForm) -> bool:
     return True
 
 
-@_disable_current_modes()
-def computes_by_row(module: nn.Module) -> bool:
-    """Return whether a module without parts computes each vector of features of one tensor `[..., features]` from that
-    vector only."""
-    takes_one = len(inspect.signature(type(module).forward).parameters) == 2
-    held = {name: each for name, each in module._parameters.items() if each is not None}
-    if "forward" in vars(module) or not takes_one or module._modules or module._buffers:
-        return False
-    if len({each.shape for each in held.values()}) > 1 or any(each.dim() != 1 for each in held.values()):
-        return False
-    width = next((len(each) for each in held.values()), 4)
-    generator = torch.Generator().manual_seed(0)
-    parameters = {name: nn.Parameter(torch.randn(width, generator=generator)) for name in held}
-    own = _with_parts(module, _parameters={**module._parameters, **parameters})
-    x = torch.randn(2, 3, width, generator=generator)
-    together, apart = (_tried(type(module).forward, own, each) for each in (x, x.view(6, width)))
-    are_found = isinstance(together, Tensor) and isinstance(apart, Tensor) and together.shape == x.shape
-    return are_found and torch.allclose(together.view(6, width), apart, rtol=1e-6)
-
-
 def activation_of(module: nn.Module) -> nn.Module | None:
     """Return the activation of an MLP; None if it is not called as in most families."""
     return next((module._modules[name] for name in ACTIVATIONS if name in module._modules), None)
