@@ -151,6 +151,7 @@ def test_what_is_no_advantage_is_refused(file, name, says):
     ("name", "says"),
     [
         ("grop", r'got "grop"; allowed: grpo, grpo_batch_std, .*, gigpo, or .*package.module:function'),
+        ("a2po", r"A\*-PO compares rewards with values that are estimated before training"),
         ("{file}:greedy", r"greedy has the parameters values; .*rewards, scores, .*, normalize"),
         ("{file}:missing", r"has no 'missing'"),
         ("{file}:np", r"is not a function"),

@@ -14,6 +14,14 @@ from rl_core.user_code import is_in_file
 PATH = "your own class as package.module:Class or file.py:Class"
 """How messages describe such a path."""
 
+NOT_OFFERED: Mapping[str, str] = {
+    "a2po": "A*-PO compares rewards with values that are estimated before training, from samples of the reference for "
+    "every prompt, and runs have no such stage. Use grpo.adv_estimator=rloo, whose baseline is sampled in every step",
+    "tpo": "TPO learns from three responses a row, and preferences have two here. Use the loss dpo with "
+    "dpo.sft_loss_weight, which also learns the chosen response",
+}
+"""Methods that are known and not offered, by name, with the reason and what to use."""
+
 _MEMBERS = ("columns", "reads", "temperature", "implementation", "totals")
 
 
@@ -31,7 +39,7 @@ def unknown_name(name: str, known: Collection[str], *, others: str = "") -> Prob
         others: Further accepted values, in words.
     """
     allowed = ", ".join([*known, *([f"or {others}"] if others else [])])
-    remedy = nearest_as_remedy(name, known)
+    remedy = NOT_OFFERED.get(name.lower()) or nearest_as_remedy(name, known)
     return ProblemError(Problem("name", got=name, allowed=allowed, remedy=remedy))
 
 
