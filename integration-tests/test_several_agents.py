@@ -353,7 +353,7 @@ with np.load(version / "written.npz") as arrays, torch.inference_mode():
 
 def games_of(folder):
     """Who played with which weights and said what, by step."""
-    shown = ("prompt_id", "play", "agent", "weight_versions", "rewards", "advantage")
+    shown = ("prompt_id", "index", "play", "agent", "weight_versions", "rewards", "advantage")
     return {
         step: [
             {**{name: row[name] for name in shown}, "opponent": row.get("opponent", False), "said": row["turns"]}
