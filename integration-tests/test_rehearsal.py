@@ -102,14 +102,14 @@ def test_every_layout_outlives_its_workers_and_a_node(layout, grpo, whole_hf, cl
     cluster.kill_one("ray::RestartingHost")
     run.await_step(4)
     cluster.kill_one("ray::WorkerHost")
-    run.await_log("restarting from checkpoint step_")
+    # Until the run goes on: step 5 may be from before the death, and a node that dies meanwhile needs no other restart.
+    run.await_log("resuming after step")
     run.await_step(5)
     used = next(node for node in cluster.nodes[1:] if node.runs("ray::WorkerHost"))
     used.kill()
     run.finish()
     assert_a_plain_run(run, whole_hf)
-    # On a slow machine the node may die while the run restarts for the worker, and one restart is for both.
-    assert logs_of(run.folder).count("restarting from checkpoint step_") in (1, 2)
+    assert logs_of(run.folder).count("restarting from checkpoint step_") == 2
 
 
 @exhaustive
