@@ -155,11 +155,12 @@ def family(root):
 
 def _forks(process):
     """Processes that a process waits for without being their parent: it has a descriptor of them."""
-    for path in Path(f"/proc/{process.pid}/fdinfo").glob("*"):
-        with suppress(OSError, psutil.NoSuchProcess):
-            facts = dict(line.split(":", 1) for line in path.read_text().splitlines() if ":" in line)
-            if (pid := int(facts.get("Pid", -1))) > 0:
-                yield psutil.Process(pid)
+    with suppress(OSError):
+        for path in list(Path(f"/proc/{process.pid}/fdinfo").iterdir()):
+            with suppress(OSError, psutil.NoSuchProcess):
+                facts = dict(line.split(":", 1) for line in path.read_text().splitlines() if ":" in line)
+                if (pid := int(facts.get("Pid", -1))) > 0:
+                    yield psutil.Process(pid)
 
 
 def described(process):

@@ -172,11 +172,11 @@ class ElasticReplicas:
                 failures.append(error)
                 self._starting.remove(replica)
                 continue
+            _log.info("%s is ready and joins at the next weight update", replica)
             with self._changed:
                 self._starting.remove(replica)
                 self._ready.append(replica)
                 self._changed.notify_all()
-            _log.info("%s is ready and joins at the next weight update", replica)
         self._num_failures = self._num_failures + 1 if failures else 0
         if failures and not self._is_closed:
             retry_s = min(MAX_RETRY_S, RETRY_S * 2 ** (self._num_failures - 1))
