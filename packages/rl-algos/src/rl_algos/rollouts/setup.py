@@ -16,14 +16,15 @@ from rl_algos.rollouts.config import (
     rollout_config,
 )
 from rl_algos.rollouts.data import RolloutData
+from rl_algos.rollouts.driver.mixture import Mixture
 from rl_algos.rollouts.driver.source import PacedRolloutSource
-from rl_algos.rollouts.driver.steps import Drafter, Mixture, RolloutSteps
+from rl_algos.rollouts.driver.steps import Drafter, RolloutSteps
 from rl_algos.rollouts.driver.task_evaluation import TaskEvaluation
 from rl_algos.rollouts.driver.validation import Validation
 from rl_algos.rollouts.worker.programs import AGENT_PROGRAM, PROGRAMS, code_named, files_named, program_named
 from rl_core.model_config import GenerationConfig
 from rl_core.plugins import RolloutNeeds
-from rl_core.rollouts.generation import SamplingParams
+from rl_core.rollouts.generation import SamplingParams, ThinkingBudget
 from rl_core.rollouts.pool import RolloutPool
 from rl_core.run import Components, Run
 

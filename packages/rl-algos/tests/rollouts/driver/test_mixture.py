@@ -9,7 +9,7 @@ from rollouts_builder import make_prompt, make_rollout
 
 from rl_algos.data.stream import Stream
 from rl_algos.rollouts.config import CurriculumConfig
-from rl_algos.rollouts.driver.steps import Mixture
+from rl_algos.rollouts.driver.mixture import Mixture
 from rl_core.rollouts.group import RolloutGroup
 from rl_core.rollouts.rollout import Rollout
 
