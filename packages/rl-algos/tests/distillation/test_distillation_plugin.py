@@ -1,7 +1,7 @@
 import pytest
 
 from rl_algos.distillation.algorithm import Distillation, OfflineDistillation, check_k, sends_hidden
-from rl_algos.distillation.plugin import OFFLINE, PLUGIN, model_sections
+from rl_algos.distillation.plugin import OFFLINE, PLUGIN
 from rl_algos.distillation.teachers import teacher_of
 from rl_core.algorithm import implementation_of
 from rl_core.config import assemble, load, resolve
@@ -52,9 +52,10 @@ def test_the_student_trains_and_teachers_do_not(tmp_path, algorithm):
 
 def test_several_teachers_have_a_section_and_a_role_each(tmp_path):
     def sections(**written):
-        return model_sections(lambda key: written.get(key, ()))
+        return PLUGIN.model_keys(lambda key: written.get(key, ()))
 
-    assert sections() == sections(teacher=("model_name",)) == ("policy", "teacher")
+    assert sections() == ("policy",)
+    assert sections(teacher=("model_name",)) == ("policy", "teacher")
     assert sections(teachers=("math", "sums")) == ("policy", "teachers.math", "teachers.sums")
     assert sections(teachers=("math",), teacher=("model_name",)) == ("policy", "teacher", "teachers.math")
     needs = PLUGIN.models(config(tmp_path, PLUGIN, several=True))

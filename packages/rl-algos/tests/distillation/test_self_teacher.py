@@ -11,7 +11,7 @@ from torch_model import TorchModel
 
 from rl_algos.distillation.algorithm import train
 from rl_algos.distillation.config import DistillationConfig, SelfTeacherConfig, fields_of
-from rl_algos.distillation.plugin import PLUGIN, model_sections
+from rl_algos.distillation.plugin import PLUGIN
 from rl_algos.distillation.self_teacher import SelfTeacher
 from rl_algos.losses.distillation import DistillationLoss
 from rl_algos.rollouts.driver.steps import RolloutSteps
@@ -180,8 +180,7 @@ def config(tmp_path, *overrides):
 
 
 def test_no_other_model_is_needed(tmp_path):
-    written = {"distillation": ("self_teacher",)}
-    assert model_sections(lambda key: written.get(key, ())) == ("policy",)
+    assert "teachers.NAME.model_name" in problems(PLUGIN, config(tmp_path))["teacher"].remedy
     plain = config(tmp_path, SPECIAL + "={prompts: ['{prompt} {answer}']}")
     assert problems(PLUGIN, plain) == {}
     assert {name: need.spec.keeps_reference for name, need in PLUGIN.models(plain).items()} == {"policy": False}

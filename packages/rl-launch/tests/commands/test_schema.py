@@ -71,6 +71,7 @@ BROKEN = {
     "an unknown setting of a backend": "defaults: grpo-arithmetic\npolicy: {dtensor_cfg: {tensor_parallel: 2}}\n",
     "an unknown setting of an environment": "defaults: grpo-arithmetic\nenv: {math: {format: numeric}}\n",
     "an unknown setting of an agent": "defaults: grpo-arithmetic\ngrpo: {agents: {first: {wieght: 2.0}}}\n",
+    "an unknown setting of a teacher": "defaults: distill-tiny\nteachers: {math: {model: x}}\n",
     "an environment of no type": "defaults: grpo-arithmetic\nenv: {mine: {deadline_s: 2}}\n",
     "an unknown setting of a dataset": (
         "defaults: sft-arithmetic\ndata: {train: {dataset_name: arithmetic, settings: {max_operant: 9}}}\n"
@@ -90,6 +91,8 @@ VALID = {
     "an environment in a file": "defaults: grpo-arithmetic\nenv: {mine: {type: 'mine.py:Game', size: 5}}\n",
     "several datasets": "defaults: sft-squad\ndata: {train: [{data_path: a.jsonl, weight: 1}, {data_path: b.jsonl}]}\n",
     "an unquoted number as text": "defaults: sft-squad\ncluster: {env_vars: {NCCL_NVLS_ENABLE: 0}}\n",
+    "several teachers": "defaults: distill-tiny\nteachers: {math: {model_name: x}}\n",
+    "a drafter": "defaults: grpo-arithmetic\ndrafter: {model_name: x}\n",
     "several parents": "defaults: [sft-squad, sft-megatron]\nrun_dir: runs/mine\n",
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from rl_algos.distillation.config import (
     DEFAULT_K,
@@ -26,11 +26,8 @@ _WEIGHTS = {"mixed_kl_weight": "mixed", "jensen_shannon_beta": "jensen_shannon"}
 """Keys of `loss_fn` with the divergence that reads each."""
 
 
-def model_sections(names_in: Callable[[str], tuple[str, ...]]) -> tuple[str, ...]:
-    """Return `policy`, each `teachers.NAME`, and `teacher`, which may only be left out if there are others."""
-    several = tuple(f"teachers.{name}" for name in names_in("teachers"))
-    needs_one = not several and "self_teacher" not in names_in("distillation")
-    return ("policy", *(("teacher",) if names_in("teacher") or needs_one else ()), *several)
+TEACHERS = ("teacher", "teachers.*")
+"""Sections of the teachers."""
 
 
 def models(config: TextRoot | RolloutsRoot) -> dict[str, ModelNeed]:
@@ -45,6 +42,8 @@ def models(config: TextRoot | RolloutsRoot) -> dict[str, ModelNeed]:
 
 def check_rollouts(config: RolloutsRoot) -> Iterator[Problem]:
     """Yield problems of distillation on rollouts."""
+    if config.distillation.self_teacher is None:
+        yield from _teacher(config, ", or distillation.self_teacher for the student as its own teacher")
     yield from _loss(config.loss_fn)
     yield from _cross_tokenizer(config)
     yield from _self_teacher(config)
@@ -56,9 +55,17 @@ def check_rollouts(config: RolloutsRoot) -> Iterator[Problem]:
 
 def check_text(config: TextRoot) -> Iterator[Problem]:
     """Yield problems of distillation on given text, in addition to problems of every algorithm with given rows."""
+    yield from _teacher(config)
     yield from _loss(config.loss_fn)
     if is_changed(config.loss_fn, "span_tau"):
         yield Problem.unused("loss_fn.span_tau", f"with algorithm: {OFFLINE.name}")
+
+
+def _teacher(config: TextRoot | RolloutsRoot, others: str = "") -> Iterator[Problem]:
+    """Yield the problem of a config without a teacher."""
+    if not teacher_sections(config):
+        remedy = f"Set teacher.model_name, or teachers.NAME.model_name for rows of an environment or dataset{others}"
+        yield Problem("teacher", "must be set, because nothing else teaches the student", remedy=remedy)
 
 
 def _cross_tokenizer(config: RolloutsRoot) -> Iterator[Problem]:
@@ -150,7 +157,7 @@ PLUGIN = rollout_algorithm(
     sections={"distillation": DistillationConfig, "loss_fn": DistillationLossConfig},
     implementation="rl_algos.distillation.algorithm:Distillation",
     models=models,
-    model_sections=model_sections,
+    optional_models=TEACHERS,
     training_defaults=training_defaults,
     checks=(check_rollouts,),
     further_metrics=rollout_validation_metrics,
@@ -160,7 +167,7 @@ OFFLINE = supervised_algorithm(
     sections={"distillation": OfflineDistillationConfig, "loss_fn": DistillationLossConfig},
     implementation="rl_algos.distillation.algorithm:OfflineDistillation",
     models=models,
-    model_sections=model_sections,
+    optional_models=TEACHERS,
     validation_metrics=text_validation_metrics,
     training_defaults=TrainingDefaults(lr=2e-5, adapter_lr=2e-4, rows=64),
     checks=(check_text,),

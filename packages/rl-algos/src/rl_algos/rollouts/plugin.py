@@ -16,7 +16,6 @@ from rl_core.plugins import (
     AlgorithmPlugin,
     ModelNeed,
     Requirement,
-    SectionNames,
     TrainingDefaults,
     WrittenValues,
     no_defaults,
@@ -32,7 +31,8 @@ def rollout_algorithm(
     implementation: str,
     models: Callable[[Any], Mapping[str, ModelNeed]],
     training_defaults: Callable[[WrittenValues], Mapping[str, TrainingDefaults]] = no_defaults,
-    model_sections: tuple[str, ...] | Callable[[SectionNames], tuple[str, ...]] = ("policy",),
+    model_sections: tuple[str, ...] = ("policy",),
+    optional_models: tuple[str, ...] = (),
     requirements: tuple[Requirement, ...] = (),
     further: Callable[[Any], tuple[Requirement, ...]] = nothing_further,
     reads_filtered: bool = False,
@@ -50,6 +50,7 @@ def rollout_algorithm(
         models: See `AlgorithmPlugin`.
         training_defaults: See `AlgorithmPlugin`.
         model_sections: See `AlgorithmPlugin`.
+        optional_models: See `AlgorithmPlugin`; every such algorithm also has a drafter.
         requirements: Requirements in addition to rl-algos itself.
         further: See `AlgorithmPlugin`.
         reads_filtered: True if its loss reads logprobs of the tokens that `top_p`, `top_k` and `min_p` of generation
@@ -66,10 +67,6 @@ def rollout_algorithm(
             found[DRAFTER] = ModelNeed(DRAFTER, ModelSpec(seed=getattr(config, key).seed), exported=True)
         return found
 
-    def all_sections(names_in: SectionNames) -> tuple[str, ...]:
-        own = model_sections if isinstance(model_sections, tuple) else model_sections(names_in)
-        return (*own, DRAFTER) if names_in(DRAFTER) else own
-
     def all_defaults(written: WrittenValues) -> Mapping[str, TrainingDefaults]:
         own = training_defaults(written)
         if "policy" not in own or not isinstance(written(DRAFTER), Mapping):
@@ -85,6 +82,7 @@ def rollout_algorithm(
         settings, drafter = getattr(config, key), drafter_section(config)
         yield from of_rollouts.rollout_problems(config, settings)
         yield from of_rollouts.evaluation_problems(config)
+        yield from of_rollouts.thinking_problems(config)
         yield from of_rollouts.task_problems(config.eval, settings)
         if drafter is not None:
             rows, length = drafter.train_global_batch_size, drafter.max_total_sequence_length
@@ -98,7 +96,8 @@ def rollout_algorithm(
         generates=True,
         evaluates=True,
         models=all_models,
-        model_sections=all_sections,
+        model_sections=model_sections,
+        optional_models=(*optional_models, DRAFTER),
         training_defaults=all_defaults,
         requirements=(LOSSES, *requirements),
         further=further,
@@ -125,5 +124,5 @@ EVALUATION = AlgorithmPlugin(
     trains=False,
     evaluates=True,
     models=lambda config: {},
-    checks=(of_rollouts.evaluation_problems, training_problems),
+    checks=(of_rollouts.evaluation_problems, of_rollouts.thinking_problems, training_problems),
 )

@@ -11,7 +11,7 @@ from rl_algos.requirement import LOSSES
 from rl_algos.supervised.config import SupervisedConfig
 from rl_core.config import Config, Problem, is_changed
 from rl_core.model_config import ModelConfig
-from rl_core.plugins import AlgorithmPlugin, ModelNeed, Requirement, SectionNames, TrainingDefaults, nothing_further
+from rl_core.plugins import AlgorithmPlugin, ModelNeed, Requirement, TrainingDefaults, nothing_further
 
 
 def supervised_algorithm(
@@ -22,7 +22,7 @@ def supervised_algorithm(
     models: Callable[[Any], Mapping[str, ModelNeed]],
     validation_metrics: Callable[[Any], Iterable[str] | None],
     training_defaults: TrainingDefaults,
-    model_sections: tuple[str, ...] | Callable[[SectionNames], tuple[str, ...]] = ("policy",),
+    optional_models: tuple[str, ...] = (),
     further: Callable[[Any], tuple[Requirement, ...]] = nothing_further,
     checks: tuple[Callable[[Any], Iterable[Problem]], ...] = (),
 ) -> AlgorithmPlugin:
@@ -35,7 +35,7 @@ def supervised_algorithm(
         models: See `AlgorithmPlugin`.
         validation_metrics: See `AlgorithmPlugin`.
         training_defaults: Defaults of the policy, the only model that trains.
-        model_sections: See `AlgorithmPlugin`.
+        optional_models: See `AlgorithmPlugin`.
         further: See `AlgorithmPlugin`.
         checks: Checks after the checks of validation, environments and lengths.
     """
@@ -50,7 +50,7 @@ def supervised_algorithm(
         implementation=implementation,
         generates=False,
         models=models,
-        model_sections=model_sections,
+        optional_models=optional_models,
         training_defaults=lambda _: {"policy": training_defaults},
         requirements=(LOSSES,),
         further=further,

@@ -355,8 +355,9 @@ class AlgorithmPlugin:
         models: Function from the resolved config to the models that the run needs, by role. The role `policy` is the
             model whose weights are published and exported; others are exported if their need has `exported`.
         model_sections: Config sections that hold a model, as dotted keys from the root: `policy`, `value`,
-            `teachers.math`. The root gets one of each. If users name some of them, a function to these keys from the
-            names that are written in other sections.
+            `teachers.math`. The root gets one of each.
+        optional_models: Keys of further sections that hold a model if the user writes them: `teacher`, or `teachers.*`
+            for sections with any names in `teachers`.
         training_defaults: Function from the values that the user wrote to the defaults of models that train, by the key
             of their section; a model that is not named has the defaults of `ModelConfig`.
         requirements: Requirements of its losses and rollout programs; the extras only where models run.
@@ -372,7 +373,8 @@ class AlgorithmPlugin:
     implementation: str
     generates: bool
     models: Callable[[Any], Mapping[str, ModelNeed]]
-    model_sections: tuple[str, ...] | Callable[[SectionNames], tuple[str, ...]] = ("policy",)
+    model_sections: tuple[str, ...] = ("policy",)
+    optional_models: tuple[str, ...] = ()
     training_defaults: Callable[[WrittenValues], Mapping[str, TrainingDefaults]] = no_defaults
     requirements: tuple[Requirement, ...] = ()
     further: Callable[[Any], tuple[Requirement, ...]] = nothing_further
@@ -384,9 +386,20 @@ class AlgorithmPlugin:
     checks: tuple[Callable[[Any], Iterable[Problem]], ...] = ()
     further_models: Callable[[Any], Mapping[str, str]] = no_models
 
+    @property
+    def root_keys(self) -> tuple[str, ...]:
+        """Keys of the root that configs of this algorithm may have, and not all other configs."""
+        models = (key.partition(".")[0] for key in (*self.model_sections, *self.optional_models))
+        return tuple(dict.fromkeys((*self.sections, *models, *(("env",) if self.generates else ()))))
+
     def model_keys(self, names_in: SectionNames) -> tuple[str, ...]:
-        """`model_sections` of a config with these sections."""
-        return self.model_sections if isinstance(self.model_sections, tuple) else self.model_sections(names_in)
+        """Return the keys of the models of a config with these sections."""
+        written = []
+        for key in self.optional_models:
+            head, is_named, _ = key.partition(".*")
+            names = names_in(head)
+            written += [f"{head}.{name}" for name in names] if is_named else [key] if names else []
+        return (*self.model_sections, *written)
 
 
 TYPES: Mapping[str, type[Any]] = {

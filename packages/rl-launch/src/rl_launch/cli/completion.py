@@ -144,11 +144,7 @@ def _keys_beginning(incomplete: str) -> list[str]:
     # keys of the root that every algorithm has
     every = ("algorithm", "run_dir", "policy", "checkpointing", "logger", "cluster")
     algorithms = plugins(ALGORITHMS)
-    heads = {
-        name: [*plugin.sections, *(key.partition(".")[0] for key in plugin.model_keys(lambda _: ()))]
-        + (["env"] if plugin.generates else [])
-        for name, plugin in algorithms.items()
-    }
+    heads = {name: plugin.root_keys for name, plugin in algorithms.items()}
     head, dot, _ = incomplete.partition(".")
     if not dot:
         return _beginning(dict.fromkeys([*every, *(each for own in heads.values() for each in own)]), incomplete)

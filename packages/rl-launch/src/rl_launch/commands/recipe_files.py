@@ -21,7 +21,7 @@ from rl_launch.commands.catalog import Recipe, recipes, tasks_of
 from rl_launch.commands.explain import names_config
 from rl_launch.recipes import RECIPES, recipe_names
 from rl_launch.run_config.reading import read_raw
-from rl_launch.run_config.root_types import root_type, type_of
+from rl_launch.run_config.root_types import model_type, root_type, type_of
 
 EDITOR_HINT = "# yaml-language-server: $schema="
 """Begins the line of a YAML file that refers editors to its schema."""
@@ -102,10 +102,15 @@ def recipe_schema(of: str | None = None) -> dict[str, Any]:
     schema = JsonSchema()
     algorithms = _algorithms(of)
     roots = {name: root_type(plugin(ALGORITHMS, name), load({"algorithm": name})) for name in algorithms}
-    for root in roots.values():
+    for name, root in roots.items():
         definition = schema.definition(root)
         definition["properties"]["algorithm"] = {"enum": algorithms, "description": "The algorithm to train with."}
         definition["properties"]["defaults"] = _INHERITS
+        # Models of any name, such as `teachers.math`.
+        for key in plugin(ALGORITHMS, name).optional_models:
+            if key.endswith(".*"):
+                models = {"type": "object", "additionalProperties": schema.section(model_type())}
+                definition["properties"][key.removesuffix(".*")] = models
     for root in roots.values():
         if "env" in root.model_fields:
             # environments of any name that state their `type`, with any settings, which the class checks

@@ -66,12 +66,7 @@ def _read(raw: RawConfig, source: str | Path | Mapping[str, Any]) -> RunPlan:
 def _of_another_algorithm(key: str, algorithm: AlgorithmPlugin) -> str:
     """Return the explanation of a key whose section other algorithms have; empty if none has it."""
     section = key.partition(".")[0]
-    owners = [
-        name
-        for name, other in plugins(ALGORITHMS).items()
-        if section in (*other.sections, *(key.partition(".")[0] for key in other.model_keys(lambda _: ())))
-        or (section == "env" and other.generates)
-    ]
+    owners = [name for name, other in plugins(ALGORITHMS).items() if section in other.root_keys]
     if not owners or algorithm.name in owners:
         return ""
     belongs = f"the algorithm{'s' if len(owners) > 1 else ''} {', '.join(owners)}"

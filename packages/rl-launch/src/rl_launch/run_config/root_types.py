@@ -37,8 +37,8 @@ def root_type(algorithm: AlgorithmPlugin, raw: RawConfig, *, of_run: bool = Fals
     Args:
         algorithm: Algorithm of the config.
         raw: Values that the user wrote.
-        of_run: True to have only the environments of the config, as a run does; False for all installed ones,
-            to explain and complete their keys.
+        of_run: True to have only the environments and the models of the config, as a run does; False for all installed
+            environments and all models that may be written, to explain and complete their keys.
 
     Raises:
         ConfigError: If a section selects something that does not exist.
@@ -52,6 +52,9 @@ def root_type(algorithm: AlgorithmPlugin, raw: RawConfig, *, of_run: bool = Fals
         "profiling": ProfilingConfig,
         "cluster": ClusterConfig,
     }
+    if not of_run:
+        may_be = [key for key in algorithm.optional_models if key not in sections and "." not in key]
+        sections |= dict.fromkeys(may_be, (model_type() | None, None))
     if algorithm.generates:
         sections["env"] = environments_type(raw, set(_named_environments(raw)) if of_run else None)
     return assemble("Root", sections, base=RootConfig)  # type: ignore[return-value]  # a subclass of its base
@@ -129,13 +132,17 @@ def _model_types(algorithm: AlgorithmPlugin, raw: RawConfig) -> dict[str, type[C
         # a name with a dot is not a key and is refused by the type of the section
         return tuple(name for name in written if "." not in str(name)) if isinstance(written, Mapping) else ()
 
-    others = assemble("Model", {**_backend_types(POLICIES), "colocated": ColocatedConfig}, base=ModelConfig)
-    types = dict.fromkeys(algorithm.model_keys(names_in), others)
+    types = dict.fromkeys(algorithm.model_keys(names_in), model_type())
     types[POLICY] = policy_type(generates=algorithm.generates)
     for key, defaults in algorithm.training_defaults(partial(_value_written, raw)).items():
         adapts = _value_written(raw, f"{key}.lora_cfg.enabled") is True
         types[key] = _trained_by_default(types[key], defaults.rows, defaults.adapter_lr if adapts else defaults.lr)
     return types
+
+
+def model_type() -> type[Config]:
+    """Return the type of the section of a model that is not the policy."""
+    return assemble("Model", {**_backend_types(POLICIES), "colocated": ColocatedConfig}, base=ModelConfig)
 
 
 def _value_written(raw: RawConfig, key: str) -> Any:
