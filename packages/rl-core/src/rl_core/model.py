@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 from rl_core.data.batch import Batch
 from rl_core.devices import Device, device_named
 from rl_core.metrics import Metric
-from rl_core.token_filter import TokenFilter
+from rl_core.token_filter import ALLOWED, TokenFilter
 from rl_core.weights import WeightSource
 
 AXES = ("dp", "pp", "cp", "tp", "ep")
@@ -230,7 +230,9 @@ def divergences_from(heads: Sequence[HeadFiles], column: str, choice: str, *, be
 
 def read_columns(reads: Sequence[Read]) -> tuple[str, ...]:
     """Columns of the batch that reads take, in addition to `tokens`."""
-    return tuple(dict.fromkeys(name for read in reads for name in (read.column, read.choice) if name))
+    filtered = [ALLOWED] if any(read.token_filter is not None and read.token_filter.allowed for read in reads) else []
+    named = (name for read in reads for name in (read.column, read.choice) if name)
+    return tuple(dict.fromkeys((*named, *filtered)))
 
 
 class Loss(Protocol):

@@ -13,7 +13,7 @@ from rl_core.selfcheck.rank_pool import Rank
 from rl_core.token_filter import TokenFilter
 from rl_core.torch.heads import reads
 from rl_core.torch.heads.divergences import Other, divergences
-from rl_core.torch.heads.head_pass import HeadVocabulary, lowest_kept
+from rl_core.torch.heads.head_pass import AllowedSets, HeadVocabulary, lowest_kept
 from rl_core.torch.heads.logprobs import Head, LogitTransform
 from rl_core.torch.heads.reads import HeldTokens, join_tokens, split_language_reads
 from rl_core.torch.heads.vocab_parallel import VocabShard, vocab_parallel_reads
@@ -69,8 +69,11 @@ def whole_reads(hidden, weight, bias, targets, ids, case: Case, temperature: flo
     """The same from whole logits."""
     logits = case.transform(torch.nn.functional.linear(hidden, weight, bias)) / temperature
     if case.token_filter is not None:
-        lowest = lowest_kept(logits, case.token_filter, HeadVocabulary(case.vocab))
         is_target = torch.nn.functional.one_hot(targets, case.vocab).bool()
+        if (allowed := allowed_of(case)) is not None:
+            is_allowed = np.unpackbits(allowed.bits.numpy(), axis=1, bitorder="little")[:, : case.vocab]
+            logits = logits.masked_fill(torch.from_numpy(is_allowed[allowed.sets] == 0) & ~is_target, -1e30)
+        lowest = lowest_kept(logits, case.token_filter, HeadVocabulary(case.vocab))
         logits = logits.masked_fill((logits < lowest) & ~is_target, -1e30)
     logprobs = logits.log_softmax(-1)
     best = logprobs[:, : case.below or case.vocab].topk(case.k)
@@ -78,6 +81,15 @@ def whole_reads(hidden, weight, bias, targets, ids, case: Case, temperature: flo
     at = logprobs.gather(1, ids.clamp(min=0)).masked_fill(ids < 0, 0.0)
     collision = logprobs.exp().square().sum(-1)
     return logprobs.gather(1, targets[:, None])[:, 0], entropy, best.values, best.indices, at, collision
+
+
+def allowed_of(case: Case) -> AllowedSets | None:
+    """Four sets of tokens, each at one or two of the positions."""
+    if case.token_filter is None or not case.token_filter.allowed:
+        return None
+    bits = torch.randint(256, (4, 2), dtype=torch.uint8, generator=torch.Generator().manual_seed(6))
+    bits[0] = 255
+    return AllowedSets(bits, torch.tensor([3, 0, 1, 2, 0, 2, 1]))
 
 
 def weighted(reads) -> torch.Tensor:
@@ -108,6 +120,7 @@ def vocabulary_errors(rank: Rank, case: Case, group: dist.ProcessGroup) -> dict[
         ids=ids if case.token_filter is None else None,
         collision=True,
         token_filter=case.token_filter,
+        allowed=allowed_of(case),
         chunk_size=case.chunk_size,
         sums_hidden_grad=case.sums_hidden_grad,
     )

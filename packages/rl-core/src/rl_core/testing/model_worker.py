@@ -39,7 +39,7 @@ from rl_core.model_config import (
 from rl_core.selfcheck.losses import PairLoss, ReturnsLoss, TokenLoss
 from rl_core.selfcheck.pooled_model import PooledModel
 from rl_core.selfcheck.rank_pool import Rank, RankPool, free_port
-from rl_core.token_filter import TokenFilter
+from rl_core.token_filter import ALLOWED, TokenFilter, allowed_row, packed_set
 from rl_core.weights import Transport
 
 TOLERANCE = 1e-5
@@ -86,6 +86,20 @@ def make_candidates(rng: np.random.Generator, num_tokens: int, vocab: int) -> np
     candidates = rng.integers(0, vocab, (num_tokens, 4), dtype=np.int32)
     candidates[:, 3] = candidates[:, 0]
     return np.where(rng.random(candidates.shape) < 0.3, np.int32(-1), candidates)
+
+
+def with_allowed_tokens(batch: Batch, vocab: int = 101) -> Batch:
+    """Return the batch with random sets of allowed tokens at some tokens of every second row."""
+    rng, rows = np.random.default_rng(11), []
+    for number, tokens in enumerate(batch.ragged("tokens")):
+        sets = [b""] * len(tokens)
+        for place in range(1, len(tokens)) if number % 2 == 0 else ():
+            if rng.random() < 0.7:
+                is_allowed = rng.random(32 * -(-vocab // 32)) < rng.choice([0.05, 0.5, 0.95])
+                is_allowed[tokens[place]], is_allowed[vocab:] = True, False
+                sets[place] = packed_set(np.packbits(is_allowed, bitorder="little").view("<i4"))
+        rows.append(allowed_row(sets))
+    return batch.with_columns({ALLOWED: Ragged.from_rows(rows, np.uint8)})
 
 
 def poison(batch: Batch) -> Batch:
@@ -206,14 +220,17 @@ class ModelWorkerSuite:
         assert found.ragged("topk_ids").values.max() < 60
 
     @pytest.mark.parametrize(
-        "token_filter", [None, TokenFilter(top_k=20), TokenFilter(top_k=60, top_p=0.9, min_p=0.01)], ids=str
+        "token_filter",
+        [TokenFilter(top_k=20), TokenFilter(top_k=60, top_p=0.9, min_p=0.01), TokenFilter(top_p=0.9, allowed=True)],
+        ids=str,
     )
-    def test_reads_are_of_the_tokens_that_a_filter_keeps(self, token_filter: TokenFilter | None) -> None:
+    def test_reads_are_of_the_tokens_that_a_filter_keeps(self, token_filter: TokenFilter) -> None:
         reads = [replace(read, token_filter=token_filter) for read in (LOGPROBS, ENTROPY, COLLISION)]
-        expected = self._oracle().infer(make_batch(), reads, temperature=0.7)
+        batch = with_allowed_tokens(make_batch())
+        expected = self._oracle().infer(batch, reads, temperature=0.7)
         for world in self.worlds:
             with self._model(world, ModelSpec(trains=False)) as model:
-                found = model.infer(make_batch(), reads, temperature=0.7)
+                found = model.infer(batch, reads, temperature=0.7)
             for name, column in expected.items():
                 self._assert_close(found.ragged(name).values, column, name)
 

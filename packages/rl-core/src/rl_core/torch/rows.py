@@ -12,8 +12,14 @@ from torch import Tensor
 from rl_core.data.batch import TOKENS, Batch
 from rl_core.data.ragged import Ragged
 from rl_core.images import IMAGES
+from rl_core.token_filter import ALLOWED, allowed_sets
 from rl_core.torch.host_arrays import to_device
 from rl_core.torch.loss import Rows
+
+ALLOWED_SET = "allowed_set"
+"""Column of rows, int32 `[tokens]`: the row of `ALLOWED_BITS` with the tokens that a grammar allowed at each token."""
+ALLOWED_BITS = "allowed_bits"
+"""Column of rows, uint8 `[sets, bytes]`, a bit for each token id; set 0 has all tokens."""
 
 ImageColumns = Callable[[Batch], Mapping[str, np.ndarray]]
 """From rows with images to the columns that a model sees, on the host: of any lengths and of the dtypes that
@@ -38,7 +44,8 @@ def no_images(batch: Batch) -> Mapping[str, np.ndarray]:
 
 def to_rows(batch: Batch, device: torch.device, *, images: ImageColumns = no_images) -> Rows:
     """Return all columns of a local batch on the device, by one copy that the host does not wait for; floating columns
-    become float32, `tokens` int64.
+    become float32, `tokens` int64. `rl_core.token_filter.ALLOWED` becomes `ALLOWED_SET` and `ALLOWED_BITS`, or nothing
+    if no token of these rows was constrained.
 
     Args:
         batch: Local batch.
@@ -55,6 +62,11 @@ def to_rows(batch: Batch, device: torch.device, *, images: ImageColumns = no_ima
     for name in batch:
         column = batch[name]
         if name == IMAGES:
+            continue
+        if name == ALLOWED:
+            entries = batch.ragged(ALLOWED)
+            if entries.lengths.any():
+                columns[ALLOWED_SET], columns[ALLOWED_BITS] = allowed_sets(entries, tokens.lengths.tolist())
             continue
         if isinstance(column, Ragged) and not np.array_equal(column.offsets, tokens.offsets):
             raise ValueError(f"column {name!r} is not aligned with {TOKENS!r}: its rows have other lengths")
@@ -79,7 +91,7 @@ def idle_rows(device: torch.device, id_columns: Sequence[str] = ()) -> Rows:
     """
     columns: dict[str, np.ndarray] = {
         TOKENS: np.zeros(2, dtype=np.int64),
-        **{name: np.full((2, 1), -1, np.int32) for name in id_columns},
+        **{name: np.full((2, 1), -1, np.int32) for name in id_columns if name != ALLOWED},
     }
     host_offsets = np.array([0, 2])
     offsets, *moved = to_device([host_offsets, *columns.values()], device)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rl_core.token_filter import TokenFilter
-from rl_core.torch.heads.head_pass import HeadVocabulary, lowest_kept
+from rl_core.torch.heads.head_pass import AllowedSets, HeadVocabulary, lowest_kept
 from rl_core.torch.heads.logprobs import Head, LogitTransform, head_reads
 
 IDS = torch.tensor([[3, -1, 3], [0, 10, 4], [-1, -1, -1], [7, 7, 2], [1, 2, 3], [10, 9, -1], [5, 6, 0]])
@@ -129,6 +129,45 @@ def test_gradients_of_filtered_reads_are_numerically_right(token_filter, transfo
         found = head_reads(hidden, head, targets, temperature=0.7, **options)
         return found.logprobs, found.entropy, found.collision
 
+    assert torch.autograd.gradcheck(reads, (hidden, weight, bias))
+
+
+def allowed_sets():
+    """At each of seven positions the ids that a grammar allows, None for all, and the same for a head."""
+    given = [None, [2], [0, 3, 8, 10], [1, 2, 3, 4, 5, 6, 7, 8, 9], None, [0, 3, 8, 10], []]
+    bits = torch.zeros(len(given), 2, dtype=torch.uint8)
+    bits[0] = 255
+    for row, ids in enumerate(given):
+        for token in ids or ():
+            bits[row, token >> 3] |= 1 << (token & 7)
+    return given, AllowedSets(bits, torch.tensor([0 if ids is None else row for row, ids in enumerate(given)]))
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("further", [{}, {"top_p": 0.6}, {"top_k": 3, "min_p": 0.3}], ids=str)
+def test_constrained_reads_are_of_the_distribution_over_the_allowed_tokens_and_the_target(further, transform):
+    hidden, weight, bias, targets = inputs()
+    given, allowed = allowed_sets()
+    token_filter = TokenFilter(allowed=True, **further)
+
+    def reads(hidden, weight, bias):
+        options = {"entropy": True, "collision": True, "token_filter": token_filter, "chunk_size": 3}
+        head = Head(weight, bias, transform)
+        found = head_reads(hidden, head, targets, temperature=0.7, allowed=allowed, **options)
+        return found.logprobs, found.entropy, found.collision
+
+    logits = transform(torch.nn.functional.linear(hidden, weight, bias)) / 0.7
+    found = reads(hidden, weight, bias)
+    for row, ids in enumerate(given):
+        own = list(range(11)) if ids is None else sorted({*ids, int(targets[row])})
+        (places,) = kept(logits[row, own][None], torch.tensor([own.index(int(targets[row]))]), token_filter)
+        own = [own[place] for place in places]
+        weights = logits[row, own].exp()
+        probability = (weights / weights.sum())[own.index(int(targets[row]))]
+        shares = weights / weights.sum()
+        assert found[0][row].exp().item() == pytest.approx(probability.item(), rel=1e-9)
+        assert found[1][row].item() == pytest.approx(-(shares * shares.log()).sum().item(), abs=1e-12)
+        assert found[2][row].item() == pytest.approx(shares.square().sum().item(), rel=1e-9)
     assert torch.autograd.gradcheck(reads, (hidden, weight, bias))
 
 

@@ -24,6 +24,10 @@ CASES = {
     "all filters": Case(
         k=0, transform=LogitTransform(scale=2.0, softcap=1.5), token_filter=TokenFilter(top_k=9, top_p=0.9, min_p=0.01)
     ),
+    "allowed tokens": Case(k=0, token_filter=TokenFilter(allowed=True)),
+    "allowed tokens, and a rank without rows": Case(
+        k=0, vocab=6, rows_per_rank=6, token_filter=TokenFilter(top_p=0.9, allowed=True)
+    ),
 }
 
 

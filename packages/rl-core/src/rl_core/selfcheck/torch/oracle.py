@@ -23,7 +23,7 @@ from rl_core.data.batch import TOKENS, Batch
 from rl_core.model import Loss, ModelSpec, Read, Role, read_columns
 from rl_core.model_config import LoraConfig, OptimizerConfig
 from rl_core.plugins import resolve
-from rl_core.token_filter import TokenFilter
+from rl_core.token_filter import ALLOWED, TokenFilter, allowed_sets
 from rl_core.torch.loss import Rows
 from rl_core.torch.rows import to_rows
 from rl_core.torch.training.lora import initial_down, is_adapted, is_adapted_stack, refused_by_peft
@@ -116,6 +116,13 @@ class Oracle:
             return {"scores": heads[-1:], "values": _after_first(heads[:-1])}
         logits = self.model(input_ids=tokens[None]).logits[0, :-1] / temperature
         token_filter = next((read.token_filter for read in reads if read.token_filter is not None), None)
+        if token_filter is not None and token_filter.allowed:
+            sets, bits = allowed_sets([row[ALLOWED].byte().numpy()], [len(tokens)])
+            is_allowed = torch.from_numpy(np.unpackbits(bits[sets[1:]], axis=1, bitorder="little")).bool()
+            # Rows of a head that pads its vocabulary have no token; a set that is not given has all of them.
+            is_out = torch.from_numpy(sets[1:] > 0)[:, None].repeat(1, logits.shape[1])
+            is_out[:, : is_allowed.shape[1]] &= ~is_allowed[:, : logits.shape[1]]
+            logits = logits.masked_fill(is_out, -1e30)
         logprobs = (logits if token_filter is None else _kept_only(logits, tokens[1:], token_filter)).log_softmax(-1)
         columns = {
             "logprobs": logprobs.gather(1, tokens[1:, None])[:, 0],
@@ -125,7 +132,7 @@ class Oracle:
         k = max((read.k for read in reads), default=0)
         below = max((read.below for read in reads), default=0) or logprobs.shape[1]
         columns["topk_logprobs"], columns["topk_ids"] = logprobs[:, :below].topk(k)
-        for name in read_columns(reads):
+        for name in read_columns([read for read in reads if read.name == "logprobs_at"]):
             ids = row[name][1:]
             columns["logprobs_at"] = logprobs.gather(1, ids.clamp(min=0)).masked_fill(ids < 0, 0.0)
         return {name: _after_first(columns[name]) for read in reads for name in read.columns}

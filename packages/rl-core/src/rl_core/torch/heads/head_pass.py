@@ -42,6 +42,32 @@ class LogitTransform:
         return grad * self.scale if self.scale != 1.0 else grad
 
 
+class AllowedSets(NamedTuple):
+    """The tokens that a grammar allows at each position.
+
+    Args:
+        bits: uint8 `[sets, bytes]`, a bit for each token id, the lowest first; ids beyond the bits are in no set.
+        sets: Int `[n]`, the set of each position; set 0 has all tokens.
+        start: Token id of the first column of logits on this rank.
+    """
+
+    bits: Tensor
+    sets: Tensor
+    start: int = 0
+
+    def leave_out_(self, logits: Tensor, columns: Tensor, is_here: Tensor | None = None) -> Tensor:
+        """Give the tokens that are not allowed a probability of 0, except one of each row; see `leave_out_`."""
+        if not logits.shape[1]:
+            return logits
+        ids = torch.arange(self.start, self.start + logits.shape[1], device=logits.device)
+        places = (ids >> 3).clamp(max=self.bits.shape[1] - 1)
+        is_out = (self.bits[self.sets][:, places] >> (ids & 7)) & 1 == 0
+        is_out |= (ids >= 8 * self.bits.shape[1]) & (self.sets > 0)[:, None]
+        sampled = is_out.gather(1, columns)
+        is_out.scatter_(1, columns, sampled & ~is_here if is_here is not None else torch.zeros_like(sampled))
+        return logits.masked_fill_(is_out, LEFT_OUT)
+
+
 class ReadGradients(NamedTuple):
     """Gradients of the loss by the reads of a chunk of `n` positions, and the values that these depend on.
 
@@ -56,6 +82,7 @@ class ReadGradients(NamedTuple):
         by_columns_sum: `[n]`, the sum of gradients by all logprobs.
         lowest: `[n, 1]`, the smallest logit over the temperature that the filter keeps; empty without a filter.
         is_here: Bool `[n, 1 + k + m]`, whether this rank has the columns; None if it has all.
+        allowed: Tokens that grammars allow; None if all positions are free.
     """
 
     log_sum: Tensor
@@ -68,6 +95,7 @@ class ReadGradients(NamedTuple):
     by_columns_sum: Tensor
     lowest: Tensor
     is_here: Tensor | None = None
+    allowed: AllowedSets | None = None
 
 
 @dataclass(frozen=True)
@@ -81,6 +109,7 @@ class HeadPass:
     entropy: bool = False
     collision: bool = False
     token_filter: TokenFilter | None = None
+    allowed: AllowedSets | None = None
     k: int = 0
     below: int = 0
 
@@ -130,8 +159,10 @@ class HeadPass:
         used = logits if self.transform.softcap is None else logits.clone()  # a cap's gradient needs them unchanged
         used = self.cooled_(used)
         if self.token_filter is not None:
-            is_here = read.is_here
-            leave_out_(used, read.lowest, read.columns[:, :1], None if is_here is None else is_here[:, :1])
+            is_here = None if read.is_here is None else read.is_here[:, :1]
+            if read.allowed is not None:
+                read.allowed.leave_out_(used, read.columns[:, :1], is_here)
+            leave_out_(used, read.lowest, read.columns[:, :1], is_here)
         logprobs = used.sub_(read.log_sum[:, None])
         coefficient = -read.by_columns_sum[:, None]
         if self.collision:
@@ -149,6 +180,29 @@ class HeadPass:
         if grad.shape[1]:
             grad.scatter_add_(1, read.columns, read.by_columns)
         return self.transform.backward(self.cooled_(grad), logits)
+
+    def allowed_in(self, chunk: slice) -> AllowedSets | None:
+        """Return the tokens that grammars allow in a chunk of the positions; None if all positions are free."""
+        return None if self.allowed is None else self.allowed._replace(sets=self.allowed.sets[chunk])
+
+    def keep_(
+        self, logits: Tensor, chunk: slice, vocabulary: HeadVocabulary, columns: Tensor, is_here: Tensor | None = None
+    ) -> Tensor:
+        """Apply the filter to a chunk's logits in place, and return `[n, 1]`, the smallest logit that it keeps.
+
+        Args:
+            logits: `[n, columns]`, over the temperature.
+            chunk: Positions of the logits.
+            vocabulary: The vocabulary of the columns.
+            columns: See `leave_out_`.
+            is_here: See `leave_out_`.
+        """
+        assert self.token_filter is not None
+        if (allowed := self.allowed_in(chunk)) is not None:
+            allowed.leave_out_(logits, columns, is_here)
+        lowest = lowest_kept(logits, self.token_filter, vocabulary)
+        leave_out_(logits, lowest, columns, is_here)
+        return lowest
 
     def chunks(self, num: int) -> Iterator[slice]:
         for start in range(0, num, self.chunk_size):

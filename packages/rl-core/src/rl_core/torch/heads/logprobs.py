@@ -14,13 +14,12 @@ from torch.autograd.function import once_differentiable
 from rl_core.facts.hf_config import HFConfig
 from rl_core.token_filter import TokenFilter
 from rl_core.torch.heads.head_pass import (
+    AllowedSets,
     HeadGradients,
     HeadPass,
     HeadVocabulary,
     LogitTransform,
     ReadGradients,
-    leave_out_,
-    lowest_kept,
     wide_dtype,
 )
 from rl_core.torch.kernels.devices import takes
@@ -86,6 +85,7 @@ class HeadOptions(TypedDict, total=False):
         collision: True to return it.
         token_filter: Limits the distribution at each position to the tokens that it keeps and the target; not with `k`
             or `ids`. Gradients take the tokens that are kept as given.
+        allowed: Tokens that a grammar allows at each position, for a filter with `allowed`; None if all are free.
         k: Number of most likely tokens to return, in descending order.
         below: Ids that these are chosen among are below it; 0 for all.
         ids: Int64 `[n, m]`, tokens whose logprobs are wanted too; -1 stands for none, and its logprob is 0.
@@ -96,6 +96,7 @@ class HeadOptions(TypedDict, total=False):
     entropy: bool
     collision: bool
     token_filter: TokenFilter | None
+    allowed: AllowedSets | None
     k: int
     below: int
     ids: Tensor | None
@@ -160,6 +161,7 @@ def pass_over(hidden: Tensor, head: Head, vocab_size: int, **options: Unpack[Hea
         entropy=options.get("entropy", False),
         collision=options.get("collision", False),
         token_filter=token_filter,
+        allowed=options.get("allowed"),
         k=k,
         below=options.get("below", 0) or vocab_size,
     )
@@ -196,8 +198,7 @@ class _HeadReads(torch.autograd.Function):
                 continue
             logits = options.cooled_(options.logits(hidden[chunk], weight, bias))
             if options.token_filter is not None:
-                lowest[chunk] = lowest_kept(logits, options.token_filter, HeadVocabulary(len(weight)))
-                leave_out_(logits, lowest[chunk], targets[chunk, None])
+                lowest[chunk] = options.keep_(logits, chunk, HeadVocabulary(len(weight)), targets[chunk, None])
             largest = logits.amax(1, keepdim=True)
             shifted = logits.sub_(largest)
             logprobs[chunk] = shifted.gather(1, targets[chunk, None])[:, 0]
@@ -263,6 +264,7 @@ def head_gradients(
             by_columns_sum=by_targets[chunk].sum(1),
             lowest=lowest[chunk],
             is_here=is_here,
+            allowed=options.allowed_in(chunk),
         )
         grad = options.gradient(hidden[chunk], weight, bias, read)
         total.add_(chunk, grad)

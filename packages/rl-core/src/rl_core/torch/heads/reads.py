@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple, Required, TypedDict, Unpack
 
@@ -22,10 +23,11 @@ from rl_core.data.batch import TOKENS
 from rl_core.model import HeadFiles, Read, Role, read_columns
 from rl_core.torch.files.model_files import WeightFiles, model_folder, read_hf_config
 from rl_core.torch.heads.divergences import Other, divergences
-from rl_core.torch.heads.head_pass import wide_dtype
+from rl_core.torch.heads.head_pass import AllowedSets, wide_dtype
 from rl_core.torch.heads.logprobs import Head, HeadOptions, head_reads, logit_transform
 from rl_core.torch.heads.vocab_parallel import VocabShard, vocab_parallel_reads
 from rl_core.torch.loss import Rows, followers_of
+from rl_core.torch.rows import ALLOWED_BITS, ALLOWED_SET
 
 LANGUAGE_READS = ("logprobs", "entropy", "collision", "topk", "logprobs_at", "hidden", "divergences")
 """Reads that a language-model head can answer."""
@@ -240,13 +242,23 @@ def position_reads(
                 "and -1 stands for none"
             )
         ids = rows[name][places].long()
+    token_filter = next((read.token_filter for read in of_head if read.token_filter is not None), None)
+    allowed = None
+    if token_filter is not None and token_filter.allowed:
+        if ALLOWED_BITS in rows:
+            allowed = AllowedSets(rows[ALLOWED_BITS], rows[ALLOWED_SET][places])
+        else:
+            # No grammar constrained these rows, so kernels read them unless there is another filter.
+            token_filter = replace(token_filter, allowed=False)
+            token_filter = None if token_filter.keeps_all else token_filter
     names = {read.name for read in of_head}
     wanted = HeadOptions(
         temperature=options["temperature"],
         chunk_size=options.get("chunk_size"),
         entropy="entropy" in names,
         collision="collision" in names,
-        token_filter=next((read.token_filter for read in of_head if read.token_filter is not None), None),
+        token_filter=token_filter,
+        allowed=allowed,
         k=max(read.k for read in of_head),
         below=max(read.below for read in of_head),
         ids=ids,

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rl_core.torch.heads.head_pass import HeadPass, HeadVocabulary, leave_out_, lowest_kept, wide_dtype
+from rl_core.torch.heads.head_pass import HeadPass, HeadVocabulary, wide_dtype
 from rl_core.torch.heads.logprobs import Head, HeadOptions, TokenReads, empty_reads, head_gradients, pass_over
 from rl_core.torch.kernels.vocabulary import LogitForm, head_products, softmax_statistics
 
@@ -62,6 +62,8 @@ def vocab_parallel_reads(
     Returns:
         The same values on every rank. The loss must be computed alike on every rank too.
     """
+    if (allowed := options.get("allowed")) is not None:
+        options["allowed"] = allowed._replace(start=shard.start)
     head_pass = pass_over(hidden, head, shard.vocab_size, **options)
     weight = shard.trim(head.weight)
     bias = None if head.bias is None else shard.trim(head.bias)
@@ -99,8 +101,8 @@ class _VocabParallelReads(torch.autograd.Function):
             else:
                 logits, convert = head.cooled_(head.logits(hidden[chunk], weight, bias)), None
             if head.token_filter is not None:
-                lowest[chunk] = lowest_kept(logits, head.token_filter, vocabulary)
-                leave_out_(logits, lowest[chunk], *options.own(targets[chunk, None], len(weight)))
+                own = options.own(targets[chunk, None], len(weight))
+                lowest[chunk] = head.keep_(logits, chunk, vocabulary, *own)
             if head.k:
                 topk_logprobs[chunk], topk_ids[chunk] = _topk(logits, options, convert)
             if ids.shape[1]:
