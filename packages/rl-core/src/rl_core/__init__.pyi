@@ -13,7 +13,10 @@ from rl_core.environments.reward_function import as_environment as as_environmen
 from rl_core.environments.rewards import language_consistency as language_consistency
 from rl_core.environments.rewards import length_penalty as length_penalty
 from rl_core.environments.rewards import thinking_format as thinking_format
+from rl_core.environments.tool_environment import ServerFailed as ServerFailed
 from rl_core.environments.tool_environment import ToolEnvironment as ToolEnvironment
+from rl_core.environments.tool_environment import ToolServer as ToolServer
+from rl_core.environments.tool_environment import ToolSession as ToolSession
 from rl_core.errors import CallbackFailed as CallbackFailed
 from rl_core.errors import CheckpointDamaged as CheckpointDamaged
 from rl_core.errors import ConfigError as ConfigError
@@ -21,6 +24,7 @@ from rl_core.errors import DataError as DataError
 from rl_core.errors import EnvironmentFailed as EnvironmentFailed
 from rl_core.errors import EnvironmentTimeout as EnvironmentTimeout
 from rl_core.errors import GeneratorError as GeneratorError
+from rl_core.errors import InfrastructureFailed as InfrastructureFailed
 from rl_core.errors import PeerFailed as PeerFailed
 from rl_core.errors import Problem as Problem
 from rl_core.errors import RequestRefused as RequestRefused

@@ -178,6 +178,12 @@ class EnvironmentFailed(RLError):
     """An environment hung, crashed or raised on one conversation; only that rollout fails."""
 
 
+class InfrastructureFailed(EnvironmentFailed):
+    """The process, the machine or the sandbox of an environment failed, not the conversation. Its rollout is sampled
+    again with the next seed; an environment may raise it for a service that it needs.
+    """
+
+
 class RolloutsFailed(RLError):
     """More rollouts failed than the run allows; its message counts the reasons."""
 

@@ -17,6 +17,7 @@ from rl_envs.match.environment import MatchEnvironment as MatchEnvironment
 from rl_envs.match.plugin import MatchConfig as MatchConfig
 from rl_envs.math.environment import MathEnvironment as MathEnvironment
 from rl_envs.math.plugin import MathConfig as MathConfig
+from rl_envs.mcp_server import MCPServer as MCPServer
 from rl_envs.multiple_choice.environment import MultipleChoiceEnvironment as MultipleChoiceEnvironment
 from rl_envs.multiple_choice.plugin import MultipleChoiceConfig as MultipleChoiceConfig
 from rl_envs.reasoning_gym.environment import ReasoningGymEnvironment as ReasoningGymEnvironment

@@ -24,7 +24,7 @@ from rl_core.environments.messages import LENGTH, MAX_STATE_BYTES, Answer, plain
 from rl_core.environments.observed_images import with_kept_images
 from rl_core.environments.reward_function import ConversationEnvironment, as_environment, plays_one
 from rl_core.environments.rewards import RewardSum, SummedRewards
-from rl_core.errors import WorkerError
+from rl_core.errors import InfrastructureFailed, WorkerError
 from rl_core.rollouts.environment import (
     Conversation,
     Environment,
@@ -89,7 +89,8 @@ class EnvironmentProcess:
                 self._restore({conversations[index].id: data for index, data in saved.items()})
             given = [self._states.get(conversation.id) for conversation in conversations]
             results: Any = self._environment.step(conversations, given)
-            if not isinstance(results, list) or not all(isinstance(result, StepResult) for result in results):
+            allowed = (StepResult, EnvironmentFailure)
+            if not isinstance(results, list) or not all(isinstance(result, allowed) for result in results):
                 raise UnusableAnswer(f"step must return a list of StepResult, got {results!r:.80}")
             if len(results) != len(conversations):
                 raise UnusableAnswer(f"step returned {len(results)} results for {len(conversations)} conversations")
@@ -104,7 +105,8 @@ class EnvironmentProcess:
         except SystemExit as error:
             reason = f"environment {self._name} ended its process with {_describe(error)}; return a reward instead"
         except Exception as error:  # noqa: BLE001 - an environment's failure becomes a report
-            fault, reason = "raised", f"environment {self._name} raised {_describe(error)}"
+            fault = "process" if isinstance(error, InfrastructureFailed) else "raised"
+            reason = f"environment {self._name} raised {_describe(error)}"
             frames = calls_of(error)
             at = f" {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
             lines = [*traceback.format_list(frames[:TRACEBACK_FRAMES]), *traceback.format_exception_only(error)]
@@ -162,7 +164,12 @@ class EnvironmentProcess:
                 )
         return answers
 
-    def _settle(self, conversation: Conversation, result: StepResult) -> Answer:
+    def _settle(self, conversation: Conversation, result: StepResult | EnvironmentFailure) -> Answer:
+        if isinstance(result, EnvironmentFailure):
+            is_new = conversation.id not in self._states
+            self.abandon([conversation.id])
+            failure = dataclasses.replace(result, reason=f"environment {self._name}: {result.reason}")
+            return Answer(failure, retry=is_new or self.saves)
         state = result.state
         if state is not None:
             self._states[conversation.id] = state

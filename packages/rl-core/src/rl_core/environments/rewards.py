@@ -9,7 +9,14 @@ from typing import Any, NamedTuple, SupportsFloat
 
 import numpy as np
 
-from rl_core.rollouts.environment import Conversation, Environment, SavingEnvironment, StepResult, UnusableAnswer
+from rl_core.rollouts.environment import (
+    Conversation,
+    Environment,
+    EnvironmentFailure,
+    SavingEnvironment,
+    StepResult,
+    UnusableAnswer,
+)
 from rl_core.rollouts.thoughts import THOUGHTS, only_thoughts
 from rl_core.user_code import FromFile
 
@@ -67,20 +74,25 @@ class SummedRewards:
         if isinstance(environment, SavingEnvironment):
             self.save, self.restore = environment.save, environment.restore
 
-    def step(self, conversations: Sequence[Conversation], states: Sequence[Any]) -> list[StepResult]:
+    def step(
+        self, conversations: Sequence[Conversation], states: Sequence[Any]
+    ) -> list[StepResult | EnvironmentFailure]:
         """Return the results of the environment; those that end have the functions' rewards too, except of functions
         that do not apply to the row."""
+        results: list[StepResult | EnvironmentFailure]
         if self._environment is None:
             results = [StepResult() for _ in conversations]
         else:
             results = list(self._environment.step(conversations, states))
-        ended = [index for index, result in enumerate(results) if result.done]
-        if not ended:
-            return results
-        scored = [conversations[index] for index in ended]
         for name, part, weight in self._parts:
-            for index, score in zip(ended, part.step(scored, [None] * len(scored)), strict=True):
+            ended = [index for index, each in enumerate(results) if isinstance(each, StepResult) and each.done]
+            scored = [conversations[index] for index in ended]
+            for index, score in zip(ended, part.step(scored, [None] * len(scored)) if scored else (), strict=True):
                 result = results[index]
+                if isinstance(score, EnvironmentFailure):
+                    results[index] = score
+                    continue
+                assert isinstance(result, StepResult)
                 rewards, value = result.rewards(), score.rewards()["reward"]
                 if name in rewards:
                     raise UnusableAnswer(f"two rewards are called {name!r}; rename the one under `rewards`")

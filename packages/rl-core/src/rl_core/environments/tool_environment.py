@@ -5,16 +5,24 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, get_type_hints
+from functools import cached_property
+from typing import Any, Protocol, get_type_hints
 
 from pydantic import ConfigDict, ValidationError, create_model
 
 from rl_core.environments.messages import read_value, write_value
 from rl_core.environments.observed_images import parts_of
 from rl_core.environments.reward_function import GatherRunner, as_environment
-from rl_core.rollouts.environment import Conversation, Environment, StepResult, ToolCall, UnusableAnswer
+from rl_core.rollouts.environment import (
+    Conversation,
+    Environment,
+    EnvironmentFailure,
+    StepResult,
+    ToolCall,
+    UnusableAnswer,
+)
 
 MAX_RESULT = 20_000
 """Maximum number of characters of a result that the policy reads."""
@@ -31,6 +39,38 @@ class MalformedCall(ValueError):
     """Arguments of a call that do not fit the tool; the message is for the policy."""
 
 
+class ServerFailed(Exception):
+    """Raised by a server of tools that cannot be used any more; the rollout fails, and the others go on."""
+
+
+class ToolSession(Protocol):
+    """A server of tools as one conversation has it."""
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> tuple[Any, bool]:
+        """Return the result of a tool, in a form that a function may return, and whether it is an error.
+
+        Raises:
+            ServerFailed: If the server does not answer as it should.
+        """
+
+    async def close(self) -> None:
+        """End the session, and what was started for it."""
+
+
+class ToolServer(Protocol):
+    """A server whose tools a `ToolEnvironment` offers beside functions, such as `rl_envs.MCPServer`."""
+
+    async def schemas(self) -> Sequence[Mapping[str, Any]]:
+        """Return the schemas of the tools, as a chat template shows them.
+
+        Raises:
+            ServerFailed: If the server does not start, or does not answer as it should.
+        """
+
+    async def open(self) -> ToolSession:
+        """Return a session for a conversation, which calls a tool for the first time. Raises as `schemas` does."""
+
+
 @dataclass
 class _Play:
     """State of a conversation.
@@ -39,11 +79,13 @@ class _Play:
         values: The dict that tools and the reward get as `state`.
         num_calls: Calls so far.
         num_errors: Calls so far that were malformed or raised.
+        sessions: Its sessions with servers, by server.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
     num_calls: int = 0
     num_errors: int = 0
+    sessions: dict[ToolServer, ToolSession] = field(default_factory=dict)
 
     def counts(self) -> dict[str, Any]:
         return {"tool_calls": self.num_calls, "tool_errors": self.num_errors}
@@ -64,8 +106,11 @@ class ToolEnvironment:
     A tool may return images: one of pillow, or a list of strings, images and parts as in messages. The policy sees
     them if it is trained with its vision tower.
 
+    A conversation has a session of its own with each server whose tools it calls, from the first call to its end. It
+    does not resume if its process ends, and its rollout fails if the server does.
+
     Args:
-        tools: Functions, as `Tool` takes them. The calls of a turn are made in order.
+        tools: Functions, as `Tool` takes them, and servers (`ToolServer`). The calls of a turn are made in order.
         reward: Scores the last answer, as a reward function does
             (`rl_core.environments.reward_function.as_environment`); a parameter `state` gets the dict that the tools
             have filled.
@@ -77,39 +122,60 @@ class ToolEnvironment:
 
     def __init__(
         self,
-        tools: Sequence[Callable[..., Any]],
+        tools: Sequence[Callable[..., Any] | ToolServer],
         reward: Callable[..., Any],
         start: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None,
     ) -> None:
-        made = [Tool(function) for function in tools]
-        self._tools = {tool.name: tool for tool in made}
-        if len(self._tools) < len(made):
-            raise ValueError(f"two tools have one name: {', '.join(sorted(tool.name for tool in made))}")
+        self._servers: list[Any] = [each for each in tools if hasattr(each, "open") and hasattr(each, "schemas")]
+        functions = [each for each in tools if each not in self._servers]
+        self._functions = [Tool(function) for function in functions]
+        _check_names(tool.name for tool in self._functions)
         self._reward: Environment = as_environment(reward)
         self._start = start
-        self._waits = any(inspect.iscoroutinefunction(function) for function in tools)
+        self._waits = bool(self._servers) or any(inspect.iscoroutinefunction(function) for function in functions)
         self._gather = GatherRunner()
 
     @property
     def tools(self) -> list[Mapping[str, Any]]:
-        """Schemas of the tools, as a chat template shows them."""
-        return [tool.schema for tool in self._tools.values()]
+        """Schemas of the tools, as a chat template shows them.
 
-    def step(self, conversations: Sequence[Conversation], states: Sequence[Any]) -> list[StepResult]:
+        Raises:
+            ServerFailed: If a server does not start, or does not answer as it should.
+            ValueError: If two tools have one name.
+        """
+        return [schema for schema, _ in self._offered.values()]
+
+    @cached_property
+    def _offered(self) -> dict[str, tuple[Mapping[str, Any], Tool | ToolServer]]:
+        """The schema of each tool, and the function or the server that it is of."""
+        offered: list[tuple[Mapping[str, Any], Tool | ToolServer]] = [(tool.schema, tool) for tool in self._functions]
+        if self._servers:
+            listed = self._gather(lambda: [server.schemas() for server in self._servers])
+            offered += [
+                (schema, server) for server, found in zip(self._servers, listed, strict=True) for schema in found
+            ]
+        names = [str(schema["function"]["name"]) for schema, _ in offered]
+        _check_names(names)
+        return dict(zip(names, offered, strict=True))
+
+    def step(
+        self, conversations: Sequence[Conversation], states: Sequence[Any]
+    ) -> list[StepResult | EnvironmentFailure]:
         """Answer the calls of each turn with their results, or reward the last answer."""
+        offered = self._offered
         plays = [state or self._begin(each) for each, state in zip(conversations, states, strict=True)]
         # A turn of calls that the token limit cut off is scored.
         calls = [bool(each.tool_calls) and not each.truncated for each in conversations]
         calling = [index for index, has_calls in enumerate(calls) if has_calls]
         last = [index for index, has_calls in enumerate(calls) if not has_calls]
 
-        def answers() -> list[Coroutine[Any, Any, StepResult]]:
-            return [self._answer(conversations[index], plays[index]) for index in calling]
+        def answers() -> list[Coroutine[Any, Any, StepResult | EnvironmentFailure]]:
+            return [self._answer(conversations[index], plays[index], offered) for index in calling]
 
-        results: dict[int, StepResult] = {}
+        results: dict[int, StepResult | EnvironmentFailure] = {}
         if calling:
             # Without waiting tools each answer is made just before it runs: an error leaves none that nobody awaited.
-            at_once = (_at_once(self._answer(conversations[index], plays[index])) for index in calling)
+            at_once = (_at_once(self._answer(conversations[index], plays[index], offered)) for index in calling)
             answered = self._gather(answers) if self._waits else list(at_once)
             results |= zip(calling, answered, strict=True)
         shown = [
@@ -117,18 +183,28 @@ class ToolEnvironment:
             for index in last
         ]
         for index, result in zip(last, self._reward.step(shown, [None] * len(shown)), strict=True):
-            results[index] = replace(result, info={**plays[index].counts(), **result.info})
+            if isinstance(result, StepResult):
+                result = replace(result, info={**plays[index].counts(), **result.info})
+            results[index] = result
+        self.close([plays[index] for index in last])
         return [results[index] for index in range(len(conversations))]
 
     def close(self, states: Sequence[Any]) -> None:
-        """Do nothing: states are plain values."""
+        """Close the sessions of these conversations with servers."""
+        closing = [session for play in states for session in play.sessions.values()]
+        for play in states:
+            play.sessions = {}
+        if closing:
+            self._gather(lambda: [session.close() for session in closing])
 
     def save(self, states: Sequence[_Play]) -> list[bytes | None]:
-        """Return the dicts with their counts; None for one that holds something else than plain values."""
+        """Return the dicts with their counts; None for one that holds something else than plain values, or has sessions
+        with servers."""
         saved: list[bytes | None] = []
         for play in states:
             try:
-                saved.append(write_value([play.values, play.num_calls, play.num_errors]))
+                plain = write_value([play.values, play.num_calls, play.num_errors])
+                saved.append(None if play.sessions else plain)
             except (TypeError, ValueError):
                 saved.append(None)
         return saved
@@ -137,31 +213,51 @@ class ToolEnvironment:
         """Return states as they were saved."""
         return [_Play(*read_value(data)) for data in saved]
 
-    async def _answer(self, conversation: Conversation, play: _Play) -> StepResult:
+    async def _answer(
+        self, conversation: Conversation, play: _Play, offered: Mapping[str, tuple[Any, Tool | ToolServer]]
+    ) -> StepResult | EnvironmentFailure:
         messages = []
         for call in conversation.tool_calls:
-            content, failed = await self._result(call, conversation, play)
+            try:
+                content, failed = await self._result(call, conversation, play, offered)
+            except ServerFailed as error:
+                sessions, play.sessions = list(play.sessions.values()), {}
+                for session in sessions:
+                    await session.close()
+                return EnvironmentFailure(str(error), "raised")
             play.num_calls += 1
             play.num_errors += failed
             messages.append({"role": "tool", "name": call.name, "content": content, "tool_call_id": call.id})
         return StepResult(done=False, observation=tuple(messages), state=play, info=play.counts())
 
-    async def _result(self, call: ToolCall, conversation: Conversation, play: _Play) -> tuple[Any, bool]:
+    async def _result(
+        self,
+        call: ToolCall,
+        conversation: Conversation,
+        play: _Play,
+        offered: Mapping[str, tuple[Any, Tool | ToolServer]],
+    ) -> tuple[Any, bool]:
         """Return the result of a call, as a string or as parts with images, and whether it is an error."""
         if call.error:
             return f"Error: the tool call cannot be read: {call.error}", True
-        tool = self._tools.get(call.name)
-        if tool is None:
-            return f"Error: there is no tool {call.name!r}; the tools are {', '.join(self._tools)}", True
+        if call.name not in offered:
+            return f"Error: there is no tool {call.name!r}; the tools are {', '.join(offered)}", True
+        _, tool = offered[call.name]
         try:
-            offered = {"state": play.values, "row": conversation.info, "conversation_seed": conversation.seed}
-            result = tool.call(call.arguments, offered)
-            result = await result if inspect.isawaitable(result) else result
+            failed = False
+            if isinstance(tool, Tool):
+                given = {"state": play.values, "row": conversation.info, "conversation_seed": conversation.seed}
+                result = tool.call(call.arguments, given)
+                result = await result if inspect.isawaitable(result) else result
+            else:
+                if tool not in play.sessions:
+                    play.sessions[tool] = await tool.open()
+                result, failed = await play.sessions[tool].call(call.name, call.arguments)
             parts = parts_of(result)
-            return (as_text(result)[:MAX_RESULT] if parts is None else parts), False
+            return (as_text(result)[:MAX_RESULT] if parts is None else parts), failed
         except MalformedCall as error:
             return f"Error: {error}", True
-        except MemoryError:
+        except (MemoryError, ServerFailed):
             raise
         except Exception as error:  # noqa: BLE001 - the policy reads what its call led to
             return as_text(f"Error: {type(error).__name__}: {error}"[:MAX_RESULT]), True
@@ -170,12 +266,18 @@ class ToolEnvironment:
         return _Play(dict(self._start(conversation.info))) if self._start else _Play()
 
 
-def _at_once(answer: Coroutine[Any, Any, StepResult]) -> StepResult:
+def _check_names(names: Iterable[str]) -> None:
+    listed = sorted(names)
+    if len(set(listed)) < len(listed):
+        raise ValueError(f"two tools have one name: {', '.join(listed)}")
+
+
+def _at_once(answer: Coroutine[Any, Any, StepResult | EnvironmentFailure]) -> StepResult | EnvironmentFailure:
     """Return the result of a coroutine that waits for nothing."""
     try:
         answer.send(None)
     except StopIteration as done:
-        result: StepResult = done.value
+        result: StepResult | EnvironmentFailure = done.value
         return result
     raise UnusableAnswer("a tool returned an awaitable; declare it with `async def`")
 

@@ -249,14 +249,18 @@ class StepResult:
 
 Fault = Literal["raised", "signature", "answer", "deadline", "process", "lost"]
 """Kind of a failure: the environment raised, and may answer other conversations; it asks for a field that a row does
-not have; it answered in another form than it should; it passed its deadline; its process ended or cannot be reached; or
-nobody has the state of the conversation, which can resume from a saved one.
+not have; it answered in another form than it should; it passed its deadline; its process or a service that it needs
+(`rl_core.errors.InfrastructureFailed`) ended or cannot be reached; or nobody has the state of the conversation, which
+can resume from a saved one.
 """
 
 
 @dataclass(frozen=True)
 class EnvironmentFailure:
     """A conversation's outcome, instead of a `StepResult`, if its environment raised, crashed or passed its deadline.
+
+    An environment may also return one itself, for a conversation that it cannot answer: its rollout fails, and the
+    others of the call go on.
 
     Args:
         reason: Reason in one line, naming the environment; the rollout fails with it.
@@ -278,7 +282,9 @@ class MissingField(UnusableAnswer):
 class Environment(Protocol):
     """Scores and answers conversations in batches of up to `env.<name>.max_batch`; runs in its own processes."""
 
-    def step(self, conversations: Sequence[Conversation], states: Sequence[Any]) -> list[StepResult]:
+    def step(
+        self, conversations: Sequence[Conversation], states: Sequence[Any]
+    ) -> Sequence[StepResult | EnvironmentFailure]:
         """Return one result per conversation, in order; `states` are None on the first turn."""
 
     def close(self, states: Sequence[Any]) -> None:
