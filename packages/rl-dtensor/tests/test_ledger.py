@@ -5,8 +5,11 @@ figures, and `benchmarks/results/ledger.md` explains them.
 """
 
 import math
+import subprocess
+import sys
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 from ledger.attention import attention_costs
@@ -17,7 +20,7 @@ from ledger.shapes import SHAPES, config_of
 from ledger.step import Workload, layer_costs, pass_costs
 
 from rl_core.data.microbatch import plan_microbatches, shard
-from rl_core.testing.exhaustive import partly_exhaustive
+from rl_core.testing.exhaustive import exhaustive, partly_exhaustive
 from rl_core.torch.training.flops import attention_shapes
 from rl_dtensor.config import DTensorConfig, Float8Config
 from rl_dtensor.model.layers import low_precision
@@ -256,3 +259,10 @@ def test_the_bubble_of_a_large_mixture_stays_within_its_budget():
     lengths = [700] * 512
     plans = [plan_microbatches([700] * len(rows), max_tokens=8192) for rows in shard(lengths, 512 // 16)]
     assert bubble(16, max(map(len, plans))) <= BUBBLE
+
+
+@exhaustive
+def test_times_by_phase_on_the_page_on_profiling_are_those_of_the_ledger():
+    ledger = Path(__file__).parents[3] / "benchmarks/ledger.py"
+    done = subprocess.run([sys.executable, ledger, "phases", "--check"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
