@@ -61,3 +61,19 @@ def test_a_position_of_draws_alone_is_read():
         shares.next()
     restored.restore({"drawn": shares.state()["drawn"]})
     assert [restored.next() for _ in range(9)] == [shares.next() for _ in range(9)]
+
+
+def test_a_member_of_weight_0_is_not_drawn_and_begins_an_interval_when_it_returns():
+    shares = Shares([1.0, 0.0])
+    assert [shares.next() for _ in range(5)] == [0] * 5
+    shares.change([1.0, 1.0])
+    assert [shares.next() for _ in range(6)] == [0, 0, 1, 0, 1, 0]
+    shares.change([0.0, 1.0])
+    restored = Shares([1.0, 0.0])
+    restored.restore(json.loads(json.dumps(shares.state())))
+    assert [shares.next() for _ in range(4)] == [restored.next() for _ in range(4)] == [1] * 4
+    for each in (shares, restored):
+        each.change([3.0, 1.0])
+    drawn = [shares.next() for _ in range(40)]
+    assert Counter(drawn) == {0: 30, 1: 10}
+    assert [restored.next() for _ in range(40)] == drawn

@@ -1,10 +1,12 @@
 import json
 from collections import Counter
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rl_algos.data.config import weight_at
 from rl_algos.data.stream import Stream
 from rl_core.errors import DataError
 
@@ -74,8 +76,6 @@ def test_without_shuffling_items_come_as_they_lie():
 
 def test_the_order_is_the_same_on_every_machine():
     # worked out from the definition: indices in the order of PCG64's raw bits for SeedSequence((7, 0, 0))
-    import numpy as np
-
     bits = np.random.Generator(np.random.PCG64(np.random.SeedSequence((7, 0, 0)))).bit_generator.random_raw(6)
     assert [index for _, index in Stream(items([6]), seed=7).take(6)] == sorted(range(6), key=lambda i: int(bits[i]))
 
@@ -100,3 +100,44 @@ def test_more_epochs_may_be_asked_for_on_resume():
 def test_what_cannot_be_drawn_from_is_refused(data, weights):
     with pytest.raises(DataError):
         Stream(data, weights)
+
+
+SCHEDULE = [[(1, 3.0), (5, 3.0), (6, 0.0)], [(3, 1.0), (11, 0.0)], [(6, 0.0), (10, 2.0)]]
+
+
+def test_weights_are_linear_between_steps_and_constant_outside():
+    for points in SCHEDULE:
+        steps, values = zip(*points, strict=True)
+        for step in range(1, 15):
+            assert weight_at(points, step) == pytest.approx(np.interp(step, steps, values))
+    assert weight_at(0.5, 7) == 0.5
+
+
+@given(saved_at=st.integers(0, 14), batch=st.integers(1, 30))
+@settings(deadline=None, max_examples=25)
+def test_a_schedule_of_weights_is_followed_and_resumed_at_any_step(saved_at, batch):
+    def taken(stream, first, last):
+        drawn = []
+        for step in range(first, last):
+            stream.begin(step)
+            drawn += [stream.take(batch)]
+        return drawn
+
+    whole = Stream(items([5, 7, 3]), SCHEDULE)
+    before = taken(whole, 1, saved_at + 1)
+    resumed = Stream(items([5, 7, 3]), SCHEDULE)
+    resumed.restore(json.loads(json.dumps(whole.state())))
+    after = taken(whole, saved_at + 1, 16)
+    assert taken(resumed, saved_at + 1, 16) == after
+    for step, drawn in enumerate([*before, *after], start=1):
+        weights = np.array([weight_at(points, step) for points in SCHEDULE])
+        counts = np.bincount([which for which, _ in drawn], minlength=3)
+        assert (np.abs(counts - batch * weights / weights.sum()) <= 3).all()
+        assert not counts[weights == 0].any()
+
+
+def test_a_changed_schedule_is_refused_on_restore():
+    state = json.loads(json.dumps(Stream(items([4, 4]), [[(1, 1.0), (9, 2.0)], 1.0]).state()))
+    Stream(items([4, 4]), [[(1, 1.0), (9, 2.0)], 1.0]).restore(state)
+    with pytest.raises(DataError, match="weights was"):
+        Stream(items([4, 4]), [[(1, 1.0), (8, 2.0)], 1.0]).restore(state)

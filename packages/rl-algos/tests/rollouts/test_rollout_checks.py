@@ -17,13 +17,15 @@ AHEAD = AsyncConfig(enabled=True, max_trajectory_age_steps=2)
 APART = ColocatedConfig(enabled=False)
 
 
-def problems(algorithm, *, colocated=APART, num_datasets=1, **generation):
+def problems(algorithm, *, colocated=APART, num_datasets=1, streaming=False, **generation):
     policy = SimpleNamespace(
         train_global_batch_size=algorithm.rollouts_per_step,
         max_total_sequence_length=100,
         generation=GenerationConfig(max_new_tokens=8, colocated=colocated, **generation),
     )
-    data = SimpleNamespace(sections=list, validation_datasets=[], train_datasets=[None] * num_datasets)
+    data = SimpleNamespace(
+        sections=list, validation_datasets=[], train_datasets=[SimpleNamespace(streaming=streaming)] * num_datasets
+    )
     config = SimpleNamespace(policy=policy, data=data, env=None)
     return {problem.key: problem for problem in rollout_problems(config, algorithm)}
 
@@ -99,8 +101,16 @@ def test_a_curriculum_needs_several_datasets(kind):
     config = kind(curriculum=CurriculumConfig(enabled=True, window=8))
     assert problems(config, num_datasets=2) == {}
     (problem,) = problems(config).values()
-    fields = {"got": True, MENTIONS: ["data.train", "data.train.pass_rate"]}
+    fields = {"got": True, MENTIONS: ["data.train", f"{kind.section}.curriculum.by=prompt"]}
     assert_fields(problem, f"{kind.section}.curriculum.enabled", fields)
+
+
+def test_a_curriculum_by_prompt_needs_every_prompt():
+    assert problems(GRPOConfig(curriculum=CurriculumConfig(enabled=True, by="prompt", half_life=2))) == {}
+    found = problems(GRPOConfig(curriculum=CurriculumConfig(enabled=True, by="prompt", window=9)), streaming=True)
+    assert set(found) == {"grpo.curriculum.by", "grpo.curriculum.window"}
+    assert_fields(found["grpo.curriculum.by"], "grpo.curriculum.by", {"got": "prompt", MENTIONS: ["`streaming`"]})
+    assert_fields(found["grpo.curriculum.window"], "grpo.curriculum.window", {"is_unused": True})
 
 
 def test_keys_of_a_curriculum_without_effect_are_refused():

@@ -120,6 +120,17 @@ def test_weights_are_shares_of_rows_or_of_tokens_that_are_learned(tmp_path, toke
     assert shares(by_tokens)[0] > 0.6  # more of the short rows
 
 
+def test_a_schedule_of_weights_is_of_tokens_as_well(tmp_path, tokenizer):
+    mixture = written_mixture(tmp_path)
+    for each, at_end in zip(mixture, (2, 3, 5), strict=True):
+        each["weight"] = [{"step": 1, "weight": each["weight"]}, {"step": 5, "weight": at_end}]
+    stream = prepared(tokenizer, {"train": mixture}, mix_by="tokens", max_num_epochs=200).train
+    for step, expected in ((1, [0.5, 0.3, 0.2]), (3, [0.35, 0.3, 0.35]), (9, [0.2, 0.3, 0.5])):
+        stream.begin(step)
+        taken = shares(stream.take(1000), lambda row: int(row.loss_mask.sum()))
+        assert taken == pytest.approx(expected, abs=0.01)
+
+
 @pytest.mark.parametrize("mix_by", ["rows", "tokens"])
 def test_a_mixture_goes_on_in_the_midst_of_an_epoch_with_the_same_rows(tmp_path, tokenizer, mix_by):
     mixture = {"train": written_mixture(tmp_path)}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
@@ -17,6 +18,9 @@ Purpose = Literal["train", "validation"]
 
 OnFault = Literal["error", "skip"]
 """What to do with a row that cannot be used: end the run, or exclude the row."""
+
+Weight = float | Sequence[tuple[int, float]]
+"""Weight of a dataset: a number, or numbers at steps, between which it changes linearly."""
 
 
 class PassRateConfig(Config):
@@ -42,6 +46,15 @@ class PassRateConfig(Config):
         """Return whether rows with this pass rate are kept; NaN is for rows that were not evaluated."""
         is_above = rate > (-math.inf if self.above is None else self.above)
         return is_above and rate < (math.inf if self.below is None else self.below)
+
+
+class WeightPoint(Config):
+    """Weight of a dataset at a step."""
+
+    step: int = Field(gt=0)
+    """Number of the step, counted from 1."""
+    weight: float = Field(ge=0, allow_inf_nan=False)
+    """Weight of the dataset at this step; with 0 it is not drawn."""
 
 
 class DatasetConfig(Config):
@@ -83,9 +96,12 @@ class DatasetConfig(Config):
     columns: dict[str, str] = {}
     """Columns whose names differ from those that a processor expects: the expected name to the name in the row, such as
     `{chosen: preferred, rejected: other}`."""
-    weight: float | None = Field(default=None, gt=0)
+    weight: Annotated[float, Field(gt=0)] | list[WeightPoint] | None = None
     """Weight of the dataset when rows are drawn, relative to the other datasets. If unset for all of them, datasets are
-    drawn in proportion to their rows."""
+    drawn in proportion to their rows.
+
+    A list of weights at steps changes it during training: `[{step: 1, weight: 3}, {step: 200, weight: 1}]`. It is
+    linear between these steps, and constant before the first and after the last."""
     images_key: str | None = None
     """Column with the images of a row: one or a list. They take the places of `<image>` in the text, and of parts
     `{type: image}` without an image, in order. If unset, the column `images`, or else `image`."""
@@ -108,6 +124,13 @@ class DatasetConfig(Config):
     If unset, a dataset that `rl data list` shows has its own processor. Otherwise `input_key` and `output_key` are
     used, and in preference learning `preference`.
     """
+
+    @property
+    def weight_by_step(self) -> Weight | None:
+        """The weight as a stream takes it; None if it is not set."""
+        if isinstance(self.weight, list):
+            return [(point.step, point.weight) for point in self.weight]
+        return self.weight
 
     @property
     def source(self) -> str:
@@ -215,6 +238,16 @@ class DataConfig(Config):
         return filled
 
 
+def weight_at(weight: Weight, step: int) -> float:
+    """Return the weight of a dataset at a step, counted from 1."""
+    if isinstance(weight, int | float):
+        return float(weight)
+    for (start, low), (end, high) in pairwise(weight):
+        if start <= step <= end:
+            return low + (high - low) * (step - start) / (end - start)
+    return float(weight[0][1] if step < weight[0][0] else weight[-1][1])
+
+
 class DataRoot(Protocol):
     """A resolved config with data."""
 
@@ -255,10 +288,36 @@ def _problems(key: str, datasets: DatasetConfig | list[DatasetConfig]) -> list[P
                     problems.append(Problem(f"{where}.{name}", reason, got=value, remedy="Remove this key"))
     if not named:
         problems.append(Problem(key, "must not be empty", got=datasets, remedy="Add a dataset, or remove this key"))
+    problems += _weight_problems(key, named)
     missing = [where for where, dataset in named.items() if dataset.weight is None]
     if missing and len(missing) < len(named):
         reason = f"sets `weight` for some datasets only; missing for {', '.join(missing)}"
         problems.append(Problem(key, reason, remedy="Set it for all or for none"))
+    return problems
+
+
+def _weight_problems(key: str, named: Mapping[str, DatasetConfig]) -> list[Problem]:
+    """Return the problems of weights that change during training."""
+    changing = {f"{where}.weight": each.weight for where, each in named.items() if isinstance(each.weight, list)}
+    problems = []
+    for where, points in changing.items():
+        steps = [point.step for point in points]
+        if key != "train" or len(named) == 1:
+            reason = "changes the share of a dataset among several of data.train"
+            problems.append(Problem(where, reason, remedy="Remove this key"))
+        elif not steps:
+            problems.append(Problem(where, "must not be empty", got=[], remedy="Add a step, or remove this key"))
+        elif steps != sorted(set(steps)):
+            problems.append(Problem(where, "must have increasing steps", got=steps, remedy="Sort the list by `step`"))
+    weights = [each.weight_by_step for each in named.values()]
+    if problems or None in weights:
+        return problems
+    # Between two of these steps every weight is linear, so that their sum is 0 only if it is 0 at both.
+    steps = sorted({point.step for points in changing.values() for point in points})
+    empty = (step for step in steps if not any(weight_at(weight, step) for weight in weights if weight is not None))
+    if (step := next(empty, None)) is not None:
+        reason = f"all weights are 0 at step {step}, so there is nothing to draw"
+        problems.append(Problem(key, reason, remedy="Set the weight of a dataset at this step above 0"))
     return problems
 
 

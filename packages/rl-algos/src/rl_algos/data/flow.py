@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from rl_algos.data.config import DataConfig
+from rl_algos.data.config import DataConfig, Weight
 from rl_algos.data.encoding import EncodingFailure, attempt
 from rl_algos.data.examples import Dataset
 from rl_algos.data.rows.example import Example
@@ -143,7 +143,7 @@ class FlowStream(WeightedDraws, Generic[T]):
     def __init__(
         self,
         flows: Sequence[Flow[T]],
-        weights: Sequence[float] | None = None,
+        weights: Sequence[Weight] | None = None,
         *,
         max_num_epochs: int | None = None,
         digests: Sequence[str] = (),
@@ -155,8 +155,7 @@ class FlowStream(WeightedDraws, Generic[T]):
             raise DataError("several datasets with `streaming` need a `weight` each, because their sizes are not known")
         self._flows = tuple(flows)
         self.names = [flow.name for flow in flows]
-        shares = [1.0] if weights is None else [float(each) for each in weights]
-        super().__init__(shares, {"streamed": self.names, "weights": shares}, digests)
+        super().__init__([1.0] if weights is None else weights, {"streamed": self.names}, digests)
 
     @property
     def datasets(self) -> tuple[Sequence[T], ...]:
@@ -195,7 +194,7 @@ def flow_stream(
     length: Callable[[E], int],
     limit: int,
     seed: int,
-    weights: Sequence[float] | None,
+    weights: Sequence[Weight] | None,
     max_num_epochs: int | None,
     needs_answer: bool = False,
 ) -> FlowStream[T]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_algos.data.config import DataConfig
+from rl_algos.data.config import DataConfig, Weight
 from rl_algos.data.examples import Dataset
 from rl_algos.data.flow import FlowStream, flow_stream
 from rl_algos.data.row_images import check_placed
@@ -90,10 +90,10 @@ def validation_prompts(
     return list(chain.from_iterable(_prompts(dataset, config, tokenizer, max_tokens, tools) for dataset in datasets))
 
 
-def weights_of(datasets: Sequence[Dataset]) -> list[float] | None:
+def weights_of(datasets: Sequence[Dataset]) -> list[Weight] | None:
     """Return the datasets' weights; None if they have none."""
-    weights = [dataset.settings.weight for dataset in datasets if dataset.settings.weight is not None]
-    return weights or None
+    weights = [dataset.settings.weight_by_step for dataset in datasets]
+    return [weight for weight in weights if weight is not None] or None
 
 
 @dataclass(frozen=True)

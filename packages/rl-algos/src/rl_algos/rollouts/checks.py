@@ -41,13 +41,20 @@ def rollout_problems(config: RolloutRoot, settings: RolloutConfig) -> Iterator[P
     yield from _ahead(settings, generation)
     if isinstance(settings, PolicyGradientConfig):
         section, curriculum = f"{settings.section}.curriculum", settings.curriculum
-        for key in () if curriculum.enabled else ("success_reward", "window", "floor"):
+        for key in () if curriculum.enabled else ("by", "success_reward", "window", "half_life", "floor"):
             if is_changed(curriculum, key):
                 yield Problem.unused(f"{section}.{key}", f"without {section}.enabled=true")
-        if curriculum.enabled and len(config.data.train_datasets) == 1:
+        unread = "window" if curriculum.by == "prompt" else "half_life"
+        if curriculum.enabled and is_changed(curriculum, unread):
+            yield Problem.unused(f"{section}.{unread}", f"with {section}.by={curriculum.by}")
+        if curriculum.enabled and curriculum.by == "dataset" and len(config.data.train_datasets) == 1:
             reason = "needs several training datasets to choose from, but there is 1"
-            remedy = "List several in data.train (such as one per level of difficulty), or select rows with"
-            yield Problem(f"{section}.enabled", reason, got=True, remedy=f"{remedy} data.train.pass_rate")
+            remedy = f"List several in data.train (such as one per level of difficulty), or set {section}.by=prompt"
+            yield Problem(f"{section}.enabled", reason, got=True, remedy=remedy)
+        if curriculum.enabled and curriculum.by == "prompt" and any(d.streaming for d in config.data.train_datasets):
+            reason = "needs every prompt at hand, but `streaming` reads them one by one"
+            remedy = f"Turn `streaming` off, or set {section}.by=dataset"
+            yield Problem(f"{section}.by", reason, got="prompt", remedy=remedy)
     try:
         program_named(settings.rollout_program)
     except ValueError as error:

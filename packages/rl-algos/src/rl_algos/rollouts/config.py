@@ -143,18 +143,24 @@ class AsyncConfig(Config):
 
 
 class CurriculumConfig(Config):
-    """Shares of datasets that follow the success of the policy on them."""
+    """Shares of datasets, or of prompts, that follow the success of the policy on them."""
 
     enabled: bool = False
-    """Draw more prompts from datasets that the policy sometimes solves, and fewer from datasets that it always or never
-    solves: the weight of a dataset is multiplied by `4 s (1 - s)`, where s is the share of its rollouts that succeed.
-    Needs several training datasets."""
+    """Draw more prompts that the policy sometimes solves, and fewer that it always or never solves: the weight of a
+    dataset or of a prompt is multiplied by `4 s (1 - s)`, where s is the share of its rollouts that succeed."""
+    by: Literal["dataset", "prompt"] = "dataset"
+    """What has a success rate and a weight: each of several training datasets, or each prompt. By prompt, every prompt
+    is drawn once before any is repeated, and datasets are drawn by their `weight`; it needs data without `streaming`.
+    """
     success_reward: float = 1.0
     """Minimum reward of a rollout that counts as a success."""
     window: int = Field(default=32, gt=0)
-    """Number of recent groups of a dataset over which its success rate is averaged."""
+    """By dataset: number of recent groups of a dataset over which its success rate is averaged."""
+    half_life: float = Field(default=4.0, gt=0)
+    """By prompt: number of epochs of training after which a result counts half, because the policy has changed."""
     floor: float = Field(default=0.1, gt=0, le=1)
-    """Minimum factor of a weight, so that every dataset is tried again."""
+    """Minimum factor of a weight, so that every dataset and prompt is tried again: a prompt is drawn at least once in
+    `1 / floor + 2` epochs of its dataset."""
 
 
 class RolloutConfig(Config):

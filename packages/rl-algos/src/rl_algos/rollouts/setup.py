@@ -78,10 +78,11 @@ def steps_of(config: RolloutRoot, components: Components, run: Run, *, with_gree
     settings, generation = rollout_config(config), config.policy.generation
     data: RolloutData = components.data
     greedy = replace(training_sampling(generation, data.stop_token_ids), temperature=0.0)
-    mixture = None
-    if len(data.train.datasets) > 1 and isinstance(settings, PolicyGradientConfig):
-        names = [prompts[0].dataset for prompts in data.train.datasets]
-        mixture = Mixture(data.train, names, settings.curriculum if settings.curriculum.enabled else None)
+    mixture, curriculum = None, None
+    if isinstance(settings, PolicyGradientConfig) and settings.curriculum.enabled:
+        curriculum = settings.curriculum
+    if len(data.train.datasets) > 1 or curriculum is not None:
+        mixture = Mixture(data.train, [prompts[0].dataset for prompts in data.train.datasets], curriculum)
     drafter, section, head = None, drafter_section(config), config.policy.draft_head
     if section is not None:
         drafter = Drafter(components.models[DRAFTER], section.train_global_batch_size)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from rl_algos.data.config import DataConfig
+from rl_algos.data.config import DataConfig, Weight
 from rl_algos.data.examples import Dataset, Datasets
 from rl_algos.data.flow import FlowStream, tell_extent
 from rl_algos.data.prompts import weights_of
@@ -94,9 +94,14 @@ def _train(
     rows, weights = [rows_of(dataset) for dataset in datasets], weights_of(datasets)
     if weights is not None and size_of is not None:
         sizes = [sum(map(size_of, each)) / len(each) for each in rows]
-        weights = [weight / size for weight, size in zip(weights, sizes, strict=True)]
+        weights = [_divided(weight, size) for weight, size in zip(weights, sizes, strict=True)]
     digests, epochs = [dataset.digest for dataset in datasets], section.num_epochs
     return Stream(rows, weights, seed=section.seed, shuffle=data.shuffle, max_num_epochs=epochs, digests=digests)
+
+
+def _divided(weight: Weight, size: float) -> Weight:
+    """Return the weight of rows that has the given share of their tokens."""
+    return weight / size if isinstance(weight, float) else [(step, each / size) for step, each in weight]
 
 
 def longest_row(data: DataConfig, policy: ModelConfig) -> int:

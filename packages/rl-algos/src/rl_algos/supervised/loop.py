@@ -51,6 +51,7 @@ def train(
     for step in run.steps(max_steps, models={"policy": policy}, state={"data": data.train}):
         if step == 1 and config.val_at_start:
             validate(objective, policy, data, run, step=0)
+        data.train.begin(step)
         with run.phase("data"):
             rows = data.train.take(batch_size)
             batch = objective.to_batch(rows)

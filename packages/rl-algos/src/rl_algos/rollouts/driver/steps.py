@@ -66,7 +66,7 @@ class RolloutSteps:
         run: Owns steps, timing and checkpoints.
         greedy: How a greedy rollout of each prompt is drawn; None for none.
         evaluation: Evaluation of the tasks that the run scores in addition to its validation data; None for none.
-        mixture: Mixture of the datasets that the prompts come from; None for one.
+        mixture: Weights that the prompts are drawn by; None if they are always the same.
         opponents: Older weights of the policy that play against it; None for none.
         drafter: Drafter that trains with the policy; None for none.
     """
@@ -107,6 +107,8 @@ class RolloutSteps:
                 self.validation(self.rollouts, run, step=0)
             if number == 1:
                 self._evaluate_tasks(0)
+            if self.mixture is not None:
+                self.mixture.begin(number)
             with run.phase("generation"):
                 num_later = (config.max_num_steps - number) * config.num_prompts_per_step
                 groups, aside = collect_groups(self.rollouts, config, num_later=num_later)
