@@ -18,7 +18,8 @@ def generator_args(*, awaits_weights, **needs):
     generation = read_plan("grpo-arithmetic", ["cluster.device=cpu", *ADAPTERS]).backends.generation
     needs = RolloutNeeds("module:Program", {}, frozenset(), **needs)
     cluster = SimpleNamespace(is_placed=None)
-    processes = SimpleNamespace(cluster=cluster, topology=None, logs="", timeouts=StartTimeouts(1, 1))
+    topology = SimpleNamespace(num_replicas=1)
+    processes = SimpleNamespace(cluster=cluster, topology=topology, logs="", timeouts=StartTimeouts(1, 1))
     with ExitStack() as stack:
         replicas = Replicas(generation, needs, None, processes, stack=stack)
         return replicas._replica(print, Placement("cpu", awaits_weights=awaits_weights), 0)._spec.generator_args

@@ -26,7 +26,7 @@ from rl_launch.runtime import replica as replica_module
 from rl_launch.runtime import replica_group, rollout_pool
 from rl_launch.runtime.replica import FinishedCall, ProgressWatch
 from rl_launch.runtime.replica_group import MAX_DEATHS
-from rl_launch.runtime.rollout_pool import ReplicaPool
+from rl_launch.runtime.rollout_pool import MAX_ROLLOUTS, GroupDispatch, ReplicaPool, RolloutLimit
 from rl_launch.session.stop import StepAbandoned
 
 SAMPLING = SamplingParams(4)
@@ -219,6 +219,81 @@ def test_what_is_too_much_at_a_time_goes_to_whoever_is_free(monkeypatch):
     assert all(len(share) == 1 for replica in replicas for share in replica.shares[1:])
 
 
+FULL = {"kv_cache_usage": 0.99, "num_waiting": 3}
+PREEMPTS = {"kv_cache_usage": 0.7, "num_waiting": 0, "num_preempted": 5}
+ROOM = {"kv_cache_usage": 0.5, "num_waiting": 0}
+
+
+@pytest.mark.parametrize("crowded", [FULL, PREEMPTS])
+def test_the_limit_of_rollouts_falls_by_a_factor_and_rises_by_a_number(crowded):
+    limit = RolloutLimit()
+    limit.observe(crowded, 256)
+    assert limit.value == 192
+    limit.observe({**FULL, "num_preempted": 9}, 200)  # rollouts are not taken back, so there are still more
+    assert limit.value == 192
+    room = {**ROOM, "num_preempted": 9}
+    limit.observe(room, 100)  # nothing shows that more would have room
+    assert limit.value == 192
+    limit.observe(room, 192)
+    assert limit.value == 208
+    limit.observe({**FULL, "num_preempted": 9}, 208)
+    assert limit.value == 156
+    for _ in range(100):
+        limit.observe(room, limit.value)
+    assert limit.value == MAX_ROLLOUTS
+
+
+def test_a_replica_with_a_full_cache_gets_no_groups_until_it_has_room():
+    dispatch, replicas = GroupDispatch(), [Replica(0), Replica(1)]
+    dispatch.add(tasks(64, num_rollouts=8))
+    dispatch.assign_waiting(replicas)
+    assert [len(replica.under_way) for replica in replicas] == [32, 32]
+    dispatch.observe(replicas[0], FULL)  # 256 rollouts are in progress: at most 192 from now on
+    dispatch.end(replicas[0], [number for number, _ in replicas[0].under_way[:20]])
+    dispatch.add(tasks(100, num_rollouts=8))
+    dispatch.assign_waiting(replicas)
+    assert [dispatch._load[replica] for replica in replicas] == [192, 960]
+    assert len({number for replica in replicas for number, _ in replica.under_way}) == 164
+
+
+def test_a_single_replica_holds_groups_back_only_after_its_cache_was_full():
+    dispatch, replica = GroupDispatch(), Replica()
+    dispatch.add(tasks(2000))
+    dispatch.assign_waiting([replica])
+    assert len(replica.under_way) == 2000
+    dispatch.observe(replica, FULL)  # more are in progress than the limit; they are not taken back
+    dispatch.end(replica, [number for number, _ in replica.under_way[:1600]])
+    dispatch.observe(replica, FULL)
+    dispatch.add(tasks(400))
+    dispatch.assign_waiting([replica])
+    assert len(replica.under_way) == 2000
+    dispatch.give_up(replica)  # another process has its place
+    dispatch.assign_waiting([replica])
+    assert len(replica.under_way) == 2000 + 800
+
+
+def test_reports_without_a_cache_leave_the_number_of_rollouts_alone():
+    limit = RolloutLimit()
+    limit.observe({"num_requests": 900, "num_sampled": 10}, 900)
+    assert limit.value == MAX_ROLLOUTS
+
+
+def test_the_pool_reads_the_load_of_its_replicas(monkeypatch):
+    class Crowded(Replica):
+        def call(self, method, *args):
+            return Call(lambda: {"num_requests": 1, "num_sampled": 0, **FULL})
+
+    pool = ReplicaPool([Crowded(0), Replica(1)], None, stall_timeout_s=600, weights=Sender())
+    for replica in pool.replicas:
+        replica.held = {f"p{i}" for i in range(8)}
+    pool.submit(tasks(8))
+    for watch in pool._watches.values():
+        watch._asked_at -= 60
+    pool._check_progress(pool._dispatch.busy)
+    pool._check_progress(pool._dispatch.busy)
+    assert [pool._dispatch._limits[replica].value for replica in pool.replicas] == [6, MAX_ROLLOUTS]
+
+
 def test_urgent_groups_begin_before_others_that_wait(monkeypatch):
     monkeypatch.setattr(rollout_pool, "MAX_ROLLOUTS", 2)
     replicas = [Replica(0), Replica(1)]
@@ -336,6 +411,47 @@ def test_weights_that_are_kept_in_sleep_are_not_sent_again(shared):
         pass
     run(pool, tasks(2))
     assert len(update.receivers) == 1
+
+
+@pytest.mark.parametrize("keeps_weights", [True, False])
+def test_groups_that_a_step_leaves_in_progress_end_after_the_device_is_free_again(shared, keeps_weights):
+    residency, _ = shared
+    replicas = [Replica(0, keeps_weights=keeps_weights), Replica(1, keeps_weights=keeps_weights)]
+    replicas[0].held = replicas[1].held = {"p2", "p3"}
+    pool = make_pool(replicas, residency)
+    update = Update(1, residency)
+    pool.adopt(update)
+    carried = pool.submit(tasks(4))
+    first = [pool.next_done()[0] for _ in range(2)]
+    assert first == carried[:2]
+    with residency.hold("policy"):  # the policy trains
+        pass
+    pool.adopt(second := Update(2, residency), in_flight=True)
+    with residency.hold("policy"):  # a checkpoint is saved
+        pass
+    further = pool.submit(tasks(6)[4:])
+    replicas[0].held = replicas[1].held = set()
+    assert {pool.next_done()[0] for _ in range(4)} == {*carried[2:], *further}
+    assert second.in_flight == [True, *([] if keeps_weights else [False])]
+    assert sorted(prompt for replica in replicas for prompt in replica.finished_prompts) == [f"p{i}" for i in range(6)]
+
+
+def test_groups_in_progress_run_again_if_their_replica_died_while_another_had_the_device(shared):
+    residency, _ = shared
+    replicas = [Replica(0, keeps_weights=False), Replica(1, keeps_weights=False)]
+    replicas[0].held = replicas[1].held = {"p2", "p3"}
+    pool = make_pool(replicas, residency)
+    pool.adopt(Update(1, residency))
+    carried = pool.submit(tasks(4))
+    assert [pool.next_done()[0] for _ in range(2)] == carried[:2]
+    replicas[1].failure = WorkerDied("the process ended", replicas[1].origin("sleep"))
+    with residency.hold("policy"):
+        pass
+    further = pool.submit(tasks(6)[4:])
+    replicas[0].held = replicas[1].held = set()
+    assert {pool.next_done()[0] for _ in range(4)} == {*carried[2:], *further}
+    assert replicas[1].events.count("start") == 1
+    assert sorted(prompt for replica in replicas for prompt in replica.finished_prompts) == [f"p{i}" for i in range(6)]
 
 
 def test_one_that_died_while_another_had_the_device_is_replaced_before_it_is_needed(shared):

@@ -136,10 +136,10 @@ class Generator(WeightSink, Protocol):
         Among them are `num_requests`, taken in and not answered yet, and `num_sampled`, the tokens sampled so far, also
         for requests in flight: an engine that has requests and samples nothing is treated as hung. Monitoring also
         reads these, if the engine has them: `num_running` and `num_waiting`, requests that it decodes and those that
-        wait for it; `kv_cache_usage`, 0 to 1; `weight_version`; `num_draft_tokens` and `num_accepted_tokens`, of
-        speculative decoding so far. An engine that decodes speculatively also has the other entries of
-        `SpeculationCounts.as_health`. An engine that quantises its weights has `quantisation_noise`
-        (`rl_core.rollouts.delivery`).
+        wait for it; `kv_cache_usage`, 0 to 1; `num_preempted`, requests so far that lost their keys and values to
+        others; `weight_version`; `num_draft_tokens` and `num_accepted_tokens`, of speculative decoding so far. An
+        engine that decodes speculatively also has the other entries of `SpeculationCounts.as_health`. An engine that
+        quantises its weights has `quantisation_noise` (`rl_core.rollouts.delivery`).
         """
 
     async def close(self) -> None:

@@ -174,8 +174,11 @@ class ProgressWatch:
         """Note progress: a group was finished."""
         self._progressed_at = self._clock()
 
-    def check(self) -> None:
+    def check(self) -> Mapping[str, Any] | None:
         """Ask for the replica's health, or read the answer; never waits. Time between distant checks does not count.
+
+        Returns:
+            The answer; None if there is none yet.
 
         Raises:
             WorkerStalled: If there is no progress for `timeout_s`.
@@ -185,6 +188,7 @@ class ProgressWatch:
         away = now - self._checked_at - self._period_s
         self._progressed_at += max(0.0, away)
         self._checked_at = now
+        health: Mapping[str, Any] | None = None
         if self._asked is not None and wait([self._asked], 0):
             asked, self._asked = self._asked, None
             health = fetch(asked, self._replica.origin("health"))
@@ -195,6 +199,7 @@ class ProgressWatch:
             self._asked, self._asked_at = self._replica.call("health"), now
         if now - self._progressed_at > self._timeout_s:
             raise WorkerStalled(f"no progress for {self._timeout_s:g} s", self._replica.origin("rollouts"))
+        return health
 
 
 class SpeculationWatch:

@@ -105,6 +105,11 @@ class ReplicaGroup:
         """True if the run continues with the replicas that it has."""
         return not self._lost and (self._elastic is None or len(self.replicas) >= self._elastic.least)
 
+    @property
+    def has_weights(self) -> bool:
+        """False if a replica has dropped its weights in sleep, so that they are sent again before it serves."""
+        return self._has_weights
+
     def hold(self) -> AbstractContextManager[None]:
         """Return a context that keeps the replicas on their devices. Some may be lost when it is entered."""
         return self._residency.hold(GENERATION) if self._residency else nullcontext()

@@ -62,7 +62,7 @@ class Replicas:
         environments: Settings of environments by name: the section `env`.
         processes: Processes of the run.
         stack: Closes the environments and gives devices back.
-        reports_load: True if the load of the engines is read.
+        reports_load: True if the load of the engines is read although there is only one.
     """
 
     def __init__(
@@ -235,7 +235,9 @@ class Replicas:
     def _replica(self, start: Callable[[int], ActorHandle], placement: Placement, index: int) -> Replica:
         backend = self._backend
         config = backend.config
-        placement = replace(placement, reports_load=self._reports_load, num_engines=1 + len(self._needs.opponents))
+        # The rollouts of each of several replicas follow its load.
+        reports_load = self._reports_load or self._topology.num_replicas > 1
+        placement = replace(placement, reports_load=reports_load, num_engines=1 + len(self._needs.opponents))
         opponents = tuple(self._opponent(need, placement) for need in self._needs.opponents)
         if placement.awaits_weights:
             placement = replace(placement, reports_routing=backend.reports_routing, keeps_cache=self._needs.keeps_cache)

@@ -6,8 +6,9 @@ import heapq
 import itertools
 import logging
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import ray
@@ -34,6 +35,15 @@ _log = logging.getLogger(__name__)
 MAX_ROLLOUTS = 1024
 """Maximum number of rollouts in progress on one of several replicas. An engine decodes about as many at a time; groups
 that wait here instead of in its queue can go to the first replica that is free."""
+
+FULL_CACHE = 0.95
+"""Share of an engine's KV cache from which on requests that wait are taken to wait for the cache."""
+
+DECREASE = 0.75
+"""Factor of the number of rollouts in progress when a cache is full."""
+
+INCREASE = 16
+"""Number of rollouts that a report of a cache with room allows in addition."""
 
 CHECK_PERIOD_S = 5.0
 """Maximum number of seconds between two checks of the replicas' progress."""
@@ -149,15 +159,9 @@ class ReplicaPool:
             GeneratorError, WorkerDied: If replicas die again and again, with the cause.
         """
         self._take_ended(0.0)  # A replica that dies later would lose its finished groups.
-        starts = {replica: replica.num_starts for replica in self._group.replicas}
-        self._pause("interrupt" if in_flight else "finish")
-        self._group.adopt(update, in_flight=in_flight)
-        for replica, num_starts in starts.items():
-            if replica.num_starts != num_starts:
-                # Its calls belong to the process that died; their failures say nothing of its replacement.
-                self._dispatch.give_up(replica)
-                self._watches.pop(replica, None)
-        self._return_groups_of_removed()
+        with self._giving_up_restarted():
+            self._pause("interrupt" if in_flight else "finish")
+            self._group.adopt(update, in_flight=in_flight)
         if self._dispatch.num_groups:
             self._begin()
 
@@ -237,9 +241,10 @@ class ReplicaPool:
         """
         self._group.retire_lost()
         self._return_groups_of_removed()
-        if not self._dispatch.busy:
-            self._group.restart_lost()
-            self._return_groups_of_removed()
+        # Groups that a step left in progress cannot end while the weights are dropped.
+        if not self._dispatch.busy or not self._group.has_weights:
+            with self._giving_up_restarted():
+                self._group.restart_lost()
         with self._group.hold():
             if self._group.is_whole:
                 self._dispatch.assign_waiting(self._group.replicas)
@@ -249,6 +254,18 @@ class ReplicaPool:
             each: self._watches.get(each) or ProgressWatch(each, timeout_s=timeout_s, period_s=period_s)
             for each in self._dispatch.busy
         }
+
+    @contextmanager
+    def _giving_up_restarted(self) -> Iterator[None]:
+        """Return the groups of replicas that are restarted or removed meanwhile to the queue."""
+        starts = {replica: replica.num_starts for replica in self._group.replicas}
+        yield
+        for replica, num_starts in starts.items():
+            if replica.num_starts != num_starts:
+                # Its calls belong to the process that died; their failures say nothing of its replacement.
+                self._dispatch.give_up(replica)
+                self._watches.pop(replica, None)
+        self._return_groups_of_removed()
 
     def _return_groups_of_removed(self) -> None:
         """Let the groups of replicas that have left the group wait for another replica."""
@@ -312,7 +329,9 @@ class ReplicaPool:
     def _check_progress(self, replicas: Collection[Replica]) -> None:
         for replica in set(replicas) - self._group.lost:
             try:
-                self._watches[replica].check()
+                health = self._watches[replica].check()
+                if health is not None:
+                    self._dispatch.observe(replica, health)
             except (GeneratorError, WorkerDied) as error:
                 self._fail(replica, error)
 
@@ -333,8 +352,37 @@ def _answers(calls: Sequence[tuple[FailureOrigin, ray.ObjectRef]], timeout_s: fl
     return found
 
 
+class RolloutLimit:
+    """Maximum number of rollouts in progress on a replica: additive increase, multiplicative decrease.
+
+    It falls when the engine preempts requests, whose keys and values are then computed again, or when requests wait
+    because the KV cache is full. Rollouts in progress are not taken back, so it does not fall again before their number
+    has reached it.
+    """
+
+    def __init__(self) -> None:
+        self.value = MAX_ROLLOUTS
+        self._num_preempted = 0
+
+    def observe(self, health: Mapping[str, Any], num_rollouts: int) -> None:
+        """Follow a report of the engine, as of `Generator.health`.
+
+        Args:
+            health: The report. Without figures of the cache the limit stays as it is.
+            num_rollouts: Rollouts in progress on the replica.
+        """
+        before, self._num_preempted = self._num_preempted, health.get("num_preempted", 0)
+        waits_for_cache = health.get("kv_cache_usage", 0.0) >= FULL_CACHE and health.get("num_waiting", 0) > 0
+        if self._num_preempted > before or waits_for_cache:
+            if num_rollouts <= self.value:
+                self.value = max(1, int(DECREASE * num_rollouts))
+        elif num_rollouts > self.value - INCREASE:
+            self.value = min(MAX_ROLLOUTS, self.value + INCREASE)
+
+
 class GroupDispatch:
-    """Groups that wait for a replica or are in progress; a group goes to the replica with the fewest rollouts.
+    """Groups that wait for a replica or are in progress; a group goes to the replica with the fewest rollouts, unless
+    that has reached its limit. Seeds do not depend on the replica, so the limits change no outcome.
 
     A replica gets all groups that it is assigned at once in one message and in order, so that on a single replica the
     engine's batches do not depend on timing.
@@ -348,6 +396,7 @@ class GroupDispatch:
         self._tasks: dict[Ticket, RolloutTask] = {}
         self._waiting: list[tuple[bool, Ticket]] = []
         self._load: Counter[Replica] = Counter()
+        self._limits: defaultdict[Replica, RolloutLimit] = defaultdict(RolloutLimit)
         self._under_way: dict[Replica, set[Ticket]] = {}
         self.asked: dict[Replica, FinishedCall] = {}
 
@@ -376,17 +425,28 @@ class GroupDispatch:
         """Begin waiting groups on these replicas, urgent ones and then the oldest first, as far as there is room."""
         shares: dict[Replica, list[Ticket]] = {}
         while self._waiting:
-            replica = min(replicas, key=self._load.__getitem__)
             _, ticket = self._waiting[0]
             size = self._size(ticket)
-            if len(replicas) > 1 and self._load[replica] and self._load[replica] + size > MAX_ROLLOUTS:
-                break
+            replica = min(replicas, key=self._load.__getitem__)
+            if not self._has_room(replica, size, replicas):
+                others = [each for each in replicas if self._has_room(each, size, replicas)]
+                if not others:
+                    break
+                replica = min(others, key=self._load.__getitem__)
             heapq.heappop(self._waiting)
             shares.setdefault(replica, []).append(ticket)
             self._load[replica] += size
         for replica, tickets in shares.items():
             replica.begin([(ticket, self._tasks[ticket]) for ticket in tickets])
             self._under_way.setdefault(replica, set()).update(tickets)
+
+    def observe(self, replica: Replica, health: Mapping[str, Any]) -> None:
+        """Let the number of rollouts on a replica follow the load that its engine reports."""
+        limit = self._limits[replica]
+        before = limit.value
+        limit.observe(health, self._load[replica])
+        if limit.value < before:
+            _log.info("%s has no free KV cache: it gets at most %d rollouts at a time", replica, limit.value)
 
     def poll_busy(self) -> None:
         """Ask every replica with groups in progress for the groups that finish next, unless it has been asked."""
@@ -407,8 +467,16 @@ class GroupDispatch:
         is answered no longer.
         """
         self.asked.pop(replica, None)
+        self._limits.pop(replica, None)
         del self._load[replica]
         self._wait(self._under_way.pop(replica, ()))
+
+    def _has_room(self, replica: Replica, size: int, replicas: Sequence[Replica]) -> bool:
+        """Return whether a replica may begin so many more rollouts. An idle one always may, and a single one gets all
+        groups at once unless its engine has reported a full cache.
+        """
+        load, limit = self._load[replica], self._limits[replica].value
+        return not load or load + size <= limit or (len(replicas) == 1 and limit == MAX_ROLLOUTS)
 
     def _wait(self, tickets: Iterable[Ticket]) -> None:
         for ticket in tickets:

@@ -17,7 +17,7 @@ from vllm import SamplingParams as VllmSamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
-from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 from rl_core.errors import GeneratorError
 from rl_vllm.engine.engine import Engine, EnginePrompt, failures, generates, one_line
@@ -37,8 +37,12 @@ class Load(StatLoggerBase):
         self.newest: dict[str, float] = {}
         self.drafts = DraftCounts()
 
-    def record(self, scheduler_stats: SchedulerStats | None, *args: Any, **kwargs: Any) -> None:
+    def record(
+        self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats | None, *args: Any, **kwargs: Any
+    ) -> None:
         """Note the statistics of a step."""
+        if iteration_stats is not None:
+            self.newest["num_preempted"] = self.newest.get("num_preempted", 0) + iteration_stats.num_preempted_reqs
         if scheduler_stats is not None:
             self.newest["num_running"] = scheduler_stats.num_running_reqs
             waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
