@@ -155,5 +155,16 @@ def test_the_teachers_logprob_of_a_span_is_at_its_last_token(tokenizers_of_both)
         assert marks[:2].tolist() == [0, 0]
         assert np.flatnonzero(marks == 2).tolist() == [span.student[1] + 1 for span in heard.spans]
         assert (marks[2:] > 0).all()
+    forced = batch.ragged("loss_mask").values.copy()
+    forced[[4, 5]] = 0
+    forced_batch = batch.with_columns({"loss_mask": batch.ragged("loss_mask").like(forced)})
+    without = scorer.scored(forced_batch, [group])
+    # The teacher reads tokens that ended thoughts by force, but they are in no span that counts.
+    heard = translator.response(translator.prompt(prompt.messages), responses[0])
+    kept = [span for span in heard.spans if not {2, 3} & set(range(*span.student))]
+    assert 0 < len(kept) < len(heard.spans)
+    ends = [span.student[1] + 1 for span in kept]
+    assert np.flatnonzero(without.ragged("spans")[0] == 2).tolist() == ends
+    assert without.ragged("span_logprobs")[0][ends].tolist() == found.ragged("span_logprobs")[0][ends].tolist()
     too_long = SpanTeacher(model, translator, max_tokens=5, temperature=1.0).scored(batch, [group])
     assert not too_long.ragged("spans").values.any()

@@ -330,7 +330,13 @@ class Mine:
 
 @pytest.mark.parametrize(
     ("turns", "generation", "expected"),
-    [(2, {}, []), (1, {}, ["loss_fn.observation_nll_weight"]), (2, {"top_p": 0.9}, ["policy.generation.top_p"])],
+    [
+        (2, {}, []),
+        (1, {}, ["loss_fn.observation_nll_weight"]),
+        (2, {"top_p": 0.9}, ["policy.generation.top_p"]),
+        (2, {"thinking_budget": 4}, ["loss_fn.observation_nll_weight"]),
+        (2, {"thinking_budget": 4, "thinking_budget_mode": "truncate"}, []),
+    ],
 )
 def test_observations_are_learned_between_turns_and_over_all_tokens(turns, generation, expected):
     config = SimpleNamespace(

@@ -9,7 +9,7 @@ from rl_algos.distillation.config import DistillationConfig
 from rl_algos.grpo.config import GRPOConfig
 from rl_algos.ppo.config import PPOConfig
 from rl_algos.rollouts import checks
-from rl_algos.rollouts.checks import rollout_problems
+from rl_algos.rollouts.checks import rollout_problems, thinking_problems
 from rl_algos.rollouts.config import AgentConfig, AsyncConfig, CurriculumConfig
 from rl_core.model_config import ColocatedConfig, GenerationConfig
 
@@ -36,6 +36,35 @@ def test_rolling_out_ahead_needs_devices_of_its_own(kind):
     (problem,) = problems(kind(async_grpo=AHEAD), colocated=ColocatedConfig()).values()
     fields = {"got": True, MENTIONS: ["policy.generation.colocated.enabled=false"]}
     assert_fields(problem, f"{kind.section}.async_grpo.enabled", fields)
+
+
+@pytest.mark.parametrize(
+    ("generation", "key", "fields"),
+    [
+        ({"thinking_budget": 4}, None, {}),
+        ({"thinking_budget": 4, "thinking_end": " Now.</think>"}, None, {}),
+        ({"thinking_budget": 8}, "thinking_budget", {"got": 8, MENTIONS: ["less than", "max_new_tokens (8)"]}),
+        ({"thinking_budget_mode": "truncate"}, "thinking_budget_mode", {MENTIONS: ["without"]}),
+        ({"thinking_end": "</think>"}, "thinking_end", {MENTIONS: ["without"]}),
+        (
+            {"thinking_budget": 4, "thinking_budget_mode": "truncate", "thinking_end": "</think>"},
+            "thinking_end",
+            {MENTIONS: ["thinking_budget_mode=truncate"]},
+        ),
+        ({"thinking_budget": 4, "thinking_end": "Stop."}, "thinking_end", {"got": "Stop.", MENTIONS: ["</think>"]}),
+        (
+            {"thinking_budget": 4, "thinking_end": "</think>\n", "stop_strings": ["</think>"]},
+            "thinking_end",
+            {MENTIONS: ["stop string '</think>'"]},
+        ),
+    ],
+)
+def test_a_thinking_budget_without_effect_is_refused(generation, key, fields):
+    config = SimpleNamespace(policy=SimpleNamespace(generation=GenerationConfig(max_new_tokens=8, **generation)))
+    found = list(thinking_problems(config))
+    assert [problem.key for problem in found] == ([f"policy.generation.{key}"] if key else [])
+    for problem in found:
+        assert_fields(problem, f"policy.generation.{key}", fields)
 
 
 def test_an_age_of_0_shares_devices_as_the_synchronous_run_does():

@@ -631,6 +631,17 @@ class GenerationConfig(Config):
     special tokens in `eos_token_id` of the model's `generation_config.json`."""
     stop_strings: list[str] = []
     """Strings that end a completion."""
+    thinking_budget: int | None = Field(default=None, gt=0)
+    """Maximum number of tokens of a turn before its thoughts end, in training, validation and evaluation; no limit if
+    unset. Thoughts are between the marks of the model, such as `<think>` and `</think>`. If they are still open after
+    so many tokens of the turn, they are ended by `thinking_budget_mode`; thoughts that begin later are not limited."""
+    thinking_budget_mode: Literal["close", "truncate"] = "close"
+    """Treatment of thoughts that reach `thinking_budget`. `close`: the tokens of `thinking_end` are appended and the
+    policy answers after them. They are not sampled, so they are outside of the loss and have no logprob. `truncate`:
+    the turn ends, as it does at `max_new_tokens`."""
+    thinking_end: str | None = None
+    """Text that ends thoughts with `thinking_budget_mode: close`; it contains the mark that ends them. If unset, the
+    mark on a line of its own, such as `\\n</think>\\n\\n`."""
     val_temperature: Annotated[float, WhenChanged.RESUME] = Field(default=0.0, ge=0)
     """Temperature in validation; 0 is greedy."""
     val_top_p: Annotated[float, WhenChanged.RESUME] = Field(default=1.0, gt=0, le=1)

@@ -1,6 +1,6 @@
 import pytest
 
-from rl_core.rollouts.thoughts import THOUGHTS, final_text, only_thoughts, opened_by
+from rl_core.rollouts.thoughts import THOUGHTS, closing_text, final_text, last_thoughts, only_thoughts, opened_by
 
 
 @pytest.mark.parametrize(("begin", "end"), THOUGHTS.items())
@@ -11,6 +11,16 @@ def test_the_final_text_follows_the_last_thoughts_whatever_their_marks(begin, en
     assert final_text(f"{begin}42") == final_text("42", begin) == final_text(f"{begin}42{end}") == ""
     assert opened_by(f"user: {begin}{end}\nassistant: {begin}\n") == begin
     assert opened_by(f"user: {begin}\nassistant: {begin}\n{end}\n\n") == ""
+
+
+@pytest.mark.parametrize(("begin", "end"), THOUGHTS.items())
+def test_thoughts_are_open_until_their_mark_and_a_closing_text_ends_them(begin, end):
+    assert last_thoughts(f"{begin}41") == (len(begin), begin)
+    assert last_thoughts("41", begin) == (0, begin)
+    assert last_thoughts("41") == (0, "")
+    assert last_thoughts(f"{begin}41{end}42") == (len(f"{begin}41{end}"), "")
+    for text, opened in ((f"{begin}41", ""), ("41", begin)):
+        assert final_text(f"{text}{closing_text(begin)}42", opened) == "42"
 
 
 @pytest.mark.parametrize(

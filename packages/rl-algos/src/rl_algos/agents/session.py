@@ -27,7 +27,7 @@ from rl_core.rollouts.environment import ToolCall
 from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.program import GenerationClient
 from rl_core.rollouts.rollout import Completion, Message, Prompt, Rollout
-from rl_core.rollouts.thoughts import THOUGHTS, opened_by
+from rl_core.rollouts.thoughts import PROMPT_END, THOUGHTS, opened_by
 
 T = TypeVar("T")
 
@@ -49,9 +49,6 @@ _LARGE_WORKER = ThreadPoolExecutor(1, thread_name_prefix="large-agent-calls")
 
 _NO_TOKENS = np.zeros(0, np.int32)
 _NO_COMPLETION = Completion(_NO_TOKENS, np.zeros(0, np.float32), "length", ())
-
-_PROMPT_END = 32
-"""Number of tokens at the end of a prompt that are searched for a mark of thoughts."""
 
 
 @dataclass
@@ -452,7 +449,7 @@ class AgentSession:
         """Return each completion as an answer, and as a node of the tree."""
         parent, tokens = prepared.parent, prepared.tokens
         assert tokens is not None
-        opened = opened_by(self._client.shown(tokens[-_PROMPT_END:]))
+        opened = opened_by(self._client.shown(tokens[-PROMPT_END:]))
         given = call.messages[prepared.num_known :]
         if call.text is not None:
             given = ({"role": "user", "content": call.text[prepared.num_known :]},)

@@ -55,7 +55,7 @@ class Translator:
         return encode_prompt(self._teacher, messages)
 
     def response(self, prompt: np.ndarray, sampled: Sequence[int]) -> TeacherRow:
-        """Return the tokens that the student sampled, after the teacher's prompt. What has no text of its own (a
+        """Return the tokens of the student's turn, after the teacher's prompt. What has no text of its own (a
         character cut in two, special tokens but that at the end) is in no span, nor what comes after it."""
         ended = bool(sampled) and sampled[-1] in self._student_ends
         said = [self._student_bytes(token) for token in (sampled[:-1] if ended else sampled)]
@@ -109,10 +109,12 @@ class SpanTeacher:
             for group in groups
             for prompt in [self._translator.prompt(group.prompt.messages)] * len(group.rollouts)
         ]
-        sampled = [np.flatnonzero(row) for row in mask]
+        # Tokens that ended thoughts by force are among the sampled ones: the teacher reads them, in spans that do not
+        # count.
+        starts = [int(row.argmax()) if row.any() else len(row) for row in mask]
         responses = [
-            self._translator.response(prompt, row[places].tolist())
-            for prompt, row, places in zip(prompts, tokens, sampled, strict=True)
+            self._translator.response(prompt, row[start:].tolist())
+            for prompt, row, start in zip(prompts, tokens, starts, strict=True)
         ]
         read = [row for row, each in enumerate(responses) if each.spans and len(each.tokens) <= self._max_tokens]
         spans = np.zeros(len(tokens.values), dtype=np.uint8)
@@ -121,11 +123,12 @@ class SpanTeacher:
             rows = Batch({TOKENS: Ragged.from_rows([responses[row].tokens for row in read], dtype=np.int32)})
             found = self._model.infer(rows, [LOGPROBS], temperature=self._temperature).ragged("logprobs")
             for row, teacher in zip(read, found, strict=True):
-                places = tokens.offsets[row] + sampled[row]
+                before = tokens.offsets[row] + starts[row]
                 for (first, last), (start, end) in responses[row].spans:
-                    spans[places[first:last]] = 1
-                    spans[places[last - 1]] = 2
-                    logprobs[places[last - 1]] = teacher[start:end].sum()
+                    if mask.values[before + first : before + last].all():
+                        spans[before + first : before + last] = 1
+                        spans[before + last - 1] = 2
+                        logprobs[before + last - 1] = teacher[start:end].sum()
         return batch.with_columns({SPANS: mask.like(spans), SPAN_LOGPROBS: mask.like(logprobs)})
 
 

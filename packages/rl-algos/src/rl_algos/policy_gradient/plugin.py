@@ -81,6 +81,10 @@ def loss_problems(config: ObjectiveRoot, algorithm: PolicyGradientConfig) -> Ite
         reader = "loss_fn.observation_nll_weight learns tokens that were not sampled, which may be outside of these"
         yield from filter_problems(config.policy.generation, reader, remedy="Remove one of the two keys")
         if algorithm.turn_limit == 1:
+        if config.policy.generation.thinking_budget and config.policy.generation.thinking_budget_mode == "close":
+            reason = "learns the tokens between sampled ones, among which are those that end thoughts by force"
+            remedy = "Set policy.generation.thinking_budget_mode=truncate, or remove one of the two keys"
+            yield Problem("loss_fn.observation_nll_weight", reason, got=loss.observation_nll_weight, remedy=remedy)
             yield Problem.unused("loss_fn.observation_nll_weight", f"with {section}.max_rollout_turns=1")
     yield from policy_loss_problems(loss)
 

@@ -15,6 +15,7 @@ from rl_core.config import Problem, is_changed, show
 from rl_core.environments.instance import problem_with
 from rl_core.model_config import GenerationConfig
 from rl_core.plugins import GENERATORS, names, plugin
+from rl_core.rollouts.thoughts import THOUGHTS
 
 WITHOUT_VALIDATION: Mapping[str, Any] = {
     "val_period": 0,
@@ -203,6 +204,32 @@ def minibatch_problem(settings: RolloutConfig, key: str, rows: int) -> Iterator[
         counts = ("num_prompts_per_step", "num_generations_per_prompt")
         product = " x ".join(f"{settings.section}.{name} {getattr(settings, name)}" for name in counts)
         yield Problem(key, f"must divide the {settings.rollouts_per_step} rollouts of a step ({product})", got=rows)
+
+
+def thinking_problems(config: EvaluationRoot) -> Iterator[Problem]:
+    """Yield settings of thoughts within a budget that contradict one another, or would not take effect."""
+    generation, section = config.policy.generation, "policy.generation"
+    budget, end = generation.thinking_budget, generation.thinking_end
+    if budget is None:
+        for key in ("thinking_budget_mode", "thinking_end"):
+            if is_changed(generation, key):
+                yield Problem.unused(f"{section}.{key}", f"without {section}.thinking_budget")
+        return
+    if budget >= generation.max_new_tokens:
+        reason = f"must be less than {section}.max_new_tokens ({generation.max_new_tokens}), which ends the turn before"
+        yield Problem(f"{section}.thinking_budget", reason, got=budget)
+    if end is None:
+        return
+    if generation.thinking_budget_mode == "truncate":
+        yield Problem.unused(f"{section}.thinking_end", f"with {section}.thinking_budget_mode=truncate")
+    elif not any(mark in end for mark in THOUGHTS.values()):
+        reason, remedy = "has no mark that ends thoughts", f"Add the mark of the model: {', '.join(THOUGHTS.values())}"
+        yield Problem(f"{section}.thinking_end", reason, got=end, remedy=remedy)
+    for stop in generation.stop_strings:
+        if stop in end:
+            reason = f"contains the stop string {stop!r}, but the policy is to answer after it"
+            remedy = f"Remove the stop string, or set {section}.thinking_budget_mode=truncate"
+            yield Problem(f"{section}.thinking_end", reason, got=end, remedy=remedy)
 
 
 def length_problem(policy: GeneratingPolicy, section: str, length: int) -> Iterator[Problem]:

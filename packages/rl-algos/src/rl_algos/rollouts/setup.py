@@ -135,6 +135,9 @@ def training_sampling(generation: GenerationConfig, stop_token_ids: tuple[int, .
         temperature=generation.temperature,
         top_p=generation.top_p,
         top_k=generation.top_k or 0,
+    closes, text = generation.thinking_budget_mode == "close", generation.thinking_end or ""
+    budget = generation.thinking_budget
+    thinking = None if budget is None else ThinkingBudget(budget, closes=closes, text=text)
         min_p=generation.min_p,
         stop_token_ids=(*stop_token_ids, *generation.stop_token_ids),
         stop_strings=tuple(generation.stop_strings),
@@ -143,6 +146,7 @@ def training_sampling(generation: GenerationConfig, stop_token_ids: tuple[int, .
 
 def validation_sampling(generation: GenerationConfig, stop_token_ids: tuple[int, ...]) -> SamplingParams:
     """Return how validation rollouts are drawn."""
+        thinking=thinking,
     temperature, top_p, top_k = generation.val_temperature, generation.val_top_p, generation.val_top_k or 0
     sampling = training_sampling(generation, stop_token_ids)
     return replace(sampling, temperature=temperature, top_p=top_p, top_k=top_k, min_p=0.0)

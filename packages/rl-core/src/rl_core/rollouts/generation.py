@@ -17,6 +17,23 @@ from rl_core.weights import WeightSink
 
 
 @dataclass(frozen=True)
+class ThinkingBudget:
+    """Limit of the thoughts that a turn begins with.
+
+    Args:
+        max_tokens: Maximum number of tokens of a turn before its thoughts end.
+        closes: True if tokens that end the thoughts are appended, and the turn continues after them; False if the turn
+            ends.
+        text: Text of these tokens; empty for the text of the mark that opened the thoughts
+            (`rl_core.rollouts.thoughts.closing_text`).
+    """
+
+    max_tokens: int
+    closes: bool = True
+    text: str = ""
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """Settings for sampling tokens.
 
@@ -28,6 +45,7 @@ class SamplingParams:
         min_p: Smallest probability kept, as a share of the most likely token's; 0.0 keeps all.
         stop_token_ids: Tokens that end a completion (and belong to it).
         stop_strings: Texts that end a completion (and belong to it).
+        thinking: Limit of thoughts, which `rl_core.rollouts.thinking` keeps; a request to an engine has none.
     """
 
     max_new_tokens: int
@@ -37,6 +55,7 @@ class SamplingParams:
     min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
+    thinking: ThinkingBudget | None = None
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -60,8 +79,8 @@ class GenerationRequest:
         sampling: How to draw; the token limit counts only tokens that are still to come.
         seed: Makes the draw repeatable whatever else is in the batch. The draws of the rest of a completion depend on
             `num_sampled` too, so that no random number is used twice.
-        num_sampled: How many of `token_ids`, the last ones, were sampled for this completion before it was interrupted.
-            A stop string may begin in them.
+        num_sampled: How many of `token_ids`, the last ones, this completion had before it was interrupted, or before
+            its thoughts were ended. A stop string may begin in them.
         first_version: Weight version that sampled the first of these; None if there are none. An engine that keeps keys
             and values over weight updates has them from then (`Placement.keeps_cache`). `digest` leaves it out.
         images: Digests of the images among the tokens, in order (`rl_core.images`). `token_ids` has all tokens of each

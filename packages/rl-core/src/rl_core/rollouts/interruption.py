@@ -33,8 +33,14 @@ async def generate_whole(generate: Generate, request: GenerationRequest) -> Comp
         parts.append(await generate(request_for_rest(request, parts)))
         num_left -= len(parts[-1].token_ids)
     stop_reason = "length" if parts[-1].stop_reason == "abort" else parts[-1].stop_reason
+    whole = joined(parts)
+    return replace(whole, stop_reason=stop_reason) if whole.stop_reason != stop_reason else whole
+
+
+def joined(parts: Sequence[Completion]) -> Completion:
+    """Return the completion that consists of these parts, at least one; it ends as the last one does."""
     if len(parts) == 1:
-        return replace(parts[0], stop_reason=stop_reason) if parts[0].stop_reason != stop_reason else parts[0]
+        return parts[0]
     # An interruption without other weights after it begins no span.
     spans: list[WeightSpan] = []
     for span in (span for part in parts for span in part.spans):
@@ -49,7 +55,7 @@ async def generate_whole(generate: Generate, request: GenerationRequest) -> Comp
     return Completion(
         token_ids=np.concatenate([part.token_ids for part in parts]),
         logprobs=np.concatenate([part.logprobs for part in parts]),
-        stop_reason=stop_reason,
+        stop_reason=parts[-1].stop_reason,
         spans=tuple(spans),
         routed_experts=routing,
     )

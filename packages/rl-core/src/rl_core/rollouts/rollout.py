@@ -60,18 +60,35 @@ class WeightSpan:
 
 
 @dataclass(frozen=True)
+class Thinking:
+    """Thoughts of a completion that was sampled with a thinking budget.
+
+    Args:
+        num_tokens: Number of tokens up to the end of the thoughts; all if they do not end, 0 if there are none.
+        num_forced: Number of tokens after these that end the thoughts and were not sampled.
+        is_cut: True if the budget ended the thoughts.
+    """
+
+    num_tokens: int
+    num_forced: int = 0
+    is_cut: bool = False
+
+
+@dataclass(frozen=True)
 class Completion:
     """One answer of a generator.
 
     Args:
-        token_ids: Int32 `[tokens]`, the sampled tokens, the stop token included.
-        logprobs: Float32 `[tokens]`, processed logprobs (after temperature, top-k, top-p) of those tokens.
+        token_ids: Int32 `[tokens]`, the sampled tokens, the stop token included; and those that end thoughts by force.
+        logprobs: Float32 `[tokens]`, processed logprobs (after temperature, top-k, top-p) of those tokens; 0 for forced
+            ones.
         stop_reason: `stop` (stop token or string), `length` (token limit), `abort` (cut off from outside).
-        spans: The weight versions, in order; their token counts add up to the tokens.
+        spans: The weight versions, in order; their token counts add up to the sampled tokens.
         routed_experts: Int16 `[computed, layers, experts_per_token]`, the experts that each token of the prompt and of
             the completion was sent to, as far as the engine computed them: the last sampled token is not fed back.
             Layers count over the whole model; those without experts hold any number. None unless
             `rl_core.rollouts.generation.Placement.reports_routing`.
+        thinking: Thoughts of a turn with a thinking budget; None for an answer of an engine, and without a budget.
     """
 
     token_ids: np.ndarray
@@ -79,6 +96,15 @@ class Completion:
     stop_reason: StopReason
     spans: tuple[WeightSpan, ...]
     routed_experts: np.ndarray | None = None
+    thinking: Thinking | None = None
+
+    @property
+    def sampled_mask(self) -> np.ndarray:
+        """uint8 `[tokens]`, 1 at sampled tokens and 0 at forced ones."""
+        mask = np.ones(len(self.token_ids), dtype=np.uint8)
+        if self.thinking is not None:
+            mask[self.thinking.num_tokens :][: self.thinking.num_forced] = 0
+        return mask
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,12 @@ THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 MARKS = frozenset(THOUGHTS) | frozenset(THOUGHTS.values())
 """All of these marks."""
 
+PROMPT_END = 32
+"""Number of tokens at the end of a prompt that are searched for a mark of thoughts."""
+
+_HARMONY = "<|channel|>analysis<|message|>"
+_HARMONY_END = "<|end|><|start|>assistant<|channel|>final<|message|>"
+"""The final channel of gpt-oss is a message of its own."""
 _QUOTES = frozenset("`'\"")
 _MARK = re.compile("|".join(map(re.escape, sorted(MARKS))))
 _OPENED = re.compile(rf"({'|'.join(map(re.escape, THOUGHTS))})\w*\s*\Z")
@@ -44,10 +50,33 @@ def final_text(text: str, opened: str = "") -> str:
         text: Text of the turn, with the marks of thoughts.
         opened: Mark of the prompt that opened thoughts; empty if there is none, or it is not known.
     """
+    end, is_open = last_thoughts(text, opened)
+    if is_open:
+        return ""
+    return text[end:].lstrip() if end else text
+
+
+def last_thoughts(text: str, opened: str = "") -> tuple[int, str]:
+    """Return the end of the last mark in a turn, 0 without marks, and the mark whose thoughts have not ended; empty if
+    none are open.
+
+    Args:
+        text: See `final_text`.
+        opened: See `final_text`.
+    """
     *_, last = (None, *_marks(text, opened))
     if last is None:
-        return "" if opened else text
-    return "" if last[0] in THOUGHTS else text[last.end() :].lstrip()
+        return 0, opened
+    return last.end(), last[0] if last[0] in THOUGHTS else ""
+
+
+def closing_text(opened: str) -> str:
+    """Return the text that ends thoughts, as models write it before an answer.
+
+    Args:
+        opened: Mark that opened them.
+    """
+    return _HARMONY_END if opened == _HARMONY else f"\n{THOUGHTS[opened]}\n\n"
 
 
 def only_thoughts(text: str, opened: str = "") -> tuple[str, str] | None:

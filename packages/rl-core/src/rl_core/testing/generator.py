@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -13,9 +14,10 @@ import numpy as np
 import pytest
 
 from rl_core.errors import RequestRefused
-from rl_core.rollouts.generation import GenerationRequest, SamplingParams
+from rl_core.rollouts.generation import GenerationRequest, SamplingParams, ThinkingBudget
 from rl_core.rollouts.interruption import generate_whole
-from rl_core.rollouts.rollout import Completion
+from rl_core.rollouts.rollout import Completion, Thinking
+from rl_core.rollouts.thinking import ThoughtReader, generate_turn
 from rl_core.testing.torch.reference_model import EOS_TOKEN_ID, VOCAB_SIZE, processed_logprobs
 from rl_core.testing.weights import CONTEXT, Bench, WeightSinkSuite, prompt
 from rl_core.tracing.profiling import ProfileOrder, ProfileReport
@@ -40,8 +42,31 @@ def _generate(bench: Bench, requests: Sequence[GenerationRequest]) -> list[Compl
     return bench.runner.run(together())
 
 
+def _turns(bench: Bench, requests: Sequence[GenerationRequest], reader: ThoughtReader) -> list[Completion]:
+    async def together() -> list[Completion]:
+        calls = [generate_turn(bench.generator.generate, request, reader) for request in requests]
+        return await asyncio.gather(*calls)
+
+    return bench.runner.run(together())
+
+
 def _one(bench: Bench, token_ids: np.ndarray, sampling: SamplingParams, seed: int = 0) -> Completion:
     return _generate(bench, [GenerationRequest(token_ids, sampling, seed)])[0]
+
+
+class _OpenThoughts:
+    """A reader of turns that think without an end, or not at all."""
+
+    END = np.array([5, 9, 4], np.int32)
+
+    def __init__(self, *, exist: bool = True) -> None:
+        self._exist = exist
+
+    def thoughts(self, prompt: np.ndarray, completion: np.ndarray) -> tuple[int, str]:
+        return (len(completion), "<think>") if self._exist else (0, "")
+
+    def encoded(self, text: str) -> np.ndarray:
+        return self.END
 
 
 MAX_ROUNDS = 50
@@ -322,6 +347,71 @@ class GeneratorSuite(WeightSinkSuite):
                 expected = bench.reference.completion_logprobs(tokens, completion.token_ids)
                 np.testing.assert_allclose(completion.logprobs, expected, atol=self.tolerance)
                 assert (completion.stop_reason, len(completion.spans)) == ("length", 1)
+            if num_interruptions:
+                return
+        raise AssertionError("every request was over before it could be interrupted")
+
+    @pytest.mark.parametrize("sampling", FILTERS[::3], ids=str)
+    def test_thoughts_end_at_their_budget_and_sampled_tokens_keep_their_logprobs(
+        self, bench: Bench, sampling: SamplingParams
+    ) -> None:
+        budget, limit, end = 9, 24, _OpenThoughts.END
+        limited = replace(sampling, max_new_tokens=limit, thinking=ThinkingBudget(budget))
+        free = replace(sampling, max_new_tokens=limit)
+        # Several completions of one prompt share the engine's cache of it.
+        requests = [GenerationRequest(prompt(20 + 40 * (seed // 3)), limited, seed) for seed in range(6)]
+        found = _turns(bench, requests, _OpenThoughts())
+        plain = _generate(bench, [replace(request, sampling=free) for request in requests])
+        for request, whole, completion in zip(requests, plain, found, strict=True):
+            tokens, mask = completion.token_ids, completion.sampled_mask
+            assert completion.thinking == Thinking(budget, len(end), is_cut=True)
+            assert np.flatnonzero(mask == 0).tolist() == [budget, budget + 1, budget + 2]
+            assert tokens[:budget].tolist() == whole.token_ids[:budget].tolist()
+            assert tokens[budget : budget + len(end)].tolist() == end.tolist()
+            assert (len(tokens), completion.stop_reason) == (limit, "length")
+            assert sum(span.num_tokens for span in completion.spans) == mask.sum() == limit - len(end)
+            expected = bench.reference.nearest_logprobs(completion.logprobs, request.token_ids, tokens, sampling)
+            np.testing.assert_allclose(completion.logprobs, np.where(mask, expected, 0), atol=self.tolerance)
+
+    def test_turns_that_think_less_than_their_budget_are_as_without_it(self, bench: Bench) -> None:
+        free = SamplingParams(24, temperature=1.0 if self.draws_by_place else 0.0)
+        requests = [GenerationRequest(prompt(8 + seed), free, seed) for seed in range(4)]
+        limited = [replace(each, sampling=replace(free, thinking=ThinkingBudget(9))) for each in requests]
+        for whole, found in zip(
+            _generate(bench, requests), _turns(bench, limited, _OpenThoughts(exist=False)), strict=True
+        ):
+            assert found.token_ids.tolist() == whole.token_ids.tolist()
+            assert (found.thinking, found.stop_reason, found.spans) == (Thinking(0), "length", whole.spans)
+            np.testing.assert_allclose(found.logprobs, whole.logprobs, atol=self.tolerance)
+
+    def test_interruptions_move_no_end_of_thoughts(self, bench: Bench) -> None:
+        greedy = SamplingParams(60, temperature=0, thinking=ThinkingBudget(30))
+        requests = [GenerationRequest(prompt(length), greedy, 0) for length in (1, 7, 30)]
+        whole = _turns(bench, requests, _OpenThoughts())
+
+        async def interrupted() -> tuple[list[Completion], int]:
+            reasons: list[str] = []
+
+            async def generate(request: GenerationRequest) -> Completion:
+                part = await bench.generator.generate(request)
+                reasons.append(part.stop_reason)
+                return part
+
+            tasks = [asyncio.create_task(generate_turn(generate, request, _OpenThoughts())) for request in requests]
+            period = 0.01
+            while not all(task.done() for task in tasks):
+                await asyncio.sleep(period)
+                period *= 1.25
+                await bench.generator.pause("interrupt")
+                await bench.generator.resume()
+            return [task.result() for task in tasks], reasons.count("abort")
+
+        for _ in range(MAX_ROUNDS):
+            found, num_interruptions = bench.runner.run(interrupted())
+            for expected, completion in zip(whole, found, strict=True):
+                assert completion.token_ids.tolist() == expected.token_ids.tolist()
+                assert (completion.thinking, completion.spans) == (expected.thinking, expected.spans)
+                np.testing.assert_allclose(completion.logprobs, expected.logprobs, atol=self.tolerance)
             if num_interruptions:
                 return
         raise AssertionError("every request was over before it could be interrupted")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from rl_core.data.ragged import Ragged
 from rl_core.environments.messages import read_results, write_results
 from rl_core.rollouts.group import RolloutGroup, RolloutReports
 from rl_core.rollouts.pool import AnsweredTurns, RolloutTurns
-from rl_core.rollouts.rollout import Completion, Prompt, WeightSpan
+from rl_core.rollouts.rollout import Completion, Prompt, Thinking, WeightSpan
 
 
 def group_state(group: RolloutGroup) -> Mapping[str, Any]:
@@ -66,6 +66,7 @@ def turns_state(turns: Sequence[RolloutTurns]) -> Mapping[str, Any]:
             for index, completion in enumerate(completions)
             if completion.routed_experts is not None
         },
+        "thinking": tuple(each.thinking and astuple(each.thinking) for each in completions),
         "conversations": tuple(tuple(answered.digests for answered in each.conversations) for each in turns),
         "results": np.frombuffer(write_results(results), np.uint8),
     }
@@ -74,14 +75,17 @@ def turns_state(turns: Sequence[RolloutTurns]) -> Mapping[str, Any]:
 def turns_from(state: Mapping[str, Any]) -> tuple[RolloutTurns, ...]:
     """Return turns from their plain data."""
     ends = np.cumsum(state["lengths"], dtype=np.int64)
+    # A checkpoint of an earlier release has no thoughts.
+    thinking = state.get("thinking") or (None,) * len(state["lengths"])
     completions = iter(
-        Completion(token_ids, logprobs, reason, spans, state["routed_experts"].get(str(index)))
-        for index, (token_ids, logprobs, reason, spans) in enumerate(
+        Completion(token_ids, logprobs, reason, spans, state["routed_experts"].get(str(index)), thoughts)
+        for index, (token_ids, logprobs, reason, spans, thoughts) in enumerate(
             zip(
                 np.split(state["token_ids"], ends)[:-1],
                 np.split(state["logprobs"], ends)[:-1],
                 state["stop_reasons"],
                 [tuple(WeightSpan(version, num_tokens) for version, num_tokens in spans) for spans in state["spans"]],
+                [each and Thinking(*each) for each in thinking],
                 strict=True,
             )
         )

@@ -14,14 +14,25 @@ from rl_core.data.ragged import Ragged
 from rl_core.metrics import Metric, over_updates
 from rl_core.model import Metrics
 from rl_core.rollouts.group import RolloutGroup
+from rl_core.rollouts.rollout import Thinking
 
-PREFIX = "ignored/"
-"""Prefix of the fields in `Rollout.info`."""
+PREFIX, THINKING = "ignored/", "thinking/"
+"""Prefixes of the entries of `Rollout.info` for fields that an agent has set, and for thoughts within a budget."""
 
 
 def ignored_info(fields: Iterable[str]) -> Mapping[str, float]:
     """Return the entries of `Rollout.info` for the fields that a rollout's agent has set."""
     return {f"{PREFIX}{name}": 1.0 for name in sorted(fields)}
+
+
+def thinking_info(thoughts: Sequence[Thinking]) -> Mapping[str, float]:
+    """Return the entries of `Rollout.info` for the thoughts of its turns; none without a thinking budget."""
+    if not thoughts:
+        return {}
+    return {
+        f"{THINKING}tokens": float(sum(each.num_tokens for each in thoughts)),
+        f"{THINKING}cut": float(any(each.is_cut for each in thoughts)),
+    }
 
 
 def training_metrics(updates: Sequence[Metrics], *, prefix: str = "train") -> dict[str, Metric]:
@@ -82,9 +93,9 @@ def rollout_metrics(groups: Sequence[RolloutGroup], advantages: Advantages | Non
     return {
         **metrics,
         **{f"reward/{name}": value for name, value in named.items() if name != "reward"},
-        # Environments report numbers; the worker adds fields that agents set without effect.
+        # Environments report numbers; the worker adds fields that agents set without effect, and thoughts.
         **{
-            f"{'rollout' if name.startswith(PREFIX) else 'environment'}/{name}": value
+            f"{'rollout' if name.startswith((PREFIX, THINKING)) else 'environment'}/{name}": value
             for name, value in reported.items()
         },
         **agent_metrics(groups),

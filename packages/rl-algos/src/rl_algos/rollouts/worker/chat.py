@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -22,7 +23,7 @@ from rl_core.errors import ConfigError
 from rl_core.rollouts.environment import ToolCall
 from rl_core.rollouts.program import Reply
 from rl_core.rollouts.rollout import Message
-from rl_core.rollouts.thoughts import MARKS, opened_by
+from rl_core.rollouts.thoughts import MARKS, PROMPT_END, last_thoughts, opened_by
 from rl_core.tokenizer import Tokenizer
 
 
@@ -102,6 +103,16 @@ class Chat:
         """Return the text of tokens, with special tokens."""
         ids = token_ids.tolist()
         return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def thoughts(self, prompt: np.ndarray, completion: np.ndarray) -> tuple[int, str]:
+        """See `rl_core.rollouts.thinking.ThoughtReader.thoughts`."""
+        text = self.shown(completion)
+        end, mark = last_thoughts(text, opened_by(self.shown(prompt[-PROMPT_END:])))
+        if mark:
+            return len(completion), mark
+        # Texts of single tokens do not add up to the text: a character may be several tokens.
+        lengths = range(len(completion))
+        return bisect_left(lengths, 1, key=lambda length: self.shown(completion[:length]).startswith(text[:end])), ""
 
     @cached_property
     def continuation(self) -> Callable[[Message, Sequence[Message], np.ndarray], np.ndarray]:

@@ -14,10 +14,10 @@ from rl_algos.rollouts.worker.chat import Chat
 from rl_algos.rollouts.worker.conversations import Conversations, EnvironmentClient
 from rl_core.rollouts.environment import Conversation, StepResult, TrainerState
 from rl_core.rollouts.generation import GenerationRequest, Generator, SamplingParams
-from rl_core.rollouts.interruption import generate_whole
 from rl_core.rollouts.pool import RolloutTurns
 from rl_core.rollouts.program import Reply
 from rl_core.rollouts.rollout import Completion, Message, Prompt, Rollout
+from rl_core.rollouts.thinking import generate_turn
 from rl_core.tracing import spans
 
 
@@ -119,7 +119,7 @@ class PlayClient:
         if digest not in self._completions:
             generator = self._services.generator if opponent is None else opponent
             with self._services.generating:
-                self._completions[digest] = await generate_whole(generator.generate, request)
+                self._completions[digest] = await generate_turn(generator.generate, request, self._services.chat)
         completion = self._newest = self._completions[digest]
         self._services.chat.require_no_image(completion.token_ids)
         if opponent is None:

@@ -19,7 +19,7 @@ from rl_core.images import image_digests
 from rl_core.rollouts.environment import Conversation, StepResult
 from rl_core.rollouts.program import GenerationClient, Reply
 from rl_core.rollouts.rollout import Completion, Message, Prompt, Rollout
-from rl_core.rollouts.thoughts import opened_by
+from rl_core.rollouts.thoughts import PROMPT_END, opened_by
 
 
 class MultiTurnProgram:
@@ -299,7 +299,7 @@ class Seat:
             raise ValueError(f"the prompt has {len(asked)} tokens; a rollout may have {self._limits.max_tokens}")
         if sampling.max_new_tokens > room:
             sampling = dataclasses.replace(sampling, max_new_tokens=room)
-        self._opened_thoughts = opened_by(self._client.shown(asked[-_PROMPT_END:]))
+        self._opened_thoughts = opened_by(self._client.shown(asked[-PROMPT_END:]))
         self._completion = await self._client.generate(asked, sampling, **told)
         self._transcript.add_completion(self._completion)
         self._reply = self._client.read(self._completion.token_ids)
@@ -406,8 +406,6 @@ class Seat:
 
 
 _NO_TOKENS = np.zeros(0, np.int32)
-_PROMPT_END = 32
-"""Number of tokens at the end of a prompt that are searched for a mark of thoughts."""
 
 
 def _require(observation: Sequence[Message]) -> None:

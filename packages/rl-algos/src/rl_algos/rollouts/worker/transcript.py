@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from rl_algos.rollouts.training.metrics import thinking_info
 from rl_core.rollouts.environment import StepResult
-from rl_core.rollouts.rollout import Completion, Prompt, Rollout, Turn, WeightSpan, unknown_routing
+from rl_core.rollouts.rollout import Completion, Prompt, Rollout, Thinking, Turn, WeightSpan, unknown_routing
 
 
 class Transcript:
@@ -37,6 +38,7 @@ class Transcript:
         self._late_rewards: Counter[int] = Counter()
         self._num_sampled: list[int] = []
         self._info: dict[str, object] = {}
+        self._thoughts: list[Thinking] = []
         self._stop_reason = "abort"
         self.add_context(prompt.token_ids if first is None else first)
 
@@ -76,15 +78,18 @@ class Transcript:
         self._append(tokens, 0, np.zeros(len(tokens), dtype=np.float32))
 
     def add_completion(self, completion: Completion) -> None:
-        """Append sampled tokens as they are.
+        """Append the tokens of a turn as they are; those that ended thoughts by force count as not sampled.
 
         If the experts of a token are reported more than once, the report of the pass that sampled it stays.
         """
         if completion.routed_experts is not None:
             own = self._routing[-1]
             own.append(completion.routed_experts[sum(map(len, own)) :])
-        self._append(completion.token_ids, 1, completion.logprobs)
-        self._num_sampled.append(len(completion.token_ids))
+        mask = completion.sampled_mask
+        self._append(completion.token_ids, mask, completion.logprobs)
+        self._num_sampled.append(int(mask.sum()))
+        if completion.thinking is not None:
+            self._thoughts.append(completion.thinking)
         self._spans.extend(completion.spans)
         self._stop_reason = completion.stop_reason
 
@@ -121,7 +126,7 @@ class Transcript:
             rewards={name: float(value) for name, value in self._rewards.items()},
             stop_reason=self._stop_reason,  # type: ignore[arg-type]  # set from Completion.stop_reason
             status="truncated" if truncated else "ok",
-            info=dict(self._info),
+            info={**self._info, **thinking_info(self._thoughts)},
             routed_experts=self._routed_experts(segments),
             segments=segments if len(segments) > 1 else (),
             images=tuple(self._images) if any(self._images) else (),
@@ -136,7 +141,7 @@ class Transcript:
             parts += [*own, unknown_routing(length - sum(map(len, own)), known[0].shape[1:])]
         return np.concatenate(parts)
 
-    def _append(self, tokens: np.ndarray, mask: int, logprobs: np.ndarray) -> None:
+    def _append(self, tokens: np.ndarray, mask: int | np.ndarray, logprobs: np.ndarray) -> None:
         self._tokens.append(np.asarray(tokens, dtype=np.int32))
         self._mask.append(np.full(len(tokens), mask, dtype=np.uint8))
         self._logprobs.append(np.asarray(logprobs, dtype=np.float32))
