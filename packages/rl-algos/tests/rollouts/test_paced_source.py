@@ -1,7 +1,9 @@
 """The source that runs ahead of training, on a pool that ends groups in any order."""
 
+import dataclasses
 import io
 import random
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_algos.data.stream import Stream
-from rl_algos.rollouts.config import PolicyGradientConfig
+from rl_algos.rollouts.config import PolicyGradientConfig, Sampler
 from rl_algos.rollouts.driver.ledger import Ledger, digest
 from rl_algos.rollouts.driver.source import PacedRolloutSource
 from rl_algos.rollouts.driver.steps import NO_SIGNAL, collect_groups
@@ -388,16 +390,88 @@ def test_a_state_that_has_drawn_beyond_the_end_of_the_data_is_refused():
         resumed.restore(source.state())
 
 
+def over_sampling(pool, *, staleness=2, **settings):
+    """A synchronous source that begins 6 groups for a step of 4."""
+    more = {"num_ahead": 2, "sampler": "ready_first", "overlaps_training": False, "in_flight": True}
+    return make_source(pool, staleness=staleness, **{**more, **settings})
+
+
+def test_over_sampling_ends_a_step_at_its_last_group_and_carries_the_others_over():
+    first = [prompt.id for prompt in Stream([PROMPTS], seed=1).take(6)]
+    pool = ShuffledPool(last=first[:2])
+    source = over_sampling(pool)
+    source.adopt(WeightUpdate(1))
+    assert [group.prompt.id for group in source.collect(4)] == first[2:]
+    assert {task.prompt.id for task, _ in pool.under_way.values()} == set(first[:2])
+    source.adopt(WeightUpdate(2))
+    assert pool.in_flight == [True, True]
+    # 4 more begin beside the two, which are not due yet
+    assert not {group.prompt.id for group in source.collect(4)} & set(first)
+    assert len(pool.tasks) == 10
+    source.adopt(WeightUpdate(3))
+    # but in step 3 they are, because they began with version 1
+    assert {group.prompt.id for group in source.collect(4)} > set(first[:2])
+    assert source.metrics()["staleness/max"] == 2
+    source.adopt(WeightUpdate(4))
+    assert ledger_of(source).num_drawn == 14
+    assert sum(map(len, ledger_of(source).trained().values())) == 12
+
+
+def test_metrics_compare_the_lengths_of_carried_rollouts_with_the_others():
+    pool = ShuffledPool()
+    source = over_sampling(pool, staleness=1)
+    source.adopt(WeightUpdate(1))
+    source.collect(4)
+    found = source.metrics()
+    assert (found["carried/share"], found["carried/mean_length_of_others"]) == (0.0, 1.0)
+    assert "carried/mean_length" not in found
+    source.adopt(WeightUpdate(2))
+    source.collect(4)
+    found = source.metrics()
+    assert (found["carried/share"], found["carried/mean_length"]) == (0.5, 1.0)
+    assert (found["queue/under_way"] + found["queue/finished"], found["staleness/mean"]) == (2.0, 0.5)
+    assert not [name for name in found if name.startswith("idle/")]
+
+
+def test_the_last_step_begins_nothing_that_no_step_trains_on():
+    pool = ShuffledPool()
+    source = over_sampling(pool)
+    source.adopt(WeightUpdate(1))
+    source.collect(4, num_later=4)
+    source.adopt(WeightUpdate(2))
+    source.collect(4, num_later=0)
+    assert (len(pool.tasks), pool.under_way) == (8, {})
+
+
+def test_dynamic_sampling_refills_a_step_that_over_samples():
+    pool = ShuffledPool(alike=lambda prompt_id: int(prompt_id[1:]) % 2)
+    source = over_sampling(pool, staleness=1)
+    config = PolicyGradientConfig(num_prompts_per_step=4, use_dynamic_sampling=True)
+    trained = []
+    for version in range(1, 5):
+        source.adopt(WeightUpdate(version))
+        kept, aside = collect_groups(source, config)
+        assert all(version - min(versions_of(group)) <= 1 for group in [*kept, *aside])
+        trained += [group.prompt.id for group in kept]
+    assert len(trained) == 16
+    assert all(int(prompt_id[1:]) % 2 == 0 for prompt_id in trained)
+
+
 @settings(deadline=None, max_examples=60)
 @given(
     staleness=st.integers(0, 3),
+    ahead=st.integers(0, 9),
+    sampler=st.sampled_from(get_args(Sampler)),
     seed=st.integers(0, 1000),
     steps=st.lists(st.sampled_from(["train", "train", "collect", "save", "kill", "evaluate"]), max_size=25),
 )
-def test_every_draw_is_trained_once_dropped_with_a_reason_or_pending_whenever_a_run_is_killed(staleness, seed, steps):
+def test_every_draw_is_trained_once_dropped_with_a_reason_or_pending_whenever_a_run_is_killed(
+    staleness, ahead, sampler, seed, steps
+):
     chance = random.Random(seed)
+    rule = {"num_ahead": min(ahead, 3 * staleness), "sampler": sampler, "window": 5, "in_flight": ahead % 2 == 0}
     pool = ShuffledPool(seed)
-    source = make_source(pool, staleness=staleness, per_step=3)
+    source = make_source(pool, staleness=staleness, per_step=3, **rule)
     version = 1
     trained: list[str] = []
     collected: list[RolloutGroup] = []
@@ -409,7 +483,7 @@ def test_every_draw_is_trained_once_dropped_with_a_reason_or_pending_whenever_a_
         elif step == "kill":
             state, version, trained = saved[0], saved[1], list(saved[2])
             pool = ShuffledPool(chance.randrange(1000))
-            source = make_source(pool, staleness=staleness, per_step=3)
+            source = make_source(pool, staleness=staleness, per_step=3, **rule)
             source.restore(state)
             source.adopt(WeightUpdate(version))
             collected = []
@@ -431,3 +505,29 @@ def test_every_draw_is_trained_once_dropped_with_a_reason_or_pending_whenever_a_
         dropped = sorted(draw for draws in ledger.dropped().values() for draw in draws)
         assert sorted([*left, *dropped, *ledger.pending()]) == list(range(ledger.num_drawn))
         assert sorted(drawn[draw].id for draw in left) == sorted(trained)
+
+
+def test_a_share_of_the_rollouts_are_demonstrations_and_the_same_ones_after_a_restart():
+    prompts = [dataclasses.replace(each, demonstration=np.array([4], np.int32)) for each in PROMPTS[:30]] + PROMPTS[30:]
+
+    def counts(share, stop=None):
+        pool = ShuffledPool()
+        source = make_source(pool, staleness=0, prompts=prompts, demonstrated_share=share)
+        source.adopt(WeightUpdate(1))
+        source.collect(12)
+        if stop is not None:
+            state = reloaded(source.state())
+            pool = ShuffledPool()
+            source = make_source(pool, staleness=0, prompts=prompts, demonstrated_share=share)
+            source.restore(state)
+        source.adopt(WeightUpdate(2))
+        source.collect(28)
+        return [(task.prompt.demonstration is not None, task.num_demonstrated) for task in pool.tasks]
+
+    assert set(counts(0.5)) == {(True, 1), (False, 0)}
+    found = counts(0.25)
+    assert {number for shown, number in found if shown} == {0, 1}
+    assert 5 <= sum(number for _, number in found) <= 25
+    # groups that were collected and not trained come again, with the same rollouts
+    assert counts(0.25, stop=12) == found[:28]
+    assert {number for shown, number in counts(0.9) if shown} == {1, 2}

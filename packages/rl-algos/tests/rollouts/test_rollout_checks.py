@@ -157,3 +157,65 @@ def test_keys_that_an_agent_leaves_without_effect_are_refused():
         "grpo.max_rollout_turns",
     }
     assert set(problems(GRPOConfig(agent=AgentConfig(run="nowhere.py:run")))) == {"grpo.agent.run"}
+
+
+@pytest.mark.parametrize("kind", [GRPOConfig, PPOConfig, DistillationConfig])
+def test_over_sampling_needs_no_devices_of_its_own_and_continues_rollouts_over_updates(kind):
+    settings = kind(num_prompts_per_step=10, over_sampling_ratio=1.25)
+    assert problems(settings, colocated=ColocatedConfig()) == {}
+    assert (settings.num_ahead, settings.max_staleness, settings.sampler) == (3, 1, "ready_first")
+    assert settings.updates_in_flight
+    ahead = kind(async_grpo=AsyncConfig(enabled=True, in_flight_weight_updates=True), over_sampling_ratio=1.5)
+    assert problems(ahead) == {}
+    assert ahead.num_ahead == ahead.num_prompts_per_step // 2
+    plain = kind()
+    assert (plain.num_ahead, plain.max_staleness, plain.updates_in_flight) == (0, 0, False)
+    assert plain.sampler == "weight_fifo"
+
+
+OLDER = AsyncConfig(max_trajectory_age_steps=2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "fields"),
+    [
+        ({"over_sampling_ratio": 2.5}, "over_sampling_ratio", {"got": 2.5, MENTIONS: ["max_trajectory_age_steps (2)"]}),
+        ({"over_sampling_ratio": 1.00000001}, "over_sampling_ratio", {MENTIONS: ["adds no prompt to the 32"]}),
+        (
+            {"over_sampling_ratio": 1.5, "async_grpo": AsyncConfig(enabled=True)},
+            "async_grpo.in_flight_weight_updates",
+            {"got": False, MENTIONS: ["grpo.over_sampling_ratio"]},
+        ),
+        (
+            {"over_sampling_ratio": 1.5, "async_grpo": AsyncConfig(sampler="in_order")},
+            "async_grpo.sampler",
+            {"got": "in_order", "allowed": "ready_first, windowed"},
+        ),
+        ({"async_grpo": AsyncConfig(sampler="ready_first")}, "async_grpo.sampler", {"is_unused": True}),
+        (
+            {"over_sampling_ratio": 1.5, "async_grpo": OLDER.model_copy(update={"sampler": "windowed"})},
+            "async_grpo.sampler_window",
+            {MENTIONS: ["from 32 to 48"]},
+        ),
+        (
+            {"over_sampling_ratio": 1.5, "async_grpo": AsyncConfig(sampler="windowed", sampler_window=64)},
+            "async_grpo.sampler_window",
+            {"got": 64, "allowed": "int from 32 (the prompts of a step) to 48 (the prompts in progress)"},
+        ),
+        (
+            {"over_sampling_ratio": 1.5, "async_grpo": AsyncConfig(sampler_window=40)},
+            "async_grpo.sampler_window",
+            {"is_unused": True},
+        ),
+        (
+            {"over_sampling_ratio": 1.5, "async_grpo": AsyncConfig(recompute_kv_cache_after_weight_updates=False)},
+            "async_grpo.recompute_kv_cache_after_weight_updates",
+            {"is_unused": True, MENTIONS: ["colocated.enabled=true"]},
+        ),
+    ],
+)
+def test_over_sampling_and_samplers_that_cannot_work_are_refused(settings, key, fields):
+    is_ahead = "async_grpo" in settings and settings["async_grpo"].enabled
+    colocated = APART if is_ahead else ColocatedConfig()
+    (problem,) = problems(GRPOConfig(**settings), colocated=colocated).values()
+    assert_fields(problem, f"grpo.{key}", fields)

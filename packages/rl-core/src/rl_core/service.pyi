@@ -126,6 +126,7 @@ from rl_core.errors import DataError as DataError
 from rl_core.errors import EnvironmentFailed as EnvironmentFailed
 from rl_core.errors import FailureOrigin as FailureOrigin
 from rl_core.errors import GeneratorError as GeneratorError
+from rl_core.errors import InfrastructureFailed as InfrastructureFailed
 from rl_core.errors import RequestRefused as RequestRefused
 from rl_core.errors import RLError as RLError
 from rl_core.errors import RolloutsFailed as RolloutsFailed

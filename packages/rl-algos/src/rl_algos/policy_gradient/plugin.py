@@ -80,11 +80,11 @@ def loss_problems(config: ObjectiveRoot, algorithm: PolicyGradientConfig) -> Ite
     if loss.observation_nll_weight:
         reader = "loss_fn.observation_nll_weight learns tokens that were not sampled, which may be outside of these"
         yield from filter_problems(config.policy.generation, reader, remedy="Remove one of the two keys")
-        if algorithm.turn_limit == 1:
         if config.policy.generation.thinking_budget and config.policy.generation.thinking_budget_mode == "close":
             reason = "learns the tokens between sampled ones, among which are those that end thoughts by force"
             remedy = "Set policy.generation.thinking_budget_mode=truncate, or remove one of the two keys"
             yield Problem("loss_fn.observation_nll_weight", reason, got=loss.observation_nll_weight, remedy=remedy)
+        if algorithm.turn_limit == 1:
             yield Problem.unused("loss_fn.observation_nll_weight", f"with {section}.max_rollout_turns=1")
     yield from policy_loss_problems(loss)
 
@@ -94,9 +94,11 @@ def _uncorrected(config: ObjectiveRoot, algorithm: PolicyGradientConfig) -> Iter
     sampled."""
     loss = config.loss_fn
     if algorithm.max_staleness:
-        cause = f"{algorithm.section}.async_grpo allows rollouts that are {algorithm.max_staleness} steps old"
+        is_async = algorithm.async_grpo.enabled
+        key = f"{algorithm.section}.{'async_grpo' if is_async else 'over_sampling_ratio'}"
+        cause = f"{key} allows rollouts that are {algorithm.max_staleness} steps old"
         why = "the loss does not correct for their age otherwise"
-        otherwise = f"set {algorithm.section}.async_grpo.enabled=false"
+        otherwise = f"set {key}.enabled=false" if is_async else f"remove {key}"
     else:
         reduced = " and ".join(f"policy.{found}" for found in reduced_precision(config.policy))
         if not reduced or (isinstance(loss, LossConfig) and loss.allow_uncorrected_precision):

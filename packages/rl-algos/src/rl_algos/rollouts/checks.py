@@ -192,20 +192,6 @@ def validation_metrics(settings: RolloutConfig, data: DataConfig) -> list[str]:
     return ["val/reward", "val/reward/*", "val/accuracy", "val/mean_length", *of_agents, *several, *by_dataset]
 
 
-def minibatch_problem(settings: RolloutConfig, key: str, rows: int) -> Iterator[Problem]:
-    """Yield the problem of a number of rows per optimizer step that does not divide the rollouts of a step.
-
-    Args:
-        settings: Section of the algorithm.
-        key: Key of the number of rows.
-        rows: Number of rows per optimizer step.
-    """
-    if settings.rollouts_per_step % rows:
-        counts = ("num_prompts_per_step", "num_generations_per_prompt")
-        product = " x ".join(f"{settings.section}.{name} {getattr(settings, name)}" for name in counts)
-        yield Problem(key, f"must divide the {settings.rollouts_per_step} rollouts of a step ({product})", got=rows)
-
-
 def thinking_problems(config: EvaluationRoot) -> Iterator[Problem]:
     """Yield settings of thoughts within a budget that contradict one another, or would not take effect."""
     generation, section = config.policy.generation, "policy.generation"
@@ -232,6 +218,20 @@ def thinking_problems(config: EvaluationRoot) -> Iterator[Problem]:
             yield Problem(f"{section}.thinking_end", reason, got=end, remedy=remedy)
 
 
+def minibatch_problem(settings: RolloutConfig, key: str, rows: int) -> Iterator[Problem]:
+    """Yield the problem of a number of rows per optimizer step that does not divide the rollouts of a step.
+
+    Args:
+        settings: Section of the algorithm.
+        key: Key of the number of rows.
+        rows: Number of rows per optimizer step.
+    """
+    if settings.rollouts_per_step % rows:
+        counts = ("num_prompts_per_step", "num_generations_per_prompt")
+        product = " x ".join(f"{settings.section}.{name} {getattr(settings, name)}" for name in counts)
+        yield Problem(key, f"must divide the {settings.rollouts_per_step} rollouts of a step ({product})", got=rows)
+
+
 def length_problem(policy: GeneratingPolicy, section: str, length: int) -> Iterator[Problem]:
     """Yield the problem of a model that reads the policy's rollouts and is too short for them.
 
@@ -250,13 +250,28 @@ def length_problem(policy: GeneratingPolicy, section: str, length: int) -> Itera
 def _ahead(rollouts: RolloutConfig, generation: GenerationConfig) -> Iterator[Problem]:
     """Yield problems of rolling out ahead of training."""
     section, settings = f"{rollouts.section}.async_grpo", rollouts.async_grpo
-    if not settings.enabled and is_changed(settings, "max_trajectory_age_steps"):
-        yield Problem.unused(f"{section}.max_trajectory_age_steps", f"without {section}.enabled=true")
+    ratio = f"{rollouts.section}.over_sampling_ratio"
+    without = f"without {section}.enabled=true or {ratio} above 1"
+    if not (settings.enabled or rollouts.over_samples) and is_changed(settings, "max_trajectory_age_steps"):
+        yield Problem.unused(f"{section}.max_trajectory_age_steps", without)
+    if not rollouts.max_staleness and settings.sampler is not None:
+        yield Problem.unused(f"{section}.sampler", without)
+    if rollouts.over_samples:
+        yield from _over_sampling(rollouts, section, ratio)
+    num_prompts, window = rollouts.num_prompts_per_step, settings.sampler_window
+    if settings.sampler == "windowed" and window is None:
+        remedy = f"Set it to a number of prompts from {num_prompts} to {num_prompts + rollouts.num_ahead}"
+        yield Problem(f"{section}.sampler_window", "must be set with the sampler windowed", remedy=remedy)
+    elif window is not None and settings.sampler != "windowed":
+        yield Problem.unused(f"{section}.sampler_window", f"without {section}.sampler=windowed")
+    elif window is not None and not num_prompts <= window <= num_prompts + rollouts.num_ahead:
+        allowed = f"int from {num_prompts} (the prompts of a step) to {num_prompts + rollouts.num_ahead} (the prompts "
+        yield Problem(f"{section}.sampler_window", got=window, allowed=f"{allowed}in progress)")
     if settings.in_flight_weight_updates and not rollouts.max_staleness:
         because = "in a synchronous run, because no completion is in progress when the weights change"
         remedy = f"Remove this key, or set {section}.enabled=true and max_trajectory_age_steps above 0"
         yield Problem.unused(f"{section}.in_flight_weight_updates", because, remedy=remedy)
-    if rollouts.max_staleness and generation.colocated.enabled:
+    if settings.enabled and rollouts.max_staleness and generation.colocated.enabled:
         reason = "needs separate devices for generation, because generation on the policy's devices stops while the"
         remedy = "Set policy.generation.colocated.enabled=false and policy.generation.colocated.resources, or set"
         remedy = f"{remedy} {section}.enabled=false"
@@ -265,7 +280,10 @@ def _ahead(rollouts: RolloutConfig, generation: GenerationConfig) -> Iterator[Pr
     if settings.recompute_kv_cache_after_weight_updates:
         return
     if not rollouts.updates_in_flight:
-        yield Problem.unused(key, f"without {rollouts.section}.async_grpo.in_flight_weight_updates=true")
+        yield Problem.unused(key, f"without {section}.in_flight_weight_updates=true or {ratio} above 1")
+    elif generation.colocated.enabled:
+        because = "with policy.generation.colocated.enabled=true, because the engine loses its cache when it sleeps"
+        yield Problem.unused(key, because)
     elif generation.lora_sync == "adapter":
         because = "with policy.generation.lora_sync=adapter, because the engine caches keys and values per adapter and"
         remedy = "Set policy.generation.lora_sync=merged, or remove this key"
@@ -274,6 +292,24 @@ def _ahead(rollouts: RolloutConfig, generation: GenerationConfig) -> Iterator[Pr
         reason = f"is not supported by {generation.backend}, which recomputes the keys and values of an interrupted"
         remedy = "Set policy.generation.backend=vllm, or remove this key"
         yield Problem(key, f"{reason} request", got=False, remedy=remedy)
+
+
+def _over_sampling(rollouts: RolloutConfig, section: str, ratio: str) -> Iterator[Problem]:
+    """Yield problems of ending a step before all its rollouts have finished."""
+    settings, most = rollouts.async_grpo, 1 + rollouts.max_staleness
+    if rollouts.over_sampling_ratio > most:
+        reason = f"must be at most 1 + {section}.max_trajectory_age_steps ({most}), so that every group trains in time"
+        yield Problem(ratio, reason, got=rollouts.over_sampling_ratio, remedy="Lower it, or raise that limit")
+    elif not rollouts.num_ahead:
+        reason = f"adds no prompt to the {rollouts.num_prompts_per_step} of a step"
+        yield Problem(ratio, reason, got=rollouts.over_sampling_ratio)
+    if rollouts.sampler in ("weight_fifo", "in_order"):
+        reason = f"makes a step wait for older groups, but {ratio} ends it with the groups that finish first"
+        allowed = "ready_first, windowed"
+        yield Problem(f"{section}.sampler", reason, got=settings.sampler, allowed=allowed)
+    if settings.enabled and not settings.in_flight_weight_updates:
+        reason = f"must be true with {ratio} above 1: otherwise every update waits for the rollouts that a step leaves"
+        yield Problem(f"{section}.in_flight_weight_updates", reason, got=False)
 
 
 def _validation(rollouts: RolloutConfig, data: DataConfig) -> Iterator[Problem]:

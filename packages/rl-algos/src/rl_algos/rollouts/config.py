@@ -22,6 +22,9 @@ DRAFTER = "drafter"
 
 _LEASE_S = 300.0
 
+Sampler = Literal["weight_fifo", "in_order", "ready_first", "windowed"]
+"""Values of `AsyncConfig.sampler`."""
+
 
 class AgentConfig(Config):
     """An agent that calls the policy over HTTP: a function, a command or a program elsewhere."""
@@ -132,7 +135,17 @@ class AsyncConfig(Config):
     max_trajectory_age_steps: int = Field(default=1, ge=0)
     """Maximum age of a rollout in steps: how far the weights that sampled it may be behind the weights that train on
     it. At most this many steps' worth of prompts run ahead. A step waits for a rollout that would become older, and no
-    rollout is discarded. 0 makes the run synchronous."""
+    rollout is discarded. 0 makes the run synchronous. It is also the limit of a synchronous run with
+    `over_sampling_ratio`."""
+    sampler: Sampler | None = None
+    """Which groups a step trains on. `weight_fifo`: those that the oldest weights began; among groups of equal age, the
+    ones that finish first. `in_order`: the next ones in the order of the data, so that timing does not decide.
+    `ready_first`: those that finish first. `windowed`: those that finish first among the next `sampler_window` prompts
+    of the data. With all of them, a step first takes the groups that would otherwise exceed the maximum age. If unset,
+    it is `ready_first` with `over_sampling_ratio` above 1, and `weight_fifo` otherwise."""
+    sampler_window: int | None = Field(default=None, gt=0)
+    """Number of prompts that the sampler `windowed` chooses from, between `num_prompts_per_step` and the number of
+    prompts that are in progress."""
     in_flight_weight_updates: bool = False
     """Interrupt in-flight completions when the generators receive new weights; each one then continues from its tokens
     with the new weights. Otherwise they finish with the old weights, and the generators wait for the longest one."""
@@ -183,6 +196,11 @@ class RolloutConfig(Config):
 
     num_prompts_per_step: int = Field(default=32, gt=0)
     """Number of prompts per step."""
+    over_sampling_ratio: Annotated[float, WhenChanged.RESUME] = Field(default=1.0, ge=1)
+    """Number of prompts that are rolled out at the same time, relative to `num_prompts_per_step`. Above 1, a step ends
+    as soon as `num_prompts_per_step` groups have finished. Rollouts of the others are interrupted when the weights
+    change and continue in the next step from the tokens that they have (partial rollouts, APRIL, arXiv:2509.18521). A
+    step waits for a group that would otherwise become older than `async_grpo.max_trajectory_age_steps`."""
     num_generations_per_prompt: int = Field(default=16, gt=0)
     """Number of rollouts per prompt (the group size)."""
     max_num_steps: Annotated[int, WhenChanged.GOAL] = Field(default=1000, gt=0)
@@ -274,14 +292,32 @@ class RolloutConfig(Config):
         return self.renders_anew or self.agent is not None
 
     @property
+    def over_samples(self) -> bool:
+        """True if a step ends before all rollouts in progress have finished."""
+        return self.over_sampling_ratio > 1
+
+    @property
     def max_staleness(self) -> int:
         """Maximum number of weight versions between the start of a rollout and its training."""
-        return self.async_grpo.max_trajectory_age_steps if self.async_grpo.enabled else 0
+        settings = self.async_grpo
+        return settings.max_trajectory_age_steps if settings.enabled or self.over_samples else 0
+
+    @property
+    def num_ahead(self) -> int:
+        """Maximum number of prompts in progress in addition to the prompts of a step."""
+        if not self.over_samples:
+            return self.max_staleness * self.num_prompts_per_step
+        return math.ceil(round(self.over_sampling_ratio * self.num_prompts_per_step, 6)) - self.num_prompts_per_step
+
+    @property
+    def sampler(self) -> Sampler:
+        """The sampler that takes effect."""
+        return self.async_grpo.sampler or ("ready_first" if self.over_samples else "weight_fifo")
 
     @property
     def updates_in_flight(self) -> bool:
         """True if in-flight completions are interrupted when the weights change."""
-        return self.max_staleness > 0 and self.async_grpo.in_flight_weight_updates
+        return self.max_staleness > 0 and (self.over_samples or self.async_grpo.in_flight_weight_updates)
 
     @property
     def keeps_cache(self) -> bool:

@@ -121,8 +121,12 @@ def source_of(
         num_generations=settings.num_generations_per_prompt,
         seed=settings.seed,
         max_staleness=settings.max_staleness,
-        in_flight=settings.updates_in_flight,
         prompts_per_step=settings.num_prompts_per_step,
+        num_ahead=settings.num_ahead,
+        sampler=settings.sampler,
+        window=settings.async_grpo.sampler_window or 0,
+        overlaps_training=settings.async_grpo.enabled,
+        in_flight=settings.updates_in_flight,
         max_failed_share=settings.max_failed_share,
         section=settings.section,
     )
@@ -130,23 +134,23 @@ def source_of(
 
 def training_sampling(generation: GenerationConfig, stop_token_ids: tuple[int, ...]) -> SamplingParams:
     """Return how training rollouts are drawn."""
+    closes, text = generation.thinking_budget_mode == "close", generation.thinking_end or ""
+    budget = generation.thinking_budget
+    thinking = None if budget is None else ThinkingBudget(budget, closes=closes, text=text)
     return SamplingParams(
         max_new_tokens=generation.max_new_tokens,
         temperature=generation.temperature,
         top_p=generation.top_p,
         top_k=generation.top_k or 0,
-    closes, text = generation.thinking_budget_mode == "close", generation.thinking_end or ""
-    budget = generation.thinking_budget
-    thinking = None if budget is None else ThinkingBudget(budget, closes=closes, text=text)
         min_p=generation.min_p,
         stop_token_ids=(*stop_token_ids, *generation.stop_token_ids),
         stop_strings=tuple(generation.stop_strings),
+        thinking=thinking,
     )
 
 
 def validation_sampling(generation: GenerationConfig, stop_token_ids: tuple[int, ...]) -> SamplingParams:
     """Return how validation rollouts are drawn."""
-        thinking=thinking,
     temperature, top_p, top_k = generation.val_temperature, generation.val_top_p, generation.val_top_k or 0
     sampling = training_sampling(generation, stop_token_ids)
     return replace(sampling, temperature=temperature, top_p=top_p, top_k=top_k, min_p=0.0)

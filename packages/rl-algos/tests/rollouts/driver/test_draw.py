@@ -1,13 +1,15 @@
 import doctest
 import itertools
+from typing import get_args
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rl_algos.rollouts.config import Sampler
 from rl_algos.rollouts.driver import draw as draw_module
-from rl_algos.rollouts.driver.draw import NOT_BEGUN, Draw, DrawState, plan_batch
+from rl_algos.rollouts.driver.draw import NOT_BEGUN, BatchRule, Draw, DrawState
 from rl_core.rollouts.group import RolloutGroup
 from rl_core.rollouts.rollout import Prompt, Rollout
 
@@ -78,14 +80,16 @@ def test_discarded_draw_starts_from_nothing():
     assert (draw.begun_at, draw.turns) == (NOT_BEGUN, ())
 
 
-def test_the_example_of_the_batch_rule_holds():
+def test_the_examples_of_the_batch_rule_hold():
     result = doctest.testmod(draw_module)
-    assert (result.attempted, result.failed) == (6, 0)
+    assert (result.attempted, result.failed) == (9, 0)
 
 
-def test_a_batch_at_the_end_of_the_data_is_what_there_is():
-    assert plan_batch({}, 4).select(set()) == []
-    assert plan_batch({7: 1}, 4).select({7}) == [7]
+@pytest.mark.parametrize("sampler", get_args(Sampler))
+def test_a_batch_at_the_end_of_the_data_is_what_there_is(sampler):
+    rule = BatchRule(sampler, 1, 4, window=4)
+    assert rule.plan({}, 4, 1).select(set()) == []
+    assert rule.plan({7: 1}, 4, 1).select({7}) == [7]
 
 
 @given(
@@ -95,7 +99,15 @@ def test_a_batch_at_the_end_of_the_data_is_what_there_is():
 )
 def test_no_draw_that_stays_is_older_than_one_that_a_batch_takes(versions, num_groups, order):
     begun_at = dict(enumerate(sorted(versions)))
-    plan = plan_batch(begun_at, num_groups)
+    plan = BatchRule("weight_fifo", 3, 3).plan(begun_at, num_groups, version=4)
+    chosen = selected(plan, begun_at, order)
+    assert len(chosen) == min(num_groups, len(begun_at))
+    left = begun_at.keys() - set(chosen)
+    assert all(begun_at[kept] >= begun_at[taken] for kept in left for taken in chosen)
+
+
+def selected(plan, begun_at, order):
+    """The batch, with draws that finish in a random order; nothing is decided by draws that finish later."""
     numbers = list(begun_at)
     order.shuffle(numbers)
     finished = set()
@@ -104,7 +116,56 @@ def test_no_draw_that_stays_is_older_than_one_that_a_batch_takes(versions, num_g
             break
         finished.add(number)
     chosen = plan.select(finished)
-    assert len(chosen) == min(num_groups, len(begun_at))
+    assert chosen == sorted(set(chosen))
     assert set(chosen) <= finished
-    left = begun_at.keys() - set(chosen)
-    assert all(begun_at[kept] >= begun_at[taken] for kept in left for taken in chosen)
+    return chosen
+
+
+@given(
+    sampler=st.sampled_from(get_args(Sampler)),
+    max_staleness=st.integers(1, 4),
+    per_step=st.integers(1, 4),
+    num_ahead=st.integers(0, 16),
+    window=st.integers(1, 12),
+    order=st.randoms(use_true_random=False),
+)
+def test_every_step_has_its_groups_and_none_is_older_than_the_bound(
+    sampler, max_staleness, per_step, num_ahead, window, order
+):
+    rule = BatchRule(sampler, max_staleness, per_step, window)
+    num_ahead = min(num_ahead, max_staleness * per_step)
+    begun_at, drawn = {}, 0
+    for version in range(1, 4 * max_staleness + 4):
+        while len(begun_at) < per_step + num_ahead:
+            begun_at[drawn], drawn = version, drawn + 1
+        chosen = selected(rule.plan(begun_at, per_step, version), begun_at, order)
+        assert len(chosen) == per_step
+        assert all(version - begun_at.pop(draw) <= max_staleness for draw in chosen)
+
+
+def test_in_order_the_batch_does_not_depend_on_which_groups_finish_first():
+    plan = BatchRule("in_order", 2, 2).plan({4: 1, 5: 1, 6: 1, 7: 2}, 2, version=2)
+    assert plan.select({5, 6, 7}) is None
+    assert plan.select({4, 5, 6, 7}) == [4, 5]
+    # a resumed run begins draws again, with newer weights than finished draws after them
+    plan = BatchRule("in_order", 1, 2).plan({4: 3, 5: 3, 6: 2, 7: 2}, 2, version=3)
+    assert plan.select({4, 5, 6}) is None
+    assert plan.select({6, 7}) == [6, 7]
+
+
+def test_a_window_limits_how_far_a_quick_group_overtakes_slow_ones():
+    begun_at = dict.fromkeys(range(6), 1)
+    plan = BatchRule("windowed", 2, 2, window=3).plan(begun_at, 2, version=1)
+    assert plan.select({2, 3, 4, 5}) is None
+    assert plan.select({1, 2, 5}) == [1, 2]
+    assert BatchRule("ready_first", 2, 2).plan(begun_at, 2, version=1).select({4, 5}) == [4, 5]
+
+
+def test_groups_that_later_steps_could_not_take_in_time_are_waited_for_early():
+    # 5 groups are due in step 3 at the latest; steps 2 and 3 take 2 each, so step 1 takes at least 1 of them
+    begun_at = {0: 1, 1: 1, 2: 1, 3: 1, 4: 1, 5: 1}
+    rule = BatchRule("ready_first", 2, 2)
+    assert rule.plan(begun_at, 2, version=1).select({0, 5}) == [0, 5]
+    later = {0: 1, 1: 1, 2: 1, 3: 1, 4: 2, 5: 2}
+    assert rule.plan(later, 2, version=2).select({4, 5}) is None  # 4 groups for step 2 and 3
+    assert rule.plan(later, 2, version=2).select({1, 3, 4, 5}) == [1, 3]

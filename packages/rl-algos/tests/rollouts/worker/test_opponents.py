@@ -40,6 +40,12 @@ class Engine:
     async def start(self):
         self.calls.append("start")
 
+    async def pause(self, mode):
+        self.calls.append(f"pause {mode}")
+
+    async def resume(self):
+        self.calls.append("resume")
+
     async def sleep(self):
         self.calls.append("sleep")
         return True
@@ -214,4 +220,5 @@ def test_engines_start_sleep_wake_and_end_with_the_replica_and_count_in_its_heal
         return health
 
     assert asyncio.run(run()) == {"num_requests": 4, "num_sampled": 20, "weight_version": POLICY_VERSION}
-    assert worker._opponents["older"].calls == worker._generator.calls == ["start", "sleep", "wake", "close"]
+    calls = ["start", "pause interrupt", "sleep", "wake", "resume", "close"]
+    assert worker._opponents["older"].calls == worker._generator.calls == calls

@@ -6,10 +6,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from rl_algos.rollouts.training.metrics import REFILLED, rollout_metrics
 from rl_algos.rollouts.worker import worker as worker_module
 from rl_algos.rollouts.worker.program import MultiTurnProgram
 from rl_algos.rollouts.worker.programs import program_named
-from rl_algos.rollouts.worker.worker import RolloutWorker, RolloutWorkerSpec
+from rl_algos.rollouts.worker.worker import MAX_REFILLS, RolloutWorker, RolloutWorkerSpec
 from rl_algos.tiny_model import make_tokenizer
 from rl_core.errors import GeneratorError, RequestRefused
 from rl_core.model_config import TokenizerConfig
@@ -150,6 +151,38 @@ def test_rollouts_of_a_group_come_in_the_order_of_their_seeds(make_worker):
     assert group.rewards().tolist() == [1, 1, 1]
 
 
+def test_a_demonstration_is_scored_like_a_sampled_rollout_and_changes_no_other(make_worker):
+    seen = []
+
+    def answer(conversation):
+        seen.append((conversation.completion, conversation.completion_ids.tolist(), conversation.truncated))
+        return StepResult(reward=float(len(conversation.completion_ids)))
+
+    worker, _ = make_worker(answer)
+    shown = dataclasses.replace(PROMPT, demonstration=np.array([8, 9, 3], np.int32))
+
+    async def play():
+        own = dataclasses.replace(task(5, 6, 7), prompt=shown)
+        await worker.begin([(0, own)])
+        [plain] = (await taken(worker, 1)).values()
+        await worker.begin([(1, dataclasses.replace(own, num_demonstrated=1))])
+        return plain, (await taken(worker, 1))[1]
+
+    plain, group = asyncio.run(play())
+    assert seen[-1] == ("[8, 9, 3]", [8, 9, 3], False)
+    assert last_tokens(plain) == [5, 6, 7]
+    assert last_tokens(group) == [5, 6, 3]
+    assert group.rewards().tolist() == [1, 1, 3]
+    assert (plain.rollouts.is_demonstration, group.rollouts.is_demonstration) == ((), (False, False, True))
+    # nobody sampled these tokens, with any weights
+    assert group.rollouts.spans[2] == ((-1, 3),)
+    assert group.columns.ragged("generation_logprobs")[2].tolist() == [0] * 5
+    assert group.columns.ragged("loss_mask")[2].tolist() == [0, 0, 1, 1, 1]
+    record = json.loads(bytes(group.columns.ragged("record")[2]))
+    assert (record["demonstration"], record["weight_versions"], record["weight_spans"]) == (True, [], [])
+    assert "demonstration" not in json.loads(bytes(group.columns.ragged("record")[1]))
+
+
 def test_a_group_is_a_report_apart_from_its_columns_and_from_what_people_read(make_worker):
     worker, _ = make_worker(lambda conversation: StepResult(reward=1.0, info={"seen": 2, "note": "fine"}))
 
@@ -168,13 +201,55 @@ def test_a_group_is_a_report_apart_from_its_columns_and_from_what_people_read(ma
 
 def test_an_environment_failure_costs_one_rollout_and_says_why(make_worker):
     def answer(conversation):
-        return EnvironmentFailure("the verifier hung") if "[6]" in conversation.completion else StepResult(reward=1.0)
+        return (
+            EnvironmentFailure("the verifier hung", "deadline")
+            if "[6]" in conversation.completion
+            else StepResult(reward=1.0)
+        )
 
     worker, environment = make_worker(answer)
     group = run(worker, 5, 6, 7)
     assert [rollout.status for rollout in group.rollouts] == ["ok", "failed", "ok"]
     assert "the verifier hung" in group.rollouts[1].failure
     assert environment.abandoned == []
+
+
+def test_infrastructure_that_fails_refills_one_rollout_with_its_next_seed(make_worker):
+    def play():
+        asked = []
+
+        def answer(conversation):
+            asked.append(conversation.completion)
+            fails = len(asked) in failing
+            return EnvironmentFailure("its process was killed", "process") if fails else StepResult(reward=1.0)
+
+        worker, _ = make_worker(answer)
+        return run(worker, 5, 6, 7), asked
+
+    failing = ()
+    whole, _ = play()
+    failing = (2, 3)  # the second rollout, and the one that takes its place
+    group, asked = play()
+    again, _ = play()
+    assert [rollout.status for rollout in group.rollouts] == ["ok"] * 3
+    assert group.rollouts.info == ({}, {REFILLED: 2}, {})
+    assert rollout_metrics([group])["rollout/refilled"] == 1.0
+    assert last_tokens(group) == last_tokens(again)
+    assert [last_tokens(group)[0], last_tokens(group)[2]] == [last_tokens(whole)[0], last_tokens(whole)[2]]
+    assert len(set(asked)) == 5, "every play has its own seed"
+
+
+def test_a_rollout_is_refilled_a_few_times_and_then_fails(make_worker):
+    asked = []
+
+    def answer(conversation):
+        asked.append(conversation.completion)
+        return EnvironmentFailure("no sandbox started", "process")
+
+    worker, _ = make_worker(answer)
+    group = run(worker, 5)
+    assert "no sandbox started" in group.rollouts[0].failure
+    assert len(set(asked)) == MAX_REFILLS + 1
 
 
 def test_a_conversation_left_open_is_abandoned(make_worker):
@@ -238,6 +313,79 @@ def test_interruptions_of_a_rollout_of_several_turns_repeat_no_turn_and_lose_no_
     assert stepped == ["[8, 9, 10]", "[11, 12]"]
     (first, second) = dict.fromkeys(seed for seed, _ in seeds)
     assert seeds == [(first, 0), (first, 1), (second, 0), (second, 0), (second, 1)]
+
+
+class Sleeper:
+    """A generator whose requests end when it is told, or with one token when it is interrupted."""
+
+    def __init__(self, *, keeps_weights):
+        self.keeps_weights, self.version = keeps_weights, 1
+        self.inside = {}
+        self.serving = asyncio.Event()
+        self.serving.set()
+
+    async def generate(self, request):
+        while not self.serving.is_set():
+            await self.serving.wait()
+        future = asyncio.get_running_loop().create_future()
+        self.inside[future] = request
+        return await future
+
+    def end(self, token, reason):
+        inside, self.inside = self.inside, {}
+        for future in inside:
+            spans = (WeightSpan(self.version, 1),)
+            future.set_result(Completion(np.array([token], np.int32), np.zeros(1, np.float32), reason, spans))
+
+    async def pause(self, mode):
+        assert mode == "interrupt"
+        self.serving.clear()
+        self.end(8, "abort")
+
+    async def resume(self):
+        self.serving.set()
+
+    async def sleep(self):
+        assert not self.inside
+        return self.keeps_weights
+
+    async def wake(self):
+        pass
+
+
+@pytest.mark.parametrize("keeps_weights", [True, False])
+def test_rollouts_in_progress_sleep_with_the_engine_and_their_time_limit_does_not_run(make_worker, keeps_weights):
+    worker, _ = make_worker(lambda conversation: StepResult(reward=1.0))
+    engine = Sleeper(keeps_weights=keeps_weights)
+    worker._generator = worker._services.generator = engine
+    worker._max_seconds = 0.1
+
+    async def run():
+        await worker.begin([(7, task(5, 6))])
+        while len(engine.inside) < 2:
+            await asyncio.sleep(0)
+        await worker.generator("sleep")
+        await asyncio.sleep(0.15)
+        assert not engine.inside
+        await worker.generator("wake")
+        assert engine.serving.is_set() == keeps_weights
+        if not keeps_weights:
+            engine.version = 2
+            await worker.generator("resume")
+        while len(engine.inside) < 2:
+            await asyncio.sleep(0)
+        engine.end(9, "stop")
+        group = (await taken(worker, 1))[7]
+        # their clocks run again
+        await worker.begin([(8, task(5))])
+        return group, (await taken(worker, 1))[8]
+
+    group, late = asyncio.run(run())
+    assert [tokens.tolist() for tokens in group.columns.ragged("tokens")] == [[1, 2, 8, 9]] * 2
+    spans = ((1, 2),) if keeps_weights else ((1, 1), (2, 1))
+    assert group.rollouts.spans == (spans, spans)
+    assert "max_rollout_seconds" in late.rollouts[0].failure
+    assert not worker._limits
 
 
 class Dialogue:

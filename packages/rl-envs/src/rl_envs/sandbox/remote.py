@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rl_core.errors import RLError
+from rl_core.errors import InfrastructureFailed
 from rl_envs.sandbox.interpreter import QUITTERS
 from rl_envs.sandbox.program import Cancellation, Ending, Limits, Outcome, Program
 
@@ -32,7 +32,7 @@ _MARGIN_SHARE = 0.1
 """Share of the time limit that is left for reading the tree and writing the snapshot."""
 
 
-class RemoteSandboxFailed(RLError):
+class RemoteSandboxFailed(InfrastructureFailed):
     """Raised if a server could not run a program, or did not answer."""
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import rl_envs
-from rl_core.errors import RLError
+from rl_core.errors import InfrastructureFailed, RLError
 from rl_envs.sandbox.config import SandboxConfig
 from rl_envs.sandbox.program import (
     Cancellation,
@@ -41,7 +41,7 @@ class SandboxUnavailable(RLError):
     """Raised if the machine does not offer the level of isolation of the settings."""
 
 
-class SandboxFailed(RLError):
+class SandboxFailed(InfrastructureFailed):
     """Raised if a program could not be run for a reason outside the program."""
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
+from rl_algos.rollouts.config import Sampler
 from rl_core.rollouts.group import RolloutGroup
 from rl_core.rollouts.pool import RolloutTurns
 from rl_core.rollouts.rollout import Prompt
@@ -128,50 +129,97 @@ class Draw:
 
 
 class BatchPlan(NamedTuple):
-    """The draws of the next batch.
+    """The draws that the next batch may take.
 
     Args:
-        due: Draws that the batch waits for.
-        candidates: Draws of one version; the batch takes those that finish first, in order.
-        num_candidates: Number of candidates that it takes.
+        quotas: Draws to choose from, and the number of draws that the batch has once it has chosen from them too. The
+            batch takes those that are finished, in the order of the quota.
     """
 
-    due: tuple[int, ...]
-    candidates: tuple[int, ...]
-    num_candidates: int
+    quotas: tuple[tuple[tuple[int, ...], int], ...]
 
     def select(self, finished: Collection[int]) -> list[int] | None:
         """Return the draws of the batch in order once enough of them are finished; None before."""
-        if not all(draw in finished for draw in self.due):
-            return None
-        ready = [draw for draw in self.candidates if draw in finished]
-        return sorted([*self.due, *ready[: self.num_candidates]]) if len(ready) >= self.num_candidates else None
+        chosen: set[int] = set()
+        for draws, count in self.quotas:
+            num_spare = len(chosen) + len(draws) - count
+            for draw in draws:
+                if len(chosen) == count:
+                    break
+                if draw in finished:
+                    chosen.add(draw)
+                elif (num_spare := num_spare - 1) < 0:
+                    return None
+            if len(chosen) < count:
+                return None
+        return sorted(chosen)
 
 
-def plan_batch(begun_at: Mapping[int, int], num_groups: int) -> BatchPlan:
-    """Return which draws the next batch takes: the oldest first, by the version that they began with.
+@dataclass(frozen=True)
+class BatchRule:
+    """Which draws a batch takes, such that no group becomes older than the staleness bound.
 
-    A batch waits for a slow group only when it is due. It may need only a part of the newest version that it takes;
-    then it takes the groups of this version that finish first.
-
-    >>> begun_at = {3: 1, 4: 1, 5: 2, 6: 2, 7: 2, 8: 3}  # version that each draw began with
-    >>> plan = plan_batch(begun_at, 4)  # 4 groups: both of version 1, and 2 of the 3 of version 2
-    >>> plan
-    BatchPlan(due=(3, 4), candidates=(5, 6, 7), num_candidates=2)
-    >>> plan.select({4, 5, 7})  # waits: 3 is due
-    >>> plan.select({3, 4, 7, 8})  # waits: one more of 5, 6 and 7; 8 belongs to a later batch
-    >>> plan.select({3, 4, 5, 7})
-    [3, 4, 5, 7]
+    A group that begins at version v is due in the step that trains version v + `max_staleness`. Every step trains on
+    `prompts_per_step` groups, so a batch must take groups early if more are due in later steps than these can take:
+    of the groups that are due within the next j steps, all but `j * prompts_per_step`. At most
+    `(max_staleness + 1) * prompts_per_step` groups are unfinished or finished, so these quotas fit into each batch.
+    `sampler` decides about the rest.
 
     Args:
-        begun_at: Version that each unfinished or finished draw began with, by number.
-        num_groups: Maximum number of groups of the batch; it has fewer at the end of the data.
+        sampler: See `rl_algos.rollouts.config.AsyncConfig.sampler`.
+        max_staleness: Maximum number of weight versions between the start of a group and its training.
+        prompts_per_step: Groups that a step trains on.
+        window: Number of groups that `windowed` chooses from, the first ones in the order they were drawn.
     """
-    oldest_first = sorted(begun_at, key=lambda draw: (begun_at[draw], draw))
-    wanted = oldest_first[:num_groups]
-    if not wanted:
-        return BatchPlan((), (), 0)
-    newest = begun_at[wanted[-1]]
-    due = tuple(draw for draw in wanted if begun_at[draw] < newest)
-    candidates = tuple(draw for draw in oldest_first if begun_at[draw] == newest)
-    return BatchPlan(due, candidates, len(wanted) - len(due))
+
+    sampler: Sampler = "weight_fifo"
+    max_staleness: int = 0
+    prompts_per_step: int = 0
+    window: int = 0
+
+    def plan(self, begun_at: Mapping[int, int], num_groups: int, version: int) -> BatchPlan:
+        """Return the plan of the next batch.
+
+        >>> begun_at = {3: 1, 4: 1, 5: 2, 6: 2, 7: 2, 8: 3}  # version that each draw began with
+        >>> plan = BatchRule("weight_fifo", 2, 2).plan(begun_at, 4, version=3)
+        >>> plan.quotas  # both draws of version 1, and 2 of the 3 draws of version 2
+        (((3, 4), 2), ((5, 6, 7), 4))
+        >>> plan.select({4, 5, 7})  # waits: 3 is due
+        >>> plan.select({3, 4, 7, 8})  # waits: one more of 5, 6 and 7; 8 belongs to a later batch
+        >>> plan.select({3, 4, 5, 7})
+        [3, 4, 5, 7]
+        >>> plan = BatchRule("ready_first", 3, 2).plan(begun_at, 2, version=3)
+        >>> plan.quotas  # of the 5 draws that are due in step 5 at the latest, steps 4 and 5 can take only 4
+        (((3, 4, 5, 6, 7), 1), ((3, 4, 5, 6, 7, 8), 2))
+        >>> plan.select({6, 8})
+        [6, 8]
+
+        Args:
+            begun_at: Version that each unfinished or finished draw began with, by number.
+            num_groups: Maximum number of groups of the batch; it has fewer at the end of the data.
+            version: Version of the weights that train on the batch.
+        """
+        oldest_first = sorted(begun_at, key=lambda draw: (begun_at[draw], draw))
+        count = min(num_groups, len(oldest_first))
+        if self.sampler == "weight_fifo":
+            # The oldest versions, which meets the bound by itself; of the newest one, the draws that finish first.
+            newest = begun_at[oldest_first[count - 1]] if count else 0
+            older = tuple(draw for draw in oldest_first if begun_at[draw] < newest)
+            same = tuple(draw for draw in oldest_first if begun_at[draw] == newest)
+            return BatchPlan((*([(older, len(older))] if older else []), (same, count)))
+        quotas: list[tuple[tuple[int, ...], int]] = []
+        for steps in range(self.max_staleness):
+            due = tuple(draw for draw in oldest_first if begun_at[draw] <= version - self.max_staleness + steps)
+            required = min(count, len(due) - steps * self.prompts_per_step)
+            if required > (quotas[-1][1] if quotas else 0):
+                quotas.append((due, required))
+        by_number = tuple(sorted(begun_at))
+        match self.sampler:
+            case "in_order":
+                # Finished or not, the batch is these draws, so timing decides nothing.
+                fixed = BatchPlan((*quotas, (by_number, count))).select(begun_at)
+                return BatchPlan(((tuple(fixed or ()), count),))
+            case "windowed":
+                return BatchPlan((*quotas, (by_number[: max(self.window, count)], count)))
+            case _:
+                return BatchPlan((*quotas, (tuple(oldest_first), count)))

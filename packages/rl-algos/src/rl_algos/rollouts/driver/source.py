@@ -11,7 +11,8 @@ import numpy as np
 
 from rl_algos.data.flow import FlowStream
 from rl_algos.data.stream import Stream
-from rl_algos.rollouts.driver.draw import Draw, DrawState, plan_batch
+from rl_algos.rollouts.config import Sampler
+from rl_algos.rollouts.driver.draw import BatchRule, Draw, DrawState
 from rl_algos.rollouts.driver.ledger import Ledger
 from rl_algos.rollouts.driver.saved import group_from, group_state, turns_from, turns_state
 from rl_algos.rollouts.driver.watches import FailureWatch, IgnoredFieldsWatch
@@ -37,22 +38,20 @@ class _Drawing:
 
 
 class PacedRolloutSource:
-    """Rolls out the prompts of a stream, `max_staleness` steps ahead of training. At staleness 0 it is synchronous:
-    every group is sampled with the newest weights, on request.
+    """Rolls out the prompts of a stream, up to `max_staleness` steps ahead of training. At staleness 0 it is
+    synchronous: every group is sampled with the newest weights, on request.
 
     A group is at most `max_staleness` versions old when it is trained, by pacing only; none is discarded for its age:
 
-    - `collect(n)` first hands prompts to the pool until n and `max_staleness * prompts_per_step` are unfinished or
-      finished, or fewer if later steps need fewer. A group that was set aside has left, so another prompt comes in its
-      place.
-    - A batch takes groups by the version that they began with, the oldest first. Of the last version that it takes
-      not all of, it takes those that are finished, so that a batch waits for slow groups only when they are due.
+    - `collect(n)` first hands prompts to the pool until n and `num_ahead` are unfinished or finished, or fewer if later
+      steps need fewer. A group that was set aside has left, so another prompt comes in its place.
+    - A batch takes groups by `rl_algos.rollouts.driver.draw.BatchRule`, and waits for slow groups only when they are
+      due.
 
-    Every draw goes through the states of `rl_algos.rollouts.driver.draw.DrawState`; `plan_batch` decides which draws a
-    batch takes. A ledger keeps what became of every draw. Groups that were collected leave it with the next `adopt`, as
-    trained or as set aside; until then they come again after `restore`. The state of a checkpoint holds the ledger,
-    finished groups and the draws that are to be run again, whose rollouts have the same seeds and continue from the
-    turns that they had finished.
+    Every draw goes through the states of `rl_algos.rollouts.driver.draw.DrawState`. A ledger keeps what became of every
+    draw. Groups that were collected leave it with the next `adopt`, as trained or as set aside; until then they come
+    again after `restore`. The state of a checkpoint holds the ledger, finished groups and the draws that are to be run
+    again, whose rollouts have the same seeds and continue from the turns that they had finished.
 
     Args:
         pool: Runs the rollouts.
@@ -63,6 +62,10 @@ class PacedRolloutSource:
             the group.
         max_staleness: Maximum number of weight versions between the start of a group and its training.
         prompts_per_step: Groups that a step trains on; read above staleness 0 only.
+        num_ahead: Maximum number of groups in addition to those of a step, at most `max_staleness * prompts_per_step`;
+            None for as many.
+        sampler, window: See `BatchRule`.
+        overlaps_training: True if rollouts continue while the policy trains, False if the two take turns.
         in_flight: True if new weights interrupt in-flight completions, which then continue with them.
         max_failed_share: Share of failed rollouts of one call above which they are refused, as they are if all failed.
         section: Config section of that share, for messages.
@@ -79,6 +82,10 @@ class PacedRolloutSource:
         seed: int,
         max_staleness: int = 0,
         prompts_per_step: int = 0,
+        num_ahead: int | None = None,
+        sampler: Sampler = "weight_fifo",
+        window: int = 0,
+        overlaps_training: bool = True,
         in_flight: bool = False,
         max_failed_share: float = 1.0,
         section: str = "",
@@ -91,7 +98,11 @@ class PacedRolloutSource:
         self._num_generations = num_generations
         self._seed = seed
         self._max_staleness = max_staleness
-        self._num_ahead = max_staleness * prompts_per_step
+        most_ahead = max_staleness * prompts_per_step
+        self._num_ahead = most_ahead if num_ahead is None else num_ahead
+        assert self._num_ahead <= most_ahead, f"{num_ahead} groups run ahead, but {most_ahead} keep the staleness bound"
+        self._rule = BatchRule(sampler, max_staleness, prompts_per_step, window)
+        self._overlaps_training = overlaps_training
         self._in_flight = in_flight
         self._failures = FailureWatch(max_failed_share, section=section)
         self._ignored = IgnoredFieldsWatch()
@@ -129,9 +140,10 @@ class PacedRolloutSource:
 
     def metrics(self) -> Mapping[str, float]:
         """Return the number of replicas and the counts of speculative decoding since the last call. Above staleness 0,
-        there are also the ages of the groups that were collected since the last `adopt`, the numbers of groups that are
-        under way or finished, the share of the step's time that was spent waiting for groups, and the share of the
-        replicas' time since the last call without rollouts.
+        there are also the ages of the groups that were collected since the last `adopt`, the lengths of the rollouts
+        that an earlier step began beside those of the others, the numbers of groups that are under way or finished,
+        and, if rollouts continue during training, the share of the step's time that was spent waiting for groups and
+        the share of the replicas' time since the last call without rollouts.
         """
         speculation = self._pool.speculation()
         replicas = {
@@ -140,18 +152,22 @@ class PacedRolloutSource:
         }
         if not self._max_staleness:
             return replicas
-        groups = [draw.group for draw in self._in(DrawState.COLLECTED)]
+        draws = self._in(DrawState.COLLECTED)
+        sampled = [draw.group for draw in draws]
         num_finished = len(self._in(DrawState.FINISHED))
-        elapsed = self._collected_at - self._step_began_at
-        idle = self._pool.idle_share()
-        return {
+        metrics = {
             **replicas,
-            **staleness_metrics(groups, self._version, max_staleness=self._max_staleness),
+            **staleness_metrics(sampled, self._version, max_staleness=self._max_staleness),
+            **carried_metrics(draws, self._version),
             "queue/under_way": float(sum(not draw.is_collected for draw in self._draws.values()) - num_finished),
             "queue/finished": float(num_finished),
-            "idle/trainer": self._waited_s / elapsed if elapsed > 0 else 0.0,
-            **({} if idle is None else {"idle/generators": idle}),
         }
+        if not self._overlaps_training:
+            return metrics
+        elapsed = self._collected_at - self._step_began_at
+        idle = self._pool.idle_share()
+        waited = {"idle/trainer": self._waited_s / elapsed if elapsed > 0 else 0.0}
+        return {**metrics, **waited, **({} if idle is None else {"idle/generators": idle})}
 
     def evaluate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, num_generations: int = 1) -> Evaluation:
         """Roll out given prompts with the current weights; the same prompts always get the same seeds."""
@@ -268,7 +284,7 @@ class PacedRolloutSource:
     def _wait_for(self, num_groups: int) -> list[int]:
         """Return the draws of a batch, in order, once their groups are finished."""
         begun = self._in(DrawState.UNDER_WAY, DrawState.FINISHED)
-        plan = plan_batch({draw.number: draw.begun_at for draw in begun}, num_groups)
+        plan = self._rule.plan({draw.number: draw.begun_at for draw in begun}, num_groups, self._version)
         finished = {draw.number for draw in begun if draw.state is DrawState.FINISHED}
         while (chosen := plan.select(finished)) is None:
             draw = self._take_one()
@@ -340,3 +356,21 @@ def staleness_metrics(groups: Sequence[RolloutGroup], version: int, *, max_stale
     }
     shares = {age: float(num_tokens[ages == age].sum() / total) for age in range(max_staleness + 1)}
     return metrics | {f"staleness/share_{age}": share for age, share in shares.items()}
+
+
+def carried_metrics(draws: Sequence[Draw], version: int) -> dict[str, float]:
+    """Return the share of the groups that an earlier step began, with the mean number of sampled tokens of their
+    rollouts beside the mean of the other rollouts: long rollouts train later. Nothing without groups.
+
+    Args:
+        draws: Draws whose groups are trained on.
+        version: Version of the weights that train on the groups.
+    """
+    if not draws:
+        return {}
+    metrics = {"carried/share": float(np.mean([draw.begun_at < version for draw in draws]))}
+    for name, is_carried in (("carried/mean_length", True), ("carried/mean_length_of_others", False)):
+        chosen = [draw.group.rollouts.num_sampled for draw in draws if (draw.begun_at < version) == is_carried]
+        if lengths := [length for group in chosen for length in group]:
+            metrics[name] = float(np.mean(lengths))
+    return metrics

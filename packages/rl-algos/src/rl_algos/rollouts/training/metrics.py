@@ -20,6 +20,10 @@ PREFIX, THINKING = "ignored/", "thinking/"
 """Prefixes of the entries of `Rollout.info` for fields that an agent has set, and for thoughts within a budget."""
 
 
+REFILLED = "refilled"
+"""Field in `Rollout.info` of a rollout that took the place of others whose infrastructure had failed: their number."""
+
+
 def ignored_info(fields: Iterable[str]) -> Mapping[str, float]:
     """Return the entries of `Rollout.info` for the fields that a rollout's agent has set."""
     return {f"{PREFIX}{name}": 1.0 for name in sorted(fields)}
@@ -67,7 +71,11 @@ def rollout_metrics(groups: Sequence[RolloutGroup], advantages: Advantages | Non
     """
     statuses = [status for group in groups for status in group.rollouts.status]
     usable = np.array([status != "failed" for status in statuses])
-    metrics = {"rollout/failed": float(len(usable) - usable.sum())}
+    infos = [info for group in groups for info in group.rollouts.info]
+    metrics = {
+        "rollout/failed": float(len(usable) - usable.sum()),
+        "rollout/refilled": float(sum(REFILLED in info for info in infos)),
+    }
     if advantages is not None:
         values = advantages.values if isinstance(advantages, Ragged) else advantages
         metrics["advantage/max"] = float(np.abs(values).max())
@@ -89,7 +97,8 @@ def rollout_metrics(groups: Sequence[RolloutGroup], advantages: Advantages | Non
         num_rows = np.array([len(rows) for group in groups for rows in group.rollouts.row_lengths])[usable]
         metrics["rollout/segments"] = float(num_rows.mean())
     named = _means(compress([rewards for group in groups for rewards in group.rollouts.rewards], usable))
-    reported = _means(compress([info for group in groups for info in group.rollouts.info], usable))
+    reported = _means(compress(infos, usable))
+    reported.pop(REFILLED, None)
     return {
         **metrics,
         **{f"reward/{name}": value for name, value in named.items() if name != "reward"},

@@ -20,6 +20,9 @@ from rl_core.rollouts.rollout import Completion, Message, Prompt, Rollout
 from rl_core.rollouts.thinking import generate_turn
 from rl_core.tracing import spans
 
+_OF_REFILLS = 0x726566
+"""Separates the seeds of plays that take the place of others from other seeds that follow from a play's seed."""
+
 
 @dataclasses.dataclass
 class PlayServices:
@@ -83,6 +86,18 @@ class PlayClient:
         self._opponents = opponents
         self._num_sampled: Counter[str] = Counter()
         self.played: Callable[[], Sequence[Rollout]] = tuple
+
+    def refilled(self, number: int) -> PlayClient:
+        """Return the client of another play of the same kind, with another seed.
+
+        Args:
+            number: Number of the play among those that take the place of this one, from 1; its seed follows from it.
+        """
+        seed = _seed([self._seed, number, _OF_REFILLS])
+        turns = RolloutTurns()
+        return PlayClient(
+            self._services, self._prompt, self._sampling, seed, turns, self._opponents
+        )
 
     @property
     def sampling(self) -> SamplingParams:

@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from rl_core.environments.messages import write_results
-from rl_core.errors import EnvironmentFailed
+from rl_core.errors import EnvironmentFailed, InfrastructureFailed
 from rl_core.rollouts.environment import Conversation, EnvironmentFailure, KeptState, Resumption, StepResult
 from rl_core.rollouts.pool import AnsweredTurns
 
@@ -112,7 +112,8 @@ class Conversations:
         return (*(each for each in answered if each.digests), *(each for each in self._earlier if each is not None))
 
     async def step(self, conversation: Conversation) -> StepResult:
-        """Return the answer to the newest turn; raise `EnvironmentFailed` if there is none."""
+        """Return the answer to the newest turn; raise `EnvironmentFailed` if there is none, and
+        `InfrastructureFailed` if that is not the fault of the conversation."""
         digest = turn_digest(conversation)
         course = self._courses.get(conversation.id) or self._begin(conversation.id, digest)
         conversation = replace(conversation, id=course.id, seed=course.seed)
@@ -176,7 +177,8 @@ class Conversations:
             outcome = await self._environment.step(replace(conversation, id=course.id, resumption=resumption))
         if isinstance(outcome, EnvironmentFailure):
             course.is_open = False
-            raise EnvironmentFailed(outcome.reason)
+            is_infrastructure = outcome.fault in ("process", "lost")
+            raise (InfrastructureFailed if is_infrastructure else EnvironmentFailed)(outcome.reason)
         course.is_open = not outcome.done
         return outcome
 

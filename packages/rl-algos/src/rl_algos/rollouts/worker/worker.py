@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from rl_algos.rollouts.training.metrics import REFILLED
 from rl_algos.rollouts.worker.chat import Chat
 from rl_algos.rollouts.worker.client import PlayClient, PlayServices
 from rl_algos.rollouts.worker.conversations import EnvironmentClient
@@ -21,7 +22,7 @@ from rl_algos.rollouts.worker.opponents import OpponentSpec, opponents_of_play
 from rl_algos.tokenizer import load_tokenizer
 from rl_core import resolve
 from rl_core.data.batch import Batch
-from rl_core.errors import GeneratorError, RequestRefused
+from rl_core.errors import GeneratorError, InfrastructureFailed, RequestRefused
 from rl_core.images import image_digests
 from rl_core.model_config import TokenizerConfig, VisionConfig
 from rl_core.rollouts.delivery import Delivery, Taken, score_canary, take_over
@@ -43,6 +44,10 @@ MAX_TOGETHER = 16
 
 _COUNTS = ("num_requests", "num_sampled")
 """Numbers of an engine's health that show its progress."""
+
+MAX_REFILLS = 2
+"""Maximum number of times that a play is sampled again, with another seed each time, because infrastructure failed."""
+
 Group = tuple[Prompt, Sequence[Rollout]]
 """A prompt and its rollouts, in the order of their seeds; the rollouts of one play are consecutive."""
 
@@ -103,6 +108,9 @@ class RolloutWorker:
         self._any_finished = asyncio.Event()
         self._under_way: set[asyncio.Task[Group]] = set()
         self._clients: dict[int, list[PlayClient]] = {}
+        self._limits: set[asyncio.Timeout] = set()
+        self._stopped_limits: dict[asyncio.Timeout, float] = {}
+        self._keeps_weights = True
         self._idle = IdleTime()
         self._rolling_out = spans.overlapping("rollouts", "rollouts")
         self._writing = spans.overlapping("recording", "recording")
@@ -129,7 +137,8 @@ class RolloutWorker:
                 opponents = {agent: self._opponents[name] for agent, name in names.items()}
                 clients.append(PlayClient(self._services, task.prompt, task.sampling, seed, earlier, opponents))
             # Each play is a task at once, so that the engine has the first request before the last group is read.
-            rollouts = [asyncio.create_task(self._run_one(task.prompt, client)) for client in clients]
+            plays = range(len(clients))
+            rollouts = [asyncio.create_task(self._run_one(task.prompt, clients, play)) for play in plays]
             running = asyncio.create_task(self._whole_group(task.prompt, rollouts))
             self._under_way.add(running)
             running.add_done_callback(partial(self._note_finished, number))
@@ -166,11 +175,23 @@ class RolloutWorker:
         return self._idle.take()
 
     async def generator(self, method: str, *args: Any) -> Any:
-        """Call a method of the replica. The engines of opponents sleep and wake with it."""
+        """Call a method of the replica. The engines of opponents sleep and wake with it.
+
+        Sleep interrupts rollouts in progress. They continue when the engines are awake with weights, so `wake` resumes
+        them unless the weights were dropped; then `resume` does after the weights have been sent.
+        """
         with spans.span("weights", method):
+            if method == "sleep":
+                await self._interrupt_all()
             answer = await getattr(self._generator, method)(*args)
             if method in ("sleep", "wake"):
                 await self._call_opponents(method)
+            if method == "sleep":
+                self._keeps_weights = bool(answer)
+            elif method == "wake" and self._keeps_weights:
+                await self._generator.resume()
+            if method == "resume" or (method == "wake" and self._keeps_weights):
+                await self._continue_all()
         return answer
 
     async def take_over(self, manifest: Manifest, delivery: Delivery) -> Taken:
@@ -236,9 +257,27 @@ class RolloutWorker:
         await self._call_opponents("close")
         await self._generator.close()
 
-    async def _call_opponents(self, method: str) -> None:
+    async def _call_opponents(self, method: str, *args: Any) -> None:
         for engine in self._opponents.values():
-            await getattr(engine, method)()
+            await getattr(engine, method)(*args)
+
+    async def _interrupt_all(self) -> None:
+        """Interrupt all requests, and stop the clocks of `max_rollout_seconds`."""
+        await self._generator.pause("interrupt")
+        await self._call_opponents("pause", "interrupt")
+        now = asyncio.get_running_loop().time()
+        for limit in self._limits:
+            if not limit.expired() and (when := limit.when()) is not None:
+                self._stopped_limits[limit] = when - now
+                limit.reschedule(None)
+
+    async def _continue_all(self) -> None:
+        """Let opponents and clocks continue that were stopped by `_interrupt_all`."""
+        now = asyncio.get_running_loop().time()
+        stopped, self._stopped_limits = self._stopped_limits, {}
+        for limit in stopped.keys() & self._limits:
+            limit.reschedule(now + stopped[limit])
+        await self._call_opponents("resume")
 
     def _note_finished(self, number: int, task: asyncio.Task[Group]) -> None:
         self._under_way.discard(task)
@@ -258,9 +297,47 @@ class RolloutWorker:
         with self._rolling_out:
             return prompt, _numbered(await asyncio.gather(*plays))
 
-    async def _run_one(self, prompt: Prompt, client: PlayClient) -> Sequence[Rollout]:
+    async def _run_one(self, prompt: Prompt, clients: list[PlayClient], play: int) -> Sequence[Rollout]:
+        """Return the rollouts of a play. If its infrastructure fails, another play with the next seed takes its place,
+        at most `MAX_REFILLS` times.
+
+        Args:
+            prompt: Prompt of the play.
+            clients: Clients of the plays of its group; the client of another play is put in their place.
+            play: Place of the play in the group.
+        """
+        first = clients[play]
+        for refill in range(MAX_REFILLS + 1):
+            client = clients[play] = first.refilled(refill) if refill else first
+            try:
+                played = await self._played(prompt, client)
+                further = {REFILLED: refill} if refill else {}
+                return [dataclasses.replace(each, info={**each.info, **further}) for each in played]
+            except InfrastructureFailed as error:
+                if refill == MAX_REFILLS:
+                    return _failed(prompt, error, client)
+                number = f"{refill + 1} of {MAX_REFILLS}"
+                _log.warning("%s: %s; the rollout is sampled again with its next seed (%s)", prompt, error, number)
+            except RequestRefused as error:
+                return _failed(prompt, error, client)
+            except GeneratorError:
+                raise
+            except Exception as error:  # noqa: BLE001 - a program's failure costs its rollout, not the run
+                return _failed(prompt, error, client)
+            finally:
+                await client.release()
+        raise AssertionError("the last play has returned")
+
+    async def _played(self, prompt: Prompt, client: PlayClient) -> Sequence[Rollout]:
+        """Return the rollouts of a play.
+
+        Raises:
+            TimeoutError: If it takes longer than `max_rollout_seconds`.
+        """
+        limit = asyncio.timeout(self._max_seconds)
         try:
-            async with asyncio.timeout(self._max_seconds) as limit:
+            async with limit:
+                self._limits.add(limit)
                 played = await self._program.run(prompt, client)
                 rollouts = (played,) if isinstance(played, Rollout) else tuple(played)
                 if not rollouts:
@@ -268,19 +345,13 @@ class RolloutWorker:
                         "the rollout program returned no rollout; return one for every agent that is trained"
                     )
                 return client.marked(rollouts)
-        except TimeoutError as error:
-            if limit.expired():
-                allowed = f"the {self._max_seconds:g} s that max_rollout_seconds allows"
-                return _failed(prompt, TimeoutError(f"the rollout took longer than {allowed}"), client)
-            return _failed(prompt, error, client)
-        except RequestRefused as error:
-            return _failed(prompt, error, client)
-        except GeneratorError:
-            raise
-        except Exception as error:  # noqa: BLE001 - a program's failure costs its rollout, not the run
-            return _failed(prompt, error, client)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            allowed = f"the {self._max_seconds:g} s that max_rollout_seconds allows"
+            raise TimeoutError(f"the rollout took longer than {allowed}") from None
         finally:
-            await client.release()
+            self._limits.discard(limit)
 
 
 def _has_columns_of(rollouts: Sequence[Rollout], task: asyncio.Task[Group]) -> bool:
