@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -17,11 +18,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_core.errors import RequestRefused
 from rl_core.model_config import GenerationConfig
-from rl_core.rollouts.generation import GenerationRequest, Placement, SamplingParams
+from rl_core.rollouts.generation import GenerationRequest, Placement, SamplingParams, ThinkingBudget
 from rl_core.rollouts.interruption import generate_whole
-from rl_core.rollouts.rollout import Completion
+from rl_core.rollouts.rollout import Completion, Thinking
 from rl_core.rollouts.speculation import SpeculationCounts
+from rl_core.rollouts.thinking import generate_turn
 from rl_core.testing.exhaustive import partly_exhaustive
+from rl_core.testing.generator import OpenThoughts
 from rl_core.testing.torch.reference_model import processed_logprobs, write_reference_model
 from rl_core.testing.torch.weight_sender import SenderProcess
 from rl_core.testing.weights import Bench, model_config, prompt
@@ -301,6 +304,22 @@ def test_what_is_drafted_past_the_end_of_a_completion_is_not_counted(bench: Spec
     # the prompt gives the first token, so one draft of three is verified for the second, which ends the completion
     assert counts.num_accepted[1:] == (0,) * (len(counts.num_accepted) - 1)
     assert sum(counts.num_accepted) <= counts.num_draft_tokens <= 3 * 8 - 2 * sum(counts.num_accepted)
+
+
+def test_tokens_after_thoughts_that_were_closed_have_the_logprobs_of_the_model(bench: SpeculationBench) -> None:
+    sampling = SamplingParams(40, temperature=0.8, top_k=20)
+    limited = replace(sampling, thinking=ThinkingBudget(13))
+    requests = [GenerationRequest(prompt(5 + seed), limited, seed) for seed in range(6)]
+
+    async def together() -> list[Completion]:
+        turns = [generate_turn(bench.generator.generate, request, OpenThoughts()) for request in requests]
+        return await asyncio.gather(*turns)
+
+    for request, completion in zip(requests, bench.runner.run(together()), strict=True):
+        assert (len(completion.token_ids), completion.thinking) == (40, Thinking(13, 3, is_cut=True))
+        expected = bench.reference.completion_logprobs(request.token_ids, completion.token_ids, sampling)
+        is_sampled = completion.sampled_mask > 0
+        assert abs(completion.logprobs - expected)[is_sampled].max() < TOLERANCE
 
 
 def test_a_request_with_min_p_is_refused(bench: SpeculationBench) -> None:

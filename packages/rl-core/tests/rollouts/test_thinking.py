@@ -104,7 +104,9 @@ def test_thoughts_that_end_in_time_stay_as_they_are(length, num_tokens, num_requ
     assert found.sampled_mask.all()
 
 
-@pytest.mark.parametrize(("limit", "num_tokens", "is_cut"), [(8, 8, False), (5, 5, False), (11, 8, True), (12, 12, True)])
+@pytest.mark.parametrize(
+    ("limit", "num_tokens", "is_cut"), [(8, 8, False), (5, 5, False), (11, 8, True), (12, 12, True)]
+)
 def test_forced_tokens_count_towards_the_limit_of_the_turn(limit, num_tokens, is_cut):
     found = turn(ThinkingEngine(30), limit=limit)
     assert (len(found.token_ids), found.stop_reason) == (num_tokens, "length")

@@ -67,7 +67,7 @@ class Thinker:
         if "</think>" in said and len(before) == 1:
             script = said[: said.index("</think>")] + FORCED.lstrip("\n") + "41"
         rest = script.removeprefix(said)
-        return ids(rest)[0] if rest and rest != script or not said else STOP
+        return ids(rest)[0] if (rest and rest != script) or not said else STOP
 
 
 class Game:

@@ -54,7 +54,7 @@ def _one(bench: Bench, token_ids: np.ndarray, sampling: SamplingParams, seed: in
     return _generate(bench, [GenerationRequest(token_ids, sampling, seed)])[0]
 
 
-class _OpenThoughts:
+class OpenThoughts:
     """A reader of turns that think without an end, or not at all."""
 
     END = np.array([5, 9, 4], np.int32)
@@ -355,12 +355,12 @@ class GeneratorSuite(WeightSinkSuite):
     def test_thoughts_end_at_their_budget_and_sampled_tokens_keep_their_logprobs(
         self, bench: Bench, sampling: SamplingParams
     ) -> None:
-        budget, limit, end = 9, 24, _OpenThoughts.END
+        budget, limit, end = 9, 24, OpenThoughts.END
         limited = replace(sampling, max_new_tokens=limit, thinking=ThinkingBudget(budget))
         free = replace(sampling, max_new_tokens=limit)
         # Several completions of one prompt share the engine's cache of it.
         requests = [GenerationRequest(prompt(20 + 40 * (seed // 3)), limited, seed) for seed in range(6)]
-        found = _turns(bench, requests, _OpenThoughts())
+        found = _turns(bench, requests, OpenThoughts())
         plain = _generate(bench, [replace(request, sampling=free) for request in requests])
         for request, whole, completion in zip(requests, plain, found, strict=True):
             tokens, mask = completion.token_ids, completion.sampled_mask
@@ -378,7 +378,7 @@ class GeneratorSuite(WeightSinkSuite):
         requests = [GenerationRequest(prompt(8 + seed), free, seed) for seed in range(4)]
         limited = [replace(each, sampling=replace(free, thinking=ThinkingBudget(9))) for each in requests]
         for whole, found in zip(
-            _generate(bench, requests), _turns(bench, limited, _OpenThoughts(exist=False)), strict=True
+            _generate(bench, requests), _turns(bench, limited, OpenThoughts(exist=False)), strict=True
         ):
             assert found.token_ids.tolist() == whole.token_ids.tolist()
             assert (found.thinking, found.stop_reason, found.spans) == (Thinking(0), "length", whole.spans)
@@ -387,7 +387,7 @@ class GeneratorSuite(WeightSinkSuite):
     def test_interruptions_move_no_end_of_thoughts(self, bench: Bench) -> None:
         greedy = SamplingParams(60, temperature=0, thinking=ThinkingBudget(30))
         requests = [GenerationRequest(prompt(length), greedy, 0) for length in (1, 7, 30)]
-        whole = _turns(bench, requests, _OpenThoughts())
+        whole = _turns(bench, requests, OpenThoughts())
 
         async def interrupted() -> tuple[list[Completion], int]:
             reasons: list[str] = []
@@ -397,7 +397,7 @@ class GeneratorSuite(WeightSinkSuite):
                 reasons.append(part.stop_reason)
                 return part
 
-            tasks = [asyncio.create_task(generate_turn(generate, request, _OpenThoughts())) for request in requests]
+            tasks = [asyncio.create_task(generate_turn(generate, request, OpenThoughts())) for request in requests]
             period = 0.01
             while not all(task.done() for task in tasks):
                 await asyncio.sleep(period)
