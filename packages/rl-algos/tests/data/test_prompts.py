@@ -9,6 +9,8 @@ from chat_tokenizers import tokenizer_of
 from rl_algos.data.config import DataConfig
 from rl_algos.data.examples import load_datasets
 from rl_algos.data.prompts import prompt_stream, validation_prompts
+from rl_algos.sft.conversation import encode_conversation
+from rl_algos.sft.data import EncodeShown
 from rl_algos.tokenizer import encode_prompt
 from rl_core.errors import ConfigError, DataError
 
@@ -24,8 +26,10 @@ def questions(path, texts):
     return write(path, [{"q": text, "a": index} for index, text in enumerate(texts)])
 
 
-def stream(data, tokenizer, **options):
+def stream(data, tokenizer, shown=None, **options):
     config = DataConfig.model_validate(data)
+    if shown is not None:
+        options["respond"] = EncodeShown(tokenizer, shown)
     return prompt_stream(load_datasets(config, "train"), config, tokenizer, **{"max_tokens": 100, "seed": 0, **options})
 
 
@@ -149,3 +153,37 @@ def test_a_tokenizer_without_a_chat_template_is_refused(tokenizer):
     bare.chat_template = None
     with pytest.raises(ConfigError, match=r"policy\.tokenizer\.chat_template"):
         stream({"train": SUMS}, bare)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "llama3_1", "gemma3", "phi4", "mistral"])
+def test_a_prompt_has_the_response_of_its_row_as_a_rollout_would_have_sampled_it(tmp_path, name):
+    tokenizer = tokenizer_of(name)
+    rows = [{"problem": "1+1?", "answer": "2", "solution": "One and one is 2."}, {"problem": "2+2?", "answer": "4"}]
+    data = {"data_path": write(tmp_path / "rows.jsonl", rows), "processor": "math_problem", "env_name": "math"}
+    config = {"train": data, "shuffle": False}
+    prompts = stream(config, tokenizer, max_tokens=10_000, shown=20).take(2)
+    for prompt, row, text in zip(prompts, rows, ("One and one is 2.", "4"), strict=False):
+        shown = prompt.demonstration
+        assert tokenizer.decode(shown[:-1]) == text
+        whole, mask = encode_conversation(
+            tokenizer, ({"role": "user", "content": row["problem"]}, {"role": "assistant", "content": text})
+        )
+        assert np.array_equal(np.concatenate([prompt.token_ids, shown]), whole[: len(prompt.token_ids) + len(shown)])
+        assert mask.sum() == len(shown)
+    assert all(prompt.demonstration is None for prompt in stream(config, tokenizer, max_tokens=10_000).take(2))
+    with pytest.raises(DataError, match=r"line 1: its response has \d+ tokens, more than 3"):
+        stream(config, tokenizer, max_tokens=10_000, shown=3)
+
+
+def test_a_response_that_cannot_be_demonstrated_is_refused_with_its_row(tmp_path, tokenizer):
+    turns = [{"role": role, "content": "x"} for role in ("assistant", "user", "assistant")]
+    path = write(tmp_path / "rows.jsonl", [{"prompt": "a", "completion": turns, "answer": "1"}])
+    data = {"train": {"data_path": path, "env_name": "math"}}
+    with pytest.raises(DataError, match="line 1: its response has several turns"):
+        stream(data, tokenizer, shown=20)
+    path = write(tmp_path / "rows.jsonl", [{"prompt": "a", "answer": "1"}])
+    with pytest.raises(DataError, match=r"after other tokens than those that rollouts begin with; .* mark of thoughts"):
+        stream({"train": {"data_path": path, "env_name": "math"}}, tokenizer_of("deepseek_v3"), shown=20)
+    path = write(tmp_path / "rows.jsonl", [{"prompt": "a"}])
+    with pytest.raises(DataError, match=r"no row of data\.train has a response"):
+        stream({"train": {"data_path": path, "env_name": "math"}}, tokenizer, shown=20)

@@ -3,20 +3,24 @@ import dataclasses
 import numpy as np
 import pytest
 
+from rl_algos.data.stream import Stream
 from rl_algos.grpo.advantages import grpo
 from rl_algos.grpo.config import EstimatorConfig, GRPOConfig
 from rl_algos.grpo.estimators import reads
 from rl_algos.grpo.loop import train
+from rl_algos.losses.mask import DEMONSTRATION
 from rl_algos.losses.policy import KLPenalty, PolicyLoss
 from rl_algos.losses.surrogates import GSPO, Clip
-from rl_algos.losses.terms import Aggregation
+from rl_algos.losses.terms import Aggregation, Demonstrations
 from rl_algos.losses.tokens import DraftLoss
 from rl_algos.policy_gradient.objective import AdaptiveKL, Objective, rollouts_of_rows
 from rl_algos.rollouts.driver.steps import Drafter, RolloutSteps
 from rl_algos.rollouts.driver.validation import Validation
 from rl_algos.rollouts.training.batch import build_batch
+from rl_algos.rollouts.training.demonstrations import DemonstrationRows
 from rl_algos.rollouts.training.rewards import varies
 from rl_algos.rollouts.training.segments import ROLLOUT
+from rl_algos.sft.data import TrainingRow
 from rl_core.data.microbatch import PAIR
 from rl_core.data.ragged import Ragged
 from rl_core.errors import ConfigError, DataError
@@ -33,7 +37,17 @@ def even_share(prompt, tokens):
 
 
 def run_loop(
-    run, *, loss=None, objective=None, reward=even_share, prompts=PROMPTS, model=None, rows=4, drafter=None, **settings
+    run,
+    *,
+    loss=None,
+    objective=None,
+    reward=even_share,
+    prompts=PROMPTS,
+    model=None,
+    rows=4,
+    drafter=None,
+    shown=None,
+    **settings,
 ):
     config = GRPOConfig(**{"num_prompts_per_step": 2, "num_generations_per_prompt": 4, "max_num_steps": 5} | settings)
     policy = model or FakeModel()
@@ -41,7 +55,14 @@ def run_loop(
     validation = Validation(PROMPTS[-7:], SamplingParams(max_new_tokens=3, temperature=0), config)
     greedy = SamplingParams(max_new_tokens=3, temperature=0) if reads(config, "baselines") else None
     steps = RolloutSteps(config, source, FakeWeights(policy), validation, run, greedy, drafter=drafter)
-    train(config, objective or Objective(loss or PolicyLoss()), policy=policy, steps=steps, rows_per_minibatch=rows)
+    train(
+        config,
+        objective or Objective(loss or PolicyLoss()),
+        policy=policy,
+        steps=steps,
+        rows_per_minibatch=rows,
+        demonstrations=shown,
+    )
     return policy
 
 
@@ -244,6 +265,31 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(tmp_path):
     for step in second.metrics:
         assert second.metrics[step]["train/loss"] == whole.metrics[step]["train/loss"]
         assert [g.prompt.id for g in second.groups[step]] == [g.prompt.id for g in whole.groups[step]]
+
+
+def test_a_step_learns_the_next_demonstrations_once_also_after_a_restart(tmp_path):
+    rows = [TrainingRow(str(n), np.array([1, n, n], np.int32), np.array([0, 1, 1], np.uint8)) for n in range(90, 98)]
+    loss = PolicyLoss(demonstrations=Demonstrations(weight=0.9, decay_steps=2, final_weight=0.1))
+
+    def run(fake):
+        shown = DemonstrationRows(Stream([rows], seed=5), 4)
+        settings = {"demonstrations": {"dataset": {"data_path": "rows"}, "rows_per_step": 4}, "max_num_steps": 4}
+        policy = run_loop(fake, loss=loss, shown=shown, **settings)
+        trained = [batch for name, batch in policy.calls if name == "train_step"]
+        return [[row[-1] for row in batch.ragged("tokens") if row[-1] >= 90] for batch in trained], trained
+
+    whole = FakeRun()
+    expected, trained = run(whole)
+    assert [len(each) for each in expected] == [2] * 8
+    for half in (expected[:4], expected[4:]):
+        assert sorted(number for each in half for number in each) == list(range(90, 98))
+    assert [batch.array(DEMONSTRATION).tolist() for batch in trained] == [[0, 0, 0, 0, 1, 1]] * 8
+    # neither the recorded rollouts nor their metrics have these rows
+    assert all(len(batch) == 8 for batch in whole.batches.values())
+    assert [whole.metrics[step]["policy/demonstration_weight"] for step in (1, 2, 3, 4)] == [0.9, 0.5, 0.1, 0.1]
+    first, _ = run(FakeRun(tmp_path, save_period=1, end_after=2))
+    second, _ = run(FakeRun(tmp_path, save_period=1))
+    assert first + second == expected
 
 
 def test_kl_in_the_reward_reads_both_logprobs_before_the_advantages_and_is_reported():

@@ -1,5 +1,6 @@
 """Which settings of the policy loss go together, and what is said of those that do not."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -7,6 +8,7 @@ from problem_fields import MENTIONS, assert_fields
 
 from rl_algos.grpo.config import GRPOConfig
 from rl_algos.losses.surrogates import SURROGATES
+from rl_algos.losses.terms import Demonstrations
 from rl_algos.policy_gradient.config import LossConfig
 from rl_algos.policy_gradient.loss import loss_of, objective_of
 from rl_algos.policy_gradient.plugin import loss_fn_section, loss_problems, policy_loss_problems
@@ -345,3 +347,56 @@ def test_observations_are_learned_between_turns_and_over_all_tokens(turns, gener
         policy=POLICY.model_copy(update={"generation": GenerationConfig(**generation)}),
     )
     assert [problem.key for problem in loss_problems(config, config.grpo)] == expected
+
+
+SHARE, OWN = {"share": 0.25}, {"dataset": {"data_path": "rows.jsonl"}, "rows_per_step": 4}
+
+
+@pytest.mark.parametrize(
+    ("shown", "loss_fn", "generation", "expected"),
+    [
+        (SHARE, {"demonstrations": "shaped"}, {}, []),
+        (SHARE, {"demonstrations": {"name": "nll", "by_probability": True}}, {}, []),
+        (OWN, {"demonstrations": "nll"}, {}, []),
+        (OWN | SHARE, {"demonstrations": "nll"}, {}, []),
+        (OWN, {"demonstrations": "shaped"}, {}, ["loss_fn.demonstrations.name"]),
+        (SHARE, {}, {}, ["loss_fn.demonstrations"]),
+        ({}, {"demonstrations": "nll"}, {}, ["loss_fn.demonstrations"]),
+        (OWN, {"demonstrations": "nll"}, {"top_p": 0.9}, ["policy.generation.top_p"]),
+        (
+            SHARE,
+            {"demonstrations": "shaped", "importance": {"batch_normalize": True}},
+            {},
+            ["loss_fn.importance.batch_normalize"],
+        ),
+    ],
+)
+def test_demonstrations_need_a_loss_that_learns_them_and_tokens_that_any_policy_has(
+    shown, loss_fn, generation, expected
+):
+    config = SimpleNamespace(
+        grpo=GRPOConfig(num_prompts_per_step=4, num_generations_per_prompt=2, demonstrations=shown),
+        loss_fn=configured(loss_fn),
+        policy=POLICY.model_copy(update={"generation": GenerationConfig(**generation)}),
+    )
+    assert [problem.key for problem in loss_problems(config, config.grpo)] == expected
+
+
+@pytest.mark.parametrize(
+    ("written", "key"),
+    [
+        ({"name": "shaped", "weight": 0.5}, "demonstrations.weight"),
+        ({"gamma": 0.5}, "demonstrations.gamma"),
+        ({"final_weight": 0.5}, "demonstrations.final_weight"),
+    ],
+)
+def test_settings_of_the_other_term_of_demonstrations_are_refused(written, key):
+    assert [problem.key for problem in problems({"demonstrations": written})] == [key]
+
+
+def test_the_weight_of_demonstrations_follows_its_schedule():
+    """The schedule of CHORD's authors: a linear warmup, then a cosine."""
+    term = Demonstrations(weight=0.9, warmup_steps=3, decay_steps=4, final_weight=0.1)
+    expected = [0, 0.3, 0.6, 0.9, *(0.1 + 0.8 * (1 + math.cos(math.pi * n / 4)) / 2 for n in (1, 2, 3, 4)), 0.1]
+    assert [term.at_step(step).weight for step in range(1, 10)] == pytest.approx(expected)
+    assert [Demonstrations(weight=0.2).at_step(step).weight for step in (1, 100)] == [0.2, 0.2]

@@ -10,10 +10,10 @@ from chat_tokenizers import FAMILIES, tokenizer_of
 from jinja2 import TemplateError
 from learned_spans import CONVERSATIONS, TOOLS, learned_by_sft, learned_of_response, matches, says, table, user
 
-from rl_algos.rollouts.worker.continuation import find_turn_ends
 from rl_algos.sft.conversation import encode_conversation
 from rl_algos.tokenizer import encode_prompt
 from rl_algos.tool_calls.formats import format_of
+from rl_algos.turn_ends import find_turn_ends
 from rl_core.errors import DataError
 
 REFUSALS = (DataError, TemplateError)

@@ -20,7 +20,7 @@ from rl_algos.losses.surrogates import (
     KLCov,
     Reinforce,
 )
-from rl_algos.losses.terms import Aggregation, EntropyBonus, Filters, KLPenalty, StalenessDecay
+from rl_algos.losses.terms import Aggregation, Demonstrations, EntropyBonus, Filters, KLPenalty, StalenessDecay
 from rl_algos.torch.policy_loss import compute
 from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged
@@ -132,6 +132,39 @@ LOSSES = {
     "high entropy only, weights": PolicyLoss(
         filters=HIGH_ENTROPY, importance=ImportanceCorrection(high=1.1), positive_example_nll_weight=0.2
     ),
+    "chord": PolicyLoss(demonstrations=Demonstrations(weight=0.3)),
+    "chord, by probability": PolicyLoss(
+        kl=KLPenalty(weight=0.3),
+        entropy_bonus=EntropyBonus(weight=0.4),
+        importance=ImportanceCorrection(high=1.1, batch_normalize=True),
+        aggregation=SEQUENCE_MEAN,
+        demonstrations=Demonstrations(weight=0.1, by_probability=True),
+    ),
+    "chord, with every other term": PolicyLoss(
+        GSPO(),
+        SEQUENCE_MEAN,
+        mismatch_threshold=1.12,
+        filters=Filters(off_policy_threshold=0.02),
+        positive_example_nll_weight=0.2,
+        observation_nll_weight=0.3,
+        demonstrations=Demonstrations(weight=0.6),
+    ),
+    "luffy": PolicyLoss(demonstrations=Demonstrations(name="shaped")),
+    "luffy, sequence mean": PolicyLoss(
+        aggregation=SEQUENCE_MEAN,
+        kl=KLPenalty(weight=0.3),
+        importance=ImportanceCorrection(high=1.1),
+        demonstrations=Demonstrations(name="shaped", gamma=0.5),
+    ),
+    "luffy, token sum": PolicyLoss(
+        TOPR(), Aggregation(name="token-sum", divisor=7.0), demonstrations=Demonstrations(name="shaped")
+    ),
+    "luffy, drgrpo": PolicyLoss(
+        CISPO(),
+        Aggregation(name="sequence-mean-token-sum", divisor=9.0),
+        positive_example_nll_weight=0.2,
+        demonstrations=Demonstrations(name="shaped"),
+    ),
 }
 
 LENGTHS = (5, 9, 1, 7, 4)
@@ -165,6 +198,7 @@ def make_batch(seed: int = 0, *, scale: float = 1.0) -> Batch:
             ),
             "positive": np.array([1, 0, 1, 0, 1], np.uint8),
             "high_entropy": generation.like((random.random(total) < 0.4).astype(np.uint8)),
+            "demonstration": np.array([0, 0, 0, 1, 0], np.uint8),
             "small_moment": generation.like((random.random(total) < 0.8).astype(np.uint8)),
         }
     )

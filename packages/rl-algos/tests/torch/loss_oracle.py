@@ -28,11 +28,16 @@ def oracle(loss: PolicyLoss, batch: Batch, frozen: np.ndarray | None = None) -> 
         for row in range(len(batch))
         for t in np.flatnonzero(batch["loss_mask"][row] == 0)
         if batch["loss_mask"][row][:t].any() and batch["loss_mask"][row][t:].any()
+        if loss.demonstrations is None or not batch["demonstration"][row]
     ]
+    shown = Shown(loss)
     for row in range(len(batch)):
         sequence = Sequence(loss, {name: batch[name][row] for name in batch})
         n = len(sequence.sampled)
         if n == 0:
+            continue
+        if loss.demonstrations is not None and sequence.column["demonstration"]:
+            shown.add(sequence)
             continue
         share = 1 / n if loss.aggregation.name == "sequence-mean" else 1 / loss.aggregation.divisor
         kept = sequence.is_kept()
@@ -50,7 +55,33 @@ def oracle(loss: PolicyLoss, batch: Batch, frozen: np.ndarray | None = None) -> 
     if loss.importance is not None and loss.importance.batch_normalize:
         policy = policy / weights * count if weights else 0.0
     learned = loss.observation_nll_weight * sum(-batch["logprobs"][row][t] for row, t in observed) / len(observed)
-    return (policy + penalty) / count + loss.positive_example_nll_weight * nll / num_positive + learned
+    further = learned + (loss.positive_example_nll_weight * nll / num_positive if num_positive else 0.0)
+    if loss.demonstrations is None:
+        return (policy + penalty) / count + further
+    if loss.demonstrations.name == "shaped":
+        own = {"token-mean": shown.num_tokens, "token-sum": 0}.get(loss.aggregation.name, shown.num_sequences)
+        return (policy + penalty + shown.surrogate) / (count + own) + further
+    mu = loss.demonstrations.weight
+    return (1 - mu) * ((policy + penalty) / count + further) + mu * shown.nll / shown.num_tokens
+
+
+class Shown:
+    """Sums over demonstrations: `-sum phi log p` of CHORD (arXiv:2508.11408, with phi from its authors' code), and the
+    off-policy part of LUFFY (arXiv:2504.14945), `-sum A f(p)` with `f(x) = x / (x + gamma)`."""
+
+    def __init__(self, loss: PolicyLoss) -> None:
+        self.loss = loss
+        self.nll = self.surrogate = 0.0
+        self.num_tokens = self.num_sequences = 0
+
+    def add(self, sequence: "Sequence") -> None:
+        term, aggregation, n = self.loss.demonstrations, self.loss.aggregation, len(sequence.sampled)
+        share = 1 / n if aggregation.name == "sequence-mean" else 1 / aggregation.divisor
+        for t in sequence.sampled:
+            p, known = math.exp(sequence.logp[t]), math.exp(sequence.frozen[t])
+            self.nll -= (known * (1 - known) if term.by_probability else 1.0) * sequence.logp[t]
+            self.surrogate -= share * sequence.advantages[t] * p / (p + term.gamma)
+        self.num_tokens, self.num_sequences = self.num_tokens + n, self.num_sequences + 1
 
 
 def weight_of(loss: PolicyLoss, sequence: "Sequence", t: int) -> float:

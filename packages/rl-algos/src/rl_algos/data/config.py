@@ -200,9 +200,9 @@ class DataConfig(Config):
 
     @model_validator(mode="after")
     def _one_source_each(self) -> DataConfig:
-        problems = _problems("train", self.train)
+        problems = written_problems("train", self.train)
         if self.validation is not None:
-            problems += _problems("validation", self.validation)
+            problems += written_problems("validation", self.validation)
         problems += _held_out_problems(self)
         if problems:
             raise ProblemError(*problems)
@@ -270,7 +270,8 @@ def dataset_names(settings: Sequence[DatasetConfig], purpose: Purpose) -> list[s
     return chosen
 
 
-def _problems(key: str, datasets: DatasetConfig | list[DatasetConfig]) -> list[Problem]:
+def written_problems(key: str, datasets: DatasetConfig | list[DatasetConfig]) -> list[Problem]:
+    """Return the problems of the sources and weights of one dataset or of several."""
     if isinstance(datasets, list):
         named = {f"{key}[{index}]": dataset for index, dataset in enumerate(datasets)}
     else:

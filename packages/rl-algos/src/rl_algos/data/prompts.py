@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -37,6 +37,7 @@ def prompt_stream(
     seed: int,
     max_num_epochs: int | None = None,
     tools: Tools = NO_TOOLS,
+    respond: EncodeResponse | None = None,
 ) -> Stream[Prompt] | FlowStream[Prompt]:
     """Return the training prompts, mixed and shuffled as configured.
 
@@ -48,6 +49,7 @@ def prompt_stream(
         seed: Seed of the order.
         max_num_epochs: Number of epochs; None for an endless stream.
         tools: Tools that the policy may call, by environment.
+        respond: Encodes the responses in rows as demonstrations; None for prompts without.
 
     Raises:
         DataError: With dataset and row, and the remedy.
@@ -63,16 +65,21 @@ def prompt_stream(
         return flow_stream(
             datasets,
             config,
-            EncodePrompt(tokenizer, NO_TOOLS, None),
+            EncodeRow(EncodePrompt(tokenizer, NO_TOOLS, None), respond),
             partial(_prompt, tools=NO_TOOLS),
-            length=len,
+            length=lambda encoded: len(encoded[0]),
             limit=_limit(config, max_tokens),
             seed=seed,
             weights=weights_of(datasets),
             max_num_epochs=max_num_epochs,
             needs_answer=True,
         )
-    prompts = [_prompts(dataset, config, tokenizer, max_tokens, tools) for dataset in datasets]
+    prompts = [_prompts(dataset, config, tokenizer, max_tokens, tools, respond) for dataset in datasets]
+    if respond is not None and not any(prompt.demonstration is not None for own in prompts for prompt in own):
+        raise DataError(
+            "no row of data.train has a response to demonstrate: a column `solution`, or else the answer. Map its "
+            "column in `columns`, or sample all rollouts"
+        )
     return Stream(
         prompts,
         weights_of(datasets),
@@ -116,7 +123,7 @@ class EncodePrompt:
             problem = "the conversation ends with an assistant message, so there is nothing to sample"
             raise DataError(f"{problem}; end it with a user message")
         check_placed(self.tokenizer, example)
-        tools = tools_for(example, self.tools.get(self.environment or example.environment, ()))
+        tools = self.tools_of(example)
         tokens = encode_prompt(self.tokenizer, example.messages, tools)
         text = render(self.tokenizer, example.messages, add_generation_prompt=True, tools=tools)
         coverage = Coverage(self.tokenizer, example.messages, text, tools=tools, prompts=True)
@@ -127,6 +134,36 @@ class EncodePrompt:
             remedy = "set policy.tokenizer.chat_template to a template that does, or remove the column"
             raise DataError(f"{problem}; {remedy}")
         return tokens
+
+    def tools_of(self, example: Example) -> Sequence[Mapping[str, Any]]:
+        """Return the tools that the prompt shows; see `tools_for`."""
+        return tools_for(example, self.tools.get(self.environment or example.environment, ()))
+
+
+EncodeResponse = Callable[[Example, np.ndarray, Sequence[Mapping[str, Any]]], np.ndarray]
+"""From an example, the tokens of its prompt and the tools that it shows to the response in its row, int32 `[tokens]`;
+raises a `DataError` for an example that is refused."""
+
+
+@dataclass(frozen=True)
+class EncodeRow:
+    """Encodes the prompt of an example, and the response in its row as a demonstration.
+
+    Args:
+        prompt: Encodes the prompt.
+        respond: Encodes the response; None for prompts without a demonstration.
+    """
+
+    prompt: EncodePrompt
+    respond: EncodeResponse | None = None
+
+    def __call__(self, example: Example) -> tuple[np.ndarray, np.ndarray]:
+        """Return int32 `[tokens]` of the prompt, and of the response with the token that ends its turn; none for a row
+        without a response. Raise a `DataError` for an example that is refused."""
+        tokens = self.prompt(example)
+        if self.respond is None or not example.response:
+            return tokens, tokens[:0]
+        return tokens, self.respond(example, tokens, self.prompt.tools_of(example))
 
 
 def tools_for(example: Example, offered: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
@@ -146,21 +183,32 @@ def tools_for(example: Example, offered: Sequence[Mapping[str, Any]]) -> Sequenc
     return offered
 
 
-def _prompts(dataset: Dataset, config: DataConfig, tokenizer: Any, max_tokens: int, tools: Tools) -> Sequence[Prompt]:
+def _prompts(
+    dataset: Dataset,
+    config: DataConfig,
+    tokenizer: Any,
+    max_tokens: int,
+    tools: Tools,
+    respond: EncodeResponse | None = None,
+) -> Sequence[Prompt]:
     require_chat_template(tokenizer)
     warn_of_special_tokens(dataset.name, dataset.conversations(), tokenizer)
-    tokens = dataset.encode(EncodePrompt(tokenizer, tools, dataset.settings.env_name), config.num_workers)
-    lengths = map(len, tokens.values_in_order)
-    kept = dataset.within_limit(tokens, lengths, _limit(config, max_tokens), overlong=config.overlong)
-    return kept.rows(lambda row_id, ids: _prompt(dataset, row_id, dataset.examples[row_id], ids, tools=tools))
+    encode = EncodeRow(EncodePrompt(tokenizer, tools, dataset.settings.env_name), respond)
+    encoded = dataset.encode(encode, config.num_workers)
+    lengths = (len(tokens) for tokens, _ in encoded.values_in_order)
+    kept = dataset.within_limit(encoded, lengths, _limit(config, max_tokens), overlong=config.overlong)
+    return kept.rows(lambda row_id, parts: _prompt(dataset, row_id, dataset.examples[row_id], parts, tools=tools))
 
 
 def _limit(config: DataConfig, max_tokens: int) -> int:
     return min(config.max_input_seq_length or max_tokens, max_tokens)
 
 
-def _prompt(dataset: Dataset, row_id: str, example: Example, token_ids: np.ndarray, *, tools: Tools) -> Prompt:
+def _prompt(
+    dataset: Dataset, row_id: str, example: Example, encoded: tuple[np.ndarray, np.ndarray], *, tools: Tools
+) -> Prompt:
     environment, place = dataset.environment_of(example, row_id), dataset.place(row_id)
+    token_ids, response = encoded
     return Prompt(
         row_id,
         example.messages,
@@ -171,4 +219,5 @@ def _prompt(dataset: Dataset, row_id: str, example: Example, token_ids: np.ndarr
         place,
         tuple(tools_for(example, tools.get(environment, ()))),
         example.is_text,
+        response if len(response) else None,
     )

@@ -5,13 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rl_algos.data.examples import Datasets
+from rl_algos.distillation.teachers import RolloutTeacher, check_teachers, require_teacher
 from rl_algos.grpo.config import GRPOConfig, GRPORoot, trained_agents
 from rl_algos.grpo.estimators import advantages_of, columns_before, reads
 from rl_algos.grpo.opponents import check_tokens, opponents_of
+from rl_algos.grpo.teacher_advantages import teachers_of, with_teachers
 from rl_algos.policy_gradient.advantages import by_rollout
 from rl_algos.policy_gradient.loss import objective_of
 from rl_algos.policy_gradient.objective import Objective, StepData, with_logprobs
@@ -22,12 +26,16 @@ from rl_algos.rollouts.setup import steps_of
 from rl_algos.rollouts.training.batch import build_batch, passes, with_advantages
 from rl_algos.rollouts.training.metrics import rollout_metrics, signal_metrics, training_metrics
 from rl_algos.rollouts.training.segments import to_rows
+from rl_algos.tokenizer import encode_prompt
 from rl_core.data.batch import Batch
 from rl_core.model import Model
 from rl_core.plugins import RolloutNeeds
 from rl_core.rollouts.group import LOSS_MASK, RolloutGroup
-from rl_core.run import Components, Run
+from rl_core.run import Checkpointable, Components, Run
 from rl_core.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from rl_algos.rollouts.training.demonstrations import DemonstrationRows
 
 _log = logging.getLogger(__name__)
 
@@ -37,24 +45,41 @@ class GRPO(RolloutAlgorithm[GRPORoot]):
 
     def prepare(self, config: GRPORoot, tokenizer: Tokenizer, loaded: Datasets) -> RolloutData:
         check_tokens(config.grpo, tokenizer)
-        return super().prepare(config, tokenizer, loaded)
+        check_teachers(config, tokenizer)
+        settings = config.grpo.distillation
+        if not settings.reward_weight and settings.self_teacher is None:
+            for dataset in loaded.train:
+                for environment in dataset.environments():
+                    require_teacher(config, dataset, environment)
+        data = super().prepare(config, tokenizer, loaded)
+        return data if settings.self_teacher is None else replace(data, encode=partial(encode_prompt, tokenizer))
 
     def rollouts(self, config: GRPORoot, prepared: RolloutData) -> RolloutNeeds:
         return replace(super().rollouts(config, prepared), opponents=opponents_of(config.grpo))
 
     def run(self, config: GRPORoot, components: Components, run: Run) -> None:
-        grpo = config.grpo
+        grpo, teachers = config.grpo, teachers_of(config, components)
+        read_before = columns_before(grpo) | ({"prev_logprobs"} if teachers is not None else set())
         train(
             grpo,
-            objective_of(config, grpo, read_before=columns_before(grpo), weights=components.weights),
+            objective_of(config, grpo, read_before=read_before, weights=components.weights),
             policy=components.models["policy"],
             steps=steps_of(config, components, run, with_greedy=reads(grpo, "baselines")),
             rows_per_minibatch=config.policy.train_global_batch_size,
+            demonstrations=components.data.demonstrations,
+            teachers=teachers,
         )
 
 
 def train(
-    config: GRPOConfig, objective: Objective, *, policy: Model, steps: RolloutSteps, rows_per_minibatch: int
+    config: GRPOConfig,
+    objective: Objective,
+    *,
+    policy: Model,
+    steps: RolloutSteps,
+    rows_per_minibatch: int,
+    demonstrations: DemonstrationRows | None = None,
+    teachers: RolloutTeacher | None = None,
 ) -> None:
     """Train the policy for `config.max_num_steps` steps, or until the data or the run ends.
 
@@ -67,19 +92,29 @@ def train(
         steps: Rollouts of each step, weight sync, validation and checkpoints; with greedy rollouts for an estimator
             that compares with them.
         rows_per_minibatch: Plays of one optimizer step. All rollouts that a play returned count as one.
+        demonstrations: Conversations that each step learns in addition to its rollouts; None for none.
+        teachers: Teachers that give advantages to tokens, for an objective that reads `prev_logprobs`; None for none.
     """
     run, watch = steps.run, AgentWatch(config)
-    for step, groups, aside, greedy in steps.take(models={"policy": policy}, state={"objective": objective}):
+    state: dict[str, Checkpointable] = {"objective": objective}
+    if demonstrations is not None:
+        state["demonstrations"] = demonstrations
+    for step, groups, aside, greedy in steps.take(models={"policy": policy}, state=state):
         watch.observe(groups)
         batch = trained_batch(build_batch(groups, config), groups, config)
         with run.phase("logprobs"):
             batch = with_logprobs(batch, policy, objective)
         penalties = objective.penalties(batch)
         advantages = advantages_of(groups, config, penalties=penalties, greedy=greedy, batch=batch)
+        if teachers is not None:
+            with run.phase("teacher"):
+                advantages, of_teachers = with_teachers(advantages, batch, groups, teachers, config)
+            run.record(step, of_teachers)
         batch = objective.prepared(StepData(step, groups, with_advantages(batch, advantages)))
-        loss = objective.loss
+        loss, shown = objective.loss, None if demonstrations is None else demonstrations.take()
         with run.phase("training"):
-            parts = passes(batch, rows_per_minibatch, count=config.num_iterations, seed=(config.seed, step))
+            count, seed = config.num_iterations, (config.seed, step)
+            parts = passes(batch, rows_per_minibatch, count=count, seed=seed, demonstrations=shown)
             updates = [policy.train_step(minibatch, loss) for minibatch in parts]
             if run.due(config.reference_sync_period, step):
                 policy.update_reference(config.reference_mixup_alpha)

@@ -11,6 +11,17 @@ from rl_core.data.microbatch import PAIR
 from rl_core.data.ragged import Ragged
 from rl_core.rollouts.group import LOSS_MASK
 
+DEMONSTRATION = "demonstration"
+"""Column of the rows that the policy did not sample, uint8 `[rows]`: 1 for a response of a dataset under `loss_mask`, 0
+for a rollout."""
+
+
+def without_demonstrations(batch: Batch) -> Batch:
+    """Return the batch with an empty loss mask in the rows of demonstrations: the mask of sampled tokens."""
+    if DEMONSTRATION not in batch:
+        return batch
+    return batch.with_zeros(LOSS_MASK, batch.array(DEMONSTRATION) > 0)
+
 
 def loss_mask(batch: Batch) -> Ragged:
     """Return uint8 `[tokens]`, the column `loss_mask`.

@@ -8,6 +8,7 @@ It is put together from parts that know nothing of one another:
 - filters (`rl_algos.losses.terms`), tokens and sequences that it leaves out;
 - a KL penalty (`rl_algos.losses.terms`), an entropy bonus (`rl_algos.losses.terms`) and a term for positive examples,
   each added to it;
+- a term of demonstrations (`rl_algos.losses.terms`), rows that the policy did not sample and which no other part reads;
 - an aggregation (`rl_algos.losses.terms`), from tokens to one number.
 
 The parts are the sections of `loss_fn`: a config holds the objects that the loss is made of.
@@ -27,9 +28,9 @@ from typing import Literal
 import numpy as np
 
 from rl_algos.losses.importance import ImportanceCorrection, importance_weights
-from rl_algos.losses.mask import by_sequence, num_observed
+from rl_algos.losses.mask import DEMONSTRATION, by_sequence, num_observed, without_demonstrations
 from rl_algos.losses.surrogates import Clip, Surrogate
-from rl_algos.losses.terms import Aggregation, EntropyBonus, Filters, KLPenalty, StalenessDecay
+from rl_algos.losses.terms import Aggregation, Demonstrations, EntropyBonus, Filters, KLPenalty, StalenessDecay
 from rl_core.data.batch import Batch
 from rl_core.data.microbatch import PAIR
 from rl_core.model import ENTROPY, LOGPROBS, Read
@@ -63,6 +64,7 @@ class PolicyLoss:
             arXiv:2504.05118), the rows whose column `positive` is 1.
         observation_nll_weight: Weight of the mean `-logp` over the tokens between two turns of a row
             (`rl_algos.losses.mask.num_observed`).
+        demonstrations: The term of the rows whose column `demonstration` is 1; None without such rows.
         has_segments: A sequence may be several rows. Terms of whole sequences then read the column `pair`, the
             number of each row's sequence, which also keeps its rows in one microbatch.
         temperature: Sampling temperature.
@@ -83,6 +85,7 @@ class PolicyLoss:
     entropy_bonus: EntropyBonus | None = None
     positive_example_nll_weight: float = 0.0
     observation_nll_weight: float = 0.0
+    demonstrations: Demonstrations | None = None
     has_segments: bool = False
     temperature: float = 1.0
     token_filter: TokenFilter | None = None
@@ -97,8 +100,9 @@ class PolicyLoss:
         ref = ("ref_logprobs",) if self.kl else ()
         positive = ("positive",) if self.positive_example_nll_weight else ()
         versions = ("weight_versions",) if self.staleness else ()
+        marks = (DEMONSTRATION,) if self.demonstrations else ()
         pair = (PAIR,) if self.has_segments and self._has_sequence_terms else ()
-        terms = (*prev, *ref, *self.filters.columns, *positive, *versions, *self.surrogate.columns, *pair)
+        terms = (*prev, *ref, *self.filters.columns, *positive, *versions, *marks, *self.surrogate.columns, *pair)
         return ("loss_mask", "advantages", "generation_logprobs", *terms)
 
     @property
@@ -121,7 +125,11 @@ class PolicyLoss:
         return of_surrogate or of_weights or filters or self.aggregation.denominator == "sequences"
 
     def totals(self, batch: Batch) -> Mapping[str, float]:
-        """Return `tokens` that train, `sequences` with at least one, and further divisors of the terms in use."""
+        """Return sampled `tokens` that train, `sequences` with at least one, and further divisors of the terms in
+        use."""
+        whole = by_sequence(batch, batch.ragged("loss_mask")).sums()
+        if self.demonstrations is not None:
+            batch = without_demonstrations(batch)
         mask = by_sequence(batch, batch.ragged("loss_mask"))
         sampled = mask.sums()
         totals = {"tokens": float(sampled.sum()), "sequences": float(np.count_nonzero(sampled))}
@@ -134,4 +142,7 @@ class PolicyLoss:
             totals["positive_tokens"] = float(of_rows[batch.array("positive") > 0].sum())
         if self.observation_nll_weight:
             totals["observed_tokens"] = num_observed(batch)
+        if self.demonstrations is not None:
+            totals["demonstration_tokens"] = float((whole - sampled).sum())
+            totals |= {"all_tokens": float(whole.sum()), "all_sequences": float(np.count_nonzero(whole))}
         return totals

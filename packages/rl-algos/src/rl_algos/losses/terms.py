@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rl_core.config import Config, NamedConfig, Problem, ProblemError
+from rl_core.config import Config, NamedConfig, Problem, ProblemError, is_changed
 from rl_core.model import UNDIVIDED
 
 
@@ -189,6 +190,60 @@ class Filters(Config):
         """Columns of the step, uint8 `[tokens]`, that are 1 at the tokens whose policy term stays."""
         chosen = {"high_entropy": self.top_entropy_share, "small_moment": self.max_second_moment}
         return tuple(column for column, setting in chosen.items() if setting is not None)
+
+
+class Demonstrations(NamedConfig, CheckedConfig):
+    """The term of demonstrations, responses of a dataset that the policy did not sample. No other term has their
+    tokens, and neither have the metrics of rollouts.
+
+    With the N tokens of the demonstrations, p the probability of a token under the policy and A its advantage:
+
+    - `nll`: `(1 - weight) L + weight / N sum w (-log p)`, L the loss of the rollouts (CHORD, arXiv:2508.11408). `w` is
+      1, or with `by_probability` `sg(p (1 - p))`, so that tokens that the policy knows already, or would never write,
+      pull least.
+    - `shaped`: `-A p / (p + gamma)` in place of the surrogate, added up with the rollouts and divided by the counts of
+      both (LUFFY, arXiv:2504.14945): the ratio to a sampler that is certain of its tokens, shaped so that unlikely
+      tokens have the largest gradients.
+    """
+
+    settings_follow_name: ClassVar[bool] = False
+
+    name: Literal["nll", "shaped"] = "nll"
+    """Name of the term: `nll`, the negative log-likelihood, or `shaped`, the surrogate `-A p / (p + gamma)` of
+    demonstrations that have a reward, as `demonstrations.share` gives them one."""
+    weight: float = Field(default=0.1, gt=0, le=1)
+    """Weight of the mean negative log-likelihood of demonstrations; all other terms have 1 minus it. With
+    `decay_steps`, the weight before the decay."""
+    by_probability: bool = False
+    """Weigh each token of `nll` by `p (1 - p)`, its probability p under the policy (CHORD-phi)."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Number of steps over which the weight rises linearly from 0."""
+    decay_steps: int = Field(default=0, ge=0)
+    """Number of steps after the warmup over which the weight falls to `final_weight`, along a cosine; with 0 it stays
+    (CHORD-mu uses a weight of 0.9, a final weight of 0.05 and 200 steps)."""
+    final_weight: float = Field(default=0.0, ge=0, le=1)
+    """Weight after `decay_steps`."""
+    gamma: float = Field(default=0.1, gt=0)
+    """Constant of `shaped`: the smaller it is, the less likely are the tokens that learn most."""
+
+    def at_step(self, step: int) -> Self:
+        """Return the term with the weight of a step, counted from 1, and no schedule."""
+        done = step - 1
+        weight = self.weight
+        if done < self.warmup_steps:
+            weight *= done / self.warmup_steps
+        elif self.decay_steps:
+            share = min((done - self.warmup_steps) / self.decay_steps, 1.0)
+            weight = self.final_weight + (weight - self.final_weight) * (1 + math.cos(math.pi * share)) / 2
+        return self.model_copy(update={"weight": weight, "warmup_steps": 0, "decay_steps": 0})
+
+    def _problems(self) -> Iterator[Problem]:
+        settings = ("weight", "by_probability", "warmup_steps", "decay_steps", "final_weight")
+        for key in settings if self.name == "shaped" else ("gamma",):
+            if is_changed(self, key):
+                yield Problem.unused(key, f"with the name {self.name}")
+        if self.final_weight and not self.decay_steps and self.name == "nll":
+            yield Problem.unused("final_weight", "with decay_steps=0")
 
 
 class StalenessDecay(Config):

@@ -11,7 +11,7 @@ from pydantic import Field
 from rl_algos.losses.importance import ImportanceCorrection
 from rl_algos.losses.policy import RatioDenominator
 from rl_algos.losses.surrogates import SURROGATES, Clip, Surrogate
-from rl_algos.losses.terms import Aggregation, EntropyBonus, Filters, KLPenalty, StalenessDecay
+from rl_algos.losses.terms import Aggregation, Demonstrations, EntropyBonus, Filters, KLPenalty, StalenessDecay
 from rl_algos.rollouts.config import RolloutRoot
 from rl_core.config import NamedConfig, Rename, chosen, moved
 
@@ -140,6 +140,9 @@ class LossConfig(NamedConfig):
     observation_nll_weight: float = Field(default=0.0, ge=0)
     """Weight of the mean negative log-likelihood of the tokens between two turns of a rollout, such as the results of
     tools, which the policy so learns to predict (ECHO)."""
+    demonstrations: Demonstrations | None = None
+    """How the demonstrations of a step are learned: `nll` or `shaped`, or a name and its settings. Required if the
+    algorithm has `demonstrations`."""
 
 
 class CustomLossConfig(NamedConfig):

@@ -71,7 +71,8 @@ def loss_of(config: ObjectiveRoot, algorithm: PolicyGradientConfig) -> Loss:
     kind = loss_class(config.loss_fn.name)
     fields = {field.name for field in dataclasses.fields(kind)}
     generation = config.policy.generation
-    derived: Mapping[str, Any] = {"temperature": generation.temperature, "token_filter": generation.token_filter}
+    token_filter = algorithm.token_filter(generation)
+    derived: Mapping[str, Any] = {"temperature": generation.temperature, "token_filter": token_filter}
     settings = {**settings_of(config.loss_fn), **{key: derived[key] for key in fields & derived.keys()}}
     loss: Loss = kind(**settings)
     return loss
@@ -145,10 +146,11 @@ def policy_loss(config: ObjectiveRoot, algorithm: PolicyGradientConfig, loss: Lo
         entropy_bonus=loss.entropy_bonus if loss.entropy_bonus.is_on else None,
         positive_example_nll_weight=loss.positive_example_nll_weight,
         observation_nll_weight=loss.observation_nll_weight,
+        demonstrations=loss.demonstrations,
         mismatch_threshold=algorithm.seq_logprob_error_threshold,
         has_segments=algorithm.splits,
         temperature=config.policy.generation.temperature,
-        token_filter=config.policy.generation.token_filter,
+        token_filter=algorithm.token_filter(config.policy.generation),
     )
 
 

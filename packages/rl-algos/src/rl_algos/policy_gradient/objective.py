@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rl_algos.losses.importance import LOG_RATIO_BOUND
+from rl_algos.losses.mask import without_demonstrations
 from rl_algos.losses.policy import PolicyLoss
 from rl_algos.losses.surrogates import ClipCov, KLCov
 from rl_algos.losses.terms import EntropyBonus, KLPenalty
@@ -19,6 +20,7 @@ from rl_core.data.ragged import Ragged
 from rl_core.metrics import Metric
 from rl_core.model import COLLISION, ENTROPY, LOGPROBS, Loss, Model, Read
 from rl_core.rollouts.group import GENERATION_LOGPROBS, LOSS_MASK, RolloutGroup
+from rl_core.token_filter import TokenFilter
 from rl_core.weights import Weights
 
 READ_BEFORE: Mapping[str, Read] = {"prev_logprobs": LOGPROBS, "prev_entropy": ENTROPY, "prev_collision": COLLISION}
@@ -32,7 +34,7 @@ def kl_estimates(kl: KLPenalty, batch: Batch) -> Ragged:
         kl: Estimator and clamps.
         batch: Batch with `loss_mask`, `prev_logprobs` and `ref_logprobs`.
     """
-    mask = batch.ragged(LOSS_MASK)
+    mask = without_demonstrations(batch).ragged(LOSS_MASK)
     is_sampled = mask.values > 0
     ref, prev = batch.ragged("ref_logprobs").values, batch.ragged("prev_logprobs").values
     d = _clamp(ref[is_sampled].astype(np.float64) - prev[is_sampled], kl.input_clamp)
@@ -84,6 +86,7 @@ class Objective:
         adaptive = {"kl_weight": kl_weight, "entropy_weight": entropy_weight}
         self._weights = {name: weight for name, weight in adaptive.items() if weight is not None}
         self._measured: dict[str, float] = {}
+        self._step = 1
 
     @property
     def loss(self) -> Loss:
@@ -93,6 +96,8 @@ class Objective:
             return loss
         if loss.staleness is not None and self._versions is not None:
             loss = dataclasses.replace(loss, weight_version=self._versions.version)
+        if loss.demonstrations is not None:
+            loss = dataclasses.replace(loss, demonstrations=loss.demonstrations.at_step(self._step))
         if "kl_weight" in self._weights and loss.kl is not None:
             kl = loss.kl.model_copy(update={"weight": self._weights["kl_weight"].value})
             loss = dataclasses.replace(loss, kl=kl)
@@ -114,13 +119,15 @@ class Objective:
         if self._reward_kl is None:
             return None
         estimates = kl_estimates(self._reward_kl, batch)
-        num_sampled = batch.ragged(LOSS_MASK).values.sum(dtype=np.int64)
+        num_sampled = without_demonstrations(batch).ragged(LOSS_MASK).values.sum(dtype=np.int64)
         self._measured = {"policy/kl": float(estimates.values.sum() / max(num_sampled, 1))}
         weight = self._weights["kl_weight"].value if "kl_weight" in self._weights else self._reward_kl.weight
         return estimates.like(weight * estimates.values)
 
     def prepared(self, data: StepData) -> Batch:
-        """Return the batch with the columns of the whole step that the loss reads."""
+        """Return the batch with the columns of the whole step that the loss reads; `loss` is the loss of this step from
+        then on."""
+        self._step = data.step
         columns = {name: statistic(data) for name, statistic in self._statistics.items()}
         return data.batch.with_columns(columns) if columns else data.batch
 
@@ -131,6 +138,9 @@ class Objective:
             Further metrics: the penalty on rewards, the effective sample size, and the weights during the step.
         """
         weights = {f"policy/{name}": weight.value for name, weight in self._weights.items()}
+        shown = self._loss.demonstrations if isinstance(self._loss, PolicyLoss) else None
+        if shown is not None and shown.name == "nll":
+            weights["policy/demonstration_weight"] = shown.at_step(self._step).weight
         reported = {**self._measured, **_effective_sample_size(metrics), **weights}
         for weight in self._weights.values():
             metric = metrics.get(weight.watches)
@@ -153,7 +163,7 @@ def with_logprobs(batch: Batch, policy: Model, objective: Objective) -> Batch:
     """Add the columns that the objective reads from the policy before the update, and `ref_logprobs`.
 
     Logprobs of the policy are normalised over the tokens that sampling keeps, as the loss reads them; logprobs of the
-    reference over all tokens.
+    reference over all tokens that a grammar allows.
     """
     temperature, columns = objective.loss.temperature, objective.columns
     token_filter = next((read.token_filter for read in objective.loss.reads), None)
@@ -166,7 +176,9 @@ def with_logprobs(batch: Batch, policy: Model, objective: Objective) -> Batch:
         found = policy.infer(batch, list(before.values()), temperature=temperature)
         batch = batch.with_columns({column: found.columns[read.name] for column, read in before.items()})
     if "ref_logprobs" in columns:
-        found = policy.infer(batch, [LOGPROBS], reference=True, temperature=temperature)
+        allowed = TokenFilter(allowed=True) if token_filter is not None and token_filter.allowed else None
+        read = dataclasses.replace(LOGPROBS, token_filter=allowed)
+        found = policy.infer(batch, [read], reference=True, temperature=temperature)
         batch = batch.with_columns({"ref_logprobs": found.columns["logprobs"]})
     return batch
 
@@ -279,7 +291,7 @@ def high_covariance(surrogate: ClipCov | KLCov, seed: int) -> Statistic:
     """
 
     def statistic(data: StepData) -> Column:
-        mask = data.batch.ragged(LOSS_MASK)
+        mask = without_demonstrations(data.batch).ragged(LOSS_MASK)
         is_sampled = mask.values > 0
         prev = data.batch.ragged("prev_logprobs").values[is_sampled].astype(np.float64)
         advantages = data.batch["advantages"]
@@ -299,7 +311,7 @@ def high_entropy(share: float) -> Statistic:
     policy before the update (arXiv:2506.01939); tokens that tie with the last of them count too."""
 
     def statistic(data: StepData) -> Column:
-        mask = data.batch.ragged(LOSS_MASK)
+        mask = without_demonstrations(data.batch).ragged(LOSS_MASK)
         is_sampled = mask.values > 0
         entropy = data.batch.ragged("prev_entropy").values[is_sampled]
         chosen = np.zeros(len(is_sampled), dtype=np.uint8)
@@ -317,7 +329,7 @@ def small_moment(bound: float) -> Statistic:
     arXiv:2510.01161; the paper takes `logp` instead of `prev`, which is the same in the first update of a step)."""
 
     def statistic(data: StepData) -> Column:
-        mask = data.batch.ragged(LOSS_MASK)
+        mask = without_demonstrations(data.batch).ragged(LOSS_MASK)
         is_sampled = mask.values > 0
         prev, generation = (data.batch.ragged(name).values for name in ("prev_logprobs", GENERATION_LOGPROBS))
         squares = np.square(prev[is_sampled].astype(np.float64) - generation[is_sampled])

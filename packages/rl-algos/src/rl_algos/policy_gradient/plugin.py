@@ -45,8 +45,8 @@ def policy_need(config: ObjectiveRoot, algorithm: PolicyGradientConfig) -> Model
         config: Resolved config of the run.
         algorithm: Config section of the algorithm.
     """
-    compares = "ref_logprobs" in columns_of(config, algorithm)
-    return ModelNeed("policy", ModelSpec(keeps_reference=compares, seed=algorithm.seed))
+    keeps = algorithm.reads_reference or "ref_logprobs" in columns_of(config, algorithm)
+    return ModelNeed("policy", ModelSpec(keeps_reference=keeps, seed=algorithm.seed))
 
 
 def loss_problems(config: ObjectiveRoot, algorithm: PolicyGradientConfig) -> Iterator[Problem]:
@@ -57,7 +57,7 @@ def loss_problems(config: ObjectiveRoot, algorithm: PolicyGradientConfig) -> Ite
         algorithm: Config section of the algorithm.
     """
     loss, section = config.loss_fn, algorithm.section
-    if algorithm.reference_sync_period and "ref_logprobs" not in columns_of(config, algorithm):
+    if algorithm.reference_sync_period and not policy_need(config, algorithm).spec.keeps_reference:
         because, remedy = "because the loss does not use a reference policy", "set loss_fn.kl.weight above 0"
         yield Problem.unused(f"{section}.reference_sync_period", because, remedy=f"Remove this key, or {remedy}")
     if algorithm.reference_mixup_alpha != 1 and not algorithm.reference_sync_period:
@@ -65,6 +65,7 @@ def loss_problems(config: ObjectiveRoot, algorithm: PolicyGradientConfig) -> Ite
         because = f"with {section}.reference_sync_period=0"
         yield Problem.unused(f"{section}.reference_mixup_alpha", because, remedy=remedy)
     yield from _uncorrected(config, algorithm)
+    yield from _demonstrations(config, algorithm)
     if not isinstance(loss, LossConfig):
         yield from _custom_loss_problems(config, algorithm, loss)
         return
@@ -87,6 +88,35 @@ def loss_problems(config: ObjectiveRoot, algorithm: PolicyGradientConfig) -> Ite
         if algorithm.turn_limit == 1:
             yield Problem.unused("loss_fn.observation_nll_weight", f"with {section}.max_rollout_turns=1")
     yield from policy_loss_problems(loss)
+
+
+def _demonstrations(config: ObjectiveRoot, algorithm: PolicyGradientConfig) -> Iterator[Problem]:
+    """Yield problems of demonstrations with the loss that learns them."""
+    shown, key = algorithm.demonstrations, f"{algorithm.section}.demonstrations"
+    term = config.loss_fn.demonstrations if isinstance(config.loss_fn, LossConfig) else None
+    if not shown.is_on:
+        if term is not None:
+            remedy = f"Remove this key, or set {key}.share or {key}.dataset"
+            yield Problem.unused("loss_fn.demonstrations", f"without {key}", remedy=remedy)
+        return
+    if term is None:
+        if isinstance(config.loss_fn, LossConfig):
+            remedy = "Set it to nll, or to shaped for demonstrations that have a reward (share)"
+            yield Problem("loss_fn.demonstrations", f"must be set, because {key} has rows to learn", remedy=remedy)
+        else:
+            reason = f"has no term for demonstrations, but {key} has rows to learn"
+            yield Problem("loss_fn.name", reason, got=config.loss_fn.name, remedy=f"Set it to policy, or remove {key}")
+        return
+    reader = "loss_fn.demonstrations learns tokens that were not sampled, which may be outside of these"
+    yield from filter_problems(config.policy.generation, reader, remedy="Remove one of the two keys")
+    if term.name == "shaped" and shown.dataset is not None:
+        reason = f"needs advantages, but nothing scores the conversations of {key}.dataset"
+        yield Problem("loss_fn.demonstrations.name", reason, got=term.name, remedy="Set it to nll")
+    importance = config.loss_fn.importance if isinstance(config.loss_fn, LossConfig) else None
+    if term.name == "shaped" and importance is not None and importance.batch_normalize:
+        reason = "divides the policy term by the weights of sampled tokens, and demonstrations have none"
+        remedy = "Remove this key, or set loss_fn.demonstrations=nll"
+        yield Problem("loss_fn.importance.batch_normalize", reason, got=True, remedy=remedy)
 
 
 def _uncorrected(config: ObjectiveRoot, algorithm: PolicyGradientConfig) -> Iterator[Problem]:
@@ -142,10 +172,10 @@ def _custom_loss_problems(
         reason = f"must be equal to the temperature of the loss {name} ({temperature})"
         remedy = "Add a field `temperature` to the class, which is then set from this key"
         yield Problem("policy.generation.temperature", reason, got=generation.temperature, remedy=remedy)
-    if any(read.token_filter != generation.token_filter for read in reads):
+    if any(read.token_filter != algorithm.token_filter(generation) for read in reads):
         reader = f"the loss {name} reads logprobs of the distribution over all tokens"
         remedy = "Add a field `token_filter` to the class, which is then set, and pass it to its reads"
-        yield from filter_problems(generation, reader, remedy=remedy)
+        yield from filter_problems(generation, reader, remedy=remedy, rollouts=algorithm)
     if algorithm.seq_logprob_error_threshold is not None:
         yield Problem.unused(f"{algorithm.section}.seq_logprob_error_threshold", f"with the loss {name}")
 

@@ -3,6 +3,8 @@ over several passes."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from rl_algos.losses.tokens import ValueLoss
 from rl_algos.policy_gradient.advantages import by_rollout
 from rl_algos.policy_gradient.loss import objective_of
@@ -15,7 +17,10 @@ from rl_algos.rollouts.setup import steps_of
 from rl_algos.rollouts.training.batch import build_batch, shuffled_minibatches, with_advantages
 from rl_algos.rollouts.training.metrics import rollout_metrics, training_metrics
 from rl_core.model import Model
-from rl_core.run import Components, Run
+from rl_core.run import Checkpointable, Components, Run
+
+if TYPE_CHECKING:
+    from rl_algos.rollouts.training.demonstrations import DemonstrationRows
 
 
 def train(
@@ -27,6 +32,7 @@ def train(
     steps: RolloutSteps,
     policy_rows: int,
     critic_rows: int,
+    demonstrations: DemonstrationRows | None = None,
 ) -> None:
     """Train policy and critic for `config.max_num_steps` steps, or until the data or the run ends.
 
@@ -38,10 +44,14 @@ def train(
         steps: Rollouts of each step, weight sync, validation and checkpoints.
         policy_rows: Rollouts of one optimizer step of the policy.
         critic_rows: Rollouts of one optimizer step of the critic.
+        demonstrations: Conversations that each step of the policy learns in addition to its rollouts; None for none.
     """
     run, value_loss = steps.run, ValueLoss(config.value_clip)
     models = {"policy": policy, "critic": critic}
-    for step, groups, aside, _ in steps.take(models=models, state={"objective": objective}):
+    state: dict[str, Checkpointable] = {"objective": objective}
+    if demonstrations is not None:
+        state["demonstrations"] = demonstrations
+    for step, groups, aside, _ in steps.take(models=models, state=state):
         batch = build_batch(groups, config)
         with run.phase("values"):
             values = values_of(batch, groups, critic, config)
@@ -60,7 +70,8 @@ def train(
             batch = objective.prepared(StepData(step, groups, batch))
             loss = objective.loss
             with run.phase("training"):
-                minibatches = shuffled_minibatches(batch, policy_rows, passes=passes, seed=seed)
+                shown = None if demonstrations is None else demonstrations.take()
+                minibatches = shuffled_minibatches(batch, policy_rows, passes=passes, seed=seed, demonstrations=shown)
                 of_policy = [policy.train_step(minibatch, loss) for minibatch in minibatches]
                 if run.due(config.reference_sync_period, step):
                     policy.update_reference(config.reference_mixup_alpha)
@@ -84,4 +95,5 @@ class PPO(RolloutAlgorithm[PPORoot]):
             steps=steps_of(config, components, run),
             policy_rows=config.policy.train_global_batch_size,
             critic_rows=config.value.train_global_batch_size,
+            demonstrations=components.data.demonstrations,
         )

@@ -28,6 +28,10 @@ def check(config: PPORoot) -> Iterator[Problem]:
     ppo, value = config.ppo, config.value
     yield from reward_problems(ppo, by_turn="ppo.rewards_by_turn" if ppo.rewards_by_turn else "")
     yield from loss_problems(config, ppo)
+    if ppo.demonstrations.share:
+        reason = "is for rewards that are compared within a group; the critic predicts the policy's own returns"
+        remedy = "Set ppo.demonstrations.dataset and rows_per_step instead, or use GRPO"
+        yield Problem("ppo.demonstrations.share", reason, got=ppo.demonstrations.share, remedy=remedy)
     yield from minibatch_problem(ppo, "value.train_global_batch_size", value.train_global_batch_size)
     yield from length_problem(config.policy, "value", value.max_total_sequence_length)
     if ppo.critic_warmup_steps >= ppo.max_num_steps:

@@ -97,6 +97,10 @@ class RolloutAlgorithm(Algorithm[C, Datasets, RolloutData]):
 
     def input_problems(self, config: C) -> Iterable[Problem]:
         yield from data_problems(config)
+        settings = self.settings(config)
+        if isinstance(settings, PolicyGradientConfig) and settings.demonstrations.dataset is not None:
+            key = f"{settings.section}.demonstrations.dataset"
+            yield from dataset_problems(key, settings.demonstrations.dataset)
         if config.eval.in_training:
             yield from task_input_problems(config.eval, config.data)
 
@@ -128,6 +132,7 @@ class RolloutAlgorithm(Algorithm[C, Datasets, RolloutData]):
         from rl_algos.data.flow import tell_extent
         from rl_algos.data.prompts import prompt_stream, validation_prompts
         from rl_algos.rollouts.worker.conversation_checks import check_conversations
+        from rl_algos.sft.data import EncodeShown
 
         settings = self.settings(config)
         room = config.policy.max_total_sequence_length - config.policy.generation.max_new_tokens
@@ -143,6 +148,9 @@ class RolloutAlgorithm(Algorithm[C, Datasets, RolloutData]):
             seed=settings.seed,
             max_num_epochs=epochs,
             tools=tools,
+            respond=EncodeShown(tokenizer, config.policy.generation.max_new_tokens)
+            if settings.demonstrated_share
+            else None,
         )
         tell_extent(
             train,
@@ -153,10 +161,28 @@ class RolloutAlgorithm(Algorithm[C, Datasets, RolloutData]):
             max_num_epochs=epochs,
         )
         held_out = validation_prompts(loaded.validation, config.data, tokenizer, max_tokens=room, tools=tools)
-        return RolloutData(train, held_out, end_of_sequence, environments=environments, turn_ends=tuple(others))
+        shown = settings.demonstrations if isinstance(settings, PolicyGradientConfig) else None
+        demonstrations = None
+        if shown is not None and shown.dataset is not None:
+            from rl_algos.rollouts.training.demonstrations import DemonstrationRows
+
+            longest, rows = config.policy.max_total_sequence_length, shown.rows_per_step
+            demonstrations = DemonstrationRows.of(
+                shown.dataset, config.data, tokenizer, rows=rows, max_tokens=longest, seed=settings.seed
+            )
+        return RolloutData(
+            train,
+            held_out,
+            end_of_sequence,
+            environments=environments,
+            turn_ends=tuple(others),
+            demonstrations=demonstrations,
+        )
 
     def check_data(self, prepared: RolloutData, state: Callable[[str], Mapping[str, Any]]) -> None:
         prepared.train.check(state("rollouts")["prompts"])
+        if prepared.demonstrations is not None:
+            prepared.demonstrations.check(state("demonstrations"))
 
     def rollouts(self, config: C, prepared: RolloutData) -> RolloutNeeds:
         settings, environments = self.settings(config), prepared.environments

@@ -9,7 +9,14 @@ from rl_algos.data.config import DataConfig, dataset_names
 from rl_algos.evaluation.config import EvaluationConfig
 from rl_algos.evaluation.summary import powers_of_two
 from rl_algos.evaluation.tasks import is_file
-from rl_algos.rollouts.config import EvaluationRoot, GeneratingPolicy, PolicyGradientConfig, RolloutConfig, RolloutRoot
+from rl_algos.rollouts.config import (
+    EvaluationRoot,
+    GeneratingPolicy,
+    PolicyGradientConfig,
+    RolloutConfig,
+    RolloutRoot,
+    rollout_config,
+)
 from rl_algos.rollouts.worker.programs import GIVEN, argument_problem, code_named, files_named, program_named
 from rl_core.config import Problem, is_changed, show
 from rl_core.environments.instance import problem_with
@@ -66,10 +73,28 @@ def rollout_problems(config: RolloutRoot, settings: RolloutConfig) -> Iterator[P
     elif problem := argument_problem(settings.rollout_program, args):
         yield Problem(key, problem, got=dict(args))
     yield from _agent(settings)
+    if settings.structured_output == "constrain" and generation.thinking_budget is not None:
+        reason = "appends tokens that the grammar of a constrained turn may not allow"
+        remedy = f"Remove this key, or set {settings.section}.structured_output to ignore"
+        yield Problem("policy.generation.thinking_budget", reason, got=generation.thinking_budget, remedy=remedy)
+    yield from _demonstrated(settings)
     yield from _validation(settings, config.data)
     for key, dataset in config.data.sections():
         if dataset.env_name is not None and (problem := problem_with(dataset.env_name, config.env)):
             yield Problem(f"{key}.env_name", problem)
+
+
+def _demonstrated(settings: RolloutConfig) -> Iterator[Problem]:
+    """Yield problems of rollouts that take the response in their row: it is one completion, written beforehand."""
+    if not settings.demonstrated_share:
+        return
+    reason = "cannot be combined with rollouts that are demonstrations, each of which is the single turn of its row"
+    remedy = "Remove this key, or sample all rollouts"
+    if settings.agent is not None:
+        yield Problem(f"{settings.section}.agent", reason, remedy=remedy)
+    for name in ("max_rollout_turns", "rollout_program"):
+        if is_changed(settings, name):
+            yield Problem(f"{settings.section}.{name}", reason, got=getattr(settings, name), remedy=remedy)
 
 
 def _agent(settings: RolloutConfig) -> Iterator[Problem]:
@@ -158,14 +183,21 @@ def reward_problems(algorithm: PolicyGradientConfig, *, by_turn: str = "") -> It
         yield Problem(f"{section}.reward_scaling.enabled", reason, got=True, remedy="Scale rewards in the environment")
 
 
-def filter_problems(generation: GenerationConfig, reader: str, *, remedy: str) -> Iterator[Problem]:
+def filter_problems(
+    generation: GenerationConfig, reader: str, *, remedy: str, rollouts: RolloutConfig | None = None
+) -> Iterator[Problem]:
     """Yield problems of sampling from some tokens only, for a loss that reads the distribution over all of them.
 
     Args:
         generation: Section `policy.generation`.
         reader: Clause about the code that reads that distribution.
         remedy: Sentence about what to do.
+        rollouts: Section of the algorithm; None if grammars may limit sampling.
     """
+    if rollouts is not None and rollouts.structured_output == "constrain":
+        reason = f"limits sampling to the tokens that a grammar allows, but {reader}"
+        otherwise = "Set it to ignore or refuse" if remedy == "Remove this key" else remedy
+        yield Problem(f"{rollouts.section}.structured_output", reason, got="constrain", remedy=otherwise)
     for key, is_set in (("top_p", generation.top_p != 1), ("top_k", generation.top_k), ("min_p", generation.min_p)):
         if is_set:
             reason = f"limits sampling to some tokens, but {reader}"
@@ -175,7 +207,8 @@ def filter_problems(generation: GenerationConfig, reader: str, *, remedy: str) -
 def whole_distribution(config: RolloutRoot) -> Iterator[Problem]:
     """Yield problems of sampling from some tokens only, for an algorithm that trains on the distribution over all."""
     reader = "this algorithm trains on the distribution over all tokens"
-    yield from filter_problems(config.policy.generation, reader, remedy="Remove this key")
+    rollouts = rollout_config(config)
+    yield from filter_problems(config.policy.generation, reader, remedy="Remove this key", rollouts=rollouts)
 
 
 def validation_metrics(settings: RolloutConfig, data: DataConfig) -> list[str]:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Protocol, Self
 
 from pydantic import Field, model_validator
 
-from rl_algos.data.config import DataRoot
+from rl_algos.data.config import DataRoot, DatasetConfig, written_problems
 from rl_algos.evaluation.config import EvaluationConfig
-from rl_core.config import Config, EnvVars, PathText, Problem, ProblemError, WhenChanged
+from rl_core.config import Config, EnvVars, PathText, Problem, ProblemError, WhenChanged, is_changed
 from rl_core.model_config import DraftHeadConfig, GenerationConfig, ModelConfig, TokenizerConfig
+from rl_core.token_filter import TokenFilter
 
 SCORED_BY_AGENT = "agent"
 """Name of the environment of prompts whose rewards come from an agent; there is no such environment."""
@@ -21,6 +23,9 @@ DRAFTER = "drafter"
 """Role and section of a draft model that trains with the policy."""
 
 _LEASE_S = 300.0
+
+StructuredOutput = Literal["refuse", "ignore", "constrain"]
+"""Values of `RolloutConfig.structured_output`."""
 
 Sampler = Literal["weight_fifo", "in_order", "ready_first", "windowed"]
 """Values of `AsyncConfig.sampler`."""
@@ -128,6 +133,9 @@ class AsyncConfig(Config):
     """Rollouts that are generated while the policy trains, with a limit on their age."""
 
     when_changed: ClassVar[WhenChanged | None] = WhenChanged.RESUME
+    read_when_off: ClassVar[frozenset[str]] = frozenset(
+        {"max_trajectory_age_steps", "sampler", "sampler_window", "recompute_kv_cache_after_weight_updates"}
+    )
 
     enabled: bool = False
     """Sample rollouts ahead of training, so that generation and training run at the same time. Generation then needs
@@ -234,6 +242,12 @@ class RolloutConfig(Config):
     agent: AgentConfig | None = None
     """Your own program that calls the policy over HTTP, as it would call OpenAI's or Anthropic's models. If set, it
     runs the rollouts instead of `rollout_program`."""
+    structured_output: StructuredOutput = "refuse"
+    """What happens if an agent's request, or the field `response_format` of a row, asks for JSON that matches a schema.
+    `refuse`: the request is answered with an error, and the row's rollout fails. `ignore`: the policy answers freely;
+    the log and the metrics `rollout/ignored/...` show it. `constrain`: the engine samples only tokens that the schema
+    allows, and the policy's logprobs are computed over these tokens, as with `top_p`. Forced calls (`tool_choice`) and
+    tools with `strict` are constrained too; with the other values they are ignored."""
     async_grpo: AsyncConfig = AsyncConfig()
     overlong_filtering: bool = False
     """Exclude rollouts that reached a token limit from the loss, and from the token and sequence counts that it is
@@ -276,10 +290,32 @@ class RolloutConfig(Config):
             counts.append(value if valid else cls.model_fields[key].default)
         return math.prod(counts)
 
+    def token_filter(self, generation: GenerationConfig) -> TokenFilter | None:
+        """Return the filter that training rollouts are drawn with; None if it would keep all tokens.
+
+        Args:
+            generation: Section of the engine that samples them.
+        """
+        found = generation.token_filter
+        if self.structured_output != "constrain":
+            return found
+        return replace(TokenFilter() if found is None else found, allowed=True)
+
     @property
     def turn_limit(self) -> int:
         """Maximum number of completions of a rollout."""
         return self.max_rollout_turns if self.agent is None else self.agent.max_calls
+
+    @property
+    def demonstrated_share(self) -> float:
+        """Share of the rollouts of a prompt that take the response in its row instead of a sample. They have the mark
+        `RolloutReports.is_demonstration`, and batches the column `rl_algos.losses.mask.DEMONSTRATION`."""
+        return 0.0
+
+    @property
+    def marks_demonstrations(self) -> bool:
+        """True if batches have the column `rl_algos.losses.mask.DEMONSTRATION`."""
+        return self.demonstrated_share > 0
 
     @property
     def renders_anew(self) -> bool:
@@ -380,6 +416,44 @@ class RewardShapingConfig(Config):
     reads all responses."""
 
 
+class DemonstrationsConfig(Config):
+    """Responses of a dataset that steps learn next to what the policy samples, as `loss_fn.demonstrations` says."""
+
+    share: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the rollouts of each prompt that are demonstrations: they take the response in the prompt's row, which
+    supervised fine-tuning would learn (`solution`, or else the answer). The environment scores them, and they are
+    compared with the other rollouts of the group (LUFFY, arXiv:2504.14945). A fraction of a rollout is a chance: with 8
+    rollouts, 0.125 is one demonstration, and 0.1875 is one or two. All rollouts of a row without a response are
+    sampled."""
+    dataset: DatasetConfig | None = None
+    """Dataset whose conversations steps learn in addition to their rollouts, as supervised fine-tuning would (CHORD,
+    arXiv:2508.11408). Nothing is sampled for them, and no environment scores them."""
+    rows_per_step: int = Field(default=0, ge=0)
+    """Number of conversations of `dataset` that a step learns, spread over its updates."""
+
+    @property
+    def is_on(self) -> bool:
+        """True if steps learn demonstrations."""
+        return self.share > 0 or self.dataset is not None
+
+    @model_validator(mode="after")
+    def _has_rows(self) -> Self:
+        if (self.dataset is None) != (self.rows_per_step == 0):
+            remedy = "Set both or neither"
+            raise ProblemError(Problem("rows_per_step", "must be set together with dataset", remedy=remedy))
+        if self.dataset is None:
+            return self
+        problems = written_problems("dataset", self.dataset)
+        for name in ("streaming", "split_validation_size", "env_name", "weight"):
+            if is_changed(self.dataset, name):
+                problems.append(
+                    Problem.unused(f"dataset.{name}", "in demonstrations, which are read whole and unscored")
+                )
+        if problems:
+            raise ProblemError(*problems)
+        return self
+
+
 class PolicyGradientConfig(RolloutConfig):
     """Base of the section of an algorithm that learns from the rewards of its rollouts, by `loss_fn`."""
 
@@ -404,6 +478,7 @@ class PolicyGradientConfig(RolloutConfig):
     """Step size of an update of the reference policy (arXiv:2404.09656): `reference + alpha (policy - reference)` for
     every weight; 1 copies the policy. With LoRA, the adapters are mixed."""
     curriculum: CurriculumConfig = CurriculumConfig()
+    demonstrations: DemonstrationsConfig = DemonstrationsConfig()
     reward_scaling: RewardScalingConfig = RewardScalingConfig()
     reward_shaping: RewardShapingConfig = RewardShapingConfig()
 
@@ -411,6 +486,19 @@ class PolicyGradientConfig(RolloutConfig):
     def passes_per_step(self) -> int:
         """Number of times that a step trains on each of its rollouts."""
         return 1
+
+    @property
+    def reads_reference(self) -> bool:
+        """True if something other than the loss reads the reference policy."""
+        return False
+
+    @property
+    def demonstrated_share(self) -> float:
+        return self.demonstrations.share
+
+    @property
+    def marks_demonstrations(self) -> bool:
+        return self.demonstrations.is_on
 
 
 class GeneratingPolicy(Protocol):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -30,8 +30,11 @@ from rl_core.environments.instance import (
 from rl_core.environments.trial import Attempt, attempts_on
 from rl_core.errors import DataError
 from rl_core.images import image_refs
-from rl_core.rollouts.rollout import Prompt
+from rl_core.rollouts.rollout import Message, Prompt
 from rl_core.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from rl_algos.rollouts.training.demonstrations import DemonstrationRows
 
 TRIED_ROWS = 2
 """Number of rows of a dataset for the trial of its environment."""
@@ -40,6 +43,10 @@ _MAPPING_REMEDY = (
     ". If a column with another name contains it, set `output_key` to that column for the answer, or map it in "
     "`columns`, such as {NAME: COLUMN}, for other fields"
 )
+
+
+Encode = Callable[[Sequence[Message], Sequence[Mapping[str, Any]]], np.ndarray]
+"""From messages and tools to int32 `[tokens]`, up to the start of the next turn."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,8 @@ class RolloutData:
         end_of_sequence: Token that ends every completion.
         environments: Environments that score the prompts; None to collect them from all prompts.
         turn_ends: Further tokens that end a completion, as the chat template has them.
+        demonstrations: Conversations that steps learn next to their rollouts; None for none.
+        encode: Renders a conversation by the policy's chat template; None unless the policy is its own teacher.
     """
 
     train: Stream[Prompt] | FlowStream[Prompt]
@@ -59,6 +68,8 @@ class RolloutData:
     end_of_sequence: int
     environments: frozenset[str] | None = field(default=None, kw_only=True)
     turn_ends: tuple[int, ...] = field(default=(), kw_only=True)
+    demonstrations: DemonstrationRows | None = field(default=None, kw_only=True)
+    encode: Encode | None = field(default=None, kw_only=True)
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:

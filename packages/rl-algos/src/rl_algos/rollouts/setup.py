@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import islice
+from typing import Any
 
 from rl_algos.losses.tokens import DraftLoss
 from rl_algos.rollouts.config import (
@@ -21,7 +22,14 @@ from rl_algos.rollouts.driver.source import PacedRolloutSource
 from rl_algos.rollouts.driver.steps import Drafter, RolloutSteps
 from rl_algos.rollouts.driver.task_evaluation import TaskEvaluation
 from rl_algos.rollouts.driver.validation import Validation
-from rl_algos.rollouts.worker.programs import AGENT_PROGRAM, PROGRAMS, code_named, files_named, program_named
+from rl_algos.rollouts.worker.programs import (
+    AGENT_PROGRAM,
+    DEFAULT_PROGRAM,
+    PROGRAMS,
+    code_named,
+    files_named,
+    program_named,
+)
 from rl_core.model_config import GenerationConfig
 from rl_core.plugins import RolloutNeeds
 from rl_core.rollouts.generation import SamplingParams, ThinkingBudget
@@ -42,10 +50,12 @@ def program_needs(settings: RolloutConfig, max_tokens: int, environments: frozen
     """
     agent = settings.agent
     if agent is None:
-        given = {"max_turns": settings.max_rollout_turns, "max_tokens": max_tokens}
+        given: dict[str, Any] = {"max_turns": settings.max_rollout_turns, "max_tokens": max_tokens}
         # A program of the user's makes its segments itself.
         if settings.renders_anew and settings.rollout_program in PROGRAMS:
             given["split"] = True
+        if settings.rollout_program == DEFAULT_PROGRAM:
+            given["structured_output"] = settings.structured_output
         program, args = program_named(settings.rollout_program), {**given, **settings.rollout_program_args}
         return RolloutNeeds(program, args, environments, settings.max_rollout_seconds)
     args = {
@@ -54,6 +64,7 @@ def program_needs(settings: RolloutConfig, max_tokens: int, environments: frozen
         "max_tokens": max_tokens,
         "split": settings.renders_anew,
         "files": files_named(agent.files),
+        "structured_output": settings.structured_output,
     }
     return RolloutNeeds(AGENT_PROGRAM, args, environments - {SCORED_BY_AGENT}, settings.max_rollout_seconds)
 
@@ -129,6 +140,7 @@ def source_of(
         in_flight=settings.updates_in_flight,
         max_failed_share=settings.max_failed_share,
         section=settings.section,
+        demonstrated_share=settings.demonstrated_share,
     )
 
 

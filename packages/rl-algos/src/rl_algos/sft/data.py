@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -17,7 +17,6 @@ from rl_algos.data.prompts import weights_of
 from rl_algos.data.row_images import check_placed
 from rl_algos.data.rows.example import Example
 from rl_algos.data.rows.learned_flags import check_columns
-from rl_algos.data.rows.messages import conversation
 from rl_algos.images.columns import with_image_column
 from rl_algos.sft.config import LearnedTurns, SFTRoot
 from rl_algos.sft.conversation import encode_conversation
@@ -128,14 +127,47 @@ class EncodeExample:
 
     def __call__(self, example: Example) -> Encoded:
         check_columns(example)
-        messages = example.messages
-        said = example.answer if example.solution is None else example.solution
-        if not example.has_response and said is not None:
-            said = said if isinstance(said, str | list | tuple | dict) else str(said)
-            messages = (*messages, *conversation(said, role="assistant"))
+        messages = (*example.messages, *example.response)
         check_placed(self.tokenizer, replace(example, messages=messages))
         tokens, mask = encode_conversation(self.tokenizer, messages, learn=self.learn, tools=example.tools)
         return tokens, mask, image_digests(messages)
+
+
+@dataclass(frozen=True)
+class EncodeShown:
+    """Encodes the response of a row as the completion of a rollout: a demonstration.
+
+    Args:
+        tokenizer: Tokenizer as `rl_algos.tokenizer.load_tokenizer` returns it.
+        max_tokens: Maximum number of tokens of a completion.
+    """
+
+    tokenizer: Tokenizer
+    max_tokens: int
+
+    def __call__(self, example: Example, prompt: np.ndarray, tools: Sequence[Mapping[str, Any]]) -> np.ndarray:
+        """Return int32 `[tokens]`, the response with the token that ends its turn.
+
+        Args:
+            example: Example with a response.
+            prompt: int32 `[tokens]`, the tokens that rollouts begin with.
+            tools: Tools that the prompt shows.
+
+        Raises:
+            DataError: If it cannot take the place of a completion.
+        """
+        if len(example.response) > 1:
+            raise DataError("its response has several turns, but a demonstration takes the place of a single one")
+        messages = (*example.messages, *example.response)
+        whole, learned = encode_conversation(self.tokenizer, messages, learn="last", tools=tools)
+        if not np.array_equal(whole[: len(prompt)], prompt):
+            problem = "the chat template writes its response after other tokens than those that rollouts begin with"
+            raise DataError(f"{problem}; begin the response as the template does, such as with its mark of thoughts")
+        shown = whole[len(prompt) : np.flatnonzero(learned)[-1] + 1]
+        if len(shown) > self.max_tokens:
+            limit = f"{self.max_tokens}, the tokens of a completion (policy.generation.max_new_tokens)"
+            raise DataError(f"its response has {len(shown)} tokens, more than {limit}")
+        return shown
 
 
 def _training_row(dataset: Dataset, row_id: str, encoded: Encoded) -> TrainingRow:

@@ -9,12 +9,12 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from rl_algos.rollouts.worker.continuation import find_turn_ends
 from rl_algos.sft.marked_template import Span, has_marks, render_marked, template_of
 from rl_algos.sft.turn_proofs import check_arguments, check_turn
 from rl_algos.template_coverage import Coverage, thoughts_key
 from rl_algos.tokenizer import check_shown, render
 from rl_algos.tool_calls.formats import format_of
+from rl_algos.turn_ends import find_turn_ends
 from rl_core.errors import DataError
 from rl_core.facts.template_ends import OTHER_MARK, POLICY_MARK
 from rl_core.rollouts.rollout import Message

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from rl_algos.losses.importance import ImportanceCorrection, Rejection
 from rl_algos.losses.policy import PolicyLoss
-from rl_algos.losses.terms import Aggregation
+from rl_algos.losses.terms import Aggregation, Demonstrations
 from rl_algos.torch.sampled import Sampled, bounded, estimate, observed, reference_kl, weighed
 from rl_algos.torch.surrogates import COMPUTATIONS
+from rl_core.model import UNDIVIDED
 from rl_core.torch.loss import LossSums, MetricSum, Rows
 
 
@@ -25,7 +26,8 @@ def compute(loss: PolicyLoss, reads: Mapping[str, Tensor], rows: Rows) -> LossSu
         reads: `logprobs` float32 `[tokens]`, with gradient, and `entropy` likewise if the loss reads it.
         rows: Columns of `loss.columns`.
     """
-    sampled = Sampled.of(reads["logprobs"], rows, on_policy=loss.on_policy)
+    shows = loss.demonstrations is not None
+    sampled = Sampled.of(reads["logprobs"], rows, on_policy=loss.on_policy, has_demonstrations=shows)
     compared = sampled if loss.ratio_denominator == "prev" else replace(sampled, prev=sampled.generation)
     terms = COMPUTATIONS[type(loss.surrogate)](loss.surrogate, compared)
     policy, without_policy = _corrected(loss, terms.loss, sampled)
@@ -54,9 +56,13 @@ def compute(loss: PolicyLoss, reads: Mapping[str, Tensor], rows: Rows) -> LossSu
         objective["positive_tokens"] = loss.positive_example_nll_weight * nll
         metrics["policy/positive_nll"] = MetricSum(nll, "positive_tokens")
     if loss.observation_nll_weight:
-        nll = torch.where(observed(rows), -reads["logprobs"], 0.0).sum()
+        nll = torch.where(observed(rows, sampled.mask), -reads["logprobs"], 0.0).sum()
         objective["observed_tokens"] = loss.observation_nll_weight * nll
         metrics["policy/observation_nll"] = MetricSum(nll.detach(), "observed_tokens")
+    if loss.demonstrations is not None:
+        shown = Sampled.shown(reads["logprobs"], rows)
+        objective = _demonstrated(loss.demonstrations, loss.aggregation, objective, shown)
+        metrics["policy/demonstration_nll"] = MetricSum(-shown.logprobs.detach().sum(), "demonstration_tokens")
     metrics |= {
         "policy/ratio": _token_mean(terms.ratio, sampled),
         "policy/behavior_ratio": _token_mean(sampled.behavior_ratio, sampled),
@@ -97,6 +103,22 @@ def _penalties(
         penalties = -bonus if penalties is None else penalties - bonus
         metrics["policy/entropy"] = _token_mean(entropy, sampled)
     return penalties, metrics
+
+
+def _demonstrated(
+    term: Demonstrations, aggregation: Aggregation, objective: Mapping[str, Tensor], shown: Sampled
+) -> dict[str, Tensor]:
+    """Return the objective of rollouts and demonstrations together, from the objective of the rollouts."""
+    probability = shown.logprobs.exp()
+    if term.name == "shaped":
+        per_token = -shown.advantages * probability / (probability + term.gamma)
+        total, name = _aggregated(aggregation, per_token, shown.mask, shown), aggregation.denominator
+        joined = {**objective, name: objective[name] + total}
+        # Rollouts and demonstrations are divided by the count of both; a sum that is not divided stays so.
+        return {f"all_{key}" if key == name and key != UNDIVIDED else key: value for key, value in joined.items()}
+    weights = (probability * (1 - probability)).detach() if term.by_probability else torch.ones_like(probability)
+    scaled = {name: (1 - term.weight) * value for name, value in objective.items()}
+    return {**scaled, "demonstration_tokens": term.weight * shown.select(-shown.logprobs * weights).sum()}
 
 
 def _aggregated(aggregation: Aggregation, per_token: Tensor, kept: Tensor, sampled: Sampled) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rl_algos.losses.importance import LOG_RATIO_BOUND
+from rl_algos.losses.mask import DEMONSTRATION
 from rl_algos.losses.terms import KLPenalty, KLType
 from rl_core.data.microbatch import PAIR
 from rl_core.torch.loss import Rows
@@ -48,9 +49,12 @@ class Sampled:
     advantages: Tensor
 
     @classmethod
-    def of(cls, logprobs: Tensor, rows: Rows, *, on_policy: bool) -> Sampled:
-        """Select from the logprobs of the pass and the columns; `on_policy` takes the logprobs themselves as `prev`."""
+    def of(cls, logprobs: Tensor, rows: Rows, *, on_policy: bool, has_demonstrations: bool = False) -> Sampled:
+        """Select from the logprobs of the pass and the columns; `on_policy` takes the logprobs themselves as `prev`,
+        and `has_demonstrations` leaves their rows out."""
         mask = rows["loss_mask"] > 0
+        if has_demonstrations:
+            mask = mask & (rows.per_token(DEMONSTRATION) == 0)
         selected = torch.where(mask, logprobs, 0.0)
         return cls(
             rows=by_sequence(rows),
@@ -81,6 +85,14 @@ class Sampled:
         """`[tokens]`, `exp(logp - generation)`."""
         return bounded(self.logprobs - self.generation).exp()
 
+    @classmethod
+    def shown(cls, logprobs: Tensor, rows: Rows) -> Sampled:
+        """Select the tokens of demonstrations, which the policy did not sample: there are no logprobs before."""
+        mask = (rows["loss_mask"] > 0) & (rows.per_token(DEMONSTRATION) > 0)
+        selected, advantages = torch.where(mask, logprobs, 0.0), rows.per_token("advantages").to(logprobs.dtype)
+        nothing = torch.zeros_like(selected)
+        return cls(by_sequence(rows), mask, selected, nothing, nothing, torch.where(mask, advantages, 0.0))
+
     def select(self, values: Tensor) -> Tensor:
         """Return `[tokens]`, the values at sampled tokens and 0 at all others."""
         return torch.where(self.mask, values, 0.0)
@@ -94,9 +106,8 @@ class Sampled:
         return self.row_sums(values) / self.lengths
 
 
-def observed(rows: Rows) -> Tensor:
-    """Return bool `[tokens]`, the tokens that `rl_algos.losses.mask.num_observed` counts."""
-    mask = rows["loss_mask"] > 0
+def observed(rows: Rows, mask: Tensor) -> Tensor:
+    """Return bool `[tokens]`, the tokens that `rl_algos.losses.mask.num_observed` counts, from the sampled ones."""
     counts = torch.cat([mask.new_zeros(1, dtype=torch.int64), mask.cumsum(0)])
     begins, ends = (rows.spread(counts[each]) for each in (rows.offsets[:-1], rows.offsets[1:]))
     return ~mask & (counts[1:] > begins) & (counts[1:] < ends)

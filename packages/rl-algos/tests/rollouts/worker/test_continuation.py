@@ -2,8 +2,9 @@ import numpy as np
 import pytest
 from chat_tokenizers import FAMILIES, tokenizer_of
 
-from rl_algos.rollouts.worker.continuation import Continuation, find_turn_ends, rewrites_history
+from rl_algos.rollouts.worker.continuation import Continuation, rewrites_history
 from rl_algos.tiny_model import make_tokenizer
+from rl_algos.turn_ends import find_turn_ends
 
 ASKED = {"role": "user", "content": "What is the sum?"}
 SAID = {"role": "assistant", "content": "It is 3."}

@@ -8,9 +8,9 @@ from chat_tokenizers import tokenizer_of
 from tokenizers import AddedToken
 
 from rl_algos.rollouts.worker.chat import Chat
-from rl_algos.rollouts.worker.continuation import find_turn_ends
 from rl_algos.tiny_model import make_tokenizer
 from rl_algos.tokenizer import load_tokenizer
+from rl_algos.turn_ends import find_turn_ends
 from rl_core.errors import ConfigError
 from rl_core.model_config import TokenizerConfig
 

@@ -15,6 +15,7 @@ from rl_core.data.ragged import Ragged
 from rl_core.images import IMAGES
 from rl_core.rollouts.record import rollout_record
 from rl_core.rollouts.rollout import Prompt, Rollout, Status, StopReason, Turn, WeightSpan, has_images, unknown_routing
+from rl_core.token_filter import ALLOWED
 
 LOSS_MASK = "loss_mask"
 """Column that is True at the tokens under the loss, bool `[tokens]`."""
@@ -59,13 +60,14 @@ class RolloutReport:
     peers: str = ""
     play: int | None = None
     is_opponent: bool = False
+    is_demonstration: bool = False
     turns: tuple[tuple[int, float, int], ...] = ()
 
     @classmethod
     def of(cls, rollout: Rollout) -> RolloutReport:
         """Return the report of a rollout."""
         same = ("prompt_id", "num_sampled", "spans", "stop_reason", "status", "failure", "segments")
-        of_agents = ("agent", "peers", "play", "is_opponent")
+        of_agents = ("agent", "peers", "play", "is_opponent", "is_demonstration")
         return cls(
             num_tokens=len(rollout.tokens),
             num_turns=len(rollout.turns),
@@ -92,6 +94,7 @@ class RolloutReports(Sequence[RolloutReport]):
         peers: Peers of each rollout; empty if none are named.
         play: Play of each rollout, ascending; empty if each is a play of its own.
         is_opponent: True for each rollout that an opponent sampled; empty if no opponent did.
+        is_demonstration: True for each rollout that is the response in the prompt's row; empty if none is.
         turns: Turns of each rollout; empty if no rollout has several.
 
     The others are the fields of `RolloutReport`, each with a value per rollout; a span is a version and a number of
@@ -113,6 +116,7 @@ class RolloutReports(Sequence[RolloutReport]):
     peers: tuple[str, ...] = ()
     play: tuple[int, ...] = ()
     is_opponent: tuple[bool, ...] = ()
+    is_demonstration: tuple[bool, ...] = ()
     turns: tuple[tuple[tuple[int, float, int], ...], ...] = ()
 
     @classmethod
@@ -124,7 +128,7 @@ class RolloutReports(Sequence[RolloutReport]):
         del columns["prompt_id"]
         columns["spans"] = tuple(tuple((span.version, span.num_tokens) for span in spans) for spans in columns["spans"])
         columns["play"] = tuple(play for play in columns["play"] if play is not None)
-        for name in ("segments", "agent", "peers", "is_opponent", "turns"):
+        for name in ("segments", "agent", "peers", "is_opponent", "is_demonstration", "turns"):
             columns[name] = columns[name] if any(columns[name]) else ()
         return cls(prompt_id, **columns)
 
@@ -205,8 +209,9 @@ class RolloutGroup:
         columns: A row per rollout, or per segment of one that has several: `tokens` int32, `loss_mask` uint8,
             `generation_logprobs` float32 and `weight_versions` int32 `[tokens]` (`NOT_SAMPLED` where `loss_mask` is 0),
             `routed_experts` int16 `[tokens, layers, experts_per_token]` if the engine reports them, `images` uint8
-            `[images, rl_core.images.DIGEST_BYTES]` if there are any, and `record` uint8 `[bytes]`, a JSON object for
-            people at the first row of each rollout.
+            `[images, rl_core.images.DIGEST_BYTES]` if there are any, `allowed_tokens` uint8 `[bytes]` if a grammar
+            constrained any turn, and `record` uint8 `[bytes]`, a JSON object for people at the first row of each
+            rollout.
         opponents: Rollouts of the same plays that opponents sampled: they are recorded, and nothing is trained on them
             or measured by them. None if there are none.
     """
@@ -234,6 +239,19 @@ class RolloutGroup:
             return cls(prompt, rollouts.select(own), columns.select(np.flatnonzero(of_rows == is_opponent)))
 
         return replace(part(is_opponent=False), opponents=part(is_opponent=True))
+
+    @property
+    def sampled(self) -> RolloutGroup:
+        """The group without its demonstrations, for everything that measures the policy."""
+        is_demonstration = self.rollouts.is_demonstration
+        if not is_demonstration:
+            return self
+        kept = np.flatnonzero(~np.array(is_demonstration))
+        # A demonstration is one row, but a sampled rollout may have several segments.
+        rows = np.repeat(~np.array(is_demonstration), [len(lengths) for lengths in self.rollouts.row_lengths])
+        return replace(
+            self, rollouts=self.rollouts.select(kept.tolist()), columns=self.columns.select(np.flatnonzero(rows))
+        )
 
     @property
     def records(self) -> Batch:
@@ -287,6 +305,10 @@ def parts_of(groups: Sequence[tuple[Prompt, Sequence[Rollout]]]) -> tuple[list[G
 
         routing = [row for rollout in rollouts for row in rollout.by_segment(experts(rollout))]
         columns[ROUTED_EXPERTS] = Ragged.from_rows(routing, np.int16, shapes[0])
+    if any(rollout.allowed for rollout in rollouts):
+        free = np.zeros(0, np.uint8)
+        entries = [row for rollout in rollouts for row in rollout.allowed or (free,) * max(len(rollout.segments), 1)]
+        columns[ALLOWED] = Ragged.from_rows(entries, np.uint8)
     if has_images(rollouts):
         digests = [row for rollout in rollouts for row in rollout.images or ((),) * max(len(rollout.segments), 1)]
         columns[IMAGES] = image_column(digests)

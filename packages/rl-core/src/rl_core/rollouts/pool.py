@@ -65,6 +65,8 @@ class RolloutTask:
             again, and the environment's answers are given again if the conversation can continue after them
             (`AnsweredTurns.can_go_on`). Otherwise the environment takes its steps again; once it answers otherwise, or
             the program asks otherwise, the requests differ and further turns are sampled.
+        num_demonstrated: Number of rollouts that take the prompt's demonstration instead of a completion, the last of
+            the group. The other rollouts are the same as without them.
     """
 
     prompt: Prompt
@@ -72,6 +74,7 @@ class RolloutTask:
     seeds: tuple[int, ...]
     is_urgent: bool = False
     turns: tuple[RolloutTurns, ...] = ()
+    num_demonstrated: int = 0
 
 
 class RolloutPool(Protocol):

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from rl_core.rollouts.rollout import Prompt, Rollout, Turn
+from rl_core.rollouts.rollout import NOT_SAMPLED, Prompt, Rollout, Turn
 
 MAX_CHARACTERS = 4000
 """Of a value of the row in a record: hidden tests of a program may be megabytes, in every one of its rollouts."""
@@ -26,8 +26,9 @@ def rollout_record(prompt: Prompt, index: int, rollout: Rollout) -> np.ndarray:
 
     `weight_spans` count tokens from the start of the rollout. A rollout of several segments has `segments` with the
     `num_tokens` of each; their tokens lie end to end. Rollouts of several agents have `agent`, `peers` and `play`, and
-    rollouts of an opponent have `opponent`, which is true. `row` is the environment's input in addition to the
-    conversation, such as the right answer; values longer than `MAX_CHARACTERS` are cut.
+    rollouts of an opponent have `opponent`, which is true, as demonstrations have `demonstration`. `row` is the
+    environment's input in addition to the conversation, such as the right answer; values longer than `MAX_CHARACTERS`
+    are cut.
 
     A rollout of an agent that calls the policy by HTTP has `turns` in its `segments` (at least one). A segment also has
     the `messages` and `tools` that it begins with, and `call`, the number of its first turn in the order of time. If it
@@ -54,7 +55,7 @@ def rollout_record(prompt: Prompt, index: int, rollout: Rollout) -> np.ndarray:
         "failure": rollout.failure,
         "stop_reason": rollout.stop_reason,
         "num_sampled": rollout.num_sampled,
-        "weight_versions": sorted({span.version for span in rollout.spans}),
+        "weight_versions": sorted({span.version for span in rollout.spans} - {NOT_SAMPLED}),
         "weight_spans": [
             {"start": start, "end": end, "version": int(rollout.weight_versions[start])}
             for start, end in runs
@@ -69,8 +70,9 @@ def rollout_record(prompt: Prompt, index: int, rollout: Rollout) -> np.ndarray:
         described["segments"] = [{"num_tokens": length} for length in rollout.segments]
     if rollout.agent or rollout.play is not None:
         described |= {"agent": rollout.agent, "peers": rollout.peers, "play": rollout.play}
-    if rollout.is_opponent:
-        described["opponent"] = True
+    for name, is_so in (("opponent", rollout.is_opponent), ("demonstration", rollout.is_demonstration)):
+        if is_so:
+            described[name] = True
     text = json.dumps(described, default=_foreign, ensure_ascii=False)
     # Half of a surrogate pair has no UTF-8, but an escape that JSON knows.
     return np.frombuffer(text.encode(errors="backslashreplace"), dtype=np.uint8)

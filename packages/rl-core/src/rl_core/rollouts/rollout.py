@@ -35,6 +35,8 @@ class Prompt:
         place: Place of its row, as in messages: `prompts.jsonl, line 3`.
         tools: JSON schemas of the tools that the policy may call, as the chat template has rendered them.
         is_text: True if the row gave the prompt as plain text rather than as messages.
+        demonstration: Int32 `[tokens]`, the response in its row as the policy would have sampled it, the token that
+            ends the turn included; None if the row has none, or if no rollout of the run is a demonstration.
     """
 
     id: str
@@ -46,6 +48,7 @@ class Prompt:
     place: str = ""
     tools: tuple[Mapping[str, Any], ...] = ()
     is_text: bool = False
+    demonstration: np.ndarray | None = None
 
     def __str__(self) -> str:
         return self.place or f"prompt {self.id}"
@@ -89,6 +92,8 @@ class Completion:
             Layers count over the whole model; those without experts hold any number. None unless
             `rl_core.rollouts.generation.Placement.reports_routing`.
         thinking: Thoughts of a turn with a thinking budget; None for an answer of an engine, and without a budget.
+        allowed: The tokens that a grammar allowed at each token (`rl_core.token_filter.allowed_row`); empty for an
+            answer of an engine, and without a grammar.
     """
 
     token_ids: np.ndarray
@@ -97,6 +102,7 @@ class Completion:
     spans: tuple[WeightSpan, ...]
     routed_experts: np.ndarray | None = None
     thinking: Thinking | None = None
+    allowed: tuple[bytes, ...] = ()
 
     @property
     def sampled_mask(self) -> np.ndarray:
@@ -181,8 +187,12 @@ class Rollout:
             worker fills it in. None if every rollout is a play of its own.
         is_opponent: True if other weights than the policy's sampled it: older ones, or another model. It trains
             nothing; a rollout worker fills it in.
+        is_demonstration: True if the response is the one in the prompt's row, which nobody sampled. Its environment
+            scores it like a sampled one, and metrics leave it out; a rollout worker fills it in.
         images: Digests of the images among the tokens of each segment, in order (`rl_core.images`); a rollout of one
             row has one entry. Empty without images.
+        allowed: The tokens that a grammar allowed at each token of each segment (`rl_core.token_filter.allowed_row`);
+            empty if no turn had a grammar.
         contexts: Conversations of the segments of an agent's rollout, for people to read: one per segment, also if
             there is only one. Empty for other rollouts, whose conversation is the prompt and the turns. Those of a
             failed rollout have no tokens.
@@ -205,7 +215,9 @@ class Rollout:
     peers: str = ""
     play: int | None = None
     is_opponent: bool = False
+    is_demonstration: bool = False
     images: tuple[tuple[str, ...], ...] = ()
+    allowed: tuple[np.ndarray, ...] = ()
     contexts: tuple[SegmentContext, ...] = ()
 
     def __post_init__(self) -> None:

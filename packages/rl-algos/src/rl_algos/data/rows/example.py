@@ -72,6 +72,15 @@ class Example:
         return self.messages[:-1] if self.has_response else self.messages
 
     @property
+    def response(self) -> tuple[Message, ...]:
+        """The messages that supervised fine-tuning learns after a conversation that ends before them: the solution, or
+        else the answer; empty if the row has neither, or if the conversation ends with an assistant message."""
+        said = self.answer if self.solution is None else self.solution
+        if self.has_response or said is None:
+            return ()
+        return conversation(said if isinstance(said, str | list | tuple | dict) else str(said), role="assistant")
+
+    @property
     def has_response(self) -> bool:
         """True if the conversation ends with an assistant message."""
         return bool(self.messages) and self.messages[-1]["role"] == "assistant"

@@ -23,6 +23,9 @@ from rl_core.rollouts.pool import Evaluation, RolloutPool, RolloutTask, RolloutT
 from rl_core.rollouts.rollout import Prompt
 from rl_core.weights import WeightUpdate
 
+_OF_DEMONSTRATIONS = 0x64656D
+"""Separates the choice of demonstrations from the seeds of rollouts."""
+
 
 @dataclass(frozen=True)
 class _Drawing:
@@ -69,6 +72,7 @@ class PacedRolloutSource:
         in_flight: True if new weights interrupt in-flight completions, which then continue with them.
         max_failed_share: Share of failed rollouts of one call above which they are refused, as they are if all failed.
         section: Config section of that share, for messages.
+        demonstrated_share: Share of the rollouts of a prompt with a demonstration that take it instead of a sample.
         clock: Seconds.
     """
 
@@ -89,6 +93,7 @@ class PacedRolloutSource:
         in_flight: bool = False,
         max_failed_share: float = 1.0,
         section: str = "",
+        demonstrated_share: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         assert max_staleness == 0 or prompts_per_step > 0, "to run ahead of a step its size must be known"
@@ -104,6 +109,7 @@ class PacedRolloutSource:
         self._rule = BatchRule(sampler, max_staleness, prompts_per_step, window)
         self._overlaps_training = overlaps_training
         self._in_flight = in_flight
+        self._demonstrated_share = demonstrated_share
         self._failures = FailureWatch(max_failed_share, section=section)
         self._ignored = IgnoredFieldsWatch()
         self._ledger = Ledger()
@@ -153,7 +159,7 @@ class PacedRolloutSource:
         if not self._max_staleness:
             return replicas
         draws = self._in(DrawState.COLLECTED)
-        sampled = [draw.group for draw in draws]
+        sampled = [draw.group.sampled for draw in draws]
         num_finished = len(self._in(DrawState.FINISHED))
         metrics = {
             **replicas,
@@ -263,11 +269,26 @@ class PacedRolloutSource:
         draws = waiting[: max(0, num_groups - num_begun)]
         seeds = [_seeds((self._seed, draw.number), self._num_generations) for draw in draws]
         pairs = zip(draws, seeds, strict=True)
-        tasks = [RolloutTask(draw.prompt, self._sampling, own, turns=draw.turns) for draw, own in pairs]
+        tasks = [
+            RolloutTask(
+                draw.prompt, self._sampling, own, turns=draw.turns, num_demonstrated=self._num_demonstrated(draw)
+            )
+            for draw, own in pairs
+        ]
         tickets = self._pool.submit(tasks)
         for ticket, draw in zip(tickets, draws, strict=True):
             draw.begin(self._version)
             self._under_way[ticket] = draw
+
+    def _num_demonstrated(self, draw: Draw) -> int:
+        """Return the number of rollouts of a draw that take its demonstration. It depends only on the seed and the
+        number of the draw, so that a draw that runs again has the same."""
+        if draw.prompt.demonstration is None:
+            return 0
+        # Rounded, because a product such as 0.7 * 10 may be a little less than a whole number.
+        whole, part = divmod(round(self._demonstrated_share * self._num_generations, 9), 1)
+        chance = np.random.default_rng((self._seed, draw.number, _OF_DEMONSTRATIONS)).random()
+        return int(whole) + int(chance < part)
 
     def _kept(self) -> list[_Drawing]:
         """Return the drawings that have at least one draw left."""
@@ -370,7 +391,7 @@ def carried_metrics(draws: Sequence[Draw], version: int) -> dict[str, float]:
         return {}
     metrics = {"carried/share": float(np.mean([draw.begun_at < version for draw in draws]))}
     for name, is_carried in (("carried/mean_length", True), ("carried/mean_length_of_others", False)):
-        chosen = [draw.group.rollouts.num_sampled for draw in draws if (draw.begun_at < version) == is_carried]
+        chosen = [draw.group.sampled.rollouts.num_sampled for draw in draws if (draw.begun_at < version) == is_carried]
         if lengths := [length for group in chosen for length in group]:
             metrics[name] = float(np.mean(lengths))
     return metrics

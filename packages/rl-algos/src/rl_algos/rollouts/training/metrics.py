@@ -16,8 +16,9 @@ from rl_core.model import Metrics
 from rl_core.rollouts.group import RolloutGroup
 from rl_core.rollouts.rollout import Thinking
 
-PREFIX, THINKING = "ignored/", "thinking/"
-"""Prefixes of the entries of `Rollout.info` for fields that an agent has set, and for thoughts within a budget."""
+PREFIX, THINKING, COMPACTION = "ignored/", "thinking/", "compaction/"
+"""Prefixes of the entries of `Rollout.info` for fields that an agent has set, for thoughts within a budget, and for
+conversations that were compacted."""
 
 
 REFILLED = "refilled"
@@ -63,12 +64,13 @@ def signal_metrics(groups: Sequence[RolloutGroup], aside: Sequence[RolloutGroup]
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup], advantages: Advantages | None = None) -> dict[str, float]:
-    """Return rewards, lengths and endings of the rollouts trained on.
+    """Return rewards, lengths and endings of the rollouts trained on, without demonstrations.
 
     Args:
         groups: Groups trained on.
         advantages: Advantages of `groups`; None if there are none.
     """
+    groups = [group.sampled for group in groups]
     statuses = [status for group in groups for status in group.rollouts.status]
     usable = np.array([status != "failed" for status in statuses])
     infos = [info for group in groups for info in group.rollouts.info]
@@ -102,9 +104,9 @@ def rollout_metrics(groups: Sequence[RolloutGroup], advantages: Advantages | Non
     return {
         **metrics,
         **{f"reward/{name}": value for name, value in named.items() if name != "reward"},
-        # Environments report numbers; the worker adds fields that agents set without effect, and thoughts.
+        # Environments report numbers; the worker adds fields without effect, thoughts and compactions.
         **{
-            f"{'rollout' if name.startswith((PREFIX, THINKING)) else 'environment'}/{name}": value
+            f"{'rollout' if name.startswith((PREFIX, THINKING, COMPACTION)) else 'environment'}/{name}": value
             for name, value in reported.items()
         },
         **agent_metrics(groups),

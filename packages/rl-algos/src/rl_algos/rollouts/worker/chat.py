@@ -13,17 +13,20 @@ import numpy as np
 from jinja2 import TemplateError
 
 from rl_algos.images.image_tokens import check_images, image_tokens, with_images
-from rl_algos.rollouts.worker.continuation import Continuation, TurnEnds, find_turn_ends
+from rl_algos.rollouts.worker.continuation import Continuation
 from rl_algos.special_tokens import special_tokens, splits_observations, splits_prompts
 from rl_algos.token_bytes import characters_per_token
 from rl_algos.tokenizer import render
 from rl_algos.tool_calls.formats import ToolFormat, format_of
 from rl_algos.tool_calls.parsed import schemas_of
+from rl_algos.turn_ends import TurnEnds, find_turn_ends
 from rl_core.errors import ConfigError
 from rl_core.rollouts.environment import ToolCall
-from rl_core.rollouts.program import Reply
+from rl_core.rollouts.generation import SamplingParams
+from rl_core.rollouts.grammar import TokenGrammars
+from rl_core.rollouts.program import AnswerForm, Reply
 from rl_core.rollouts.rollout import Message
-from rl_core.rollouts.thoughts import MARKS, PROMPT_END, last_thoughts, opened_by
+from rl_core.rollouts.thoughts import MARKS, PROMPT_END, THOUGHTS, last_thoughts, opened_by
 from rl_core.tokenizer import Tokenizer
 
 
@@ -113,6 +116,62 @@ class Chat:
         # Texts of single tokens do not add up to the text: a character may be several tokens.
         lengths = range(len(completion))
         return bisect_left(lengths, 1, key=lambda length: self.shown(completion[:length]).startswith(text[:end])), ""
+
+    def grammar(self, form: AnswerForm, prompt: np.ndarray) -> str:
+        """See `rl_core.rollouts.program.GenerationClient.grammar`."""
+        if self.tool_format.reads_all:
+            raise ValueError("turns in the format of this policy have several parts, for which no grammar is offered")
+        tools = json.loads(form.tools)
+        if form.must_call and not tools:
+            raise ValueError("the turn must be a call, but the request has no such tool")
+        written = self.tool_format.written
+        if tools and written is None:
+            raise ValueError("no grammar is offered for calls in the tool format of this policy; pass no tools")
+        answers: list[Any] = [{"type": "json_schema", "json_schema": json.loads(form.schema)}] if form.schema else []
+        if written is not None and tools:
+            calls = [written.tag(tool["function"]) for tool in tools]
+            if form.schema or form.must_call:
+                answers += calls
+            elif written.trigger:
+                answers.append({"type": "triggered_tags", "triggers": [written.trigger], "tags": calls})
+            else:
+                raise ValueError("a text may begin like a call of this policy, so no grammar is offered for both")
+        answer = answers[0] if len(answers) == 1 else {"type": "or", "elements": answers}
+        whole = {"type": "sequence", "elements": [*self._thoughts_before(prompt), answer]}
+        grammar = json.dumps({"type": "structural_tag", "format": whole})
+        self._grammars.begin(grammar, ())
+        return grammar
+
+    def allowed(self, sampling: SamplingParams, sampled: np.ndarray) -> tuple[bytes, ...]:
+        """Return `Completion.allowed` of a completion with a grammar.
+
+        Args:
+            sampling: How it was drawn.
+            sampled: int32 `[tokens]`.
+        """
+        return self._grammars.sets(sampling.grammar, sampling.stop_token_ids, sampled)
+
+    @cached_property
+    def _grammars(self) -> TokenGrammars:
+        return TokenGrammars(self._tokenizer)
+
+    def _thoughts_before(self, prompt: np.ndarray) -> list[Any]:
+        """Return the formats of the thoughts of a turn: required if the prompt has opened them, optional if the chat
+        template knows them and the prompt has not closed them."""
+        end = self.shown(prompt[-PROMPT_END:])
+        opened = opened_by(end)
+        template = str(self._tokenizer.chat_template)
+        known = [
+            mark for mark, close in THOUGHTS.items() if mark in template and close in template and close not in end
+        ]
+        mark = opened or next(iter(known), "")
+        if not mark:
+            return []
+        close = THOUGHTS[mark]
+        text = {"type": "any_text", "excludes": [mark, close]}
+        thoughts = {"type": "tag", "begin": "" if opened else mark, "content": text, "end": close}
+        parts = [thoughts, {"type": "regex", "pattern": "\\n{0,2}"}]
+        return parts if opened else [{"type": "optional", "content": {"type": "sequence", "elements": parts}}]
 
     @cached_property
     def continuation(self) -> Callable[[Message, Sequence[Message], np.ndarray], np.ndarray]:

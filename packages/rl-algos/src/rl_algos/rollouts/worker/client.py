@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import hashlib
 from collections import Counter
@@ -16,7 +17,7 @@ from rl_core.rollouts.environment import Conversation, StepResult, TrainerState
 from rl_core.rollouts.generation import GenerationRequest, Generator, SamplingParams
 from rl_core.rollouts.pool import RolloutTurns
 from rl_core.rollouts.program import Reply
-from rl_core.rollouts.rollout import Completion, Message, Prompt, Rollout
+from rl_core.rollouts.rollout import NOT_SAMPLED, Completion, Message, Prompt, Rollout, WeightSpan
 from rl_core.rollouts.thinking import generate_turn
 from rl_core.tracing import spans
 
@@ -57,6 +58,7 @@ class PlayClient:
         seed: Seed of the play.
         earlier: Turns of an earlier run of the play.
         opponents: Engines of the agents that are opponents in this play.
+        demonstration: int32 `[tokens]`, the completion of the play, which nobody samples; None to sample it.
     """
 
     def __init__(
@@ -67,10 +69,12 @@ class PlayClient:
         seed: int,
         earlier: RolloutTurns,
         opponents: Mapping[str, Generator],
+        demonstration: np.ndarray | None = None,
     ) -> None:
         self._services = services
         chat = services.chat
         self.continuation, self.encoded, self.shown = chat.continuation, chat.encoded, chat.shown
+        self.grammar = chat.grammar
         environment = services.environments.get(prompt.environment)
         self._conversations = (
             None if environment is None else Conversations(environment, prompt.environment, seed, earlier.conversations)
@@ -84,6 +88,7 @@ class PlayClient:
         self._newest: Completion | None = None
         self._version = 0
         self._opponents = opponents
+        self._demonstration = demonstration
         self._num_sampled: Counter[str] = Counter()
         self.played: Callable[[], Sequence[Rollout]] = tuple
 
@@ -96,7 +101,7 @@ class PlayClient:
         seed = _seed([self._seed, number, _OF_REFILLS])
         turns = RolloutTurns()
         return PlayClient(
-            self._services, self._prompt, self._sampling, seed, turns, self._opponents
+            self._services, self._prompt, self._sampling, seed, turns, self._opponents, self._demonstration
         )
 
     @property
@@ -121,6 +126,15 @@ class PlayClient:
         agent: str = "",
         images: Sequence[str] = (),
     ) -> Completion:
+        if self._demonstration is not None:
+            self._version = self._services.version
+            self._newest = Completion(
+                self._demonstration,
+                np.zeros(len(self._demonstration), dtype=np.float32),
+                "stop",
+                (WeightSpan(NOT_SAMPLED, len(self._demonstration)),),
+            )
+            return self._newest
         request = GenerationRequest(token_ids, sampling or self._sampling, self._seed, images=tuple(images))
         request = dataclasses.replace(
             request, seed=self._next_seed() if draw is None else _seed([int(request.digest, 16), draw])
@@ -135,7 +149,12 @@ class PlayClient:
             generator = self._services.generator if opponent is None else opponent
             with self._services.generating:
                 self._completions[digest] = await generate_turn(generator.generate, request, self._services.chat)
-        completion = self._newest = self._completions[digest]
+        completion = self._completions[digest]
+        if request.sampling.grammar and opponent is None:
+            # The sets follow from the grammar and the tokens, so earlier turns of a play need not keep them.
+            sets = await asyncio.to_thread(self._services.chat.allowed, request.sampling, completion.token_ids)
+            completion = dataclasses.replace(completion, allowed=sets)
+        self._newest = completion
         self._services.chat.require_no_image(completion.token_ids)
         if opponent is None:
             self._version = completion.spans[0].version if completion.spans else 0
@@ -182,11 +201,13 @@ class PlayClient:
         self.played = played
 
     def marked(self, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
-        """Mark the rollouts that opponents sampled.
+        """Mark the rollouts that opponents sampled, and the rollout that is a demonstration.
 
         Raises:
-            ValueError: If the policy sampled a part of one.
+            ValueError: If the policy sampled a part of an opponent's rollout.
         """
+        if self._demonstration is not None:
+            return [dataclasses.replace(rollout, is_demonstration=True) for rollout in rollouts]
         if not self._opponents:
             return rollouts
         for agent in self._opponents:

@@ -11,10 +11,11 @@ from jinja2 import TemplateError
 
 from rl_algos.rollouts.config import GeneratingPolicy, PolicyGradientConfig, RolloutConfig
 from rl_algos.rollouts.worker.chat import Chat
-from rl_algos.rollouts.worker.continuation import TurnEnds, rewrites_history
-from rl_algos.rollouts.worker.programs import DEFAULT_PROGRAM
+from rl_algos.rollouts.worker.continuation import rewrites_history
+from rl_algos.rollouts.worker.programs import TURNS
 from rl_algos.tokenizer import render, require_chat_template
 from rl_algos.tool_calls.formats import FORMATS, PLAIN
+from rl_algos.turn_ends import TurnEnds
 from rl_core.errors import ConfigError
 from rl_core.rollouts.rollout import Message
 from rl_core.tokenizer import Tokenizer
@@ -49,7 +50,7 @@ def check_conversations(
     """
     ends = check_turns(policy, settings, tokenizer, tools, turns_key=f"{settings.section}.max_rollout_turns")
     _check_penalties(settings, Chat(tokenizer, policy.tokenizer.tool_format), has_tools=bool(tools))
-    takes_turns = settings.max_rollout_turns > 1 and settings.rollout_program == DEFAULT_PROGRAM
+    takes_turns = settings.max_rollout_turns > 1 and settings.rollout_program in TURNS
     is_rendered = takes_turns and settings.agent is None
     if is_rendered and settings.rewritten_history is None and rewrites_history(tokenizer, ends):
         raise ConfigError(
@@ -87,7 +88,7 @@ def check_turns(
         )
     if tools:
         _check_tools(chat, tokenizer, max_turns, turns_key, tools)
-    if max_turns > 1 and settings.rollout_program == DEFAULT_PROGRAM:
+    if max_turns > 1 and settings.rollout_program in TURNS:
         turn, answer = ({**_ANSWERED, "tool_calls": [_CALL]}, _RESULT) if tools else (_ANSWERED, _ASKED)
         nothing = np.zeros(0, dtype=np.int32)
         try:

@@ -132,10 +132,15 @@ class RolloutWorker:
         self._idle.begin()
         for number, task in tasks:
             clients = self._clients[number] = []
-            for seed, earlier in zip(task.seeds, task.turns or [RolloutTurns()] * len(task.seeds), strict=True):
+            shown = [None] * (len(task.seeds) - task.num_demonstrated) + [
+                task.prompt.demonstration
+            ] * task.num_demonstrated
+            turns = task.turns or [RolloutTurns()] * len(task.seeds)
+            for seed, earlier, response in zip(task.seeds, turns, shown, strict=True):
                 names = opponents_of_play(self._needs, seed)
                 opponents = {agent: self._opponents[name] for agent, name in names.items()}
-                clients.append(PlayClient(self._services, task.prompt, task.sampling, seed, earlier, opponents))
+                client = PlayClient(self._services, task.prompt, task.sampling, seed, earlier, opponents, response)
+                clients.append(client)
             # Each play is a task at once, so that the engine has the first request before the last group is read.
             plays = range(len(clients))
             rollouts = [asyncio.create_task(self._run_one(task.prompt, clients, play)) for play in plays]
