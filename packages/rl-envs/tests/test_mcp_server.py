@@ -17,8 +17,9 @@ import pytest
 from rl_core import Conversation, EnvironmentFailure, StepResult, ToolCall, ToolEnvironment
 from rl_core.environments.process import EnvironmentProcess
 from rl_core.environments.tool_environment import MAX_RESULT, ServerFailed
-from rl_envs import MCPServer
+from rl_envs import MCPServer, SandboxConfig
 from rl_envs.mcp_server import MAX_MESSAGE
+from rl_envs.sandbox.sandbox import machine_problem
 
 # A server without a library, so that it starts at once and may do anything.
 SCRIPT = """
@@ -146,6 +147,29 @@ def test_one_server_may_serve_all_conversations(command):
     assert contents(after) == ['["a", "b", "c"]']
 
 
+def test_a_server_in_a_sandbox_has_nothing_of_the_machine(script):
+    sandbox = SandboxConfig(wall_s=60)
+    if machine_problem(sandbox):
+        pytest.skip("no sandbox on this machine")
+    server = MCPServer(["python", "-c", script.read_text()], variables={"NOTES": "{folder}/notes"}, sandbox=sandbox)
+    process = EnvironmentProcess("notes", ToolEnvironment([server], score))
+
+    def step(*conversations):
+        return [each.result for each in process.step([pickle.dumps(conversation) for conversation in conversations])]
+
+    first, second = step(said("1", ("where", {}), ("keep", {"text": "a"})), said("2", ("keep", {"text": "b"})))
+    folder, files, variable, _, pid = json.loads(contents(first)[0])
+    assert not Path(folder).exists()
+    assert (files, variable, pid < 10) == ([], "./notes", True)
+    assert contents(second) == ['["b"]']
+    failed, unharmed = step(said("1", ("be", {"how": "huge"})), said("2", ("keep", {"text": "c"})))
+    assert isinstance(failed, EnvironmentFailure)
+    assert contents(unharmed) == ['["b", "c"]']
+    [ended] = step(said("2", ("be", {"how": "end"})))
+    assert "it ended (it is over)" in ended.reason
+    process.close()
+
+
 def test_errors_and_images_of_a_tool_reach_the_policy(command):
     environment = ToolEnvironment([MCPServer(command)], score)
     [result] = environment.step([said("1", ("refuse", {}), ("picture", {}), ("absent", {}))], [None])
@@ -161,7 +185,7 @@ def test_errors_and_images_of_a_tool_reach_the_policy(command):
 @pytest.mark.parametrize(
     ("how", "reason"),
     [
-        ("end", "it ended; its last words were: it is over"),
+        ("end", "it ended (it is over)"),
         ("huge", f"it wrote a message of more than {MAX_MESSAGE} bytes"),
         ("shapeless", "ValidationError"),
     ],
@@ -197,7 +221,7 @@ def test_a_server_that_is_a_nuisance_is_answered_for(command, how, answer):
 @pytest.mark.parametrize(
     ("mode", "reason"),
     [
-        ("broken", "does not start: it ended; its last words were: cannot find its settings"),
+        ("broken", r"does not start: it ended \(cannot find its settings\)"),
         ("mute", "does not start: it did not answer within 2 s"),
         ("endless", "has more than 100 pages of tools"),
     ],
@@ -211,6 +235,8 @@ def test_a_server_without_tools_is_refused_with_the_reason(command, mode, reason
 def test_what_cannot_be_a_server_is_refused(command):
     with pytest.raises(ValueError, match="either a command or a url"):
         MCPServer()
+    with pytest.raises(ValueError, match="for a command; leave its url unset"):
+        MCPServer(url="http://localhost", sandbox=SandboxConfig())
     with pytest.raises(ValueError, match="a list of words, got 'npx server'"):
         MCPServer("npx server")
     with pytest.raises(ServerFailed, match="has no tool 'fly'; it has keep, where"):

@@ -1,8 +1,10 @@
-"""The dataset `calculations`: products for a calculator or a program, sums for an agent, and demonstrations."""
+"""The dataset `calculations`: products for a calculator or a program, sums for an agent, facts for a search, and
+demonstrations."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import product
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -14,7 +16,8 @@ from rl_envs.draws import draws
 
 _HELD_OUT = 10
 """One of this number of pairs of operands is for validation."""
-_ENVIRONMENTS = {"calculator": "text_tools", "program": "code", "repository": "repository"}
+_ENVIRONMENTS = {"calculator": "text_tools", "program": "code", "repository": "repository", "search": "text_tools"}
+_NAMES = tuple("".join(name) for name in product("bdfgklmnprst", "aeiou", "bdfgklmnprst"))
 _TEST = """import unittest
 
 import answer
@@ -27,12 +30,14 @@ class TestAnswer(unittest.TestCase):
 
 
 class CalculationsSettings(Config):
-    """Generated products of two numbers, which a tiny model cannot compute without a tool, or sums for an agent."""
+    """Generated products of two numbers, which a tiny model cannot compute without a tool, sums for an agent, or
+    numbers of names, which it can only look up."""
 
-    form: Literal["calculator", "program", "repository"] = "calculator"
+    form: Literal["calculator", "program", "repository", "search"] = "calculator"
     """Environment of the rows: `text_tools` for `calculator`, which the policy calls; `code` for `program`, which
-    the policy writes; or `repository` for a repository whose `answer.py` an agent changes to have the sum of two
-    numbers as `ANSWER`."""
+    the policy writes; `repository` for a repository whose `answer.py` an agent changes to have the sum of two
+    numbers as `ANSWER`; or `text_tools` for `search`, which finds the number of a name in the corpus
+    `rl_envs.calculations:facts`."""
     max_operand: int = Field(default=99, ge=9, le=9999)
     """Largest operand."""
     size: int = Field(default=1000, gt=0, le=10**6)
@@ -51,6 +56,11 @@ class CalculationsSettings(Config):
         return self
 
 
+def facts() -> list[dict[str, str]]:
+    """Return the documents that the form `search` asks for: 720 names of three letters, each with a number."""
+    return [{"title": name, "text": str(next(draws(f"number of {name}")) % 100)} for name in _NAMES]
+
+
 DATASET = DatasetPlugin(
     "calculations", "rl_envs.calculations:load", Requirement("rl-envs"), settings=CalculationsSettings
 )
@@ -66,28 +76,32 @@ def load(settings: Mapping[str, Any], split: str) -> list[dict[str, Any]]:
     config = CalculationsSettings.model_validate(dict(settings))
     if split not in ("train", "validation"):
         raise DataError(f"calculations have the splits train and validation, got {split!r}")
-    rows = []
+    rows, numbers = [], {each["title"]: each["text"] for each in facts()}
     for index in range(config.size):
         drawn, form = draws(f"{config.seed}/{split}/{index}"), config.form
         is_held_out = None
         while is_held_out != (split == "validation"):
             a, b = (next(drawn) % (config.max_operand + 1) for _ in range(2))
-            is_held_out = next(draws(f"{min(a, b)}*{max(a, b)}")) % _HELD_OUT == 0
-        asked = {"role": "user", "content": f"{a}{'+' if form == 'repository' else '*'}{b}="}
+            name = _NAMES[next(drawn) % len(_NAMES)] if form == "search" else f"{min(a, b)}*{max(a, b)}"
+            is_held_out = next(draws(name)) % _HELD_OUT == 0
+        question = name if form == "search" else f"{a}{'+' if form == 'repository' else '*'}{b}"
+        answer = numbers[name] if form == "search" else str(a * b)
+        asked = {"role": "user", "content": f"{question}="}
         row: dict[str, Any] = {"messages": [asked], "environment": _ENVIRONMENTS[form]}
         if config.demonstrations:
             is_right = next(drawn) % 2 == 0
             if form == "program":
                 said = [f"```python\nprint({a}{'*' if is_right else '+'}{b})\n```"]
             elif is_right:
-                said = [f"<calculator>{a}*{b}</calculator>", f"<result>\n{a * b}\n</result>", str(a * b)]
+                found = f"{name}\n{answer}" if form == "search" else answer
+                said = [f"<{form}>{question}</{form}>", f"<result>\n{found}\n</result>", answer]
             else:
-                said = [str(next(drawn) % (a * b + 100))]
-            # The result of the calculator is the only message after the question that is not the policy's.
+                said = [str(next(drawn) % (100 if form == "search" else a * b + 100))]
+            # The result of the tool is the only message after the question that is not the policy's.
             roles = ("assistant", "user", "assistant")
             row["messages"] += [{"role": role, "content": text} for role, text in zip(roles, said, strict=False)]
-        elif form == "calculator":
-            row["answer"] = str(a * b)
+        elif form in ("calculator", "search"):
+            row["answer"] = answer
         elif form == "program":
             row["info"] = {"tests": [{"input": "", "output": f"{a * b}\n"}]}
         else:

@@ -7,14 +7,19 @@ import contextlib
 import json
 import os
 import shutil
+import socket
 import subprocess
 import tempfile
+import textwrap
 import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from rl_core import ServerFailed
+from rl_envs.sandbox.config import SandboxConfig
+from rl_envs.sandbox.program import Program, read_frame, request_of, write_frame
+from rl_envs.sandbox.sandbox import Sandbox, SandboxFailed, outcome_of
 
 MAX_MESSAGE = 4 * 2**20
 """Maximum number of bytes of a message of a server."""
@@ -49,11 +54,13 @@ class MCPServer:
         headers: Further headers of requests to `url`, such as one with a key that is read from `os.environ`.
         timeout_s: Maximum number of seconds of a call, and of a start. The policy reads that a call took longer; a
             start that does fails its rollout.
+        sandbox: Sandbox of the server, whose limits are for a whole conversation: a `Program` with `command`, and
+            `{folder}` is its scratch folder. None to run it as the environment runs.
         is_shared: Whether all conversations of an environment's process have one session, which suits servers that keep
             nothing between calls and take long to start.
 
     Raises:
-        ValueError: If there is neither a command nor a URL, or both.
+        ValueError: If there is neither a command nor a URL, or both, or a sandbox for a URL.
     """
 
     def __init__(
@@ -65,12 +72,15 @@ class MCPServer:
         variables: Mapping[str, str] | None = None,
         headers: Mapping[str, str] | None = None,
         timeout_s: float = 60.0,
+        sandbox: SandboxConfig | None = None,
         is_shared: bool = False,
     ) -> None:
         if (not command) == (not url):
             raise ValueError("an MCP server needs either a command or a url")
         if isinstance(command, str):
             raise ValueError(f"the command of an MCP server is a list of words, got {command!r}")
+        if sandbox is not None and (url or sandbox.url):
+            raise ValueError("the sandbox of an MCP server is on this machine, and for a command; leave its url unset")
         self.command = tuple(command or ())
         self.url = url
         self.variables = dict(variables or {})
@@ -79,9 +89,11 @@ class MCPServer:
         self._only = None if only is None else tuple(only)
         self._shared: _Session | None = None
         self._is_shared = is_shared
+        self._sandbox = sandbox
+        self._opened: Sandbox | None = None
 
     def __str__(self) -> str:
-        return f"the MCP server {self.url or ' '.join(self.command)}"
+        return f"the MCP server {textwrap.shorten(self.url or ' '.join(self.command), 100)}"
 
     async def schemas(self) -> list[Mapping[str, Any]]:
         """Return the schemas of the tools; a server by command is started for it.
@@ -110,6 +122,21 @@ class MCPServer:
         if self._shared is None or self._shared.has_ended:
             self._shared = _Session(self, is_shared=True)
         return await self._shared.started()
+
+    def start(self, folder: str) -> _LocalProcess | _SandboxedProcess:
+        """Start the server in a folder, in its sandbox if it has one."""
+        here = "." if self._sandbox else folder
+        words = [word.replace(FOLDER, here) for word in self.command]
+        variables = {name: value.replace(FOLDER, here) for name, value in self.variables.items()}
+        if self._sandbox is None:
+            inherited = {name: os.environ[name] for name in INHERITED if name in os.environ}
+            return _LocalProcess(words, {**inherited, **variables}, folder)
+        if self._opened is None:
+            config = self._sandbox
+            self._opened = Sandbox(
+                config.isolation, limits=config.limits, python_path=config.python_path, commands=config.commands
+            )
+        return _SandboxedProcess(self._opened, Program(command=tuple(words), variables=variables, interactive=True))
 
 
 class _Session:
@@ -223,18 +250,7 @@ class _Session:
         from mcp.shared.message import SessionMessage
         from mcp.types import jsonrpc_message_adapter
 
-        words = [word.replace(FOLDER, folder) for word in self._server.command]
-        inherited = {name: os.environ[name] for name in INHERITED if name in os.environ}
-        given = {name: value.replace(FOLDER, folder) for name, value in self._server.variables.items()}
-        # It stays in the group of this process, so that it ends with it, however that ends.
-        process = subprocess.Popen(
-            words,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={**inherited, **given},
-            cwd=folder,
-        )
+        process = self._server.start(folder)
         last_words = b""
         loop = asyncio.get_running_loop()
         stdout, stderr = asyncio.StreamReader(limit=MAX_MESSAGE), asyncio.StreamReader()
@@ -264,7 +280,7 @@ class _Session:
                     if not line:
                         await asyncio.wait([listening], timeout=END_S)
                         said = last_words.decode(errors="replace").strip()
-                        self._reason = f"it ended{said and f'; its last words were: {said}'}"
+                        self._reason = f"it ended{said and f' ({said})'}"
                         return
                     try:
                         message: SessionMessage | Exception = SessionMessage(
@@ -293,7 +309,7 @@ class _Session:
             closing: list[Any] = [received, incoming, outgoing, sending, stdin, *pipes]
             for stream in closing:
                 stream.close()
-            _end(process)
+            process.end()
 
     @contextlib.asynccontextmanager
     async def _http(self) -> AsyncIterator[tuple[Any, Any]]:
@@ -348,24 +364,85 @@ def _part(content: Any) -> Any:
     return f"({content.type}, which cannot be shown)"
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill a server whose input is closed, and what it has started, if it does not end by itself.
+class _LocalProcess:
+    """A server as a process of this machine. It is in the group of this process, and ends with it, however that ends.
 
-    Nobody waits: the call in which a conversation ends has others to answer, and the next one may be far away.
+    Args:
+        words: Its command.
+        variables: Its environment variables.
+        folder: Its current folder.
     """
-    import psutil
 
-    started: list[psutil.Process] = []
-    with contextlib.suppress(psutil.NoSuchProcess):
-        started = psutil.Process(process.pid).children(recursive=True)
+    def __init__(self, words: Sequence[str], variables: Mapping[str, str], folder: str) -> None:
+        pipe = subprocess.PIPE
+        self._popen = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, env=variables, cwd=folder)
+        self.stdin, self.stdout, self.stderr = self._popen.stdin, self._popen.stdout, self._popen.stderr
 
-    def end() -> None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(END_S)
-        process.kill()
-        for each in started:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                each.kill()
-        process.wait()
+    def end(self) -> None:
+        """Kill the server, whose input is closed, and what it has started, if it does not end by itself.
 
-    threading.Thread(target=end, daemon=True).start()
+        Nobody waits: the call in which a conversation ends has others to answer, and the next one may be far away.
+        """
+        import psutil
+
+        started: list[psutil.Process] = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            started = psutil.Process(self._popen.pid).children(recursive=True)
+
+        def wait_and_kill() -> None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._popen.wait(END_S)
+            self._popen.kill()
+            for each in started:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    each.kill()
+            self._popen.wait()
+
+        threading.Thread(target=wait_and_kill, daemon=True).start()
+
+
+class _SandboxedProcess:
+    """A server as a program of a sandbox, which ends when its connection is closed.
+
+    Args:
+        sandbox: The sandbox.
+        program: The program.
+    """
+
+    def __init__(self, sandbox: Sandbox, program: Program) -> None:
+        stack = contextlib.ExitStack()
+        self._connection = stack.enter_context(sandbox.connect())
+        self._close = stack.close
+        write_frame(self._connection, *request_of(program, sandbox.limits))
+        (to_program, stdin), (stdout, from_program), (stderr, words) = os.pipe(), os.pipe(), os.pipe()
+        self.stdin, self.stdout, self.stderr = (
+            os.fdopen(end, mode, 0) for end, mode in ((stdin, "wb"), (stdout, "rb"), (stderr, "rb"))
+        )
+
+        def pass_input() -> None:
+            with open(to_program, "rb", 0) as source, contextlib.suppress(OSError):
+                while data := source.read(2**16):
+                    write_frame(self._connection, {}, [data])
+
+        def pass_output() -> None:
+            with open(from_program, "wb", 0) as output, open(words, "wb", 0) as last, contextlib.suppress(OSError):
+                while True:
+                    header, parts = read_frame(self._connection)
+                    if not header.get("output"):
+                        try:
+                            outcome = outcome_of(header, parts)
+                            said = outcome.stderr.strip() if outcome.ending == "exit" else b""
+                            last.write(said or outcome.describe(sandbox.limits).encode())
+                        except SandboxFailed as error:
+                            last.write(str(error).encode())
+                        return
+                    output.write(parts[0])
+
+        for run in (pass_input, pass_output):
+            threading.Thread(target=run, daemon=True).start()
+
+    def end(self) -> None:
+        """End the program."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._close()

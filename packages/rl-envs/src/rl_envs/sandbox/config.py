@@ -32,6 +32,8 @@ class SandboxConfig(Config):
     """Size in MiB of a program's scratch folder, the only files that it can write."""
     processes: int = Field(default=Limits.processes, ge=1, le=4096)
     """Maximum number of processes and threads of a program."""
+    open_files: int = Field(default=Limits.open_files, ge=16, le=2**16)
+    """Maximum number of descriptors of each process of a program. Node.js opens hundreds of files as it starts."""
     output_kib: int = Field(default=Limits.output_kib, ge=1, le=2**17)
     """Output limit in KiB of a program on stdout, and on stderr. The program is killed when it writes more."""
     python_path: list[PathText] = []

@@ -142,7 +142,7 @@ def keep(connection: socket.socket, site: Site, slot: int) -> None:
         # The other side may not have taken all output yet.
         connection.setblocking(True)
         connection.sendall(keeper.unsent)
-        write_frame(connection, answer, [*([b"", b""] if program.interactive else outputs), snapshot])
+        write_frame(connection, answer, [*([b"", outputs[1]] if program.interactive else outputs), snapshot])
 
 
 class _Keeper:

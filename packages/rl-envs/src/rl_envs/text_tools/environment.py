@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 import sqlite3
+import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rl_core import resolve
 from rl_core.errors import DataError
 from rl_core.rollouts.environment import Conversation, StepResult, ToolCall
 from rl_core.rollouts.rollout import Message
@@ -53,7 +55,10 @@ class TextToolsEnvironment:
         limits = replace(config.sandbox.limits, wall_s=_LIFETIME_S)
         isolation, path = config.sandbox.isolation, config.sandbox.python_path
         self._sandbox = Sandbox(isolation, limits=limits, python_path=path) if "python" in config.tools else None
-        self._corpus = Corpus(config.corpus) if "search" in config.tools and config.corpus else None
+        self._corpus: Corpus | RetrievalServer | None = None
+        if "search" in config.tools and config.corpus:
+            is_server = config.corpus.startswith(("http://", "https://"))
+            self._corpus = RetrievalServer(config.corpus) if is_server else Corpus(config.corpus)
         self.stop_strings: tuple[str, ...] | None = None
         if config.call_format == "tags":
             self.stop_strings = tuple(f"</{tool}>" for tool in config.tools)
@@ -98,7 +103,7 @@ class TextToolsEnvironment:
         session = progress.session
         if session is None and self._sandbox is not None and any(call.name == "python" for call in calls):
             session = Session(self._sandbox, seed=turn.seed)
-        limit, max_output = self._config.max_calls, self._config.max_output
+        limit, max_output, tag = self._config.max_calls, self._config.max_output, self._config.result_tag
         messages: list[Message] = []
         for number, call in enumerate(calls, progress.num_calls + 1):
             output = self._output(call, session) if number <= limit else f"error: the limit of {limit} calls is reached"
@@ -108,7 +113,7 @@ class TextToolsEnvironment:
             if self._config.call_format == "model":
                 messages.append({"role": "tool", "name": call.name, "content": output, "tool_call_id": call.id})
             else:
-                messages.append({"role": "user", "content": f"<result>\n{output}\n</result>"})
+                messages.append({"role": "user", "content": f"<{tag}>\n{output}\n</{tag}>"})
         num_calls = progress.num_calls + len(calls)
         state, info = Progress(num_calls, session), {"calls": num_calls}
         return StepResult(
@@ -152,23 +157,28 @@ class TextToolsEnvironment:
 _WORD = re.compile(r"\w+")
 MAX_WORDS = 32
 """Maximum number of words of a query that count."""
+TIMEOUT_S = 60.0
+"""Timeout in seconds of a request to a retrieval server."""
 
 
 class Corpus:
-    """Documents of a JSON Lines file, each with a `text` and perhaps a `title`, indexed in memory.
+    """Documents of a JSON Lines file or of a function, each with a `text` and perhaps a `title`, indexed in memory.
 
     Raises:
-        DataError: If the file cannot be read, naming the line.
+        DataError: If the file or a document cannot be read, naming the line.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, source: str | Path) -> None:
         self._index = sqlite3.connect(":memory:", check_same_thread=False)
         self._index.execute("CREATE VIRTUAL TABLE documents USING fts5(title, text, tokenize='porter unicode61')")
+        is_function = ":" in str(source) and not Path(source).exists()
+        rows = resolve(str(source))() if is_function else _lines(Path(source))
         with self._index:
-            self._index.executemany("INSERT INTO documents VALUES (?, ?)", _documents(Path(path)))
+            documents = (_document(f"{source}:{number}", row) for number, row in enumerate(rows, 1) if row is not None)
+            self._index.executemany("INSERT INTO documents VALUES (?, ?)", documents)
         [(self.num_documents,)] = self._index.execute("SELECT count(*) FROM documents")
         if not self.num_documents:
-            raise DataError(f"the corpus {path} has no documents")
+            raise DataError(f"the corpus {source} has no documents")
 
     def search(self, query: str, num_results: int) -> list[tuple[str, str]]:
         """Return title and text of the best documents, best first; any word of the query may be in them."""
@@ -180,21 +190,56 @@ class Corpus:
         return [(title, text) for title, text in self._index.execute(select, (match, num_results))]
 
 
-def _documents(path: Path) -> Iterator[tuple[str, str]]:
+def _lines(path: Path) -> Iterator[Any]:
+    """Yield the objects of a JSON Lines file, and None for an empty line."""
     try:
         with open(path, encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
+            for line in lines:
                 try:
-                    row = json.loads(line)
-                    document = str(row.get("title") or ""), row["text"]
-                except (ValueError, AttributeError, KeyError, TypeError):
-                    reason = f"a document must be an object with `text`, got {line!r:.60}"
-                    raise DataError(f"{path}:{number}: {reason}") from None
-                yield document
+                    yield json.loads(line) if line.strip() else None
+                except ValueError:
+                    yield line
     except OSError as error:
         raise DataError(f"the corpus {path} cannot be read: {error.strerror or error}") from None
+
+
+def _document(place: str, row: Any) -> tuple[str, str]:
+    """Return title and text of a document, which may be in its field `document`; `contents` has the title in its first
+    line."""
+    try:
+        found = row.get("document", row)
+        if "contents" in found:
+            title, _, text = found["contents"].partition("\n")
+            return title.strip('"'), text
+        return str(found.get("title") or ""), found["text"]
+    except (AttributeError, KeyError, TypeError):
+        raise DataError(f"{place}: a document must be an object with `text`, got {row!r:.60}") from None
+
+
+class RetrievalServer:
+    """A server that finds documents, with the requests and answers of Search-R1's.
+
+    Args:
+        url: Address that takes `POST`.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def search(self, query: str, num_results: int) -> list[tuple[str, str]]:
+        """Return title and text of the documents, in the order of the server.
+
+        Raises:
+            DataError: If the server cannot be reached, or its answer has no documents in the form above.
+        """
+        body = json.dumps({"queries": [query], "topk": num_results, "return_scores": False}).encode()
+        request = urllib.request.Request(self._url, body, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+                [found] = json.load(answer)["result"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataError(f"the retrieval server {self._url} did not answer: {error}; see `corpus`") from None
+        return [_document(self._url, each) for each in found[:num_results]]
 
 
 def check_machine(config: TextToolsConfig) -> str:

@@ -37,9 +37,13 @@ class TextToolsConfig(EnvironmentConfig):
     sandbox: SandboxConfig = SandboxConfig()
     """Sandbox of Python, and its limits; `wall_s` applies to one call."""
     corpus: PathText | None = None
-    """JSON Lines file with the documents of `search`: objects with `text` and an optional `title`."""
+    """Documents of `search`, which are objects with `text` and an optional `title`: a JSON Lines file, or a function
+    that returns them (`package.module:function` or `file.py:function`), indexed in memory for BM25; or the `http` address
+    of a retrieval server, which gets `queries` and `topk` and returns a `result` of documents, as of Search-R1."""
     num_results: int = Field(default=3, ge=1)
     """Maximum number of documents that a search returns."""
+    result_tag: str = Field(default="result", pattern=r"^[A-Za-z][A-Za-z0-9_-]*$")
+    """Tag around the output of a tool, if calls are tags: `<result>` and `</result>`."""
     deadline_s: Annotated[float, WhenChanged.RESUME] = Field(default=120.0, gt=0)
     """Timeout in seconds of a call of the environment."""
 
@@ -48,7 +52,7 @@ class TextToolsConfig(EnvironmentConfig):
         if not self.tools:
             raise ValueError("name at least one tool in `tools`")
         if "search" in self.tools and self.corpus is None:
-            raise ValueError("the tool `search` needs `corpus`, a JSON Lines file with documents")
+            raise ValueError("the tool `search` needs `corpus`: a JSON Lines file, a function, or a server")
         if "python" in self.tools and self.sandbox.url is not None:
             raise ValueError("sessions of the tool `python` run on this machine; leave `sandbox.url` unset")
         return self
