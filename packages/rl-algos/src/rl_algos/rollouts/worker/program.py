@@ -1,5 +1,5 @@
-"""Rollout programs: turns with an environment, problems that the policy poses and solves, and single replies; and an
-agent's side of a play, its conversation as messages and as tokens."""
+"""Rollout programs: turns with an environment, also with a history that is summarised, problems that the policy poses
+and solves, and single replies; and an agent's side of a play, its conversation as messages and as tokens."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ import itertools
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from rl_algos.rollouts.worker.compaction import POLICY, RECENT, REQUEST, Compaction, CompactionReport, recent_turns
 from rl_algos.rollouts.worker.transcript import Transcript
 from rl_core.images import image_digests
 from rl_core.rollouts.environment import Conversation, StepResult
 from rl_core.rollouts.program import GenerationClient, Reply
 from rl_core.rollouts.rollout import Completion, Message, Prompt, Rollout
-from rl_core.rollouts.thoughts import PROMPT_END, opened_by
+from rl_core.rollouts.thoughts import PROMPT_END, final_text, opened_by
 
 
 class MultiTurnProgram:
@@ -47,34 +49,98 @@ class MultiTurnProgram:
         Raises:
             ValueError: If the agents of the environment contradict who took a turn.
         """
-        # Each play has a new id, because an environment may still know plays of a rollout worker that died.
-        identity = f"{prompt.id}/{uuid.uuid4().hex}"
-        seat = Seat.first(prompt, client, self._limits, agent=self._first_agent)
-        seats: dict[str, Seat] = {}
-        for turn in itertools.count():
-            await seat.take_turn()
-            result = await client.step(seat.conversation(identity, prompt.info, turn=turn))
-            if result.agent not in ("", seat.agent) and (turn or seat.agent):
-                raise ValueError(
-                    f"the environment answered a turn of the agent {result.agent!r}, but {seat.agent!r} took it"
-                )
-            if turn == 0:
-                seat.agent = result.agent or seat.agent
-                seats[seat.agent] = seat
-            seat.earn(result)
-            for agent, rewards in result.agent_rewards.items():
-                if agent in seats:
-                    seats[agent].add_rewards(rewards)
-            if result.done or seat.is_cut:
-                break
-            agent = result.next_agent or seat.agent
-            if agent not in seats:
-                seats[agent] = Seat.joining(prompt, client, self._limits, result.observation, agent=agent)
-            elif not seats[agent].hear(result.observation):
-                break
-            seat = seats[agent]
-        rollouts = [each.rollout() for each in seats.values()]
-        return rollouts[0] if len(rollouts) == 1 else rollouts
+        return await _play(prompt, client, self._limits, self._first_agent)
+
+
+class CompactionProgram:
+    """Play as `MultiTurnProgram` does, with a history that is summarised when it becomes long.
+
+    When the tokens of a conversation reach `compact_at`, the policy is asked for a summary in the place of the
+    environment's answer. Then a segment begins with the first request, the summary as the policy's turn, and that
+    answer. The tokens of the summary are sampled tokens of the rollout, which share its advantage. The environment sees
+    the conversation as if it had not been compacted. `max_tokens` limits each segment.
+
+    The baselines train nothing on summaries, and their requests are in no segment: with `recent` the newest turns of at
+    most `summary_tokens` take the place of all turns, and an opponent writes summaries with other weights.
+
+    Args:
+        max_turns: Maximum number of completions of an agent, in addition to summaries.
+        max_tokens: Maximum number of tokens of each segment.
+        compact_at: Number of tokens from which a conversation is compacted before a turn; None for as many as leave
+            room for a turn and its summary.
+        summary_tokens: Maximum number of tokens of a summary; None for as many as a turn may have.
+        summariser: `policy`, `recent`, or the name of an agent that is an opponent (`grpo.agents.NAME.opponent`).
+        request: Text that asks for a summary.
+        split: Render the whole conversation for every turn.
+        first_agent: See `MultiTurnProgram`.
+
+    Raises:
+        ValueError: If a number of tokens is not above 0, or the request is empty.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_turns: int,
+        max_tokens: int,
+        compact_at: int | None = None,
+        summary_tokens: int | None = None,
+        summariser: str = POLICY,
+        request: str = REQUEST,
+        split: bool = False,
+        first_agent: str = "",
+    ) -> None:
+        # They come from YAML, with any type.
+        counts: dict[str, object] = {"compact_at": compact_at, "summary_tokens": summary_tokens}
+        for name, value in counts.items():
+            if value is not None and not (isinstance(value, int) and value > 0):
+                raise ValueError(f"{name} must be an int above 0, got {value!r}")
+        texts: dict[str, object] = {"summariser": summariser, "request": request}
+        for name, value in texts.items():
+            if not (isinstance(value, str) and value.strip()):
+                raise ValueError(f"{name} must be a string that is not empty, got {value!r}")
+        self._limits = SeatLimits(
+            max_turns, max_tokens, split, Compaction(compact_at, summary_tokens, summariser, request)
+        )
+        self._first_agent = first_agent
+
+    async def run(self, prompt: Prompt, client: GenerationClient) -> Rollout | Sequence[Rollout]:
+        """Play once; see `MultiTurnProgram.run`."""
+        return await _play(prompt, client, self._limits, self._first_agent)
+
+
+async def _play(
+    prompt: Prompt, client: GenerationClient, limits: SeatLimits, first_agent: str
+) -> Rollout | Sequence[Rollout]:
+    """Play once; see `MultiTurnProgram` for the arguments."""
+    # Each play has a new id, because an environment may still know plays of a rollout worker that died.
+    identity = f"{prompt.id}/{uuid.uuid4().hex}"
+    seat = Seat.first(prompt, client, limits, agent=first_agent)
+    seats: dict[str, Seat] = {}
+    for turn in itertools.count():
+        await seat.take_turn()
+        result = await client.step(seat.conversation(identity, prompt.info, turn=turn))
+        if result.agent not in ("", seat.agent) and (turn or seat.agent):
+            raise ValueError(
+                f"the environment answered a turn of the agent {result.agent!r}, but {seat.agent!r} took it"
+            )
+        if turn == 0:
+            seat.agent = result.agent or seat.agent
+            seats[seat.agent] = seat
+        seat.earn(result)
+        for agent, rewards in result.agent_rewards.items():
+            if agent in seats:
+                seats[agent].add_rewards(rewards)
+        if result.done or seat.is_cut:
+            break
+        agent = result.next_agent or seat.agent
+        if agent not in seats:
+            seats[agent] = Seat.joining(prompt, client, limits, result.observation, agent=agent)
+        elif not await seats[agent].hear(result.observation):
+            break
+        seat = seats[agent]
+    rollouts = [each.rollout() for each in seats.values()]
+    return rollouts[0] if len(rollouts) == 1 else rollouts
 
 
 PROBLEM = "problem"
@@ -158,7 +224,7 @@ class ProposerSolverProgram:
             await solver.take_turn(draw=draw)
             result = await client.step(solver.conversation(identity, info, turn=turn))
             solver.earn(result)
-            if result.done or solver.is_cut or not solver.hear(result.observation):
+            if result.done or solver.is_cut or not await solver.hear(result.observation):
                 break
         return solver.rollout()
 
@@ -205,11 +271,14 @@ class SeatLimits(NamedTuple):
         max_tokens: Maximum number of tokens of the rollout, or of each segment of one that is split.
         split: Render the whole conversation for every turn, and begin a segment where the chat template rewrites
             earlier turns; otherwise go on from the tokens as they are.
+        compaction: Summaries in the place of the history; None to keep it. They begin segments, to each of which
+            `max_tokens` then applies.
     """
 
     max_turns: int
     max_tokens: int
     split: bool = False
+    compaction: Compaction | None = None
 
 
 class Seat:
@@ -221,7 +290,7 @@ class Seat:
         await seat.take_turn()
         result = await client.step(seat.conversation(identity, prompt.info, turn=0))
         seat.earn(result)
-        if seat.hear(result.observation):
+        if await seat.hear(result.observation):
             await seat.take_turn()
 
     Args:
@@ -248,8 +317,15 @@ class Seat:
         self._limits = limits
         self._messages: list[Message] = list(messages)
         self._num_prompt_messages = len(messages)
+        self._num_prompt_tokens = len(tokens)
+        self._is_text = prompt.is_text
+        # After a compaction, the policy sees these messages in the place of as many as `_num_replaced`.
+        self._replacing: list[Message] = []
+        self._num_replaced = 0
+        self._compactions = CompactionReport()
         self._transcript = Transcript(prompt, tokens, images=image_digests(messages))
         self._sampling = client.sampling
+        self._draw: int | None = None
         self._num_turns = 0
         self._completion: Completion | None = None
         self._reply: Reply | None = None
@@ -288,19 +364,17 @@ class Seat:
         Raises:
             ValueError: If the messages leave no room for a turn.
         """
-        told: dict[str, Any] = {"agent": self.agent} if self.agent else {}
-        if draw is not None:
-            told["draw"] = draw
-        if self._transcript.images:
-            told["images"] = self._transcript.images
+        self._draw = draw
         asked, sampling = self._transcript.tokens, self._sampling
         room = self._limits.max_tokens - len(asked)
         if room < 1:
             raise ValueError(f"the prompt has {len(asked)} tokens; a rollout may have {self._limits.max_tokens}")
+        # A turn leaves room for the summary after it, unless there is none.
+        room = room - self._reserved if room > self._reserved else room
         if sampling.max_new_tokens > room:
             sampling = dataclasses.replace(sampling, max_new_tokens=room)
         self._opened_thoughts = opened_by(self._client.shown(asked[-PROMPT_END:]))
-        self._completion = await self._client.generate(asked, sampling, **told)
+        self._completion = await self._client.generate(asked, sampling, **self._told(self.agent))
         self._transcript.add_completion(self._completion)
         self._reply = self._client.read(self._completion.token_ids)
         self._messages.append(self._reply.message)
@@ -338,23 +412,25 @@ class Seat:
         """Add rewards for another agent's turn."""
         self._transcript.add_rewards(StepResult(reward=rewards).rewards())
 
-    def hear(self, observation: Sequence[Message]) -> bool:
-        """Take the messages that the agent sees before its next turn.
+    async def hear(self, observation: Sequence[Message]) -> bool:
+        """Take the messages that the agent sees before its next turn, after a compaction if the conversation is long.
 
         Returns:
             False if it may not take another turn: it has taken all its turns, or the observation does not fit.
 
         Raises:
-            ValueError: If there is no observation, or the chat template cannot render it.
+            ValueError: If there is no observation, the chat template cannot render it, or a prompt is too long for
+                compactions.
         """
         assert self._earned is not None, "the newest turn has been answered"
-        so_far = self._transcript.tokens
         if self._num_turns < self._limits.max_turns:
-            self._messages.extend(observation)
-            following = self._following(so_far, observation)
+            following, compaction = self._following(observation), self._limits.compaction
+            if compaction is not None and len(following) > self._compact_at(compaction):
+                return await self._compact(compaction, observation, len(following))
             if len(following) < self._limits.max_tokens:
                 self._end_turn(observation)
-                self._transcript.go_on(following, image_digests(self._messages))
+                self._messages.extend(observation)
+                self._transcript.go_on(following, image_digests(self._context))
                 return True
         self._is_truncated = True
         return False
@@ -364,6 +440,8 @@ class Seat:
         if self._earned is not None:
             self._end_turn(None)
         rollout = self._transcript.rollout(truncated=self._is_truncated)
+        if self._limits.compaction is not None:
+            rollout = dataclasses.replace(rollout, info={**rollout.info, **self._compactions.info()})
         return dataclasses.replace(rollout, agent=self.agent) if self.agent else rollout
 
     @property
@@ -391,18 +469,126 @@ class Seat:
         )
         self._earned = None
 
-    def _following(self, so_far: np.ndarray, observation: Sequence[Message]) -> np.ndarray:
+    @property
+    def _context(self) -> list[Message]:
+        """The messages as the policy sees them."""
+        return [*self._replacing, *self._messages[self._num_replaced :]]
+
+    def _told(self, agent: str) -> dict[str, Any]:
+        """Return the arguments of a request in addition to tokens and sampling."""
+        told: dict[str, Any] = {"agent": agent} if agent else {}
+        if self._draw is not None:
+            told["draw"] = self._draw
+        return told | ({"images": self._transcript.images} if self._transcript.images else {})
+
+    def _following(self, observation: Sequence[Message]) -> np.ndarray:
         """Return int32 `[tokens]` that the engine consumes for the next turn.
 
         Args:
-            so_far: All tokens of the last request and its completion.
-            observation: Messages that follow the newest turn; they are the last of the messages already.
+            observation: Messages that follow the newest turn.
         """
         _require(observation)
+        so_far = self._transcript.tokens
         if self._limits.split:
-            return self._client.rendered(self._messages, so_far)
-        turn = self._messages[-len(observation) - 1]
-        return np.concatenate([so_far, self._client.continuation(turn, observation, self._newest.token_ids)])
+            return self._client.rendered([*self._context, *observation], so_far)
+        continuation = self._client.continuation(self._messages[-1], observation, self._newest.token_ids)
+        return np.concatenate([so_far, continuation])
+
+    async def _compact(self, compaction: Compaction, observation: Sequence[Message], num_tokens: int) -> bool:
+        """Begin a segment with a summary in the place of all turns, and the observation after it.
+
+        Returns:
+            False if these do not fit.
+
+        Raises:
+            ValueError: If the prompt is so long that every turn would be summarised.
+        """
+        prompt, turn, limit = (
+            self._messages[: self._num_prompt_messages],
+            self._messages[-1],
+            self._compact_at(compaction),
+        )
+        if self._is_text:
+            raise ValueError(
+                "a prompt of plain text cannot be rendered with a summary; give `messages`, or a chat `prompt`"
+            )
+        if self._num_prompt_tokens >= limit:
+            raise ValueError(
+                f"the prompt has {self._num_prompt_tokens} tokens, but conversations are compacted from {limit} tokens "
+                "on. Raise compact_at in rollout_program_args or policy.max_total_sequence_length, or lower "
+                "summary_tokens or policy.generation.max_new_tokens"
+            )
+        if compaction.summariser == RECENT:
+            self._end_turn(observation)
+            kept = self._recent(compaction, observation)
+        else:
+            summary = await self._summary(compaction, observation)
+            if summary is None:
+                self._is_truncated = True
+                return False
+            # A tool's result needs its call before it, so the calls of the newest turn stay.
+            kept = [{**turn, "content": summary}]
+        self._messages.extend(observation)
+        self._replacing, self._num_replaced = [*prompt, *kept], len(self._messages) - len(observation)
+        tokens = self._client.rendered(self._context, _NO_TOKENS)
+        if len(tokens) >= self._limits.max_tokens:
+            self._is_truncated = True
+            return False
+        self._compactions.before.append(num_tokens)
+        self._compactions.after.append(len(tokens))
+        self._transcript.begin(tokens, image_digests(self._context))
+        return True
+
+    async def _summary(self, compaction: Compaction, observation: Sequence[Message]) -> str | None:
+        """Return a summary of the conversation up to the newest turn; None if there is no room for one. The summary of
+        the policy becomes a turn of its rollout.
+        """
+        request = compaction.asked_after(observation)
+        asked, is_policy = self._following(request), compaction.summariser == POLICY
+        room = self._limits.max_tokens - len(asked)
+        if room < 1:
+            return None
+        sampling = self._client.sampling
+        most = min(room, compaction.summary_tokens or sampling.max_new_tokens)
+        self._end_turn(request if is_policy else observation)
+        if is_policy:
+            self._transcript.go_on(asked, self._transcript.images)
+        completion = await self._client.generate(
+            asked,
+            dataclasses.replace(sampling, max_new_tokens=most),
+            **self._told(self.agent if is_policy else compaction.summariser),
+        )
+        reply = self._client.read(completion.token_ids)
+        if is_policy:
+            self._transcript.add_completion(completion)
+            self._transcript.add_result(reply.text, StepResult(observation=tuple(observation)), ends=False)
+        return final_text(reply.text, opened_by(self._client.shown(asked[-PROMPT_END:])))
+
+    def _recent(self, compaction: Compaction, observation: Sequence[Message]) -> Sequence[Message]:
+        """Return the newest turns, without a summary."""
+        context, first = self._context, self._num_prompt_messages
+
+        def num_tokens(turns: Sequence[Message]) -> int:
+            return len(self._client.rendered([*context[:first], *turns, *observation], _NO_TOKENS))
+
+        most = compaction.summary_tokens or self._client.sampling.max_new_tokens
+        newest = num_tokens(context[-1:])
+        return recent_turns(context[first:], most, lambda turns: num_tokens(turns) - newest)
+
+    @cached_property
+    def _reserved(self) -> int:
+        """Number of tokens of a request for a summary and of the summary, if the chat template wraps the request as it
+        wraps a user's message; 0 without summaries."""
+        compaction = self._limits.compaction
+        if compaction is None or compaction.summariser == RECENT:
+            return 0
+        answered: Message = {"role": "assistant", "content": ""}
+        asked = self._client.continuation(answered, [{"role": "user", "content": compaction.request}], _NO_TOKENS)
+        return len(asked) + (compaction.summary_tokens or self._client.sampling.max_new_tokens)
+
+    def _compact_at(self, compaction: Compaction) -> int:
+        """Return the number of tokens of a conversation from which it is compacted."""
+        return compaction.at or self._limits.max_tokens - self._reserved - self._client.sampling.max_new_tokens
 
 
 _NO_TOKENS = np.zeros(0, np.int32)

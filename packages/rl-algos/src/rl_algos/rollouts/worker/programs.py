@@ -15,13 +15,17 @@ from rl_core.user_code import FromFile, is_in_file
 
 DEFAULT_PROGRAM = "multi_turn"
 
+TURNS = (DEFAULT_PROGRAM, "compaction")
+"""Installed programs of turns with an environment."""
+
 PROGRAMS = {
     DEFAULT_PROGRAM: "rl_algos.rollouts.worker.program:MultiTurnProgram",
+    "compaction": "rl_algos.rollouts.worker.program:CompactionProgram",
     "proposer_solver": "rl_algos.rollouts.worker.program:ProposerSolverProgram",
 }
 """`"package.module:Class"` of the installed programs."""
 
-GIVEN = ("max_turns", "max_tokens", "split")
+GIVEN = ("max_turns", "max_tokens", "split", "structured_output")
 """Arguments of programs that other keys of the config set."""
 
 AGENT_PROGRAM = "rl_algos.agents.program:AgentProgram"
