@@ -11,9 +11,10 @@ import numpy as np
 from chat_tokenizers import tokenizer_of
 
 from rl_algos.agents.session import AgentSession
+from rl_algos.rollouts.config import StructuredOutput
 from rl_algos.rollouts.worker.chat import Chat
 from rl_core.rollouts.generation import SamplingParams
-from rl_core.rollouts.program import Reply
+from rl_core.rollouts.program import AnswerForm, Reply
 from rl_core.rollouts.rollout import Completion, Message, Prompt, Rollout, WeightSpan
 
 END = "<|im_end|>"
@@ -78,6 +79,9 @@ class ScriptedClient:
         self.completions.append(completion)
         return completion
 
+    def grammar(self, form: AnswerForm, token_ids: np.ndarray) -> str:
+        return self._chat.grammar(form, token_ids)
+
     async def step(self, conversation: Any) -> Any:
         raise AssertionError("an agent has no environment")
 
@@ -109,10 +113,15 @@ def says(*texts: str) -> Callable[[str, int], str]:
 
 
 def session_of(
-    client: ScriptedClient, *, max_tokens: int = 4000, max_calls: int = 256, splits: bool = False
+    client: ScriptedClient,
+    *,
+    max_tokens: int = 4000,
+    max_calls: int = 256,
+    splits: bool = False,
+    structured_output: StructuredOutput = "refuse",
 ) -> AgentSession:
     """The session of a rollout of the client."""
-    return AgentSession(PROMPT, client, max_tokens, max_calls, splits=splits)
+    return AgentSession(PROMPT, client, max_tokens, max_calls, splits=splits, structured_output=structured_output)
 
 
 def check_recorded(session: AgentSession, client: ScriptedClient, num_segments: int = 1) -> None:

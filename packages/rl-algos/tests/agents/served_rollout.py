@@ -37,7 +37,7 @@ class Served:
 
 
 @asynccontextmanager
-async def served(policy: ScriptedClient, *, takes_rewards: bool = False, **settings: int) -> AsyncIterator[Served]:
+async def served(policy: ScriptedClient, *, takes_rewards: bool = False, **settings: Any) -> AsyncIterator[Served]:
     """Serve a rollout of the policy."""
     endpoint = AgentEndpoint()
     await endpoint.start()

@@ -115,7 +115,8 @@ def test_blocks_are_messages_and_each_result_is_one():
     ],
 )
 def test_what_only_the_policy_decides_is_listed(fields, ignored):
-    assert read(**fields).ignored == ignored
+    call = read(**fields)
+    assert (*call.ignored, *call.form_fields) == ignored
 
 
 def of_user(*blocks):
@@ -162,7 +163,7 @@ def of_user(*blocks):
         ({"stop_sequences": [3]}, "stop_sequences", "list of strings, got [3]"),
         ({"mcp_servers": [{"url": "u"}]}, "mcp_servers", "call the servers in the agent"),
         ({"container": "c"}, "container", "in the agent"),
-        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format", "sampled freely"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format", "is not offered"),
         (
             {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
             "context_management.edits[0].type",

@@ -63,7 +63,7 @@ def test_fields_of_chat_completions_are_read():
             "messages[0].content[0].type",
             "'image_url' is not offered",
         ),
-        ({"response_format": {"type": "json_object"}}, "response_format", "sampled freely"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema with a schema"),
         ({"top_logprobs": 5}, "top_logprobs", "logprobs=true"),
         ({"logit_bias": {"5": 1}}, "logit_bias", "remove it"),
         ({"modalities": ["audio"]}, "modalities", "text only"),
@@ -88,9 +88,15 @@ def test_what_chat_completions_cannot_serve_is_refused_by_name(fields, param, me
     }
 
 
-def test_forced_calls_are_listed_as_ignored():
-    assert read(tool_choice="required").ignored == ("tool_choice",)
-    assert read(tool_choice={"type": "function", "function": {"name": "add"}}).ignored == ("tool_choice",)
+def test_forced_calls_are_a_form_of_the_answer():
+    add, sub = ({"type": "function", "function": {"name": name}} for name in ("add", "sub"))
+    for forced, names in (("required", ["add", "sub"]), (sub, ["sub"]), ("auto", None), ("none", None)):
+        call = read(tools=[add, sub], tool_choice=forced)
+        assert (call.form is None) == (names is None)
+        if call.form is not None:
+            assert call.form.must_call
+            assert [tool["function"]["name"] for tool in json.loads(call.form.tools)] == names
+            assert call.form_fields == ("tool_choice",)
 
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
@@ -109,7 +115,7 @@ def test_allowed_tools_are_the_ones_that_the_policy_sees(dialect, mode):
         )
 
     assert [each["function"]["name"] for each in call("sub").tools] == ["sub"]
-    assert call("sub").ignored == (("tool_choice",) if mode == "required" else ())
+    assert call("sub").form_fields == (("tool_choice",) if mode == "required" else ())
     with pytest.raises(CallRefused, match="'mul', which is not one of the tools"):
         call("mul")
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from rl_core.rollouts.environment import ToolCall
+from rl_core.rollouts.program import AnswerForm
 from rl_core.rollouts.rollout import Completion, Message
 
 FinishReason = Literal["stop", "length", "tool_calls"]
@@ -61,6 +62,8 @@ class ModelCall:
         num_instructions: Number of messages at the start that belong to this call only: they stay before the
             conversation that is continued, and a call that continues this one does not get them.
         is_stored: True if later calls may continue the answer by its id.
+        form: Form that the request asks for; None if it takes any answer.
+        form_fields: Fields of the request that ask for it.
         size: Number of bytes of the request, and of the conversation that it continues; decides which thread processes
             the call.
     """
@@ -80,6 +83,8 @@ class ModelCall:
     continues: str = ""
     num_instructions: int = 0
     is_stored: bool = False
+    form: AnswerForm | None = None
+    form_fields: tuple[str, ...] = ()
     size: int = field(default=0, compare=False)
 
     @property

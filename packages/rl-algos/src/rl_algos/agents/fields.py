@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from rl_algos.agents.calls import CallRefused, Tools
+from rl_core.rollouts.program import AnswerForm, requested_schema
 from rl_core.rollouts.rollout import Message
 
 T = TypeVar("T")
@@ -116,10 +117,40 @@ class Fields:
         if value is not None and value not in list(allowed):
             raise self.refused(name, f"{_shown(value)} is not offered; {remedy}")
 
-    def tool_choice(self, tools: Tools) -> tuple[Tools, bool, tuple[str, ...]]:
-        """Return the tools that the policy sees, whether calls are read, and the field's name if it asks to force them.
+    def answer_format(self, name: str) -> str:
+        """Return the JSON schema that a field asks the text of the answer to match, as JSON; empty for any text.
 
-        Nothing forces a call, because training would see another distribution than the one that was sampled from.
+        Raises:
+            CallRefused: If it asks for another format.
+        """
+        try:
+            return requested_schema(self.raw(name))
+        except ValueError as error:
+            raise self.refused(name, str(error)) from None
+
+    def formed(self, name: str, schema: str, given: Sequence[Any]) -> dict[str, Any]:
+        """Return the arguments of a call about its tools, and about the form that it asks for.
+
+        Args:
+            name: Name of the field that asks for a format of the text.
+            schema: The `answer_format` that it asks for.
+            given: Tools of the request.
+        """
+        tools, reads_calls, forced = self._tool_choice(function_tools(given))
+        # Chat Completions nests the field in the function.
+        is_strict = any(each.get("function", each).get("strict") is True for each in given) and reads_calls
+        asked = {name: bool(schema), "tool_choice": forced is not None, "tools.strict": is_strict}
+        found: dict[str, Any] = {"tools": tools, "reads_calls": reads_calls}
+        if fields := tuple(field for field, is_asked in asked.items() if is_asked):
+            callable_tools = (tools if reads_calls else ()) if forced is None else forced
+            form = AnswerForm(schema if forced is None else "", json.dumps(callable_tools), forced is not None)
+            found |= {"form": form, "form_fields": fields}
+        return found
+
+    def _tool_choice(self, tools: Tools) -> tuple[Tools, bool, Tools | None]:
+        """Return the tools that the policy sees, whether calls are read, and the tools of a forced call.
+
+        The tools of a forced call are None if no call is forced.
 
         Args:
             tools: Tools of the request; `allowed_tools` selects some of them.
@@ -139,9 +170,12 @@ class Fields:
                 raise allowed.refused("tools", f"has {missing[0]!r}, which is not one of the tools of the request")
             tools = tuple(tool for name, tool in own.items() if name in names)
         if kind in (None, "auto", "none"):
-            return tools, kind != "none", ()
-        if kind in ("required", "any", "function", "tool", "custom"):
-            return tools, True, ("tool_choice",)
+            return tools, kind != "none", None
+        if kind in ("required", "any"):
+            return tools, True, tools
+        if isinstance(value, Mapping) and kind in ("function", "tool", "custom"):
+            chosen = Fields(value.get(kind, value), f"{self._at}tool_choice").required("name", str)
+            return tools, True, tuple(tool for tool in tools if tool["function"]["name"] == chosen)
         remedy = "pass auto or none, and allowed_tools or fewer tools"
         raise self.refused("tool_choice", f"{_shown(value)} is not offered; {remedy}")
 

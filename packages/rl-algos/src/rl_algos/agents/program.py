@@ -24,7 +24,7 @@ from rl_algos.agents.endpoint import AgentEndpoint, rewards_of
 from rl_algos.agents.session import AgentSession
 from rl_algos.agents.task_board import Address, LeaseExpired, TaskBoard
 from rl_algos.connections import collect_rarely
-from rl_algos.rollouts.config import AgentConfig
+from rl_algos.rollouts.config import AgentConfig, StructuredOutput
 from rl_core.errors import EnvironmentFailed, RLError
 from rl_core.images import image_digests
 from rl_core.rollouts.environment import (
@@ -108,6 +108,7 @@ class AgentProgram:
         files: The agent's own files by name, for one that an environment runs.
         max_tokens: Maximum number of tokens of a conversation.
         split: True to render every conversation anew.
+        structured_output: What happens to calls that ask for a form of the answer.
     """
 
     def __init__(
@@ -117,11 +118,13 @@ class AgentProgram:
         function: str | FromFile | None,
         max_tokens: int,
         split: bool = False,
+        structured_output: StructuredOutput = "refuse",
         files: Mapping[str, bytes] | None = None,
     ) -> None:
         self._config = config
         self._max_tokens = max_tokens
         self._split = split
+        self._structured_output = structured_output
         self._board = TaskBoard(config.lease_s) if config.external else None
         self._endpoint = AgentEndpoint(config.host, self._board, max_tokens)
         self._processes: ProcessLauncher | None = None
@@ -191,7 +194,14 @@ class AgentProgram:
 
     async def _played(self, prompt: Prompt, client: GenerationClient) -> Rollout | Sequence[Rollout]:
         config = self._config
-        session = AgentSession(prompt, client, self._max_tokens, config.max_calls, splits=self._split)
+        session = AgentSession(
+            prompt,
+            client,
+            self._max_tokens,
+            config.max_calls,
+            splits=self._split,
+            structured_output=self._structured_output,
+        )
         client.on_failure(session.played)
         async with self._endpoint.opened(session, takes_rewards=config.reward == "posted") as address:
             name = re.sub(r"[^\w.-]", "_", prompt.id)[-80:]

@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
@@ -22,6 +22,7 @@ from jinja2 import TemplateError
 
 from rl_algos.agents.calls import CallRefused, FinishReason, ModelAnswer, ModelCall, ModelChoice
 from rl_algos.agents.tree import CallTree, Node, digests_of
+from rl_algos.rollouts.config import StructuredOutput
 from rl_algos.rollouts.training.metrics import ignored_info
 from rl_core.rollouts.environment import ToolCall
 from rl_core.rollouts.generation import SamplingParams
@@ -60,12 +61,14 @@ class _Prepared:
         tokens: int32 `[tokens]`; None if the call cannot have room.
         parent: The completion that they continue; None if they begin a branch.
         num_known: Number of messages, or of characters of its text, that the parent's branch has.
+        grammar: Grammar of the form that the call asks for; empty for none.
     """
 
     num_tokens: int
     tokens: np.ndarray | None = None
     parent: Node | None = None
     num_known: int = 0
+    grammar: str = ""
 
 
 @dataclass
@@ -105,6 +108,7 @@ class AgentSession:
         splits: True to render every conversation anew, as a chat server does, which cuts the rollout where the chat
             template rewrites earlier turns; False to continue from the tokens as they were sampled.
         agent: Name of the agent whose calls these are, if the program has several; empty for the only one.
+        structured_output: What happens to calls that ask for a form of the answer.
     """
 
     def __init__(
@@ -116,6 +120,7 @@ class AgentSession:
         *,
         splits: bool = False,
         agent: str = "",
+        structured_output: StructuredOutput = "refuse",
     ) -> None:
         # The id is new, because an environment may still know the ids of a rollout worker that died.
         self.id = f"{prompt.id}/{uuid.uuid4().hex}"
@@ -124,6 +129,7 @@ class AgentSession:
         self._max_tokens, self._max_calls = max_tokens, max_calls
         self._splits = splits
         self._agent = agent
+        self._structured_output = structured_output
         # Equal calls of two agents are separate draws, whichever agent calls first.
         self._first_draw = int(_short(agent)[:7], 16) << 32 if agent else 0
         self._agents: dict[str, AgentSession] = {}
@@ -162,8 +168,15 @@ class AgentSession:
         if name not in self._agents:
             if len(self._agents) >= MAX_AGENTS:
                 raise CallRefused(f"this rollout has {MAX_AGENTS} agents, the maximum", status=403, code="agent_limit")
-            limits = self._max_tokens, self._max_calls
-            session = AgentSession(self.prompt, self._client, *limits, splits=self._splits, agent=name)
+            session = AgentSession(
+                self.prompt,
+                self._client,
+                self._max_tokens,
+                self._max_calls,
+                splits=self._splits,
+                agent=name,
+                structured_output=self._structured_output,
+            )
             session.ignored, session._admission, session._jobs = self.ignored, self._admission, self._jobs
             self._agents[name] = session
         return self._agents[name]
@@ -214,7 +227,7 @@ class AgentSession:
         self, call: ModelCall, *, is_retry: bool = False, key: str = ""
     ) -> Coroutine[Any, Any, ModelAnswer]:
         """Tokenise a call, and begin to answer it; see `answer`. Await the returned coroutine at once."""
-        call = self._whole(call)
+        call = self._formed(self._whole(call))
         self.ignored.update(call.ignored)
         digest = await self.off_loop(call.size, _digest_of, call)
         self._check_open()
@@ -416,6 +429,22 @@ class AgentSession:
         messages = (*call.messages[:own], *self._stored[call.continues], *call.messages[own:])
         return replace(call, messages=messages, continues="", size=max(call.size, SMALL + 1))
 
+    def _formed(self, call: ModelCall) -> ModelCall:
+        """Return the call with the form that its answer will have; without a form, the fields that ask for one are
+        among the ignored.
+
+        Raises:
+            CallRefused: If the text of the answer cannot have the form.
+        """
+        if call.form is None or self._structured_output == "constrain":
+            return call
+        if call.form.schema and self._structured_output == "refuse":
+            param = call.form_fields[0]
+            free = "completions are sampled freely; parse and check them in the agent"
+            remedy = "set structured_output of the algorithm to constrain, or to ignore"
+            raise CallRefused(f"{param} is not offered: {free}, or {remedy}", param=param)
+        return replace(call, form=None, ignored=(*call.ignored, *call.form_fields))
+
     async def _answer(self, call: ModelCall, digest: str, draw: int, is_prepared: asyncio.Future[None]) -> ModelAnswer:
         try:
             prepared = await self.off_loop(call.size, self._prepared, call)
@@ -505,7 +534,13 @@ class AgentSession:
             parent = max(begun, key=lambda node: len(node.shown), default=None)
             num_known = 0 if parent is None else len(parent.shown)
         tokens, parent = self._tokens(call, parent, num_known)
-        return _Prepared(len(tokens), tokens, parent, 0 if parent is None else num_known)
+        grammar = ""
+        if call.form is not None:
+            try:
+                grammar = self._client.grammar(call.form, tokens)
+            except ValueError as error:
+                raise CallRefused(f"{call.form_fields[0]}: {error}", param=call.form_fields[0]) from error
+        return _Prepared(len(tokens), tokens, parent, 0 if parent is None else num_known, grammar)
 
     def _tokens(self, call: ModelCall, parent: Node | None, num_known: int) -> tuple[np.ndarray, Node | None]:
         """Return the tokens to continue, and the completion that they continue; None if they begin a branch."""
@@ -543,7 +578,8 @@ class AgentSession:
         wanted = configured.max_new_tokens if call.max_new_tokens is None else call.max_new_tokens
         stop_strings = tuple(dict.fromkeys((*configured.stop_strings, *call.stop_strings)))
         num_new = min(room, configured.max_new_tokens, wanted)
-        return replace(configured, max_new_tokens=num_new, stop_strings=stop_strings)
+        grammar = prepared.grammar
+        return replace(configured, max_new_tokens=num_new, stop_strings=stop_strings, grammar=grammar)
 
     def _too_long(self, prepared: _Prepared) -> CallRefused:
         least = "" if prepared.tokens is not None else "at least "
@@ -625,6 +661,8 @@ def _digest_of(call: ModelCall) -> str:
     """Return a digest that is the same for equal calls, streamed or not."""
     asked: list[Any] = [call.messages, call.text, call.tools, call.reads_calls, call.max_new_tokens]
     asked += [call.stop_strings, call.num_choices, call.wants_logprobs]
+    if call.form is not None:
+        asked.append(astuple(call.form))
     return _short(json.dumps(asked, sort_keys=True, default=str))
 
 

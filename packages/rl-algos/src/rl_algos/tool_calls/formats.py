@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from rl_algos.tool_calls.json_calls import broken_block, deepseek, hermes, llama, mistral
 from rl_algos.tool_calls.parsed import (
@@ -321,6 +321,34 @@ def _harmony_call(text: str, name: str, begin: int | None, end: int, schemas: Sc
     return named_call(name, arguments), rest
 
 
+class WrittenCall(NamedTuple):
+    """How a model writes a call of the tool NAME.
+
+    Args:
+        begin: Text before the arguments.
+        end: Text after them.
+        trigger: Beginning of `begin` that no other text has; empty if a text may begin like a call.
+        style: How the arguments are written, as xgrammar names it.
+    """
+
+    begin: str
+    end: str
+    trigger: str = ""
+    style: str = "json"
+
+    def tag(self, function: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return xgrammar's tag of a call.
+
+        Args:
+            function: Name and parameters of the tool.
+        """
+        # Arguments are an object, also those of a tool whose schema has no type.
+        schema = {"type": "object", **function["parameters"]}
+        content = {"type": "json_schema", "json_schema": schema, "style": self.style}
+        begin = self.begin.replace("NAME", function["name"])
+        return {"type": "tag", "begin": begin, "content": content, "end": self.end}
+
+
 @dataclass(frozen=True)
 class ToolFormat:
     """A format of tool calls.
@@ -331,6 +359,7 @@ class ToolFormat:
         ends: Special tokens that end a turn with calls, in addition to the template's end of a turn.
         arguments_as_text: True if templates take the arguments of a call as JSON text.
         reads_all: True if turns of models with this format are parsed even if there are no tools.
+        written: How a call is written, for grammars; None if no grammar is offered for the format.
     """
 
     parse: Parser
@@ -338,16 +367,39 @@ class ToolFormat:
     ends: tuple[str, ...] = ()
     arguments_as_text: bool = False
     reads_all: bool = False
+    written: WrittenCall | None = None
 
 
 FORMATS = {
     "harmony": ToolFormat(harmony, ("<|call|>",), ends=("<|call|>",), reads_all=True),
     "deepseek": ToolFormat(deepseek, ("<｜tool▁call▁begin｜>",), arguments_as_text=True),
-    "qwen_coder": ToolFormat(qwen_coder, ("<function=",)),
-    "glm": ToolFormat(glm, ("<arg_key>",), ends=("<|observation|>", "<|user|>")),
-    "hermes": ToolFormat(hermes, ("<tool_call>",)),
-    "mistral": ToolFormat(mistral, ("[TOOL_CALLS]",)),
-    "llama": ToolFormat(llama, ("<|python_tag|>", "ipython"), ends=("<|eom_id|>",)),
+    "qwen_coder": ToolFormat(
+        qwen_coder,
+        ("<function=",),
+        written=WrittenCall("<tool_call>\n<function=NAME>\n", "\n</function>\n</tool_call>", _OPEN, style="qwen_xml"),
+    ),
+    "glm": ToolFormat(
+        glm,
+        ("<arg_key>",),
+        ends=("<|observation|>", "<|user|>"),
+        written=WrittenCall("<tool_call>NAME\n", "\n</tool_call>", _OPEN, style="glm_xml"),
+    ),
+    "hermes": ToolFormat(
+        hermes,
+        ("<tool_call>",),
+        written=WrittenCall('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>", _OPEN),
+    ),
+    "mistral": ToolFormat(
+        mistral,
+        ("[TOOL_CALLS]",),
+        written=WrittenCall('[TOOL_CALLS][{"name": "NAME", "arguments": ', "}]", "[TOOL_CALLS]"),
+    ),
+    "llama": ToolFormat(
+        llama,
+        ("<|python_tag|>", "ipython"),
+        ends=("<|eom_id|>",),
+        written=WrittenCall('{"name": "NAME", "parameters": ', "}"),
+    ),
 }
 """By name, in the order of the search for their signs in a template."""
 

@@ -45,6 +45,7 @@ class SamplingParams:
         min_p: Smallest probability kept, as a share of the most likely token's; 0.0 keeps all.
         stop_token_ids: Tokens that end a completion (and belong to it).
         stop_strings: Texts that end a completion (and belong to it).
+        grammar: Structural tag of `rl_core.rollouts.grammar` that the completion must match; empty for any text.
         thinking: Limit of thoughts, which `rl_core.rollouts.thinking` keeps; a request to an engine has none.
     """
 
@@ -55,6 +56,7 @@ class SamplingParams:
     min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
+    grammar: str = ""
     thinking: ThinkingBudget | None = None
 
     def __post_init__(self) -> None:
@@ -124,7 +126,7 @@ class Generator(WeightSink, Protocol):
         """Stop once no request is in flight; later ones wait.
 
         With `interrupt` those in flight end at once: each returns the tokens that it has, often none, with their
-        logprobs.
+        logprobs. An engine that cannot continue a grammar in another request lets those with a grammar finish.
         """
 
     async def resume(self) -> None:

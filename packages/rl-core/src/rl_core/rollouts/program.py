@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,46 @@ class Reply:
     def has_invalid_call(self) -> bool:
         """Return whether a tool call of the turn cannot be read."""
         return any(call.error for call in self.tool_calls)
+
+
+@dataclass(frozen=True)
+class AnswerForm:
+    """A form that a turn of the policy must have, after its thoughts: a text that matches a schema, a call of a tool,
+    or either of them.
+
+    Args:
+        schema: JSON schema of the text, as JSON; empty for any text.
+        tools: JSON schemas of tools in OpenAI's nested form, as JSON. The arguments of a call match the tool's schema.
+        must_call: True if the turn is a call.
+    """
+
+    schema: str = ""
+    tools: str = "[]"
+    must_call: bool = False
+
+
+def requested_schema(response_format: Any) -> str:
+    """Return the JSON schema that an answer must match, as JSON; empty for any text.
+
+    Args:
+        response_format: Field of this name of OpenAI's chat completions, or the flat form of other services; None for
+            any text.
+
+    Raises:
+        ValueError: If it asks for another format.
+    """
+    given = {"type": response_format} if isinstance(response_format, str) else response_format
+    kind = None if given is None else given.get("type") if isinstance(given, Mapping) else given
+    if kind in (None, "text"):
+        return ""
+    if kind == "json_object":
+        return json.dumps({"type": "object"})
+    # Chat completions nest the fields that other services have next to the type.
+    nested = given.get("json_schema", given) if isinstance(given, Mapping) else None
+    if kind != "json_schema" or not isinstance(nested, Mapping) or not isinstance(nested.get("schema"), Mapping):
+        shown = json.dumps(response_format, default=str)[:100]
+        raise ValueError(f"{shown} is not offered; pass json_schema with a schema, json_object or text")
+    return json.dumps(nested["schema"])
 
 
 class GenerationClient(Protocol):
@@ -68,6 +109,17 @@ class GenerationClient(Protocol):
 
         Raises:
             ValueError: If the policy sampled an image token.
+        """
+
+    def grammar(self, form: AnswerForm, token_ids: np.ndarray) -> str:
+        """Return `SamplingParams.grammar` for a turn of this form.
+
+        Args:
+            form: Form of the turn.
+            token_ids: int32 `[tokens]`, to continue; they may open thoughts.
+
+        Raises:
+            ValueError: If there is no grammar for the form, such as for calls in the format of this policy.
         """
 
     async def step(self, conversation: Conversation) -> StepResult:

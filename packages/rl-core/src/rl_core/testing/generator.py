@@ -5,21 +5,23 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
 from rl_core.errors import RequestRefused
 from rl_core.rollouts.generation import GenerationRequest, SamplingParams, ThinkingBudget
+from rl_core.rollouts.grammar import TokenGrammars
 from rl_core.rollouts.interruption import generate_whole
 from rl_core.rollouts.rollout import Completion, Thinking
 from rl_core.rollouts.thinking import ThoughtReader, generate_turn
 from rl_core.testing.torch.reference_model import EOS_TOKEN_ID, VOCAB_SIZE, processed_logprobs
 from rl_core.testing.weights import CONTEXT, Bench, WeightSinkSuite, prompt
+from rl_core.token_filter import allowed_row, allowed_sets
 from rl_core.tracing.profiling import ProfileOrder, ProfileReport
 
 FILTERS = [
@@ -32,6 +34,42 @@ FILTERS = [
     SamplingParams(12, top_p=0.95, min_p=0.02),
     SamplingParams(12, temperature=0),
 ]
+
+
+def _structural_tag(content: Mapping[str, Any]) -> str:
+    return json.dumps({"type": "structural_tag", "format": content})
+
+
+def _regex(pattern: str) -> str:
+    return _structural_tag({"type": "regex", "pattern": pattern})
+
+
+GREEDY_JSON = SamplingParams(
+    40,
+    temperature=0,
+    grammar=_structural_tag(
+        {
+            "type": "json_schema",
+            "max_whitespace_cnt": 1,
+            "json_schema": {
+                "type": "object",
+                "properties": {
+                    "kind": {"enum": ["one", "other"]},
+                    "sum": {"type": "integer", "minimum": 0, "maximum": 99},
+                },
+                "required": ["kind", "sum"],
+                "additionalProperties": False,
+            },
+        }
+    ),
+)
+"""A completion that must match a JSON schema."""
+
+
+def _is_allowed(sets: Sequence[bytes]) -> np.ndarray:
+    """Return bool `[tokens, vocab]` of the sets of allowed tokens."""
+    numbers, bits = allowed_sets([allowed_row(sets)], [len(sets)])
+    return np.unpackbits(bits, axis=1, bitorder="little")[:, :VOCAB_SIZE].astype(bool)[numbers]
 
 
 def _generate(bench: Bench, requests: Sequence[GenerationRequest]) -> list[Completion]:
@@ -119,6 +157,67 @@ class GeneratorSuite(WeightSinkSuite):
         deviation = np.sqrt(count * likely * (1 - likely))
         # five standard deviations, and two draws for tokens that are hardly ever drawn
         assert (np.abs(drawn - count * likely) <= 5 * deviation + 2 * (likely > 0)).all()
+
+    @pytest.mark.parametrize("sampling", [GREEDY_JSON, replace(GREEDY_JSON, temperature=0.8, top_p=0.9)], ids=str)
+    def test_a_grammar_limits_the_tokens_and_logprobs_are_normalised_over_the_allowed_ones(
+        self, bench: Bench, sampling: SamplingParams
+    ) -> None:
+        sampling = replace(sampling, stop_token_ids=(EOS_TOKEN_ID,))
+        requests = [GenerationRequest(prompt(3 + 9 * seed), sampling, seed) for seed in range(6)]
+        # Requests without a grammar share the engine's batches.
+        requests += [GenerationRequest(prompt(5), SamplingParams(20), seed) for seed in range(2)]
+        grammars = TokenGrammars(bench.reference.tokenizer)
+        found = _generate(bench, requests)
+        for request, completion in zip(requests, found, strict=True):
+            tokens, is_allowed = completion.token_ids, None
+            if request.sampling.grammar:
+                sets = grammars.sets(sampling.grammar, sampling.stop_token_ids, tokens)
+                is_allowed = _is_allowed(sets)
+                assert is_allowed.sum(1).min() == 1, "somewhere the grammar leaves no choice"
+                assert completion.logprobs[is_allowed.sum(1) == 1] == pytest.approx(0, abs=self.tolerance)
+                assert set(json.loads(bench.reference.decode(tokens[:-1].tolist()))) == {"kind", "sum"}
+            expected = bench.reference.nearest_logprobs(
+                completion.logprobs, request.token_ids, tokens, request.sampling, is_allowed
+            )
+            np.testing.assert_allclose(completion.logprobs, expected, atol=self.tolerance)
+        assert all(completion.stop_reason == "stop" for completion in found[:6])
+
+    def test_allowed_tokens_are_drawn_as_often_as_they_are_likely_among_each_other(self, bench: Bench) -> None:
+        count, tokens = 300, prompt(9)
+        sampling = replace(GREEDY_JSON, temperature=0.9, max_new_tokens=1, grammar=_regex("[0-9x]{3}"))
+        found = _generate(bench, [GenerationRequest(tokens, sampling, seed) for seed in range(count)])
+        drawn = np.bincount([int(completion.token_ids[0]) for completion in found], minlength=VOCAB_SIZE)
+        grammars = TokenGrammars(bench.reference.tokenizer)
+        (is_allowed,) = _is_allowed(grammars.sets(sampling.grammar, (), found[0].token_ids))
+        logits = np.where(is_allowed, bench.reference.logits(tokens)[-1], -np.inf)
+        likely = np.exp(processed_logprobs(logits, sampling))
+        can_be = count * likely > 5
+        statistic = ((drawn - count * likely)[can_be] ** 2 / (count * likely)[can_be]).sum()
+        assert drawn[~is_allowed].sum() == 0
+        # Mean and variance of chi-square are k and 2 k; five standard deviations.
+        assert statistic < can_be.sum() + 5 * np.sqrt(2 * can_be.sum())
+
+    def test_a_grammar_continues_after_an_interruption(self, bench: Bench) -> None:
+        sampling = replace(GREEDY_JSON, stop_token_ids=(EOS_TOKEN_ID,))
+        request = GenerationRequest(prompt(5), sampling, 0)
+        whole = _one(bench, request.token_ids, sampling)
+
+        async def interrupted() -> Completion:
+            task = asyncio.create_task(generate_whole(bench.generator.generate, request))
+            while not task.done():
+                await asyncio.sleep(0.02)
+                await bench.generator.pause("interrupt")
+                await bench.generator.resume()
+            return task.result()
+
+        found = bench.runner.run(interrupted())
+        assert found.token_ids.tolist() == whole.token_ids.tolist()
+        np.testing.assert_allclose(found.logprobs, whole.logprobs, atol=self.tolerance)
+
+    def test_an_invalid_grammar_is_refused(self, bench: Bench) -> None:
+        with pytest.raises(RequestRefused):
+            _one(bench, prompt(5), replace(GREEDY_JSON, grammar='{"type": "structural_tag"}'))
+        assert len(_one(bench, prompt(5), SamplingParams(3)).token_ids) == 3
 
     def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(self, bench: Bench) -> None:
         requests = [

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rl_core.torch.generation.row import Row, draw
+from rl_core.torch.generation.row import Row, draw_next
 from rl_dtensor.generation.cache import Kind, RowCache, has_states
 from rl_dtensor.generation.decoding_pass import DecodingPass
 from rl_dtensor.generation.images import PromptImages
@@ -186,8 +186,7 @@ def add_routing(recorder: RoutingRecorder | None, rows: Sequence[Row], counts: S
 
 def sample_next(rows: Sequence[Row], logits: Tensor, version: int) -> list[int]:
     """Give each row its next token; return the indices of rows that continue."""
-    sampling = [row.request.sampling for row in rows]
-    tokens, logprobs = draw(logits, sampling, [row.uniform for row in rows])
+    tokens, logprobs = draw_next(rows, logits)
     pairs = zip(rows, tokens.tolist(), logprobs.tolist(), strict=True)
     return [index for index, (row, token, logprob) in enumerate(pairs) if not row.append(token, logprob, version)]
 

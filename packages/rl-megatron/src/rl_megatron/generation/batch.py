@@ -10,7 +10,7 @@ from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper 
 from megatron.core.inference.model_inference_wrappers.inference_wrapper_config import InferenceWrapperConfig
 from torch import Tensor
 
-from rl_core.torch.generation.row import Row, draw
+from rl_core.torch.generation.row import Row, draw_next
 from rl_megatron.model.model import ReadingModel
 from rl_megatron.model.routing import MegatronRoutingRecorder
 
@@ -113,7 +113,7 @@ class StaticBatch:
             return 0
         rows = [self.rows[index] for index in sampling]
         logits = (hidden[sampling] @ self.model.head_weight().T).float()
-        tokens, logprobs = draw(logits, [row.request.sampling for row in rows], [row.uniform for row in rows])
+        tokens, logprobs = draw_next(rows, logits)
         pairs = zip(sampling, tokens.tolist(), logprobs.tolist(), strict=True)
         ended = {index for index, token, logprob in pairs if self.rows[index].append(token, logprob, version)}
         self._keep([index for index in range(len(self.rows)) if index not in ended])

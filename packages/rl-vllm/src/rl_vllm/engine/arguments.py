@@ -16,7 +16,7 @@ from vllm import AsyncEngineArgs
 from vllm import SamplingParams as VllmSamplingParams
 from vllm.config.lora import MaxLoRARanks
 from vllm.model_executor.models import ModelRegistry
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.usage.usage_lib import UsageContext
 
 from rl_core.errors import GeneratorError, RequestRefused
@@ -167,6 +167,8 @@ def engine_arguments(
         speculative_config=drafting,
         per_request_spec_decode_metrics="none" if drafting is None else "detailed",
         disable_log_stats=True,
+        # Rollout workers find the allowed tokens of each token by the same library (`rl_core.rollouts.grammar`).
+        structured_outputs_config={"backend": "xgrammar"},
         **{**further, **backend.vllm_kwargs},
     )
 
@@ -287,6 +289,7 @@ def sampling_params(request: GenerationRequest, *, max_tokens: int) -> VllmSampl
         flat_logprobs=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
         extra_args={NUM_SAMPLED: request.num_sampled} if request.num_sampled and sampling.stop_strings else None,
+        structured_outputs=StructuredOutputsParams(structural_tag=sampling.grammar) if sampling.grammar else None,
         skip_clone=True,
     )
 

@@ -160,8 +160,8 @@ class Engine(ABC):
 
     @abstractmethod
     async def interrupt(self) -> None:
-        """End the requests that the engine generates for, with the tokens they have. Requests that score continue, and
-        so may requests that are still on their way into the engine.
+        """End the requests that can be interrupted, with the tokens they have. The others continue, and so may requests
+        that are still on their way into the engine.
         """
 
     @abstractmethod
@@ -182,9 +182,12 @@ def tokens_prompt(token_ids: np.ndarray, salt: str | None) -> dict[str, Any]:
     return {"prompt_token_ids": token_ids.tolist()} | ({} if salt is None else {"cache_salt": salt})
 
 
-def generates(params: VllmSamplingParams) -> bool:
-    """Return whether a request is for tokens, not for the logprobs of its prompt."""
-    return params.prompt_logprobs is None
+def can_be_interrupted(params: VllmSamplingParams) -> bool:
+    """Return whether a request can end with the tokens that it has, so that another request continues it.
+
+    A request for the logprobs of a prompt has no tokens, and vLLM begins a grammar anew in every request.
+    """
+    return params.prompt_logprobs is None and params.structured_outputs is None
 
 
 @contextmanager

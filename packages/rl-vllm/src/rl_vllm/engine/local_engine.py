@@ -18,7 +18,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from rl_core.errors import GeneratorError, RequestRefused
 from rl_core.torch.generation.step_thread import StepThread
-from rl_vllm.engine.engine import Engine, EnginePrompt, failures, generates, one_line
+from rl_vllm.engine.engine import Engine, EnginePrompt, can_be_interrupted, failures, one_line
 from rl_vllm.engine.speculation import DraftCounts
 from rl_vllm.patches.kernel_overrides import skip_odd_namespaces
 
@@ -156,7 +156,7 @@ class SteppedEngine:
 
     def interrupt(self) -> None:
         """End requests for tokens with the tokens that they have."""
-        for name in [name for name, request in self._requests.items() if generates(request.params)]:
+        for name in [name for name, request in self._requests.items() if can_be_interrupted(request.params)]:
             internal = self._id_of[name]
             # vLLM 0.32 makes no output of requests that are aborted in an engine of the caller's process.
             state = self.vllm.output_processor.request_states[internal]

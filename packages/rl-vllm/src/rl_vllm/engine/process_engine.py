@@ -20,7 +20,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 from rl_core.errors import GeneratorError
-from rl_vllm.engine.engine import Engine, EnginePrompt, failures, generates, one_line
+from rl_vllm.engine.engine import Engine, EnginePrompt, can_be_interrupted, failures, one_line
 from rl_vllm.engine.engine_output import EngineOutput, ends_of
 from rl_vllm.engine.speculation import DraftCounts
 
@@ -110,7 +110,7 @@ class ProcessEngine(Engine):
     async def run(self, prompt: EnginePrompt, params: VllmSamplingParams) -> Any:
         given = await asyncio.to_thread(prompt) if callable(prompt) else {"type": "token", **prompt}
         name = str(next(self._ids))
-        if generates(params):
+        if can_be_interrupted(params):
             self._generating.add(name)
         try:
             async with self._failures():

@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import Any
 
 from rl_algos.agents.calls import COMMENT, CallRefused, ModelAnswer, ModelCall, ModelChoice, StreamEvent
-from rl_algos.agents.fields import MAX_CHOICES, Fields, conversation, function_tools, text_of_parts, tool_call
+from rl_algos.agents.fields import MAX_CHOICES, Fields, conversation, text_of_parts, tool_call
 from rl_core.rollouts.rollout import Message
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -30,8 +30,6 @@ class ChatCompletions:
     def read(self, body: Mapping[str, Any]) -> ModelCall:
         """Return the call that a request asks for."""
         fields = Fields(body)
-        free = "completions are sampled freely; parse and check them in the agent"
-        fields.refuse_others_than("response_format", ({"type": "text"},), free)
         fields.refuse_others_than("top_logprobs", [0], "the logprobs of the sampled tokens are: logprobs=true")
         fields.refuse_others_than("logit_bias", [{}], "it would change what is sampled; remove it")
         fields.refuse_others_than("modalities", [["text"]], "this policy writes text only")
@@ -39,14 +37,13 @@ class ChatCompletions:
         given = enumerate(fields.required("messages", list))
         messages = conversation(_message(each, f"messages[{index}]") for index, each in given)
         limit = fields.number("max_completion_tokens", 1)
-        tools, reads_calls, forced = fields.tool_choice(function_tools(fields.get("tools", list, [])))
+        form = "response_format"
         return ModelCall(
             messages=messages,
-            tools=tools,
-            reads_calls=reads_calls,
             max_new_tokens=fields.number("max_tokens", 1) if limit is None else limit,
             wants_logprobs=fields.get("logprobs", bool, False),
-            ignored=(*fields.sampling_set_by_client(), *forced),
+            ignored=fields.sampling_set_by_client(),
+            **fields.formed(form, fields.answer_format(form), fields.get("tools", list, [])),
             **_common(fields),
         )
 

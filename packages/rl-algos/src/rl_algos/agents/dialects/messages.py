@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rl_algos.agents.calls import CallRefused, ModelAnswer, ModelCall, StreamEvent
-from rl_algos.agents.fields import Fields, conversation, function_tools, text_of_part, text_of_parts, tool_call
+from rl_algos.agents.fields import Fields, conversation, text_of_part, text_of_parts, tool_call
 from rl_core.rollouts.rollout import Message
 
 PREFILL = "prefill"
@@ -41,17 +41,19 @@ class Messages:
         else:
             instructions = text_of_parts(instructions, "system")
         system = ({"role": "system", "content": instructions},) if instructions else ()
-        tools, reads_calls, forced = fields.tool_choice(function_tools(fields.get("tools", list, [])))
+        # The field was `output_format` before it became a part of `output_config`.
+        form, schema = "output_format", fields.answer_format("output_format")
+        if not schema:
+            form, schema = "output_config.format", fields.section("output_config").answer_format("format")
         return ModelCall(
             messages=(*system, *messages),
-            tools=tools,
-            reads_calls=reads_calls,
             max_new_tokens=limit,
             stop_strings=fields.stop_strings("stop_sequences"),
             is_streamed=fields.get("stream", bool, False),
             wants_usage=True,
             model=fields.get("model", str, ""),
-            ignored=(*fields.sampling_set_by_client(), *forced, *_without_effect(fields, messages)),
+            ignored=(*fields.sampling_set_by_client(), *_without_effect(fields, messages)),
+            **fields.formed(form, schema, fields.get("tools", list, [])),
         )
 
     def answer(self, call: ModelCall, answer: ModelAnswer) -> Mapping[str, Any]:
@@ -121,9 +123,6 @@ def _check_offered(fields: Fields) -> None:
     """Refuse the fields that ask for another answer than one that is sampled freely from the input."""
     fields.refuse_others_than("mcp_servers", [[]], "call the servers in the agent, and pass their tools as functions")
     fields.refuse_others_than("container", [], "run code in the agent")
-    free = "completions are sampled freely; parse and check them in the agent"
-    fields.refuse_others_than("output_format", [], free)
-    fields.section("output_config").refuse_others_than("format", [], free)
     for index, given in enumerate(fields.section("context_management").get("edits", list, [])):
         edit = Fields(given, f"context_management.edits[{index}]")
         # Thoughts of earlier turns are dropped in any case.

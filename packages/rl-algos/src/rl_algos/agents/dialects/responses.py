@@ -9,7 +9,7 @@ from typing import Any
 
 from rl_algos.agents.calls import COMMENT, ModelAnswer, ModelCall, ModelChoice, StreamEvent
 from rl_algos.agents.dialects.completions import logprobs_of_tokens, openai_error
-from rl_algos.agents.fields import Fields, conversation, function_tools, text_of_parts, tool_call
+from rl_algos.agents.fields import Fields, conversation, text_of_parts, tool_call
 from rl_core.rollouts.rollout import Message
 
 _ROLES = ("system", "developer", "user", "assistant")
@@ -46,8 +46,6 @@ class Responses:
         fields.refuse_others_than(
             "top_logprobs", [0], f"the logprobs of the sampled tokens are: include=[{_LOGPROBS!r}]"
         )
-        free = "completions are sampled freely; parse and check them in the agent"
-        fields.section("text").refuse_others_than("format", [{"type": "text"}], free)
         for name in fields.strings("include"):
             if name not in (_LOGPROBS, _NO_EFFECT):
                 raise fields.refused("include", f"{name!r} is not offered; allowed are {_LOGPROBS} and {_NO_EFFECT}")
@@ -59,17 +57,15 @@ class Responses:
         tools = fields.get("tools", list, [])
         for index, tool in enumerate(tools):
             Fields(tool, f"tools[{index}]").refuse_others_than("type", ["function"], "pass functions only")
-        offered, reads_calls, forced = fields.tool_choice(function_tools(tools))
         return ModelCall(
             messages=(*system, *messages),
-            tools=offered,
-            reads_calls=reads_calls,
             max_new_tokens=fields.number("max_output_tokens", 1),
             wants_logprobs=_LOGPROBS in fields.strings("include"),
             is_streamed=fields.get("stream", bool, False),
             wants_usage=True,
             model=fields.get("model", str, ""),
-            ignored=(*fields.sampling_set_by_client(), *forced, *_without_effect(fields)),
+            ignored=(*fields.sampling_set_by_client(), *_without_effect(fields)),
+            **fields.formed("text.format", fields.section("text").answer_format("format"), tools),
             continues=fields.get("previous_response_id", str, ""),
             num_instructions=len(system),
             is_stored=fields.get("store", bool, True),

@@ -7,6 +7,7 @@ import asyncio
 import dataclasses
 import hashlib
 import itertools
+import json
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,11 +16,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from rl_algos.rollouts.config import StructuredOutput
+from rl_algos.rollouts.training.metrics import ignored_info
 from rl_algos.rollouts.worker.compaction import POLICY, RECENT, REQUEST, Compaction, CompactionReport, recent_turns
 from rl_algos.rollouts.worker.transcript import Transcript
 from rl_core.images import image_digests
 from rl_core.rollouts.environment import Conversation, StepResult
-from rl_core.rollouts.program import GenerationClient, Reply
+from rl_core.rollouts.program import AnswerForm, GenerationClient, Reply, requested_schema
 from rl_core.rollouts.rollout import Completion, Message, Prompt, Rollout
 from rl_core.rollouts.thoughts import PROMPT_END, final_text, opened_by
 
@@ -37,10 +40,19 @@ class MultiTurnProgram:
             earlier turns; otherwise go on from the tokens as they are.
         first_agent: Name of the agent that takes the first turn, if that agent is an opponent: the environment gives
             it only in its answer.
+        structured_output: What happens if a row asks for a form of the turns, by its field `response_format`.
     """
 
-    def __init__(self, *, max_turns: int, max_tokens: int, split: bool = False, first_agent: str = "") -> None:
-        self._limits = SeatLimits(max_turns, max_tokens, split)
+    def __init__(
+        self,
+        *,
+        max_turns: int,
+        max_tokens: int,
+        split: bool = False,
+        first_agent: str = "",
+        structured_output: StructuredOutput = "refuse",
+    ) -> None:
+        self._limits = SeatLimits(max_turns, max_tokens, split, structured_output=structured_output)
         self._first_agent = first_agent
 
     async def run(self, prompt: Prompt, client: GenerationClient) -> Rollout | Sequence[Rollout]:
@@ -273,12 +285,14 @@ class SeatLimits(NamedTuple):
             earlier turns; otherwise go on from the tokens as they are.
         compaction: Summaries in the place of the history; None to keep it. They begin segments, to each of which
             `max_tokens` then applies.
+        structured_output: What happens if the prompt asks for a form of the turns (`RESPONSE_FORMAT`).
     """
 
     max_turns: int
     max_tokens: int
     split: bool = False
     compaction: Compaction | None = None
+    structured_output: StructuredOutput = "refuse"
 
 
 class Seat:
@@ -325,6 +339,7 @@ class Seat:
         self._compactions = CompactionReport()
         self._transcript = Transcript(prompt, tokens, images=image_digests(messages))
         self._sampling = client.sampling
+        self._form, self._ignores_form = _form_of(prompt, limits.structured_output)
         self._draw: int | None = None
         self._num_turns = 0
         self._completion: Completion | None = None
@@ -373,6 +388,8 @@ class Seat:
         room = room - self._reserved if room > self._reserved else room
         if sampling.max_new_tokens > room:
             sampling = dataclasses.replace(sampling, max_new_tokens=room)
+        if self._form is not None:
+            sampling = dataclasses.replace(sampling, grammar=self._client.grammar(self._form, asked))
         self._opened_thoughts = opened_by(self._client.shown(asked[-PROMPT_END:]))
         self._completion = await self._client.generate(asked, sampling, **self._told(self.agent))
         self._transcript.add_completion(self._completion)
@@ -442,6 +459,8 @@ class Seat:
         rollout = self._transcript.rollout(truncated=self._is_truncated)
         if self._limits.compaction is not None:
             rollout = dataclasses.replace(rollout, info={**rollout.info, **self._compactions.info()})
+        if self._ignores_form:
+            rollout = dataclasses.replace(rollout, info={**rollout.info, **ignored_info([RESPONSE_FORMAT])})
         return dataclasses.replace(rollout, agent=self.agent) if self.agent else rollout
 
     @property
@@ -592,6 +611,24 @@ class Seat:
 
 
 _NO_TOKENS = np.zeros(0, np.int32)
+
+RESPONSE_FORMAT = "response_format"
+"""Field of a prompt's info that asks for a form of all turns, as the same field of OpenAI's chat completions."""
+
+
+def _form_of(prompt: Prompt, structured_output: StructuredOutput) -> tuple[AnswerForm | None, bool]:
+    """Return the form that turns must have, and whether a form is ignored.
+
+    Raises:
+        ValueError: If the prompt asks for a form that is not offered.
+    """
+    schema = requested_schema(prompt.info.get(RESPONSE_FORMAT))
+    if not schema or structured_output == "ignore":
+        return None, bool(schema)
+    if structured_output == "refuse":
+        remedy = "set structured_output of the algorithm to constrain or ignore, or remove the field"
+        raise ValueError(f"the row has the field {RESPONSE_FORMAT}, but turns are sampled freely; {remedy}")
+    return AnswerForm(schema, json.dumps(list(prompt.tools))), False
 
 
 def _require(observation: Sequence[Message]) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from rl_algos.rollouts.training.metrics import thinking_info
 from rl_core.rollouts.environment import StepResult
 from rl_core.rollouts.rollout import Completion, Prompt, Rollout, Thinking, Turn, WeightSpan, unknown_routing
+from rl_core.token_filter import allowed_row
 
 
 class Transcript:
@@ -39,6 +40,7 @@ class Transcript:
         self._num_sampled: list[int] = []
         self._info: dict[str, object] = {}
         self._thoughts: list[Thinking] = []
+        self._allowed: list[tuple[bytes, ...]] = []
         self._stop_reason = "abort"
         self.add_context(prompt.token_ids if first is None else first)
 
@@ -86,7 +88,7 @@ class Transcript:
             own = self._routing[-1]
             own.append(completion.routed_experts[sum(map(len, own)) :])
         mask = completion.sampled_mask
-        self._append(completion.token_ids, mask, completion.logprobs)
+        self._append(completion.token_ids, mask, completion.logprobs, completion.allowed)
         self._num_sampled.append(int(mask.sum()))
         if completion.thinking is not None:
             self._thoughts.append(completion.thinking)
@@ -130,6 +132,16 @@ class Transcript:
             routed_experts=self._routed_experts(segments),
             segments=segments if len(segments) > 1 else (),
             images=tuple(self._images) if any(self._images) else (),
+            allowed=self._allowed_rows(ends),
+        )
+
+    def _allowed_rows(self, ends: Sequence[int]) -> tuple[np.ndarray, ...]:
+        """Return the entry of each segment in the column of allowed tokens; empty if no turn had a grammar."""
+        if not any(map(any, self._allowed)):
+            return ()
+        return tuple(
+            allowed_row([each for part in self._allowed[begin:end] for each in part])
+            for begin, end in zip(self._begins, ends, strict=True)
         )
 
     def _routed_experts(self, segments: Sequence[int]) -> np.ndarray | None:
@@ -141,7 +153,10 @@ class Transcript:
             parts += [*own, unknown_routing(length - sum(map(len, own)), known[0].shape[1:])]
         return np.concatenate(parts)
 
-    def _append(self, tokens: np.ndarray, mask: int | np.ndarray, logprobs: np.ndarray) -> None:
+    def _append(
+        self, tokens: np.ndarray, mask: int | np.ndarray, logprobs: np.ndarray, allowed: tuple[bytes, ...] = ()
+    ) -> None:
+        self._allowed.append(allowed or (b"",) * len(tokens))
         self._tokens.append(np.asarray(tokens, dtype=np.int32))
         self._mask.append(np.full(len(tokens), mask, dtype=np.uint8))
         self._logprobs.append(np.asarray(logprobs, dtype=np.float32))

@@ -52,11 +52,11 @@ class ReferenceModel:
 
     def __init__(self, folder: Path) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-        self._tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+        self.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of these tokens."""
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
     def greedy(self, prompt: np.ndarray, num_tokens: int) -> list[int]:
         """Return the most likely continuation, token by token."""
@@ -84,11 +84,19 @@ class ReferenceModel:
         return _of_tokens(completion, self._logits_before(prompt, completion), sampling)
 
     def nearest_logprobs(
-        self, found: np.ndarray, prompt: np.ndarray, completion: np.ndarray, sampling: SamplingParams
+        self,
+        found: np.ndarray,
+        prompt: np.ndarray,
+        completion: np.ndarray,
+        sampling: SamplingParams,
+        is_allowed: np.ndarray | None = None,
     ) -> np.ndarray:
         """`completion_logprobs` for comparison with those that an engine found `[completion]`. Where rounding decides
-        whether the last token of `top_p` is one too many, both are right: the nearer of the two."""
+        whether the last token of `top_p` is one too many, both are right: the nearer of the two. `is_allowed`, bool
+        `[completion, vocab]`, has the tokens that a grammar allows."""
         logits = self._logits_before(prompt, completion)
+        if is_allowed is not None:
+            logits = np.where(is_allowed, logits, -np.inf)
         changes = (0.0,) if sampling.top_p == 1 else (-TOP_P_ROUNDING, TOP_P_ROUNDING)
         shares = [min(sampling.top_p * (1 + change), 1.0) for change in changes]
         either = np.stack([_of_tokens(completion, logits, replace(sampling, top_p=share)) for share in shares])

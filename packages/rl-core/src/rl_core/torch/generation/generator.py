@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy as np
 from rl_core.errors import GeneratorError, RequestRefused, WeightSyncError
 from rl_core.model_config import ModelConfig
 from rl_core.rollouts.generation import GenerationRequest, PauseMode, Placement
+from rl_core.rollouts.grammar import TokenGrammars
 from rl_core.rollouts.rollout import Completion
 from rl_core.tokenizer import Tokenizer
 from rl_core.torch.generation.decoder import Adoption, Decoder
@@ -35,7 +37,8 @@ class LocalGenerator(Generic[Model]):
 
     Args:
         load: Makes the model, in the engine's thread.
-        load_tokenizer: Function that loads it from a folder or hub name; called if a request has stop strings.
+        load_tokenizer: Function that loads it from a folder or hub name; called if a request has stop strings
+            or a grammar.
         model: Settings of the model.
         placement: The device and the engine's threads.
     """
@@ -53,7 +56,6 @@ class LocalGenerator(Generic[Model]):
         self._receiving = ReceivingEnd(placement.claim(num_ranks=1))
         self._engine = RowEngine(load, placement.cpu_threads)
         self._load_tokenizer = load_tokenizer
-        self._tokenizer: Tokenizer | None = None
         self._serving = asyncio.Event()
         self._serving.set()
         self._idle = asyncio.Event()
@@ -86,17 +88,21 @@ class LocalGenerator(Generic[Model]):
         room = self._model_config.max_total_sequence_length - len(request.token_ids)
         if room < 1:
             raise RequestRefused(f"a prompt of {len(request.token_ids)} tokens leaves no room for a completion")
-        stop_strings = request.sampling.stop_strings
-        stop_text = None
-        if stop_strings:
-            prompt, sampled = np.split(request.token_ids, [len(request.token_ids) - request.num_sampled])
-            if self._tokenizer is None:
-                name = self._model_config.tokenizer.name or self._model_config.model_name
-                self._tokenizer = self._load_tokenizer(name)
-            stop_text = StopText(self._tokenizer, stop_strings, prompt)
+        sampling = request.sampling
+        prompt, sampled = np.split(request.token_ids, [len(request.token_ids) - request.num_sampled])
+        stop_text, grammar = None, None
+        if sampling.stop_strings:
+            stop_text = StopText(self._tokenizer, sampling.stop_strings, prompt)
             for token in sampled.tolist():
                 stop_text.append(token)
-        row = Row(request, min(request.sampling.max_new_tokens, room), stop_text)
+        if sampling.grammar:
+            try:
+                grammar = self._grammars.begin(sampling.grammar, sampling.stop_token_ids)
+                for token in sampled.tolist():
+                    grammar.accept(token)
+            except ValueError as error:
+                raise RequestRefused(str(error)) from error
+        row = Row(request, min(sampling.max_new_tokens, room), stop_text, grammar)
         self._num_in_flight += 1
         self._idle.clear()
         try:
@@ -109,6 +115,14 @@ class LocalGenerator(Generic[Model]):
             self._num_in_flight -= 1
             if not self._num_in_flight:
                 self._idle.set()
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return self._load_tokenizer(self._model_config.tokenizer.name or self._model_config.model_name)
+
+    @cached_property
+    def _grammars(self) -> TokenGrammars:
+        return TokenGrammars(self._tokenizer)
 
     async def score(self, token_ids: np.ndarray) -> np.ndarray:
         """Return float32 `[tokens]`, logprobs at temperature 1, the first 0; answers while paused too."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rl_core.rollouts.generation import GenerationRequest, SamplingParams
+from rl_core.rollouts.grammar import TokenGrammar
 from rl_core.rollouts.rollout import Completion, StopReason, WeightSpan
 from rl_core.token_filter import TokenFilter
 from rl_core.tokenizer import Tokenizer
@@ -24,13 +25,17 @@ class Row:
     Args:
         limit: Maximum number of tokens sampled, by the request and by the context.
         stop_text: None if the request has no stop strings.
+        grammar: State of the request's grammar; None if it has none.
 
     Attributes:
         add_routing: Takes the experts, int16 `[tokens, layers, experts per token]`, that its next tokens were sent to.
     """
 
-    def __init__(self, request: GenerationRequest, limit: int, stop_text: StopText | None) -> None:
+    def __init__(
+        self, request: GenerationRequest, limit: int, stop_text: StopText | None, grammar: TokenGrammar | None = None
+    ) -> None:
         self.request = request
+        self._grammar = grammar
         self.future: Future[Completion] = Future()
         self.tokens: list[int] = []
         self._logprobs: list[float] = []
@@ -53,6 +58,11 @@ class Row:
         return int(prompt[index]) if index < len(prompt) else self.tokens[index - len(prompt)]
 
     @property
+    def allowed(self) -> np.ndarray | None:
+        """int32 `[words]`, the tokens that may come next, as `TokenGrammar.allowed` has them; None for all."""
+        return None if self._grammar is None else self._grammar.allowed()
+
+    @property
     def uniform(self) -> float:
         """Uniform number that draws the next token."""
         return float(self._uniforms[len(self.tokens)])
@@ -60,6 +70,8 @@ class Row:
     def append(self, token: int, logprob: float, version: int) -> bool:
         """Take a sampled token; True if it ends the completion, which is then handed over."""
         self.tokens.append(token)
+        if self._grammar is not None:
+            self._grammar.accept(token)
         self._logprobs.append(logprob)
         self._versions.append(version)
         stopped = self._stop_text is not None and self._stop_text.append(token)
@@ -90,13 +102,34 @@ def uniforms(seed: int, count: int) -> np.ndarray:
     return np.random.Generator(np.random.Philox(key=seed % 2**128)).random(count)
 
 
+def draw_next(rows: Sequence[Row], logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the next token of each row and its processed logprob, among the tokens that its grammar allows.
+
+    Args:
+        rows: Rows that are decoded.
+        logits: `[rows, vocab]`.
+
+    Returns:
+        int64 `[rows]` and float32 `[rows]`.
+    """
+    sets = {index: words for index, row in enumerate(rows) if (words := row.allowed) is not None}
+    if sets:
+        logits = logits.float().clone()
+    for index, words in sets.items():
+        is_allowed = np.zeros(logits.shape[1], bool)
+        bits = np.unpackbits(words.view(np.uint8), bitorder="little")[: len(is_allowed)]
+        is_allowed[: len(bits)] = bits
+        logits[index].masked_fill_(torch.from_numpy(~is_allowed).to(logits.device), -torch.inf)
+    return draw(logits, [row.request.sampling for row in rows], [row.uniform for row in rows])
+
+
 def draw(logits: Tensor, sampling: Sequence[SamplingParams], uniform: Sequence[float]) -> tuple[Tensor, Tensor]:
     """Return one token per row and its processed logprob.
 
     A row of temperature 0 takes the most likely token; its logprob is that at temperature 1, unfiltered.
 
     Args:
-        logits: `[rows, vocab]`.
+        logits: `[rows, vocab]`; -inf for a token that must not be drawn.
         sampling: Sampling parameters of each row.
         uniform: Per row, the number in [0, 1) that picks from the cumulative distribution.
 
