@@ -43,6 +43,7 @@ def test_agents_whose_settings_differ_in_their_share_have_one_engine():
     )
     assert fixed_models(config) == {"grpo.agents.third.opponent.model_name": "/models/fixed"}
     assert list(opponent_problems(config)) == []
+    assert config.fixed_agents == {"third"}
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from problem_fields import MENTIONS, assert_fields
 
 from rl_algos.distillation.config import DistillationConfig
 from rl_algos.grpo.config import GRPOConfig
+from rl_algos.grpo.plugin import grpo_section
 from rl_algos.ppo.config import PPOConfig
 from rl_algos.rollouts import checks
 from rl_algos.rollouts.checks import rollout_problems, thinking_problems
@@ -219,3 +220,30 @@ def test_over_sampling_and_samplers_that_cannot_work_are_refused(settings, key, 
     colocated = APART if is_ahead else ColocatedConfig()
     (problem,) = problems(GRPOConfig(**settings), colocated=colocated).values()
     assert_fields(problem, f"grpo.{key}", fields)
+
+
+@pytest.mark.parametrize(
+    ("args", "key", "fields"),
+    [
+        ({}, None, {}),
+        ({"compact_at": 60, "summary_tokens": 20, "summariser": "recent"}, None, {}),
+        ({"summariser": "frozen"}, None, {}),
+        ({"summariser": "other"}, "rollout_program_args.summariser", {MENTIONS: ["grpo.agents.other.opponent"]}),
+        ({"compact_at": 95}, "rollout_program_args", {MENTIONS: ["compact_at (95)", "summary (8 tokens)"]}),
+        ({"summary_tokens": 92}, "rollout_program_args", {MENTIONS: ["max_new_tokens, 8"]}),
+        ({"compact_at": "x"}, "rollout_program_args", {MENTIONS: ["compact_at must be an int"]}),
+    ],
+)
+def test_a_compaction_that_cannot_work_is_refused(args, key, fields):
+    agents = {"frozen": {"opponent": {"model_name": "some"}}}
+    written = {"rollout_program": "compaction", "rollout_program_args": args, "agents": agents, "max_rollout_turns": 4}
+    found = problems(grpo_section(written).model_validate(written))
+    assert set(found) == ({f"grpo.{key}"} if key else set())
+    for problem in found.values():
+        assert_fields(problem, f"grpo.{key}", fields)
+
+
+def test_a_compaction_needs_turns_and_an_algorithm_with_the_agent_that_summarises():
+    args = {"rollout_program": "compaction", "rollout_program_args": {"summariser": "frozen"}}
+    found = problems(PPOConfig(**args))
+    assert set(found) == {"ppo.max_rollout_turns", "ppo.rollout_program_args.summariser"}

@@ -88,6 +88,11 @@ class GRPOConfig(PolicyGradientConfig):
         """Number of times that a step trains on each of its rollouts."""
         return self.num_iterations
 
+    @property
+    def fixed_agents(self) -> frozenset[str]:
+        named = trained_agents(self).items()
+        return frozenset(name for name, each in named if each.opponent is not None and each.opponent.share == 1)
+
 
 def trained_agents(config: GRPOConfig) -> dict[str, TrainedAgentConfig]:
     """Return the settings of agents by name."""

@@ -17,7 +17,16 @@ from rl_algos.rollouts.config import (
     RolloutRoot,
     rollout_config,
 )
-from rl_algos.rollouts.worker.programs import GIVEN, argument_problem, code_named, files_named, program_named
+from rl_algos.rollouts.worker.programs import (
+    COMPACTION_PROGRAM,
+    GIVEN,
+    POLICY,
+    RECENT,
+    argument_problem,
+    code_named,
+    files_named,
+    program_named,
+)
 from rl_core.config import Problem, is_changed, show
 from rl_core.environments.instance import problem_with
 from rl_core.model_config import GenerationConfig
@@ -72,6 +81,8 @@ def rollout_problems(config: RolloutRoot, settings: RolloutConfig) -> Iterator[P
         yield Problem(key, f"cannot give {', '.join(given)}, which other keys give", remedy="Remove them")
     elif problem := argument_problem(settings.rollout_program, args):
         yield Problem(key, problem, got=dict(args))
+    elif settings.rollout_program == COMPACTION_PROGRAM:
+        yield from _compaction(settings, policy.max_total_sequence_length, generation.max_new_tokens)
     yield from _agent(settings)
     if settings.structured_output == "constrain" and generation.thinking_budget is not None:
         reason = "appends tokens that the grammar of a constrained turn may not allow"
@@ -95,6 +106,25 @@ def _demonstrated(settings: RolloutConfig) -> Iterator[Problem]:
     for name in ("max_rollout_turns", "rollout_program"):
         if is_changed(settings, name):
             yield Problem(f"{settings.section}.{name}", reason, got=getattr(settings, name), remedy=remedy)
+
+
+def _compaction(settings: RolloutConfig, max_tokens: int, max_new_tokens: int) -> Iterator[Problem]:
+    """Yield problems of conversations that are summarised when they become long."""
+    section, args = settings.section, settings.rollout_program_args
+    summariser, at = args.get("summariser", POLICY), args.get("compact_at")
+    if settings.max_rollout_turns == 1:
+        because = "with the program compaction, which summarises earlier turns"
+        yield Problem(f"{section}.max_rollout_turns", f"must be above 1 {because}", got=1)
+    if summariser not in (POLICY, RECENT) and summariser not in settings.fixed_agents:
+        reason = f"{summariser!r} is neither {POLICY} nor {RECENT}, nor an agent that is an opponent in every play"
+        remedy = f"Set {section}.agents.{summariser}.opponent.model_name to a model that summarises (in GRPO)"
+        yield Problem(f"{section}.rollout_program_args.summariser", reason, remedy=remedy)
+    summary = 0 if summariser == RECENT else args.get("summary_tokens") or max_new_tokens
+    if (at or max_new_tokens) + summary >= max_tokens:
+        what = f"compact_at ({at})" if at else f"a turn (policy.generation.max_new_tokens, {max_new_tokens})"
+        reason = f"{what} and a summary ({summary} tokens) do not fit into policy.max_total_sequence_length"
+        remedy = "Lower compact_at, summary_tokens or policy.generation.max_new_tokens"
+        yield Problem(f"{section}.rollout_program_args", f"{reason} ({max_tokens})", remedy=remedy)
 
 
 def _agent(settings: RolloutConfig) -> Iterator[Problem]:

@@ -233,12 +233,13 @@ class RolloutConfig(Config):
     limits each segment. If unset, such a template is refused when rollouts have several turns."""
     rollout_program: str = "multi_turn"
     """Program that runs a rollout: `multi_turn`, where the policy and the environment take turns, as one agent or as
-    the players of a game; `proposer_solver`, where the policy poses problems and solves them; or your own
-    `RolloutProgram` as `file.py:Class` or `package.module:Class`, which is created with `max_turns`, `max_tokens` and
-    `rollout_program_args`."""
+    the players of a game; `compaction`, which does the same and summarises a history that becomes long;
+    `proposer_solver`, where the policy poses problems and solves them; or your own `RolloutProgram` as `file.py:Class`
+    or `package.module:Class`, which is created with `max_turns`, `max_tokens` and `rollout_program_args`."""
     rollout_program_args: dict[str, Any] = {}
-    """Further arguments of the program: `num_solvers` of `proposer_solver` (4 by default), `first_agent` (the name of
-    the agent that has the first turn, if it is an opponent), or those of your own."""
+    """Further arguments of the program: `num_solvers` of `proposer_solver` (4 by default); `compact_at`,
+    `summary_tokens`, `summariser` (`policy`, `recent` or an opponent) and `request` of `compaction`; `first_agent` (the
+    name of the agent that has the first turn, if it is an opponent); or those of your own."""
     agent: AgentConfig | None = None
     """Your own program that calls the policy over HTTP, as it would call OpenAI's or Anthropic's models. If set, it
     runs the rollouts instead of `rollout_program`."""
@@ -326,6 +327,11 @@ class RolloutConfig(Config):
     def splits(self) -> bool:
         """True if a rollout may be several rows of a batch, its segments."""
         return self.renders_anew or self.agent is not None
+
+    @property
+    def fixed_agents(self) -> frozenset[str]:
+        """Names of the agents whose turns other weights than the policy's take in every play."""
+        return frozenset()
 
     @property
     def over_samples(self) -> bool:

@@ -6,10 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from rl_algos.rollouts.training.metrics import COMPACTION
+from rl_algos.rollouts.worker.programs import POLICY
 from rl_core.rollouts.rollout import Message
-
-POLICY, RECENT = "policy", "recent"
-"""Summarisers that are not agents: the policy, and a rule that keeps the newest turns as they are."""
 
 REQUEST = (
     "Summarise the conversation. Your summary takes the place of all turns so far; only the first request and the next "

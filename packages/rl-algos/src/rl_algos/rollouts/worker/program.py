@@ -18,7 +18,8 @@ import numpy as np
 
 from rl_algos.rollouts.config import StructuredOutput
 from rl_algos.rollouts.training.metrics import ignored_info
-from rl_algos.rollouts.worker.compaction import POLICY, RECENT, REQUEST, Compaction, CompactionReport, recent_turns
+from rl_algos.rollouts.worker.compaction import REQUEST, Compaction, CompactionReport, recent_turns
+from rl_algos.rollouts.worker.programs import POLICY, RECENT
 from rl_algos.rollouts.worker.transcript import Transcript
 from rl_core.images import image_digests
 from rl_core.rollouts.environment import Conversation, StepResult

@@ -15,12 +15,16 @@ from rl_core.user_code import FromFile, is_in_file
 
 DEFAULT_PROGRAM = "multi_turn"
 
-TURNS = (DEFAULT_PROGRAM, "compaction")
+COMPACTION_PROGRAM = "compaction"
+POLICY, RECENT = "policy", "recent"
+"""Summarisers of the program `compaction` that are not agents: the policy, and a rule that keeps the newest turns."""
+
+TURNS = (DEFAULT_PROGRAM, COMPACTION_PROGRAM)
 """Installed programs of turns with an environment."""
 
 PROGRAMS = {
     DEFAULT_PROGRAM: "rl_algos.rollouts.worker.program:MultiTurnProgram",
-    "compaction": "rl_algos.rollouts.worker.program:CompactionProgram",
+    COMPACTION_PROGRAM: "rl_algos.rollouts.worker.program:CompactionProgram",
     "proposer_solver": "rl_algos.rollouts.worker.program:ProposerSolverProgram",
 }
 """`"package.module:Class"` of the installed programs."""
