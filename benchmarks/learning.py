@@ -118,6 +118,7 @@ GENERATION = (
     "checkpointing.save_period=100",  # at the end alone
     UNCHOSEN,
 )
+TEACHER = "teacher={model_name: tiny-arithmetic-sft, precision: float32, logprob_batch_size: 256}"
 SEVERAL_REWARDS = f"{Path(__file__).with_name('several_rewards.py')}:score"
 
 
@@ -185,6 +186,9 @@ CASES = {
     "pass-at-k": estimator("{name: pass_at_k, k: 4}"),
     "gdpo": estimator("gdpo", f"data.train.env_name={SEVERAL_REWARDS}"),
     "token-baseline": estimator("optimal_token_baseline"),
+    # the teacher is the model that the recipe begins with, which has had more SFT than the warmed-up one
+    "teacher": on_policy("grpo-arithmetic", TEACHER),
+    "teacher-only": on_policy("grpo-arithmetic", TEACHER, "grpo.distillation.reward_weight=0"),
     "gmpo": surrogate(
         "gmpo",
         "loss_fn.aggregation=sequence-mean",

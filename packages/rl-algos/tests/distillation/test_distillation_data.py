@@ -8,10 +8,10 @@ from rl_algos.distillation.algorithm import (
     UNSCORED,
     Distillation,
     OfflineDistillation,
-    check_teachers,
     teacher_tokenizer,
 )
 from rl_algos.distillation.config import DistillationConfig, OfflineDistillationConfig
+from rl_algos.distillation.teachers import check_teachers
 from rl_algos.distillation.unscored import unscored
 from rl_algos.tiny_model import make_tokenizer
 from rl_core.config import assemble

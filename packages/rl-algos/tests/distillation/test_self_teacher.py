@@ -10,15 +10,17 @@ from test_distillation_plugin import POLICY, assemble, problems
 from torch_model import TorchModel
 
 from rl_algos.distillation.algorithm import train
-from rl_algos.distillation.config import DistillationConfig, SelfTeacherConfig, fields_of
+from rl_algos.distillation.config import DistillationConfig, FollowingTeacherConfig, SelfTeacherConfig, fields_of
 from rl_algos.distillation.plugin import PLUGIN
 from rl_algos.distillation.self_teacher import SelfTeacher
+from rl_algos.grpo.config import GRPOConfig, TeacherAdvantageConfig
+from rl_algos.grpo.teacher_advantages import with_teachers
 from rl_algos.losses.distillation import DistillationLoss
 from rl_algos.rollouts.driver.steps import RolloutSteps
 from rl_algos.rollouts.training.batch import build_batch
 from rl_core.config import load, resolve
 from rl_core.errors import DataError
-from rl_core.model import topk
+from rl_core.model import LOGPROBS, topk
 from rl_core.rollouts.group import RolloutGroup
 from rl_core.rollouts.rollout import Prompt, Rollout, Turn, WeightSpan
 from rl_core.testing.fakes import FakeRolloutSource, FakeRun, FakeWeights
@@ -61,12 +63,16 @@ def teacher_of(model, *prompts, max_tokens=200, **settings):
 
 def expected(model, prompt, content, response):
     """The distributions of the model over the response, after the prompt with another last message."""
+    return whole_distributions(model, prompt, content, response).topk(K, dim=-1)
+
+
+def whole_distributions(model, prompt, content, response):
     messages = (prompt.messages[0], {"role": "user", "content": content})
     teacher = encode(messages, prompt.tools)
     tokens = torch.tensor(np.concatenate([teacher, response]).astype(np.int64))
     with torch.no_grad():
         logits = model.net(tokens[None]).logits[0].double() / TEMPERATURE
-    return torch.log_softmax(logits, -1)[len(teacher) - 1 : -1].topk(K, dim=-1)
+    return torch.log_softmax(logits, -1)[len(teacher) - 1 : -1]
 
 
 def read(batch, row, start):
@@ -143,6 +149,33 @@ def test_what_does_not_fit_does_not_train_and_unknown_fields_are_refused():
         teacher_of(model, "{hint}{answer}").scored(batch, [group])
 
 
+def test_advantages_of_a_policy_that_teaches_itself_add_up_with_those_of_rewards():
+    model, prompt = TorchModel(VOCABULARY, seed=3, scale=10.0), prompt_of()
+    rollouts = [rollout_of(prompt, "four", 1.0), rollout_of(prompt, "five", 0.0)]
+    group = RolloutGroup.of(prompt, rollouts)
+    batch = build_batch([group], GRPOConfig())
+    batch = batch.with_columns({"prev_logprobs": model.infer(batch, [LOGPROBS], temperature=TEMPERATURE)["logprobs"]})
+    own = SelfTeacherConfig(prompts=["{prompt} as {success}"])
+    teacher = SelfTeacher(model, encode, own, [LOGPROBS], temperature=TEMPERATURE, max_tokens=99)
+    config = GRPOConfig(distillation=TeacherAdvantageConfig(weight=0.5, self_teacher=own))
+    found = with_teachers(np.array([1.0, -1.0]), batch, [group], teacher, config)
+    start, tokens = len(prompt.token_ids), batch.ragged("tokens")
+    student, knowing = (
+        whole_distributions(model, prompt, content, tokens[1][start:]) for content in ("2+2", "2+2 as four")
+    )
+    gains = [knowing[place, token] - student[place, token] for place, token in enumerate(tokens[1][start:])]
+    np.testing.assert_allclose(found.advantages[1][start:], -1 + 0.5 * np.array(gains), rtol=1e-5)
+    np.testing.assert_array_equal(found.advantages[0], np.ones(len(tokens[0])))
+    assert found.metrics == {"teacher/taught": 0.5, "teacher/kl": pytest.approx(-np.mean(gains), rel=1e-5)}
+
+
+def test_a_rollout_that_does_not_begin_with_its_prompt_is_refused():
+    prompt, other = prompt_of(answer="4"), prompt_of("17*3")
+    group = RolloutGroup.of(prompt, [rollout_of(other, "five", 0.0)])
+    with pytest.raises(DataError, match="does not begin with the prompt"):
+        teacher_of(TorchModel(VOCABULARY), "{answer}").scored(build_batch([group], DistillationConfig()), [group])
+
+
 def test_the_student_nears_itself_as_it_is_with_the_hint():
     """The loss falls while the teacher stays the initial student."""
 
@@ -156,7 +189,7 @@ def test_the_student_nears_itself_as_it_is_with_the_hint():
 
     shares: list[float] = []
     initial, student = (kind(VOCABULARY, seed=5, scale=20.0, lr=3e-3) for kind in (TorchModel, Reference))
-    own = SelfTeacherConfig(prompts=["{prompt} is {answer}"], weights="reference", sync_period=8, mixup_alpha=0.5)
+    own = FollowingTeacherConfig(prompts=["{prompt} is {answer}"], weights="reference", sync_period=8, mixup_alpha=0.5)
     config = DistillationConfig(
         num_prompts_per_step=4, num_generations_per_prompt=2, max_num_steps=24, self_teacher=own, topk_logits_k=K
     )

@@ -23,9 +23,9 @@ from rl_algos.distillation.config import (
     TextRoot,
     teacher_sections,
 )
-from rl_algos.distillation.self_teacher import Encode, SelfTeacher
+from rl_algos.distillation.self_teacher import SelfTeacher
 from rl_algos.distillation.span_teacher import SpanTeacher, Translator
-from rl_algos.distillation.teachers import RolloutTeacher, Teachers, teacher_of
+from rl_algos.distillation.teachers import RolloutTeacher, Teachers, check_teachers, require_teacher
 from rl_algos.losses.distillation import DistillationLoss, Divergence, SpanLoss, WholeDistillationLoss
 from rl_algos.rollouts.algorithm import RolloutAlgorithm
 from rl_algos.rollouts.config import RolloutConfig
@@ -41,9 +41,9 @@ from rl_algos.supervised.algorithm import SupervisedAlgorithm
 from rl_algos.supervised.data import SupervisedData, longest_row, supervised_data
 from rl_algos.supervised.loop import RowObjective
 from rl_algos.supervised.loop import train as learn
-from rl_algos.tokenizer import different_token, encode_prompt, plain_tokenizer, require_chat_template
+from rl_algos.tokenizer import encode_prompt, plain_tokenizer, require_chat_template
 from rl_core.data.batch import Batch
-from rl_core.errors import ConfigError, DataError
+from rl_core.errors import ConfigError
 from rl_core.model import HIDDEN, LOGPROBS, HeadFiles, Loss, Model, hidden_states, topk
 from rl_core.model_config import ModelConfig
 from rl_core.rollouts.generation import SamplingParams
@@ -63,12 +63,10 @@ class DistillationData(RolloutData):
     Args:
         vocabulary: Number of tokens that student and teachers share.
         translator: Translator to the tokens of a teacher that has other tokens; None if it has the student's.
-        encode: Renders a conversation by the student's chat template; None unless the student teaches itself.
     """
 
     vocabulary: int
     translator: Translator | None = None
-    encode: Encode | None = None
 
 
 @dataclass(frozen=True)
@@ -131,9 +129,9 @@ class Distillation(RolloutAlgorithm[RolloutsRoot]):
             data.end_of_sequence,
             len(tokenizer),
             translator,
-            partial(encode_prompt, tokenizer) if own else None,
             environments=data.environments,
             turn_ends=data.turn_ends,
+            encode=partial(encode_prompt, tokenizer) if own else None,
         )
 
     def row_reader(self, config: RolloutsRoot) -> RowReader:
@@ -201,20 +199,6 @@ class OfflineDistillation(SupervisedAlgorithm[TextRoot, TextData]):
         learn(config.distillation, objective, policy, components.data, run, batch_size=rows)
 
 
-def require_teacher(config: TextRoot | RolloutsRoot, dataset: Dataset, *names: str) -> str:
-    """Return the role of the teacher of a dataset's rows."""
-    sections = teacher_sections(config)
-    role = teacher_of(sections, *names, dataset.name)
-    if not role:
-        known = ", ".join(sections.values())
-        meant = " or ".join(repr(name) for name in (*names, dataset.name))
-        raise DataError(
-            f"the dataset {dataset.name!r} has no teacher: there are {known}. Add one with the name {meant} to "
-            "`teachers`, or add `teacher`, which serves all other rows"
-        )
-    return role
-
-
 BYTES_PER_TOKEN = 8
 """Bytes of an id and a logprob that the teacher sends to the student."""
 
@@ -258,23 +242,6 @@ def check_k(k: int | None, vocabulary: int) -> None:
             "other tokens count together as the tail. Or set it to null for all tokens, which sends only the "
             "teacher's hidden states"
         )
-
-
-def check_teachers(config: TextRoot | RolloutsRoot, tokenizer: Tokenizer) -> None:
-    """Refuse a teacher whose tokens differ from the student's. A teacher without tokenizer files is assumed to have the
-    same tokens.
-
-    Raises:
-        ConfigError: With the first token that differs.
-    """
-    for key in teacher_sections(config).values():
-        name = attrgetter(key)(config).model_name
-        if name != config.policy.model_name and (differs := different_token(name, tokenizer, whose="the student's")):
-            raise ConfigError(
-                f"{key}.model_name: the tokenizer of {name!r} differs from the student's: {differs}. Choose a teacher "
-                "with the same tokens, or compare spans of text with algorithm: distillation and "
-                "distillation.cross_tokenizer=true"
-            )
 
 
 def teacher_tokenizer(config: TextRoot | RolloutsRoot, key: str) -> Any:

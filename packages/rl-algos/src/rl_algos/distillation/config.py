@@ -26,16 +26,21 @@ class SelfTeacherConfig(Config):
     """Templates of the teacher's prompt, in place of the last message of the student's: `{prompt}` is that message,
     `{success}` the final text of another rollout of the group that succeeded, `{feedback}` the text that the
     environment returned as `feedback` in `info`, and all other fields are those of the row, such as `{answer}`. The
-    first template whose fields are all known is taken; a rollout without one does not train."""
+    first template whose fields are all known is taken; a rollout without one has no teacher."""
     weights: Literal["current", "reference"] = "current"
     """Weights that read the teacher's prompt: `current`, those of the student as the step begins, or `reference`, the
-    initial ones, or a copy that follows by `sync_period`."""
+    initial ones, or a copy that follows the student after every sync period of the reference."""
+    success_threshold: float = 1.0
+    """Minimum reward of a rollout that succeeded, for `{success}`."""
+
+
+class FollowingTeacherConfig(SelfTeacherConfig):
+    """The student as its own teacher, with the updates of the reference that may be its weights."""
+
     sync_period: int = Field(default=0, ge=0)
     """Number of steps between updates that move the reference towards the student; 0 keeps the initial weights."""
     mixup_alpha: float = Field(default=1.0, gt=0, le=1)
     """Step size of such an update: 1 copies the student, less makes a moving average."""
-    success_threshold: float = 1.0
-    """Minimum reward of a rollout that succeeded, for `{success}`."""
 
 
 class DistillationConfig(RolloutConfig):
@@ -53,7 +58,7 @@ class DistillationConfig(RolloutConfig):
     cross_tokenizer: bool = False
     """Distil from a teacher whose tokenizer differs from the student's: compare the likelihoods of spans of the text
     that consist of whole tokens in both, instead of the teacher's most likely tokens."""
-    self_teacher: SelfTeacherConfig | None = None
+    self_teacher: FollowingTeacherConfig | None = None
     """The student as its own teacher, instead of the sections `teacher` and `teachers`. If unset, another model
     teaches."""
     stop_at_validation_metric: Annotated[str | None, WhenChanged.GOAL] = None

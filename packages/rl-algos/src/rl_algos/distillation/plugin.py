@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import attrgetter
 
 from rl_algos.distillation.config import (
     DEFAULT_K,
@@ -10,11 +11,14 @@ from rl_algos.distillation.config import (
     DistillationLossConfig,
     OfflineDistillationConfig,
     RolloutsRoot,
+    SelfTeacherConfig,
     TextRoot,
     fields_of,
     teacher_sections,
 )
 from rl_algos.losses.distillation import METRICS, NLL, SPAN_METRICS
+from rl_algos.rollouts.checks import length_problem
+from rl_algos.rollouts.config import RolloutConfig, RolloutRoot
 from rl_algos.rollouts.plugin import rollout_algorithm
 from rl_algos.supervised.config import validation_metrics as of_text
 from rl_algos.supervised.plugin import supervised_algorithm
@@ -30,14 +34,18 @@ TEACHERS = ("teacher", "teachers.*")
 """Sections of the teachers."""
 
 
+def teacher_needs(config: object) -> dict[str, ModelNeed]:
+    """Return the teachers of a resolved config by role. They do not train."""
+    spec = ModelSpec(role="teacher", trains=False)
+    return {role: ModelNeed(key, spec) for role, key in teacher_sections(config).items()}
+
+
 def models(config: TextRoot | RolloutsRoot) -> dict[str, ModelNeed]:
     """Return the student, which trains, and the teachers, which do not change."""
-    teacher = ModelSpec(role="teacher", trains=False)
-    teachers = {role: ModelNeed(key, teacher) for role, key in teacher_sections(config).items()}
     own = config.distillation.self_teacher if isinstance(config.distillation, DistillationConfig) else None
     keeps = own is not None and own.weights == "reference"
     student = ModelSpec(keeps_reference=keeps, seed=config.distillation.seed)
-    return {"policy": ModelNeed("policy", student), **teachers}
+    return {"policy": ModelNeed("policy", student), **teacher_needs(config)}
 
 
 def check_rollouts(config: RolloutsRoot) -> Iterator[Problem]:
@@ -45,6 +53,8 @@ def check_rollouts(config: RolloutsRoot) -> Iterator[Problem]:
     if config.distillation.self_teacher is None:
         yield from _teacher(config, ", or distillation.self_teacher for the student as its own teacher")
     yield from _loss(config.loss_fn)
+    if not config.distillation.cross_tokenizer:
+        yield from short_teachers(config)
     yield from _cross_tokenizer(config)
     yield from _self_teacher(config)
     if weight := config.loss_fn.nll_weight:
@@ -59,6 +69,12 @@ def check_text(config: TextRoot) -> Iterator[Problem]:
     yield from _loss(config.loss_fn)
     if is_changed(config.loss_fn, "span_tau"):
         yield Problem.unused("loss_fn.span_tau", f"with algorithm: {OFFLINE.name}")
+
+
+def short_teachers(config: RolloutRoot) -> Iterator[Problem]:
+    """Yield the problems of teachers that are too short for the rollouts they read."""
+    for key in teacher_sections(config).values():
+        yield from length_problem(config.policy, key, attrgetter(key)(config).max_total_sequence_length)
 
 
 def _teacher(config: TextRoot | RolloutsRoot, others: str = "") -> Iterator[Problem]:
@@ -97,22 +113,38 @@ def _self_teacher(config: RolloutsRoot) -> Iterator[Problem]:
     own = settings.self_teacher
     if own is None:
         return
-    if others := teacher_sections(config):
-        reason = f"makes the student its own teacher, but there is also {next(iter(others.values()))}"
-        yield Problem(key, reason, remedy="Remove one of the two")
+    yield from self_teacher_problems(config, settings, own, key)
     if settings.cross_tokenizer:
         yield Problem("distillation.cross_tokenizer", f"is for a teacher with other tokens, but {key} is set", got=True)
     if settings.topk_logits_k is None:
         reason = f"needs a number with {key}, whose distributions travel through the driver"
         yield Problem("distillation.topk_logits_k", reason, remedy=f"Set it to a number, such as {DEFAULT_K}")
-    if settings.splits:
-        split = "distillation.agent" if settings.agent is not None else "distillation.rewritten_history"
-        yield Problem(split, f"makes rollouts of several segments, but {key} replaces one prompt of a rollout")
     for name in ("sync_period", "mixup_alpha"):
         if is_changed(own, name) and own.weights != "reference":
             yield Problem.unused(f"{key}.{name}", f"with {key}.weights={own.weights}")
     if is_changed(own, "mixup_alpha") and own.weights == "reference" and not own.sync_period:
         yield Problem.unused(f"{key}.mixup_alpha", f"with {key}.sync_period=0")
+
+
+def self_teacher_problems(
+    config: object, settings: RolloutConfig, own: SelfTeacherConfig, key: str
+) -> Iterator[Problem]:
+    """Yield problems of a policy that is its own teacher.
+
+    Args:
+        config: Resolved config of the run.
+        settings: Section of the algorithm.
+        own: Settings of the teacher.
+        key: Dotted key of these settings.
+    """
+    section = settings.section
+    if others := teacher_sections(config):
+        reason = f"makes the student its own teacher, but there is also {next(iter(others.values()))}"
+        yield Problem(key, reason, remedy="Remove one of the two")
+    if settings.splits:
+        split = "agent" if settings.agent is not None else "rewritten_history"
+        reason = f"makes rollouts of several segments, but {key} replaces one prompt of a rollout"
+        yield Problem(f"{section}.{split}", reason)
     fields: set[str] = set()
     for number, template in enumerate(own.prompts):
         try:
@@ -124,7 +156,7 @@ def _self_teacher(config: RolloutsRoot) -> Iterator[Problem]:
     if "success" in fields and settings.num_generations_per_prompt < 2:
         reason = "must be at least 2, because {success} is of another rollout of the same prompt"
         got = settings.num_generations_per_prompt
-        yield Problem("distillation.num_generations_per_prompt", reason, got=got)
+        yield Problem(f"{section}.num_generations_per_prompt", reason, got=got)
 
 
 def _loss(loss: DistillationLossConfig) -> Iterator[Problem]:

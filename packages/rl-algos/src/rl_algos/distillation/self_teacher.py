@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from rl_algos.distillation.config import SelfTeacherConfig, fields_of
 from rl_algos.distillation.teachers import COLUMNS
 from rl_algos.losses.distillation import TEACHER_NUMBER
+from rl_algos.rollouts.data import Encode
 from rl_algos.rollouts.training.segments import to_rows
 from rl_core.data.batch import TOKENS, Batch, Column
 from rl_core.data.ragged import Ragged
@@ -19,15 +20,12 @@ from rl_core.images import IMAGES
 from rl_core.model import Model, Read
 from rl_core.rollouts.group import LOSS_MASK, RECORD, RolloutGroup
 from rl_core.rollouts.record import turns_of
-from rl_core.rollouts.rollout import Message, Prompt
+from rl_core.rollouts.rollout import Prompt
 from rl_core.rollouts.thoughts import final_text
 
 PROMPT, SUCCESS, FEEDBACK = "prompt", "success", "feedback"
 """Fields of a template that are no fields of the row: the last message of the prompt, the final text of a right rollout
 of the same group, and `info["feedback"]` of the environment."""
-
-Encode = Callable[[Sequence[Message], Sequence[Mapping[str, Any]]], np.ndarray]
-"""From messages and tools to int32 `[tokens]`, up to the start of the next turn."""
 
 
 class SelfTeacher:
@@ -70,12 +68,17 @@ class SelfTeacher:
             groups: Groups of the rollouts, in the order of the rows.
 
         Raises:
-            DataError: If a row has no field that a template names.
+            DataError: If a row has no field that a template names, or a rollout does not begin with its row's prompt.
         """
         tokens = batch.ragged(TOKENS)
         own = [group.prompt.token_ids for group in groups for _ in group.rollouts]
         rows, starts, is_taught = [], [], []
         for row, student, teacher in zip(tokens, own, self._prompts(groups), strict=True):
+            if not np.array_equal(row[: len(student)], student):
+                raise DataError(
+                    "self_teacher: a rollout does not begin with the prompt of its row, so the teacher's prompt cannot "
+                    "replace it, as in plays of several agents. Use another model as the teacher"
+                )
             fits = teacher is not None and len(teacher) + len(row) - len(student) <= self._max_tokens
             prompt = teacher if teacher is not None and fits else student
             rows.append(np.concatenate([prompt, row[len(student) :]]))
@@ -124,9 +127,7 @@ class SelfTeacher:
                 return self._encode([*prompt.messages[:-1], message], prompt.tools)
             if unknown := missing - {SUCCESS, FEEDBACK}:
                 fields, names = ", ".join([PROMPT, SUCCESS, FEEDBACK, *prompt.info]), ", ".join(sorted(unknown))
-                raise DataError(
-                    f"distillation.self_teacher.prompts: {prompt} has no field {names}; its fields are {fields}"
-                )
+                raise DataError(f"self_teacher.prompts: {prompt} has no field {names}; its fields are {fields}")
         return None
 
 

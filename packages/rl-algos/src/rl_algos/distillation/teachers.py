@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from operator import attrgetter
 from typing import Protocol
 
 import numpy as np
 
+from rl_algos.data.examples import Dataset
+from rl_algos.distillation.config import teacher_sections
 from rl_algos.images.columns import seen_columns
 from rl_algos.losses.distillation import (
     TEACHER_HIDDEN,
@@ -15,10 +18,13 @@ from rl_algos.losses.distillation import (
     TEACHER_NUMBER,
     TEACHER_TOKEN_LOGPROBS,
 )
+from rl_algos.tokenizer import different_token
 from rl_core.data.batch import Batch, Column
 from rl_core.data.ragged import Ragged
+from rl_core.errors import ConfigError, DataError
 from rl_core.model import Model, Read
-from rl_core.rollouts.group import RolloutGroup
+from rl_core.rollouts.group import LOSS_MASK, RolloutGroup
+from rl_core.tokenizer import Tokenizer
 
 COLUMNS = {
     "topk_ids": TEACHER_IDS,
@@ -66,6 +72,7 @@ class Teachers:
 
     def scored(self, batch: Batch, groups: Sequence[RolloutGroup]) -> Batch:
         """Return the rows with the columns of the loss; the teacher of each prompt's environment or dataset scores it.
+        The loss mask is empty at rows without a teacher; if no row has one, there are no columns of the loss.
 
         Args:
             batch: Batch of the groups from `rl_algos.rollouts.training.batch.build_batch`.
@@ -77,7 +84,19 @@ class Teachers:
             for rows in group.rollouts.row_lengths
             for _ in rows
         ]
-        return self.scored_rows(batch, roles)
+        has_teacher = np.array([bool(role) for role in roles])
+        if has_teacher.all():
+            return self.scored_rows(batch, roles)
+        columns: dict[str, Column] = {}
+        if has_teacher.any():
+            scored = self.scored_rows(batch.select(np.flatnonzero(has_teacher)), [role for role in roles if role])
+            places, offsets = np.repeat(has_teacher, batch.lengths), np.concatenate([[0], np.cumsum(batch.lengths)])
+            for name in set(scored) - set(batch):
+                found = scored.ragged(name).values
+                values = np.zeros((len(places), *found.shape[1:]), found.dtype)
+                values[places] = found
+                columns[name] = Ragged(values, offsets)
+        return batch.with_columns(columns).with_zeros(LOSS_MASK, ~has_teacher)
 
     def scored_rows(self, batch: Batch, roles: Sequence[str]) -> Batch:
         """Return the rows with the readings of their teachers, in columns named as the loss takes them.
@@ -99,3 +118,35 @@ class Teachers:
         offsets = np.concatenate([[0], np.cumsum(batch.lengths)])
         columns: dict[str, Column] = {COLUMNS[name]: column for name, column in found.columns.items()}
         return batch.with_columns({**columns, TEACHER_NUMBER: Ragged(np.repeat(numbers, batch.lengths), offsets)})
+
+
+def require_teacher(config: object, dataset: Dataset, *names: str) -> str:
+    """Return the role of the teacher of a dataset's rows."""
+    sections = teacher_sections(config)
+    role = teacher_of(sections, *names, dataset.name)
+    if not role:
+        known = ", ".join(sections.values())
+        meant = " or ".join(repr(name) for name in (*names, dataset.name))
+        raise DataError(
+            f"the dataset {dataset.name!r} has no teacher: there are {known}. Add one with the name {meant} to "
+            "`teachers`, or add `teacher`, which serves all other rows"
+        )
+    return role
+
+
+def check_teachers(config: object, tokenizer: Tokenizer) -> None:
+    """Refuse a teacher whose tokens differ from the student's. A teacher without tokenizer files is assumed to have the
+    same tokens.
+
+    Raises:
+        ConfigError: With the first token that differs.
+    """
+    student = attrgetter("policy.model_name")(config)
+    for key in teacher_sections(config).values():
+        name = attrgetter(key)(config).model_name
+        if name != student and (differs := different_token(name, tokenizer, whose="the student's")):
+            raise ConfigError(
+                f"{key}.model_name: the tokenizer of {name!r} differs from the student's: {differs}. Choose a teacher "
+                "with the same tokens, or compare spans of text with algorithm: distillation and "
+                "distillation.cross_tokenizer=true"
+            )

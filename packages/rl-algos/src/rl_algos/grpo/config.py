@@ -7,6 +7,7 @@ from typing import ClassVar, Protocol
 
 from pydantic import Field
 
+from rl_algos.distillation.config import SelfTeacherConfig
 from rl_algos.policy_gradient.config import ObjectiveRoot
 from rl_algos.rollouts.config import PolicyGradientConfig
 from rl_core.config import Config, NamedConfig, PathText
@@ -60,6 +61,22 @@ class TrainedAgentsConfig(Config):
     named: ClassVar[type[Config] | None] = TrainedAgentConfig
 
 
+class TeacherAdvantageConfig(Config):
+    """Advantages of tokens by teachers, in addition to those of the rewards (on-policy distillation). The teachers are
+    the sections `teacher` and `teachers`, as in distillation, or `self_teacher`; without any, only rewards teach."""
+
+    weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """Factor of a sampled token's advantage by its teacher: the logprob that the teacher gives it less the policy's as
+    the step begins. The mean policy gradient of it is that of the reverse KL divergence, KL(policy || teacher)."""
+    reward_weight: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    """Factor of the advantages of the rewards, which the estimator computes. 0 learns from the teachers only; then each
+    row must have one. Otherwise rows without a teacher learn from their rewards."""
+    self_teacher: SelfTeacherConfig | None = None
+    """The policy as its own teacher, with more in its prompt, instead of the sections `teacher` and `teachers` (SDPO).
+    With `weights: reference`, `reference_sync_period` moves the reference. If unset, other models teach, if there are
+    some."""
+
+
 class GRPOConfig(PolicyGradientConfig):
     """GRPO and its family: steps, prompts and samples of a step, advantages, validation."""
 
@@ -79,6 +96,7 @@ class GRPOConfig(PolicyGradientConfig):
     """Settings of single agents by name, if plays have several (players of a game, proposer and solver): `train`,
     `weight`, `adv_estimator` and `opponent`. Each agent's rollouts are compared with one another only, whether it is
     listed here or not."""
+    distillation: TeacherAdvantageConfig = TeacherAdvantageConfig()
     num_iterations: int = Field(default=1, gt=0)
     """Number of passes over the rollouts of a step. With more than one, each pass has its own order, which depends on
     the seed, and the ratio of the loss is relative to the policy before the first pass (`prev_logprobs`)."""
@@ -87,6 +105,11 @@ class GRPOConfig(PolicyGradientConfig):
     def passes_per_step(self) -> int:
         """Number of times that a step trains on each of its rollouts."""
         return self.num_iterations
+
+    @property
+    def reads_reference(self) -> bool:
+        own = self.distillation.self_teacher
+        return own is not None and own.weights == "reference"
 
     @property
     def fixed_agents(self) -> frozenset[str]:

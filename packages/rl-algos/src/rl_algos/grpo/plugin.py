@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from rl_algos.distillation.config import teacher_sections
+from rl_algos.distillation.plugin import TEACHERS, self_teacher_problems, short_teachers, teacher_needs
 from rl_algos.grpo.config import GRPOConfig, GRPORoot, TrainedAgentConfig, TrainedAgentsConfig, trained_agents
 from rl_algos.grpo.estimators import chosen, estimator_section, reads
 from rl_algos.grpo.opponents import fixed_models, opponent_problems
 from rl_algos.losses.custom import chosen_type, loss_requirements
 from rl_algos.policy_gradient.config import CustomLossConfig, LossConfig
+from rl_algos.policy_gradient.loss import columns_of
 from rl_algos.policy_gradient.plugin import loss_fn_section, loss_problems, policy_need
 from rl_algos.rollouts.checks import reward_problems
 from rl_algos.rollouts.plugin import rollout_algorithm
@@ -41,8 +44,8 @@ def _agents_section(written: Any) -> type[Config]:
 
 
 def models(config: GRPORoot) -> dict[str, ModelNeed]:
-    """Return the policy, the only model."""
-    return {"policy": policy_need(config, config.grpo)}
+    """Return the policy, which trains, and teachers, if there are some."""
+    return {"policy": policy_need(config, config.grpo), **teacher_needs(config)}
 
 
 def check(config: GRPORoot) -> Iterable[Problem]:
@@ -52,6 +55,7 @@ def check(config: GRPORoot) -> Iterable[Problem]:
     yield from loss_problems(config, config.grpo)
     yield from _estimator(config.grpo, config.loss_fn)
     yield from opponent_problems(config.grpo)
+    yield from _teachers(config)
     for agent, settings in trained_agents(config.grpo).items():
         key = f"grpo.agents.{agent}"
         for name in ("weight", "adv_estimator"):
@@ -61,10 +65,31 @@ def check(config: GRPORoot) -> Iterable[Problem]:
             yield Problem.unused(f"{key}.adv_estimator", "without a name", remedy=f"Set {key}.adv_estimator.name")
 
 
+def _teachers(config: GRPORoot) -> Iterator[Problem]:
+    """Yield problems of the advantages by teachers."""
+    settings, key = config.grpo.distillation, "grpo.distillation"
+    own, loss = settings.self_teacher, config.loss_fn
+    if own is not None:
+        yield from self_teacher_problems(config, config.grpo, own, f"{key}.self_teacher")
+    elif not teacher_sections(config):
+        remedy = f"Set teacher.model_name or {key}.self_teacher, or remove this key"
+        for name in ("weight", "reward_weight"):
+            if is_changed(settings, name):
+                yield Problem.unused(f"{key}.{name}", "without a teacher", remedy=remedy)
+        return
+    yield from short_teachers(config)
+    if not isinstance(loss, LossConfig) and "advantages" not in columns_of(config, config.grpo):
+        yield Problem("loss_fn.name", "does not read advantages, by which the teachers teach", got=loss.name)
+    if not settings.reward_weight:
+        for name in ("adv_estimator", "normalize_rewards", "use_leave_one_out_baseline"):
+            if is_changed(config.grpo, name):
+                yield Problem.unused(f"grpo.{name}", f"with {key}.reward_weight=0")
+
+
 def _estimator(grpo: GRPOConfig, loss: LossConfig | CustomLossConfig) -> Iterator[Problem]:
     """Yield problems of the effective estimator with the settings of the loop and of the loss."""
     samples, name, settings = grpo.num_generations_per_prompt, chosen(grpo), settings_of(grpo.adv_estimator)
-    if samples < 2:
+    if samples < 2 and grpo.distillation.reward_weight:
         reason = "must be at least 2, because the rollouts of a prompt are compared with each other"
         yield Problem("grpo.num_generations_per_prompt", reason, got=samples)
     if grpo.adv_estimator.name is not None and grpo.use_leave_one_out_baseline:
@@ -98,6 +123,7 @@ PLUGIN = rollout_algorithm(
     sections={"grpo": grpo_section, "loss_fn": loss_fn_section},
     implementation="rl_algos.grpo.loop:GRPO",
     models=models,
+    optional_models=TEACHERS,
     training_defaults=training_defaults,
     reads_filtered=True,
     further=lambda config: loss_requirements(config.loss_fn.name),
