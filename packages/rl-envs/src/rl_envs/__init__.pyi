@@ -37,6 +37,9 @@ from rl_envs.sandbox.sandbox import Sandbox as Sandbox
 from rl_envs.sandbox.sandbox import SandboxFailed as SandboxFailed
 from rl_envs.sandbox.sandbox import SandboxUnavailable as SandboxUnavailable
 from rl_envs.sandbox.sandbox import open_sandbox as open_sandbox
+from rl_envs.sql.environment import SQLEnvironment as SQLEnvironment
+from rl_envs.sql.plugin import SQLConfig as SQLConfig
+from rl_envs.sql.plugin import SQLQuestionsSettings as SQLQuestionsSettings
 from rl_envs.text_tools.environment import TextToolsEnvironment as TextToolsEnvironment
 from rl_envs.text_tools.plugin import TextToolsConfig as TextToolsConfig
 

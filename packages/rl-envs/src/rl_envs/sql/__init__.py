@@ -1,0 +1,1 @@
+"""Questions that a query of a SQLite database answers."""
