@@ -12,6 +12,7 @@ from rl_core.selfcheck.losses import TokenLoss
 from rl_core.selfcheck.pooled_model import HELD
 from rl_core.selfcheck.rank_pool import Rank
 from rl_core.selfcheck.torch.losses import token_loss
+from rl_dtensor.parallel import fsdp
 
 SMALL = 200
 """Elements up to which an all-reduce is one of counts or norms."""
@@ -62,9 +63,15 @@ def gathered_bytes(rank: Rank) -> int:
         for module in chunk.modules()
         if isinstance(module, FSDPModule)
     ]
-    groups = [group for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups]
-    parameters = [parameter for group in groups for parameter in group.fsdp_params]
+    groups = {id(group): group for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups}
+    parameters = [parameter for group in groups.values() for parameter in group.fsdp_params]
     return sum(out.untyped_storage().nbytes() for each in parameters for out in each.all_gather_outputs)
+
+
+def limit_units(rank: Rank, num_bytes: int) -> int:
+    """Limit the size of units of several layers in this process; the limit before."""
+    before, fsdp.UNIT_BYTES = fsdp.UNIT_BYTES, num_bytes
+    return before
 
 
 class FailingLoss(TokenLoss):

@@ -19,6 +19,7 @@ from rl_core.selfcheck.pooled_model import PooledModel
 from rl_core.selfcheck.torch.selfcheck import SGD, write_random
 from rl_core.testing.exhaustive import partly_exhaustive
 from rl_dtensor.model.tiny import SMALL, shrink
+from rl_dtensor.parallel import fsdp
 from rl_dtensor.parallel.accumulation import GradientMemory, keeps_whole_gradients
 from rl_dtensor.selfcheck import CHECK, streamed, write_tiny
 
@@ -127,6 +128,49 @@ def test_parameters_that_stay_gathered_train_to_the_same_bits(ranks, tmp_path, f
     np.testing.assert_equal(metrics, others)
     np.testing.assert_array_equal(logprobs, other_logprobs)
     assert all(torch.equal(weight, other_weights[name]) for name, weight in weights.items())
+
+
+ALIKE = [
+    ("llama", 2, {"recompute": "full"}),
+    ("llama", 2, {**UNSHARDED, **GATHERED}),
+    ("llama", 2, {"recompute": "selective", "cpu_offload": True}),
+    ("gemma2", 4, {"tensor_parallel_size": 2, "recompute": "full"}),
+    ("qwen3", 2, {"pipeline_parallel_size": 2, "recompute": "full"}),
+]
+
+
+@pytest.mark.parametrize(("family", "num_ranks", "settings"), partly_exhaustive(ALIKE, always=ALIKE[:2]), ids=str)
+def test_small_layers_that_share_a_unit_train_to_the_same_bits(ranks, tmp_path, family, num_ranks, settings):
+    config = shrink(AutoConfig.for_model(family, tie_word_embeddings=False))
+    config.num_hidden_layers = 8 * settings.get("pipeline_parallel_size", 1)
+    if getattr(config, "layer_types", None):
+        config.layer_types = (config.layer_types * config.num_hidden_layers)[: config.num_hidden_layers]
+    folder = write_random(config, tmp_path / "model", 0)
+    (limit,) = ranks.run("accumulation_cases:limit_units", [(0,)])
+    found = []
+    for num_bytes in (0, limit):
+        ranks.run("accumulation_cases:limit_units", [(num_bytes,)] * num_ranks)
+        with open_model(ranks, folder, num_ranks, **settings) as model:
+            num_shards = model.call("coordinates")[0].along("dp")
+            metrics = model.train_steps([even_batch(num_shards, seed) for seed in range(2)], TokenLoss())
+            args = [(part, TokenLoss()) for part in shards(even_batch(num_shards), num_shards)]
+            sent = ranks.run("accumulation_cases:counted_step", args)[0] if num_shards == num_ranks else {}
+            found.append((metrics, streamed(model), sent))
+    (metrics, weights, sent), (others, other_weights, other_sent) = found
+    np.testing.assert_equal(metrics, others)
+    assert all(torch.equal(weight, other_weights[name]) for name, weight in weights.items())
+    if sent:  # Eight layers are four units.
+        ends = 2 if settings.get("reshard_after") else 2 * NUM_MICROBATCHES
+        assert sent["gathers"] - ends == 2 * (other_sent["gathers"] - ends)
+        assert other_sent["elements of scatters"] == sent["elements of scatters"]
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_bytes", "expected"),
+    [(28, 31_500_000, 7), (28, 100_700_000, 2), (36, 386_000_000, 1), (30, 10**6, 6), (7, 10**6, 1), (2, 1, 1)],
+)
+def test_units_have_as_many_layers_as_their_size_allows(num_layers, num_bytes, expected):
+    assert fsdp.layers_of_unit(num_layers, num_bytes) == expected
 
 
 def poisoned(batch):

@@ -25,13 +25,20 @@ LAYERS_AHEAD = 2
 """Number of layers that are gathered ahead in a mixture of experts. Its host waits for the sizes of exchanges in every
 layer, so that a gather which starts when the host reaches its layer starts too late."""
 
+UNIT_BYTES = 256 * 2**20
+"""Maximum size of the gathered parameters of several layers that are one unit. Hooks and collectives of a unit cost the
+host as much for small layers as for large ones, and exchanges of this size already reach the speed of the links."""
+
+MIN_UNITS = 4
+"""Minimum number of units of the layers, so that the exchanges of one run while others compute."""
+
 
 class Units(NamedTuple):
     """Modules whose parameters are gathered, and whose gradients are reduced, in one collective each. The rest of the
     root is another unit.
 
     Args:
-        layers: Repeated layers, in order.
+        layers: Repeated layers, in order. Several small ones share a unit.
         experts: Modules of experts that are split over expert-parallel ranks, by the place of their layer; they are
             sharded over the other ranks.
         stacks: Stacked parameters of experts, whether split or not.
@@ -90,8 +97,13 @@ def shard_model(
         shard(head, mp_policy=in_float32)
     for module in [module for modules in units.experts.values() for module in modules]:
         shard(module, over=mesh.expert_sharding)
-    for layer in (*units.tower, *units.layers):
+    for layer in units.tower:
         shard(layer)
+    largest = max(sum(local(each).numel() for each in layer.parameters()) for layer in units.layers)
+    size = 1 if units.stacks else layers_of_unit(len(units.layers), largest * compute.itemsize)
+    for first in range(0, len(units.layers), size):
+        run = list(units.layers[first : first + size])
+        shard(run if size > 1 else run[0])
     if units.embedding is not None:
         shard(units.embedding)
         # The gradient of a look-up does not depend on the table.
@@ -120,6 +132,17 @@ def shard_model(
             first.set_modules_to_backward_prefetch([first])
 
 
+def layers_of_unit(num_layers: int, num_bytes: int) -> int:
+    """Return the number of consecutive layers without experts that are one unit: one, unless layers are small.
+
+    Args:
+        num_layers: Number of layers of a stage.
+        num_bytes: Bytes of the gathered parameters of the largest layer.
+    """
+    most = max(1, min(UNIT_BYTES // max(1, num_bytes), num_layers // MIN_UNITS))
+    return -(-num_layers // -(-num_layers // most))
+
+
 def shard_whole(root: nn.Module, *, mesh: DTensorMesh, compute: torch.dtype) -> None:
     """Shard a small module as one unit, whose parameters stay on the device; otherwise as `shard_model`."""
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -141,8 +164,10 @@ def _shard_of_stack(parameter: Tensor, num_ranks: int) -> Shard:
 
 def local(tensor: Tensor) -> Tensor:
     """Return the part of a tensor on this rank, sharing memory with it."""
-    detached = tensor.detach()
-    return detached.to_local() if isinstance(detached, DTensor) else detached
+    if isinstance(tensor, DTensor):
+        with torch.no_grad():  # It then returns its part, and is not dispatched as an operation.
+            tensor = tensor.to_local()
+    return tensor.detach()
 
 
 def local_slices(tensor: Tensor) -> tuple[slice, ...]:

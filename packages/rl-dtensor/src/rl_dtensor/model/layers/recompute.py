@@ -38,7 +38,7 @@ from rl_dtensor.model.layout import RowLayout, Segments
 from rl_dtensor.parallel.body import body_of
 from rl_dtensor.parallel.dispatch import keeping_sizes
 from rl_dtensor.parallel.experts import expert_modules
-from rl_dtensor.parallel.fsdp import LAYERS_AHEAD
+from rl_dtensor.parallel.fsdp import LAYERS_AHEAD, layers_of_unit
 from rl_dtensor.parallel.mesh import DTensorMesh
 from rl_dtensor.parallel.sizes import AxisSizes
 
@@ -238,7 +238,7 @@ class RankParameters:
     Args:
         whole: In its layers and at the ends of the model, not sharded by FSDP.
         sharded: In its shards of these.
-        layer: In its largest layer, not sharded.
+        layer: In its largest layer, or in the layers of a unit if several share one, not sharded.
         ends: In embedding, head and the rest outside of layers, not sharded.
         itemsize: Bytes of each in the dtype that the model computes in.
         vocab: Tokens of its part of the head.
@@ -277,7 +277,10 @@ class RankParameters:
         sharded = dense // sizes.fsdp + experts // (sizes.fsdp // sizes.ep)
         itemsize = next(hf.parameters()).element_size()
         vocab = hf.config.get_text_config().vocab_size // sizes.tp
-        return cls(dense + experts, sharded, max(sum(each) for each in by_layer), ends, itemsize, vocab)
+        layer = max(sum(each) for each in by_layer)
+        if not in_experts:
+            layer *= layers_of_unit(here, layer * itemsize)
+        return cls(dense + experts, sharded, layer, ends, itemsize, vocab)
 
     def bytes_besides(self, config: ModelConfig, backend: DTensorConfig, *, trains_all: bool) -> dict[str, int]:
         """Return the bytes of a rank's device next to activations, by name."""
