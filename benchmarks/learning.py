@@ -11,8 +11,10 @@ of distillation. Runs are kept in `--folder`: a finished one is not made again, 
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import os
+import random
 import signal
 import statistics
 import sys
@@ -26,6 +28,7 @@ from measurement import surroundings, table
 from pictures import write_captions, write_preferences
 
 import rl_launch
+from rl_algos.data.sources.arithmetic import load
 from rl_core.errors import RLError
 from rl_launch.cluster.device import resolve_device
 from rl_launch.cluster.virtual_cluster import VirtualCluster
@@ -83,6 +86,10 @@ class Case:
     beside: Beside = nullcontext
     data: Callable[[Path], Sequence[str]] | None = None
     """Writes files of data to a folder, and returns the keys that name them."""
+    warm: str = "warm"
+    """Name in `WARM_UPS` of the warmed-up model."""
+    baseline: str = ""
+    """Case that the change is shown beside, in the table and in the picture; empty if there is none."""
 
     def settings_of(self, seed: int, warm: Path, files: Path) -> list[str]:
         """Keys of the run with a seed.
@@ -111,6 +118,23 @@ MOST_RANKS = 3
 WARM_UP = ("sft.stop_at_validation_loss=0.8",)
 """Leaves more to learn from rewards than the recipe does."""
 
+
+def write_hints(folder: Path) -> Sequence[str]:
+    """Write sums for SFT, half of them after their answer, and return the keys of a run that learns them. The model
+    copies the answer if the prompt has it, and guesses it otherwise."""
+    drawn, path = random.Random(0), folder / "hinted.jsonl"
+    with open(path, "w", encoding="utf-8") as file:
+        for row in load({"max_operand": 49, "validation_fraction": 0.1}, "train"):
+            asked, answer = row["messages"][-1]["content"], str(row["answer"])
+            hint = f"{answer} " if drawn.random() < 0.5 else ""
+            said = [{"role": "user", "content": hint + asked}, {"role": "assistant", "content": answer}]
+            file.write(json.dumps({"messages": said}) + "\n")
+    return (f"data.train.data_path={path}", "sft.stop_at_validation_loss=1.0")
+
+
+WARM_UPS: Mapping[str, Callable[[Path], Sequence[str]]] = {"warm": lambda _: WARM_UP, "hinted": write_hints}
+"""Keys of the SFT that makes each model to start from, given the folder of the runs."""
+
 UNCHOSEN = "checkpointing.metric_name=null"
 GENERATION = (
     "policy.generation.backend=hf",  # starts sooner than vLLM, and is as quick for such completions
@@ -120,19 +144,35 @@ GENERATION = (
 )
 TEACHER = "teacher={model_name: tiny-arithmetic-sft, precision: float32, logprob_batch_size: 256}"
 SEVERAL_REWARDS = f"{Path(__file__).with_name('several_rewards.py')}:score"
+SEVERAL_TURNS = f"{Path(__file__).with_name('several_turns.py')}:Sums"
+TURNS = (
+    "grpo.max_rollout_turns=3",
+    f"data.default.env_name={SEVERAL_TURNS}",
+    "policy.max_total_sequence_length=64",
+    "policy.generation.max_new_tokens=3",
+)
+"""Three sums in a rollout, each with its own reward."""
+STALE = (
+    "grpo.async_grpo.enabled=true",
+    "grpo.async_grpo.max_trajectory_age_steps=8",
+    "loss_fn.ratio_denominator=generation",
+)
+"""Rollouts of weights that are up to eight steps old, and a ratio to these weights."""
 
 
-def on_policy(recipe: str, *settings: str, section: str = "grpo") -> Case:
+def on_policy(recipe: str, *settings: str, section: str = "grpo", baseline: str = "") -> Case:
     """A recipe that learns from rewards: greedy accuracy on held-out sums, from that of the warmed-up model."""
     keys = ("val_at_start=true", "val_at_end=true", "val_period=12", "max_num_steps=48")
     measures = (Measure("val/accuracy", rises_by(0.2)),)
-    return Case(recipe, section, measures, (*GENERATION, *(f"{section}.{key}" for key in keys), *settings))
+    given = (*GENERATION, *(f"{section}.{key}" for key in keys), *settings)
+    return Case(recipe, section, measures, given, baseline=baseline)
 
 
-def in_environment(recipe: str, *settings: str) -> Case:
+def in_environment(recipe: str, *settings: str, baseline: str = "") -> Case:
     """A recipe of an environment, from the model that its own warm-up makes: reward on held-out rows, with vLLM."""
     validates = ("grpo.val_at_start=true", "grpo.val_at_end=true", UNCHOSEN)
-    return Case(recipe, "grpo", (Measure("val/accuracy", rises_by(0.3)),), (*validates, *settings), warm_key="")
+    measures = (Measure("val/accuracy", rises_by(0.3)),)
+    return Case(recipe, "grpo", measures, (*validates, *settings), warm_key="", baseline=baseline)
 
 
 def of_pictures(recipe: str) -> Case:
@@ -146,14 +186,14 @@ def of_pictures(recipe: str) -> Case:
     )
 
 
-def estimator(value: str, *settings: str) -> Case:
+def estimator(value: str, *settings: str, baseline: str = "") -> Case:
     """GRPO with another advantage estimator."""
-    return on_policy("grpo-arithmetic", f"grpo.adv_estimator={value}", *settings)
+    return on_policy("grpo-arithmetic", f"grpo.adv_estimator={value}", *settings, baseline=baseline)
 
 
-def surrogate(value: str, *settings: str) -> Case:
+def surrogate(value: str, *settings: str, baseline: str = "") -> Case:
     """GRPO with another policy term."""
-    return on_policy("grpo-arithmetic", f"loss_fn.surrogate={value}", *settings)
+    return on_policy("grpo-arithmetic", f"loss_fn.surrogate={value}", *settings, baseline=baseline)
 
 
 def distillation(recipe: str, *settings: str) -> Case:
@@ -200,10 +240,24 @@ CASES = {
     # the paper's share leaves out no token of batches as small as these
     "clip-cov": surrogate("{name: clip-cov, share: 0.02}"),
     "kl-cov": surrogate("kl-cov"),
+    "raft": estimator("raft", baseline="grpo"),
+    "topr": surrogate("topr", baseline="grpo"),
+    "dro": surrogate("{name: dro, beta: 0.1}", baseline="grpo"),
+    "stale": on_policy("grpo-arithmetic", *STALE, baseline="grpo"),
+    "m2po": on_policy("grpo-arithmetic", *STALE, "loss_fn.filters.max_second_moment=0.04", baseline="stale"),
+    "turns": estimator("grpo", *TURNS),
+    "turn-returns": estimator("turn_returns", *TURNS, baseline="turns"),
+    "mt-grpo": estimator("mt_grpo", *TURNS, baseline="turns"),
+    "gigpo": estimator("gigpo", *TURNS, baseline="turns"),
+    "deepscaler": on_policy("deepscaler-tiny", baseline="grpo"),
     "multi-env": on_policy("grpo-multi-env-tiny"),
     "sliding-puzzle": in_environment("grpo-sliding-puzzle-tiny"),
     # sampled: the warmed-up model calls in about half of its answers, and most of its greedy ones may call already
     "tools": in_environment("grpo-tools-tiny", "policy.generation.val_temperature=1"),
+    "echo": in_environment(
+        "grpo-tools-tiny", "policy.generation.val_temperature=1", "loss_fn.observation_nll_weight=0.1", baseline="tools"
+    ),
+    "search": in_environment("search-r1-tiny", "policy.generation.val_temperature=1"),
     "code": in_environment("grpo-code-tiny"),
     # as it is for a user: mean reward of the first step and of the last
     "agent": Case(
@@ -231,6 +285,24 @@ CASES = {
         ("rm.val_at_end=true",),
     ),
     "distillation": distillation("distill-tiny", *GENERATION),
+    "self-teacher": Case(
+        "distill-tiny",
+        "distillation",
+        (Measure("val/accuracy", rises_by(0.2)),),
+        (
+            *GENERATION,
+            "teacher=null",
+            "distillation.self_teacher.prompts=['{answer} {prompt}']",
+            "distillation.self_teacher.weights=reference",
+            "distillation.val_at_start=true",
+            "distillation.val_at_end=true",
+            "distillation.max_num_steps=60",
+            "policy.optimizer.kwargs.lr=1e-3",
+            "data.train.settings.max_operand=49",
+            "data.validation.settings.max_operand=49",
+        ),
+        warm="hinted",
+    ),
     "offline-distillation": distillation("distill-offline-tiny"),
     "vision-count": of_pictures("grpo-clevr-count-tiny"),
     "vision-geometry": of_pictures("grpo-vlm-geometry-tiny"),
@@ -295,15 +367,16 @@ def main() -> None:
         cases = {"sft": Case("sft-arithmetic", "sft", CASES["sft"].measures, ("sft.max_num_steps=2",), warm_key="")}
     if not chosen.table:
         make_runs(cases, chosen.seeds, folder, num_jobs=1 if chosen.quick else chosen.jobs)
+    beside = {case.baseline: CASES[case.baseline] for case in cases.values() if case.baseline}
     curves = {
         (name, measure.metric): [Curve.of(run, measure.metric) for run in finished_runs(folder, name, chosen.seeds)]
-        for name, case in cases.items()
+        for name, case in {**cases, **beside}.items()
         for measure in case.measures
     }
     print(f"{surroundings('rl-launch', 'rl-algos')}\n")
     print(table(HEAD, rows(cases, curves)))
     if chosen.png is not None:
-        draw({key: found for key, found in curves.items() if found}, chosen.png)
+        draw(cases, curves, chosen.png)
 
 
 @dataclass(frozen=True)
@@ -320,15 +393,19 @@ def make_runs(cases: Mapping[str, Case], seeds: Sequence[int], folder: Path, *, 
     """All of them, so many at once; one that fails is told, and the others are made."""
     folder.mkdir(parents=True, exist_ok=True)
     os.environ["OMP_NUM_THREADS"] = "1"
-    warm = folder / "warm"
-    if any(case.warm_key for case in cases.values()) and not is_finished(warm):
-        in_jobs([Task("sft-arithmetic", [*ON_CPU, *WARM_UP], warm)], 1)
-        if not is_finished(warm):
-            sys.exit("the model to start from does not exist")
-    model = RunFolder(warm).checkpoints()[-1].path / "hf" if is_finished(warm) else warm
+    models = {}
+    for warm in sorted({case.warm for case in cases.values() if case.warm_key}):
+        if not is_finished(folder / warm):
+            in_jobs([Task("sft-arithmetic", [*ON_CPU, *WARM_UPS[warm](folder)], folder / warm)], 1)
+            if not is_finished(folder / warm):
+                sys.exit("the model to start from does not exist")
+        models[warm] = RunFolder(folder / warm).checkpoints()[-1].path / "hf"
     tasks = [
         Task(
-            case.recipe, case.settings_of(seed, model, folder / "data" / name), run_dir(folder, name, seed), case.beside
+            case.recipe,
+            case.settings_of(seed, models.get(case.warm, folder), folder / "data" / name),
+            run_dir(folder, name, seed),
+            case.beside,
         )
         for seed in seeds  # so that each algorithm has one run soon
         for name, case in cases.items()
@@ -394,7 +471,9 @@ def finished_runs(folder: Path, name: str, seeds: Sequence[int]) -> list[RunFold
     return [RunFolder(path) for path in paths if is_finished(path)]
 
 
-HEAD = ("algorithm", "metric", "runs", "start", "end", "change", "std over seeds", "change / std", "aim", "met")
+HEAD = (
+    "algorithm", "metric", "runs", "start", "end", "change", "std over seeds", "change / std", "aim", "met", "baseline"
+)  # fmt: skip
 
 Curves = Mapping[tuple[str, str], Sequence[Curve]]
 
@@ -404,7 +483,9 @@ def rows(cases: Mapping[str, Case], curves: Curves) -> Iterator[tuple[str, ...]]
     for name, case in cases.items():
         for measure in case.measures:
             found = curves[name, measure.metric]
-            yield (name, measure.metric, str(len(found)), *(figures(found, measure.aim) if found else [""] * 7))
+            base = curves.get((case.baseline, measure.metric), ())
+            beside = f"{case.baseline} {figures(base, measure.aim)[2]}" if base else case.baseline
+            yield (name, measure.metric, str(len(found)), *(figures(found, measure.aim) if found else [""] * 7), beside)
 
 
 def figures(found: Sequence[Curve], aim: Aim) -> list[str]:
@@ -419,18 +500,21 @@ def figures(found: Sequence[Curve], aim: Aim) -> list[str]:
     return [f"{start:.3g}", f"{end:.3g}", f"{end - start:+.3g}", deviation, ratio, aim.text, met]
 
 
-def draw(curves: Curves, path: Path) -> None:
-    """A small plot for each metric, with a line for each seed."""
+def draw(cases: Mapping[str, Case], curves: Curves, path: Path) -> None:
+    """Draw a small plot for each metric of a case that has runs: a line for each seed, the baseline's in grey."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    columns = min(4, len(curves))
-    num_rows = -(-len(curves) // columns)
+    drawn = [(name, each.metric) for name, case in cases.items() for each in case.measures if curves[name, each.metric]]
+    columns = min(4, len(drawn))
+    num_rows = -(-len(drawn) // columns)
     figure = Figure(figsize=(3.2 * columns, 2.4 * num_rows), layout="constrained")
     FigureCanvasAgg(figure)
-    for place, ((name, metric), found) in enumerate(curves.items(), start=1):
+    for place, (name, metric) in enumerate(drawn, start=1):
         axes = figure.add_subplot(num_rows, columns, place)
-        for curve in found:
+        for curve in curves.get((cases[name].baseline, metric), ()):
+            axes.plot(curve.steps, curve.values, linewidth=0.9, color="0.7", linestyle="--")
+        for curve in curves[name, metric]:
             axes.plot(curve.steps, curve.values, linewidth=1.2)
         axes.set_title(f"{name}: {metric}", fontsize=9)
         axes.tick_params(labelsize=7)

@@ -1,134 +1,173 @@
 """Steps until a policy answers the turn that matters, by advantages of whole rollouts and by advantages of turns.
 
-    python benchmarks/turn_credit.py [--seeds 1 2 3] [--steps 60] [--folder runs/turn-credit]
+    python benchmarks/turn_credit.py [--seeds 1 2 3] [--folder runs/turn-credit] [--jobs 2]
 
-A rollout has five turns, in each of which the tiny model of `sft-arithmetic` is asked for a sum. Only the answer to the
-third counts. `grpo` gives the tokens of all five turns the same advantage, so four fifths of the gradient are noise;
-`turn_returns` with the discount 0 gives a turn the advantage of its own reward. Every run is `rl train
-grpo-arithmetic` on the CPU; a finished one in the folder is not made again.
+A rollout has five turns. Each asks for the digit of one of eight letters, and only the third answer is rewarded. `grpo`
+gives the tokens of all turns the same advantage, so four fifths of its gradient are noise; `turn_returns` with the
+discount 0 gives a turn the advantage of its own reward. Both start from the same tiny model, which SFT on mostly wrong
+digits has taught to answer right in a third of the turns, and each runs with every learning rate of a small grid, of
+which its best counts. Every run is `rl train` on the CPU with the generator `hf`; finished runs in the folder are kept.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import random
 import statistics
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from measurement import read_metrics, surroundings, table
+from learning import ON_CPU, Task, in_jobs, is_finished
+from measurement import surroundings, table
 
-ENVIRONMENT = '''
-import random
+from rl_algos.tiny_model import make_tiny_model
+from rl_launch.session.directory.run_folder import RunFolder
 
-from rl_core import StepResult
-
-NUM_TURNS, COUNTED = 5, 2
-
-
-class Sums:
-    """Asks for a sum in every turn, and rewards the answer to the third one."""
-
-    def step(self, conversations, states):
-        return [self._answer(each, state) for each, state in zip(conversations, states)]
-
-    def _answer(self, conversation, state):
-        right = state["right"] if state else str(conversation.info["answer"])
-        turn = conversation.turn
-        reward = float(turn == COUNTED and conversation.completion.strip() == right)
-        drawn = random.Random(f"{conversation.info['answer']} {turn}")
-        a, b = drawn.randint(1, 3), drawn.randint(1, 3)
-        asked = ({"role": "user", "content": f"{a}+{b}="},)
-        return StepResult(reward, turn + 1 == NUM_TURNS, asked, {"right": str(a + b)})
-
-    def close(self, states):
-        pass
-'''
+LETTERS, DIGITS, NUM_TURNS = "abcdefgh", "01234567", 5
+RIGHT = 0.25
+"""Share of the turns of SFT that have the right digit; the others have any digit."""
 
 ESTIMATORS = {
-    "grpo": "grpo",
-    "turn_returns, discount 0": "{name: turn_returns, discount: 0.0}",
-    "turn_returns, discount 1": "turn_returns",
-    "gigpo": "gigpo",
+    # estimator: its setting, and the steps it gets
+    "turn_returns": ("{name: turn_returns, discount: 0.0}", 80),
+    "grpo": ("grpo", 200),
 }
-TARGET = 0.6
-WINDOW = 3
+RATES = (2e-3, 4e-3)
+TARGET = 0.8
+WINDOW = 5
 """Steps whose mean reward has to reach the target."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], metavar="N")
-    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--only", nargs="+", choices=ESTIMATORS, default=list(ESTIMATORS), metavar="NAME")
-    parser.add_argument("--folder", type=Path, default=Path("runs/turn-credit"))
+    parser.add_argument("--rates", nargs="+", type=float, default=RATES, metavar="LR")
+    parser.add_argument("--folder", type=Path, default=Path("runs/turn-credit"), help="of the runs (%(default)s)")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="(%(default)s)")
+    parser.add_argument("--table", action="store_true", help="start nothing: show the runs that are finished")
     chosen = parser.parse_args()
     folder = chosen.folder.absolute()
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "sums.py").write_text(ENVIRONMENT, encoding="utf-8")
+    if not chosen.table:
+        make_runs(folder, chosen.only, chosen.rates, chosen.seeds, chosen.jobs)
     found = {
-        name: [steps_to_target(run(folder, name, seed, chosen.steps)) for seed in chosen.seeds] for name in chosen.only
+        (name, rate): [steps_to_target(run_dir(folder, name, rate, seed)) for seed in chosen.seeds]
+        for name in chosen.only
+        for rate in chosen.rates
     }
     print(f"{surroundings('rl-launch', 'rl-algos')}\n")
-    print(f"Steps until the mean reward of {WINDOW} steps is {TARGET}, of {chosen.steps}\n")
-    print(table(("estimator", *(f"seed {seed}" for seed in chosen.seeds), "mean"), rows(found, chosen.steps)))
-    if {"grpo", "turn_returns, discount 0"} <= found.keys():
-        ours, theirs = (statistics.fmean(counted(found[name], chosen.steps)) for name in list(ESTIMATORS)[1::-1])
-        print(f"\nturn_returns with the discount 0 needs {ours / theirs:.2f} times the steps of grpo")
-
-
-def run(folder: Path, name: str, seed: int, steps: int) -> list[float]:
-    """Rewards of the steps of a run."""
-    run_dir = folder / f"{''.join(letter for letter in name if letter.isalnum())}-{seed}"
-    if not (run_dir / "metrics.jsonl").exists() or len(read_metrics(run_dir)) < steps:
-        settings = [
-            f"grpo.adv_estimator={ESTIMATORS[name]}",
-            f"grpo.seed={seed}",
-            f"grpo.max_num_steps={steps}",
-            "grpo.max_rollout_turns=5",
-            "grpo.num_prompts_per_step=16",
-            "grpo.val_period=0",
-            "policy.train_global_batch_size=128",
-            "policy.max_total_sequence_length=160",
-            "policy.generation.backend=hf",
-            "policy.generation.max_new_tokens=4",
-            "data.validation=null",
-            f"data.default.env_name={folder / 'sums.py'}:Sums",
-            "checkpointing.enabled=false",
-            "cluster.device=cpu",
-            "cluster.cpu_ranks_per_node=1",
-            f"run_dir={run_dir}",
-        ]
-        command = [sys.executable, "-m", "rl_launch.cli", "train", "grpo-arithmetic", *settings]
-        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
-    return [step["reward/mean"] for step in read_metrics(run_dir)]
-
-
-def steps_to_target(rewards: Sequence[float]) -> int | None:
-    """The step at whose end the mean of the last steps reaches the target; None if it does not."""
-    for step in range(WINDOW, len(rewards) + 1):
-        if statistics.fmean(rewards[step - WINDOW : step]) >= TARGET:
-            return step
-    return None
-
-
-def counted(found: Sequence[int | None], steps: int) -> list[int]:
-    """The steps of each run; all of them for one that did not reach the target."""
-    return [steps if each is None else each for each in found]
-
-
-def rows(found: dict[str, list[int | None]], steps: int) -> list[tuple[str, ...]]:
-    """A row for each estimator."""
-    return [
-        (
-            name,
-            *("not reached" if each is None else str(each) for each in runs),
-            f"{statistics.fmean(counted(runs, steps)):.1f}",
-        )
-        for name, runs in found.items()
+    print(f"Steps until the mean reward of {WINDOW} steps is {TARGET}\n")
+    rows = [
+        (name, f"{rate:g}", *map(shown, runs), f"{mean(name, runs):.1f}" if None not in runs else "")
+        for (name, rate), runs in found.items()
     ]
+    print(table(("estimator", "learning rate", *(f"seed {seed}" for seed in chosen.seeds), "mean"), rows))
+    best = {
+        name: min(
+            (mean(each, runs) for (each, _), runs in found.items() if each == name and None not in runs), default=0
+        )
+        for name in chosen.only
+    }
+    if len(best) == 2 and all(best.values()):
+        print(
+            f"\nAt their best rates, turn_returns needs {best['turn_returns'] / best['grpo']:.2f} of the steps of grpo"
+        )
+
+
+def make_runs(
+    folder: Path, estimators: Sequence[str], rates: Sequence[float], seeds: Sequence[int], num_jobs: int
+) -> None:
+    """Make the data, the model to start from and all runs that are not finished."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = random.Random(0)
+    asked = ["".join(drawn.choices(LETTERS, k=NUM_TURNS)) for _ in range(4000)]
+    prompts, lessons = folder / "prompts.jsonl", folder / "lessons.jsonl"
+    write(prompts, [{"messages": user(letters[0]), "info": {"letters": letters}} for letters in asked])
+    write(lessons, [{"messages": [each for letter in letters for each in lesson(letter, drawn)]} for letters in asked])
+    if not (folder / "model").is_dir():
+        sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "num_key_value_heads": 1}
+        make_tiny_model(folder / "model", characters=LETTERS + DIGITS, **sizes)
+    start = folder / "warm"
+    if not is_finished(start):
+        keys = (f"policy.model_name={folder / 'model'}", f"data.train.data_path={lessons}", "data.validation=null")
+        lengths = ("policy.max_total_sequence_length=32", "policy.train_global_batch_size=64")
+        steps = ("sft.max_num_steps=400", "checkpointing.save_period=400")
+        in_jobs([Task("sft-arithmetic", [*ON_CPU, *keys, *lengths, *steps], start)], 1)
+    model = RunFolder(start).checkpoints()[-1].path / "hf"
+    environment = Path(__file__).with_name("several_turns.py")
+    tasks = [
+        Task(
+            "grpo-arithmetic",
+            [
+                *ON_CPU,
+                f"policy.model_name={model}",
+                f"policy.optimizer.kwargs.lr={rate}",
+                "policy.train_global_batch_size=16",
+                "policy.generation.backend=hf",
+                "policy.generation.max_new_tokens=1",
+                f"grpo.adv_estimator={ESTIMATORS[name][0]}",
+                f"grpo.seed={seed}",
+                f"grpo.max_num_steps={ESTIMATORS[name][1]}",
+                f"grpo.max_rollout_turns={NUM_TURNS}",
+                "grpo.num_prompts_per_step=4",
+                "grpo.num_generations_per_prompt=4",
+                f"data.train.data_path={prompts}",
+                f"data.default.env_name={environment}:Letters",
+                "data.validation=null",
+                "checkpointing.enabled=false",
+            ],
+            run_dir(folder, name, rate, seed),
+        )
+        for seed in seeds
+        for rate in rates
+        for name in estimators
+    ]
+    in_jobs([task for task in tasks if not is_finished(task.run)], num_jobs)
+
+
+def run_dir(folder: Path, name: str, rate: float, seed: int) -> Path:
+    return folder / f"{name}-{rate:g}-{seed}"
+
+
+def user(letter: str) -> list[dict[str, str]]:
+    """Return a question."""
+    return [{"role": "user", "content": letter}]
+
+
+def lesson(letter: str, drawn: random.Random) -> list[dict[str, str]]:
+    """Return a question and the digit that SFT teaches."""
+    digit = DIGITS[LETTERS.index(letter)] if drawn.random() < RIGHT else drawn.choice(DIGITS)
+    return [*user(letter), {"role": "assistant", "content": digit}]
+
+
+def write(path: Path, rows: Sequence[object]) -> None:
+    """Write rows as JSON Lines."""
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+
+
+def steps_to_target(run: Path) -> int | None:
+    """Return the step at whose end the mean reward of the last steps reaches the target, 0 if none does, and None if
+    the run is not finished."""
+    if not is_finished(run):
+        return None
+    rewards = [row["reward/mean"] for row in RunFolder(run).metrics() if row.get("reward/mean") is not None]
+    reached = (
+        step for step in range(WINDOW, len(rewards) + 1) if statistics.fmean(rewards[step - WINDOW : step]) >= TARGET
+    )
+    return next(reached, 0)
+
+
+def shown(steps: int | None) -> str:
+    """Return the steps of a run as text."""
+    return "" if steps is None else str(steps or "not reached")
+
+
+def mean(name: str, runs: Sequence[int | None]) -> float:
+    """Return the mean over runs; one that did not reach the target counts with all its steps."""
+    return statistics.fmean(steps or ESTIMATORS[name][1] for steps in runs)
 
 
 if __name__ == "__main__":

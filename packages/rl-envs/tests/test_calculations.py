@@ -15,6 +15,8 @@ from rl_envs.code.environment import program_in
 from rl_envs.text_tools.environment import TextToolsEnvironment
 from rl_envs.text_tools.plugin import TextToolsConfig
 
+SPLITS = ("train", "validation")
+
 
 def _question(row: dict[str, Any]) -> tuple[int, int]:
     a, b = re.fullmatch(r"(\d+)\*(\d+)=", row["messages"][0]["content"]).groups()  # type: ignore[union-attr]
@@ -36,6 +38,22 @@ def test_a_calculator_answers_every_row() -> None:
         assert called.observation[0]["content"] == f"<result>\n{a * b}\n</result>"
         assert answered.rewards()["reward"] == 1.0
         assert row["environment"] == "text_tools"
+
+
+def test_a_search_finds_the_number_of_every_name() -> None:
+    config = TextToolsConfig(tools=["search"], corpus="rl_envs.calculations:facts", num_results=1)
+    environment = TextToolsEnvironment(config)
+    names = {split: {row["messages"][0]["content"] for row in load({"form": "search"}, split)} for split in SPLITS}
+    assert len(names["train"]) > 400
+    assert len(names["validation"]) > 40
+    assert not names["train"] & names["validation"]
+    for row in load({"form": "search", "size": 20, "demonstrations": True}, "validation"):
+        name = row["messages"][0]["content"].removesuffix("=")
+        turn = Conversation("0", (), {"answer": "0"}, f"<search>{name}</search>")
+        [found] = environment.step([turn], [None])
+        if len(row["messages"]) == 4:
+            assert found.observation[0]["content"] == row["messages"][2]["content"]
+            assert row["messages"][2]["content"] == f"<result>\n{name}\n{row['messages'][3]['content']}\n</result>"
 
 
 def test_the_test_of_a_program_is_the_product() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import closing
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from rl_core.environments.instance import instance_of, tools_of
 from rl_core.errors import DataError
 from rl_core.rollouts.environment import Conversation, StepResult, ToolCall
 from rl_core.testing.environment import EnvironmentSuite
+from rl_envs.calculations import facts
 from rl_envs.sandbox.program import Limits
 from rl_envs.sandbox.sandbox import Sandbox, SandboxUnavailable
 from rl_envs.sandbox.session import Session
@@ -132,6 +135,47 @@ def test_the_best_documents_are_found_first(tmp_path: Path) -> None:
     assert corpus.search("baking OR NOT (", 3)[0][1] == "Bread is baked."
     assert corpus.search("?", 3) == []
     assert corpus.search("zebra", 3) == []
+
+
+def test_a_function_gives_the_documents_of_a_corpus() -> None:
+    corpus = Corpus("rl_envs.calculations:facts")
+    [(title, number)] = corpus.search("bab", 1)
+    assert title == "bab"
+    assert {"title": title, "text": number} in facts()
+    assert corpus.num_documents == len(facts()) == 720
+
+
+@pytest.fixture
+def retrieval_server() -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """A server with the answers of Search-R1's, and the requests that it got."""
+    asked: list[dict[str, Any]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            found = [{"document": {"contents": '"Paris"\nThe capital of France.'}, "score": 1.0}, {"text": "Bread."}]
+            body = json.dumps({"result": [found]} if "bad" not in asked[-1]["queries"] else {}).encode()
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            """Log nothing."""
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/retrieve", asked
+        server.shutdown()
+
+
+def test_a_retrieval_server_answers_searches(retrieval_server: tuple[str, list[dict[str, Any]]]) -> None:
+    url, asked = retrieval_server
+    config = TextToolsConfig(tools=["search"], corpus=url, num_results=2, result_tag="information")
+    [result] = _play(TextToolsEnvironment(config), ["<think>Hm</think><search> capital of France </search>"])
+    assert asked == [{"queries": ["capital of France"], "topk": 2, "return_scores": False}]
+    assert _said(result) == "<information>\nParis\nThe capital of France.\n\nBread.\n</information>"
+    with pytest.raises(DataError, match="did not answer"):
+        _play(TextToolsEnvironment(config), ["<search>bad</search>"])
 
 
 @pytest.mark.parametrize(("text", "says"), [("{}", ":1: a document"), ("[", ":1:"), ("", "no documents")])

@@ -20,6 +20,7 @@ PUZZLE_ANSWER = "That is not a possible move: write up, down, left or right.\n1 
 TINY_RECIPES = {
     # recipe: environments, most turns, the longest answer of an environment
     "grpo-tools-tiny": ({"text_tools"}, 2, "<result>\n9801\n</result>"),
+    "search-r1-tiny": ({"text_tools"}, 2, "<result>\nbab\n99\n</result>"),
     "grpo-code-tiny": ({"code"}, 1, ""),
     "grpo-sliding-puzzle-tiny": ({"sliding_puzzle"}, 4, PUZZLE_ANSWER),
     "grpo-self-play-tiny": ({"nim"}, 8, "8"),
@@ -28,6 +29,7 @@ TINY_RECIPES = {
 WARM_UPS = {
     # recipe: the learned texts of a row, for whichever operands
     "sft-tools-tiny": r"(<calculator>(\d+\*\d+)</calculator><\|end\|>\d+|\d+)<\|end\|>",
+    "sft-search-tiny": r"(<search>([a-z]{3})</search><\|end\|>\d+|\d+)<\|end\|>",
     "sft-code-tiny": r"```python\nprint\(\d+[*+]\d+\)\n```<\|end\|>",
     "sft-sliding-puzzle-tiny": r"((up|down|left|right)<\|end\|>){1,4}",
     "sft-nim-tiny": r"([123]<\|end\|>){1,8}",
@@ -90,6 +92,16 @@ def test_the_agent_of_grpo_agent_is_scored_by_the_environment_and_has_calls_for_
     assert f"async def {name}(" in Path(found.origin).read_text()
     [turns] = re.findall(r"MAX_TURNS = (\d+)", Path(found.origin).read_text())
     assert int(turns) <= agent.max_calls
+
+
+def test_the_policy_of_search_r1_begins_each_turn_with_a_search_or_the_answer():
+    config = read_plan("search-r1-7b").config
+    environment = config.env.text_tools
+    assert config.policy.generation.stop_strings == ["</search>"]
+    assert environment.max_calls < config.grpo.max_rollout_turns
+    # Calls and results of the authors: `<search>`, `<information>`; observations are masked unless they are learned.
+    assert (environment.tools, environment.result_tag) == (["search"], "information")
+    assert config.loss_fn.observation_nll_weight == 0
 
 
 def test_turns_allow_every_move_of_the_tiny_puzzles():

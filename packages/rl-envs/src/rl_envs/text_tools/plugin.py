@@ -37,9 +37,10 @@ class TextToolsConfig(EnvironmentConfig):
     sandbox: SandboxConfig = SandboxConfig()
     """Sandbox of Python, and its limits; `wall_s` applies to one call."""
     corpus: PathText | None = None
-    """Documents of `search`, which are objects with `text` and an optional `title`: a JSON Lines file, or a function
-    that returns them (`package.module:function` or `file.py:function`), indexed in memory for BM25; or the `http` address
-    of a retrieval server, which gets `queries` and `topk` and returns a `result` of documents, as of Search-R1."""
+    """Documents of `search`: a JSON Lines file, or a function that returns them (`package.module:function` or
+    `file.py:function`), as objects with `text` and an optional `title` that are indexed in memory for BM25; or the
+    `http` address of a retrieval server, which gets `queries` and `topk` and returns a `result` of documents, as
+    Search-R1's does."""
     num_results: int = Field(default=3, ge=1)
     """Maximum number of documents that a search returns."""
     result_tag: str = Field(default="result", pattern=r"^[A-Za-z][A-Za-z0-9_-]*$")
