@@ -375,6 +375,7 @@ def main() -> None:
     }
     print(f"{surroundings('rl-launch', 'rl-algos')}\n")
     print(table(HEAD, rows(cases, curves)))
+    print(f"\n{table(('algorithm', 'metric', 'steps', 'values of each seed'), along(curves))}")
     if chosen.png is not None:
         draw(cases, curves, chosen.png)
 
@@ -486,6 +487,20 @@ def rows(cases: Mapping[str, Case], curves: Curves) -> Iterator[tuple[str, ...]]
             base = curves.get((case.baseline, measure.metric), ())
             beside = f"{case.baseline} {figures(base, measure.aim)[2]}" if base else case.baseline
             yield (name, measure.metric, str(len(found)), *(figures(found, measure.aim) if found else [""] * 7), beside)
+
+
+POINTS = 5
+"""Steps of a curve that are shown, evenly spread over the run."""
+
+
+def along(curves: Curves) -> Iterator[tuple[str, ...]]:
+    """Yield a row for each metric that has runs: its steps, and its values in each run."""
+    for (name, metric), found in curves.items():
+        if found:
+            last = min(len(curve.steps) for curve in found) - 1
+            places = sorted({round(place * last / (POINTS - 1)) for place in range(POINTS)})
+            steps = " ".join(str(found[0].steps[place]) for place in places)
+            yield name, metric, steps, "; ".join(" ".join(f"{run.values[at]:.2f}" for at in places) for run in found)
 
 
 def figures(found: Sequence[Curve], aim: Aim) -> list[str]:

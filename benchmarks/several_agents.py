@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from learning import (
@@ -21,6 +20,7 @@ from learning import (
     Case,
     Curve,
     Measure,
+    along,
     ends_above,
     finished_runs,
     make_runs,
@@ -62,9 +62,6 @@ CASES = {
     ),
 }
 
-POINTS = 7
-"""Steps of a curve that are shown, evenly spread over the run."""
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -86,17 +83,7 @@ def main() -> None:
     print(f"{surroundings('rl-launch', 'rl-algos', 'rl-envs')}\n")
     print(table(HEAD, rows(cases, curves)))
     print()
-    print(table(("game", "metric", "run", "steps: values"), along(curves)))
-
-
-def along(curves: Mapping[tuple[str, str], Sequence[Curve]]) -> Iterator[tuple[str, ...]]:
-    """Yield a row for each run and metric, with some of its values."""
-    for (name, metric), found in curves.items():
-        for number, curve in enumerate(found, start=1):
-            last = len(curve.steps) - 1
-            places = sorted({round(place * last / (POINTS - 1)) for place in range(POINTS)})
-            values = ", ".join(f"{curve.steps[place]}: {curve.values[place]:.2f}" for place in places)
-            yield name, metric, str(number), values
+    print(table(("game", "metric", "steps", "values of each seed"), along(curves)))
 
 
 if __name__ == "__main__":

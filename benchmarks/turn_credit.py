@@ -19,7 +19,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from learning import ON_CPU, Task, in_jobs, is_finished
+from learning import ON_CPU, UNCHOSEN, Task, in_jobs, is_finished
 from measurement import surroundings, table
 
 from rl_algos.tiny_model import make_tiny_model
@@ -34,7 +34,7 @@ ESTIMATORS = {
     "turn_returns": ("{name: turn_returns, discount: 0.0}", 80),
     "grpo": ("grpo", 200),
 }
-RATES = (2e-3, 4e-3)
+RATES = (1e-3, 2e-3, 4e-3)
 TARGET = 0.8
 WINDOW = 5
 """Steps whose mean reward has to reach the target."""
@@ -117,7 +117,8 @@ def make_runs(
                 f"data.train.data_path={prompts}",
                 f"data.default.env_name={environment}:Letters",
                 "data.validation=null",
-                "checkpointing.enabled=false",
+                UNCHOSEN,
+                "checkpointing.save_period=40",
             ],
             run_dir(folder, name, rate, seed),
         )
