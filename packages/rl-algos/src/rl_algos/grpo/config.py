@@ -77,6 +77,25 @@ class TeacherAdvantageConfig(Config):
     some."""
 
 
+class TrainedEnvironmentConfig(Config):
+    """How the rollouts of one environment train, if a run has several."""
+
+    weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """Factor of the advantages of this environment, applied after they are clipped."""
+    adv_estimator: EstimatorConfig = EstimatorConfig()
+    """Advantage estimator of this environment, which sees only its rollouts; `grpo.adv_estimator` if it has no name. An
+    estimator of an agent takes precedence."""
+    surrogate: dict[str, float] = {}
+    """Settings of `loss_fn.surrogate` that differ for this environment, such as `{clip_low: 0.2, clip_high: 0.28}`: the
+    numbers in the term of a token."""
+
+
+class TrainedEnvironmentsConfig(Config):
+    """Settings of environments by their names, which are those of `data.train` and `env`."""
+
+    named: ClassVar[type[Config] | None] = TrainedEnvironmentConfig
+
+
 class GRPOConfig(PolicyGradientConfig):
     """GRPO and its family: steps, prompts and samples of a step, advantages, validation."""
 
@@ -96,6 +115,9 @@ class GRPOConfig(PolicyGradientConfig):
     """Settings of single agents by name, if plays have several (players of a game, proposer and solver): `train`,
     `weight`, `adv_estimator` and `opponent`. Each agent's rollouts are compared with one another only, whether it is
     listed here or not."""
+    environments: TrainedEnvironmentsConfig = TrainedEnvironmentsConfig()
+    """Settings of single environments by name, if a run has several: `weight`, `adv_estimator` and `surrogate`. The
+    rest of the loss is the same for all, because the tokens of a step are added up and divided by one count."""
     distillation: TeacherAdvantageConfig = TeacherAdvantageConfig()
     num_iterations: int = Field(default=1, gt=0)
     """Number of passes over the rollouts of a step. With more than one, each pass has its own order, which depends on
@@ -107,14 +129,23 @@ class GRPOConfig(PolicyGradientConfig):
         return self.num_iterations
 
     @property
+    def fixed_agents(self) -> frozenset[str]:
+        named = trained_agents(self).items()
+        return frozenset(name for name, each in named if each.opponent is not None and each.opponent.share == 1)
+
+    @property
+    def surrogate_by_environment(self) -> Mapping[str, Mapping[str, float]]:
+        return {name: own.surrogate for name, own in trained_environments(self).items() if own.surrogate}
+
+    @property
     def reads_reference(self) -> bool:
         own = self.distillation.self_teacher
         return own is not None and own.weights == "reference"
 
-    @property
-    def fixed_agents(self) -> frozenset[str]:
-        named = trained_agents(self).items()
-        return frozenset(name for name, each in named if each.opponent is not None and each.opponent.share == 1)
+
+def trained_environments(config: GRPOConfig) -> dict[str, TrainedEnvironmentConfig]:
+    """Return the settings of environments by name."""
+    return dict(config.environments)
 
 
 def trained_agents(config: GRPOConfig) -> dict[str, TrainedAgentConfig]:

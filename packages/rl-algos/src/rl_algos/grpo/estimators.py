@@ -11,7 +11,7 @@ import numpy as np
 
 from rl_algos.grpo import advantages as of_rewards
 from rl_algos.grpo import turn_advantages as of_turns
-from rl_algos.grpo.config import EstimatorConfig, GRPOConfig, trained_agents
+from rl_algos.grpo.config import EstimatorConfig, GRPOConfig, trained_agents, trained_environments
 from rl_algos.losses.custom import unknown_name
 from rl_algos.policy_gradient.advantages import clip_advantages, loss_masks
 from rl_algos.rollouts.training.batch import Advantages
@@ -172,18 +172,27 @@ def estimator_section(name: str | None) -> type[Config]:
     return section_of(function, EstimatorConfig)
 
 
-def chosen(config: GRPOConfig, agent: str = "") -> str:
-    """Return the name of the effective estimator of an agent, or of rollouts of an agent without one."""
-    settings = trained_agents(config).get(agent)
-    if settings is not None and settings.adv_estimator.name:
-        return settings.adv_estimator.name
-    return config.adv_estimator.name or ("rloo" if config.use_leave_one_out_baseline else "grpo")
+def chosen(config: GRPOConfig, agent: str = "", environment: str = "") -> str:
+    """Return the name of the effective estimator of an agent in an environment; without names, that of all rollouts for
+    which nothing else is set."""
+    name = _section(config, agent, environment).name
+    return name or ("rloo" if config.use_leave_one_out_baseline else "grpo")
 
 
-def estimators_in_use(config: GRPOConfig) -> dict[str, str]:
-    """Return the names of the effective estimators by the agent that has it, the default by the empty name."""
-    own = [agent for agent, settings in trained_agents(config).items() if settings.adv_estimator.name]
-    return {agent: chosen(config, agent) for agent in ("", *own)}
+def estimators_in_use(config: GRPOConfig) -> set[str]:
+    """Return the names of the effective estimators."""
+    agents, environments = trained_agents(config), trained_environments(config)
+    own = [agent.adv_estimator.name for agent in agents.values()]
+    own += [environment.adv_estimator.name for environment in environments.values()]
+    return {chosen(config), *(name for name in own if name)}
+
+
+def _section(config: GRPOConfig, agent: str, environment: str) -> EstimatorConfig:
+    """Return the section of the effective estimator."""
+    for settings in (trained_agents(config).get(agent), trained_environments(config).get(environment)):
+        if settings is not None and settings.adv_estimator.name:
+            return settings.adv_estimator
+    return config.adv_estimator
 
 
 def inputs_of(function: Estimator) -> list[str]:
@@ -194,7 +203,7 @@ def inputs_of(function: Estimator) -> list[str]:
 
 def reads(config: GRPOConfig, name: str) -> bool:
     """Return whether an effective estimator reads this input."""
-    return any(name in inputs_of(_function(estimator)) for estimator in estimators_in_use(config).values())
+    return any(name in inputs_of(_function(estimator)) for estimator in estimators_in_use(config))
 
 
 def columns_before(config: GRPOConfig) -> frozenset[str]:
@@ -212,8 +221,9 @@ def advantages_of(
 ) -> Advantages:
     """Return the advantages of all rollouts, in the order of groups and of rollouts within them.
 
-    If plays have several agents, each agent's rollouts are given to its estimator by themselves, and its advantages are
-    multiplied by its weight after they are clipped.
+    If plays have several agents, each agent's rollouts are given to its estimator by themselves, and so are those of an
+    environment with an estimator of its own. Advantages are multiplied by the weights of the agent and of the
+    environment after they are clipped.
 
     Args:
         groups: Groups of the step, one per prompt.
@@ -228,30 +238,41 @@ def advantages_of(
         ValueError: If the estimator returns something else, or numbers that are not finite.
     """
     penalties = None if penalties is None else whole_rollouts(penalties, groups)
-    agents = np.array([agent for group in groups for agent in group.rollouts.agents], dtype=object)
+    agents, environments = trained_agents(config), trained_environments(config)
     scores = scores_of(groups)
+    keys: list[tuple[str, str]] = []
+    weights: list[float] = []
+    for group in groups:
+        own = environments.get(group.prompt.environment)
+        environment = group.prompt.environment if own is not None and own.adv_estimator.name else ""
+        for agent in group.rollouts.agents:
+            keys.append((agent, environment))
+            weights.append((agents[agent].weight if agent in agents else 1.0) * (1.0 if own is None else own.weight))
     parts: list[tuple[np.ndarray, Advantages]] = []
-    for agent in dict.fromkeys(agents.tolist()):
-        rows = np.flatnonzero(agents == agent)
-        settings = trained_agents(config).get(agent)
-        is_trained = settings is None or settings.train
+    for agent, environment in dict.fromkeys(keys):
+        rows = np.array([row for row, key in enumerate(keys) if key == (agent, environment)])
+        is_trained = agent not in agents or agents[agent].train
         # A play that failed has no agent.
-        if not is_trained or (len(rows) < len(agents) and np.isnan(scores[rows]).all()):
+        if not is_trained or (len(rows) < len(keys) and np.isnan(scores[rows]).all()):
             parts.append((rows, np.zeros(len(rows))))
             continue
-        has_own = settings is not None and settings.adv_estimator.name
-        section = settings.adv_estimator if settings is not None and has_own else config.adv_estimator
-        name = chosen(config, agent)
+        name = chosen(config, agent, environment)
         function = _function(name)
         wanted = inputs_of(function)
         step = _Rollouts(groups, config, rows, penalties, greedy, batch, by_token="penalties" in wanted)
-        found = function(*[INPUTS[name](step) for name in wanted], **settings_of(section))
+        inputs = [INPUTS[each](step) for each in wanted]
+        found = function(*inputs, **settings_of(_section(config, agent, environment)))
         _check(found, name, step)
-        own = clip_advantages(found, config.advantage_clip_low, config.advantage_clip_high)
-        if settings is not None:
-            own = own.like(settings.weight * own.values) if isinstance(own, Ragged) else settings.weight * own
-        parts.append((rows, own))
-    return parts[0][1] if len(parts) == 1 else _joined(parts, groups)
+        parts.append((rows, clip_advantages(found, config.advantage_clip_low, config.advantage_clip_high)))
+    whole = parts[0][1] if len(parts) == 1 else _joined(parts, groups)
+    return _weighed(whole, np.array(weights))
+
+
+def _weighed(advantages: Advantages, weights: np.ndarray) -> Advantages:
+    """Return advantages times the weight of each rollout."""
+    if isinstance(advantages, Ragged):
+        return advantages.like(advantages.values * np.repeat(weights, advantages.lengths))
+    return advantages * weights
 
 
 def _joined(parts: Sequence[tuple[np.ndarray, Advantages]], groups: Sequence[RolloutGroup]) -> Advantages:

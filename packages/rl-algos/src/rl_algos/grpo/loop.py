@@ -12,7 +12,7 @@ import numpy as np
 
 from rl_algos.data.examples import Datasets
 from rl_algos.distillation.teachers import RolloutTeacher, check_teachers, require_teacher
-from rl_algos.grpo.config import GRPOConfig, GRPORoot, trained_agents
+from rl_algos.grpo.config import GRPOConfig, GRPORoot, trained_agents, trained_environments
 from rl_algos.grpo.estimators import advantages_of, columns_before, reads
 from rl_algos.grpo.opponents import check_tokens, opponents_of
 from rl_algos.grpo.teacher_advantages import teachers_of, with_teachers
@@ -28,6 +28,7 @@ from rl_algos.rollouts.training.metrics import rollout_metrics, signal_metrics, 
 from rl_algos.rollouts.training.segments import to_rows
 from rl_algos.tokenizer import encode_prompt
 from rl_core.data.batch import Batch
+from rl_core.errors import ConfigError
 from rl_core.model import Model
 from rl_core.plugins import RolloutNeeds
 from rl_core.rollouts.group import LOSS_MASK, RolloutGroup
@@ -45,6 +46,7 @@ class GRPO(RolloutAlgorithm[GRPORoot]):
 
     def prepare(self, config: GRPORoot, tokenizer: Tokenizer, loaded: Datasets) -> RolloutData:
         check_tokens(config.grpo, tokenizer)
+        check_environments(config.grpo, loaded)
         check_teachers(config, tokenizer)
         settings = config.grpo.distillation
         if not settings.reward_weight and settings.self_teacher is None:
@@ -123,6 +125,21 @@ def train(
         run.record(step, {**metrics, **objective.observe(metrics)})
         run.record(step, {**rollout_metrics(groups, advantages), **signal_metrics(groups, aside)})
         run.record_rollouts(step, [*groups, *aside], by_rollout(advantages, groups), batch=batch)
+
+
+def check_environments(config: GRPOConfig, loaded: Datasets) -> None:
+    """Refuse settings of an environment that no row of the training data has.
+
+    Raises:
+        ConfigError: With the environments that there are.
+    """
+    if any(dataset.source is not None for dataset in loaded.train):
+        return  # Rows that are streamed are not known yet.
+    found = sorted({name for dataset in loaded.train for name in dataset.environments()})
+    for name in trained_environments(config):
+        if name not in found:
+            problem = f"grpo.environments.{name}: no row of data.train has this environment"
+            raise ConfigError(f"{problem}; their environments are {', '.join(found)}")
 
 
 def trained_batch(batch: Batch, groups: Sequence[RolloutGroup], config: GRPOConfig) -> Batch:

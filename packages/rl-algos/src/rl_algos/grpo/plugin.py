@@ -7,7 +7,16 @@ from typing import Any
 
 from rl_algos.distillation.config import teacher_sections
 from rl_algos.distillation.plugin import TEACHERS, self_teacher_problems, short_teachers, teacher_needs
-from rl_algos.grpo.config import GRPOConfig, GRPORoot, TrainedAgentConfig, TrainedAgentsConfig, trained_agents
+from rl_algos.grpo.config import (
+    GRPOConfig,
+    GRPORoot,
+    TrainedAgentConfig,
+    TrainedAgentsConfig,
+    TrainedEnvironmentConfig,
+    TrainedEnvironmentsConfig,
+    trained_agents,
+    trained_environments,
+)
 from rl_algos.grpo.estimators import chosen, estimator_section, reads
 from rl_algos.grpo.opponents import fixed_models, opponent_problems
 from rl_algos.losses.custom import chosen_type, loss_requirements
@@ -24,23 +33,29 @@ def grpo_section(written: Any) -> type[Config]:
     """Return the type of `grpo`, with the settings of the estimators and the agents that are written there."""
     estimator = written.get("adv_estimator") if isinstance(written, Mapping) else None
     kind = chosen_type("adv_estimator.name", estimator, estimator_section)
-    agents = written.get("agents") if isinstance(written, Mapping) else None
-    return assemble("GRPO", {"adv_estimator": kind, "agents": _agents_section(agents)}, base=GRPOConfig)
+    agents = _by_name(written, "agents", TrainedAgentConfig, TrainedAgentsConfig)
+    environments = _by_name(written, "environments", TrainedEnvironmentConfig, TrainedEnvironmentsConfig)
+    sections = {"adv_estimator": kind, "agents": agents, "environments": environments}
+    return assemble("GRPO", sections, base=GRPOConfig)
 
 
-def _agents_section(written: Any) -> type[Config]:
-    """Return the type of `grpo.agents`: a section for each agent that is written there."""
-    if not isinstance(written, Mapping):
-        return TrainedAgentsConfig
+def _by_name(written: Any, key: str, own: type[Config], base: type[Config]) -> type[Config]:
+    """Return the type of `grpo.agents` or `grpo.environments`: a section for each name that is written there, with the
+    settings of its estimator."""
+    named = written.get(key) if isinstance(written, Mapping) else None
+    if not isinstance(named, Mapping):
+        return base
     kinds: dict[str, type[Config]] = {}
-    for agent, settings in written.items():
-        if not isinstance(agent, str) or not agent.isidentifier():
-            reason, allowed = "has a key that cannot be the name of an agent", "letters, digits and underscores, not a"
-            raise ProblemError(Problem("agents", reason, got=agent, allowed=f"{allowed} digit first"))
+    for name, settings in named.items():
+        if not isinstance(name, str) or not name.isidentifier():
+            thing, allowed = key.removesuffix("s"), "letters, digits and underscores, not a digit first"
+            remedy = "Give it such a name in `env`, with its `type`" if key == "environments" else ""
+            reason = f"has a key that cannot be the name of an {thing}"
+            raise ProblemError(Problem(key, reason, got=name, allowed=allowed, remedy=remedy))
         estimator = settings.get("adv_estimator") if isinstance(settings, Mapping) else None
-        kind = chosen_type(f"agents.{agent}.adv_estimator.name", estimator, estimator_section)
-        kinds[agent] = assemble("TrainedAgent", {"adv_estimator": kind}, base=TrainedAgentConfig)
-    return assemble("TrainedAgents", kinds, base=TrainedAgentsConfig)
+        kind = chosen_type(f"{key}.{name}.adv_estimator.name", estimator, estimator_section)
+        kinds[name] = assemble(own.__name__.removesuffix("Config"), {"adv_estimator": kind}, base=own)
+    return assemble(base.__name__.removesuffix("Config"), kinds, base=base)
 
 
 def models(config: GRPORoot) -> dict[str, ModelNeed]:
@@ -61,8 +76,14 @@ def check(config: GRPORoot) -> Iterable[Problem]:
         for name in ("weight", "adv_estimator"):
             if not settings.train and is_changed(settings, name):
                 yield Problem.unused(f"{key}.{name}", f"with {key}.train=false")
-        if settings.train and settings.adv_estimator.name is None and is_changed(settings, "adv_estimator"):
-            yield Problem.unused(f"{key}.adv_estimator", "without a name", remedy=f"Set {key}.adv_estimator.name")
+    places: dict[str, TrainedAgentConfig | TrainedEnvironmentConfig] = {
+        **{f"agents.{name}": own for name, own in trained_agents(config.grpo).items() if own.train},
+        **{f"environments.{name}": own for name, own in trained_environments(config.grpo).items()},
+    }
+    for place, own in places.items():
+        if own.adv_estimator.name is None and is_changed(own, "adv_estimator"):
+            key = f"grpo.{place}.adv_estimator"
+            yield Problem.unused(key, "without a name", remedy=f"Set {key}.name")
 
 
 def _teachers(config: GRPORoot) -> Iterator[Problem]:

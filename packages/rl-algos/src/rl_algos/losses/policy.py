@@ -41,6 +41,11 @@ RatioDenominator = Literal["prev", "generation"]
 _CLIP, _TOKEN_MEAN, _NO_FILTERS = Clip(), Aggregation(), Filters()
 
 
+def surrogate_column(setting: str) -> str:
+    """Return the column, float32 `[rows]`, with the values of a setting of the surrogate."""
+    return f"surrogate_{setting}"
+
+
 @dataclass(frozen=True)
 class PolicyLoss:
     """Aggregation of `w surrogate + kl - entropy_bonus H` over sampled tokens, plus the term of positive examples.
@@ -65,6 +70,8 @@ class PolicyLoss:
         observation_nll_weight: Weight of the mean `-logp` over the tokens between two turns of a row
             (`rl_algos.losses.mask.num_observed`).
         demonstrations: The term of the rows whose column `demonstration` is 1; None without such rows.
+        surrogate_by_row: Settings of the surrogate that each row has its own value of, in the columns `surrogate_NAME`;
+            empty if all rows have the same surrogate.
         has_segments: A sequence may be several rows. Terms of whole sequences then read the column `pair`, the
             number of each row's sequence, which also keeps its rows in one microbatch.
         temperature: Sampling temperature.
@@ -86,6 +93,7 @@ class PolicyLoss:
     positive_example_nll_weight: float = 0.0
     observation_nll_weight: float = 0.0
     demonstrations: Demonstrations | None = None
+    surrogate_by_row: tuple[str, ...] = ()
     has_segments: bool = False
     temperature: float = 1.0
     token_filter: TokenFilter | None = None
@@ -102,7 +110,9 @@ class PolicyLoss:
         versions = ("weight_versions",) if self.staleness else ()
         marks = (DEMONSTRATION,) if self.demonstrations else ()
         pair = (PAIR,) if self.has_segments and self._has_sequence_terms else ()
-        terms = (*prev, *ref, *self.filters.columns, *positive, *versions, *marks, *self.surrogate.columns, *pair)
+        settings = tuple(map(surrogate_column, self.surrogate_by_row))
+        of_surrogate = (*self.surrogate.columns, *settings)
+        terms = (*prev, *ref, *self.filters.columns, *positive, *versions, *marks, *of_surrogate, *pair)
         return ("loss_mask", "advantages", "generation_logprobs", *terms)
 
     @property

@@ -46,12 +46,14 @@ class Surrogate(NamedConfig):
     - `columns`: Columns that it reads next to the columns of every policy loss; statistics of the whole step.
     - `aggregations`: Aggregations that make sense with it.
     - `is_by_token`: True if a token's term has no gradient by other tokens, so that single tokens may be left out.
+    - `of_step`: Settings that choose tokens among all tokens of a step.
     """
 
     level: ClassVar[Level] = "token"
     columns: ClassVar[tuple[str, ...]] = ()
     aggregations: ClassVar[tuple[AggregationName, ...]] = get_args(AggregationName)
     is_by_token: ClassVar[bool] = True
+    of_step: ClassVar[tuple[str, ...]] = ()
 
     name: SurrogateName
     """Name of the surrogate: `clip`, `gspo`, `cispo`, `reinforce`, `sapo`, `gmpo`, `dppo-tv`, `dppo-kl`, `clip-cov`,
@@ -63,6 +65,11 @@ class Surrogate(NamedConfig):
         if self.name != own:
             raise ValueError(f"{type(self).__name__} is the surrogate {own}, not {self.name}")
         return self
+
+    @property
+    def by_row(self) -> dict[str, float]:
+        """The settings that may differ between the rows of a step: numbers in the term of a token."""
+        return {key: value for key, value in self if isinstance(value, float) and key not in self.of_step}
 
 
 class ClippedSurrogate(Surrogate):
@@ -172,6 +179,7 @@ class ClipCov(ClippedSurrogate):
     """
 
     columns = ("high_covariance",)
+    of_step = ("share", "low", "high")
 
     name: SurrogateName = "clip-cov"
     share: float = Field(default=2e-4, gt=0, le=1)
@@ -204,6 +212,7 @@ class KLCov(Surrogate):
     """
 
     columns = ("high_covariance",)
+    of_step = ("share",)
 
     name: SurrogateName = "kl-cov"
     share: float = Field(default=2e-3, gt=0, le=1)

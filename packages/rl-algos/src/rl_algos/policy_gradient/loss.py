@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from rl_algos.losses.custom import PATH, is_path, loss_class, unknown_name
-from rl_algos.losses.policy import PolicyLoss
+from rl_algos.losses.policy import PolicyLoss, surrogate_column
 from rl_algos.losses.surrogates import SURROGATES, ClipCov, KLCov, Surrogate
 from rl_algos.policy_gradient.config import CustomLossConfig, LossConfig, ObjectiveRoot
 from rl_algos.policy_gradient.objective import (
@@ -15,6 +15,7 @@ from rl_algos.policy_gradient.objective import (
     AdaptiveKL,
     Objective,
     Statistic,
+    by_environment,
     high_covariance,
     high_entropy,
     positive_examples,
@@ -107,6 +108,11 @@ def objective_of(
         read_before = (*read_before, "prev_entropy")
     if settings.filters.max_second_moment is not None:
         statistics["small_moment"] = small_moment(settings.filters.max_second_moment)
+    for setting in loss.surrogate_by_row:
+        own = {
+            name: values[setting] for name, values in algorithm.surrogate_by_environment.items() if setting in values
+        }
+        statistics[surrogate_column(setting)] = by_environment(loss.surrogate.by_row[setting], own)
     if loss.positive_example_nll_weight:
         statistics["positive"] = positive_examples
     kl, bonus = settings.kl, settings.entropy_bonus
@@ -147,6 +153,7 @@ def policy_loss(config: ObjectiveRoot, algorithm: PolicyGradientConfig, loss: Lo
         positive_example_nll_weight=loss.positive_example_nll_weight,
         observation_nll_weight=loss.observation_nll_weight,
         demonstrations=loss.demonstrations,
+        surrogate_by_row=tuple(loss.surrogate.by_row) if algorithm.surrogate_by_environment else (),
         mismatch_threshold=algorithm.seq_logprob_error_threshold,
         has_segments=algorithm.splits,
         temperature=config.policy.generation.temperature,

@@ -351,6 +351,22 @@ def positive_examples(data: StepData) -> Column:
     return to_rows(data.batch, positive.astype(np.uint8))
 
 
+def by_environment(otherwise: float, values: Mapping[str, float]) -> Statistic:
+    """Return a statistic, float32 `[rows]`: the value of the environment of each row.
+
+    Args:
+        otherwise: Value of all other environments.
+        values: Values by environment.
+    """
+
+    def statistic(data: StepData) -> Column:
+        own = [values.get(group.prompt.environment, otherwise) for group in data.groups]
+        by_rollout = np.repeat(np.array(own, dtype=np.float32), [len(group.rollouts) for group in data.groups])
+        return to_rows(data.batch, by_rollout)
+
+    return statistic
+
+
 def rollouts_of_rows(data: StepData) -> Column:
     """Return int64 `[rows]`, the number of each row's rollout."""
     return data.batch.array(ROLLOUT)

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from pydantic import ValidationError
+
 from rl_algos.losses.custom import chosen_type
 from rl_algos.policy_gradient.config import CustomLossConfig, LossConfig, ObjectiveRoot
 from rl_algos.policy_gradient.loss import (
@@ -66,6 +68,7 @@ def loss_problems(config: ObjectiveRoot, algorithm: PolicyGradientConfig) -> Ite
         yield Problem.unused(f"{section}.reference_mixup_alpha", because, remedy=remedy)
     yield from _uncorrected(config, algorithm)
     yield from _demonstrations(config, algorithm)
+    yield from _surrogates(loss, algorithm)
     if not isinstance(loss, LossConfig):
         yield from _custom_loss_problems(config, algorithm, loss)
         return
@@ -88,6 +91,25 @@ def loss_problems(config: ObjectiveRoot, algorithm: PolicyGradientConfig) -> Ite
         if algorithm.turn_limit == 1:
             yield Problem.unused("loss_fn.observation_nll_weight", f"with {section}.max_rollout_turns=1")
     yield from policy_loss_problems(loss)
+
+
+def _surrogates(loss: LossConfig | CustomLossConfig, algorithm: PolicyGradientConfig) -> Iterator[Problem]:
+    """Yield problems of settings of the surrogate that differ by environment."""
+    for name, values in algorithm.surrogate_by_environment.items():
+        key = f"{algorithm.section}.environments.{name}.surrogate"
+        if not isinstance(loss, LossConfig):
+            yield Problem.unused(key, f"with the loss {loss.name}, which has no surrogate")
+            continue
+        surrogate = loss.surrogate
+        if unknown := [setting for setting in values if setting not in surrogate.by_row]:
+            reason = f"has {unknown[0]}, which is not a number in a token's term of the surrogate {surrogate.name}"
+            yield Problem(key, reason, got=dict(values), allowed=", ".join(surrogate.by_row) or "none")
+            continue
+        try:
+            type(surrogate).model_validate(surrogate.model_dump() | dict(values))
+        except ValidationError as error:
+            wrong = error.errors()[0]
+            yield Problem(f"{key}.{wrong['loc'][-1]}", wrong["msg"], got=wrong["input"])
 
 
 def _demonstrations(config: ObjectiveRoot, algorithm: PolicyGradientConfig) -> Iterator[Problem]:

@@ -499,6 +499,11 @@ class PolicyGradientConfig(RolloutConfig):
         return False
 
     @property
+    def surrogate_by_environment(self) -> Mapping[str, Mapping[str, float]]:
+        """Settings of the surrogate that environments have of their own, by their names."""
+        return {}
+
+    @property
     def demonstrated_share(self) -> float:
         return self.demonstrations.share
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rl_algos.losses.importance import ImportanceCorrection, Rejection
-from rl_algos.losses.policy import PolicyLoss
+from rl_algos.losses.policy import PolicyLoss, surrogate_column
 from rl_algos.losses.terms import Aggregation, Demonstrations
 from rl_algos.torch.sampled import Sampled, bounded, estimate, observed, reference_kl, weighed
 from rl_algos.torch.surrogates import COMPUTATIONS
@@ -29,7 +29,9 @@ def compute(loss: PolicyLoss, reads: Mapping[str, Tensor], rows: Rows) -> LossSu
     shows = loss.demonstrations is not None
     sampled = Sampled.of(reads["logprobs"], rows, on_policy=loss.on_policy, has_demonstrations=shows)
     compared = sampled if loss.ratio_denominator == "prev" else replace(sampled, prev=sampled.generation)
-    terms = COMPUTATIONS[type(loss.surrogate)](loss.surrogate, compared)
+    by_row = {setting: rows.per_token(surrogate_column(setting)) for setting in loss.surrogate_by_row}
+    surrogate = loss.surrogate.model_copy(update=by_row) if by_row else loss.surrogate
+    terms = COMPUTATIONS[type(surrogate)](surrogate, compared)
     policy, without_policy = _corrected(loss, terms.loss, sampled)
     penalties, metrics = _penalties(loss, reads, sampled)
     if loss.staleness is not None:

@@ -65,8 +65,7 @@ def sapo(surrogate: described.SAPO, sampled: Sampled) -> PolicyTerms:
 def gmpo(surrogate: described.GMPO, sampled: Sampled) -> PolicyTerms:
     """Compute the policy term of `GMPO`."""
     log_ratio = bounded(sampled.logprobs - sampled.prev)
-    low = math.log(1 - surrogate.clip_low) if surrogate.clip_low < 1 else -LOG_RATIO_BOUND
-    clamped = log_ratio.clamp(low, math.log1p(surrogate.clip_high))
+    clamped = log_ratio.clamp(_log1p(-surrogate.clip_low), _log1p(surrogate.clip_high))
     smaller, larger = torch.minimum(log_ratio, clamped), torch.maximum(log_ratio, clamped)
     kept = torch.where(sampled.advantages > 0, smaller, torch.where(sampled.advantages < 0, larger, log_ratio))
     mean_ratio = sampled.row_means(kept).exp()
@@ -158,6 +157,13 @@ def _clipped(
     if dual_clip is not None:
         loss = torch.where(advantages < 0, torch.minimum(loss, -advantages * dual_clip), loss)
     return PolicyTerms(loss, ratio.detach(), ratio.detach() != clipped.detach())
+
+
+def _log1p(value: float | Tensor) -> Any:
+    """Return `log(1 + value)`, at least `-LOG_RATIO_BOUND`, of a number or of a setting that differs by row."""
+    if isinstance(value, Tensor):
+        return value.log1p().clamp(min=-LOG_RATIO_BOUND)
+    return math.log1p(value) if value > -1 else -LOG_RATIO_BOUND
 
 
 def _unclipped(loss: Tensor, ratio: Tensor) -> PolicyTerms:
