@@ -42,5 +42,8 @@ from rl_envs.sql.plugin import SQLConfig as SQLConfig
 from rl_envs.sql.plugin import SQLQuestionsSettings as SQLQuestionsSettings
 from rl_envs.text_tools.environment import TextToolsEnvironment as TextToolsEnvironment
 from rl_envs.text_tools.plugin import TextToolsConfig as TextToolsConfig
+from rl_envs.textarena.environment import TextArenaEnvironment as TextArenaEnvironment
+from rl_envs.textarena.plugin import TextArenaConfig as TextArenaConfig
+from rl_envs.textarena.plugin import TextArenaSettings as TextArenaSettings
 
 __version__: str

@@ -1,0 +1,1 @@
+"""Games of the textarena package, for one player or several, with generated starts."""
