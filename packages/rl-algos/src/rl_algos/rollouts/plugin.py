@@ -7,10 +7,10 @@ from typing import Any
 
 from rl_algos.data.config import DataConfig
 from rl_algos.evaluation.config import EvaluationConfig
-from rl_algos.requirement import LOSSES
+from rl_algos.requirement import GRAMMARS, LOSSES
 from rl_algos.rollouts import checks as of_rollouts
 from rl_algos.rollouts.config import DRAFTER, EvaluationRoot, RolloutRoot, drafter_section
-from rl_core.config import Config, Problem
+from rl_core.config import Config, Problem, ProblemError, assemble
 from rl_core.model import ModelSpec
 from rl_core.plugins import (
     AlgorithmPlugin,
@@ -74,6 +74,10 @@ def rollout_algorithm(
         # A drafter has as many updates as the policy, with a larger learning rate, because the policy moves.
         return {**own, DRAFTER: TrainingDefaults(lr=1e-5, adapter_lr=1e-4, rows=own["policy"].rows)}
 
+    def all_further(config: RolloutRoot) -> tuple[Requirement, ...]:
+        is_constrained = getattr(config, key).structured_output == "constrain"
+        return (*further(config), GRAMMARS) if is_constrained else further(config)
+
     def metrics(config: RolloutRoot) -> list[str]:
         names = of_rollouts.validation_metrics(getattr(config, key), config.data)
         return [*names, *further_metrics(config)] if names else []
@@ -100,13 +104,41 @@ def rollout_algorithm(
         optional_models=(*optional_models, DRAFTER),
         training_defaults=all_defaults,
         requirements=(LOSSES, *requirements),
-        further=further,
+        further=all_further,
         validation_metrics=metrics,
         without_validation={f"{key}.{asked}": value for asked, value in of_rollouts.WITHOUT_VALIDATION.items()},
         evaluates_in_training=lambda config: config.eval.in_training,
         checks=(problems, *(() if reads_filtered else (of_rollouts.whole_distribution,)), *checks),
         further_models=further_models,
     )
+
+
+def sections_by_name(
+    written: Any, key: str, base: type[Config], section: Callable[[str, Any], type[Config]], *, remedy: str = ""
+) -> type[Config]:
+    """Return the type of a section whose keys are names that the user chooses: a section for each that is written.
+
+    Args:
+        written: Plain value of the section around, as the user wrote it.
+        key: Key of the section: the plural of the things that have these names.
+        base: Type of the section without a name.
+        section: Function from a name and the plain value of its section to the type of this section.
+        remedy: Sentence about what to do with a name that cannot be a key.
+
+    Raises:
+        ProblemError: If a name cannot be a key.
+    """
+    named = written.get(key) if isinstance(written, Mapping) else None
+    if not isinstance(named, Mapping):
+        return base
+    kinds: dict[str, type[Config]] = {}
+    for name, settings in named.items():
+        if not isinstance(name, str) or not name.isidentifier():
+            reason, allowed = f"has a key that cannot be the name of an {key.removesuffix('s')}", "letters, digits and"
+            allowed += " underscores, not a digit first"
+            raise ProblemError(Problem(key, reason, got=name, allowed=allowed, remedy=remedy))
+        kinds[name] = section(name, settings)
+    return assemble(base.__name__.removesuffix("Config"), kinds, base=base)
 
 
 def training_problems(config: EvaluationRoot) -> Iterator[Problem]:

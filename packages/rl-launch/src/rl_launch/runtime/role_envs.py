@@ -149,8 +149,11 @@ def role_specs(
 
     specs = {role: spec(model, model.config, backends.requirements) for role, model in backends.models.items()}
     if backends.generation is not None:
-        # Rollout programs compute no losses, so they do not need the extras of losses.
-        programs = [Requirement(each.distribution) for each in backends.requirements]
+        # Rollout programs compute no losses, so they do not need the extras of losses. Those of rl-core are for them.
+        programs = [
+            each if each.distribution == IMAGES.distribution else Requirement(each.distribution)
+            for each in backends.requirements
+        ]
         specs["generation"] = spec(backends.generation, backends.generation.model, [ROLLOUT_WORKER, *programs])
     stored = [IMAGES] if any(model.config.vision.enabled for model in backends.models.values()) else []
     for instance in sorted(environments, key=lambda each: each.name):
