@@ -14,7 +14,13 @@ No schedule can make steps shorter than their bound, which is the largest of
 - the generation at full occupancy of all replicas;
 - the longest rollout, L, if updates wait for it;
 - otherwise `T + max(0, L - K T) / (K + 1)` at staleness K: a rollout begins with the step's wait for rollouts at the
-  earliest, and K trainings and K + 1 such waits later it is due.
+  earliest, and K trainings and K + 1 such waits later it is due. If generation and training take turns, rollouts stop
+  during a training, and it is `T + L / (K + 1)`.
+
+Further tables show steps that end at their last finished group (over-sampling), on devices where generation and
+training take turns, and the samplers of an asynchronous run. Beside the seconds of a step they have the bias of
+lengths: the mean length of the rollouts that trained over the mean of their distribution, in the first step and in the
+later ones, and the mean length of the rollouts that an earlier step began over the mean of the others.
 
 The last table is one run of few replicas that are the slower side. Some of them go after a third of its steps, with all
 that they had under way, and as many join after two.
@@ -29,15 +35,16 @@ import heapq
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from measurement import surroundings, table
 
 from rl_algos.data.stream import Stream
+from rl_algos.rollouts.config import Sampler
 from rl_algos.rollouts.driver.source import PacedRolloutSource
 from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.group import RolloutGroup, RolloutReports
@@ -73,15 +80,19 @@ class Engines:
     seconds_per_token: float
     update_seconds: float
 
-    def seconds(self, seeds: Sequence[int]) -> np.ndarray:
-        """Seconds of each rollout of a group."""
+    def tokens(self, seeds: Sequence[int]) -> np.ndarray:
+        """Tokens of each rollout of a group."""
         normal = np.random.default_rng(seeds[0]).normal(size=len(seeds))
         tokens = np.minimum(self.median_tokens * np.exp(SIGMA * normal), self.max_tokens)
-        return tokens * self.seconds_per_token
+        return np.ceil(tokens).astype(np.int64)
 
-    def mean_seconds(self) -> float:
-        """Mean seconds of a rollout."""
-        return float(self.seconds(range(200_000)).mean())
+    def seconds(self, seeds: Sequence[int]) -> np.ndarray:
+        """Seconds of each rollout of a group."""
+        return self.tokens(seeds) * self.seconds_per_token
+
+    def mean_tokens(self) -> float:
+        """Mean tokens of a rollout."""
+        return float(self.tokens(range(200_000)).mean())
 
     def longest_seconds(self) -> float:
         """Seconds of a rollout that runs into the limit, as some of every step do."""
@@ -118,6 +129,10 @@ class ScriptedReplica:
                 heapq.heappush(
                     self._script.ends, (max(map(self._end, self._engines.seconds(task.seeds))), ticket, self)
                 )
+
+    def stop(self, seconds: float) -> None:
+        """Let all that it decodes end so much later."""
+        self._free_at = [max(self._script.now, each) + seconds for each in self._free_at]
 
     def _end(self, seconds: float) -> float:
         end = max(self._script.now, heapq.heappop(self._free_at)) + seconds
@@ -170,6 +185,13 @@ class ScriptedPool:
             elif self._script.ends:
                 self._script.now = max(self._script.now, *(end for end, _, _ in self._script.ends))
 
+    def stop(self, seconds: float) -> None:
+        """Give the devices to the training for a time, in which no rollout continues."""
+        with self._script.measured():
+            for replica in self._replicas:
+                replica.stop(seconds)
+            self._script.ends = [(max(self._script.now, end) + seconds, *others) for end, *others in self._script.ends]
+
     def resize(self, num_replicas: int) -> None:
         """Have replicas die or join until there are so many; what the dead had is done again by others."""
         while len(self._replicas) < num_replicas:
@@ -193,15 +215,15 @@ class ScriptedPool:
         """Nothing: no engine drafts."""
 
     def _group(self, task: RolloutTask) -> RolloutGroup:
-        count = len(task.seeds)
+        count, lengths = len(task.seeds), tuple(self._engines.tokens(task.seeds).tolist())
         stop_reason: StopReason = "stop"
         status: Status = "ok"
         reports = RolloutReports(
             prompt_id=task.prompt.id,
-            num_tokens=(2,) * count,
-            num_sampled=(1,) * count,
+            num_tokens=tuple(length + 1 for length in lengths),
+            num_sampled=lengths,
             num_turns=(1,) * count,
-            spans=(((self._version, 1),),) * count,
+            spans=tuple(((self._version, length),) for length in lengths),
             rewards=({"reward": 1.0},) * count,
             stop_reason=(stop_reason,) * count,
             status=(status,) * count,
@@ -223,12 +245,20 @@ class Measured:
         idle: Share of it in which nothing was trained.
         most_under_way: Maximum number of rollouts at a time, in progress or waiting.
         cpu_seconds: Processor time of the driver for 1,000 finished rollouts.
+        first_length: Mean tokens of the rollouts that the first step trained on.
+        later_length: Mean tokens of those of the later steps.
+        carried_share: Share of the groups of a later step that an earlier one began.
+        carried_length: Mean tokens of their rollouts over the mean of the others; NaN if there are none.
     """
 
     step_seconds: float
     idle: float
     most_under_way: int
     cpu_seconds: float
+    first_length: float
+    later_length: float
+    carried_share: float
+    carried_length: float
 
 
 @dataclass(frozen=True)
@@ -239,15 +269,25 @@ class Setting:
         train_seconds: Duration of training in a step.
         staleness: Staleness limit of the source.
         in_flight: True if rollouts continue after a weight update, False if they end before it.
+        ratio: Number of prompts in progress over the prompts of a step; None for as many as the staleness allows.
+        takes_turns: True if generation stops while the policy trains.
+        sampler: Which groups a step trains on.
+        window: Number of prompts that the sampler `windowed` chooses from, over the prompts of a step.
     """
 
     train_seconds: float
     staleness: int
     in_flight: bool = False
+    ratio: float | None = None
+    takes_turns: bool = False
+    sampler: Sampler = "weight_fifo"
+    window: float = 1.5
 
     @property
     def name(self) -> str:
         """In the table."""
+        if self.takes_turns:
+            return f"over-sampling {self.ratio:g}, staleness {self.staleness}"
         return f"staleness {self.staleness}, {'in flight' if self.in_flight else 'drained'}"
 
     def bound(self, engines: Engines, generation: float) -> float:
@@ -257,14 +297,18 @@ class Setting:
             generation: seconds of a step's rollouts at full occupancy.
         """
         training, longest = self.train_seconds, engines.longest_seconds()
+        if self.takes_turns:
+            return training + max(generation, longest / (self.staleness + 1))
         if not self.in_flight:
             return max(training, generation, longest)
         wait = max(0.0, longest - self.staleness * training) / (self.staleness + 1)
         return max(training + wait, generation)
 
 
-def steps_of(chosen: argparse.Namespace, script: Script, pool: ScriptedPool, setting: Setting) -> Iterator[int]:
-    """Simulate a run; yields the number of each step at its end."""
+def steps_of(
+    chosen: argparse.Namespace, script: Script, pool: ScriptedPool, setting: Setting
+) -> Iterator[tuple[int, Mapping[str, float]]]:
+    """Simulate a run; yields the number of each step at its end, and what the source measured of it."""
     prompts = [Prompt(f"p{index}", (), np.zeros(1, np.int32), "scripted") for index in range(4 * chosen.prompts)]
     source = PacedRolloutSource(
         pool,
@@ -274,15 +318,23 @@ def steps_of(chosen: argparse.Namespace, script: Script, pool: ScriptedPool, set
         seed=0,
         max_staleness=setting.staleness,
         prompts_per_step=chosen.prompts,
+        num_ahead=None if setting.ratio is None else math.ceil((setting.ratio - 1) * chosen.prompts),
+        sampler=setting.sampler,
+        window=math.ceil(setting.window * chosen.prompts),
+        overlaps_training=not setting.takes_turns,
         clock=lambda: script.now,
     )
     source.adopt(WeightUpdate(1))
     for step in range(1, chosen.steps + 1):
-        source.collect(chosen.prompts)
-        source.metrics()
+        groups = source.collect(chosen.prompts)
+        measured = source.metrics()
+        with script.measured():
+            length = float(np.mean([group.rollouts.num_sampled for group in groups]))
+        if setting.takes_turns:
+            pool.stop(setting.train_seconds)
         script.now += setting.train_seconds
         source.adopt(WeightUpdate(step + 1))
-        yield step
+        yield step, {**measured, "length": length}
 
 
 def run(chosen: argparse.Namespace, engines: Engines, setting: Setting) -> Measured:
@@ -290,13 +342,28 @@ def run(chosen: argparse.Namespace, engines: Engines, setting: Setting) -> Measu
     script = Script()
     pool = ScriptedPool(script, engines, in_flight=setting.in_flight)
     began_cpu, first = time.process_time(), 0.0
-    for _ in steps_of(chosen, script, pool, setting):
+    measured = []
+    for _, metrics in steps_of(chosen, script, pool, setting):
         first = first or script.now
+        measured.append(metrics)
     cpu = time.process_time() - began_cpu - script.cpu_seconds
     rollouts = chosen.steps * chosen.prompts * chosen.group
     seconds = (script.now - first) / (chosen.steps - 1)
     idle = max(0.0, 1 - setting.train_seconds / seconds)
-    return Measured(seconds, idle, pool.most_under_way * chosen.group, 1000 * cpu / rollouts)
+    later = measured[1:]
+    share = float(np.mean([step.get("carried/share", 0.0) for step in later]))
+    lengths = [(step.get("carried/mean_length"), step.get("carried/mean_length_of_others")) for step in later]
+    ratios = [carried / others for carried, others in lengths if carried and others]
+    return Measured(
+        seconds,
+        idle,
+        pool.most_under_way * chosen.group,
+        1000 * cpu / rollouts,
+        measured[0]["length"],
+        float(np.mean([step["length"] for step in later])),
+        share,
+        float(np.mean(ratios)) if ratios else math.nan,
+    )
 
 
 def run_changing(chosen: argparse.Namespace, engines: Engines, setting: Setting) -> str:
@@ -307,7 +374,7 @@ def run_changing(chosen: argparse.Namespace, engines: Engines, setting: Setting)
     chosen = argparse.Namespace(**vars(chosen) | {"steps": third * len(chosen.changing)})
     changes = {third * index: count for index, count in enumerate(chosen.changing) if index}
     rows, ends, begun_again = [], [0.0], 0
-    for step in steps_of(chosen, script, pool, setting):
+    for step, _ in steps_of(chosen, script, pool, setting):
         ends.append(script.now)
         if step % third == 0:
             # the step in which replicas change does not count
@@ -328,7 +395,8 @@ def main() -> None:
         chosen.replicas, chosen.prompts, chosen.steps, chosen.changing = 8, 16, 4, [2, 1, 2]
     engines = Engines(chosen.replicas, chosen.slots, chosen.tokens, chosen.max_tokens, chosen.token_seconds, 2.0)
     rollouts = chosen.prompts * chosen.group
-    generation = rollouts * engines.mean_seconds() / (chosen.replicas * chosen.slots)
+    mean_seconds = engines.mean_tokens() * engines.seconds_per_token
+    generation = rollouts * mean_seconds / (chosen.replicas * chosen.slots)
     described = (
         f"{chosen.prompts} prompts of {chosen.group} rollouts a step, {chosen.replicas} replicas of {chosen.slots} "
         f"slots, {chosen.steps} steps; the longest rollout takes {engines.longest_seconds():.0f} s, generation at full "
@@ -347,10 +415,58 @@ def main() -> None:
                 rows.append((setting.name, *cells, f"{ratios[0] / ratios[1]:.0%}", *_shared_cells(found)))
         sys.stdout.write(f"\nTraining takes {train_seconds:g} s:\n\n{table(HEAD, rows)}\n")
 
+    train_seconds = chosen.train_seconds[0]
+    settings = [
+        Setting(train_seconds, staleness, in_flight=True, ratio=ratio, takes_turns=True, sampler="ready_first")
+        for staleness in chosen.staleness
+        for ratio in chosen.over_sampling
+        if ratio <= staleness + 1
+    ]
+    sys.stdout.write(f"\nOver-sampling, generation and training ({train_seconds:g} s) take turns:\n\n")
+    sys.stdout.write(f"{biases(chosen, engines, settings, generation)}\n")
+    train_seconds, staleness = chosen.sampler_train_seconds, chosen.staleness[-1]
+    settings = [Setting(train_seconds, staleness, in_flight=True, sampler=each) for each in get_args(Sampler)]
+    sys.stdout.write(f"\nSamplers, training {train_seconds:g} s, staleness {staleness}, in flight:\n\n")
+    sys.stdout.write(f"{biases(chosen, engines, settings, generation)}\n")
+
     changing = Setting(chosen.train_seconds[0], 1, in_flight=True)
     title = f"Replicas that go and join, training {changing.train_seconds:g} s, {changing.name}:"
     sys.stdout.write(f"\n{title}\n\n{run_changing(chosen, engines, changing)}\n")
 
+
+def biases(chosen: argparse.Namespace, engines: Engines, settings: Sequence[Setting], generation: float) -> str:
+    """The table of settings with equal trainings beside the synchronous run, with the bias of lengths.
+
+    Args:
+        generation: Seconds of a step's rollouts at full occupancy.
+    """
+    sync, mean = run(chosen, engines, Setting(settings[0].train_seconds, 0)), engines.mean_tokens()
+    rows = [("synchronous", f"{sync.step_seconds:.0f}", "1.00", "", *_bias_cells(sync, mean))]
+    for setting in settings:
+        found, bound = run(chosen, engines, setting), setting.bound(engines, generation)
+        ratios = (sync.step_seconds / found.step_seconds, sync.step_seconds / bound)
+        name = setting.name if setting.takes_turns else setting.sampler
+        cells = (f"{found.step_seconds:.0f}", *(f"{ratio:.2f}" for ratio in ratios))
+        rows.append((name, *cells, *_bias_cells(found, mean)))
+    return table(BIAS_HEAD, rows)
+
+
+def _bias_cells(found: Measured, mean: float) -> tuple[str, ...]:
+    carried = "" if math.isnan(found.carried_length) else f"{found.carried_length:.2f}"
+    lengths = (f"{length / mean:.2f}" for length in (found.first_length, found.later_length))
+    return (*lengths, f"{found.carried_share:.0%}", carried)
+
+
+BIAS_HEAD = (
+    "",
+    "step, s",
+    "speed-up",
+    "bound",
+    "length, step 1",
+    "length, later",
+    "carried",
+    "carried, length over others",
+)
 
 HEAD = (
     "",
@@ -383,6 +499,8 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--train-seconds", type=float, nargs="+", default=[200.0, 265.0, 330.0], help="of a step (200 265 330)"
     )
+    parser.add_argument("--over-sampling", type=float, nargs="+", default=[1.25, 1.5, 2.0])
+    parser.add_argument("--sampler-train-seconds", type=float, default=50.0, help="of the table of samplers")
     parser.add_argument("--changing", type=int, nargs=3, default=[24, 12, 24], help="replicas of the last table")
     parser.add_argument("--quick", action="store_true", help="only show that it runs")
     return parser

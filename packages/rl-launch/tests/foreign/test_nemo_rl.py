@@ -95,6 +95,29 @@ def test_rollouts_in_8_bits_keep_their_layers_in_bfloat16(tmp_path):
     assert config.loss_fn.allow_uncorrected_precision
 
 
+@pytest.mark.parametrize(
+    ("sampler", "expected"),
+    [("windowed", None), ("weight_fifo", None), ("in_order", "in_order"), ("ready_first", "ready_first")],
+)
+def test_the_sampler_of_an_asynchronous_run_is_kept(tmp_path, sampler, expected):
+    ages = {"max_lookahead_versions": 2, "max_staleness_versions": 2}
+    values = changed(NEMO_RL, async_rl={"sampler": {"name": sampler, **ages}})
+    del values["grpo"]["async_grpo"]
+    changes = {
+        "policy__generation__colocated": {"enabled": False, "resources": {"gpus_per_node": 4}},
+        "loss_fn__use_importance_sampling_correction": True,
+    }
+    found = imported(tmp_path, values, **changes)
+    assert found.features == {}
+    settings = read_plan(found.recipe).config.grpo.async_grpo
+    assert (settings.max_trajectory_age_steps, settings.sampler) == (2, expected)
+
+
+def test_an_unknown_sampler_is_refused(tmp_path):
+    found = imported(tmp_path, async_rl={"sampler": {"name": "newest_first"}})
+    assert set(found.features) == {"another choice of groups (async_rl.sampler newest_first)"}
+
+
 def test_features_that_are_not_offered_are_refused_together(tmp_path):
     found = imported(
         tmp_path,

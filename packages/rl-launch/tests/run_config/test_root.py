@@ -48,6 +48,17 @@ def test_keys_of_a_section_that_nobody_switched_on_are_refused(key):
     assert f"has no effect without {section}.enabled=true" in str(refused.value)
 
 
+def test_keys_of_a_section_that_are_read_although_it_is_off_are_left_to_their_own_checks():
+    keys = ("grpo.async_grpo.max_trajectory_age_steps=2", "grpo.async_grpo.sampler=ready_first")
+    over_sampling = ("grpo.over_sampling_ratio=1.5", "loss_fn.importance.high=2.0")
+    settings = read_plan("grpo-arithmetic", [*ON_CPU, *over_sampling, *keys]).config.grpo
+    assert (settings.max_staleness, settings.sampler) == (2, "ready_first")
+    with pytest.raises(ConfigError, match=r"without grpo\.async_grpo\.enabled=true or grpo\.over_sampling_ratio"):
+        read_plan("grpo-arithmetic", [*ON_CPU, *keys])
+    with pytest.raises(ConfigError, match=r"grpo\.over_sampling_ratio allows rollouts that are 1 steps old"):
+        read_plan("grpo-arithmetic", [*ON_CPU, "grpo.over_sampling_ratio=1.5"])
+
+
 BY_HF = "policy.generation.backend=hf"
 BY_MEGATRON = "policy.megatron_cfg.enabled=true"
 

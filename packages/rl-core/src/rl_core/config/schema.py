@@ -115,6 +115,9 @@ class Config(BaseModel):
     named: ClassVar[type[Config] | None] = None
     """The type of further sections, whose names are up to the user; None if there are none."""
 
+    read_when_off: ClassVar[frozenset[str]] = frozenset()
+    """Keys of a section with `enabled` that may take effect although that is false. All others are refused then."""
+
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, ser_json_inf_nan="constants"
     )

@@ -160,7 +160,7 @@ def _switch_checks(plan: RunPlan) -> Iterator[Problem]:
             if model is None or model.plugin.key == own or getattr(model.backend, "enabled", None):
                 continue
         for name in written:
-            if name in type(section).model_fields and is_changed(section, name):
+            if name in type(section).model_fields.keys() - section.read_when_off and is_changed(section, name):
                 remedy = f"Set {key}.enabled=true, or remove this key"
                 yield Problem.unused(f"{key}.{name}", f"without {key}.enabled=true", remedy=remedy)
 

@@ -90,7 +90,7 @@ class LastFirstPool:
         )
 
 
-def run(folder, *, steps, staleness=2, killed_after=None, rollout_period=1):
+def run(folder, *, steps, staleness=2, killed_after=None, rollout_period=1, **rule):
     settings = GRPOConfig(
         num_prompts_per_step=3, num_generations_per_prompt=2, max_num_steps=steps, use_dynamic_sampling=True
     )
@@ -103,6 +103,7 @@ def run(folder, *, steps, staleness=2, killed_after=None, rollout_period=1):
         seed=0,
         max_staleness=staleness,
         prompts_per_step=3,
+        **rule,
     )
     logger = LoggerConfig(tensorboard_enabled=False, rollout_period=rollout_period)
     with RunSession(folder, counting.CountingConfig(logger=logger)) as session:
@@ -154,6 +155,31 @@ def test_a_run_that_was_killed_accounts_for_every_prompt_and_goes_on(tmp_path, k
     run(folder, steps=8)
     proof = prove(RunFolder(folder))
     assert (proof.holds, proof.num_trained, proof.num_compared) == (True, 24, 8)
+
+
+OVER_SAMPLING = {"num_ahead": 2, "in_flight": True, "overlaps_training": False}
+
+
+@pytest.mark.parametrize("killed_after", [6, 20])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {"sampler": "in_order"},
+        {"sampler": "ready_first"},
+        {"sampler": "ready_first", **OVER_SAMPLING},
+        {"sampler": "windowed", "window": 4, **OVER_SAMPLING},
+    ],
+    ids=lambda rule: "-".join(map(str, rule.values())),
+)
+def test_a_killed_run_accounts_for_every_prompt_with_each_sampler_and_with_over_sampling(tmp_path, rule, killed_after):
+    folder = tmp_path / "run"
+    run(folder, steps=2, **rule)
+    with pytest.raises(Killed):
+        run(folder, steps=50, killed_after=killed_after, **rule)
+    assert prove(RunFolder(folder)).holds
+    run(folder, steps=8, **rule)
+    proof = prove(RunFolder(folder))
+    assert (proof.holds, proof.gaps, proof.num_trained, proof.num_compared) == (True, (), 24, 8)
 
 
 def test_a_prompt_that_was_trained_twice_is_found(copy):

@@ -34,9 +34,11 @@ def translate_asynchrony(config: Translation) -> None:
     sampler = config.get("async_rl.sampler.name", "windowed")
     lead = "max_lookahead_versions" if sampler == "in_order" else "max_staleness_versions"
     age = config.get(f"async_rl.sampler.{lead}", 0)
-    if sampler not in ("windowed", "in_order"):
-        config.refuse("async_rl.sampler.name", f"training on the groups that finish first (async_rl.sampler {sampler})")
+    if sampler not in ("windowed", "weight_fifo", "in_order", "ready_first"):
+        config.refuse("async_rl.sampler.name", f"another choice of groups (async_rl.sampler {sampler})")
     elif age:
+        if sampler in ("in_order", "ready_first"):
+            config.put(f"{section}.sampler", sampler)
         config.put(f"{section}.enabled", True)
         config.put(f"{section}.max_trajectory_age_steps", age)
         config.put(f"{section}.in_flight_weight_updates", True)
