@@ -4,12 +4,7 @@ import pytest
 
 from rl_algos.data.config import DataConfig
 from rl_algos.data.examples import load_examples
-from rl_algos.distillation.algorithm import (
-    UNSCORED,
-    Distillation,
-    OfflineDistillation,
-    teacher_tokenizer,
-)
+from rl_algos.distillation.algorithm import UNSCORED, Distillation, OfflineDistillation, teacher_tokenizer
 from rl_algos.distillation.config import DistillationConfig, OfflineDistillationConfig
 from rl_algos.distillation.teachers import check_teachers
 from rl_algos.distillation.unscored import unscored

@@ -8,8 +8,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_algos.losses.distillation import MIN_TAIL, TEACHER_IDS, TEACHER_LOGPROBS, DistillationLoss, Divergence
-from rl_algos.torch.distillation import compute
+from rl_algos.losses.distillation import (
+    MIN_TAIL,
+    STATE_WEIGHTS,
+    TEACHER_IDS,
+    TEACHER_LOGPROBS,
+    TEACHER_TOKEN_LOGPROBS,
+    DistillationLoss,
+    Divergence,
+    WholeDistillationLoss,
+)
+from rl_algos.losses.importance import ImportanceCorrection
+from rl_algos.torch.distillation import compute, compute_whole
 from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged
 from rl_core.testing.torch.live_memory import LiveMemory
@@ -272,3 +282,58 @@ def test_many_tokens_of_the_teacher_take_the_memory_of_a_chunk_beside_their_grad
     # the gradient and its product with that of the loss; what a chunk takes beside the gradient is less
     assert memory.peak < 2.1 * tokens * k * 4
     assert memory.largest <= tokens * k * 4
+
+
+@pytest.mark.parametrize("chunk", [8, 2**22])
+@pytest.mark.parametrize("normalized", [False, True])
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_importance_weights_are_factors_of_the_divergences_and_may_divide_them(monkeypatch, name, normalized, chunk):
+    monkeypatch.setattr("rl_algos.torch.distillation.CHUNK", chunk)
+    teacher, student, mask = logits_and_mask(9)
+    ids, logprobs = teacher_columns(teacher, 3)
+    weights = np.random.default_rng(1).exponential(size=len(mask))
+    loss = DistillationLoss(DIVERGENCES[name], importance=ImportanceCorrection(batch_normalize=normalized))
+    batch = Batch({"loss_mask": Ragged(mask, OFFSETS), STATE_WEIGHTS: Ragged(weights, OFFSETS)})
+    totals, found, gradient = loss.totals(batch), 0.0, np.zeros_like(student)
+    for first, last in ((0, 1), (1, 4)):
+        tokens = slice(OFFSETS[first], OFFSETS[last])
+        logits = torch.tensor(student[tokens], requires_grad=True)
+        at = logits.log_softmax(-1).gather(1, ids[tokens].long())
+        columns = {
+            "loss_mask": torch.tensor(mask[tokens]),
+            TEACHER_IDS: ids[tokens],
+            TEACHER_LOGPROBS: logprobs[tokens],
+            STATE_WEIGHTS: torch.tensor(weights[tokens]),
+        }
+        rows = Rows(torch.tensor(OFFSETS[first : last + 1] - OFFSETS[first]), columns)
+        part = compute(loss, {"logprobs_at": at}, rows).loss(totals)
+        part.backward()
+        found, gradient[tokens] = found + part.item(), logits.grad.numpy()
+
+    learned = np.flatnonzero(mask)
+    divisor = weights[learned].sum() if normalized else len(learned)
+
+    def expected(student):
+        of_tokens = [oracle(DIVERGENCES[name], teacher, student, np.eye(len(mask))[token], 3) for token in learned]
+        return (weights[learned] * of_tokens).sum() / divisor
+
+    assert found == pytest.approx(expected(student), rel=1e-9)
+    nudge = np.zeros_like(student)
+    nudge[learned[1], 2] = 1e-6
+    slope = (expected(student + nudge) - expected(student - nudge)) / 2e-6
+    assert gradient[learned[1], 2] == pytest.approx(slope, rel=1e-6)
+
+
+def test_importance_weights_are_factors_of_the_divergences_of_whole_vocabularies():
+    random = np.random.default_rng(2)
+    found, weights = random.exponential(size=(OFFSETS[-1], 6)), random.exponential(size=OFFSETS[-1])
+    _, _, mask = logits_and_mask(9)
+    settings = {"heads": (), "vocabulary": VOCABULARY, "importance": ImportanceCorrection()}
+    columns = {"loss_mask": mask, STATE_WEIGHTS: weights, TEACHER_TOKEN_LOGPROBS: np.zeros(len(mask))}
+    rows = Rows(torch.tensor(OFFSETS), {name: torch.tensor(column) for name, column in columns.items()})
+    for place, name in enumerate(["forward", "reverse", "jensen_shannon"]):
+        loss = WholeDistillationLoss(DIVERGENCES[name], **settings)
+        assert STATE_WEIGHTS in loss.columns
+        sums = compute_whole(loss, {"divergences": torch.tensor(found)}, rows)
+        assert sums.objective["tokens"].item() == pytest.approx((mask * weights * found[:, place]).sum())
+        assert sums.metrics["forward_kl"].value.item() == pytest.approx((mask * found[:, 0]).sum())

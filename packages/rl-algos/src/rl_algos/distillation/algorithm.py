@@ -26,7 +26,16 @@ from rl_algos.distillation.config import (
 from rl_algos.distillation.self_teacher import SelfTeacher
 from rl_algos.distillation.span_teacher import SpanTeacher, Translator
 from rl_algos.distillation.teachers import RolloutTeacher, Teachers, check_teachers, require_teacher
-from rl_algos.losses.distillation import DistillationLoss, Divergence, SpanLoss, WholeDistillationLoss
+from rl_algos.losses.distillation import (
+    STATE_WEIGHTS,
+    DistillationLoss,
+    Divergence,
+    LossOfDivergences,
+    SpanLoss,
+    WholeDistillationLoss,
+)
+from rl_algos.losses.importance import LOG_RATIO_BOUND, ImportanceCorrection, importance_weights
+from rl_algos.losses.mask import without_demonstrations
 from rl_algos.rollouts.algorithm import RolloutAlgorithm
 from rl_algos.rollouts.config import RolloutConfig
 from rl_algos.rollouts.data import RolloutData, check_environments, prompt_reader
@@ -35,6 +44,7 @@ from rl_algos.rollouts.driver.validation import Validation
 from rl_algos.rollouts.setup import steps_of, validation_sampling
 from rl_algos.rollouts.training.batch import build_batch, minibatches
 from rl_algos.rollouts.training.metrics import rollout_metrics, training_metrics
+from rl_algos.rollouts.training.segments import ROLLOUT
 from rl_algos.sft.data import TrainingRow, conversation_reader, training_rows
 from rl_algos.sft.data import to_batch as text_batch
 from rl_algos.supervised.algorithm import SupervisedAlgorithm
@@ -43,11 +53,12 @@ from rl_algos.supervised.loop import RowObjective
 from rl_algos.supervised.loop import train as learn
 from rl_algos.tokenizer import encode_prompt, plain_tokenizer, require_chat_template
 from rl_core.data.batch import Batch
+from rl_core.data.microbatch import PAIR
 from rl_core.errors import ConfigError
 from rl_core.model import HIDDEN, LOGPROBS, HeadFiles, Loss, Model, hidden_states, topk
 from rl_core.model_config import ModelConfig
 from rl_core.rollouts.generation import SamplingParams
-from rl_core.rollouts.group import RolloutGroup
+from rl_core.rollouts.group import GENERATION_LOGPROBS, LOSS_MASK, RolloutGroup
 from rl_core.rollouts.rollout import Prompt
 from rl_core.run import Components, Run
 from rl_core.tokenizer import Tokenizer
@@ -160,13 +171,19 @@ class Distillation(RolloutAlgorithm[RolloutsRoot]):
             longest = attrgetter("teacher.max_total_sequence_length")(config)
             model = components.models["teacher"]
             teachers = SpanTeacher(model, data.translator, max_tokens=longest, temperature=loss.temperature)
-        sampling = validation_sampling(config.policy.generation, data.stop_token_ids)
-        validation = DistillationValidation(policy, teachers, loss, data.validation, sampling, settings)
+        generation, weights = config.policy.generation, None
+        validated = loss
+        if isinstance(loss, LossOfDivergences) and loss.importance is not None:
+            weights = StateWeights(loss.importance, generation.temperature)
+            validated = replace(loss, importance=None)
+        sampling = validation_sampling(generation, data.stop_token_ids)
+        validation = DistillationValidation(policy, teachers, validated, data.validation, sampling, settings)
         train(
             settings,
             loss,
             policy=policy,
             teachers=teachers,
+            weights=weights,
             steps=replace(steps_of(config, components, run), validation=validation),
             rows_per_minibatch=config.policy.train_global_batch_size,
         )
@@ -269,14 +286,13 @@ def loss_of(config: TextRoot | RolloutsRoot, *, vocabulary: int) -> Distillation
     """
     settings: DistillationLossConfig = config.loss_fn
     divergence = Divergence(settings.kl_type, settings.mixed_kl_weight, settings.jensen_shannon_beta)
+    importance = settings.importance and settings.importance.at_level("token")
+    loss = DistillationLoss(divergence, settings.nll_weight, settings.temperature, importance)
     if not sends_hidden(config.distillation.topk_logits_k, vocabulary):
-        return DistillationLoss(divergence, nll_weight=settings.nll_weight, temperature=settings.temperature)
+        return loss
+    heads = tuple(head_files(attrgetter(key)(config)) for key in teacher_sections(config).values())
     return WholeDistillationLoss(
-        tuple(head_files(attrgetter(key)(config)) for key in teacher_sections(config).values()),
-        vocabulary,
-        divergence,
-        nll_weight=settings.nll_weight,
-        temperature=settings.temperature,
+        divergence, settings.nll_weight, settings.temperature, importance, heads=heads, vocabulary=vocabulary
     )
 
 
@@ -331,6 +347,7 @@ def train(
     teachers: RolloutTeacher,
     steps: RolloutSteps,
     rows_per_minibatch: int,
+    weights: StateWeights | None = None,
 ) -> None:
     """Train the student for `config.max_num_steps` steps, or until the data or the run ends.
 
@@ -343,11 +360,16 @@ def train(
         teachers: Teachers that score the rollouts.
         steps: Rollouts of each step, weight sync, validation and checkpoints.
         rows_per_minibatch: Rollouts of one optimizer step.
+        weights: Importance weights that the loss reads; None for none.
     """
     run = steps.run
     for step, groups, *_ in steps.take(models={"policy": policy}):
         with run.phase("teacher"):
             batch = teachers.scored(build_batch(groups, config), groups)
+        if weights is not None:
+            with run.phase("logprobs"):
+                batch, of_weights = weights.added(batch, policy)
+            run.record(step, of_weights)
         with run.phase("training"):
             updates = [policy.train_step(minibatch, loss) for minibatch in minibatches(batch, rows_per_minibatch)]
             if config.self_teacher is not None and run.due(config.self_teacher.sync_period, step):
@@ -355,6 +377,41 @@ def train(
         steps.sync(step, batch)
         run.record(step, {**training_metrics(updates), **rollout_metrics(groups), **teachers.metrics})
         run.record_rollouts(step, groups, np.zeros(0), batch=batch)
+
+
+@dataclass(frozen=True)
+class StateWeights:
+    """Importance weights of rollouts that run ahead of training.
+
+    Args:
+        correction: Their truncation, bounds and level.
+        temperature: Sampling temperature, which the logprobs of the engine have.
+    """
+
+    correction: ImportanceCorrection
+    temperature: float
+
+    def added(self, batch: Batch, policy: Model) -> tuple[Batch, dict[str, float]]:
+        """Return the batch with the column `STATE_WEIGHTS`, and the metrics of the ratios of sampled tokens. The ratio
+        is of the policy as it is to the weights that sampled; given responses have the weight 1."""
+        prev = policy.infer(batch, [LOGPROBS], temperature=self.temperature).ragged("logprobs")
+        sampled = without_demonstrations(batch.with_columns({"prev_logprobs": prev}))
+        if ROLLOUT in batch:
+            sampled = sampled.with_columns({PAIR: batch.array(ROLLOUT)})
+        is_sampled = sampled.ragged(LOSS_MASK).values > 0
+        found = importance_weights(self.correction, sampled, of_states=True).values
+        weights = np.where(is_sampled, found, 1.0).astype(np.float32)
+        d = prev.values[is_sampled].astype(np.float64) - batch.ragged(GENERATION_LOGPROBS).values[is_sampled]
+        ratios = np.exp(np.clip(d, -LOG_RATIO_BOUND, LOG_RATIO_BOUND))
+        metrics = (
+            {
+                "mismatch/weight": ratios.mean(),
+                "mismatch/effective_sample_size": ratios.mean() ** 2 / np.square(ratios).mean(),
+            }
+            if len(ratios)
+            else {}
+        )
+        return batch.with_columns({STATE_WEIGHTS: prev.like(weights)}), metrics
 
 
 class DistillationValidation(Validation):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
 from string import Formatter
-from typing import Annotated, ClassVar, Literal, Protocol, cast
+from typing import Annotated, ClassVar, Literal, Protocol
 
 from pydantic import Field
 
 from rl_algos.data.config import DataRoot
 from rl_algos.losses.distillation import KLName
+from rl_algos.losses.importance import ImportanceCorrection
 from rl_algos.rollouts.config import RolloutConfig, RolloutRoot
 from rl_algos.sft.config import LearnedTurns
 from rl_algos.supervised.config import SupervisedConfig
@@ -51,6 +51,10 @@ class DistillationConfig(RolloutConfig):
 
     num_generations_per_prompt: int = Field(default=1, gt=0)
     """Number of rollouts per prompt."""
+    on_policy_share: float = Field(default=1.0, ge=0, le=1)
+    """Share of the rollouts that the student samples (lambda of GKD, arXiv:2306.13649). The others take the response in
+    the row of their prompt, which supervised fine-tuning would learn. A fraction of a rollout is a chance, drawn from
+    the seed. All rollouts of a row without a response are sampled."""
     topk_logits_k: int | None = Field(default=DEFAULT_K, gt=0)
     """Number of the teacher's most likely tokens that student and teacher are compared at; all other tokens count as
     one, the tail. null compares the whole vocabulary, with one teacher or several; if the vocabulary is large, the
@@ -64,6 +68,10 @@ class DistillationConfig(RolloutConfig):
     stop_at_validation_metric: Annotated[str | None, WhenChanged.GOAL] = None
     """Validation metric that ends the run when it reaches `stop_at_validation_threshold`: `reward`, `accuracy` or
     `mean_length` from below, or `loss` from above."""
+
+    @property
+    def demonstrated_share(self) -> float:
+        return 1 - self.on_policy_share
 
 
 class OfflineDistillationConfig(SupervisedConfig):
@@ -89,6 +97,12 @@ class DistillationLossConfig(Config):
     """Weight of the teacher in the mixture of `jensen_shannon`."""
     nll_weight: float = Field(default=0.0, ge=0)
     """Weight of the negative log-likelihood of the given text, which is added to the divergence."""
+    importance: ImportanceCorrection | None = None
+    """Weight the divergence at a token by the probability of the tokens before it, the student's as the step begins
+    relative to that of the weights that sampled them, for rollouts that run ahead of training. At the level `token`,
+    the default, it is the ratio of the token before it; at the level `sequence` the product over all sampled tokens
+    before it, which is exact and has more variance. The term of a given response has the weight 1. null turns the
+    correction off."""
     temperature: float = Field(default=1.0, gt=0)
     """Temperature of the loss: the divisor of the logits of student and teacher."""
     span_tau: float = Field(default=100.0, ge=1)
@@ -121,9 +135,9 @@ class RolloutsRoot(RolloutRoot, Protocol):
 def teacher_sections(config: object) -> dict[str, str]:
     """Return the key of the section of each teacher of a resolved config, by role: `teacher` for `teacher`, and
     `teachers.NAME` for `teacher_NAME`."""
-    known = type(cast(Config, config)).model_fields
-    several = type(attrgetter("teachers")(config)).model_fields if "teachers" in known else ()
+    known = vars(config)
     one = {"teacher": "teacher"} if "teacher" in known else {}
+    several = vars(known["teachers"]) if "teachers" in known else {}
     return {**one, **{f"teacher_{name}": f"teachers.{name}" for name in several}}
 
 

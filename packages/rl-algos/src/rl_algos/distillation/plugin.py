@@ -66,6 +66,8 @@ def check_rollouts(config: RolloutsRoot) -> Iterator[Problem]:
 def check_text(config: TextRoot) -> Iterator[Problem]:
     """Yield problems of distillation on given text, in addition to problems of every algorithm with given rows."""
     yield from _teacher(config)
+    if config.loss_fn.importance is not None:
+        yield Problem.unused("loss_fn.importance", f"with algorithm: {OFFLINE.name}, which samples nothing")
     yield from _loss(config.loss_fn)
     if is_changed(config.loss_fn, "span_tau"):
         yield Problem.unused("loss_fn.span_tau", f"with algorithm: {OFFLINE.name}")
@@ -92,8 +94,9 @@ def _cross_tokenizer(config: RolloutsRoot) -> Iterator[Problem]:
         return
     if is_changed(settings, "topk_logits_k"):
         yield Problem.unused("distillation.topk_logits_k", "with distillation.cross_tokenizer=true")
-    if is_changed(loss, "kl_type"):
-        yield Problem.unused("loss_fn.kl_type", "with distillation.cross_tokenizer=true")
+    for key in ("kl_type", "importance"):
+        if is_changed(loss, key):
+            yield Problem.unused(f"loss_fn.{key}", "with distillation.cross_tokenizer=true")
     if settings.max_rollout_turns > 1:
         reason = "cross_tokenizer supports single-turn rollouts only"
         yield Problem("distillation.max_rollout_turns", reason, got=settings.max_rollout_turns, allowed="1")

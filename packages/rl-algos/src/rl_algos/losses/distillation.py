@@ -9,10 +9,12 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
+from rl_algos.losses.importance import ImportanceCorrection
 from rl_algos.losses.mask import LossByToken
 from rl_core.data.batch import Batch
 from rl_core.model import LOGPROBS, HeadFiles, Read, divergences_from, logprobs_at
 from rl_core.model import MIN_TAIL as MIN_TAIL
+from rl_core.rollouts.group import LOSS_MASK
 
 KLName = Literal["forward", "reverse", "mixed", "jensen_shannon"]
 
@@ -39,6 +41,9 @@ TEACHER_NUMBER = "teacher_number"
 
 TEACHER_TOKEN_LOGPROBS = "teacher_token_logprobs"
 """Column of the teacher's logprobs of the tokens that are there, float32 `[tokens]`."""
+
+STATE_WEIGHTS = "state_weights"
+"""Column of the importance weights of the tokens before each token, float32 `[tokens]`."""
 
 HEAD_ERROR = "teacher_head_error"
 """Metric: the largest difference of the teacher's own logprob of a token that is there from the one that the student's
@@ -87,28 +92,56 @@ _FORWARD = Divergence()
 
 
 @dataclass(frozen=True)
-class DistillationLoss(LossByToken):
-    """The mean divergence over the tokens under `loss_mask`, plus `nll_weight` times their mean `-log q`.
-
-    The divergence at token i compares the distributions of token i, given the tokens before it. All logits, of the
-    student and of the teacher, are divided by one temperature; the loss is not multiplied by its square, as in some
-    other implementations.
+class LossOfDivergences(LossByToken):
+    """Base of the losses that compare the distributions of single tokens.
 
     Args:
         divergence: Divergence, with its weights.
         nll_weight: Weight of the negative log-likelihood of the text itself.
         temperature: Divides the student's logits; the teacher's columns must have the same temperature.
+        importance: Correction for tokens that other weights sampled; None for none.
     """
 
     divergence: Divergence = _FORWARD
     nll_weight: float = 0.0
     temperature: float = 1.0
+    importance: ImportanceCorrection | None = None
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """The column of importance weights, if there is a correction."""
+        return () if self.importance is None else (STATE_WEIGHTS,)
+
+    @property
+    def denominator(self) -> str:
+        """The total that divides the divergences."""
+        normalizes = self.importance is not None and self.importance.batch_normalize
+        return "importance_weights" if normalizes else "tokens"
+
+    def totals(self, batch: Batch) -> Mapping[str, float]:
+        """Return the `tokens` under the mask, and their `importance_weights` if these divide the divergences."""
+        totals = dict(super().totals(batch))
+        if self.denominator != "tokens":
+            is_learned = batch.ragged(LOSS_MASK).values > 0
+            totals[self.denominator] = float(batch.ragged(STATE_WEIGHTS).values[is_learned].sum(dtype=np.float64))
+        return totals
+
+
+@dataclass(frozen=True)
+class DistillationLoss(LossOfDivergences):
+    """The mean divergence over the tokens under `loss_mask`, plus `nll_weight` times their mean `-log q`.
+
+    The divergence at token i compares the distributions of token i, given the tokens before it. All logits, of the
+    student and of the teacher, are divided by one temperature; the loss is not multiplied by its square, as in some
+    other implementations. With importance weights, the divergence at token i has the weight of the tokens before it.
+    """
+
     implementation: str = "rl_algos.torch.distillation:compute"
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """`loss_mask` uint8 `[tokens]`, and the teacher's tokens and logprobs."""
-        return ("loss_mask", TEACHER_IDS, TEACHER_LOGPROBS)
+        """`loss_mask` uint8 `[tokens]`, the teacher's tokens and logprobs, and importance weights."""
+        return ("loss_mask", TEACHER_IDS, TEACHER_LOGPROBS, *self.weights)
 
     @property
     def reads(self) -> tuple[Read, ...]:
@@ -116,8 +149,8 @@ class DistillationLoss(LossByToken):
         return (logprobs_at(TEACHER_IDS), LOGPROBS) if self.nll_weight else (logprobs_at(TEACHER_IDS),)
 
 
-@dataclass(frozen=True)
-class WholeDistillationLoss(LossByToken):
+@dataclass(frozen=True, kw_only=True)
+class WholeDistillationLoss(LossOfDivergences):
     """A `DistillationLoss` over all tokens that student and teacher share, however many there are.
 
     Distributions of a large vocabulary are too large to travel. Teachers send their hidden states, and the student's
@@ -127,20 +160,16 @@ class WholeDistillationLoss(LossByToken):
     Args:
         heads: Heads of the teachers, by their numbers.
         vocabulary: Number of tokens that student and teachers share.
-        divergence, nll_weight, temperature: See `DistillationLoss`.
     """
 
     heads: tuple[HeadFiles, ...]
     vocabulary: int
-    divergence: Divergence = _FORWARD
-    nll_weight: float = 0.0
-    temperature: float = 1.0
     implementation: str = "rl_algos.torch.distillation:compute_whole"
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """`loss_mask` uint8 `[tokens]`, and the teachers' hidden states, numbers and logprobs."""
-        return ("loss_mask", TEACHER_HIDDEN, TEACHER_NUMBER, TEACHER_TOKEN_LOGPROBS)
+        """`loss_mask` uint8 `[tokens]`, the teachers' hidden states, numbers and logprobs, and importance weights."""
+        return ("loss_mask", TEACHER_HIDDEN, TEACHER_NUMBER, TEACHER_TOKEN_LOGPROBS, *self.weights)
 
     @property
     def reads(self) -> tuple[Read, ...]:

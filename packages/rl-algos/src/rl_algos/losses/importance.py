@@ -89,12 +89,18 @@ class ImportanceCorrection(CheckedConfig):
             yield Problem("high", f"must be set, because {self.truncation} needs an upper bound")
 
 
-def importance_weights(correction: ImportanceCorrection, batch: Batch) -> Ragged:
+def importance_weights(correction: ImportanceCorrection, batch: Batch, *, of_states: bool = False) -> Ragged:
     """Return float64 `[tokens]`, the weights of `rl_algos.torch.policy_loss`, 0 off the loss mask; a row per sequence.
+
+    With `of_states`, they are for a term of a token that depends on the tokens before it and not on the token itself,
+    such as the divergence of two distributions. The weight of its own ratio would be 1 in the mean, whatever sampled
+    the tokens before. So it has the ratio of the sampled token before it, or at the level `sequence` the product of the
+    ratios of all sampled tokens before it, which is exact; both are 1 at the first.
 
     Args:
         correction: Truncation, bounds and level of the weights, and the sequences to reject.
         batch: Batch with `loss_mask`, `prev_logprobs` and `generation_logprobs`.
+        of_states: True for weights of the tokens before each token.
     """
     mask = by_sequence(batch, batch.ragged("loss_mask"))
     sampled = mask.values > 0
@@ -107,12 +113,18 @@ def importance_weights(correction: ImportanceCorrection, batch: Batch) -> Ragged
     weights = mask.like(np.zeros(len(sampled)))
     for row, of_row in enumerate(rows):
         if len(of_row):
-            weights[row][mask[row] > 0] = _row_weights(correction, of_row, low, high)
+            weights[row][mask[row] > 0] = _row_weights(correction, of_row, low, high, of_states)
     return weights
 
 
-def _row_weights(correction: ImportanceCorrection, d: np.ndarray, low: float, high: float) -> np.ndarray:
-    log_weights = np.full(len(d), d.sum()) if correction.level == "sequence" else d
+def _row_weights(
+    correction: ImportanceCorrection, d: np.ndarray, low: float, high: float, of_states: bool
+) -> np.ndarray:
+    if of_states:
+        before = np.concatenate([[0.0], d[:-1]])
+        log_weights = before.cumsum() if correction.level == "sequence" else before
+    else:
+        log_weights = np.full(len(d), d.sum()) if correction.level == "sequence" else d
     weights: np.ndarray = _exp(log_weights)
     if correction.truncation == "tis":
         weights = weights.clip(low, high)

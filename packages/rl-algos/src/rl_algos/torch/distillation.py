@@ -35,8 +35,9 @@ def compute(loss: described.DistillationLoss, reads: Mapping[str, Tensor], rows:
     mask = rows["loss_mask"] > 0
     student = reads["logprobs_at"]
     sums = _sums if student.shape[0] * (student.shape[1] + 1) <= CHUNK else _SumsByChunk.apply
+    weights = rows[described.STATE_WEIGHTS] if loss.importance is not None else None
     objective, measured = sums(
-        student, rows[described.TEACHER_LOGPROBS], rows[described.TEACHER_IDS], mask, loss.divergence
+        student, rows[described.TEACHER_LOGPROBS], rows[described.TEACHER_IDS], mask, weights, loss.divergence
     )
     return _loss_sums(loss, objective, measured, reads, mask)
 
@@ -52,7 +53,11 @@ def compute_whole(loss: described.WholeDistillationLoss, reads: Mapping[str, Ten
     """
     mask = rows["loss_mask"] > 0
     found = torch.where(mask[:, None], reads["divergences"], 0.0)
-    forward, reverse, mixture, teacher_tail, student_tail, _ = found.sum(0).unbind()
+    forward, reverse, _, teacher_tail, student_tail, _ = found.sum(0).unbind()
+    measured = torch.stack([forward, reverse, teacher_tail, student_tail]).detach()
+    if loss.importance is not None:
+        found = found * rows[described.STATE_WEIGHTS][:, None]
+    forward, reverse, mixture, *_ = found.sum(0).unbind()
     weight = loss.divergence.mixed_weight
     objective = {
         "forward": forward,
@@ -60,7 +65,6 @@ def compute_whole(loss: described.WholeDistillationLoss, reads: Mapping[str, Ten
         "mixed": weight * forward + (1 - weight) * reverse,
         "jensen_shannon": mixture,
     }[loss.divergence.name]
-    measured = torch.stack([forward, reverse, teacher_tail, student_tail]).detach()
     sums = _loss_sums(loss, objective, measured, reads, mask)
     error = torch.where(mask, (reads["divergences"][:, 5].detach() - rows[described.TEACHER_TOKEN_LOGPROBS]).abs(), 0.0)
     largest = MetricSum(torch.cat([error, error.new_zeros(1)]).amax(), reduction="max")
@@ -75,29 +79,32 @@ def _loss_sums(
     mask: Tensor,
 ) -> LossSums:
     metrics = dict(zip(described.METRICS, measured.unbind(), strict=True))
+    sums = {loss.denominator: objective}
     if loss.nll_weight:
         nll = -torch.where(mask, reads["logprobs"], 0.0).sum()
         metrics[described.NLL] = nll.detach()
-        objective = objective + loss.nll_weight * nll
-    return LossSums({"tokens": objective}, {name: MetricSum(value, "tokens") for name, value in metrics.items()})
+        sums["tokens"] = sums.get("tokens", 0.0) + loss.nll_weight * nll
+    return LossSums(sums, {name: MetricSum(value, "tokens") for name, value in metrics.items()})
 
 
 def _sums(
-    student: Tensor, teacher: Tensor, ids: Tensor, mask: Tensor, kind: described.Divergence
+    student: Tensor, teacher: Tensor, ids: Tensor, mask: Tensor, weights: Tensor | None, kind: described.Divergence
 ) -> tuple[Tensor, Tensor]:
-    """Return the sum of the divergences of all tokens, and the sums of the `METRICS`, without gradient.
+    """Return the weighted sum of the divergences of all tokens, and the sums of the `METRICS`, without gradient.
 
     Args:
         student: Logprobs `[tokens, k]` of the student at the ids.
         teacher: Logprobs `[tokens, k]` of the teacher at the ids.
         ids: `[tokens, k]`, -1 where there are fewer.
         mask: bool `[tokens]`.
+        weights: `[tokens]`, factors of the divergences; None for 1.
         kind: Divergence to sum.
     """
     counts = mask[:, None] & (ids >= 0)
     q = log_masses(student, counts)
     p = log_masses(teacher.to(q.dtype), counts)
-    total = divergence(kind, p, q).sum()
+    found = divergence(kind, p, q)
+    total = (found if weights is None else found * weights).sum()
     with torch.no_grad():
         tails = (torch.where(mask, each[:, -1].exp(), 0.0).sum() for each in (p, q))
         measured = torch.stack([kl(p, q).sum(), kl(q, p).sum(), *tails])
@@ -110,7 +117,13 @@ class _SumsByChunk(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, student: Tensor, teacher: Tensor, ids: Tensor, mask: Tensor, kind: described.Divergence
+        ctx: Any,
+        student: Tensor,
+        teacher: Tensor,
+        ids: Tensor,
+        mask: Tensor,
+        weights: Tensor | None,
+        kind: described.Divergence,
     ) -> tuple[Tensor, Tensor]:
         size = max(1, CHUNK // (student.shape[1] + 1))
         gradient = torch.empty_like(student) if ctx.needs_input_grad[0] else None
@@ -119,7 +132,8 @@ class _SumsByChunk(torch.autograd.Function):
             chunk = slice(start, start + size)
             with torch.set_grad_enabled(gradient is not None):
                 own = student[chunk].detach().requires_grad_(gradient is not None)
-                value, its_measured = _sums(own, teacher[chunk], ids[chunk], mask[chunk], kind)
+                own_weights = None if weights is None else weights[chunk]
+                value, its_measured = _sums(own, teacher[chunk], ids[chunk], mask[chunk], own_weights, kind)
             if gradient is not None:
                 (gradient[chunk],) = torch.autograd.grad(value, [own])
             total += value.detach()
@@ -132,7 +146,7 @@ class _SumsByChunk(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, by_total: Tensor, _by_measured: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        return gradient * by_total, None, None, None, None
+        return gradient * by_total, None, None, None, None, None
 
 
 def log_masses(logprobs: Tensor, counts: Tensor) -> Tensor:
