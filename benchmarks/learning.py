@@ -11,10 +11,8 @@ of distillation. Runs are kept in `--folder`: a finished one is not made again, 
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
-import random
 import signal
 import statistics
 import sys
@@ -28,7 +26,6 @@ from measurement import surroundings, table
 from pictures import write_captions, write_preferences
 
 import rl_launch
-from rl_algos.data.sources.arithmetic import load
 from rl_core.errors import RLError
 from rl_launch.cluster.device import resolve_device
 from rl_launch.cluster.virtual_cluster import VirtualCluster
@@ -86,8 +83,6 @@ class Case:
     beside: Beside = nullcontext
     data: Callable[[Path], Sequence[str]] | None = None
     """Writes files of data to a folder, and returns the keys that name them."""
-    warm: str = "warm"
-    """Name in `WARM_UPS` of the warmed-up model."""
     baseline: str = ""
     """Case that the change is shown beside, in the table and in the picture; empty if there is none."""
 
@@ -118,23 +113,6 @@ MOST_RANKS = 3
 WARM_UP = ("sft.stop_at_validation_loss=0.8",)
 """Leaves more to learn from rewards than the recipe does."""
 
-
-def write_hints(folder: Path) -> Sequence[str]:
-    """Write sums for SFT, half of them after their answer, and return the keys of a run that learns them. The model
-    copies the answer if the prompt has it, and guesses it otherwise."""
-    drawn, path = random.Random(0), folder / "hinted.jsonl"
-    with open(path, "w", encoding="utf-8") as file:
-        for row in load({"max_operand": 49, "validation_fraction": 0.1}, "train"):
-            asked, answer = row["messages"][-1]["content"], str(row["answer"])
-            hint = f"{answer} " if drawn.random() < 0.5 else ""
-            said = [{"role": "user", "content": hint + asked}, {"role": "assistant", "content": answer}]
-            file.write(json.dumps({"messages": said}) + "\n")
-    return (f"data.train.data_path={path}", "sft.stop_at_validation_loss=1.0")
-
-
-WARM_UPS: Mapping[str, Callable[[Path], Sequence[str]]] = {"warm": lambda _: WARM_UP, "hinted": write_hints}
-"""Keys of the SFT that makes each model to start from, given the folder of the runs."""
-
 UNCHOSEN = "checkpointing.metric_name=null"
 GENERATION = (
     "policy.generation.backend=hf",  # starts sooner than vLLM, and is as quick for such completions
@@ -153,6 +131,9 @@ TURNS = (
 )
 """Three sums in a rollout, each with its own reward."""
 STALE = (
+    "cluster.cpu_ranks_per_node=2",  # one for the policy, one for generation
+    "policy.generation.colocated.enabled=false",
+    "policy.generation.colocated.resources.gpus_per_node=1",
     "grpo.async_grpo.enabled=true",
     "grpo.async_grpo.max_trajectory_age_steps=8",
     "loss_fn.ratio_denominator=generation",
@@ -242,7 +223,7 @@ CASES = {
     "kl-cov": surrogate("kl-cov"),
     "raft": estimator("raft", baseline="grpo"),
     "topr": surrogate("topr", baseline="grpo"),
-    "dro": surrogate("{name: dro, beta: 0.1}", baseline="grpo"),
+    "dro": surrogate("dro", baseline="grpo"),
     "stale": on_policy("grpo-arithmetic", *STALE, baseline="grpo"),
     "m2po": on_policy("grpo-arithmetic", *STALE, "loss_fn.filters.max_second_moment=0.04", baseline="stale"),
     "turns": estimator("grpo", *TURNS),
@@ -286,22 +267,11 @@ CASES = {
     ),
     "distillation": distillation("distill-tiny", *GENERATION),
     "self-teacher": Case(
-        "distill-tiny",
+        "self-distill-tiny",
         "distillation",
         (Measure("val/accuracy", rises_by(0.2)),),
-        (
-            *GENERATION,
-            "teacher=null",
-            "distillation.self_teacher.prompts=['{answer} {prompt}']",
-            "distillation.self_teacher.weights=reference",
-            "distillation.val_at_start=true",
-            "distillation.val_at_end=true",
-            "distillation.max_num_steps=60",
-            "policy.optimizer.kwargs.lr=1e-3",
-            "data.train.settings.max_operand=49",
-            "data.validation.settings.max_operand=49",
-        ),
-        warm="hinted",
+        (*GENERATION, "distillation.val_at_start=true", "distillation.val_at_end=true"),
+        warm_key="",
     ),
     "offline-distillation": distillation("distill-offline-tiny"),
     "vision-count": of_pictures("grpo-clevr-count-tiny"),
@@ -394,19 +364,15 @@ def make_runs(cases: Mapping[str, Case], seeds: Sequence[int], folder: Path, *, 
     """All of them, so many at once; one that fails is told, and the others are made."""
     folder.mkdir(parents=True, exist_ok=True)
     os.environ["OMP_NUM_THREADS"] = "1"
-    models = {}
-    for warm in sorted({case.warm for case in cases.values() if case.warm_key}):
-        if not is_finished(folder / warm):
-            in_jobs([Task("sft-arithmetic", [*ON_CPU, *WARM_UPS[warm](folder)], folder / warm)], 1)
-            if not is_finished(folder / warm):
-                sys.exit("the model to start from does not exist")
-        models[warm] = RunFolder(folder / warm).checkpoints()[-1].path / "hf"
+    warm = folder / "warm"
+    if any(case.warm_key for case in cases.values()) and not is_finished(warm):
+        in_jobs([Task("sft-arithmetic", [*ON_CPU, *WARM_UP], warm)], 1)
+        if not is_finished(warm):
+            sys.exit("the model to start from does not exist")
+    model = RunFolder(warm).checkpoints()[-1].path / "hf" if is_finished(warm) else warm
     tasks = [
         Task(
-            case.recipe,
-            case.settings_of(seed, models.get(case.warm, folder), folder / "data" / name),
-            run_dir(folder, name, seed),
-            case.beside,
+            case.recipe, case.settings_of(seed, model, folder / "data" / name), run_dir(folder, name, seed), case.beside
         )
         for seed in seeds  # so that each algorithm has one run soon
         for name, case in cases.items()

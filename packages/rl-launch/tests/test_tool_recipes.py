@@ -72,7 +72,7 @@ def test_every_warmed_up_model_comes_from_the_tiny_one_and_starts_a_recipe():
         begins = TINY_VISION if recipe == "sft-vlm-tiny" else TINY
         assert read_plan(recipe, ON_CPU).config.policy.model_name == begins
     started = {read_plan(recipe, ON_CPU).config.policy.model_name for recipe in TINY_RECIPES}
-    assert started == set(WARMED_UP) - {"tiny-arithmetic-sft", "tiny-vision-sft"}
+    assert started == set(WARMED_UP) - {"tiny-arithmetic-sft", "tiny-hints-sft", "tiny-vision-sft"}
 
 
 def test_the_policy_of_grpo_tools_is_shown_python():

@@ -40,6 +40,14 @@ def test_rows_follow_from_the_seed_and_are_shuffled():
     assert len(load(settings, "train")) == 50
 
 
+def test_hints_are_before_every_second_prompt():
+    plain, hinted = (load({"num_rows": 50, "hints": hints}, "train") for hints in (False, True))
+    assert [row["answer"] for row in hinted] == [row["answer"] for row in plain]
+    assert hinted[::2] == plain[::2]
+    for with_hint, without in zip(hinted[1::2], plain[1::2], strict=True):
+        assert with_hint["messages"][0]["content"] == f"{without['answer']} {without['messages'][0]['content']}"
+
+
 def test_more_rows_than_sums_are_refused():
     with pytest.raises(DataError, match=r"validation has \d+ different sums .* got num_rows: 50.*max_operand"):
         load({"max_operand": 5, "num_rows": 50}, "validation")

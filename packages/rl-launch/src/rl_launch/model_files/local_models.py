@@ -31,6 +31,7 @@ TINY_VISION = "tiny-vision"
 WARMED_UP: Mapping[str, str] = {
     "tiny-arithmetic-sft": "sft-arithmetic",
     "tiny-tools-sft": "sft-tools-tiny",
+    "tiny-hints-sft": "sft-hints-tiny",
     "tiny-search-sft": "sft-search-tiny",
     "tiny-code-sft": "sft-code-tiny",
     "tiny-sliding-puzzle-sft": "sft-sliding-puzzle-tiny",

@@ -27,6 +27,14 @@ class ArithmeticSettings(Config):
     """Seed of the choice of pairs for validation, and of the order of rows."""
 
 
+class ArithmeticHintSettings(ArithmeticSettings):
+    """Generated sums of two numbers, some of which have the answer in the prompt."""
+
+    hints: bool = False
+    """Put the answer before every second prompt, as in `46 12+34=`. A model that has learned from such rows copies an
+    answer that it is given, so it can be its own teacher."""
+
+
 class ArithmeticPreferenceSettings(ArithmeticSettings):
     """Generated sums of two numbers, each with a right and a wrong answer."""
 
@@ -43,7 +51,7 @@ def load(settings: Mapping[str, Any], split: str) -> list[dict[str, Any]]:
     Raises:
         DataError: If the split is unknown, or has fewer sums than the requested rows.
     """
-    config = ArithmeticSettings.model_validate(dict(settings))
+    config = ArithmeticHintSettings.model_validate(dict(settings))
     if split not in ("train", "validation"):
         raise DataError(f"arithmetic has the splits train and validation, got {split!r}")
     size = config.max_operand + 1
@@ -61,8 +69,10 @@ def load(settings: Mapping[str, Any], split: str) -> list[dict[str, Any]]:
             f"got num_rows: {count}. Lower num_rows, or increase max_operand"
         )
     sums = []
-    for left, right in zip(a[rows[:count]].tolist(), b[rows[:count]].tolist(), strict=True):
-        messages = [{"role": "user", "content": f"{left}+{right}="}]
+    for number, row in enumerate(rows[:count].tolist()):
+        left, right = divmod(row, size)
+        hint = f"{left + right} " if config.hints and number % 2 else ""
+        messages = [{"role": "user", "content": f"{hint}{left}+{right}="}]
         sums.append({"messages": messages, "answer": str(left + right), "environment": "math"})
     return sums
 
@@ -89,7 +99,7 @@ DATASET = DatasetPlugin(
     name="arithmetic",
     load="rl_algos.data.sources.arithmetic:load",
     requirement=Requirement("rl-algos"),
-    settings=ArithmeticSettings,
+    settings=ArithmeticHintSettings,
 )
 
 PREFERENCE_DATASET = DatasetPlugin(
