@@ -8,10 +8,10 @@ import pytest
 from rollouts_builder import make_group, make_plays, make_prompt, make_rollout
 
 from rl_algos.grpo.advantages import grpo, reinforce_plus_plus
-from rl_algos.grpo.config import GRPOConfig
+from rl_algos.grpo.config import GRPOConfig, trained_agents
 from rl_algos.grpo.estimators import advantages_of
-from rl_algos.grpo.loop import AgentWatch, trained_batch
 from rl_algos.grpo.plugin import grpo_section
+from rl_algos.rollouts.training.agents import AgentWatch, trained_batch
 from rl_algos.rollouts.training.batch import build_batch, minibatches
 from rl_algos.rollouts.training.metrics import rollout_metrics, signal_metrics
 from rl_algos.rollouts.training.rewards import varies
@@ -114,7 +114,7 @@ def test_a_failed_play_counts_for_nothing():
 def test_an_agent_that_does_not_train_leaves_the_loss():
     config = settings(agents={"proposer": {"train": False}})
     groups = [proposals()]
-    batch = trained_batch(build_batch(groups, config), groups, config)
+    batch = trained_batch(build_batch(groups, config), groups, trained_agents(config))
     assert batch.ragged(LOSS_MASK).sums().tolist() == [0, 2, 2, 0, 2, 2]
     assert advantages_of(groups, config)[[0, 3]].tolist() == [0.0, 0.0]
 
@@ -148,7 +148,7 @@ def test_a_greedy_baseline_of_several_agents_is_refused():
 
 
 def test_an_agent_that_does_not_occur_is_told_once(caplog):
-    watch = AgentWatch(settings(agents={"propser": {"weight": 2.0}}))
+    watch = AgentWatch("grpo", trained_agents(settings(agents={"propser": {"weight": 2.0}})))
     with caplog.at_level(logging.WARNING):
         watch.observe([proposals()])
         watch.observe([proposals()])

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from rollouts_builder import make_prompt, make_rollout
 
-from rl_algos.grpo.config import GRPOConfig
+from rl_algos.grpo.config import GRPOConfig, trained_agents
 from rl_algos.grpo.estimators import advantages_of
-from rl_algos.grpo.loop import AgentWatch
 from rl_algos.grpo.opponents import check_tokens, fixed_models, opponent_problems, opponents_of
 from rl_algos.grpo.plugin import grpo_section
 from rl_algos.rollouts.driver.saved import group_from, group_state
 from rl_algos.rollouts.driver.steps import NO_TURN, collect_groups
 from rl_algos.rollouts.driver.validation import validation_metrics
+from rl_algos.rollouts.training.agents import AgentWatch
 from rl_algos.rollouts.training.batch import build_batch
 from rl_algos.rollouts.training.metrics import rollout_metrics, signal_metrics
 from rl_algos.tiny_model import make_tokenizer
@@ -186,5 +186,5 @@ def test_a_group_of_a_checkpoint_has_its_opponents():
 
 
 def test_an_agent_that_is_an_opponent_is_not_missing(caplog):
-    AgentWatch(settings(second={"opponent": {"update_every": 2}})).observe([game()])
+    AgentWatch("grpo", trained_agents(settings(second={"opponent": {"update_every": 2}}))).observe([game()])
     assert not caplog.records

@@ -1,15 +1,21 @@
 """From the rewards of a step to what policy and critic learn."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from gae_oracle import written_out
 from rollouts_builder import make_prompt, make_rollout, make_split_rollout, make_turns
 
-from rl_algos.ppo.config import PPOConfig
+from rl_algos.ppo.config import PPOConfig, learning_agents
 from rl_algos.ppo.estimates import CriticValues, estimates_of, value_metrics, values_of, with_returns
+from rl_algos.ppo.plugin import ppo_section
+from rl_algos.rollouts.training.agents import trained_batch
 from rl_algos.rollouts.training.batch import build_batch
+from rl_core.config import assemble, load, resolve
 from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged
+from rl_core.errors import ConfigProblems
 from rl_core.model import SCORES
 from rl_core.rollouts.group import RolloutGroup
 from rl_core.rollouts.rollout import Rollout
@@ -184,3 +190,93 @@ def test_the_explained_variance_is_1_for_perfect_values_and_0_for_constant_ones(
     assert found["critic/value_mean"] == pytest.approx(0.3)
     sampled = batch.ragged("loss_mask").values > 0
     assert found["critic/return_mean"] == pytest.approx(estimates[1].values[sampled].mean())
+
+
+def play_groups():
+    """Plays of two agents whose rewards have other scales, and a play that failed."""
+    random = np.random.default_rng(3)
+    groups = []
+    for _ in range(3):
+        rollouts = []
+        for play in range(2):
+            for agent, scale in (("first", 1.0), ("second", 10.0)):
+                sampled = tuple(range(5, 6 + int(random.integers(1, 6))))
+                rollout = make_rollout(PROMPT, scale * float(random.normal()), sampled=sampled)
+                rollouts.append(dataclasses.replace(rollout, agent=agent, play=play))
+        groups.append(RolloutGroup.of(PROMPT, [*rollouts, dataclasses.replace(Rollout.failed(PROMPT, "hung"), play=2)]))
+    return groups
+
+
+def with_values(groups, config):
+    batch = trained_batch(build_batch(groups, config), groups, learning_agents(config))
+    before = batch.ragged("tokens")
+    return batch, CriticValues(before.like(np.sin(np.arange(len(before.values)))), np.zeros(len(before)))
+
+
+def ppo(**written) -> PPOConfig:
+    return ppo_section(written).model_validate(written)
+
+
+def test_each_agent_has_the_estimates_of_a_run_of_its_own():
+    groups, config = play_groups(), ppo(agents={"second": {"weight": 0.5}}, advantage_clip_high=1.0)
+    batch, values = with_values(groups, config)
+    advantages, returns = estimates_of(batch, groups, values, config)
+    agents = np.array([agent for group in groups for agent in group.rollouts.agents])
+    for agent, weight in (("first", 1.0), ("second", 0.5)):
+        rows = np.flatnonzero(agents == agent)
+        own = [
+            dataclasses.replace(group, rollouts=group.rollouts.select(places), columns=group.columns.select(places))
+            for group in groups
+            if (places := np.flatnonzero(np.array(group.rollouts.agents) == agent)) is not None
+        ]
+        alone = CriticValues(values.before.select(rows), np.zeros(len(rows)))
+        expected = estimates_of(build_batch(own, PPOConfig()), own, alone, PPOConfig(advantage_clip_high=1.0))
+        np.testing.assert_allclose(advantages.select(rows).values, weight * expected[0].values, rtol=1e-12)
+        np.testing.assert_array_equal(returns.select(rows).values, expected[1].values)
+    together = estimates_of(
+        batch,
+        [dataclasses.replace(g, rollouts=dataclasses.replace(g.rollouts, agent=())) for g in groups],
+        values,
+        PPOConfig(advantage_clip_high=1.0),
+    )
+    assert not np.allclose(together[0].values, advantages.values)
+
+
+def test_an_agent_that_does_not_train_teaches_neither_policy_nor_critic():
+    groups = play_groups()
+    config = ppo(agents={"second": {"train": False}})
+    batch, values = with_values(groups, config)
+    advantages, returns = estimates_of(batch, groups, values, config)
+    agents = np.array([agent for group in groups for agent in group.rollouts.agents])
+    mask = batch.ragged("loss_mask")
+    assert not mask.select(np.flatnonzero(agents == "second")).values.any()
+    whole, its_values = with_values(groups, ppo())
+    everyone = estimates_of(whole, groups, its_values, ppo())
+    rows = np.flatnonzero(agents == "first")
+    np.testing.assert_array_equal(advantages.select(rows).values, everyone[0].select(rows).values)
+    np.testing.assert_array_equal(returns.select(rows).values, everyone[1].select(rows).values)
+
+
+def test_rewards_of_turns_belong_to_their_rollouts_also_beside_some_that_do_not_train():
+    """A rollout that is filtered has no sampled tokens in the batch, but its turns have some."""
+    cut = dataclasses.replace(make_turns(PROMPT, [1.0, 2.0]), stop_reason="length", status="truncated")
+    groups = [RolloutGroup.of(PROMPT, [cut, make_turns(PROMPT, [0.5, 0.0, 1.0])])]
+    settings = {"rewards_by_turn": True, "normalize_advantages": False, "max_rollout_turns": 3}
+    filtered = PPOConfig(**settings, overlong_filtering=True)
+    (batch, values), (all_rows, _) = with_values(groups, filtered), with_values(groups, PPOConfig(**settings))
+    assert not batch.ragged("loss_mask")[0].any()
+    found = estimates_of(batch, groups, values, filtered)
+    expected = estimates_of(all_rows, groups, values, PPOConfig(**settings))
+    np.testing.assert_array_equal(found[0][1], expected[0][1])
+    assert not found[0][0].any()
+
+
+@pytest.mark.parametrize("key", ["adv_estimator", "opponent"])
+def test_settings_of_agents_that_only_grpo_has_are_refused_by_name(key):
+    written = {"agents": {"first": {key: "grpo"}}}
+    with pytest.raises(ConfigProblems) as refused:
+        resolve(load({"ppo": written}), assemble("Root", {"ppo": ppo_section(written)}))
+    [problem] = refused.value.problems
+    assert problem.key == f"ppo.agents.first.{key}"
+    assert "GRPO" in problem.reason
+    assert "algorithm: grpo" in problem.reason

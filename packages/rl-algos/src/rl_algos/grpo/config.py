@@ -9,7 +9,7 @@ from pydantic import Field
 
 from rl_algos.distillation.config import SelfTeacherConfig
 from rl_algos.policy_gradient.config import ObjectiveRoot
-from rl_algos.rollouts.config import PolicyGradientConfig
+from rl_algos.rollouts.config import PolicyGradientConfig, WeightedAgentConfig
 from rl_core.config import Config, NamedConfig, PathText
 
 
@@ -41,13 +41,11 @@ class OpponentConfig(Config):
     are below 1 are of different plays: with 0.5 for each of two players, each play has one opponent."""
 
 
-class TrainedAgentConfig(Config):
-    """How the rollouts of one agent train, in plays of several."""
+class TrainedAgentConfig(WeightedAgentConfig):
+    """How the rollouts of one agent train, with estimators and opponents."""
 
-    train: bool = True
-    """Train on the rollouts of this agent. Otherwise they are only recorded, like an opponent's."""
-    weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    """Factor of this agent's advantages, applied after they are clipped."""
+    refused: ClassVar[Mapping[str, str]] = {}
+
     adv_estimator: EstimatorConfig = EstimatorConfig()
     """Advantage estimator of this agent; `grpo.adv_estimator` if it has no name."""
     opponent: OpponentConfig | None = None

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from rl_algos.data.examples import Datasets
 from rl_algos.distillation.teachers import RolloutTeacher, check_teachers, require_teacher
@@ -23,15 +20,13 @@ from rl_algos.rollouts.algorithm import RolloutAlgorithm
 from rl_algos.rollouts.data import RolloutData
 from rl_algos.rollouts.driver.steps import RolloutSteps
 from rl_algos.rollouts.setup import steps_of
+from rl_algos.rollouts.training.agents import AgentWatch, trained_batch
 from rl_algos.rollouts.training.batch import build_batch, passes, with_advantages
 from rl_algos.rollouts.training.metrics import rollout_metrics, signal_metrics, training_metrics
-from rl_algos.rollouts.training.segments import to_rows
 from rl_algos.tokenizer import encode_prompt
-from rl_core.data.batch import Batch
 from rl_core.errors import ConfigError
 from rl_core.model import Model
 from rl_core.plugins import RolloutNeeds
-from rl_core.rollouts.group import LOSS_MASK, RolloutGroup
 from rl_core.run import Checkpointable, Components, Run
 from rl_core.tokenizer import Tokenizer
 
@@ -97,13 +92,14 @@ def train(
         demonstrations: Conversations that each step learns in addition to its rollouts; None for none.
         teachers: Teachers that give advantages to tokens, for an objective that reads `prev_logprobs`; None for none.
     """
-    run, watch = steps.run, AgentWatch(config)
+    run, agents = steps.run, trained_agents(config)
+    watch = AgentWatch(config.section, agents)
     state: dict[str, Checkpointable] = {"objective": objective}
     if demonstrations is not None:
         state["demonstrations"] = demonstrations
     for step, groups, aside, greedy in steps.take(models={"policy": policy}, state=state):
         watch.observe(groups)
-        batch = trained_batch(build_batch(groups, config), groups, config)
+        batch = trained_batch(build_batch(groups, config), groups, agents)
         with run.phase("logprobs"):
             batch = with_logprobs(batch, policy, objective)
         penalties = objective.penalties(batch)
@@ -140,40 +136,3 @@ def check_environments(config: GRPOConfig, loaded: Datasets) -> None:
         if name not in found:
             problem = f"grpo.environments.{name}: no row of data.train has this environment"
             raise ConfigError(f"{problem}; their environments are {', '.join(found)}")
-
-
-def trained_batch(batch: Batch, groups: Sequence[RolloutGroup], config: GRPOConfig) -> Batch:
-    """Return the batch with an empty loss mask at the rollouts of agents that do not train.
-
-    Args:
-        batch: Batch of the groups, from `build_batch`.
-        groups: Groups of the step.
-        config: Config section of the algorithm.
-    """
-    left_out = {agent for agent, settings in trained_agents(config).items() if not settings.train}
-    if not left_out:
-        return batch
-    agents = [agent for group in groups for agent in group.rollouts.agents]
-    return batch.with_zeros(LOSS_MASK, to_rows(batch, np.array([agent in left_out for agent in agents])))
-
-
-class AgentWatch:
-    """Warns once of each agent in the config that no rollout of a step has, such as one whose name is misspelt.
-
-    Args:
-        config: Config section of the algorithm.
-    """
-
-    def __init__(self, config: GRPOConfig) -> None:
-        self._missing = set(trained_agents(config))
-
-    def observe(self, groups: Sequence[RolloutGroup]) -> None:
-        """Look at the rollouts of a step."""
-        if not self._missing:
-            return
-        plays = [part for group in groups for part in (group, group.opponents) if part is not None]
-        found = sorted({agent for part in plays for agent in part.rollouts.agents if agent})
-        for agent in sorted(self._missing.difference(found)):
-            names = ", ".join(found) or "unnamed"
-            _log.warning("grpo.agents.%s has no effect so far: the agents of this step are %s", agent, names)
-        self._missing.clear()

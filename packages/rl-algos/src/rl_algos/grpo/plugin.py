@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from rl_algos.distillation.config import teacher_sections
@@ -24,8 +25,8 @@ from rl_algos.policy_gradient.config import CustomLossConfig, LossConfig
 from rl_algos.policy_gradient.loss import columns_of
 from rl_algos.policy_gradient.plugin import loss_fn_section, loss_problems, policy_need
 from rl_algos.rollouts.checks import reward_problems
-from rl_algos.rollouts.plugin import rollout_algorithm
-from rl_core.config import Config, Problem, ProblemError, assemble, is_changed, settings_of
+from rl_algos.rollouts.plugin import rollout_algorithm, sections_by_name
+from rl_core.config import Config, Problem, assemble, is_changed, settings_of
 from rl_core.plugins import ModelNeed, TrainingDefaults, WrittenValues
 
 
@@ -33,29 +34,22 @@ def grpo_section(written: Any) -> type[Config]:
     """Return the type of `grpo`, with the settings of the estimators and the agents that are written there."""
     estimator = written.get("adv_estimator") if isinstance(written, Mapping) else None
     kind = chosen_type("adv_estimator.name", estimator, estimator_section)
-    agents = _by_name(written, "agents", TrainedAgentConfig, TrainedAgentsConfig)
-    environments = _by_name(written, "environments", TrainedEnvironmentConfig, TrainedEnvironmentsConfig)
+    agents = sections_by_name(written, "agents", TrainedAgentsConfig, partial(_with_estimator, TrainedAgentConfig))
+    of_environment, remedy = (
+        partial(_with_estimator, TrainedEnvironmentConfig),
+        "Give it a name in `env`, with its `type`",
+    )
+    environments = sections_by_name(written, "environments", TrainedEnvironmentsConfig, of_environment, remedy=remedy)
     sections = {"adv_estimator": kind, "agents": agents, "environments": environments}
     return assemble("GRPO", sections, base=GRPOConfig)
 
 
-def _by_name(written: Any, key: str, own: type[Config], base: type[Config]) -> type[Config]:
-    """Return the type of `grpo.agents` or `grpo.environments`: a section for each name that is written there, with the
-    settings of its estimator."""
-    named = written.get(key) if isinstance(written, Mapping) else None
-    if not isinstance(named, Mapping):
-        return base
-    kinds: dict[str, type[Config]] = {}
-    for name, settings in named.items():
-        if not isinstance(name, str) or not name.isidentifier():
-            thing, allowed = key.removesuffix("s"), "letters, digits and underscores, not a digit first"
-            remedy = "Give it such a name in `env`, with its `type`" if key == "environments" else ""
-            reason = f"has a key that cannot be the name of an {thing}"
-            raise ProblemError(Problem(key, reason, got=name, allowed=allowed, remedy=remedy))
-        estimator = settings.get("adv_estimator") if isinstance(settings, Mapping) else None
-        kind = chosen_type(f"{key}.{name}.adv_estimator.name", estimator, estimator_section)
-        kinds[name] = assemble(own.__name__.removesuffix("Config"), {"adv_estimator": kind}, base=own)
-    return assemble(base.__name__.removesuffix("Config"), kinds, base=base)
+def _with_estimator(base: type[Config], name: str, written: Any) -> type[Config]:
+    """Return the type of the section of an agent or an environment, with the settings of its estimator."""
+    estimator = written.get("adv_estimator") if isinstance(written, Mapping) else None
+    key = "agents" if base is TrainedAgentConfig else "environments"
+    kind = chosen_type(f"{key}.{name}.adv_estimator.name", estimator, estimator_section)
+    return assemble(base.__name__.removesuffix("Config"), {"adv_estimator": kind}, base=base)
 
 
 def models(config: GRPORoot) -> dict[str, ModelNeed]:

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Protocol
 from pydantic import Field
 
 from rl_algos.policy_gradient.config import ObjectiveRoot
-from rl_algos.rollouts.config import PolicyGradientConfig
+from rl_algos.rollouts.config import PolicyGradientConfig, WeightedAgentConfig, WeightedAgentsConfig
 from rl_core.config import WhenChanged
 from rl_core.model_config import ModelConfig
 
@@ -52,6 +52,10 @@ class PPOConfig(PolicyGradientConfig):
     rollout has their sum."""
     normalize_advantages: bool = True
     """Normalise advantages to mean 0 and standard deviation 1 over all sampled tokens of the step."""
+    agents: WeightedAgentsConfig = WeightedAgentsConfig()
+    """Settings of single agents by name, if plays have several (players of a game, proposer and solver): `train` and
+    `weight`. With `normalize_advantages`, each agent's advantages are normalised by themselves, whether it is listed
+    here or not."""
     value_clip: float | None = Field(default=0.2, gt=0)
     """Clip the critic's values to this distance from its values before the step (the clipped value loss of PPO); null
     does not clip."""
@@ -60,6 +64,11 @@ class PPOConfig(PolicyGradientConfig):
     def passes_per_step(self) -> int:
         """Number of times that a step trains on each of its rollouts."""
         return self.num_ppo_epochs
+
+
+def learning_agents(config: PPOConfig) -> dict[str, WeightedAgentConfig]:
+    """Return the settings of agents by name."""
+    return dict(config.agents)
 
 
 class PPORoot(ObjectiveRoot, Protocol):

@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rl_algos.policy_gradient.advantages import clip_advantages, whitened
-from rl_algos.ppo.config import PPOConfig
+from rl_algos.policy_gradient.advantages import clip_advantages, loss_masks, whitened
+from rl_algos.ppo.config import PPOConfig, learning_agents
+from rl_algos.rollouts.training.agents import agents_of
 from rl_algos.rollouts.training.rewards import trained_rewards
 from rl_algos.rollouts.training.segments import rows_by_rollout, token_rows, whole_rollouts
 from rl_algos.rollouts.training.turns import TurnColumns, turns_of_rollouts
@@ -59,7 +60,8 @@ def estimates_of(
     penalties: Ragged | None = None,
 ) -> tuple[Ragged, Ragged]:
     """Return advantages by GAE with the policy's lambda, and returns `A + V` with the critic's (decoupled GAE of VAPO,
-    arXiv:2504.05118). The segments of a rollout follow one another as its turns do.
+    arXiv:2504.05118). The segments of a rollout follow one another as its turns do. If plays have several agents, each
+    has its own rollout, and advantages are normalised over the rollouts of one agent.
 
     Args:
         batch: Batch of all rollouts of the groups.
@@ -77,7 +79,8 @@ def estimates_of(
     penalties = None if penalties is None else whole_rollouts(penalties, groups)
     rewards = reward_at_last(trained_rewards(groups, config), mask, penalties)
     if config.rewards_by_turn:
-        rewards = rewards_at_turns(rewards, turns_of_rollouts(groups), mask)
+        # Turns are places among all sampled tokens, also of rollouts that do not train.
+        rewards = rewards_at_turns(rewards, turns_of_rollouts(groups), loss_masks(groups))
 
     def advantages(lam: float | np.ndarray) -> Ragged:
         return gae(rewards, before, mask, last_values=values.last, gamma=config.gamma, lam=lam)
@@ -86,10 +89,17 @@ def estimates_of(
     of_policy = advantages(config.gae_lambda if alpha is None else length_adaptive_lambda(mask.sums(), alpha))
     of_critic = advantages(config.gae_lambda if config.critic_gae_lambda is None else config.critic_gae_lambda)
     returns = of_critic.values + np.where(mask.values > 0, before.values, 0.0)
+    agents = np.repeat(agents_of(groups), mask.lengths)
     if config.normalize_advantages:
-        of_policy = mask.like(whitened(of_policy.values, mask.values, _EPS))
+        values_by_token = of_policy.values.copy()
+        for agent in np.unique(agents):
+            own = agents == agent
+            values_by_token[own] = whitened(of_policy.values[own], mask.values[own], _EPS)
+        of_policy = mask.like(values_by_token)
     clipped = clip_advantages(of_policy, config.advantage_clip_low, config.advantage_clip_high)
     assert isinstance(clipped, Ragged)
+    for agent, settings in learning_agents(config).items():
+        clipped = clipped.like(np.where(agents == agent, settings.weight, 1.0) * clipped.values)
     return clipped, mask.like(returns)
 
 

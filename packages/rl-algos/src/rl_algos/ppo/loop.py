@@ -9,11 +9,12 @@ from rl_algos.losses.tokens import ValueLoss
 from rl_algos.policy_gradient.advantages import by_rollout
 from rl_algos.policy_gradient.loss import objective_of
 from rl_algos.policy_gradient.objective import Objective, StepData, with_logprobs
-from rl_algos.ppo.config import PPOConfig, PPORoot
+from rl_algos.ppo.config import PPOConfig, PPORoot, learning_agents
 from rl_algos.ppo.estimates import estimates_of, value_metrics, values_of, with_returns
 from rl_algos.rollouts.algorithm import RolloutAlgorithm
 from rl_algos.rollouts.driver.steps import RolloutSteps
 from rl_algos.rollouts.setup import steps_of
+from rl_algos.rollouts.training.agents import AgentWatch, trained_batch
 from rl_algos.rollouts.training.batch import build_batch, shuffled_minibatches, with_advantages
 from rl_algos.rollouts.training.metrics import rollout_metrics, training_metrics
 from rl_core.model import Model
@@ -47,12 +48,14 @@ def train(
         demonstrations: Conversations that each step of the policy learns in addition to its rollouts; None for none.
     """
     run, value_loss = steps.run, ValueLoss(config.value_clip)
-    models = {"policy": policy, "critic": critic}
+    models, agents = {"policy": policy, "critic": critic}, learning_agents(config)
+    watch = AgentWatch(config.section, agents)
     state: dict[str, Checkpointable] = {"objective": objective}
     if demonstrations is not None:
         state["demonstrations"] = demonstrations
     for step, groups, aside, _ in steps.take(models=models, state=state):
-        batch = build_batch(groups, config)
+        watch.observe(groups)
+        batch = trained_batch(build_batch(groups, config), groups, agents)
         with run.phase("values"):
             values = values_of(batch, groups, critic, config)
         with run.phase("logprobs"):

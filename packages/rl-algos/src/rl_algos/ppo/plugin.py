@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from rl_algos.losses.custom import loss_requirements
 from rl_algos.policy_gradient.plugin import loss_fn_section, loss_problems, policy_need
-from rl_algos.ppo.config import PPOConfig, PPORoot
+from rl_algos.ppo.config import PPOConfig, PPORoot, learning_agents
 from rl_algos.rollouts.checks import length_problem, minibatch_problem, reward_problems
-from rl_algos.rollouts.plugin import rollout_algorithm
-from rl_core.config import Problem
+from rl_algos.rollouts.config import WeightedAgentConfig, WeightedAgentsConfig
+from rl_algos.rollouts.plugin import rollout_algorithm, sections_by_name
+from rl_core.config import Config, Problem, assemble, is_changed
 from rl_core.model import ModelSpec
 from rl_core.plugins import ModelNeed, TrainingDefaults, WrittenValues
+
+
+def ppo_section(written: Any) -> type[Config]:
+    """Return the type of `ppo`, with the agents that are written there."""
+    agents = sections_by_name(written, "agents", WeightedAgentsConfig, lambda _name, _settings: WeightedAgentConfig)
+    return assemble("PPO", {"agents": agents}, base=PPOConfig)
 
 
 def models(config: PPORoot) -> dict[str, ModelNeed]:
@@ -28,6 +36,9 @@ def check(config: PPORoot) -> Iterator[Problem]:
     ppo, value = config.ppo, config.value
     yield from reward_problems(ppo, by_turn="ppo.rewards_by_turn" if ppo.rewards_by_turn else "")
     yield from loss_problems(config, ppo)
+    for agent, settings in learning_agents(ppo).items():
+        if not settings.train and is_changed(settings, "weight"):
+            yield Problem.unused(f"ppo.agents.{agent}.weight", f"with ppo.agents.{agent}.train=false")
     if ppo.demonstrations.share:
         reason = "is for rewards that are compared within a group; the critic predicts the policy's own returns"
         remedy = "Set ppo.demonstrations.dataset and rows_per_step instead, or use GRPO"
@@ -59,7 +70,7 @@ def training_defaults(written: WrittenValues) -> dict[str, TrainingDefaults]:
 
 PLUGIN = rollout_algorithm(
     "ppo",
-    sections={"ppo": PPOConfig, "loss_fn": loss_fn_section},
+    sections={"ppo": ppo_section, "loss_fn": loss_fn_section},
     implementation="rl_algos.ppo.loop:PPO",
     models=models,
     training_defaults=training_defaults,

@@ -422,6 +422,52 @@ class RewardShapingConfig(Config):
     reads all responses."""
 
 
+class LearningAgentConfig(Config):
+    """How the rollouts of one agent train, in plays of several."""
+
+    refused: ClassVar[Mapping[str, str]] = {
+        "weight": "multiplies advantages, and this algorithm has none. Set `train` instead",
+        "adv_estimator": "is for rewards, and this algorithm learns from teachers. Use algorithm: grpo",
+        "opponent": "is a key of GRPO, whose rollouts may be played by other weights. Use algorithm: grpo",
+    }
+    """Keys that agents have in another algorithm, with the reason and the remedy."""
+
+    train: bool = True
+    """Train on the rollouts of this agent. Otherwise they are only recorded, like an opponent's."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fits(cls, written: Any) -> Any:
+        keys = [key for key in cls.refused if isinstance(written, Mapping) and key in written]
+        if keys:
+            raise ProblemError(*(Problem(key, cls.refused[key], got=written[key]) for key in keys))
+        return written
+
+
+class LearningAgentsConfig(Config):
+    """Settings of agents by their names, which the environment or the rollout program gives."""
+
+    named: ClassVar[type[Config] | None] = LearningAgentConfig
+
+
+class WeightedAgentConfig(LearningAgentConfig):
+    """How the rollouts of one agent train, with advantages."""
+
+    refused: ClassVar[Mapping[str, str]] = {
+        "adv_estimator": "is a key of GRPO; here the critic's values make the advantages. Use algorithm: grpo",
+        "opponent": LearningAgentConfig.refused["opponent"],
+    }
+
+    weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """Factor of this agent's advantages, applied after they are clipped."""
+
+
+class WeightedAgentsConfig(Config):
+    """Settings of agents by their names, which the environment or the rollout program gives."""
+
+    named: ClassVar[type[Config] | None] = WeightedAgentConfig
+
+
 class DemonstrationsConfig(Config):
     """Responses of a dataset that steps learn next to what the policy samples, as `loss_fn.demonstrations` says."""
 
