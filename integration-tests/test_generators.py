@@ -1,5 +1,8 @@
-"""The same run on another generator, and on devices of its own."""
+"""The same run on another generator, on devices of its own, and with turns that a grammar constrains."""
 
+import json
+
+import pytest
 from runs import assert_same, steps_of
 
 from rl_core.testing.exhaustive import exhaustive
@@ -19,3 +22,40 @@ def test_the_trainers_own_generator_agrees_with_it(whole_hf, few_steps):
     assert [line["step"] for line in found] == list(range(1, 5 if few_steps else 13))
     assert max(line["mismatch/max"] for line in found) < 1e-4
     assert max(line["reward/mean"] for line in found) > 0.1
+
+
+@exhaustive
+@pytest.mark.parametrize("backend", ["hf", "vllm"])
+def test_constrained_turns_are_on_policy(driver, backend, tmp_path):
+    number = {"type": "json_schema", "json_schema": {"name": "sum", "schema": {"type": "integer", "maximum": 99}}}
+    rows = [
+        {"prompt": f"{first}+3=", "answer": str(first + 3), "response_format": number if first % 2 else None}
+        for first in range(16)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (tmp_path / "run.yaml").write_text(
+        f"""
+defaults: grpo-arithmetic
+policy: {{model_name: tiny-arithmetic, train_global_batch_size: 16, generation: {{backend: {backend}, top_p: 0.95}}}}
+grpo:
+  num_prompts_per_step: 4
+  num_generations_per_prompt: 4
+  max_num_steps: 2
+  val_period: 0
+  structured_output: constrain
+data:
+  train: {{dataset_name: null, data_path: {tmp_path}/rows.jsonl, env_name: math, settings: null}}
+  validation: null
+checkpointing: {{metric_name: null}}
+"""
+    )
+    driver.train(tmp_path / "run", str(tmp_path / "run.yaml"))
+    assert max(line["mismatch/max"] for line in steps_of(tmp_path / "run")) < 1e-5
+    records = [json.loads(line) for line in (tmp_path / "run/rollouts/step_1.jsonl").read_text().splitlines()]
+    texts = {True: [], False: []}
+    for record in records:
+        is_constrained = rows[int(record["prompt_id"].rpartition(":")[2])]["response_format"] is not None
+        texts[is_constrained].append(record["turns"][0]["text"])
+    assert texts[True]
+    assert all(text.lstrip("-").isdigit() for text in texts[True])
+    assert not all(text.lstrip("-").isdigit() for text in texts[False])

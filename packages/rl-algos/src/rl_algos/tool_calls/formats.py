@@ -321,6 +321,11 @@ def _harmony_call(text: str, name: str, begin: int | None, end: int, schemas: Sc
     return named_call(name, arguments), rest
 
 
+MAX_WHITESPACE = 32
+"""Maximum number of white space characters in a row in constrained JSON. Without a limit, a policy could write white
+space up to its token limit, which the grammar always allows."""
+
+
 class WrittenCall(NamedTuple):
     """How a model writes a call of the tool NAME.
 
@@ -343,10 +348,14 @@ class WrittenCall(NamedTuple):
             function: Name and parameters of the tool.
         """
         # Arguments are an object, also those of a tool whose schema has no type.
-        schema = {"type": "object", **function["parameters"]}
-        content = {"type": "json_schema", "json_schema": schema, "style": self.style}
+        content = json_format({"type": "object", **function["parameters"]}, style=self.style)
         begin = self.begin.replace("NAME", function["name"])
         return {"type": "tag", "begin": begin, "content": content, "end": self.end}
+
+
+def json_format(schema: Any, *, style: str = "json") -> Mapping[str, Any]:
+    """Return xgrammar's format of a text that matches a JSON schema."""
+    return {"type": "json_schema", "json_schema": schema, "style": style, "max_whitespace_cnt": MAX_WHITESPACE}
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from rl_algos.rollouts.worker.continuation import Continuation
 from rl_algos.special_tokens import special_tokens, splits_observations, splits_prompts
 from rl_algos.token_bytes import characters_per_token
 from rl_algos.tokenizer import render
-from rl_algos.tool_calls.formats import ToolFormat, format_of
+from rl_algos.tool_calls.formats import ToolFormat, format_of, json_format
 from rl_algos.tool_calls.parsed import schemas_of
 from rl_algos.turn_ends import TurnEnds, find_turn_ends
 from rl_core.errors import ConfigError
@@ -127,7 +127,7 @@ class Chat:
         written = self.tool_format.written
         if tools and written is None:
             raise ValueError("no grammar is offered for calls in the tool format of this policy; pass no tools")
-        answers: list[Any] = [{"type": "json_schema", "json_schema": json.loads(form.schema)}] if form.schema else []
+        answers: list[Any] = [json_format(json.loads(form.schema))] if form.schema else []
         if written is not None and tools:
             calls = [written.tag(tool["function"]) for tool in tools]
             if form.schema or form.must_call:
