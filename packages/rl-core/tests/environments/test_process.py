@@ -41,6 +41,22 @@ def test_a_failure_names_the_innermost_line_of_the_users_own_code(process):
     assert failure.reason.endswith("(at reward.py:5)")
 
 
+SERVICE = """
+from rl_core.errors import InfrastructureFailed
+
+def score(response):
+    raise InfrastructureFailed("no sandbox started within 30 s")
+"""
+
+
+def test_a_service_that_fails_is_told_apart_from_a_conversation_that_does(tmp_path):
+    (tmp_path / "service.py").write_text(SERVICE)
+    process = EnvironmentProcess("judge", as_environment(resolve(f"{tmp_path}/service.py:score")))
+    failure = outcome(process, "1")
+    assert failure.fault == "process"
+    assert "no sandbox started" in failure.reason
+
+
 def test_the_log_has_each_distinct_traceback_once_from_the_users_code_on(process, capsys):
     for response in ("not JSON", "nor this", '{"score": 1}', '{"score": 2}'):
         outcome(process, response)
