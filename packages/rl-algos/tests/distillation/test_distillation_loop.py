@@ -1,11 +1,14 @@
 """The loop on fakes: rollouts or text, one teacher or several."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from rl_algos.data.stream import Stream
 from rl_algos.distillation.algorithm import DistillationValidation, TextRow, text_objective, train
 from rl_algos.distillation.config import DistillationConfig, OfflineDistillationConfig
+from rl_algos.distillation.plugin import distillation_section
 from rl_algos.distillation.teachers import Teachers
 from rl_algos.losses.distillation import DistillationLoss
 from rl_algos.rollouts.driver.steps import RolloutSteps
@@ -13,6 +16,8 @@ from rl_algos.rollouts.training.batch import build_batch
 from rl_algos.sft.data import TrainingRow
 from rl_algos.supervised.data import SupervisedData
 from rl_algos.supervised.loop import train as learn
+from rl_core.config import assemble, load, resolve
+from rl_core.errors import ConfigProblems
 from rl_core.metrics import Metric
 from rl_core.model import topk
 from rl_core.rollouts.generation import SamplingParams
@@ -39,13 +44,12 @@ def prompt(number, environment="math"):
     return Prompt(f"p{number}", (), np.arange(2, dtype=np.int32) + number % 5, environment, {}, "sums")
 
 
-def on_rollouts(run, *, teachers=None, prompts=None, rows=4, **settings):
-    config = DistillationConfig(
-        **{"num_prompts_per_step": 4, "num_generations_per_prompt": 2, "max_num_steps": 3, **settings}
-    )
+def on_rollouts(run, *, teachers=None, prompts=None, rows=4, source=FakeRolloutSource, **settings):
+    written = {"num_prompts_per_step": 4, "num_generations_per_prompt": 2, "max_num_steps": 3, **settings}
+    config = distillation_section(written).model_validate(written)
     prompts = prompts or [prompt(number) for number in range(400)]
     student, scoring = Student(), teachers_in(teachers)
-    source = FakeRolloutSource(prompts, lambda prompt, tokens: 0.5, num_generations=2)
+    source = source(prompts, lambda prompt, tokens: 0.5, num_generations=2)
     sampling = SamplingParams(max_new_tokens=3)
     validation = DistillationValidation(student, scoring, LOSS, prompts[:3], sampling, config)
     steps = RolloutSteps(config, source, FakeWeights(student), validation, run)
@@ -102,6 +106,30 @@ def test_each_step_generates_asks_the_teacher_trains_and_syncs():
     assert [run.metrics[step]["weight_version"] for step in (1, 2)] == [2, 3]
     assert {"train/loss", "reward/mean", "rollout/mean_length"} <= set(run.metrics[1])
     assert [len(run.groups[step]) for step in (1, 2)] == [4, 4]
+
+
+def test_an_agent_may_be_left_out_of_what_the_student_learns():
+    class Game(FakeRolloutSource):
+        """Every rollout is that of an agent, by its place."""
+
+        def _group(self, prompt, draw, num_generations):
+            group = super()._group(prompt, draw, num_generations)
+            return replace(group, rollouts=replace(group.rollouts, agent=("first", "second")[:num_generations]))
+
+    def learned(**agents):
+        student = on_rollouts(FakeRun(), source=Game, max_num_steps=1, agents=agents)
+        return np.concatenate([batch.ragged("loss_mask").sums() for batch in trained(student)]).tolist()
+
+    assert learned() == [3, 3] * 4
+    assert learned(second={"train": False}) == [3, 0] * 4
+
+
+@pytest.mark.parametrize("key", ["weight", "adv_estimator", "opponent"])
+def test_settings_of_agents_that_need_advantages_are_refused_by_name(key):
+    written = {"agents": {"first": {key: 2.0}}}
+    with pytest.raises(ConfigProblems) as refused:
+        resolve(load({"distillation": written}), assemble("Root", {"distillation": distillation_section(written)}))
+    assert [problem.key for problem in refused.value.problems] == [f"distillation.agents.first.{key}"]
 
 
 def test_the_tokens_of_a_step_are_recorded_without_an_advantage():

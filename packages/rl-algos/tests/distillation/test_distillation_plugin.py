@@ -16,7 +16,8 @@ TEACHERS = assemble("Teachers", {"math": ModelConfig, "sums": ModelConfig})
 
 def root(algorithm, *, several=False):
     models = {"teachers": TEACHERS} if several else {"teacher": ModelConfig}
-    return assemble("Root", {**algorithm.sections, "policy": POLICY, "env": ENVIRONMENTS, **models})
+    sections = {key: kind if isinstance(kind, type) else kind(None) for key, kind in algorithm.sections.items()}
+    return assemble("Root", {**sections, "policy": POLICY, "env": ENVIRONMENTS, **models})
 
 
 def config(tmp_path, algorithm, *overrides, several=False):

@@ -206,7 +206,8 @@ def test_the_student_nears_itself_as_it_is_with_the_hint():
 
 
 def config(tmp_path, *overrides):
-    root = assemble("Root", {**PLUGIN.sections, "policy": POLICY, "env": assemble("Environments", {})})
+    sections = {**PLUGIN.sections, "distillation": DistillationConfig}
+    root = assemble("Root", {**sections, "policy": POLICY, "env": assemble("Environments", {})})
     path = tmp_path / "self.yaml"
     path.write_text("policy: {model_name: tiny, train_global_batch_size: 32}\n")
     return resolve(load(str(path), ["data.train={dataset_name: arithmetic}", *overrides], search=[]), root).config

@@ -23,6 +23,7 @@ from rl_algos.grpo.advantages import (
     reinforce_plus_plus_baseline,
     remax,
     rloo,
+    tpo,
 )
 from rl_core.data.ragged import Ragged
 
@@ -115,6 +116,41 @@ def test_remax(case):
     case.baselines[0] = np.nan
     expected = [0.0 if math.isnan(r - b) else r - b for r, b in zip(case.rewards, case.baselines, strict=True)]
     close(remax(case.rewards, case.baselines), expected)
+
+
+@pytest.mark.parametrize("length_normalize", [True, False])
+def test_tpo_is_the_negative_gradient_of_its_cross_entropy(case, length_normalize):
+    """The target, and the gradient by finite differences of the cross-entropy from it, of a mean over rollouts."""
+    logprobs, temperature, h = -np.random.default_rng(8).exponential(2, len(case.rewards)), 0.5, 1e-6
+    found = tpo(
+        case.rewards,
+        case.groups,
+        case.lengths,
+        logprobs,
+        temperature=temperature,
+        length_normalize=length_normalize,
+        eps=EPS,
+    )
+
+    def softmax(values):
+        total = sum(math.exp(value) for value in values)
+        return [math.exp(value) / total for value in values]
+
+    def formula(i, _reward, group):
+        members = case.members(i, case.rewards)
+        scale = [case.lengths[j] if length_normalize else 1 for j in members]
+        own = [logprobs[j] / each for j, each in zip(members, scale, strict=True)]
+        mean, deviation = statistics.fmean(group), statistics.pstdev(group)
+        scores = [(r - mean) / (deviation + EPS) for r in group]
+        target = softmax([s + u / temperature for s, u in zip(own, scores, strict=True)])
+
+        def loss(nudge):
+            nudged = [s + nudge * (j == i) for s, j in zip(own, members, strict=True)]
+            return -sum(q * math.log(p) for q, p in zip(target, softmax(nudged), strict=True))
+
+        return -len(members) * (loss(h) - loss(-h)) / (2 * h)
+
+    np.testing.assert_allclose(found, case.each(case.rewards, formula), atol=1e-6)
 
 
 @pytest.mark.parametrize("has_penalties", [False, True])

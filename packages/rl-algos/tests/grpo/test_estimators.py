@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from rollouts_builder import make_group, make_prompt, make_rollout
 
-from rl_algos.grpo.advantages import gdpo, grpo, optimal_token_baseline, reinforce_plus_plus, rloo
+from rl_algos.grpo.advantages import gdpo, grpo, optimal_token_baseline, reinforce_plus_plus, rloo, tpo
 from rl_algos.grpo.config import EstimatorConfig, GRPOConfig
 from rl_algos.grpo.estimators import advantages_of, columns_before, estimator_section
 from rl_algos.policy_gradient.advantages import by_rollout
@@ -68,6 +68,17 @@ def test_the_optimal_token_baseline_is_given_probabilities_from_before_the_updat
     np.testing.assert_allclose(found.values, expected.values, rtol=1e-6)
     assert columns_before(config) == {"prev_logprobs", "prev_collision"}
     assert columns_before(GRPOConfig()) == set()
+
+
+def test_the_target_of_tpo_is_given_logprobs_from_before_the_update():
+    config, batch = configured("tpo", temperature=2.0), build_batch(GROUPS, GRPOConfig())
+    mask = batch.ragged("loss_mask")
+    prev = np.where(mask.values > 0, -np.random.default_rng(0).exponential(1, len(mask.values)), np.nan)
+    batch = batch.with_columns({"prev_logprobs": mask.like(prev)})
+    sums = mask.like(np.where(mask.values > 0, prev, 0.0)).sums()
+    expected = tpo(REWARDS, IDS, mask.sums(), sums, temperature=2.0)
+    np.testing.assert_array_equal(advantages_of(GROUPS, config, batch=batch), expected)
+    assert columns_before(config) == {"prev_logprobs"}
 
 
 @pytest.mark.parametrize("normalize", [True, False])
@@ -152,6 +163,8 @@ def test_what_is_no_advantage_is_refused(file, name, says):
     [
         ("grop", r'got "grop"; allowed: grpo, grpo_batch_std, .*, gigpo, or .*package.module:function'),
         ("a2po", r"A\*-PO compares rewards with values that are estimated before training"),
+        ("raft++", r"RAFT\+\+ is grpo\.adv_estimator=raft with loss_fn\.surrogate=clip"),
+        ("luffy", r"LUFFY is loss_fn\.demonstrations=shaped with grpo\.demonstrations\.share"),
         ("{file}:greedy", r"greedy has the parameters values; .*rewards, scores, .*, normalize"),
         ("{file}:missing", r"has no 'missing'"),
         ("{file}:np", r"is not a function"),

@@ -21,6 +21,7 @@ from rl_algos.distillation.config import (
     DistillationLossConfig,
     RolloutsRoot,
     TextRoot,
+    learning_agents,
     teacher_sections,
 )
 from rl_algos.distillation.self_teacher import SelfTeacher
@@ -42,6 +43,7 @@ from rl_algos.rollouts.data import RolloutData, check_environments, prompt_reade
 from rl_algos.rollouts.driver.steps import RolloutSteps
 from rl_algos.rollouts.driver.validation import Validation
 from rl_algos.rollouts.setup import steps_of, validation_sampling
+from rl_algos.rollouts.training.agents import AgentWatch, trained_batch
 from rl_algos.rollouts.training.batch import build_batch, minibatches
 from rl_algos.rollouts.training.metrics import rollout_metrics, training_metrics
 from rl_algos.rollouts.training.segments import ROLLOUT
@@ -362,10 +364,12 @@ def train(
         rows_per_minibatch: Rollouts of one optimizer step.
         weights: Importance weights that the loss reads; None for none.
     """
-    run = steps.run
+    run, agents = steps.run, learning_agents(config)
+    watch = AgentWatch(config.section, agents)
     for step, groups, *_ in steps.take(models={"policy": policy}):
+        watch.observe(groups)
         with run.phase("teacher"):
-            batch = teachers.scored(build_batch(groups, config), groups)
+            batch = teachers.scored(trained_batch(build_batch(groups, config), groups, agents), groups)
         if weights is not None:
             with run.phase("logprobs"):
                 batch, of_weights = weights.added(batch, policy)

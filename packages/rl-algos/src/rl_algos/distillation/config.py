@@ -10,7 +10,7 @@ from pydantic import Field
 from rl_algos.data.config import DataRoot
 from rl_algos.losses.distillation import KLName
 from rl_algos.losses.importance import ImportanceCorrection
-from rl_algos.rollouts.config import RolloutConfig, RolloutRoot
+from rl_algos.rollouts.config import LearningAgentConfig, LearningAgentsConfig, RolloutConfig, RolloutRoot
 from rl_algos.sft.config import LearnedTurns
 from rl_algos.supervised.config import SupervisedConfig
 from rl_core.config import Config, WhenChanged
@@ -55,6 +55,9 @@ class DistillationConfig(RolloutConfig):
     """Share of the rollouts that the student samples (lambda of GKD, arXiv:2306.13649). The others take the response in
     the row of their prompt, which supervised fine-tuning would learn. A fraction of a rollout is a chance, drawn from
     the seed. All rollouts of a row without a response are sampled."""
+    agents: LearningAgentsConfig = LearningAgentsConfig()
+    """Settings of single agents by name, if plays have several: `train: false` leaves the rollouts of an agent out of
+    the loss. All agents that train have the teacher of the prompt."""
     topk_logits_k: int | None = Field(default=DEFAULT_K, gt=0)
     """Number of the teacher's most likely tokens that student and teacher are compared at; all other tokens count as
     one, the tail. null compares the whole vocabulary, with one teacher or several; if the vocabulary is large, the
@@ -72,6 +75,11 @@ class DistillationConfig(RolloutConfig):
     @property
     def demonstrated_share(self) -> float:
         return 1 - self.on_policy_share
+
+
+def learning_agents(config: DistillationConfig) -> dict[str, LearningAgentConfig]:
+    """Return the settings of agents by name."""
+    return dict(config.agents)
 
 
 class OfflineDistillationConfig(SupervisedConfig):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from operator import attrgetter
+from typing import Any
 
 from rl_algos.distillation.config import (
     DEFAULT_K,
@@ -18,11 +19,11 @@ from rl_algos.distillation.config import (
 )
 from rl_algos.losses.distillation import METRICS, NLL, SPAN_METRICS
 from rl_algos.rollouts.checks import length_problem
-from rl_algos.rollouts.config import RolloutConfig, RolloutRoot
-from rl_algos.rollouts.plugin import rollout_algorithm
+from rl_algos.rollouts.config import LearningAgentConfig, LearningAgentsConfig, RolloutConfig, RolloutRoot
+from rl_algos.rollouts.plugin import rollout_algorithm, sections_by_name
 from rl_algos.supervised.config import validation_metrics as of_text
 from rl_algos.supervised.plugin import supervised_algorithm
-from rl_core.config import Problem, is_changed
+from rl_core.config import Config, Problem, assemble, is_changed
 from rl_core.model import ModelSpec
 from rl_core.plugins import ModelNeed, TrainingDefaults, WrittenValues
 
@@ -38,6 +39,12 @@ def teacher_needs(config: object) -> dict[str, ModelNeed]:
     """Return the teachers of a resolved config by role. They do not train."""
     spec = ModelSpec(role="teacher", trains=False)
     return {role: ModelNeed(key, spec) for role, key in teacher_sections(config).items()}
+
+
+def distillation_section(written: Any) -> type[Config]:
+    """Return the type of `distillation` on rollouts, with the agents that are written there."""
+    agents = sections_by_name(written, "agents", LearningAgentsConfig, lambda _name, _settings: LearningAgentConfig)
+    return assemble("Distillation", {"agents": agents}, base=DistillationConfig)
 
 
 def models(config: TextRoot | RolloutsRoot) -> dict[str, ModelNeed]:
@@ -189,7 +196,7 @@ def training_defaults(written: WrittenValues) -> dict[str, TrainingDefaults]:
 
 PLUGIN = rollout_algorithm(
     "distillation",
-    sections={"distillation": DistillationConfig, "loss_fn": DistillationLossConfig},
+    sections={"distillation": distillation_section, "loss_fn": DistillationLossConfig},
     implementation="rl_algos.distillation.algorithm:Distillation",
     models=models,
     optional_models=TEACHERS,

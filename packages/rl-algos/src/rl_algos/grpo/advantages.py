@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field
 
 from rl_algos.policy_gradient.advantages import whitened
 from rl_algos.rollouts.training.batch import Advantages
@@ -165,6 +167,43 @@ def maxrl(scores: np.ndarray, groups: np.ndarray) -> np.ndarray:
     for members in _varied(scores, groups):
         mean = scores[members].mean()
         advantages[members] = (scores[members] - mean) / mean
+    return advantages
+
+
+def tpo(
+    rewards: np.ndarray,
+    groups: np.ndarray,
+    lengths: np.ndarray,
+    logprobs: np.ndarray,
+    *,
+    temperature: Annotated[float, Field(gt=0)] = 1.0,
+    length_normalize: bool = True,
+    eps: float = 1e-6,
+) -> np.ndarray:
+    """Return `n (q - p)`, with p the softmax of the logprobs of a group's n responses and the target q that is
+    proportional to `p exp(u / temperature)`, `u = (r - m) / (s' + eps)` with the deviation s' over n (target policy
+    optimization, arXiv:2604.06159).
+
+    In the first update of a step, this is the gradient of the paper's cross-entropy from q, summed over a group and
+    averaged over groups, with the surrogate `reinforce` or `clip` and the aggregation `sequence-mean`; without
+    `length_normalize`, the aggregation is `sequence-mean-token-sum`.
+
+    Args:
+        rewards: See `grpo`.
+        groups: See `grpo`.
+        lengths: int `[rollouts]`, sampled tokens.
+        logprobs: float64 `[rollouts]`, sum of the logprobs of the sampled tokens before the update.
+        temperature: Temperature of the target: the smaller it is, the more mass the best responses get.
+        length_normalize: True to compare the mean logprob of a token instead of the sum.
+        eps: Added to the deviation.
+    """
+    advantages = np.zeros(len(rewards))
+    for members in _varied(rewards, groups):
+        own = logprobs[members] / np.maximum(lengths[members], 1) if length_normalize else logprobs[members]
+        centred = rewards[members] - rewards[members].mean()
+        tilted = own + centred / (centred.std() + eps) / temperature
+        before, target = (np.exp(each - each.max()) for each in (own, tilted))
+        advantages[members] = len(members) * (target / target.sum() - before / before.sum())
     return advantages
 
 

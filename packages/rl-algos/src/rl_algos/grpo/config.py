@@ -18,7 +18,7 @@ class EstimatorConfig(NamedConfig):
 
     name: str | None = None
     """Name of the advantage estimator: `grpo`, `grpo_batch_std`, `drgrpo`, `rloo`, `reinforce`, `reinforce_plus_plus`,
-    `reinforce_plus_plus_baseline`, `gpg`, `opo`, `remax`, `pass_at_k`, `maxrl`, `raft`, `gdpo`,
+    `reinforce_plus_plus_baseline`, `gpg`, `opo`, `remax`, `pass_at_k`, `maxrl`, `raft`, `tpo`, `gdpo`,
     `optimal_token_baseline`, by turn `turn_returns`, `mt_grpo` and `gigpo`, or your own function as
     `package.module:function` or `file.py:function`. If unset, it is `rloo` with `use_leave_one_out_baseline` and `grpo`
     without it."""

@@ -45,6 +45,7 @@ ESTIMATORS: Mapping[str, Estimator] = {
         of_rewards.pass_at_k,
         of_rewards.maxrl,
         of_rewards.raft,
+        of_rewards.tpo,
         of_rewards.optimal_token_baseline,
         of_rewards.gdpo,
         of_turns.turn_returns,
@@ -106,6 +107,12 @@ class _Rollouts:
     def masks(self) -> Ragged:
         return loss_masks(self.groups).select(self.rows)
 
+    def logprobs(self) -> np.ndarray:
+        assert self.batch is not None, "an estimator that reads logprobs is handed the batch"
+        mask = loss_masks(self.groups)
+        own = np.where(mask.values > 0, self.batch.ragged("prev_logprobs").values.astype(np.float64), 0.0)
+        return mask.like(own).sums()[self.rows]
+
     def squared_scores(self) -> Ragged:
         assert self.batch is not None, "an estimator that reads squared scores is handed the batch"
         mask = loss_masks(self.groups)  # Has the tokens of all rows of the batch; some are selected below.
@@ -129,6 +136,7 @@ INPUTS: Mapping[str, Callable[[_Rollouts], Any]] = {
     "turn_rewards": lambda step: turns_of_rollouts(step.groups, step.rows).adding_up_to(step.rewards()),
     "turn_lengths": lambda step: turns_of_rollouts(step.groups, step.rows).lengths,
     "turn_states": lambda step: turns_of_rollouts(step.groups, step.rows).states,
+    "logprobs": _Rollouts.logprobs,
     "squared_scores": _Rollouts.squared_scores,
     "normalize": lambda step: step.config.normalize_rewards,
 }
@@ -149,6 +157,7 @@ the rollouts of one agent at a time:
   `rewards`: the last turn has the changes by shaping and penalties; one NaN for failed rollouts;
 - `turn_lengths` int64 `[turns]` (a `Ragged`), the sampled tokens of each turn;
 - `turn_states` int64 `[turns]` (a `Ragged`), equal for turns that answer the same messages;
+- `logprobs` float64 `[rollouts]`, the sum of the logprobs of the sampled tokens before the update;
 - `squared_scores` float64 `[tokens]` (a `Ragged`), the squared norm of the gradient of each sampled token's logprob by
   the logits, before the update: 1 less twice its probability, plus the sum of the squares of all probabilities;
 - `normalize`, the setting `grpo.normalize_rewards`.
@@ -208,7 +217,8 @@ def reads(config: GRPOConfig, name: str) -> bool:
 
 def columns_before(config: GRPOConfig) -> frozenset[str]:
     """Return the columns that the effective estimators read among the reads of the policy before the update."""
-    return frozenset(("prev_logprobs", "prev_collision")) if reads(config, "squared_scores") else frozenset()
+    by_input = {"logprobs": ["prev_logprobs"], "squared_scores": ["prev_logprobs", "prev_collision"]}
+    return frozenset(column for name, columns in by_input.items() if reads(config, name) for column in columns)
 
 
 def advantages_of(
@@ -231,8 +241,7 @@ def advantages_of(
         penalties: `[tokens]`, by rows of the batch, the part of the reward that each sampled token takes away; None for
             nothing.
         greedy: One greedy rollout of each group's prompt, for an estimator that reads `baselines`.
-        batch: Batch from `build_batch`, with `prev_logprobs` and `prev_collision` for an estimator that reads
-            `squared_scores`.
+        batch: Batch from `build_batch`, with the `columns_before` of the estimators.
 
     Raises:
         ValueError: If the estimator returns something else, or numbers that are not finite.

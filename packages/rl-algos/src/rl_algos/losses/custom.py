@@ -17,10 +17,14 @@ PATH = "your own class as package.module:Class or file.py:Class"
 NOT_OFFERED: Mapping[str, str] = {
     "a2po": "A*-PO compares rewards with values that are estimated before training, from samples of the reference for "
     "every prompt, and runs have no such stage. Use grpo.adv_estimator=rloo, whose baseline is sampled in every step",
-    "tpo": "TPO learns from three responses a row, and preferences have two here. Use the loss dpo with "
-    "dpo.sft_loss_weight, which also learns the chosen response",
+    "tpo": "Target policy optimization is the estimator grpo.adv_estimator=tpo. Triple preference optimization learns "
+    "from three responses a row, and preferences have two here: use the loss dpo with dpo.sft_loss_weight, which also "
+    "learns the chosen response",
+    "raft++": "RAFT++ is grpo.adv_estimator=raft with loss_fn.surrogate=clip",
+    "chord": "CHORD is loss_fn.demonstrations=nll with grpo.demonstrations.dataset and rows_per_step",
+    "luffy": "LUFFY is loss_fn.demonstrations=shaped with grpo.demonstrations.share",
 }
-"""Methods that are known and not offered, by name, with the reason and what to use."""
+"""Methods that do not have these names here, or that are not offered, by name, with what to use and the reason."""
 
 _MEMBERS = ("columns", "reads", "temperature", "implementation", "totals")
 
