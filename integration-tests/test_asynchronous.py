@@ -184,6 +184,36 @@ def test_updates_in_flight_interrupt_rollouts_that_go_on_as_if_nothing_had_happe
 
 
 @exhaustive
+@pytest.mark.parametrize("backend", ["hf", "vllm"])
+def test_over_sampling_on_shared_devices_carries_rollouts_over_and_loses_no_prompt(grpo, tmp_path, backend):
+    over_sampling = (
+        *("grpo.over_sampling_ratio=1.5", "grpo.async_grpo.max_trajectory_age_steps=2"),
+        *(f"policy.generation.backend={backend}", "loss_fn.importance.high=2.0"),
+    )
+    arguments = (*grpo, *LONG, *over_sampling, "grpo.max_num_steps=8", "checkpointing.save_period=2")
+    run = Run.start(tmp_path / "run", *arguments)
+    run.await_step(3)
+    run.kill_one("ray::AsyncWorkerHost")
+    run.await_step(5)
+    run.kill_all()
+    run = Run.start(tmp_path / "run", *arguments)
+    run.finish()
+    steps = steps_of(run.folder)
+    assert [line["step"] for line in steps] == list(range(1, 9))
+    assert max(line["staleness/max"] for line in steps) <= 2
+    assert max(line["staleness/several_versions"] for line in steps) > 0
+    assert max(line["carried/share"] for line in steps) > 0
+    assert max(line["mismatch/max"] for line in steps) < 1e-3
+    # long rollouts train later
+    carried = [line for line in steps if "carried/mean_length" in line and line["carried/share"] < 1]
+    assert sum(line["carried/mean_length"] > line["carried/mean_length_of_others"] for line in carried) > 0
+    prompts = [row["prompt_id"] for rows in rollouts_of(run.folder).values() for row in rows if row["index"] == 0]
+    assert len(set(prompts)) == len(prompts) == NUM_PROMPTS * 8
+    proof = prove(RunFolder(run.folder))
+    assert (proof.contradictions, proof.gaps, proof.num_compared) == ((), (), 8)
+
+
+@exhaustive
 def test_replicas_join_and_leave_a_run_that_goes_on(grpo, tmp_path):
     # every version has the same weights, so that the policy finds the logprobs of every replica
     same = "policy.optimizer.kwargs.lr=0.0"

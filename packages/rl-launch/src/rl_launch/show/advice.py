@@ -413,8 +413,9 @@ def _slow(timings: Mapping[str, float], config: Mapping[str, Any]) -> Iterator[A
     backend = _at(config, "policy.generation.backend") or "vllm"
     remedies = {
         "generation": "give it devices of its own (policy.generation.colocated.enabled=false), more devices "
-        f"(cluster.gpus_per_node), more memory or rows at a time (policy.generation.{backend}_cfg), or fewer tokens "
-        "(policy.generation.max_new_tokens)",
+        f"(cluster.gpus_per_node), more memory or rows at a time (policy.generation.{backend}_cfg), fewer tokens "
+        "(policy.generation.max_new_tokens), or, if a few long rollouts take most of the time, steps that end before "
+        f"these ({_section(config)}.over_sampling_ratio)",
         "training": "raise policy.train_micro_batch_size (or policy.sequence_packing.train_mb_tokens) as far as memory "
         "allows",
         "logprobs": "raise policy.logprob_batch_size (or policy.sequence_packing.logprob_mb_tokens) as far as memory "

@@ -193,8 +193,6 @@ class RolloutWorker:
                 await self._call_opponents(method)
             if method == "sleep":
                 self._keeps_weights = bool(answer)
-            elif method == "wake" and self._keeps_weights:
-                await self._generator.resume()
             if method == "resume" or (method == "wake" and self._keeps_weights):
                 await self._continue_all()
         return answer
@@ -277,11 +275,12 @@ class RolloutWorker:
                 limit.reschedule(None)
 
     async def _continue_all(self) -> None:
-        """Let opponents and clocks continue that were stopped by `_interrupt_all`."""
+        """Let the engines serve and the clocks run that `_interrupt_all` stopped."""
         now = asyncio.get_running_loop().time()
         stopped, self._stopped_limits = self._stopped_limits, {}
         for limit in stopped.keys() & self._limits:
             limit.reschedule(now + stopped[limit])
+        await self._generator.resume()
         await self._call_opponents("resume")
 
     def _note_finished(self, number: int, task: asyncio.Task[Group]) -> None:
