@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from rl_algos.data.config import DataRoot, DatasetConfig, written_problems
 from rl_algos.evaluation.config import EvaluationConfig
+from rl_algos.rollouts.worker.programs import COMPACTION_PROGRAM
 from rl_core.config import Config, EnvVars, PathText, Problem, ProblemError, WhenChanged, is_changed
 from rl_core.model_config import DraftHeadConfig, GenerationConfig, ModelConfig, TokenizerConfig
 from rl_core.token_filter import TokenFilter
@@ -326,7 +327,7 @@ class RolloutConfig(Config):
     @property
     def splits(self) -> bool:
         """True if a rollout may be several rows of a batch, its segments."""
-        return self.renders_anew or self.agent is not None
+        return self.renders_anew or self.agent is not None or self.rollout_program == COMPACTION_PROGRAM
 
     @property
     def fixed_agents(self) -> frozenset[str]:

@@ -22,14 +22,7 @@ from rl_algos.rollouts.driver.source import PacedRolloutSource
 from rl_algos.rollouts.driver.steps import Drafter, RolloutSteps
 from rl_algos.rollouts.driver.task_evaluation import TaskEvaluation
 from rl_algos.rollouts.driver.validation import Validation
-from rl_algos.rollouts.worker.programs import (
-    AGENT_PROGRAM,
-    DEFAULT_PROGRAM,
-    PROGRAMS,
-    code_named,
-    files_named,
-    program_named,
-)
+from rl_algos.rollouts.worker.programs import AGENT_PROGRAM, PROGRAMS, TURNS, code_named, files_named, program_named
 from rl_core.model_config import GenerationConfig
 from rl_core.plugins import RolloutNeeds
 from rl_core.rollouts.generation import SamplingParams, ThinkingBudget
@@ -54,7 +47,7 @@ def program_needs(settings: RolloutConfig, max_tokens: int, environments: frozen
         # A program of the user's makes its segments itself.
         if settings.renders_anew and settings.rollout_program in PROGRAMS:
             given["split"] = True
-        if settings.rollout_program == DEFAULT_PROGRAM:
+        if settings.rollout_program in TURNS:
             given["structured_output"] = settings.structured_output
         program, args = program_named(settings.rollout_program), {**given, **settings.rollout_program_args}
         return RolloutNeeds(program, args, environments, settings.max_rollout_seconds)

@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rl_algos.grpo.config import GRPOConfig
+from rl_algos.rollouts.training.batch import build_batch
 from rl_algos.rollouts.training.metrics import rollout_metrics
-from rl_algos.rollouts.training.segments import rollout_numbers
+from rl_algos.rollouts.training.segments import ROLLOUT, rollout_numbers
 from rl_algos.rollouts.worker.chat import Chat
 from rl_algos.rollouts.worker.client import PlayClient, PlayServices
 from rl_algos.rollouts.worker.program import CompactionProgram
@@ -131,6 +133,8 @@ def test_segments_are_rows_that_share_the_advantage_and_metrics_count_compaction
     rows = [row.sum() for row in group.columns.ragged(LOSS_MASK)]
     assert rows == [3 + 5, 3, 6]
     assert [len(row) for row in group.columns.ragged(TOKENS)] == [*compacted.segments, len(whole.tokens)]
+    batch = build_batch([group], GRPOConfig(rollout_program="compaction"))
+    assert batch.array(ROLLOUT).tolist() == [0, 0, 1]
     metrics = rollout_metrics([group])
     assert metrics["rollout/compaction/count"] == 0.5
     assert metrics["rollout/compaction/tokens_after"] == compacted.info["compaction/tokens_after"]
@@ -231,8 +235,9 @@ def test_a_rollout_that_runs_again_finds_its_turns_and_its_summaries():
 def test_a_prompt_without_room_and_arguments_without_sense_are_refused():
     with pytest.raises(ValueError, match="the prompt has 10 tokens, but conversations are compacted from 8 tokens"):
         play(Engine(["a1"]), Game(["o1"]), compact_at=8)
-    with pytest.raises(ValueError, match="plain text"):
-        play(Engine(["a1"]), Game(["o1 is long"]), compact_at=12, prompt=replace(PROMPT, is_text=True))
+    form = {"type": "json_schema", "json_schema": {"name": "f", "schema": {"type": "object"}}}
+    with pytest.raises(ValueError, match="the row has the field response_format"):
+        play(Engine(["a1"]), Game([]), prompt=replace(PROMPT, info={"response_format": form}))
     assert argument_problem("compaction", {"compact_at": 0}) == "compact_at must be an int above 0, got 0"
     assert argument_problem("compaction", {"request": " "}).startswith("request must be a string")
     assert argument_problem("compaction", {"summariser": 3}).startswith("summariser must be a string")

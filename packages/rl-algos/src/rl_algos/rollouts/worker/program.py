@@ -86,6 +86,7 @@ class CompactionProgram:
         request: Text that asks for a summary.
         split: Render the whole conversation for every turn.
         first_agent: See `MultiTurnProgram`.
+        structured_output: What happens if a row asks for a form of the turns; summaries are free.
 
     Raises:
         ValueError: If a number of tokens is not above 0, or the request is empty.
@@ -102,6 +103,7 @@ class CompactionProgram:
         request: str = REQUEST,
         split: bool = False,
         first_agent: str = "",
+        structured_output: StructuredOutput = "refuse",
     ) -> None:
         # They come from YAML, with any type.
         counts: dict[str, object] = {"compact_at": compact_at, "summary_tokens": summary_tokens}
@@ -112,9 +114,8 @@ class CompactionProgram:
         for name, value in texts.items():
             if not (isinstance(value, str) and value.strip()):
                 raise ValueError(f"{name} must be a string that is not empty, got {value!r}")
-        self._limits = SeatLimits(
-            max_turns, max_tokens, split, Compaction(compact_at, summary_tokens, summariser, request)
-        )
+        compaction = Compaction(compact_at, summary_tokens, summariser, request)
+        self._limits = SeatLimits(max_turns, max_tokens, split, compaction, structured_output)
         self._first_agent = first_agent
 
     async def run(self, prompt: Prompt, client: GenerationClient) -> Rollout | Sequence[Rollout]:
@@ -333,7 +334,6 @@ class Seat:
         self._messages: list[Message] = list(messages)
         self._num_prompt_messages = len(messages)
         self._num_prompt_tokens = len(tokens)
-        self._is_text = prompt.is_text
         # After a compaction, the policy sees these messages in the place of as many as `_num_replaced`.
         self._replacing: list[Message] = []
         self._num_replaced = 0
@@ -528,10 +528,6 @@ class Seat:
             self._messages[-1],
             self._compact_at(compaction),
         )
-        if self._is_text:
-            raise ValueError(
-                "a prompt of plain text cannot be rendered with a summary; give `messages`, or a chat `prompt`"
-            )
         if self._num_prompt_tokens >= limit:
             raise ValueError(
                 f"the prompt has {self._num_prompt_tokens} tokens, but conversations are compacted from {limit} tokens "
