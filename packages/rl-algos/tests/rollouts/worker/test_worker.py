@@ -239,6 +239,41 @@ def test_infrastructure_that_fails_refills_one_rollout_with_its_next_seed(make_w
     assert len(set(asked)) == 5, "every play has its own seed"
 
 
+def test_a_refilled_rollout_that_runs_again_elsewhere_begins_with_its_first_seed(make_worker):
+    whole, _ = make_worker(lambda conversation: StepResult(reward=1.0))
+    expected = run(whole, 5, 6)
+    asked = []
+
+    async def hangs(conversation):
+        asked.append(conversation.completion)
+        if len(asked) == 1:
+            return EnvironmentFailure("its process was killed", "process")
+        await asyncio.Event().wait()
+
+    async def killed():
+        worker, environment = make_worker(None)
+        environment.step = hangs
+        await worker.begin([(7, task(5, 6))])
+        while len(asked) < 3:  # both rollouts, and the one that takes the place of the first
+            await asyncio.sleep(0)
+        turns = (await worker.turns())[7]
+        for running in worker._under_way:
+            running.cancel()
+        return turns
+
+    turns = asyncio.run(killed())
+    assert [len(each.completions) for each in turns] == [1, 1]
+    again, _ = make_worker(lambda conversation: StepResult(reward=1.0))
+
+    async def resumed():
+        await again.begin([(7, dataclasses.replace(task(5, 6), turns=turns))])
+        return (await taken(again, 1))[7]
+
+    group = asyncio.run(resumed())
+    assert last_tokens(group) == last_tokens(expected)
+    assert group.rollouts.info == ({}, {})
+
+
 def test_a_rollout_is_refilled_a_few_times_and_then_fails(make_worker):
     asked = []
 
