@@ -177,11 +177,12 @@ def surrogate(value: str, *settings: str, baseline: str = "") -> Case:
     return on_policy("grpo-arithmetic", f"loss_fn.surrogate={value}", *settings, baseline=baseline)
 
 
-def distillation(recipe: str, *settings: str) -> Case:
+def distillation(recipe: str, *settings: str, baseline: str = "") -> Case:
     """A recipe whose student learns from the warmed-up model: both KL divergences, on held-out sums."""
     measures = tuple(Measure(f"val/{name}", falls_to(0.1)) for name in ("forward_kl", "reverse_kl"))
     validates = ("distillation.val_at_start=true", "distillation.val_at_end=true")
-    return Case(recipe, "distillation", measures, (*validates, *settings), warm_key="teacher.model_name")
+    keys = (*validates, *settings)
+    return Case(recipe, "distillation", measures, keys, warm_key="teacher.model_name", baseline=baseline)
 
 
 CASES = {
@@ -208,8 +209,8 @@ CASES = {
     "gdpo": estimator("gdpo", f"data.train.env_name={SEVERAL_REWARDS}"),
     "token-baseline": estimator("optimal_token_baseline"),
     # the teacher is the model that the recipe begins with, which has had more SFT than the warmed-up one
-    "teacher": on_policy("grpo-arithmetic", TEACHER),
-    "teacher-only": on_policy("grpo-arithmetic", TEACHER, "grpo.distillation.reward_weight=0"),
+    "teacher": on_policy("grpo-arithmetic", TEACHER, baseline="grpo"),
+    "teacher-only": on_policy("grpo-arithmetic", TEACHER, "grpo.distillation.reward_weight=0", baseline="grpo"),
     "gmpo": surrogate(
         "gmpo",
         "loss_fn.aggregation=sequence-mean",
@@ -266,6 +267,9 @@ CASES = {
         ("rm.val_at_end=true",),
     ),
     "distillation": distillation("distill-tiny", *GENERATION),
+    "given-responses": distillation(
+        "distill-tiny", *GENERATION, "distillation.on_policy_share=0.5", baseline="distillation"
+    ),
     "self-teacher": Case(
         "self-distill-tiny",
         "distillation",
