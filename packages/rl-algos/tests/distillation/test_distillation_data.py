@@ -72,6 +72,13 @@ def test_rows_without_a_teacher_are_refused(rows, tokenizer, tmp_path):
     assert ALGORITHM.prepare(settings, tokenizer, ALGORITHM.load(settings)).vocabulary == len(tokenizer)
 
 
+def test_a_teacher_without_rows_is_refused(rows, tokenizer, tmp_path):
+    (tmp_path / "rows.jsonl").write_text(ROWS[1])
+    settings = config(rows, teachers=["math", "maths"])
+    with pytest.raises(DataError, match=r"teachers\.maths: no row has .* there are math, rows\.jsonl"):
+        ALGORITHM.prepare(settings, tokenizer, ALGORITHM.load(settings))
+
+
 def test_text_is_prepared_with_its_teacher(rows, tokenizer):
     settings = config(rows, section=OfflineDistillationConfig)
     data = OfflineDistillation().prepare(settings, tokenizer, load_examples(settings))

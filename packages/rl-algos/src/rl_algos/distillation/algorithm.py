@@ -26,7 +26,7 @@ from rl_algos.distillation.config import (
 )
 from rl_algos.distillation.self_teacher import SelfTeacher
 from rl_algos.distillation.span_teacher import SpanTeacher, Translator
-from rl_algos.distillation.teachers import RolloutTeacher, Teachers, check_teachers, require_teacher
+from rl_algos.distillation.teachers import RolloutTeacher, Teachers, check_routes, check_teachers, require_teacher
 from rl_algos.losses.distillation import (
     STATE_WEIGHTS,
     DistillationLoss,
@@ -132,9 +132,7 @@ class Distillation(RolloutAlgorithm[RolloutsRoot]):
             check_k(config.distillation.topk_logits_k, len(tokenizer))
             check_teachers(config, tokenizer)
         own = config.distillation.self_teacher
-        for dataset in () if own else (*loaded.train, *loaded.validation):
-            for environment in dataset.environments():
-                require_teacher(config, dataset, environment)
+        check_routes(config, loaded, all_rows=own is None)
         data = super().prepare(config, tokenizer, loaded)
         return DistillationData(
             data.train,

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from rl_algos.data.examples import Dataset
+from rl_algos.data.examples import Dataset, Datasets
 from rl_algos.distillation.config import teacher_sections
 from rl_algos.images.columns import seen_columns
 from rl_algos.losses.distillation import (
@@ -132,6 +132,30 @@ def require_teacher(config: object, dataset: Dataset, *names: str) -> str:
             "`teachers`, or add `teacher`, which serves all other rows"
         )
     return role
+
+
+def check_routes(config: object, datasets: Datasets, *, all_rows: bool) -> None:
+    """Refuse a teacher of an environment or a dataset that no row has, such as one whose name is misspelt.
+
+    Args:
+        config: Resolved config of the run.
+        datasets: Datasets for training and validation.
+        all_rows: True to refuse rows without a teacher too.
+
+    Raises:
+        DataError: With the names that there are.
+    """
+    sections, used, names = teacher_sections(config), {"teacher"}, set()
+    for dataset in (*datasets.train, *datasets.validation):
+        for environment in dataset.environments():
+            names |= {environment, dataset.name}
+            used.add(teacher_of(sections, environment, dataset.name))
+            if all_rows:
+                require_teacher(config, dataset, environment)
+    for role, key in sections.items():
+        if role not in used:
+            known = ", ".join(sorted(names))
+            raise DataError(f"{key}: no row has this environment or dataset; there are {known}. Rename or remove it")
 
 
 def check_teachers(config: object, tokenizer: Tokenizer) -> None:

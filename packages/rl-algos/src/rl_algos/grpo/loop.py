@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from rl_algos.data.examples import Datasets
-from rl_algos.distillation.teachers import RolloutTeacher, check_teachers, require_teacher
+from rl_algos.distillation.teachers import RolloutTeacher, check_routes, check_teachers
 from rl_algos.grpo.config import GRPOConfig, GRPORoot, trained_agents, trained_environments
 from rl_algos.grpo.estimators import advantages_of, columns_before, reads
 from rl_algos.grpo.opponents import check_tokens, opponents_of
@@ -44,10 +44,7 @@ class GRPO(RolloutAlgorithm[GRPORoot]):
         check_environments(config.grpo, loaded)
         check_teachers(config, tokenizer)
         settings = config.grpo.distillation
-        if not settings.reward_weight and settings.self_teacher is None:
-            for dataset in loaded.train:
-                for environment in dataset.environments():
-                    require_teacher(config, dataset, environment)
+        check_routes(config, loaded, all_rows=not settings.reward_weight and settings.self_teacher is None)
         data = super().prepare(config, tokenizer, loaded)
         return data if settings.self_teacher is None else replace(data, encode=partial(encode_prompt, tokenizer))
 

@@ -93,7 +93,8 @@ def _teachers(config: GRPORoot) -> Iterator[Problem]:
                 yield Problem.unused(f"{key}.{name}", "without a teacher", remedy=remedy)
         return
     yield from short_teachers(config)
-    if not isinstance(loss, LossConfig) and "advantages" not in columns_of(config, config.grpo):
+    columns = columns_of(config, config.grpo)
+    if not isinstance(loss, LossConfig) and columns and "advantages" not in columns:
         yield Problem("loss_fn.name", "does not read advantages, by which the teachers teach", got=loss.name)
     if not settings.reward_weight:
         for name in ("adv_estimator", "normalize_rewards", "use_leave_one_out_baseline"):
