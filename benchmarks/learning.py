@@ -130,6 +130,8 @@ TURNS = (
     "policy.generation.max_new_tokens=3",
 )
 """Three sums in a rollout, each with its own reward."""
+FEW_PROMPTS = "data.train.settings.num_rows=640"
+"""Each comes five times, so that a curriculum can choose."""
 STALE = (
     "cluster.cpu_ranks_per_node=2",  # one for the policy, one for generation
     "policy.generation.colocated.enabled=false",
@@ -232,6 +234,14 @@ CASES = {
     "mt-grpo": estimator("mt_grpo", *TURNS, baseline="turns"),
     "gigpo": estimator("gigpo", *TURNS, baseline="turns"),
     "deepscaler": on_policy("deepscaler-tiny", baseline="grpo"),
+    "few-prompts": on_policy("grpo-arithmetic", FEW_PROMPTS, baseline="grpo"),
+    "curriculum": on_policy(
+        "grpo-arithmetic",
+        FEW_PROMPTS,
+        "grpo.curriculum.enabled=true",
+        "grpo.curriculum.by=prompt",
+        baseline="few-prompts",
+    ),
     "multi-env": on_policy("grpo-multi-env-tiny"),
     "sliding-puzzle": in_environment("grpo-sliding-puzzle-tiny"),
     # sampled: the warmed-up model calls in about half of its answers, and most of its greedy ones may call already
@@ -239,7 +249,7 @@ CASES = {
     "echo": in_environment(
         "grpo-tools-tiny", "policy.generation.val_temperature=1", "loss_fn.observation_nll_weight=0.1", baseline="tools"
     ),
-    "search": in_environment("search-r1-tiny", "policy.generation.val_temperature=1"),
+    "search": in_environment("search-r1-tiny", "policy.generation.val_temperature=1", "policy.generation.backend=hf"),
     "code": in_environment("grpo-code-tiny"),
     # as it is for a user: mean reward of the first step and of the last
     "agent": Case(

@@ -31,11 +31,11 @@ RIGHT = 0.25
 
 ESTIMATORS = {
     # estimator: its setting, and the steps it gets
-    "turn_returns": ("{name: turn_returns, discount: 0.0}", 80),
-    "grpo": ("grpo", 200),
+    "turn_returns": ("{name: turn_returns, discount: 0.0}", 50),
+    "grpo": ("grpo", 100),
 }
-RATES = (1e-3, 2e-3, 4e-3)
-TARGET = 0.8
+RATES = (2e-3, 4e-3, 8e-3)
+TARGET = 0.85
 WINDOW = 5
 """Steps whose mean reward has to reach the target."""
 
@@ -88,13 +88,13 @@ def make_runs(
     write(prompts, [{"messages": user(letters[0]), "info": {"letters": letters}} for letters in asked])
     write(lessons, [{"messages": [each for letter in letters for each in lesson(letter, drawn)]} for letters in asked])
     if not (folder / "model").is_dir():
-        sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "num_key_value_heads": 1}
+        sizes = {"hidden_size": 64, "num_layers": 1, "num_heads": 2, "num_key_value_heads": 1}
         make_tiny_model(folder / "model", characters=LETTERS + DIGITS, **sizes)
     start = folder / "warm"
     if not is_finished(start):
         keys = (f"policy.model_name={folder / 'model'}", f"data.train.data_path={lessons}", "data.validation=null")
         lengths = ("policy.max_total_sequence_length=32", "policy.train_global_batch_size=64")
-        steps = ("sft.max_num_steps=400", "checkpointing.save_period=400")
+        steps = ("policy.optimizer.kwargs.lr=1e-2", "sft.max_num_steps=250", "checkpointing.save_period=250")
         in_jobs([Task("sft-arithmetic", [*ON_CPU, *keys, *lengths, *steps], start)], 1)
     model = RunFolder(start).checkpoints()[-1].path / "hf"
     environment = Path(__file__).with_name("several_turns.py")

@@ -19,3 +19,17 @@ def test_benchmarks_call_what_there_is():
     assert "checked" in done.stdout, done.stdout + done.stderr
     wrong = [line for line in done.stdout.splitlines() if re.search(rf"\[({'|'.join(CODES)})\]$", line)]
     assert not wrong, "\n".join(wrong)
+
+
+def test_every_method_of_the_learning_page_has_a_recipe_a_test_and_a_case():
+    folder, recipes = CHECKOUT / "benchmarks", CHECKOUT / "packages/rl-launch/src/rl_launch/recipes"
+    cases = set(re.findall(r'^    "([a-z0-9+-]+)": ', (folder / "learning.py").read_text(), re.MULTILINE))
+    page = (folder / "results/learning.md").read_text()
+    head, _, *rows = re.findall(r"^\|(.*)\|$", page[page.index("| method |") :], re.MULTILINE)
+    assert [each.strip() for each in head.split("|")] == ["method", "keys", "recipe", "test", "case"]
+    assert len(rows) > 10
+    for row in rows:
+        method, _, recipe, test, case = (each.strip(" `") for each in row.split("|"))
+        assert not recipe or (recipes / f"{recipe}.yaml").is_file(), method
+        assert (CHECKOUT / test).is_file(), method
+        assert case in cases, method
