@@ -187,12 +187,20 @@ def test_no_gradient_and_no_metric_depends_on_forced_tokens():
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("tokenizer", [TOKENIZER, make_tokenizer()], ids=["characters", "bytes"])
-@pytest.mark.parametrize(("mark", "end"), [("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("◁think▷", "◁/think▷")])
+BYTES = make_tokenizer()
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "mark", "end"),
+    [
+        (TOKENIZER, "<think>", "</think>"),
+        (TOKENIZER, "[THINK]", "[/THINK]"),
+        (BYTES, "<think>", "</think>"),
+        (BYTES, "◁think▷", "◁/think▷"),
+    ],
+    ids=["tokens", "characters", "bytes", "parts of characters"],
+)
 def test_tokens_of_thoughts_are_counted_whatever_their_marks_are_made_of(tokenizer, mark, end):
-    """A mark is one token, a token for each of its characters, or several tokens for one of its characters."""
-    if tokenizer is TOKENIZER and "◁" in mark:
-        pytest.skip("this tokenizer does not have the characters of the mark")
     chat = Chat(tokenizer)
 
     def tokens(text):

@@ -113,9 +113,14 @@ class Chat:
         end, mark = last_thoughts(text, opened_by(self.shown(prompt[-PROMPT_END:])))
         if mark:
             return len(completion), mark
-        # Texts of single tokens do not add up to the text: a character may be several tokens.
-        lengths = range(len(completion))
-        return bisect_left(lengths, 1, key=lambda length: self.shown(completion[:length]).startswith(text[:end])), ""
+        if not end:
+            return 0, ""
+        # Texts of single tokens do not add up to the text, as a character may be several tokens, so beginnings are
+        # decoded. Most models have a token for the mark, and then there is one to try.
+        ends = np.flatnonzero(np.isin(completion, self._thought_ends)) + 1
+        lengths: Sequence[int] = [*ends.tolist(), len(completion)] if len(ends) else range(len(completion) + 1)
+        found = bisect_left(lengths, 1, key=lambda length: self.shown(completion[:length]).startswith(text[:end]))
+        return lengths[found], ""
 
     def grammar(self, form: AnswerForm, prompt: np.ndarray) -> str:
         """See `rl_core.rollouts.program.GenerationClient.grammar`."""
@@ -233,6 +238,11 @@ class Chat:
         if self._hidden is None:
             return str(self._tokenizer.decode(ids, skip_special_tokens=True))
         return str(self._tokenizer.decode([id for id in ids if id not in self._hidden], skip_special_tokens=False))
+
+    @cached_property
+    def _thought_ends(self) -> list[int]:
+        """Ids of the tokens that are marks which end thoughts."""
+        return [id for id, token in self._tokenizer.added_tokens_decoder.items() if str(token) in THOUGHTS.values()]
 
     @cached_property
     def _hidden(self) -> frozenset[int] | None:
