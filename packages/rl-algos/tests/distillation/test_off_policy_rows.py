@@ -61,6 +61,28 @@ def test_the_weights_of_the_tokens_before_give_the_expectation_over_the_policys_
     assert not np.allclose((by_older * terms).sum(0)[1:], expected[1:], rtol=1e-3)
 
 
+def test_rollouts_sampled_from_some_tokens_count_as_the_students_own_in_the_states_that_they_reach():
+    chain = chains(3)[0]
+    kept = np.where(chain > chain.min(1, keepdims=True), chain, 0.0)
+    kept /= kept.sum(1, keepdims=True)
+    policy = logprobs_of(chain)
+    with np.errstate(divide="ignore"):
+        sampled = logprobs_of(kept)
+    reached = np.flatnonzero(np.isfinite(sampled).all(1))
+    columns = {
+        name: Ragged.from_rows(list(values[reached]), np.float64)
+        for name, values in (("prev_logprobs", policy), ("generation_logprobs", sampled))
+    }
+    mask = columns["prev_logprobs"].like(np.ones(len(reached) * LENGTH, np.uint8))
+    batch = Batch({"loss_mask": mask, **columns})
+    weights = importance_weights(ImportanceCorrection(level="sequence"), batch, of_states=True).values
+    last = weights.reshape(-1, LENGTH)[:, -1] * np.exp(sampled[reached].sum(1))
+    for state in {tuple(tokens) for tokens in TOKENS[reached, :-1]}:
+        is_there = (TOKENS[reached, :-1] == state).all(1)
+        own = np.exp(policy[(TOKENS[:, :-1] == state).all(1)][0, :-1].sum())
+        assert last[is_there].sum() == pytest.approx(own, rel=1e-9)
+
+
 def test_weights_are_truncated_and_sequences_rejected_as_in_the_policy_loss():
     d = [np.log([0.5, 4.0, 2.0]), np.log([1.0, 1.0, 9.0])]
     zeros = Ragged.from_rows([np.zeros(3)] * 2, np.float64)
@@ -152,6 +174,12 @@ def test_a_step_learns_sampled_and_given_responses_from_the_same_teacher():
             ["loss_fn.importance={}", "distillation.cross_tokenizer=true"],
             "loss_fn.importance",
             "cross_tokenizer",
+        ),
+        (
+            PLUGIN,
+            ["distillation.structured_output=constrain"],
+            "distillation.structured_output",
+            "distributions over all",
         ),
         (
             PLUGIN,

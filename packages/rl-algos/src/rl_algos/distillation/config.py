@@ -107,7 +107,8 @@ class DistillationLossConfig(Config):
     """Weight of the negative log-likelihood of the given text, which is added to the divergence."""
     importance: ImportanceCorrection | None = None
     """Weight the divergence at a token by the probability of the tokens before it, the student's as the step begins
-    relative to that of the weights that sampled them, for rollouts that run ahead of training. At the level `token`,
+    relative to that of the weights that sampled them, for rollouts that run ahead of training or are sampled from some
+    tokens only (`top_p`, `top_k`, `min_p`). At the level `token`,
     the default, it is the ratio of the token before it; at the level `sequence` the product over all sampled tokens
     before it, which is exact and has more variance. The term of a given response has the weight 1. null turns the
     correction off."""

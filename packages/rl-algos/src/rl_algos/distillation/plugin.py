@@ -64,6 +64,9 @@ def check_rollouts(config: RolloutsRoot) -> Iterator[Problem]:
         yield from short_teachers(config)
     yield from _cross_tokenizer(config)
     yield from _self_teacher(config)
+    if config.distillation.structured_output == "constrain":
+        reason = "limits sampling to the tokens that a grammar allows, but the loss compares the distributions over all"
+        yield Problem("distillation.structured_output", reason, got="constrain", remedy="Set it to ignore or refuse")
     if weight := config.loss_fn.nll_weight:
         reason = "is for training on given text; here the student would train on its own rollouts"
         remedy = f"Remove this key, or use algorithm: {OFFLINE.name}"
@@ -201,6 +204,8 @@ PLUGIN = rollout_algorithm(
     models=models,
     optional_models=TEACHERS,
     training_defaults=training_defaults,
+    # The filter of sampling decides on the states, and the loss compares whole distributions in them.
+    reads_filtered=True,
     checks=(check_rollouts,),
     further_metrics=rollout_validation_metrics,
 )

@@ -54,7 +54,8 @@ def rollout_algorithm(
         requirements: Requirements in addition to rl-algos itself.
         further: See `AlgorithmPlugin`.
         reads_filtered: True if its loss reads logprobs of the tokens that `top_p`, `top_k` and `min_p` of generation
-            keep (`Read.token_filter`); otherwise these are refused.
+            keep (`Read.token_filter`), or does not compare with the distribution that was sampled from; otherwise these
+            are refused.
         checks: Checks after the checks of rollouts, validation and environments.
         further_models: See `AlgorithmPlugin`.
         further_metrics: Function from the resolved config to metrics that its validation records in addition.
