@@ -1,4 +1,4 @@
-"""Requests of agent frameworks, as their libraries sent them in their usual modes, get answers of the form they ask for.
+"""Requests of agent frameworks, as their libraries sent them in their usual modes, get the form that they ask for.
 
 `framework_requests.json` has the bodies with the versions of the libraries.
 """
