@@ -208,6 +208,16 @@ def test_a_run_that_is_killed_after_any_step_continues_with_the_same_prompts(sta
             assert resumed.step(number) == steps[number - 1]
 
 
+def test_a_branch_may_begin_to_weigh_prompts():
+    plain, before = mixture_of([10], enabled=False)
+    drawn = plain.take(4)
+    before.learn([Earned(prompt, [0, 1]) for prompt in drawn])
+    stream, mixture = mixture_of([10])
+    stream.restore(plain.state())
+    mixture.restore(before.state())
+    assert len({prompt.id for prompt in stream.take(10)}) == 10
+
+
 def test_a_large_dataset_is_drawn_from_quickly():
     shares = Shares(np.ones(50_000), entropy=(1, 0))
     first = [shares.next() for _ in range(300)]

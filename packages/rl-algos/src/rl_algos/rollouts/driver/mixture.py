@@ -94,7 +94,8 @@ class Mixture:
         """Continue from a state; the current weights are part of the state of the stream."""
         self._success |= {name: state["success"].get(name, 0.0) for name in self._success}
         self._num_groups |= {name: state["num_groups"].get(name, 0) for name in self._num_groups}
-        if self._passed:
+        # A branch of a run may begin to weigh prompts.
+        if self._passed and "passed" in state:
             self._passed = [np.array(each) for each in state["passed"]]
             self._tried = [np.array(each) for each in state["tried"]]
 
