@@ -127,6 +127,23 @@ FAMILIES = {
         tolerance=1e-3,
         saved=("policy", "critic"),
     ),
+    "luffy": Family(
+        "grpo-arithmetic",
+        (*small_rollouts("grpo", 4), "grpo.demonstrations.share=0.4", "loss_fn.demonstrations=shaped"),
+        {"packed on two ranks": PACKED, "megatron on two ranks": MEGATRON},
+        tolerance=1e-3,
+    ),
+    "chord": Family(
+        "grpo-arithmetic",
+        (
+            *small_rollouts("grpo", 4),
+            "grpo.demonstrations.dataset={dataset_name: arithmetic, settings: {max_operand: 9}}",
+            "grpo.demonstrations.rows_per_step=7",
+            "loss_fn.demonstrations={name: nll, weight: 0.5, by_probability: true, decay_steps: 4}",
+        ),
+        {"packed on two ranks": PACKED, "megatron on two ranks": MEGATRON},
+        tolerance=1e-3,
+    ),
     "dpo": Family(
         "dpo-tiny",
         ("policy.model_name=tiny-arithmetic", "dpo.max_num_steps=4", "dpo.val_period=4", "dpo.val_batches=1"),
@@ -178,8 +195,8 @@ VARIANTS = [
 """Recipes of losses and estimators, whose values the tests of rl-algos compare with closed forms; `test_conversations`
 and `test_code_agents` have the recipes of agents."""
 
-KILLED = ("ppo", "dpo", "kto", "rm", "distillation", "offline distillation")
-"""Families whose models are not those of the runs that `test_faults` kills."""
+KILLED = ("ppo", "luffy", "chord", "dpo", "kto", "rm", "distillation", "offline distillation")
+"""Families whose checkpoints hold something else than those of the runs that `test_faults` kills."""
 
 UNDISTURBED = [(name, layout) for name, family in FAMILIES.items() for layout in family.layouts]
 """Layouts whose runs nothing happens to."""
