@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from rl_core.config import Config
 from rl_core.environments.instance import instance_of, tools_of
-from rl_core.errors import DataError
+from rl_core.errors import DataError, InfrastructureFailed
 from rl_core.rollouts.environment import Conversation, StepResult, ToolCall
 from rl_core.testing.environment import EnvironmentSuite
 from rl_envs.calculations import facts
@@ -174,7 +174,7 @@ def test_a_retrieval_server_answers_searches(retrieval_server: tuple[str, list[d
     [result] = _play(TextToolsEnvironment(config), ["<think>Hm</think><search> capital of France </search>"])
     assert asked == [{"queries": ["capital of France"], "topk": 2, "return_scores": False}]
     assert _said(result) == "<information>\nParis\nThe capital of France.\n\nBread.\n</information>"
-    with pytest.raises(DataError, match="did not answer"):
+    with pytest.raises(InfrastructureFailed, match="has no answer"):
         _play(TextToolsEnvironment(config), ["<search>bad</search>"])
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core import resolve
-from rl_core.errors import DataError
+from rl_core.errors import DataError, InfrastructureFailed
 from rl_core.rollouts.environment import Conversation, StepResult, ToolCall
 from rl_core.rollouts.rollout import Message
 from rl_envs.math.extraction import extract, known_answers
@@ -230,7 +230,7 @@ class RetrievalServer:
         """Return title and text of the documents, in the order of the server.
 
         Raises:
-            DataError: If the server cannot be reached, or its answer has no documents in the form above.
+            InfrastructureFailed: If the server cannot be reached, or its answer has no documents.
         """
         body = json.dumps({"queries": [query], "topk": num_results, "return_scores": False}).encode()
         request = urllib.request.Request(self._url, body, {"Content-Type": "application/json"})
@@ -238,7 +238,7 @@ class RetrievalServer:
             with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
                 [found] = json.load(answer)["result"]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DataError(f"the retrieval server {self._url} did not answer: {error}; see `corpus`") from None
+            raise InfrastructureFailed(f"the retrieval server {self._url} has no answer: {error!r}") from None
         return [_document(self._url, each) for each in found[:num_results]]
 
 
