@@ -8,7 +8,7 @@ from problem_fields import MENTIONS, assert_fields
 from rl_algos.data.config import DataConfig, DatasetConfig
 from rl_algos.grpo.config import GRPOConfig
 from rl_algos.grpo.estimators import estimator_section
-from rl_algos.grpo.plugin import check, models
+from rl_algos.grpo.plugin import check, grpo_section, models
 from rl_algos.losses.surrogates import Reinforce
 from rl_algos.policy_gradient.config import LossConfig
 from rl_algos.policy_gradient.loss import columns_of, loss_of, loss_section, objective_of
@@ -181,6 +181,11 @@ def test_k_is_at_most_the_number_of_rollouts_of_a_prompt():
     (problem,) = problems(config)
     allowed = "int from 1 to grpo.num_generations_per_prompt (2)"
     assert_fields(problem, "grpo.adv_estimator.k", {"got": 3, "allowed": allowed})
+    written = {"environments": {"sums": {"adv_estimator": {"name": "pass_at_k", "k": 3}}}}
+    environments = grpo_section(written).model_validate(written).environments
+    config.grpo = make_config(8).grpo.model_copy(update={"environments": environments})
+    (problem,) = problems(config)
+    assert_fields(problem, "grpo.environments.sums.adv_estimator.k", {"got": 3, "allowed": allowed})
 
 
 def test_several_passes_read_the_policy_before_the_first_and_need_a_ratio():

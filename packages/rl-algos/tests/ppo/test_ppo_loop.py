@@ -3,13 +3,18 @@
 import numpy as np
 import pytest
 
+from rl_algos.data.stream import Stream
+from rl_algos.losses.mask import DEMONSTRATION
 from rl_algos.losses.policy import KLPenalty, PolicyLoss
+from rl_algos.losses.terms import Demonstrations
 from rl_algos.losses.tokens import ValueLoss
 from rl_algos.policy_gradient.objective import AdaptiveKL, Objective
 from rl_algos.ppo.config import PPOConfig
 from rl_algos.ppo.loop import train
 from rl_algos.rollouts.driver.steps import RolloutSteps
 from rl_algos.rollouts.driver.validation import Validation
+from rl_algos.rollouts.training.demonstrations import DemonstrationRows
+from rl_algos.sft.data import TrainingRow
 from rl_core.errors import DataError
 from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.rollout import Prompt
@@ -36,7 +41,7 @@ class Recorder(FakeModel):
         return super().train_step(batch, loss)
 
 
-def run_loop(run, *, objective=None, prompts=PROMPTS, policy_rows=4, critic_rows=8, **settings):
+def run_loop(run, *, objective=None, prompts=PROMPTS, policy_rows=4, critic_rows=8, shown=None, **settings):
     config = PPOConfig(**{"num_prompts_per_step": 8, "max_num_steps": 3} | settings)
     policy, critic = Recorder(), Recorder()
     source = FakeRolloutSource(prompts, lambda _, tokens: float(np.mean(tokens % 2 == 0)), num_generations=1)
@@ -49,6 +54,7 @@ def run_loop(run, *, objective=None, prompts=PROMPTS, policy_rows=4, critic_rows
         steps=RolloutSteps(config, source, FakeWeights(policy), validation, run),
         policy_rows=policy_rows,
         critic_rows=critic_rows,
+        demonstrations=shown,
     )
     return policy, critic
 
@@ -164,3 +170,19 @@ def test_dynamic_sampling_needs_groups():
     run = FakeRun()
     with pytest.raises(DataError, match=r"ppo.dynamic_sampling_max_gen_batches"):
         run_loop(run, use_dynamic_sampling=True, dynamic_sampling_max_gen_batches=2)
+
+
+def test_the_policy_alone_learns_demonstrations():
+    rows = [TrainingRow(str(n), np.array([1, n, n], np.int32), np.array([0, 1, 1], np.uint8)) for n in range(90, 98)]
+    shown = DemonstrationRows(Stream([rows], seed=5), 4)
+    settings = {"demonstrations": {"dataset": {"data_path": "rows"}, "rows_per_step": 4}, "max_num_steps": 2}
+    objective = Objective(PolicyLoss(demonstrations=Demonstrations()))
+    policy, critic = run_loop(FakeRun(), objective=objective, shown=shown, num_ppo_epochs=2, **settings)
+    of_policy, of_critic = (
+        [batch for name, batch in model.calls if name == "train_step"] for model in (policy, critic)
+    )
+    assert [batch.array(DEMONSTRATION).tolist() for batch in of_policy] == [[0, 0, 0, 0, 1, 1]] * 8
+    learned = [row[-1] for batch in of_policy for row in batch.ragged("tokens") if row[-1] >= 90]
+    # both passes of a step learn its rows, and the next step others
+    assert sorted(learned) == sorted(2 * list(range(90, 98)))
+    assert not any(batch.array(DEMONSTRATION).any() for batch in of_critic)

@@ -104,7 +104,7 @@ def _teachers(config: GRPORoot) -> Iterator[Problem]:
 
 def _estimator(grpo: GRPOConfig, loss: LossConfig | CustomLossConfig) -> Iterator[Problem]:
     """Yield problems of the effective estimator with the settings of the loop and of the loss."""
-    samples, name, settings = grpo.num_generations_per_prompt, chosen(grpo), settings_of(grpo.adv_estimator)
+    samples, name = grpo.num_generations_per_prompt, chosen(grpo)
     if samples < 2 and grpo.distillation.reward_weight:
         reason = "must be at least 2, because the rollouts of a prompt are compared with each other"
         yield Problem("grpo.num_generations_per_prompt", reason, got=samples)
@@ -124,9 +124,13 @@ def _estimator(grpo: GRPOConfig, loss: LossConfig | CustomLossConfig) -> Iterato
                 yield Problem.unused(f"grpo.{section}.enabled", because)
         if isinstance(loss, LossConfig) and loss.kl.in_reward:
             yield Problem.unused("loss_fn.kl.in_reward", f"with the estimator {name}")
-    if name == "pass_at_k" and not 1 <= settings["k"] <= samples:
-        allowed = f"int from 1 to grpo.num_generations_per_prompt ({samples})"
-        yield Problem("grpo.adv_estimator.k", got=settings["k"], allowed=allowed)
+    estimators = {"grpo": grpo.adv_estimator}
+    estimators |= {f"grpo.agents.{key}": own.adv_estimator for key, own in trained_agents(grpo).items()}
+    estimators |= {f"grpo.environments.{key}": own.adv_estimator for key, own in trained_environments(grpo).items()}
+    for key, estimator in estimators.items():
+        if estimator.name == "pass_at_k" and not 1 <= (k := settings_of(estimator)["k"]) <= samples:
+            allowed = f"int from 1 to grpo.num_generations_per_prompt ({samples})"
+            yield Problem(f"{key}.adv_estimator.k", got=k, allowed=allowed)
 
 
 def training_defaults(written: WrittenValues) -> dict[str, TrainingDefaults]:
