@@ -85,6 +85,7 @@ from rl_core.rollouts.generation import SamplingParams as SamplingParams
 from rl_core.rollouts.group import RolloutGroup as RolloutGroup
 from rl_core.rollouts.group import RolloutReport as RolloutReport
 from rl_core.rollouts.pool import RolloutSource as RolloutSource
+from rl_core.rollouts.program import AnswerForm as AnswerForm
 from rl_core.rollouts.program import GenerationClient as GenerationClient
 from rl_core.rollouts.program import Reply as Reply
 from rl_core.rollouts.program import RolloutProgram as RolloutProgram
