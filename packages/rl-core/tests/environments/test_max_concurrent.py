@@ -50,16 +50,20 @@ def test_conversations_without_a_state_count_while_they_are_in_a_call(tmp_path: 
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("end", ["abandon", "raise no", "kill"])
+@pytest.mark.parametrize("end", ["abandon", "release", "raise no", "kill"])
 def test_a_conversation_that_is_given_up_or_fails_makes_room(end: str) -> None:
     async def run() -> None:
         async with pool(workers=2, max_concurrent=1) as envs:
-            await envs.step([turn(0, "count")])
-            waiting = asyncio.create_task(envs.step([turn(1, "say abc")]))
-            await envs.step([replace(turn(0, "count"), turn=1)])
+            await envs.step([turn(0, "count")], "first")
+            waiting = asyncio.create_task(envs.step([turn(1, "say abc")], "second"))
+            await envs.step([replace(turn(0, "count"), turn=1)], "first")
             assert not waiting.done()
             if end == "abandon":
                 await envs.abandon(["0"])
+            elif end == "release":
+                await envs.release("first")
+                with pytest.raises(RuntimeError, match="its process had ended"):
+                    await envs.step([turn(2, "count")], "first")
             else:
                 assert failures(await envs.step([replace(turn(0, end), turn=2)])) == [0]
             [result] = await waiting

@@ -102,6 +102,7 @@ class EnvironmentPool:
         self._homes: dict[str, Home] = {}
         self._late: dict[str, tuple[str, asyncio.Task[StepResult | EnvironmentFailure]]] = {}
         self._leases = Leases(lease_s, self._expire)
+        self._released: set[str] = set()
         self._closed = False
         self._stepping = spans.overlapping("turns", "turns")
 
@@ -206,6 +207,14 @@ class EnvironmentPool:
         self._require_open()
         self._leases.renew(client)
 
+    async def release(self, client: str) -> None:
+        """Close the conversations of a client whose process has ended, so that others need not wait until its lease
+        ends. Calls of this client that come later are refused."""
+        self._released.add(client)
+        self._leases.end(client)
+        if num_closed := self._close_of(client):
+            logger.info("%d conversations are closed: the process of their client has ended", num_closed)
+
     async def health(self) -> Mapping[str, Any]:
         """Return numbers worth logging: processes alive, restarts so far with the reason of the last one, conversations
         known and queued.
@@ -242,15 +251,21 @@ class EnvironmentPool:
                 home.worker.abandon(id)
 
     def _expire(self, client: str) -> None:
+        if num_closed := self._close_of(client):
+            logger.warning("%d conversations are closed: their client has been silent for too long", num_closed)
+
+    def _close_of(self, client: str) -> int:
+        """Close all conversations of a client, and return their number."""
         ids = [id for id, home in self._homes.items() if home.client == client]
-        if ids:
-            logger.warning("%d conversations are closed: their client has been silent for too long", len(ids))
         # Outcomes that the client has not fetched are dropped as well.
         for id in [*ids, *(id for id, (owner, _) in self._late.items() if owner == client)]:
             self._late.pop(id, None)
             self._drop(id)
+        return len(ids)
 
     def _admit(self, conversations: Sequence[Conversation], client: str) -> list[QueuedTurn]:
+        if client in self._released:
+            raise RuntimeError("the conversations of this client were closed, because its process had ended")
         ids = [conversation.id for conversation in conversations]
         twice = {id for id in ids if (home := self._homes.get(id)) is not None and home.busy}
         if twice or len(set(ids)) < len(ids):
@@ -307,6 +322,11 @@ class Leases:
             if client in self._ends:
                 self._ends[client].cancel()
             self._ends[client] = asyncio.get_running_loop().call_later(self._lease_s, end)
+
+    def end(self, client: str) -> None:
+        """End a client's lease without calling `expire`."""
+        if client in self._ends:
+            self._ends.pop(client).cancel()
 
     def close(self) -> None:
         """End every lease without calling `expire`."""

@@ -36,18 +36,21 @@ class RemoteEnvironment:
     Args:
         actor: An `AsyncWorkerHost` that holds an `rl_core.environments.pool.EnvironmentPool`.
         name: Name of the environment, for messages.
+        client: Name of the process that has the conversations, by which they are closed when it ends (`release`). If it
+            is empty, each process with a copy of this has a name of its own.
         renew_s: Seconds between renewals of the lease on its conversations.
         silence_s: Timeout of a renewal in seconds.
     """
 
     def __init__(
-        self, actor: ActorHandle, *, name: str, renew_s: float = RENEW_S, silence_s: float = SILENCE_S
+        self, actor: ActorHandle, *, name: str, client: str = "", renew_s: float = RENEW_S, silence_s: float = SILENCE_S
     ) -> None:
         self._actor = actor
         self._name = name
         self._renew_s = renew_s
         self._silence_s = silence_s
-        self._client = uuid.uuid4().hex
+        self._given_client = client
+        self._client = client or uuid.uuid4().hex
         self._queue: list[_Waiting] = []
         self._sender: asyncio.Task[None] | None = None
         self._open: set[str] = set()
@@ -55,7 +58,15 @@ class RemoteEnvironment:
         self._keeper: asyncio.Task[None] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial(RemoteEnvironment, name=self._name), (self._actor,)
+        return partial(RemoteEnvironment, name=self._name, client=self._given_client), (self._actor,)
+
+    def of_client(self, client: str) -> RemoteEnvironment:
+        """Return the same environment for a process that will have conversations under this name."""
+        return RemoteEnvironment(self._actor, name=self._name, client=client)
+
+    def release(self) -> None:
+        """Close the conversations of this client, whose process has ended; returns at once."""
+        self._actor.call.remote("release", self._client)
 
     async def step(self, conversation: Conversation) -> StepResult | EnvironmentFailure:
         """Return the environment's answer to one conversation."""

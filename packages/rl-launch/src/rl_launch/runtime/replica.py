@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from operator import add
@@ -75,6 +76,7 @@ class Replica:
         self._start = start
         self._spec = spec
         self._environments = dict(environments)
+        self._own_environments: dict[str, RemoteEnvironment] = {}
         self.index = index
         self._timeouts = timeouts
         self.actor: Any = None
@@ -93,7 +95,9 @@ class Replica:
         self.actor = self._start()
         self.num_starts += 1
         process = [self.actor.log_to.remote(self.log), self.actor.place.remote()]
-        started = self.actor.start.remote(ROLLOUT_WORKER, self._spec, self._environments)
+        client = uuid.uuid4().hex
+        self._own_environments = {name: each.of_client(client) for name, each in self._environments.items()}
+        started = self.actor.start.remote(ROLLOUT_WORKER, self._spec, self._own_environments)
 
         def finish() -> None:
             origins = [self.origin("start")] * len(process)
@@ -139,8 +143,11 @@ class Replica:
         return Monitored(self.name, role, self.index, place.node, self.actor, place.gpus, generates=True)
 
     def kill(self) -> None:
-        """End the process and its engine at once."""
+        """End the process and its engine at once, and its conversations."""
         ray.kill(self.actor)
+        for environment in self._own_environments.values():
+            environment.release()
+        self._own_environments = {}
 
 
 def name_of(index: int) -> str:
