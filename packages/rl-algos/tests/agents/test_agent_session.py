@@ -1,11 +1,13 @@
 import asyncio
 import copy
+from dataclasses import replace
 
 import pytest
 from chat_tokenizers import tokenizer_of
 from scripted_client import ADD, END, ScriptedClient, calls_of, check_recorded, says, session_of
 
 from rl_algos.agents.calls import CallRefused, ModelCall
+from rl_core.rollouts.rollout import Thinking, WeightSpan
 
 USER = {"role": "user", "content": "Hi"}
 CALL = ModelCall(messages=(USER,))
@@ -92,6 +94,33 @@ def test_thoughts_that_the_prompt_opened_are_apart_from_the_text_even_if_they_do
         assert session.messages[-1]["content"] == ""
         await session.answer(ModelCall(text="1+1=<think>"))
         assert session.opened_thoughts == "<think>"
+
+    asyncio.run(main())
+
+
+class ThoughtsCut(ScriptedClient):
+    """A client whose thinking budget ended the thoughts of every turn."""
+
+    async def generate(self, *args, **settings):
+        found = await super().generate(*args, **settings)
+        text, forced = self.shown(found.token_ids), self.encoded("\n</think>\n\n")
+        count = len(self.encoded(text[: text.index("\n</think>")]))
+        spans = (WeightSpan(1, len(found.token_ids) - len(forced)),)
+        return replace(found, thinking=Thinking(count, len(forced), is_cut=True), spans=spans)
+
+
+def test_tokens_that_ended_thoughts_are_read_by_the_agent_and_not_learned():
+    async def main():
+        client = ThoughtsCut(says(*["<think>Hm\n</think>\n\nHi."] * 2))
+        session = session_of(client)
+        first = (await session.answer(CALL)).choices[0]
+        assert (first.thoughts, first.text) == ("Hm", "Hi.")
+        later = (USER, {"role": "assistant", "content": "Hi."}, {"role": "user", "content": "So?"})
+        await session.answer(ModelCall(messages=later))
+        rollout = session.rollout()
+        assert client.shown(rollout.tokens[rollout.loss_mask == 1]) == f"<think>HmHi.{END}" * 2
+        assert [turn.num_sampled for turn in rollout.turns] == [7, 7]
+        assert rollout.info == {"thinking/tokens": 6, "thinking/cut": 1}
 
     asyncio.run(main())
 
