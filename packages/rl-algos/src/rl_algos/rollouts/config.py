@@ -470,7 +470,7 @@ class WeightedAgentsConfig(Config):
 
 
 class DemonstrationsConfig(Config):
-    """Responses of a dataset that steps learn next to what the policy samples, as `loss_fn.demonstrations` says."""
+    """Responses of a dataset that steps learn next to their rollouts, by the term `loss_fn.demonstrations`."""
 
     share: float = Field(default=0.0, ge=0, lt=1)
     """Share of the rollouts of each prompt that are demonstrations: they take the response in the prompt's row, which
