@@ -315,6 +315,11 @@ class RolloutConfig(Config):
         return 0.0
 
     @property
+    def further_datasets(self) -> tuple[DatasetConfig, ...]:
+        """Datasets that a run reads in addition to those of `data`."""
+        return ()
+
+    @property
     def marks_demonstrations(self) -> bool:
         """True if batches have the column `rl_algos.losses.mask.DEMONSTRATION`."""
         return self.demonstrated_share > 0
@@ -553,6 +558,10 @@ class PolicyGradientConfig(RolloutConfig):
     @property
     def demonstrated_share(self) -> float:
         return self.demonstrations.share
+
+    @property
+    def further_datasets(self) -> tuple[DatasetConfig, ...]:
+        return () if self.demonstrations.dataset is None else (self.demonstrations.dataset,)
 
     @property
     def marks_demonstrations(self) -> bool:

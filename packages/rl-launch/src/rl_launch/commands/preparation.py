@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_algos.data.config import DataConfig
+from rl_algos.rollouts.config import RolloutConfig
 from rl_core.algorithm import AlgorithmEvaluation
 from rl_core.config import locale_problem, option
 from rl_core.devices import Device
@@ -409,6 +410,8 @@ def _to_download(run: Preparation) -> str:
     datasets = [*data.train_datasets, *data.validation_datasets]
     if run.evaluates:
         datasets += [task_of(each, config.eval, data).dataset for each in config.eval.tasks]
+    for section in vars(config).values():
+        datasets += section.further_datasets if isinstance(section, RolloutConfig) else ()
     remote = network_sources(datasets)
     return f"{', '.join(remote)} would be downloaded (rl data show reads rows)" if remote else ""
 
