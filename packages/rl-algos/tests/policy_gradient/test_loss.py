@@ -125,6 +125,19 @@ def test_a_loss_reads_the_tokens_that_training_samples_from(custom, sampling):
     assert all("`token_filter`" in problem.remedy for problem in found)
 
 
+def test_a_loss_reads_the_tokens_that_grammars_allow(custom):
+    def constrained(config):
+        config.grpo = config.grpo.model_copy(update={"structured_output": "constrain"})
+        return config
+
+    for config in (constrained(make_config(8)), constrained(custom(kind="Filtered"))):
+        assert problems(config, top_k=9) == []
+        assert loss_of(config, config.grpo).reads[0].token_filter == TokenFilter(top_k=9, allowed=True)
+    (problem,) = problems(constrained(custom()))
+    assert (problem.key, problem.got) == ("grpo.structured_output", "constrain")
+    assert "`token_filter`" in problem.remedy
+
+
 def test_what_the_parts_read_before_the_update_is_read():
     config = make_config(8, filters={"top_entropy_share": 0.2}, kl={"weight": 0.0})
     objective = objective_of(config, config.grpo, read_before=("prev_collision",))

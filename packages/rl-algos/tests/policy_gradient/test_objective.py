@@ -1,6 +1,7 @@
 """What is computed once a step for a loss, beside the loop."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -169,6 +170,10 @@ def test_what_is_read_before_the_update_follows_from_the_parts_in_use():
     assert "prev_entropy" not in found
     # the reference is read over all tokens
     assert policy.reads == [(False, 0.5, (("logprobs", keep), ("collision", keep))), (True, 0.5, (("logprobs", None),))]
+    constrained, allowed = Reading(), TokenFilter(top_p=0.9, allowed=True)
+    with_logprobs(batch, constrained, Objective(replace(loss, token_filter=allowed), read_before=("prev_logprobs",)))
+    # and over the tokens that grammars allow
+    assert constrained.reads[1] == (True, 0.5, (("logprobs", TokenFilter(allowed=True)),))
     other = Reading()
     assert set(with_logprobs(batch, other, Objective(PolicyLoss(on_policy=True)))) == set(batch)
     assert other.reads == []

@@ -31,6 +31,16 @@ def problems(algorithm, *, colocated=APART, num_datasets=1, streaming=False, **g
     return {problem.key: problem for problem in rollout_problems(config, algorithm)}
 
 
+def test_constrained_turns_need_a_loss_that_reads_allowed_tokens_and_no_thinking_budget():
+    assert problems(GRPOConfig(structured_output="constrain")) == {}
+    (problem,) = problems(GRPOConfig(structured_output="constrain"), thinking_budget=4).values()
+    assert_fields(problem, "policy.generation.thinking_budget", {"got": 4, MENTIONS: ["grpo.structured_output"]})
+    for mode, keys in (("ignore", []), ("constrain", ["distillation.structured_output"])):
+        policy = SimpleNamespace(generation=GenerationConfig())
+        config = SimpleNamespace(policy=policy, distillation=DistillationConfig(structured_output=mode))
+        assert [problem.key for problem in checks.whole_distribution(config)] == keys
+
+
 @pytest.mark.parametrize("kind", [GRPOConfig, PPOConfig, DistillationConfig])
 def test_rolling_out_ahead_needs_devices_of_its_own(kind):
     assert problems(kind(async_grpo=AHEAD)) == {}
