@@ -24,6 +24,7 @@ from rl_core.rollouts.generation import SamplingParams, ThinkingBudget
 from rl_core.rollouts.group import RolloutGroup
 from rl_core.rollouts.pool import RolloutTurns
 from rl_core.rollouts.rollout import Completion, Prompt, Thinking, WeightSpan
+from rl_core.rollouts.thoughts import closing_text, final_text
 from rl_core.torch.loss import Rows
 
 TOKENIZER = tokenizer_of("qwen3")
@@ -185,6 +186,20 @@ def test_no_gradient_and_no_metric_depends_on_forced_tokens():
         assert (logprobs.grad[mask.values > 0] != 0).any()
         found.append((logprobs.grad.tolist(), {name: float(metric.value) for name, metric in sums.metrics.items()}))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("family", "opened", "stop"),
+    [("qwen3", "<think>", "<|im_end|>"), ("gpt_oss", "<|channel|>analysis<|message|>", "<|return|>")],
+)
+def test_a_turn_whose_thoughts_were_closed_is_read_as_its_answer(family, opened, stop):
+    chat = Chat(tokenizer_of(family))
+    thoughts, prompt = chat.encoded(f"{opened}Hm"), chat.encoded("x")
+    assert chat.thoughts(prompt, thoughts) == (len(thoughts), opened)
+    closed = np.concatenate([thoughts, chat.encoded(closing_text(opened))])
+    assert chat.thoughts(prompt, closed)[1] == ""
+    text = chat.read(np.concatenate([closed, chat.encoded(f"42{stop}")])).text
+    assert final_text(text) == "42"
 
 
 BYTES = make_tokenizer()

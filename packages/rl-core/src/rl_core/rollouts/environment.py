@@ -150,9 +150,9 @@ class Conversation:
         truncated: True if the newest turn ran into the token limit.
         turn: Number of the policy's turns before the newest.
         tool_calls: Tool calls of the newest turn, if the environment has tools.
-        completion_ids: Int32 `[tokens]`, the sampled tokens of the newest turn, the stop token included. A rollout
-            worker fills them in, as it does the following fields; None elsewhere. When a reward is tried before a run,
-            they are the bytes of the text.
+        completion_ids: Int32 `[tokens]`, the tokens of the newest turn, including the stop token and tokens that ended
+            its thoughts by force. A rollout worker fills them in, as it does the following fields; None elsewhere. When
+            a reward is tried before a run, they are the bytes of the text.
         num_prompt_messages: Number of the first messages that are the prompt; None for all before the newest turn.
         is_text: True if the row gave the prompt as plain text, which became the one message of the prompt.
         trainer_state: Progress of the training when the newest turn was sampled.
