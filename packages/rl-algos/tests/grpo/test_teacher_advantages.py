@@ -142,6 +142,7 @@ def test_one_rollout_of_a_prompt_is_enough_if_only_teachers_teach(tmp_path):
             "reward_weight=0",
         ),
         ([OWN + "={prompts: [a]}", "grpo.rewritten_history=split"], "grpo.rewritten_history", "segments"),
+        (["teacher.model_name=a", "grpo.structured_output=constrain"], "grpo.structured_output", "all tokens"),
         (
             [OWN + "={prompts: ['{success}']}", "grpo.num_generations_per_prompt=1"],
             "grpo.num_generations_per_prompt",

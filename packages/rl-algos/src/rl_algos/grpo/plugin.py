@@ -93,6 +93,10 @@ def _teachers(config: GRPORoot) -> Iterator[Problem]:
                 yield Problem.unused(f"{key}.{name}", "without a teacher", remedy=remedy)
         return
     yield from short_teachers(config)
+    if config.grpo.structured_output == "constrain":
+        reason = "computes the policy's logprobs over the tokens that a grammar allows, but teachers have all tokens"
+        remedy = "Set it to ignore, or remove the teachers"
+        yield Problem("grpo.structured_output", reason, got="constrain", remedy=remedy)
     columns = columns_of(config, config.grpo)
     if not isinstance(loss, LossConfig) and columns and "advantages" not in columns:
         yield Problem("loss_fn.name", "does not read advantages, by which the teachers teach", got=loss.name)
