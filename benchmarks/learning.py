@@ -130,14 +130,6 @@ TURNS = (
     "policy.generation.max_new_tokens=3",
 )
 """Three sums in a rollout, each with its own reward."""
-LUFFY = ("grpo.demonstrations.share=0.125", "loss_fn.demonstrations=shaped")
-"""One of eight rollouts."""
-CHORD = (
-    "grpo.demonstrations.dataset={dataset_name: arithmetic, settings: {max_operand: 49, validation_fraction: 0.1}}",
-    "grpo.demonstrations.rows_per_step=64",
-    "loss_fn.demonstrations={name: nll, weight: 0.1, by_probability: true}",
-)
-"""As many sums with their answers as a step has prompts."""
 FEW_PROMPTS = "data.train.settings.num_rows=640"
 """Each comes five times, so that a curriculum can choose."""
 STALE = (
@@ -159,9 +151,9 @@ def on_policy(recipe: str, *settings: str, section: str = "grpo", baseline: str 
     return Case(recipe, section, measures, given, baseline=baseline)
 
 
-def from_nothing(*settings: str, baseline: str = "") -> Case:
-    """GRPO on sums from a model that has learned nothing: greedy accuracy on held-out sums."""
-    case = on_policy("grpo-arithmetic", "policy.model_name=tiny-arithmetic", *settings, baseline=baseline)
+def from_nothing(recipe: str, *settings: str, baseline: str = "") -> Case:
+    """A recipe of sums from a model that has learned nothing: greedy accuracy on held-out sums."""
+    case = on_policy(recipe, "policy.model_name=tiny-arithmetic", *settings, baseline=baseline)
     return replace(case, warm_key="")
 
 
@@ -248,12 +240,12 @@ CASES = {
     "mt-grpo": estimator("mt_grpo", *TURNS, baseline="turns"),
     "gigpo": estimator("gigpo", *TURNS, baseline="turns"),
     "tpo": estimator("tpo", "loss_fn.aggregation=sequence-mean", baseline="grpo"),
-    "luffy": on_policy("grpo-arithmetic", *LUFFY, baseline="grpo"),
-    "chord": on_policy("grpo-arithmetic", *CHORD, baseline="grpo"),
+    "luffy": on_policy("luffy-tiny", baseline="grpo"),
+    "chord": on_policy("chord-tiny", baseline="grpo"),
     # an untrained model answers nothing right, so that rewards alone teach nothing
-    "untrained": from_nothing(),
-    "luffy-untrained": from_nothing(*LUFFY, baseline="untrained"),
-    "chord-untrained": from_nothing(*CHORD, "loss_fn.demonstrations.by_probability=false", baseline="untrained"),
+    "untrained": from_nothing("grpo-arithmetic"),
+    "luffy-untrained": from_nothing("luffy-tiny", baseline="untrained"),
+    "chord-untrained": from_nothing("chord-tiny", "loss_fn.demonstrations.by_probability=false", baseline="untrained"),
     "deepscaler": on_policy("deepscaler-tiny", baseline="grpo"),
     "few-prompts": on_policy("grpo-arithmetic", FEW_PROMPTS, baseline="grpo"),
     "curriculum": on_policy(

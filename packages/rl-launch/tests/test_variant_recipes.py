@@ -22,6 +22,8 @@ VARIANTS = {
     "gspo-qwen3-30b-a3b": ("gspo", "sequence-mean", "grpo"),
     "cispo-tiny": ("cispo", "token-mean", "grpo"),
     "sapo-tiny": ("sapo", "sequence-mean", "grpo"),
+    "luffy-tiny": ("clip", "token-mean", "grpo"),
+    "chord-tiny": ("clip", "token-mean", "grpo"),
     "rloo-tiny": ("reinforce", "token-mean", "rloo"),
     "reinforce-pp-tiny": ("clip", "token-mean", "reinforce_plus_plus"),
 }
@@ -41,6 +43,15 @@ def test_variants_with_kl_in_the_reward_keep_a_reference_and_have_no_kl_in_the_l
         objective = objective_of(config, config.grpo)
         assert "ref_logprobs" in objective.columns
         assert objective.loss.kl is None
+
+
+def test_recipes_of_demonstrations_take_rows_and_learn_them():
+    luffy, chord = (read_plan(recipe, ON_CPU).config for recipe in ("luffy-tiny", "chord-tiny"))
+    terms = [objective_of(config, config.grpo).loss.demonstrations for config in (luffy, chord)]
+    assert [(term.name, term.by_probability) for term in terms] == [("shaped", False), ("nll", True)]
+    assert (luffy.grpo.demonstrations.share, chord.grpo.demonstrations.rows_per_step) == (0.125, 64)
+    # Rows that are held out for validation are not among the demonstrations.
+    assert chord.grpo.demonstrations.dataset.settings == chord.data.train.settings
 
 
 def test_the_divisor_of_dr_grpo_follows_the_longest_response():

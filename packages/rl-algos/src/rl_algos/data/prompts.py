@@ -27,6 +27,8 @@ Tools = Mapping[str, Sequence[Mapping[str, Any]]]
 
 NO_TOOLS: Tools = {}
 
+_NO_RESPONSE = np.zeros(0, dtype=np.int32)
+
 
 def prompt_stream(
     datasets: list[Dataset],
@@ -162,7 +164,7 @@ class EncodeRow:
         without a response. Raise a `DataError` for an example that is refused."""
         tokens = self.prompt(example)
         if self.respond is None or not example.response:
-            return tokens, tokens[:0]
+            return tokens, _NO_RESPONSE
         return tokens, self.respond(example, tokens, self.prompt.tools_of(example))
 
 
