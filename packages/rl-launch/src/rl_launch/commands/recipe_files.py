@@ -122,7 +122,9 @@ def recipe_schema(of: str | None = None) -> dict[str, Any]:
     sections = {name: schema.section(root) for name, root in roots.items()}
     # a file without an algorithm inherits it
     inherited = {"if": {"required": ["algorithm"]}, "else": {"anyOf": list(sections.values())}}
-    complete = [{"if": says[name], "then": required(root)} for name, root in roots.items()]
+    # an environment or a model that must be set only must be if a recipe has it
+    least = {name: root_type(plugin(ALGORITHMS, name), load({"algorithm": name}), of_run=True) for name in algorithms}
+    complete = [{"if": says[name], "then": required(root)} for name, root in least.items()]
     return {
         "$schema": DIALECT,
         "title": f"Recipe ({', '.join(algorithms)})",
