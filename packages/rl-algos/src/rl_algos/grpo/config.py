@@ -89,7 +89,7 @@ class TrainedEnvironmentConfig(Config):
 
 
 class TrainedEnvironmentsConfig(Config):
-    """Settings of environments by their names, which are those of `data.train` and `env`."""
+    """Settings of environments by the names that `data.train` and `env` give them."""
 
     named: ClassVar[type[Config] | None] = TrainedEnvironmentConfig
 

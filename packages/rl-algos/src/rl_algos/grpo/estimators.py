@@ -182,8 +182,8 @@ def estimator_section(name: str | None) -> type[Config]:
 
 
 def chosen(config: GRPOConfig, agent: str = "", environment: str = "") -> str:
-    """Return the name of the effective estimator of an agent in an environment; without names, that of all rollouts for
-    which nothing else is set."""
+    """Return the name of the effective estimator of an agent in an environment; without these names, the estimator of
+    rollouts that have no other."""
     name = _section(config, agent, environment).name
     return name or ("rloo" if config.use_leave_one_out_baseline else "grpo")
 
@@ -231,8 +231,8 @@ def advantages_of(
 ) -> Advantages:
     """Return the advantages of all rollouts, in the order of groups and of rollouts within them.
 
-    If plays have several agents, each agent's rollouts are given to its estimator by themselves, and so are those of an
-    environment with an estimator of its own. Advantages are multiplied by the weights of the agent and of the
+    If plays have several agents, each agent's rollouts are given to its estimator by themselves, and so are the
+    rollouts of an environment with an estimator of its own. Advantages are multiplied by the weights of the agent and of the
     environment after they are clipped.
 
     Args:
