@@ -103,6 +103,23 @@ def test_strict_tools_constrain_the_arguments_and_leave_the_text_free():
     assert asked(says("3"), structured_output="constrain", tools=[ADD])[1] == "", "other tools are free"
 
 
+def test_strict_tools_are_without_effect_if_a_text_may_begin_like_a_call():
+    chat = Chat(tokenizer_of("llama3_1"))
+    assert chat.grammar(AnswerForm(tools=json.dumps([ADD])), np.zeros(0, np.int32)) == ""
+
+
+def test_forms_that_would_break_the_compiler_are_refused():
+    deep = {"type": "integer"}
+    for _ in range(200):
+        deep = {"type": "array", "items": deep}
+    for fields in (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "deep", "schema": deep}}},
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": [1]}}], "tool_choice": "required"},
+    ):
+        error, _, _ = asked(says("3"), structured_output="constrain", **fields)
+        assert error.status_code == 400
+
+
 def test_a_format_next_to_tools_leaves_the_choice_to_the_policy():
     _, grammar, _ = asked(says('{"sum": 3}'), structured_output="constrain", response_format=FORMAT, tools=[ADD])
     chat = Chat(tokenizer_of("qwen3"))

@@ -452,6 +452,8 @@ class AgentSession:
             is_prepared.set_result(None)
         parent = prepared.parent
         kept = 0 if parent is None else parent.num_tokens
+        if call.form is not None and not prepared.grammar:
+            self.ignored.update(call.form_fields)
         sampling = self._sampling(call, prepared)
         answer_id = f"rl-{_short(digest, str(draw))}"
         if sampling is None or prepared.tokens is None:

@@ -346,7 +346,12 @@ class WrittenCall(NamedTuple):
 
         Args:
             function: Name and parameters of the tool.
+
+        Raises:
+            ValueError: If the parameters are not an object.
         """
+        if not isinstance(function["parameters"], Mapping):
+            raise ValueError(f"the parameters of the tool {function['name']} are not an object")
         # Arguments are an object, also those of a tool whose schema has no type.
         content = json_format({"type": "object", **function["parameters"]}, style=self.style)
         begin = self.begin.replace("NAME", function["name"])

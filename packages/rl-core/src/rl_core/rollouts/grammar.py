@@ -7,6 +7,7 @@ apply the sets to their logits.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -18,6 +19,10 @@ from rl_core.tokenizer import Tokenizer
 
 MAX_COMPILED_BYTES = 512 * 2**20
 """Maximum memory of the compiled grammars that a process keeps."""
+
+
+MAX_NESTING = 64
+"""Maximum depth of objects and lists in a grammar. xgrammar and vLLM follow them by recursion."""
 
 
 class TokenGrammars:
@@ -55,6 +60,12 @@ class TokenGrammars:
         Raises:
             ValueError: If the grammar is not valid.
         """
+        depth, level = 0, [json.loads(grammar)]
+        while level := [each for each in level if isinstance(each, dict | list)]:
+            depth += 1
+            level = [part for each in level for part in (each.values() if isinstance(each, dict) else each)]
+        if depth > MAX_NESTING:
+            raise ValueError(f"this form of an answer has objects and lists {depth} deep; at most {MAX_NESTING} may be")
         try:
             compiled = self._compiled(grammar)
         except Exception as error:

@@ -114,6 +114,9 @@ class GenerationClient(Protocol):
     def grammar(self, form: AnswerForm, token_ids: np.ndarray) -> str:
         """Return `SamplingParams.grammar` for a turn of this form.
 
+        It is empty if the form only limits the arguments of calls, and the format of the policy has no grammar for text
+        and calls.
+
         Args:
             form: Form of the turn.
             token_ids: int32 `[tokens]`, to continue; they may open thoughts.

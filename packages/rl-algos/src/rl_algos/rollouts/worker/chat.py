@@ -124,6 +124,9 @@ class Chat:
 
     def grammar(self, form: AnswerForm, prompt: np.ndarray) -> str:
         """See `rl_core.rollouts.program.GenerationClient.grammar`."""
+        is_free = not form.schema and not form.must_call
+        if is_free and (self.tool_format.written is None or not self.tool_format.written.trigger):
+            return ""
         if self.tool_format.reads_all:
             raise ValueError("turns in the format of this policy have several parts, for which no grammar is offered")
         tools = json.loads(form.tools)
@@ -135,12 +138,8 @@ class Chat:
         answers: list[Any] = [json_format(json.loads(form.schema))] if form.schema else []
         if written is not None and tools:
             calls = [written.tag(tool["function"]) for tool in tools]
-            if form.schema or form.must_call:
-                answers += calls
-            elif written.trigger:
-                answers.append({"type": "triggered_tags", "triggers": [written.trigger], "tags": calls})
-            else:
-                raise ValueError("a text may begin like a call of this policy, so no grammar is offered for both")
+            free = {"type": "triggered_tags", "triggers": [written.trigger], "tags": calls}
+            answers += [free] if is_free else calls
         answer = answers[0] if len(answers) == 1 else {"type": "or", "elements": answers}
         whole = {"type": "sequence", "elements": [*self._thoughts_before(prompt), answer]}
         grammar = json.dumps({"type": "structural_tag", "format": whole})
