@@ -232,8 +232,8 @@ def advantages_of(
     """Return the advantages of all rollouts, in the order of groups and of rollouts within them.
 
     If plays have several agents, each agent's rollouts are given to its estimator by themselves, and so are the
-    rollouts of an environment with an estimator of its own. Advantages are multiplied by the weights of the agent and of the
-    environment after they are clipped.
+    rollouts of an environment with an estimator of its own. Advantages are multiplied by the weights of the agent and
+    of the environment after they are clipped.
 
     Args:
         groups: Groups of the step, one per prompt.

@@ -118,7 +118,9 @@ class RolloutSteps:
             if len(groups) < config.num_prompts_per_step:
                 run.stop("the data has ended")
                 return
-            watch.observe([group.sampled for group in (*groups, *aside)])
+            if not config.further_datasets:
+                # Otherwise the policy also learns rows without rewards.
+                watch.observe([*groups, *aside])
             run.record(number, self.rollouts.metrics())
             if self.mixture is not None:
                 run.record(number, self.mixture.learn([*groups, *aside]))
