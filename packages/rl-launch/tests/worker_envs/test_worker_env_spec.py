@@ -107,6 +107,15 @@ def test_the_package_of_a_loss_that_the_config_names_reaches_the_models(monkeypa
     assert Wanted("their-losses") not in role_specs(plain, (), CPU)["policy"].wanted
 
 
+@pytest.mark.parametrize("structured_output", ["ignore", "constrain"])
+def test_rollouts_that_may_be_constrained_have_the_library_of_grammars(structured_output):
+    overrides = [f"grpo.structured_output={structured_output}", "policy.generation.backend=hf"]
+    specs = role_specs(RunPlan.of(read_plan("grpo-arithmetic", overrides).config).backends, (), CPU)
+    has_it = structured_output == "constrain"
+    assert ("grammar" in {extra for each in specs["generation"].wanted for extra in each.extras}) == has_it
+    assert ("xgrammar" in specs["generation"].imports) == has_it
+
+
 def test_workers_of_models_with_images_have_what_reads_them():
     model = ModelConfig(model_name="any", vision=VisionConfig(enabled=True))
     dtensor, vllm = plugin(POLICIES, "dtensor"), plugin(GENERATORS, "vllm")
