@@ -38,7 +38,7 @@ def test_only_what_the_run_uses_is_kept(tmp_path):
 def test_what_is_kept_reads_back_to_the_same_run(tmp_path):
     path = record(tmp_path, config(MEGATRON, "policy.generation.backend=hf"), "math")
     assert changes(path, config(MEGATRON, "policy.generation.backend=hf")) == {}
-    again = resolve(load(path), type_of(load(path))).config
+    again = resolve(load(path), type_of(load(path), of_run=True)).config
     assert kept(again, RunRecording(["math"])) == yaml.safe_load(path.read_text())
 
 
