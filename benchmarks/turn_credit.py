@@ -107,7 +107,8 @@ def make_runs(
                 f"policy.optimizer.kwargs.lr={rate}",
                 "policy.train_global_batch_size=16",
                 "policy.generation.backend=hf",
-                "policy.generation.max_new_tokens=2",
+                "policy.generation.max_new_tokens=1",
+                f"policy.generation.stop_strings={json.dumps(list(DIGITS))}",  # a digit ends its turn
                 f"grpo.adv_estimator={ESTIMATORS[name][0]}",
                 f"grpo.seed={seed}",
                 f"grpo.max_num_steps={ESTIMATORS[name][1]}",
