@@ -171,6 +171,23 @@ def test_constrained_reads_are_of_the_distribution_over_the_allowed_tokens_and_t
     assert torch.autograd.gradcheck(reads, (hidden, weight, bias))
 
 
+def test_sets_of_allowed_tokens_take_a_byte_for_each_logit():
+    sizes = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and result.data_ptr() != logits.data_ptr():
+                sizes.append(result.numel() * result.element_size())
+            return result
+
+    logits, allowed = torch.zeros(40, 800), AllowedSets(torch.zeros(3, 100, dtype=torch.uint8), torch.arange(40) % 3)
+    with Watch():
+        allowed.leave_out_(logits, torch.zeros(40, 1, dtype=torch.int64))
+    assert max(sizes) == logits.numel()
+    assert logits[:, 1:].max() < -1e29
+
+
 def test_top_p_looks_at_as_many_tokens_as_it_takes_and_ties_are_kept():
     flat = torch.zeros(2, 3000)
     flat[1, :900] = 1.0

@@ -61,7 +61,8 @@ class AllowedSets(NamedTuple):
             return logits
         ids = torch.arange(self.start, self.start + logits.shape[1], device=logits.device)
         places = (ids >> 3).clamp(max=self.bits.shape[1] - 1)
-        is_out = (self.bits[self.sets][:, places] >> (ids & 7)) & 1 == 0
+        # In bytes throughout: a shift by int64 would make a copy of eight bytes for each logit.
+        is_out = (self.bits[self.sets][:, places] >> (ids & 7).to(torch.uint8)) & 1 == 0
         is_out |= (ids >= 8 * self.bits.shape[1]) & (self.sets > 0)[:, None]
         sampled = is_out.gather(1, columns)
         is_out.scatter_(1, columns, sampled & ~is_here if is_here is not None else torch.zeros_like(sampled))
