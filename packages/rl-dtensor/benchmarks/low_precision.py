@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="(%(default)s)")
     parser.add_argument("--quick", action="store_true", help="see that it runs: a few steps of two seeds")
     chosen = parser.parse_args()
-    steps, seeds = (6, 2) if chosen.quick else (chosen.steps, chosen.seeds)
+    steps, seeds = (8, 2) if chosen.quick else (chosen.steps, chosen.seeds)
     torch.set_num_threads(1)
     print("# Few bits\n")
     print("Made by `packages/rl-dtensor/benchmarks/low_precision.py`. A 2-layer Qwen3 of hidden size 64 learns sums")

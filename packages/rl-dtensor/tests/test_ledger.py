@@ -32,23 +32,23 @@ KB, MB = TOKENS * 10**3, TOKENS * 10**6
 LAYERS = {
     # forward: kernels besides matrix products, and KB per token that they move; backward, without recomputation; KB per
     # token that are kept between both
-    "Qwen3-8B": (7, 170, 22, 308, 138),
-    "Qwen3-30B-A3B": (25, 171, 39, 246, 115),
-    "Llama-70B": (7, 358, 18, 629, 276),
-    "DeepSeek-V3": (59, 1084, 75, 2036, 552),
+    "Qwen3-8B": (6, 169, 15, 303, 138),
+    "Qwen3-30B-A3B": (23, 170, 32, 243, 115),
+    "Llama-70B": (6, 357, 14, 620, 275),
+    "DeepSeek-V3": (58, 1084, 71, 2028, 552),
 }
 FLOAT8 = {
     # a layer of Qwen3-8B, forward and backward: kernels besides matrix products, and KB per token that they move; KB
     # per token that are kept between both
-    "tensorwise": (90, 1046, 121),
-    "rowwise": (83, 936, 122),
-    "rowwise_with_gw_hp": (75, 809, 138),
+    "tensorwise": (82, 1041, 121),
+    "rowwise": (75, 930, 122),
+    "rowwise_with_gw_hp": (67, 803, 138),
 }
-LAUNCHES = {"Qwen3-8B": (19, 47), "Qwen3-30B-A3B": (37, 64), "Llama-70B": (19, 43), "DeepSeek-V3": (75, 106)}
+LAUNCHES = {"Qwen3-8B": (18, 40), "Qwen3-30B-A3B": (35, 57), "Llama-70B": (18, 39), "DeepSeek-V3": (74, 102)}
 """Operations that the host starts for a layer, forward and backward, without recomputation: kernels, copies and
 collectives. A launch with the code around it costs the host tens of microseconds, which small models and mixtures wait
 for."""
-OPERATORS = {"Qwen3-8B": 10, "Qwen3-30B-A3B": 14, "Llama-70B": 10, "DeepSeek-V3": 16}
+OPERATORS = {"Qwen3-8B": 8, "Qwen3-30B-A3B": 12, "Llama-70B": 8, "DeepSeek-V3": 16}
 """Calls of own operators among them, which cost the host several times as much."""
 HEAD = {
     # entropy and temperature, chunk: MB per token that kernels besides matrix products move forward and backward

@@ -25,7 +25,7 @@ from rl_core.torch.kernels.float8 import (
 )
 from rl_core.torch.kernels.norm import NormForm, add_rms_norm, rms_norm
 from rl_core.torch.kernels.permutation import collect, group_by_expert, spread, spread_weighted
-from rl_core.torch.kernels.rotary import HeadNorm, rotated
+from rl_core.torch.kernels.rotary import HeadNorm, rotated, rotated_pair
 from rl_core.torch.kernels.swiglu import swiglu, swiglu_of_halves
 from rl_core.torch.kernels.vocabulary import LogitForm, head_products, softmax_statistics
 from rl_core.torch.transport.digest import _host_sum
@@ -126,8 +126,18 @@ def rotations(rank: Rank, dtype: str, norm: str | None) -> dict[str, float]:
             turned = rotated(x.transpose(1, 2).contiguous().transpose(1, 2), cos, sin, of, heads_dim=heads_dim)
             return turned if norm else turned + 0.0 * weight.sum()
 
-        case = errors(turn, [draw(*shape), draw(shape[-1], seed=1)], kind)
+        def turn_both(x, weight, few, key_weight, angles=angles, heads_dim=heads_dim):
+            of = (None, None) if norm is None else (HeadNorm(weight, FORMS[norm]), HeadNorm(key_weight, FORMS[norm]))
+            cos, sin = angles.to(kind).cos().to(x.dtype), angles.to(kind).sin().to(x.dtype)
+            turned, other = rotated_pair(x, few, cos, sin, of, heads_dim=heads_dim)
+            return turned if norm else turned + 0.0 * (weight + key_weight).sum(), other
+
+        fewer = list(shape)
+        fewer[heads_dim] -= 1
+        both = [draw(*shape), draw(shape[-1], seed=1), draw(*fewer, seed=4), draw(shape[-1], seed=5)]
+        case = errors(turn, both[:2], kind)
         found |= {f"{label}, {name}": error for name, error in case.items()}
+        found |= {f"{label}, both, {name}": error for name, error in errors(turn_both, both, kind).items()}
     return found
 
 

@@ -17,7 +17,7 @@ from rl_core.torch.kernels.devices import as_on_gpus
 from rl_core.torch.kernels.float8 import E4M3, rounded_columns, rounded_rows, rounded_whole
 from rl_core.torch.kernels.norm import NormForm, add_rms_norm, rms_norm
 from rl_core.torch.kernels.permutation import collect, group_by_expert, spread_weighted
-from rl_core.torch.kernels.rotary import HeadNorm, rotated
+from rl_core.torch.kernels.rotary import HeadNorm, rotated, rotated_pair
 from rl_core.torch.kernels.swiglu import swiglu, swiglu_of_halves
 from rl_core.torch.transport import digest  # noqa: F401  # It registers an operator.
 
@@ -44,6 +44,8 @@ def rotations(device: str) -> None:
     x = leaf(device, 2, 9, 5, 24).transpose(1, 2)
     backward(rotated(x, angles, angles, HeadNorm(leaf(device, 24), NormForm(1e-6))))
     backward(rotated(x, angles, angles))
+    few, norms = leaf(device, 2, 9, 3, 24), [HeadNorm(leaf(device, 24), NormForm(1e-6)) for _ in range(2)]
+    backward(*rotated_pair(x, few.transpose(1, 2), angles, angles, (norms[0], norms[1])))
 
 
 def gates(device: str) -> None:

@@ -19,7 +19,7 @@ from rl_core.torch.kernels import byte_programs, layer_programs, row_programs
 from rl_core.torch.kernels.float8 import E5M2, largest_of, rounded_columns, rounded_rows, rounded_whole
 from rl_core.torch.kernels.norm import NormForm, add_rms_norm, rms_norm
 from rl_core.torch.kernels.permutation import collect, spread, spread_weighted
-from rl_core.torch.kernels.rotary import HeadNorm, rotated
+from rl_core.torch.kernels.rotary import HeadNorm, rotated, rotated_pair
 from rl_core.torch.kernels.swiglu import swiglu as gated
 from rl_core.torch.kernels.swiglu import swiglu_of_halves
 from rl_core.torch.transport import digest
@@ -122,7 +122,8 @@ def plain_norm():
 def rotations(size, rotary, form):
     weight = None if form is None else HeadNorm(leaf(size), form)
     angles = torch.zeros(1, 4, rotary, dtype=torch.bfloat16)
-    backward(rotated(leaf(1, 32, 4, size), angles, angles, weight))
+    both = (weight, None if form is None else HeadNorm(leaf(size), form))
+    backward(*rotated_pair(leaf(1, 32, 4, size), leaf(1, 8, 4, size), angles, angles, both))
 
 
 def gates():

@@ -271,7 +271,7 @@ class _RoundTrip:
             # An expert gets its number among this rank's experts, and `num_below` if it is elsewhere.
             all_ids, all_weights = choices.chunk(2, 1)
             own = all_ids.detach().long() - dist.get_rank(hop.group) * hop.num_below
-            ids = own.where((own >= 0) & (own < hop.num_below), hop.num_below)
+            ids = own.clamp(max=hop.num_below).masked_fill_(own < 0, hop.num_below)
             weights = all_weights.to(self._dtype)
             if number < len(self._hops):
                 self._arriving = self._leave(hidden, ids, weights)
@@ -302,10 +302,11 @@ def _places(ids: Tensor, num_below: int, size: int) -> Tensor:
         num_below: Number of experts that a rank of the group leads to.
         size: Number of ranks in the group.
     """
-    goes = torch.zeros(len(ids), size + 1, dtype=torch.bool, device=ids.device).scatter_(1, ids // num_below, True)
+    # One for each copy. The column at the end is of experts elsewhere.
+    goes = torch.zeros(len(ids), size + 1, dtype=torch.int32, device=ids.device).scatter_(1, ids // num_below, 1)
     goes = goes[:, :size]
-    rows = (goes.T.flatten().cumsum(0) - 1).view(size, len(ids)).T
-    return rows.where(goes, -1).to(torch.int32)
+    numbers = goes.T.flatten().cumsum(0, dtype=torch.int32).view(size, len(ids)).T
+    return (goes * numbers).sub_(1)
 
 
 class ExchangeSizes(NamedTuple):

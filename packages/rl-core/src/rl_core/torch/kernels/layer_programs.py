@@ -211,8 +211,8 @@ def _through_norm(
     return (by_left - left * share) * scale, (by_right - right * share) * scale, (by_kept - kept * share) * scale
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
-def rotary_forward(
+@triton.jit
+def _rotate(
     x: tl.tensor,
     cos: tl.tensor,
     sin: tl.tensor,
@@ -266,8 +266,60 @@ def rotary_forward(
         _store_pieces(place, turned, right, kept, SIZE, ROTARY, HALF, REST, is_head)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_places"])
-def rotary_backward(
+@triton.jit(do_not_specialize=["num_tokens"])
+def rotary_forward(
+    x: tl.tensor,
+    other: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    weight: tl.tensor,
+    other_weight: tl.tensor,
+    out: tl.tensor,
+    other_out: tl.tensor,
+    num_heads: tl.tensor,
+    num_others: tl.tensor,
+    num_tokens: tl.tensor,
+    x_batch: tl.tensor,
+    x_head: tl.tensor,
+    x_token: tl.tensor,
+    out_batch: tl.tensor,
+    out_head: tl.tensor,
+    out_token: tl.tensor,
+    other_batch: tl.tensor,
+    other_head: tl.tensor,
+    other_token: tl.tensor,
+    other_out_batch: tl.tensor,
+    other_out_head: tl.tensor,
+    other_out_token: tl.tensor,
+    angle_batch: tl.tensor,
+    angle_token: tl.tensor,
+    eps: tl.tensor,
+    HAS_NORM: tl.constexpr,
+    OFFSET: tl.constexpr,
+    ROUNDS_FIRST: tl.constexpr,
+    SIZE: tl.constexpr,
+    ROTARY: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+    HEADS: tl.constexpr,
+    OTHER_HEADS: tl.constexpr,
+) -> None:
+    """Rotate the heads of one token: of queries in the first column of programs, of keys in the second."""
+    if tl.program_id(1) == 0:
+        _rotate(
+            x, cos, sin, weight, out, num_heads, num_tokens, x_batch, x_head, x_token, out_batch, out_head, out_token,
+            angle_batch, angle_token, eps, HAS_NORM, OFFSET, ROUNDS_FIRST, SIZE, ROTARY, HALF, REST, HEADS,
+        )  # fmt: skip
+    else:
+        _rotate(
+            other, cos, sin, other_weight, other_out, num_others, num_tokens, other_batch, other_head, other_token,
+            other_out_batch, other_out_head, other_out_token, angle_batch, angle_token, eps, HAS_NORM, OFFSET,
+            ROUNDS_FIRST, SIZE, ROTARY, HALF, REST, OTHER_HEADS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _rotate_back(
     grad: tl.tensor,
     x: tl.tensor,
     cos: tl.tensor,
@@ -302,8 +354,8 @@ def rotary_backward(
 ) -> None:
     """Write gradients by the heads that were rotated, token by token.
 
-    Each program also writes its part of the gradient by the weight of the norm, `[programs, SIZE]`. `num_places` is the
-    number of tokens of all rows.
+    Each program also writes its part of the gradient by the weight of the norm, `[columns, programs, SIZE]`.
+    `num_places` is the number of tokens of all rows.
     """
     of_left = tl.zeros([HEADS, HALF], dtype=tl.float32)
     of_right = tl.zeros([HEADS, HALF], dtype=tl.float32)
@@ -347,11 +399,80 @@ def rotary_backward(
             out = grad_x + batch * out_batch + token * out_token + heads * out_head
             _store_pieces(out, by_left, by_right, by_kept, SIZE, ROTARY, HALF, REST, is_head)
     if NEEDS_WEIGHT:
-        part = by_weight + tl.program_id(0).to(tl.int64) * SIZE + tl.zeros([1, 1], dtype=tl.int64)
+        part = (
+            by_weight
+            + (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * SIZE
+            + tl.zeros([1, 1], dtype=tl.int64)
+        )
         left = tl.sum(of_left, axis=0)[None, :]
         right = tl.sum(of_right, axis=0)[None, :]
         kept = tl.sum(of_kept, axis=0)[None, :]
         _store_pieces(part, left, right, kept, SIZE, ROTARY, HALF, REST, tl.full([1, 1], 1, dtype=tl.int1))
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_places"])
+def rotary_backward(
+    grad: tl.tensor,
+    by_other: tl.tensor,
+    x: tl.tensor,
+    other: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    weight: tl.tensor,
+    other_weight: tl.tensor,
+    grad_x: tl.tensor,
+    grad_other: tl.tensor,
+    by_weight: tl.tensor,
+    num_heads: tl.tensor,
+    num_others: tl.tensor,
+    num_tokens: tl.tensor,
+    num_places: tl.tensor,
+    grad_batch: tl.tensor,
+    grad_head: tl.tensor,
+    grad_token: tl.tensor,
+    x_batch: tl.tensor,
+    x_head: tl.tensor,
+    x_token: tl.tensor,
+    out_batch: tl.tensor,
+    out_head: tl.tensor,
+    out_token: tl.tensor,
+    by_other_batch: tl.tensor,
+    by_other_head: tl.tensor,
+    by_other_token: tl.tensor,
+    other_batch: tl.tensor,
+    other_head: tl.tensor,
+    other_token: tl.tensor,
+    other_out_batch: tl.tensor,
+    other_out_head: tl.tensor,
+    other_out_token: tl.tensor,
+    angle_batch: tl.tensor,
+    angle_token: tl.tensor,
+    eps: tl.tensor,
+    HAS_NORM: tl.constexpr,
+    NEEDS_WEIGHT: tl.constexpr,
+    OFFSET: tl.constexpr,
+    ROUNDS_FIRST: tl.constexpr,
+    SIZE: tl.constexpr,
+    ROTARY: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+    HEADS: tl.constexpr,
+    OTHER_HEADS: tl.constexpr,
+) -> None:
+    """Write gradients by the heads that were rotated, in two columns of programs as `rotary_forward`."""
+    if tl.program_id(1) == 0:
+        _rotate_back(
+            grad, x, cos, sin, weight, grad_x, by_weight, num_heads, num_tokens, num_places, grad_batch, grad_head,
+            grad_token, x_batch, x_head, x_token, out_batch, out_head, out_token, angle_batch, angle_token, eps,
+            HAS_NORM, NEEDS_WEIGHT, OFFSET, ROUNDS_FIRST, SIZE, ROTARY, HALF, REST, HEADS,
+        )  # fmt: skip
+    else:
+        _rotate_back(
+            by_other, other, cos, sin, other_weight, grad_other, by_weight, num_others, num_tokens, num_places,
+            by_other_batch, by_other_head, by_other_token, other_batch, other_head, other_token, other_out_batch,
+            other_out_head, other_out_token, angle_batch, angle_token, eps, HAS_NORM, NEEDS_WEIGHT, OFFSET,
+            ROUNDS_FIRST, SIZE, ROTARY, HALF, REST, OTHER_HEADS,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -197,9 +197,10 @@ def _backward(
     shape = _backward_launch(size)
     collects = needs_weight and size <= LARGEST_COLLECTED
     programs = num_programs(x.device, -(-num // shape["ROWS"]))
-    parts = x.new_zeros((programs if needs_weight else 0, size), dtype=torch.float32)
     if not num:
-        return by_x, parts.sum(0)
+        return by_x, x.new_zeros(size, dtype=torch.float32)
+    # Every program writes its part.
+    parts = x.new_empty((programs if needs_weight else 0, size), dtype=torch.float32)
     strides = grad.stride(0), 0 if by_total is None else by_total.stride(0), x.stride(0)
     options = {"HAS_TOTAL": by_total is not None, "NEEDS_WEIGHT": collects, "OFFSET": offset, **shape}
     rounds = {"ROUNDS_FIRST": rounds_first}

@@ -41,7 +41,7 @@ def group_by_expert(ids: Tensor, num_experts: int) -> Groups:
     ends = torch.searchsorted(keys, bounds, right=True, out_int32=True)
     places = torch.empty_like(order, dtype=torch.int32)
     places[order] = torch.arange(len(order), dtype=torch.int32, device=ids.device)
-    return Groups(places.view(ids.shape).where(ids < num_experts, -1), ends)
+    return Groups(places.view(ids.shape).masked_fill_(ids >= num_experts, -1), ends)
 
 
 def spread(x: Tensor, places: Tensor, num_rows: int, *, fused: bool = True) -> Tensor:

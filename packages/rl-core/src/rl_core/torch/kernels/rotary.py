@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -53,8 +54,40 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, norm: HeadNorm | None = None, *
         return plain_rotation(normed, cos.unsqueeze(heads_dim), sin.unsqueeze(heads_dim))
     weight, form = (None, None) if norm is None else norm
     by_head = x if heads_dim == 1 else x.transpose(1, 2)
-    out: Tensor = _Rotation.apply(by_head, cos, sin, weight, form)
+    out: Tensor = _Rotation.apply(by_head, None, cos, sin, weight, None, form)[0]
     return out if heads_dim == 1 else out.transpose(1, 2)
+
+
+def rotated_pair(
+    query: Tensor,
+    key: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    norms: tuple[HeadNorm | None, HeadNorm | None] = (None, None),
+    *,
+    heads_dim: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """Rotate queries and keys as `rotated` does, by one program on GPUs.
+
+    Args:
+        query: `[batch, heads, tokens, head_dim]`.
+        key: The same, of any number of heads.
+        cos: Cosines, as for `rotated`.
+        sin: Sines.
+        norms: Norm of each head of queries, and of keys.
+        heads_dim: 2 if the heads are behind the tokens.
+    """
+    both = list(zip((query, key), norms, strict=True))
+    (weight, form), (key_weight, key_form) = ((None, None) if norm is None else norm for norm in norms)
+    takes_both = form == key_form and query.shape[-1] == key.shape[-1] and query.dtype == key.dtype
+    takes_both &= weight is None or key_weight is None or weight.dtype == key_weight.dtype
+    if not takes_both or not all(_takes_rotation(x, cos, sin, norm, heads_dim) for x, norm in both):
+        turned, key = (rotated(x, cos, sin, norm, heads_dim=heads_dim) for x, norm in both)
+        return turned, key
+    if heads_dim == 2:
+        query, key = query.transpose(1, 2), key.transpose(1, 2)
+    query, key = _Rotation.apply(query, key, cos, sin, weight, key_weight, form)
+    return (query, key) if heads_dim == 1 else (query.transpose(1, 2), key.transpose(1, 2))
 
 
 def plain_rotation(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -79,23 +112,48 @@ def _takes_rotation(x: Tensor, cos: Tensor, sin: Tensor, norm: HeadNorm | None, 
 
 class _Rotation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, form: NormForm | None) -> Tensor:
-        x, cos, sin = dense(x), dense(cos), dense(sin)
-        ctx.form = form
-        ctx.dtype = x.dtype
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        other: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        weight: Tensor | None,
+        other_weight: Tensor | None,
+        form: NormForm | None,
+    ) -> tuple[Tensor, Tensor]:
+        x, other, cos, sin = dense(x), None if other is None else dense(other), dense(cos), dense(sin)
+        ctx.form, ctx.dtype, ctx.is_pair = form, x.dtype, other is not None
         # Without a norm the gradient depends only on the angles.
-        ctx.save_for_backward(None if form is None else x, cos, sin, weight)
-        out: Tensor = torch.ops.rl_core.rotated(x, cos, sin, weight, *_settings(form))
-        return out
+        kept = (None, None) if form is None else (x, other)
+        ctx.save_for_backward(*kept, cos, sin, weight, other_weight)
+        out, turned = torch.ops.rl_core.rotated(x, other, cos, sin, weight, other_weight, *_settings(form))
+        if other is None:  # Compilers do not take None for a result.
+            ctx.mark_non_differentiable(turned)
+        return out, turned
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, cos, sin, weight = ctx.saved_tensors
-        needs_weight = ctx.needs_input_grad[3]
-        by_x, by_weight = torch.ops.rl_core.rotated_backward(
-            dense(grad), x, cos, sin, weight, *_settings(ctx.form), needs_weight, ctx.dtype
+    def backward(ctx: Any, grad: Tensor, by_other: Tensor) -> tuple[Tensor | None, ...]:
+        x, other, cos, sin, weight, other_weight = ctx.saved_tensors
+        needs_weight = ctx.needs_input_grad[4] or ctx.needs_input_grad[5]
+        given = dense(grad), dense(by_other) if ctx.is_pair else None
+        settings = *_settings(ctx.form), needs_weight, ctx.dtype
+        by_x, by_second, by_weights = torch.ops.rl_core.rotated_backward(
+            *given, x, other, cos, sin, weight, other_weight, *settings
         )
-        return by_x, None, None, by_weight.to(weight.dtype) if needs_weight else None, None
+        by_weight, by_other_weight = None, None
+        if needs_weight:
+            by_weight, *others = by_weights.to(weight.dtype).unbind()
+            by_other_weight = others[0] if others else None
+        return (
+            by_x,
+            by_second if ctx.is_pair else None,
+            None,
+            None,
+            by_weight if ctx.needs_input_grad[4] else None,
+            by_other_weight if ctx.needs_input_grad[5] else None,
+            None,
+        )
 
 
 def _settings(form: NormForm | None) -> tuple[float, float, bool]:
@@ -108,14 +166,15 @@ def _by_token(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.new_empty((batch, tokens, heads, size), dtype=dtype).transpose(1, 2)
 
 
-def _launch(x: Tensor, cos: Tensor) -> dict[str, int]:
-    """Return the sizes of the pieces that a program rotates at one time."""
-    size, rotary = x.shape[-1], cos.shape[-1]
+@lru_cache(maxsize=64)
+def _launch(size: int, rotary: int, *heads: int) -> dict[str, int]:
+    """Return the sizes of the pieces that a program rotates at one time, of each of two numbers of heads."""
     half = max(16, _power(rotary // 2))
     rest = max(1, _power(size - rotary))
     fitting = max(1, TILE // _power(2 * half + rest))
-    heads = min(HEADS, fitting, _power(x.shape[1]))
-    return {"SIZE": size, "ROTARY": rotary, "HALF": half, "REST": rest, "HEADS": heads, "num_warps": 4}
+    own, other = (min(HEADS, fitting, _power(num)) for num in heads)
+    sizes = {"SIZE": size, "ROTARY": rotary, "HALF": half, "REST": rest}
+    return {**sizes, "HEADS": own, "OTHER_HEADS": other, "num_warps": 4}
 
 
 def _power(size: int) -> int:
@@ -134,58 +193,97 @@ def _angles(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, tuple[int, int]]:
 
 
 def _empty(
-    x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float, offset: float, rounds_first: bool
-) -> Tensor:
+    x: Tensor,
+    other: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    weight: Tensor | None,
+    other_weight: Tensor | None,
+    eps: float,
+    offset: float,
+    rounds_first: bool,
+) -> tuple[Tensor, Tensor]:
     dtype = x.dtype if weight is None or not rounds_first else torch.promote_types(x.dtype, weight.dtype)
-    return _by_token(x, torch.promote_types(dtype, cos.dtype))
+    dtype = torch.promote_types(dtype, cos.dtype)
+    return _by_token(x, dtype), x.new_empty(0) if other is None else _by_token(other, dtype)
 
 
 @operator("rotated", _empty)
 def _forward(
-    x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float, offset: float, rounds_first: bool
-) -> Tensor:
+    x: Tensor,
+    other: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    weight: Tensor | None,
+    other_weight: Tensor | None,
+    eps: float,
+    offset: float,
+    rounds_first: bool,
+) -> tuple[Tensor, Tensor]:
     from rl_core.torch.kernels.layer_programs import rotary_forward
 
-    out = _empty(x, cos, sin, weight, eps, offset, rounds_first)
-    batch, heads, tokens, _ = x.shape
+    out, turned = _empty(x, other, cos, sin, weight, other_weight, eps, offset, rounds_first)
+    if not out.numel():
+        return out, turned
+    batch, heads, tokens, size = x.shape
     cos, sin, of_angles = _angles(cos, sin)
-    strides = *x.stride()[:3], *out.stride()[:3], *of_angles
-    options = {"HAS_NORM": weight is not None, "OFFSET": offset, "ROUNDS_FIRST": rounds_first, **_launch(x, cos)}
-    if out.numel():
-        with torch.cuda.device_of(x):
-            rotary_forward[(batch * tokens,)](x, cos, sin, weight, out, heads, tokens, *strides, eps, **options)
-    return out
+    # Without other heads, the programs of the second column do not exist.
+    second = (x, out) if other is None else (other, turned)
+    tensors = x, second[0], cos, sin, weight, other_weight if other_weight is not None else weight, out, second[1]
+    strides = [stride for each in (x, out, *second) for stride in each.stride()[:3]]
+    sizes = heads, second[0].shape[1], tokens
+    options = {"HAS_NORM": weight is not None, "OFFSET": offset, "ROUNDS_FIRST": rounds_first}
+    launch = _launch(size, cos.shape[-1], *sizes[:2])
+    with torch.cuda.device_of(x):
+        program = rotary_forward[(batch * tokens, 1 if other is None else 2)]
+        program(*tensors, *sizes, *strides, *of_angles, eps, **options, **launch)
+    return out, turned
 
 
-def _backward_empty(grad: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    return _by_token(grad, others[-1]), grad.new_empty(grad.shape[-1], dtype=torch.float32)
+def _backward_empty(grad: Tensor, by_other: Tensor | None, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    dtype: torch.dtype = others[-1]
+    second = grad.new_empty(0) if by_other is None else _by_token(by_other, dtype)
+    columns = 1 if by_other is None else 2
+    return _by_token(grad, dtype), second, grad.new_empty((columns, grad.shape[-1]), dtype=torch.float32)
 
 
 @operator("rotated_backward", _backward_empty)
 def _backward(
     grad: Tensor,
+    by_other: Tensor | None,
     x: Tensor | None,
+    other: Tensor | None,
     cos: Tensor,
     sin: Tensor,
     weight: Tensor | None,
+    other_weight: Tensor | None,
     eps: float,
     offset: float,
     rounds_first: bool,
     needs_weight: bool,
     dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     from rl_core.torch.kernels.layer_programs import rotary_backward
 
     by_x = _by_token(grad, dtype)
+    by_second = grad.new_empty(0) if by_other is None else _by_token(by_other, dtype)
     batch, heads, tokens, size = grad.shape
+    programs, columns = num_programs(grad.device, batch * tokens), 1 if by_other is None else 2
+    if not by_x.numel():
+        return by_x, by_second, grad.new_zeros((columns, size), dtype=torch.float32)
+    # Every program writes its part.
+    parts = grad.new_empty((columns, programs if needs_weight else 0, size), dtype=torch.float32)
     cos, sin, of_angles = _angles(cos, sin)
-    programs = num_programs(grad.device, batch * tokens)
-    parts = grad.new_zeros((programs if needs_weight else 0, size), dtype=torch.float32)
-    sizes = heads, tokens, batch * tokens
-    strides = *grad.stride()[:3], *(x.stride()[:3] if x is not None else (0, 0, 0)), *by_x.stride()[:3], *of_angles
-    options = {"HAS_NORM": weight is not None, "NEEDS_WEIGHT": needs_weight, "OFFSET": offset, **_launch(grad, cos)}
-    if by_x.numel():
-        program = rotary_backward[(programs,)]
-        with torch.cuda.device_of(grad):
-            program(grad, x, cos, sin, weight, by_x, parts, *sizes, *strides, eps, **options, ROUNDS_FIRST=rounds_first)
-    return by_x, parts.sum(0)
+    second = (grad, x, by_x) if by_other is None else (by_other, other, by_second)
+    tensors = grad, second[0], x, second[1], cos, sin, weight, other_weight if other_weight is not None else weight
+    sizes = heads, second[0].shape[1], tokens, batch * tokens
+    strides = [
+        stride for each in (grad, x, by_x, *second) for stride in ((0, 0, 0) if each is None else each.stride()[:3])
+    ]
+    options = {"HAS_NORM": weight is not None, "NEEDS_WEIGHT": needs_weight, "OFFSET": offset}
+    launch = _launch(size, cos.shape[-1], *sizes[:2])
+    with torch.cuda.device_of(grad):
+        program = rotary_backward[(programs, columns)]
+        results = by_x, second[2], parts
+        program(*tensors, *results, *sizes, *strides, *of_angles, eps, **options, **launch, ROUNDS_FIRST=rounds_first)
+    return by_x, by_second, parts.sum(1)

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from rl_core.torch.kernels.devices import takes
 from rl_core.torch.kernels.norm import NormForm, add_rms_norm, rms_norm, takes_norm
-from rl_core.torch.kernels.rotary import HeadNorm, rotated
+from rl_core.torch.kernels.rotary import HeadNorm, rotated_pair
 from rl_core.torch.kernels.swiglu import swiglu, swiglu_of_halves
 from rl_dtensor.model.attention import MODEL_ERRORS, pass_on_meta
 from rl_dtensor.model.kernels import Softmax
@@ -188,10 +188,8 @@ class Rotation:
             )
         norms, self._waiting = self._waiting, {}
         if takes(q, k, cos, sin):
-            return (
-                rotated(q, cos, sin, norms.get("q_norm"), heads_dim=unsqueeze_dim),
-                rotated(k, cos, sin, norms.get("k_norm"), heads_dim=unsqueeze_dim),
-            )
+            own = norms.get("q_norm"), norms.get("k_norm")
+            return rotated_pair(q, k, cos, sin, own, heads_dim=unsqueeze_dim)
         if "q_norm" in norms:
             q = rms_norm(q, *norms["q_norm"])
         if "k_norm" in norms:
