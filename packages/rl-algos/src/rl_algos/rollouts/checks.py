@@ -10,6 +10,7 @@ from rl_algos.evaluation.config import EvaluationConfig
 from rl_algos.evaluation.summary import powers_of_two
 from rl_algos.evaluation.tasks import is_file
 from rl_algos.rollouts.config import (
+    COMPACTION_PROGRAM,
     EvaluationRoot,
     GeneratingPolicy,
     PolicyGradientConfig,
@@ -18,7 +19,6 @@ from rl_algos.rollouts.config import (
     rollout_config,
 )
 from rl_algos.rollouts.worker.programs import (
-    COMPACTION_PROGRAM,
     GIVEN,
     POLICY,
     RECENT,

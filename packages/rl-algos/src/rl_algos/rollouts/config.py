@@ -12,13 +12,15 @@ from pydantic import Field, model_validator
 
 from rl_algos.data.config import DataRoot, DatasetConfig, written_problems
 from rl_algos.evaluation.config import EvaluationConfig
-from rl_algos.rollouts.worker.programs import COMPACTION_PROGRAM
 from rl_core.config import Config, EnvVars, PathText, Problem, ProblemError, WhenChanged, is_changed
 from rl_core.model_config import DraftHeadConfig, GenerationConfig, ModelConfig, TokenizerConfig
 from rl_core.token_filter import TokenFilter
 
 SCORED_BY_AGENT = "agent"
 """Name of the environment of prompts whose rewards come from an agent; there is no such environment."""
+
+COMPACTION_PROGRAM = "compaction"
+"""Name of the rollout program that summarises a history which becomes long."""
 
 DRAFTER = "drafter"
 """Role and section of a draft model that trains with the policy."""

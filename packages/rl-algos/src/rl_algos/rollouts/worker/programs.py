@@ -9,13 +9,13 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
+from rl_algos.rollouts.config import COMPACTION_PROGRAM
 from rl_core import resolve
 from rl_core.config import did_you_mean
 from rl_core.user_code import FromFile, is_in_file
 
 DEFAULT_PROGRAM = "multi_turn"
 
-COMPACTION_PROGRAM = "compaction"
 POLICY, RECENT = "policy", "recent"
 """Summarisers of the program `compaction` that are not agents: the policy, and a rule that keeps the newest turns."""
 
