@@ -43,15 +43,17 @@ def test_defaults_fill_what_a_dataset_does_not_state(tmp_path):
         ("{train: []}", "data.train", {"got": []}),
         ("{train: [{data_path: a, weight: 1}, {data_path: b}]}", "data.train", {MENTIONS: ["`weight`", "train[1]"]}),
         (
-            "{train: [{data_path: a, weight: [{step: 9, weight: 1}, {step: 9, weight: 2}]}, {data_path: b, weight: 1}]}",
+            "{train: [{data_path: a, weight: [{step: 9, weight: 1},{step: 9, weight: 2}]}, {data_path: b, weight: 1}]}",
             "data.train[0].weight",
             {"got": [9, 9], MENTIONS: ["increasing steps"]},
         ),
         ("{train: [{data_path: a, weight: []}, {data_path: b, weight: 1}]}", "data.train[0].weight", {"got": []}),
         ("{train: [{data_path: a, weight: [{step: 1, weight: 1}]}]}", "data.train[0].weight", {MENTIONS: ["several"]}),
         (
-            "{train: [{data_path: a, weight: [{step: 4, weight: 1}, {step: 8, weight: 0}]}, "
-            "{data_path: b, weight: [{step: 1, weight: 1}, {step: 6, weight: 0}, {step: 9, weight: 0}]}]}",
+            (
+                "{train: [{data_path: a, weight: [{step: 4, weight: 1}, {step: 8, weight: 0}]}, "
+                "{data_path: b, weight: [{step: 1, weight: 1}, {step: 6, weight: 0}, {step: 9, weight: 0}]}]}"
+            ),
             "data.train",
             {MENTIONS: ["all weights are 0 at step 8"]},
         ),
