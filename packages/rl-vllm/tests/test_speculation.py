@@ -19,12 +19,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rl_core.errors import RequestRefused
 from rl_core.model_config import GenerationConfig
 from rl_core.rollouts.generation import GenerationRequest, Placement, SamplingParams, ThinkingBudget
+from rl_core.rollouts.grammar import TokenGrammars
 from rl_core.rollouts.interruption import generate_whole
 from rl_core.rollouts.rollout import Completion, Thinking
 from rl_core.rollouts.speculation import SpeculationCounts
 from rl_core.rollouts.thinking import generate_turn
 from rl_core.testing.exhaustive import partly_exhaustive
-from rl_core.testing.generator import OpenThoughts
+from rl_core.testing.generator import GREEDY_JSON, OpenThoughts, are_allowed
 from rl_core.testing.torch.reference_model import processed_logprobs, write_reference_model
 from rl_core.testing.torch.weight_sender import SenderProcess
 from rl_core.testing.weights import Bench, model_config, prompt
@@ -320,6 +321,21 @@ def test_tokens_after_thoughts_that_were_closed_have_the_logprobs_of_the_model(b
         expected = bench.reference.completion_logprobs(request.token_ids, completion.token_ids, sampling)
         is_sampled = completion.sampled_mask > 0
         assert abs(completion.logprobs - expected)[is_sampled].max() < TOLERANCE
+
+
+def test_a_grammar_limits_drafts_and_logprobs_are_over_the_allowed_tokens(bench: SpeculationBench) -> None:
+    end = bench.reference.tokenizer.eos_token_id
+    sampling = replace(GREEDY_JSON, temperature=0.8, stop_token_ids=(end,))
+    requests = [GenerationRequest(prompt(5 + seed), sampling, seed) for seed in range(8)]
+    grammars = TokenGrammars(bench.reference.tokenizer)
+    for request, completion in zip(requests, bench.generate(requests), strict=True):
+        tokens = completion.token_ids
+        is_allowed = are_allowed(grammars.sets(sampling.grammar, sampling.stop_token_ids, tokens))
+        expected = bench.reference.nearest_logprobs(
+            completion.logprobs, request.token_ids, tokens, sampling, is_allowed
+        )
+        assert abs(completion.logprobs - expected).max() < TOLERANCE
+        assert tokens[-1] == end
 
 
 def test_a_request_with_min_p_is_refused(bench: SpeculationBench) -> None:

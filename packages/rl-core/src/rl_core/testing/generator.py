@@ -66,7 +66,7 @@ GREEDY_JSON = SamplingParams(
 """A completion that must match a JSON schema."""
 
 
-def _is_allowed(sets: Sequence[bytes]) -> np.ndarray:
+def are_allowed(sets: Sequence[bytes]) -> np.ndarray:
     """Return bool `[tokens, vocab]` of the sets of allowed tokens."""
     numbers, bits = allowed_sets([allowed_row(sets)], [len(sets)])
     return np.unpackbits(bits, axis=1, bitorder="little")[:, :VOCAB_SIZE].astype(bool)[numbers]
@@ -172,7 +172,7 @@ class GeneratorSuite(WeightSinkSuite):
             tokens, is_allowed = completion.token_ids, None
             if request.sampling.grammar:
                 sets = grammars.sets(sampling.grammar, sampling.stop_token_ids, tokens)
-                is_allowed = _is_allowed(sets)
+                is_allowed = are_allowed(sets)
                 assert is_allowed.sum(1).min() == 1, "somewhere the grammar leaves no choice"
                 assert completion.logprobs[is_allowed.sum(1) == 1] == pytest.approx(0, abs=self.tolerance)
                 assert set(json.loads(bench.reference.decode(tokens[:-1].tolist()))) == {"kind", "sum"}
@@ -188,7 +188,7 @@ class GeneratorSuite(WeightSinkSuite):
         found = _generate(bench, [GenerationRequest(tokens, sampling, seed) for seed in range(count)])
         drawn = np.bincount([int(completion.token_ids[0]) for completion in found], minlength=VOCAB_SIZE)
         grammars = TokenGrammars(bench.reference.tokenizer)
-        (is_allowed,) = _is_allowed(grammars.sets(sampling.grammar, (), found[0].token_ids))
+        (is_allowed,) = are_allowed(grammars.sets(sampling.grammar, (), found[0].token_ids))
         logits = np.where(is_allowed, bench.reference.logits(tokens)[-1], -np.inf)
         likely = np.exp(processed_logprobs(logits, sampling))
         can_be = count * likely > 5
