@@ -230,13 +230,15 @@ def assert_tokens_are_those_of_rollouts(folder):
             own = by_rollout[number]
             sampled = [token for token in own if token["weight_version"] is not None]
             assert {(token["prompt_id"], token["index"]) for token in own} == {(record["prompt_id"], record["index"])}
-            assert len(sampled) == record["num_sampled"]
+            # nobody sampled a demonstration, with any weights
+            written = [token for token in own if token["loss_mask"]] if record.get("demonstration") else sampled
+            assert len(written) == record["num_sampled"]
             spans = [span["version"] for span in record["weight_spans"] for _ in range(span["end"] - span["start"])]
             assert [token["weight_version"] for token in sampled] == spans
             lengths = [sum(token["segment"] == each for token in own) for each in range(1 + own[-1]["segment"])]
             assert lengths == [each["num_tokens"] for each in record.get("segments", [{"num_tokens": len(own)}])]
             # special tokens, such as the end of a turn, are not part of its text
-            text = b"".join(token["text"] for token in sampled if not token["is_special"]).decode()
+            text = b"".join(token["text"] for token in written if not token["is_special"]).decode()
             # in the order of tokens, which need not be the order of time
             turns = record.get("turns") or [turn for segment in record["segments"] for turn in segment["turns"]]
             assert text == "".join(turn["text"] for turn in turns)
