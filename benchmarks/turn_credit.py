@@ -31,11 +31,11 @@ RIGHT = 0.25
 
 ESTIMATORS = {
     # estimator: its setting, and the steps it gets
-    "turn_returns": ("{name: turn_returns, discount: 0.0}", 50),
-    "grpo": ("grpo", 100),
+    "turn_returns": ("{name: turn_returns, discount: 0.0}", 60),
+    "grpo": ("grpo", 120),
 }
-RATES = (2e-3, 4e-3, 8e-3)
-TARGET = 0.85
+RATES = (1e-3, 2e-3, 4e-3)
+TARGET = 0.6
 WINDOW = 5
 """Steps whose mean reward has to reach the target."""
 
