@@ -1,13 +1,15 @@
 """Reward of a policy that remembers over a compaction, by who writes the summaries: the policy or fixed weights.
 
-    python benchmarks/compaction.py [--seeds 1 2 3] [--steps 150] [--only NAME ...] [--folder runs/compaction]
+    python benchmarks/compaction.py [--seeds 1 2 3] [--warm-up 100] [--steps 100] [--only NAME ...] [--folder FOLDER]
 
 The tiny model of `sft-arithmetic` is asked for a sum in the second turn of a conversation, and for its result again in
 the last one. In between, the conversation becomes longer than `compact_at`, so that the last answer can only come from
 the summary. Only the last answer is rewarded, so the policy has to learn what to write into a summary as well as how to
 use it. With `frozen`, the model as it was at the start writes the summaries, and the policy can only learn to use them.
-A guess is right in half of the cases. Every run is `rl train grpo-arithmetic` on the CPU; a finished one in the folder
-is not made again.
+A guess is right in half of the cases.
+
+All runs begin with one model that has learned to answer from the whole conversation, without compactions. Every run is
+`rl train grpo-arithmetic` on the CPU; a finished one in the folder is not made again.
 """
 
 from __future__ import annotations
@@ -59,13 +61,15 @@ WINDOW = 5
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], metavar="N")
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--warm-up", type=int, default=100, metavar="STEPS")
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--only", nargs="+", choices=SUMMARISERS, default=list(SUMMARISERS), metavar="NAME")
     parser.add_argument("--folder", type=Path, default=Path("runs/compaction"))
     chosen = parser.parse_args()
     folder = chosen.folder.absolute()
     write_task(folder)
-    found = {name: [run(folder, name, seed, chosen.steps) for seed in chosen.seeds] for name in chosen.only}
+    start = warmed_up(folder, chosen.warm_up)
+    found = {name: [run(folder, start, name, seed, chosen.steps) for seed in chosen.seeds] for name in chosen.only}
     print(f"{surroundings('rl-launch', 'rl-algos')}\n")
     print(f"Share of right answers in the first and in the last {WINDOW} of {chosen.steps} steps\n")
     print(table(("summaries by", "start", *(f"seed {seed}" for seed in chosen.seeds), "mean"), rows(found)))
@@ -79,16 +83,30 @@ def write_task(folder: Path) -> None:
     (folder / "sums.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def run(folder: Path, name: str, seed: int, steps: int) -> list[float]:
-    """Share of right answers in each step of a run."""
-    run_dir = folder / f"{name}-{seed}"
+def warmed_up(folder: Path, steps: int) -> Path:
+    """Return a model that answers from the whole conversation."""
+    train(folder, folder / "warm-up", steps, f"checkpointing.save_period={steps}", "checkpointing.metric_name=null")
+    return folder / f"warm-up/checkpoints/step_{steps}/hf"
+
+
+def run(folder: Path, start: Path, name: str, seed: int, steps: int) -> list[float]:
+    """Return the share of right answers in each step of a run."""
+    settings = [
+        f"policy.model_name={start}",
+        "grpo.rollout_program=compaction",
+        # Up to the answer to the second turn, the conversation has 19 tokens.
+        f"grpo.rollout_program_args={{compact_at: 18, summary_tokens: 3, request: '!', summariser: {name}}}",
+        f"grpo.agents={SUMMARISERS[name]}",
+        f"grpo.seed={seed}",
+        "checkpointing.enabled=false",
+    ]
+    return train(folder, folder / f"{name}-{seed}", steps, *settings)
+
+
+def train(folder: Path, run_dir: Path, steps: int, *settings: str) -> list[float]:
+    """Train on the task unless it has been done, and return the share of right answers in each step."""
     if not (run_dir / "metrics.jsonl").exists() or len(read_metrics(run_dir)) < steps:
-        settings = [
-            "grpo.rollout_program=compaction",
-            # Up to the answer to the second turn, the conversation has 19 tokens.
-            f"grpo.rollout_program_args={{compact_at: 18, summary_tokens: 3, request: '!', summariser: {name}}}",
-            f"grpo.agents={SUMMARISERS[name]}",
-            f"grpo.seed={seed}",
+        shared = [
             f"grpo.max_num_steps={steps}",
             "grpo.max_rollout_turns=4",
             "grpo.num_prompts_per_step=8",
@@ -102,12 +120,11 @@ def run(folder: Path, name: str, seed: int, steps: int) -> list[float]:
             f"data.train={{data_path: {folder / 'sums.jsonl'}}}",
             "data.validation=null",
             f"data.default.env_name={folder / 'memory.py'}:Memory",
-            "checkpointing.enabled=false",
             "cluster.device=cpu",
             "cluster.cpu_ranks_per_node=1",
             f"run_dir={run_dir}",
         ]
-        command = [sys.executable, "-m", "rl_launch.cli", "train", "grpo-arithmetic", *settings]
+        command = [sys.executable, "-m", "rl_launch.cli", "train", "grpo-arithmetic", *shared, *settings]
         subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=sys.stderr)
     return [step["reward/right"] for step in read_metrics(run_dir)]
 
