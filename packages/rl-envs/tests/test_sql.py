@@ -156,6 +156,8 @@ def test_rows_are_checked(databases):
     ]:
         with pytest.raises(ValueError, match=reason):
             check_row(info, config)
+    with pytest.raises(ValueError, match="`databases` of the environment sql must be set"):
+        check_row({"db_id": "concert", "answer": OLD}, SQLConfig())
     with pytest.raises(UnusableAnswer, match="no such column"):
         scored(databases, "SELECT x FROM singer", OLD)
 

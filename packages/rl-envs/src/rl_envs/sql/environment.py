@@ -93,6 +93,8 @@ def check_row(info: Mapping[str, Any], config: SQLConfig) -> None:
 
 def _asked(info: Mapping[str, Any], config: SQLConfig) -> tuple[Path, str]:
     """Return the database of a row, and its query."""
+    if config.databases is None:
+        raise ValueError("`databases` of the environment sql must be set to the folder of the databases")
     for name in ("db_id", "answer"):
         if not isinstance(info.get(name), str):
             raise ValueError(f"the row needs the field {name!r}, a string; its fields are {fields_of(info)}")

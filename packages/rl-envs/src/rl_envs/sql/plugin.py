@@ -15,8 +15,9 @@ class SQLConfig(EnvironmentConfig):
     """Run the last SQL of a response on a SQLite database, and compare what it returns with the result of the row's
     query."""
 
-    databases: PathText
-    """Folder with a file `NAME/NAME.sqlite` for each database, as Spider and BIRD have them. Queries read them only."""
+    databases: PathText | None = None
+    """Folder with a file `NAME/NAME.sqlite` for each database, as Spider and BIRD have them; must be set. Queries only
+    read them."""
     match: Literal["rows", "set"] = "rows"
     """Comparison of results: `rows`, with their number, and in order if the row's query has ORDER BY; `set`, without
     either, as BIRD compares them."""
