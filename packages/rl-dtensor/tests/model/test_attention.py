@@ -2,15 +2,18 @@
 
 import importlib.util
 import sys
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounter
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 
 from rl_core.data.batch import TOKENS
 from rl_core.install_command import install_command
+from rl_core.testing.exhaustive import exhaustive
 from rl_core.torch.loss import Rows
 from rl_dtensor.model import kernels
 from rl_dtensor.model.attention import ROWS, attention_for, row_attention, rows_problem
@@ -84,6 +87,38 @@ def test_flex_attention_sees_what_dense_attention_does(window):
     """It has no backward pass on CPU."""
     tensors = random_tensors()
     torch.testing.assert_close(attended(tensors, "flex", window), dense(*tensors, window=window))
+
+
+FLEX_KINDS = [
+    ({}, torch.float32),
+    ({"window": 4}, torch.float32),
+    ({"softcap": 2.0}, torch.float32),
+    ({"window": 4, "softcap": 2.0}, torch.float32),
+    ({}, torch.bfloat16),
+]
+
+
+@exhaustive  # Dynamo traces 14 graphs.
+def test_flex_attention_is_compiled_twice_for_each_kind_of_scores(monkeypatch):
+    """As on GPUs, and more often than torch compiles a function by default."""
+    scores, masks = CompileCounter(), CompileCounter()
+    for name, counter in (("flex_attention", scores), ("create_block_mask", masks)):
+        with monkeypatch.context() as patched:
+            patched.setattr(torch, "compile", partial(torch.compile, backend=counter))
+            function = kernels.compiled.__wrapped__(getattr(kernels, name))
+        monkeypatch.setattr(kernels, name, function)
+    counts = []
+    for lengths in ((270, 9), (25, 400, 3), (600,)):
+        tokens = sum(lengths)
+        rows = Rows(torch.tensor([0, *lengths]).cumsum(0), {TOKENS: torch.zeros(tokens, dtype=torch.int64)})
+        segments = lay_out(rows, Alignment(), is_packed=True).segments
+        for scores_of, dtype in FLEX_KINDS:
+            heads = [torch.ones(1, number, tokens, 16, dtype=dtype) for number in (4, 2, 2)]
+            kernel_of("flex")(*heads, segments, Softmax(**scores_of))
+        counts.append((scores.frame_count, masks.frame_count))
+    assert counts[-1] == counts[1]
+    assert counts[-1][0] == 2 * len(FLEX_KINDS)
+    assert 0 < counts[-1][1] <= 4  # Windows and none.
 
 
 @pytest.mark.parametrize("backend", ["auto", "sdpa", "eager", "varlen"])

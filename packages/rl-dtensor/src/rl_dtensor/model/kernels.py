@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,9 @@ WITH_DROPOUT = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 HALF = (torch.bfloat16, torch.float16)
 MIN_FLEX_DIM = 16
 """Smallest heads that compiled flex attention takes."""
+MAX_VARIANTS = 64
+"""Maximum number of variants of a compiled function or part of a layer: kinds of layers and of scores, dtypes, one or
+several rows, with and without gradients."""
 logger = logging.getLogger(__name__)
 
 OF_GENERATION = {9: ("FA3", 256), 10: ("FA4", 128)}
@@ -229,7 +232,7 @@ def _flex(query: Tensor, key: Tensor, value: Tensor, segments: Segments, softmax
 
     A sink adds its share to the sum that the softmax divides by, whose logarithm the kernel returns and differentiates.
     """
-    attend = _compiled_flex() if query.is_cuda else flex_attention
+    attend = compiled(flex_attention) if query.is_cuda else flex_attention
     out, aux = attend(
         query,
         key,
@@ -256,8 +259,15 @@ def _capped(softcap: float) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor]
     return capped
 
 
-_compiled_flex = cache(partial(torch.compile, flex_attention))
-"""Flex attention that does not make all scores, as the uncompiled one does."""
+@cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that does not make all scores, or the whole mask, as the uncompiled one does.
+
+    It is compiled for each kind of scores, with gradients and without: for the first number of tokens, for others, and
+    for another number of blocks. By default torch compiles 8 variants, and computes all scores from then on.
+    """
+    to_graph: Any = torch.compile  # It is declared without `recompile_limit`.
+    return cast("Callable[..., Any]", to_graph(function, recompile_limit=MAX_VARIANTS))
 
 
 @lru_cache(maxsize=8)
@@ -276,7 +286,8 @@ def _block_mask(segments: Segments, window: int | None, num_keys: int, num_rows:
         return seen if window is None else seen & (key > last[query] - window)
 
     rule, rows = (sees, None) if blocks is None else (sees_images, num_rows)
-    return create_block_mask(rule, rows, None, len(first), num_keys, segments.device, _compile=first.is_cuda)
+    make = compiled(create_block_mask) if first.is_cuda else create_block_mask
+    return make(rule, rows, None, len(first), num_keys, segments.device)
 
 
 def _flash(package: str, remedy: str, *, takes_dropout: bool = False) -> Attend:

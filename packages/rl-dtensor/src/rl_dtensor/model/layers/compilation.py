@@ -24,14 +24,12 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from rl_dtensor.model.attention import Seam, row_attention
+from rl_dtensor.model.kernels import MAX_VARIANTS
 from rl_dtensor.model.layers import formulas
 from rl_dtensor.model.layers.recompute import products_kept
 from rl_dtensor.parallel.experts import expert_modules
 
 logger = logging.getLogger(__name__)
-
-MAX_VARIANTS = 64
-"""Maximum number of variants of one part: kinds of layers, dtypes, one or several rows, with and without gradients."""
 
 ERRORS = (TorchDynamoException, ConstraintViolationError)
 """Errors of code that cannot be compiled for all numbers of tokens."""
