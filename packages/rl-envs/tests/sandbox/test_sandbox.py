@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -139,11 +140,12 @@ def test_programs_run_side_by_side(sandbox: Sandbox) -> None:
     assert [outcome.stdout for outcome in outcomes] == [f"{i**2}\n".encode() for i in range(32)]
 
 
-def test_a_sandbox_whose_process_was_killed_starts_another(sandbox: Sandbox) -> None:
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_sandbox_whose_process_was_killed_or_stopped_starts_another(sandbox: Sandbox, end: signal.Signals) -> None:
     with Sandbox(sandbox.isolation) as opened:
         assert opened._zygote is not None
-        opened._zygote.kill()
-        opened._zygote.wait()
+        opened._zygote.send_signal(end)
+        os.waitid(os.P_PID, opened._zygote.pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
         assert opened.run(Program("print(1)")).stdout == b"1\n"
 
 

@@ -157,7 +157,7 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
         near, far = socket.socketpair()
         with near:
             with far, self._lock:
-                if self._zygote is None or self._zygote.poll() is not None:
+                if not self._is_usable():
                     self._start()
                 assert self._control is not None
                 socket.send_fds(self._control, [b"p"], [far.fileno()])
@@ -175,6 +175,17 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
                 self._zygote.kill()
                 self._zygote.wait()
             self._zygote = None
+
+    def _is_usable(self) -> bool:
+        """Return whether the sandbox's first process is there. One that a signal has stopped is killed."""
+        if self._zygote is None or self._zygote.poll() is not None:
+            return False
+        stat = Path(f"/proc/{self._zygote.pid}/stat").read_text()
+        if stat.rpartition(")")[2].split()[0] not in "Tt":
+            return True
+        self._zygote.kill()
+        self._zygote.wait()
+        return False
 
     def _start(self) -> None:
         near, far = socket.socketpair()
