@@ -433,6 +433,7 @@ from rl_core.torch.kernels.permutation import spread_weighted as spread_weighted
 from rl_core.torch.kernels.rotary import HeadNorm as HeadNorm
 from rl_core.torch.kernels.rotary import plain_rotation as plain_rotation
 from rl_core.torch.kernels.rotary import rotated as rotated
+from rl_core.torch.kernels.rotary import rotated_pair as rotated_pair
 from rl_core.torch.kernels.swiglu import swiglu as swiglu
 from rl_core.torch.kernels.swiglu import swiglu_of_halves as swiglu_of_halves
 from rl_core.torch.loss import LossSums as LossSums
