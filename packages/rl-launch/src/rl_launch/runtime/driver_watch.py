@@ -220,6 +220,9 @@ class DriverWatch:
         last = threading.Thread(target=self._run.abandon, args=(error,), daemon=True)
         last.start()
         last.join(_ABANDON_S)
+        if self._ray is not None:
+            # Ray ends this process with a code of its own when its raylet dies.
+            self._ray.mute()
         if self._cluster is not None:
             self._cluster.kill()
         logging.shutdown()
