@@ -75,9 +75,9 @@ class Fault:
     def strike(self, run: Run) -> None:
         """Do it to a run."""
         if self.sign == OUT_OF_MEMORY:
-            # whatever it still allocates is too much
+            # whatever it still allocates is too much, be it a page
             is_old = Path("/sys/fs/cgroup/memory").exists()
-            group = control_group("memory", "memory.limit_in_bytes" if is_old else "memory.max", str(2**20))
+            group = control_group("memory", "memory.limit_in_bytes" if is_old else "memory.max", "4096")
             (group / "cgroup.procs").write_text(str(run.find(self.victim).pid))
         elif self.victim == DRIVER:
             run.process.send_signal(self.sign)

@@ -11,6 +11,7 @@ from rl_algos.grpo.plugin import PLUGIN as GRPO
 from rl_algos.ppo.plugin import PLUGIN as PPO
 from rl_algos.reward_model.plugin import PLUGIN as REWARD_MODEL
 from rl_algos.rollouts.checks import whole_distribution
+from rl_algos.rollouts.config import RolloutConfig
 from rl_algos.rollouts.plugin import rollout_algorithm
 from rl_algos.sft.plugin import PLUGIN as SFT
 from rl_core.model_config import GenerationConfig
@@ -19,7 +20,7 @@ ALGORITHMS = (GRPO, PPO, DISTILLATION, OFFLINE, SFT, DPO, REWARD_MODEL)
 
 
 def config(**sampling):
-    return SimpleNamespace(policy=SimpleNamespace(generation=GenerationConfig(**sampling)))
+    return SimpleNamespace(policy=SimpleNamespace(generation=GenerationConfig(**sampling)), mine=RolloutConfig())
 
 
 @pytest.mark.parametrize("sampling", [{}, {"top_p": 0.9}, {"top_k": 5, "min_p": 0.1}])

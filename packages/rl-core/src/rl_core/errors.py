@@ -179,8 +179,8 @@ class EnvironmentFailed(RLError):
 
 
 class InfrastructureFailed(EnvironmentFailed):
-    """The process, the machine or the sandbox of an environment failed, not the conversation. Its rollout is sampled
-    again with the next seed; an environment may raise it for a service that it needs.
+    """The process, the machine or the sandbox of an environment failed, not the conversation. Its rollout begins
+    again; an environment may raise it for a service that it needs.
     """
 
 

@@ -18,7 +18,6 @@ from rl_algos.losses.distillation import (
     TEACHER_NUMBER,
     TEACHER_TOKEN_LOGPROBS,
 )
-from rl_algos.tokenizer import different_token
 from rl_core.data.batch import Batch, Column
 from rl_core.data.ragged import Ragged
 from rl_core.errors import ConfigError, DataError
@@ -165,6 +164,9 @@ def check_teachers(config: object, tokenizer: Tokenizer) -> None:
     Raises:
         ConfigError: With the first token that differs.
     """
+    # A run is checked before a tokenizer is needed.
+    from rl_algos.tokenizer import different_token
+
     student = attrgetter("policy.model_name")(config)
     for key in teacher_sections(config).values():
         name = attrgetter(key)(config).model_name

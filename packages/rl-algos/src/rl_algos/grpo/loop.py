@@ -23,7 +23,6 @@ from rl_algos.rollouts.setup import steps_of
 from rl_algos.rollouts.training.agents import AgentWatch, trained_batch
 from rl_algos.rollouts.training.batch import build_batch, passes, with_advantages
 from rl_algos.rollouts.training.metrics import rollout_metrics, signal_metrics, training_metrics
-from rl_algos.tokenizer import encode_prompt
 from rl_core.errors import ConfigError
 from rl_core.model import Model
 from rl_core.plugins import RolloutNeeds
@@ -46,7 +45,12 @@ class GRPO(RolloutAlgorithm[GRPORoot]):
         settings = config.grpo.distillation
         check_routes(config, loaded, all_rows=not settings.reward_weight and settings.self_teacher is None)
         data = super().prepare(config, tokenizer, loaded)
-        return data if settings.self_teacher is None else replace(data, encode=partial(encode_prompt, tokenizer))
+        if settings.self_teacher is None:
+            return data
+        # A run is checked before a tokenizer is needed.
+        from rl_algos.tokenizer import encode_prompt
+
+        return replace(data, encode=partial(encode_prompt, tokenizer))
 
     def rollouts(self, config: GRPORoot, prepared: RolloutData) -> RolloutNeeds:
         return replace(super().rollouts(config, prepared), opponents=opponents_of(config.grpo))

@@ -77,7 +77,7 @@ def test_minibatches_are_of_whole_rollouts():
     assert passes[:3] != passes[3:]
 
 
-WITH_SETTINGS = {"remax", "gdpo", "pass_at_k", "maxrl", "optimal_token_baseline"}
+WITH_SETTINGS = {"remax", "gdpo", "pass_at_k", "maxrl", "optimal_token_baseline", "tpo"}
 """Estimators that need more than rewards which may be negative."""
 
 

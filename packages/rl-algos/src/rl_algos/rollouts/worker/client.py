@@ -21,9 +21,6 @@ from rl_core.rollouts.rollout import NOT_SAMPLED, Completion, Message, Prompt, R
 from rl_core.rollouts.thinking import generate_turn
 from rl_core.tracing import spans
 
-_OF_REFILLS = 0x726566
-"""Separates the seeds of plays that take the place of others from other seeds that follow from a play's seed."""
-
 
 @dataclasses.dataclass
 class PlayServices:
@@ -92,16 +89,12 @@ class PlayClient:
         self._num_sampled: Counter[str] = Counter()
         self.played: Callable[[], Sequence[Rollout]] = tuple
 
-    def refilled(self, number: int) -> PlayClient:
-        """Return the client of another play of the same kind, with another seed.
-
-        Args:
-            number: Number of the play among those that take the place of this one, from 1; its seed follows from it.
-        """
-        seed = _seed([self._seed, number, _OF_REFILLS])
-        turns = RolloutTurns()
+    def again(self) -> PlayClient:
+        """Return the client of the same play from its beginning: its completions are the same, and the environment
+        takes its steps again."""
+        turns = RolloutTurns(dict(self._completions))
         return PlayClient(
-            self._services, self._prompt, self._sampling, seed, turns, self._opponents, self._demonstration
+            self._services, self._prompt, self._sampling, self._seed, turns, self._opponents, self._demonstration
         )
 
     @property

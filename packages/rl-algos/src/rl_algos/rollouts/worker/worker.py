@@ -46,7 +46,7 @@ _COUNTS = ("num_requests", "num_sampled")
 """Numbers of an engine's health that show its progress."""
 
 MAX_REFILLS = 2
-"""Maximum number of times that a play is sampled again, with another seed each time, because infrastructure failed."""
+"""Maximum number of times that a play begins again because infrastructure failed."""
 
 Group = tuple[Prompt, Sequence[Rollout]]
 """A prompt and its rollouts, in the order of their seeds; the rollouts of one play are consecutive."""
@@ -302,17 +302,17 @@ class RolloutWorker:
             return prompt, _numbered(await asyncio.gather(*plays))
 
     async def _run_one(self, prompt: Prompt, clients: list[PlayClient], play: int) -> Sequence[Rollout]:
-        """Return the rollouts of a play. If its infrastructure fails, another play with the next seed takes its place,
-        at most `MAX_REFILLS` times.
+        """Return the rollouts of a play. If its infrastructure fails, it begins again, at most `MAX_REFILLS` times.
+
+        It has the same seed and the completions that it had, so that the group is the one that it would have been.
 
         Args:
             prompt: Prompt of the play.
             clients: Clients of the plays of its group; the client of another play is put in their place.
             play: Place of the play in the group.
         """
-        first = clients[play]
         for refill in range(MAX_REFILLS + 1):
-            client = clients[play] = first.refilled(refill) if refill else first
+            client = clients[play] = clients[play].again() if refill else clients[play]
             try:
                 played = await self._played(prompt, client)
                 further = {REFILLED: refill} if refill else {}
@@ -321,7 +321,7 @@ class RolloutWorker:
                 if refill == MAX_REFILLS:
                     return _failed(prompt, error, client)
                 number = f"{refill + 1} of {MAX_REFILLS}"
-                _log.warning("%s: %s; the rollout is sampled again with its next seed (%s)", prompt, error, number)
+                _log.warning("%s: %s; the rollout begins again (%s)", prompt, error, number)
             except RequestRefused as error:
                 return _failed(prompt, error, client)
             except GeneratorError:
