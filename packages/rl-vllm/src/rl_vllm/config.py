@@ -102,6 +102,7 @@ _REASONS = {
     "the generator counts drafts by them, and reports through `health`": "per_request_spec_decode_metrics",
     "every request carries its own seed": "seed",
     "stop strings need the tokenizer": "skip_tokenizer_init",
+    "the trainer finds the allowed tokens with xgrammar": "structured_outputs_config",
     "set `policy.tokenizer.name`": "tokenizer",
     "a watermark changes the distribution that is sampled from": "watermark_config",
     "weights arrive through the run's own transport": "weight_transfer_config",
