@@ -32,4 +32,4 @@ def test_every_method_of_the_learning_page_has_a_recipe_a_test_and_a_case():
         method, _, recipe, test, case = (each.strip(" `") for each in row.split("|"))
         assert not recipe or (recipes / f"{recipe}.yaml").is_file(), method
         assert (CHECKOUT / test).is_file(), method
-        assert case in cases, method
+        assert not case or case in cases, method
