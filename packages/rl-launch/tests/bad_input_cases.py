@@ -201,9 +201,9 @@ _SPELLING = (
     _case(
         "a section of another algorithm",
         GRPO,
-        "teacher.model_name=x",
-        key="teacher",
-        shows=("command line", "distillation", "algorithm: grpo"),
+        "value.model_name=x",
+        key="value",
+        shows=("command line", "ppo", "algorithm: grpo"),
     ),
     _case(
         "generated data in a run that generates nothing",

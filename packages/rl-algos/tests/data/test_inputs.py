@@ -7,11 +7,12 @@ import pytest
 from rl_algos.data.config import DataConfig
 from rl_algos.data.inputs import input_problems
 from rl_algos.evaluation.config import EvaluationConfig
+from rl_algos.grpo.config import GRPOConfig
 from rl_algos.rollouts.algorithm import EvaluationOnly, RolloutAlgorithm
 
 
 def problems(data, **more):
-    config = SimpleNamespace(data=DataConfig.model_validate(data), **more)
+    config = SimpleNamespace(data=DataConfig.model_validate(data), grpo=GRPOConfig(), **more)
     find = RolloutAlgorithm().input_problems if more else input_problems
     return {problem.key: problem.message for problem in find(config)}
 

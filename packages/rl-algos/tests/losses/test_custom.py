@@ -5,15 +5,18 @@ from types import SimpleNamespace
 import pytest
 
 from rl_algos.dpo.plugin import PLUGIN as DPO
+from rl_algos.grpo.config import GRPOConfig
 from rl_algos.grpo.plugin import PLUGIN as GRPO
 from rl_algos.losses.custom import loss_requirements
+from rl_algos.ppo.config import PPOConfig
 from rl_algos.ppo.plugin import PLUGIN as PPO
 from rl_core.plugins import Requirement
 
 
 def config_with(loss):
     section = SimpleNamespace(name=loss)
-    return SimpleNamespace(loss_fn=section, dpo=SimpleNamespace(loss=section))
+    dpo = SimpleNamespace(loss=section)
+    return SimpleNamespace(loss_fn=section, dpo=dpo, grpo=GRPOConfig(), ppo=PPOConfig())
 
 
 @pytest.mark.parametrize("algorithm", [DPO, GRPO, PPO], ids=lambda plugin: plugin.name)

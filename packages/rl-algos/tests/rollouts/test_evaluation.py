@@ -106,7 +106,7 @@ def test_validation_data_gets_the_rollouts_of_the_runs_own_validation(file, toke
     assert [(g.prompt.id, g.sampling, g.seeds) for g in task.groups] == [
         (g.prompt.id, g.sampling, g.seeds) for g in pool.tasks
     ]
-    assert plan.needs.program_args == {"max_turns": 2, "max_tokens": 40}
+    assert plan.needs.program_args == {"max_turns": 2, "max_tokens": 40, "structured_output": "refuse"}
     assert plan.needs.environments == {"math"}
     assert plan.scoring.k == (1, 2, 3)
 
