@@ -17,7 +17,8 @@ from rl_envs.sql.plugin import SQLConfig
 
 _DIGITS = 9
 """Number of significant digits in which two numbers that are not whole must agree."""
-_STRINGS = re.compile(r"'(?:[^']|'')*'|\"(?:[^\"]|\"\")*\"|`[^`]*`|\[[^\]]*\]")
+_STRINGS = re.compile(r"'(?:[^']|'')*(?:'|\Z)|\"(?:[^\"]|\"\")*(?:\"|\Z)|`[^`]*(?:`|\Z)|\[[^\]]*(?:\]|\Z)")
+"""Strings and names in quotation marks; one that is not closed lasts to the end."""
 _ORDER_BY = re.compile(r"\border\s+by\b", re.IGNORECASE)
 _STARTS = re.compile(r"^\s*(?:select|with|values)\b", re.IGNORECASE)
 

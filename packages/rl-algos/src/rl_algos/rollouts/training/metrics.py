@@ -16,10 +16,10 @@ from rl_core.model import Metrics
 from rl_core.rollouts.group import RolloutGroup
 from rl_core.rollouts.rollout import Thinking
 
-PREFIX, THINKING, COMPACTION = "ignored/", "thinking/", "compaction/"
-"""Prefixes of the entries of `Rollout.info` for fields that an agent has set, for thoughts within a budget, and for
-conversations that were compacted."""
-
+PREFIX = "ignored/"
+"""Prefix of the entries of `Rollout.info` for fields that an agent has set."""
+_OF_WORKERS = (PREFIX, "thinking/", "compaction/")
+"""Prefixes of entries that rollout workers add."""
 
 REFILLED = "refilled"
 """Field in `Rollout.info` of a rollout that took the place of others whose infrastructure had failed: their number."""
@@ -35,8 +35,8 @@ def thinking_info(thoughts: Sequence[Thinking]) -> Mapping[str, float]:
     if not thoughts:
         return {}
     return {
-        f"{THINKING}tokens": float(sum(each.num_tokens for each in thoughts)),
-        f"{THINKING}cut": float(any(each.is_cut for each in thoughts)),
+        "thinking/tokens": float(sum(each.num_tokens for each in thoughts)),
+        "thinking/cut": float(any(each.is_cut for each in thoughts)),
     }
 
 
@@ -106,7 +106,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup], advantages: Advantages | Non
         **{f"reward/{name}": value for name, value in named.items() if name != "reward"},
         # Environments report numbers; the worker adds fields without effect, thoughts and compactions.
         **{
-            f"{'rollout' if name.startswith((PREFIX, THINKING, COMPACTION)) else 'environment'}/{name}": value
+            f"{'rollout' if name.startswith((PREFIX, 'thinking/', 'compaction/')) else 'environment'}/{name}": value
             for name, value in reported.items()
         },
         **agent_metrics(groups),

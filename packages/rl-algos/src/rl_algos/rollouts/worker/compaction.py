@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from rl_algos.rollouts.training.metrics import COMPACTION
 from rl_algos.rollouts.worker.programs import POLICY
 from rl_core.rollouts.rollout import Message
 
@@ -50,12 +49,12 @@ class CompactionReport:
         """Return the entries of `Rollout.info`."""
         count = len(self.before)
         if not count:
-            return {f"{COMPACTION}count": 0.0}
+            return {"compaction/count": 0.0}
         means = {
-            f"{COMPACTION}tokens_before": sum(self.before) / count,
-            f"{COMPACTION}tokens_after": sum(self.after) / count,
+            "compaction/tokens_before": sum(self.before) / count,
+            "compaction/tokens_after": sum(self.after) / count,
         }
-        return {f"{COMPACTION}count": float(count), **means}
+        return {"compaction/count": float(count), **means}
 
 
 def recent_turns(
