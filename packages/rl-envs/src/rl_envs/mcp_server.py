@@ -336,7 +336,9 @@ class _Session:
                         yield chunk
 
                 async def aclose(self) -> None:
-                    await stream.aclose()
+                    # The server may have ended the connection already.
+                    with contextlib.suppress(httpx2.HTTPError):
+                        await stream.aclose()
 
             return Bounded()
 

@@ -97,7 +97,7 @@ def train(
     watch = AgentWatch(config.section, agents)
     state: dict[str, Checkpointable] = {"objective": objective}
     if demonstrations is not None:
-        state["demonstrations"] = demonstrations
+        state["demonstrations"] = demonstrations.stream
     for step, groups, aside, greedy in steps.take(models={"policy": policy}, state=state):
         watch.observe(groups)
         batch = trained_batch(build_batch(groups, config), groups, agents)

@@ -52,7 +52,7 @@ def train(
     watch = AgentWatch(config.section, agents)
     state: dict[str, Checkpointable] = {"objective": objective}
     if demonstrations is not None:
-        state["demonstrations"] = demonstrations
+        state["demonstrations"] = demonstrations.stream
     for step, groups, aside, _ in steps.take(models=models, state=state):
         watch.observe(groups)
         batch = trained_batch(build_batch(groups, config), groups, agents)

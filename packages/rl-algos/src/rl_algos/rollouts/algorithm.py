@@ -182,7 +182,7 @@ class RolloutAlgorithm(Algorithm[C, Datasets, RolloutData]):
     def check_data(self, prepared: RolloutData, state: Callable[[str], Mapping[str, Any]]) -> None:
         prepared.train.check(state("rollouts")["prompts"])
         if prepared.demonstrations is not None:
-            prepared.demonstrations.check(state("demonstrations"))
+            prepared.demonstrations.stream.check(state("demonstrations"))
 
     def rollouts(self, config: C, prepared: RolloutData) -> RolloutNeeds:
         settings, environments = self.settings(config), prepared.environments

@@ -178,7 +178,7 @@ class Trainer:
         )
 
     def step(self, number):
-        self.mixture.begin(number)
+        self.mixture.stream.begin(number)
         groups = self.source.collect(3)
         metrics = self.mixture.learn(groups)
         self.source.adopt(WeightUpdate(number + 1))

@@ -43,7 +43,7 @@ class Mixture:
     def __init__(
         self, stream: Stream[Prompt] | FlowStream[Prompt], names: Sequence[str], curriculum: CurriculumConfig | None
     ) -> None:
-        self._stream = stream
+        self.stream = stream
         self._curriculum = curriculum
         self._names = tuple(names)
         self._success = dict.fromkeys(names, 0.0)
@@ -61,10 +61,6 @@ class Mixture:
     def has_curriculum(self) -> bool:
         """True if weights follow the success, so that there is a state to save."""
         return self._curriculum is not None
-
-    def begin(self, step: int) -> None:
-        """Draw with the weights of the datasets that are configured for a step, counted from 1."""
-        self._stream.begin(step)
 
     def learn(self, groups: Sequence[RolloutGroup]) -> Mapping[str, float]:
         """Take a step's groups into account, and return its metrics."""
@@ -111,19 +107,19 @@ class Mixture:
             name: max(curriculum.floor, 4 * success * (1 - success)) if self._num_groups[name] else 1.0
             for name, success in self._success.items()
         }
-        self._stream.weigh(list(factors.values()))
+        self.stream.weigh(list(factors.values()))
         success = {f"dataset/{name}/success": each for name, each in self._success.items()}
         return success | {f"dataset/{name}/weight": each for name, each in factors.items()}
 
     def _weigh_prompts(
         self, usable: Sequence[tuple[RolloutGroup, np.ndarray]], num_groups: int, curriculum: CurriculumConfig
     ) -> dict[str, float]:
-        assert isinstance(self._stream, Stream)
-        kept = 0.5 ** (num_groups / (curriculum.half_life * self._stream.num_items))
+        assert isinstance(self.stream, Stream)
+        kept = 0.5 ** (num_groups / (curriculum.half_life * self.stream.num_items))
         for counts in (*self._passed, *self._tried):
             counts *= kept
         for group, rewards in usable:
-            which, position = self._stream.place_of(group.prompt.id)
+            which, position = self.stream.place_of(group.prompt.id)
             self._passed[which][position] += (rewards >= curriculum.success_reward).sum()
             self._tried[which][position] += len(rewards)
         metrics: dict[str, float] = {}
@@ -131,7 +127,7 @@ class Mixture:
             a, b, is_tried = passed + PRIOR, tried - passed + PRIOR, tried > 0
             weights = np.maximum(curriculum.floor, 4 * a * b / ((a + b) * (a + b + 1)))
             weights[~is_tried] = 1.0
-            self._stream.weigh_items(which, weights)
+            self.stream.weigh_items(which, weights)
             metrics[f"dataset/{name}/weight"] = float(weights.mean())
             metrics[f"dataset/{name}/unseen"] = float(1 - is_tried.mean())
             if is_tried.any():

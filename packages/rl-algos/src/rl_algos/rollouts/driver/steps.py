@@ -108,7 +108,7 @@ class RolloutSteps:
             if number == 1:
                 self._evaluate_tasks(0)
             if self.mixture is not None:
-                self.mixture.begin(number)
+                self.mixture.stream.begin(number)
             with run.phase("generation"):
                 num_later = (config.max_num_steps - number) * config.num_prompts_per_step
                 groups, aside = collect_groups(self.rollouts, config, num_later=num_later)

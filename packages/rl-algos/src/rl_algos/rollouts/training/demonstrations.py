@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import numpy as np
 
 from rl_algos.data.config import DataConfig, DatasetConfig
@@ -21,12 +18,12 @@ class DemonstrationRows:
     checkpoint holds the position, so every step of a run has its own rows, however often the run is resumed.
 
     Args:
-        stream: Conversations.
+        stream: Conversations, and the position among them.
         rows_per_step: Number of conversations of a step.
     """
 
     def __init__(self, stream: Stream[TrainingRow], rows_per_step: int) -> None:
-        self._stream = stream
+        self.stream = stream
         self._rows_per_step = rows_per_step
 
     @classmethod
@@ -54,17 +51,5 @@ class DemonstrationRows:
 
     def take(self) -> Batch:
         """Return the conversations of the next step: `tokens`, `loss_mask`, `demonstration` and `images`."""
-        batch = to_batch(self._stream.take(self._rows_per_step))
+        batch = to_batch(self.stream.take(self._rows_per_step))
         return batch.with_columns({DEMONSTRATION: np.ones(len(batch), dtype=np.uint8)})
-
-    def state(self) -> Mapping[str, Any]:
-        """Return the position, as JSON."""
-        return self._stream.state()
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a position; raise a `DataChanged` if it is not one in this dataset."""
-        self._stream.restore(state)
-
-    def check(self, state: Mapping[str, Any]) -> None:
-        """Raise a `DataChanged` if a position is not one in this dataset."""
-        self._stream.check(state)
