@@ -147,10 +147,10 @@ def test_a_dataset_is_read_as_supervised_fine_tuning_reads_it_and_goes_on_from_i
     again.take()
     position = again.stream.state()
     resumed = read(path, tokenizer)
-    resumed.check(position)
+    resumed.stream.check(position)
     resumed.stream.restore(position)
     for expected in taken[1:]:
         assert resumed.take().ragged("tokens").equals(expected.ragged("tokens"))
     path.write_text(path.read_text().replace("12", "13"))
     with pytest.raises(DataChanged):
-        read(path, tokenizer).check(position)
+        read(path, tokenizer).stream.check(position)
