@@ -43,6 +43,25 @@ def test_a_signal_to_the_drivers_group_spares_ray_which_ends_with_the_driver():
         driver.stdout.close()
 
 
+def test_what_is_stopped_is_killed_when_the_driver_has_ended_with_its_own_code():
+    code = DRIVER.replace("signal.pause()", "sys.stdin.readline()\nnodes.kill_afterwards()\nos._exit(75)")
+    pipe = subprocess.PIPE
+    driver = subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, start_new_session=True)
+    try:
+        started = [psutil.Process(pid) for pid in json.loads(driver.stdout.readline())]
+        for process in started:
+            process.suspend()
+        driver.stdin.write(b"\n")
+        driver.stdin.close()
+        assert driver.wait(60) == 75
+        _, alive = psutil.wait_procs(started, timeout=60)
+        assert not alive
+    finally:
+        driver.kill()
+        driver.wait()
+        driver.stdout.close()
+
+
 WORKERS = """
 import json, os
 import psutil, ray

@@ -97,6 +97,7 @@ class RayNodes:
             start_new_session=True,
         )
         self._started: list[psutil.Process] = []
+        self._killer: subprocess.Popen[bytes] | None = None
         try:
             self.address = self._answer(timeout_s)
             self._started = psutil.Process(self._keeper.pid).children(recursive=True)
@@ -125,6 +126,22 @@ class RayNodes:
         for each in self._started:
             with suppress(psutil.NoSuchProcess):
                 each.kill()
+
+    def kill_afterwards(self) -> None:
+        """Have the keeper and all nodes killed as soon as this process has ended.
+
+        A thread of this process that reads from a raylet when it is killed would end it with an exit code of Ray's own.
+        """
+        pids = [str(each) for each in (self._keeper.pid, *(process.pid for process in self._started))]
+        script = 'read _; kill -9 "$@"'
+        # Its standard input ends with this process, which keeps it open until then.
+        self._killer = subprocess.Popen(
+            ["sh", "-c", script, "sh", *pids],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
 
     def processes(self) -> dict[str, psutil.Process]:
         """Return the keeper, and the service that knows all nodes, by name."""

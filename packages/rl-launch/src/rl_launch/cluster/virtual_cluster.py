@@ -264,9 +264,9 @@ class VirtualCluster:
         return LocalRay(self._nodes.processes() if self._nodes is not None else {})
 
     def kill(self) -> None:
-        """Kill a Ray that this object started, in any state."""
+        """Kill a Ray that this object started, in any state, as soon as this process has ended."""
         if self._nodes is not None:
-            self._nodes.kill()
+            self._nodes.kill_afterwards()
 
     def close(self) -> None:
         """Release all bundles, and end Ray if this object started it."""

@@ -220,11 +220,7 @@ class DriverWatch:
         last = threading.Thread(target=self._run.abandon, args=(error,), daemon=True)
         last.start()
         last.join(_ABANDON_S)
-        keeper = self._ray.processes.get(KEEPER) if self._ray is not None else None
-        # A thread that reads from a raylet when it is killed ends this process with an exit code of Ray's own. The
-        # keeper ends Ray's processes as soon as this one has ended, unless it cannot.
-        keeps = keeper is not None and state_of(keeper) not in (*_STOPPED, psutil.STATUS_DEAD)
-        if self._cluster is not None and not keeps:
+        if self._cluster is not None:
             self._cluster.kill()
         logging.shutdown()
         os._exit(code)
