@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -47,8 +48,9 @@ def test_what_is_stopped_is_killed_when_the_driver_has_ended_with_its_own_code()
     code = DRIVER.replace("signal.pause()", "sys.stdin.readline()\nnodes.kill_afterwards()\nos._exit(75)")
     pipe = subprocess.PIPE
     driver = subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, start_new_session=True)
+    started = []
     try:
-        started = [psutil.Process(pid) for pid in json.loads(driver.stdout.readline())]
+        started += [psutil.Process(pid) for pid in json.loads(driver.stdout.readline())]
         for process in started:
             process.suspend()
         driver.stdin.write(b"\n")
@@ -59,6 +61,9 @@ def test_what_is_stopped_is_killed_when_the_driver_has_ended_with_its_own_code()
     finally:
         driver.kill()
         driver.wait()
+        for process in started:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         driver.stdout.close()
 
 
