@@ -81,7 +81,7 @@ class Engines:
     update_seconds: float
 
     def tokens(self, seeds: Sequence[int]) -> np.ndarray:
-        """Tokens of each rollout of a group."""
+        """Return the tokens of each rollout of a group."""
         normal = np.random.default_rng(seeds[0]).normal(size=len(seeds))
         tokens = np.minimum(self.median_tokens * np.exp(SIGMA * normal), self.max_tokens)
         return np.ceil(tokens).astype(np.int64)
@@ -167,7 +167,7 @@ class ScriptedPool:
         return tickets
 
     def next_done(self) -> tuple[Ticket, RolloutGroup]:
-        """The group that ends next, at its time."""
+        """Return the group that ends next, at its time."""
         self._dispatch.assign_waiting(self._replicas)
         with self._script.measured():
             end, ticket, replica = heapq.heappop(self._script.ends)
@@ -367,7 +367,7 @@ def run(chosen: argparse.Namespace, engines: Engines, setting: Setting) -> Measu
 
 
 def run_changing(chosen: argparse.Namespace, engines: Engines, setting: Setting) -> str:
-    """The table of one run whose replicas change after a third of its steps and after two."""
+    """Return the table of one run whose replicas change after a third of its steps and after two."""
     script = Script()
     pool = ScriptedPool(script, replace(engines, replicas=chosen.changing[0]), in_flight=setting.in_flight)
     third = max(2, chosen.steps // 3)
@@ -435,7 +435,7 @@ def main() -> None:
 
 
 def biases(chosen: argparse.Namespace, engines: Engines, settings: Sequence[Setting], generation: float) -> str:
-    """The table of settings with equal trainings beside the synchronous run, with the bias of lengths.
+    """Return the table of settings with equal trainings next to the synchronous run, with the bias of lengths.
 
     Args:
         generation: Seconds of a step's rollouts at full occupancy.
@@ -485,7 +485,7 @@ def _shared_cells(found: Measured) -> tuple[str, ...]:
 
 
 def arguments() -> argparse.ArgumentParser:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", type=int, default=512)
     parser.add_argument("--slots", type=int, default=32, help="rollouts that a replica decodes at a time")

@@ -130,7 +130,7 @@ def train(folder: Path, run_dir: Path, steps: int, *settings: str) -> list[float
 
 
 def rows(found: dict[str, list[list[float]]]) -> list[tuple[str, ...]]:
-    """A row for each summariser."""
+    """Return a row for each summariser."""
     cells = []
     for name, runs in found.items():
         first, last = ([statistics.fmean(part(values)) for values in runs] for part in (start_of, end_of))
@@ -139,7 +139,7 @@ def rows(found: dict[str, list[list[float]]]) -> list[tuple[str, ...]]:
 
 
 def start_of(values: Sequence[float]) -> Sequence[float]:
-    """The values of the first steps."""
+    """Return the values of the first steps."""
     return values[:WINDOW]
 
 

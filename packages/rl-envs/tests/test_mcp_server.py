@@ -235,6 +235,10 @@ def test_a_server_without_tools_is_refused_with_the_reason(command, mode, reason
 def test_what_cannot_be_a_server_is_refused(command):
     with pytest.raises(ValueError, match="either a command or a url"):
         MCPServer()
+    with pytest.raises(ValueError, match="a server by url has its own"):
+        MCPServer(url="http://localhost", variables={"A": "b"})
+    with pytest.raises(ValueError, match="give a command its keys as `variables`"):
+        MCPServer(command, headers={"A": "b"})
     with pytest.raises(ValueError, match="for a command; leave its url unset"):
         MCPServer(url="http://localhost", sandbox=SandboxConfig())
     with pytest.raises(ValueError, match="a list of words, got 'npx server'"):

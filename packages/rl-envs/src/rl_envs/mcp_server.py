@@ -60,7 +60,7 @@ class MCPServer:
             nothing between calls and take long to start.
 
     Raises:
-        ValueError: If there is neither a command nor a URL, or both, or a sandbox for a URL.
+        ValueError: If there is neither a command nor a URL, or both, or an argument that the other one would need.
     """
 
     def __init__(
@@ -79,6 +79,10 @@ class MCPServer:
             raise ValueError("an MCP server needs either a command or a url")
         if isinstance(command, str):
             raise ValueError(f"the command of an MCP server is a list of words, got {command!r}")
+        if url and variables:
+            raise ValueError("`variables` are those of a command; a server by url has its own")
+        if command and headers:
+            raise ValueError("`headers` are those of requests to a url; give a command its keys as `variables`")
         if sandbox is not None and (url or sandbox.url):
             raise ValueError("the sandbox of an MCP server is on this machine, and for a command; leave its url unset")
         self.command = tuple(command or ())

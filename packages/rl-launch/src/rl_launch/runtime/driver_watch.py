@@ -59,7 +59,7 @@ class DriverWatch:
     The main thread may be in a call of Ray that neither returns nor handles signals, and Ray ends the process without a
     message if its raylet dies. This thread notices that Ray's processes have ended or are stopped, that the main thread
     does not handle a signal, and that a wait exceeds its timeout. It then writes the reason to the log and to the run
-    directory, kills the Ray that this process started, and exits.
+    directory, and exits; the Ray that this process started is killed after it.
 
     Args:
         run: The session. It must be entered.

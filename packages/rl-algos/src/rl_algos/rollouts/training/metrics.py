@@ -22,7 +22,7 @@ _OF_WORKERS = (PREFIX, "thinking/", "compaction/")
 """Prefixes of entries that rollout workers add."""
 
 REFILLED = "refilled"
-"""Field in `Rollout.info` of a rollout that took the place of others whose infrastructure had failed: their number."""
+"""Field in `Rollout.info` of a rollout that began again because its infrastructure had failed: how often it did."""
 
 
 def ignored_info(fields: Iterable[str]) -> Mapping[str, float]:
