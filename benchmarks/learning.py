@@ -102,7 +102,13 @@ class Case:
         return [*start, *ON_CPU, *data, *self.settings, f"{self.section}.seed={seed}"]
 
 
-ON_CPU = ("cluster.device=cpu", "cluster.cpu_ranks_per_node=1", "logger.tensorboard_enabled=false")
+ON_CPU = (
+    "cluster.device=cpu",
+    "cluster.cpu_ranks_per_node=1",
+    # A run takes all cores otherwise, and two runs at once then wait for each other's threads.
+    "cluster.env_vars={OMP_NUM_THREADS: '1', MKL_NUM_THREADS: '1'}",
+    "logger.tensorboard_enabled=false",
+)
 
 TWO_RANKS = "cluster.cpu_ranks_per_node=2"
 """As the recipe has it: most of a step is the training's."""
@@ -390,7 +396,6 @@ class Task:
 def make_runs(cases: Mapping[str, Case], seeds: Sequence[int], folder: Path, *, num_jobs: int) -> None:
     """All of them, so many at once; one that fails is told, and the others are made."""
     folder.mkdir(parents=True, exist_ok=True)
-    os.environ["OMP_NUM_THREADS"] = "1"
     warm = folder / "warm"
     if any(case.warm_key for case in cases.values()) and not is_finished(warm):
         in_jobs([Task("sft-arithmetic", [*ON_CPU, *WARM_UP], warm)], 1)
