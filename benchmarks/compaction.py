@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -122,10 +121,11 @@ def train(folder: Path, run_dir: Path, steps: int, *settings: str) -> list[float
             f"data.default.env_name={folder / 'memory.py'}:Memory",
             "cluster.device=cpu",
             "cluster.cpu_ranks_per_node=1",
+            "cluster.env_vars={OMP_NUM_THREADS: '1', MKL_NUM_THREADS: '1'}",
             f"run_dir={run_dir}",
         ]
         command = [sys.executable, "-m", "rl_launch.cli", "train", "grpo-arithmetic", *shared, *settings]
-        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=sys.stderr)
+        subprocess.run(command, check=True, stdout=sys.stderr)
     return [step["reward/right"] for step in read_metrics(run_dir)]
 
 

@@ -80,7 +80,6 @@ def make_runs(
     folder: Path, estimators: Sequence[str], rates: Sequence[float], seeds: Sequence[int], num_jobs: int
 ) -> None:
     """Make the data, the model to start from and all runs that are not finished."""
-    os.environ["OMP_NUM_THREADS"] = "1"
     folder.mkdir(parents=True, exist_ok=True)
     drawn = random.Random(0)
     asked = ["".join(drawn.choices(LETTERS, k=NUM_TURNS)) for _ in range(4000)]
