@@ -70,8 +70,8 @@ SETTINGS = (
 
 VICTIMS: Mapping[str, str] = {
     "replica": "ray::AsyncWorkerHost",
-    "agent host": "rl_algos.agents.host",
-    "agent": "rl_algos.agents.host",
+    "agent host": "rl_core.agent_processes.host",
+    "agent": "rl_core.agent_processes.host",
     "environment": "rl_core.environments.process",
 }
 """Processes other than the driver, by words of their command lines; agents are children of their host."""

@@ -264,8 +264,7 @@ def test_agents_end_with_their_worker(tmp_path):
         """
 import asyncio, sys
 from pathlib import Path
-from rl_algos.agents.program import ProcessLauncher, Task
-from rl_algos.agents.task_board import Address
+from rl_core.agent_processes.launcher import ProcessLauncher
 from rl_core.rollouts.pool import RolloutTask
 from rl_core.rollouts.record import rollout_record, segments_of, turns_of
 from rl_core.rollouts.rollout import Prompt
@@ -274,8 +273,7 @@ async def main():
     waits = "import time; print('up', flush=True); time.sleep(99)"
     launcher = ProcessLauncher(None, [sys.executable, "-c", waits], {"FOLDER": sys.argv[2]}, 1)
     await launcher.start()
-    task = Task(Prompt("p", (), None, "agent"), Address("r", "http://x", "k"), Path(sys.argv[1]), "r", None)
-    await launcher.play(task)
+    await launcher.play({"id": "p"}, {}, Path(sys.argv[1]))
 
 asyncio.run(main())
 """

@@ -1,4 +1,7 @@
 from rl_core import run_config as run_config
+from rl_core.agent_processes.launcher import AgentFailed as AgentFailed
+from rl_core.agent_processes.launcher import AgentLost as AgentLost
+from rl_core.agent_processes.launcher import ProcessLauncher as ProcessLauncher
 from rl_core.algorithm import Algorithm as Algorithm
 from rl_core.algorithm import AlgorithmEvaluation as AlgorithmEvaluation
 from rl_core.algorithm import implementation_of as implementation_of

@@ -5,27 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
-import pickle
 import re
-import signal
-import sys
-import tempfile
-import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rl_algos.agents import host
 from rl_algos.agents.calls import CallRefused
 from rl_algos.agents.endpoint import AgentEndpoint, rewards_of
 from rl_algos.agents.session import AgentSession
 from rl_algos.agents.task_board import Address, LeaseExpired, TaskBoard
 from rl_algos.connections import collect_rarely
 from rl_algos.rollouts.config import AgentConfig, StructuredOutput
-from rl_core.errors import EnvironmentFailed, RLError
+from rl_core.agent_processes.launcher import AgentFailed, AgentLost, ProcessLauncher
+from rl_core.errors import EnvironmentFailed
 from rl_core.images import image_digests
 from rl_core.rollouts.environment import (
     AGENT_FAILURE,
@@ -48,7 +41,6 @@ MAX_RESTARTS = 2
 AGENTS = "agents"
 """Entry of a returned reward with the rewards of agents by name."""
 
-_LAST_LINES, _LAST_BYTES = 3, 4096
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.05, 1.0
 """Seconds between questions to an environment whether its agent has ended, at first and at last."""
 
@@ -57,14 +49,6 @@ _NO_REWARD = {
     "posted": "no reward was posted before the agent ended; post one with the key in RL_REWARD_KEY",
     "environment": "the environment gave no reward",
 }
-
-
-class AgentFailed(RLError):
-    """An agent that raised, or ended with another status than 0; its message has the last lines of its log."""
-
-
-class AgentLost(AgentFailed):
-    """An agent that was killed from outside, or whose host was; another try may succeed."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +118,7 @@ class AgentProgram:
             self._play = _played_by_environment(config.command, files or {}, config.env)
         else:
             self._processes = ProcessLauncher(function, config.command, config.env, config.grace_s)
-            self._play = self._processes.play
+            self._play = _played_by_process(self._processes)
         self._logs = Path()
 
     async def start(self, logs: Path) -> None:
@@ -251,127 +235,16 @@ async def _scored(session: AgentSession, client: GenerationClient) -> Any:
         return (await client.step(scored)).rewards()
 
 
-class ProcessLauncher:
-    """Plays each rollout in a separate process: a user's function, or a command.
+def _played_by_process(launcher: ProcessLauncher) -> Play:
+    """Return a function that plays a rollout in a process next to the rollout worker."""
 
-    The processes are forked from one that has imported the function's file, is small and has one thread, unlike the
-    process of an engine. They are ended if it is killed, and the next rollout starts another.
+    async def play(task: Task) -> Any:
+        variables = service_variables(task.address.root_url, task.address.api_key)
+        if task.address.reward_key:
+            variables["RL_REWARD_KEY"] = task.address.reward_key
+        return await launcher.play(task.described, variables, task.log)
 
-    Args:
-        function: The function; None for a command.
-        command: The command; empty for a function.
-        env: Further environment variables.
-        grace_s: Seconds between SIGTERM and SIGKILL.
-    """
-
-    def __init__(
-        self, function: str | FromFile | None, command: Sequence[str], env: Mapping[str, str], grace_s: float
-    ) -> None:
-        self._function = function
-        self._command = list(command)
-        self._env = env
-        self._grace_s = grace_s
-        self._host: asyncio.subprocess.Process | None = None
-        self._reader: asyncio.Task[None] | None = None
-        self._played: dict[str, asyncio.Future[int]] = {}
-        self._starting = asyncio.Lock()
-
-    async def start(self) -> None:
-        """Start the process that others are forked from.
-
-        Raises:
-            AgentFailed: If the function's file cannot be loaded.
-        """
-        pipe = asyncio.subprocess.PIPE
-        command, env = (sys.executable, "-m", host.__name__), {**os.environ, **self._env}
-        self._host = await asyncio.create_subprocess_exec(
-            *command, stdin=pipe, stdout=pipe, env=env, start_new_session=True
-        )
-        function = pickle.dumps(self._function)
-        self._requests.write(len(function).to_bytes(8, "big") + function)
-        assert self._host.stdout is not None
-        first = json.loads(await self._host.stdout.readline() or '{"failure": "its process ended"}')
-        if "failure" in first:
-            await self.close()
-            raise AgentFailed(f"the agent cannot be loaded: {first['failure']}")
-        self._reader = asyncio.create_task(self._read(self._host.stdout))
-
-    async def play(self, task: Task) -> Any:
-        """Play one rollout to its end. Its remaining processes are ended then, or when this is cancelled."""
-        async with self._starting:
-            if self._reader is None or self._reader.done():
-                await self.start()
-        mark = uuid.uuid4().hex
-        ended = self._played[mark] = asyncio.get_running_loop().create_future()
-        with tempfile.TemporaryDirectory(prefix="rl-agent-") as scratch:
-            prompt, reward = Path(scratch, "prompt.json"), Path(scratch, "reward.json")
-            prompt.write_text(json.dumps(task.described, default=str), encoding="utf-8")
-            env = {host.MARK: mark, **service_variables(task.address.root_url, task.address.api_key)}
-            if task.address.reward_key:
-                env["RL_REWARD_KEY"] = task.address.reward_key
-            env |= {"RL_PROMPT_FILE": str(prompt), "RL_REWARD_FILE": str(reward)}
-            request = {"command": self._command, "env": env, "log": str(task.log), "grace_s": self._grace_s}
-            self._ask({"id": mark, **request})
-            try:
-                status = await asyncio.shield(ended)
-            except asyncio.CancelledError:
-                self._ask({"id": mark, "end": True})
-                with suppress(AgentLost):
-                    await asyncio.shield(ended)
-                raise
-            finally:
-                self._played.pop(mark, None)
-            if status:
-                raise _failed(status, task.log)
-            try:
-                return json.loads(reward.read_text(encoding="utf-8"))
-            except FileNotFoundError:
-                return None
-            except ValueError as error:
-                raise AgentFailed(f"the agent's reward file is not valid JSON: {error}") from None
-
-    async def close(self) -> None:
-        """End the host."""
-        if self._reader is not None:
-            self._reader.cancel()
-        if self._host is None:
-            return
-        self._requests.close()
-        with suppress(ProcessLookupError):
-            self._host.kill()
-        await self._host.wait()
-
-    @property
-    def _requests(self) -> asyncio.StreamWriter:
-        assert self._host is not None, "not started"
-        assert self._host.stdin is not None
-        return self._host.stdin
-
-    def _ask(self, task: Mapping[str, Any]) -> None:
-        self._requests.write(json.dumps(task).encode() + b"\n")
-
-    async def _read(self, answers: asyncio.StreamReader) -> None:
-        """Pass on the host's reports, until it ends."""
-        while line := await answers.readline():
-            report = json.loads(line)
-            self._played[report["ended"]].set_result(report["status"])
-        lost, self._played = self._played, {}
-        await asyncio.to_thread(host.kill_all, set(lost))
-        for played in lost.values():
-            if not played.done():
-                played.set_exception(AgentLost("the process that agents are forked from was killed"))
-
-
-def _failed(status: int, log: Path) -> AgentFailed:
-    """Return the error about an agent that ended with a status, with the last lines of its log."""
-    how = f"ended with status {status}" if status > 0 else f"was ended by signal {-status}"
-    last = ""
-    with suppress(OSError), log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - _LAST_BYTES))
-        lines = file.read().decode(errors="replace").splitlines()
-        last = " | ".join(line.strip() for line in lines[-_LAST_LINES:] if line.strip())
-    kind = AgentLost if status == -signal.SIGKILL else AgentFailed
-    return kind(f"the agent {how}{f' ({last})' if last else ''}; its output is in {log}")
+    return play
 
 
 def _played_elsewhere(board: TaskBoard) -> Play:
@@ -408,6 +281,8 @@ def _played_by_environment(command: Sequence[str], files: Mapping[str, bytes], e
             task.log.write_text(str(output), encoding="utf-8", errors="replace")
         if failure := result.info.get(AGENT_FAILURE):
             raise AgentFailed(f"{failure}; its output is in {task.log}" if output else str(failure))
+        if result.agent_rewards:
+            return {**result.rewards(), AGENTS: result.agent_rewards}
         return result.rewards()
 
     return play

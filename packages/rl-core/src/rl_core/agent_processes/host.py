@@ -1,8 +1,8 @@
 """A process that imports the file of a user's agent once, and forks a process for each rollout.
 
-It is started as `python -m rl_algos.agents.host`. Its standard input has the agent's function, pickled as a name or a
-`FromFile`, or None for commands, and then a JSON line for each rollout to play or to end. It answers a line when a
-rollout has ended with all of its processes: it adopts processes whose parents have ended, so none is lost.
+It is started as `python -m rl_core.agent_processes.host`. Its standard input has the agent's function, pickled as a
+name or an `AgentFunction`, or None for commands, and then a JSON line for each rollout to play or to end. It answers a
+line when a rollout has ended with all of its processes: it adopts processes whose parents have ended, so none is lost.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-from rl_core import resolve
+from rl_core.user_code import resolve
 
 READY = "ready"
 
