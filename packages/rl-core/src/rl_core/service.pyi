@@ -97,6 +97,7 @@ from rl_core.devices import Device as Device
 from rl_core.devices import device_named as device_named
 from rl_core.devices.device import node_address as node_address
 from rl_core.environments.config import EnvironmentConfig as EnvironmentConfig
+from rl_core.environments.config import JudgedRewardConfig as JudgedRewardConfig
 from rl_core.environments.conformance import Conformance as Conformance
 from rl_core.environments.conformance import check as check
 from rl_core.environments.instance import EnvironmentInstance as EnvironmentInstance
@@ -316,6 +317,11 @@ from rl_core.rollouts.group import RolloutGroup as RolloutGroup
 from rl_core.rollouts.group import RolloutReports as RolloutReports
 from rl_core.rollouts.group import parts_of as parts_of
 from rl_core.rollouts.interruption import generate_whole as generate_whole
+from rl_core.rollouts.judging import JudgeBudgetSpent as JudgeBudgetSpent
+from rl_core.rollouts.judging import JudgedReward as JudgedReward
+from rl_core.rollouts.judging import JudgedRollout as JudgedRollout
+from rl_core.rollouts.judging import JudgeVerdict as JudgeVerdict
+from rl_core.rollouts.judging import Question as Question
 from rl_core.rollouts.model_json import MalformedJson as MalformedJson
 from rl_core.rollouts.model_json import after_space as after_space
 from rl_core.rollouts.model_json import read_model_json as read_model_json

@@ -173,9 +173,17 @@ def model_keys(algorithm: AlgorithmPlugin, config: object) -> tuple[str, ...]:
     fields = type(cast(Config, config)).model_fields
 
     def names_in(key: str) -> tuple[str, ...]:
-        return tuple(type(section_of(config, key)).model_fields) if key in fields else ()
+        return models_in(type(section_of(config, key))) if key in fields else ()
 
     return algorithm.model_keys(names_in)
+
+
+def models_in(section: type[Config]) -> tuple[str, ...]:
+    """Return the keys of a section that hold models; all keys of a section that is a model itself."""
+    if issubclass(section, ModelConfig):
+        return tuple(section.model_fields)
+    kinds = {key: field.annotation for key, field in section.model_fields.items()}
+    return tuple(key for key, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, ModelConfig))
 
 
 def backends_of(algorithm: AlgorithmPlugin, config: RunConfig) -> Backends:

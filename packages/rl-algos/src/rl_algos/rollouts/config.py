@@ -592,6 +592,8 @@ class EvaluationRoot(Protocol):
     """Settings of the evaluation."""
     env: Config
     """Settings of environments by name."""
+    judges: Config
+    """Judges by name."""
     policy: GeneratingPolicy
     """The model that generates."""
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from rl_algos.data.config import DataConfig
 from rl_algos.evaluation.config import EvaluationConfig
+from rl_algos.judges.config import JUDGES, MODELS, JudgesConfig, judge_problems, judge_type
 from rl_algos.requirement import GRAMMARS, LOSSES
 from rl_algos.rollouts import checks as of_rollouts
 from rl_algos.rollouts.config import DRAFTER, EvaluationRoot, RolloutRoot, drafter_section
@@ -45,12 +46,13 @@ def rollout_algorithm(
 
     Args:
         name: Name of the algorithm.
-        sections: Sections of the config except `data`; the first extends `rl_algos.rollouts.config.RolloutConfig`.
+        sections: Sections of the config except `data`, `eval` and `judges`; the first extends
+            `rl_algos.rollouts.config.RolloutConfig`.
         implementation: A `rl_algos.rollouts.algorithm.RolloutAlgorithm`.
         models: See `AlgorithmPlugin`.
         training_defaults: See `AlgorithmPlugin`.
         model_sections: See `AlgorithmPlugin`.
-        optional_models: See `AlgorithmPlugin`; every such algorithm also has a drafter.
+        optional_models: See `AlgorithmPlugin`; every such algorithm also has a drafter and judges.
         requirements: Requirements in addition to rl-algos itself.
         further: See `AlgorithmPlugin`.
         reads_filtered: True if its loss reads logprobs of the tokens that `top_p`, `top_k` and `min_p` of generation
@@ -89,6 +91,7 @@ def rollout_algorithm(
         yield from of_rollouts.evaluation_problems(config)
         yield from of_rollouts.thinking_problems(config)
         yield from of_rollouts.task_problems(config.eval, settings)
+        yield from judge_problems(config)
         if drafter is not None:
             rows, length = drafter.train_global_batch_size, drafter.max_total_sequence_length
             yield from of_rollouts.minibatch_problem(settings, f"{DRAFTER}.train_global_batch_size", rows)
@@ -96,13 +99,13 @@ def rollout_algorithm(
 
     return AlgorithmPlugin(
         name=name,
-        sections={**sections, "data": DataConfig, "eval": EvaluationConfig},
+        sections={**sections, "data": DataConfig, "eval": EvaluationConfig, JUDGES: judges_section},
         implementation=implementation,
         generates=True,
         evaluates=True,
         models=all_models,
         model_sections=model_sections,
-        optional_models=(*optional_models, DRAFTER),
+        optional_models=(*optional_models, DRAFTER, MODELS),
         training_defaults=all_defaults,
         requirements=(LOSSES, *requirements),
         further=all_further,
@@ -142,6 +145,14 @@ def sections_by_name(
     return assemble(base.__name__.removesuffix("Config"), kinds, base=base)
 
 
+def judges_section(written: Any) -> type[Config]:
+    """Return the type of `judges`, with a section for each judge that is written there."""
+    try:
+        return sections_by_name({JUDGES: written}, JUDGES, JudgesConfig, judge_type)
+    except ProblemError as error:
+        raise ProblemError(*(each.at(each.key.removeprefix(JUDGES)) for each in error.problems)) from None
+
+
 def training_problems(config: EvaluationRoot) -> Iterator[Problem]:
     """Yield keys that are for runs that train."""
     for key in ("period", "at_start", "at_end"):
@@ -151,11 +162,12 @@ def training_problems(config: EvaluationRoot) -> Iterator[Problem]:
 
 EVALUATION = AlgorithmPlugin(
     name="evaluation",
-    sections={"eval": EvaluationConfig},
+    sections={"eval": EvaluationConfig, JUDGES: judges_section},
     implementation="rl_algos.rollouts.algorithm:EvaluationOnly",
     generates=True,
     trains=False,
     evaluates=True,
     models=lambda config: {},
-    checks=(of_rollouts.evaluation_problems, of_rollouts.thinking_problems, training_problems),
+    optional_models=(MODELS,),
+    checks=(of_rollouts.evaluation_problems, of_rollouts.thinking_problems, training_problems, judge_problems),
 )

@@ -59,11 +59,17 @@ class JsonSchema:
                 definition["description"] = doc
             definition["properties"] = {child.path[-1]: self._field(child) for child in Key((), kind).children(None)}
             is_open = issubclass(kind, NamedConfig) and kind.settings_follow_name
-            definition["additionalProperties"] = is_open if kind.named is None else self.section(kind.named)
+            definition["additionalProperties"] = is_open if kind.named is None else self.any_of(kind.named)
             if is_open:
                 # The name may be any function or class, whose settings are not known here.
                 definition["properties"]["name"]["anyOf"] = [{"type": "string"}, {"type": "null"}]
         return {"$ref": f"#/$defs/{self._names[kind]}"}
+
+    def any_of(self, kinds: type[Config] | tuple[type[Config], ...]) -> dict[str, Any]:
+        """Return a reference to the definition of a type, or the choice among several."""
+        if isinstance(kinds, tuple):
+            return {"anyOf": [self.section(kind) for kind in kinds]}
+        return self.section(kinds)
 
     def definition(self, kind: type[Config]) -> dict[str, Any]:
         """Return the definition of a type, which the caller may extend."""

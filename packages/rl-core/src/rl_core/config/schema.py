@@ -112,8 +112,9 @@ class Config(BaseModel):
     """Values of keys in the recorded config of a run that does not have them, because its version did not: the values
     that mean what that version did, if the defaults do not."""
 
-    named: ClassVar[type[Config] | None] = None
-    """The type of further sections, whose names are up to the user; None if there are none."""
+    named: ClassVar[type[Config] | tuple[type[Config], ...] | None] = None
+    """The type of further sections, whose names are up to the user, or the types if they have several kinds; None if
+    there are none."""
 
     read_when_off: ClassVar[frozenset[str]] = frozenset()
     """Keys of a section with `enabled` that may take effect although that is false. All others are refused then."""

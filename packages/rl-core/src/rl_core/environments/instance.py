@@ -127,11 +127,16 @@ def _with_rewards(name: str, section: EnvironmentConfig) -> EnvironmentInstance:
     """Return the environment of a section with several rewards."""
     rewards, weights = _named_rewards(name, section), section.reward_weights
     if isinstance(weights, Mapping):
+        if by_judge := sorted(weights.keys() & section.judged_rewards.keys()):
+            raise ValueError(
+                f"env.{name}.reward_weights has {by_judge[0]}, which is a reward by a judge; set "
+                f"env.{name}.rewards.{by_judge[0]}.weight instead"
+            )
         unknown = sorted(weights.keys() - rewards.keys())
         if unknown:
             raise ValueError(f"env.{name}.reward_weights has {', '.join(unknown)}, which is not in `rewards`")
     elif isinstance(section.rewards, Mapping):
-        first = next(iter(rewards))
+        first = next(iter(section.rewards))
         raise ValueError(f"env.{name}.reward_weights is a list, but `rewards` has names; write {{{first}: 1.0}}")
     elif len(weights) != len(rewards):
         raise ValueError(
@@ -151,9 +156,9 @@ def _with_rewards(name: str, section: EnvironmentConfig) -> EnvironmentInstance:
 
 
 def _named_rewards(name: str, section: EnvironmentConfig) -> Mapping[str, str]:
-    """Return the functions of a section by reported name."""
+    """Return the functions of a section by reported name. Rewards by judges are not among them."""
     if isinstance(section.rewards, Mapping):
-        return section.rewards
+        return {part: path for part, path in section.rewards.items() if isinstance(path, str)}
     names = [path.rpartition(":")[2] for path in section.rewards]
     if len(set(names)) < len(names):
         twice = next(each for each in names if names.count(each) > 1)

@@ -48,7 +48,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class JudgeVerdict:
     """A judge's answer to a question, or the reason that there is none.
 
     Args:
@@ -106,6 +106,24 @@ class JudgedReward:
     turns: tuple[float, ...] = ()
     failure: str = ""
     verdicts: tuple[Mapping[str, Any], ...] = ()
+
+
+class JudgeClient(Protocol):
+    """Judges of a run as a process reaches them.
+
+    Attributes:
+        names: Names of the judges that can be asked.
+    """
+
+    names: tuple[str, ...]
+
+    async def ask(self, judge: str, questions: Sequence[Question]) -> list[Verdict]:
+        """Return the verdicts of a judge, in order; those that it could not give have a failure.
+
+        Raises:
+            JudgeBudgetSpent: If its budget is spent.
+            WorkerDied: If the process of the judges has ended for good.
+        """
 
 
 class Judge(Protocol):

@@ -15,6 +15,7 @@ from rl_core.config import Config, JsonSchema, did_you_mean, load, tree_to_yaml
 from rl_core.config.json_schema import DIALECT, required
 from rl_core.config.tree import format_path, natural, parse_path, read_file
 from rl_core.errors import ConfigError
+from rl_core.model_config import ModelConfig
 from rl_core.plugins import ALGORITHMS, DATASETS, plugin, plugins
 from rl_core.user_code import is_in_file
 from rl_launch.commands.catalog import Recipe, recipes, tasks_of
@@ -106,11 +107,16 @@ def recipe_schema(of: str | None = None) -> dict[str, Any]:
         definition = schema.definition(root)
         definition["properties"]["algorithm"] = {"enum": algorithms, "description": "The algorithm to train with."}
         definition["properties"]["defaults"] = _INHERITS
-        # Models of any name, such as `teachers.math`.
+        # Models of any name, such as `teachers.math`, and sections of which some are models, such as `judges.critic`.
         for key in plugin(ALGORITHMS, name).optional_models:
-            if key.endswith(".*"):
-                models = {"type": "object", "additionalProperties": schema.section(model_type())}
-                definition["properties"][key.removesuffix(".*")] = models
+            head, is_named, _ = key.partition(".*")
+            around = root.model_fields[head].annotation if head in root.model_fields else None
+            if is_named:
+                kinds = around.named if isinstance(around, type) and issubclass(around, Config) else ModelConfig
+                several = kinds if isinstance(kinds, tuple) else (kinds or ModelConfig,)
+                types = tuple(model_type(kind) if issubclass(kind, ModelConfig) else kind for kind in several)
+                models = {"type": "object", "additionalProperties": schema.any_of(types)}
+                definition["properties"][head] = models
     for root in roots.values():
         if "env" in root.model_fields:
             # environments of any name that state their `type`, with any settings, which the class checks

@@ -21,6 +21,7 @@ from rl_core.plugins import (
     plugins,
 )
 from rl_core.user_code import is_in_file
+from rl_launch.backends import models_in
 from rl_launch.root_config import POLICY, ClusterConfig, EnvironmentsConfig, RootConfig
 from rl_launch.session.config import CheckpointingConfig, LoggerConfig, ProfilingConfig
 
@@ -46,7 +47,7 @@ def root_type(algorithm: AlgorithmPlugin, raw: RawConfig, *, of_run: bool = Fals
     own = {key: _section(key, kind, raw) for key, kind in algorithm.sections.items()}
     sections: dict[str, Any] = {
         **own,
-        **_nested(_model_types(algorithm, raw), own),
+        **_nested(_model_types(algorithm, raw, own), own),
         "checkpointing": CheckpointingConfig,
         "logger": LoggerConfig,
         "profiling": ProfilingConfig,
@@ -98,7 +99,8 @@ def _section(key: str, kind: Any, raw: RawConfig) -> type[Config]:
     try:
         chosen: type[Config] = kind(raw.select(key))
     except ProblemError as error:
-        raise refusal([problem.at(f"{key}.{problem.key}") for problem in error.problems], raw) from None
+        keys = [".".join(filter(None, (key, problem.key))) for problem in error.problems]
+        raise refusal([problem.at(at) for at, problem in zip(keys, error.problems, strict=True)], raw) from None
     return chosen
 
 
@@ -124,15 +126,29 @@ def algorithm_of(raw: RawConfig) -> AlgorithmPlugin:
     return algorithm_named(name)
 
 
-def _model_types(algorithm: AlgorithmPlugin, raw: RawConfig) -> dict[str, type[Config]]:
-    """Return the types of the sections of models, by dotted key."""
+def _model_types(
+    algorithm: AlgorithmPlugin, raw: RawConfig, around: Mapping[str, type[Config]]
+) -> dict[str, type[Config]]:
+    """Return the types of the sections of models, by dotted key.
+
+    Args:
+        algorithm: Algorithm of the config.
+        raw: Values that the user wrote.
+        around: Types of the algorithm's own sections. One with models among its sections has their bases.
+    """
 
     def names_in(key: str) -> tuple[str, ...]:
+        if key in around:
+            return models_in(around[key])
         written = raw.select(key)
         # a name with a dot is not a key and is refused by the type of the section
         return tuple(name for name in written if "." not in str(name)) if isinstance(written, Mapping) else ()
 
-    types = dict.fromkeys(algorithm.model_keys(names_in), model_type())
+    def base_of(key: str) -> type[Config]:
+        head, _, name = key.partition(".")
+        return around[head].model_fields[name].annotation if head in around else ModelConfig  # type: ignore[return-value]
+
+    types = {key: model_type(base_of(key)) for key in algorithm.model_keys(names_in)}
     types[POLICY] = policy_type(generates=algorithm.generates)
     for key, defaults in algorithm.training_defaults(partial(_value_written, raw)).items():
         adapts = _value_written(raw, f"{key}.lora_cfg.enabled") is True
@@ -140,9 +156,13 @@ def _model_types(algorithm: AlgorithmPlugin, raw: RawConfig) -> dict[str, type[C
     return types
 
 
-def model_type() -> type[Config]:
-    """Return the type of the section of a model that is not the policy."""
-    return assemble("Model", {**_backend_types(POLICIES), "colocated": ColocatedConfig}, base=ModelConfig)
+def model_type(base: type[Config] = ModelConfig) -> type[Config]:
+    """Return the type of the section of a model that is not the policy.
+
+    Args:
+        base: Type that it extends.
+    """
+    return assemble("Model", {**_backend_types(POLICIES), "colocated": ColocatedConfig}, base=base)
 
 
 def _value_written(raw: RawConfig, key: str) -> Any:

@@ -1,0 +1,213 @@
+"""Settings of judges by name, `judges.<name>`: a type for each kind, and the checks of the rewards that they give."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal, Protocol, Self
+from urllib.parse import urlsplit
+
+from pydantic import Field, model_validator
+
+from rl_algos.judges.rubrics import Rubric
+from rl_core.config import Config, PathText, Problem, ProblemError, WhenChanged, did_you_mean, is_changed
+from rl_core.environments.config import EnvironmentConfig
+from rl_core.model_config import ModelConfig
+
+JUDGES = "judges"
+"""Section of the judges."""
+
+MODELS = "judges.*"
+"""Sections of the judges that are models of the run, as `AlgorithmPlugin.optional_models` has them."""
+
+
+class RewardModelJudgeConfig(ModelConfig):
+    """A model with a score for a conversation, such as `rl train` makes with `algorithm: rm`."""
+
+    kind: Literal["reward_model"]
+    """Kind of the judge: `reward_model`, a model with a score for a conversation; `generator`, a language model in an
+    engine of the run; `endpoint`, a language model behind a URL."""
+
+
+class GeneratorJudgeConfig(Config):
+    """A language model that judges, in an engine of the run."""
+
+    kind: Literal["generator"]
+    """Kind of the judge: `reward_model`, a model with a score for a conversation; `generator`, a language model in an
+    engine of the run; `endpoint`, a language model behind a URL."""
+    model_name: PathText
+    """Folder or hub name of the model, or `policy` for the policy itself, with the weights that it has at the time."""
+    update_every: int | None = Field(default=None, gt=0)
+    """With `model_name: policy`, the number of weight versions after which the judge takes over the policy's weights;
+    if unset, it always has the newest."""
+    max_new_tokens: int = Field(default=512, gt=0)
+    """Maximum number of tokens of a verdict, including thoughts."""
+    temperature: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Sampling temperature of verdicts; 0 is greedy."""
+    cache: Annotated[bool, WhenChanged.RESUME] = True
+    """Keep verdicts on disk, so that no question is asked twice, also not by another run."""
+
+    @model_validator(mode="after")
+    def _follows_the_policy(self) -> Self:
+        if self.update_every is not None and self.model_name != "policy":
+            because = "because only the policy has weights that change"
+            raise ProblemError(Problem.unused("update_every", because, remedy="Remove it, or set model_name=policy"))
+        return self
+
+
+class JudgeLimitsConfig(Config):
+    """Limits of the requests to an endpoint. Retries count like first requests."""
+
+    when_changed: ClassVar[WhenChanged | None] = WhenChanged.RESUME
+
+    concurrent: int = Field(default=32, gt=0)
+    """Maximum number of requests in progress."""
+    requests_per_minute: int | None = Field(default=None, gt=0)
+    """Maximum number of requests in any 60 seconds; no limit if unset."""
+    tokens_per_minute: int | None = Field(default=None, gt=0)
+    """Maximum number of tokens, of questions and answers, in any 60 seconds; no limit if unset. Before a request is
+    sent, an upper bound of its tokens is reserved; the rest of it is free again when the answer has come."""
+    max_total_tokens: int | None = Field(default=None, gt=0)
+    """Maximum number of tokens, of questions and answers, of the whole run, over all its resumes. A run that has spent
+    them ends and can be resumed with a larger number; no limit if unset."""
+
+
+class EndpointJudgeConfig(Config):
+    """A language model that judges, behind a URL that understands OpenAI's chat completions."""
+
+    kind: Literal["endpoint"]
+    """Kind of the judge: `reward_model`, a model with a score for a conversation; `generator`, a language model in an
+    engine of the run; `endpoint`, a language model behind a URL."""
+    base_url: Annotated[str, WhenChanged.RESUME]
+    """URL of the API, such as `https://api.openai.com/v1`; `/chat/completions` is added to it."""
+    api_key: Annotated[str | None, WhenChanged.RESUME] = None
+    """Key of the API, from an environment variable: `${oc.env:JUDGE_KEY}`; none is sent if unset."""
+    model: str = Field(min_length=1)
+    """Name of the model in requests. Verdicts in the cache belong to this name, so change it when the model behind it
+    changes."""
+    max_new_tokens: int = Field(default=512, gt=0)
+    """Maximum number of tokens of a verdict, including thoughts."""
+    temperature: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Sampling temperature of verdicts; 0 is greedy."""
+    structured_output: Literal["json_schema", "json_object", "none"] = "json_schema"
+    """How requests ask for a verdict in its form: by its JSON schema, as any JSON, or only by the words of the rubric.
+    """
+    request: dict[str, Any] = {}
+    """Further fields of requests, such as `{reasoning_effort: low}`."""
+    limits: JudgeLimitsConfig = JudgeLimitsConfig()
+    timeout_s: Annotated[float, WhenChanged.RESUME] = Field(default=120.0, gt=0, allow_inf_nan=False)
+    """Timeout of one request in seconds, from its start to the last byte of its answer."""
+    max_tries: Annotated[int, WhenChanged.RESUME] = Field(default=6, gt=0)
+    """Maximum number of times that a request is sent if the endpoint fails (HTTP 408, 425, 429 and 5xx, connections
+    that end, timeouts). In between it waits as long as `Retry-After` asks, or else longer each time."""
+    cache: Annotated[bool, WhenChanged.RESUME] = True
+    """Keep verdicts on disk, so that no question is asked twice, also not by another run."""
+
+    @model_validator(mode="after")
+    def _can_be_called(self) -> Self:
+        problems = []
+        try:
+            parts = urlsplit(self.base_url)
+            is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            is_url = False
+        if not is_url:
+            problems.append(Problem("base_url", "is not a URL", got=self.base_url, allowed="http://... or https://..."))
+        elif parts.username or parts.password or parts.query or parts.fragment:
+            reason = "must not contain a user, a password or a query, because the config is stored with the run"
+            problems.append(Problem("base_url", reason, remedy="Remove them, and set api_key: ${oc.env:JUDGE_KEY}"))
+        for name in _OWN_FIELDS & self.request.keys():
+            reason = "is set from other keys of the judge"
+            problems.append(Problem(f"request.{name}", reason, remedy="Remove it"))
+        if problems:
+            raise ProblemError(*problems)
+        return self
+
+
+_OWN_FIELDS = {"messages", "model", "response_format", "temperature", "seed", "stream", "n", "max_completion_tokens"}
+"""Fields of requests that a judge sets itself."""
+
+JudgeConfig = RewardModelJudgeConfig | GeneratorJudgeConfig | EndpointJudgeConfig
+"""Settings of a judge."""
+
+KINDS: Mapping[str, type[Config]] = {
+    "reward_model": RewardModelJudgeConfig,
+    "generator": GeneratorJudgeConfig,
+    "endpoint": EndpointJudgeConfig,
+}
+"""Types of judges by their kind."""
+
+
+class JudgesConfig(Config):
+    """Judges by name: models that score rollouts, by the entries of `env.<name>.rewards` and in reward functions."""
+
+    named: ClassVar[tuple[type[Config], ...]] = tuple(KINDS.values())
+
+
+def judge_type(name: str, written: Any) -> type[Config]:
+    """Return the type of the section of a judge.
+
+    Args:
+        name: Name of the judge.
+        written: Plain value of its section, as the user wrote it.
+
+    Raises:
+        ProblemError: If it has no kind that exists.
+    """
+    kind = written.get("kind") if isinstance(written, Mapping) else None
+    if isinstance(kind, str) and kind in KINDS:
+        return KINDS[kind]
+    allowed, reason = ", ".join(KINDS), "must be set" if kind is None else "is not a kind of judges"
+    raise ProblemError(Problem(f"{name}.kind", reason, got=kind, allowed=allowed))
+
+
+class JudgesRoot(Protocol):
+    """The resolved config of a run with judges, as far as it reads it."""
+
+    judges: Config
+    """Judges by name."""
+    env: Config
+    """Settings of environments by name."""
+
+
+def judge_sections(config: JudgesRoot) -> dict[str, JudgeConfig]:
+    """Return the settings of the judges by name."""
+    return dict(config.judges)
+
+
+def judge_problems(config: JudgesRoot) -> Iterator[Problem]:
+    """Yield the problems of rewards by judges with the judges."""
+    judges = judge_sections(config)
+    for name, section in dict(config.env).items():
+        if not isinstance(section, EnvironmentConfig):
+            continue
+        for part, reward in section.judged_rewards.items():
+            key = f"env.{name}.rewards.{part}"
+            judge = judges.get(reward.judge)
+            if judge is None:
+                allowed = ", ".join(judges) or "none, because the config has no `judges`"
+                remedy = f"Add judges.{reward.judge} with its kind{did_you_mean(reward.judge, judges)}"
+                yield Problem(f"{key}.judge", "is not a judge", got=reward.judge, allowed=allowed, remedy=remedy)
+            elif isinstance(judge, RewardModelJudgeConfig):
+                for unread in ("rubric", "form", "range"):
+                    if is_changed(reward, unread):
+                        because = f"with judges.{reward.judge}, a reward model, which gives a score without a question"
+                        yield Problem.unused(f"{key}.{unread}", because)
+            else:
+                if reward.each == "token":
+                    reason = f"needs a reward model, but judges.{reward.judge} is a {judge.kind}"
+                    yield Problem(f"{key}.each", reason, got=reward.each, allowed="rollout, turn")
+                try:
+                    Rubric.read(reward)
+                except ValueError as error:
+                    yield Problem(f"{key}.rubric", str(error), got=reward.rubric)
+
+
+def judged_rewards(config: JudgesRoot) -> dict[str, dict[str, Rubric]]:
+    """Return the rewards by judges with their texts, by environment and reported name. Files of rubrics are read here,
+    on the driver."""
+    sections = {name: section for name, section in dict(config.env).items() if isinstance(section, EnvironmentConfig)}
+    return {
+        name: {part: Rubric.read(reward) for part, reward in section.judged_rewards.items()}
+        for name, section in sections.items()
+        if section.judged_rewards
+    }
