@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from rl_core.rollouts.environment import Conversation, UnusableAnswer
+from rl_core.rollouts.json_schema import check_schema, satisfies
 from rl_core.testing.environment import EnvironmentSuite
 from rl_envs.match.environment import MatchEnvironment, check_row
-from rl_envs.match.json_schema import check_schema, satisfies
 from rl_envs.match.plugin import MatchConfig
 
 

@@ -1,5 +1,6 @@
 from rl_core import run_config as run_config
 from rl_core.agent_processes.launcher import AgentFailed as AgentFailed
+from rl_core.agent_processes.launcher import AgentFunction as AgentFunction
 from rl_core.agent_processes.launcher import AgentLost as AgentLost
 from rl_core.agent_processes.launcher import ProcessLauncher as ProcessLauncher
 from rl_core.algorithm import Algorithm as Algorithm
@@ -317,6 +318,10 @@ from rl_core.rollouts.group import RolloutGroup as RolloutGroup
 from rl_core.rollouts.group import RolloutReports as RolloutReports
 from rl_core.rollouts.group import parts_of as parts_of
 from rl_core.rollouts.interruption import generate_whole as generate_whole
+from rl_core.rollouts.json_schema import check_schema as check_schema
+from rl_core.rollouts.json_schema import contradiction as contradiction
+from rl_core.rollouts.json_schema import same_json as same_json
+from rl_core.rollouts.json_schema import satisfies as satisfies
 from rl_core.rollouts.judging import JudgeBudgetSpent as JudgeBudgetSpent
 from rl_core.rollouts.judging import JudgedReward as JudgedReward
 from rl_core.rollouts.judging import JudgedRollout as JudgedRollout

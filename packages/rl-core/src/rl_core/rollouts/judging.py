@@ -117,7 +117,7 @@ class JudgeClient(Protocol):
 
     names: tuple[str, ...]
 
-    async def ask(self, judge: str, questions: Sequence[Question]) -> list[Verdict]:
+    async def ask(self, judge: str, questions: Sequence[Question]) -> list[JudgeVerdict]:
         """Return the verdicts of a judge, in order; those that it could not give have a failure.
 
         Raises:

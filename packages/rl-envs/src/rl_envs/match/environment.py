@@ -11,10 +11,10 @@ from functools import lru_cache
 from typing import Any
 
 from rl_core.rollouts.environment import Conversation, StepResult, UnusableAnswer
+from rl_core.rollouts.json_schema import check_schema, contradiction, same_json, satisfies
 from rl_core.rollouts.model_json import MalformedJson, read_model_json
 from rl_envs.fences import fenced_blocks
 from rl_envs.grader import Grader, fields_of
-from rl_envs.match.json_schema import check_schema, contradiction, same_json, satisfies
 from rl_envs.match.plugin import MatchConfig
 from rl_envs.time_limit import within
 
