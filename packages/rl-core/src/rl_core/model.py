@@ -100,17 +100,17 @@ class Read:
 
     `logprobs`, `entropy` and `values` are float32 `[tokens]`: the value at index i belongs to token i given those
     before it, and the first of a row is 0 (`values` at i: of the state before token i). `scores` is float32 `[rows]`,
-    the scalar head at the last token; of a critic it is the value of the state after that token. `topk` gives two
-    columns, `topk_logprobs` float32 and `topk_ids` int32, both `[tokens, k]`. `logprobs_at` is float32 `[tokens, k]`:
-    the logprobs, given the tokens before token i, of the ids at index i of a column of the batch, int32 `[tokens, k]`;
-    an id of -1 is none, and its logprob is 0. `collision` is float32 `[tokens]`, the sum of the squared probabilities
-    of all tokens. `hidden` is float32 `[tokens, hidden]`: at index i the hidden state, after the last norm, that the
-    head makes the distribution of token i from. `divergences` is float32 `[tokens, 6]`, the numbers of `DIVERGENCES`
-    from the distribution of token i by another model, whose `hidden` a column of the batch has. There may be several
-    other models; another column selects the model of each token's hidden state. `draft_losses`, which only a draft head
-    answers, is float32 `[tokens, k]`: at index i, j the cross-entropy of the head's distribution of token i, as token j
-    of a draft, from the distribution of the model that it drafts for; 0 where the row is too short for such a draft,
-    and where the column `loss_mask` is 0.
+    the scalar head at the last token; of a critic it is the value of the state after that token. A reward model has
+    `values` too: its score of each beginning of a row. `topk` gives two columns, `topk_logprobs` float32 and `topk_ids`
+    int32, both `[tokens, k]`. `logprobs_at` is float32 `[tokens, k]`: the logprobs, given the tokens before token i, of
+    the ids at index i of a column of the batch, int32 `[tokens, k]`; an id of -1 is none, and its logprob is 0.
+    `collision` is float32 `[tokens]`, the sum of the squared probabilities of all tokens. `hidden` is float32 `[tokens,
+    hidden]`: at index i the hidden state, after the last norm, that the head makes the distribution of token i from.
+    `divergences` is float32 `[tokens, 6]`, the numbers of `DIVERGENCES` from the distribution of token i by another
+    model, whose `hidden` a column of the batch has. There may be several other models; another column selects the model
+    of each token's hidden state. `draft_losses`, which only a draft head answers, is float32 `[tokens, k]`: at index i,
+    j the cross-entropy of the head's distribution of token i, as token j of a draft, from the distribution of the model
+    that it drafts for; 0 where the row is too short for such a draft, and where the column `loss_mask` is 0.
 
     Args:
         name: Name of the result.

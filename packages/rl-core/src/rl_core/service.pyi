@@ -87,6 +87,7 @@ from rl_core.data.batch import RemoteColumn as RemoteColumn
 from rl_core.data.batch import RemoteRows as RemoteRows
 from rl_core.data.batch import image_column as image_column
 from rl_core.data.microbatch import PAIR as PAIR
+from rl_core.data.microbatch import PREFIX_GROUP as PREFIX_GROUP
 from rl_core.data.microbatch import Batching as Batching
 from rl_core.data.microbatch import Pipeline as Pipeline
 from rl_core.data.ragged import Ragged as Ragged

@@ -89,6 +89,26 @@ def test_flex_attention_sees_what_dense_attention_does(window):
     torch.testing.assert_close(attended(tensors, "flex", window), dense(*tensors, window=window))
 
 
+@pytest.mark.parametrize("backend", ["auto", "eager", "flex", "packed"])
+@pytest.mark.parametrize("window", [None, 2, 6])
+def test_rows_that_share_their_beginning_attend_as_each_alone(backend, window):
+    tokens = torch.tensor([1, 2, 3, 4, 5, 1, 2, 3, 1, 2, 3, 6, 7, 8, 9, 1, 2])
+    rows = Rows(torch.tensor([0, 5, 8, 15, 17]), {TOKENS: tokens})
+    shared = lay_out(rows, Alignment(), is_packed=True, shares_prefix=True)
+    assert shared.input_ids.shape[1] < len(tokens)
+    # Tokens that are equal up to their place have equal queries, keys and values.
+    query, key, value = random_tensors()
+    first = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 11, 6, 7, 8, 9, 0, 1])
+    alone = (part[:, :, first] for part in (query, key, value))
+    attend = varlen(varlen_attn) if backend == "packed" else kernel_of(backend)
+    softmax = Softmax(0.3, window=window)
+    whole = lay_out(rows, Alignment(), is_packed=True)
+    expected = kernel_of("eager")(*alone, whole.segments, softmax)
+    first = first[shared.places]
+    found = attend(*(part[:, :, first] for part in (query, key, value)), shared.segments, softmax)
+    torch.testing.assert_close(found[:, :, shared.held.positions], expected)
+
+
 FLEX_KINDS = [
     ({}, torch.float32),
     ({"window": 4}, torch.float32),

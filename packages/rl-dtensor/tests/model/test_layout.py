@@ -81,3 +81,27 @@ def test_a_layout_is_worked_out_once_per_microbatch(ranks, tmp_path, settings):
             finally:
                 counts = ranks.run("dtensor_factories:num_layouts", [()] * num_ranks)
             assert counts == [3] * num_ranks  # microbatches of 17 tokens for 51
+
+
+def test_rows_share_the_tokens_that_they_begin_with():
+    tokens = torch.tensor([1, 2, 3, 4, 1, 2, 3, 1, 2, 3, 5, 6])
+    rows = Rows(torch.tensor([0, 4, 7, 12]), {TOKENS: tokens})
+    layout = lay_out(rows, Alignment(4), is_packed=True, shares_prefix=True)
+    assert layout.input_ids.tolist() == [[1, 2, 3, 4, 5, 6, 0, 0]]
+    assert layout.position_ids.tolist() == [[0, 1, 2, 3, 3, 4, 0, 1]]
+    assert layout.places.tolist() == [0, 1, 2, 3, 10, 11, -1, -1]
+    assert layout.bounds == ((0, 3), (3, 4), (4, 6), (6, 8))
+    assert layout.segments.keys.tolist() == [0, 1, 2, 0, 1, 2, 3, 0, 1, 2, 4, 5, 0, 1, 2, 6, 7]
+    # Each token of the rows is read where its equal is.
+    assert torch.equal(layout.input_ids[0, layout.held.positions], tokens[layout.held.tokens])
+    assert layout.held.tokens.tolist() == list(range(12))
+    first, last = layout.segments.seen_keys
+    assert (last - first).tolist() == [0, 1, 2, 3, 3, 4, 3, 4]
+
+
+@pytest.mark.parametrize("tokens", [[1, 2, 3, 4, 5, 6], [1, 2, 3, 1, 2, 3]])
+def test_a_beginning_is_shared_if_there_is_one(tokens):
+    rows = Rows(torch.tensor([0, 3, 6]), {TOKENS: torch.tensor(tokens)})
+    layout = lay_out(rows, Alignment(), is_packed=True, shares_prefix=True)
+    assert layout.input_ids.shape[1] == len(set(tokens))
+    assert layout.segments.shares is False

@@ -17,11 +17,22 @@ from rl_core.model_config import ModelConfig
 PAIR = "pair"
 """The column whose equal ids keep rows in one shard and one microbatch."""
 
+PREFIX_GROUP = "prefix_group"
+"""The column of a forward-only pass whose equal ids keep rows in one shard, in microbatches without rows of other ids.
+The results of such rows do not depend on the rest of the batch, and a backend may compute the tokens that all rows of a
+microbatch begin with once."""
+
 BUBBLE = 0.2
 """Share of a pass for which a pipeline rank may wait, if there are rows for more microbatches."""
 
 MIN_TOKENS = 512
 """Number of tokens below which microbatches are not made smaller: matrix products would become the slower part."""
+
+
+def shard_ids(batch: Batch) -> np.ndarray | None:
+    """Return the ids of rows that stay in one shard, `[rows]`; None if any row may be in any shard."""
+    name = next((name for name in (PAIR, PREFIX_GROUP) if name in batch), None)
+    return None if name is None else batch.array(name)
 
 
 class _Unit(NamedTuple):
@@ -164,14 +175,21 @@ class Batching:
         return self.row_multiple is not None
 
     def num_units(self, batch: Batch) -> int:
-        """Return the number of rows, or groups of rows, that microbatches hold whole."""
+        """Return the number of rows, or groups of rows, that microbatches hold whole; 0 if microbatches may not be
+        split further."""
+        if PREFIX_GROUP in batch:
+            return 0
         return len(np.unique(batch.array(PAIR))) if PAIR in batch else len(batch)
 
     def plan(self, batch: Batch, min_count: int = 0, *, even: bool = False) -> list[np.ndarray]:
-        """Return row indices of each microbatch, as `plan_microbatches`; rows with the same `pair` id stay together."""
+        """Return row indices of each microbatch, as `plan_microbatches`; rows with the same `pair` id stay together,
+        and rows with another `prefix_group` id apart."""
         multiple = self.row_multiple or 1
+        lengths = -(-batch.ragged(TOKENS).lengths // multiple) * multiple
+        if PREFIX_GROUP in batch:
+            return self._plan_groups(lengths, batch.array(PREFIX_GROUP), min_count)
         return plan_microbatches(
-            -(-batch.ragged(TOKENS).lengths // multiple) * multiple,
+            lengths,
             max_tokens=self.max_tokens,
             max_rows=self.max_rows,
             padded=not self.packed,
@@ -179,6 +197,21 @@ class Batching:
             even=even,
             groups=batch.array(PAIR) if PAIR in batch else None,
         )
+
+    def _plan_groups(self, lengths: np.ndarray, ids: np.ndarray, min_count: int) -> list[np.ndarray]:
+        """Return the microbatches of each group of rows, which follow from its own rows only.
+
+        Those with most tokens come first, so that ranks that wait for one another have similar work at a time.
+        """
+        order = np.argsort(ids, kind="stable")
+        plan = []
+        for rows in np.split(order, np.flatnonzero(np.diff(ids[order])) + 1) if len(order) else []:
+            own = plan_microbatches(
+                lengths[rows], max_tokens=self.max_tokens, max_rows=self.max_rows, padded=not self.packed
+            )
+            plan += [rows[part] for part in own]
+        plan.sort(key=lambda rows: -int(lengths[rows].sum()))
+        return plan + [np.zeros(0, dtype=np.int64)] * (min_count - len(plan))
 
 
 @dataclass(frozen=True)

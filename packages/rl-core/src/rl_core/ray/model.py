@@ -14,7 +14,7 @@ import ray
 from ray.actor import ActorHandle
 
 from rl_core.data.batch import Batch, RemoteColumn, RemoteRows
-from rl_core.data.microbatch import PAIR, shard
+from rl_core.data.microbatch import PAIR, PREFIX_GROUP, shard, shard_ids
 from rl_core.data.shuffle import Shard, plan_shuffle
 from rl_core.errors import FailureOrigin, RLError, WorkerDied, WorkerError, WorkerStalled
 from rl_core.images import IMAGES
@@ -151,7 +151,7 @@ class RemoteModel:
         rows = self._rows_per_shard(batch)
         id_columns = read_columns(reads)
         batch.require(*id_columns)
-        names = dict.fromkeys((*self._columns, PAIR, IMAGES, *id_columns))
+        names = dict.fromkeys((*self._columns, PAIR, PREFIX_GROUP, IMAGES, *id_columns))
         inputs = batch.only([name for name in names if name in batch])
         options = {"reference": reference, "temperature": temperature}
         shards = self._send(inputs, rows)
@@ -290,8 +290,7 @@ class RemoteModel:
         return f"{self._part}.{name}" if self._part else name
 
     def _rows_per_shard(self, batch: Batch) -> list[np.ndarray]:
-        groups = batch.array(PAIR) if PAIR in batch else None
-        return shard(batch.lengths, self.num_shards, groups=groups)
+        return shard(batch.lengths, self.num_shards, groups=shard_ids(batch))
 
     def _send(self, batch: Batch, rows: Sequence[np.ndarray]) -> list[_Sent]:
         """Gather the rows of each shard, except those that were before for the same batch."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rl_core.data.batch import Batch
-from rl_core.data.microbatch import PAIR, shard
+from rl_core.data.microbatch import shard, shard_ids
 from rl_core.metrics import CLOCKED, OF_LAYOUT, reduce_metrics
 from rl_core.model import Loss, ModelPart, ModelSpec, Read, SavedFile
 from rl_core.model_config import ModelConfig
@@ -121,8 +121,7 @@ class PooledModel(Closing):
             self._pool.run(_close, [()] * self._num_ranks)
 
     def _rows_per_shard(self, batch: Batch) -> list[np.ndarray]:
-        groups = batch.array(PAIR) if PAIR in batch else None
-        return shard(batch.ragged("tokens").lengths, self._coordinates[0].along("dp"), groups=groups)
+        return shard(batch.ragged("tokens").lengths, self._coordinates[0].along("dp"), groups=shard_ids(batch))
 
     def _call_shards(
         self, method: str, batch: Batch, rows: Sequence[np.ndarray], *args: Any, **kwargs: Any

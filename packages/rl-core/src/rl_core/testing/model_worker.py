@@ -25,6 +25,7 @@ import numpy as np
 import pytest
 
 from rl_core.data.batch import Batch
+from rl_core.data.microbatch import PREFIX_GROUP
 from rl_core.data.ragged import Ragged
 from rl_core.errors import RLError, WorkerError
 from rl_core.model import COLLISION, ENTROPY, LOGPROBS, SCORES, VALUES, Loss, ModelSpec, Role, logprobs_at, topk
@@ -116,6 +117,21 @@ def make_pairs(num_pairs: int = 3) -> Batch:
     index = np.arange(2 * num_pairs)
     columns = {"pair": index % num_pairs, "is_chosen": index < num_pairs}
     return make_batch(lengths, seed=4).only(["tokens"]).with_columns(columns)
+
+
+def make_prefix_groups() -> Batch:
+    """Return rows of three groups whose rows begin alike, one of them with a row that is the beginning, and one group
+    of a single row."""
+    rng = np.random.default_rng(6)
+    rows, ids = [], []
+    for group, prefix, rests in ((7, 11, (3, 0, 6)), (2, 9, (1, 4)), (5, 0, (8, 3)), (4, 5, (2,))):
+        beginning = rng.integers(0, 101, prefix)
+        for rest in rests:
+            rows.append(np.concatenate([beginning, rng.integers(0, 101, rest)]))
+            ids.append(group)
+    order = rng.permutation(len(rows))
+    tokens = Ragged.from_rows([rows[index] for index in order], dtype=np.int32)
+    return Batch({"tokens": tokens, PREFIX_GROUP: np.array(ids)[order]})
 
 
 @contextmanager
@@ -271,6 +287,27 @@ class ModelWorkerSuite:
                 model.export(str(path))
                 trained = self._oracle(path, "critic").infer(batch, [VALUES])["values"]
                 self._assert_close(model.infer(batch, [VALUES]).ragged("values").values, trained, "exported values")
+
+    @pytest.mark.parametrize("layout", ["packed-whole", "padded-3"])
+    def test_scores_of_a_prefix_group_depend_on_its_own_rows_only(self, layout: str, tmp_path: Path) -> None:
+        with self._model(1, ModelSpec(role="reward_model", seed=5)) as model:
+            model.export(str(tmp_path))
+        batch, reads = make_prefix_groups(), [VALUES, SCORES]
+        expected = self._oracle(tmp_path, "reward_model").infer(batch, reads)
+        for world in self.worlds:
+            spec = ModelSpec(role="reward_model", trains=False)
+            with self._model(world, spec, folder=tmp_path, **LAYOUTS[layout]) as model:
+                found = model.infer(batch, reads)
+                self._assert_close(found.ragged("values").values, expected["values"], "values")
+                self._assert_close(found.array("scores"), expected["scores"], "scores")
+                for chosen in (
+                    np.flatnonzero(batch.array(PREFIX_GROUP) == 7),
+                    np.argsort(batch.array(PREFIX_GROUP), kind="stable"),
+                ):
+                    alone = model.infer(batch.select(chosen), reads)
+                    together = found.select(chosen)
+                    assert np.array_equal(alone.array("scores"), together.array("scores"))
+                    assert np.array_equal(alone.ragged("values").values, together.ragged("values").values)
 
     @pytest.mark.parametrize("layout", LAYOUTS)
     def test_losses_gradients_and_weights_are_those_of_one_process(self, tmp_path: Path, layout: str) -> None:

@@ -16,10 +16,12 @@ from rl_core.torch.heads.reads import new_head
 from rl_core.torch.heads.vocab_parallel import VocabShard
 from rl_core.torch.kernels.devices import runs_kernels
 from rl_core.torch.process_group import on_all_ranks
+from rl_core.torch.training.flops import CHUNKED, setting
 from rl_core.torch.training.lora import InitialFactors
 from rl_core.torch.training.recompute import max_tokens
 from rl_dtensor.config import DTensorConfig
 from rl_dtensor.model import settings
+from rl_dtensor.model.attention import ROWS
 from rl_dtensor.model.kernels import activate_flash_attention, kernel_of
 from rl_dtensor.model.layers.compilation import compile_layers
 from rl_dtensor.model.layers.experts import dispatch_experts, fuse_experts
@@ -27,6 +29,7 @@ from rl_dtensor.model.layers.fusion import fuse_layers
 from rl_dtensor.model.layers.lora import BASE, adapters_of, add_adapters, init_adapters
 from rl_dtensor.model.layers.low_precision import fit_to_ranks, formats_of, lower_precision, token_multiple
 from rl_dtensor.model.layers.recompute import CountedMemory, checkpoint_activations, fixed_plan
+from rl_dtensor.model.layers.recurrent import recurrent_mixers
 from rl_dtensor.model.layers.replay import RouterReplay
 from rl_dtensor.model.layout import Alignment, Context, lay_out
 from rl_dtensor.model.loading import check_logits, check_packing, probe_row, rebuild_buffers
@@ -255,6 +258,7 @@ class ModelBuilder:
                 vocab = VocabShard(start, vocab_size, mesh.group("tp"))
         replay = RouterReplay(hf, self.token_part) if backend.moe_router_replay else None
         ends = ends_of(hf) if stages is None else (stages.embedding, stages.final_norm)
+        shares_prefix = self._shares_prefix(hf)
         if stages is not None:
             stages.cut(hf, stage)
         if sizes.tp > 1:
@@ -290,12 +294,23 @@ class ModelBuilder:
             tokens_are_split=backend.sequence_parallel,
             replay=replay,
             vision=vision_of(hf, self.config.vision, self.files.folder, self.compute, token_part=self.token_part),
+            shares_prefix=shares_prefix,
         )
         self._shard(model, ends, experts, kept)
         if stages is not None:
             layout = lay_out(probe_row(hf.config, mesh.device), Alignment(), is_packed=self.is_packed)
             stages.check_cut(hf, model.rows_of(layout), len(layout.places), mesh.device)
         return model
+
+    def _shares_prefix(self, hf: PreTrainedModel) -> bool:
+        """Return whether rows can share the tokens that they begin with: if all that a token takes from those before it
+        are keys and values on this rank. States, chunks of attention and images belong to one row."""
+        text = hf.config.get_text_config()
+        if not self.is_packed or text._attn_implementation != ROWS:
+            return False
+        has_chunks = CHUNKED in (setting(text, "layer_types") or [])
+        is_apart = has_chunks or self.config.vision.enabled or self.mesh.sizes.cp > 1
+        return not is_apart and not recurrent_mixers(hf, decoder_layers(hf))
 
     def _shard(self, model: ReadingModel, ends: tuple[str, str] | None, experts: list[nn.Module], kept: Kept) -> None:
         mesh, offloads = self.mesh, self.backend.cpu_offload

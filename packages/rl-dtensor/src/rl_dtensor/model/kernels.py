@@ -233,6 +233,8 @@ def _flex(query: Tensor, key: Tensor, value: Tensor, segments: Segments, softmax
     A sink adds its share to the sum that the softmax divides by, whose logarithm the kernel returns and differentiates.
     """
     attend = compiled(flex_attention) if query.is_cuda else flex_attention
+    if segments.shares:
+        key, value = key.index_select(2, segments.keys), value.index_select(2, segments.keys)
     out, aux = attend(
         query,
         key,

@@ -22,6 +22,10 @@ IMAGE_BLOCKS = "image_blocks"
 """Column of the number of each token's image, int64 `[tokens]`; -1 for text. The tokens of an image see one another.
 Rows without such images lack the column."""
 
+MIN_SAVED = 0.1
+"""Minimum share of the tokens of some rows for which a common beginning is computed once: their keys and values are
+copied for each row, and kernels for equal numbers of queries and keys are faster."""
+
 
 class Context(NamedTuple):
     """The ranks that share the tokens of each row.
@@ -55,11 +59,13 @@ class Segment(NamedTuple):
         query: Start and end among this rank's tokens.
         key: Start and end in the whole sequence.
         beyond: Number of those keys that come after the last query, because it belongs to an image that continues.
+        prefix: Number of tokens at the start of the sequence that are the first keys of the row, before these.
     """
 
     query: tuple[int, int]
     key: tuple[int, int]
     beyond: int = 0
+    prefix: int = 0
 
     @property
     def ahead(self) -> int:
@@ -78,6 +84,7 @@ class Segments:
         query_ends: Int32 `[segments + 1]`, where queries start and end.
         key_ends: Int32 `[segments + 1]`, where keys start and end, for all segments one after another.
         keys: Int64 indices of those keys in the sequence; None if they are the sequence.
+        shares: True if several segments have the same keys at their beginning.
         blocks: Int64 `[batch, length]`, the image of each token of the sequence, whose tokens see one another; -1 for
             text. None if no tokens see what follows them.
     """
@@ -89,20 +96,27 @@ class Segments:
         self.blocks: Tensor | None = None if blocks is None else to_device([blocks], device)[0]
         self._chunked: dict[int, Segments] = {}
         queries = [item.query[1] - item.query[0] for item in items]
-        keys = [item.key[1] - item.key[0] for item in items]
+        keys = [item.prefix + item.key[1] - item.key[0] for item in items]
         self.lengths = queries, keys
+        self.shares = any(item.prefix for item in items)
         self.longest = max(queries), max(keys)
         ends = [np.array([0, *accumulate(lengths)], dtype=np.int32) for lengths in self.lengths]
-        are_whole = all(item.query == item.key for item in items)
-        seen = [] if are_whole else [np.concatenate([np.arange(*item.key) for item in items])]
+        are_whole = not self.shares and all(item.query == item.key for item in items)
+        ranges = [part for item in items for part in (np.arange(item.prefix), np.arange(*item.key))]
+        seen = [] if are_whole else [np.concatenate(ranges)]
+        self._host_ends = ends
         self.query_ends, self.key_ends, *found = to_device([*ends, *seen], device)
         self.keys: Tensor | None = found[0] if found else None
 
     @cached_property
     def seen_keys(self) -> tuple[Tensor, Tensor]:
-        """Int64 `[queries]` each: the first and the last key in the sequence that a query may see."""
-        first = np.repeat([item.key[0] for item in self._items], self.lengths[0])
-        ahead = np.repeat([item.ahead for item in self._items], self.lengths[0])
+        """Int64 `[queries]` each: the first and the last key in the sequence that a query may see; among `keys` if
+        segments share some."""
+        starts, distances = [item.key[0] for item in self._items], [item.ahead for item in self._items]
+        if self.shares:
+            query_ends, key_ends = self._host_ends
+            starts, distances = key_ends[:-1].tolist(), (key_ends[1:] - query_ends[1:]).tolist()
+        first, ahead = (np.repeat(values, self.lengths[0]) for values in (starts, distances))
         moved = to_device([first, np.arange(len(ahead)) + ahead], self.device)
         return moved[0], moved[1]
 
@@ -130,6 +144,7 @@ class Segments:
 
     def chunked(self, size: int) -> Segments:
         """Return the same queries, which see no key before their chunk: `size` consecutive tokens of their row."""
+        assert not self.shares, "rows of chunked attention share no tokens"
         if size not in self._chunked:
             parts = []
             for item in self._items:
@@ -159,11 +174,12 @@ class RowLayout:
         attention_mask: Int64 `[batch, seq]`, 1 on tokens; None if packed.
         held: Tokens of the positions; None if nothing is read of them.
         bounds: Start and end of each row in the whole sequence; the whole sequence if padded, as the end of a row
-            cannot be seen from within it.
+            cannot be seen from within it. With a prefix, first of the prefix, then of what each row adds to it.
         length: Length of the whole sequence.
         context: The ranks that share the tokens of each row; None if this rank holds whole rows.
         blocks: Int64 `[batch, length]` on the host, the image of each token of the whole sequence, as `IMAGE_BLOCKS`;
             None if no tokens see what follows them.
+        prefix: Number of tokens at the start of the sequence that all rows begin with.
 
     Attributes:
         segments: Keys that this rank's queries attend to; with the `ulysses` method, for its heads of all queries.
@@ -184,6 +200,7 @@ class RowLayout:
         length: int,
         context: Context | None,
         blocks: np.ndarray | None = None,
+        prefix: int = 0,
     ) -> None:
         self.rows, self.input_ids, self.position_ids = rows, input_ids, position_ids
         self.places, self.attention_mask, self._held = places, attention_mask, held
@@ -192,7 +209,7 @@ class RowLayout:
         chunks: Sequence[tuple[int, int]] = ((0, length),)
         if context is not None and context.method == "all_gather":
             chunks = zigzag_slices(length, context.size, context.rank)
-        self.segments = Segments(_segments(chunks, bounds, blocks), device, blocks)
+        self.segments = Segments(_segments(chunks, bounds, blocks, prefix), device, blocks)
         if context is not None:
             order = zigzag_order(length, context.size).numpy()
             self.rank_places, self.key_places = to_device([order, order.argsort()], device)
@@ -211,11 +228,15 @@ class RowLayout:
 
 
 def _segments(
-    chunks: Sequence[tuple[int, int]], bounds: Sequence[tuple[int, int]], blocks: np.ndarray | None = None
+    chunks: Sequence[tuple[int, int]],
+    bounds: Sequence[tuple[int, int]],
+    blocks: np.ndarray | None = None,
+    prefix: int = 0,
 ) -> list[Segment]:
     """Return the segments of the queries in these chunks of the sequence, chunk by chunk.
 
-    If a chunk ends inside an image, the rest of the image belongs to the keys.
+    If a chunk ends inside an image, the rest of the image belongs to the keys. With a prefix, whose tokens are the
+    first of the sequence, all that follows sees it.
     """
     found, own = [], 0
     for start, end in chunks:
@@ -227,23 +248,39 @@ def _segments(
                     image = blocks[:, stop - 1, None]
                     continues = ((blocks[:, stop:last] == image) & (image >= 0)).any(0)
                     beyond = len(continues) if continues.all() else int(continues.argmin())
-                found.append(Segment((own + begin - start, own + stop - start), (first, stop + beyond), beyond))
+                queries = (own + begin - start, own + stop - start)
+                found.append(Segment(queries, (first, stop + beyond), beyond, prefix if first else 0))
         own += end - start
     return found
 
 
-def lay_out(rows: Rows, alignment: Alignment, *, is_packed: bool) -> RowLayout:
-    """Return the layout of rows for this rank. Everything follows from their lengths, on the host."""
+def lay_out(rows: Rows, alignment: Alignment, *, is_packed: bool, shares_prefix: bool = False) -> RowLayout:
+    """Return the layout of rows for this rank. Everything follows from their lengths, on the host.
+
+    Args:
+        rows: The rows.
+        alignment: Constraints on the layout.
+        is_packed: True to put rows end to end instead of padding them.
+        shares_prefix: True to compute the tokens that all rows begin with once, if that is worth it.
+    """
     offsets, context = rows.host_offsets, alignment.context
     lengths = np.diff(offsets)
+    prefix = _prefix(rows) if shares_prefix else 0
+    own = np.arange(int(offsets[-1]))
+    position = own - np.repeat(offsets[:-1], lengths)
+    # The place of each token of the rows in the sequence.
+    sequence = own
     if is_packed:
-        # Rows are end to end, followed by one row of padding.
-        total = int(offsets[-1])
+        # Rows are end to end, followed by one row of padding. What they share stays with the first of them.
+        is_kept = (position >= prefix) | (own < prefix)
+        ends = is_kept.cumsum()
+        sequence = np.where(is_kept, ends - 1, position)
+        total = int(ends[-1])
         missing = -total % alignment.multiple
         extra = np.arange(missing)
-        position = np.concatenate([np.arange(total) - np.repeat(offsets[:-1], lengths), extra])[None]
-        places = np.concatenate([np.arange(total), np.full_like(extra, -1)])[None]
-        bounds = tuple(pairwise([*offsets.tolist(), *([total + missing] if missing else [])]))
+        position = np.concatenate([position[is_kept], extra])[None]
+        places = np.concatenate([own[is_kept], np.full_like(extra, -1)])[None]
+        bounds = tuple(pairwise(sorted({0, prefix, *ends[offsets[1:] - 1].tolist(), total + missing})))
         length = total + missing
     else:
         # Each row is a sequence, padded on the right.
@@ -256,11 +293,15 @@ def lay_out(rows: Rows, alignment: Alignment, *, is_packed: bool) -> RowLayout:
     if IMAGE_BLOCKS in rows:
         blocks = np.where(places < 0, -1, rows.host_column(IMAGE_BLOCKS)[places])
     if context is not None:
-        own = zigzag_tokens(length, context.size, context.rank).numpy()
-        places, position = places[:, own], position[:, own]
+        chosen = zigzag_tokens(length, context.size, context.rank).numpy()
+        places, position = places[:, chosen], position[:, chosen]
     flat = places.reshape(-1)
     device = rows.offsets.device
-    position_ids, at, *held = to_device([position, flat, *HeldTokens.arrays(flat, offsets)], device)
+    read = HeldTokens.arrays(flat, offsets)
+    if prefix:
+        positions, tokens, followed, followers = HeldTokens.arrays(own, offsets)
+        read = [sequence[positions], tokens, sequence[followed], followers]
+    position_ids, at, *held = to_device([position, flat, *read], device)
     is_token = at >= 0
     return RowLayout(
         rows,
@@ -273,4 +314,15 @@ def lay_out(rows: Rows, alignment: Alignment, *, is_packed: bool) -> RowLayout:
         length=length,
         context=context,
         blocks=blocks,
+        prefix=prefix,
     )
+
+
+def _prefix(rows: Rows) -> int:
+    """Return the number of tokens that all rows begin with; 0 if computing them once is not worth it."""
+    tokens, offsets = rows.host_column(TOKENS), rows.host_offsets
+    shared = tokens[: np.diff(offsets).min()]
+    for start in offsets[1:-1]:
+        differs = tokens[start : start + len(shared)] != shared
+        shared = shared[: differs.argmax()] if differs.any() else shared
+    return len(shared) if len(shared) * (len(rows) - 1) >= MIN_SAVED * len(tokens) else 0

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Shard
 from transformers import PreTrainedModel
 
+from rl_core.data.microbatch import PREFIX_GROUP
 from rl_core.model import HEADLESS_ROLES, Read, Role
 from rl_core.torch.heads.logprobs import Head, logit_transform
 from rl_core.torch.heads.reads import join_tokens, scalar_reads, split_language_reads
@@ -53,6 +54,7 @@ class ReadingModel(nn.Module):
             states is then summed when they are scattered.
         replay: Replay of the generator's routing; None if its routers choose.
         vision: Embeddings of the images of rows; None if the model does not see them.
+        shares_prefix: True if the tokens that rows of a `PREFIX_GROUP` begin with can be computed once.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class ReadingModel(nn.Module):
         tokens_are_split: bool,
         replay: RouterReplay | None = None,
         vision: Vision | None = None,
+        shares_prefix: bool = False,
     ) -> None:
         super().__init__()
         self.hf, self.role, self.attend = hf, role, attend
@@ -77,6 +80,7 @@ class ReadingModel(nn.Module):
         self.replay, self.vision = replay, vision
         self.transform = logit_transform(hf.config)
         self.sees_rows = hf.config.get_text_config()._attn_implementation == ROWS
+        self.shares_prefix = shares_prefix
         self.takes_positions = "position_ids" in inspect.signature(body_of(hf).forward).parameters
 
     def forward(
@@ -275,7 +279,9 @@ class ShardedModel:
 
     def lay_out(self, rows: Rows) -> RowLayout:
         """Return the layout of a microbatch for this rank."""
-        return lay_out(rows, self.chunks[0].alignment, is_packed=self.chunks[0].is_packed)
+        first = self.chunks[0]
+        shares = first.shares_prefix and PREFIX_GROUP in rows
+        return lay_out(rows, first.alignment, is_packed=first.is_packed, shares_prefix=shares)
 
     def hidden_shape(self, layout: RowLayout) -> tuple[int, int, int]:
         """Return the shape of the hidden states between stages."""

@@ -35,7 +35,7 @@ LANGUAGE_READS = ("logprobs", "entropy", "collision", "topk", "logprobs_at", "hi
 READS_OF_ROLE: Mapping[Role, tuple[str, ...]] = {
     "policy": LANGUAGE_READS,
     "teacher": LANGUAGE_READS,
-    "reward_model": ("scores",),
+    "reward_model": ("scores", "values"),
     "critic": ("values", "scores"),
 }
 """Reads that the head of each role can answer."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from rl_core.data.batch import TOKENS, Batch
-from rl_core.data.microbatch import PAIR, Batching, Pipeline
+from rl_core.data.microbatch import PAIR, PREFIX_GROUP, Batching, Pipeline
 from rl_core.data.ragged import Ragged
 from rl_core.errors import RLError
 from rl_core.images import IMAGES
@@ -43,9 +43,9 @@ def run_reads(
     extra = model.extra_columns(batch, for_loss=False)
     id_columns = read_columns(reads)
     batch.require(*id_columns)
-    batch = batch.only([name for name in batch if name in (TOKENS, PAIR, IMAGES, *id_columns)]).local()
+    batch = batch.only([name for name in batch if name in (TOKENS, PAIR, PREFIX_GROUP, IMAGES, *id_columns)]).local()
     plan = plan_together(batch, batching, mesh.control, pipeline=model.pipeline)
-    inputs = batch.only([name for name in (TOKENS, IMAGES, *id_columns) if name in batch])
+    inputs = batch.only([name for name in (TOKENS, PREFIX_GROUP, IMAGES, *id_columns) if name in batch])
 
     def collect(microbatch: Microbatch, columns: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
         if not microbatch.is_own:
@@ -358,19 +358,22 @@ class SkippedSteps:
 
     Args:
         limit: Steps in a row that may be skipped (`ModelConfig.max_skipped_steps`).
+        above: Gradient norm above which a step is skipped (`ModelConfig.skipped_grad_norm`); None skips only gradients
+            that are not finite.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, above: float | None = None) -> None:
         self._limit = limit
+        self._most = math.inf if above is None else above
         self._in_a_row = 0
 
     def admits(self, grad_norm: float) -> bool:
         """Return whether to step with a gradient of this norm, the same on every rank.
 
         Raises:
-            RLError: If it is not finite and neither were the `limit` gradients before it.
+            RLError: If it is not finite or too large, and so were the `limit` gradients before it.
         """
-        if math.isfinite(grad_norm):
+        if math.isfinite(grad_norm) and grad_norm <= self._most:
             self._in_a_row = 0
             return True
         self._in_a_row += 1
