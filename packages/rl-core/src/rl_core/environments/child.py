@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import pickle
@@ -17,10 +18,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl_core.environments.messages import LENGTH, STACKS, MalformedAnswer, Message, max_reply_bytes, read_reply
+from rl_core.environments.messages import (
+    LENGTH,
+    MAX_ASKS,
+    STACKS,
+    Answer,
+    Ask,
+    MalformedAnswer,
+    Message,
+    max_reply_bytes,
+    read_reply,
+)
 from rl_core.environments.rewards import RewardSum
-from rl_core.errors import EnvironmentTimeout, WorkerDied, WorkerError
+from rl_core.errors import EnvironmentTimeout, RLError, WorkerDied, WorkerError
 from rl_core.images import STORE_VARIABLE
+from rl_core.rollouts.environment import EnvironmentFailure
+from rl_core.rollouts.judging import JudgeBudgetSpent, JudgeClient, JudgeFailed
 from rl_core.tracing.stacks import PREFIX_VARIABLE
 from rl_core.user_code import FromFile, is_own
 
@@ -82,6 +95,7 @@ class ChildSpec:
         name: Name of the instance (`env.<name>`), for messages; empty if it has none.
         env_vars: Further variables of the process.
         memory_limit_gib: Maximum memory that it may allocate; None for no limit.
+        judges: Judges that its reward functions may ask; None for none.
     """
 
     environment: str | FromFile | RewardSum
@@ -89,6 +103,7 @@ class ChildSpec:
     name: str = ""
     env_vars: Mapping[str, str] = field(default_factory=dict)
     memory_limit_gib: float | None = None
+    judges: JudgeClient | None = None
 
     @property
     def title(self) -> str:
@@ -117,6 +132,7 @@ class Child:
     Attributes:
         num_calls: Number of requests since the environment was built.
         saves: True if the environment saves states.
+        has_asked: True if it has asked a judge in the call in progress.
     """
 
     def __init__(
@@ -132,6 +148,8 @@ class Child:
         self._closed = False
         self.num_calls = 0
         self.saves = False
+        self.has_asked = False
+        self._num_steps = 0
 
     @classmethod
     async def start(cls, spec: ChildSpec) -> Child:
@@ -166,7 +184,8 @@ class Child:
         output = await ProcessOutput.read_from(printed, f"{spec.title}, process {popen.pid}")
         child = cls(spec, popen, streams, output, parent_pipe)
         try:
-            build = ("build", spec.environment, spec.config, spec.title, spec.memory)
+            names = () if spec.judges is None else spec.judges.names
+            build = ("build", spec.environment, spec.config, spec.title, spec.memory, names)
             built = await child.request(build, START_TIMEOUT_S)
             if isinstance(built, WorkerError):
                 raise built
@@ -184,21 +203,18 @@ class Child:
         return self._popen.poll() is None
 
     async def request(self, message: Message, deadline_s: float) -> Any:
-        """Send a message and return the reply.
+        """Send a message and return the reply. The time in which it waits for judges does not count.
 
         Raises:
             EnvironmentTimeout: If it does not come within the deadline.
             WorkerDied: If the process ended, or sent something that is not a reply.
         """
         self.num_calls += 1
-        title, limit = self._spec.title, max_reply_bytes(message)
+        title = self._spec.title
         try:
-            async with asyncio.timeout(deadline_s):
+            async with asyncio.timeout(deadline_s) as limit:
                 await self._write(message)
-                (size,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
-                if size > limit:
-                    raise MalformedAnswer(f"the environment returned {size} bytes; the limit is {limit}")
-                return read_reply(message, await self._reader.readexactly(size))
+                return await self._reply(message, limit)
         except TimeoutError:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._popen.pid, STACKS)
@@ -251,6 +267,72 @@ class Child:
         if self._spec.memory_limit_gib and any(sign in line for line in lines for sign in _OUT_OF_MEMORY):
             said += f"; it may have needed more than {self._spec.memory}"
         return how + said
+
+    async def _reply(self, message: Message, limit: asyncio.Timeout) -> Any:
+        """Return the reply to a message, after the questions to judges that come before it have been answered."""
+        self.has_asked = False
+        self._num_steps += message[0] == "step"
+        num_conversations = len(message[1]) if message[0] == "step" else 0
+        loop, asking = asyncio.get_running_loop(), set[asyncio.Task[None]]()
+        num_waiting, left_s = 0, 0.0
+        spent: list[JudgeBudgetSpent] = []
+
+        async def answer(ask: Ask) -> None:
+            nonlocal num_waiting, left_s
+            if not num_waiting and (when := limit.when()) is not None:
+                left_s = when - loop.time()
+                limit.reschedule(None)
+            num_waiting += 1
+            value, failure = None, ""
+            try:
+                value, failure = await self._verdict(ask)
+            except JudgeBudgetSpent as error:
+                spent.append(error)
+                failure = str(error)
+            except RLError as error:
+                failure = str(error)
+            finally:
+                num_waiting -= 1
+                if not num_waiting and not is_over:
+                    limit.reschedule(loop.time() + left_s)
+            # The read below reports a process that has ended.
+            with contextlib.suppress(ConnectionError):
+                await self._write(("verdict", ask.number, value, failure))
+
+        is_over = False
+        max_bytes = max_reply_bytes(message)
+        try:
+            for num_asked in itertools.count():
+                (size,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
+                if size > max_bytes:
+                    raise MalformedAnswer(f"the environment returned {size} bytes; the limit is {max_bytes}")
+                reply = read_reply(message, await self._reader.readexactly(size))
+                if not isinstance(reply, Ask):
+                    break
+                if num_asked >= (most := MAX_ASKS * num_conversations):
+                    raise MalformedAnswer(f"it asked judges more than {most} questions in one call")
+                if reply.call != self._num_steps:
+                    # The call that it belongs to is over, so nobody waits for the answer.
+                    continue
+                self.has_asked = True
+                task = asyncio.create_task(answer(reply))
+                asking.add(task)
+                task.add_done_callback(asking.discard)
+        finally:
+            is_over = True
+            for task in list(asking):
+                task.cancel()
+        if spent and message[0] == "step":
+            return [Answer(EnvironmentFailure(str(spent[0]), "budget")) for _ in message[1]]
+        return reply
+
+    async def _verdict(self, ask: Ask) -> tuple[Any, str]:
+        """Return the verdict of a judge, or the reason that there is none."""
+        judges = self._spec.judges
+        if judges is None or ask.judge not in judges.names:
+            raise JudgeFailed(f"there is no judge {ask.judge!r:.80}")
+        [verdict] = await judges.ask(ask.judge, [ask.question])
+        return verdict.value, verdict.failure
 
     async def _write(self, message: Message) -> None:
         data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)

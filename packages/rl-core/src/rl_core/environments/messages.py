@@ -8,13 +8,15 @@ A message is answered with:
 - `"build", environment, config, title, memory`: whether the environment saves states, or a `WorkerError`, and then the
   process ends.
 - `"step", conversations, saved`: a list of `Answer`. The conversations are pickled; `saved` has the states to restore
-  first, by the index of their conversation.
+  first, by the index of their conversation. Before it, the process may send questions to judges (`Ask`), and each is
+  answered by `"verdict", number, value, failure`, in the order in which the answers come.
 - `"abandon", ids`: None, or a string if closing the states of these conversations raised.
 - `"close"`: the end of the stream, after every state was closed.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import signal
@@ -28,6 +30,7 @@ import numpy as np
 
 from rl_core.errors import WorkerError
 from rl_core.rollouts.environment import EnvironmentFailure, Fault, KeptState, StepResult
+from rl_core.rollouts.judging import Question
 
 LENGTH = struct.Struct("!Q")
 """Before every message: its number of bytes."""
@@ -39,6 +42,12 @@ OVERHEAD_BYTES = 2**16
 """Maximum number of bytes of a reply in addition to the answers in it."""
 MAX_STATE_BYTES = 4 * 2**20
 """Maximum number of bytes of a saved state."""
+MAX_ASKS = 256
+"""Maximum number of questions to judges for each conversation of a call."""
+MAX_ASK_BYTES = 2**20
+"""Maximum number of bytes of a question to a judge."""
+ROLES = ("system", "user", "assistant", "tool")
+"""Roles of the messages of a question."""
 MAX_NESTING = 32
 """Maximum number of containers around a value."""
 MAX_INTEGER_BITS = 512
@@ -74,6 +83,23 @@ class Answer:
     saved: bytes | None = None
 
 
+@dataclass(frozen=True)
+class Ask:
+    """A question of an environment's process to a judge.
+
+    Args:
+        call: Number of the call of `step` that it belongs to, counted from 1 in each process.
+        number: Number of the question, unique in the process.
+        judge: Name of the judge.
+        question: The question.
+    """
+
+    call: int
+    number: int
+    judge: str
+    question: Question
+
+
 def max_reply_bytes(message: Message) -> int:
     """Return the maximum number of bytes that the reply to a message may have."""
     match message:
@@ -85,7 +111,7 @@ def max_reply_bytes(message: Message) -> int:
 
 
 def read_reply(message: Message, data: bytes) -> Any:
-    """Return the reply to a message from its bytes. Raises `MalformedAnswer` if they are not one."""
+    """Return the reply to a message from its bytes, or an `Ask`. Raises `MalformedAnswer` if they are not one."""
     match message, read_value(data):
         case ("build", *_), bool(saves):
             return saves
@@ -93,6 +119,8 @@ def read_reply(message: Message, data: bytes) -> Any:
             return WorkerError(kind, text, traceback)
         case ("step", conversations, _), list(found) if len(found) == len(conversations):
             return [_read_answer(fields) for fields in found]
+        case ("step", *_), {"ask": list(fields)} if len(data) <= MAX_ASK_BYTES:
+            return _read_ask(fields)
         case ("abandon", _), None | str() as problem:
             return problem
     raise MalformedAnswer(f"it is not a reply to {message[0]!r}")
@@ -109,6 +137,19 @@ def write_built(built: WorkerError | bool) -> bytes:
 def write_answers(answers: Sequence[Answer]) -> bytes:
     """Return the bytes that reply to "step"; the results are plain (`plain_result`)."""
     return _pack([_fields(answer) for answer in answers])
+
+
+def write_ask(ask: Ask) -> bytes:
+    """Return the bytes of a question.
+
+    Raises:
+        TypeError, ValueError: If it holds something that is not a plain value, or is too long.
+    """
+    messages = [dict(message) for message in ask.question.messages]
+    data = write_value({"ask": [ask.call, ask.number, ask.judge, messages, ask.question.form]})
+    if len(data) > MAX_ASK_BYTES:
+        raise ValueError(f"a question to a judge has {len(data):,} bytes; the limit is {MAX_ASK_BYTES:,}")
+    return data
 
 
 def write_problem(problem: str | None) -> bytes:
@@ -307,6 +348,22 @@ def _read_answer(fields: Any) -> Answer:
                 raise MalformedAnswer("a saved state is too large, or of no state")
             return Answer(_read_result(result), has_state, retry, out_of_memory, saved)
     raise MalformedAnswer("an answer has unexpected fields")
+
+
+def _read_ask(fields: list[Any]) -> Ask:
+    match fields:
+        case [int(call), int(number), str(judge), list(messages), None | dict() as form] if messages:
+            for message in messages:
+                match message:
+                    case {"role": str(role), "content": str(), **rest} if role in ROLES and not rest:
+                        continue
+                raise MalformedAnswer("a question to a judge holds something other than messages of role and content")
+            try:
+                form = json.loads(json.dumps(form, allow_nan=False))
+            except (TypeError, ValueError) as error:
+                raise MalformedAnswer(f"the form of a verdict is not a JSON schema: {error}") from None
+            return Ask(call, number, judge, Question(tuple(messages), form))
+    raise MalformedAnswer("a question to a judge has unexpected fields")
 
 
 def _read_result(fields: list[Any]) -> StepResult:

@@ -15,6 +15,7 @@ from rl_core.environments.config import EnvironmentConfig
 from rl_core.environments.rewards import RewardSum
 from rl_core.environments.worker import Backlog, Home, QueuedTurn, Worker, fail_all
 from rl_core.rollouts.environment import Conversation, EnvironmentFailure, StepResult
+from rl_core.rollouts.judging import JudgeClient
 from rl_core.tracing import spans
 from rl_core.user_code import FromFile
 
@@ -62,6 +63,7 @@ class EnvironmentPool:
         env_vars: Further environment variables of the processes.
         lease_s: How long the conversations of a silent client are kept.
         name: Name of the instance (`env.<name>`), for messages.
+        judges: Judges that its reward functions may ask; None for none.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class EnvironmentPool:
         env_vars: Mapping[str, str] | None = None,
         lease_s: float = LEASE_S,
         name: str = "",
+        judges: JudgeClient | None = None,
     ) -> None:
         num_workers = default_num_workers() if num_workers is None else num_workers
         if num_workers < 1 or max_batch < 1 or not deadline_s > 0:
@@ -87,7 +90,7 @@ class EnvironmentPool:
             )
         if max_concurrent is not None and max_concurrent < 1:
             raise ValueError(f"max_concurrent must be positive or None, got {max_concurrent}")
-        spec = ChildSpec(environment, pickle.dumps(config), name, env_vars or {}, memory_limit_gib)
+        spec = ChildSpec(environment, pickle.dumps(config), name, env_vars or {}, memory_limit_gib, judges)
 
         def room() -> int:
             assert max_concurrent is not None, "asked for only if there is a bound"
@@ -107,10 +110,16 @@ class EnvironmentPool:
         self._stepping = spans.overlapping("turns", "turns")
 
     @classmethod
-    def of(cls, environment: str | FromFile | RewardSum, config: EnvironmentConfig, name: str = "") -> EnvironmentPool:
+    def of(
+        cls,
+        environment: str | FromFile | RewardSum,
+        config: EnvironmentConfig,
+        name: str = "",
+        judges: JudgeClient | None = None,
+    ) -> EnvironmentPool:
         """Make a pool with an environment's own settings (`env.<name>`)."""
         names = ("num_workers", "deadline_s", "max_batch", "max_concurrent", "memory_limit_gib", "retries", "env_vars")
-        return cls(environment, config, name=name, **{each: getattr(config, each) for each in names})
+        return cls(environment, config, name=name, judges=judges, **{each: getattr(config, each) for each in names})
 
     async def start(self) -> None:
         """Start every process and build the environment there; otherwise the first `step` does.

@@ -20,6 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from rl_core.environments import messages
+from rl_core.environments.judge_link import AskedJudge, JudgeLink
 from rl_core.environments.messages import LENGTH, MAX_STATE_BYTES, Answer, plain_result
 from rl_core.environments.observed_images import with_kept_images
 from rl_core.environments.reward_function import ConversationEnvironment, as_environment, plays_one
@@ -35,6 +36,7 @@ from rl_core.rollouts.environment import (
     StepResult,
     UnusableAnswer,
 )
+from rl_core.rollouts.judging import Judge
 from rl_core.tracing.stacks import write_stacks_of_child
 from rl_core.user_code import FromFile, calls_of, place_of, raised_at, resolve
 
@@ -199,11 +201,19 @@ class EnvironmentProcess:
 
 def serve(connection: socket.socket) -> None:
     """Build the environment, then answer messages until the other side closes the stream."""
-    own, incoming = os.getpid(), connection.makefile("rb")
+    own = os.getpid()
+
+    def read(size: int) -> bytes:
+        # Nothing is read ahead, so that an event loop sees when there is more.
+        parts = []
+        while size and (part := connection.recv(min(size, 2**20), socket.MSG_WAITALL)):
+            parts.append(part)
+            size -= len(part)
+        return b"".join(parts)
 
     def receive() -> Any:
-        header = incoming.read(LENGTH.size)
-        return pickle.loads(incoming.read(*LENGTH.unpack(header))) if len(header) == LENGTH.size else None
+        header = read(LENGTH.size)
+        return pickle.loads(read(*LENGTH.unpack(header))) if len(header) == LENGTH.size else None
 
     def reply(data: bytes) -> None:
         # Only the process that was asked may answer, not one that the environment has forked.
@@ -215,9 +225,11 @@ def serve(connection: socket.socket) -> None:
 
     if (build := receive()) is None:
         return
-    _, environment, config, name, memory = build
+    _, environment, config, name, memory, judges = build
+    link = JudgeLink(connection, receive, reply)
     try:
-        target, built = _load(environment, name, pickle.loads(config))
+        asked = {each: AskedJudge(each, link) for each in judges}
+        target, built = _load(environment, name, pickle.loads(config), asked)
         _saves(built, type(built).__name__)
     except MemoryError:
         problem = WorkerError("MemoryError", f"building the environment needed more than {memory}", "")
@@ -231,9 +243,13 @@ def serve(connection: socket.socket) -> None:
         while (message := receive()) is not None:
             match message:
                 case "step", conversations, saved:
+                    link.begin()
                     reply(messages.write_answers(process.step(conversations, saved)))
                 case "abandon", ids:
                     reply(messages.write_problem(process.abandon(ids)))
+                case ("verdict", *_):
+                    # The function that asked has returned without it.
+                    continue
                 case _:
                     break
         process.close()
@@ -241,17 +257,22 @@ def serve(connection: socket.socket) -> None:
     reply(messages.write_built(problem))
 
 
-def _load(environment: str | FromFile | RewardSum | None, name: str, config: Config | None) -> tuple[Any, Environment]:
+def _load(
+    environment: str | FromFile | RewardSum | None,
+    name: str,
+    config: Config | None,
+    judges: Mapping[str, Judge] | None = None,
+) -> tuple[Any, Environment]:
     """Return the object that an environment is named by, and the environment."""
     if not isinstance(environment, RewardSum):
         target = resolve(environment) if isinstance(environment, str) else environment and environment.load()
-        return target, _built(target, name, config)
-    inner = None if environment.environment is None else _load(environment.environment, name, config)[1]
-    parts = [(part.name, _load(part.function, part.name, None)[1], part.weight) for part in environment.parts]
+        return target, _built(target, name, config, judges)
+    inner = None if environment.environment is None else _load(environment.environment, name, config, judges)[1]
+    parts = [(part.name, _load(part.function, part.name, None, judges)[1], part.weight) for part in environment.parts]
     return None, SummedRewards(inner, parts)
 
 
-def _built(target: Any, name: str, config: Config | None) -> Environment:
+def _built(target: Any, name: str, config: Config | None, judges: Mapping[str, Judge] | None = None) -> Environment:
     """Build the environment of a class, a function that makes one, a function that scores, or the environment itself.
 
     Raises:
@@ -260,12 +281,12 @@ def _built(target: Any, name: str, config: Config | None) -> Environment:
     if isinstance(target, type):
         if plays_one(target):
             saves = _saves(target, target.__name__)
-            return ConversationEnvironment(partial(_made, target, config), target.__name__, saves=saves)
+            return ConversationEnvironment(partial(_made, target, config), target.__name__, saves=saves, judges=judges)
         built: Environment = _made(target, config)
         if _has_steps(built):
             return built
         if callable(built):  # It is a reward that keeps something between calls.
-            return as_environment(built)
+            return as_environment(built, judges)
         lacks = "it lacks the method `step` or `close`, or, as a reward, `__call__`"
         raise ValueError(f"{target.__name__} is not an environment: {lacks}")
     if _has_steps(target):
@@ -285,7 +306,7 @@ def _built(target: Any, name: str, config: Config | None) -> Environment:
     with contextlib.suppress(NameError, TypeError):
         kind = get_type_hints(target).get("return")
     # A function that is annotated to return an environment makes one.
-    made: Environment = target() if _has_steps(kind) else as_environment(target)
+    made: Environment = target() if _has_steps(kind) else as_environment(target, judges)
     return made
 
 

@@ -16,7 +16,15 @@ from typing import Any
 
 from rl_core.environments.messages import STACKS, read_value, write_value
 from rl_core.environments.rewards import LOG_PARAMETERS, RewardLog, merged_info
-from rl_core.rollouts.environment import Conversation, Environment, MissingField, StepResult, UnusableAnswer
+from rl_core.rollouts.environment import (
+    Conversation,
+    Environment,
+    EnvironmentFailure,
+    MissingField,
+    StepResult,
+    UnusableAnswer,
+)
+from rl_core.rollouts.judging import Judge, JudgeFailed
 from rl_core.user_code import is_own
 
 
@@ -71,7 +79,7 @@ OFFERED = (*_OF_ONE, *_OF_MANY, *LOG_PARAMETERS)
 """Names of parameters that a reward function may have in addition to the fields of a row of the data."""
 
 
-def as_environment(score: Callable[..., Any]) -> Environment:
+def as_environment(score: Callable[..., Any], judges: Mapping[str, Judge] | None = None) -> Environment:
     """Return an environment made of a function that scores a response.
 
     A parameter is given by its name: `response` (or `completion`), the text that the policy wrote; `prompt`, the text
@@ -80,7 +88,8 @@ def as_environment(score: Callable[..., Any]) -> Environment:
     returns the response after its thoughts); `trainer_state`, the progress of the training
     (`rl_core.rollouts.environment.TrainerState`); `conversation_seed`, the seed of the conversation, for a function
     that draws something at random; `log_metric` and `log_extra`, functions that record what a person should see
-    (`rl_core.environments.rewards.RewardLog`); any other name, that field of the prompt's row, such as `answer`. A
+    (`rl_core.environments.rewards.RewardLog`); the name of a judge, that judge (`rl_core.rollouts.judging.Judge`), in
+    an `async` function; any other name, that field of the prompt's row, such as `answer`. A
     parameter with a default may be missing from the row; `**row` takes the fields that no other parameter names. The
     function returns a number, or numbers by name: `reward` is trained on (their sum if it is absent). It may be
     `async`.
@@ -94,10 +103,14 @@ def as_environment(score: Callable[..., Any]) -> Environment:
     - `completion_ids` are the sampled token ids of the newest turns.
     - `**kwargs` takes `prompts`, `completions`, `completion_ids`, `trainer_state`, `log_metric` and `log_extra` too.
 
+    Args:
+        score: The function.
+        judges: Judges that it may ask, by name.
+
     Raises:
         ValueError: If it cannot be called by names.
     """
-    return _RewardFunction(score)
+    return _RewardFunction(score, judges)
 
 
 class Arguments:
@@ -106,12 +119,13 @@ class Arguments:
     Args:
         function: Function of a user; a method that is bound to its object.
         name: Its name, for messages.
+        judges: Judges that it may ask, by name.
 
     Raises:
         ValueError: If it cannot be called by names.
     """
 
-    def __init__(self, function: Callable[..., Any], name: str) -> None:
+    def __init__(self, function: Callable[..., Any], name: str, judges: Mapping[str, Judge] | None = None) -> None:
         self._name = name
         if not callable(function):
             raise ValueError(f"{function!r:.80} is not a function; a reward is one, such as score(response, **row)")
@@ -126,6 +140,12 @@ class Arguments:
         named = [each for each in parameters if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
         self._names = [each.name for each in named]
         self._needs = frozenset(each.name for each in named if each.default is each.empty)
+        self._judges = {each: found for each, found in (judges or {}).items() if each in {*self._names} - {*OFFERED}}
+        if self._judges and not _is_async(function):
+            raise ValueError(
+                f"{name} takes the judge {next(iter(self._judges))}, which is asked with `await`; make it an async "
+                "function"
+            )
         self.are_lists = any(name in _OF_MANY for name in self._names)
         has_form_of_trl = self.are_lists and _RESPONSES not in self._names
         offered = {**_OF_MANY, **_OF_ONE, **({} if has_form_of_trl else _OF_TEXTS)}
@@ -144,7 +164,13 @@ class Arguments:
         for name in self._names:
             if name in OFFERED:
                 continue
-            if name in row:
+            if name in self._judges and name in row:
+                raise MissingField(
+                    f"{self._name} asks for {name!r}, which is both a judge and a field of the row; rename the judge"
+                )
+            if name in self._judges:
+                given[name] = self._judges[name]
+            elif name in row:
                 given[name] = row[name]
             elif name in self._needs:
                 near = difflib.get_close_matches(name, [*row, *OFFERED], n=1)
@@ -165,8 +191,9 @@ class Arguments:
         """
         each = [self.of(conversation) for conversation in conversations]
         names = dict.fromkeys(name for arguments in each for name in arguments)
+        shared = {*_SHARED, *self._judges}
         return {
-            name: each[0][name] if name in _SHARED else [arguments.get(name) for arguments in each] for name in names
+            name: each[0][name] if name in shared else [arguments.get(name) for arguments in each] for name in names
         }
 
     def logs_of(self, log: RewardLog) -> dict[str, Any]:
@@ -177,14 +204,15 @@ class Arguments:
 class _RewardFunction:
     """A single-turn environment around a function."""
 
-    def __init__(self, score: Callable[..., Any]) -> None:
+    def __init__(self, score: Callable[..., Any], judges: Mapping[str, Judge] | None = None) -> None:
         self._score = score
         self._name = getattr(score, "__name__", type(score).__name__)
-        self._arguments = Arguments(score, self._name)
-        is_async = inspect.iscoroutinefunction(score) or inspect.iscoroutinefunction(type(score).__call__)
-        self._gather = GatherRunner() if is_async else None
+        self._arguments = Arguments(score, self._name, judges)
+        self._gather = GatherRunner() if _is_async(score) else None
 
-    def step(self, conversations: Sequence[Conversation], states: Sequence[Any]) -> list[StepResult]:
+    def step(
+        self, conversations: Sequence[Conversation], states: Sequence[Any]
+    ) -> list[StepResult | EnvironmentFailure]:
         if not conversations:
             return []
         arguments = self._arguments
@@ -208,8 +236,11 @@ class _RewardFunction:
             # An empty reward does not apply to its row.
             rewards = [StepResult(reward={}) if reward is None else reward for reward in listed]
             infos = log.infos()
-        results = []
+        results: list[StepResult | EnvironmentFailure] = []
         for reward, info in zip(rewards, infos, strict=True):
+            if isinstance(reward, JudgeFailed):
+                results.append(EnvironmentFailure(f"{self._name}: {reward}", "raised"))
+                continue
             if isinstance(reward, Mapping) and not reward:
                 raise UnusableAnswer("the reward has no parts: it is {}; return a number, or numbers by name")
             result = reward if isinstance(reward, StepResult) else StepResult(reward=reward, done=True)
@@ -220,10 +251,22 @@ class _RewardFunction:
         pass
 
     def _called(self, arguments: Sequence[Mapping[str, Any]]) -> list[Any]:
-        def calls() -> list[Any]:
-            return [self._score(**each) for each in arguments]
+        async def judged(call: Awaitable[Any]) -> Any:
+            # A judge that fails costs this conversation, and not the others of the call.
+            try:
+                return await call
+            except JudgeFailed as error:
+                return error
 
-        return calls() if self._gather is None else self._gather(calls)
+        if self._gather is None:
+            return [self._score(**each) for each in arguments]
+        if self._arguments.are_lists:
+            return self._gather(lambda: [self._score(**each) for each in arguments])
+        return self._gather(lambda: [judged(self._score(**each)) for each in arguments])
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def plays_one(kind: Any) -> bool:
@@ -255,10 +298,14 @@ class ConversationEnvironment:
         make: Makes the object of a conversation.
         name: Name of the class, for messages.
         saves: True if the objects have `save` and `restore`.
+        judges: Judges that an `async` method `step` may ask, by name.
     """
 
-    def __init__(self, make: Callable[[], Any], name: str, *, saves: bool = False) -> None:
+    def __init__(
+        self, make: Callable[[], Any], name: str, *, saves: bool = False, judges: Mapping[str, Judge] | None = None
+    ) -> None:
         self._make = make
+        self._judges = judges
         self._name = name
         self._gather = GatherRunner()
         if saves:
@@ -307,7 +354,7 @@ class ConversationEnvironment:
 
     def _begin(self) -> tuple[Any, Arguments]:
         player = self._make()
-        return player, Arguments(player.step, f"{self._name}.step")
+        return player, Arguments(player.step, f"{self._name}.step", self._judges)
 
     def _result(self, returned: Any) -> StepResult:
         match returned:
@@ -341,7 +388,13 @@ class GatherRunner:
         import asyncio
 
         async def gathered() -> list[Any]:
-            return await asyncio.gather(*calls())
+            tasks = [asyncio.ensure_future(call) for call in calls()]
+            try:
+                return await asyncio.gather(*tasks)
+            finally:
+                # Otherwise calls would continue in the next one after one of them has raised.
+                for task in tasks:
+                    task.cancel()
 
         if self._runner is None:
             self._runner = asyncio.Runner()

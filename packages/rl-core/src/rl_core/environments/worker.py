@@ -227,9 +227,12 @@ class Worker:
         others_wait: asyncio.Future[None] | None = None
         try:
             await asyncio.wait({answered}, timeout=self._backlog.patience_s)
-            if not answered.done():
+            # A call that waits for a judge does not hang, and its questions would be asked again.
+            if not answered.done() and not process.has_asked:
                 others_wait = asyncio.ensure_future(self._backlog.others_wait())
                 await asyncio.wait({answered, others_wait}, return_when=asyncio.FIRST_COMPLETED)
+            if process.has_asked:
+                await answered
             return answered.result() if answered.done() else None
         finally:
             for future in (answered, others_wait):

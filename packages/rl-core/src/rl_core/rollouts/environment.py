@@ -27,7 +27,7 @@ class AgentRun:
     until its answer is done, which has the reward; if it is closed before, the agent ends.
 
     Args:
-        command: Command of the agent.
+        command: Command of the agent; empty for the environment's own (`EnvironmentPlugin.brings_agent`).
         files: The agent's own files, by name; an argument of the command that equals one of these names becomes the
             file's path.
         variables: Environment variables that the user sets.
@@ -52,6 +52,12 @@ class AgentRun:
     def port(self) -> int:
         """TCP port of the server."""
         return urlsplit(self.root_url).port or 80
+
+    @property
+    def is_out_of_reach(self) -> bool:
+        """Return whether the server has a loopback address of another machine than this process."""
+        is_loopback = self.host in ("localhost", "::1") or self.host.startswith("127.")
+        return is_loopback and self.network != this_network()
 
     def variables_at(self, host: str) -> dict[str, str]:
         """Return the environment variables of the agent, for a server that it reaches at another host and the same
@@ -247,11 +253,11 @@ class StepResult:
         return named if "reward" in named else {**named, "reward": float(sum(named.values()))}
 
 
-Fault = Literal["raised", "signature", "answer", "deadline", "process", "lost"]
+Fault = Literal["raised", "signature", "answer", "deadline", "process", "lost", "budget"]
 """Kind of a failure: the environment raised, and may answer other conversations; it asks for a field that a row does
 not have; it answered in another form than it should; it passed its deadline; its process or a service that it needs
-(`rl_core.errors.InfrastructureFailed`) ended or cannot be reached; or nobody has the state of the conversation, which
-can resume from a saved one.
+(`rl_core.errors.InfrastructureFailed`) ended or cannot be reached; nobody has the state of the conversation, which can
+resume from a saved one; or the budget of a judge that it asked is spent, which ends the run.
 """
 
 

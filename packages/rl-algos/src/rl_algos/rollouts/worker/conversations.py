@@ -14,6 +14,7 @@ import numpy as np
 from rl_core.environments.messages import write_results
 from rl_core.errors import EnvironmentFailed, InfrastructureFailed
 from rl_core.rollouts.environment import Conversation, EnvironmentFailure, KeptState, Resumption, StepResult
+from rl_core.rollouts.judging import JudgeBudgetSpent
 from rl_core.rollouts.pool import AnsweredTurns
 
 _log = logging.getLogger(__name__)
@@ -112,8 +113,8 @@ class Conversations:
         return (*(each for each in answered if each.digests), *(each for each in self._earlier if each is not None))
 
     async def step(self, conversation: Conversation) -> StepResult:
-        """Return the answer to the newest turn; raise `EnvironmentFailed` if there is none, and
-        `InfrastructureFailed` if that is not the fault of the conversation."""
+        """Return the answer to the newest turn; raise `EnvironmentFailed` if there is none, `InfrastructureFailed` if
+        that is not the fault of the conversation, and `JudgeBudgetSpent` if a judge may not be asked again."""
         digest = turn_digest(conversation)
         course = self._courses.get(conversation.id) or self._begin(conversation.id, digest)
         conversation = replace(conversation, id=course.id, seed=course.seed)
@@ -177,6 +178,8 @@ class Conversations:
             outcome = await self._environment.step(replace(conversation, id=course.id, resumption=resumption))
         if isinstance(outcome, EnvironmentFailure):
             course.is_open = False
+            if outcome.fault == "budget":
+                raise JudgeBudgetSpent(outcome.reason)
             is_infrastructure = outcome.fault in ("process", "lost")
             raise (InfrastructureFailed if is_infrastructure else EnvironmentFailed)(outcome.reason)
         course.is_open = not outcome.done
