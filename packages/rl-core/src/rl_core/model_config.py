@@ -323,6 +323,9 @@ class DraftHeadConfig(Config):
 class ModelConfig(Config):
     """A model: its files, tokenizer, batch sizes, precision, optimizer, adapters, and the backend that trains it."""
 
+    has_own_tokens: ClassVar[bool] = False
+    """True if its rows have the tokens of its own tokenizer. Otherwise they have the policy's."""
+
     model_name: Annotated[PathText, WhenChanged.NEW_RUN]
     """Model to load: a folder with Hugging Face files, or a hub name."""
     tokenizer: TokenizerConfig = TokenizerConfig()
@@ -340,8 +343,11 @@ class ModelConfig(Config):
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     """Maximum norm of the gradients, which are clipped to it; null does not clip."""
     max_skipped_steps: Annotated[int, WhenChanged.RESUME] = Field(default=10, ge=0)
-    """Maximum number of consecutive optimizer steps that may be skipped because their gradient is not finite. One more
-    ends the run; 0 ends it at the first."""
+    """Maximum number of consecutive optimizer steps that may be skipped because their gradient is not finite, or its norm
+    above `skipped_grad_norm`. One more ends the run; 0 ends it at the first."""
+    skipped_grad_norm: Annotated[float | None, WhenChanged.RESUME] = Field(default=None, gt=0)
+    """Norm of the gradients above which an optimizer step is skipped; null skips only steps whose gradient is not
+    finite. A guardrail with `action: skip_step` sets it."""
     family_check: Annotated[Literal["auto", "off"], WhenChanged.RESUME] = "auto"
     """Check of a model family before it is trained on a mesh that the project's tests do not cover: `auto` checks once
     that a tiny model of the family trains correctly there; `off` trains without the check."""

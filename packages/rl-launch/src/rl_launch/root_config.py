@@ -11,7 +11,7 @@ from pydantic import Field
 from rl_core import run_config
 from rl_core.config import Config, EnvVars, PathText, WhenChanged
 from rl_core.model_config import GeneratingModelConfig
-from rl_launch.session.config import CallbackConfig, CheckpointingConfig, LoggerConfig, ProfilingConfig
+from rl_launch.session.config import CallbackConfig, CheckpointingConfig, GuardrailConfig, LoggerConfig, ProfilingConfig
 
 POLICY: Final = "policy"
 """Role and config section of the model whose weights are published and exported."""
@@ -85,6 +85,8 @@ class RootConfig(Config):
     callbacks: Annotated[list[str | CallbackConfig], WhenChanged.RESUME] = []
     """Your callback classes, which training calls at its start and end and after steps, evaluations and saves:
     `file.py:Class`, or `{type: file.py:Class, settings: {...}}`."""
+    guardrails: Annotated[dict[str, GuardrailConfig], WhenChanged.RESUME] = {}
+    """Rules over the metrics of the steps, by a name of your choice, and the actions of the run if they are broken."""
 
 
 class RunConfig(run_config.RunConfig, Protocol):
@@ -97,6 +99,8 @@ class RunConfig(run_config.RunConfig, Protocol):
     """Folder of the run; None for a new one."""
     callbacks: Sequence[str | CallbackConfig]
     """Callback classes of the user."""
+    guardrails: Mapping[str, GuardrailConfig]
+    """Rules over the metrics of steps."""
     policy: GeneratingModelConfig
     """The trained model. It has a section `generation` only if the algorithm generates."""
     cluster: ClusterConfig
@@ -117,6 +121,27 @@ C = TypeVar("C")
 def section_of(config: object, key: str) -> Any:
     """Return the section of a resolved config at a dotted key."""
     return attrgetter(key)(config)
+
+
+def leaf_of(config: object, key: str) -> Any:
+    """Return the value at a dotted key, also in a section of plain values.
+
+    Raises:
+        AttributeError, KeyError, TypeError: If there is none.
+    """
+    found: Any = config
+    for name in key.split("."):
+        found = found[name] if isinstance(found, Mapping) else getattr(found, name)
+    return found
+
+
+def staleness_key(config: RunConfig) -> str | None:
+    """Return the dotted key of the maximum age of rollouts, if the run has rollouts that are older than the weights;
+    None otherwise."""
+    for name, section in vars(config).items():
+        if getattr(section, "max_staleness", 0) > 0:
+            return f"{name}.async_grpo.max_trajectory_age_steps"
+    return None
 
 
 def with_section(config: C, key: str, section: object) -> C:

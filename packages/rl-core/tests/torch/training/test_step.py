@@ -135,6 +135,11 @@ def test_a_finite_gradient_starts_the_count_again() -> None:
     assert [skipped.admits(norm) for norm in (math.nan, 1.0, math.nan, 2.0)] == [False, True, False, True]
 
 
+def test_a_norm_above_the_bound_is_skipped_and_counted_as_one_that_is_not_finite() -> None:
+    skipped = SkippedSteps(2, above=5.0)
+    assert [skipped.admits(norm) for norm in (5.0, 5.1, math.nan, 4.9)] == [True, False, False, True]
+
+
 def test_without_skips_the_first_ends_the_run() -> None:
     with pytest.raises(RLError, match="max_skipped_steps=0"):
         SkippedSteps(0).admits(math.nan)

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rl_core.config import to_yaml
+from rl_core.config import as_written, to_yaml
 from rl_core.errors import RLError
 from rl_core.plugins import export_suffixes
 from rl_launch.commands.preparation import DATA_CHECKS, FOLDER, START_CHECKS, Preparation
@@ -29,9 +29,9 @@ from rl_launch.model_files.local_models import (
 )
 from rl_launch.monitoring.run_monitoring import RunMonitoring
 from rl_launch.placement.bundles import PlacementError
-from rl_launch.root_config import DRAFTER, with_section, with_values
+from rl_launch.root_config import DRAFTER, leaf_of, staleness_key, with_section, with_values
 from rl_launch.run_config.plan import RunPlan
-from rl_launch.run_config.reading import RunRecording, read_plan
+from rl_launch.run_config.reading import RunRecording, changed_plan, read_plan
 from rl_launch.runtime.restoration import Restoration
 from rl_launch.session import RunSession
 from rl_launch.session.checkpoints.checkpoints import newest_checkpoint
@@ -40,6 +40,16 @@ from rl_launch.session.directory.lock import holder
 from rl_launch.session.directory.recording import write_origins
 from rl_launch.session.directory.remedies import finished
 from rl_launch.session.directory.run_folder import RunFolder, is_run
+from rl_launch.session.guardrails import FILE as GUARDRAILS
+from rl_launch.session.guardrails import (
+    GuardrailEvent,
+    GuardrailRestart,
+    Guardrails,
+    changed_value,
+    changes_of,
+    read_events,
+    write_changes,
+)
 from rl_launch.show.advice import advice
 
 _log = logging.getLogger(__name__)
@@ -89,7 +99,8 @@ def train(
         ConfigError, DataError, RunDirectoryError, WorkerEnvironmentError: Before anything is started.
         RLError: If the run fails, with role, rank, node and phase.
     """
-    started = time.monotonic()
+    started, folder = time.monotonic(), Path(run_dir).expanduser()
+    plan = guarded(plan, folder)
     config, plugin = plan.config, plan.plugin
     run = Preparation(plan, run_dir, with_local_models, fresh=fresh, branch_point=branch_point)
     run.take([FOLDER])
@@ -98,6 +109,11 @@ def train(
         return TrainOutcome(metrics)
     run.take(DATA_CHECKS)
     restoration = Restoration(saves=config.checkpointing.enabled)
+
+    def found(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+        return findings(rows, as_written(plan.root))
+
+    guardrails = Guardrails(config.guardrails, folder, found)
     exports = export_suffixes(plugin.models(config))
     if config.policy.draft_head is not None:
         exports[DRAFTER] = f"_{DRAFTER}"
@@ -105,7 +121,6 @@ def train(
         sessions = partial(
             RunSession,
             run_dir,
-            config,
             title=title,
             since=started,
             exports=exports,
@@ -113,11 +128,19 @@ def train(
             pusher=run.pusher,
             observer=monitoring.observer,
             restarts=lambda: restoration.goes_on,
+            guardrails=guardrails,
         )
         start = partial(sessions, fresh=fresh)
         while True:
             try:
                 return _run(run, start, restoration, monitoring)
+            except GuardrailRestart as restart:
+                plan = _changed(plan, restart.event, guardrails, folder)
+                callbacks, pusher = run.callbacks, run.pusher
+                run = Preparation(plan, run_dir, with_local_models)
+                run.take([FOLDER])
+                run.take(DATA_CHECKS)
+                run.callbacks, run.pusher = callbacks, pusher
             except PlacementError as error:
                 raise restoration.failed(error) from None
             except RLError:
@@ -134,7 +157,7 @@ def _run(
     plan, needs, algorithm = run.plan, run.needs, run.plan.algorithm
     config = plan.config
     recording = RunRecording(needs.environments if needs is not None else ())
-    session = start(recording=recording, branch=run.branch)
+    session = start(run.written.config, recording=recording, branch=run.branch)
     if not restoration.follows_a_loss:
         _log.info("run directory: %s", session.directory.path)
 
@@ -175,6 +198,39 @@ def _run(
         with session.with_models(), monitoring.watching(runtime):
             algorithm.run(config, components, session)
     return TrainOutcome(session.last_metrics, session.stop_request.signal, session.is_finished)
+
+
+def guarded(plan: RunPlan, run_dir: Path) -> RunPlan:
+    """Return the plan with what guardrails set: steps that are skipped, and the changes that they have made in the run.
+
+    Raises:
+        RLError: If the record of earlier changes cannot be read.
+    """
+    rules = plan.config.guardrails.values()
+    skipped = [rule.above for rule in rules if rule.action == "skip_step" and rule.above is not None]
+    if skipped:
+        plan = changed_plan(plan, {"policy.skipped_grad_norm": min(skipped)}, "guardrails")
+    changes = changes_of(read_events(run_dir)) if is_run(run_dir) else {}
+    if changes:
+        listed = ", ".join(f"{key}={value}" for key, value in changes.items())
+        _log.info("guardrails have changed this run: %s (%s)", listed, run_dir / GUARDRAILS)
+        write_changes(run_dir, changes)
+    return changed_plan(plan, changes, GUARDRAILS)
+
+
+def _changed(plan: RunPlan, event: GuardrailEvent, guardrails: Guardrails, run_dir: Path) -> RunPlan:
+    """Return the plan that a run goes on with after a guardrail acted, which is written into its folder."""
+    change = dict(plan.config.guardrails[event.rule].change)
+    if event.action == "lower_staleness":
+        key = staleness_key(plan.config)
+        assert key is not None, "the checks refuse it"
+        change = {key: leaf_of(plan.config, key) - 1}
+    change = {key: changed_value(value, leaf_of(plan.config, key), key) for key, value in change.items()}
+    listed = ", ".join(f"{key}={value}" for key, value in change.items()) or "the same config"
+    back = f"back to checkpoint step_{event.resumes_after}" if event.action == "rollback" else "on from its checkpoint"
+    _log.warning("%s; the run goes %s with %s", event, back, listed)
+    guardrails.note(replace(event, change=change))
+    return guarded(plan, run_dir)
 
 
 def finished_metrics(run_dir: str | Path, plan: RunPlan) -> Mapping[str, float] | None:

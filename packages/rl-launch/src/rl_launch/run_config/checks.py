@@ -26,10 +26,20 @@ from rl_launch.placement.topology import (
     weight_sync_problems,
 )
 from rl_launch.push.destinations import destination_of
-from rl_launch.root_config import DRAFT_HEAD, DRAFTER, POLICY, ClusterConfig, RunConfig, section_of
+from rl_launch.root_config import (
+    DRAFT_HEAD,
+    DRAFTER,
+    POLICY,
+    ClusterConfig,
+    RunConfig,
+    leaf_of,
+    section_of,
+    staleness_key,
+)
 from rl_launch.run_config.inputs import device_here, profiling_checks
 from rl_launch.run_config.plan import RunPlan, plugin_of
 from rl_launch.session.callbacks import callback_problems
+from rl_launch.session.guardrails import factor_of
 
 Check = Callable[[RunPlan], Iterable[Problem]]
 
@@ -48,7 +58,8 @@ def _folder_checks(plan: RunPlan) -> Iterator[Problem]:
         if lora.enabled and lora.target_modules and not lora.match_all_linear:
             yield from adapter_problems(f"{key}.lora_cfg.target_modules", section.model_name, lora.target_modules)
         yield from initial_adapter_problems(f"{key}.lora_cfg", lora)
-        if "tokenizer" in section.model_fields_set and section.tokenizer != tokenizer:
+        own = section.has_own_tokens
+        if not own and "tokenizer" in section.model_fields_set and section.tokenizer != tokenizer:
             reason = "differs from policy.tokenizer, which produces all tokens"
             yield Problem(f"{key}.tokenizer", reason, remedy="Remove this key")
     for key, name in plan.plugin.further_models(config).items():
@@ -64,13 +75,18 @@ def _folder_checks(plan: RunPlan) -> Iterator[Problem]:
 
 def _model_fact_checks(plan: RunPlan) -> Iterator[Problem]:
     config = plan.config
-    read = {model.section: model.spec.role for model in plan.backends.models.values()}
+    read = {model.section: model.spec for model in plan.backends.models.values()}
     length = config.policy.max_total_sequence_length
     for key in plan.model_sections:
-        is_headless, is_read = read.get(key) in HEADLESS_ROLES, key in read
-        section = plan.section(key)
+        section, spec = plan.section(key), read.get(key)
         yield from model_problems(
-            key, section, longest_row=length, has_scalar_head=is_headless, is_trained_from=is_read
+            key,
+            section,
+            longest_row=section.max_total_sequence_length if section.has_own_tokens else length,
+            length_key=f"{key if section.has_own_tokens else POLICY}.max_total_sequence_length",
+            has_scalar_head=spec is not None and spec.role in HEADLESS_ROLES,
+            needs_scalar_head=spec is not None and spec.role == "reward_model" and not spec.trains,
+            is_trained_from=spec is not None,
         )
     for key, name in plan.plugin.further_models(config).items():
         place, section = key.removesuffix(".model_name"), config.policy.model_copy(update={"model_name": name})
@@ -350,12 +366,55 @@ def _placement_problems(cluster: ClusterConfig, backends: Backends, device: Devi
         yield from topology_problems(topology)
 
 
+SKIPPED = "train/grad_norm"
+"""Metric whose bound a trainer knows before an optimizer step."""
+
+
+def _guardrail_checks(plan: RunPlan) -> Iterator[Problem]:
+    config = plan.config
+    for name, rule in config.guardrails.items():
+        key = f"guardrails.{name}"
+        bounds = [bound for bound in ("above", "below", "falls_by", "rises_by") if getattr(rule, bound) is not None]
+        if rule.change and rule.action != "rollback":
+            yield Problem.unused(f"{key}.change", f"with action {rule.action}")
+        if rule.action in ("warn", "skip_step", "stop") and is_changed(rule, "max_actions"):
+            yield Problem.unused(f"{key}.max_actions", f"with action {rule.action}")
+        if rule.action in ("rollback", "lower_staleness") and not config.checkpointing.enabled:
+            remedy = "Set checkpointing.enabled=true, or choose warn or stop"
+            yield Problem(f"{key}.action", "needs the checkpoints of the run", got=rule.action, remedy=remedy)
+        if rule.action == "skip_step":
+            if rule.metric != SKIPPED or bounds != ["above"]:
+                reason = f"skips optimizer steps, before which only {SKIPPED} is known"
+                remedy = f"Set metric: {SKIPPED} and above alone, or choose another action"
+                yield Problem(f"{key}.action", reason, got=rule.action, remedy=remedy)
+            elif config.policy.skipped_grad_norm not in (None, rule.above):
+                yield Problem("policy.skipped_grad_norm", f"differs from {key}.above", remedy="Remove one of them")
+            if is_changed(rule, "patience"):
+                yield Problem.unused(f"{key}.patience", "with action skip_step, which judges every step")
+        if rule.action == "lower_staleness" and staleness_key(config) is None:
+            reason = "needs rollouts that are older than the weights which train on them"
+            yield Problem(f"{key}.action", reason, got=rule.action, remedy="Set async_grpo.enabled, or choose another")
+        for changed, value in rule.change.items():
+            if changed == "guardrails" or changed.startswith(("guardrails.", "cluster.", "run_dir")):
+                yield Problem(f"{key}.change", f"cannot change {changed}", remedy="Change settings of the training")
+                continue
+            try:
+                present = leaf_of(config, changed)
+            except (AttributeError, KeyError, TypeError):
+                yield Problem(f"{key}.change", f"has {changed!r}, which is no key of this config")
+                continue
+            if factor_of(value) is not None and (isinstance(present, bool) or not isinstance(present, int | float)):
+                reason = f"multiplies {changed}, whose value is {present!r}"
+                yield Problem(f"{key}.change", reason, got=value, remedy="Give a value instead of a factor")
+
+
 CHECKS: tuple[Check, ...] = (
     _folder_checks,
     _plugin_checks,
     _checkpointing_checks,
     _push_checks,
     _switch_checks,
+    _guardrail_checks,
     profiling_checks,
 )
 """Checks of the config of a run."""

@@ -63,6 +63,29 @@ def _read(raw: RawConfig, source: str | Path | Mapping[str, Any]) -> RunPlan:
     return checks.planned(resolved)
 
 
+def changed_plan(plan: RunPlan, values: Mapping[str, Any], origin: str) -> RunPlan:
+    """Return the plan of a config with other values of some keys; the same plan if there are none.
+
+    Args:
+        plan: Plan of a config that was read.
+        values: Values by dotted key.
+        origin: Origin of the values, for messages.
+
+    Raises:
+        ConfigError: If the changed config has problems; lists all of them.
+    """
+    if not values:
+        return plan
+    assert plan.raw is not None, "the plan of a config that was read"
+    raw = plan.raw
+    for key, value in values.items():
+        nested = value
+        for name in reversed(key.split(".")):
+            nested = {name: nested}
+        raw = raw.with_values(nested, origin)
+    return _read(raw, plan.raw.plain())
+
+
 def _of_another_algorithm(key: str, algorithm: AlgorithmPlugin) -> str:
     """Return the explanation of a key whose section other algorithms have; empty if none has it."""
     section = key.partition(".")[0]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rl_core.errors import ConfigError, DataError, RLError, WorkerDied
 from rl_core.tracing import spans
 from rl_launch.placement.bundles import DevicesLost, PlacementError
+from rl_launch.session.guardrails import GuardrailRestart
 from rl_launch.session.traces.step_trace import RESTARTS
 
 if TYPE_CHECKING:
@@ -61,7 +62,9 @@ class Restoration:
             session: The session of the run.
             lost_nodes: Returns the addresses of the run's lost nodes. If there are any, they are the cause.
         """
-        self.goes_on = False
+        self.goes_on = isinstance(error, GuardrailRestart)
+        if self.goes_on:
+            return
         # A run that is restored may lose another node before its first step.
         has_begun = session.has_begun or self.follows_a_loss
         if not (self._saves and has_begun) or isinstance(error, ConfigError | DataError | DevicesLost):

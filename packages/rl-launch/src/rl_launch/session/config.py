@@ -214,6 +214,43 @@ class CallbackConfig(Config):
         return cls(type=written) if isinstance(written, str) else written
 
 
+GuardrailAction = Literal["warn", "skip_step", "lower_staleness", "rollback", "stop"]
+"""What a run does if a guardrail is broken."""
+
+
+class GuardrailConfig(Config):
+    """A rule over a metric of the steps, and the action of the run if it is broken."""
+
+    metric: str
+    """Metric, as `metrics.jsonl` spells it, such as `policy/kl`. Without a bound, the rule is broken if `rl show`
+    advises on this metric first: `reward/mean` for a collapse, `mismatch/kl`, `policy/nll` for a lost entropy."""
+    above: float | None = None
+    """The rule is broken above this value."""
+    below: float | None = None
+    """The rule is broken below this value."""
+    falls_by: float | None = Field(default=None, gt=0)
+    """The rule is broken if the metric is this much below the highest mean that it has had over `patience` steps."""
+    rises_by: float | None = Field(default=None, gt=0)
+    """The rule is broken if the metric is this much above the lowest mean that it has had over `patience` steps."""
+    patience: int = Field(default=3, ge=1)
+    """Number of steps in a row that break the rule before the run acts. Steps without the metric do not count."""
+    action: GuardrailAction = "warn"
+    """`warn`: a warning in the log, once until the metric recovers. `stop`: the run ends with an error, saved; the same
+    command resumes it. `rollback`: the run goes back to the newest checkpoint before the first of these steps, with
+    `change`. `lower_staleness`: the run is saved and goes on with `async_grpo.max_trajectory_age_steps` lower by 1.
+    `skip_step`: an optimizer step whose gradient norm (`metric: train/grad_norm`, `above`) is larger is skipped."""
+    change: dict[str, Any] = {}
+    """Keys of the config with the values that they have after a rollback; `x0.5` multiplies the present value:
+    `{policy.optimizer.kwargs.lr: x0.5}`. Each rollback changes them again."""
+    max_actions: int = Field(default=3, ge=1)
+    """Maximum number of actions of this rule in a run. After that it only warns."""
+
+    @property
+    def has_bound(self) -> bool:
+        """True if the rule has a bound of its own."""
+        return any(bound is not None for bound in (self.above, self.below, self.falls_by, self.rises_by))
+
+
 class WandbConfig(Config):
     """Run in Weights & Biases."""
 

@@ -34,6 +34,7 @@ from rl_launch.session.directory.run_directory import RunDirectory
 from rl_launch.session.directory.run_folder import RunFolder
 from rl_launch.session.directory.run_state import RunState, Status
 from rl_launch.session.directory.writable import careful_umask
+from rl_launch.session.guardrails import GuardrailEvent, GuardrailRestart, Guardrails, GuardrailStop
 from rl_launch.session.observer import ObservedRun, Observers, RunObserver
 from rl_launch.session.rollouts import rollout_store
 from rl_launch.session.rollouts.run_files import RolloutFiles, RolloutWriter, TokenFiles
@@ -86,6 +87,7 @@ class RunSession:
         pusher: Pushes checkpoints; none are pushed without it.
         observer: Sees the run's steps and its end.
         restarts: Returns True if the run is restored after an error, which trackers then see as an interruption.
+        guardrails: Rules over the metrics; none if not given.
 
     Attributes:
         directory: The run directory.
@@ -116,11 +118,13 @@ class RunSession:
         pusher: CheckpointReceiver | None = None,
         observer: RunObserver | None = None,
         restarts: Callable[[], bool] = lambda: False,
+        guardrails: Guardrails | None = None,
     ) -> None:
         self.directory = RunDirectory(run_dir, recording)
         self._config = config
         access = config.logger.run_dir_access
         self._take_directory = partial(self.directory.open, config, fresh=fresh, branch=branch, access=access)
+        self._guardrails = guardrails
         self._restarts = restarts
         self._callbacks = Callbacks(callbacks, lambda: self.stop_request.unwound_by)
         self._pusher = pusher
@@ -260,6 +264,8 @@ class RunSession:
         self.stop_request.listen(gracefully=True)
         settings = as_written(self._config)
         self._observer.start(max_steps, history)
+        if self._guardrails is not None:
+            self._guardrails.start(history)
         self._callbacks.start(
             CallbackRun(self.directory.path, settings, self.completed, max_steps, tuple(history), self.stop)
         )
@@ -319,10 +325,42 @@ class RunSession:
             self._observer.end_step(step, self._metrics.last)
             self.completed = step
             self._finish_save(wait=False)
+            event = None if self._guardrails is None else self._guardrails.after_step(step, self._metrics.last)
+            if event is not None:
+                self._act(event)
             self.stop_request.after_step(seconds, saves=self._saves.checkpoints.begun is not None)
             if self._saving.enabled and self.due(self._saving.save_period, step):
                 self._save(wait=not self._saving.async_save)
         self._finish()
+
+    def _act(self, event: GuardrailEvent) -> None:
+        """Do what a guardrail asks for after a step.
+
+        Raises:
+            GuardrailStop: If the run ends.
+            GuardrailRestart: If it goes on from a checkpoint with another config.
+        """
+        assert self._guardrails is not None, "it asked for the action"
+        self._finish_save(wait=True)
+        if event.action == "rollback":
+            found = self._saves.checkpoints.newest(before=event.onset)
+            if found is not None:
+                self._saves.checkpoints.set_aside(found[0], "rolled_back")
+                raise GuardrailRestart(replace(event, resumes_after=found[0]))
+            kept = ", ".join(f"step_{step}" for step in RunFolder(self.directory.path).checkpoint_steps()) or "none"
+            raise GuardrailStop(
+                f"{event}, from step {event.onset} on, but the run has no checkpoint before that step to go back to "
+                f"(it has {kept}). Lower checkpointing.save_period, or raise checkpointing.keep_top_k, in a new run"
+            )
+        if self._saving.enabled:
+            self._save(wait=True)
+        if event.action == "stop":
+            self._guardrails.note(event)
+            raise GuardrailStop(
+                f"{event}, so the run ends after step {event.step}. The same command resumes it, with the rule changed "
+                f"or removed (guardrails.{event.rule})"
+            )
+        raise GuardrailRestart(event)
 
     def _finish(self) -> None:
         """Save the last complete step if that has not been saved."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 from rl_algos.evaluation.summary import listed
 from rl_core.config.keys import value_at
+from rl_core.errors import RLError
+from rl_launch.session.guardrails import read_events
 from rl_launch.session.tracking.progress import imbalance, steady
 
 MIN_STEPS = 8
@@ -108,6 +111,29 @@ def advice(
     # a run that learns nothing is in no hurry
     slow = [] if _all_equal(rows) or len(rows) < MIN_STEPS else _slow(timings, config)
     return [*_failed(rows, config, failures or {}), *found, *slow]
+
+
+def acted(run_dir: Path) -> list[Advice]:
+    """Return what guardrails have done in a run, each action as something to look at."""
+    try:
+        events = read_events(run_dir)
+    except RLError as error:
+        return [Advice(str(error), "see docs/guardrails.md")]
+    done = {
+        "rollback": "the run went back to step_{back}",
+        "lower_staleness": "its rollouts are younger since then",
+        "stop": "the run ended",
+    }
+    return [
+        Advice(
+            f"{event}; {done[event.action].format(back=event.resumes_after)} after step {event.step}",
+            f"its config has since {', '.join(f'{key}={value}' for key, value in event.change.items())}"
+            if event.change
+            else f"change what broke guardrails.{event.rule}, or the rule",
+            metrics=(event.metric,),
+        )
+        for event in events
+    ]
 
 
 def _failed(rows: Rows, config: Mapping[str, Any], failures: Mapping[str, int]) -> Iterator[Advice]:

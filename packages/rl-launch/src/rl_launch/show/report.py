@@ -17,7 +17,7 @@ from rl_launch.session.directory.row_files import text_of_content
 from rl_launch.session.directory.run_folder import Description, RunFolder, timings_of
 from rl_launch.session.directory.run_state import RunState
 from rl_launch.session.rollouts.rollout_store import Kind
-from rl_launch.show.advice import Advice, advice
+from rl_launch.show.advice import Advice, acted, advice
 from rl_launch.show.selection import Selection, response_of, reward_of
 
 NUM_SAMPLES = 2
@@ -216,7 +216,7 @@ def report_of(run: RunFolder, step: int | None = None, selection: Selection | No
         series=series,
         timings=timings,
         rollouts=_rollouts(run, step, selection),
-        advice=tuple(advice(rows, timings, run.config(), failures_of(run, rows))),
+        advice=(*acted(run.path), *advice(rows, timings, run.config(), failures_of(run, rows))),
         exports={
             name: str(saved[-1].path / each) for name, each in folders.items() if (saved[-1].path / each).is_dir()
         },

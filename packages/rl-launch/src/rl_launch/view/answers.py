@@ -17,7 +17,7 @@ from rl_launch.evaluation.result import EvaluationResult, compare_results
 from rl_launch.session.directory.recording import read_origins
 from rl_launch.session.directory.remedies import command_to_go_on
 from rl_launch.session.directory.run_folder import CONFIG, RunFolder, timings_of
-from rl_launch.show.advice import advice
+from rl_launch.show.advice import acted, advice
 from rl_launch.show.comparison import differing_keys, effective_values
 from rl_launch.show.report import failures_of, higher_is_better
 from rl_launch.show.terminal import PLOTTED
@@ -104,7 +104,7 @@ def report(catalog: PageCatalog, given: Parameters) -> Answer:
     entry = catalog[given.text("id")]
     rows = list(entry.metrics.rows())
     timings = timings_of(rows)
-    found = advice(rows, timings, entry.run.config(), failures_of(entry.run, rows))
+    found = [*acted(entry.run.path), *advice(rows, timings, entry.run.config(), failures_of(entry.run, rows))]
     steps = entry.steps("step")
     return {"advice": [asdict(each) for each in found], "timings": timings, "last_step": steps[-1] if steps else None}
 

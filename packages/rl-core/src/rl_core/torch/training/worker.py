@@ -20,7 +20,7 @@ from rl_core.facts.vllm_readings import write_serving_note
 from rl_core.metrics import Metric
 from rl_core.model import HEADLESS_ROLES, Coordinates, Loss, ModelPart, ModelSpec, Read, SavedFile
 from rl_core.model_config import ModelConfig
-from rl_core.torch.files.model_files import CONFIG, copy_side_files, copy_tokenizer, fetched_folder
+from rl_core.torch.files.model_files import CONFIG, WeightFiles, copy_side_files, copy_tokenizer, fetched_folder
 from rl_core.torch.heads.reads import check_reads
 from rl_core.torch.optim.optimizer import build_schedule
 from rl_core.torch.process_group import on_rank0
@@ -40,6 +40,8 @@ from rl_core.weights import Manifest, Transport, WeightForm
 
 CLOSE_TIMEOUT = timedelta(seconds=30)
 DRAFT_LOSSES = "draft_losses"
+SCORE = "score.weight"
+"""Name of the head of reward models and critics in files."""
 
 
 class _WorkerPart:
@@ -152,6 +154,8 @@ class TrainingWorker(_WorkerPart):
         self._folder = fetched_folder(config.model_name, control)
         self._tokenizer = self._folder if tokenizer is None else fetched_folder(tokenizer, control)
         on_rank0(control, lambda: check_base(config, self._folder))
+        if spec.role == "reward_model" and not spec.trains:
+            on_rank0(control, self._check_scores)
         parts = build(self._folder)
         self._model, self._weights, self._optimizer = parts.model, parts.weights, parts.optimizer
         self._residency, self._plan_step = parts.residency, parts.plan_step
@@ -161,7 +165,7 @@ class TrainingWorker(_WorkerPart):
         self._reference = Reference(self._model.trained_parts) if spec.keeps_reference else None
         inner = None if self._optimizer is None else self._optimizer.inner
         self._schedule = None if inner is None else build_schedule(config.scheduler, inner)
-        self._skipped = SkippedSteps(config.max_skipped_steps)
+        self._skipped = SkippedSteps(config.max_skipped_steps, config.skipped_grad_norm)
         # Operations per second of the ranks that share a data-parallel shard; None if they are not known.
         peak = peak_flops(mesh.kind.chip) if config.precision == "bfloat16" else None
         self._peak = None if peak is None else peak * mesh.world_size / mesh.coordinates.along("dp")
@@ -288,6 +292,14 @@ class TrainingWorker(_WorkerPart):
         # Modules and wrappers form cycles, which keep memory and the sockets of groups until they are collected.
         gc.collect()
         self._mesh.kind.release_memory()
+
+    def _check_scores(self) -> None:
+        """Raise a `ValueError` if the files of a model that only scores have no head, whose scores would be random."""
+        if SCORE not in WeightFiles.of(self._folder).names:
+            raise ValueError(
+                f"model_name: {self._config.model_name!r} is not a reward model, because its files have no {SCORE}. "
+                "Train one with algorithm: rm, and name the folder `hf` of a checkpoint"
+            )
 
     def _kept_reference(self) -> Reference:
         if self._reference is None:

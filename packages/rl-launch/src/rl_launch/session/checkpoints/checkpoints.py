@@ -223,11 +223,15 @@ class Checkpoints:
 
     def tidy(self, step: int) -> None:
         """Remove the remains of a killed process, and set aside damaged checkpoints after the one that is resumed."""
+        self.set_aside(step, "damaged")
         for leftover in (path for ending in _LEFTOVERS for path in self._folder.glob(f".*{ending}")):
             shutil.rmtree(leftover, ignore_errors=True)
+
+    def set_aside(self, step: int, reason: str) -> None:
+        """Give the checkpoints after a step names that are no checkpoint's: `REASON_step_N`. They are kept for
+        inspection."""
         for later in (path for number, path in saved_checkpoints(self._folder) if number > step):
-            # kept for inspection under a name that is not a checkpoint's
-            aside = later.with_name(f"damaged_{later.name}")
+            aside = later.with_name(f"{reason}_{later.name}")
             shutil.rmtree(aside, ignore_errors=True)
             later.rename(aside)
 

@@ -1,0 +1,188 @@
+import json
+import math
+from dataclasses import replace
+from functools import partial
+
+import counting_run as counting
+import pytest
+
+from rl_core.errors import ConfigError, RLError
+from rl_launch.commands.train import guarded
+from rl_launch.run_config.reading import read_plan
+from rl_launch.session import RunSession
+from rl_launch.session.config import GuardrailConfig
+from rl_launch.session.guardrails import (
+    FILE,
+    GuardrailEvent,
+    GuardrailRestart,
+    Guardrails,
+    GuardrailStop,
+    changed_value,
+    changes_of,
+    read_events,
+)
+from rl_launch.show.advice import acted
+
+
+def watched(tmp_path, rule, values, *, findings=lambda rows: []):
+    """Return the step and the onset of the first action, if there is one."""
+    guardrails = Guardrails({"rule": GuardrailConfig.model_validate({"metric": "m", **rule})}, tmp_path, findings)
+    guardrails.start([])
+    for step, value in enumerate(values, start=1):
+        event = guardrails.after_step(step, {} if value is None else {"m": value})
+        if event is not None:
+            return event.step, event.onset
+    return None
+
+
+STOP = {"action": "stop"}
+
+
+@pytest.mark.parametrize(
+    ("rule", "values", "found"),
+    [
+        ({"above": 1.0, "patience": 1}, [0, 1, 1.5], (3, 3)),
+        ({"above": 1.0, "patience": 2}, [2, 0, 2, 0, 2, 3], (6, 5)),
+        ({"below": 0.0}, [-1, -1, 0, -1, -1, -1], (6, 4)),
+        # Steps without the metric neither break a rule nor keep it.
+        ({"above": 1.0, "patience": 2}, [2, None, None, 2], (4, 1)),
+        ({"above": 1.0, "patience": 1}, [0, math.nan], (2, 2)),
+        ({"below": 1.0, "patience": 1}, [2, math.inf, -math.inf], (3, 3)),
+        # The best mean of two steps is 0.85, so the bound is 0.35.
+        ({"falls_by": 0.5, "patience": 2}, [0.8, 0.9, 0.4, 0.3, 0.4, 0.3, 0.2], (7, 6)),
+        ({"falls_by": 0.5, "patience": 2}, [0.1, 0.1], None),
+        ({"rises_by": 1.0, "patience": 1}, [3, 2, 2.9, 3.1], (4, 4)),
+    ],
+)
+def test_a_rule_is_broken_by_steps_in_a_row(tmp_path, rule, values, found):
+    assert watched(tmp_path, {**STOP, **rule}, values) == found
+
+
+def test_a_rule_without_a_bound_is_broken_by_a_finding_of_rl_show(tmp_path):
+    def findings(rows):
+        return [("m", "it collapsed")] if rows[-1]["m"] == 0 else [("other", "no")]
+
+    rule = {**STOP, "patience": 2}
+    assert watched(tmp_path, rule, [1, 0, 1, 0, 0], findings=findings) == (5, 4)
+    assert watched(tmp_path, {"action": "warn", "patience": 1}, [0, 0, 0], findings=findings) is None
+
+
+def test_a_warning_comes_once_until_the_metric_recovers(tmp_path, caplog):
+    watched(tmp_path, {"above": 1, "patience": 1}, [2, 2, 2, 0, 2])
+    said = [record.message for record in caplog.records]
+    assert said == ["guardrail rule: m was above 1, the last time 2"] * 2
+
+
+def test_a_rule_that_has_acted_often_enough_only_warns(tmp_path, caplog):
+    rule = GuardrailConfig(metric="m", above=1, patience=1, action="rollback", max_actions=2)
+    for _ in range(2):
+        guardrails = Guardrails({"rule": rule}, tmp_path, lambda rows: [])
+        guardrails.start([])
+        event = guardrails.after_step(1, {"m": 2})
+        guardrails.note(replace(event, change={"a.b": 1}))
+    assert Guardrails({"rule": rule}, tmp_path, lambda rows: []).after_step(1, {"m": 2}) is None
+    assert "it has acted 2 times already" in caplog.text
+    assert [event.change for event in read_events(tmp_path)] == [{"a.b": 1}] * 2
+
+
+def test_a_record_that_cannot_be_read_is_one_message_with_the_remedy(tmp_path):
+    (tmp_path / FILE).write_text('[{"rule": 1}]')
+    with pytest.raises(RLError, match="restore it, or remove it to resume the run without them"):
+        read_events(tmp_path)
+
+
+def test_a_change_is_a_value_or_a_factor():
+    assert changed_value("x0.5", 3e-4, "lr") == 1.5e-4
+    assert changed_value("x0.5", 7, "n") == 4
+    assert changed_value("x-large", "small", "size") == "x-large"
+    assert changed_value(2, 7, "n") == 2
+    with pytest.raises(RLError, match="multiplies size by 2, but its value is 'small'"):
+        changed_value("x2", "small", "size")
+    event = GuardrailEvent("a", "m", "rollback", 3, 2, "", 1, {"x": 1, "y": 1})
+    assert changes_of([event, replace(event, change={"y": 2})]) == {"x": 1, "y": 2}
+
+
+def run(run_dir, rule, settings=None, **loop):
+    settings = settings or counting.config()
+    rules = {"rule": GuardrailConfig.model_validate({"metric": "watched", "above": 0, "patience": 2, **rule})}
+    guardrails = Guardrails(rules, run_dir, lambda rows: [])
+    original = counting.RunSession
+    try:
+        counting.RunSession = partial(RunSession, guardrails=guardrails)
+        return counting.run(run_dir, settings, **loop)
+    finally:
+        counting.RunSession = original
+
+
+def bad_from(first):
+    return lambda session, step: session.record(step, {"watched": float(step >= first)})
+
+
+def test_a_stopped_run_is_saved_and_resumes_without_the_rule(tmp_path):
+    with pytest.raises(GuardrailStop, match=r"ends after step 5.*guardrails\.rule"):
+        run(tmp_path / "run", {"action": "stop"}, at_step=bad_from(4))
+    assert json.loads((tmp_path / "run/state.json").read_text())["saved"] == 5
+    counting.run(tmp_path / "run", counting.config())
+    counting.run(tmp_path / "whole", counting.config())
+    found, whole = counting.metrics(tmp_path / "run"), counting.metrics(tmp_path / "whole")
+    assert [row["train/loss"] for row in found] == [row["train/loss"] for row in whole]
+
+
+def test_a_rollback_goes_to_the_newest_checkpoint_before_the_onset(tmp_path):
+    with pytest.raises(GuardrailRestart) as restart:
+        run(tmp_path / "run", {"action": "rollback", "patience": 3}, at_step=bad_from(4))
+    event = restart.value.event
+    assert (event.step, event.onset, event.resumes_after) == (6, 4, 2)
+    names = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
+    assert names == ["rolled_back_step_4", "step_2"]
+    # The steps are made again from there, as they were.
+    counting.run(tmp_path / "run", counting.config())
+    counting.run(tmp_path / "whole", counting.config())
+    found, whole = counting.metrics(tmp_path / "run"), counting.metrics(tmp_path / "whole")
+    assert [row["train/loss"] for row in found] == [row["train/loss"] for row in whole]
+
+
+def test_a_rollback_without_a_checkpoint_before_the_onset_ends_the_run(tmp_path):
+    with pytest.raises(GuardrailStop, match=r"no checkpoint before that step.*checkpointing.keep_top_k"):
+        run(tmp_path / "run", {"action": "rollback"}, at_step=bad_from(1))
+
+
+def test_actions_are_shown_first(tmp_path):
+    event = GuardrailEvent("spike", "train/loss", "rollback", 7, 5, "train/loss was above 3", 4, {"policy.lr": 1})
+    Guardrails({"spike": GuardrailConfig(metric="train/loss")}, tmp_path, lambda rows: []).note(event)
+    (found,) = acted(tmp_path)
+    assert found.found == "guardrail spike: train/loss was above 3; the run went back to step_4 after step 7"
+    assert found.remedy == "its config has since policy.lr=1"
+    assert acted(tmp_path / "other") == []
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ({"metric": "a", "action": "stop", "change": {"policy.max_grad_norm": 1}}, "has no effect with action stop"),
+        ({"metric": "a", "above": 1, "action": "skip_step"}, "only train/grad_norm is known"),
+        ({"metric": "a", "above": 1, "action": "lower_staleness"}, "needs rollouts that are older"),
+        ({"metric": "a", "action": "rollback", "change": {"policy.lr": 1}}, "'policy.lr', which is no key"),
+        ({"metric": "a", "action": "rollback", "change": {"cluster.num_nodes": 2}}, "cannot change cluster.num_nodes"),
+        ({"metric": "a", "action": "rollback", "change": {"policy.precision": "x2"}}, "whose value is 'float32'"),
+    ],
+)
+def test_a_rule_that_cannot_act_is_refused(written, message):
+    with pytest.raises(ConfigError, match=message):
+        read_plan({"defaults": "grpo-arithmetic", "guardrails": {"rule": written}})
+
+
+def test_a_bound_of_skipped_steps_reaches_the_trainer(tmp_path):
+    rule = {"metric": "train/grad_norm", "above": 8, "action": "skip_step"}
+    plan = read_plan({"defaults": "sft-arithmetic", "guardrails": {"spike": rule}})
+    assert guarded(plan, tmp_path).config.policy.skipped_grad_norm == 8
+
+
+def test_changes_of_a_run_hold_when_it_is_resumed(tmp_path):
+    plan = read_plan({"defaults": "sft-arithmetic"})
+    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "config.yaml").write_text("policy:\n  optimizer:\n    kwargs: {lr: 0.1}\n")
+    events = [GuardrailEvent("a", "m", "rollback", 3, 2, "", 1, {"policy.optimizer.kwargs.lr": 0.05})]
+    (tmp_path / FILE).write_text(json.dumps([vars(event) for event in events]))
+    assert guarded(plan, tmp_path).config.policy.optimizer.kwargs["lr"] == 0.05
+    assert "lr: 0.05" in (tmp_path / "config.yaml").read_text()
