@@ -23,9 +23,22 @@ MODELS = "judges.*"
 class RewardModelJudgeConfig(ModelConfig):
     """A model with a score for a conversation, such as `rl train` makes with `algorithm: rm`."""
 
+    has_own_tokens: ClassVar[bool] = True
+
     kind: Literal["reward_model"]
     """Kind of the judge: `reward_model`, a model with a score for a conversation; `generator`, a language model in an
     engine of the run; `endpoint`, a language model behind a URL."""
+    logprob_batch_size: Annotated[int, WhenChanged.RESUME] = Field(default=16, gt=0)
+    """Number of rows in one forward pass, unless packing or dynamic batching sets a token budget. Rows of one group
+    only are computed together, and the tokens that they begin with once, if rows are packed."""
+    max_total_sequence_length: int = Field(default=2048, gt=1)
+    """Maximum number of tokens in a conversation, by the tokenizer of this model. Of longer conversations the last ones
+    are scored."""
+    step_end: str | None = Field(default=None, min_length=1)
+    """String that ends a step of a turn, such as a blank line, for rewards with `each: token`: the scores at the ends
+    of steps and of the turn count. If unset, the scores at all tokens of the turn."""
+    step_reward: Literal["min", "mean", "last"] = "min"
+    """Reward of a turn with `each: token`: the smallest, the mean or the last of the scores that count."""
 
 
 class GeneratorJudgeConfig(Config):
@@ -79,20 +92,24 @@ class EndpointJudgeConfig(Config):
     engine of the run; `endpoint`, a language model behind a URL."""
     base_url: Annotated[str, WhenChanged.RESUME]
     """URL of the API, such as `https://api.openai.com/v1`; `/chat/completions` is added to it."""
-    api_key: Annotated[str | None, WhenChanged.RESUME] = None
+    api_key: Annotated[str | None, WhenChanged.RESUME] = Field(default=None, repr=False)
     """Key of the API, from an environment variable: `${oc.env:JUDGE_KEY}`; none is sent if unset."""
     model: str = Field(min_length=1)
     """Name of the model in requests. Verdicts in the cache belong to this name, so change it when the model behind it
     changes."""
     max_new_tokens: int = Field(default=512, gt=0)
     """Maximum number of tokens of a verdict, including thoughts."""
-    temperature: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """Sampling temperature of verdicts; 0 is greedy."""
+    temperature: float | None = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Sampling temperature of verdicts; 0 is greedy, and null sends none, for models that refuse it. A verdict that
+    cannot be read is asked for once more with a temperature of at least 1."""
+    tokens_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
+    """Field of requests with `max_new_tokens`. OpenAI's newer models know only `max_completion_tokens`."""
     structured_output: Literal["json_schema", "json_object", "none"] = "json_schema"
     """How requests ask for a verdict in its form: by its JSON schema, as any JSON, or only by the words of the rubric.
     """
     request: dict[str, Any] = {}
-    """Further fields of requests, such as `{reasoning_effort: low}`."""
+    """Further fields of requests, such as `{reasoning_effort: low}`. `{seed: null}` leaves out the seed, which follows
+    from the question, for services that refuse it."""
     limits: JudgeLimitsConfig = JudgeLimitsConfig()
     timeout_s: Annotated[float, WhenChanged.RESUME] = Field(default=120.0, gt=0, allow_inf_nan=False)
     """Timeout of one request in seconds, from its start to the last byte of its answer."""
@@ -115,16 +132,35 @@ class EndpointJudgeConfig(Config):
         elif parts.username or parts.password or parts.query or parts.fragment:
             reason = "must not contain a user, a password or a query, because the config is stored with the run"
             problems.append(Problem("base_url", reason, remedy="Remove them, and set api_key: ${oc.env:JUDGE_KEY}"))
-        for name in _OWN_FIELDS & self.request.keys():
-            reason = "is set from other keys of the judge"
-            problems.append(Problem(f"request.{name}", reason, remedy="Remove it"))
+        for name in sorted(_OWN_FIELDS & self.request.keys()):
+            if name != "seed" or self.request[name] is not None:
+                reason = "is set from other keys of the judge"
+                problems.append(Problem(f"request.{name}", reason, remedy="Remove it"))
         if problems:
             raise ProblemError(*problems)
         return self
 
 
-_OWN_FIELDS = {"messages", "model", "response_format", "temperature", "seed", "stream", "n", "max_completion_tokens"}
+_OWN_FIELDS = frozenset(
+    {
+        "messages",
+        "model",
+        "n",
+        "response_format",
+        "seed",
+        "stream",
+        "temperature",
+        "max_tokens",
+        "max_completion_tokens",
+    }
+)
 """Fields of requests that a judge sets itself."""
+
+
+def judge_role(name: str) -> str:
+    """Return the role of the model of a judge."""
+    return f"judge_{name}"
+
 
 JudgeConfig = RewardModelJudgeConfig | GeneratorJudgeConfig | EndpointJudgeConfig
 """Settings of a judge."""
