@@ -7,7 +7,17 @@ from typing import Any
 
 from rl_algos.data.config import DataConfig
 from rl_algos.evaluation.config import EvaluationConfig
-from rl_algos.judges.config import JUDGES, MODELS, JudgesConfig, judge_problems, judge_type
+from rl_algos.judges.config import (
+    JUDGES,
+    MODELS,
+    JudgesConfig,
+    JudgesRoot,
+    RewardModelJudgeConfig,
+    judge_problems,
+    judge_role,
+    judge_sections,
+    judge_type,
+)
 from rl_algos.requirement import GRAMMARS, LOSSES
 from rl_algos.rollouts import checks as of_rollouts
 from rl_algos.rollouts.config import DRAFTER, EvaluationRoot, RolloutRoot, drafter_section
@@ -65,7 +75,7 @@ def rollout_algorithm(
     key = next(iter(sections), name)
 
     def all_models(config: RolloutRoot) -> Mapping[str, ModelNeed]:
-        found = dict(models(config))
+        found = {**models(config), **judge_models(config)}
         if drafter_section(config) is not None:
             found[DRAFTER] = ModelNeed(DRAFTER, ModelSpec(seed=getattr(config, key).seed), exported=True)
         return found
@@ -145,6 +155,17 @@ def sections_by_name(
     return assemble(base.__name__.removesuffix("Config"), kinds, base=base)
 
 
+def judge_models(config: JudgesRoot) -> dict[str, ModelNeed]:
+    """Return the judges of a resolved config that are reward models, by role. They do not train."""
+    spec = ModelSpec(role="reward_model", trains=False)
+    judges = judge_sections(config).items()
+    return {
+        judge_role(name): ModelNeed(f"{JUDGES}.{name}", spec)
+        for name, judge in judges
+        if isinstance(judge, RewardModelJudgeConfig)
+    }
+
+
 def judges_section(written: Any) -> type[Config]:
     """Return the type of `judges`, with a section for each judge that is written there."""
     try:
@@ -167,7 +188,7 @@ EVALUATION = AlgorithmPlugin(
     generates=True,
     trains=False,
     evaluates=True,
-    models=lambda config: {},
+    models=judge_models,
     optional_models=(MODELS,),
     checks=(of_rollouts.evaluation_problems, of_rollouts.thinking_problems, training_problems, judge_problems),
 )

@@ -27,7 +27,14 @@ _QUANTISED_PARTS = {
 
 
 def model_problems(
-    key: str, model: ModelConfig, *, longest_row: int, has_scalar_head: bool, is_trained_from: bool = True
+    key: str,
+    model: ModelConfig,
+    *,
+    longest_row: int,
+    has_scalar_head: bool,
+    length_key: str = "policy.max_total_sequence_length",
+    needs_scalar_head: bool = False,
+    is_trained_from: bool = True,
 ) -> Iterator[Problem]:
     """Yield the reasons why a model cannot be used, from its config and headers in a folder or in the hub's cache. A
     model that has to be downloaded is not checked.
@@ -37,6 +44,8 @@ def model_problems(
         model: Section of the model.
         longest_row: Maximum number of tokens in a row.
         has_scalar_head: True if the run reads one number per token, as from a reward model.
+        length_key: Key that sets `longest_row`.
+        needs_scalar_head: True if the files must have the head for it, because it does not train.
         is_trained_from: True if a training backend reads the model. A generator can read model types and quantised
             files that no training backend can read.
     """
@@ -66,8 +75,13 @@ def model_problems(
             f"original_max_position_embeddings: {limit}}}}}"
         )
         reason = f"exceeds the {limit} positions of {model.model_name}"
-        yield Problem("policy.max_total_sequence_length", reason, got=longest_row, remedy=remedy)
-    shape = shapes_in(Path(folder).expanduser()).get("score.weight") if has_scalar_head else None
+        yield Problem(length_key, reason, got=longest_row, remedy=remedy)
+    shapes = shapes_in(Path(folder).expanduser()) if has_scalar_head else {}
+    shape = shapes.get("score.weight")
+    if shapes and shape is None and needs_scalar_head:
+        reason = "is not a reward model: its files have no score.weight"
+        remedy = "Train one with algorithm: rm, and name the folder `hf` of a checkpoint"
+        yield Problem(name, reason, got=model.model_name, remedy=remedy)
     if shape is not None and shape[0] != 1:
         reason = f"its head (score.weight) has {shape[0]} labels, but a reward or value is one number"
         remedy = "Choose a model with one label, or a model without a head, to which a new head is added"
