@@ -13,6 +13,12 @@ from rl_core.rollouts.judging import Question
 
 KEY = "sk-key-of-the-judge-0123456789"
 
+SCORE = {
+    "type": "object",
+    "properties": {"score": {"type": "number", "minimum": 0, "maximum": 1}},
+    "required": ["score"],
+}
+
 
 def question(text, form=None, draw=0):
     return Question(({"role": "user", "content": text},), form, draw)

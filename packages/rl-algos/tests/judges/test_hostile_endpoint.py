@@ -8,8 +8,8 @@ import tracemalloc
 
 import pytest
 from aiohttp import web
-from scripted_endpoint import KEY, ScriptedEndpoint, completion, question
-from test_judge_limits import SCORE, ask, config
+from scripted_endpoint import KEY, SCORE, ScriptedEndpoint, completion, question
+from test_judge_limits import ask, config
 
 from rl_algos.judges.config import EndpointJudgeConfig
 from rl_algos.judges.endpoint import MAX_ANSWER_BYTES, EndpointJudge

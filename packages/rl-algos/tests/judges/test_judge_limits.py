@@ -9,26 +9,18 @@ import pytest
 from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted_endpoint import KEY, ScriptedEndpoint, completion, question
+from scripted_endpoint import KEY, SCORE, ScriptedEndpoint, completion, question
 
 from rl_algos.judges.config import EndpointJudgeConfig, JudgeLimitsConfig
 from rl_algos.judges.limits import WINDOW_S, JudgeClock, RequestLimits, SpentTokens
 from rl_algos.judges.service import JudgeService
 from rl_core.rollouts.judging import JudgeBudgetSpent
 
-SCORE = {
-    "type": "object",
-    "properties": {"score": {"type": "number", "minimum": 0, "maximum": 1}},
-    "required": ["score"],
-}
-
 
 def config(endpoint, **settings):
     limits = JudgeLimitsConfig(**settings.pop("limits", {}))
-    settings = {"max_new_tokens": 16, **settings}
-    return EndpointJudgeConfig(
-        kind="endpoint", base_url=endpoint.base_url, api_key=KEY, model="m", limits=limits, **settings
-    )
+    settings = {"max_new_tokens": 16, "model": "m", **settings}
+    return EndpointJudgeConfig(kind="endpoint", base_url=endpoint.base_url, api_key=KEY, limits=limits, **settings)
 
 
 def ask(script, questions, *, speed=1.0, folder=None, spent=None, port=0, **settings):
@@ -187,7 +179,8 @@ def test_tokens_that_cannot_be_true_are_counted_as_the_most_that_can(reported):
 def test_tokens_are_counted_from_before_a_request_until_its_end(tmp_path):
     file = tmp_path / "spent.jsonl"
     spent = SpentTokens(file)
-    assert spent.reserve("critic", 100) != (second := spent.reserve("critic", 50))
+    first, second = spent.reserve("critic", 100), spent.reserve("critic", 50)
+    assert first != second
     spent.settle("critic", second, 50, 7)
     assert spent.of("critic") == 107
     # The process is killed while it writes a line.

@@ -11,7 +11,7 @@ from typing import Any
 from rl_core.rollouts.json_schema import check_schema, satisfies
 from rl_core.rollouts.judging import Question
 from rl_core.rollouts.model_json import MalformedJson, read_model_json
-from rl_core.rollouts.thoughts import final_text
+from rl_core.rollouts.thoughts import THOUGHTS, final_text
 
 MAX_REASON = 200
 """Maximum number of characters of the reason that there is no answer."""
@@ -48,8 +48,9 @@ class UnreadableAnswer(ValueError):
 def read_answer(text: str, form: Mapping[str, Any] | None) -> Any:
     """Return the value of an answer.
 
-    The whole text, after thoughts and without a fence around it, must be one JSON value of the form. JSON within other
-    text is not looked for, because a judge may repeat what a policy wrote, and that may imitate a verdict.
+    The whole text, after thoughts that it begins with and without a fence around it, must be one JSON value of the
+    form. JSON within other text is not looked for, because a judge may repeat what a policy wrote, and that may imitate
+    a verdict, or the end of thoughts and a verdict after it.
 
     Args:
         text: Text of the answer.
@@ -58,7 +59,9 @@ def read_answer(text: str, form: Mapping[str, Any] | None) -> Any:
     Raises:
         UnreadableAnswer: If it is not in the form.
     """
-    text = final_text(text).strip()
+    text = text.strip()
+    if text.startswith(tuple(THOUGHTS)):
+        text = final_text(text).strip()
     if form is None:
         if not text:
             raise UnreadableAnswer("it is empty")

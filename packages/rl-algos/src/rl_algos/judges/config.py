@@ -54,16 +54,25 @@ class GeneratorJudgeConfig(Config):
     if unset, it always has the newest."""
     max_new_tokens: int = Field(default=512, gt=0)
     """Maximum number of tokens of a verdict, including thoughts."""
+    max_total_sequence_length: int | None = Field(default=None, gt=0)
+    """Maximum number of tokens of a question with its verdict, which the engine of the judge is made for; if unset,
+    `policy.max_total_sequence_length`."""
     temperature: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """Sampling temperature of verdicts; 0 is greedy."""
+    """Sampling temperature of verdicts; 0 is greedy. If a verdict cannot be read, the question is asked once more with
+    at least 1."""
     cache: Annotated[bool, WhenChanged.RESUME] = True
-    """Keep verdicts on disk, so that no question is asked twice, also not by another run."""
+    """Keep verdicts on disk, so that no question is asked twice, also not by another run. Verdicts of the policy itself
+    are not kept while its weights may change during rollouts (`async_grpo`)."""
 
     @model_validator(mode="after")
     def _follows_the_policy(self) -> Self:
         if self.update_every is not None and self.model_name != "policy":
             because = "because only the policy has weights that change"
             raise ProblemError(Problem.unused("update_every", because, remedy="Remove it, or set model_name=policy"))
+        if self.model_name == "policy" and self.update_every is None and self.max_total_sequence_length is not None:
+            because = "because the policy's own engine answers"
+            remedy = "Remove it, and set policy.max_total_sequence_length"
+            raise ProblemError(Problem.unused("max_total_sequence_length", because, remedy=remedy))
         return self
 
 

@@ -34,6 +34,45 @@ Sampler = Literal["weight_fifo", "in_order", "ready_first", "windowed"]
 """Values of `AsyncConfig.sampler`."""
 
 
+class CanaryConfig(Config):
+    """Trial of new weights before users are answered with them."""
+
+    enabled: bool = False
+    """Score each weight version on prompts of `data.validation`, which their environments score, before users get its
+    answers. Calls of users wait meanwhile. A version whose mean reward has decreased by more than `max_drop`, or whose
+    rollouts all fail, is taken back: users and training continue with the version before, and its conversations train
+    nothing."""
+    max_drop: float = Field(default=0.1, ge=0)
+    """Maximum decrease of the mean reward, compared with the version that users are served, on the same prompts with
+    the same seeds."""
+    num_prompts: int = Field(default=64, gt=0)
+    """Maximum number of prompts, the first ones of `data.validation`."""
+
+
+class LiveConfig(Config):
+    """Learning from users: they call the policy at one address, and rewards of their conversations come later."""
+
+    when_changed: ClassVar[WhenChanged | None] = WhenChanged.RESUME
+    read_when_off: ClassVar[frozenset[str]] = frozenset()
+
+    port: int = Field(default=0, ge=0, le=65535)
+    """Port of the address, which all replicas of a node share. With 0 each replica takes a free one, which differs
+    after every start, so users have to be told again."""
+    deadline_s: float = Field(default=86400.0, gt=0)
+    """Seconds after the last call of a conversation until which its reward is taken. After that it trains nothing."""
+    retention_s: float = Field(default=30 * 86400.0, gt=0)
+    """Seconds after the end of a conversation for which its text is stored. One that has not been trained on by then
+    trains nothing."""
+    max_open: int = Field(default=10_000, gt=0)
+    """Maximum number of conversations without a reward. Others are refused (status 429) until some have ended."""
+    max_requests: int = Field(default=256, gt=0)
+    """Maximum number of requests of users that a replica answers at the same time; others are refused (status 429)."""
+    requests_per_minute: int | None = Field(default=6000, gt=0)
+    """Maximum number of requests of users to a replica in a minute; others are refused (status 429). null for no
+    limit."""
+    canary: CanaryConfig = CanaryConfig()
+
+
 class AgentConfig(Config):
     """An agent that calls the policy over HTTP: a function, a command or a program elsewhere."""
 
@@ -57,17 +96,21 @@ class AgentConfig(Config):
     """Where rewards come from. `returned`: the function's result, or the command's reward file. `posted`: only
     `POST /rollouts/ID/v1/reward` with the key in `RL_REWARD_KEY`, for rewards of single calls or of a judge's.
     `environment`: the environment of the prompt scores the conversation that the agent ends with; the agent itself has
-    no say in it. Always `environment` with `place: environment`."""
+    no say in it. Always `environment` with `place: environment`. With `live`, rewards are posted to `/v1/reward`, at
+    any time before the deadline."""
     place: Literal["process", "environment"] = "process"
-    """Where `command` runs. `process`: in a process next to the rollout worker, with its files and its network.
-    `environment`: the environment of the prompt runs it, such as `repository` in a sandbox, and scores what it leaves;
-    of the rollout worker's environment variables it has none."""
+    """Where the agent runs. `process`: in a process next to the rollout worker, with its files and its network.
+    `environment`: the environment of the prompt runs `command`, such as `repository` in a sandbox, or its own agent,
+    such as `verifiers`, and gives the reward; of the rollout worker's environment variables it has none."""
     files: list[PathText] = []
     """Files that `command` needs with `place: environment`, such as `[agent.py]` for `[python, agent.py]`, or modules
     as `package.module`. Their contents are sent. An argument of the command that is the name of one is replaced by its
     path."""
     env: EnvVars = {}
     """Environment variables of the function or the command, in addition to the rollout worker's."""
+    live: LiveConfig | None = None
+    """Learn from users instead of a dataset (`data.train: []`): each conversation that somebody begins at the address
+    of the run is a rollout, and trains once its reward is posted. Needs `external: true` and `reward: posted`."""
     max_calls: int = Field(default=64, gt=0)
     """Maximum number of completions in one rollout; further calls are refused."""
     host: str = "127.0.0.1"
@@ -88,7 +131,8 @@ class AgentConfig(Config):
     def _has_one_kind(self) -> Self:
         kinds = {"run": self.run is not None, "command": bool(self.command), "external": self.external}
         given = [name for name, is_given in kinds.items() if is_given]
-        if len(given) != 1:
+        is_own = self.place == "environment" and not given
+        if len(given) != 1 and not is_own:
             remedy = f"Set one of {', '.join(kinds)}"
             raise ProblemError(Problem("", f"sets {' and '.join(given) or 'no agent'}", remedy=remedy))
         if problem := self._place_problem:
@@ -100,6 +144,12 @@ class AgentConfig(Config):
             reason = "has no effect on an agent that the run starts"
             remedy = "Remove it, or set external: true; max_rollout_seconds limits the time of a rollout"
             raise ProblemError(Problem("lease_s", reason, got=self.lease_s, is_unused=True, remedy=remedy))
+        if self.live is not None:
+            if not self.external or self.reward != "posted":
+                remedy = "Set external: true and reward: posted"
+                raise ProblemError(Problem("live", "is for rollouts that users begin and reward", remedy=remedy))
+            if self.lease_s != _LEASE_S:
+                raise ProblemError(Problem.unused("lease_s", "with live", remedy="Remove it; see live.deadline_s"))
         if self.host in ("0.0.0.0", "::"):
             remedy = "Set one of the node's own addresses"
             raise ProblemError(Problem("host", "is not an address that agents can call", got=self.host, remedy=remedy))
@@ -121,8 +171,11 @@ class AgentConfig(Config):
         if self.place == "process":
             unused = Problem.unused("files", "with place=process", remedy="Remove it, or set place=environment")
             return unused if self.files else None
-        if not self.command:
-            return Problem("place", "runs a command", got=self.place, remedy="Set command, or place=process")
+        if self.run is not None or self.external:
+            reason = "runs a command, or the environment's own agent"
+            return Problem("place", reason, got=self.place, remedy="Set command, or place=process")
+        if self.files and not self.command:
+            return Problem.unused("files", "without command")
         if self.reward != "environment":
             reason = "is given by the environment with place=environment"
             return Problem("reward", reason, got=self.reward, allowed="environment")
@@ -194,6 +247,8 @@ class RolloutConfig(Config):
     """Key of the section in the config of a run; every algorithm sets it."""
     validation_goals: ClassVar[tuple[str, ...]] = ("reward", "accuracy", "mean_length")
     """Values of `stop_at_validation_metric`."""
+    learns_from_users: ClassVar[bool] = False
+    """True if rollouts may be the conversations of users."""
     also_called: ClassVar[Mapping[str, str]] = {
         "num_samples": "num_generations_per_prompt",
         "num_samples_per_prompt": "num_generations_per_prompt",
@@ -311,6 +366,11 @@ class RolloutConfig(Config):
         return self.max_rollout_turns if self.agent is None else self.agent.max_calls
 
     @property
+    def serves_users(self) -> bool:
+        """True if rollouts are the conversations of users instead of prompts of a dataset."""
+        return self.agent is not None and self.agent.live is not None
+
+    @property
     def demonstrated_share(self) -> float:
         """Share of the rollouts of a prompt that take the response in its row instead of a sample. They have the mark
         `RolloutReports.is_demonstration`, and batches the column `rl_algos.losses.mask.DEMONSTRATION`."""
@@ -355,6 +415,8 @@ class RolloutConfig(Config):
     @property
     def num_ahead(self) -> int:
         """Maximum number of prompts in progress in addition to the prompts of a step."""
+        if self.serves_users:
+            return 0  # A conversation that is taken early would only become older.
         if not self.over_samples:
             return self.max_staleness * self.num_prompts_per_step
         return math.ceil(round(self.over_sampling_ratio * self.num_prompts_per_step, 6)) - self.num_prompts_per_step

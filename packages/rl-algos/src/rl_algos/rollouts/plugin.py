@@ -18,6 +18,7 @@ from rl_algos.judges.config import (
     judge_sections,
     judge_type,
 )
+from rl_algos.judges.needs import fixed_judges, has_generators
 from rl_algos.requirement import GRAMMARS, LOSSES
 from rl_algos.rollouts import checks as of_rollouts
 from rl_algos.rollouts.config import DRAFTER, EvaluationRoot, RolloutRoot, drafter_section
@@ -88,7 +89,7 @@ def rollout_algorithm(
         return {**own, DRAFTER: TrainingDefaults(lr=1e-5, adapter_lr=1e-4, rows=own["policy"].rows)}
 
     def all_further(config: RolloutRoot) -> tuple[Requirement, ...]:
-        is_constrained = getattr(config, key).structured_output == "constrain"
+        is_constrained = getattr(config, key).structured_output == "constrain" or has_generators(config)
         return (*further(config), GRAMMARS) if is_constrained else further(config)
 
     def metrics(config: RolloutRoot) -> list[str]:
@@ -123,7 +124,7 @@ def rollout_algorithm(
         without_validation={f"{key}.{asked}": value for asked, value in of_rollouts.WITHOUT_VALIDATION.items()},
         evaluates_in_training=lambda config: config.eval.in_training,
         checks=(problems, *(() if reads_filtered else (of_rollouts.whole_distribution,)), *checks),
-        further_models=further_models,
+        further_models=lambda config: {**further_models(config), **fixed_judges(config)},
     )
 
 
@@ -148,8 +149,9 @@ def sections_by_name(
     kinds: dict[str, type[Config]] = {}
     for name, settings in named.items():
         if not isinstance(name, str) or not name.isidentifier():
-            reason, allowed = f"has a key that cannot be the name of an {key.removesuffix('s')}", "letters, digits and"
-            allowed += " underscores, not a digit first"
+            article = "an" if key[0] in "aeiou" else "a"
+            reason = f"has a key that cannot be the name of {article} {key.removesuffix('s')}"
+            allowed = "letters, digits and underscores, not a digit first"
             raise ProblemError(Problem(key, reason, got=name, allowed=allowed, remedy=remedy))
         kinds[name] = section(name, settings)
     return assemble(base.__name__.removesuffix("Config"), kinds, base=base)
@@ -190,5 +192,7 @@ EVALUATION = AlgorithmPlugin(
     evaluates=True,
     models=judge_models,
     optional_models=(MODELS,),
+    further=lambda config: (GRAMMARS,) if has_generators(config) else (),
+    further_models=fixed_judges,
     checks=(of_rollouts.evaluation_problems, of_rollouts.thinking_problems, training_problems, judge_problems),
 )
