@@ -33,6 +33,12 @@ from rl_algos.evaluation.tasks import GYM as GYM
 from rl_algos.evaluation.tasks import TASKS as TASKS
 from rl_algos.evaluation.tasks import task_of as task_of
 from rl_algos.host_header import host_name as host_name
+from rl_algos.judges.config import GeneratorJudgeConfig as GeneratorJudgeConfig
+from rl_algos.judges.host import JudgeHostSpec as JudgeHostSpec
+from rl_algos.judges.judged import JudgingSpec as JudgingSpec
+from rl_algos.judges.needs import POLICY as POLICY
+from rl_algos.judges.needs import engine_of as engine_of
+from rl_algos.judges.needs import language_judges as language_judges
 from rl_algos.losses.surrogates import SURROGATES as SURROGATES
 from rl_algos.requirement import LOSSES as LOSSES
 from rl_algos.rollouts.config import RolloutConfig as RolloutConfig
@@ -46,6 +52,7 @@ from rl_algos.rollouts.setup import validation_sampling as validation_sampling
 from rl_algos.rollouts.worker.chat import Chat as Chat
 from rl_algos.rollouts.worker.conversation_checks import check_turns as check_turns
 from rl_algos.rollouts.worker.dialogue import Dialogue as Dialogue
+from rl_algos.rollouts.worker.judge_engine import EngineJudgeSpec as EngineJudgeSpec
 from rl_algos.rollouts.worker.opponents import OpponentSpec as OpponentSpec
 from rl_algos.rollouts.worker.program import REPLY_PROGRAM as REPLY_PROGRAM
 from rl_algos.rollouts.worker.programs import program_named as program_named

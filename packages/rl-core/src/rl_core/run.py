@@ -177,6 +177,7 @@ class Components:
         pool: Runs rollouts.
         opponents: Older weights of the policy that play against it, as a checkpoint holds them.
         evaluation: Result of `plan` of the algorithm's `evaluation`, if the run is evaluated as it trains.
+        judge_usage: Returns the metrics of the language models that judge since the last call.
     """
 
     models: Mapping[str, Model]
@@ -185,3 +186,4 @@ class Components:
     pool: RolloutPool | None = None
     opponents: Saved | None = None
     evaluation: Any = None
+    judge_usage: Callable[[], Mapping[str, float]] | None = None

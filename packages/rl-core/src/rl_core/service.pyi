@@ -279,6 +279,7 @@ from rl_core.ray.host import AsyncWorkerHost as AsyncWorkerHost
 from rl_core.ray.host import Place as Place
 from rl_core.ray.host import RestartingHost as RestartingHost
 from rl_core.ray.host import WorkerHost as WorkerHost
+from rl_core.ray.judges import RemoteJudges as RemoteJudges
 from rl_core.ray.model import CALL_TIMEOUT_S as CALL_TIMEOUT_S
 from rl_core.ray.model import RemoteModel as RemoteModel
 from rl_core.ray.rows import refs_of as refs_of

@@ -53,7 +53,8 @@ class GRPO(RolloutAlgorithm[GRPORoot]):
         return replace(data, encode=partial(encode_prompt, tokenizer))
 
     def rollouts(self, config: GRPORoot, prepared: RolloutData) -> RolloutNeeds:
-        return replace(super().rollouts(config, prepared), opponents=opponents_of(config.grpo))
+        needs = super().rollouts(config, prepared)
+        return replace(needs, opponents=(*needs.opponents, *opponents_of(config.grpo)))
 
     def run(self, config: GRPORoot, components: Components, run: Run) -> None:
         grpo, teachers = config.grpo, teachers_of(config, components)

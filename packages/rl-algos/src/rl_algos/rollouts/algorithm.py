@@ -16,6 +16,7 @@ from rl_algos.data.rows.example import Example
 from rl_algos.evaluation.config import EvaluationConfig, TaskConfig
 from rl_algos.evaluation.summary import Scoring, powers_of_two
 from rl_algos.evaluation.tasks import task_of
+from rl_algos.judges.needs import with_judges
 from rl_algos.rollouts.config import (
     SCORED_BY_AGENT,
     EvaluationRoot,
@@ -191,10 +192,11 @@ class RolloutAlgorithm(Algorithm[C, Datasets, RolloutData]):
             environments = frozenset(prompt.environment for prompts in every for prompt in prompts)
         found = program_needs(settings, config.policy.max_total_sequence_length, environments)
         return replace(
-            found,
+            with_judges(found, config),
             keeps_cache=settings.keeps_cache,
             max_steps=settings.max_num_steps,
             sample_prompts=first_prompts(prepared),
+            changes_under_way=settings.max_staleness > 0,
         )
 
     def evaluation(self, config: C) -> RolloutEvaluation:
@@ -279,7 +281,7 @@ class RolloutEvaluation:
         if not any(task.groups for task in tasks):
             reasons = "; ".join(reason for task in tasks for _, reason in task.refused[:1])
             raise ConfigError(f"no prompt leaves room for a completion: {reasons}")
-        needs = program_needs(rollouts, policy.max_total_sequence_length, environments)
+        needs = with_judges(program_needs(rollouts, policy.max_total_sequence_length, environments), self._config)
         most = max(task.num_samples for task in tasks)
         several = (*powers_of_two(most), most) if most > 1 else ()
         k = tuple(sorted(set(settings.k or several)))

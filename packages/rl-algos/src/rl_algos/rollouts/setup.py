@@ -104,6 +104,7 @@ def steps_of(config: RolloutRoot, components: Components, run: Run, *, with_gree
         mixture,
         components.opponents,
         drafter,
+        judge_usage=components.judge_usage,
     )
 
 

@@ -20,6 +20,7 @@ from rl_core.environments.instance import EnvironmentInstance
 from rl_core.environments.pool import EnvironmentPool
 from rl_core.errors import WorkerDied, WorkerError
 from rl_core.rollouts.environment import Conversation, EnvironmentFailure
+from rl_core.rollouts.judging import JudgeVerdict, Question
 
 logger = logging.getLogger(__name__)
 
@@ -63,10 +64,32 @@ class Trial:
     Args:
         instance: The environment.
         attempts: Attempts in order; the attempts at one row are adjacent.
+        judges: Names of the judges that its reward functions may ask. They are not asked before a run starts.
     """
 
     instance: EnvironmentInstance
     attempts: Sequence[Attempt]
+    judges: tuple[str, ...] = ()
+
+
+class UnaskedJudges:
+    """Judges that give no verdict; see `rl_core.rollouts.judging.JudgeClient`.
+
+    Args:
+        names: Their names.
+
+    Attributes:
+        num_asked: Number of questions.
+    """
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.names = names
+        self.num_asked = 0
+
+    async def ask(self, judge: str, questions: Sequence[Question]) -> list[JudgeVerdict]:
+        self.num_asked += len(questions)
+        reason = f"{judge} is not asked before the run starts"
+        return [JudgeVerdict(judge, question.digest, failure=reason) for question in questions]
 
 
 @dataclass
@@ -130,10 +153,12 @@ def main() -> None:
 
 async def _try_one(trial: Trial, verdict: Verdict) -> None:
     instance, config = trial.instance, trial.instance.config
-    pool = EnvironmentPool.of(instance.environment, config.model_copy(update={"num_workers": 1}), name=instance.label)
+    judges = UnaskedJudges(trial.judges)
+    one = config.model_copy(update={"num_workers": 1})
+    pool = EnvironmentPool.of(instance.environment, one, name=instance.label, judges=judges)
     slow = asyncio.get_running_loop().call_later(SLOW_S, logger.info, _SLOW, instance.label, SLOW_S)
     try:
-        await _attempt_all(pool, trial, verdict)
+        await _attempt_all(pool, trial, judges, verdict)
     except WorkerError as error:
         kind = "" if error.kind == ValueError.__name__ else f"{error.kind}: "
         verdict.problems.append(f"environment {instance.label} cannot be built: {kind}{error.message}")
@@ -144,13 +169,17 @@ async def _try_one(trial: Trial, verdict: Verdict) -> None:
         await pool.close()
 
 
-async def _attempt_all(pool: EnvironmentPool, trial: Trial, verdict: Verdict) -> None:
+async def _attempt_all(pool: EnvironmentPool, trial: Trial, judges: UnaskedJudges, verdict: Verdict) -> None:
     raised: dict[str, list[str]] = {}
     remedy = ""
     num_attempts: dict[str, int] = {}
     for attempt in trial.attempts:
         num_attempts[attempt.place] = num_attempts.get(attempt.place, 0) + 1
+        num_asked = judges.num_asked
         [outcome] = await pool.step([attempt.conversation])
+        if judges.num_asked > num_asked:
+            # What follows from a verdict is not known.
+            continue
         if not isinstance(outcome, EnvironmentFailure):
             names = list(outcome.reward) if isinstance(outcome.reward, Mapping) else []
             said = (

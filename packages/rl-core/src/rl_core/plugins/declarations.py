@@ -451,6 +451,10 @@ class RolloutNeeds:
             computes; random tokens are used without them.
     """
 
+        judges: Settings of the language models that judge, by name.
+        judged: Rewards by these judges, by environment and reported name.
+        scored: Environments whose rollouts reward models score.
+        changes_under_way: True if the weights may change while rollouts are under way.
     program: str | FromFile
     program_args: Mapping[str, Any]
     environments: frozenset[str]
@@ -459,3 +463,7 @@ class RolloutNeeds:
     max_steps: int = 1
     opponents: tuple[OpponentNeed, ...] = ()
     sample_prompts: tuple[tuple[int, ...], ...] = ()
+    judges: Mapping[str, Any] = field(default_factory=dict)
+    judged: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    scored: frozenset[str] = frozenset()
+    changes_under_way: bool = False

@@ -30,6 +30,9 @@ def rollout_record(prompt: Prompt, index: int, rollout: Rollout) -> np.ndarray:
     environment's input in addition to the conversation, such as the right answer; values longer than `MAX_CHARACTERS`
     are cut.
 
+    `verdicts` has the `judge`, `question`, `answer` and `value` of each verdict on it, and whether it was `cached`; a
+    rollout that nobody judged does not have it.
+
     A rollout of an agent that calls the policy by HTTP has `turns` in its `segments` (at least one). A segment also has
     the `messages` and `tools` that it begins with, and `call`, the number of its first turn in the order of time. If it
     begins as another one, `shared` has the index of that `segment` and the number of `messages` that they share, turns
@@ -73,6 +76,11 @@ def rollout_record(prompt: Prompt, index: int, rollout: Rollout) -> np.ndarray:
     for name, is_so in (("opponent", rollout.is_opponent), ("demonstration", rollout.is_demonstration)):
         if is_so:
             described[name] = True
+    if rollout.verdicts:
+        described["verdicts"] = [
+            {key: _beginning(each, MAX_STRING) if isinstance(each, str) else each for key, each in verdict.items()}
+            for verdict in rollout.verdicts
+        ]
     text = json.dumps(described, default=_foreign, ensure_ascii=False)
     # Half of a surrogate pair has no UTF-8, but an escape that JSON knows.
     return np.frombuffer(text.encode(errors="backslashreplace"), dtype=np.uint8)

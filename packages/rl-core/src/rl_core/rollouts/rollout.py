@@ -196,6 +196,7 @@ class Rollout:
         contexts: Conversations of the segments of an agent's rollout, for people to read: one per segment, also if
             there is only one. Empty for other rollouts, whose conversation is the prompt and the turns. Those of a
             failed rollout have no tokens.
+        verdicts: Verdicts of judges, for people to read: judge, question, answer, value, and whether nobody was asked.
     """
 
     prompt_id: str
@@ -219,6 +220,7 @@ class Rollout:
     images: tuple[tuple[str, ...], ...] = ()
     allowed: tuple[np.ndarray, ...] = ()
     contexts: tuple[SegmentContext, ...] = ()
+    verdicts: tuple[Mapping[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
         if self.segments and sum(self.segments) != len(self.tokens):

@@ -83,10 +83,11 @@ def reported(*, shows_logs: bool = False, verbose: bool = False) -> Iterator[Com
     except Exception as error:  # noqa: BLE001  # the end of the process: every failure becomes a report
         if isinstance(error, BrokenPipeError) and _is_reader_gone():
             raise typer.Exit(_READER_IS_GONE) from None
+        from rl_core.rollouts.judging import JudgeBudgetSpent
         from rl_launch.placement.bundles import DevicesLost
 
         _say(explained(error, failure.run_dir))
-        code = UNFINISHED if isinstance(error, DevicesLost) else _WRONG_USE if _is_users(error) else _FAILED
+        code = UNFINISHED if isinstance(error, DevicesLost | JudgeBudgetSpent) else _WRONG_USE if _is_users(error) else _FAILED
         raise typer.Exit(code) from None
 
 
@@ -117,7 +118,9 @@ def explained(error: Exception, run_dir: Path | None) -> str:
         error: Error that ended the command or one of its runs.
         run_dir: Folder of the run; None if there is none.
     """
-    if _is_users(error):
+    from rl_core.rollouts.judging import JudgeBudgetSpent
+
+    if _is_users(error) or isinstance(error, JudgeBudgetSpent):
         return str(error)
     file = error.filename if isinstance(error, OSError) else None
     # engines report it in errors of their own, with the system's words in them

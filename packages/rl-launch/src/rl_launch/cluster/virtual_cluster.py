@@ -253,9 +253,20 @@ class VirtualCluster:
         host: Any = ray.remote(AsyncWorkerHost)
         return host.options(**_options(process, bundle), max_concurrency=10_000).remote()
 
-    def start_restarting_worker(self, process: WorkerProcess, *recipe: Any, **named: Any) -> ActorHandle:
-        """Start a `RestartingHost` on the node of the process. Ray restarts it if it dies, and repeats its calls."""
+    def start_restarting_worker(
+        self, process: WorkerProcess, *recipe: Any, actor_name: str | None = None, **named: Any
+    ) -> ActorHandle:
+        """Start a `RestartingHost` on the node of the process. Ray restarts it if it dies, and repeats its calls.
+
+        Args:
+            process: Its process.
+            *recipe: Its arguments.
+            actor_name: Name by which other actors of the run find it; None for none.
+            **named: Further arguments.
+        """
         options = _options(process) | {"max_restarts": MAX_RESTARTS, "max_task_retries": CALL_ATTEMPTS}
+        if actor_name is not None:
+            options["name"] = actor_name
         host: Any = ray.remote(RestartingHost)
         return host.options(**options, max_concurrency=10_000).remote(*recipe, **named)
 

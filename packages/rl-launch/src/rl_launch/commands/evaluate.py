@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from rl_algos.evaluation.summary import PromptScore, listed, summarize
+from rl_algos.judges.needs import language_judges
 from rl_algos.rollouts.driver.task_evaluation import EvaluationPlan, EvaluationTask
 from rl_core.config import option
 from rl_core.environments.instance import instance_of
@@ -61,7 +62,8 @@ def evaluate(plan: RunPlan, *, folder: str | Path) -> EvaluationResult:
     check_inputs(plan, is_evaluation=True)
     name_images(config.policy.vision, place.path)
     evaluation = plan.algorithm.evaluation(config)
-    trials = [Trial(instance_of(config.env, name), each) for name, each in evaluation.attempts().items()]
+    judges = tuple(language_judges(config))
+    trials = [Trial(instance_of(config.env, name), each, judges) for name, each in evaluation.attempts().items()]
     untried = try_here(trials, config.cluster.worker_envs)
     written, plan = plan, with_local_models(plan)
     config = plan.config

@@ -90,7 +90,15 @@ def _model_fact_checks(plan: RunPlan) -> Iterator[Problem]:
         )
     for key, name in plan.plugin.further_models(config).items():
         place, section = key.removesuffix(".model_name"), config.policy.model_copy(update={"model_name": name})
-        yield from model_problems(place, section, longest_row=length, has_scalar_head=False, is_trained_from=False)
+        own_length = getattr(plan.section(place), "max_total_sequence_length", None)
+        yield from model_problems(
+            place,
+            section,
+            longest_row=own_length or length,
+            length_key=f"{place if own_length else POLICY}.max_total_sequence_length",
+            has_scalar_head=False,
+            is_trained_from=False,
+        )
 
 
 def _vision_checks(plan: RunPlan) -> Iterator[Problem]:

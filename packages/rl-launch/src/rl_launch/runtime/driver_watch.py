@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Self
 import psutil
 
 from rl_core.errors import WorkerDied
+from rl_core.rollouts.judging import JudgeBudgetSpent
 from rl_launch.cluster.ray_nodes import GCS, KEEPER, RAYLET, LocalRay, state_of
 from rl_launch.placement.bundles import DevicesLost
 
@@ -151,8 +152,8 @@ class DriverWatch:
         """Return the exit code of a run that ends with this error."""
         if error is None:
             return 0 if self._run.is_finished else _RESUMABLE
-        is_resumable = isinstance(error, DevicesLost | WorkerDied) or not isinstance(error, Exception)
-        return _RESUMABLE if is_resumable else _FAILED
+        resumable = DevicesLost | WorkerDied | JudgeBudgetSpent
+        return _RESUMABLE if isinstance(error, resumable) or not isinstance(error, Exception) else _FAILED
 
     def _check_ray(self, ray: LocalRay, now: float) -> None:
         for name, process in ray.processes.items():

@@ -18,6 +18,7 @@ from rl_core.errors import FailureOrigin, RLError, WorkerStalled
 from rl_core.ray.calls import fetch, request_stacks, wait
 from rl_core.ray.environment import RemoteEnvironment
 from rl_core.ray.host import Place
+from rl_core.ray.judges import RemoteJudges
 from rl_core.rollouts.pool import RolloutTask
 from rl_core.rollouts.speculation import SpeculationCounts
 from rl_launch.backends import ROLLOUT_WORKER
@@ -57,6 +58,7 @@ class Replica:
         index: Number of the replica, for messages.
         logs: Folder of its log.
         timeouts: Startup timeouts.
+        judges: Language models that judge its rollouts; None without judges.
 
     Attributes:
         actor: Its process, an `ActorHandle`; None before the start.
@@ -72,8 +74,10 @@ class Replica:
         index: int,
         logs: str,
         timeouts: StartTimeouts,
+        judges: RemoteJudges | None = None,
     ) -> None:
         self._start = start
+        self._judges = () if judges is None else (judges,)
         self._spec = spec
         self._environments = dict(environments)
         self._own_environments: dict[str, RemoteEnvironment] = {}
@@ -97,7 +101,7 @@ class Replica:
         process = [self.actor.log_to.remote(self.log), self.actor.place.remote()]
         client = uuid.uuid4().hex
         self._own_environments = {name: each.of_client(client) for name, each in self._environments.items()}
-        started = self.actor.start.remote(ROLLOUT_WORKER, self._spec, self._own_environments)
+        started = self.actor.start.remote(ROLLOUT_WORKER, self._spec, self._own_environments, *self._judges)
 
         def finish() -> None:
             origins = [self.origin("start")] * len(process)

@@ -6,6 +6,7 @@ import itertools
 import logging
 import re
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -20,10 +21,12 @@ from rl_algos.rollouts.worker.opponents import OpponentSpec
 from rl_algos.rollouts.worker.worker import RolloutWorkerSpec
 from rl_core.environments.instance import instance_of
 from rl_core.errors import FailureOrigin, RLError
+from rl_core.model_config import TokenizerConfig, VisionConfig
 from rl_core.plugins import OpponentNeed, RolloutNeeds
 from rl_core.ray.calls import fetch, gather, wait
 from rl_core.ray.environment import RemoteEnvironment
 from rl_core.ray.host import Place
+from rl_core.ray.judges import RemoteJudges
 from rl_core.rollouts.generation import Placement
 from rl_core.tracing import spans
 from rl_launch.backends import GenerationBackend
@@ -31,6 +34,7 @@ from rl_launch.cluster.start_wait import gather_start
 from rl_launch.cluster.virtual_cluster import Bundle, WorkerProcess
 from rl_launch.monitoring.poller import Monitored
 from rl_launch.placement.topology import GENERATION
+from rl_launch.runtime.judges import JUDGE_HOST, JUDGES, host_spec, judging_spec, longest_judged
 from rl_launch.runtime.processes import Processes
 from rl_launch.runtime.replica import Replica, name_of
 from rl_launch.runtime.role_envs import environment_role
@@ -88,6 +92,8 @@ class Replicas:
         self._bundles: list[Bundle] = []
         self._environments: dict[str, RemoteEnvironment] = {}
         self._environment_processes: dict[str, EnvironmentActor] = {}
+        self.judges: RemoteJudges | None = None
+        """Language models that judge rollouts, once they have been started; None without judges."""
         self._devices: dict[Replica, Bundle] = {}
         self._nodes: dict[Replica, str] = {}
 
@@ -110,6 +116,8 @@ class Replicas:
             for role in self._roles:
                 yield node, role
         if self._topology.is_elastic:
+            if self._needs.judges:
+                yield beside[0], GENERATION
             for name in sorted(self._needs.environments):
                 yield beside[0], environment_role(name)
 
@@ -208,6 +216,9 @@ class Replicas:
         return [GENERATION, *map(environment_role, sorted(self._needs.environments))]
 
     def _begin(self, starts: Sequence[Start], host: str) -> Callable[[], list[Replica]]:
+        if self._needs.judges:
+            is_fixed = not any(placement.awaits_weights for _, placement in starts)
+            self.judges = self._start_judges(host, is_fixed=is_fixed)
         self._environments = {name: self._environment(name, host) for name in sorted(self._needs.environments)}
         replicas = [self._replica(start, placement, index) for index, (start, placement) in enumerate(starts)]
         waits = [replica.begin_start() for replica in replicas]
@@ -237,8 +248,11 @@ class Replicas:
         config = backend.config
         # The rollouts of each of several replicas follow its load.
         reports_load = self._reports_load or self._topology.num_replicas > 1
-        placement = replace(placement, reports_load=reports_load, num_engines=1 + len(self._needs.opponents))
-        opponents = tuple(self._opponent(need, placement) for need in self._needs.opponents)
+        # Without weight updates, an older version of the policy is the policy.
+        needs = [need for need in self._needs.opponents if placement.awaits_weights or need.model_name is not None]
+        placement = replace(placement, reports_load=reports_load, num_engines=1 + len(needs))
+        opponents = tuple(self._opponent(need, placement) for need in needs)
+        judging = judging_spec(self._needs, backend.model, opponents, awaits_weights=placement.awaits_weights)
         if placement.awaits_weights:
             placement = replace(placement, reports_routing=backend.reports_routing, keeps_cache=self._needs.keeps_cache)
         else:
@@ -256,16 +270,27 @@ class Replicas:
             logs=self._processes.logs,
             opponents=opponents,
             vision=backend.model.vision,
+            judging=judging,
+            index=index,
         )
         logs, timeouts = self._processes.logs, self._processes.timeouts
-        return Replica(partial(start, index), spec, self._environments, index=index, logs=logs, timeouts=timeouts)
+        start_it = partial(start, index)
+        return Replica(
+            start_it, spec, self._environments, index=index, logs=logs, timeouts=timeouts, judges=self.judges
+        )
 
     def _opponent(self, need: OpponentNeed, placement: Placement) -> OpponentSpec:
         """Return the spec of an engine next to the policy's engine, with whole weights from files."""
         backend, model = self._backend, self._backend.model
-        if need.model_name is not None:
+        if need.model_name is not None and need.shares:
             tokenizer = model.tokenizer.model_copy(update={"name": model.tokenizer.name or model.model_name})
             model = model.model_copy(update={"model_name": need.model_name, "tokenizer": tokenizer})
+        elif need.model_name is not None:
+            # A judge has its own tokens and reads text only.
+            own_settings = {"tokenizer": TokenizerConfig(), "vision": VisionConfig(), "hf_config_overrides": {}}
+            model = model.model_copy(update={"model_name": need.model_name, **own_settings})
+        if not need.shares and (length := longest_judged(self._needs, need)) is not None:
+            model = model.model_copy(update={"max_total_sequence_length": length})
         own = replace(placement, awaits_weights=need.model_name is None, keeps_weights=True)
         config = backend.config.model_copy(update={"lora_sync": "merged"})
         return OpponentSpec(need, (config, backend.backend, model, own))
@@ -286,6 +311,7 @@ class Replicas:
             instance.environment,
             instance.config,
             instance.label,
+            *(() if self.judges is None else (self.judges,)),
         )
         origin = FailureOrigin(f"environment {instance.label}", 0, "its node", "start")
         gather_start([actor.call.remote("health")], [origin], self._processes.timeouts.process, origin.role)
@@ -300,6 +326,30 @@ class Replicas:
         deadline_s = instance.config.deadline_s
         self._environment_processes[instance.label] = EnvironmentActor(actor, log, deadline_s, node)
         return RemoteEnvironment(actor, name=instance.label)
+
+    def _start_judges(self, node: str, *, is_fixed: bool) -> RemoteJudges:
+        """Start the process that asks the judges of the run.
+
+        Args:
+            node: Ray's id of its node.
+            is_fixed: True if the weights of the policy never change.
+        """
+        logs = self._processes.logs
+        log, spec = f"{logs}/{JUDGES}.log", host_spec(self._needs, self._backend.model, Path(logs).parent, is_fixed)
+        process, actor_name = self._processes.on(node, GENERATION), f"{JUDGES}-{uuid.uuid4().hex}"
+        actor = self._cluster.start_restarting_worker(process, log, JUDGES, JUDGE_HOST, spec, actor_name=actor_name)
+        origin = FailureOrigin(JUDGES, 0, "its node", "start")
+        gather_start([actor.call.remote("health")], [origin], self._processes.timeouts.process, origin.role)
+
+        def close() -> None:
+            try:
+                gather([actor.call.remote("close")], [origin], 30.0)
+            except RLError as error:
+                _log.warning("%s", error)
+
+        self._stack.callback(close)
+        self._environment_processes[JUDGES] = EnvironmentActor(actor, log, 0.0, node)
+        return RemoteJudges(actor_name, tuple(self._needs.judges))
 
 
 class EnvironmentActor(NamedTuple):

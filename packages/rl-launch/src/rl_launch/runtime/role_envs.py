@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from rl_algos.judges.needs import language_judges
 from rl_core.algorithm import AlgorithmEvaluation
 from rl_core.devices import CPU, Device
 from rl_core.environments.instance import EnvironmentInstance, instance_of
@@ -47,7 +48,8 @@ def trials_of(plan: RunPlan, loaded: Any, evaluation: AlgorithmEvaluation | None
     attempts = dict(plan.algorithm.attempts(plan.config, loaded))
     for name, each in evaluation.attempts().items() if evaluation is not None else ():
         attempts[name] = [*attempts.get(name, ()), *each]
-    return [Trial(instance_of(plan.config.env, name), each) for name, each in attempts.items()]
+    judges = tuple(language_judges(plan.config))
+    return [Trial(instance_of(plan.config.env, name), each, judges) for name, each in attempts.items()]
 
 
 def try_here(trials: Sequence[Trial], mode: Mode) -> list[Trial]:

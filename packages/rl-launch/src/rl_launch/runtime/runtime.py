@@ -217,7 +217,9 @@ class Runtime:
         watch = replicas.environment_watch()
         pool = self._pool(started, residency, watch, weights=opponents or sync, elastic=elastic)
         log_places({worker.name: worker.node for worker in self.monitored()})
-        return Components(models=trained, data=data, weights=sync, pool=pool, opponents=opponents)
+        judges = replicas.judges
+        usage = None if judges is None else judges.usage
+        return Components(models=trained, data=data, weights=sync, pool=pool, opponents=opponents, judge_usage=usage)
 
     def _new_models(self) -> Models:
         models, residency = self._backends.models, self._residency

@@ -21,6 +21,7 @@ from rl_core.errors import RLError, RunDirectoryError, WorkerDied, WorkerError
 from rl_core.model import Saved
 from rl_core.plugins import export_suffixes
 from rl_core.rollouts.group import RolloutGroup
+from rl_core.rollouts.judging import JudgeBudgetSpent
 from rl_core.run import CallbackRun, Checkpointable, EndStatus, RunEnd
 from rl_core.tracing.stacks import FOLDER as STACKS_FOLDER
 from rl_core.tracing.stacks import stop_writing_stacks, write_stacks_of
@@ -222,6 +223,9 @@ class RunSession:
             yield
         except StepAbandoned as abandoned:
             _logger.warning("step %d is abandoned, because it waits for %s", self.completed + 1, abandoned)
+        except JudgeBudgetSpent:
+            self._settle(None)
+            raise
         except BaseException as error:
             self._settle(error)
             raise
@@ -433,7 +437,7 @@ class RunSession:
         reason = self.stop_request.reason
         status: EndStatus = "finished" if error is None and self.is_finished else "interrupted"
         if isinstance(error, Exception):
-            status = "interrupted" if isinstance(error, DevicesLost) else "failed"
+            status = "interrupted" if isinstance(error, DevicesLost | JudgeBudgetSpent) else "failed"
             reason = (str(error) or type(error).__name__).partition("\n")[0]
         elif error is not None:
             reason = self.stop_request.why_unwound(error, has_begun=self.has_begun)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -69,6 +69,7 @@ class RolloutSteps:
         mixture: Weights that the prompts are drawn by; None if they are always the same.
         opponents: Older weights of the policy that play against it; None for none.
         drafter: Drafter that trains with the policy; None for none.
+        judge_usage: Returns the metrics of the language models that judge since the last call; None without judges.
     """
 
     config: RolloutConfig
@@ -81,6 +82,7 @@ class RolloutSteps:
     mixture: Mixture | None = None
     opponents: Saved | None = None
     drafter: Drafter | None = None
+    judge_usage: Callable[[], Mapping[str, float]] | None = None
 
     def take(self, *, models: Mapping[str, Saved], state: Mapping[str, Checkpointable] | None = None) -> Iterator[Step]:
         """Yield the steps still to do, until `config.max_num_steps`, or until the data or the run ends.
@@ -122,6 +124,8 @@ class RolloutSteps:
                 # Otherwise the policy also learns rows without rewards.
                 watch.observe([*groups, *aside])
             run.record(number, self.rollouts.metrics())
+            if self.judge_usage is not None:
+                run.record(number, self.judge_usage())
             if self.mixture is not None:
                 run.record(number, self.mixture.learn([*groups, *aside]))
             yield Step(number, groups, aside, greedy)

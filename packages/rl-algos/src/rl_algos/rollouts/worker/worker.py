@@ -10,28 +10,33 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
+from rl_algos.judges.answers import JudgeAnswer
+from rl_algos.judges.judged import JudgingSpec, judged_rollout, with_rewards
 from rl_algos.rollouts.training.metrics import REFILLED
 from rl_algos.rollouts.worker.chat import Chat
 from rl_algos.rollouts.worker.client import PlayClient, PlayServices
 from rl_algos.rollouts.worker.conversations import EnvironmentClient
+from rl_algos.rollouts.worker.judge_engine import EngineJudge
 from rl_algos.rollouts.worker.opponents import OpponentSpec, opponents_of_play
 from rl_algos.tokenizer import load_tokenizer
 from rl_core import resolve
 from rl_core.data.batch import Batch
-from rl_core.errors import GeneratorError, InfrastructureFailed, RequestRefused
+from rl_core.errors import GeneratorError, InfrastructureFailed, RequestRefused, RLError
 from rl_core.images import image_digests
 from rl_core.model_config import TokenizerConfig, VisionConfig
 from rl_core.rollouts.delivery import Delivery, Taken, score_canary, take_over
 from rl_core.rollouts.generation import Generator
 from rl_core.rollouts.group import RECORD, GroupReport, parts_of
+from rl_core.rollouts.judging import JudgeBudgetSpent, JudgedReward, JudgedRollout, Question
 from rl_core.rollouts.pool import RolloutTask, RolloutTurns
 from rl_core.rollouts.program import OfferingProgram, PreparedProgram, RolloutProgram
 from rl_core.rollouts.record import write_records
 from rl_core.rollouts.rollout import Prompt, Rollout, has_images, has_routing
+from rl_core.rollouts.thoughts import PROMPT_END, opened_by
 from rl_core.tracing import spans
 from rl_core.tracing.profiling import ProfileOrder, ProfileReport
 from rl_core.user_code import FromFile
@@ -44,6 +49,9 @@ MAX_TOGETHER = 16
 
 _COUNTS = ("num_requests", "num_sampled")
 """Numbers of an engine's health that show its progress."""
+
+JOIN_PERIOD_S = 5.0
+"""Seconds between two offers of engines to the judges, whose process may have been started again."""
 
 MAX_REFILLS = 2
 """Maximum number of times that a play begins again because infrastructure failed."""
@@ -67,6 +75,8 @@ class RolloutWorkerSpec:
         logs: Folder of the run's logs.
         opponents: Opponents of the policy, whose engines run next to its own.
         vision: Settings of images.
+        judging: Judging of its rollouts, and the judges in its engines; None without judges.
+        index: Number of the replica.
     """
 
     generator: str
@@ -80,6 +90,20 @@ class RolloutWorkerSpec:
     logs: str = ""
     opponents: tuple[OpponentSpec, ...] = ()
     vision: VisionConfig = dataclasses.field(default_factory=VisionConfig)
+    judging: JudgingSpec | None = None
+    index: int = 0
+
+
+class GroupJudges(Protocol):
+    """Judges of a run as a rollout worker calls them; see `rl_core.ray.judges.RemoteJudges`."""
+
+    async def judge(
+        self, environment: str, group: Sequence[JudgedRollout | None]
+    ) -> Sequence[Mapping[str, JudgedReward]]:
+        """Return the rewards of the rollouts of one prompt, by name."""
+
+    async def join(self, index: int, ready: Mapping[str, str]) -> None:
+        """Offer the engines of this process to the judges."""
 
 
 class RolloutWorker:
@@ -88,9 +112,12 @@ class RolloutWorker:
     Args:
         spec: The parts to build.
         environments: Clients by environment name.
+        judges: Language models that judge rollouts; None without judges.
     """
 
-    def __init__(self, spec: RolloutWorkerSpec, environments: Mapping[str, EnvironmentClient]) -> None:
+    def __init__(
+        self, spec: RolloutWorkerSpec, environments: Mapping[str, EnvironmentClient], judges: GroupJudges | None = None
+    ) -> None:
         engine = resolve(spec.generator)
         self._generator: Generator = engine(*spec.generator_args)
         self._needs = [each.need for each in spec.opponents]
@@ -112,6 +139,15 @@ class RolloutWorker:
         self._stopped_limits: dict[asyncio.Timeout, float] = {}
         self._keeps_weights = True
         self._idle = IdleTime()
+        self._judging, self._judges, self._index = spec.judging, judges, spec.index
+        engines = {"": self._generator, **self._opponents}
+        self._engine_judges = {
+            each.name: EngineJudge(each, engines[each.engine])
+            for each in (spec.judging.engines if spec.judging else ())
+        }
+        self._ready: dict[str, str] = {}
+        self._joining: asyncio.Task[None] | None = None
+        self._judging_span = spans.overlapping("judging", "judging")
         self._rolling_out = spans.overlapping("rollouts", "rollouts")
         self._writing = spans.overlapping("recording", "recording")
 
@@ -122,6 +158,9 @@ class RolloutWorker:
         if isinstance(self._program, PreparedProgram):
             self._services.chat.prepare()
             await self._program.start(self._logs)
+        if self._engine_judges:
+            self._ready = {name: "" for name, each in self._engine_judges.items() if not each.awaits_weights}
+            self._joining = asyncio.create_task(self._keep_joined())
         return self._generator.num_ranks
 
     async def begin(self, tasks: Sequence[tuple[int, RolloutTask]]) -> None:
@@ -202,6 +241,7 @@ class RolloutWorker:
         with spans.span("weights", f"take over version {manifest.version}"):
             taken = await take_over(self._generator, manifest, delivery)
         self._services.version = manifest.version
+        await self._note_version("", taken)
         return taken
 
     async def score_canary(self, canary: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
@@ -214,7 +254,13 @@ class RolloutWorker:
     async def opponent_takes_over(self, name: str, manifest: Manifest, delivery: Delivery) -> Taken:
         """Bring an opponent to a weight version; it stays paused until `resume_opponent`."""
         with spans.span("weights", f"{name} takes over version {manifest.version}"):
-            return await take_over(self._opponents[name], manifest, delivery)
+            taken = await take_over(self._opponents[name], manifest, delivery)
+        await self._note_version(name, taken)
+        return taken
+
+    async def answer(self, judge: str, question: Question) -> JudgeAnswer:
+        """Return the answer of a judge in an engine of this process."""
+        return await self._engine_judges[judge].answer(question)
 
     async def resume_opponent(self, name: str) -> None:
         """Let an opponent serve its weights."""
@@ -255,6 +301,8 @@ class RolloutWorker:
 
     async def close(self) -> None:
         """End the program and the replica."""
+        if self._joining is not None:
+            self._joining.cancel()
         if isinstance(self._program, PreparedProgram):
             await self._program.close()
         await self._call_opponents("close")
@@ -299,7 +347,55 @@ class RolloutWorker:
 
     async def _whole_group(self, prompt: Prompt, plays: Sequence[asyncio.Task[Sequence[Rollout]]]) -> Group:
         with self._rolling_out:
-            return prompt, _numbered(await asyncio.gather(*plays))
+            rollouts = _numbered(await asyncio.gather(*plays))
+        if self._judging is None:
+            return prompt, rollouts
+        with self._judging_span:
+            return prompt, await self._judged(prompt, rollouts, self._judging)
+
+    async def _judged(self, prompt: Prompt, rollouts: Sequence[Rollout], judging: JudgingSpec) -> list[Rollout]:
+        """Return the rollouts of a prompt with the rewards of language models, which compare those of one agent and its
+        peers. Opponents are not judged."""
+        judged = list(rollouts)
+        weights = judging.weights.get(prompt.environment)
+        if weights is None:
+            return judged
+        assert self._judges is not None, "a rollout worker whose rollouts are judged has judges"
+        opened = opened_by(self._services.chat.shown(prompt.token_ids[-PROMPT_END:]))
+        compared: dict[tuple[str, str], list[int]] = {}
+        for place, rollout in enumerate(rollouts):
+            if not rollout.is_opponent:
+                compared.setdefault((rollout.agent, rollout.peers), []).append(place)
+
+        async def judge(places: Sequence[int]) -> None:
+            assert self._judges is not None
+            group = [judged_rollout(prompt, rollouts[place], opened) for place in places]
+            if any(group):
+                given = await self._judges.judge(prompt.environment, group)
+                for place, shown, rewards in zip(places, group, given, strict=True):
+                    if shown is not None:
+                        judged[place] = with_rewards(prompt, rollouts[place], rewards, weights)
+
+        await asyncio.gather(*map(judge, compared.values()))
+        return judged
+
+    async def _note_version(self, engine: str, taken: Taken) -> None:
+        """Offer the judges of an engine with the version that it has taken over."""
+        own = [name for name, each in self._engine_judges.items() if each.engine == engine and each.awaits_weights]
+        if own:
+            assert self._judges is not None, "an engine that judges has judges"
+            self._ready |= dict.fromkeys(own, ",".join(sorted(set(taken.digests))))
+            await self._judges.join(self._index, self._ready)
+
+    async def _keep_joined(self) -> None:
+        assert self._judges is not None, "an engine that judges has judges"
+        while True:
+            if self._ready:
+                try:
+                    await self._judges.join(self._index, self._ready)
+                except RLError as error:
+                    _log.warning("%s", error)
+            await asyncio.sleep(JOIN_PERIOD_S)
 
     async def _run_one(self, prompt: Prompt, clients: list[PlayClient], play: int) -> Sequence[Rollout]:
         """Return the rollouts of a play. If its infrastructure fails, it begins again, at most `MAX_REFILLS` times.
@@ -324,7 +420,7 @@ class RolloutWorker:
                 _log.warning("%s: %s; the rollout begins again (%s)", prompt, error, number)
             except RequestRefused as error:
                 return _failed(prompt, error, client)
-            except GeneratorError:
+            except (GeneratorError, JudgeBudgetSpent):
                 raise
             except Exception as error:  # noqa: BLE001 - a program's failure costs its rollout, not the run
                 return _failed(prompt, error, client)
