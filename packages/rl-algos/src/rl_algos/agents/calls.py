@@ -29,15 +29,25 @@ class CallRefused(Exception):
         status: HTTP status.
         code: Name of the error, as clients compare it.
         param: Field of the request that is at fault; empty for none.
+        retry_after_s: Seconds after which the client may try again, for the header `Retry-After`; None for never.
     """
 
-    def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request", param: str = "") -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        code: str = "invalid_request",
+        param: str = "",
+        retry_after_s: float | None = None,
+    ) -> None:
         super().__init__(message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]}...")
-        self.status, self.code, self.param = status, code, param
+        self.status, self.code, self.param, self.retry_after_s = status, code, param, retry_after_s
 
     def again(self) -> CallRefused:
         """Return an equal error, which does not hold the frames that this one was raised in, with their requests."""
-        return CallRefused(str(self), status=self.status, code=self.code, param=self.param)
+        after = self.retry_after_s
+        return CallRefused(str(self), status=self.status, code=self.code, param=self.param, retry_after_s=after)
 
 
 @dataclass(frozen=True)

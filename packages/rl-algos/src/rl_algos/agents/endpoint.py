@@ -65,7 +65,16 @@ Dialect = ChatCompletions | Completions | Messages | Responses
 ignore (`heartbeat`), which is sent while they wait for the first event."""
 
 
-class _Asked(NamedTuple):
+DIALECTS: Mapping[str, Dialect] = {
+    "chat/completions": ChatCompletions(),
+    "completions": Completions(),
+    "responses": Responses(),
+    "messages": Messages(),
+}
+"""Wire formats of calls of the policy, by their paths below `/v1/`."""
+
+
+class Asked(NamedTuple):
     """A request.
 
     Args:
@@ -81,7 +90,7 @@ class _Asked(NamedTuple):
     agent: str = ""
 
 
-Serve = Callable[[_Asked], Awaitable[web.StreamResponse]]
+Serve = Callable[[Asked], Awaitable[web.StreamResponse]]
 
 
 class AgentEndpoint:
@@ -91,10 +100,14 @@ class AgentEndpoint:
         host: Address to listen at. One that is not the loopback address is reached by agents on other machines.
         board: Rollouts for agents that run elsewhere; None if they are not served.
         max_tokens: Maximum number of tokens of a conversation, which bounds the size of a request.
+        port: Port to listen at, which other processes of this user may listen at too; 0 for one that is free.
     """
 
-    def __init__(self, host: str = "127.0.0.1", board: TaskBoard | None = None, max_tokens: int = 2**20) -> None:
+    def __init__(
+        self, host: str = "127.0.0.1", board: TaskBoard | None = None, max_tokens: int = 2**20, *, port: int = 0
+    ) -> None:
         self._host = host
+        self._given_port = port
         self._board = board
         self._board_key = f"rl-agents-{secrets.token_urlsafe(24)}" if board is not None else ""
         self._max_body = min(MAX_BODY, BODY_BASE + BODY_PER_TOKEN * max_tokens)
@@ -104,12 +117,9 @@ class AgentEndpoint:
         self._port = 0
         self._large = asyncio.Semaphore(_MAX_LARGE)
         self._failures = SparingLog(_log, "%d requests of agents failed, the last one because of %s")
-        chat, messages = ChatCompletions(), Messages()
+        chat, messages = DIALECTS["chat/completions"], DIALECTS["messages"]
         self._paths: dict[str, tuple[str, Dialect, Serve]] = {
-            "chat/completions": ("POST", chat, self._calls),
-            "completions": ("POST", Completions(), self._calls),
-            "responses": ("POST", Responses(), self._calls),
-            "messages": ("POST", messages, self._calls),
+            **{path: ("POST", dialect, self._calls) for path, dialect in DIALECTS.items()},
             "messages/count_tokens": ("POST", messages, self._count_tokens),
             "models": ("GET", chat, self._models),
             "reward": ("POST", chat, self._reward),
@@ -118,11 +128,15 @@ class AgentEndpoint:
             self._paths |= {"end": ("POST", chat, self._end), "renew": ("POST", chat, self._end)}
 
     async def start(self) -> None:
-        """Listen at a port that is free."""
+        """Listen at the port.
+
+        Raises:
+            OSError: If somebody else listens there.
+        """
         self._connections = Connections(self._serve, _refusal_of_http)
         self._runner = web.ServerRunner(self._connections, shutdown_timeout=5.0)
         await self._runner.setup()
-        await web.TCPSite(self._runner, self._host, 0).start()
+        await web.TCPSite(self._runner, self._host, self._given_port, reuse_port=self._given_port > 0).start()
         self._port = self._runner.addresses[0][1]
 
     @property
@@ -175,7 +189,7 @@ class AgentEndpoint:
             # A local name for the refusal would keep it, and the request in its traceback, in a cycle.
             return _refusal(asked.dialect, self._refused(error))
 
-    def _routed(self, request: web.BaseRequest) -> tuple[_Asked, Serve]:
+    def _routed(self, request: web.BaseRequest) -> tuple[Asked, Serve]:
         """Return a request with its wire format, and the method that answers it."""
         found = _ROLLOUT.fullmatch(request.path)
         serve: Serve
@@ -188,9 +202,9 @@ class AgentEndpoint:
             method, dialect, serve = self._paths.get(path, (request.method, default, self._refuse_path))
         if request.method not in (method, "HEAD" if method == "GET" else method):
             serve = _refuse_method
-        return _Asked(request, dialect, rollout, agent), serve
+        return Asked(request, dialect, rollout, agent), serve
 
-    async def _refuse_path(self, asked: _Asked) -> web.StreamResponse:
+    async def _refuse_path(self, asked: Asked) -> web.StreamResponse:
         path = asked.request.path.rpartition("/v1/")[2] if asked.rollout else asked.request.path
         served = ", ".join(self._paths)
         problem = f"{path[:100]} is not served; a rollout has {served} below its own URL, which its agent is given"
@@ -214,24 +228,24 @@ class AgentEndpoint:
         problem = f"the request is larger than {limit}; shorten the conversation"
         return CallRefused(problem, status=413, code="request_too_large")
 
-    def _session(self, asked: _Asked, *, posts_rewards: bool = False) -> AgentSession:
+    def _session(self, asked: Asked, *, posts_rewards: bool = False) -> AgentSession:
         if asked.rollout not in self._open:
             raise CallRefused("this rollout does not exist or has ended", status=410, code="rollout_ended")
         session, address = self._open[asked.rollout]
         key = address.reward_key if posts_rewards else address.api_key
         if not key:
             raise CallRefused("rewards cannot be posted for this rollout", status=403, code="rewards_not_taken")
-        _check_key(asked.request, key)
+        check_key(asked.request, key)
         if self._board is not None:
             self._board.renew(address.rollout)
         return session.of_agent(asked.agent)
 
-    async def _call(self, asked: _Asked, session: AgentSession, **set_by_us: Any) -> ModelCall:
+    async def _call(self, asked: Asked, session: AgentSession, **set_by_us: Any) -> ModelCall:
         """Receive a request for a completion."""
         sent = await self._received(asked.request)
 
         def read() -> ModelCall:
-            return asked.dialect.read({**_parsed(sent, self._max_brackets), **set_by_us})
+            return asked.dialect.read({**parsed(sent, self._max_brackets), **set_by_us})
 
         return replace(await session.off_loop(len(sent), read), size=len(sent))
 
@@ -255,7 +269,7 @@ class AgentEndpoint:
             problem = f"the request did not arrive within {TRANSFER_S:g} s"
             raise CallRefused(problem, status=408, code="timeout") from None
 
-    async def _calls(self, asked: _Asked) -> web.StreamResponse:
+    async def _calls(self, asked: Asked) -> web.StreamResponse:
         session = self._session(asked)
         with nullcontext() if self._board is None else self._board.calling(asked.rollout):
             headers = asked.request.headers
@@ -267,7 +281,7 @@ class AgentEndpoint:
             return await send(asked, session, call, answering)
 
     async def _send(
-        self, asked: _Asked, session: AgentSession, call: ModelCall, answering: Coroutine[Any, Any, ModelAnswer]
+        self, asked: Asked, session: AgentSession, call: ModelCall, answering: Coroutine[Any, Any, ModelAnswer]
     ) -> web.StreamResponse:
         answer = await answering
         try:
@@ -283,7 +297,7 @@ class AgentEndpoint:
         return response
 
     async def _stream(
-        self, asked: _Asked, session: AgentSession, call: ModelCall, answering: Coroutine[Any, Any, ModelAnswer]
+        self, asked: Asked, session: AgentSession, call: ModelCall, answering: Coroutine[Any, Any, ModelAnswer]
     ) -> web.StreamResponse:
         dialect, stream = asked.dialect, _EventStream(asked.request)
         waiting = asyncio.ensure_future(answering)
@@ -312,37 +326,37 @@ class AgentEndpoint:
             del waiting  # `AgentSession.off_loop` explains this.
         return stream.response
 
-    async def _count_tokens(self, asked: _Asked) -> web.StreamResponse:
+    async def _count_tokens(self, asked: Asked) -> web.StreamResponse:
         session = self._session(asked)
         async with session.admitted(), self._room_for(asked.request):
             num_tokens = await session.num_tokens(await self._call(asked, session, max_tokens=1))
         return web.json_response({"input_tokens": num_tokens})
 
-    async def _models(self, asked: _Asked) -> web.StreamResponse:
+    async def _models(self, asked: Asked) -> web.StreamResponse:
         self._session(asked)
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "rl"}
         return web.json_response({"object": "list", "data": [model]})
 
-    async def _reward(self, asked: _Asked) -> web.StreamResponse:
+    async def _reward(self, asked: Asked) -> web.StreamResponse:
         session = self._session(asked, posts_rewards=True)
-        body = _parsed(await self._received(asked.request), self._max_brackets)
+        body = parsed(await self._received(asked.request), self._max_brackets)
         call, choice = body.get("call", ""), body.get("choice", 0)
         if not isinstance(call, str) or not isinstance(choice, int):
             raise CallRefused("`call` must be the id of an answer, and `choice` an integer", param="call")
         session.add_rewards(rewards_of(body.get("reward")), call, choice)
         return web.json_response({})
 
-    async def _end(self, asked: _Asked) -> web.StreamResponse:
+    async def _end(self, asked: Asked) -> web.StreamResponse:
         """End a rollout, or renew its lease; every request of a rollout renews it."""
         self._session(asked)
         if self._board is not None and asked.request.path.endswith("/end"):
             self._board.end(asked.rollout)
         return web.json_response({})
 
-    async def _take(self, asked: _Asked) -> web.StreamResponse:
+    async def _take(self, asked: Asked) -> web.StreamResponse:
         assert self._board is not None
-        _check_key(asked.request, self._board_key)
-        body = _parsed(await self._received(asked.request), self._max_brackets)
+        check_key(asked.request, self._board_key)
+        body = parsed(await self._received(asked.request), self._max_brackets)
         wait_s = body.get("wait_s", _WAIT_S)
         if not isinstance(wait_s, int | float) or not 0 <= wait_s <= _WAIT_S:
             raise CallRefused(f"wait_s must be from 0 to {_WAIT_S:g}, got {wait_s!r:.40}", param="wait_s")
@@ -383,12 +397,14 @@ async def _within_limit(sending: Awaitable[Any]) -> None:
         raise ConnectionResetError(f"the client has not read its answer for {TRANSFER_S:g} s") from None
 
 
-async def _refuse_method(asked: _Asked) -> web.StreamResponse:
+async def _refuse_method(asked: Asked) -> web.StreamResponse:
     raise CallRefused(f"{asked.request.method[:20]} is not allowed here", status=405, code="method_not_allowed")
 
 
 def _refusal(dialect: Dialect, refused: CallRefused) -> web.StreamResponse:
-    return web.json_response(dialect.error(refused), status=refused.status)
+    after = refused.retry_after_s
+    headers = {} if after is None else {"Retry-After": str(math.ceil(after))}
+    return web.json_response(dialect.error(refused), status=refused.status, headers=headers)
 
 
 def _refusal_of_http(status: int, message: str) -> web.StreamResponse:
@@ -400,7 +416,12 @@ def _size(call: ModelCall, answer: ModelAnswer) -> int:
     return max(call.size, answer.num_sampled * (64 if call.wants_logprobs else 4))
 
 
-def _check_key(request: web.BaseRequest, key: str) -> None:
+def check_key(request: web.BaseRequest, key: str) -> None:
+    """Refuse a request without this key.
+
+    Raises:
+        CallRefused: If it has another key or none.
+    """
     kind, _, bearer = request.headers.get("Authorization", "").partition(" ")
     given = bearer.strip() if kind.lower() == "bearer" else request.headers.get("x-api-key", "")
     # A header may have any bytes.
@@ -430,7 +451,7 @@ def rewards_of(given: Any) -> Mapping[str, float]:
     return rewards
 
 
-def _parsed(sent: bytearray, max_brackets: int) -> Mapping[str, Any]:
+def parsed(sent: bytearray, max_brackets: int) -> Mapping[str, Any]:
     """Return the object of a request.
 
     Args:

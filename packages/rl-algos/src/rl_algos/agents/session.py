@@ -109,6 +109,7 @@ class AgentSession:
             template rewrites earlier turns; False to continue from the tokens as they were sampled.
         agent: Name of the agent whose calls these are, if the program has several; empty for the only one.
         structured_output: What happens to calls that ask for a form of the answer.
+        answer_ids: Beginning of the ids of its answers, for answers of several sessions at one address.
     """
 
     def __init__(
@@ -121,6 +122,7 @@ class AgentSession:
         splits: bool = False,
         agent: str = "",
         structured_output: StructuredOutput = "refuse",
+        answer_ids: str = "",
     ) -> None:
         # The id is new, because an environment may still know the ids of a rollout worker that died.
         self.id = f"{prompt.id}/{uuid.uuid4().hex}"
@@ -130,6 +132,7 @@ class AgentSession:
         self._splits = splits
         self._agent = agent
         self._structured_output = structured_output
+        self._answer_ids = answer_ids
         # Equal calls of two agents are separate draws, whichever agent calls first.
         self._first_draw = int(_short(agent)[:7], 16) << 32 if agent else 0
         self._agents: dict[str, AgentSession] = {}
@@ -332,6 +335,11 @@ class AgentSession:
                 draw.is_delivered |= is_delivered
                 draw.is_abandoned = not is_delivered
 
+    def digest_after(self, answer_id: str) -> str:
+        """Return the digest of the conversation up to an answer, as in `digests_of`; empty if there is none."""
+        nodes = self._answered.get(answer_id)
+        return nodes[0].digests[-1] if nodes else ""
+
     def add_rewards(self, rewards: Mapping[str, float], answer_id: str = "", choice: int = 0) -> None:
         """Set rewards of the rollout, or of one of its calls.
 
@@ -455,7 +463,7 @@ class AgentSession:
         if call.form is not None and not prepared.grammar:
             self.ignored.update(call.form_fields)
         sampling = self._sampling(call, prepared)
-        answer_id = f"rl-{_short(digest, str(draw))}"
+        answer_id = f"rl-{self._answer_ids}{_short(digest, str(draw))}"
         if sampling is None or prepared.tokens is None:
             self._is_truncated = True
             choice = ModelChoice("", "", (), "length", _NO_COMPLETION)

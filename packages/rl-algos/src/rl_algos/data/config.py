@@ -176,7 +176,8 @@ class DataConfig(Config):
     """Training and validation data: sources, columns, mixing, lengths."""
 
     train: Annotated[DatasetConfig | list[DatasetConfig], BeforeValidator(_not_a_name)]
-    """Dataset to train on, or a list of datasets, which are mixed."""
+    """Dataset to train on, or a list of datasets, which are mixed. `[]` for a run that learns from its users
+    (`grpo.agent.live`)."""
     validation: Annotated[DatasetConfig | list[DatasetConfig] | None, BeforeValidator(_not_a_name)] = None
     """Dataset to validate on, or a list of datasets."""
     default: DatasetDefaults = DatasetDefaults()
@@ -200,7 +201,7 @@ class DataConfig(Config):
 
     @model_validator(mode="after")
     def _one_source_each(self) -> DataConfig:
-        problems = written_problems("train", self.train)
+        problems = written_problems("train", self.train) if self.train != [] else []
         if self.validation is not None:
             problems += written_problems("validation", self.validation)
         problems += _held_out_problems(self)

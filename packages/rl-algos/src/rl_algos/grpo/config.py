@@ -98,6 +98,7 @@ class GRPOConfig(PolicyGradientConfig):
     """GRPO and its family: steps, prompts and samples of a step, advantages, validation."""
 
     section: ClassVar[str] = "grpo"
+    learns_from_users: ClassVar[bool] = True
     also_called: ClassVar[Mapping[str, str]] = {
         **PolicyGradientConfig.also_called,
         "num_ppo_epochs": "num_iterations",

@@ -18,7 +18,7 @@ from rl_algos.grpo.config import (
     trained_agents,
     trained_environments,
 )
-from rl_algos.grpo.estimators import chosen, estimator_section, reads
+from rl_algos.grpo.estimators import ESTIMATORS, chosen, estimator_section, inputs_of, reads
 from rl_algos.grpo.opponents import fixed_models, opponent_problems
 from rl_algos.losses.custom import chosen_type, loss_requirements
 from rl_algos.policy_gradient.config import CustomLossConfig, LossConfig
@@ -109,7 +109,9 @@ def _teachers(config: GRPORoot) -> Iterator[Problem]:
 def _estimator(grpo: GRPOConfig, loss: LossConfig | CustomLossConfig) -> Iterator[Problem]:
     """Yield problems of the effective estimator with the settings of the loop and of the loss."""
     samples, name = grpo.num_generations_per_prompt, chosen(grpo)
-    if samples < 2 and grpo.distillation.reward_weight:
+    if grpo.serves_users:
+        yield from _of_users(grpo)
+    elif samples < 2 and grpo.distillation.reward_weight:
         reason = "must be at least 2, because the rollouts of a prompt are compared with each other"
         yield Problem("grpo.num_generations_per_prompt", reason, got=samples)
     if grpo.adv_estimator.name is not None and grpo.use_leave_one_out_baseline:
@@ -135,6 +137,19 @@ def _estimator(grpo: GRPOConfig, loss: LossConfig | CustomLossConfig) -> Iterato
         if estimator.name == "pass_at_k" and not 1 <= (k := settings_of(estimator)["k"]) <= samples:
             allowed = f"int from 1 to grpo.num_generations_per_prompt ({samples})"
             yield Problem(f"{key}.adv_estimator.k", got=k, allowed=allowed)
+
+
+def _of_users(grpo: GRPOConfig) -> Iterator[Problem]:
+    """Yield estimators that cannot learn from conversations of users."""
+    name, key = chosen(grpo), "grpo.adv_estimator.name"
+    fitting = ", ".join(each for each in ESTIMATORS if not {"groups", "baselines"} & set(inputs_of(ESTIMATORS[each])))
+    if reads(grpo, "baselines"):
+        reason = "compares with a greedy rollout of the prompt, but users have seen theirs already"
+        yield Problem(key, reason, got=name, allowed=fitting)
+    elif grpo.num_generations_per_prompt == 1 and reads(grpo, "groups"):
+        reason = "compares the rollouts of a group, but with num_generations_per_prompt=1 conversations are single"
+        remedy = "Or set grpo.num_generations_per_prompt, and let users name the task in the header X-RL-Task"
+        yield Problem(key, reason, got=name, allowed=fitting, remedy=remedy)
 
 
 def training_defaults(written: WrittenValues) -> dict[str, TrainingDefaults]:

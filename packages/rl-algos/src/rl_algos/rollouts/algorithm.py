@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rl_algos.data.config import DataConfig, DatasetConfig
 from rl_algos.data.encoding import with_section
@@ -13,6 +13,7 @@ from rl_algos.data.inputs import dataset_problems
 from rl_algos.data.inputs import input_problems as data_problems
 from rl_algos.data.preview import RowReader, UnusedRow
 from rl_algos.data.rows.example import Example
+from rl_algos.data.stream import Stream
 from rl_algos.evaluation.config import EvaluationConfig, TaskConfig
 from rl_algos.evaluation.summary import Scoring, powers_of_two
 from rl_algos.evaluation.tasks import task_of
@@ -35,9 +36,10 @@ from rl_algos.rollouts.data import (
     prompt_reader,
     tools_by_environment,
 )
+from rl_algos.rollouts.driver.live_source import UserPrompts
 from rl_algos.rollouts.driver.source import evaluation_tasks
 from rl_algos.rollouts.driver.task_evaluation import EvaluationPlan, EvaluationTask
-from rl_algos.rollouts.setup import first_prompts, program_needs, validation_sampling
+from rl_algos.rollouts.setup import first_prompts, program_needs, training_sampling, validation_sampling
 from rl_core.algorithm import Algorithm
 from rl_core.config import Problem, option
 from rl_core.environments.instance import environment_names, problem_with, unknown_environment
@@ -45,7 +47,11 @@ from rl_core.environments.trial import Attempt
 from rl_core.errors import ConfigError, DataError
 from rl_core.plugins import RolloutNeeds
 from rl_core.rollouts.generation import SamplingParams
+from rl_core.rollouts.rollout import Prompt
 from rl_core.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from rl_algos.data.flow import FlowStream
 
 C = TypeVar("C", bound=RolloutRoot)
 
@@ -97,8 +103,8 @@ class RolloutAlgorithm(Algorithm[C, Datasets, RolloutData]):
     evaluation_problems = staticmethod(evaluation_input_problems)
 
     def input_problems(self, config: C) -> Iterable[Problem]:
-        yield from data_problems(config)
         settings = self.settings(config)
+        yield from data_problems(config, needs_rows=not settings.serves_users)
         if isinstance(settings, PolicyGradientConfig) and settings.demonstrations.dataset is not None:
             key = f"{settings.section}.demonstrations.dataset"
             yield from dataset_problems(key, settings.demonstrations.dataset)
@@ -109,7 +115,7 @@ class RolloutAlgorithm(Algorithm[C, Datasets, RolloutData]):
         settings = self.settings(config)
         loaded = load_examples(config, check=AnswerCheck(config.env))
         datasets = Datasets([each.answered() for each in loaded.train], [each.answered() for each in loaded.validation])
-        if settings.agent is not None and not settings.agent.needs_environment:
+        if settings.agent is not None and not settings.agent.needs_environment and not settings.serves_users:
             update = {"env_name": SCORED_BY_AGENT}
             train, validation = (
                 [replace(each, settings=each.settings.model_copy(update=update)) for each in part]
@@ -141,26 +147,28 @@ class RolloutAlgorithm(Algorithm[C, Datasets, RolloutData]):
         tools = tools_by_environment(config.env, environments)
         end_of_sequence, *others = check_conversations(config.policy, settings, tokenizer, tools).sampled
         epochs = settings.max_num_epochs
-        train = prompt_stream(
-            loaded.train,
-            config.data,
-            tokenizer,
-            max_tokens=room,
-            seed=settings.seed,
-            max_num_epochs=epochs,
-            tools=tools,
-            respond=EncodeShown(tokenizer, config.policy.generation.max_new_tokens)
-            if settings.demonstrated_share
-            else None,
-        )
-        tell_extent(
-            train,
-            settings.num_prompts_per_step,
-            unit="prompts",
-            size_key=f"{settings.section}.num_prompts_per_step",
-            max_num_steps=settings.max_num_steps,
-            max_num_epochs=epochs,
-        )
+        train: Stream[Prompt] | FlowStream[Prompt] | UserPrompts = UserPrompts()
+        if not settings.serves_users:
+            train = prompt_stream(
+                loaded.train,
+                config.data,
+                tokenizer,
+                max_tokens=room,
+                seed=settings.seed,
+                max_num_epochs=epochs,
+                tools=tools,
+                respond=EncodeShown(tokenizer, config.policy.generation.max_new_tokens)
+                if settings.demonstrated_share
+                else None,
+            )
+            tell_extent(
+                train,
+                settings.num_prompts_per_step,
+                unit="prompts",
+                size_key=f"{settings.section}.num_prompts_per_step",
+                max_num_steps=settings.max_num_steps,
+                max_num_epochs=epochs,
+            )
         held_out = validation_prompts(loaded.validation, config.data, tokenizer, max_tokens=room, tools=tools)
         shown = settings.demonstrations if isinstance(settings, PolicyGradientConfig) else None
         demonstrations = None
@@ -190,7 +198,8 @@ class RolloutAlgorithm(Algorithm[C, Datasets, RolloutData]):
         if environments is None:
             every = (*prepared.train.datasets, prepared.validation)
             environments = frozenset(prompt.environment for prompts in every for prompt in prompts)
-        found = program_needs(settings, config.policy.max_total_sequence_length, environments)
+        users = training_sampling(config.policy.generation, prepared.stop_token_ids)
+        found = program_needs(settings, config.policy.max_total_sequence_length, environments, users)
         return replace(
             with_judges(found, config),
             keeps_cache=settings.keeps_cache,

@@ -84,6 +84,7 @@ def rollout_problems(config: RolloutRoot, settings: RolloutConfig) -> Iterator[P
     elif settings.rollout_program == COMPACTION_PROGRAM:
         yield from _compaction(settings, policy.max_total_sequence_length, generation.max_new_tokens)
     yield from _agent(settings)
+    yield from _users(settings, config)
     if settings.structured_output == "constrain" and generation.thinking_budget is not None:
         reason = "appends tokens that the grammar of a constrained turn may not allow"
         remedy = f"Remove this key, or set {settings.section}.structured_output to ignore"
@@ -149,6 +150,52 @@ def _agent(settings: RolloutConfig) -> Iterator[Problem]:
     for name in ("rollout_program", "rollout_program_args", "max_rollout_turns"):
         if is_changed(settings, name):
             yield Problem.unused(f"{settings.section}.{name}", f"with {key}", remedy=f"Remove it, or {key}")
+
+
+def _users(settings: RolloutConfig, config: RolloutRoot) -> Iterator[Problem]:
+    """Yield problems of learning from users, whose conversations come when they come."""
+    agent, section, data = settings.agent, settings.section, config.data
+    if agent is None or agent.live is None:
+        if not data.train_datasets and agent is not None and agent.external:
+            reason = "must not be empty, because external agents take its prompts"
+            yield Problem("data.train", reason, got=[], remedy=f"Add a dataset, or set {section}.agent.live")
+        return
+    key = f"{section}.agent.live"
+    if not settings.learns_from_users:
+        yield Problem(key, "is for algorithm: grpo, whose estimators include ones for single rollouts")
+        return
+    if data.train_datasets:
+        remedy = "Set data.train=[], or remove the key agent.live"
+        yield Problem("data.train", f"is unused with {key}: prompts come from users", remedy=remedy)
+    if not settings.async_grpo.enabled:
+        reason = f"must be true with {key}: otherwise users would wait while the policy trains"
+        yield Problem(f"{section}.async_grpo.enabled", reason, got=False)
+    if settings.max_rollout_seconds is not None:
+        reason = f"has no meaning with {key}, whose rollouts wait for users"
+        yield Problem(f"{section}.max_rollout_seconds", reason, remedy=f"Remove it; see {key}.deadline_s")
+    unused = ("over_sampling_ratio", "max_num_epochs", "use_dynamic_sampling")
+    for name in unused:
+        if is_changed(settings, name):
+            reason = f"is for prompts of a dataset, but {key} learns from users"
+            yield Problem(f"{section}.{name}", reason, got=getattr(settings, name), remedy="Remove this key")
+    if settings.async_grpo.sampler is not None:
+        yield Problem.unused(f"{section}.async_grpo.sampler", f"with {key}: conversations train in the order they end")
+    if isinstance(settings, PolicyGradientConfig) and settings.curriculum.enabled:
+        reason = "chooses prompts of a dataset, but users choose theirs"
+        yield Problem(f"{section}.curriculum.enabled", reason, got=True)
+    canary = agent.live.canary
+    if not canary.enabled:
+        for name in ("max_drop", "num_prompts"):
+            if is_changed(canary, name):
+                yield Problem.unused(f"{key}.canary.{name}", f"without {key}.canary.enabled=true")
+        return
+    if not data.validation_datasets:
+        reason = "scores new weights on the prompts of data.validation, and there are none"
+        yield Problem(f"{key}.canary.enabled", reason, got=True, remedy="Add data.validation with its environment")
+    saving = getattr(config, "checkpointing", None)
+    if saving is not None and saving.async_save:
+        reason = f"cannot be combined with {key}.canary, which saves the policy at the same time"
+        yield Problem("checkpointing.async_save", reason, got=True, remedy="Remove one of the two")
 
 
 def evaluation_problems(config: EvaluationRoot) -> Iterator[Problem]:

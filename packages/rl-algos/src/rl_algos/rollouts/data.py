@@ -17,6 +17,7 @@ from rl_algos.data.preview import RowReader, Text
 from rl_algos.data.rows.example import Example, info_of
 from rl_algos.data.stream import Stream
 from rl_algos.rollouts.config import SCORED_BY_AGENT, AgentConfig, PolicyGradientConfig, RolloutConfig, RolloutRoot
+from rl_algos.rollouts.driver.live_source import UserPrompts
 from rl_algos.rollouts.training.rewards import EFFORT
 from rl_core.config import Config
 from rl_core.environments.instance import (
@@ -63,7 +64,7 @@ class RolloutData:
         encode: Renders a conversation by the policy's chat template; None unless the policy is its own teacher.
     """
 
-    train: Stream[Prompt] | FlowStream[Prompt]
+    train: Stream[Prompt] | FlowStream[Prompt] | UserPrompts
     validation: Sequence[Prompt]
     end_of_sequence: int
     environments: frozenset[str] | None = field(default=None, kw_only=True)

@@ -17,12 +17,21 @@ from rl_algos.rollouts.config import (
     rollout_config,
 )
 from rl_algos.rollouts.data import RolloutData
+from rl_algos.rollouts.driver.live_source import LiveSource, ServingCanary, UserPrompts
 from rl_algos.rollouts.driver.mixture import Mixture
 from rl_algos.rollouts.driver.source import PacedRolloutSource
 from rl_algos.rollouts.driver.steps import Drafter, RolloutSteps
 from rl_algos.rollouts.driver.task_evaluation import TaskEvaluation
 from rl_algos.rollouts.driver.validation import Validation
-from rl_algos.rollouts.worker.programs import AGENT_PROGRAM, PROGRAMS, TURNS, code_named, files_named, program_named
+from rl_algos.rollouts.worker.programs import (
+    AGENT_PROGRAM,
+    LIVE_PROGRAM,
+    PROGRAMS,
+    TURNS,
+    code_named,
+    files_named,
+    program_named,
+)
 from rl_core.model_config import GenerationConfig
 from rl_core.plugins import RolloutNeeds
 from rl_core.rollouts.generation import SamplingParams, ThinkingBudget
@@ -33,16 +42,19 @@ SAMPLED = 4
 """Number of prompts for the proof of an engine's computation."""
 
 
-def program_needs(settings: RolloutConfig, max_tokens: int, environments: frozenset[str]) -> RolloutNeeds:
+def program_needs(
+    settings: RolloutConfig, max_tokens: int, environments: frozenset[str], users: SamplingParams | None = None
+) -> RolloutNeeds:
     """Return the needs of the rollout program of an algorithm, or of the agent that plays instead of it.
 
     Args:
         settings: Section of the algorithm.
         max_tokens: Maximum number of tokens of a rollout.
         environments: Names of the environments that score the prompts.
+        users: How completions for users are drawn; None in an evaluation, which serves nobody.
     """
     agent = settings.agent
-    if agent is None:
+    if agent is None or (settings.serves_users and users is None):
         given: dict[str, Any] = {"max_turns": settings.max_rollout_turns, "max_tokens": max_tokens}
         # A program of the user's makes its segments itself.
         if settings.renders_anew and settings.rollout_program in PROGRAMS:
@@ -51,13 +63,15 @@ def program_needs(settings: RolloutConfig, max_tokens: int, environments: frozen
             given["structured_output"] = settings.structured_output
         program, args = program_named(settings.rollout_program), {**given, **settings.rollout_program_args}
         return RolloutNeeds(program, args, environments, settings.max_rollout_seconds)
+    shared = {"config": agent, "max_tokens": max_tokens, "split": settings.renders_anew}
+    shared["structured_output"] = settings.structured_output
+    if settings.serves_users:
+        args = {**shared, "sampling": users, "group_size": settings.num_generations_per_prompt}
+        return RolloutNeeds(LIVE_PROGRAM, args, environments, settings.max_rollout_seconds)
     args = {
-        "config": agent,
+        **shared,
         "function": None if agent.run is None else code_named(agent.run),
-        "max_tokens": max_tokens,
-        "split": settings.renders_anew,
         "files": files_named(agent.files),
-        "structured_output": settings.structured_output,
     }
     return RolloutNeeds(AGENT_PROGRAM, args, environments - {SCORED_BY_AGENT}, settings.max_rollout_seconds)
 
@@ -86,6 +100,7 @@ def steps_of(config: RolloutRoot, components: Components, run: Run, *, with_gree
     if isinstance(settings, PolicyGradientConfig) and settings.curriculum.enabled:
         curriculum = settings.curriculum
     if len(data.train.datasets) > 1 or curriculum is not None:
+        assert not isinstance(data.train, UserPrompts), "users choose what they ask"
         mixture = Mixture(data.train, [prompts[0].dataset for prompts in data.train.datasets], curriculum)
     drafter, section, head = None, drafter_section(config), config.policy.draft_head
     if section is not None:
@@ -93,9 +108,13 @@ def steps_of(config: RolloutRoot, components: Components, run: Run, *, with_gree
     elif head is not None:
         rows, loss = config.policy.train_global_batch_size, DraftLoss(head.num_tokens)
         drafter = Drafter(components.models[DRAFTER], rows, loss, "policy.draft_head")
+    source, canary = source_of(settings, generation, data, components.pool), None
+    if isinstance(source, LiveSource) and (trial := settings.agent.live.canary).enabled:  # type: ignore[union-attr]
+        sampling, prompts = validation_sampling(generation, data.stop_token_ids), data.validation[: trial.num_prompts]
+        canary = ServingCanary(trial, source, components.models["policy"], components.weights, prompts, sampling)
     return RolloutSteps(
         settings,
-        source_of(settings, generation, data, components.pool),
+        source,
         components.weights,
         Validation(data.validation, validation_sampling(generation, data.stop_token_ids), settings),
         run,
@@ -104,6 +123,7 @@ def steps_of(config: RolloutRoot, components: Components, run: Run, *, with_gree
         mixture,
         components.opponents,
         drafter,
+        canary,
         judge_usage=components.judge_usage,
     )
 
@@ -119,7 +139,8 @@ def source_of(
         data: Prompts of the run.
         pool: Pool that runs the rollouts.
     """
-    return PacedRolloutSource(
+    kind = LiveSource if settings.serves_users else PacedRolloutSource
+    return kind(
         pool,
         data.train,
         sampling=training_sampling(generation, data.stop_token_ids),

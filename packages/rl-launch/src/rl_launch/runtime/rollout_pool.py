@@ -54,6 +54,9 @@ IDLE_TIMEOUT_S = 5.0
 TURNS_TIMEOUT_S = 60.0
 """Timeout in seconds of a question to the replicas for the turns of rollouts in progress."""
 
+PROGRAM_TIMEOUT_S = 60.0
+"""Timeout in seconds of a call of the rollout program."""
+
 WRITE_TIMEOUT_S = 600.0
 """Timeout in seconds of writing the rollouts of a step."""
 
@@ -210,6 +213,17 @@ class ReplicaPool:
         decode without it. Logs a warning when it begins to cost more than it saves.
         """
         return self._speculation.take(self.living_replicas)
+
+    def call_program(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of the rollout program in every rollout worker, and return the answers of those that are alive.
+
+        Args:
+            method: Name of the method.
+            *args: Its arguments.
+        """
+        phase = f"program ({method})"
+        calls = [(each.origin(phase), each.call("program", method, *args)) for each in self.living_replicas]
+        return _answers(calls, PROGRAM_TIMEOUT_S)
 
     def write_rollouts(self, path: str, rows: RemoteRows, advantages: Sequence[float | None]) -> None:
         """Write the records of rollouts with a rollout worker, so that no strings are sent to this process. Any thread

@@ -5,12 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from rl_algos.data.flow import FlowStream
-from rl_algos.data.stream import Stream
 from rl_algos.rollouts.config import Sampler
 from rl_algos.rollouts.driver.draw import BatchRule, Draw, DrawState
 from rl_algos.rollouts.driver.ledger import Ledger
@@ -22,6 +20,20 @@ from rl_core.rollouts.group import RolloutGroup
 from rl_core.rollouts.pool import Evaluation, RolloutPool, RolloutTask, RolloutTurns, Ticket
 from rl_core.rollouts.rollout import Prompt
 from rl_core.weights import WeightUpdate
+
+
+class PromptStream(Protocol):
+    """Prompts in a fixed order, from a position."""
+
+    def take(self, count: int) -> list[Prompt]:
+        """Return the next prompts; fewer at the end."""
+
+    def state(self) -> Mapping[str, Any]:
+        """Return the position."""
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a position."""
+
 
 _OF_DEMONSTRATIONS = 0x64656D
 """Separates the choice of demonstrations from the seeds of rollouts."""
@@ -79,7 +91,7 @@ class PacedRolloutSource:
     def __init__(
         self,
         pool: RolloutPool,
-        prompts: Stream[Prompt] | FlowStream[Prompt],
+        prompts: PromptStream,
         *,
         sampling: SamplingParams,
         num_generations: int,
@@ -128,15 +140,22 @@ class PacedRolloutSource:
         Raises:
             RolloutsFailed: If too many of their rollouts failed.
         """
+        groups = self._collected(num_groups, num_later)
+        self._check(groups)
+        return groups
+
+    def _collected(self, num_groups: int, num_later: int | None) -> list[RolloutGroup]:
+        """Take the next groups; see `collect`."""
         asked_at = self._clock()
         self._begin(num_groups + min(self._num_ahead, self._num_ahead if num_later is None else num_later))
         chosen = self._wait_for(num_groups)
         self._collected_at = self._clock()
         self._waited_s += self._collected_at - asked_at
-        groups = [self._draws[number].collect() for number in chosen]
+        return [self._draws[number].collect() for number in chosen]
+
+    def _check(self, groups: Sequence[RolloutGroup]) -> None:
         self._ignored.check(groups)
         self._failures.check(groups)
-        return groups
 
     def set_aside(self, groups: Sequence[RolloutGroup], reason: str) -> None:
         """Note that groups which were collected for this step train nothing, and why."""
@@ -193,7 +212,7 @@ class PacedRolloutSource:
         """Bring the replicas to this version. Groups that were collected before it count as trained, unless they were
         set aside.
         """
-        self._pool.adopt(update, in_flight=self._in_flight)
+        self._deliver(update)
         self._version = update.version
         collected = [draw for draw in self._draws.values() if draw.is_collected]
         # A step is measured from the end of the collecting before it, the first step from the first weights.
@@ -203,6 +222,10 @@ class PacedRolloutSource:
             self._ledger.drop([draw.number], update.version, draw.reason)
         for draw in collected:
             del self._draws[draw.number]
+
+    def _deliver(self, update: WeightUpdate) -> None:
+        """Bring the replicas to a version."""
+        self._pool.adopt(update, in_flight=self._in_flight)
 
     def state(self) -> Mapping[str, Any]:
         """Return the ledger, data position, finished groups and draws to run again with their turns, as of the last

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from rl_algos.losses.tokens import NLLLoss
 from rl_algos.rollouts.config import DRAFTER, PolicyGradientConfig, RolloutConfig
+from rl_algos.rollouts.driver.live_source import ServingCanary
 from rl_algos.rollouts.driver.mixture import Mixture
 from rl_algos.rollouts.driver.task_evaluation import TaskEvaluation
 from rl_algos.rollouts.driver.validation import Validation
@@ -69,7 +70,7 @@ class RolloutSteps:
         mixture: Weights that the prompts are drawn by; None if they are always the same.
         opponents: Older weights of the policy that play against it; None for none.
         drafter: Drafter that trains with the policy; None for none.
-        judge_usage: Returns the metrics of the language models that judge since the last call; None without judges.
+        canary: Trial of each version before users are answered with it; None for none.
     """
 
     config: RolloutConfig
@@ -82,7 +83,7 @@ class RolloutSteps:
     mixture: Mixture | None = None
     opponents: Saved | None = None
     drafter: Drafter | None = None
-    judge_usage: Callable[[], Mapping[str, float]] | None = None
+    canary: ServingCanary | None = None
 
     def take(self, *, models: Mapping[str, Saved], state: Mapping[str, Checkpointable] | None = None) -> Iterator[Step]:
         """Yield the steps still to do, until `config.max_num_steps`, or until the data or the run ends.
@@ -95,6 +96,8 @@ class RolloutSteps:
         held: dict[str, Checkpointable] = {"rollouts": self.rollouts, "weights": self.weights, **(state or {})}
         if self.mixture is not None and self.mixture.has_curriculum:
             held["curriculum"] = self.mixture
+        if self.canary is not None:
+            held["canary"] = self.canary
         saved = dict(models)
         if self.opponents is not None:
             saved["opponents"] = self.opponents
@@ -104,6 +107,9 @@ class RolloutSteps:
         watch = RewardWatch()
         with run.phase("weight_sync"):
             self.rollouts.adopt(self.weights.publish())
+        if self.canary is not None:
+            with run.phase("canary"):
+                self.canary.begin()
         for number in numbers:
             if number == 1 and config.val_at_start:
                 self.validation(self.rollouts, run, step=0)
@@ -124,8 +130,6 @@ class RolloutSteps:
                 # Otherwise the policy also learns rows without rewards.
                 watch.observe([*groups, *aside])
             run.record(number, self.rollouts.metrics())
-            if self.judge_usage is not None:
-                run.record(number, self.judge_usage())
             if self.mixture is not None:
                 run.record(number, self.mixture.learn([*groups, *aside]))
             yield Step(number, groups, aside, greedy)
@@ -151,9 +155,14 @@ class RolloutSteps:
                 )
             with self.run.phase("drafter_training"):
                 self.run.record(number, self.drafter.learn(batch))
-        with self.run.phase("weight_sync"):
-            update = self.weights.publish()
-            self.rollouts.adopt(update)
+        update = self.weights.publish()
+        if self.canary is not None:
+            with self.run.phase("canary"):
+                update, tried = self.canary.serve(update)
+            self.run.record(number, tried)
+        else:
+            with self.run.phase("weight_sync"):
+                self.rollouts.adopt(update)
         self.run.record(number, {"weight_version": update.version})
 
     def _evaluate_tasks(self, number: int) -> None:

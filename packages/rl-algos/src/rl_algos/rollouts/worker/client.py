@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -43,6 +43,14 @@ class PlayServices:
     generating: spans.Overlapping = dataclasses.field(
         default_factory=lambda: spans.overlapping("generation", "generation")
     )
+
+
+@runtime_checkable
+class ServingProgram(Protocol):
+    """A rollout program that also generates outside of rollouts."""
+
+    def serve_with(self, services: PlayServices) -> None:
+        """Take the parts of the rollout worker; called once, before `start`."""
 
 
 class PlayClient:

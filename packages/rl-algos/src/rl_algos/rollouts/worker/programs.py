@@ -35,6 +35,9 @@ GIVEN = ("max_turns", "max_tokens", "split", "structured_output")
 AGENT_PROGRAM = "rl_algos.agents.program:AgentProgram"
 """The program that an algorithm's `agent` section asks for."""
 
+LIVE_PROGRAM = "rl_algos.agents.live:LiveProgram"
+"""The program that serves users (`agent.live`)."""
+
 
 def program_named(name: str) -> str | FromFile:
     """Return a rollout program by name, as `file.py:Class` or as `package.module:Class`; nothing is imported.

@@ -18,7 +18,7 @@ from rl_algos.judges.answers import JudgeAnswer
 from rl_algos.judges.judged import JudgingSpec, judged_rollout, with_rewards
 from rl_algos.rollouts.training.metrics import REFILLED
 from rl_algos.rollouts.worker.chat import Chat
-from rl_algos.rollouts.worker.client import PlayClient, PlayServices
+from rl_algos.rollouts.worker.client import PlayClient, PlayServices, ServingProgram
 from rl_algos.rollouts.worker.conversations import EnvironmentClient
 from rl_algos.rollouts.worker.judge_engine import EngineJudge
 from rl_algos.rollouts.worker.opponents import OpponentSpec, opponents_of_play
@@ -155,6 +155,8 @@ class RolloutWorker:
         """Load the engine, and return its number of ranks."""
         await self._generator.start()
         await self._call_opponents("start")  # One after another: each measures the memory that is free.
+        if isinstance(self._program, ServingProgram):
+            self._program.serve_with(self._services)
         if isinstance(self._program, PreparedProgram):
             self._services.chat.prepare()
             await self._program.start(self._logs)
@@ -212,6 +214,10 @@ class RolloutWorker:
     async def num_untaken(self) -> int:
         """Return the number of rollouts that wait for a program elsewhere to take them."""
         return self._program.num_untaken if isinstance(self._program, OfferingProgram) else 0
+
+    async def program(self, method: str, *args: Any) -> Any:
+        """Call a method of the rollout program."""
+        return await getattr(self._program, method)(*args)
 
     async def idle_time(self) -> tuple[float, float]:
         """Return the seconds since the last call, or the first group, without an unfinished rollout; and all
