@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -71,6 +71,7 @@ class RolloutSteps:
         opponents: Older weights of the policy that play against it; None for none.
         drafter: Drafter that trains with the policy; None for none.
         canary: Trial of each version before users are answered with it; None for none.
+        judge_usage: Returns the metrics of the language models that judge since the last call; None without judges.
     """
 
     config: RolloutConfig
@@ -84,6 +85,7 @@ class RolloutSteps:
     opponents: Saved | None = None
     drafter: Drafter | None = None
     canary: ServingCanary | None = None
+    judge_usage: Callable[[], Mapping[str, float]] | None = None
 
     def take(self, *, models: Mapping[str, Saved], state: Mapping[str, Checkpointable] | None = None) -> Iterator[Step]:
         """Yield the steps still to do, until `config.max_num_steps`, or until the data or the run ends.
@@ -130,6 +132,8 @@ class RolloutSteps:
                 # Otherwise the policy also learns rows without rewards.
                 watch.observe([*groups, *aside])
             run.record(number, self.rollouts.metrics())
+            if self.judge_usage is not None:
+                run.record(number, self.judge_usage())
             if self.mixture is not None:
                 run.record(number, self.mixture.learn([*groups, *aside]))
             yield Step(number, groups, aside, greedy)
