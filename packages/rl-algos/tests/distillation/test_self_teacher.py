@@ -15,6 +15,7 @@ from rl_algos.distillation.plugin import PLUGIN
 from rl_algos.distillation.self_teacher import SelfTeacher
 from rl_algos.grpo.config import GRPOConfig, TeacherAdvantageConfig
 from rl_algos.grpo.teacher_advantages import with_teachers
+from rl_algos.judges.config import JudgesConfig
 from rl_algos.losses.distillation import DistillationLoss
 from rl_algos.rollouts.driver.steps import RolloutSteps
 from rl_algos.rollouts.training.batch import build_batch
@@ -206,7 +207,7 @@ def test_the_student_nears_itself_as_it_is_with_the_hint():
 
 
 def config(tmp_path, *overrides):
-    sections = {**PLUGIN.sections, "distillation": DistillationConfig}
+    sections = {**PLUGIN.sections, "distillation": DistillationConfig, "judges": JudgesConfig}
     root = assemble("Root", {**sections, "policy": POLICY, "env": assemble("Environments", {})})
     path = tmp_path / "self.yaml"
     path.write_text("policy: {model_name: tiny, train_global_batch_size: 32}\n")

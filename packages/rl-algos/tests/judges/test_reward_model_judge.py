@@ -3,18 +3,22 @@
 import dataclasses
 import logging
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from chat_tokenizers import FAMILIES, tokenizer_of
 
-from rl_algos.judges.config import RewardModelJudgeConfig
+from rl_algos.grpo.estimators import reads_turns
+from rl_algos.grpo.plugin import grpo_section
+from rl_algos.judges.config import RewardModelJudgeConfig, turn_problems
 from rl_algos.judges.reward_model import JudgeTokenizer, RewardModelJudge, reward_model_judges
 from rl_algos.judges.rubrics import Rubric
 from rl_algos.preference.data import encode_response
 from rl_algos.rollouts.plugin import judge_models
 from rl_core.data.batch import TOKENS, Batch
+from rl_core.environments.config import EnvironmentConfig, JudgedRewardConfig
 from rl_core.errors import ConfigError
 from rl_core.model import SCORES, VALUES
 from rl_core.rollouts.judging import JudgedRollout
@@ -219,3 +223,21 @@ def test_judges_that_are_models_have_a_role_and_their_own_tokenizer(tmp_path):
     (tmp_path / "chat_template.jinja").unlink()
     with pytest.raises(ConfigError, match=r"^judges\.helpful\.tokenizer\.chat_template: .* has no chat template"):
         reward_model_judges(config, {role: CausalModel()})
+
+
+@pytest.mark.parametrize("each", ["turn", "token"])
+def test_rewards_of_turns_that_are_only_summed_are_refused(each):
+    reward = JudgedRewardConfig(judge="helpful", each=each)
+    env = {"chat": EnvironmentConfig(rewards={"good": reward}), "plain": EnvironmentConfig()}
+
+    def problems(turn_limit, **settings):
+        read = partial(reads_turns, grpo_section(settings)(**settings))
+        return list(turn_problems(SimpleNamespace(env=env), turn_limit, read, allowed="grpo.adv_estimator to gigpo"))
+
+    [problem] = problems(3)
+    assert (problem.key, problem.got) == ("env.chat.rewards.good.each", each)
+    assert problem.remedy == "Set grpo.adv_estimator to gigpo, or each: rollout"
+    assert problems(1) == []
+    assert problems(3, adv_estimator={"name": "turn_returns"}) == []
+    own = {"chat": {"adv_estimator": {"name": "mt_grpo"}}}
+    assert problems(3, environments=own) == []

@@ -11,6 +11,7 @@ from rl_algos.policy_gradient.config import LossConfig
 from rl_algos.policy_gradient.loss import loss_of
 from rl_algos.ppo.config import PPOConfig
 from rl_algos.ppo.plugin import PLUGIN
+from rl_core.config import Config
 from rl_core.model_config import GenerationConfig, ModelConfig
 from rl_core.plugins import export_suffixes
 
@@ -28,7 +29,8 @@ def make_config(*, loss=None, policy_rows=8, value=None, **settings):
             **{"model_name": "critic", "train_global_batch_size": 8, "max_total_sequence_length": 64} | (value or {})
         ),
         data=DataConfig(train=DatasetConfig(dataset_name="arithmetic")),
-        env=None,
+        env=Config(),
+        judges=Config(),
         eval=EvaluationConfig(),
     )
 

@@ -118,7 +118,7 @@ def test_a_warmed_up_model_that_another_run_makes_is_waited_for(tmp_path, monkey
     monkeypatch.setattr("rl_launch.commands.train.train", trained)
     with_local_models(read_plan("grpo-arithmetic", ["policy.model_name=tiny-arithmetic-sft"]))
     assert events == ["waited", "trained"]
-    assert "waiting for process 7, which trains tiny-arithmetic by SFT" in caplog.text
+    assert "waiting for process 7, which trains tiny-arithmetic-sft by sft-arithmetic" in caplog.text
 
 
 @pytest.mark.parametrize("name", WARMED_UP)
@@ -139,7 +139,7 @@ def test_a_warmed_up_model_is_the_export_of_its_recipes_run(tmp_path, monkeypatc
         assert found.parent == tmp_path / "models"
         assert found.resolve() == made[0].resolve() / "checkpoints" / "step_400" / "hf"
     # of a later version of the package
-    changed = read_plan(WARMED_UP[name], ["sft.max_num_steps=7"])
+    changed = read_plan(WARMED_UP[name], ["policy.max_grad_norm=7"])
     monkeypatch.setattr("rl_launch.commands.train.read_plan", lambda _: changed)
     assert Path(with_local_models(asked).config.policy.model_name) != found
     assert len(set(made)) == 2

@@ -155,3 +155,18 @@ def test_a_folder_with_one_file_and_an_index_of_others_is_refused(tmp_path):
     assert "there may be two models" in problem
     index.write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))
     assert list(weight_file_problems(tmp_path)) == []
+
+
+def test_a_model_that_only_scores_has_a_head_in_its_files(tmp_path):
+    def found(name, shapes):
+        limits = {"longest_row": 100, "length_key": "judges.a.max_total_sequence_length"}
+        needs = {"has_scalar_head": True, "needs_scalar_head": True}
+        return {
+            each.key: each
+            for each in model_problems("judges.a", model(tmp_path / name, None, shapes), **limits, **needs)
+        }
+
+    without, complete = found("without", {}), found("complete", {"score.weight": (1, 4)})
+    assert without["judges.a.model_name"].reason == "is not a reward model: its files have no score.weight"
+    assert list(complete) == ["judges.a.max_total_sequence_length"]
+    assert "exceeds the 64 positions" in complete["judges.a.max_total_sequence_length"].reason

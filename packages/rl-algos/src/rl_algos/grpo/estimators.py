@@ -210,6 +210,11 @@ def inputs_of(function: Estimator) -> list[str]:
     return [each.name for each in inspect.signature(function).parameters.values() if each.kind in kinds]
 
 
+def reads_turns(config: GRPOConfig, environment: str) -> bool:
+    """Return whether the effective estimator of an environment reads the rewards of turns."""
+    return "turn_rewards" in inputs_of(_function(chosen(config, environment=environment)))
+
+
 def reads(config: GRPOConfig, name: str) -> bool:
     """Return whether an effective estimator reads this input."""
     return any(name in inputs_of(_function(estimator)) for estimator in estimators_in_use(config))

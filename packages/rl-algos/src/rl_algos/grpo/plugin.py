@@ -18,8 +18,9 @@ from rl_algos.grpo.config import (
     trained_agents,
     trained_environments,
 )
-from rl_algos.grpo.estimators import ESTIMATORS, chosen, estimator_section, inputs_of, reads
+from rl_algos.grpo.estimators import ESTIMATORS, chosen, estimator_section, inputs_of, reads, reads_turns
 from rl_algos.grpo.opponents import fixed_models, opponent_problems
+from rl_algos.judges.config import turn_problems
 from rl_algos.losses.custom import chosen_type, loss_requirements
 from rl_algos.policy_gradient.config import CustomLossConfig, LossConfig
 from rl_algos.policy_gradient.loss import columns_of
@@ -65,6 +66,8 @@ def check(config: GRPORoot) -> Iterable[Problem]:
     yield from _estimator(config.grpo, config.loss_fn)
     yield from opponent_problems(config.grpo)
     yield from _teachers(config)
+    by_turn = "grpo.adv_estimator to turn_returns, mt_grpo or gigpo"
+    yield from turn_problems(config, config.grpo.turn_limit, partial(reads_turns, config.grpo), allowed=by_turn)
     for agent, settings in trained_agents(config.grpo).items():
         key = f"grpo.agents.{agent}"
         for name in ("weight", "adv_estimator"):

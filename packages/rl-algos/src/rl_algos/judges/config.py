@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Protocol, Self
 from urllib.parse import urlsplit
 
@@ -245,6 +245,27 @@ def judge_problems(config: JudgesRoot) -> Iterator[Problem]:
                     Rubric.read(reward)
                 except ValueError as error:
                     yield Problem(f"{key}.rubric", str(error), got=reward.rubric)
+
+
+def turn_problems(
+    config: JudgesRoot, turn_limit: int, reads_turns: Callable[[str], bool], *, allowed: str
+) -> Iterator[Problem]:
+    """Yield rewards of turns by judges that would only be read as their sum.
+
+    Args:
+        config: Resolved config of the run.
+        turn_limit: Maximum number of turns of a rollout.
+        reads_turns: Returns whether the rewards of turns are read, by the name of an environment.
+        allowed: Settings that read them.
+    """
+    sections = dict(config.env).items() if turn_limit > 1 else ()
+    for name, section in sections:
+        parts = section.judged_rewards if isinstance(section, EnvironmentConfig) and not reads_turns(name) else {}
+        for part, reward in parts.items():
+            if reward.each != "rollout":
+                reason = "gives every turn a reward of its own, but only their sum would be read"
+                remedy = f"Set {allowed}, or each: rollout"
+                yield Problem(f"env.{name}.rewards.{part}.each", reason, got=reward.each, remedy=remedy)
 
 
 def judged_rewards(config: JudgesRoot) -> dict[str, dict[str, Rubric]]:

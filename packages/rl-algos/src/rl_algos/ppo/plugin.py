@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from rl_algos.judges.config import turn_problems
 from rl_algos.losses.custom import loss_requirements
 from rl_algos.policy_gradient.plugin import loss_fn_section, loss_problems, policy_need
 from rl_algos.ppo.config import PPOConfig, PPORoot, learning_agents
@@ -36,6 +37,8 @@ def check(config: PPORoot) -> Iterator[Problem]:
     ppo, value = config.ppo, config.value
     yield from reward_problems(ppo, by_turn="ppo.rewards_by_turn" if ppo.rewards_by_turn else "")
     yield from loss_problems(config, ppo)
+    allowed = "ppo.rewards_by_turn=true"
+    yield from turn_problems(config, ppo.turn_limit, lambda environment: ppo.rewards_by_turn, allowed=allowed)
     for agent, settings in learning_agents(ppo).items():
         if not settings.train and is_changed(settings, "weight"):
             yield Problem.unused(f"ppo.agents.{agent}.weight", f"with ppo.agents.{agent}.train=false")

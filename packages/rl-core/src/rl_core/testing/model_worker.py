@@ -268,6 +268,8 @@ class ModelWorkerSuite:
             self._assert_close(found, self._oracle(path, "reward_model").infer(batch, [SCORES])["scores"], "scores")
         with self._model(1, ModelSpec(role="reward_model", seed=6), folder=path) as model:
             self._assert_close(model.infer(batch, [SCORES]).array("scores"), found, "scores of the exported head")
+        with pytest.raises(WorkerError, match=r"is not a reward model, because its files have no score\.weight"):
+            self._model(1, ModelSpec(role="reward_model", trains=False))
 
     def test_values_are_those_of_the_state_before_each_token(self, tmp_path: Path) -> None:
         batch = make_batch()

@@ -308,10 +308,10 @@ def _warmed_up_model(name: str) -> Path:
     if not finished.exists():
         writable_models_folder()
         if other := holder(run_dir):
-            _log.info("waiting for %s, which trains %s by SFT in %s", other, plan.config.policy.model_name, run_dir)
+            _log.info("waiting for %s, which trains %s by %s in %s", other, name, recipe, run_dir)
             while holder(run_dir):
                 time.sleep(1)
-        _log.info("training %s by SFT once, in %s", plan.config.policy.model_name, run_dir)
+        _log.info("training %s by %s once, in %s", name, recipe, run_dir)
         train(plan, run_dir=run_dir, title="warm-up").exit_if_stopped()
         with suppress(FileExistsError):  # the one that was waited for has made it meanwhile
             finished.symlink_to((newest_checkpoint(run_dir) / "hf").relative_to(finished.parent), True)
