@@ -43,12 +43,7 @@ def make_live(monkeypatch, tmp_path):
             generator="scripted",
             generator_args=(reply, tokenizer),
             program="rl_algos.agents.live:LiveProgram",
-            program_args={
-                "config": live(**keys),
-                "max_tokens": 256,
-                "sampling": SAMPLING,
-                "group_size": group_size,
-            },
+            program_args={"config": live(**keys), "max_tokens": 256, "sampling": SAMPLING, "group_size": group_size},
             tokenizer=TokenizerConfig(),
             model_name="none",
             logs=str(folder / "logs"),
