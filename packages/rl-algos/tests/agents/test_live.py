@@ -9,8 +9,8 @@ import anthropic
 import numpy as np
 import openai
 import pytest
+from conftest import Scripted
 
-from rl_algos.agents.live import LiveProgram, ServedVersions
 from rl_algos.rollouts.config import AgentConfig
 from rl_algos.rollouts.driver.live_source import NO_REWARD, NO_TEXT, REFUSED, SERVED, TRIED, UserPrompts
 from rl_algos.rollouts.worker import worker as worker_module
@@ -20,7 +20,6 @@ from rl_core.model_config import TokenizerConfig
 from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.pool import RolloutTask
 from rl_core.rollouts.record import rollout_record
-from conftest import Scripted
 
 SAMPLING = SamplingParams(32)
 
@@ -74,10 +73,10 @@ class Users:
     async def reward(self, reward, *, key=None, **whose):
         headers = {"Authorization": f"Bearer {key or self.served['reward_key']}"}
         body = {"reward": reward, **whose}
-        async with aiohttp.ClientSession() as http:
-            async with http.post(f"{self.served['url']}/v1/reward", json=body, headers=headers) as answer:
-                found = await answer.json()
-                return answer.status, found.get("status") or found["error"]["code"]
+        url = f"{self.served['url']}/v1/reward"
+        async with aiohttp.ClientSession() as http, http.post(url, json=body, headers=headers) as answer:
+            found = await answer.json()
+            return answer.status, found.get("status") or found["error"]["code"]
 
     async def trained(self, *places, size=1):
         """The rollouts of places, which wait until there are conversations."""

@@ -153,7 +153,9 @@ class _Reader:
     def _record(self, record: Mapping[str, Any], place: str) -> None:
         """Read a span, or a log record that is an event."""
         attributes = record["attributes"]
-        context = record.get("context") if isinstance(record.get("context"), Mapping) else record
+        context = record.get("context")
+        if not isinstance(context, Mapping):
+            context = record
         span = f"{context.get('trace_id')}/{context.get('span_id')}"
         event = str(record.get("event_name") or attributes.get("event.name") or "")
         if "body" in record or event:
@@ -347,8 +349,8 @@ def _logged(value: Mapping[str, Any], place: str) -> TracedCall:
     call.num_prompt, call.num_completion = _count(usage.get("prompt_tokens")), _count(usage.get("completion_tokens"))
     call.prompt_ids = response.get("prompt_token_ids")
     for name in ("score", "reward", "rating", "feedback"):
-        given = value.get(name)
-        grade = _grade(given.get("score", given.get("value")) if isinstance(given, Mapping) else given)
+        feedback = value.get(name)
+        grade = _grade(feedback.get("score", feedback.get("value")) if isinstance(feedback, Mapping) else feedback)
         if grade is not None:
             call.score = grade
             break
