@@ -183,6 +183,9 @@ OF_AGENTS = {"grpo-self-play-tiny": "first", "grpo-proposer-tiny": "proposer"}
 IN_ENVIRONMENTS = ("grpo-multi-env-tiny", "grpo-sliding-puzzle-tiny", "grpo-tools-tiny", "search-r1-tiny", *OF_AGENTS)
 """Recipes of environments that need no sandbox, which take steps in these rather than with a reward of the tests."""
 
+OF_SERVERS = ("openenv-tiny", "nemo-gym-tiny")
+"""Recipes of environments behind a server, which `test_served_environments` has."""
+
 OF_IMAGES = ("grpo-clevr-count-tiny", "grpo-vlm-geometry-tiny")
 """Recipes of vision-language models, which have a model of their own."""
 
@@ -190,7 +193,7 @@ TINY_GRPO = [name for name in recipe_names() if name.endswith("-tiny") and read_
 VARIANTS = [
     name
     for name in TINY_GRPO
-    if name not in (*IN_ENVIRONMENTS, *OF_IMAGES) and read_raw(name).select("grpo.agent") is None
+    if name not in (*IN_ENVIRONMENTS, *OF_SERVERS, *OF_IMAGES) and read_raw(name).select("grpo.agent") is None
 ]
 """Recipes of losses and estimators, whose values the tests of rl-algos compare with closed forms; `test_conversations`
 and `test_code_agents` have the recipes of agents."""

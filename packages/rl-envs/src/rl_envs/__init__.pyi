@@ -37,6 +37,12 @@ from rl_envs.sandbox.sandbox import Sandbox as Sandbox
 from rl_envs.sandbox.sandbox import SandboxFailed as SandboxFailed
 from rl_envs.sandbox.sandbox import SandboxUnavailable as SandboxUnavailable
 from rl_envs.sandbox.sandbox import open_sandbox as open_sandbox
+from rl_envs.served.nemo_gym import NeMoGymEnvironment as NeMoGymEnvironment
+from rl_envs.served.openenv import OpenEnvEnvironment as OpenEnvEnvironment
+from rl_envs.served.plugin import NeMoGymConfig as NeMoGymConfig
+from rl_envs.served.plugin import NeMoGymTasksSettings as NeMoGymTasksSettings
+from rl_envs.served.plugin import OpenEnvConfig as OpenEnvConfig
+from rl_envs.served.plugin import OpenEnvSettings as OpenEnvSettings
 from rl_envs.sql.environment import SQLEnvironment as SQLEnvironment
 from rl_envs.sql.plugin import SQLConfig as SQLConfig
 from rl_envs.sql.plugin import SQLQuestionsSettings as SQLQuestionsSettings

@@ -1,0 +1,1 @@
+"""Environments of others behind a server that the user starts: OpenEnv and NeMo Gym."""
