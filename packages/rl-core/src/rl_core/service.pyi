@@ -101,6 +101,7 @@ from rl_core.devices.device import node_address as node_address
 from rl_core.environments.config import EnvironmentConfig as EnvironmentConfig
 from rl_core.environments.config import JudgedRewardConfig as JudgedRewardConfig
 from rl_core.environments.conformance import Conformance as Conformance
+from rl_core.environments.conformance import Finding as Finding
 from rl_core.environments.conformance import check as check
 from rl_core.environments.instance import EnvironmentInstance as EnvironmentInstance
 from rl_core.environments.instance import environment_names as environment_names
@@ -284,6 +285,7 @@ from rl_core.ray.model import CALL_TIMEOUT_S as CALL_TIMEOUT_S
 from rl_core.ray.model import RemoteModel as RemoteModel
 from rl_core.ray.rows import refs_of as refs_of
 from rl_core.ray.rows import stored_groups as stored_groups
+from rl_core.resharding import Box as Box
 from rl_core.rollouts.delivery import QUANTISATION_NOISE as QUANTISATION_NOISE
 from rl_core.rollouts.delivery import Delivery as Delivery
 from rl_core.rollouts.delivery import Taken as Taken
@@ -526,6 +528,8 @@ from rl_core.torch.transport.digest import begin_digest as begin_digest
 from rl_core.torch.transport.digest import digest as digest
 from rl_core.torch.transport.digest import read_digests as read_digests
 from rl_core.torch.transport.ends import receiver_bytes as receiver_bytes
+from rl_core.torch.transport.exchange import HeldPart as HeldPart
+from rl_core.torch.transport.exchange import Holdings as Holdings
 from rl_core.tracing import spans as spans
 from rl_core.tracing.profiling import Profile as Profile
 from rl_core.tracing.profiling import ProfileOrder as ProfileOrder

@@ -287,6 +287,11 @@ def _won(verdict: JudgeVerdict) -> int:
     return {"1": 2, "2": 0, "equal": 1}[verdict.value["better"]]
 
 
+def _decided(verdict: JudgeVerdict) -> Any:
+    """Return the value of a verdict without its reason; None if it failed."""
+    return next((value for key, value in verdict.value.items() if key != "reason"), None) if verdict.value else None
+
+
 def _reward(
     rubric: Rubric,
     verdicts: Sequence[JudgeVerdict],
@@ -302,9 +307,9 @@ def _reward(
         verdicts: The verdicts that it follows from.
         value: Its value if no verdict failed.
         turns: Rewards of turns.
-        values: Values of the verdicts in records; those of the verdicts themselves if None.
+        values: Values of the verdicts in records; if None, the score or the better one that each verdict has.
     """
-    shown = [verdict.value for verdict in verdicts] if values is None else values
+    shown = [_decided(verdict) for verdict in verdicts] if values is None else values
     records = tuple(
         {
             "judge": verdict.judge,

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Self
 
 from rl_algos.judges.answers import JudgeAnswer, UnreadableAnswer, form_problem, one_line, read_answer
 from rl_algos.judges.config import EndpointJudgeConfig, GeneratorJudgeConfig
@@ -50,6 +51,9 @@ class JudgeService:
         version: Returns the version of a generator's weights, such as the digest of the policy's; verdicts in the cache
             belong to a version. None if its verdicts must not be cached at present.
         clock: Time of limits and waits.
+
+    Attributes:
+        names: Names of the judges.
     """
 
     def __init__(
@@ -62,6 +66,7 @@ class JudgeService:
         clock: JudgeClock | None = None,
     ) -> None:
         self._judges = dict(judges)
+        self.names = tuple(self._judges)
         self._cache = None if cache_folder is None else VerdictCache(cache_folder)
         self._spent = SpentTokens(spent_file)
         # Answers that cannot be read are kept for the run itself: another run may have a better answer.
@@ -77,8 +82,11 @@ class JudgeService:
         self._counts: Counter[tuple[str, str]] = Counter()
         self._seconds: dict[str, float] = dict.fromkeys(self._judges, 0.0)
 
-    async def start(self) -> None:
-        """Do nothing; `AsyncWorkerHost` awaits it."""
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
 
     async def ask(self, judge: str, questions: Sequence[Question]) -> list[JudgeVerdict]:
         """Return the verdicts on questions, in order. A question without an answer that can be read is asked once more,

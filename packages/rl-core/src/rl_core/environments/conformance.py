@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ from rl_core.environments.pool import EnvironmentPool
 from rl_core.environments.trial import Attempt, compared_as_text, raised_remedy, run_quietly
 from rl_core.errors import WorkerDied, WorkerError
 from rl_core.rollouts.environment import Conversation, EnvironmentFailure, Fault, Resumption, StepResult, ToolCall
+from rl_core.rollouts.judging import JudgeClient
 
 MAX_TURNS = 4
 """Maximum number of turns of a conversation that a check plays; each repeats the response."""
@@ -21,6 +22,8 @@ BATCH = 8
 
 MIN_FORMS = 4
 """Minimum number of responses to a row that show whether only one form is rewarded."""
+
+_NO_JUDGES: AbstractAsyncContextManager[None] = nullcontext()
 
 Status = Literal["ok", "warned", "failed", "skipped"]
 
@@ -73,7 +76,10 @@ class Conformance:
 
 
 def check(
-    instance: EnvironmentInstance, attempts: Sequence[Attempt], tools: Sequence[Mapping[str, Any]] = ()
+    instance: EnvironmentInstance,
+    attempts: Sequence[Attempt],
+    tools: Sequence[Mapping[str, Any]] = (),
+    judges: AbstractAsyncContextManager[JudgeClient | None] = _NO_JUDGES,
 ) -> Conformance:
     """Play the attempts in several orders and processes, and compare the answers.
 
@@ -82,10 +88,11 @@ def check(
         attempts: Rows with responses, at least one; each is played to its end, or for `MAX_TURNS` turns of the same
             response.
         tools: Schemas of its tools.
+        judges: Judges that its reward functions may ask, entered once.
     """
 
     async def checked() -> Conformance:
-        async with _Process.of(instance) as first:
+        async with judges as client, _Process.of(instance, client) as first:
             started = time.monotonic()
             try:
                 await first.pool.start()
@@ -106,7 +113,7 @@ def check(
             if tools:
                 findings.append(await _malformed_calls(first, attempts[0], tools))
         if answered:
-            findings += await _comparisons(instance, answered)
+            findings += await _comparisons(instance, client, answered)
         else:
             findings += [Finding(name, "no response was answered", "skipped") for name in _COMPARED]
         return Conformance(findings, [play.sample() for play in answered])
@@ -176,18 +183,22 @@ class _Process:
             user's shell has `PYTHONHASHSEED` set.
     """
 
-    def __init__(self, instance: EnvironmentInstance, *, max_batch: int = 1, hash_seed: int = 1) -> None:
+    def __init__(
+        self, instance: EnvironmentInstance, judges: JudgeClient | None, *, max_batch: int = 1, hash_seed: int = 1
+    ) -> None:
         env_vars = {"PYTHONHASHSEED": str(hash_seed), **instance.config.env_vars}
         single = {"num_workers": 1, "max_batch": max_batch, "max_concurrent": None, "retries": 0, "env_vars": env_vars}
         config = instance.config.model_copy(update=single)
-        self.pool = EnvironmentPool.of(instance.environment, config, name=instance.label)
+        self.pool = EnvironmentPool.of(instance.environment, config, name=instance.label, judges=judges)
         self._num_played = 0
 
     @classmethod
     @asynccontextmanager
-    async def of(cls, instance: EnvironmentInstance, **options: int) -> AsyncIterator[_Process]:
+    async def of(
+        cls, instance: EnvironmentInstance, judges: JudgeClient | None, **options: int
+    ) -> AsyncIterator[_Process]:
         """Close the pool at the end of the context."""
-        process = cls(instance, **options)
+        process = cls(instance, judges, **options)
         try:
             yield process
         finally:
@@ -329,12 +340,14 @@ def _only_form(rows: Sequence[Sequence[_Play]]) -> str:
 _COMPARED = ("repeats", "state", "batches", "resume")
 
 
-async def _comparisons(instance: EnvironmentInstance, plays: Sequence[_Play]) -> list[Finding]:
+async def _comparisons(
+    instance: EnvironmentInstance, judges: JudgeClient | None, plays: Sequence[_Play]
+) -> list[Finding]:
     """Return the findings about the same conversations played again: in a fresh process, in another order and side by
     side in a used one, in batches, and resumed halfway.
     """
     attempts = [play.attempt for play in plays]
-    async with _Process.of(instance, hash_seed=2) as process:
+    async with _Process.of(instance, judges, hash_seed=2) as process:
         again = [play for attempt in attempts for play in await process.play([attempt])]
         if differs := _difference(plays, again, "in another process"):
             remedy = "draw what is random from the conversation's seed or a field of the row, and order sets and hashes"
@@ -344,22 +357,24 @@ async def _comparisons(instance: EnvironmentInstance, plays: Sequence[_Play]) ->
         differs = _difference(plays, reverse[::-1], "after others in the same process")
         mixed = await process.play(attempts)
         differs = differs or _difference(plays, mixed, "beside others in the same process")
-        resumption = await _resumption(instance, plays, process)
+        resumption = await _resumption(instance, judges, plays, process)
     state = Finding("state", "conversations leave nothing behind for others")
     if differs:
         remedy = "keep what a conversation learns in its state (or its object), and nothing in globals or files"
         state = Finding("state", differs, "failed", remedy)
     repeats = Finding("repeats", f"{len(plays)} conversations, answered alike in two processes")
-    return [repeats, state, await _batches(instance, plays), resumption]
+    return [repeats, state, await _batches(instance, judges, plays), resumption]
 
 
-async def _resumption(instance: EnvironmentInstance, plays: Sequence[_Play], process: _Process) -> Finding:
+async def _resumption(
+    instance: EnvironmentInstance, judges: JudgeClient | None, plays: Sequence[_Play], process: _Process
+) -> Finding:
     """Return the finding about conversations that are saved halfway in a process and resume in another."""
     several = [play for play in plays if len(play.answers) > 1]
     if not several:
         return Finding("resume", "no conversation had a second turn", "skipped")
     num_resumed, has_state = 0, False
-    async with _Process.of(instance) as other:
+    async with _Process.of(instance, judges) as other:
         for play in several:
             [begun] = await process.play([play.attempt], len(play.answers) // 2)
             state = begun.answers[-1][1].state if begun.answers else None
@@ -379,10 +394,10 @@ async def _resumption(instance: EnvironmentInstance, plays: Sequence[_Play], pro
     return Finding("resume", said, "skipped")
 
 
-async def _batches(instance: EnvironmentInstance, plays: Sequence[_Play]) -> Finding:
+async def _batches(instance: EnvironmentInstance, judges: JudgeClient | None, plays: Sequence[_Play]) -> Finding:
     size = min(max(instance.config.max_batch, BATCH), len(plays))
     attempts = [play.attempt for play in plays]
-    async with _Process.of(instance, max_batch=size) as process:
+    async with _Process.of(instance, judges, max_batch=size) as process:
         for order in (1, -1):
             found = (await process.play(attempts[::order]))[::order]
             differs = _difference(plays, found, f"in calls of up to {size} conversations")

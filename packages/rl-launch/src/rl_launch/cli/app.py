@@ -54,6 +54,7 @@ for group, name, about in (
     (config_commands.app, "config", "Inspect configs without running them."),
     (catalog_commands.environments, "env", "List, run and check environments, which score completions."),
     (catalog_commands.data, "data", "List and show datasets, which provide prompts and conversations."),
+    (model_commands.judges, "judge", "Compare a judge with the labels of people."),
     (submit_commands.app, "submit", "Run a recipe as a job of a queue, and follow or end the job."),
     (doctor_commands.app, "doctor", "Check this machine: rl doctor [RECIPE] [KEY=VALUE]..."),
 ):

@@ -1,4 +1,5 @@
-"""`rl eval`, `rl compare`, `rl chat`, `rl push` and `rl convert`: commands about models and checkpoints."""
+"""`rl eval`, `rl compare`, `rl judge`, `rl chat`, `rl push` and `rl convert`: commands about models, judges and
+checkpoints."""
 
 from __future__ import annotations
 
@@ -112,6 +113,41 @@ def compare(first: Result, second: Result, as_json: AsJson = False) -> None:
 
 def _as_json(compared: Mapping[str, ModelComparison]) -> dict[str, Any]:
     return {name: {**asdict(each), "is_significant": each.is_significant} for name, each in compared.items()}
+
+
+judges = typer.Typer(no_args_is_help=True)
+
+
+@judges.command("agree")
+def agree(
+    file: Annotated[Path, argument("FILE", "JSONL with responses and the labels of people.")],
+    recipe: Annotated[str, named("RECIPE|FILE.yaml|RUN", "A config with the judge and a reward that it gives.")],
+    overrides: Annotated[list[str] | None, keys("Config keys to set, such as judges.critic.model=NAME.")] = None,
+    reward: Annotated[
+        str, option("--reward", "The reward, if the config has several by judges.", "ENVIRONMENT.NAME")
+    ] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Compare a judge behind a URL with the labels of people: accuracy, Cohen's kappa, and its bias by length and by
+    order, each with a confidence interval.
+
+    Rows have a "prompt" and one of: "chosen" and "rejected"; two "responses" and "better" (1, 2 or "equal"); a
+    "response" and a "label" (a number, or true or false). All fields of a row can be in the rubric. Verdicts are kept
+    in the cache of runs, so nothing is asked twice.
+
+    With --json: {"schema": 1, "reward", "num_rows", "num_failed", "failures", "accuracy": {"value", "low", "high"},
+    "kappa", "length_bias", "order_changes", "first_bias"}; null for an estimate that is not defined.
+    """
+    with reported():
+        from rl_launch.commands.environments.judges import agreement_json, agreement_text, judge_agreement
+
+        key, found = judge_agreement(file.expanduser(), recipe, overrides or (), reward)
+        if as_json:
+            write_json(agreement_json(key, found))
+        else:
+            sys.stdout.write(agreement_text(key, found))
+        if not found.num_rows:
+            raise typer.Exit(1)
 
 
 def chat(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
 
 from rl_core.environments.conformance import Conformance, check
 from rl_core.environments.instance import row_check_of
 from rl_core.errors import DataError
+from rl_launch.commands.environments.judges import judge_findings, local_service
 from rl_launch.commands.environments.source import GivenEnvironment
 
 MAX_ATTEMPTS = 25
@@ -41,7 +43,8 @@ def check_environment(given: GivenEnvironment, responses: Sequence[str] = ()) ->
                 raise DataError(text) from None
     every = chain.from_iterable(row.attempts(responses) for row in given.rows)
     attempts = list(islice(every, MAX_ATTEMPTS + len(responses)))
-    return check(given.instance, attempts, given.tools)
+    found = check(given.instance, attempts, given.tools, local_service(given.judges))
+    return replace(found, findings=[*found.findings, *judge_findings(given, responses)])
 
 
 def as_text(found: Conformance, sought: Sequence[str] = ()) -> str:

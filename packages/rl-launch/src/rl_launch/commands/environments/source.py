@@ -14,6 +14,8 @@ from rl_algos.data.config import DataConfig
 from rl_algos.data.encoding import with_section
 from rl_algos.data.examples import load_datasets
 from rl_algos.data.rows.example import info_of
+from rl_algos.judges.config import JudgeConfig, judge_sections, judged_rewards
+from rl_algos.judges.rubrics import Rubric
 from rl_algos.rollouts.data import AnswerCheck
 from rl_core.config import Config, assemble, load, resolve
 from rl_core.devices import CPU
@@ -65,11 +67,15 @@ class GivenEnvironment(NamedTuple):
         instance: The environment with its settings.
         tools: Schemas of its tools.
         rows: Rows of the data; at least one.
+        judges: Judges of the config by name.
+        rewards: Its rewards by judges, by reported name.
     """
 
     instance: EnvironmentInstance
     tools: Sequence[Mapping[str, Any]]
     rows: Sequence[GivenRow]
+    judges: Mapping[str, JudgeConfig]
+    rewards: Mapping[str, Rubric]
 
 
 def environment_of(
@@ -124,7 +130,8 @@ def _given(config: Any, key: str, rows: Sequence[GivenRow]) -> GivenEnvironment:
         tools = tools_of(instance)
     except (ValueError, ImportError) as error:
         raise ConfigError(str(error)) from error
-    return GivenEnvironment(instance, tools, rows)
+    judges = judge_sections(config) if hasattr(config, "judges") else {}
+    return GivenEnvironment(instance, tools, rows, judges, judged_rewards(config).get(key, {}))
 
 
 def _of_config(source: str, overrides: Sequence[str]) -> GivenEnvironment:
