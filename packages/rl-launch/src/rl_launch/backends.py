@@ -122,9 +122,9 @@ class Backends:
             device=device,
             weight_sync=chosen.weight_sync,
             weight_sync_encoding=chosen.weight_sync_encoding,
-            # Without models the weights never change, and no replica joins.
-            min_replicas=chosen.min_replicas if self.models else None,
-            max_replicas=chosen.max_replicas if self.models else None,
+            # Without a policy the weights never change, and no replica joins.
+            min_replicas=chosen.min_replicas if POLICY in self.models else None,
+            max_replicas=chosen.max_replicas if POLICY in self.models else None,
         )
 
     @property

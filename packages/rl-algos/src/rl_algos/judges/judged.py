@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
+import numpy as np
+
+from rl_core.data.batch import Batch
+from rl_core.data.ragged import Ragged
 from rl_core.images import image_digests
+from rl_core.rollouts.group import LOSS_MASK, RECORD, SAID, RolloutGroup
 from rl_core.rollouts.judging import JudgedReward, JudgedRollout
+from rl_core.rollouts.record import turns_of
 from rl_core.rollouts.rollout import Message, Prompt, Rollout, Turn
 from rl_core.rollouts.thoughts import final_text
 
@@ -54,36 +61,110 @@ def with_rewards(
         rewards: Rewards by reported name.
         weights: Weight of each in the sum.
     """
-    verdicts = (*rollout.verdicts, *(verdict for each in rewards.values() for verdict in each.verdicts))
-    named, turns = dict(rollout.rewards), list(rollout.turns)
-    for name, given in rewards.items():
-        failure = given.failure
-        if not failure and name in named:
-            failure = f"two rewards are called {name!r}; rename the one under `rewards`"
-        if not failure and given.turns and len(given.turns) != len(turns):
-            failure = f"the judge gave rewards to {len(given.turns)} turns, but the policy took {len(turns)}"
-        if failure or given.value is None:
-            return _failed(prompt, rollout, f"the reward {name} could not be given: {failure}", verdicts)
-        named[name] = given.value
-        named["reward"] = named.get("reward", 0.0) + weights[name] * given.value
-        of_turns = given.turns or (*[0.0] * (len(turns) - 1), given.value)
-        turns = [
-            _credited(turn, name, value, weights[name], is_judged=bool(given.turns) or place == len(turns) - 1)
-            for place, (turn, value) in enumerate(zip(turns, of_turns, strict=True))
-        ]
-    return replace(rollout, rewards=named, turns=tuple(turns), verdicts=verdicts)
+    credit = Credit.of(rollout.rewards, len(rollout.turns), rewards, weights)
+    verdicts = (*rollout.verdicts, *credit.verdicts)
+    if credit.failure:
+        failed = Rollout.failed(prompt, credit.failure, image_digests(prompt.messages), [rollout])
+        kept = ("agent", "peers", "play", "is_demonstration", "info")
+        return replace(failed, verdicts=verdicts, **{name: getattr(rollout, name) for name in kept})
+    turns = tuple(
+        replace(turn, rewards={**turn.rewards, **named}, late_reward=turn.late_reward + late) if named else turn
+        for turn, named, late in zip(rollout.turns, credit.of_turns, credit.late, strict=True)
+    )
+    return replace(rollout, rewards=credit.rewards, turns=turns, verdicts=verdicts)
 
 
-def _credited(turn: Turn, name: str, value: float, weight: float, *, is_judged: bool) -> Turn:
-    if not is_judged:
-        return turn
-    return replace(turn, rewards={**turn.rewards, name: value}, late_reward=turn.late_reward + weight * value)
+def group_with_rewards(
+    group: RolloutGroup, rewards: Sequence[Mapping[str, JudgedReward]], weights: Mapping[str, float]
+) -> RolloutGroup:
+    """Return a group with rewards by judges added to the rewards of its rollouts, as `with_rewards` does, also in their
+    records. It has no column `said`.
+
+    Args:
+        group: The group, whose records are brought into this process.
+        rewards: Rewards of each rollout by reported name; none for those that failed.
+        weights: Weight of each in the sum.
+    """
+    reports, records = group.rollouts, [bytes(each) for each in group.records.ragged(RECORD)]
+    columns: dict[str, list[Any]] = {
+        name: list(getattr(reports, name)) for name in ("rewards", "status", "failure", "num_sampled", "spans", "turns")
+    }
+    for place, given in enumerate(rewards):
+        if not given:
+            continue
+        credit = Credit.of(reports.rewards[place], reports.num_turns[place], given, weights)
+        described = json.loads(records[place])
+        described["verdicts"] = [*described.get("verdicts", ()), *credit.verdicts]
+        changed: dict[str, Any] = {"rewards": credit.rewards}
+        if credit.failure:
+            changed = {"rewards": {}, "status": "failed", "failure": credit.failure, "num_sampled": 0}
+            columns["spans"][place] = ()
+        described |= changed
+        for turn, named in zip(turns_of(described), credit.of_turns, strict=False):
+            turn["rewards"] = {**turn["rewards"], **named}
+        for name, value in changed.items():
+            columns[name][place] = value
+        if columns["turns"]:
+            own = [] if credit.failure else zip(columns["turns"][place], credit.late, strict=False)
+            columns["turns"][place] = tuple((count, earned + late, state) for (count, earned, state), late in own)
+        text = json.dumps(described, ensure_ascii=False)
+        records[place] = text.encode(errors="backslashreplace")
+    num_rows = [len(lengths) for lengths in reports.row_lengths]
+    failed = np.array([status == "failed" for status in columns["status"]])
+    rows = [part for record, count in zip(records, num_rows, strict=True) for part in (record, *[b""] * (count - 1))]
+    held = {name: column for name, column in group.columns.columns.items() if name != SAID}
+    changed_columns: dict[str, Any] = {name: tuple(values) for name, values in columns.items()}
+    held[RECORD] = Ragged.from_rows([np.frombuffer(row, np.uint8) for row in rows], np.uint8)
+    return replace(
+        group,
+        rollouts=replace(reports, **changed_columns),
+        columns=Batch(held).with_zeros(LOSS_MASK, np.repeat(failed, num_rows)),
+    )
 
 
-def _failed(prompt: Prompt, rollout: Rollout, reason: str, verdicts: tuple[Mapping[str, Any], ...]) -> Rollout:
-    failed = Rollout.failed(prompt, reason, image_digests(prompt.messages), [rollout])
-    kept = ("agent", "peers", "play", "is_demonstration", "info")
-    return replace(failed, verdicts=verdicts, **{name: getattr(rollout, name) for name in kept})
+@dataclass(frozen=True)
+class Credit:
+    """Rewards by judges as a rollout earns them.
+
+    Args:
+        rewards: Rewards of the rollout by name, its own included.
+        of_turns: Rewards of each turn by name.
+        late: Weighted sum of these of each turn.
+        verdicts: Records of the verdicts.
+        failure: Reason that the rollout fails; empty if it does not.
+    """
+
+    rewards: Mapping[str, float]
+    of_turns: Sequence[Mapping[str, float]]
+    late: Sequence[float]
+    verdicts: tuple[Mapping[str, Any], ...]
+    failure: str = ""
+
+    @classmethod
+    def of(
+        cls, own: Mapping[str, float], num_turns: int, given: Mapping[str, JudgedReward], weights: Mapping[str, float]
+    ) -> Credit:
+        """Return the credit of a rollout with these rewards of its own and this number of turns."""
+        verdicts = tuple(verdict for each in given.values() for verdict in each.verdicts)
+        rewards = dict(own)
+        of_turns: list[dict[str, float]] = [{} for _ in range(num_turns)]
+        late = [0.0] * num_turns
+        for name, reward in given.items():
+            failure = reward.failure
+            if not failure and name in own:
+                failure = f"two rewards are called {name!r}; rename the one under `rewards`"
+            if not failure and reward.turns and len(reward.turns) != num_turns:
+                failure = f"the judge gave rewards to {len(reward.turns)} turns, but the policy took {num_turns}"
+            if failure or reward.value is None:
+                return cls({}, (), (), verdicts, f"the reward {name} could not be given: {failure}")
+            rewards[name] = reward.value
+            rewards["reward"] = rewards.get("reward", 0.0) + weights[name] * reward.value
+            # A reward of the whole rollout is of its newest turn.
+            first = 0 if reward.turns else num_turns - 1
+            for place, value in enumerate(reward.turns or (reward.value,), first):
+                of_turns[place][name] = value
+                late[place] += weights[name] * value
+        return cls(rewards, of_turns, late, verdicts)
 
 
 def _said(prompt: Prompt, rollout: Rollout, opened: str) -> Iterator[Message]:
@@ -92,7 +173,8 @@ def _said(prompt: Prompt, rollout: Rollout, opened: str) -> Iterator[Message]:
         yield from _answered(rollout.turns, opened)
         return
     turns = iter(rollout.turns)
-    for number, context in enumerate(sorted(rollout.contexts, key=lambda each: each.call)):
+    # Turns are listed by segment, and judges give them their rewards in this order.
+    for number, context in enumerate(rollout.contexts):
         shown: Sequence[Message] = context.messages
         if not number and list(map(dict, shown[: len(prompt.messages)])) == list(map(dict, prompt.messages)):
             shown = shown[len(prompt.messages) :]

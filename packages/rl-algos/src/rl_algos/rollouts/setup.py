@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import islice
 from typing import Any
 
+from rl_algos.judges.config import JUDGES, RewardModelJudgeConfig, judge_sections, judged_rewards
 from rl_algos.losses.tokens import DraftLoss
 from rl_algos.rollouts.config import (
     DRAFTER,
@@ -17,12 +19,14 @@ from rl_algos.rollouts.config import (
     rollout_config,
 )
 from rl_algos.rollouts.data import RolloutData
+from rl_algos.rollouts.driver.judged import JudgedSource, ModelJudges
 from rl_algos.rollouts.driver.live_source import LiveSource, ServingCanary, UserPrompts
 from rl_algos.rollouts.driver.mixture import Mixture
 from rl_algos.rollouts.driver.source import PacedRolloutSource
 from rl_algos.rollouts.driver.steps import Drafter, RolloutSteps
 from rl_algos.rollouts.driver.task_evaluation import TaskEvaluation
 from rl_algos.rollouts.driver.validation import Validation
+from rl_algos.rollouts.driver.watches import FailureWatch
 from rl_algos.rollouts.worker.programs import (
     AGENT_PROGRAM,
     LIVE_PROGRAM,
@@ -32,6 +36,7 @@ from rl_algos.rollouts.worker.programs import (
     files_named,
     program_named,
 )
+from rl_core.model import Model
 from rl_core.model_config import GenerationConfig
 from rl_core.plugins import RolloutNeeds
 from rl_core.rollouts.generation import SamplingParams, ThinkingBudget
@@ -112,9 +117,11 @@ def steps_of(config: RolloutRoot, components: Components, run: Run, *, with_gree
     if isinstance(source, LiveSource) and (trial := settings.agent.live.canary).enabled:  # type: ignore[union-attr]
         sampling, prompts = validation_sampling(generation, data.stop_token_ids), data.validation[: trial.num_prompts]
         canary = ServingCanary(trial, source, components.models["policy"], components.weights, prompts, sampling)
+    judges = model_judges(config, components.models)
+    watch = FailureWatch(settings.max_failed_share, section=settings.section)
     return RolloutSteps(
         settings,
-        source,
+        source if judges is None else JudgedSource(source, judges, run.phase, watch),
         components.weights,
         Validation(data.validation, validation_sampling(generation, data.stop_token_ids), settings),
         run,
@@ -126,6 +133,27 @@ def steps_of(config: RolloutRoot, components: Components, run: Run, *, with_gree
         canary,
         judge_usage=components.judge_usage,
     )
+
+
+def model_judges(config: Any, models: Mapping[str, Model]) -> ModelJudges | None:
+    """Return the models of a run that judge its rollouts; None if there are none.
+
+    Args:
+        config: Resolved config of the run or the evaluation.
+        models: Its models by role.
+    """
+    judges = judge_sections(config) if hasattr(config, JUDGES) else {}
+    if not any(isinstance(judge, RewardModelJudgeConfig) for judge in judges.values()):
+        return None
+    # This module imports transformers, which takes a second.
+    from rl_algos.judges.reward_model import reward_model_judges
+
+    asked = reward_model_judges(config, models)
+    rewards = {
+        environment: {name: rubric for name, rubric in parts.items() if rubric.judge in asked}
+        for environment, parts in judged_rewards(config).items()
+    }
+    return ModelJudges(asked, rewards)
 
 
 def source_of(

@@ -27,6 +27,9 @@ WEIGHT_VERSIONS = "weight_versions"
 """Column of the weight version that each token was sampled with, `[tokens]`."""
 RECORD = "record"
 """Columns of a `RolloutGroup`, in addition to `tokens`."""
+SAID = "said"
+"""Column of the messages after the prompt, a JSON list, uint8 `[bytes]` at the first row of each rollout. Groups
+have it until models of the run have judged them."""
 
 
 @dataclass(frozen=True)
@@ -280,9 +283,15 @@ class RolloutGroup:
         )
 
 
-def parts_of(groups: Sequence[tuple[Prompt, Sequence[Rollout]]]) -> tuple[list[GroupReport], Batch, Batch]:
+def parts_of(
+    groups: Sequence[tuple[Prompt, Sequence[Rollout]]], said: Callable[[Prompt, Rollout], np.ndarray] | None = None
+) -> tuple[list[GroupReport], Batch, Batch]:
     """Return the report of each group, the columns that training reads, and the columns that people read, of the
     rollouts of all groups in order; each part can be used without the others.
+
+    Args:
+        groups: Prompts with their rollouts.
+        said: Returns the entry of a rollout in the column `said`; None for no such column.
     """
     rollouts = [rollout for _, own in groups for rollout in own]
 
@@ -312,13 +321,19 @@ def parts_of(groups: Sequence[tuple[Prompt, Sequence[Rollout]]]) -> tuple[list[G
     if has_images(rollouts):
         digests = [row for rollout in rollouts for row in rollout.images or ((),) * max(len(rollout.segments), 1)]
         columns[IMAGES] = image_column(digests)
-    record = [
-        part
-        for prompt, own in groups
-        for index, rollout in enumerate(own)
-        for part in (rollout_record(prompt, index, rollout), *([_NO_RECORD] * (len(rollout.segments) - 1)))
-    ]
-    records: dict[str, Column] = {RECORD: Ragged.from_rows(record, np.uint8)}
+
+    def of_people(entry: Callable[[Prompt, int, Rollout], np.ndarray]) -> Ragged:
+        rows = [
+            part
+            for prompt, own in groups
+            for index, rollout in enumerate(own)
+            for part in (entry(prompt, index, rollout), *([_NO_RECORD] * (len(rollout.segments) - 1)))
+        ]
+        return Ragged.from_rows(rows, np.uint8)
+
+    records: dict[str, Column] = {RECORD: of_people(rollout_record)}
+    if said is not None:
+        records[SAID] = of_people(lambda prompt, _, rollout: said(prompt, rollout))
     reports = [GroupReport(RolloutReports.of(prompt.id, own), tuple(columns), tuple(records)) for prompt, own in groups]
     return reports, Batch(columns), Batch(records)
 

@@ -12,12 +12,15 @@ from rich.console import Console
 
 from rl_algos.evaluation.summary import PromptScore, listed, summarize
 from rl_algos.judges.needs import language_judges
+from rl_algos.rollouts.driver.judged import ModelJudges
 from rl_algos.rollouts.driver.task_evaluation import EvaluationPlan, EvaluationTask
+from rl_algos.rollouts.setup import model_judges
 from rl_core.config import option
 from rl_core.environments.instance import instance_of
 from rl_core.environments.trial import Trial
 from rl_core.errors import ConfigError, RolloutsFailed
-from rl_core.rollouts.pool import RolloutPool
+from rl_core.rollouts.group import RolloutGroup
+from rl_core.rollouts.pool import RolloutPool, Ticket
 from rl_launch.cluster.device import check_devices
 from rl_launch.commands.train import with_local_models
 from rl_launch.evaluation.folder import Done, EvaluationFolder, identity_of, prompt_digest
@@ -31,6 +34,9 @@ from rl_launch.runtime.role_envs import try_here, try_in
 from rl_launch.session.directory.row_files import name_images
 
 _log = logging.getLogger(__name__)
+
+JUDGED_TOGETHER = 64
+"""Number of groups that models judge at once, which may take the devices of the engines for that."""
 
 
 def evaluate(plan: RunPlan, *, folder: str | Path) -> EvaluationResult:
@@ -87,8 +93,15 @@ def evaluate(plan: RunPlan, *, folder: str | Path) -> EvaluationResult:
         place.close()
 
 
-def roll_out(plan: EvaluationPlan, pool: RolloutPool, place: EvaluationFolder, done: Done, console: Console) -> Done:
-    """Roll out all groups that are not done, and keep each as it ends.
+def roll_out(
+    plan: EvaluationPlan,
+    pool: RolloutPool,
+    place: EvaluationFolder,
+    done: Done,
+    console: Console,
+    judges: ModelJudges | None = None,
+) -> Done:
+    """Roll out all groups that are not done, and keep each as it ends, or has been judged.
 
     Args:
         plan: Tasks of the evaluation, with their groups.
@@ -96,17 +109,27 @@ def roll_out(plan: EvaluationPlan, pool: RolloutPool, place: EvaluationFolder, d
         place: Open folder of the results.
         done: Scores of the groups that were finished before.
         console: Console for the progress.
+        judges: Models that judge the rollouts; None without such models.
     """
     waiting = [(task.name, group) for task in plan.tasks for group in _waiting(task, done)]
     names = dict(zip(pool.submit([group for _, group in waiting]), [name for name, _ in waiting], strict=True))
     found: Done = {}
     reward = sum(score.mean for score in done.values())
     with EvaluationProgress(len(waiting) + len(done), len(done), reward, console) as progress:
-        for _ in names:
-            ticket, group = pool.next_done()
-            score = place.append(names[ticket], group)
-            found[names[ticket], group.prompt.id] = score
-            progress.advance(score.mean)
+        ended: list[tuple[Ticket, RolloutGroup]] = []
+        for number in range(1, len(names) + 1):
+            ended.append(pool.next_done())
+            if judges is None:
+                groups = [group for _, group in ended]
+            elif number == len(names) or len(ended) == JUDGED_TOGETHER:
+                groups = judges.judged([group for _, group in ended])
+            else:
+                continue
+            for (ticket, _), group in zip(ended, groups, strict=True):
+                score = place.append(names[ticket], group)
+                found[names[ticket], group.prompt.id] = score
+                progress.advance(score.mean)
+            ended = []
     return found
 
 
@@ -119,14 +142,15 @@ def _roll_out(
     from rl_launch.runtime.processes import provision_workers
     from rl_launch.runtime.runtime import Runtime
 
-    plan, device = plan.without_models(), plan.device
+    plan, device = plan.for_evaluation(), plan.device
     check_placement(plan, device)
     envs = provision_workers(plan, rollouts.needs, device)
     try_in(envs.interpreters, untried)
     with VirtualCluster.of(plan.config.cluster, device) as cluster, Runtime(plan, envs, cluster, place.logs) as runtime:
         pool = runtime.evaluation_pool(rollouts.needs)
         started = time.monotonic()
-        found = roll_out(rollouts, pool, place, done, Console(stderr=True))
+        judges = model_judges(plan.config, runtime.ranks)
+        found = roll_out(rollouts, pool, place, done, Console(stderr=True), judges)
         _log.info("%d prompts in %.1f s", len(found), time.monotonic() - started)
         return found
 

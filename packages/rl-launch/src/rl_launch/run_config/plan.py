@@ -105,6 +105,11 @@ class RunPlan:
         """Plan generation only, with the weights in the config."""
         return replace(self, backends=replace(self.backends, models={}))
 
+    def for_evaluation(self) -> RunPlan:
+        """Plan generation with the weights in the config, and the models that judge."""
+        judges = {role: model for role, model in self.backends.models.items() if model.section.startswith("judges.")}
+        return replace(self, backends=replace(self.backends, models=judges))
+
 
 def plugin_of(config: RunConfig) -> AlgorithmPlugin:
     """Return the plugin of a resolved config's algorithm; `SINGLE_MODEL` for a model without a run."""

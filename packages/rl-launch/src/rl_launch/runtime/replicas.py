@@ -121,8 +121,8 @@ class Replicas:
             for name in sorted(self._needs.environments):
                 yield beside[0], environment_role(name)
 
-    def begin_beside(self, places: Sequence[Place]) -> Callable[[], list[Replica]]:
-        """Start replicas next to the policy's ranks, on the GPUs that Ray assigned to the ranks. See `begin_alone`."""
+    def begin_beside(self, places: Sequence[Place], *, awaits_weights: bool = True) -> Callable[[], list[Replica]]:
+        """Start replicas next to the ranks of a model, on the GPUs that Ray assigned to these. See `begin_alone`."""
         device, replica_ranks = self._topology.device, self._topology.replica_ranks
         node_ranks = self._topology.devices(GENERATION).ranks
 
@@ -133,13 +133,15 @@ class Replicas:
         for here in (places[first : first + node_ranks] for first in range(0, len(places), node_ranks)):
             node = here[0].node
             if device.has_gpus:
-                shared = Placement(device.name, shares_devices=True, awaits_weights=True)
+                shared = Placement(
+                    device.name, shares_devices=True, awaits_weights=awaits_weights, keeps_weights=not awaits_weights
+                )
                 gpus = tuple(gpu for place in here for gpu in place.gpus)
                 firsts = range(0, len(gpus), replica_ranks)
                 placements = [replace(shared, gpus=gpus[first : first + replica_ranks]) for first in firsts]
             else:
                 threads = self._processes.cores(node) // replica_ranks or 1
-                placements = [Placement(device.name, (), threads, awaits_weights=True)]
+                placements = [Placement(device.name, (), threads, awaits_weights=awaits_weights)]
             starts += [(partial(start, node), placement) for placement in placements]
         return self._begin(starts, places[0].node)
 

@@ -159,12 +159,31 @@ class Runtime:
         return self._ranks
 
     def evaluation_pool(self, needs: RolloutNeeds) -> ReplicaPool:
-        """Start only replicas, which serve the weights at `policy.model_name`."""
-        replicas = self._new_replicas(needs)
-        replicas.reserve()
-        self._processes.prepare(replicas.roles(()))
-        started = replicas.begin_alone(awaits_weights=False)()
-        return self._pool(started, None, replicas.environment_watch())
+        """Start replicas, which serve the weights at `policy.model_name`, and the models of the plan, which judge."""
+        topology, models, replicas = self.topology, self._new_models(), self._new_replicas(needs)
+        models.reserve()
+        sharing = [name for name in topology.sharing if name != GENERATION] if GENERATION in topology.sharing else []
+        takes_turns = topology.takes_turns(GENERATION)
+        if not sharing:
+            replicas.reserve()
+        self._processes.prepare([*models.roles(), *replicas.roles([node for node, _ in models.roles()])])
+        models.begin()
+        if takes_turns:
+            models.build_in_turns()
+        if sharing:
+            wait_for_replicas = replicas.begin_beside(models.group(sharing[0]).places, awaits_weights=False)
+        else:
+            wait_for_replicas = replicas.begin_alone(awaits_weights=False)
+        if not takes_turns:
+            models.build_in_turns()
+        self._ranks = models.finish()
+        residency = self._residency if takes_turns else None
+        return self._pool(wait_for_replicas(), residency, replicas.environment_watch())
+
+    @property
+    def ranks(self) -> Mapping[str, RemoteModel]:
+        """The models that have been started, by role."""
+        return self._ranks
 
     def components(self, data: Any, needs: RolloutNeeds | None, vocabulary: int) -> Components:
         """Start everything the algorithm needs.

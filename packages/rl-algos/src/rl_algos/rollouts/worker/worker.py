@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import logging
 import time
 from collections import deque
@@ -203,7 +204,8 @@ class RolloutWorker:
         _, (_, first) = taken[0]
         while self._finished and len(taken) < MAX_TOGETHER and _has_columns_of(first, self._finished[0][1]):
             taken.append(self._take())
-        reports, columns, records = parts_of([group for _, group in taken])
+        said = self._said if self._judging is not None and self._judging.scored else None
+        reports, columns, records = parts_of([group for _, group in taken], said)
         return list(zip([number for number, _ in taken], reports, strict=True)), columns, records
 
     async def turns(self) -> Mapping[int, tuple[RolloutTurns, ...]]:
@@ -367,7 +369,7 @@ class RolloutWorker:
         if weights is None:
             return judged
         assert self._judges is not None, "a rollout worker whose rollouts are judged has judges"
-        opened = opened_by(self._services.chat.shown(prompt.token_ids[-PROMPT_END:]))
+        opened = self._opened(prompt)
         compared: dict[tuple[str, str], list[int]] = {}
         for place, rollout in enumerate(rollouts):
             if not rollout.is_opponent:
@@ -384,6 +386,18 @@ class RolloutWorker:
 
         await asyncio.gather(*map(judge, compared.values()))
         return judged
+
+    def _said(self, prompt: Prompt, rollout: Rollout) -> np.ndarray:
+        """Return the entry of a rollout in the column `said`, empty if no reward model judges it."""
+        judging = self._judging
+        is_scored = judging is not None and prompt.environment in judging.scored and not rollout.is_opponent
+        judged = judged_rollout(prompt, rollout, self._opened(prompt)) if is_scored else None
+        text = "" if judged is None else json.dumps(list(map(dict, judged.messages)), default=repr)
+        return np.frombuffer(text.encode(), np.uint8)
+
+    def _opened(self, prompt: Prompt) -> str:
+        """Return the mark of thoughts that ends the policy's prompts; empty if there is none."""
+        return opened_by(self._services.chat.shown(prompt.token_ids[-PROMPT_END:]))
 
     async def _note_version(self, engine: str, taken: Taken) -> None:
         """Offer the judges of an engine with the version that it has taken over."""
