@@ -187,6 +187,14 @@ def test_a_report_says_what_people_look_for(record):
     assert "policy.generation.vllm_cfg" in words
 
 
+def test_verdicts_of_judges_are_beside_the_response(record):
+    verdicts = [{"judge": "critic", "answer": '{"score": 1}', "value": 1}, {"judge": "helpful", "value": 0.25}] * 4
+    judged = {**rollout("3+4=", "7", 1.0), "verdicts": verdicts}
+    words = " ".join(printed(report_of(record(rows(), {12: [judged]})), lists_all=True).split())
+    assert 'verdict critic: {"score": 1} verdict helpful: 0.25' in words
+    assert "2 more verdicts: see rl view" in words
+
+
 def test_readings_of_single_machines_are_in_the_json_and_not_in_the_table(record):
     readings = {"system/gpu_utilization": 0.5, "system/node0/cpu_utilization": 0.25, "system/node0/gpu1/power_w": 300.0}
     report = report_of(

@@ -205,11 +205,14 @@ def test_the_segments_of_an_agent_are_shown_one_after_the_other(view, page, root
 
 
 def test_hostile_rollouts_are_shown_as_text(view, page, root):
-    records = [rollout(HOSTILE[:60], 0, HOSTILE, 1.0, prompt=[{"role": "<b>x", "content": HOSTILE}], failure=HOSTILE)]
+    verdicts = [{"judge": HOSTILE, "question": HOSTILE, "answer": HOSTILE, "value": {HOSTILE: HOSTILE}, "cached": True}]
+    others = {"prompt": [{"role": "<b>x", "content": HOSTILE}], "failure": HOSTILE, "verdicts": verdicts}
+    records = [rollout(HOSTILE[:60], 0, HOSTILE, 1.0, **others)]
     add_step(made_run(root / "hostile"), 4, records)
     page.wait("RlView.ask('runs').then((found) => found.runs.some((run) => run.id === 'hostile'))")
     view("#/run/hostile/rollouts?open=4:0", HAS_TEXT.format("'<script>window.hacked = 1</script>'"))
 
+    assert "verdicts of judges" in page.js("document.querySelector('.turns').innerText")
     assert page.js("window.hacked === undefined")
     assert page.js("[...document.querySelectorAll('main script, main img')].length") == 0
     marks = page.js("[...document.querySelectorAll('.hidden-character')].map((each) => each.innerText)")

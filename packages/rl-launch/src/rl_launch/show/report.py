@@ -112,6 +112,7 @@ class RolloutSample:
         system: Text of the system prompt; empty if there is none.
         row: Fields of the row that the environment was given, such as the right answer.
         segments: Conversations of an agent in the order of time; empty for another rollout.
+        verdicts: Judge and answer of each verdict on it.
     """
 
     reward: float | None
@@ -123,6 +124,7 @@ class RolloutSample:
     system: str = ""
     row: Mapping[str, Any] = field(default_factory=dict)
     segments: tuple[SampleSegment, ...] = ()
+    verdicts: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -332,7 +334,13 @@ def _sample(record: Mapping[str, Any]) -> RolloutSample:
         system=str(system or ""),
         row=record.get("row") or {},
         segments=tuple(map(_segment, segments_of(record))),
+        verdicts=tuple(map(_verdict, record.get("verdicts") or ())),
     )
+
+
+def _verdict(verdict: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the judge and the answer of a verdict; its value if there is no answer."""
+    return str(verdict.get("judge", "")), str(verdict.get("answer") or json.dumps(verdict.get("value")))
 
 
 def _segment(segment: Mapping[str, Any]) -> SampleSegment:

@@ -21,7 +21,7 @@ _ORDERS: dict[str, Callable[[Any, Any], bool]] = {
     "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge
 }  # fmt: skip
 
-_LONG = frozenset({"prompt", "turns", "segments", "rewards", "row", "info", "weight_spans"})
+_LONG = frozenset({"prompt", "turns", "segments", "rewards", "row", "info", "verdicts", "weight_spans"})
 """Entries of a record that nobody compares as a whole."""
 
 

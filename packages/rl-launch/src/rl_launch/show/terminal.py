@@ -136,7 +136,7 @@ def side_by_side(charts: Sequence[Sequence[Text]]) -> Iterator[Text]:
 
 
 _PROMPT, _RESPONSE = 160, 320
-_MAX_SEGMENTS, _MAX_MESSAGES = 8, 12
+_MAX_SEGMENTS, _MAX_MESSAGES, _MAX_VERDICTS = 8, 12, 6
 """Maximum number of segments of an agent's rollout that are printed, and of messages of each."""
 
 
@@ -273,6 +273,10 @@ def _sampled(title: str, sample: RolloutSample) -> Text:
             _add_segments(text, sample.segments)
         elif content or name in ("prompt", "response"):
             text.append(f"\n{name:9}", "dim").append(shortened(content, most))
+    for judge, answer in sample.verdicts[:_MAX_VERDICTS]:
+        text.append(f"\n{'verdict':9}", "dim").append(f"{shortened(judge, _PROMPT)}: {shortened(answer, _PROMPT)}")
+    if len(sample.verdicts) > _MAX_VERDICTS:
+        text.append(f"\n{len(sample.verdicts) - _MAX_VERDICTS} more verdicts: see rl view", "dim")
     return text
 
 

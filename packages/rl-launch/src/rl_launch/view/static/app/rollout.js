@@ -78,9 +78,11 @@
   const Segment = ({ segment, count, search }) => html`<section class="conversation"><h3>Segment ${segment.number} <span class="muted">of ${count}${segment.num_tokens ? `, ${segment.num_tokens} tokens` : ''}${segment.shared ? `, begins with ${segment.shared.messages} of the messages of segment ${segment.shared.number}` : ''}</span></h3>
     ${segment.tools.length > 0 && html`<details><summary>tools: ${segment.tools.map((tool) => RlView.marked(String(tool.function?.name ?? '?'))).map((name, index) => html`${index ? ', ' : ''}${name}`)}</summary><pre class="record"><${RlView.Untrusted} text=${JSON.stringify(segment.tools, null, 1)} /></pre></details>`}
     <${Messages} messages=${segment.messages} search=${search} /><${Said} turns=${segment.turns} search=${search} /></section>`;
+  const verdictsOf = (record) => (Array.isArray(record.verdicts) ? record.verdicts.filter((each) => each && typeof each === 'object') : []);
   const Turns = ({ record, search }) => html`<div class="turns">
     ${segmentsOf(record).length === 0 ? html`<${Messages} messages=${record.prompt} search=${search} /><${Said} turns=${record.turns} search=${search} />`
       : html`<details><summary>prompt of the row</summary><${Messages} messages=${record.prompt} search=${search} /></details>${segmentsOf(record).map((segment, _, all) => html`<${Segment} key=${segment.number} segment=${segment} count=${all.length} search=${search} />`)}`}
+    ${verdictsOf(record).length > 0 && html`<details open><summary>verdicts of judges</summary>${verdictsOf(record).map((verdict) => html`<${Turn} role="user" text=${`${typeof verdict.value === 'string' ? verdict.value : JSON.stringify(verdict.value ?? null)}\n${verdict.answer ?? ''}`} note=${`${String(verdict.judge).slice(0, 100)}${verdict.cached ? ', cached' : ''}`} search=${search} />`)}</details>`}
     ${['row', 'info'].filter((name) => record[name] && Object.keys(record[name]).length).map((name) => html`<details open=${name === 'row'}><summary>${name === 'row' ? 'row given to the environment' : 'info of the environment'}</summary><dl class="row">${Object.entries(record[name]).map(([field, value]) => html`<div><dt>${field}</dt><dd><${RlView.Untrusted} text=${value} /></dd></div>`)}</dl></details>`)}
   </div>`;
 
