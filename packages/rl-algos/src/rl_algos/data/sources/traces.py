@@ -12,7 +12,7 @@ import numpy as np
 
 from rl_algos.data.sources.trace_calls import TracedCall, read_traces
 from rl_core.config import Config, PathText
-from rl_core.errors import DataError
+from rl_core.errors import ConfigError, DataError
 from rl_core.plugins import DatasetPlugin, Requirement
 
 _log = logging.getLogger(__name__)
@@ -145,7 +145,10 @@ def _token_checks(calls: Sequence[TracedCall], settings: TracesSettings) -> dict
     from rl_algos.tokenizer import load_tokenizer
     from rl_core.model_config import TokenizerConfig
 
-    tokenizer = load_tokenizer(TokenizerConfig(), settings.model)
+    try:
+        tokenizer = load_tokenizer(TokenizerConfig(), settings.model)
+    except ConfigError as error:
+        raise DataError(f"traces: model: {str(error).removeprefix('policy.model_name: ')}") from None
     results = {id(call): compared(tokenizer, call) for call in calls}
     differing = [call for call in calls if results[id(call)] not in (EXACT, UNKNOWN)]
     if differing:
