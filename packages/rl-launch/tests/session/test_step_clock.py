@@ -24,6 +24,28 @@ def test_timings_sum_a_phase_that_is_entered_twice():
     assert timings["time/step"] == 5.0
 
 
+def test_a_phase_within_another_counts_once(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("rl_launch.session.step_clock.time.monotonic", lambda: now[0])
+    clock = make_clock()
+    clock.begin(1, 1)
+    with clock.phase("generation"):
+        now[0] += 3.0
+        for _ in range(2):
+            with clock.phase("judging"):
+                now[0] += 1.0
+                with clock.phase("recording"):
+                    now[0] += 0.5
+    with clock.phase("generation"):
+        now[0] += 4.0
+    assert clock.timings({}, clock.seconds) == {
+        "time/generation": 7.0,
+        "time/judging": 2.0,
+        "time/recording": 1.0,
+        "time/step": 10.0,
+    }
+
+
 def test_timings_of_one_step_do_not_reach_the_next():
     clock = make_clock()
     clock.begin(1, 2)

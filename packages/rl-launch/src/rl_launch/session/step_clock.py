@@ -47,6 +47,7 @@ class StepClock:
         self._since = 0.0
         self._seconds_by_phase: dict[str, float] = {}
         self._open_phases: list[str] = []
+        self._seconds_within: list[float] = []
 
     @property
     def doing(self) -> str:
@@ -66,9 +67,10 @@ class StepClock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time the block; a phase outside a step is logged and counts to no step."""
+        """Time the block, without the phases within it; a phase outside a step is logged and counts to no step."""
         started = time.monotonic()
         self._open_phases.append(name)
+        self._seconds_within.append(0.0)
         self._progress.phase(name)
         self._observer.begin_phase(name)
         try:
@@ -80,7 +82,9 @@ class StepClock:
             self._progress.phase(self.doing)
             ended = time.monotonic()
             spans.record("phases", name, round(started * 1e9), round(ended * 1e9))
-            seconds = ended - started
+            seconds = ended - started - self._seconds_within.pop()
+            if self._seconds_within:
+                self._seconds_within[-1] += ended - started
             if self._step is None:
                 _logger.info("%s: %.1f s", name.replace("_", " "), seconds)
             else:
