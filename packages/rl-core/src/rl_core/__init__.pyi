@@ -84,6 +84,8 @@ from rl_core.rollouts.generation import Placement as Placement
 from rl_core.rollouts.generation import SamplingParams as SamplingParams
 from rl_core.rollouts.group import RolloutGroup as RolloutGroup
 from rl_core.rollouts.group import RolloutReport as RolloutReport
+from rl_core.rollouts.judging import Judge as Judge
+from rl_core.rollouts.judging import JudgeFailed as JudgeFailed
 from rl_core.rollouts.pool import RolloutSource as RolloutSource
 from rl_core.rollouts.program import AnswerForm as AnswerForm
 from rl_core.rollouts.program import GenerationClient as GenerationClient
