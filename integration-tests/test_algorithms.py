@@ -180,7 +180,14 @@ FAMILIES = {
 OF_AGENTS = {"grpo-self-play-tiny": "first", "grpo-proposer-tiny": "proposer"}
 """An agent that every play has, by recipe."""
 
-IN_ENVIRONMENTS = ("grpo-multi-env-tiny", "grpo-sliding-puzzle-tiny", "grpo-tools-tiny", "search-r1-tiny", *OF_AGENTS)
+IN_ENVIRONMENTS = (
+    "grpo-multi-env-tiny",
+    "grpo-sliding-puzzle-tiny",
+    "grpo-tools-tiny",
+    "search-r1-tiny",
+    "mcp-tools-tiny",
+    *OF_AGENTS,
+)
 """Recipes of environments that need no sandbox, which take steps in these rather than with a reward of the tests."""
 
 OF_SERVERS = ("openenv-tiny", "nemo-gym-tiny")

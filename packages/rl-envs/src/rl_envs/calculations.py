@@ -1,4 +1,4 @@
-"""The dataset `calculations`: products for a calculator or a program, sums for an agent, facts for a search, and
+"""The dataset `calculations`: products for a calculator or a program, sums for an agent, facts to look up, and
 demonstrations."""
 
 from __future__ import annotations
@@ -16,8 +16,16 @@ from rl_envs.draws import draws
 
 _HELD_OUT = 10
 """One of this number of pairs of operands is for validation."""
-_ENVIRONMENTS = {"calculator": "text_tools", "program": "code", "repository": "repository", "search": "text_tools"}
+_ENVIRONMENTS = {
+    "calculator": "text_tools",
+    "program": "code",
+    "repository": "repository",
+    "search": "text_tools",
+    "file": "mcp_tools",
+}
 _NAMES = tuple("".join(name) for name in product("bdfgklmnprst", "aeiou", "bdfgklmnprst"))
+CALL = '<tool_call>\n{"name": "read_text_file", "arguments": {"path": "%s"}}\n</tool_call>'
+"""The call of a tool that reads the file of a name, in the format `hermes`."""
 _TEST = """import unittest
 
 import answer
@@ -33,11 +41,12 @@ class CalculationsSettings(Config):
     """Generated products of two numbers, which a tiny model cannot compute without a tool, sums for an agent, or
     numbers of names, which it can only look up."""
 
-    form: Literal["calculator", "program", "repository", "search"] = "calculator"
+    form: Literal["calculator", "program", "repository", "search", "file"] = "calculator"
     """Environment of the rows: `text_tools` for `calculator`, which the policy calls; `code` for `program`, which
     the policy writes; `repository` for a repository whose `answer.py` an agent changes to have the sum of two
-    numbers as `ANSWER`; or `text_tools` for `search`, which finds the number of a name in the corpus
-    `rl_envs.calculations:facts`."""
+    numbers as `ANSWER`; `text_tools` for `search`, which finds the number of a name in the corpus
+    `rl_envs.calculations:facts`; or `mcp_tools` for `file`, in which a file by this name has the number
+    (`python -m rl_envs.mcp_tools.files`)."""
     max_operand: int = Field(default=99, ge=9, le=9999)
     """Largest operand."""
     size: int = Field(default=1000, gt=0, le=10**6)
@@ -79,28 +88,31 @@ def load(settings: Mapping[str, Any], split: str) -> list[dict[str, Any]]:
     rows, numbers = [], {each["title"]: each["text"] for each in facts()}
     for index in range(config.size):
         drawn, form = draws(f"{config.seed}/{split}/{index}"), config.form
+        looks_up = form in ("search", "file")
         is_held_out = None
         while is_held_out != (split == "validation"):
             a, b = (next(drawn) % (config.max_operand + 1) for _ in range(2))
-            name = _NAMES[next(drawn) % len(_NAMES)] if form == "search" else f"{min(a, b)}*{max(a, b)}"
+            name = _NAMES[next(drawn) % len(_NAMES)] if looks_up else f"{min(a, b)}*{max(a, b)}"
             is_held_out = next(draws(name)) % _HELD_OUT == 0
-        question = name if form == "search" else f"{a}{'+' if form == 'repository' else '*'}{b}"
-        answer = numbers[name] if form == "search" else str(a * b)
+        question = name if looks_up else f"{a}{'+' if form == 'repository' else '*'}{b}"
+        answer = numbers[name] if looks_up else str(a * b)
         asked = {"role": "user", "content": f"{question}="}
         row: dict[str, Any] = {"messages": [asked], "environment": _ENVIRONMENTS[form]}
         if config.demonstrations:
             is_right = next(drawn) % 2 == 0
             if form == "program":
                 said = [f"```python\nprint({a}{'*' if is_right else '+'}{b})\n```"]
+            elif is_right and form == "file":
+                said = [CALL % name, answer, answer]
             elif is_right:
                 found = f"{name}\n{answer}" if form == "search" else answer
                 said = [f"<{form}>{question}</{form}>", f"<result>\n{found}\n</result>", answer]
             else:
-                said = [str(next(drawn) % (100 if form == "search" else a * b + 100))]
+                said = [str(next(drawn) % (100 if looks_up else a * b + 100))]
             # The result of the tool is the only message after the question that is not the policy's.
-            roles = ("assistant", "user", "assistant")
+            roles = ("assistant", "tool" if form == "file" else "user", "assistant")
             row["messages"] += [{"role": role, "content": text} for role, text in zip(roles, said, strict=False)]
-        elif form in ("calculator", "search"):
+        elif form == "calculator" or looks_up:
             row["answer"] = answer
         elif form == "program":
             row["info"] = {"tests": [{"input": "", "output": f"{a * b}\n"}]}

@@ -1,0 +1,24 @@
+"""An MCP server whose files are the facts of `calculations`: the name of each is that of a file with its number.
+
+The tool is that of `@modelcontextprotocol/server-filesystem`, so that a policy may call either.
+"""
+
+from mcp.server import MCPServer
+
+from rl_envs.calculations import facts
+
+NUMBERS = {each["title"]: each["text"] for each in facts()}
+
+server = MCPServer("files")
+
+
+@server.tool()
+def read_text_file(path: str) -> str:
+    """Read a file as text."""
+    if path not in NUMBERS:
+        raise ValueError(f"there is no file {path}")
+    return NUMBERS[path]
+
+
+if __name__ == "__main__":
+    server.run()
