@@ -19,6 +19,7 @@ class Environments(SimpleNamespace):
 @pytest.fixture(autouse=True)
 def refused(monkeypatch):
     """A machine that contains nothing."""
+    monkeypatch.setattr("rl_envs.sandbox.remote.WAITS_S", ())
 
     def refuse(sandbox):
         raise SandboxUnavailable(f"no {sandbox.isolation} here")
@@ -37,9 +38,13 @@ def test_a_sandbox_that_the_machine_does_not_offer_is_reported():
 
 
 def test_what_opens_no_sandbox_needs_none():
-    assert check_of("code", CodeConfig(sandbox=SandboxConfig(url="http://sandboxes:8080")))() == ""
     assert check_of("text_tools", TextToolsConfig(tools=["calculator"]))() == ""
     assert check_of("math", MathConfig()) is None
+
+
+def test_a_server_is_tried():
+    problem = check_of("code", CodeConfig(sandbox=SandboxConfig(url="http://127.0.0.1:9")))()
+    assert "the sandbox server http://127.0.0.1:9/run_code did not answer" in problem
 
 
 def test_a_sandbox_that_works_is_closed_again(monkeypatch):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
-from rl_core.rollouts.environment import Conversation, StepResult
+from rl_core.errors import InfrastructureFailed
+from rl_core.rollouts.environment import Conversation, EnvironmentFailure, StepResult
 
 C = TypeVar("C")
 
@@ -24,8 +25,17 @@ class TurnEnvironment(Generic[C]):
         """Return the result of a turn; the state is None in the first."""
         raise NotImplementedError
 
-    def step(self, conversations: Sequence[Conversation], states: Sequence[Any]) -> list[StepResult]:
-        return [self.turn(*each) for each in zip(conversations, states, strict=True)]
+    def step(
+        self, conversations: Sequence[Conversation], states: Sequence[Any]
+    ) -> list[StepResult | EnvironmentFailure]:
+        results: list[StepResult | EnvironmentFailure] = []
+        for each in zip(conversations, states, strict=True):
+            try:
+                results.append(self.turn(*each))
+            except InfrastructureFailed as error:
+                # The others of the call keep their results.
+                results.append(EnvironmentFailure(str(error), "process"))
+        return results
 
     def close(self, states: Sequence[Any]) -> None:
         pass

@@ -19,7 +19,8 @@ from typing import Any
 from rl_core import ServerFailed
 from rl_envs.sandbox.config import SandboxConfig
 from rl_envs.sandbox.program import Program, read_frame, request_of, write_frame
-from rl_envs.sandbox.sandbox import Sandbox, SandboxFailed, outcome_of
+from rl_envs.sandbox.runner import SandboxFailed
+from rl_envs.sandbox.sandbox import Sandbox, outcome_of
 
 MAX_MESSAGE = 4 * 2**20
 """Maximum number of bytes of a message of a server."""
@@ -83,8 +84,10 @@ class MCPServer:
             raise ValueError("`variables` are those of a command; a server by url has its own")
         if command and headers:
             raise ValueError("`headers` are those of requests to a url; give a command its keys as `variables`")
-        if sandbox is not None and (url or sandbox.url):
-            raise ValueError("the sandbox of an MCP server is on this machine, and for a command; leave its url unset")
+        if sandbox is not None and (url or sandbox.url or sandbox.service):
+            raise ValueError(
+                "the sandbox of an MCP server is on this machine, and for a command; leave its url and service unset"
+            )
         self.command = tuple(command or ())
         self.url = url
         self.variables = dict(variables or {})

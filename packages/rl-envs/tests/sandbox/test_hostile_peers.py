@@ -11,7 +11,8 @@ from contextlib import closing, suppress
 import pytest
 
 from rl_envs.sandbox.program import Limits, MalformedFrame, Program, read_frame
-from rl_envs.sandbox.remote import RemoteSandbox, RemoteSandboxFailed, read_answer
+from rl_envs.sandbox.remote import RemoteSandbox, read_answer
+from rl_envs.sandbox.runner import SandboxFailed
 from rl_envs.sandbox.sandbox import Sandbox
 from rl_envs.sandbox.server import MAX_REQUEST, SandboxServer
 from rl_envs.sandbox.session import Session
@@ -162,7 +163,7 @@ def test_clients_that_leave_or_say_nothing_hold_nobody_up(
     ids=repr,
 )
 def test_a_servers_malformed_answer_is_an_error(answer: object) -> None:
-    with pytest.raises(RemoteSandboxFailed):
+    with pytest.raises(SandboxFailed):
         read_answer(answer, Limits(), 0.0)
 
 

@@ -18,7 +18,8 @@ from rl_envs.sandbox.confinement import FIRST_UID, MAX_SLOTS, devices, first_use
 from rl_envs.sandbox.kernel import syscalls
 from rl_envs.sandbox.processes import ProcessTable
 from rl_envs.sandbox.program import Isolation, Limits, Outcome, Program, program_of, request_of
-from rl_envs.sandbox.remote import RemoteSandbox, RemoteSandboxFailed
+from rl_envs.sandbox.remote import RemoteSandbox
+from rl_envs.sandbox.runner import SandboxFailed
 from rl_envs.sandbox.sandbox import Sandbox, SandboxUnavailable
 from rl_envs.sandbox.server import SandboxServer
 from rl_envs.sandbox.session import Session
@@ -205,9 +206,9 @@ def test_a_server_runs_programs_as_the_sandbox_does(server: SandboxServer) -> No
 
 
 def test_a_server_that_does_not_answer_is_an_error(server: SandboxServer) -> None:
-    with pytest.raises(RemoteSandboxFailed, match="did not answer"):
+    with pytest.raises(SandboxFailed, match="did not answer"):
         RemoteSandbox("http://127.0.0.1:9").run(Program(""))
-    with pytest.raises(RemoteSandboxFailed, match="did not answer"):
+    with pytest.raises(SandboxFailed, match="did not answer"):
         RemoteSandbox(server.url + "/elsewhere").run(Program(""))
     with pytest.raises(ValueError, match="http"):
         RemoteSandbox("file:///etc/passwd")

@@ -13,6 +13,7 @@ from rl_envs.code.grading import grade
 from rl_envs.code.plugin import CodeConfig
 from rl_envs.fences import fenced_blocks
 from rl_envs.grader import Grader
+from rl_envs.sandbox.config import row_image
 from rl_envs.sandbox.sandbox import machine_problem, open_sandbox
 
 SHOWN = 300
@@ -37,8 +38,9 @@ class CodeEnvironment(Grader[CodeConfig]):
         if solution is None:
             return StepResult(reward=0.0, info={"accuracy": 0.0, "has_code": 0.0, "problem": "no block of Python"})
         limits, stop_early = config.sandbox.limits, config.reward == "all"
+        image = row_image(conversation.info, config.sandbox)
         num_passed, num_tests, problem = grade(
-            solution, tests, self._runner, limits, tolerance=config.tolerance, stop_early=stop_early
+            solution, tests, self._runner, limits, tolerance=config.tolerance, stop_early=stop_early, image=image
         )
         accuracy = float(num_passed == num_tests)
         reward = num_passed / num_tests if config.reward == "share" else accuracy
@@ -56,6 +58,7 @@ def program_in(response: str) -> str | None:
 
 def check_row(info: Mapping[str, Any], config: CodeConfig) -> None:
     """Raise a `ValueError` if the row has no tests, tests of another form, or one that no program passes."""
+    row_image(info, config.sandbox)
     match read_tests(info, config.max_tests):
         case Assertions(texts):
             for text in texts:
@@ -95,5 +98,5 @@ def _is_json(value: Any) -> bool:
 
 
 def check_machine(config: CodeConfig) -> str:
-    """Return why programs cannot run here, and what to do; an empty string if they can, or run on a server."""
-    return "" if config.sandbox.url is not None else machine_problem(config.sandbox)
+    """Return why programs cannot run by the settings, and what to do; an empty string if they can."""
+    return machine_problem(config.sandbox)

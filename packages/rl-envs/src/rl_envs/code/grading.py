@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from decimal import Decimal
 from typing import Any
 
 from rl_envs.code import harness
 from rl_envs.code.cases import Assertions, Calls, InputOutput, Tests
 from rl_envs.sandbox.program import Limits, Program
-from rl_envs.sandbox.sandbox import Runner
+from rl_envs.sandbox.runner import Runner
 
 
 def grade(
-    solution: str, tests: Tests, runner: Runner, limits: Limits, *, tolerance: float, stop_early: bool
+    solution: str, tests: Tests, runner: Runner, limits: Limits, *, tolerance: float, stop_early: bool, image: str = ""
 ) -> tuple[int, int, str]:
     """Run a program's tests.
 
@@ -26,6 +27,7 @@ def grade(
         limits: Limits of each run of the program.
         tolerance: Relative and absolute tolerance of floats in outputs and results; not used by assertions.
         stop_early: True to leave out the tests after the first that fails.
+        image: Image of the row; empty for none.
 
     Returns:
         Number of tests that pass, number of all tests, and the first test that fails with the reason; the reason is
@@ -33,13 +35,14 @@ def grade(
     """
     match tests:
         case InputOutput(pairs):
-            problems, num_tests = _by_output(solution, pairs, runner, limits, tolerance), len(pairs)
+            problems, num_tests = _by_output(solution, pairs, runner, limits, tolerance, image), len(pairs)
         case Calls(function, arguments, results):
             asked = harness.calls(solution, function, arguments)
-            problems, num_tests = _by_reports(*asked, results, runner, limits, tolerance), len(arguments)
+            problems, num_tests = _by_reports(*asked, results, runner, limits, tolerance, image), len(arguments)
         case Assertions(texts):
             asked = harness.assertions(solution, texts)
-            problems, num_tests = _by_reports(*asked, [()] * len(texts), runner, limits, tolerance), len(texts)
+            unknown: list[Sequence[object]] = [()] * len(texts)
+            problems, num_tests = _by_reports(*asked, unknown, runner, limits, tolerance, image), len(texts)
     num_passed, problem = 0, ""
     for index, found in enumerate(problems):
         num_passed += not found
@@ -51,11 +54,11 @@ def grade(
 
 
 def _by_output(
-    solution: str, pairs: Sequence[tuple[str, str]], runner: Runner, limits: Limits, tolerance: float
+    solution: str, pairs: Sequence[tuple[str, str]], runner: Runner, limits: Limits, tolerance: float, image: str
 ) -> Iterator[str]:
     """Yield for each test how it fails; empty if it passes. The program runs once for each."""
     for given, expected in pairs:
-        outcome = runner.run(Program(solution, stdin=given.encode(errors="replace")), limits)
+        outcome = runner.run(Program(solution, stdin=given.encode(errors="replace"), image=image), limits)
         if not outcome.ok:
             yield outcome.describe(limits)
         else:
@@ -64,10 +67,16 @@ def _by_output(
 
 
 def _by_reports(
-    program: Program, mark: str, expected: Sequence[Sequence[object]], runner: Runner, limits: Limits, tolerance: float
+    program: Program,
+    mark: str,
+    expected: Sequence[Sequence[object]],
+    runner: Runner,
+    limits: Limits,
+    tolerance: float,
+    image: str,
 ) -> Iterator[str]:
     """Yield for each test how it fails; empty if it passes. A test without expected results passes if it has any."""
-    outcome = runner.run(program, limits)
+    outcome = runner.run(replace(program, image=image), limits)
     reports = harness.reports(outcome, mark)
     for index, results in enumerate(expected):
         report = reports.get(index) or reports.get(-1)

@@ -184,7 +184,7 @@ def check_row(info: Mapping[str, Any], config: MatchConfig) -> None:
     tag = config.answer_tag
     responses = [f"<{tag}>{answer}</{tag}>" if tag else answer for answer in answers]
     turns = [Conversation("", (), info, response) for response in responses]
-    if not any(result.reward for result in MatchEnvironment(config).step(turns, [None] * len(turns))):
+    if not any(MatchEnvironment(config).score(turn).reward for turn in turns):
         is_cut = turns[0].final_text != turns[0].completion
         reason = "it contains a mark of thoughts, which are not graded" if is_cut else f"it contains the tag {tag}"
         raise ValueError(f"no response can match the answer {answers[0]!r:.80}: {reason}")

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from rl_core.errors import RLError
+from rl_core.errors import InfrastructureFailed, RLError
 from rl_core.rollouts.environment import AgentRun, this_network
 from rl_envs.repository.plugin import RepositoryConfig
 from rl_envs.repository.solution import SolutionFiles, installed_modules
@@ -18,7 +18,7 @@ from rl_envs.repository.working_copy import Repositories, overlaid
 from rl_envs.sandbox import tree
 from rl_envs.sandbox.program import Cancellation, Limits, Program
 from rl_envs.sandbox.relay import Relay
-from rl_envs.sandbox.sandbox import Runner
+from rl_envs.sandbox.runner import Runner
 from rl_envs.sandbox.tree import TreeEntry
 
 FOLDER = "repository"
@@ -53,6 +53,7 @@ class Result(NamedTuple):
     Args:
         score: Score of its working copy; None if it failed.
         failure: Reason of its failure; empty if it did not fail.
+        is_infrastructure: True if it failed because its sandbox did, so that it may begin again.
         output: Its stdout, then its stderr.
         ended: Description of its end.
         ignored: Paths of files that it wrote and that do not count.
@@ -63,6 +64,7 @@ class Result(NamedTuple):
     output: str = ""
     ended: str = ""
     ignored: Sequence[str] = ()
+    is_infrastructure: bool = False
 
 
 class AgentJob:
@@ -104,11 +106,18 @@ class AgentJob:
         try:
             self._result = self._played()
         except Exception as error:  # noqa: BLE001 - a failure becomes a report of this rollout
-            self._result = Result(None, f"{type(error).__name__}: {error}"[:2000])
+            reason, is_infrastructure = (
+                f"{type(error).__name__}: {error}"[:2000],
+                isinstance(error, InfrastructureFailed),
+            )
+            self._result = Result(None, reason, is_infrastructure=is_infrastructure)
 
     def _played(self) -> Result:
-        config, base = self._config, self._repositories.entries(self._task)
-        limits = config.sandbox.limits
+        config, task, limits = self._config, self._task, self._config.sandbox.limits
+        base, installed = self._repositories.entries(task), installed_modules(config.sandbox.python_path)
+        if task.image:
+            in_image = self._repositories.in_image(task, self._runner, limits, self._cancellation)
+            base, installed = in_image.entries if task.image_folder else base, installed | in_image.modules
         outcome = self._runner.run(self._program(base), limits, self._cancellation)
         ended = outcome.describe(limits)
         output = (outcome.stdout + outcome.stderr).decode(errors="replace")
@@ -119,31 +128,34 @@ class AgentJob:
             failure = f"the agent's working copy cannot be scored: {outcome.snapshot_problem}"
             return Result(None, failure, output, ended)
         left = tree.unpack(outcome.snapshot, limits.scratch_mib * 2**20)
-        installed = installed_modules(config.sandbox.python_path)
-        solution = SolutionFiles(base, self._task, config.solution, config.protected, installed)
+        solution = SolutionFiles(base, task, config.solution, config.protected, installed)
         files, ignored = solution.working_copy(left)
-        found = score(files, self._task, self._runner, limits, self._cancellation, stop_early=config.reward == "all")
+        found = score(files, task, self._runner, limits, self._cancellation, stop_early=config.reward == "all")
         return Result(found, "", output, ended, ignored)
 
     def _program(self, base: Sequence[TreeEntry]) -> Program:
-        agent, url = self._agent, self._config.sandbox.url
+        agent, task, place = self._agent, self._task, self._runner.place
+        folder = f"~/{OWN_FOLDER}" if task.image_folder else f"../{OWN_FOLDER}"
         own = [
             TreeEntry(OWN_FOLDER),
             TreeEntry(f"{OWN_FOLDER}/{PROMPT_FILE}", json.dumps(self._prompt, default=str).encode()),
             *(TreeEntry(f"{OWN_FOLDER}/{name}", content) for name, content in agent.files.items()),
         ]
         relay, host = None, agent.host
-        if url is None:
+        if not place:
             relay, host = relay_to(agent), LOOPBACK
         else:
-            check_reached_from(url, agent)
+            check_reached_from(place, self._config.sandbox.url, agent)
         return Program(
-            command=tuple(f"../{OWN_FOLDER}/{each}" if each in agent.files else each for each in agent.command),
-            variables={**agent.variables_at(host), "RL_PROMPT_FILE": f"../{OWN_FOLDER}/{PROMPT_FILE}"},
+            command=tuple(f"{folder}/{each}" if each in agent.files else each for each in agent.command),
+            variables={**agent.variables_at(host), "RL_PROMPT_FILE": f"{folder}/{PROMPT_FILE}"},
             tree=placed(base, own),
             folder=FOLDER,
             snapshot=FOLDER,
             relay=relay,
+            has_network=bool(place),
+            image=task.image,
+            place=task.image_folder,
         )
 
 
@@ -163,12 +175,18 @@ def relay_to(agent: AgentRun) -> Relay:
     return Relay(host, agent.port)
 
 
-def check_reached_from(url: str, agent: AgentRun) -> None:
-    """Raise an `AgentUnreachable` if a server of sandboxes on another machine is given a loopback address."""
-    if _is_loopback(agent.host) and not _is_loopback(urlsplit(url).hostname or ""):
+def check_reached_from(place: str, url: str | None, agent: AgentRun) -> None:
+    """Raise an `AgentUnreachable` if sandboxes on another machine are given a loopback address.
+
+    Args:
+        place: Description of the sandboxes.
+        url: Address of their server; None for a service.
+        agent: The agent.
+    """
+    if _is_loopback(agent.host) and not _is_loopback(urlsplit(url or "").hostname or ""):
         raise AgentUnreachable(
-            f"the policy is served at {agent.host}, a loopback address, which the server of sandboxes at {url} cannot "
-            "reach; set agent.host to an address of the node of generation"
+            f"the policy is served at {agent.host}, a loopback address, which {place} cannot reach; set agent.host to "
+            "an address of the node of generation"
         )
 
 
@@ -199,7 +217,8 @@ def score(
     packed = placed(overlaid(files, test_files))
     num_passed, problem = 0, ""
     for command in task.commands:
-        outcome = runner.run(Program(command=command, tree=packed, folder=FOLDER), limits, cancellation)
+        program = Program(command=command, tree=packed, folder=FOLDER, image=task.image, place=task.image_folder)
+        outcome = runner.run(program, limits, cancellation)
         failure = ""
         if not outcome.ok:
             failure = outcome.describe(limits)

@@ -15,7 +15,7 @@ from rl_core.rollouts.environment import UnusableAnswer
 from rl_envs.grader import fields_of
 from rl_envs.repository.plugin import RepositoryTasksSettings
 
-FIELDS = ("repository", "commit", "tests", "test_files")
+FIELDS = ("repository", "commit", "tests", "test_files", "image", "image_folder")
 """Fields of a row that agents do not see."""
 
 
@@ -28,6 +28,8 @@ class RepositoryTask(NamedTuple):
         files: Contents of a repository in the row, by path.
         commands: Commands that must succeed in the changed repository.
         test_files: Files that replace the repository's before the commands run, by path. Agents do not see them.
+        image: Image of the machines of the agent and of the tests; empty for the image of the settings.
+        image_folder: Folder of the image that has the repository; empty if the row has it.
     """
 
     source: Path | None
@@ -35,6 +37,8 @@ class RepositoryTask(NamedTuple):
     files: Mapping[str, str]
     commands: tuple[tuple[str, ...], ...]
     test_files: Mapping[str, str]
+    image: str = ""
+    image_folder: str = ""
 
 
 def read_task(info: Mapping[str, Any], folder: Path) -> RepositoryTask:
@@ -46,6 +50,8 @@ def read_task(info: Mapping[str, Any], folder: Path) -> RepositoryTask:
     - `commit` (optional): branch, tag or commit of a bundle or of a folder that is a git repository.
     - `tests`: a command as a string, or a list of commands, each a string or a list of its arguments.
     - `test_files` (optional): an object of paths and contents that only the tests see.
+    - `image` (optional): image of the machines, and `image_folder`, its folder with the repository instead of
+      `repository`.
 
     Args:
         info: Info of the prompt.
@@ -54,10 +60,16 @@ def read_task(info: Mapping[str, Any], folder: Path) -> RepositoryTask:
     Raises:
         UnusableAnswer: If a field is missing or has another form.
     """
-    for name in ("repository", "tests"):
+    image, place = info.get("image") or "", info.get("image_folder") or ""
+    for name in ("image_folder" if place else "repository", "tests"):
         if not info.get(name):
             raise UnusableAnswer(f"the row needs the field `{name}`; its fields are {fields_of(info)}")
-    given, commit = info["repository"], info.get("commit") or ""
+    if place and (not image or info.get("repository") or not _is_folder(place)):
+        raise UnusableAnswer(
+            f"`image_folder` must be an absolute folder of `image` with the repository, got {place!r:.80} with the "
+            f"image {image!r:.80}; leave it or `repository` out"
+        )
+    given, commit = info.get("repository") or {}, info.get("commit") or ""
     if not isinstance(commit, str) or commit.startswith("-"):
         raise UnusableAnswer(f"`commit` must be a branch, a tag or a commit, got {commit!r:.80}")
     if isinstance(given, str):
@@ -67,7 +79,12 @@ def read_task(info: Mapping[str, Any], folder: Path) -> RepositoryTask:
         if commit:
             raise UnusableAnswer("`commit` needs a repository with history; files in the row have none")
     test_files = _files("test_files", info.get("test_files") or {})
-    return RepositoryTask(source, commit, files, _commands(info["tests"]), test_files)
+    return RepositoryTask(source, commit, files, _commands(info["tests"]), test_files, image, place)
+
+
+def _is_folder(place: Any) -> bool:
+    is_path = isinstance(place, str) and place.startswith("/") and posixpath.normpath(place) == place
+    return is_path and place != "/" and ":" not in place and "," not in place
 
 
 def is_python(command: Sequence[str]) -> bool:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import tempfile
+import threading
+from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from rl_core.errors import RLError
 from rl_envs.repository.task import RepositoryTask
 from rl_envs.sandbox import tree
+from rl_envs.sandbox.program import Cancellation, Limits, Program
+from rl_envs.sandbox.runner import Runner
 from rl_envs.sandbox.tree import TreeEntry
 
 GIT_TIMEOUT_S = 300.0
@@ -22,6 +27,21 @@ class RepositoryUnreadable(RLError):
     """Raised if a repository cannot be read."""
 
 
+class ImageFiles(NamedTuple):
+    """The part of an image that a task needs.
+
+    Args:
+        entries: Files of its repository; empty if the row has the repository.
+        modules: Names of the modules that its Python imports.
+    """
+
+    entries: tuple[TreeEntry, ...]
+    modules: frozenset[str]
+
+
+_LIST_MODULES = "import pkgutil, sys; print(*{each.name for each in pkgutil.iter_modules()}, *sys.builtin_module_names)"
+
+
 class Repositories:
     """Reads repositories, and keeps the files of those that were used last.
 
@@ -32,6 +52,37 @@ class Repositories:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._kept: dict[tuple[Path, str], tuple[TreeEntry, ...]] = {}
+        self._images: dict[tuple[str, str], ImageFiles] = {}
+        self._locks: defaultdict[tuple[str, str], threading.Lock] = defaultdict(threading.Lock)
+
+    def in_image(self, task: RepositoryTask, runner: Runner, limits: Limits, cancellation: Cancellation) -> ImageFiles:
+        """Return what the image of a task has: its repository, without the history, and the modules of its Python.
+
+        Raises:
+            RepositoryUnreadable: If the image has no Python or no such folder, or the folder is too large.
+        """
+        key = (task.image, task.image_folder)
+        with self._locks[key]:
+            found = self._images.pop(key, None)
+            if found is None:
+                command = ("python", "-c", _LIST_MODULES)
+                program = Program(command=command, snapshot=task.image_folder or None, image=task.image)
+                outcome = runner.run(program, limits, cancellation)
+                try:
+                    if problem := outcome.snapshot_problem or ("" if outcome.ok else outcome.describe(limits)):
+                        raise tree.UnusableTree(problem)
+                    entries = tree.unpack(outcome.snapshot, self._max_bytes) if task.image_folder else []
+                except tree.UnusableTree as error:
+                    raise RepositoryUnreadable(
+                        f"{task.image_folder} of the image {task.image} cannot be used: {error}; the limit is "
+                        "env.repository.sandbox.scratch_mib"
+                    ) from None
+                files = tuple(each for each in entries if each.content is not None or each.link)
+                found = ImageFiles(files, frozenset(outcome.stdout.decode(errors="replace").split()))
+            self._images[key] = found
+        while len(self._images) > MAX_KEPT:
+            self._images.pop(next(iter(self._images)), None)
+        return found
 
     def entries(self, task: RepositoryTask) -> tuple[TreeEntry, ...]:
         """Return the files of a repository, without its history.

@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
-from typing import Self
+from typing import Any, Self
 
 from pydantic import Field, model_validator
 
 from rl_core.config import Config, PathText, Problem, ProblemError
+from rl_core.rollouts.environment import UnusableAnswer
 from rl_envs.sandbox.program import Isolation, Limits
+
+
+def row_image(info: Mapping[str, Any], config: SandboxConfig) -> str:
+    """Return the image that a row brings for its programs; empty if it brings none.
+
+    Raises:
+        UnusableAnswer: If it is not the name of an image, or the sandbox has no images.
+    """
+    image = info.get("image") or ""
+    if not isinstance(image, str) or image.startswith("-"):
+        raise UnusableAnswer(f"`image` must be the name of an image, got {image!r:.80}")
+    if image and config.service is None:
+        raise UnusableAnswer(
+            f"the row has the image {image}, which this sandbox cannot use; set sandbox.service to docker or podman"
+        )
+    return image
 
 
 class SandboxConfig(Config):
@@ -22,6 +40,15 @@ class SandboxConfig(Config):
     url: str | None = None
     """Address of a sandbox server (`POST /run_code`, as in SandboxFusion). Programs run there instead of on this
     machine."""
+    key_env: str = ""
+    """Environment variable with the key of the server at `url`, which is sent as a bearer token; empty for none."""
+    service: PathText | None = None
+    """Service that runs each program on a machine of its own: `docker` or `podman` for containers on this machine,
+    `e2b` or `modal`, or a class with the methods of `rl_envs.SandboxService`, as `file.py:Class` or
+    `package.module:Class`. Services read their keys from environment variables."""
+    image: str = ""
+    """Image of the machines of `service`: an image for containers and for `modal`, a template for `e2b`. A row may have
+    its own as `image`. Empty for the default of the service."""
     cpu_s: float = Field(default=Limits.cpu_s, gt=0)
     """CPU time limit of a program in seconds, rounded up to whole seconds."""
     wall_s: float = Field(default=Limits.wall_s, gt=0)
@@ -43,13 +70,22 @@ class SandboxConfig(Config):
     run in. Needs `isolation: namespaces`. Programs can read everything in these folders."""
 
     @model_validator(mode="after")
-    def _commands_need_namespaces(self) -> Self:
+    def _has_one_place(self) -> Self:
+        if self.url is not None and self.service is not None:
+            raise ProblemError(Problem("service", "cannot be used with url", remedy="Remove one of them"))
+        if self.url is None and self.key_env:
+            raise ProblemError(Problem.unused("key_env", "without url"))
+        if self.service is None and self.image:
+            raise ProblemError(Problem.unused("image", "without service", remedy="Set service, such as docker"))
+        elsewhere = "url" if self.url is not None else "service"
+        for key in ("commands", "python_path", "isolation"):
+            if (self.url or self.service) and getattr(self, key) != type(self).model_fields[key].default:
+                reason = f"with {elsewhere}, which decides what its programs can read, execute and reach"
+                raise ProblemError(Problem.unused(key, reason))
         if self.commands and self.isolation != "namespaces":
             reason = f"cannot be contained with isolation={self.isolation}"
             remedy = "Set isolation=namespaces, or remove commands"
             raise ProblemError(Problem("commands", reason, got=self.commands, remedy=remedy))
-        if self.commands and self.url is not None:
-            raise ProblemError(Problem.unused("commands", "with url: the server decides what its programs execute"))
         return self
 
     @property

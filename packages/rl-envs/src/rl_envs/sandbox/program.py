@@ -10,7 +10,7 @@ import json
 import socket
 import struct
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -74,6 +74,11 @@ class Program:
         snapshot: Folder of the scratch folder that is read when all processes of the program have ended, `.` for the
             whole folder; None to read nothing.
         relay: The one address that the program may reach; None for no network.
+        has_network: True if a program without a relay must reach addresses outside its machine. This and the next
+            two are for machines of services only.
+        image: Image of its machine; empty for the image of the settings.
+        place: Absolute folder of the image which `folder` stands for; empty for none. Arguments and variables may then
+            begin with `~/`, the scratch folder.
     """
 
     source: str = ""
@@ -86,6 +91,9 @@ class Program:
     folder: str = ""
     snapshot: str | None = None
     relay: Relay | None = None
+    has_network: bool = False
+    image: str = ""
+    place: str = ""
 
     def __post_init__(self) -> None:
         for name in self.files:
@@ -251,29 +259,31 @@ class Cancellation:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._connection: socket.socket | None = None
+        self._end: Callable[[], object] | None = None
         self.is_cancelled = False
 
     def cancel(self) -> None:
         """End the program that runs; the thread that waits for it gets a `SandboxFailed`."""
         with self._lock:
             self.is_cancelled = True
-            self._shut()
+            if self._end is not None:
+                self._end()
 
     @contextlib.contextmanager
-    def ending(self, connection: socket.socket) -> Iterator[None]:
-        """Shut a connection down if this is cancelled while the context lasts."""
+    def ending(self, end: Callable[[], object]) -> Iterator[None]:
+        """Call a function if this is cancelled while the context lasts, or was before."""
         with self._lock:
-            self._connection = connection
+            self._end = end
             if self.is_cancelled:
-                self._shut()
+                end()
         try:
             yield
         finally:
             with self._lock:
-                self._connection = None
+                self._end = None
 
-    def _shut(self) -> None:
-        if self._connection is not None:
-            with contextlib.suppress(OSError):
-                self._connection.shutdown(socket.SHUT_RDWR)
+
+def shut(connection: socket.socket) -> None:
+    """Shut a connection down in both directions, if it is still open."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)

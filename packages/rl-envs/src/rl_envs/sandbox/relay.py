@@ -94,12 +94,13 @@ def _serve(control: socket.socket, relay: Relay, parent: int) -> NoReturn:
             while True:
                 room.acquire()
                 near, _ = port.accept()
-                threading.Thread(target=_connect, args=(near, relay, room), daemon=True).start()
+                threading.Thread(target=connect, args=(near, relay, room), daemon=True).start()
     finally:
         os._exit(0)
 
 
-def _connect(near: socket.socket, relay: Relay, room: threading.BoundedSemaphore) -> None:
+def connect(near: socket.socket, relay: Relay, room: threading.BoundedSemaphore) -> None:
+    """Connect a program's connection to its address until both ends are closed, and release its place in the room."""
     try:
         with (
             near,

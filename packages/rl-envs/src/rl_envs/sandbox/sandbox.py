@@ -10,12 +10,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import rl_envs
-from rl_core.errors import InfrastructureFailed, RLError
+from rl_core import resolve
 from rl_envs.sandbox.config import SandboxConfig
+from rl_envs.sandbox.machines import ServiceSandbox
 from rl_envs.sandbox.program import (
     Cancellation,
     Isolation,
@@ -24,9 +26,11 @@ from rl_envs.sandbox.program import (
     Program,
     read_frame,
     request_of,
+    shut,
     write_frame,
 )
 from rl_envs.sandbox.remote import RemoteSandbox
+from rl_envs.sandbox.runner import Runner, SandboxFailed, SandboxUnavailable
 from rl_envs.sandbox.scratch import temporary_folder
 
 GRACE_S = 60.0
@@ -37,45 +41,50 @@ END_TIMEOUT_S = 10.0
 """Maximum number of seconds that a zygote whose socket is closed is waited for."""
 
 
-class SandboxUnavailable(RLError):
-    """Raised if the machine does not offer the level of isolation of the settings."""
-
-
-class SandboxFailed(InfrastructureFailed):
-    """Raised if a program could not be run for a reason outside the program."""
-
-
-class Runner(Protocol):
-    """Runs programs: a sandbox on this machine, or on another."""
-
-    def run(self, program: Program, limits: Limits | None = None, cancellation: Cancellation | None = None) -> Outcome:
-        """Run a program to its end, or until it is cancelled."""
-
-    def close(self) -> None:
-        """End what runs."""
+SERVICES = {
+    "docker": "rl_envs.sandbox.containers:Docker",
+    "podman": "rl_envs.sandbox.containers:Podman",
+    "e2b": "rl_envs.sandbox.e2b:E2B",
+    "modal": "rl_envs.sandbox.modal:Modal",
+}
+"""Classes of the services that have a short name."""
 
 
 def open_sandbox(config: SandboxConfig) -> Runner:
     """Return the sandbox with these settings, ready to run programs.
 
     Raises:
-        SandboxUnavailable: If the machine does not offer the isolation.
-        SandboxFailed: If a server of sandboxes does not answer.
+        SandboxUnavailable: If the machine does not offer the isolation, or the service cannot be used from here.
     """
     if config.url is not None:
-        return RemoteSandbox(config.url, limits=config.limits)
-    return Sandbox(config.isolation, limits=config.limits, python_path=config.python_path, commands=config.commands)
+        return RemoteSandbox(config.url, limits=config.limits, key_env=config.key_env)
+    if config.service is None:
+        return Sandbox(config.isolation, limits=config.limits, python_path=config.python_path, commands=config.commands)
+    try:
+        service: Any = resolve(SERVICES.get(config.service, config.service))()
+    except SandboxUnavailable:
+        raise
+    except Exception as error:  # noqa: BLE001 - a service of the user's may raise anything
+        reason = f"{type(error).__name__}: {error}"
+        raise SandboxUnavailable(f"sandbox.service {config.service} cannot be used here: {reason}") from None
+    place = "" if getattr(service, "is_local", False) else f"the service {config.service}"
+    return ServiceSandbox(service, limits=config.limits, image=config.image, place=place)
 
 
 def machine_problem(config: SandboxConfig) -> str:
-    """Return why programs cannot be contained on this machine, and what to do; an empty string if they can.
+    """Return why programs cannot run by these settings, and what to do; an empty string if they can.
 
-    A program tries to get out of a sandbox that is opened.
+    A program tries to get out of a sandbox of this machine. A service runs a harmless program, unless the rows have its
+    image.
     """
     try:
-        with Sandbox(config.isolation, python_path=config.python_path, commands=config.commands):
+        with contextlib.closing(open_sandbox(config)) as runner:
+            if not isinstance(runner, Sandbox) and (config.image or runner.place):
+                outcome = runner.run(Program("print(6 * 7)"))
+                if outcome.stdout != b"42\n":
+                    return f"a harmless program does not run: {outcome.describe(config.limits)}"
             return ""
-    except SandboxUnavailable as error:
+    except (SandboxUnavailable, SandboxFailed) as error:
         return str(error)
 
 
@@ -93,6 +102,8 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
     Raises:
         SandboxUnavailable: If the machine does not offer the level.
     """
+
+    place = ""
 
     def __init__(
         self,
@@ -140,7 +151,7 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
             SandboxFailed: If it could not be run, or was cancelled.
         """
         limits = limits or self.limits
-        with self.connect() as connection, (cancellation or Cancellation()).ending(connection):
+        with self.connect() as connection, (cancellation or Cancellation()).ending(partial(shut, connection)):
             connection.settimeout(limits.wall_s + GRACE_S)
             try:
                 write_frame(connection, *request_of(program, limits))

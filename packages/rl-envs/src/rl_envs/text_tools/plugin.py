@@ -54,8 +54,10 @@ class TextToolsConfig(EnvironmentConfig):
             raise ValueError("name at least one tool in `tools`")
         if "search" in self.tools and self.corpus is None:
             raise ValueError("the tool `search` needs `corpus`: a JSON Lines file, a function, or a server")
-        if "python" in self.tools and self.sandbox.url is not None:
-            raise ValueError("sessions of the tool `python` run on this machine; leave `sandbox.url` unset")
+        if "python" in self.tools and (self.sandbox.url or self.sandbox.service):
+            raise ValueError(
+                "sessions of `python` run on this machine; leave `sandbox.url` and `sandbox.service` unset"
+            )
         return self
 
 
