@@ -408,6 +408,20 @@ _DATA = (
         shows=("calculations", "repository", "grpo.agent.place", "environment"),
     ),
     _case(
+        "an environment that runs a command, without one",
+        GRPO,
+        "data.train={dataset_name: calculations, settings: {form: repository}}",
+        "grpo.agent={place: environment}",
+        shows=("calculations", "repository", "grpo.agent.command"),
+    ),
+    _case(
+        "a command for an environment that brings its agent",
+        GRPO,
+        "data.train.env_name=verifiers",
+        "grpo.agent={command: [python, x.py], place: environment}",
+        shows=("arithmetic", "verifiers", "remove grpo.agent.command"),
+    ),
+    _case(
         "an opponent without weights",
         "grpo-self-play-tiny",
         "grpo.agents.second={opponent: {pool: 2}}",

@@ -600,11 +600,12 @@ class AgentEnvironment:
             await self.call(conversation.agent_run)
         return StepResult(reward={"reward": self.reward, "passed": self.reward}, info=self.info)
 
-    async def call(self, agent):
+    async def call(self, agent, name=""):
         variables = agent.variables_at("127.0.0.1")
         headers = {"Authorization": f"Bearer {variables['OPENAI_API_KEY']}"}
         body = {"messages": [{"role": "user", "content": "2+3"}]}
-        url = f"{variables['OPENAI_BASE_URL']}/chat/completions"
+        place = f"/agents/{name}/v1" if name else "/v1"
+        url = variables["OPENAI_BASE_URL"].removesuffix("/v1") + f"{place}/chat/completions"
         async with aiohttp.ClientSession() as http, http.post(url, json=body, headers=headers) as response:
             response.raise_for_status()
 
@@ -625,6 +626,23 @@ def test_an_environment_runs_the_agent_and_gives_the_reward(make_worker, play):
     assert (first.agent_run.command, first.agent_run.files) == (("python", "a.py"), {"a.py": b"text"})
     assert first.agent_run.variables_at("h")["A"] == "b"
     assert environment.abandoned == []
+
+
+@pytest.mark.parametrize("rewards", [{"solver": 1.0, "critic": {"reward": -1.0}}, {"solver": 1.0}])
+def test_an_environment_whose_agent_is_its_own_gives_rewards_by_agent(make_worker, play, rewards):
+    class Debate(AgentEnvironment):
+        async def step(self, conversation):
+            assert conversation.agent_run.command == ()
+            for name in ("solver", "critic"):
+                await self.call(conversation.agent_run, name)
+            return StepResult({}, agent_rewards=rewards)
+
+    worker = make_worker(AgentConfig(place="environment"), environments={"agent": Debate()})
+    (found, _) = asyncio.run(play(worker))
+    if "critic" not in rewards:
+        assert "(agents: critic)" in found[0].failure
+        return
+    assert {each.agent: each.reward for each in found} == {"solver": 1.0, "critic": -1.0}
 
 
 def test_an_agent_that_fails_in_its_environment_costs_its_rollout(make_worker, play, tmp_path):
@@ -659,6 +677,7 @@ def test_a_rollout_that_takes_too_long_is_abandoned_with_its_agent(make_worker, 
         ({"command": ["a"], "place": "environment", "reward": "posted"}, "reward"),
         ({"command": ["a"], "place": "environment", "files": ["a/b.py", "c/b.py"]}, "files"),
         ({"command": ["a"], "files": ["b.py"]}, "files"),
+        ({"place": "environment", "files": ["b.py"]}, "files"),
     ],
 )
 def test_keys_that_contradict_the_place_of_an_agent_are_refused(settings, key):

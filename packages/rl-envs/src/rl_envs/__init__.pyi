@@ -54,5 +54,8 @@ from rl_envs.text_tools.plugin import TextToolsConfig as TextToolsConfig
 from rl_envs.textarena.environment import TextArenaEnvironment as TextArenaEnvironment
 from rl_envs.textarena.plugin import TextArenaConfig as TextArenaConfig
 from rl_envs.textarena.plugin import TextArenaSettings as TextArenaSettings
+from rl_envs.verifiers.environment import VerifiersEnvironment as VerifiersEnvironment
+from rl_envs.verifiers.plugin import VerifiersConfig as VerifiersConfig
+from rl_envs.verifiers.plugin import VerifiersSettings as VerifiersSettings
 
 __version__: str

@@ -281,8 +281,8 @@ def _played_by_environment(command: Sequence[str], files: Mapping[str, bytes], e
             task.log.write_text(str(output), encoding="utf-8", errors="replace")
         if failure := result.info.get(AGENT_FAILURE):
             raise AgentFailed(f"{failure}; its output is in {task.log}" if output else str(failure))
-        if result.agent_rewards:
-            return {**result.rewards(), AGENTS: result.agent_rewards}
-        return result.rewards()
+        # Without a reward of the whole rollout, an agent that has no reward must not earn 0.
+        whole = result.rewards() if result.reward != {} else {}
+        return {**whole, AGENTS: result.agent_rewards} if result.agent_rewards else result.rewards()
 
     return play

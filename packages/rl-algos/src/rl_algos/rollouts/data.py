@@ -86,16 +86,24 @@ def check_places(environments: Config, settings: RolloutConfig, datasets: Datase
         settings: Section of the algorithm.
         datasets: Datasets for training and validation.
     """
-    runs_agents = settings.agent is not None and settings.agent.place == "environment"
-    key = f"{settings.section}.agent.place"
+    agent, section = settings.agent, f"{settings.section}.agent"
+    runs_agents, has_command = agent is not None and agent.place == "environment", bool(agent and agent.command)
     for dataset in (*datasets.train, *datasets.validation):
         for name, row_id in dataset.environments().items():
-            if problem_with(name, environments) or instance_of(environments, name).runs_agents == runs_agents:
+            if problem_with(name, environments):
                 continue
-            if runs_agents:
-                problem = f"the environment {name} scores responses and runs no agent; set {key}=process, or another"
+            environment = instance_of(environments, name)
+            if runs_agents and not environment.runs_agents:
+                own = f"scores responses and runs no agent; set {section}.place=process, or another"
+            elif environment.runs_agents and not runs_agents:
+                own = f"runs an agent; set {section} with {section}.place=environment"
+            elif environment.brings_agent and has_command:
+                own = f"runs its own agent; remove {section}.command"
+            elif environment.runs_agents and not environment.brings_agent and not has_command:
+                own = f"runs a command; set {section}.command"
             else:
-                problem = f"the environment {name} runs an agent; set {settings.section}.agent with {key}=environment"
+                continue
+            problem = f"the environment {name} {own}"
             raise DataError(f"{dataset.place(row_id)}: {problem}")
 
 

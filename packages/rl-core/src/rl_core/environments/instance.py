@@ -37,6 +37,7 @@ class EnvironmentInstance:
         config: Its settings.
         requirement: Requirement of its processes.
         runs_agents: Whether it runs agents instead of scoring responses.
+        brings_agent: Whether these are its own, rather than commands.
     """
 
     name: str
@@ -44,6 +45,7 @@ class EnvironmentInstance:
     config: EnvironmentConfig
     requirement: Requirement
     runs_agents: bool = False
+    brings_agent: bool = False
 
     @property
     def is_own(self) -> bool:
@@ -120,7 +122,9 @@ def _single(name: str, kind: str, section: EnvironmentConfig) -> EnvironmentInst
     if ":" in kind:
         return EnvironmentInstance(name, kind, section, requirement_of(kind))
     found: EnvironmentPlugin = plugin(ENVIRONMENTS, kind)
-    return EnvironmentInstance(name, found.environment, section, found.requirement, found.runs_agents)
+    return EnvironmentInstance(
+        name, found.environment, section, found.requirement, found.runs_agents, found.brings_agent
+    )
 
 
 def _with_rewards(name: str, section: EnvironmentConfig) -> EnvironmentInstance:

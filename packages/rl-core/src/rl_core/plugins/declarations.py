@@ -238,6 +238,7 @@ class EnvironmentPlugin:
             wherever its requirement is installed.
         runs_agents: True if it runs the agent of a conversation (`rl_core.AgentRun`) and scores what
             that leaves; such an environment scores no responses.
+        brings_agent: True if that agent is the environment's own, so that there is no command.
     """
 
     name: str
@@ -248,6 +249,7 @@ class EnvironmentPlugin:
     row_check: str = ""
     machine_check: str = ""
     runs_agents: bool = False
+    brings_agent: bool = False
 
 
 @dataclass(frozen=True)
