@@ -278,6 +278,11 @@ CASES = {
         ("grpo.val_period=0", UNCHOSEN),
         warm_key="",
     ),
+    # rewards are scores of a reward model that rm-tiny has trained, and the accuracy is of the grader
+    "judge": replace(
+        on_policy("grpo-judge-tiny", baseline="grpo"),
+        measures=(Measure("val/accuracy", rises_by(0.2)), Measure("reward/mean", rises_by(0.5))),
+    ),
     "ppo": on_policy("ppo-tiny", section="ppo"),
     "dpo": Case(
         "dpo-tiny",

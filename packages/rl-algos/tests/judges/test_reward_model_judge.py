@@ -12,7 +12,7 @@ from chat_tokenizers import FAMILIES, tokenizer_of
 
 from rl_algos.grpo.estimators import reads_turns
 from rl_algos.grpo.plugin import grpo_section
-from rl_algos.judges.config import RewardModelJudgeConfig, turn_problems
+from rl_algos.judges.config import RewardModelJudgeConfig, judge_problems, turn_problems
 from rl_algos.judges.reward_model import JudgeTokenizer, RewardModelJudge, reward_model_judges
 from rl_algos.judges.rubrics import Rubric
 from rl_algos.preference.data import encode_response
@@ -21,6 +21,7 @@ from rl_core.data.batch import TOKENS, Batch
 from rl_core.environments.config import EnvironmentConfig, JudgedRewardConfig
 from rl_core.errors import ConfigError
 from rl_core.model import SCORES, VALUES
+from rl_core.model_config import TokenizerConfig
 from rl_core.rollouts.judging import JudgedRollout
 
 PROMPT = ({"role": "user", "content": "what is 1+1?"},)
@@ -241,3 +242,18 @@ def test_rewards_of_turns_that_are_only_summed_are_refused(each):
     assert problems(3, adv_estimator={"name": "turn_returns"}) == []
     own = {"chat": {"adv_estimator": {"name": "mt_grpo"}}}
     assert problems(3, environments=own) == []
+
+
+def test_keys_of_a_reward_model_without_effect_are_refused():
+    def problems(each, **fields):
+        env = {"chat": EnvironmentConfig(rewards={"good": JudgedRewardConfig(judge="helpful", each=each)})}
+        config = SimpleNamespace(env=env, judges={"helpful": settings(**fields)})
+        return [problem.key for problem in judge_problems(config)]
+
+    assert problems("turn", step_end=".", step_reward="mean") == [
+        "judges.helpful.step_end",
+        "judges.helpful.step_reward",
+    ]
+    assert problems("token", step_end=".", step_reward="mean") == []
+    read = TokenizerConfig(split_special_tokens="all")
+    assert problems("rollout", tokenizer=read) == ["judges.helpful.tokenizer.split_special_tokens"]

@@ -245,6 +245,24 @@ def judge_problems(config: JudgesRoot) -> Iterator[Problem]:
                     Rubric.read(reward)
                 except ValueError as error:
                     yield Problem(f"{key}.rubric", str(error), got=reward.rubric)
+    yield from _unread_keys(config)
+
+
+def _unread_keys(config: JudgesRoot) -> Iterator[Problem]:
+    """Yield keys of reward models that have no effect."""
+    sections = [section for section in dict(config.env).values() if isinstance(section, EnvironmentConfig)]
+    rewards = [reward for section in sections for reward in section.judged_rewards.values()]
+    by_token = {reward.judge for reward in rewards if reward.each == "token"}
+    for name, judge in judge_sections(config).items():
+        if not isinstance(judge, RewardModelJudgeConfig):
+            continue
+        if is_changed(judge.tokenizer, "split_special_tokens"):
+            because = "because judges read special tokens in all content as text"
+            yield Problem.unused(f"judges.{name}.tokenizer.split_special_tokens", because)
+        for key in ("step_end", "step_reward"):
+            if is_changed(judge, key) and name not in by_token:
+                because = f"without a reward {{judge: {name}, each: token}}"
+                yield Problem.unused(f"judges.{name}.{key}", because)
 
 
 def turn_problems(
