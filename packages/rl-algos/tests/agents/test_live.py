@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sqlite3
 from contextlib import asynccontextmanager
 
 import aiohttp
@@ -311,3 +312,33 @@ def test_equal_first_turns_of_two_users_are_not_mixed_up(make_live):
             return {answer.id[:19] for answer in (one, other, third)}
 
     assert len(asyncio.run(scenario())) == 3
+
+
+def test_users_are_answered_although_nothing_can_be_stored(make_live, monkeypatch):
+    async def fails(*_):
+        raise sqlite3.OperationalError("database or disk is full")
+
+    async def scenario():
+        async with running(make_live()) as users:
+            store = users.worker._program._store
+            for name in ("keep", "add"):
+                monkeypatch.setattr(store, name, fails)
+                answer = await users.say("2+3")
+                assert answer.choices[0].message.content == "5"
+                assert (await users.reward(1.0, call=answer.id))[1] in ("unknown_conversation", "accepted")
+
+    asyncio.run(scenario())
+
+
+def test_counting_tokens_keeps_nothing_and_ends_nothing(make_live):
+    async def scenario():
+        async with running(make_live()) as users:
+            first = await users.say("2+3")
+            said = [{"role": "user", "content": "2+3"}, {"role": "assistant", "content": "5"}]
+            question = [*said, {"role": "user", "content": "sure?"}]
+            counted = await users.anthropic.messages.count_tokens(model="m", messages=question)
+            assert await users.reward(1.0, call=first.id) == (200, "accepted")
+            return counted.input_tokens, len(users.worker._generator.requests[0].token_ids)
+
+    counted, first = asyncio.run(scenario())
+    assert counted > first

@@ -181,6 +181,11 @@ class ConversationStore:
         count = "SELECT COUNT(*) FROM calls WHERE conversation = ?"
         return int(await self._run(lambda: self._read(count, id)[0][0]))
 
+    async def num_open(self) -> int:
+        """Return the number of open conversations."""
+        count = "SELECT COUNT(*) FROM conversations WHERE outcome = 'open'"
+        return int(await self._run(lambda: self._read(count)[0][0]))
+
     async def calls(self, id: str) -> list[KeptCall]:
         """Return the calls of a conversation, in the order of their answers."""
 

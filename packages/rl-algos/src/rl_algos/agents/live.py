@@ -172,15 +172,14 @@ class LiveProgram:
             if found := await self._found(call, name):
                 await self._store.leave_out(found)
                 self._in_memory.pop(found, None)
-            id = secrets.token_hex(8)
-            return self._opened(id, {}, is_kept=False)
+            return self.aside()
         async with self._finding:
             found = await self._found(call, name)
             if not found:
                 if self._size > 1 and not task:
                     problem = f"this run compares {self._size} conversations of the same task with one another"
                     raise CallRefused(f"{problem}; name the task in the header X-RL-Task", param="X-RL-Task")
-                if (await self._store.counts())["open"] >= self._limits.max_open:
+                if await self._store.num_open() >= self._limits.max_open:
                     raise too_many_open(self._limits)
                 found = await self._store.add(name, task)
             opened = self._in_memory.get(found)
@@ -192,6 +191,10 @@ class LiveProgram:
             if len(self._in_memory) > MAX_IN_MEMORY:
                 self._in_memory.popitem(last=False)
         return opened
+
+    def aside(self) -> OpenConversation:
+        """See `LiveDesk`."""
+        return self._opened(secrets.token_hex(8), {}, is_kept=False)
 
     async def keep(self, opened: OpenConversation, path: str, body: bytes, answer: ModelAnswer) -> None:
         """See `LiveDesk`. An answer without a completion is not kept: there is nothing to train on."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import re
 import secrets
+import sqlite3
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,8 +21,11 @@ from aiohttp import web
 from rl_algos.agents.calls import CallRefused, ModelAnswer, ModelCall
 from rl_algos.agents.endpoint import DIALECTS, MODEL, AgentEndpoint, Asked, Serve, check_key, parsed, rewards_of
 from rl_algos.agents.session import AgentSession
+from rl_algos.connections import SparingLog
 from rl_algos.rollouts.config import AgentConfig, LiveConfig
 from rl_core.rollouts.rollout import Completion
+
+_log = logging.getLogger(__name__)
 
 CONVERSATION, TASK, TRAIN = "X-RL-Conversation", "X-RL-Task", "X-RL-Train"
 """Headers with the client's name of a conversation, with the name of its task, and with `no` to leave it out."""
@@ -89,6 +94,9 @@ class LiveDesk(Protocol):
     async def conversation_of(self, call: ModelCall, name: str, task: str, *, is_kept: bool) -> OpenConversation:
         """Return the conversation that a call belongs to, or a new one; raises a `CallRefused` if it must not open."""
 
+    def aside(self) -> OpenConversation:
+        """Return a conversation that is not kept and continues no other."""
+
     async def keep(self, opened: OpenConversation, path: str, body: bytes, answer: ModelAnswer) -> None:
         """Keep a call that was answered; `path` is the path of the request below `/v1/`."""
 
@@ -121,6 +129,7 @@ class LiveEndpoint(AgentEndpoint):
         self._desk, self._keys, self._limits = desk, keys, config.live
         self._bucket = TokenBucket(self._limits.requests_per_minute, clock)
         self._num_requests = 0
+        self._unkept = SparingLog(_log, "%d calls of users were answered and not kept, the last one because of %s")
         chat, messages = DIALECTS["chat/completions"], DIALECTS["messages"]
         self._paths = {
             **{path: ("POST", dialect, self._user_calls) for path, dialect in DIALECTS.items()},
@@ -172,7 +181,12 @@ class LiveEndpoint(AgentEndpoint):
             async with self._room_for(asked.request):
                 body = bytes(await self._received(asked.request))
                 call = await self._user_call(asked, body)
-                opened = await self._desk.conversation_of(call, name, task, is_kept=is_kept)
+                try:
+                    opened = await self._desk.conversation_of(call, name, task, is_kept=is_kept)
+                except sqlite3.Error as error:
+                    # Users are answered although a disk is full; there is nothing to train on then.
+                    self._unkept.note(f"{type(error).__name__}: {error}"[:200], error)
+                    opened = self._desk.aside()
                 async with opened.session.admitted():
                     answering = await opened.session.begin(
                         call, is_retry=is_retry, key=headers.get("Idempotency-Key", "")
@@ -183,10 +197,13 @@ class LiveEndpoint(AgentEndpoint):
     async def _kept(
         self, opened: OpenConversation, path: str, body: bytes, answering: Coroutine[Any, Any, ModelAnswer]
     ) -> ModelAnswer:
-        """Return an answer once it is stored, so that a conversation never lacks a turn that its user has seen."""
+        """Return an answer once it is stored; if the store fails, at once."""
         answer = await answering
         if opened.is_kept:
-            await self._desk.keep(opened, path, body, answer)
+            try:
+                await self._desk.keep(opened, path, body, answer)
+            except sqlite3.Error as error:
+                self._unkept.note(f"{type(error).__name__}: {error}"[:200], error)
         return answer
 
     async def _user_call(self, asked: Asked, body: bytes, **set_by_us: Any) -> ModelCall:
@@ -200,8 +217,7 @@ class LiveEndpoint(AgentEndpoint):
         with self._admitted_user(asked):
             async with self._room_for(asked.request):
                 call = await self._user_call(asked, bytes(await self._received(asked.request)), max_tokens=1)
-                opened = await self._desk.conversation_of(call, "", "", is_kept=False)
-                num_tokens = await opened.session.num_tokens(call)
+                num_tokens = await self._desk.aside().session.num_tokens(call)
         return web.json_response({"input_tokens": num_tokens})
 
     async def _user_models(self, asked: Asked) -> web.StreamResponse:

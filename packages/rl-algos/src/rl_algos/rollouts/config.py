@@ -53,7 +53,6 @@ class LiveConfig(Config):
     """Learning from users: they call the policy at one address, and rewards of their conversations come later."""
 
     when_changed: ClassVar[WhenChanged | None] = WhenChanged.RESUME
-    read_when_off: ClassVar[frozenset[str]] = frozenset()
 
     port: int = Field(default=0, ge=0, le=65535)
     """Port of the address, which all replicas of a node share. With 0 each replica takes a free one, which differs

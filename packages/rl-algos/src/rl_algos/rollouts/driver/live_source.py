@@ -90,6 +90,8 @@ class LiveSource(PacedRolloutSource):
     The arguments are those of `PacedRolloutSource`; its pool also has the methods of `UserPool`.
     """
 
+    _tried: int | None = None
+
     def collect(self, num_groups: int, *, num_later: int | None = None) -> list[RolloutGroup]:
         """Return the next groups with a reward whose weights are young enough; waits until there are so many."""
         kept: list[RolloutGroup] = []
@@ -130,7 +132,7 @@ class LiveSource(PacedRolloutSource):
 
     def _deliver(self, update: WeightUpdate) -> None:
         self.program("set_verdict", update.version, SERVED)
-        if update.version != getattr(self, "_tried", None):
+        if update.version != self._tried:
             super()._deliver(update)
 
     def _untrained(self, group: RolloutGroup) -> str:
