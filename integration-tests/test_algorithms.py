@@ -186,6 +186,7 @@ IN_ENVIRONMENTS = (
     "grpo-tools-tiny",
     "search-r1-tiny",
     "mcp-tools-tiny",
+    "textarena-tiny",
     *OF_AGENTS,
 )
 """Recipes of environments that need no sandbox, which take steps in these rather than with a reward of the tests."""

@@ -141,3 +141,19 @@ def test_what_cannot_be_played_is_refused():
         row("TicTacToe-v0", split="test")
     with pytest.raises(ValueError, match=r"lacks \['config', 'id', .*must come from the dataset textarena"):
         played({"answer": "3"}, "[3]")
+
+
+def test_demonstrations_are_whole_games_of_random_moves():
+    moves = ["[1]", "[2]", "[3]"]
+    config = {"min_number": 1, "max_number": 3, "max_turns": 4}
+    rows = load({"id": "GuessTheNumber-v0", "config": config, "demonstrations": moves, "size": 20}, "train")
+    said = [[each["content"] for each in row["messages"] if each["role"] == "assistant"] for row in rows]
+    assert {move for game in said for move in game} == set(moves)
+    for row, game in zip(rows, said, strict=True):
+        assert row["messages"][-1]["role"] == "assistant"
+        match = Match(**row["info"])
+        assert match.observation()[1] == row["messages"][0]["content"]
+        ends = [match.move(move) for move in game]
+        assert [end is not None for end in ends] == [False] * (len(game) - 1) + [True]
+    with pytest.raises(ConfigError, match="games of one player"):
+        load({"id": "TicTacToe-v0", "num_players": 2, "demonstrations": ["[0]"], "size": 1}, "train")

@@ -31,6 +31,9 @@ class TextArenaSettings(Config):
     """Number of players, all of them the policy: the agents `player_0`, `player_1` and so on."""
     instructions: str = ""
     """Text before the first observation of every player."""
+    demonstrations: list[str] = []
+    """Moves for supervised fine-tuning, such as `["[1]", "[2]"]`: rows are then whole games of one player, who makes
+    these moves at random."""
     size: int = Field(default=1000, gt=0, le=10**6)
     """Number of rows in the split."""
     seed: int = Field(default=0, ge=0)

@@ -34,6 +34,7 @@ WARMED_UP: Mapping[str, str] = {
     "tiny-hints-sft": "sft-hints-tiny",
     "tiny-search-sft": "sft-search-tiny",
     "tiny-calls-sft": "sft-calls-tiny",
+    "tiny-textarena-sft": "sft-textarena-tiny",
     "tiny-code-sft": "sft-code-tiny",
     "tiny-sliding-puzzle-sft": "sft-sliding-puzzle-tiny",
     "tiny-nim-sft": "sft-nim-tiny",
