@@ -337,7 +337,7 @@ def _logged(value: Mapping[str, Any], place: str) -> TracedCall:
     call = TracedCall(place, [_message(each) for each in _list(request.get("messages"))])
     choices = _list(response.get("choices"))
     if choices:
-        choice = choices[0] if isinstance(choices[0], Mapping) else {"message": {"content": str(choices[0])}}
+        choice: Any = choices[0] if isinstance(choices[0], Mapping) else {"message": {"content": str(choices[0])}}
         call.reply = _message({**choice["message"], "role": "assistant"})
         call.completion_ids = choice.get("token_ids")
     elif call.messages and call.messages[-1]["role"] == "assistant":
