@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rl_core.environments.conformance import Conformance, check
 from rl_core.environments.instance import row_check_of
+from rl_core.environments.rewards import RewardSum
 from rl_core.errors import DataError
 from rl_launch.commands.environments.judges import judge_findings, local_service
 from rl_launch.commands.environments.source import GivenEnvironment
@@ -44,7 +45,11 @@ def check_environment(given: GivenEnvironment, responses: Sequence[str] = ()) ->
     every = chain.from_iterable(row.attempts(responses) for row in given.rows)
     attempts = list(islice(every, MAX_ATTEMPTS + len(responses)))
     found = check(given.instance, attempts, given.tools, local_service(given.judges))
-    return replace(found, findings=[*found.findings, *judge_findings(given, responses)])
+    by_judges = judge_findings(given, responses)
+    if given.instance.environment == RewardSum(None, ()):
+        # Only judges give rewards, so the environment itself gives none to all responses.
+        return Conformance([*(each for each in found.findings if each.name != "rewards"), *by_judges], [])
+    return replace(found, findings=[*found.findings, *by_judges])
 
 
 def as_text(found: Conformance, sought: Sequence[str] = ()) -> str:
