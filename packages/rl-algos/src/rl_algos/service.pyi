@@ -45,6 +45,7 @@ from rl_algos.judges.host import JudgeHostSpec as JudgeHostSpec
 from rl_algos.judges.judged import JudgingSpec as JudgingSpec
 from rl_algos.judges.needs import POLICY as POLICY
 from rl_algos.judges.needs import engine_of as engine_of
+from rl_algos.judges.needs import judges_identity as judges_identity
 from rl_algos.judges.needs import language_judges as language_judges
 from rl_algos.judges.rubrics import Rubric as Rubric
 from rl_algos.judges.service import JudgeService as JudgeService

@@ -8,6 +8,7 @@ from rl_core.config import assemble
 from rl_core.environments.config import EnvironmentConfig
 from rl_core.user_code import FromFile
 from rl_launch.evaluation.folder import identity_of
+from rl_launch.run_config.reading import read_plan
 
 PLAN = make_plan(make_task(2))
 
@@ -51,3 +52,27 @@ def test_a_reward_with_another_text_is_another_environment(tmp_path):
     first = of("def right(completion): return 1.0\n")
     assert not differing(first, of("def right(completion): return 1.0\n"))
     assert differing(first, of("def right(completion): return 0.0\n")) == {"environments"}
+
+
+def test_other_judges_and_rubrics_are_another_evaluation_and_another_key_is_not(tmp_path, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "first")
+    rubric = tmp_path / "rubric.md"
+    rubric.write_text("Is it right?")
+    config = tmp_path / "judged.yaml"
+
+    def judged(*overrides):
+        config.write_text(
+            "defaults: grpo-arithmetic\n"
+            "judges: {critic: {kind: endpoint, base_url: http://127.0.0.1:1/v1, model: one, "
+            "api_key: '${oc.env:JUDGE_KEY}'}}\n"
+            f"env: {{sums: {{rewards: {{right: {{judge: critic, rubric: {rubric}}}}}}}}}\n"
+        )
+        return identity_of(read_plan(config, overrides).config, PLAN)
+
+    first = judged()
+    monkeypatch.setenv("JUDGE_KEY", "second")
+    assert not differing(first, judged("judges.critic.limits.concurrent=1"))
+    assert differing(first, judged("judges.critic.model=two")) == {"judges"}
+    rubric.write_text("Is it wrong?")
+    assert differing(first, judged()) == {"judges"}
+    assert "judges" not in digests()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from rl_algos.judges.config import (
@@ -14,6 +14,7 @@ from rl_algos.judges.config import (
     judge_sections,
     judged_rewards,
 )
+from rl_core.config import plain
 from rl_core.plugins import OpponentNeed, RolloutNeeds
 
 POLICY = "policy"
@@ -51,6 +52,21 @@ def language_judges(config: Any) -> dict[str, EndpointJudgeConfig | GeneratorJud
     """Return the judges of a resolved config that are language models, by name; none if its algorithm has no judges."""
     every = judge_sections(config) if hasattr(config, JUDGES) else {}
     return {name: judge for name, judge in every.items() if not isinstance(judge, RewardModelJudgeConfig)}
+
+
+def judges_identity(config: Any) -> list[Any]:
+    """Return the settings that rewards by judges depend on, as plain values; none without judges."""
+    if not hasattr(config, JUDGES) or not (judges := judge_sections(config)):
+        return []
+    # This module imports aiohttp, which configs and plugins do not need.
+    from rl_algos.judges.service import UNIDENTIFYING
+
+    named = {
+        name: {key: value for key, value in plain(judge).items() if key not in UNIDENTIFYING}
+        for name, judge in judges.items()
+    }
+    rewards = judged_rewards(config).items()
+    return [named, {name: {part: asdict(rubric) for part, rubric in parts.items()} for name, parts in rewards}]
 
 
 def engine_of(name: str, judge: GeneratorJudgeConfig) -> str:

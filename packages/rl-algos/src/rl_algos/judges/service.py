@@ -28,7 +28,7 @@ AskEngine = Callable[[str, Sequence[Question]], Awaitable[Sequence[JudgeAnswer]]
 NUM_DRAWS = 2
 """Number of times that a question is asked until its answer can be read."""
 
-_UNIDENTIFYING = frozenset({"api_key", "limits", "timeout_s", "max_tries", "cache"})
+UNIDENTIFYING = frozenset({"api_key", "limits", "timeout_s", "max_tries", "cache"})
 """Keys of a judge that do not change its verdicts."""
 
 
@@ -223,7 +223,7 @@ class JudgeService:
 
 def _identity(config: EndpointJudgeConfig | GeneratorJudgeConfig, version: str) -> str:
     """Return the digest of everything that a judge's verdicts depend on, in addition to the question."""
-    values = {key: value for key, value in plain(config).items() if key not in _UNIDENTIFYING}
+    values = {key: value for key, value in plain(config).items() if key not in UNIDENTIFYING}
     return _digest(json.dumps([values, version], sort_keys=True))
 
 

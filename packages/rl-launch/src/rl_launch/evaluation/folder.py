@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 
 from rl_algos.data.pass_rates import ROLLOUTS
 from rl_algos.evaluation.summary import PromptScore
+from rl_algos.judges.needs import judges_identity
 from rl_algos.rollouts.driver.task_evaluation import EvaluationPlan
 from rl_core.config import Config, as_written, tree_to_yaml, with_absolute_paths
 from rl_core.environments.instance import instance_of
@@ -76,6 +77,7 @@ def identity_of(config: RunConfig, plan: EvaluationPlan) -> dict[str, str]:
             ]
         ),
         "turns": _digest([_code(plan.needs.program), dict(plan.needs.program_args), plan.needs.max_seconds]),
+        **({"judges": _digest(judges)} if (judges := judges_identity(config)) else {}),
     }
 
 
