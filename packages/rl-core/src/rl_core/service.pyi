@@ -316,6 +316,7 @@ from rl_core.rollouts.group import GENERATION_LOGPROBS as GENERATION_LOGPROBS
 from rl_core.rollouts.group import LOSS_MASK as LOSS_MASK
 from rl_core.rollouts.group import RECORD as RECORD
 from rl_core.rollouts.group import ROUTED_EXPERTS as ROUTED_EXPERTS
+from rl_core.rollouts.group import SAID as SAID
 from rl_core.rollouts.group import WEIGHT_VERSIONS as WEIGHT_VERSIONS
 from rl_core.rollouts.group import GroupReport as GroupReport
 from rl_core.rollouts.group import RolloutGroup as RolloutGroup
