@@ -72,6 +72,13 @@ BROKEN = {
     "an unknown setting of an environment": "defaults: grpo-arithmetic\nenv: {math: {format: numeric}}\n",
     "an unknown setting of an agent": "defaults: grpo-arithmetic\ngrpo: {agents: {first: {wieght: 2.0}}}\n",
     "an unknown setting of a teacher": "defaults: distill-tiny\nteachers: {math: {model: x}}\n",
+    "a judge of an unknown kind": "defaults: grpo-arithmetic\njudges: {critic: {kind: oracle}}\n",
+    "an unknown setting of a judge": (
+        "defaults: grpo-arithmetic\njudges: {critic: {kind: generator, model_name: policy, base_url: x}}\n"
+    ),
+    "an unknown setting of a reward by a judge": (
+        "defaults: grpo-arithmetic\nenv: {mine: {rewards: {right: {judge: critic, forms: number}}}}\n"
+    ),
     "an environment of no type": "defaults: grpo-arithmetic\nenv: {mine: {deadline_s: 2}}\n",
     "an unknown setting of a dataset": (
         "defaults: sft-arithmetic\ndata: {train: {dataset_name: arithmetic, settings: {max_operant: 9}}}\n"
@@ -92,6 +99,15 @@ VALID = {
     "several datasets": "defaults: sft-squad\ndata: {train: [{data_path: a.jsonl, weight: 1}, {data_path: b.jsonl}]}\n",
     "an unquoted number as text": "defaults: sft-squad\ncluster: {env_vars: {NCCL_NVLS_ENABLE: 0}}\n",
     "several teachers": "defaults: distill-tiny\nteachers: {math: {model_name: x}}\n",
+    "judges of each kind": (
+        "defaults: grpo-arithmetic\njudges:\n  own: {kind: generator, model_name: policy}\n"
+        "  out: {kind: endpoint, base_url: 'http://x/v1', model: m, api_key: '${oc.env:KEY}'}\n"
+        "  rm: {kind: reward_model, model_name: x, dtensor_cfg: {tensor_parallel_size: 2}}\n"
+    ),
+    "rewards by judges": (
+        "defaults: grpo-arithmetic\nenv:\n  mine:\n    rewards:\n"
+        "      right: {judge: out, rubric: a.md, range: [0, 2]}\n      long: rl_core:length_penalty\n"
+    ),
     "a drafter": "defaults: grpo-arithmetic\ndrafter: {model_name: x}\n",
     "several parents": "defaults: [sft-squad, sft-megatron]\nrun_dir: runs/mine\n",
 }

@@ -539,6 +539,26 @@ def test_models_that_users_name_have_sections_of_their_own():
         read_plan("distill-tiny", [*ON_CPU, "teachers={sums: {modelname: tiny-arithmetic}}"])
 
 
+def test_judges_of_each_kind_have_the_sections_of_their_kind_and_only_reward_models_are_models():
+    judges = (
+        "judges={rm: {kind: reward_model, model_name: tiny-arithmetic, megatron_cfg: {enabled: true}}, "
+        "own: {kind: generator, model_name: policy}, out: {kind: endpoint, base_url: 'http://x/v1', model: m}}"
+    )
+    plan = read_plan("grpo-arithmetic", [*ON_CPU, judges])
+    assert plan.model_sections == ("policy", "judges.rm")
+    assert plan.config.judges.rm.kind == "reward_model"
+    assert plan.config.judges.rm.megatron_cfg.enabled
+    assert plan.config.judges.out.limits.concurrent == 32
+    assert {role: model.plugin.name for role, model in plan.backends.models.items()} == {
+        "policy": "dtensor",
+        "judge_rm": "megatron",
+    }
+    with pytest.raises(ConfigError, match=r"judges\.rm\.limits"):
+        read_plan("grpo-arithmetic", [*ON_CPU, judges, "judges.rm.limits.concurrent=1"])
+    with pytest.raises(ConfigError, match=r"judges\.critic\.kind .*is not a kind of judges; allowed: reward_"):
+        read_plan("grpo-arithmetic", [*ON_CPU, "judges={critic: {kind: oracle}}"])
+
+
 @pytest.mark.parametrize(
     ("algorithm", "written", "section", "lr", "rows"),
     [

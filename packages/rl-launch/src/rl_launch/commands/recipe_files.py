@@ -14,6 +14,7 @@ from rl_algos.data.config import DatasetConfig
 from rl_core.config import Config, JsonSchema, did_you_mean, load, tree_to_yaml
 from rl_core.config.json_schema import DIALECT, required
 from rl_core.config.tree import format_path, natural, parse_path, read_file
+from rl_core.environments.config import EnvironmentConfig
 from rl_core.errors import ConfigError
 from rl_core.model_config import ModelConfig
 from rl_core.plugins import ALGORITHMS, DATASETS, plugin, plugins
@@ -119,9 +120,10 @@ def recipe_schema(of: str | None = None) -> dict[str, Any]:
                 definition["properties"][head] = models
     for root in roots.values():
         if "env" in root.model_fields:
-            # environments of any name that state their `type`, with any settings, which the class checks
+            # environments of any name that state their `type`, with any settings, which the class checks, or `rewards`
             section: Any = root.model_fields["env"].annotation
-            own = {"type": "object", "required": ["type"], "properties": {"type": {"type": "string"}}}
+            own = {"type": "object", "properties": {"type": {"type": "string"}}}
+            own["anyOf"] = [{"required": ["type"]}, schema.section(EnvironmentConfig) | {"required": ["rewards"]}]
             schema.definition(section)["additionalProperties"] = own
     _add_dataset_settings(schema)
     says = {name: {"properties": {"algorithm": {"const": name}}, "required": ["algorithm"]} for name in roots}
