@@ -92,6 +92,7 @@ class Replicas:
         self._bundles: list[Bundle] = []
         self._environments: dict[str, RemoteEnvironment] = {}
         self._environment_processes: dict[str, EnvironmentActor] = {}
+        self._starting_judges: list[ray.ObjectRef] = []
         self.judges: RemoteJudges | None = None
         """Language models that judge rollouts, once they have been started; None without judges."""
         self._devices: dict[Replica, Bundle] = {}
@@ -228,6 +229,9 @@ class Replicas:
         def finish() -> list[Replica]:
             for wait_until_ready in waits:
                 wait_until_ready()
+            # The process of the judges has started meanwhile.
+            origins = [FailureOrigin(JUDGES, 0, "its node", "start")] * len(self._starting_judges)
+            gather_start(self._starting_judges, origins, self._processes.timeouts.process, JUDGES)
             return replicas
 
         return finish
@@ -340,12 +344,11 @@ class Replicas:
         log, spec = f"{logs}/{JUDGES}.log", host_spec(self._needs, self._backend.model, Path(logs).parent, is_fixed)
         process, actor_name = self._processes.on(node, GENERATION), f"{JUDGES}-{uuid.uuid4().hex}"
         actor = self._cluster.start_restarting_worker(process, log, JUDGES, JUDGE_HOST, spec, actor_name=actor_name)
-        origin = FailureOrigin(JUDGES, 0, "its node", "start")
-        gather_start([actor.call.remote("health")], [origin], self._processes.timeouts.process, origin.role)
+        self._starting_judges = [actor.call.remote("health")]
 
         def close() -> None:
             try:
-                gather([actor.call.remote("close")], [origin], 30.0)
+                gather([actor.call.remote("close")], [FailureOrigin(JUDGES, 0, "its node", "close")], 30.0)
             except RLError as error:
                 _log.warning("%s", error)
 
