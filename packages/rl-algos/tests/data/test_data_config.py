@@ -40,7 +40,6 @@ def test_defaults_fill_what_a_dataset_does_not_state(tmp_path):
         ("{train: {split: train}}", "data.train", {MENTIONS: ["neither", "`dataset_name`", "`data_path`"]}),
         ("{train: [{dataset_name: a, data_path: b}]}", "data.train[0]", {MENTIONS: ["both"]}),
         ("{train: {data_path: a.jsonl}, validation: [{}]}", "data.validation[0]", {MENTIONS: ["neither"]}),
-        ("{train: []}", "data.train", {"got": []}),
         ("{train: [{data_path: a, weight: 1}, {data_path: b}]}", "data.train", {MENTIONS: ["`weight`", "train[1]"]}),
         (
             "{train: [{data_path: a, weight: [{step: 9, weight: 1},{step: 9, weight: 2}]}, {data_path: b, weight: 1}]}",
