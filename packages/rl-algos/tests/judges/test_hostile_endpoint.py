@@ -4,8 +4,10 @@ import asyncio
 import gzip
 import json
 import re
+import ssl
 import tracemalloc
 
+import aiohttp
 import pytest
 from aiohttp import web
 from scripted_endpoint import KEY, SCORE, ScriptedEndpoint, completion, question
@@ -153,6 +155,43 @@ def test_a_key_is_in_no_text_of_the_settings():
     assert settings.api_key == KEY
     assert KEY not in repr(settings)
     assert KEY not in str(settings)
+
+
+class Raising:
+    """A session whose requests raise an error, with the key in its request."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def post(self, *_, headers, **__):
+        raise self.error from ValueError(headers)
+
+    async def close(self):
+        """Close nothing."""
+
+
+@pytest.mark.parametrize(
+    ("error", "reason", "spends"),
+    [
+        (
+            aiohttp.ClientConnectorCertificateError(None, ssl.SSLCertVerificationError("self-signed")),
+            "the certificate of 127.0.0.1:1 is not valid (('self-signed',))",
+            False,
+        ),
+        (AssertionError(KEY), "the connection or the answer is broken (AssertionError), after 1 requests", True),
+    ],
+)
+def test_whatever_the_client_raises_costs_one_question(error, reason, spends):
+    async def run():
+        settings, spent = config(ScriptedEndpoint(None, base_url="http://127.0.0.1:1/v1"), max_tries=1), SpentTokens()
+        judge = EndpointJudge("critic", settings, spent, JudgeClock())
+        judge._session = Raising(error)
+        return await judge.ask(question("?")), spent.of("critic")
+
+    answer, spent = asyncio.run(run())
+    assert answer.failure == reason
+    assert bool(spent) == spends
+    assert KEY not in repr(answer)
 
 
 def test_an_endpoint_that_cannot_be_reached_has_spent_nothing():

@@ -132,6 +132,7 @@ def test_rewards_by_judges_are_read_on_the_driver():
         ({"request": {"temperature": 1}}, "request.temperature"),
         ({"request": {"seed": 1}}, "request.seed"),
         ({"limits": {"concurrent": 0}}, "concurrent"),
+        ({"limits": {"tokens_per_minute": 700}}, "limits.tokens_per_minute"),
     ],
 )
 def test_an_endpoint_that_cannot_be_called_is_refused(change, key):

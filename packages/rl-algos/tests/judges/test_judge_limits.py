@@ -128,6 +128,26 @@ def test_the_last_try_saves_a_question_and_no_further_one_is_made():
     assert len(endpoint.asked) == 6
 
 
+def test_an_endpoint_with_too_many_requests_loses_no_question():
+    """HTTP 429 is not a failed try, with `Retry-After` or without."""
+
+    def script(asked, request):
+        if asked.count <= 5:
+            return web.Response(status=429, headers={"Retry-After": "1"} if asked.count % 2 else {})
+        return completion("good")
+
+    verdicts, endpoint, _ = ask(script, [question(str(each)) for each in range(4)], speed=1000.0, max_tries=1)
+    assert [verdict.value for verdict in verdicts] == ["good"] * 4
+    assert len(endpoint.asked) == 24
+
+
+def test_an_endpoint_that_always_has_too_many_requests_costs_an_hour():
+    script = lambda asked, request: web.Response(status=429, headers={"Retry-After": "590"})  # noqa: E731
+    (verdict,), endpoint, _ = ask(script, [question("?")], speed=60_000.0)
+    assert verdict.failure == "HTTP 429, and asks to wait for 590 s, after 3540 s of waiting"
+    assert len(endpoint.asked) == 7
+
+
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 422])
 def test_a_request_that_is_refused_is_not_repeated(status):
     script = lambda asked, request: web.Response(status=status, text=f"no\x1b[31m {KEY}\nmore")  # noqa: E731
@@ -195,8 +215,8 @@ def test_tokens_are_counted_from_before_a_request_until_its_end(tmp_path):
 
 
 def test_a_question_above_the_limit_of_a_minute_is_refused_at_once():
-    (verdict,), endpoint, _ = ask(lambda *_: completion("good"), [question("?")], limits={"tokens_per_minute": 100})
-    assert "limits.tokens_per_minute is 100" in verdict.failure
+    (verdict,), endpoint, _ = ask(lambda *_: completion("good"), [question("?")], limits={"tokens_per_minute": 300})
+    assert "limits.tokens_per_minute is 300" in verdict.failure
     assert endpoint.asked == []
 
 

@@ -19,9 +19,11 @@ MAX_REASON = 200
 REDRAW_TEMPERATURE = 1.0
 """Minimum temperature of a second answer to a question: a greedy one would be the first again."""
 
+REQUEST_TOKENS = 256
+"""Upper bound of the tokens that a chat template adds to a request."""
+
 _FENCED = re.compile(r"```(?:json)?[ \t]*\n(?P<inside>.*)\n[ \t]*```", re.DOTALL)
 _MESSAGE_TOKENS = 32
-_REQUEST_TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ def max_tokens_of(question: Question, max_new_tokens: int) -> int:
     # Some services put the form into the prompt.
     texts = [json.dumps(part, ensure_ascii=False) for part in (*map(dict, question.messages), question.form)]
     num_bytes = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)
-    return num_bytes + _MESSAGE_TOKENS * len(texts) + _REQUEST_TOKENS + max_new_tokens
+    return num_bytes + _MESSAGE_TOKENS * len(texts) + REQUEST_TOKENS + max_new_tokens
 
 
 def one_line(text: str) -> str:

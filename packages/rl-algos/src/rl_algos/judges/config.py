@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
+from rl_algos.judges.answers import REQUEST_TOKENS
 from rl_algos.judges.rubrics import Rubric
 from rl_core.config import Config, PathText, Problem, ProblemError, WhenChanged, did_you_mean, is_changed
 from rl_core.environments.config import EnvironmentConfig
@@ -122,9 +123,10 @@ class EndpointJudgeConfig(Config):
     limits: JudgeLimitsConfig = JudgeLimitsConfig()
     timeout_s: Annotated[float, WhenChanged.RESUME] = Field(default=120.0, gt=0, allow_inf_nan=False)
     """Timeout of one request in seconds, from its start to the last byte of its answer."""
-    max_tries: Annotated[int, WhenChanged.RESUME] = Field(default=6, gt=0)
-    """Maximum number of times that a request is sent if the endpoint fails (HTTP 408, 425, 429 and 5xx, connections
-    that end, timeouts). In between it waits as long as `Retry-After` asks, or else longer each time."""
+    max_tries: Annotated[int, WhenChanged.RESUME] = Field(default=10, gt=0)
+    """Maximum number of times that a request is sent if the endpoint fails (HTTP 408, 425 and 5xx, connections that
+    end, timeouts), after growing waits. HTTP 429 and `Retry-After` let all questions of the judge wait, for up to an
+    hour, and do not count."""
     cache: Annotated[bool, WhenChanged.RESUME] = True
     """Keep verdicts on disk, so that no question is asked twice, also not by another run."""
 
@@ -141,6 +143,11 @@ class EndpointJudgeConfig(Config):
         elif parts.username or parts.password or parts.query or parts.fragment:
             reason = "must not contain a user, a password or a query, because the config is stored with the run"
             problems.append(Problem("base_url", reason, remedy="Remove them, and set api_key: ${oc.env:JUDGE_KEY}"))
+        per_minute = self.limits.tokens_per_minute
+        if per_minute is not None and per_minute <= (needed := self.max_new_tokens + REQUEST_TOKENS):
+            reason = f"is too small for a single question, which may take {needed} tokens and those of its text"
+            remedy = "Increase it, or lower max_new_tokens"
+            problems.append(Problem("limits.tokens_per_minute", reason, got=per_minute, remedy=remedy))
         for name in sorted(_OWN_FIELDS & self.request.keys()):
             if name != "seed" or self.request[name] is not None:
                 reason = "is set from other keys of the judge"

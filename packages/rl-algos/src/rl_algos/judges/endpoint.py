@@ -24,10 +24,10 @@ MAX_ANSWER_BYTES = 2**20
 """Maximum size of the body of an answer."""
 
 MAX_PAUSE_S = 600.0
-"""Longest time that an endpoint may ask to wait for. A question that would wait longer has no answer."""
+"""Longest time that an endpoint may ask to wait for at once. A question that would wait longer has no answer."""
 
-MAX_PAUSES = 20
-"""Maximum number of times that one question waits because the endpoint asks for it."""
+MAX_WAITED_S = 3600.0
+"""Longest time that one question waits in all because the endpoint asks for it."""
 
 _FIRST_WAIT_S, _MAX_WAIT_S = 0.5, 30.0
 _TRIED_AGAIN = frozenset({408, 425, 429, *range(500, 600)})
@@ -40,12 +40,13 @@ class _TryAgain(Exception):
 
     Args:
         reason: Reason in one line.
+        is_limit: True if the endpoint has too many requests, rather than a fault.
         pause_s: Seconds that the endpoint asks to wait; None if it does not.
     """
 
-    def __init__(self, reason: str, pause_s: float | None = None) -> None:
+    def __init__(self, reason: str, *, is_limit: bool = False, pause_s: float | None = None) -> None:
         super().__init__(reason)
-        self.pause_s = pause_s
+        self.is_limit, self.pause_s = is_limit, pause_s
 
 
 class EndpointJudge:
@@ -80,29 +81,31 @@ class EndpointJudge:
             reason = f"the question and its answer may take {tokens} tokens, but limits.tokens_per_minute is {limit}"
             return JudgeAnswer(failure=reason, is_final=True)
         body = json.dumps(self._request(question)).encode()
-        num_failed = num_pauses = 0
+        num_sent = num_failed = 0
+        waited_s = 0.0
         while True:
             try:
                 async with self._limits.admitted(tokens) as request:
+                    num_sent += 1
                     return await self._answer(body, request)
             except _TryAgain as error:
-                if error.pause_s is None:
-                    num_failed += 1
-                    wait_s = min(_FIRST_WAIT_S * 2 ** (num_failed - 1), _MAX_WAIT_S) * random.uniform(0.5, 1.0)
-                elif error.pause_s > MAX_PAUSE_S:
+                failed = error
+            growing_s = min(_FIRST_WAIT_S * 2 ** (num_sent - 1), _MAX_WAIT_S) * random.uniform(0.5, 1.0)
+            if failed.is_limit or failed.pause_s is not None:
+                # The limit is the endpoint's, not the question's: all questions wait, and it is not a failed try.
+                pause_s = growing_s if failed.pause_s is None else max(failed.pause_s, _FIRST_WAIT_S)
+                waited_s += pause_s
+                if pause_s > MAX_PAUSE_S or waited_s > MAX_WAITED_S:
                     reason = (
-                        f"{error}, and asks to wait for {error.pause_s:.0f} s; at most {MAX_PAUSE_S:.0f} are waited"
+                        f"{failed}, and asks to wait for {pause_s:.0f} s, after {waited_s - pause_s:.0f} s of waiting"
                     )
                     return JudgeAnswer(failure=reason, is_final=True)
-                else:
-                    # The limit is the endpoint's, not the question's, so all questions wait.
-                    num_pauses += 1
-                    wait_s = 0.0
-                    self._limits.pause(max(error.pause_s, _FIRST_WAIT_S))
-                if num_failed >= self._config.max_tries or num_pauses >= MAX_PAUSES:
-                    reason = f"{error}, after {num_failed + num_pauses} requests"
-                    return JudgeAnswer(failure=reason, is_final=True)
-            await self._clock.sleep(wait_s)
+                self._limits.pause(pause_s)
+                continue
+            num_failed += 1
+            if num_failed >= self._config.max_tries:
+                return JudgeAnswer(failure=f"{failed}, after {num_sent} requests", is_final=True)
+            await self._clock.sleep(growing_s)
 
     def _request(self, question: Question) -> dict[str, Any]:
         """Return the body of the request for a question."""
@@ -141,13 +144,19 @@ class EndpointJudge:
                     self._url, data=body, headers=headers, allow_redirects=False, proxy=self._proxy
                 ) as response:
                     return self._read(response.status, response.headers, await self._body(response), request)
+        except _TryAgain:
+            raise
+        except aiohttp.ClientConnectorCertificateError as error:
+            request.tokens = 0
+            reason = f"the certificate of {self._host} is not valid ({self._shown(str(error.certificate_error))})"
+            return JudgeAnswer(failure=reason, is_final=True)
         except aiohttp.ClientConnectorError as error:
             request.tokens = 0  # Nothing was sent.
             # The causes of errors of aiohttp have the headers of the request, and with them the key.
             raise _TryAgain(f"{self._host} cannot be reached ({self._shown(str(error.os_error))})") from None
         except TimeoutError:
             raise _TryAgain(f"no answer within {self._config.timeout_s:g} s") from None
-        except (aiohttp.ClientError, OSError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001  # whatever the endpoint sends must not end the run
             raise _TryAgain(f"the connection or the answer is broken ({type(error).__name__})") from None
         finally:
             self.seconds += time.monotonic() - begun
@@ -176,7 +185,7 @@ class EndpointJudge:
                 reason = f"HTTP {status}: redirects are not followed, because the key must not go elsewhere"
                 return JudgeAnswer(failure=f"{reason}. Set base_url to the address", is_final=True)
             if status in _TRIED_AGAIN:
-                raise _TryAgain(reason, _pause_s(headers.get("Retry-After")))
+                raise _TryAgain(reason, is_limit=status == 429, pause_s=_pause_s(headers.get("Retry-After")))
             return JudgeAnswer(failure=reason, is_final=True)
         if headers.get("Content-Encoding", "identity") != "identity":
             return JudgeAnswer(num_tokens=request.tokens, failure="the answer is compressed, which was not asked for")
