@@ -82,7 +82,7 @@ def test_no_limit_is_exceeded_and_no_answer_is_lost_in_a_storm_of_failures(seed)
     assert {verdict.value["score"] for verdict in verdicts} == {0.5}
     assert len(endpoint.asked) > 170
     assert endpoint.most_at_once <= 6
-    assert 60 < endpoint.most_in_a_minute() <= 90
+    assert endpoint.most_in_a_minute() <= 90
     assert endpoint.most_in_a_minute(lambda each: each.tokens) <= 9000
     assert usage["judge/critic/requests"] >= len(endpoint.asked)
     assert usage["judge/critic/unparsed"] > 5
