@@ -7,7 +7,9 @@ from rl_core.model_config import ModelConfig
 from rl_core.selfcheck.pooled_model import PooledModel
 from rl_core.selfcheck.torch.received import ranks_apart, receive, receiving_threads, sent_by_every_rank
 from rl_core.selfcheck.torch.tiny_model import read_weights, write_tiny_model
+from rl_core.testing.exhaustive import partly_exhaustive
 from rl_core.testing.publishing import AdapterPublishingSuite, PublishingSuite
+from rl_core.testing.torch.exchanges import ExchangeSuite
 
 FACTORY = "dtensor_factories:build"
 
@@ -35,6 +37,32 @@ def test_every_rank_sends_everything_to_receivers_of_its_own(ranks, apart, tmp_p
         tensors, taken = received[rank]
         assert digests[rank] == [taken]
         assert all(tensors[spec.name].equal(source[spec.name]) for spec in manifest.tensors)
+
+
+MESHES = {
+    "tp2": (2, "qwen3", {"tensor_parallel_size": 2}),
+    "fsdp4": (4, "qwen3", {}),
+    "pp2 x fsdp2": (4, "qwen3", {"pipeline_parallel_size": 2}),
+    "ep2 x tp2 x fsdp2": (4, "qwen3_moe", {"expert_parallel_size": 2, "tensor_parallel_size": 2}),
+    "ep2 x fsdp4": (4, "qwen3_moe", {"expert_parallel_size": 2}),
+}
+"""Ranks, family and settings."""
+
+
+@pytest.mark.parametrize("mesh", partly_exhaustive(list(MESHES), always=["ep2 x tp2 x fsdp2"]))
+class TestExchange(ExchangeSuite):
+    per_node = 2
+
+    @pytest.fixture(autouse=True)
+    def chosen(self, mesh):
+        self.num_ranks, self.family, self.settings = MESHES[mesh]
+
+    def write(self, folder):
+        return write_tiny_model(folder, self.family)
+
+    def open(self, ranks, folder):
+        config = ModelConfig(model_name=str(folder), precision="float32")
+        return PooledModel(ranks, FACTORY, config, ModelSpec(), self.num_ranks, **self.settings)
 
 
 class TestPublishing(PublishingSuite):

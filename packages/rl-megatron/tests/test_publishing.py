@@ -12,6 +12,7 @@ from rl_core.selfcheck.torch.received import ranks_apart, receive, receiving_thr
 from rl_core.testing.exhaustive import exhaustive, partly_exhaustive
 from rl_core.testing.model_worker import make_batch
 from rl_core.testing.publishing import AdapterPublishingSuite, PublishingSuite
+from rl_core.testing.torch.exchanges import ExchangeSuite
 
 ALL = LAYOUTS | EXPERT_LAYOUTS
 BUCKET_BYTES = 4096
@@ -70,6 +71,28 @@ def test_every_rank_sends_what_adapters_add(ranks, apart, tmp_path):
         assert all(tensors[spec.name].equal(exported[spec.name]) for spec in manifest.tensors)
     source = load_file(folder / "model.safetensors")
     assert not all(exported[name].equal(source[name]) for name in source)
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    partly_exhaustive(
+        [("qwen3", "tp2 pp2+sp"), ("qwen3_moe", "ep2"), ("deepseek_v3", "tp2 etp2 ep2+sp")],
+        always=[("qwen3", "tp2 pp2+sp")],
+    ),
+)
+class TestExchange(ExchangeSuite):
+    per_node = 2
+
+    @pytest.fixture(autouse=True)
+    def chosen(self, family, layout):
+        self.family, self.layout = family, layout
+        self.num_ranks, _ = ALL[layout]
+
+    def write(self, folder):
+        return write_family(folder, self.family)
+
+    def open(self, ranks, folder):
+        return open_model(ranks, folder, self.layout)
 
 
 @pytest.mark.parametrize("layout", partly_exhaustive(["tp2", "pp2"], always=["pp2"]))

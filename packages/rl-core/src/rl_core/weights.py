@@ -48,6 +48,8 @@ class Manifest:
             applies itself: `LAYER.lora_A.weight` `[dim, inputs]` and `LAYER.lora_B.weight` `[outputs, dim]`. If all
             are, the receiver keeps the weights that it has. 0 if adapters are merged into the weights.
         target: The generator's model that they are for.
+        is_held_in_parts: True if each tensor consists of parts that ranks of the policy hold. If every rank sends, they
+            exchange these parts instead of whole tensors.
     """
 
     version: int
@@ -55,6 +57,7 @@ class Manifest:
     tied: Mapping[str, str] = field(default_factory=dict)
     num_factors: int = 0
     target: WeightTarget = "policy"
+    is_held_in_parts: bool = False
 
     @property
     def factors(self) -> tuple[TensorSpec, ...]:
@@ -128,10 +131,10 @@ class Transport:
 
     @property
     def sends_parts(self) -> bool:
-        """Return whether a receiver is sent only the parts of tensors that it keeps. The others share what the sender
-        wrote once.
+        """Return whether a receiver is sent only the parts of tensors that it keeps. Receivers that share the memory or
+        the files of one sender read the same whole tensors there.
         """
-        return self.kind == "collective"
+        return self.kind == "collective" or self.every_rank_sends
 
 
 class WeightSource(Protocol):
@@ -146,7 +149,8 @@ class WeightSource(Protocol):
 
     def send(self, manifest: Manifest, transport: Transport) -> Sequence[str]:
         """Send all tensors in the manifest's order; returns the digest of all that each group of receivers got, those
-        that keep the same parts being one, and none on ranks that send nothing.
+        that keep the same parts being one, and none on ranks that send nothing. A digest begins with a name of the
+        parts and a dash, unless the group keeps everything whole.
         """
 
     def interrupt(self, transport: Transport, reason: str) -> None:

@@ -5,7 +5,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_megatron.conversion.splits import Blocks, Chunks, QueryKeyValue, Split, Vocabulary, Whole, gate_up, padded_vocab
+from rl_megatron.conversion.splits import (
+    Blocks,
+    Chunks,
+    QueryKeyValue,
+    Split,
+    Vocabulary,
+    Whole,
+    gate_up,
+    held_boxes,
+    padded_vocab,
+)
 
 HIDDEN = 6
 
@@ -33,6 +43,13 @@ def check(split: Split, tensors, size):
     for joined, tensor in zip(split.join(parts), tensors, strict=True):
         assert torch.equal(joined, tensor)
     assert len({part.shape for part in parts}) == 1
+    times = [torch.zeros_like(tensor) for tensor in tensors]
+    for rank, part in enumerate(parts):
+        for rows, index, box in held_boxes(split, [tensor.shape for tensor in tensors], rank, size):
+            place = tuple(slice(*span) for span in box)
+            assert torch.equal(part[rows], tensors[index][place])
+            times[index][place] += 1
+    assert all((count == (size if split.dim is None else 1)).all() for count in times)
     return parts, sum(counts)
 
 

@@ -25,3 +25,5 @@ from rl_core.torch.training.backend import TrainingParts as TrainingParts
 from rl_core.torch.training.checkpoint_files import KeptSavePlanner as KeptSavePlanner
 from rl_core.torch.training.checkpoint_files import read_tensors as read_tensors
 from rl_core.torch.training.worker import TrainingWorker as TrainingWorker
+from rl_core.torch.transport.exchange import HeldPart as HeldPart
+from rl_core.torch.transport.exchange import Holdings as Holdings

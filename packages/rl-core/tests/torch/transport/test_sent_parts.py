@@ -3,6 +3,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,8 @@ from rl_core.devices import CPU
 from rl_core.errors import WeightSyncError
 from rl_core.testing.torch.weight_sender import Corrupting
 from rl_core.torch.transport import ReceivingEnd, SendingEnd
-from rl_core.torch.transport.bucket import Parts, Region, decoded, digest_of, encoded, parts_to_send
-from rl_core.weights import Transport, TransportKind
+from rl_core.torch.transport.bucket import Parts, Region, decoded, digest_of, encoded, in_boxes, lay_out, parts_to_send
+from rl_core.weights import Manifest, TensorSpec, Transport, TransportKind
 
 ROWS, COLUMNS = 300, 100
 """Shape of `large`."""
@@ -191,3 +192,32 @@ def test_regions_are_views(data: st.DataObject) -> None:
     region = Region.of(part(torch.empty(shape)))
     assert region.read(values).equal(part(values))
     assert region.num_values == part(values).numel()
+
+
+@given(st.data())
+def test_a_slice_is_a_box_with_the_dims_of_its_tensor(data: st.DataObject) -> None:
+    """Also one that is transposed; and every other row is none."""
+    shape = data.draw(st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(1, 5)))
+    cuts = [data.draw(st.tuples(st.integers(0, n - 1), st.integers(1, n)).filter(lambda c: c[0] < c[1])) for n in shape]
+    order = data.draw(st.permutations(range(3)))
+    spec = TensorSpec("tensor", shape, "int64")
+    view = torch.empty(shape)[tuple(slice(*cut) for cut in cuts)].permute(*order)
+    layout = lay_out(Manifest(1, (spec,)), 2**20).keeping({"tensor": (Region.of(view),)})
+    slot = layout.buckets[0].slots[0]
+    assert list(slot.boxes) == [tuple(cuts)]
+    values = torch.arange(prod(shape)).reshape(shape)
+    buffer = torch.zeros(layout.capacity, dtype=torch.uint8)
+    slot.boxed(buffer)[0].copy_(values[tuple(slice(*cut) for cut in cuts)])
+    expected = torch.zeros_like(buffer)
+    slot.fill(expected, values)
+    assert buffer.equal(expected)
+
+
+def test_parts_that_are_not_boxes_are_kept_whole() -> None:
+    whole = torch.empty(4, 6)
+    parts = {
+        "rows": (Region.of(whole[1:3]),),
+        "every other": (Region.of(whole[::2]),),
+        "flat": (Region.of(whole.view(-1)[3:9]),),
+    }
+    assert in_boxes(parts, dict.fromkeys(parts, (4, 6))) == {"rows": parts["rows"]}

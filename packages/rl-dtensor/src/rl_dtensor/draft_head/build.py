@@ -155,6 +155,9 @@ class HeadWeights:
         for name, own in self._fixed.items():
             yield [(name, own)]
 
+    def holdings(self, dtype: str) -> None:
+        """Return None: a head is small enough to be sent whole."""
+
     def adapter_specs(self, dtype: str) -> list[TensorSpec]:
         """Return nothing: a head has no adapters."""
         return []

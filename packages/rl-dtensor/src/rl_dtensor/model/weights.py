@@ -25,6 +25,7 @@ from transformers.core_model_loading import (
 from rl_core.torch.files.model_files import READ_AS_WEIGHTS, OpenWeights, WeightFiles, head_advice
 from rl_core.torch.quantization.formats import WeightFormat, rounded
 from rl_core.torch.training.lora import LORA_A, LORA_B, WEIGHT
+from rl_core.torch.transport.exchange import HeldPart, Holdings
 from rl_core.weights import TensorSpec
 from rl_dtensor.model.layers.lora import BASE, Adapter, adapters_of
 from rl_dtensor.parallel.fsdp import local, local_slices, whole
@@ -229,6 +230,25 @@ class ShardedWeights:
                 tensor = rounded(tensor, self._served[entry.name])
             yield [(piece.name, tensor[piece.region] if piece.region else tensor) for piece in entry.pieces]
 
+    def holdings(self, dtype: str) -> Holdings | None:
+        """Return the parts of the files' tensors that this rank holds; None if generators get other values, with
+        adapters added or rounded. Collective."""
+        if self._served or self._placed_adapters():
+            return None
+        stage, found = self._mesh.on("pp"), {}
+        for entry in self.catalog.entries:
+            if entry.stage % self._mesh.sizes.pp != stage:
+                continue
+            target = self.held[entry.name]
+            part, held = local(target), local_slices(target)
+            for piece in entry.pieces if part.numel() else ():
+                shared = _shared(piece.region, held, target.shape)
+                if shared is not None:
+                    into, taken = shared
+                    box = tuple((each.start, each.stop) for each in taken)
+                    found[piece.name] = [HeldPart(box, part[into])]
+        return found
+
     def adapter_specs(self, dtype: str) -> list[TensorSpec]:
         """Return the tensors of `adapters` in their order; collective."""
         found = [TensorSpec(*factor, dtype) for _, _, factors in self._placed_adapters() for factor in factors]
@@ -339,25 +359,39 @@ def read_into(opened: OpenWeights, piece: FilePiece, target: Tensor) -> None:
             "policy.hf_config_overrides"
         )
     part = local(target)
-    if not part.numel():
-        return
-    held = local_slices(target)
-    region = (*piece.region, *(slice(None),) * (len(held) - len(piece.region)))
+    shared = _shared(piece.region, local_slices(target), target.shape) if part.numel() else None
+    if shared is not None:
+        into, taken = shared
+        part[into].copy_(opened.read(piece.name, taken))
+
+
+def _shared(
+    region: Region, held: Sequence[slice], shape: Sequence[int]
+) -> tuple[tuple[int | slice, ...], tuple[slice, ...]] | None:
+    """Return the common values of a region of a parameter and a rank's part of it, as an index of the part and as
+    slices of the region; None if they have none.
+
+    Args:
+        region: Region of the parameter.
+        held: Slices of the parameter that the rank holds.
+        shape: Shape of the parameter.
+    """
+    region = (*region, *(slice(None),) * (len(held) - len(region)))
     into: list[int | slice] = []
     taken: list[slice] = []
-    for wanted, own, extent in zip(region, held, target.shape, strict=True):
+    for wanted, own, extent in zip(region, held, shape, strict=True):
         if isinstance(wanted, int):
             if not own.start <= wanted < own.stop:
-                return
+                return None
             into.append(wanted - own.start)
             continue
         start, stop, _ = wanted.indices(extent)
         first, last = max(start, own.start), min(stop, own.stop)
         if first >= last:
-            return
+            return None
         into.append(slice(first - own.start, last - own.start))
         taken.append(slice(first - start, last - start))
-    part[tuple(into)].copy_(opened.read(piece.name, tuple(taken)))
+    return tuple(into), tuple(taken)
 
 
 def _quantised(name: str, dtype: str) -> str:

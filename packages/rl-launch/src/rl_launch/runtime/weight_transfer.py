@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -140,13 +141,15 @@ class WeightTransfer:
             takers = [replica.origin("weight sync (take over)") for replica in replicas]
             answers = self._settled([*taking, *sending], [*takers, *senders], manifest, transport)
         taken: list[Taken] = answers[: len(taking)]
-        by_rank = {tuple(digests) for digests in answers[len(taking) :] if digests}
-        # Receivers that keep different parts have different digests, but all ranks that send must have sent the same.
-        sent: set[str] = set(*by_rank) if len(by_rank) == 1 else set()
+        digests = {digest for found in answers[len(taking) :] for digest in found}
+        # Receivers that keep different parts have different digests, but ranks that send the same parts must have sent
+        # the same values.
+        num_values = Counter(digest.rpartition("-")[0] for digest in digests)
+        sent = {digest for digest in digests if num_values[digest.rpartition("-")[0]] == 1}
         for found, origin in zip(taken, takers, strict=True):
             for rank, digest in enumerate(found.digests):
                 if digest not in sent:
-                    listed = ", ".join(sorted({digest for digests in by_rank for digest in digests})) or "none"
+                    listed = ", ".join(sorted(digests)) or "none"
                     raise WeightSyncError(
                         f"{origin}: engine rank {rank} received weights with digest {digest}; sent as version "
                         f"{manifest.version} were {listed}"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, islice
+from itertools import accumulate, chain, islice, pairwise
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from rl_core.resharding import Box
 
 Reader = Callable[[int, tuple[slice, ...]], Tensor]
 """Reads a slice of the i-th Hugging Face tensor."""
@@ -233,6 +235,42 @@ class QueryKeyValue(Split):
             else:
                 parts.append(read(index, (slice(base + first, base + last),)))
         return torch.cat(parts)
+
+
+def held_boxes(split: Split, shapes: Sequence[Sequence[int]], rank: int, size: int) -> Iterator[tuple[slice, int, Box]]:
+    """Yield the runs of rows of a rank's part that are rows of a Hugging Face tensor: the rows of the part, the number
+    of the tensor, and the place in it. Rows of padding are left out.
+
+    They follow from `part` itself, called with the numbers of rows in place of their values.
+
+    Args:
+        split: Split of the parameter.
+        shapes: Shapes of the Hugging Face tensors.
+        rank: Rank among those that the parameter is spread over.
+        size: Number of these ranks.
+    """
+    columns: tuple[slice, ...] = ()
+
+    def read(index: int, slices: tuple[slice, ...]) -> Tensor:
+        nonlocal columns
+        columns = slices[1:]
+        rows = torch.arange(1, shapes[index][0] + 1, device="cpu")[slices[0] if slices else slice(None)]
+        return (rows + index * _NEXT).view(-1, *(1 for _ in shapes[index][1:]))
+
+    numbers = split.part(read, rank, size).flatten()
+    starts = [0, *(numbers.diff() != 1).nonzero().flatten().add(1).tolist(), len(numbers)]
+    for start, stop in pairwise(starts):
+        index, row = divmod(int(numbers[start]) - 1, _NEXT)
+        if index < 0:
+            continue
+        rest = shapes[index][1:]
+        cuts = (*columns, *(slice(None),) * (len(rest) - len(columns)))
+        spans = [cut.indices(extent)[:2] for cut, extent in zip(cuts, rest, strict=True)]
+        yield slice(start, stop), index, ((row, row + stop - start), *spans)
+
+
+_NEXT = 2**40
+"""Distance between the numbers of the rows of two tensors."""
 
 
 def padded_vocab(vocab_size: int, size: int) -> int:

@@ -16,8 +16,9 @@ from rl_core.torch.files.model_files import OpenWeights, WeightFiles, head_advic
 from rl_core.torch.heads.reads import new_head
 from rl_core.torch.optim.optimizer import is_norm_or_bias
 from rl_core.torch.training.lora import InitialFactors
+from rl_core.torch.transport.exchange import HeldPart, Holdings
 from rl_core.weights import TensorSpec, buckets, num_bytes
-from rl_megatron.conversion.splits import Vocabulary, Whole
+from rl_megatron.conversion.splits import Vocabulary, Whole, held_boxes
 from rl_megatron.conversion.weight_map import AdapterMap, HFTensor, WeightMap, held_weights
 from rl_megatron.families.catalog import family_of
 from rl_megatron.model.model import EMBEDDING, LM_HEAD, ReadingModel
@@ -176,6 +177,20 @@ class MegatronWeights:
                 yield from self._merged(bucket, dtype, adapters, everywhere=everywhere)
                 bucket, size = [], 0
         yield from self._merged(bucket, dtype, adapters, everywhere=everywhere)
+
+    def holdings(self, dtype: str) -> Holdings | None:
+        """Return the parts of the Hugging Face tensors that this rank holds; None if adapters are added to them."""
+        if self._model.adapters:
+            return None
+        found: dict[str, list[HeldPart]] = {}
+        for entry in self._sent:
+            held = self.held.get(entry.target)
+            if held is None:
+                continue
+            shapes = [source.shape for source in entry.sources]
+            for rows, index, box in held_boxes(entry.split, shapes, *self.share(entry)):
+                found.setdefault(entry.sources[index].name, []).append(HeldPart(box, held.detach()[rows]))
+        return found
 
     def adapter_specs(self, dtype: str) -> list[TensorSpec]:
         """Return the tensors of `adapters` in their order."""

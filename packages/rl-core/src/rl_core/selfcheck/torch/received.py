@@ -13,6 +13,7 @@ from torch import Tensor
 from rl_core.devices import CPU, Device
 from rl_core.selfcheck.rank_pool import Rank, RankPool, free_port
 from rl_core.torch.transport import ipc, open_receiver
+from rl_core.torch.transport.bucket import Parts
 from rl_core.weights import Manifest, Transport
 
 Received = tuple[dict[str, Tensor], str]
@@ -21,9 +22,9 @@ Received = tuple[dict[str, Tensor], str]
 Taken = TypeVar("Taken")
 
 
-def receive(manifest: Manifest, transport: Transport) -> Received:
-    """Return all tensors as the first receiver gets them, and their digest."""
-    with open_receiver(manifest, transport, 1, CPU) as receiver:
+def receive(manifest: Manifest, transport: Transport, parts: Parts | None = None) -> Received:
+    """Return all tensors, or the parts of them, as the first receiver gets them, and their digest."""
+    with open_receiver(manifest, transport, 1, CPU, parts) as receiver:
         tensors = {name: tensor.clone() for name, tensor in receiver}
     return tensors, receiver.digest
 

@@ -33,6 +33,8 @@ from rl_core import (
 )
 from rl_core.torch import (
     Head,
+    HeldPart,
+    Holdings,
     KeptSavePlanner,
     Microbatch,
     Pass,
@@ -232,6 +234,13 @@ class PlainWeights:
         """Yield all of them, one by one, on every rank."""
         for name, parameter in self._named.items():
             yield [(name, parameter.detach().to(getattr(torch, dtype)))]
+
+    def holdings(self, dtype: str) -> Holdings:
+        """Return all of them, whole."""
+        return {
+            name: [HeldPart(tuple((0, extent) for extent in parameter.shape), parameter.detach())]
+            for name, parameter in self._named.items()
+        }
 
     def adapter_specs(self, dtype: str) -> list[TensorSpec]:
         """Return no tensors."""

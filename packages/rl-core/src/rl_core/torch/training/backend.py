@@ -48,6 +48,7 @@ from rl_core.torch.residency import Residency
 from rl_core.torch.training.checkpoint_files import KeptSavePlanner
 from rl_core.torch.training.flops import ModelShape
 from rl_core.torch.training.memory import StepPlan
+from rl_core.torch.transport.exchange import Holdings
 from rl_core.weights import TensorSpec
 
 
@@ -236,6 +237,14 @@ class RankWeights(Protocol):
             merges_adapters: True if adapters are added to their weights.
             served: True for the weights that generators compute with, if they differ from those that are trained:
                 rounded ones in quantisation-aware training.
+        """
+
+    def holdings(self, dtype: str) -> Holdings | None:
+        """Return the parts that this rank holds of the tensors that generators compute with; None, on every rank, if
+        generators compute with other values, such as products of adapters. Collective.
+
+        Args:
+            dtype: Dtype of the floating-point tensors in `specs`, which the parts need not have yet.
         """
 
     def adapter_specs(self, dtype: str) -> list[TensorSpec]:

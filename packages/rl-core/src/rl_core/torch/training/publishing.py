@@ -6,11 +6,14 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 
+import torch
 from torch import Tensor
 
 from rl_core.torch.process_group import on_all_ranks
 from rl_core.torch.training.backend import RankMesh, RankWeights
 from rl_core.torch.transport import Sender, SendingEnd
+from rl_core.torch.transport.bucket import Layout, exchanges_parts
+from rl_core.torch.transport.exchange import Exchange, planned
 from rl_core.weights import Manifest, Transport, WeightForm, num_bytes
 
 _log = logging.getLogger(__name__)
@@ -23,7 +26,9 @@ def manifest_of(weights: RankWeights, version: int, dtype: str, form: WeightForm
         ValueError: If there are no adapters whose factors could be sent.
     """
     if form == "merged":
-        return Manifest(version, tuple(weights.specs(dtype)), weights.tied)
+        # Where every rank has whole tensors there is nothing to exchange.
+        is_held_in_parts = len(weights.holders) > 1 and weights.holdings(dtype) is not None
+        return Manifest(version, tuple(weights.specs(dtype)), weights.tied, is_held_in_parts=is_held_in_parts)
     factors = tuple(weights.adapter_specs(dtype))
     if not factors:
         raise ValueError("cannot send adapters: the model has none")
@@ -110,6 +115,10 @@ def send_weights(
                     _log.info("weight version %d: sent %.2f %% of its bytes", manifest.version, 100 * share)
 
         on_all_ranks(mesh.control, meet)
+        if exchanges_parts(manifest, transport):
+            _exchange(end, senders[0], weights, transport, dtype, mesh)
+            on_all_ranks(mesh.control, finish)
+            return digests
         # Parts of about a bucket, as many on every rank, travel at one time. Ranks that do not send keep no tensors.
         sizes = {spec.name: num_bytes(spec) for spec in manifest.tensors}
         size, num_parts, agreed_at = 0, 0, 1
@@ -127,3 +136,44 @@ def send_weights(
         put()
         on_all_ranks(mesh.control, finish)
     return digests
+
+
+def _exchange(
+    end: SendingEnd, sender: Sender, weights: RankWeights, transport: Transport, dtype: str, mesh: RankMesh
+) -> None:
+    """Bring together on every rank only the parts that its receiver keeps, and send them; collective.
+
+    A rank whose receiver has failed still takes part, for the others would wait for its pieces.
+    """
+    holdings = weights.holdings(dtype)
+    assert holdings is not None, "the manifest has it that ranks hold all tensors in parts"
+    layouts: list[Layout] = []
+    failure: BaseException | None = None
+
+    def agree() -> None:
+        if failure is not None:
+            raise failure
+
+    on_all_ranks(mesh.control, lambda: layouts.append(sender.begin()))
+    (layout,) = layouts
+    end.plan = planned(end.plan, layout, holdings, mesh.control, transport.bucket_bytes)
+    exchange = Exchange(end.plan, layout, holdings, mesh.device)
+    agreed_at = 1
+    for number, bucket in enumerate(layout.buckets, start=1):
+        try:
+            agree()
+            buffer = sender.buffer(bucket)
+        except BaseException as error:  # noqa: BLE001 - raised by `agree`
+            failure = error
+            buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=mesh.device)
+        exchange.fill(bucket, buffer)
+        try:
+            agree()
+            sender.send(bucket)
+        except BaseException as error:  # noqa: BLE001 - raised by `agree`
+            failure = error
+        if number == agreed_at:
+            on_all_ranks(mesh.control, agree)
+            agreed_at *= 2
+    on_all_ranks(mesh.control, agree)
+    on_all_ranks(mesh.control, exchange.check)

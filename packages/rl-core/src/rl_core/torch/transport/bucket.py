@@ -9,19 +9,25 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, groupby, islice
 from math import prod
 from typing import Any
 
 import torch
 
 from rl_core.errors import WeightSyncError
-from rl_core.weights import ITEM_BYTES, Manifest, TensorSpec, buckets, num_bytes
+from rl_core.resharding import Box
+from rl_core.weights import ITEM_BYTES, Manifest, TensorSpec, Transport, buckets, num_bytes
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
 """Torch's dtype by its name in a manifest."""
 
 CHANGES = "rl.changes"
 """Name of the tensor that holds the changes of a bucket."""
+
+NUM_SPREAD = 8
+"""Number of consecutive buckets whose tensors are spread over them. An engine keeps layers that have not arrived
+completely in memory, so that it is not all buckets."""
 
 ALIGNMENT = 64
 """Bytes; a tensor's place starts at a multiple, so that it can be viewed as any dtype."""
@@ -49,6 +55,26 @@ class Region:
         """Return the same part of another contiguous tensor, without a copy."""
         return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
 
+    def dims(self, shape: Sequence[int]) -> tuple[Box, tuple[int | None, ...]] | None:
+        """Return the region of a tensor as a box, and the dim of the region along each dim of the tensor, None along
+        which it has one value; None if it is not a box.
+
+        Args:
+            shape: Shape of the tensor.
+        """
+        left = {dim: extent for dim, extent in enumerate(self.size) if extent != 1}
+        box, along = [], []
+        for place, extent in enumerate(shape):
+            stride = prod(shape[place + 1 :])
+            start = self.offset // stride % extent if extent and stride else 0
+            dim = next((dim for dim in left if self.stride[dim] == stride), None) if extent > 1 else None
+            stop = start + (1 if dim is None else left.pop(dim))
+            if stop > extent:
+                return None
+            box.append((start, stop))
+            along.append(dim)
+        return None if left else (tuple(box), tuple(along))
+
     def once(self) -> Region:
         """Return the region with every value once, where it repeats values along a dimension."""
         size = tuple(1 if stride == 0 else extent for extent, stride in zip(self.size, self.stride, strict=True))
@@ -68,6 +94,11 @@ def parts_to_send(read: Mapping[str, Iterable[Region]], shapes: Mapping[str, Seq
         for name, regions in parts.items()
         if sum(region.num_values for region in regions) < prod(shapes[name])
     }
+
+
+def in_boxes(parts: Parts, shapes: Mapping[str, Sequence[int]]) -> Parts:
+    """Return only parts that are boxes; a tensor with another part, such as every other row, is kept whole."""
+    return {name: found for name, found in parts.items() if all(region.dims(shapes[name]) for region in found)}
 
 
 def digest_of(parts: Parts) -> str:
@@ -124,6 +155,29 @@ class Slot:
         bits = whole.view(getattr(torch, f"int{8 * whole.itemsize}"))
         for part in self.parts or ():
             part.read(bits).fill_(-1)
+
+    @property
+    def boxes(self) -> Sequence[Box]:
+        """Parts of the tensor that are here, as boxes; `ValueError` if one is not."""
+        if self.parts is None:
+            return [tuple((0, extent) for extent in self.spec.shape)]
+        found = [part.dims(self.spec.shape) for part in self.parts]
+        if None in found:
+            raise ValueError(f"a part of {self.spec.name} is not a box")
+        return [each[0] for each in found if each is not None]
+
+    def boxed(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """Return views of the parts in a uint8 buffer, each with the dims of its box."""
+        if self.parts is None:
+            return [self.view(buffer)]
+        views = []
+        for part, place in self._places(buffer):
+            found = part.dims(self.spec.shape)
+            assert found is not None, self.spec.name
+            box, along = found
+            strides = [0 if dim is None else place.stride(dim) for dim in along]
+            views.append(place.as_strided([stop - start for start, stop in box], strides))
+        return views
 
     def _values(self, buffer: torch.Tensor) -> torch.Tensor:
         return buffer[self.offset : self.offset + self.num_bytes].view(DTYPES[self.spec.dtype])
@@ -188,16 +242,58 @@ class Layout:
         return Layout(tuple(buckets), fingerprint, parts)
 
 
-def lay_out(manifest: Manifest, bucket_bytes: int) -> Layout:
-    """Lay a manifest out in buckets; raises `WeightSyncError` naming a tensor of a dtype that no transport carries."""
+def layout_of(manifest: Manifest, transport: Transport) -> Layout:
+    """Return the layout of a transfer; raises as `lay_out`."""
+    spreads = exchanges_parts(manifest, transport)
+    return lay_out(manifest, transport.bucket_bytes, spreads=spreads)
+
+
+def exchanges_parts(manifest: Manifest, transport: Transport) -> bool:
+    """Return whether the ranks of the policy bring together the parts that each one's receiver keeps, instead of whole
+    tensors."""
+    return manifest.is_held_in_parts and transport.every_rank_sends
+
+
+def lay_out(manifest: Manifest, bucket_bytes: int, *, spreads: bool = False) -> Layout:
+    """Lay a manifest out in buckets.
+
+    Args:
+        manifest: Tensors to lay out.
+        bucket_bytes: Maximum number of bytes of a bucket, a single larger tensor excepted.
+        spreads: True to spread neighbouring tensors over some buckets. A rank often holds consecutive tensors, such as
+            experts, and would send alone what is in one bucket.
+
+    Raises:
+        WeightSyncError: If no transport carries the dtype of a tensor, with its name.
+    """
     for spec in manifest.tensors:
         if spec.dtype not in DTYPES:
             allowed = ", ".join(DTYPES)
             raise WeightSyncError(f"{spec.name} has dtype {spec.dtype}; transports carry {allowed}", (spec.name,))
     tensors = [(spec.name, spec.shape, spec.dtype) for spec in manifest.tensors]
     fingerprint = hashlib.sha256(repr((manifest.version, tensors)).encode()).hexdigest()[:16]
-    laid_out = [_bucket(index, specs, {}) for index, specs in enumerate(buckets(manifest.tensors, bucket_bytes))]
+    found: Iterable[list[TensorSpec]] = buckets(manifest.tensors, bucket_bytes)
+    if spreads:
+        found = chain.from_iterable(_spread(found, bucket_bytes))
+    laid_out = [_bucket(index, specs, {}) for index, specs in enumerate(found)]
     return Layout(tuple(laid_out), fingerprint)
+
+
+def _spread(found: Iterable[list[TensorSpec]], bucket_bytes: int) -> Iterator[list[list[TensorSpec]]]:
+    """Yield the buckets again, each run of some of them with the same tensors in another order."""
+    for is_large, run in groupby(found, lambda specs: len(specs) == 1 and num_bytes(specs[0]) > bucket_bytes):
+        while several := list(islice(run, 1 if is_large else NUM_SPREAD)):
+            count = len(several)
+            while True:
+                sizes, dealt = [0] * count, [list[TensorSpec]() for _ in range(count)]
+                for spec in chain.from_iterable(several):
+                    emptiest = sizes.index(min(sizes))
+                    sizes[emptiest] += num_bytes(spec)
+                    dealt[emptiest].append(spec)
+                if is_large or max(sizes) <= bucket_bytes:
+                    break
+                count += 1
+            yield [specs for specs in dealt if specs]
 
 
 def _bucket(index: int, specs: Sequence[TensorSpec], parts: Parts) -> Bucket:

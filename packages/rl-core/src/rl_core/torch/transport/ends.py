@@ -9,12 +9,13 @@ import torch
 
 from rl_core.devices import Device
 from rl_core.errors import WeightSyncError
-from rl_core.torch.transport.bucket import DTYPES, Layout, Parts, lay_out
+from rl_core.torch.transport.bucket import DTYPES, Bucket, Layout, Parts, exchanges_parts, in_boxes, layout_of
 from rl_core.torch.transport.changes import ChangesReceiverLink, ChangesSenderLink
 from rl_core.torch.transport.channel import interruptible
 from rl_core.torch.transport.collective import NUM_BUFFERS, CollectiveReceiverLink, collective_sender_links
 from rl_core.torch.transport.digest import PendingDigest, begin_digest, read_digests
 from rl_core.torch.transport.disk import DiskReceiverLink, DiskSenderLink
+from rl_core.torch.transport.exchange import KeptPlan
 from rl_core.torch.transport.ipc import IpcReceiverLink, IpcSenderLink
 from rl_core.torch.transport.link import ReceiverLink, SenderLink, root_digest
 from rl_core.weights import Manifest, Transport, num_bytes
@@ -72,6 +73,24 @@ class Sender:
         self._num_put += 1
         self._next = next(self._places, None)
 
+    def begin(self) -> Layout:
+        """Wait until the receivers are ready, and return the layout with the parts that they keep; for a sender of one
+        group, which `buffer` and `send` then serve instead of `put`."""
+        self._begin()
+        (stream,) = self._streams
+        return stream.layout
+
+    def buffer(self, bucket: Bucket) -> torch.Tensor:
+        """Return the buffer of the next bucket, to fill with its parts."""
+        (stream,) = self._streams
+        return stream.open(bucket)
+
+    def send(self, bucket: Bucket) -> None:
+        """Send a bucket that has been filled."""
+        (stream,) = self._streams
+        stream.send(bucket)
+        self._num_put += len(bucket.slots)
+
     def finish(self) -> list[str]:
         """Wait until every receiver has everything as it was sent; returns the digest of all that each group got.
 
@@ -101,26 +120,33 @@ class _Stream:
 
     def __init__(self, link: SenderLink, layout: Layout) -> None:
         self._link = link
-        self._layout = layout
+        self.layout = layout
         self._buffer: torch.Tensor | None = None
         self._pending: list[PendingDigest] = []
         self.num_bytes_sent = 0
 
     def put(self, bucket_index: int, slot_index: int, tensor: torch.Tensor) -> None:
-        bucket = self._layout.buckets[bucket_index]
+        bucket = self.layout.buckets[bucket_index]
+        bucket.slots[slot_index].fill(self.open(bucket), tensor)
+        if slot_index == len(bucket.slots) - 1:
+            self.send(bucket)
+
+    def open(self, bucket: Bucket) -> torch.Tensor:
         if self._buffer is None:
             self._buffer = self._link.buffer(bucket)
-        bucket.slots[slot_index].fill(self._buffer, tensor)
-        if slot_index == len(bucket.slots) - 1:
-            bucket.clear_gaps(self._buffer)
-            self._pending.append(begin_digest(self._buffer[: bucket.num_bytes]))
-            self.num_bytes_sent += self._link.send(bucket)
-            self._buffer = None
+        return self._buffer
+
+    def send(self, bucket: Bucket) -> None:
+        buffer = self.open(bucket)
+        bucket.clear_gaps(buffer)
+        self._pending.append(begin_digest(buffer[: bucket.num_bytes]))
+        self.num_bytes_sent += self._link.send(bucket)
+        self._buffer = None
 
     def finish(self) -> str:
         digests = read_digests(self._pending)
         self._link.finish(digests)
-        return root_digest(digests)
+        return root_digest(digests, self.layout.parts)
 
 
 class SendingEnd:
@@ -130,12 +156,16 @@ class SendingEnd:
 
     Args:
         device: That holds the buckets; on a GPU they travel by CUDA IPC or NCCL.
+
+    Attributes:
+        plan: Plan of the last exchange among senders; None before the first.
     """
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._transport: Transport | None = None
         self._links: list[SenderLink] = []
+        self.plan: KeptPlan | None = None
 
     @contextmanager
     def transfer(self, manifest: Manifest, transport: Transport) -> Iterator[Sender]:
@@ -145,7 +175,7 @@ class SendingEnd:
         Raises:
             WeightSyncError: If receivers do not come within `transport.timeout_s`.
         """
-        layout = lay_out(manifest, transport.bucket_bytes)
+        layout = layout_of(manifest, transport)
         with interruptible(transport):
             if self._transport != transport:
                 self.close()
@@ -237,7 +267,7 @@ class Receiver:
             del buffer  # The link frees the memory when the transfer is finished.
         digests = read_digests(pending)
         self._link.finish(digests)
-        self.digest = root_digest(digests)
+        self.digest = root_digest(digests, self._layout.parts)
 
 
 def receiver_bytes(largest: int, bucket_bytes: int, *, has_parts: bool) -> int:
@@ -281,7 +311,9 @@ class ReceivingEnd:
             WeightSyncError: If no sender comes within `transport.timeout_s`, or it sends other tensors.
         """
         parts = (parts or {}) if transport.sends_parts else {}
-        layout = lay_out(manifest, transport.bucket_bytes).keeping(parts)
+        if exchanges_parts(manifest, transport):
+            parts = in_boxes(parts, {spec.name: spec.shape for spec in manifest.tensors})
+        layout = layout_of(manifest, transport).keeping(parts)
         if self._link is None or self._key != (transport, rank):
             self.close()
             self._link, self._key = _link(transport, rank, self._device, parts), (transport, rank)

@@ -18,7 +18,7 @@ import torch
 
 from rl_core.devices import Device
 from rl_core.errors import WeightSyncError
-from rl_core.torch.transport.bucket import Bucket, Layout
+from rl_core.torch.transport.bucket import Bucket, Layout, Parts
 from rl_core.torch.transport.channel import Channel
 from rl_core.torch.transport.link import confirm, verify
 from rl_core.torch.transport.rendezvous import MAX_PENDING, accept_receivers, await_ready, find_sender, say_ready
@@ -42,6 +42,7 @@ class IpcSenderLink:
 
     def __init__(self, transport: Transport, device: Device) -> None:
         self._device = device
+        self._parts: Parts = {}
         self._buffers: HostBuffers | DeviceBuffers | None = None
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.bind(_meeting_place(transport, device))
@@ -50,9 +51,9 @@ class IpcSenderLink:
         self.abort = self._channels.abort
 
     def begin(self, layout: Layout) -> Layout:
-        self._layout = layout
+        self._layout = layout = await_ready(self._channels, layout, self._parts)
+        self._parts = layout.parts
         self._acknowledged = self._sent = 0
-        await_ready(self._channels, layout)
         count, size = min(NUM_BUFFERS, len(layout.buckets)), layout.capacity
         held = self._buffers
         if held and len(held.tensors) >= count and all(tensor.numel() >= size for tensor in held.tensors):
@@ -114,6 +115,7 @@ class IpcReceiverLink:
     def __init__(self, transport: Transport, rank: int, device: Device) -> None:
         self._device = device
         self._rank = rank
+        self._told: Parts = {}
         self._buffers: list[torch.Tensor] = []
         self._need_release = False
         self._channel = find_sender(socket.AF_UNIX, _meeting_place(transport, device), transport, rank)
@@ -122,7 +124,8 @@ class IpcReceiverLink:
     def begin(self, layout: Layout) -> None:
         self._layout = layout
         self._phase = f"receiver rank {self._rank}, bucket {{}} of {len(layout.buckets)}"
-        say_ready(self._channel, layout)
+        say_ready(self._channel, layout, with_parts=layout.parts != self._told)
+        self._told = layout.parts
         offer = self._channel.receive(f"receiver rank {self._rank}, sharing memory")
         if offer != KEPT:
             self._buffers = map_offered(offer, self._channel, self._device)

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from rl_core.errors import WeightSyncError
-from rl_core.torch.transport.bucket import Bucket, Layout
+from rl_core.torch.transport.bucket import Bucket, Layout, Parts, digest_of
 from rl_core.torch.transport.channel import Channel, Receivers
 
 PHASE = "digests"
@@ -74,9 +74,15 @@ class ReceiverLink(Protocol):
         """End the connection and free what it needed."""
 
 
-def root_digest(digests: Sequence[str]) -> str:
-    """Return one digest of the digests of all buckets in order."""
-    return hashlib.sha256(" ".join(digests).encode()).hexdigest()[:32]
+def root_digest(digests: Sequence[str], parts: Parts | None = None) -> str:
+    """Return one digest of the digests of all buckets in order.
+
+    Args:
+        digests: Digests of the buckets.
+        parts: Parts of the tensors that the buckets have, whose own digest then comes first.
+    """
+    root = hashlib.sha256(" ".join(digests).encode()).hexdigest()[:32]
+    return f"{digest_of(parts)}-{root}" if parts else root
 
 
 def confirm(channels: Receivers, layout: Layout, digests: Sequence[str]) -> None:

@@ -1,0 +1,205 @@
+"""Conformance suite of exchanges of parts of weights, for a training backend of any layout."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl_core.devices import CPU
+from rl_core.errors import WeightSyncError, WorkerError
+from rl_core.selfcheck.losses import TokenLoss
+from rl_core.selfcheck.pooled_model import PooledModel
+from rl_core.selfcheck.rank_pool import Rank, RankPool
+from rl_core.selfcheck.torch.received import Received, ranks_apart, receive, receiving_threads, sent_by_every_rank
+from rl_core.testing.model_worker import make_batch
+from rl_core.torch.transport import ReceivingEnd, exchange, open_receiver
+from rl_core.torch.transport.bucket import Parts, Region, layout_of, parts_to_send
+from rl_core.weights import Manifest, Transport
+
+BUCKET_BYTES = 2**15
+
+MAX_COLLECTIVES = 8
+"""Maximum number of messages of a rank for each bucket, the digests included."""
+
+
+class ExchangeSuite(ABC):
+    """Exchanges of parts by a training backend. Subclass it in a module with a fixture `ranks`, a `RankPool`."""
+
+    num_ranks: ClassVar[int] = 2
+    per_node: ClassVar[int] = 1
+
+    @abstractmethod
+    def write(self, folder: Path) -> Path:
+        """Write the files of a tiny model; returns their folder."""
+
+    @abstractmethod
+    def open(self, ranks: RankPool, folder: Path) -> PooledModel:
+        """Return a float32 model of these files that is split over `num_ranks` ranks."""
+
+    @pytest.fixture
+    def exchanging(self, ranks: RankPool) -> Iterator[None]:
+        """Have the ranks count their messages, with `per_node` of them on each node."""
+        with ranks_apart(ranks):
+            arguments = [(self.per_node,)] * ranks.num_ranks
+            ranks.run(_count_messages, arguments)
+            generation = ranks.generation
+            try:
+                yield
+            finally:
+                if ranks.generation == generation:
+                    ranks.run(_stop_counting, [()] * ranks.num_ranks)
+
+    @pytest.mark.usefixtures("exchanging")
+    def test_each_rank_gets_the_parts_that_its_receiver_keeps(self, ranks: RankPool, tmp_path: Path) -> None:
+        with self.open(ranks, self.write(tmp_path)) as model:
+            manifest = model.manifest(1)
+            assert manifest.is_held_in_parts
+            keeps = [parts_of_engine_rank(manifest, rank, self.num_ranks) for rank in range(self.num_ranks)]
+            for _ in range(2):
+                wholes, _ = self._sent(model, replace(manifest, is_held_in_parts=False))[0]
+                transport, ends = sent_by_every_rank(BUCKET_BYTES), [ReceivingEnd(CPU) for _ in keeps]
+                for version in (1, 2):
+                    manifest = replace(manifest, version=version)
+                    ranks.run(_begin_counting, [()] * ranks.num_ranks)
+                    received = self._sent(model, manifest, transport, ends, keeps)
+                    counted = ranks.run(_counted, [()] * ranks.num_ranks)
+                    for rank, (tensors, _) in received.items():
+                        for spec in manifest.tensors:
+                            found, whole = tensors[spec.name], wholes[spec.name].contiguous()
+                            regions = keeps[rank].get(spec.name, [Region.of(whole)])
+                            assert all(each.read(found).equal(each.read(whole)) for each in regions), (rank, spec.name)
+                            assert found.isnan().sum() == found.numel() - sum(each.num_values for each in regions)
+                        kept = layout_of(manifest, transport).keeping(keeps[rank]).buckets
+                        assert counted[rank][1] <= sum(bucket.num_bytes for bucket in kept)
+                    assert len({calls for calls, _ in counted[: self.num_ranks]}) == 1
+                    # It follows from the bytes, not from the number of tensors.
+                    assert 0 < counted[0][0] <= MAX_COLLECTIVES * len(kept)
+                for end in ends:
+                    end.close()
+                model.train_step(make_batch(), TokenLoss())
+
+    @pytest.mark.usefixtures("exchanging")
+    def test_a_broken_message_and_a_lost_receiver_end_the_transfer_of_all(
+        self, ranks: RankPool, tmp_path: Path
+    ) -> None:
+        with self.open(ranks, self.write(tmp_path)) as model:
+            generation = ranks.generation
+            manifest = model.manifest(1)
+            keeps = [parts_of_engine_rank(manifest, rank, self.num_ranks) for rank in range(self.num_ranks)]
+
+            def take() -> Exception | None:
+                rank = int(threading.current_thread().name)
+                try:
+                    with open_receiver(manifest, transport, 1, CPU, keeps[rank]) as receiver:
+                        for _ in receiver:
+                            if not number and rank == 0:
+                                raise KeyError("no parameter of that name")
+                except (KeyError, WeightSyncError) as error:
+                    return error
+                return None
+
+            broken = r"received from rank \d other values than that rank sent, in "
+            for number, reason in ((1, broken), (3, broken), (0, "no parameter of that name")):
+                transport = sent_by_every_rank()
+                ranks.run(_break_message, [(number,)] * ranks.num_ranks)
+                with receiving_threads(self.num_ranks, take) as received, pytest.raises(WorkerError, match=reason):
+                    model.call("send", manifest, transport)
+                assert all(received.values())
+                assert ranks.generation == generation
+            # The next transfer is as right as any.
+            assert len(self._sent(model, manifest)) == self.num_ranks
+
+    def _sent(
+        self,
+        model: PooledModel,
+        manifest: Manifest,
+        transport: Transport | None = None,
+        ends: Sequence[ReceivingEnd] = (),
+        keeps: Sequence[Parts] = (),
+    ) -> dict[int, Received]:
+        """Send; return the tensors that each rank's receiver gets, and their digest."""
+        transport = transport or sent_by_every_rank()
+
+        def take() -> Received:
+            rank = int(threading.current_thread().name)
+            if not ends:
+                return receive(manifest, transport)
+            with ends[rank].transfer(manifest, transport, 1, keeps[rank]) as receiver:
+                tensors = {name: tensor.clone() for name, tensor in receiver}
+            return tensors, receiver.digest
+
+        with receiving_threads(self.num_ranks, take) as received:
+            digests = model.call("send", manifest, transport)
+        assert [[received[rank][1]] for rank in range(self.num_ranks)] == digests
+        return received
+
+
+def parts_of_engine_rank(manifest: Manifest, rank: int, size: int) -> Parts:
+    """Return parts that an engine rank could keep: rows or columns of a matrix, a half of them in two pieces, some
+    experts, and vectors whole."""
+    read: dict[str, list[Region]] = {}
+    shapes = {spec.name: spec.shape for spec in manifest.tensors}
+    for place, (name, shape) in enumerate(shapes.items()):
+        whole = torch.empty(shape, device="meta")
+        if ".experts." in name:
+            read[name] = [Region.of(whole)] if place % size == rank else []
+        elif len(shape) == 2:
+            dim = int(name.endswith(("o_proj.weight", "down_proj.weight")))
+            width = max(1, shape[dim] // size)
+            own = whole.narrow(dim, min(rank, shape[dim] // width - 1) * width, width)
+            halves = own.tensor_split(2, 0) if place % 2 else [own]
+            read[name] = [Region.of(each) for each in halves]
+    return parts_to_send(read, shapes)
+
+
+def _count_messages(rank: Rank, per_node: int) -> None:
+    counts = rank.held["messages"] = [0, 0, 0]
+
+    def all_to_all_single(arrived: Tensor, message: Tensor, *splits: Any) -> None:
+        counts[0] += 1
+        counts[1] += arrived.numel() * (arrived.dtype == torch.uint8)
+        dist.all_to_all_single(arrived, message, *splits)
+        if arrived.dtype == torch.uint8 and arrived.numel() and counts[2]:
+            counts[2] -= 1
+            if not counts[2]:
+                arrived[len(arrived) // 2] ^= 1
+
+    exchanging = SimpleNamespace(**{**vars(dist), "all_to_all_single": all_to_all_single})
+    patches: list[Any] = [
+        mock.patch.object(exchange, "dist", exchanging),
+        mock.patch.object(exchange, "node_name", return_value=f"node {rank.rendezvous.rank // per_node}"),
+    ]
+    rank.held["patches"] = patches
+    for each in patches:
+        each.start()
+
+
+def _stop_counting(rank: Rank) -> None:
+    for each in rank.held.pop("patches"):
+        each.stop()
+
+
+def _begin_counting(rank: Rank) -> None:
+    rank.held["messages"][:] = [0, 0, 0]
+
+
+def _counted(rank: Rank) -> tuple[int, int]:
+    """Return the number of collectives and of received bytes."""
+    calls, num_bytes, _ = rank.held["messages"]
+    return calls, num_bytes
+
+
+def _break_message(rank: Rank, number: int) -> None:
+    """Change a bit of a message that arrives on rank 0."""
+    rank.held["messages"][2] = number if rank.rendezvous.rank == 0 else 0

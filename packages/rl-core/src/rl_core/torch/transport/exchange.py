@@ -1,0 +1,306 @@
+"""Exchange of parts of tensors among the ranks that send them, each of which then has the parts for its receiver.
+
+Every rank sends and receives what `rl_core.resharding` plans, in messages between pairs of ranks. The digest of each
+message is compared with the sender's at the end, so that a value that changes on its way is noticed and the tensors
+that it may be in are named.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from math import prod
+from operator import itemgetter
+from typing import NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl_core.errors import WeightSyncError
+from rl_core.resharding import (
+    ALIGNMENT,
+    IN_PLACE,
+    Box,
+    ExchangePlan,
+    PlannedTensor,
+    Share,
+    UnplannableError,
+    Wave,
+    plan_exchange,
+)
+from rl_core.torch.transport.bucket import DTYPES, Bucket, Layout, digest_of
+from rl_core.torch.transport.digest import PendingDigest, begin_digest, read_digests
+from rl_core.weights import ITEM_BYTES
+
+MASK = 2**63 - 1
+
+Given = TypeVar("Given")
+
+MAX_SHOWN = 8
+"""Maximum number of names in an error."""
+
+
+class HeldPart(NamedTuple):
+    """Part of a tensor that a rank holds.
+
+    Args:
+        box: Place in the whole tensor.
+        values: View of the values, with the shape of the box, in whatever floating dtype the rank has.
+    """
+
+    box: Box
+    values: Tensor
+
+
+Holdings = Mapping[str, Sequence[HeldPart]]
+"""Names of tensors to the parts that a rank holds. Ranks hold equal parts or such as do not overlap, and together all
+of each tensor."""
+
+
+class OwnPiece(NamedTuple):
+    """A piece of a tensor that this rank sends or receives.
+
+    Args:
+        peer: Rank at the other end.
+        part: Place of the part that it is in, among those that this rank keeps or holds.
+        is_kept: True if the part is one that this rank keeps, False if it is one that it holds.
+        within: Slices of the part.
+    """
+
+    peer: int
+    part: int
+    is_kept: bool
+    within: tuple[slice, ...]
+
+    @property
+    def shape(self) -> list[int]:
+        """Shape of the piece."""
+        return [each.stop - each.start for each in self.within]
+
+
+class KeptPlan(NamedTuple):
+    """One rank's part of a plan, kept for the exchanges that follow.
+
+    Args:
+        keys: Digest of the parts that each rank holds and keeps.
+        waves: Waves of all ranks.
+        kind_of: Kind of each tensor.
+        pieces: Pieces that this rank sends, and those that it receives, by the kind of tensor, the wave among those of
+            the tensor, and the way.
+    """
+
+    keys: Sequence[str]
+    waves: Sequence[Wave]
+    kind_of: Sequence[int]
+    pieces: Mapping[tuple[int, int, int], tuple[list[OwnPiece], list[OwnPiece]]]
+
+
+def planned(
+    kept: KeptPlan | None, layout: Layout, holdings: Holdings, control: dist.ProcessGroup, wave_bytes: int
+) -> KeptPlan:
+    """Return the plan of an exchange, the last one if nothing has changed for any rank; collective.
+
+    Args:
+        kept: The last plan.
+        layout: Layout with the parts that this rank's receiver keeps; all ranks have the same tensors in each bucket.
+        holdings: Parts that this rank holds.
+        control: All ranks, on gloo.
+        wave_bytes: Maximum number of bytes that a rank sends, and that it receives, at one time.
+
+    Raises:
+        WeightSyncError: If the held parts do not make up the tensors, or the ranks made different plans.
+    """
+    slots = [slot for bucket in layout.buckets for slot in bucket.slots]
+    held = Share.of([part.box for part in holdings.get(slot.spec.name, ())] for slot in slots)
+    names = repr([(slot.spec, bucket.index) for bucket in layout.buckets for slot in bucket.slots])
+    parts = repr((held.choices, held.chosen.tolist(), digest_of(layout.parts), names, wave_bytes, node_name()))
+    keys = _from_all(hashlib.sha256(parts.encode()).hexdigest()[:16], control)
+    if kept is not None and kept.keys == keys:
+        return kept
+    wanted = Share.of(slot.boxes for slot in slots)
+    shares = _from_all((held, wanted, node_name()), control)
+    nodes: dict[str, int] = {}
+    try:
+        plan = plan_exchange(
+            [
+                PlannedTensor(slot.spec.shape, ITEM_BYTES[slot.spec.dtype], bucket.index)
+                for bucket in layout.buckets
+                for slot in bucket.slots
+            ],
+            [each for each, _, _ in shares],
+            [each for _, each, _ in shares],
+            [nodes.setdefault(name, len(nodes)) for _, _, name in shares],
+            wave_bytes=wave_bytes,
+        )
+    except UnplannableError as error:
+        name = slots[error.tensor].spec.name
+        raise WeightSyncError(f"{name} cannot be exchanged: {error}", (name,)) from error
+    prints = _from_all(plan.fingerprint, control)
+    if len(set(prints)) > 1:
+        raise WeightSyncError(f"the ranks made different plans of an exchange of weights: {', '.join(prints)}")
+    return KeptPlan(
+        keys, plan.waves, plan.kind_of.tolist(), dict(_own_pieces(plan, dist.get_rank(control), held, wanted))
+    )
+
+
+def _own_pieces(
+    plan: ExchangePlan, rank: int, held: Share, kept: Share
+) -> Iterator[tuple[tuple[int, int, int], tuple[list[OwnPiece], list[OwnPiece]]]]:
+    """Yield what a rank sends and receives: kind, wave and way, and the pieces."""
+    found: dict[tuple[int, int, int], tuple[list[OwnPiece], list[OwnPiece]]] = {}
+    for kind, every in enumerate(plan.kinds):
+        tensor = int((plan.kind_of == kind).argmax())
+        pieces = every.at((every.source == rank) | (every.target == rank))
+        boxes = held.boxes(tensor), kept.boxes(tensor)
+        for way, is_relayed, source, source_part, target, target_part, start, stop, wave in zip(
+            *(column.tolist() for column in pieces), strict=True
+        ):
+            sent, received = found.setdefault((kind, wave, way), ([], []))
+            for rows, own, peer, part, is_kept in (
+                (sent, source, target, source_part, bool(is_relayed)),
+                (received, target, source, target_part, True),
+            ):
+                if own == rank:
+                    corner = [first for first, _ in boxes[is_kept][part]]
+                    within = zip(start, stop, corner, strict=True)
+                    slices = tuple(slice(first - base, last - base) for first, last, base in within)
+                    rows.append(OwnPiece(peer, part, is_kept, slices))
+    yield from found.items()
+
+
+def node_name() -> str:
+    """Return a name of this process's node."""
+    return socket.gethostname()
+
+
+def _from_all(own: Given, control: dist.ProcessGroup) -> list[Given]:
+    """Return what every rank gives, in the order of ranks; collective."""
+    given: list[Given] = [own] * dist.get_world_size(control)
+    dist.all_gather_object(given, own, group=control)
+    return given
+
+
+class Exchange:
+    """One rank's part in an exchange.
+
+    Args:
+        plan: This rank's part of the plan.
+        layout: Layout with the parts that this rank's receiver keeps.
+        holdings: Parts that this rank holds.
+        device: Device of the messages.
+    """
+
+    def __init__(self, plan: KeptPlan, layout: Layout, holdings: Holdings, device: torch.device) -> None:
+        self._plan = plan
+        self._device = device
+        self._slots = [slot for bucket in layout.buckets for slot in bucket.slots]
+        self._held = [[part.values for part in holdings.get(slot.spec.name, ())] for slot in self._slots]
+        self._size = dist.get_world_size()
+        self._sent: list[tuple[int, PendingDigest]] = []
+        self._received: list[tuple[int, PendingDigest, list[str]]] = []
+        self._waves = {bucket: list(waves) for bucket, waves in groupby(plan.waves, lambda wave: wave.bucket)}
+
+    @torch.no_grad()
+    def fill(self, bucket: Bucket, buffer: Tensor) -> None:
+        """Fill the buffer of a bucket with the parts for this rank's receiver; collective over the default group.
+
+        Args:
+            bucket: Bucket of the layout.
+            buffer: uint8, at least as large as the bucket.
+        """
+        for wave in self._waves.get(bucket.index, ()):
+            kept = {tensor: self._slots[tensor].boxed(buffer) for tensor, _ in wave.tensors}
+            for tensor, number in wave.tensors:
+                sent, received = self._pieces(tensor, number, IN_PLACE)
+                for source, target in zip(sent, received, strict=True):
+                    kept[tensor][target.part][target.within].copy_(self._held[tensor][source.part][source.within])
+            for way in wave.ways:
+                self._travel(wave, way, kept)
+
+    def check(self) -> None:
+        """Compare the digests of what arrived with those of what was sent; collective over the default group.
+
+        Raises:
+            WeightSyncError: Naming the tensors of a message that arrived otherwise.
+        """
+        self._sent.sort(key=itemgetter(0))
+        self._received.sort(key=itemgetter(0))
+        own = [int(each.rpartition("-")[2], 16) for each in read_digests([found for _, found in self._sent])]
+        found = [int(each.rpartition("-")[2], 16) for each in read_digests([found for _, found, _ in self._received])]
+        counts = [[peers.count(peer) for peer in range(self._size)] for peers in self._peers()]
+        told = torch.empty(len(found), dtype=torch.int64, device=self._device)
+        # An int64 holds a digest without its highest bit.
+        message = torch.tensor([value & MASK for value in own], dtype=torch.int64, device=self._device)
+        dist.all_to_all_single(told, message, counts[1], counts[0])
+        wrong = [
+            each
+            for each, ours, theirs in zip(self._received, found, told.tolist(), strict=True)
+            if ours & MASK != theirs
+        ]
+        if wrong:
+            peer, _, names = wrong[0]
+            names = list(dict.fromkeys(name for _, _, several in wrong for name in several))
+            raise WeightSyncError(
+                f"rank {dist.get_rank()} received from rank {peer} other values than that rank sent, in "
+                f"{', '.join(names[:MAX_SHOWN])}",
+                tuple(names),
+            )
+
+    def _peers(self) -> tuple[list[int], list[int]]:
+        return [peer for peer, _ in self._sent], [peer for peer, _, _ in self._received]
+
+    def _pieces(self, tensor: int, number: int, way: int) -> tuple[list[OwnPiece], list[OwnPiece]]:
+        return self._plan.pieces.get((self._plan.kind_of[tensor], number, way), ([], []))
+
+    def _travel(self, wave: Wave, way: int, kept: Mapping[int, Sequence[Tensor]]) -> None:
+        """Send and receive the pieces of a wave on one of their ways."""
+        sides: tuple[list[tuple[int, OwnPiece]], list[tuple[int, OwnPiece]]] = ([], [])
+        for tensor, number in wave.tensors:
+            for side, pieces in zip(sides, self._pieces(tensor, number, way), strict=True):
+                side += [(tensor, piece) for piece in pieces]
+        messages, places, splits = zip(*(self._lay_out(side) for side in sides), strict=True)
+        sources = [
+            (kept[tensor] if piece.is_kept else self._held[tensor])[piece.part][piece.within]
+            for (tensor, piece), _ in places[0]
+        ]
+        _copy([place for _, place in places[0]], sources)
+        self._sent += [(peer, begin_digest(part)) for peer, part in self._by_peer(messages[0], splits[0])]
+        dist.all_to_all_single(messages[1], messages[0], splits[1], splits[0])
+        for peer, part in self._by_peer(messages[1], splits[1]):
+            names = [self._slots[tensor].spec.name for (tensor, piece), _ in places[1] if piece.peer == peer]
+            self._received.append((peer, begin_digest(part), list(dict.fromkeys(names))))
+        targets = [kept[tensor][piece.part][piece.within] for (tensor, piece), _ in places[1]]
+        _copy(targets, [place for _, place in places[1]])
+
+    def _lay_out(
+        self, side: list[tuple[int, OwnPiece]]
+    ) -> tuple[Tensor, list[tuple[tuple[int, OwnPiece], Tensor]], list[int]]:
+        """Return a message to or from all ranks, the place of each piece in it, and the bytes for each rank."""
+        side.sort(key=lambda each: each[1].peer)
+        splits, starts, end = [0] * self._size, [], 0
+        for tensor, piece in side:
+            size = prod(piece.shape) * ITEM_BYTES[self._slots[tensor].spec.dtype]
+            size = -(-size // ALIGNMENT) * ALIGNMENT
+            starts.append(end)
+            splits[piece.peer] += size
+            end += size
+        message = torch.zeros(end, dtype=torch.uint8, device=self._device)
+        places = []
+        for (tensor, piece), start in zip(side, starts, strict=True):
+            spec = self._slots[tensor].spec
+            size = prod(piece.shape) * ITEM_BYTES[spec.dtype]
+            place = message[start : start + size].view(DTYPES[spec.dtype]).view(piece.shape)
+            places.append(((tensor, piece), place))
+        return message, places, splits
+
+    def _by_peer(self, message: Tensor, splits: list[int]) -> list[tuple[int, Tensor]]:
+        return [(peer, part) for peer, part in enumerate(message.split(splits)) if part.numel()]
+
+
+def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy tensors to others of the same shapes, in one call: there are thousands of small ones."""
+    if targets:
+        torch._foreach_copy_(targets, sources)
