@@ -36,6 +36,12 @@ def problems(reward, **judges):
     return list(judge_problems(config))
 
 
+def test_a_judge_does_not_have_the_name_of_a_parameter_of_reward_functions():
+    (problem,) = problems({"judge": "critic"}, messages=ENDPOINT)
+    assert problem.key == "judges.messages"
+    assert "parameter that every reward function may have" in str(problem)
+
+
 def test_every_kind_has_its_type_in_algorithms_with_rollouts_and_in_evaluation():
     judges = {"critic": ENDPOINT, "own": GENERATOR, "rm": MODEL}
     for plugin in (GRPO, EVALUATION):

@@ -115,6 +115,7 @@ from rl_core.environments.instance import unknown_environment as unknown_environ
 from rl_core.environments.messages import read_results as read_results
 from rl_core.environments.messages import write_results as write_results
 from rl_core.environments.pool import EnvironmentPool as EnvironmentPool
+from rl_core.environments.reward_function import OFFERED as OFFERED
 from rl_core.environments.rewards import RewardSum as RewardSum
 from rl_core.environments.trial import Attempt as Attempt
 from rl_core.environments.trial import Trial as Trial

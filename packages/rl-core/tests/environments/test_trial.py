@@ -5,6 +5,7 @@ import pickle
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -52,6 +53,21 @@ def test_rewards_that_can_be_used_pass(trial):
     ]
     verdict = try_out(several)
     assert (verdict.problems, verdict.warnings) == ([], [])
+
+
+def test_judges_are_not_asked_and_a_function_that_asks_one_is_not_judged_by_what_follows(trial):
+    asks = "async def score(response, critic):\n    return await critic.ask(response)\n"
+    broken = "async def score(response, critic):\n    return (await critic.ask(response)) + nothing\n"
+    never = "async def score(response, critic):\n    return nothing\n"
+    tried = [replace(trial(text), judges=("critic",)) for text in (asks, broken)]
+    verdict = try_out(tried)
+    assert (verdict.problems, verdict.warnings) == ([], [])
+    [problem] = try_out([replace(trial(never), judges=("critic",))]).problems
+    assert "NameError" in problem
+    [problem] = try_out([trial(asks)]).problems
+    assert "asks for 'critic'" in problem
+    [problem] = try_out([replace(trial("def score(response, critic): ..."), judges=("critic",))]).problems
+    assert "make it an async function" in problem
 
 
 def test_a_notebook_tries_environments_in_its_running_loop(trial):

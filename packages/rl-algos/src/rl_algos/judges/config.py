@@ -12,6 +12,7 @@ from rl_algos.judges.answers import REQUEST_TOKENS
 from rl_algos.judges.rubrics import Rubric
 from rl_core.config import Config, PathText, Problem, ProblemError, WhenChanged, did_you_mean, is_changed
 from rl_core.environments.config import EnvironmentConfig
+from rl_core.environments.reward_function import OFFERED
 from rl_core.model_config import ModelConfig
 
 JUDGES = "judges"
@@ -229,6 +230,9 @@ def judge_sections(config: JudgesRoot) -> dict[str, JudgeConfig]:
 def judge_problems(config: JudgesRoot) -> Iterator[Problem]:
     """Yield the problems of rewards by judges with the judges."""
     judges = judge_sections(config)
+    for name in [name for name in judges if name in OFFERED]:
+        reason = "is the name of a parameter that every reward function may have"
+        yield Problem(f"judges.{name}", reason, remedy="Give the judge another name")
     for name, section in dict(config.env).items():
         if not isinstance(section, EnvironmentConfig):
             continue
