@@ -319,6 +319,11 @@ def test_functions_of_the_user_translate_actions_and_observations(tmp_path):
     with served(openenv(counting)) as url:
         config = OpenEnvConfig(url=url, action=f"{file}:action", message=f"{file}:message")
         first, second = play(OpenEnvEnvironment(config), "no", "four")
+        wrong = tmp_path / "wrong.py"
+        wrong.write_text("def action(text):\n    return {'text': {text}} if text == 'set' else None\n")
+        for text in ("set", "none"):
+            [failure] = play(OpenEnvEnvironment(OpenEnvConfig(url=url, action=f"{wrong}:action")), text)
+            assert "action returns an action as a dict of JSON values, got" in failure.reason
     assert said(first) == ["Error: say yes"]
     assert said(second) == ["AT 7"]
 

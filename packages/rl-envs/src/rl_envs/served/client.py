@@ -13,7 +13,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 import aiohttp
 
-MAX_ANSWER = 16 * 2**20
+MAX_ANSWER = 4 * 2**20
 """Maximum number of bytes of an answer."""
 MAX_REASON = 300
 """Maximum number of characters that a server adds to a message about its failure."""

@@ -226,9 +226,12 @@ class OpenEnvEnvironment(ServedEnvironment[OpenEnvConfig, OpenEnvPlay]):
                 action = called(self._read_action, text)
             except ValueError as error:
                 raise RefusedAction(str(error)[:MAX_REASON]) from None
-            if not isinstance(action, Mapping):
-                raise WrongAnswer(f"{self._config.action} returns an action as a dict, got {action!r:.100}")
-            return action
+            try:
+                written: Mapping[str, Any] = json.loads(json.dumps(dict(action)))
+            except (TypeError, ValueError):
+                problem = f"{self._config.action} returns an action as a dict of JSON values, got {action!r:.100}"
+                raise WrongAnswer(problem) from None
+            return written
         match form.kind:
             case "string":
                 return {form.name: text.strip()}
