@@ -26,6 +26,7 @@ def config(endpoint, **settings):
 def ask(script, questions, *, speed=1.0, folder=None, spent=None, port=0, **settings):
     """Ask an endpoint that follows a script; returns the verdicts, or the error, and the endpoint."""
     clock = JudgeClock(speed)
+    settings.setdefault("timeout_s", 30 * speed)
     endpoint = ScriptedEndpoint(script, clock)
 
     async def run():
@@ -76,7 +77,7 @@ def test_no_limit_is_exceeded_and_no_answer_is_lost_in_a_storm_of_failures(seed)
         [question(f"Question {number}", SCORE) for number in range(150)],
         speed=clock.speed,
         limits=limits,
-        timeout_s=60.0,
+        timeout_s=150.0,
     )
     assert [verdict.failure for verdict in verdicts] == [""] * 150
     assert {verdict.value["score"] for verdict in verdicts} == {0.5}
@@ -146,6 +147,13 @@ def test_an_endpoint_that_always_has_too_many_requests_costs_an_hour():
     (verdict,), endpoint, _ = ask(script, [question("?")], speed=60_000.0)
     assert verdict.failure == "HTTP 429, and asks to wait for 590 s, after 3540 s of waiting"
     assert len(endpoint.asked) == 7
+
+
+def test_waits_stop_growing():
+    script = lambda asked, request: web.Response(status=429)  # noqa: E731
+    (verdict,), endpoint, _ = ask(script, [question("?")], speed=60_000.0)
+    assert "of waiting" in verdict.failure
+    assert 120 < len(endpoint.asked) < 250
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 422])

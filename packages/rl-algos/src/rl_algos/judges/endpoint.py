@@ -90,7 +90,7 @@ class EndpointJudge:
                     return await self._answer(body, request)
             except _TryAgain as error:
                 failed = error
-            growing_s = min(_FIRST_WAIT_S * 2 ** (num_sent - 1), _MAX_WAIT_S) * random.uniform(0.5, 1.0)
+            growing_s = min(_FIRST_WAIT_S * 2 ** min(num_sent - 1, 16), _MAX_WAIT_S) * random.uniform(0.5, 1.0)
             if failed.is_limit or failed.pause_s is not None:
                 # The limit is the endpoint's, not the question's: all questions wait, and it is not a failed try.
                 pause_s = growing_s if failed.pause_s is None else max(failed.pause_s, _FIRST_WAIT_S)
