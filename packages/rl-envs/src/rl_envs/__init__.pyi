@@ -32,6 +32,7 @@ from rl_envs.sandbox.config import SandboxConfig as SandboxConfig
 from rl_envs.sandbox.machines import MachineRequest as MachineRequest
 from rl_envs.sandbox.machines import SandboxService as SandboxService
 from rl_envs.sandbox.machines import ServiceSandbox as ServiceSandbox
+from rl_envs.sandbox.machines import run_with_files as run_with_files
 from rl_envs.sandbox.program import Limits as Limits
 from rl_envs.sandbox.program import Outcome as Outcome
 from rl_envs.sandbox.program import Program as Program
