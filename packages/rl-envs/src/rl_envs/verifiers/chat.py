@@ -1,4 +1,4 @@
-"""The harness `rl_envs.verifiers.chat`: verifiers' chat with tools, in the process of the rollout.
+"""The harness `rl_chat`: verifiers' chat with tools, in the process of the rollout.
 
 Verifiers' `null` starts the same program in another Python for each rollout, which takes a second of processor time.
 """

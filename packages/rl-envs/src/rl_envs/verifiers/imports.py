@@ -8,8 +8,8 @@ import re
 import sys
 from pathlib import Path
 
-CHAT = "rl_envs.verifiers.chat"
-"""Id of the harness of agents that have none."""
+CHAT = "rl_chat"
+"""Id of the harness of agents that have none, which is in `rl_envs.verifiers.chat`."""
 
 _NAME = re.compile(r"[a-z_][a-z0-9_]*")
 
@@ -37,8 +37,9 @@ def importable_id(id: str) -> str:
         if found is None or not os.path.samefile(found, path):
             raise ImportError(f"{path.name} has the name of another module ({found}); rename it")
         return path.stem
-    if "." not in id:
+    module = "rl_envs.verifiers.chat" if id == CHAT else id
+    if "." not in module:
         return id
-    name = "in_" + re.sub(r"\W", "_", id).lower()
-    sys.modules[name] = importlib.import_module(id)
+    name = re.sub(r"\W", "_", id).lower()
+    sys.modules[name] = importlib.import_module(module)
     return name
