@@ -33,6 +33,7 @@ LONG = (
     "docs/agents.md",
     "docs/data-formats.md",
     "docs/debugging.md",
+    "docs/live-learning.md",
     "docs/recipes-and-config.md",
     "docs/resume-and-checkpoints.md",
     "docs/several-agents.md",
