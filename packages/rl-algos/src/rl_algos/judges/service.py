@@ -217,7 +217,8 @@ class JudgeService:
         self._counts[judge, "tokens"] += answer.num_tokens
         if cache is not None and not answer.is_final:
             entry = CachedAnswer(answer.text, answer.failure, "" if _is_readable(answer, question) else self._run)
-            await asyncio.to_thread(cache.write, identity, question.digest, entry)
+            # Nothing else runs before the answer is kept, so that a kill loses no more answers than may be in progress.
+            cache.write(identity, question.digest, entry)
         return answer, False
 
 
