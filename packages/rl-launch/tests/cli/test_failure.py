@@ -13,8 +13,9 @@ from rl_process import RL
 from typer.testing import CliRunner
 
 from rl_core.errors import ConfigError, FailureOrigin, RLError, WorkerError
+from rl_core.rollouts.judging import JudgeBudgetSpent
 from rl_launch.cli.app import app
-from rl_launch.cli.failure import explained, reported, resumable
+from rl_launch.cli.failure import UNFINISHED, explained, reported, resumable
 from rl_launch.commands import train
 from rl_launch.commands.train import TrainOutcome
 from rl_launch.placement.bundles import DevicesLost
@@ -99,3 +100,11 @@ def test_a_broken_pipe_to_a_worker_is_a_failure(capsys):
 )
 def test_a_limit_of_memory_or_threads_is_named(error):
     assert "limit of memory, processes or threads" in explained(error, None)
+
+
+def test_a_spent_budget_of_a_judge_is_a_message_and_the_exit_code_of_a_run_to_resume(capsys):
+    said = "judges.critic.limits.max_total_tokens is spent. Increase it, and run the same command again"
+    with pytest.raises(typer.Exit) as ending, reported():
+        raise JudgeBudgetSpent(said)
+    assert ending.value.exit_code == UNFINISHED
+    assert capsys.readouterr().err == f"error: {said}\n"

@@ -62,7 +62,7 @@ class CommandFailure:
 @contextmanager
 def reported(*, shows_logs: bool = False, verbose: bool = False) -> Iterator[CommandFailure]:
     """Turn an error into a message and an exit code: 2 for an error that the user can fix, 75 for a run that can be
-    resumed when the cluster has its devices again, 1 for a failed run.
+    resumed when the cluster has its devices again, or with a larger budget of a judge, 1 for a failed run.
 
     Args:
         shows_logs: True to show log messages from the beginning.
@@ -87,7 +87,8 @@ def reported(*, shows_logs: bool = False, verbose: bool = False) -> Iterator[Com
         from rl_launch.placement.bundles import DevicesLost
 
         _say(explained(error, failure.run_dir))
-        code = UNFINISHED if isinstance(error, DevicesLost | JudgeBudgetSpent) else _WRONG_USE if _is_users(error) else _FAILED
+        is_resumable = isinstance(error, DevicesLost | JudgeBudgetSpent)
+        code = UNFINISHED if is_resumable else _WRONG_USE if _is_users(error) else _FAILED
         raise typer.Exit(code) from None
 
 
