@@ -122,7 +122,7 @@ def recipe_schema(of: str | None = None) -> dict[str, Any]:
         if "env" in root.model_fields:
             # environments of any name that state their `type`, with any settings, which the class checks, or `rewards`
             section: Any = root.model_fields["env"].annotation
-            own = {"type": "object", "properties": {"type": {"type": "string"}}}
+            own: dict[str, Any] = {"type": "object", "properties": {"type": {"type": "string"}}}
             own["anyOf"] = [{"required": ["type"]}, schema.section(EnvironmentConfig) | {"required": ["rewards"]}]
             schema.definition(section)["additionalProperties"] = own
     _add_dataset_settings(schema)

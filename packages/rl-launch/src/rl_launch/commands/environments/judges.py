@@ -61,7 +61,9 @@ def _finding(given: GivenEnvironment, name: str, texts: Sequence[str], group: Se
 
     rewards = [each[name] for each in asyncio.run(asked())]
     if failure := next((each.failure for each in rewards if each.failure), ""):
-        return Finding("judge", f"{name}: {failure}", "failed", "a rollout without a verdict fails; see docs/checking-judges.md")
+        return Finding(
+            "judge", f"{name}: {failure}", "failed", "a rollout without a verdict fails; see docs/checking-judges.md"
+        )
     values = [float(each.value or 0) for each in rewards]
     shown = ", ".join(f"{value:g} for {text!r:.40}" for value, text in zip(values, texts, strict=True))
     if len(set(values)) == 1:
