@@ -5,6 +5,7 @@ faults. Results are compared with a plain run on the CPU.
 import pytest
 from logical_cluster import LogicalCluster
 from runs import NUM_PROMPTS, Run, assert_same, logs_of, rollouts_of, steps_of
+from test_judges import reward_model
 
 from rl_core.testing.exhaustive import exhaustive
 
@@ -123,3 +124,28 @@ def test_a_run_folder_that_a_node_does_not_see_is_refused(sft, cluster, tmp_path
     assert unshared.address in run.output
     assert "run_dir" in run.output
     assert "Traceback" not in run.output
+
+
+@exhaustive
+def test_a_reward_model_gives_the_same_rewards_on_shared_devices_and_on_its_own(grpo, tmp_path):
+    judge = f"judges.right={{kind: reward_model, model_name: {reward_model(tmp_path / 'rm')}, precision: float32}}"
+    judged = (judge, "env.scored={rewards: {score: {judge: right}}}", "data.train.env_name=scored")
+    arguments = (*grpo, "grpo.max_num_steps=3", HF, *judged, "cluster.device=rehearsal", FOUR)
+    # The policy has one node in both.
+    apart = ("judges.right.colocated.enabled=false", "judges.right.colocated.resources.num_nodes=1")
+    runs = {"shared": ("cluster.num_nodes=1",), "apart": ("cluster.num_nodes=2", *apart)}
+    found = []
+    for name, placement in runs.items():
+        run = Run.start(tmp_path / name, *arguments, *placement)
+        run.finish()
+        weights = (run.folder / "checkpoints/step_3/hf/model.safetensors").read_bytes()
+        rewards = [
+            (row["prompt_id"], row["index"], row["rewards"])
+            for rows in rollouts_of(run.folder).values()
+            for row in rows
+        ]
+        found.append((sorted(rewards, key=str), weights))
+    (rewards, weights), (others, other_weights) = found
+    assert len({row["score"] for _, _, row in rewards}) > 10
+    assert rewards == others
+    assert weights == other_weights

@@ -139,3 +139,8 @@ def num_layouts(rank: Rank) -> int:
     """Undo `count_layouts`, with what it counted."""
     layout.Segments.__init__ = rank.held.pop("segments")
     return rank.held.pop("num_layouts")
+
+
+def shares_prefix(rank: Rank) -> bool:
+    """Return whether the model in this process computes the tokens that rows begin with once."""
+    return all(chunk.shares_prefix for chunk in rank.held[HELD]._model.sharded.chunks)
