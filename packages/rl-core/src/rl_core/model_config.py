@@ -343,8 +343,8 @@ class ModelConfig(Config):
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     """Maximum norm of the gradients, which are clipped to it; null does not clip."""
     max_skipped_steps: Annotated[int, WhenChanged.RESUME] = Field(default=10, ge=0)
-    """Maximum number of consecutive optimizer steps that may be skipped because their gradient is not finite, or its norm
-    above `skipped_grad_norm`. One more ends the run; 0 ends it at the first."""
+    """Maximum number of consecutive optimizer steps that may be skipped because their gradient is not finite, or because
+    its norm is above `skipped_grad_norm`. One more ends the run; 0 ends it at the first."""
     skipped_grad_norm: Annotated[float | None, WhenChanged.RESUME] = Field(default=None, gt=0)
     """Norm of the gradients above which an optimizer step is skipped; null skips only steps whose gradient is not
     finite. A guardrail with `action: skip_step` sets it."""
@@ -676,10 +676,12 @@ class GenerationConfig(Config):
     at a time, for generators that share only a file system with the policy. `auto`: `ipc` if memory is shared,
     otherwise `collective`."""
     weight_sync_encoding: Annotated[WeightSyncEncoding, WhenChanged.RESUME] = "full"
-    """Values that a weight update sends over `collective` or `disk`. `full`: all values. `changes`: the values whose
+    """Values that a weight update sends. `full`: all values. `changes`, over `collective` or `disk`: the values whose
     bits changed since the previous update, and all values to a replica that joins or was restarted. In bfloat16 a step
     changes few of them, which helps on slow links. This costs host memory: a full copy of the weights on the first rank
-    of the policy and on every rank of the generators."""
+    of the policy and on every rank of the generators. `parts`, over `ipc`: the ranks of the policy exchange only the
+    parts of tensors that the engine rank on each GPU keeps, and none puts together a whole tensor. It is not tested on
+    GPUs yet."""
     lora_sync: Annotated[Literal["merged", "adapter"], WhenChanged.RESUME] = "merged"
     """Form of weights with low-rank adapters (`policy.lora_cfg`) on their way to the generators. `merged`: all weights
     at every step, with the adapters merged into them. `adapter`: the weights once, and from then on only the adapters,

@@ -14,8 +14,9 @@ TransportKind = Literal["ipc", "collective", "disk"]
 """The way weights travel: CUDA's interprocess handles, collectives, or files."""
 WeightSyncChoice = Literal["auto", "ipc", "collective", "disk"]
 """A kind of transport, or the one that fits the places of policy and generators."""
-WeightSyncEncoding = Literal["full", "changes"]
-"""Values that a weight update carries: all of them, or only those that changed since the one before."""
+WeightSyncEncoding = Literal["full", "changes", "parts"]
+"""Values that a weight update carries: all of them, only those that changed since the one before, or, of every tensor,
+only the parts that each engine rank keeps, which the ranks of the policy exchange beforehand."""
 WeightForm = Literal["merged", "factored", "adapter"]
 """Form of sent weights of a model with low-rank adapters: the adapters merged into the weights, the weights as they are
 followed by the factors of the adapters, or only these factors. Without adapters there is only `merged`."""

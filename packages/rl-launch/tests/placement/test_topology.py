@@ -177,6 +177,13 @@ def test_a_transport_that_cannot_work_is_refused(topology, got, allowed):
     assert (problem.got, problem.allowed) == (got, allowed)
 
 
+def test_the_encoding_parts_needs_shared_memory():
+    (problem,) = weight_sync_problems(make(policy(), generation(apart(gpus=2)), encoding="parts"))
+    assert problem.key == "policy.generation.weight_sync_encoding"
+    assert problem.got == "parts"
+    assert not list(weight_sync_problems(make(policy(), generation(), encoding="parts")))
+
+
 def test_the_encoding_changes_needs_a_transport_over_the_network():
     (problem,) = weight_sync_problems(make(policy(), generation(), encoding="changes"))
     assert problem.key == "policy.generation.weight_sync_encoding"

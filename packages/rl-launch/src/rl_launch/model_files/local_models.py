@@ -42,8 +42,8 @@ WARMED_UP: Mapping[str, str] = {
     "tiny-vision-sft": "sft-vlm-tiny",
     "tiny-arithmetic-rm": "rm-tiny",
 }
-"""The same models after a recipe, by name: after supervised fine-tuning they get some rows right, so that rewards differ
-from the first step; one is a reward model."""
+"""The same models after a recipe, by name: after supervised fine-tuning they get some rows right, so that rewards
+differ from the first step; one is a reward model."""
 
 MADE_HERE = frozenset({TINY, TINY_VISION, *WARMED_UP})
 """Names of the models that are made on this machine."""

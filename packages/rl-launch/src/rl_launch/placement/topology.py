@@ -206,6 +206,10 @@ def weight_sync_problems(topology: Topology) -> Iterator[Problem]:
         reason = "saves network traffic, but the policy and the generators share memory (weight_sync=ipc)"
         remedy = f"Set it to full, or set {key} to disk"
         yield Problem(f"{key}_encoding", reason, got="changes", remedy=remedy)
+    if topology.weight_sync_encoding == "parts" and topology.transport_of("policy") != "ipc":
+        reason = "is for a policy and generators that share memory (weight_sync=ipc)"
+        remedy = "Set it to full; over collective, ranks of engines receive their parts anyway"
+        yield Problem(f"{key}_encoding", reason, got="parts", remedy=remedy)
 
 
 def replica_bound_problems(topology: Topology) -> Iterator[Problem]:

@@ -289,7 +289,7 @@ class Runtime:
                 residency=self._residency if takes_turns else None,
                 gives_way=takes_turns and topology.takes_turns(GENERATION),
                 bucket_bytes=topology.device.bucket_bytes,
-                sends_changes=topology.weight_sync_encoding == "changes",
+                encoding=topology.weight_sync_encoding,
                 timeout_s=timeout_s,
             )
 

@@ -26,7 +26,7 @@ from rl_core.ray.calls import settle
 from rl_core.ray.model import RemoteModel
 from rl_core.rollouts.delivery import Delivery, Taken
 from rl_core.tracing import spans
-from rl_core.weights import Manifest, Transport, TransportKind, WeightForm, WeightTarget
+from rl_core.weights import Manifest, Transport, TransportKind, WeightForm, WeightSyncEncoding, WeightTarget
 from rl_launch.placement.residency import TenantResidency
 from rl_launch.runtime.replica import Replica
 
@@ -55,7 +55,7 @@ class WeightTransfer:
         gives_way: True if the sender shares devices with replicas, and frees them for the replicas part by part.
         bucket_bytes: Maximum number of bytes in flight at a time.
         tenant: Role that holds the devices if it is not the target: a draft head shares the devices of its policy.
-        sends_changes: True if a transfer carries only the changes since the previous one, to the same replicas.
+        encoding: Values that a transfer carries.
         timeout_s: Timeout in seconds of each phase.
     """
 
@@ -70,7 +70,7 @@ class WeightTransfer:
         gives_way: bool,
         bucket_bytes: int,
         tenant: str = "",
-        sends_changes: bool = False,
+        encoding: WeightSyncEncoding = "full",
         timeout_s: float = SYNC_TIMEOUT_S,
     ) -> None:
         self.model = model
@@ -81,7 +81,7 @@ class WeightTransfer:
         self._meet = meet
         self._residency = residency
         self._gives_way = gives_way
-        self._sends_changes = sends_changes
+        self._encoding: WeightSyncEncoding = encoding
         self._timeout_s = timeout_s
         self._manifests: dict[WeightForm, Manifest] = {}
         self._transport: Transport | None = None
@@ -100,7 +100,9 @@ class WeightTransfer:
         """Return the manifest of a form. The model makes it only once, because versions differ only in their values."""
         if form not in self._manifests:
             self._manifests[form] = self.model.manifest(version, form)
-        return replace(self._manifests[form], version=version, target=self._target)
+        made = self._manifests[form]
+        by_parts = made.is_held_in_parts and self._encoding == "parts"
+        return replace(made, version=version, target=self._target, is_held_in_parts=by_parts)
 
     def send(
         self,
@@ -202,7 +204,7 @@ class WeightTransfer:
             bucket_bytes=self.bucket_bytes,
             every_rank_sends=per_gpu,
             timeout_s=self._timeout_s,
-            sends_changes=self._sends_changes,
+            sends_changes=self._encoding == "changes",
         )
 
 
