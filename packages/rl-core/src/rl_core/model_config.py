@@ -343,8 +343,8 @@ class ModelConfig(Config):
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     """Maximum norm of the gradients, which are clipped to it; null does not clip."""
     max_skipped_steps: Annotated[int, WhenChanged.RESUME] = Field(default=10, ge=0)
-    """Maximum number of consecutive optimizer steps that may be skipped because their gradient is not finite, or because
-    its norm is above `skipped_grad_norm`. One more ends the run; 0 ends it at the first."""
+    """Maximum number of consecutive optimizer steps that may be skipped because their gradient is not finite or its
+    norm is above `skipped_grad_norm`. One more ends the run; 0 ends it at the first."""
     skipped_grad_norm: Annotated[float | None, WhenChanged.RESUME] = Field(default=None, gt=0)
     """Norm of the gradients above which an optimizer step is skipped; null skips only steps whose gradient is not
     finite. A guardrail with `action: skip_step` sets it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 import os
 import secrets
@@ -17,9 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import numpy as np
-
-from rl_algos.rollouts.driver.saved import turns_from, turns_state
+from rl_algos.rollouts.driver.saved import packed_turns, unpacked_turns
 from rl_core.rollouts.pool import RolloutTurns
 from rl_core.rollouts.rollout import Completion
 
@@ -194,7 +191,7 @@ class ConversationStore:
                 "SELECT dialect, body, answer, digest, completions FROM calls WHERE conversation = ? ORDER BY number"
             )
             return [
-                KeptCall(dialect, zlib.decompress(body), answer, digest, _unpacked(completions))
+                KeptCall(dialect, zlib.decompress(body), answer, digest, unpacked_turns(completions)[0].completions)
                 for dialect, body, answer, digest, completions in self._read(fields, id)
             ]
 
@@ -202,7 +199,13 @@ class ConversationStore:
 
     async def keep(self, id: str, call: KeptCall) -> bool:
         """Keep a call of an open conversation, whose deadline begins anew. Return False if it has ended meanwhile."""
-        values = (call.dialect, zlib.compress(call.body, 1), call.answer, call.digest, _packed(call.completions))
+        values = (
+            call.dialect,
+            zlib.compress(call.body, 1),
+            call.answer,
+            call.digest,
+            packed_turns([RolloutTurns(call.completions)]),
+        )
 
         def kept() -> bool:
             with self._transaction():
@@ -383,23 +386,3 @@ class _Transaction:
 def _conversation(row: Sequence[Any]) -> KeptConversation:
     id, task, outcome, rewards = row
     return KeptConversation(id, task, outcome, json.loads(rewards) if rewards else {})
-
-
-def _packed(completions: Mapping[str, Completion]) -> bytes:
-    """Return completions as bytes: JSON, and arrays without pickles."""
-    state = dict(turns_state([RolloutTurns(completions)]))
-    arrays = {name: state.pop(name) for name, value in [*state.items()] if isinstance(value, np.ndarray)}
-    arrays |= {f"routed_experts/{name}": value for name, value in state.pop("routed_experts").items()}
-    file = io.BytesIO()
-    np.savez_compressed(file, state=np.frombuffer(json.dumps(state).encode(), np.uint8), **arrays)
-    return file.getvalue()
-
-
-def _unpacked(packed: bytes) -> Mapping[str, Completion]:
-    with np.load(io.BytesIO(packed), allow_pickle=False) as arrays:
-        state = json.loads(arrays["state"].tobytes())
-        named = {name: arrays[name] for name in arrays.files if name != "state"}
-    prefix = "routed_experts/"
-    state["routed_experts"] = {name.removeprefix(prefix): named[name] for name in named if name.startswith(prefix)}
-    (turns,) = turns_from({**state, **{name: value for name, value in named.items() if not name.startswith(prefix)}})
-    return turns.completions

@@ -451,12 +451,12 @@ class RolloutNeeds:
         opponents: Weights that play against the policy.
         sample_prompts: Token ids of the data's first prompts, for engines to prove that they compute what the policy
             computes; random tokens are used without them.
-    """
-
         judges: Settings of the language models that judge, by name.
         judged: Rewards by these judges, by environment and reported name.
         scored: Environments whose rollouts reward models score.
         changes_under_way: True if the weights may change while rollouts are under way.
+    """
+
     program: str | FromFile
     program_args: Mapping[str, Any]
     environments: frozenset[str]

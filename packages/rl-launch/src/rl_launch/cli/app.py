@@ -102,6 +102,7 @@ for command, own_name in (
     (run_commands.show, None),
     (run_commands.view, None),
     (run_commands.stacks, None),
+    (run_commands.replay, None),
     (training_commands.worker_envs, None),
     (training_commands.sweep, None),
     (model_commands.push, None),

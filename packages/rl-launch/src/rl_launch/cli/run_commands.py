@@ -3,17 +3,57 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import typer
+
 from rl_launch.cli.failure import reported
-from rl_launch.cli.options import AsJson, argument, option, write_json
+from rl_launch.cli.options import AsJson, argument, keys, option, write_json
 
 if TYPE_CHECKING:
     from rl_launch.session.directory.run_folder import RunFolder
     from rl_launch.show.images import Line
     from rl_launch.show.selection import Selection
+
+
+def replay(
+    step: Annotated[str, argument("RUN:STEP", "Step of a run that was trained with logger.replay_enabled=true.")],
+    overrides: Annotated[list[str] | None, keys("Config keys to change, for a what-if beside the real step.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a step of a run again, and show the first stage that differs: rollouts, rewards, advantages, logprobs, loss,
+    gradient, update.
+
+    It begins with the newest checkpoint before the step, takes the recorded completions instead of sampling, and does
+    all else again. On the CPU nothing differs; with changed keys the stages show what they change.
+
+    The exit code is 1 if something differs and no key was changed.
+
+    With --json: {"schema": 1, "run", "step", "checkpoint", "folder", "missing", "changed", "stages": [{"name",
+    "num_compared", "differences": [{"what", "recorded", "replayed"}, ...]}, ...]}.
+    """
+    with reported(shows_logs=True):
+        from rl_launch.commands.replay import replay as make
+
+        report = make(step, overrides or ())
+        if as_json:
+            write_json({"schema": 1, **asdict(report)})
+        else:
+            for stage in report.stages:
+                count = f"{len(stage.differences)} of {stage.num_compared} values differ"
+                sys.stdout.write(
+                    f"{stage.name}: {count if stage.differences else f'{stage.num_compared} values equal'}\n"
+                )
+            if report.missing:
+                sys.stdout.write(f"{report.missing} groups were not recorded and have been sampled\n")
+            if report.first is not None:
+                sys.stdout.write(f"first difference, in {report.first.name}: {report.first.differences[0]}\n")
+            sys.stdout.write(f"{report.folder}\n")
+        if report.first is not None and not report.changed:
+            raise typer.Exit(1)
 
 
 def runs(

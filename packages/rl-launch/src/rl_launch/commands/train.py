@@ -10,14 +10,16 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rl_algos.rollouts.recorded import RecordedPool
 from rl_core.config import as_written, to_yaml
 from rl_core.errors import RLError
 from rl_core.plugins import export_suffixes
+from rl_core.rollouts.pool import RolloutPool, RolloutTurns
 from rl_launch.commands.preparation import DATA_CHECKS, FOLDER, START_CHECKS, Preparation
 from rl_launch.model_files.local_models import (
     TINY,
@@ -80,8 +82,37 @@ class TrainOutcome(NamedTuple):
             raise SystemExit(128 + self.stop_signal)
 
 
+@dataclass
+class ReplayedSteps:
+    """Steps that are made again with recorded completions.
+
+    Args:
+        turns: Turns by the key of their group.
+        last: The last step that is made.
+        missing: Prompts of groups that were sampled, because they were not recorded.
+    """
+
+    turns: Mapping[str, tuple[RolloutTurns, ...]]
+    last: int
+    missing: list[str] = field(default_factory=list)
+
+    def pool(self, pool: RolloutPool | None) -> RolloutPool | None:
+        """Return a pool whose groups take the recorded completions."""
+        if pool is None:
+            return None
+        recorded = RecordedPool(pool, self.turns)
+        self.missing = recorded.missing
+        return recorded
+
+
 def train(
-    plan: RunPlan, *, run_dir: str | Path, title: str = "", fresh: bool = False, branch_point: BranchPoint | None = None
+    plan: RunPlan,
+    *,
+    run_dir: str | Path,
+    title: str = "",
+    fresh: bool = False,
+    branch_point: BranchPoint | None = None,
+    replayed: ReplayedSteps | None = None,
 ) -> TrainOutcome:
     """Run the configured algorithm in a run directory, or resume the run that it holds. A run that lost a model worker
     or a node resumes from its newest checkpoint, on the remaining nodes. A finished run is left as it is.
@@ -94,6 +125,7 @@ def train(
         title: Shown with the progress.
         fresh: Refuse to resume an earlier run.
         branch_point: The run and step that a new run starts from.
+        replayed: Steps of that run that are made again; None to sample.
 
     Raises:
         ConfigError, DataError, RunDirectoryError, WorkerEnvironmentError: Before anything is started.
@@ -129,11 +161,12 @@ def train(
             observer=monitoring.observer,
             restarts=lambda: restoration.goes_on,
             guardrails=guardrails,
+            last_step=None if replayed is None else replayed.last,
         )
         start = partial(sessions, fresh=fresh)
         while True:
             try:
-                return _run(run, start, restoration, monitoring)
+                return _run(run, start, restoration, monitoring, replayed)
             except GuardrailRestart as restart:
                 plan = _changed(plan, restart.event, guardrails, folder)
                 callbacks, pusher = run.callbacks, run.pusher
@@ -150,7 +183,11 @@ def train(
 
 
 def _run(
-    run: Preparation, start: Callable[..., RunSession], restoration: Restoration, monitoring: RunMonitoring
+    run: Preparation,
+    start: Callable[..., RunSession],
+    restoration: Restoration,
+    monitoring: RunMonitoring,
+    replayed: ReplayedSteps | None,
 ) -> TrainOutcome:
     restoration.goes_on = False
     run.take(START_CHECKS)
@@ -190,6 +227,8 @@ def _run(
             held.enter_context(restoration.judging(session, runtime.nodes.lost))
             components = runtime.components(run.data, needs, vocabulary=len(run.tokenizer))
             components = replace(components, evaluation=run.evaluated)
+            if replayed is not None:
+                components = replace(components, pool=replayed.pool(components.pool))
             observe_steps(session, config.profiling, runtime.processes, runtime.profiled, held)
         if runtime.rollout_pool is not None:
             session.write_rollouts_by(runtime.rollout_pool.write_rollouts)

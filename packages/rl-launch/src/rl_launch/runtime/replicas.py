@@ -67,6 +67,7 @@ class Replicas:
         processes: Processes of the run.
         stack: Closes the environments and gives devices back.
         reports_load: True if the load of the engines is read although there is only one.
+        turns: Folder for the turns of finished groups; empty if they are not kept.
     """
 
     def __init__(
@@ -78,8 +79,10 @@ class Replicas:
         *,
         stack: ExitStack,
         reports_load: bool = False,
+        turns: str = "",
     ) -> None:
         self._backend = backend
+        self._turns = turns
         self._needs = needs
         self._settings = environments
         self._topology = processes.topology
@@ -278,6 +281,7 @@ class Replicas:
             vision=backend.model.vision,
             judging=judging,
             index=index,
+            turns=self._turns,
         )
         logs, timeouts = self._processes.logs, self._processes.timeouts
         start_it = partial(start, index)

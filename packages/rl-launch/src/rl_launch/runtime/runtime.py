@@ -249,7 +249,13 @@ class Runtime:
         generation, processes = self._backends.generation, self._processes
         assert generation is not None, "rollouts need generation"
         self._replicas = Replicas(
-            generation, needs, self._config.env, processes, stack=self._exit, reports_load=self._reads_load
+            generation,
+            needs,
+            self._config.env,
+            processes,
+            stack=self._exit,
+            reports_load=self._reads_load,
+            turns=str(Path(self._logs).parent / "turns") if self._config.logger.replay_enabled else "",
         )
         return self._replicas
 

@@ -313,6 +313,9 @@ class LoggerConfig(Config):
     token_level_groups: int = Field(default=1, gt=0)
     """Number of groups of each step to write with `token_level: sampled`, drawn at random from the groups that were
     trained on. At most 65,536 tokens per group are written in a step."""
+    replay_enabled: bool = False
+    """Record the completions of all rollouts in `turns` of the run directory, about 8 bytes per token, so that `rl
+    replay RUN:STEP` can make any step again, bit for bit, from the checkpoint before it."""
     run_dir_access: Access = "owner"
     """Read access to a new run directory: `owner` for you only (mode 0700), `group` also for the group of the folder
     (0750), `all` for everybody on the machine (0755). An existing folder keeps its mode."""

@@ -89,6 +89,7 @@ class RunSession:
         observer: Sees the run's steps and its end.
         restarts: Returns True if the run is restored after an error, which trackers then see as an interruption.
         guardrails: Rules over the metrics; none if not given.
+        last_step: Step after which the run ends, before its own last step; None for its own.
 
     Attributes:
         directory: The run directory.
@@ -120,12 +121,13 @@ class RunSession:
         observer: RunObserver | None = None,
         restarts: Callable[[], bool] = lambda: False,
         guardrails: Guardrails | None = None,
+        last_step: int | None = None,
     ) -> None:
         self.directory = RunDirectory(run_dir, recording)
         self._config = config
         access = config.logger.run_dir_access
         self._take_directory = partial(self.directory.open, config, fresh=fresh, branch=branch, access=access)
-        self._guardrails = guardrails
+        self._guardrails, self._last_step = guardrails, last_step
         self._restarts = restarts
         self._callbacks = Callbacks(callbacks, lambda: self.stop_request.unwound_by)
         self._pusher = pusher
@@ -318,6 +320,8 @@ class RunSession:
         for step in range(first, self._max_steps + 1):
             if self.stop_request.reason:
                 break
+            if step == self._last_step:
+                self.stop(f"step {step} was the last one asked for")
             self._observer.begin_step(step)
             self._clock.begin(step, self._max_steps)
             yield step

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import json
+import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple
+from dataclasses import asdict, astuple, replace
 from typing import Any
 
 import numpy as np
@@ -100,3 +103,35 @@ def turns_from(state: Mapping[str, Any]) -> tuple[RolloutTurns, ...]:
         )
         for digests, answered in zip(state["digests"], conversations, strict=True)
     )
+
+
+def packed_turns(turns: Sequence[RolloutTurns]) -> bytes:
+    """Return the completions of rollouts as bytes: JSON, and arrays without pickles. The environment's answers are left
+    out."""
+    state = dict(turns_state([replace(each, conversations=()) for each in turns]))
+    del state["results"]
+    arrays = {name: state.pop(name) for name, value in [*state.items()] if isinstance(value, np.ndarray)}
+    arrays |= {f"{_EXPERTS}{name}": value for name, value in state.pop("routed_experts").items()}
+    file = io.BytesIO()
+    np.savez_compressed(file, state=np.frombuffer(json.dumps(state).encode(), np.uint8), **arrays)
+    return file.getvalue()
+
+
+def unpacked_turns(packed: bytes) -> tuple[RolloutTurns, ...]:
+    """Return the completions of `packed_turns`.
+
+    Raises:
+        ValueError: If the bytes are something else.
+    """
+    try:
+        with np.load(io.BytesIO(packed), allow_pickle=False) as arrays:
+            state = json.loads(arrays["state"].tobytes())
+            named = {name: arrays[name] for name in arrays.files if name != "state"}
+    except (OSError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(f"these bytes are no turns: {error}") from None
+    experts = {name.removeprefix(_EXPERTS): named.pop(name) for name in [*named] if name.startswith(_EXPERTS)}
+    return turns_from({**state, **named, "routed_experts": experts})
+
+
+_EXPERTS = "routed_experts/"
+"""Beginning of the names of arrays of experts."""

@@ -17,6 +17,7 @@ import numpy as np
 
 from rl_algos.judges.answers import JudgeAnswer
 from rl_algos.judges.judged import JudgingSpec, judged_rollout, with_rewards
+from rl_algos.rollouts.recorded import TurnsRecorder, key_of
 from rl_algos.rollouts.training.metrics import REFILLED
 from rl_algos.rollouts.worker.chat import Chat
 from rl_algos.rollouts.worker.client import PlayClient, PlayServices, ServingProgram
@@ -78,6 +79,7 @@ class RolloutWorkerSpec:
         vision: Settings of images.
         judging: Judging of its rollouts, and the judges in its engines; None without judges.
         index: Number of the replica.
+        turns: Folder for the turns of finished groups; empty if they are not kept.
     """
 
     generator: str
@@ -93,6 +95,7 @@ class RolloutWorkerSpec:
     vision: VisionConfig = dataclasses.field(default_factory=VisionConfig)
     judging: JudgingSpec | None = None
     index: int = 0
+    turns: str = ""
 
 
 class GroupJudges(Protocol):
@@ -132,6 +135,8 @@ class RolloutWorker:
         tokenizer = load_tokenizer(spec.tokenizer, spec.model_name, spec.vision)
         chat = Chat(tokenizer, spec.tokenizer.tool_format)
         self._services = PlayServices(self._generator, chat, dict(environments), spec.max_steps)
+        self._recorder = TurnsRecorder(Path(spec.turns)) if spec.turns else None
+        self._keys: dict[int, str] = {}
         self._finished: deque[tuple[int, asyncio.Task[Group]]] = deque()
         self._any_finished = asyncio.Event()
         self._under_way: set[asyncio.Task[Group]] = set()
@@ -174,6 +179,8 @@ class RolloutWorker:
         self._idle.begin()
         for number, task in tasks:
             clients = self._clients[number] = []
+            if self._recorder is not None:
+                self._keys[number] = key_of(task, self._services.version)
             shown = [None] * (len(task.seeds) - task.num_demonstrated) + [
                 task.prompt.demonstration
             ] * task.num_demonstrated
@@ -350,8 +357,11 @@ class RolloutWorker:
         number, task = self._finished.popleft()
         if not self._finished:
             self._any_finished.clear()
-        del self._clients[number]
-        return number, task.result()
+        clients = self._clients.pop(number)
+        group = task.result()
+        if self._recorder is not None:
+            self._recorder.write(self._keys.pop(number), [client.turns for client in clients])
+        return number, group
 
     async def _whole_group(self, prompt: Prompt, plays: Sequence[asyncio.Task[Sequence[Rollout]]]) -> Group:
         with self._rolling_out:

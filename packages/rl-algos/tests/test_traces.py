@@ -10,9 +10,9 @@ from rl_algos import tokenizer as tokenizer_module
 from rl_algos.data.config import DataConfig
 from rl_algos.data.examples import load_datasets
 from rl_algos.data.rows.preference import preference
-from rl_algos.data.sources import trace_calls
-from rl_algos.data.sources.trace_calls import read_traces
-from rl_algos.data.sources.traces import EXACT, UNKNOWN, compared, load
+from rl_algos.traces import calls
+from rl_algos.traces.calls import read_traces
+from rl_algos.traces.dataset import EXACT, UNKNOWN, compared, load
 from rl_core.errors import DataError
 
 # Calls of an endpoint of agents by the `openai` and `anthropic` clients, as the packages wrote them, and the tokens
@@ -165,7 +165,7 @@ HOSTILE = [
 
 
 def test_hostile_lines_cost_only_themselves(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(trace_calls, "MAX_LINE", 200_000)
+    monkeypatch.setattr(calls, "MAX_LINE", 200_000)
     lines = [logged("4"), *HOSTILE, json.dumps({"request": "x" * 300_000}), logged("8", prompt="4+4")]
     path = written(tmp_path, lines)
     rows = load({"path": path}, "train")

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rl_algos.data.sources.trace_calls import TracedCall, read_traces
+from rl_algos.traces.calls import TracedCall, read_traces
 from rl_core.config import Config, PathText
 from rl_core.errors import ConfigError, DataError
 from rl_core.plugins import DatasetPlugin, Requirement
@@ -203,8 +203,5 @@ def compared(tokenizer: Any, call: TracedCall) -> str:
 
 
 DATASET = DatasetPlugin(
-    name="traces",
-    load="rl_algos.data.sources.traces:load",
-    requirement=Requirement("rl-algos"),
-    settings=TracesSettings,
+    name="traces", load="rl_algos.traces.dataset:load", requirement=Requirement("rl-algos"), settings=TracesSettings
 )

@@ -1,0 +1,1 @@
+"""Traces of production and chat logs as rows."""

@@ -1,0 +1,65 @@
+from types import SimpleNamespace
+
+import numpy as np
+
+from rl_algos.rollouts.recorded import RecordedPool, TurnsRecorder, key_of, read_turns
+from rl_core.rollouts.environment import StepResult
+from rl_core.rollouts.generation import SamplingParams
+from rl_core.rollouts.pool import AnsweredTurns, RolloutTask, RolloutTurns
+from rl_core.rollouts.rollout import Completion, Prompt, WeightSpan
+
+PROMPT = Prompt("a", ({"role": "user", "content": "?"},), np.array([1, 2], dtype=np.int32), "math")
+
+
+def task(*seeds, is_urgent=False):
+    return RolloutTask(PROMPT, SamplingParams(4), seeds, is_urgent)
+
+
+def turns(*tokens):
+    ids = np.array(tokens, dtype=np.int32)
+    completion = Completion(ids, np.full(len(ids), -0.5, dtype=np.float32), "stop", (WeightSpan(3, len(ids)),))
+    return RolloutTurns({"digest": completion}, (AnsweredTurns(("digest",), (StepResult(1.0),)),))
+
+
+def sampled(found):
+    return [[each.token_ids.tolist() for each in rollout.completions.values()] for rollout in found]
+
+
+def test_turns_come_back_without_the_answers_of_the_environment(tmp_path):
+    TurnsRecorder(tmp_path).write("group", [turns(5, 6), turns(7)])
+    (found,) = read_turns(tmp_path).values()
+    assert sampled(found) == [[[5, 6]], [[7]]]
+    (completion,) = found[0].completions.values()
+    assert completion.spans == (WeightSpan(3, 2),)
+    np.testing.assert_array_equal(completion.logprobs, np.full(2, -0.5, dtype=np.float32))
+    assert all(each.conversations == () for each in found)
+
+
+def test_the_newest_turns_of_a_group_count_and_a_broken_end_is_left_out(tmp_path):
+    recorder = TurnsRecorder(tmp_path)
+    recorder.write("group", [turns(5)])
+    recorder.write("group", [turns(6)])
+    (path,) = tmp_path.iterdir()
+    whole = path.read_bytes()
+    recorder.write("other", [turns(7)])
+    longer = path.read_bytes()
+    for length in range(len(whole), len(longer)):
+        path.write_bytes(longer[:length])
+        assert {key: sampled(each) for key, each in read_turns(tmp_path).items()} == {"group": [[[6]]]}
+
+
+def test_a_training_group_has_one_key_and_an_evaluation_one_for_each_version():
+    assert key_of(task(1, 2), 3) == key_of(task(1, 2), 4) != key_of(task(1, 3), 3)
+    assert key_of(task(1, is_urgent=True), 3) != key_of(task(1, is_urgent=True), 4)
+
+
+def test_groups_take_their_recorded_turns():
+    submitted = []
+    inner = SimpleNamespace(submit=submitted.extend, adopt=lambda *_, **__: None)
+    first, second, evaluated = task(1), task(2), task(1, is_urgent=True)
+    pool = RecordedPool(inner, {key_of(first, 0): (turns(5),), key_of(evaluated, 7): (turns(8),)})
+    pool.submit([first, second, evaluated])
+    pool.adopt(SimpleNamespace(version=7))
+    pool.submit([evaluated])
+    assert [sampled(each.turns) for each in submitted] == [[[[5]]], [], [], [[[8]]]]
+    assert (pool.num_recorded, pool.missing) == (2, ["a", "a"])

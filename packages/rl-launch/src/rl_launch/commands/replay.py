@@ -1,0 +1,253 @@
+"""`rl replay`: a step of a run made again from its recorded completions, and compared with what it was."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_algos.rollouts.recorded import read_turns
+from rl_core.errors import ConfigError, RunDirectoryError
+from rl_launch.commands.train import ReplayedSteps, train
+from rl_launch.run_config.reading import read_plan
+from rl_launch.session.checkpoints.checkpoints import saved_checkpoints
+from rl_launch.session.directory.branch import BranchPoint
+from rl_launch.session.directory.checkpoint_name import CheckpointName
+from rl_launch.session.directory.run_folder import RunFolder
+from rl_launch.session.rollouts.rollout_store import open_step, steps_in
+
+TURNS = "turns"
+"""Folder of the recorded turns in a run directory."""
+
+FOLDER = "replays"
+"""Folder of the replays in a run directory."""
+
+STAGES = {
+    "rollouts": ("rollout/", "generation/num_tokens"),
+    "rewards": ("reward/", "environment/"),
+    "advantages": ("advantage/", "teacher/"),
+    "logprobs": (),
+    "loss": ("train/loss", "train/num_tokens", "policy/", "mismatch/", "critic/", "filters/", "demonstrations/"),
+    "gradient": ("train/grad_norm", "train/skipped_steps"),
+    "update": (),
+    "validation": ("val/", "eval/"),
+}
+"""Stages of a step in their order, with the beginnings of the names of their metrics."""
+
+_HEADER = 8
+"""Bytes of the length of a safetensors header."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Something that a replay made otherwise.
+
+    Args:
+        what: A metric, or a value of a row with the place of the row.
+        recorded: The value of the run.
+        replayed: The value of the replay.
+    """
+
+    what: str
+    recorded: Any
+    replayed: Any
+
+    def __str__(self) -> str:
+        return f"{self.what} was {self.recorded!r:.200} and is {self.replayed!r:.200}"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage of a step that was compared.
+
+    Args:
+        name: Name of the stage.
+        num_compared: Number of values that were compared.
+        differences: The values that differ, in order.
+    """
+
+    name: str
+    num_compared: int
+    differences: tuple[Difference, ...]
+
+
+@dataclass(frozen=True)
+class ReplayReport:
+    """A step beside its replay.
+
+    Args:
+        run: Run directory.
+        step: Number of the step.
+        checkpoint: Step of the checkpoint that the replay began with.
+        folder: Run directory of the replay.
+        stages: The stages in their order; those of which nothing is recorded are left out.
+        missing: Number of groups whose completions were not recorded, so that they were sampled.
+        changed: Keys of the config that were changed.
+    """
+
+    run: str
+    step: int
+    checkpoint: int
+    folder: str
+    stages: tuple[Stage, ...]
+    missing: int
+    changed: tuple[str, ...]
+
+    @property
+    def first(self) -> Stage | None:
+        """The first stage that differs; None if the step was made again as it was."""
+        return next((stage for stage in self.stages if stage.differences), None)
+
+
+def replay(text: str, overrides: Sequence[str]) -> ReplayReport:
+    """Make a step of a run again, from the newest checkpoint before it and the completions that the run recorded.
+
+    Args:
+        text: `RUN:STEP`.
+        overrides: Keys that are changed, as `key=value`.
+
+    Raises:
+        RunDirectoryError: If the run has no such step, no checkpoint before it, or no recorded completions.
+        ConfigError: If the changed config has problems.
+    """
+    name = CheckpointName.parse(text)
+    if name is None or name.step is None:
+        raise ConfigError(f"{text!r} names no step of a run; give it as RUN:STEP, such as runs/grpo:20")
+    run, step = RunFolder(name.run.absolute()), int(name.step)
+    rows = {row["step"]: row for row in run.metrics()}
+    if step not in rows:
+        last = max(rows, default=0)
+        raise RunDirectoryError(f"{run.path} has no step {step}; it has made {last} steps")
+    earlier = [saved for saved, _ in saved_checkpoints(run.path / "checkpoints") if saved < step]
+    if not earlier:
+        raise RunDirectoryError(
+            f"{run.path} has no checkpoint before step {step} to begin with. A run keeps "
+            "checkpointing.keep_top_k checkpoints (null: all), one every checkpointing.save_period steps"
+        )
+    folder = _free_folder(run.path / FOLDER, step)
+    fixed = (
+        f"run_dir={folder}",
+        "checkpointing.async_save=false",
+        "checkpointing.export_period=null",
+        "logger.replay_enabled=false",
+        "guardrails={}",
+        "callbacks=[]",
+    )
+    plan = read_plan(run.path, [*overrides, *fixed])
+    turns = {}
+    if plan.plugin.generates:
+        turns = read_turns(run.path / TURNS)
+        if not turns:
+            raise RunDirectoryError(
+                f"{run.path} has not recorded its completions, without which a step cannot be made again. Train with "
+                "logger.replay_enabled=true"
+            )
+    replayed = ReplayedSteps(turns, step)
+    point = BranchPoint.parse(f"{run.path}:{earlier[-1]}")
+    train(plan, run_dir=folder, title=f"replay of step {step}", branch_point=point, replayed=replayed)
+    stages = tuple(compared(run, RunFolder(folder), step))
+    return ReplayReport(str(run.path), step, earlier[-1], str(folder), stages, len(replayed.missing), tuple(overrides))
+
+
+def _free_folder(folder: Path, step: int) -> Path:
+    number = 1
+    while (found := folder / (f"step_{step}" if number == 1 else f"step_{step}-{number}")).exists():
+        number += 1
+    return found
+
+
+def compared(run: RunFolder, other: RunFolder, step: int) -> Iterator[Stage]:
+    """Yield the stages of a step in their order, compared between two runs."""
+    rows = [next(row for row in each.metrics() if row["step"] == step) for each in (run, other)]
+    was, found_again = (_records(each, step) for each in (run, other))
+    for name, metrics in STAGES.items():
+        found: list[tuple[str, Any, Any]] = []
+        if was is not None and found_again is not None:
+            found += _of_records(name, was, found_again)
+        if name == "logprobs":
+            found += _of_tokens(run, other, step)
+        if name == "update":
+            found += _of_weights(run, other, step)
+        found += [(key, rows[0][key], rows[1].get(key)) for key in rows[0] if metrics and key.startswith(metrics)]
+        if found:
+            yield Stage(name, len(found), tuple(Difference(*each) for each in found if not _equal(*each[1:])))
+
+
+def _equal(first: Any, second: Any) -> bool:
+    if isinstance(first, float) and isinstance(second, float) and math.isnan(first) and math.isnan(second):
+        return True
+    return bool(first == second)
+
+
+def _records(run: RunFolder, step: int) -> list[Mapping[str, Any]] | None:
+    folder = run.path / "rollouts"
+    if step not in steps_in(folder):
+        return None
+    with open_step(folder, step) as file:
+        return [json.loads(line) for line in file]
+
+
+def _of_records(
+    stage: str, first: Sequence[Mapping[str, Any]], second: Sequence[Mapping[str, Any]]
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yield values of the rollouts: their texts, rewards or advantages."""
+    if stage == "rollouts":
+        yield "number of rollouts", len(first), len(second)
+    for place, (was, found) in enumerate(zip(first, second, strict=False)):
+        row = f"rollout {place} (prompt {was['prompt_id']}, number {was['index']})"
+        if stage == "rollouts":
+            yield f"prompt of {row}", was["prompt_id"], found["prompt_id"]
+            text, text_again = ([turn.get("text") for turn in each.get("turns", ())] for each in (was, found))
+            yield f"text of {row}", text, text_again
+            status, again = ((each["status"], each.get("failure", "")) for each in (was, found))
+            yield f"status of {row}", status, again
+        elif stage == "rewards":
+            yield f"rewards of {row}", was["rewards"], found["rewards"]
+        elif stage == "advantages":
+            yield f"advantage of {row}", was["advantage"], found["advantage"]
+
+
+def _of_tokens(run: RunFolder, other: RunFolder, step: int) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the logprobs of the tokens that both have recorded."""
+    import pyarrow.parquet as pq
+
+    tables = []
+    for each in (run, other):
+        folder = each.path / "rollouts"
+        if step not in steps_in(folder, "tokens"):
+            return
+        with open_step(folder, step, "tokens") as file:
+            names = ("prompt_id", "index", "segment", "position", "logprob")
+            columns = pq.ParquetFile(file).read(columns=list(names)).to_pydict()
+        tables.append({tuple(key): value for *key, value in zip(*(columns[name] for name in names), strict=True)})
+    for key in (key for key in tables[0] if key in tables[1]):
+        prompt, index, segment, position = key
+        place = f"prompt {prompt}, number {index}, segment {segment}, position {position}"
+        yield f"logprob of the token at {place}", tables[0][key], tables[1][key]
+
+
+def _of_weights(run: RunFolder, other: RunFolder, step: int) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the digests of the exported models of both checkpoints, if the run has one of the step."""
+    folders = [each.path / "checkpoints" / f"step_{step}" for each in (run, other)]
+    if not all(folder.is_dir() for folder in folders):
+        return
+    for path in sorted(folders[0].rglob("*.safetensors")):
+        name = path.relative_to(folders[0])
+        yield f"weights in {name}", tensor_digest(path), tensor_digest(folders[1] / name)
+
+
+def tensor_digest(path: Path) -> str:
+    """Return the SHA-256 of the tensors in a safetensors file, whatever the order of its metadata; empty if there is no
+    file."""
+    if not path.is_file():
+        return ""
+    with path.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(_HEADER), "little")))
+        digest = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
+        while part := file.read(2**24):
+            digest.update(part)
+    return digest.hexdigest()
