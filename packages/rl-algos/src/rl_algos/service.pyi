@@ -58,7 +58,7 @@ from rl_algos.rollouts.driver.ledger import Ledger as Ledger
 from rl_algos.rollouts.driver.ledger import digest as digest
 from rl_algos.rollouts.driver.task_evaluation import EvaluationPlan as EvaluationPlan
 from rl_algos.rollouts.driver.task_evaluation import EvaluationTask as EvaluationTask
-from rl_algos.rollouts.recorded import RecordedPool as RecordedPool
+from rl_algos.rollouts.recorded import RecordedTurns as RecordedTurns
 from rl_algos.rollouts.recorded import read_turns as read_turns
 from rl_algos.rollouts.setup import model_judges as model_judges
 from rl_algos.rollouts.setup import training_sampling as training_sampling

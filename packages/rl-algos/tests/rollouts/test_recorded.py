@@ -1,8 +1,6 @@
-from types import SimpleNamespace
-
 import numpy as np
 
-from rl_algos.rollouts.recorded import RecordedPool, TurnsRecorder, key_of, read_turns
+from rl_algos.rollouts.recorded import RecordedTurns, TurnsRecorder, key_of, read_turns
 from rl_core.rollouts.environment import StepResult
 from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.pool import AnsweredTurns, RolloutTask, RolloutTurns
@@ -54,12 +52,8 @@ def test_a_training_group_has_one_key_and_an_evaluation_one_for_each_version():
 
 
 def test_groups_take_their_recorded_turns():
-    submitted = []
-    inner = SimpleNamespace(submit=submitted.extend, adopt=lambda *_, **__: None)
     first, second, evaluated = task(1), task(2), task(1, is_urgent=True)
-    pool = RecordedPool(inner, {key_of(first, 0): (turns(5),), key_of(evaluated, 7): (turns(8),)})
-    pool.submit([first, second, evaluated])
-    pool.adopt(SimpleNamespace(version=7))
-    pool.submit([evaluated])
-    assert [sampled(each.turns) for each in submitted] == [[[[5]]], [], [], [[[8]]]]
-    assert (pool.num_recorded, pool.missing) == (2, ["a", "a"])
+    recorded = RecordedTurns({key_of(first, 0): (turns(5),), key_of(evaluated, 7): (turns(8),)})
+    asked = [(first, 0), (second, 0), (evaluated, 0), (evaluated, 7)]
+    assert [sampled(recorded(*each).turns) for each in asked] == [[[[5]]], [], [], [[[8]]]]
+    assert recorded.missing == ["a", "a"]

@@ -9,10 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rl_algos.rollouts.driver.saved import packed_turns, unpacked_turns
-from rl_core.rollouts.group import RolloutGroup
-from rl_core.rollouts.pool import RolloutPool, RolloutTask, RolloutTurns, Ticket
-from rl_core.rollouts.speculation import SpeculationCounts
-from rl_core.weights import WeightUpdate
+from rl_core.rollouts.pool import RolloutTask, RolloutTurns
 
 _LENGTHS = struct.Struct("<QQ")
 
@@ -65,52 +62,29 @@ def read_turns(folder: Path) -> dict[str, tuple[RolloutTurns, ...]]:
     return found
 
 
-class RecordedPool:
-    """A `RolloutPool` whose groups take recorded completions. What was not recorded is sampled.
+class RecordedTurns:
+    """Gives groups the completions that a run has recorded. What was not recorded is sampled.
 
     Args:
-        pool: Runs the rollouts.
         turns: Recorded turns by key.
 
     Attributes:
-        num_recorded: Number of groups that were recorded.
-        missing: Prompts of groups that were not.
+        missing: Prompts of groups that were not recorded.
     """
 
-    def __init__(self, pool: RolloutPool, turns: Mapping[str, tuple[RolloutTurns, ...]]) -> None:
-        self._pool = pool
+    def __init__(self, turns: Mapping[str, tuple[RolloutTurns, ...]]) -> None:
         self._turns = turns
-        self._version = 0
-        self.num_recorded = 0
         self.missing: list[str] = []
 
-    def submit(self, tasks: Sequence[RolloutTask]) -> list[Ticket]:
-        return self._pool.submit([self._with_turns(task) for task in tasks])
+    def __call__(self, task: RolloutTask, version: int) -> RolloutTask:
+        """Return a group with its recorded turns.
 
-    def next_done(self) -> tuple[Ticket, RolloutGroup]:
-        return self._pool.next_done()
-
-    def adopt(self, update: WeightUpdate, *, in_flight: bool = False) -> None:
-        self._version = update.version
-        self._pool.adopt(update, in_flight=in_flight)
-
-    def turns(self) -> Mapping[Ticket, tuple[RolloutTurns, ...]]:
-        return self._pool.turns()
-
-    @property
-    def num_replicas(self) -> int:
-        return self._pool.num_replicas
-
-    def idle_share(self) -> float | None:
-        return self._pool.idle_share()
-
-    def speculation(self) -> SpeculationCounts | None:
-        return self._pool.speculation()
-
-    def _with_turns(self, task: RolloutTask) -> RolloutTask:
-        turns = self._turns.get(key_of(task, self._version))
+        Args:
+            task: The group.
+            version: Weight version of the replicas.
+        """
+        turns = self._turns.get(key_of(task, version))
         if turns is None:
             self.missing.append(task.prompt.id)
             return task
-        self.num_recorded += 1
         return replace(task, turns=turns)

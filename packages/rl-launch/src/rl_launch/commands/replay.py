@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_algos.rollouts.recorded import read_turns
+from rl_algos.rollouts.recorded import RecordedTurns, read_turns
 from rl_core.errors import ConfigError, RunDirectoryError
 from rl_launch.commands.train import ReplayedSteps, train
 from rl_launch.run_config.reading import read_plan
@@ -138,19 +138,19 @@ def replay(text: str, overrides: Sequence[str]) -> ReplayReport:
         "callbacks=[]",
     )
     plan = read_plan(run.path, [*overrides, *fixed])
-    turns = {}
-    if plan.plugin.generates:
-        turns = read_turns(run.path / TURNS)
-        if not turns:
-            raise RunDirectoryError(
-                f"{run.path} has not recorded its completions, without which a step cannot be made again. Train with "
-                "logger.replay_enabled=true"
-            )
-    replayed = ReplayedSteps(turns, step)
+    turns = read_turns(run.path / TURNS)
+    if plan.plugin.generates and not turns:
+        raise RunDirectoryError(
+            f"{run.path} has not recorded its completions, without which a step cannot be made again. Train with "
+            "logger.replay_enabled=true"
+        )
+    replayed = ReplayedSteps(RecordedTurns(turns), step)
     point = BranchPoint.parse(f"{run.path}:{earlier[-1]}")
     train(plan, run_dir=folder, title=f"replay of step {step}", branch_point=point, replayed=replayed)
     stages = tuple(compared(run, RunFolder(folder), step))
-    return ReplayReport(str(run.path), step, earlier[-1], str(folder), stages, len(replayed.missing), tuple(overrides))
+    return ReplayReport(
+        str(run.path), step, earlier[-1], str(folder), stages, len(replayed.turns.missing), tuple(overrides)
+    )
 
 
 def _free_folder(folder: Path, step: int) -> Path:

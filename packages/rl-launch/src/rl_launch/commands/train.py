@@ -10,16 +10,15 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rl_algos.rollouts.recorded import RecordedPool
+from rl_algos.rollouts.recorded import RecordedTurns
 from rl_core.config import as_written, to_yaml
 from rl_core.errors import RLError
 from rl_core.plugins import export_suffixes
-from rl_core.rollouts.pool import RolloutPool, RolloutTurns
 from rl_launch.commands.preparation import DATA_CHECKS, FOLDER, START_CHECKS, Preparation
 from rl_launch.model_files.local_models import (
     TINY,
@@ -82,27 +81,17 @@ class TrainOutcome(NamedTuple):
             raise SystemExit(128 + self.stop_signal)
 
 
-@dataclass
+@dataclass(frozen=True)
 class ReplayedSteps:
     """Steps that are made again with recorded completions.
 
     Args:
-        turns: Turns by the key of their group.
+        turns: The completions.
         last: The last step that is made.
-        missing: Prompts of groups that were sampled, because they were not recorded.
     """
 
-    turns: Mapping[str, tuple[RolloutTurns, ...]]
+    turns: RecordedTurns
     last: int
-    missing: list[str] = field(default_factory=list)
-
-    def pool(self, pool: RolloutPool | None) -> RolloutPool | None:
-        """Return a pool whose groups take the recorded completions."""
-        if pool is None:
-            return None
-        recorded = RecordedPool(pool, self.turns)
-        self.missing = recorded.missing
-        return recorded
 
 
 def train(
@@ -227,8 +216,8 @@ def _run(
             held.enter_context(restoration.judging(session, runtime.nodes.lost))
             components = runtime.components(run.data, needs, vocabulary=len(run.tokenizer))
             components = replace(components, evaluation=run.evaluated)
-            if replayed is not None:
-                components = replace(components, pool=replayed.pool(components.pool))
+            if replayed is not None and runtime.rollout_pool is not None:
+                runtime.rollout_pool.with_turns = replayed.turns
             observe_steps(session, config.profiling, runtime.processes, runtime.profiled, held)
         if runtime.rollout_pool is not None:
             session.write_rollouts_by(runtime.rollout_pool.write_rollouts)

@@ -85,6 +85,7 @@ class ReplicaPool:
 
     Attributes:
         on_group: Called with every group that has ended; None if nobody listens.
+        with_turns: Returns a group with the turns that it takes at a weight version; None if groups keep theirs.
         is_asked_to_end: Returns True if a signal has requested the end of the run. The pool then does not wait for
             rollouts that agents elsewhere have not taken.
     """
@@ -109,6 +110,8 @@ class ReplicaPool:
         self._done: deque[tuple[Ticket, RolloutGroup]] = deque()
         self._submitted_ns: dict[Ticket, int] = {}
         self.on_group: GroupListener | None = None
+        self.with_turns: Callable[[RolloutTask, int], RolloutTask] | None = None
+        self._version = 0
         self.is_asked_to_end: Callable[[], bool] = lambda: False
 
     def submit(self, tasks: Sequence[RolloutTask]) -> list[Ticket]:
@@ -117,6 +120,8 @@ class ReplicaPool:
         Raises:
             GeneratorError, WorkerDied: If replicas die again and again, with the cause.
         """
+        if self.with_turns is not None:
+            tasks = [self.with_turns(task, self._version) for task in tasks]
         tickets = self._dispatch.add(tasks)
         if self.on_group is not None:
             self._submitted_ns |= dict.fromkeys(tickets, time.time_ns())
@@ -161,6 +166,7 @@ class ReplicaPool:
             WeightSyncError: If weights did not arrive, with their names.
             GeneratorError, WorkerDied: If replicas die again and again, with the cause.
         """
+        self._version = update.version
         self._take_ended(0.0)  # A replica that dies later would lose its finished groups.
         with self._giving_up_restarted():
             self._pause("interrupt" if in_flight else "finish")
