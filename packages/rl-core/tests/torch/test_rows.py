@@ -87,8 +87,9 @@ def test_values_move_one_token_on_and_scores_come_from_the_last():
 def test_reads_are_checked_against_the_role():
     check_reads("policy", [ENTROPY, topk(3)])
     check_reads("critic", [VALUES, SCORES])
-    with pytest.raises(ValueError, match="reward_model cannot read values"):
-        check_reads("reward_model", [VALUES])
+    check_reads("reward_model", [VALUES, SCORES])
+    with pytest.raises(ValueError, match="reward_model cannot read entropy"):
+        check_reads("reward_model", [ENTROPY])
     with pytest.raises(ValueError, match="one topk"):
         check_reads("teacher", [topk(2), topk(3)])
     with pytest.raises(ValueError, match="one column"):

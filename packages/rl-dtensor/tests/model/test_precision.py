@@ -320,6 +320,11 @@ def test_what_computes_in_float32_resumes_on_another_mesh(ranks, tmp_path):
 def test_a_reward_model_keeps_them_too(ranks, tmp_path, trains):
     folder = write_mixed(tmp_path / "model", "deepseek_v3", r"e_score_correction_bias$")
     batch, source = CHECK.batch(0), load_file(folder / MODEL_FILE)
+    if not trains:
+        # Otherwise its scores would be random.
+        width = source["model.norm.weight"].shape[0]
+        source["score.weight"] = torch.randn(1, width, generator=torch.Generator().manual_seed(1)).bfloat16()
+        save_file(source, folder / MODEL_FILE, {"format": "pt"})
     with open_model(ranks, folder, 2, ModelSpec(role="reward_model", trains=trains)) as model:
         scores = model.infer(batch, [SCORES]).array("scores")
         model.export(str(tmp_path / "exported"))

@@ -154,9 +154,9 @@ class TrainingWorker(_WorkerPart):
         self._folder = fetched_folder(config.model_name, control)
         self._tokenizer = self._folder if tokenizer is None else fetched_folder(tokenizer, control)
         on_rank0(control, lambda: check_base(config, self._folder))
+        parts = build(self._folder)
         if spec.role == "reward_model" and not spec.trains:
             on_rank0(control, self._check_scores)
-        parts = build(self._folder)
         self._model, self._weights, self._optimizer = parts.model, parts.weights, parts.optimizer
         self._residency, self._plan_step = parts.residency, parts.plan_step
         self._adapters = AdapterExport(parts.weights, config=config, role=spec.role, folder=self._folder, mesh=mesh)
