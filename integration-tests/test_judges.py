@@ -145,7 +145,7 @@ def assert_scored(records) -> None:
         assert record["status"] != "failed", record["failure"]
         assert record["rewards"]["nice"] == pytest.approx(scripted(text))
         (verdict,) = [each for each in record["verdicts"] if each["judge"] == "outside"]
-        assert verdict["value"]["score"] == pytest.approx(scripted(text))
+        assert verdict["value"] == pytest.approx(scripted(text))
 
 
 def rewards_of(folder: Path) -> dict:

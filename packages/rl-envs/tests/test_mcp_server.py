@@ -239,7 +239,7 @@ def test_what_cannot_be_a_server_is_refused(command):
         MCPServer(url="http://localhost", variables={"A": "b"})
     with pytest.raises(ValueError, match="give a command its keys as `variables`"):
         MCPServer(command, headers={"A": "b"})
-    with pytest.raises(ValueError, match="for a command; leave its url unset"):
+    with pytest.raises(ValueError, match="for a command; leave its url and service unset"):
         MCPServer(url="http://localhost", sandbox=SandboxConfig())
     with pytest.raises(ValueError, match="a list of words, got 'npx server'"):
         MCPServer("npx server")

@@ -59,7 +59,9 @@ def test_such_rows_are_left_out_if_malformed_ones_are(tmp_path, answers, caplog)
 
 
 def test_an_environment_without_a_check_takes_every_row(tmp_path, monkeypatch):
-    plugin = SimpleNamespace(environment="a:B", requirement=Requirement("a"), row_check="", runs_agents=False)
+    plugin = SimpleNamespace(
+        environment="a:B", requirement=Requirement("a"), row_check="", runs_agents=False, brings_agent=False
+    )
     monkeypatch.setattr(instance, "plugin", lambda _group, _name: plugin)
     [dataset] = load_datasets(data(tmp_path, [1, "x"]), "train", check=AnswerCheck(Environments()))
     assert len(dataset.examples) == 2

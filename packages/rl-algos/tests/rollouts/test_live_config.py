@@ -6,13 +6,14 @@ import pytest
 from problem_fields import MENTIONS, assert_fields
 
 from rl_algos.data.config import DataConfig
-from rl_algos.data.inputs import input_problems
 from rl_algos.grpo.config import GRPOConfig
 from rl_algos.grpo.plugin import _estimator, grpo_section
 from rl_algos.ppo.config import PPOConfig
 from rl_algos.rollouts.checks import rollout_problems
 from rl_algos.rollouts.config import AgentConfig, AsyncConfig
-from rl_core.model_config import ColocatedConfig, GenerationConfig
+from rl_algos.sft.config import SFTConfig
+from rl_algos.supervised.plugin import supervised_problems
+from rl_core.model_config import ColocatedConfig, GenerationConfig, ModelConfig
 
 ROWS = DataConfig.model_validate({"train": {"data_path": "rows.jsonl"}})
 NO_ROWS = DataConfig.model_validate({"train": []})
@@ -86,10 +87,9 @@ def test_users_need_an_external_agent_with_posted_rewards(written):
         AgentConfig.model_validate(written)
 
 
-def test_runs_without_users_need_rows():
-    (problem,) = input_problems(SimpleNamespace(data=NO_ROWS))
+def test_runs_that_learn_from_given_rows_need_some():
+    (problem,) = supervised_problems("sft", SFTConfig(), NO_ROWS, ModelConfig(model_name="m"))
     assert_fields(problem, "data.train", {"got": [], MENTIONS: ["must not be empty", "grpo.agent.live"]})
-    assert list(input_problems(SimpleNamespace(data=NO_ROWS), needs_rows=False)) == []
 
 
 @pytest.mark.parametrize(

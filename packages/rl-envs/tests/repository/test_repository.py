@@ -266,7 +266,7 @@ def test_a_policy_on_the_loopback_address_of_another_machine_is_refused() -> Non
         relay_to(AGENT)
     with pytest.raises(AgentUnreachable, match="cannot reach"):
         check_reached_from("the sandbox server", "http://sandboxes:8080", AGENT)
-    check_reached_from("http://127.0.0.1:8080", AGENT)
+    check_reached_from("the sandbox server", "http://127.0.0.1:8080", AGENT)
 
 
 def test_the_key_of_a_rollout_is_not_shown() -> None:

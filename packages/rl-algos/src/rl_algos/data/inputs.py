@@ -16,16 +16,8 @@ from rl_core.errors import ConfigError
 from rl_core.plugins import DATASETS, names
 
 
-def input_problems(config: DataRoot, *, needs_rows: bool = True) -> Iterator[Problem]:
-    """Yield the problems of the files, folders, hub names and processors of all datasets of a config.
-
-    Args:
-        config: Resolved config of the run.
-        needs_rows: True if there must be a dataset to train on.
-    """
-    if needs_rows and not config.data.train_datasets:
-        remedy = "Add a dataset. Only runs that learn from users (grpo.agent.live) have none"
-        yield Problem("data.train", "must not be empty", got=[], remedy=remedy)
+def input_problems(config: DataRoot) -> Iterator[Problem]:
+    """Yield the problems of the files, folders, hub names and processors of all datasets of a config."""
     for key, section in config.data.sections():
         yield from dataset_problems(key, section)
 

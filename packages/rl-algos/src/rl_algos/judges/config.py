@@ -223,8 +223,8 @@ class JudgesRoot(Protocol):
 
 
 def judge_sections(config: JudgesRoot) -> dict[str, JudgeConfig]:
-    """Return the settings of the judges by name."""
-    return dict(config.judges)
+    """Return the settings of the judges by name; none if the config has no such section."""
+    return dict(getattr(config, JUDGES, ()))
 
 
 def judge_problems(config: JudgesRoot) -> Iterator[Problem]:

@@ -7,7 +7,6 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from rl_algos.judges.config import (
-    JUDGES,
     EndpointJudgeConfig,
     GeneratorJudgeConfig,
     RewardModelJudgeConfig,
@@ -50,13 +49,13 @@ def with_judges(needs: RolloutNeeds, config: Any) -> RolloutNeeds:
 
 def language_judges(config: Any) -> dict[str, EndpointJudgeConfig | GeneratorJudgeConfig]:
     """Return the judges of a resolved config that are language models, by name; none if its algorithm has no judges."""
-    every = judge_sections(config) if hasattr(config, JUDGES) else {}
+    every = judge_sections(config)
     return {name: judge for name, judge in every.items() if not isinstance(judge, RewardModelJudgeConfig)}
 
 
 def judges_identity(config: Any) -> list[Any]:
     """Return the settings that rewards by judges depend on, as plain values; none without judges."""
-    if not hasattr(config, JUDGES) or not (judges := judge_sections(config)):
+    if not (judges := judge_sections(config)):
         return []
     # This module imports aiohttp, which configs and plugins do not need.
     from rl_algos.judges.service import UNIDENTIFYING

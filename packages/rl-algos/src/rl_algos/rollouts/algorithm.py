@@ -104,7 +104,7 @@ class RolloutAlgorithm(Algorithm[C, Datasets, RolloutData]):
 
     def input_problems(self, config: C) -> Iterable[Problem]:
         settings = self.settings(config)
-        yield from data_problems(config, needs_rows=not settings.serves_users)
+        yield from data_problems(config)
         if isinstance(settings, PolicyGradientConfig) and settings.demonstrations.dataset is not None:
             key = f"{settings.section}.demonstrations.dataset"
             yield from dataset_problems(key, settings.demonstrations.dataset)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from rl_algos.judges.config import JUDGES, RewardModelJudgeConfig, judge_sections, judged_rewards
+from rl_algos.judges.config import RewardModelJudgeConfig, judge_sections, judged_rewards
 from rl_algos.losses.tokens import DraftLoss
 from rl_algos.rollouts.config import (
     DRAFTER,
@@ -142,7 +142,7 @@ def model_judges(config: Any, models: Mapping[str, Model]) -> ModelJudges | None
         config: Resolved config of the run or the evaluation.
         models: Its models by role.
     """
-    judges = judge_sections(config) if hasattr(config, JUDGES) else {}
+    judges = judge_sections(config)
     if not any(isinstance(judge, RewardModelJudgeConfig) for judge in judges.values()):
         return None
     # This module imports transformers, which takes a second.

@@ -82,6 +82,9 @@ def supervised_problems(
         data: Config section `data`.
         policy: Config section of the model.
     """
+    if not data.train_datasets:
+        remedy = "Add a dataset. Only runs that learn from users (grpo.agent.live) have none"
+        yield Problem("data.train", "must not be empty", got=[], remedy=remedy)
     for name in () if data.validation_datasets else WITHOUT_VALIDATION:
         if (got := getattr(section, name)) and is_changed(section, name):
             remedy = "Set data.validation, or remove this key"

@@ -43,7 +43,7 @@ class ServedEnvironment(Generic[C, P]):
 
     def __init__(self, config: C) -> None:
         self._config = config
-        self.server = EnvironmentServer(config.url, config.headers)
+        self.server = EnvironmentServer(config.address, config.headers)
         # Sessions are kept alive between calls, so their loop runs in a thread.
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()

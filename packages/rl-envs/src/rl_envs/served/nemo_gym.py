@@ -221,7 +221,7 @@ def check_machine(config: NeMoGymConfig) -> str:
     require_aiohttp()
 
     async def asked() -> None:
-        server = EnvironmentServer(config.url, config.headers)
+        server = EnvironmentServer(config.address, config.headers)
         try:
             async with asyncio.timeout(CHECK_S):
                 answer = await patiently(lambda: server.get("/openapi.json"), 1.0)
@@ -235,7 +235,7 @@ def check_machine(config: NeMoGymConfig) -> str:
         asyncio.run(asked())
     except TimeoutError:
         return f"env.nemo_gym: the server has not answered within {CHECK_S:g} s; start it before the run"
-    except (ServerUnreachable, WrongAnswer) as error:
+    except (ConfigError, ServerUnreachable, WrongAnswer) as error:
         return f"env.nemo_gym: {error}. Start the server before the run, and check env.nemo_gym.url"
     return ""
 

@@ -372,7 +372,7 @@ async def action_form(server: EnvironmentServer) -> ActionForm:
 
 async def _tools(config: OpenEnvConfig) -> list[Mapping[str, Any]]:
     """Ask a server for the tools that the policy may call. Raises `ServerUnreachable` and `WrongAnswer`."""
-    server = EnvironmentServer(config.url, config.headers)
+    server = EnvironmentServer(config.address, config.headers)
     try:
         async with asyncio.timeout(CHECK_S):
             form = await action_form(server)
@@ -417,7 +417,7 @@ def tools_of(config: OpenEnvConfig) -> list[Mapping[str, Any]]:
     require_aiohttp()
     try:
         return asyncio.run(_tools(config))
-    except (ServerUnreachable, WrongAnswer) as error:
+    except (ConfigError, ServerUnreachable, WrongAnswer) as error:
         raise ConfigError(f"env.openenv: {error}. Start the server before the run, and check env.openenv.url") from None
 
 

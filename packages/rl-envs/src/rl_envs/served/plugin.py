@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field
 
 from rl_core.config import Config, PathText, WhenChanged
 from rl_core.environments.config import EnvironmentConfig
+from rl_core.errors import ConfigError
 from rl_core.plugins import DatasetPlugin, EnvironmentPlugin, Requirement
 
 
@@ -27,8 +28,9 @@ ServerAddress = Annotated[str, AfterValidator(_is_address)]
 class ServedConfig(EnvironmentConfig):
     """Base of the settings of environments behind a server."""
 
-    url: ServerAddress
-    """Address of the server, such as `http://localhost:8000`. `${oc.env:NAME}` keeps it out of the run's files."""
+    url: ServerAddress | None = None
+    """Address of the server, such as `http://localhost:8000`; it must be set. `${oc.env:NAME}` keeps it out of the
+    run's files."""
     headers: dict[str, str] = {}
     """Headers of requests, such as `{Authorization: "Bearer ${oc.env:KEY}"}`."""
     max_batch: Annotated[int, WhenChanged.RESUME] = Field(default=32, ge=1)
@@ -37,6 +39,17 @@ class ServedConfig(EnvironmentConfig):
     deadline_s: Annotated[float, WhenChanged.RESUME] = Field(default=120.0, gt=0)
     """Timeout in seconds of a turn. A turn whose server does not answer in nine tenths of it fails its rollout. A
     server that cannot be reached, or has no room, is tried again for half of it when a conversation begins."""
+
+    @property
+    def address(self) -> str:
+        """Return the address of the server.
+
+        Raises:
+            ConfigError: If it is not set.
+        """
+        if self.url is None:
+            raise ConfigError("`url` must be set to the address of the server, such as http://localhost:8000")
+        return self.url
 
 
 class OpenEnvConfig(ServedConfig):
