@@ -69,10 +69,12 @@ def test_a_warm_up_learns_how_its_environment_is_answered(recipe):
 def test_every_warmed_up_model_comes_from_the_tiny_one_and_starts_a_recipe():
     assert {TINY, TINY_VISION, *WARMED_UP} == MADE_HERE
     for recipe in WARMED_UP.values():
-        begins = TINY_VISION if recipe == "sft-vlm-tiny" else TINY
+        begins = {"sft-vlm-tiny": TINY_VISION, "rm-tiny": "tiny-arithmetic-sft"}.get(recipe, TINY)
         assert read_plan(recipe, ON_CPU).config.policy.model_name == begins
-    started = {read_plan(recipe, ON_CPU).config.policy.model_name for recipe in TINY_RECIPES}
-    assert started == set(WARMED_UP) - {"tiny-arithmetic-sft", "tiny-hints-sft", "tiny-vision-sft"}
+    recipes = (*TINY_RECIPES, "mcp-tools-tiny", "textarena-tiny")
+    started = {read_plan(recipe, ON_CPU).config.policy.model_name for recipe in recipes}
+    others = {"tiny-arithmetic-sft", "tiny-hints-sft", "tiny-vision-sft", "tiny-arithmetic-rm"}
+    assert started == set(WARMED_UP) - others
 
 
 def test_the_policy_of_grpo_tools_is_shown_python():

@@ -212,7 +212,7 @@ def test_hostile_rollouts_are_shown_as_text(view, page, root):
     page.wait("RlView.ask('runs').then((found) => found.runs.some((run) => run.id === 'hostile'))")
     view("#/run/hostile/rollouts?open=4:0", HAS_TEXT.format("'<script>window.hacked = 1</script>'"))
 
-    assert "verdicts of judges" in page.js("document.querySelector('.turns').innerText")
+    page.wait("(document.querySelector('.turns')?.innerText ?? '').includes('verdicts of judges')")
     assert page.js("window.hacked === undefined")
     assert page.js("[...document.querySelectorAll('main script, main img')].length") == 0
     marks = page.js("[...document.querySelectorAll('.hidden-character')].map((each) => each.innerText)")
