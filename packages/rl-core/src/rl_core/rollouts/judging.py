@@ -127,8 +127,8 @@ class JudgeClient(Protocol):
 
 
 class Judge(Protocol):
-    """A judge as a reward function sees it, which takes it by the name of its section: `judges.critic` is the parameter
-    `critic`.
+    """A judge as a reward function sees it, which takes it by the name of its section: `judges.NAME` is the parameter
+    `NAME`.
 
     Limits, budget, cache and records are below it.
     """
