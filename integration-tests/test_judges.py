@@ -196,7 +196,8 @@ def test_judges_of_all_kinds_give_the_same_rewards_in_training_validation_and_ev
             parts = own["graded"] + 0.5 * own["nice"] + 0.1 * own["score"] + record["info"]["accuracy"]
             assert own["reward"] == pytest.approx(parts, abs=1e-6)
     # Older versions of the policy judge as they did when their version was taken.
-    assert sum(row["judge/older/requests"] for row in lines_of(folder)) > 0
+    # An earlier run of this test may have left their verdicts in the cache.
+    assert all(row["judge/older/requests"] + row["judge/older/cached"] == 12 for row in lines_of(folder))
     place = tmp_path / "eval"
     evaluated = rl("eval", f"{folder}:4", f"run_dir={place}")
     assert evaluated.code == 0, evaluated.output

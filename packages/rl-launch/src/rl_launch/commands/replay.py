@@ -38,6 +38,9 @@ STAGES = {
 }
 """Stages of a step in their order, with the beginnings of the names of their metrics."""
 
+_SPEED = "_per_second"
+"""End of the names of metrics that depend on the clock."""
+
 _HEADER = 8
 """Bytes of the length of a safetensors header."""
 
@@ -172,7 +175,8 @@ def compared(run: RunFolder, other: RunFolder, step: int) -> Iterator[Stage]:
             found += _of_tokens(run, other, step)
         if name == "update":
             found += _of_weights(run, other, step)
-        found += [(key, rows[0][key], rows[1].get(key)) for key in rows[0] if metrics and key.startswith(metrics)]
+        measured = [key for key in rows[0] if metrics and key.startswith(metrics) and not key.endswith(_SPEED)]
+        found += [(key, rows[0][key], rows[1].get(key)) for key in measured]
         if found:
             yield Stage(name, len(found), tuple(Difference(*each) for each in found if not _equal(*each[1:])))
 
