@@ -67,12 +67,12 @@ def test_what_has_changed_is_named_at_its_stage(tmp_path, rl):
 
     clipped = rl("replay", f"{folder}:4", "loss_fn.surrogate.clip_high=1e-6", "loss_fn.surrogate.clip_low=1e-6")
     assert clipped.code == 0, clipped.output
-    assert "first difference, in loss: " in clipped.output
+    assert "first difference, in loss of step 3: " in clipped.output
 
     reward.write_text(REWARD.replace("float(", "0.5 * float("))
     rewarded = rl("replay", f"{folder}:4")
     assert rewarded.code == 1, rewarded.output
-    assert "first difference, in rewards: " in rewarded.output
+    assert "first difference, in rewards of step 3: " in rewarded.output
 
     reward.write_text(REWARD)
     path = next((folder / "rollouts").glob("step_4.jsonl"))
@@ -82,5 +82,5 @@ def test_what_has_changed_is_named_at_its_stage(tmp_path, rl):
     path.write_text("".join([json.dumps(record) + "\n", *others]))
     corrupted = rl("replay", f"{folder}:4")
     assert corrupted.code == 1, corrupted.output
-    assert "first difference, in rollouts: text of rollout 0" in corrupted.output
+    assert "first difference, in rollouts of step 4: text of rollout 0" in corrupted.output
     assert len(lines_of(folder)) == 4

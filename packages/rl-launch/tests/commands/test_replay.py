@@ -59,7 +59,8 @@ def test_what_differs_is_named_at_its_stage(tmp_path, changed, stage, what):
 
 
 def test_equal_steps_have_no_difference_whatever_their_times(tmp_path):
-    run, other = write(tmp_path / "run"), write(tmp_path / "other", metrics={"time/step": 9.0, "critic/flops_per_second": 1.0})
+    clock = {"time/step": 9.0, "critic/flops_per_second": 1.0}
+    run, other = write(tmp_path / "run"), write(tmp_path / "other", metrics=clock)
     assert not any(stage.differences for stage in compared(run, other, 4))
 
 

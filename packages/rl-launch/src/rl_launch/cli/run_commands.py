@@ -33,7 +33,7 @@ def replay(
     The exit code is 1 if something differs and no key was changed.
 
     With --json: {"schema": 1, "run", "step", "checkpoint", "folder", "missing", "changed", "stages": [{"name",
-    "num_compared", "differences": [{"what", "recorded", "replayed"}, ...]}, ...]}.
+    "step", "num_compared", "differences": [{"what", "recorded", "replayed"}, ...]}, ...], "first": such a stage|null}.
     """
     with reported(shows_logs=True):
         from rl_launch.commands.replay import replay as make
@@ -50,7 +50,8 @@ def replay(
             if report.missing:
                 sys.stdout.write(f"{report.missing} groups were not recorded and have been sampled\n")
             if report.first is not None:
-                sys.stdout.write(f"first difference, in {report.first.name}: {report.first.differences[0]}\n")
+                first = report.first
+                sys.stdout.write(f"first difference, in {first.name} of step {first.step}: {first.differences[0]}\n")
             sys.stdout.write(f"{report.folder}\n")
         if report.first is not None and not report.changed:
             raise typer.Exit(1)

@@ -68,11 +68,13 @@ class Stage:
     """A stage of a step that was compared.
 
     Args:
+        step: Step that it belongs to.
         name: Name of the stage.
         num_compared: Number of values that were compared.
         differences: The values that differ, in order.
     """
 
+    step: int
     name: str
     num_compared: int
     differences: tuple[Difference, ...]
@@ -87,7 +89,9 @@ class ReplayReport:
         step: Number of the step.
         checkpoint: Step of the checkpoint that the replay began with.
         folder: Run directory of the replay.
-        stages: The stages in their order; those of which nothing is recorded are left out.
+        stages: The stages of the step in their order; those of which nothing is recorded are left out.
+        first: The first stage that differs, of this step or of one between the checkpoint and it; None if all were made
+            again as they were.
         missing: Number of groups whose completions were not recorded, so that they were sampled.
         changed: Keys of the config that were changed.
     """
@@ -99,11 +103,7 @@ class ReplayReport:
     stages: tuple[Stage, ...]
     missing: int
     changed: tuple[str, ...]
-
-    @property
-    def first(self) -> Stage | None:
-        """The first stage that differs; None if the step was made again as it was."""
-        return next((stage for stage in self.stages if stage.differences), None)
+    first: Stage | None
 
 
 def replay(text: str, overrides: Sequence[str]) -> ReplayReport:
@@ -150,9 +150,17 @@ def replay(text: str, overrides: Sequence[str]) -> ReplayReport:
     replayed = ReplayedSteps(RecordedTurns(turns), step)
     point = BranchPoint.parse(f"{run.path}:{earlier[-1]}")
     train(plan, run_dir=folder, title=f"replay of step {step}", branch_point=point, replayed=replayed)
-    stages = tuple(compared(run, RunFolder(folder), step))
+    other = RunFolder(folder)
+    made = [stage for number in range(earlier[-1] + 1, step + 1) for stage in compared(run, other, number)]
     return ReplayReport(
-        str(run.path), step, earlier[-1], str(folder), stages, len(replayed.turns.missing), tuple(overrides)
+        str(run.path),
+        step,
+        earlier[-1],
+        str(folder),
+        tuple(stage for stage in made if stage.step == step),
+        len(replayed.turns.missing),
+        tuple(overrides),
+        next((stage for stage in made if stage.differences), None),
     )
 
 
@@ -178,7 +186,7 @@ def compared(run: RunFolder, other: RunFolder, step: int) -> Iterator[Stage]:
         measured = [key for key in rows[0] if metrics and key.startswith(metrics) and not key.endswith(_SPEED)]
         found += [(key, rows[0][key], rows[1].get(key)) for key in measured]
         if found:
-            yield Stage(name, len(found), tuple(Difference(*each) for each in found if not _equal(*each[1:])))
+            yield Stage(step, name, len(found), tuple(Difference(*each) for each in found if not _equal(*each[1:])))
 
 
 def _equal(first: Any, second: Any) -> bool:
