@@ -47,6 +47,7 @@ from rl_algos.judges.needs import POLICY as POLICY
 from rl_algos.judges.needs import engine_of as engine_of
 from rl_algos.judges.needs import judges_identity as judges_identity
 from rl_algos.judges.needs import language_judges as language_judges
+from rl_algos.judges.needs import with_judges as with_judges
 from rl_algos.judges.rubrics import Rubric as Rubric
 from rl_algos.judges.service import JudgeService as JudgeService
 from rl_algos.losses.surrogates import SURROGATES as SURROGATES

@@ -290,7 +290,7 @@ class RolloutEvaluation:
         if not any(task.groups for task in tasks):
             reasons = "; ".join(reason for task in tasks for _, reason in task.refused[:1])
             raise ConfigError(f"no prompt leaves room for a completion: {reasons}")
-        needs = with_judges(program_needs(rollouts, policy.max_total_sequence_length, environments), self._config)
+        needs = program_needs(rollouts, policy.max_total_sequence_length, environments)
         most = max(task.num_samples for task in tasks)
         several = (*powers_of_two(most), most) if most > 1 else ()
         k = tuple(sorted(set(settings.k or several)))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from rl_algos.evaluation.summary import PromptScore, listed, summarize
-from rl_algos.judges.needs import language_judges
+from rl_algos.judges.needs import language_judges, with_judges
 from rl_algos.rollouts.driver.judged import ModelJudges
 from rl_algos.rollouts.driver.task_evaluation import EvaluationPlan, EvaluationTask
 from rl_algos.rollouts.setup import model_judges
@@ -80,6 +81,8 @@ def evaluate(plan: RunPlan, *, folder: str | Path) -> EvaluationResult:
     tokenizer = load_tokenizer(config.policy.tokenizer, config.policy.model_name, config.policy.vision)
     check_tokenizer(tokenizer, config.policy)
     rollouts: EvaluationPlan = evaluation.plan(tokenizer)
+    # Models that are made here have their folders only now.
+    rollouts = replace(rollouts, needs=with_judges(rollouts.needs, config))
     identity, samples = identity_of(config, rollouts), {task.name: task.num_samples for task in rollouts.tasks}
     done = place.open(identity, written.root, samples)
     try:
