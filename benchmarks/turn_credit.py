@@ -4,9 +4,9 @@
 
 A rollout has five turns. Each asks for the digit of one of eight letters, and only the third answer is rewarded. `grpo`
 gives the tokens of all turns the same advantage, so four fifths of its gradient are noise; `turn_returns` with the
-discount 0 gives a turn the advantage of its own reward. Both start from the same tiny model, which SFT on mostly wrong
-digits has taught to answer right in a third of the turns, and each runs with every learning rate of a small grid, of
-which its best counts. Every run is `rl train` on the CPU with the generator `hf`; finished runs in the folder are kept.
+discount 0 gives a turn the advantage of its own reward, and `mt_grpo` and `gigpo` add such an advantage to one of the
+whole rollout. All start from the same tiny model, which SFT on mostly wrong digits has taught to answer right in a
+third of the turns, and each runs with every learning rate of a small grid, of which its best counts. Every run is `rl train` on the CPU with the generator `hf`; finished runs in the folder are kept.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ RIGHT = 0.25
 ESTIMATORS = {
     # estimator: its setting, and the steps it gets
     "turn_returns": ("{name: turn_returns, discount: 0.0}", 60),
+    "mt_grpo": ("mt_grpo", 60),
+    "gigpo": ("gigpo", 60),
     "grpo": ("grpo", 120),
 }
 RATES = (1e-3, 2e-3, 4e-3)
@@ -70,10 +72,10 @@ def main() -> None:
         )
         for name in chosen.only
     }
-    if len(best) == 2 and all(best.values()):
-        print(
-            f"\nAt their best rates, turn_returns needs {best['turn_returns'] / best['grpo']:.2f} of the steps of grpo"
-        )
+    sums = best.pop("grpo", 0)
+    for name, steps in best.items():
+        if sums and steps:
+            print(f"\nAt their best rates, {name} needs {steps / sums:.2f} of the steps of grpo")
 
 
 def make_runs(

@@ -8,6 +8,7 @@ from runs import NUM_PROMPTS, Run, assert_same, logs_of, rollouts_of, steps_of
 from test_judges import reward_model
 
 from rl_core.testing.exhaustive import exhaustive
+from rl_launch.commands.replay import tensor_digest
 
 NODES = ("cluster.device=rehearsal", "cluster.num_nodes=2", "cluster.gpus_per_node=2")
 FOUR = "cluster.gpus_per_node=4"
@@ -128,7 +129,8 @@ def test_a_run_folder_that_a_node_does_not_see_is_refused(sft, cluster, tmp_path
 
 @exhaustive
 def test_a_reward_model_gives_the_same_rewards_on_shared_devices_and_on_its_own(grpo, tmp_path):
-    judge = f"judges.right={{kind: reward_model, model_name: {reward_model(tmp_path / 'rm')}, precision: float32}}"
+    settings = f"model_name: {reward_model(tmp_path / 'rm')}, precision: float32, max_total_sequence_length: 256"
+    judge = f"judges.right={{kind: reward_model, {settings}}}"
     judged = (judge, "env.scored={rewards: {score: {judge: right}}}", "data.train.env_name=scored")
     arguments = (*grpo, "grpo.max_num_steps=3", HF, *judged, "cluster.device=rehearsal", FOUR)
     # The policy has one node in both.
@@ -138,7 +140,7 @@ def test_a_reward_model_gives_the_same_rewards_on_shared_devices_and_on_its_own(
     for name, placement in runs.items():
         run = Run.start(tmp_path / name, *arguments, *placement)
         run.finish()
-        weights = (run.folder / "checkpoints/step_3/hf/model.safetensors").read_bytes()
+        weights = tensor_digest(run.folder / "checkpoints/step_3/hf/model.safetensors")
         rewards = [
             (row["prompt_id"], row["index"], row["rewards"])
             for rows in rollouts_of(run.folder).values()
