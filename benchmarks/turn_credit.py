@@ -6,7 +6,8 @@ A rollout has five turns. Each asks for the digit of one of eight letters, and o
 gives the tokens of all turns the same advantage, so four fifths of its gradient are noise; `turn_returns` with the
 discount 0 gives a turn the advantage of its own reward, and `mt_grpo` and `gigpo` add such an advantage to one of the
 whole rollout. All start from the same tiny model, which SFT on mostly wrong digits has taught to answer right in a
-third of the turns, and each runs with every learning rate of a small grid, of which its best counts. Every run is `rl train` on the CPU with the generator `hf`; finished runs in the folder are kept.
+third of the turns, and each runs with every learning rate of a small grid, of which its best counts. Every run is `rl
+train` on the CPU with the generator `hf`; finished runs in the folder are kept.
 """
 
 from __future__ import annotations
