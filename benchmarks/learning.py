@@ -128,14 +128,6 @@ GENERATION = (
 )
 TEACHER = "teacher={model_name: tiny-arithmetic-sft, precision: float32, logprob_batch_size: 256}"
 SEVERAL_REWARDS = f"{Path(__file__).with_name('several_rewards.py')}:score"
-SEVERAL_TURNS = f"{Path(__file__).with_name('several_turns.py')}:Sums"
-TURNS = (
-    "grpo.max_rollout_turns=3",
-    f"data.default.env_name={SEVERAL_TURNS}",
-    "policy.max_total_sequence_length=64",
-    "policy.generation.max_new_tokens=3",
-)
-"""Three sums in a rollout, each with its own reward."""
 FEW_PROMPTS = "data.train.settings.num_rows=640"
 """Each comes five times, so that a curriculum can choose."""
 STALE = (
@@ -241,10 +233,6 @@ CASES = {
     "dro": surrogate("dro", baseline="grpo"),
     "stale": on_policy("grpo-arithmetic", *STALE, baseline="grpo"),
     "m2po": on_policy("grpo-arithmetic", *STALE, "loss_fn.filters.max_second_moment=0.04", baseline="stale"),
-    "turns": estimator("grpo", *TURNS),
-    "turn-returns": estimator("turn_returns", *TURNS, baseline="turns"),
-    "mt-grpo": estimator("mt_grpo", *TURNS, baseline="turns"),
-    "gigpo": estimator("gigpo", *TURNS, baseline="turns"),
     "tpo": estimator("tpo", "loss_fn.aggregation=sequence-mean", baseline="grpo"),
     "luffy": on_policy("luffy-tiny", baseline="grpo"),
     "chord": on_policy("chord-tiny", baseline="grpo"),

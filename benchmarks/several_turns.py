@@ -1,15 +1,11 @@
-"""Environments of several turns, for estimators that compare turns."""
+"""An environment of several turns, for estimators that compare turns."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from typing import Any
 
 from rl_core import Conversation, StepResult
-
-NUM_TURNS = 3
-MAX_OPERAND = 49
 
 
 class Letters:
@@ -31,27 +27,3 @@ class Letters:
 
     def close(self, states: Sequence[Any]) -> None:
         """Do nothing: conversations have no states."""
-
-
-class Sums:
-    """Ask for a sum in every turn, and reward each answer; the accuracy is the share of right ones."""
-
-    def step(self, conversations: Sequence[Conversation], states: Sequence[Any]) -> list[StepResult]:
-        return [self._answer(turn, state or {}) for turn, state in zip(conversations, states, strict=True)]
-
-    def _answer(self, turn: Conversation, state: dict[str, Any]) -> StepResult:
-        is_right = turn.completion.strip() == state.get("answer", str(turn.info["answer"]))
-        num_right = state.get("num_right", 0) + is_right
-        # All rollouts of a group are asked the same sums, whatever they have answered.
-        drawn = random.Random(f"{turn.messages[0]['content']} {turn.turn}")
-        a, b = drawn.randint(0, MAX_OPERAND), drawn.randint(0, MAX_OPERAND)
-        return StepResult(
-            reward=is_right / NUM_TURNS,
-            done=turn.turn + 1 == NUM_TURNS,
-            observation=({"role": "user", "content": f"{a}+{b}="},),
-            state={"answer": str(a + b), "num_right": num_right},
-            info={"accuracy": num_right / NUM_TURNS},
-        )
-
-    def close(self, states: Sequence[Any]) -> None:
-        """Do nothing: states hold no resources."""
