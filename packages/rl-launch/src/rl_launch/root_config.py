@@ -135,12 +135,13 @@ def leaf_of(config: object, key: str) -> Any:
     return found
 
 
-def staleness_key(config: RunConfig) -> str | None:
-    """Return the dotted key of the maximum age of rollouts, if the run has rollouts that are older than the weights;
-    None otherwise."""
+def max_age(config: RunConfig) -> tuple[str, int] | None:
+    """Return the dotted key of the maximum age of rollouts with its value, if rollouts may be older than the weights
+    that train on them, or might be with a larger value; None otherwise."""
     for name, section in vars(config).items():
-        if getattr(section, "max_staleness", 0) > 0:
-            return f"{name}.async_grpo.max_trajectory_age_steps"
+        settings = getattr(section, "async_grpo", None)
+        if settings is not None and (settings.enabled or section.max_staleness > 0):
+            return f"{name}.async_grpo.max_trajectory_age_steps", settings.max_trajectory_age_steps
     return None
 
 

@@ -7,8 +7,8 @@ import counting_run as counting
 import pytest
 
 from rl_core.errors import ConfigError, RLError
-from rl_launch.commands.train import guarded
-from rl_launch.run_config.reading import read_plan
+from rl_launch.commands.train import guarded, limited
+from rl_launch.run_config.reading import changed_plan, read_plan
 from rl_launch.session import RunSession
 from rl_launch.session.config import GuardrailConfig
 from rl_launch.session.guardrails import (
@@ -145,6 +145,26 @@ def test_a_rollback_goes_to_the_newest_checkpoint_before_the_onset(tmp_path):
 def test_a_rollback_without_a_checkpoint_before_the_onset_ends_the_run(tmp_path):
     with pytest.raises(GuardrailStop, match=r"no checkpoint before that step.*checkpointing.keep_top_k"):
         run(tmp_path / "run", {"action": "rollback"}, at_step=bad_from(1))
+
+
+def test_the_age_of_rollouts_is_lowered_as_long_as_there_is_one(tmp_path):
+    rule = {"metric": "mismatch/kl", "above": 1, "action": "lower_staleness", "max_actions": 5}
+    age = {"enabled": True, "max_trajectory_age_steps": 1}
+    apart = {"colocated": {"enabled": False, "resources": {"gpus_per_node": 1}}}
+    plan = read_plan(
+        {
+            "defaults": "grpo-arithmetic",
+            "guardrails": {"old": rule},
+            "grpo": {"async_grpo": age},
+            "policy": {"generation": apart},
+            "loss_fn": {"importance": {"high": 2}},
+        }
+    )
+    assert limited(plan.config, tmp_path)["old"].max_actions == 1
+    event = GuardrailEvent("old", "mismatch/kl", "lower_staleness", 3, 2, "", 3, {"a": 0})
+    (tmp_path / FILE).write_text(json.dumps([vars(event)]))
+    changed = changed_plan(plan, {"grpo.async_grpo.max_trajectory_age_steps": 0}, "old")
+    assert limited(changed.config, tmp_path)["old"].max_actions == 1
 
 
 def test_actions_are_shown_first(tmp_path):

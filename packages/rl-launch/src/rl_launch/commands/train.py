@@ -8,6 +8,7 @@ import shutil
 import signal
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
@@ -30,12 +31,13 @@ from rl_launch.model_files.local_models import (
 )
 from rl_launch.monitoring.run_monitoring import RunMonitoring
 from rl_launch.placement.bundles import PlacementError
-from rl_launch.root_config import DRAFTER, leaf_of, staleness_key, with_section, with_values
+from rl_launch.root_config import DRAFTER, RunConfig, leaf_of, max_age, with_section, with_values
 from rl_launch.run_config.plan import RunPlan
 from rl_launch.run_config.reading import RunRecording, changed_plan, read_plan
 from rl_launch.runtime.restoration import Restoration
 from rl_launch.session import RunSession
 from rl_launch.session.checkpoints.checkpoints import newest_checkpoint
+from rl_launch.session.config import GuardrailConfig
 from rl_launch.session.directory.branch import BranchPoint
 from rl_launch.session.directory.lock import holder
 from rl_launch.session.directory.recording import write_origins
@@ -134,7 +136,7 @@ def train(
     def found(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
         return findings(rows, as_written(plan.root))
 
-    guardrails = Guardrails(config.guardrails, folder, found)
+    guardrails = Guardrails(limited(config, folder), folder, found)
     exports = export_suffixes(plugin.models(config))
     if config.policy.draft_head is not None:
         exports[DRAFTER] = f"_{DRAFTER}"
@@ -246,13 +248,26 @@ def guarded(plan: RunPlan, run_dir: Path) -> RunPlan:
     return changed_plan(plan, changes, GUARDRAILS)
 
 
+def limited(config: RunConfig, run_dir: Path) -> dict[str, GuardrailConfig]:
+    """Return the guardrails of a run; one that lowers the age of rollouts acts as often as there is an age to lower."""
+    taken, found = Counter(event.rule for event in read_events(run_dir)), max_age(config)
+    age = 0 if found is None else found[1]
+    return {
+        name: rule
+        if rule.action != "lower_staleness"
+        else with_values(rule, {"max_actions": min(rule.max_actions, taken[name] + age)})
+        for name, rule in config.guardrails.items()
+    }
+
+
 def _changed(plan: RunPlan, event: GuardrailEvent, guardrails: Guardrails, run_dir: Path) -> RunPlan:
     """Return the plan that a run goes on with after a guardrail acted, which is written into its folder."""
     change = dict(plan.config.guardrails[event.rule].change)
     if event.action == "lower_staleness":
-        key = staleness_key(plan.config)
-        assert key is not None, "the checks refuse it"
-        change = {key: leaf_of(plan.config, key) - 1}
+        found = max_age(plan.config)
+        assert found is not None, "the checks refuse it"
+        key, age = found
+        change = {key: age - 1}
     change = {key: changed_value(value, leaf_of(plan.config, key), key) for key, value in change.items()}
     listed = ", ".join(f"{key}={value}" for key, value in change.items()) or "the same config"
     back = f"back to checkpoint step_{event.resumes_after}" if event.action == "rollback" else "on from its checkpoint"

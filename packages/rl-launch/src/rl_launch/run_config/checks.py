@@ -26,16 +26,7 @@ from rl_launch.placement.topology import (
     weight_sync_problems,
 )
 from rl_launch.push.destinations import destination_of
-from rl_launch.root_config import (
-    DRAFT_HEAD,
-    DRAFTER,
-    POLICY,
-    ClusterConfig,
-    RunConfig,
-    leaf_of,
-    section_of,
-    staleness_key,
-)
+from rl_launch.root_config import DRAFT_HEAD, DRAFTER, POLICY, ClusterConfig, RunConfig, leaf_of, max_age, section_of
 from rl_launch.run_config.inputs import device_here, profiling_checks
 from rl_launch.run_config.plan import RunPlan, plugin_of
 from rl_launch.session.callbacks import callback_problems
@@ -399,7 +390,7 @@ def _guardrail_checks(plan: RunPlan) -> Iterator[Problem]:
                 yield Problem("policy.skipped_grad_norm", f"differs from {key}.above", remedy="Remove one of them")
             if is_changed(rule, "patience"):
                 yield Problem.unused(f"{key}.patience", "with action skip_step, which judges every step")
-        if rule.action == "lower_staleness" and staleness_key(config) is None:
+        if rule.action == "lower_staleness" and max_age(config) is None:
             reason = "needs rollouts that are older than the weights which train on them"
             yield Problem(f"{key}.action", reason, got=rule.action, remedy="Set async_grpo.enabled, or choose another")
         for changed, value in rule.change.items():
