@@ -55,7 +55,7 @@ class Share(NamedTuple):
         return self.choices[self.chosen[tensor]]
 
 
-class Pieces(NamedTuple):
+class TensorPieces(NamedTuple):
     """Pieces of one tensor and their ways; tensors of one kind have the same.
 
     Args:
@@ -87,9 +87,9 @@ class Pieces(NamedTuple):
         values: np.ndarray = np.prod(self.stop - self.start, axis=1)
         return values
 
-    def at(self, index: np.ndarray) -> Pieces:
+    def at(self, index: np.ndarray) -> TensorPieces:
         """Return some of the pieces."""
-        return Pieces(*(column[index] for column in self))
+        return TensorPieces(*(column[index] for column in self))
 
 
 class PlannedTensor(NamedTuple):
@@ -132,7 +132,7 @@ class ExchangePlan:
     """
 
     tensors: Sequence[PlannedTensor]
-    kinds: Sequence[Pieces]
+    kinds: Sequence[TensorPieces]
     kind_of: np.ndarray
     waves: Sequence[Wave]
 
@@ -233,7 +233,7 @@ class _Planner:
         self._wave_bytes = wave_bytes
         self._found: list[list[np.ndarray]] = []
 
-    def pieces(self, index: int) -> Pieces:
+    def pieces(self, index: int) -> TensorPieces:
         """Return the pieces of a tensor and their ways."""
         holders: dict[Box, list[tuple[int, int]]] = {}
         for rank, share in enumerate(self._held):
@@ -264,8 +264,8 @@ class _Planner:
         columns = [np.concatenate(column) for column in zip(*self._found, strict=True)] if self._found else []
         if not columns:
             none = np.empty(0, np.int64)
-            return Pieces._make([*[none] * 6, np.empty((0, dims), np.int64), np.empty((0, dims), np.int64), none])
-        return self._in_waves(Pieces._make([*columns, np.zeros(len(columns[0]), np.int64)]))
+            return TensorPieces._make([*[none] * 6, np.empty((0, dims), np.int64), np.empty((0, dims), np.int64), none])
+        return self._in_waves(TensorPieces._make([*columns, np.zeros(len(columns[0]), np.int64)]))
 
     def _bring(
         self,
@@ -340,7 +340,7 @@ class _Planner:
         row = [way * ones, is_relayed * ones, source[:, 0], source[:, 1], target[..., 0] * ones, target[..., 1] * ones]
         self._found.append([*row, start, stop])
 
-    def _in_waves(self, pieces: Pieces) -> Pieces:
+    def _in_waves(self, pieces: TensorPieces) -> TensorPieces:
         """Spread the pieces over several waves if one would bring a rank more than it may send or receive."""
         if _load(pieces, self._tensor.item_bytes, len(self._held)).max() <= self._wave_bytes:
             return pieces
@@ -387,13 +387,13 @@ def _overlap(start: np.ndarray, stop: np.ndarray) -> bool:
     return False
 
 
-def _in_message(pieces: Pieces, item_bytes: int) -> np.ndarray:
+def _in_message(pieces: TensorPieces, item_bytes: int) -> np.ndarray:
     """Return int64 `[pieces]`, the bytes of each piece in a message."""
     found: np.ndarray = -(-pieces.num_values * item_bytes // ALIGNMENT) * ALIGNMENT
     return found
 
 
-def _load(pieces: Pieces, item_bytes: int, num_ranks: int) -> np.ndarray:
+def _load(pieces: TensorPieces, item_bytes: int, num_ranks: int) -> np.ndarray:
     """Return int64 `[4, ranks]`: bytes that each rank sends and receives into nodes, and within nodes."""
     size = _in_message(pieces, item_bytes)
     rows = [
@@ -406,7 +406,11 @@ def _load(pieces: Pieces, item_bytes: int, num_ranks: int) -> np.ndarray:
 
 
 def _waves(
-    tensors: Sequence[PlannedTensor], kinds: Sequence[Pieces], kind_of: np.ndarray, num_ranks: int, wave_bytes: int
+    tensors: Sequence[PlannedTensor],
+    kinds: Sequence[TensorPieces],
+    kind_of: np.ndarray,
+    num_ranks: int,
+    wave_bytes: int,
 ) -> list[Wave]:
     """Collect consecutive tensors of a bucket in waves that no rank sends or receives too much in."""
     first = {int(kind): index for index, kind in reversed(list(enumerate(kind_of)))}

@@ -8,7 +8,7 @@ import pytest
 from made_runs import add_step, group, lines, made_run, rollout
 
 from rl_launch.session.rollouts import rollout_store
-from rl_launch.view.index import Question, RolloutIndex, RolloutLine, RunRollouts, SingleFile
+from rl_launch.view.index import RolloutIndex, RolloutLine, RolloutQuery, RunRollouts, SingleFile
 
 FAR = time.monotonic() + 1e6
 
@@ -28,7 +28,7 @@ def indexed(folder, cache=None, kind="step"):
 def test_a_line_is_read_from_its_place(folder):
     index = indexed(folder)
 
-    row = index.page(Question(first=2, last=2), 3, 1)[0]
+    row = index.page(RolloutQuery(first=2, last=2), 3, 1)[0]
     line = index.read([RolloutLine(row["kind"], row["step"], row["row"], row["offset"], row["length"])])[0]
 
     assert json.loads(line) == (group(2, 0) + group(2, 1))[3]
@@ -39,7 +39,9 @@ def test_rollouts_are_filtered_and_sorted(folder):
     index = indexed(folder)
 
     def found(**question):
-        return [(row["prompt_id"], row["position"]) for row in index.page(Question(first=4, last=4, **question), 0, 10)]
+        return [
+            (row["prompt_id"], row["position"]) for row in index.page(RolloutQuery(first=4, last=4, **question), 0, 10)
+        ]
 
     assert found() == [("p", 0), ("p", 1), ("q", 0)]
     assert found(sort="-num_tokens") == [("p", 1), ("q", 0), ("p", 0)]
@@ -47,7 +49,7 @@ def test_rollouts_are_filtered_and_sorted(folder):
     assert found(equal={"status": "failed"}) == [("q", 0)]
     assert found(least={"reward": 0.5}) == [("p", 1)]
     assert found(most={"reward": 0.5}) == [("p", 0)]
-    assert index.count(Question(first=1, last=4)) == 3 * 4 + 3
+    assert index.count(RolloutQuery(first=1, last=4)) == 3 * 4 + 3
     assert index.choices("step", 4, 4)["status"] == ["failed", "ok"]
 
 
@@ -58,7 +60,7 @@ def test_a_step_that_grows_is_continued(folder):
 
     index.extend("step", [3], FAR)
 
-    rows = index.page(Question(first=3, last=3), 0, 10)
+    rows = index.page(RolloutQuery(first=3, last=3), 0, 10)
     assert [row["prompt_id"] for row in rows] == ["p0", "p0", "p1", "p1", "p7", "p7"]
     assert [row["row"] for row in rows] == list(range(6))
 
@@ -70,7 +72,7 @@ def test_a_step_that_was_made_again_is_read_again_although_its_file_is_longer(fo
 
     index.extend("step", [3], FAR)
 
-    assert {row["prompt_id"] for row in index.page(Question(first=3, last=3), 0, 100)} == {"p5"}
+    assert {row["prompt_id"] for row in index.page(RolloutQuery(first=3, last=3), 0, 100)} == {"p5"}
 
 
 def test_a_step_that_is_gone_is_forgotten(folder):
@@ -79,18 +81,18 @@ def test_a_step_that_is_gone_is_forgotten(folder):
 
     index.extend("step", [3], FAR)
 
-    assert index.count(Question(first=3, last=3)) == 0
+    assert index.count(RolloutQuery(first=3, last=3)) == 0
 
 
 def test_rollouts_in_an_archive_are_found_where_they_were(folder, monkeypatch):
     monkeypatch.setattr(rollout_store, "STEPS_PER_ARCHIVE", 2)
     monkeypatch.setattr(rollout_store, "NUM_RECENT", 0)
-    before = indexed(folder).page(Question(first=1, last=2), 0, 10)
+    before = indexed(folder).page(RolloutQuery(first=1, last=2), 0, 10)
     rollout_store.archive_before(folder / "rollouts", 3)
     assert not (folder / "rollouts" / "step_1.jsonl").exists()
 
     index = indexed(folder)
-    after = index.page(Question(first=1, last=2), 0, 10)
+    after = index.page(RolloutQuery(first=1, last=2), 0, 10)
 
     assert after == before
     places = [RolloutLine(row["kind"], row["step"], row["row"], row["offset"], row["length"]) for row in after]
@@ -103,11 +105,11 @@ def test_the_cache_is_used_again_and_made_again_if_it_is_broken(folder, tmp_path
     (file,) = cache.glob("*.sqlite")
 
     kept = RolloutIndex(RunRollouts(folder / "rollouts"), cache)
-    assert kept.count(Question()) == 12
+    assert kept.count(RolloutQuery()) == 12
     kept.close()
 
     file.write_bytes(b"not a database" * 1000)
-    assert indexed(folder, cache).count(Question()) == 12
+    assert indexed(folder, cache).count(RolloutQuery()) == 12
 
 
 def test_nothing_is_written_into_the_run(folder, tmp_path):
@@ -146,7 +148,7 @@ def test_lines_that_are_not_rollouts_do_not_hide_others(tmp_path):
 
     index.extend("file", [0], FAR)
 
-    rows = index.page(Question(kind="file"), 0, 100)
+    rows = index.page(RolloutQuery(kind="file"), 0, 100)
     assert rows[-1]["prompt_id"] == "last"
     assert len(rows) == len(HOSTILE)  # without the empty line
     assert [row["status"] for row in rows[:2]] == ["unreadable", "unreadable"]
@@ -160,7 +162,7 @@ def test_a_line_that_is_too_long_is_listed_and_not_parsed(tmp_path, monkeypatch)
 
     index.extend("file", [0], FAR)
 
-    rows = index.page(Question(kind="file"), 0, 10)
+    rows = index.page(RolloutQuery(kind="file"), 0, 10)
     assert [(row["prompt_id"], row["status"]) for row in rows] == [(None, "too long"), ("short", "ok")]
 
 
@@ -168,5 +170,5 @@ def test_a_folder_that_cannot_hold_the_cache_is_done_without(folder, tmp_path):
     in_the_way = tmp_path / "file"
     in_the_way.write_text("")
 
-    assert indexed(folder, in_the_way / "cache").count(Question()) == 12
+    assert indexed(folder, in_the_way / "cache").count(RolloutQuery()) == 12
     assert os.listdir(tmp_path).count("file") == 1

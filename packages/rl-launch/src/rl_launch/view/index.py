@@ -130,7 +130,7 @@ class RolloutLine(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Question:
+class RolloutQuery:
     """A question about the rollouts of a range of steps.
 
     Args:
@@ -195,13 +195,13 @@ class RolloutIndex:
         with self._lock:
             return self._database.execute(query, values).fetchall()
 
-    def count(self, question: Question) -> int:
+    def count(self, question: RolloutQuery) -> int:
         """Return the number of rollouts that meet a question."""
         condition, values = _condition(question)
         [[number]] = self._query(f"select count(*) from rollouts where {condition}", values)
         return int(number)
 
-    def page(self, question: Question, offset: int, limit: int) -> list[dict[str, Any]]:
+    def page(self, question: RolloutQuery, offset: int, limit: int) -> list[dict[str, Any]]:
         """Return the values of rollouts that meet a question, in its order.
 
         Args:
@@ -405,7 +405,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**62
 
 
-def _condition(question: Question) -> tuple[str, list[Any]]:
+def _condition(question: RolloutQuery) -> tuple[str, list[Any]]:
     parts, values = ["kind = ? and step between ? and ?"], [question.kind, question.first, question.last]
     for column, value in question.equal.items():
         assert column in EQUALS, column

@@ -12,7 +12,7 @@ from rl_core.rollouts.record import segments_of, turns_of
 from rl_launch.session.directory.row_files import text_of_content
 from rl_launch.show.selection import Condition, RecordValues, response_of
 from rl_launch.view.catalog import CatalogEntry, PageCatalog
-from rl_launch.view.index import EQUALS, RANGES, Question, RolloutLine
+from rl_launch.view.index import EQUALS, RANGES, RolloutLine, RolloutQuery
 from rl_launch.view.parameters import Parameters
 
 MAX_ROWS = 500
@@ -42,7 +42,7 @@ def rollouts(catalog: PageCatalog, given: Parameters) -> dict[str, Any]:
     entry = catalog[given.text("id")]
     kind = given.choice("kind", entry.source.kinds)
     newest = (entry.steps(kind) or [0])[-1]
-    question = Question(
+    question = RolloutQuery(
         kind=kind,
         first=given.integer("first", newest),
         last=given.integer("last", newest),
@@ -77,7 +77,7 @@ def rollouts(catalog: PageCatalog, given: Parameters) -> dict[str, Any]:
 
 
 def _matching(
-    entry: CatalogEntry, question: Question, text: str, conditions: list[Condition], page: tuple[int, int, float]
+    entry: CatalogEntry, question: RolloutQuery, text: str, conditions: list[Condition], page: tuple[int, int, float]
 ) -> tuple[list[dict[str, Any]], int | None]:
     """Return rollouts from an offset whose records match, and the offset of the next search.
 
@@ -151,7 +151,7 @@ def rollout(catalog: PageCatalog, given: Parameters) -> dict[str, Any]:
     if record is None:
         raise RunDirectoryError(f"line {line.row + 1} of step {line.step} is not a rollout; see the raw record")
     prompt_id = str(record.get("prompt_id") or "")
-    group = Question(line.kind, line.step, line.step, {"prompt_id": prompt_id}, sort="position")
+    group = RolloutQuery(line.kind, line.step, line.step, {"prompt_id": prompt_id}, sort="position")
     others = entry.index.same_prompt(line.kind, prompt_id, MAX_ROWS) if prompt_id else []
     return {
         "kind": line.kind,
