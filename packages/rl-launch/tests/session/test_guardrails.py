@@ -81,7 +81,7 @@ def test_a_rule_that_has_acted_often_enough_only_warns(tmp_path, caplog):
         event = guardrails.after_step(1, {"m": 2})
         guardrails.note(replace(event, change={"a.b": 1}))
     assert Guardrails({"rule": rule}, tmp_path, lambda rows: []).after_step(1, {"m": 2}) is None
-    assert "it has acted 2 times already" in caplog.text
+    assert "it only warns now, because it has acted 2 times" in caplog.text
     assert [event.change for event in read_events(tmp_path)] == [{"a.b": 1}] * 2
 
 

@@ -112,7 +112,8 @@ class Guardrails:
             if rule.action in ("warn", "skip_step") or len(taken) >= rule.max_actions:
                 if name not in self._warned:
                     self._warned.add(name)
-                    spent = f"; it has acted {len(taken)} times already ({name}.max_actions)" if taken else ""
+                    times = "once" if len(taken) == 1 else f"{len(taken)} times"
+                    spent = f"; it only warns now, because it has acted {times}" if taken else ""
                     _log.warning("%s%s", event, spent)
                 continue
             return event
