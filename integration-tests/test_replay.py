@@ -14,9 +14,8 @@ SMALL = (
     "cluster.device=cpu",
     "cluster.cpu_ranks_per_node=1",
     "logger.tensorboard_enabled=false",
-    "logger.replay_enabled=true",
-    "logger.token_level=all",
 )
+RECORDED = ("logger.replay_enabled=true", "logger.token_level=all")
 ROLLOUTS = ("max_num_steps=4", "num_prompts_per_step=4", "num_generations_per_prompt=4", "val_period=2")
 REWARD = """
 def score(response, answer):
@@ -26,14 +25,14 @@ def score(response, answer):
 
 def of_rollouts(recipe, section):
     settings = [f"{section}.{each}" for each in ROLLOUTS]
-    return recipe, "policy.generation.backend=hf", "policy.train_global_batch_size=8", *settings
+    return recipe, *RECORDED, "policy.generation.backend=hf", "policy.train_global_batch_size=8", *settings
 
 
 RUNS = {
     "grpo": of_rollouts("grpo-arithmetic", "grpo"),
     "ppo": (*of_rollouts("ppo-tiny", "ppo"), "value.train_global_batch_size=8"),
     "distillation": of_rollouts("distill-tiny", "distillation")[:-2],
-    "agent": ("grpo-agent-tiny", "policy.generation.backend=hf", "grpo.max_num_steps=4"),
+    "agent": ("grpo-agent-tiny", *RECORDED, "policy.generation.backend=hf", "grpo.max_num_steps=4"),
     "dpo": ("dpo-tiny", "dpo.max_num_steps=4"),
 }
 

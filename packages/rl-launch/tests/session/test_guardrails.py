@@ -85,6 +85,20 @@ def test_a_rule_that_has_acted_often_enough_only_warns(tmp_path, caplog):
     assert [event.change for event in read_events(tmp_path)] == [{"a.b": 1}] * 2
 
 
+def test_a_rule_that_stops_a_run_does_so_however_often_it_is_resumed(tmp_path):
+    rule = {"rule": GuardrailConfig(metric="m", above=1, patience=1, action="stop")}
+    for _ in range(5):
+        guardrails = Guardrails(rule, tmp_path, lambda rows: [])
+        event = guardrails.after_step(1, {"m": 2})
+        assert event is not None
+        guardrails.note(event)
+
+
+def test_a_record_of_completions_is_refused_where_nothing_is_sampled():
+    with pytest.raises(ConfigError, match=r"logger\.replay_enabled.*samples nothing"):
+        read_plan({"defaults": "sft-arithmetic", "logger": {"replay_enabled": True}})
+
+
 def test_a_record_that_cannot_be_read_is_one_message_with_the_remedy(tmp_path):
     (tmp_path / FILE).write_text('[{"rule": 1}]')
     with pytest.raises(RLError, match="restore it, or remove it to resume the run without them"):

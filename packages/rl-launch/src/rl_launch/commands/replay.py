@@ -137,7 +137,6 @@ def replay(text: str, overrides: Sequence[str]) -> ReplayReport:
         "checkpointing.async_save=false",
         "checkpointing.export_period=null",
         "logger.replay_enabled=false",
-        "guardrails={}",
         "callbacks=[]",
     )
     plan = read_plan(run.path, [*overrides, *fixed])

@@ -136,7 +136,8 @@ def train(
     def found(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
         return findings(rows, as_written(plan.root))
 
-    guardrails = Guardrails(limited(config, folder), folder, found)
+    # A step that is made again is not acted on again.
+    guardrails = Guardrails({} if replayed else limited(config, folder), folder, found)
     exports = export_suffixes(plugin.models(config))
     if config.policy.draft_head is not None:
         exports[DRAFTER] = f"_{DRAFTER}"

@@ -369,6 +369,12 @@ SKIPPED = "train/grad_norm"
 """Metric whose bound a trainer knows before an optimizer step."""
 
 
+def _replay_record_checks(plan: RunPlan) -> Iterator[Problem]:
+    if plan.config.logger.replay_enabled and not plan.plugin.generates:
+        because = "because this algorithm samples nothing, and `rl replay` needs no record of it"
+        yield Problem.unused("logger.replay_enabled", because)
+
+
 def _guardrail_checks(plan: RunPlan) -> Iterator[Problem]:
     config = plan.config
     for name, rule in config.guardrails.items():
@@ -414,6 +420,7 @@ CHECKS: tuple[Check, ...] = (
     _push_checks,
     _switch_checks,
     _guardrail_checks,
+    _replay_record_checks,
     profiling_checks,
 )
 """Checks of the config of a run."""

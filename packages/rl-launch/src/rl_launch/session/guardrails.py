@@ -109,7 +109,8 @@ class Guardrails:
             onset, reason = broken
             event = GuardrailEvent(name, rule.metric, rule.action, step, onset, reason, resumes_after=step)
             taken = [each for each in self._events if each.rule == name]
-            if rule.action in ("warn", "skip_step") or len(taken) >= rule.max_actions:
+            is_spent = rule.action != "stop" and len(taken) >= rule.max_actions
+            if rule.action in ("warn", "skip_step") or is_spent:
                 if name not in self._warned:
                     self._warned.add(name)
                     times = "once" if len(taken) == 1 else f"{len(taken)} times"
