@@ -107,7 +107,7 @@ def run(rank: int, port: int, case: str, breaks_at: int) -> tuple[int, int, int,
         ):
             before, plan = plan, planned(plan, layout, holdings, dist.group.WORLD, BUCKET_BYTES)
             assert before is None or before is plan, "the plan is made once"
-            own = Exchange(plan, layout, holdings, torch.device("cpu"))
+            own = Exchange.among_senders(plan, layout, holdings, torch.device("cpu"))
             for bucket in layout.buckets:
                 buffer = torch.full((bucket.num_bytes,), 0x55, dtype=torch.uint8)
                 own.fill(bucket, buffer)

@@ -157,7 +157,7 @@ def _exchange(
     on_all_ranks(mesh.control, lambda: layouts.append(sender.begin()))
     (layout,) = layouts
     end.plan = planned(end.plan, layout, holdings, mesh.control, transport.bucket_bytes)
-    exchange = Exchange(end.plan, layout, holdings, mesh.device)
+    exchange = Exchange.among_senders(end.plan, layout, holdings, mesh.device)
     agreed_at = 1
     for number, bucket in enumerate(layout.buckets, start=1):
         try:

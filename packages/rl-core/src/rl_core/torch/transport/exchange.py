@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from math import prod
-from operator import itemgetter
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -31,7 +30,7 @@ from rl_core.resharding import (
     Wave,
     plan_exchange,
 )
-from rl_core.torch.transport.bucket import DTYPES, Bucket, Layout, digest_of
+from rl_core.torch.transport.bucket import DTYPES, Bucket, Layout
 from rl_core.torch.transport.digest import PendingDigest, begin_digest, read_digests
 from rl_core.weights import ITEM_BYTES
 
@@ -81,11 +80,46 @@ class OwnPiece(NamedTuple):
         return [each.stop - each.start for each in self.within]
 
 
+class RankShare(NamedTuple):
+    """The part of one rank in an exchange, from which all ranks plan.
+
+    Args:
+        held: Parts that it holds.
+        kept: Parts that it is to have afterwards.
+        node: Name of its node.
+    """
+
+    held: Share
+    kept: Share
+    node: str
+
+    @classmethod
+    def of(cls, layout: Layout, holdings: Holdings) -> RankShare:
+        """Return the share of this process.
+
+        Args:
+            layout: Layout with the parts that it keeps.
+            holdings: Parts that it holds.
+        """
+        slots = [slot for bucket in layout.buckets for slot in bucket.slots]
+        held = Share.of([part.box for part in holdings.get(slot.spec.name, ())] for slot in slots)
+        return cls(held, Share.of(slot.boxes for slot in slots), node_name())
+
+    def key(self, layout: Layout, wave_bytes: int) -> str:
+        """Return a digest that differs for another share, for other tensors, and for waves of another size."""
+        names = repr([(slot.spec, bucket.index) for bucket in layout.buckets for slot in bucket.slots])
+        digest = hashlib.sha256(repr((self.held.choices, self.kept.choices, self.node, names, wave_bytes)).encode())
+        for each in (self.held, self.kept):
+            digest.update(each.chosen.tobytes())
+        return digest.hexdigest()[:16]
+
+
 class KeptPlan(NamedTuple):
     """One rank's part of a plan, kept for the exchanges that follow.
 
     Args:
         keys: Digest of the parts that each rank holds and keeps.
+        fingerprint: Digest of the whole plan.
         waves: Waves of all ranks.
         kind_of: Kind of each tensor.
         pieces: Pieces that this rank sends, and those that it receives, by the kind of tensor, the wave among those of
@@ -93,6 +127,7 @@ class KeptPlan(NamedTuple):
     """
 
     keys: Sequence[str]
+    fingerprint: str
     waves: Sequence[Wave]
     kind_of: Sequence[int]
     pieces: Mapping[tuple[int, int, int], tuple[list[OwnPiece], list[OwnPiece]]]
@@ -113,15 +148,26 @@ def planned(
     Raises:
         WeightSyncError: If the held parts do not make up the tensors, or the ranks made different plans.
     """
-    slots = [slot for bucket in layout.buckets for slot in bucket.slots]
-    held = Share.of([part.box for part in holdings.get(slot.spec.name, ())] for slot in slots)
-    names = repr([(slot.spec, bucket.index) for bucket in layout.buckets for slot in bucket.slots])
-    parts = repr((held.choices, held.chosen.tolist(), digest_of(layout.parts), names, wave_bytes, node_name()))
-    keys = _from_all(hashlib.sha256(parts.encode()).hexdigest()[:16], control)
+    own = RankShare.of(layout, holdings)
+    keys = _from_all(own.key(layout, wave_bytes), control)
     if kept is not None and kept.keys == keys:
         return kept
-    wanted = Share.of(slot.boxes for slot in slots)
-    shares = _from_all((held, wanted, node_name()), control)
+    made = plan_of(_from_all(own, control), layout, dist.get_rank(control), keys, wave_bytes=wave_bytes)
+    prints = _from_all(made.fingerprint, control)
+    if len(set(prints)) > 1:
+        raise WeightSyncError(f"the ranks made different plans of an exchange of weights: {', '.join(prints)}")
+    return made
+
+
+def plan_of(
+    shares: Sequence[RankShare], layout: Layout, rank: int, keys: Sequence[str], *, wave_bytes: int
+) -> KeptPlan:
+    """Return one rank's part of the plan that follows from the shares of all ranks.
+
+    Raises:
+        WeightSyncError: If the held parts do not make up the tensors.
+    """
+    slots = [slot for bucket in layout.buckets for slot in bucket.slots]
     nodes: dict[str, int] = {}
     try:
         plan = plan_exchange(
@@ -130,20 +176,17 @@ def planned(
                 for bucket in layout.buckets
                 for slot in bucket.slots
             ],
-            [each for each, _, _ in shares],
-            [each for _, each, _ in shares],
-            [nodes.setdefault(name, len(nodes)) for _, _, name in shares],
+            [share.held for share in shares],
+            [share.kept for share in shares],
+            [nodes.setdefault(share.node, len(nodes)) for share in shares],
             wave_bytes=wave_bytes,
         )
     except UnplannableError as error:
         name = slots[error.tensor].spec.name
         raise WeightSyncError(f"{name} cannot be exchanged: {error}", (name,)) from error
-    prints = _from_all(plan.fingerprint, control)
-    if len(set(prints)) > 1:
-        raise WeightSyncError(f"the ranks made different plans of an exchange of weights: {', '.join(prints)}")
-    return KeptPlan(
-        keys, plan.waves, plan.kind_of.tolist(), dict(_own_pieces(plan, dist.get_rank(control), held, wanted))
-    )
+    own = shares[rank]
+    pieces = dict(_own_pieces(plan, rank, own.held, own.kept))
+    return KeptPlan(keys, plan.fingerprint, plan.waves, plan.kind_of.tolist(), pieces)
 
 
 def _own_pieces(
@@ -183,6 +226,11 @@ def _from_all(own: Given, control: dist.ProcessGroup) -> list[Given]:
     return given
 
 
+Travel = Callable[[Tensor, Tensor, list[int], list[int]], None]
+"""Sends a message to all ranks and fills another from all: what arrives, what is sent, and the bytes for each rank of
+both. As `torch.distributed.all_to_all_single`."""
+
+
 class Exchange:
     """One rank's part in an exchange.
 
@@ -191,21 +239,42 @@ class Exchange:
         layout: Layout with the parts that this rank's receiver keeps.
         holdings: Parts that this rank holds.
         device: Device of the messages.
+        travel: Sends the messages of a wave; collective.
+        rank: This rank.
+        names: Names of all ranks, for errors.
     """
 
-    def __init__(self, plan: KeptPlan, layout: Layout, holdings: Holdings, device: torch.device) -> None:
+    def __init__(
+        self,
+        plan: KeptPlan,
+        layout: Layout,
+        holdings: Holdings,
+        device: torch.device,
+        *,
+        travel: Travel,
+        rank: int,
+        names: Sequence[str],
+    ) -> None:
         self._plan = plan
         self._device = device
         self._slots = [slot for bucket in layout.buckets for slot in bucket.slots]
         self._held = [[part.values for part in holdings.get(slot.spec.name, ())] for slot in self._slots]
-        self._size = dist.get_world_size()
+        self._travel_by = travel
+        self._rank, self._names = rank, names
+        self._size = len(names)
         self._sent: list[tuple[int, PendingDigest]] = []
         self._received: list[tuple[int, PendingDigest, list[str]]] = []
         self._waves = {bucket: list(waves) for bucket, waves in groupby(plan.waves, lambda wave: wave.bucket)}
 
+    @classmethod
+    def among_senders(cls, plan: KeptPlan, layout: Layout, holdings: Holdings, device: torch.device) -> Exchange:
+        """Return an exchange among the ranks of the default group."""
+        names = [f"rank {rank}" for rank in range(dist.get_world_size())]
+        return cls(plan, layout, holdings, device, travel=dist.all_to_all_single, rank=dist.get_rank(), names=names)
+
     @torch.no_grad()
     def fill(self, bucket: Bucket, buffer: Tensor) -> None:
-        """Fill the buffer of a bucket with the parts for this rank's receiver; collective over the default group.
+        """Fill the buffer of a bucket with the parts for this rank's receiver; collective.
 
         Args:
             bucket: Bucket of the layout.
@@ -226,31 +295,45 @@ class Exchange:
         Raises:
             WeightSyncError: Naming the tensors of a message that arrived otherwise.
         """
-        self._sent.sort(key=itemgetter(0))
-        self._received.sort(key=itemgetter(0))
-        own = [int(each.rpartition("-")[2], 16) for each in read_digests([found for _, found in self._sent])]
-        found = [int(each.rpartition("-")[2], 16) for each in read_digests([found for _, found, _ in self._received])]
-        counts = [[peers.count(peer) for peer in range(self._size)] for peers in self._peers()]
-        told = torch.empty(len(found), dtype=torch.int64, device=self._device)
-        # An int64 holds a digest without its highest bit.
-        message = torch.tensor([value & MASK for value in own], dtype=torch.int64, device=self._device)
-        dist.all_to_all_single(told, message, counts[1], counts[0])
+        sent = self.sent_digests()
+        own = [digest for peer in sorted(sent) for digest in sent[peer]]
+        received = [[peer for peer, _, _ in self._received].count(rank) for rank in range(self._size)]
+        told = torch.empty(sum(received), dtype=torch.int64, device=self._device)
+        message = torch.tensor(own, dtype=torch.int64, device=self._device)
+        dist.all_to_all_single(told, message, received, [len(sent.get(rank, ())) for rank in range(self._size)])
+        self.compare({peer: each.tolist() for peer, each in enumerate(told.split(received)) if len(each)})
+
+    def sent_digests(self) -> dict[int, list[int]]:
+        """Return the digests of the messages that this rank sent, in their order, by the rank that they went to."""
+        return _by_rank([peer for peer, _ in self._sent], [digest for _, digest in self._sent])
+
+    def received_digests(self) -> dict[int, list[int]]:
+        """Return the digests of the messages that arrived, in their order, by the rank that they came from."""
+        return _by_rank([peer for peer, _, _ in self._received], [digest for _, digest, _ in self._received])
+
+    def compare(self, told: Mapping[int, Sequence[int]]) -> None:
+        """Compare the digests of what arrived with those of what was sent.
+
+        Args:
+            told: Digests of the messages for this rank, in their order, by the rank that sent them.
+
+        Raises:
+            WeightSyncError: Naming the tensors of a message that arrived otherwise.
+        """
+        found = {peer: iter(digests) for peer, digests in self.received_digests().items()}
+        sent = {peer: iter(digests) for peer, digests in told.items()}
         wrong = [
-            each
-            for each, ours, theirs in zip(self._received, found, told.tolist(), strict=True)
-            if ours & MASK != theirs
+            (peer, names)
+            for peer, _, names in self._received
+            if next(found[peer]) != next(sent.get(peer, iter(())), None)
         ]
         if wrong:
-            peer, _, names = wrong[0]
-            names = list(dict.fromkeys(name for _, _, several in wrong for name in several))
+            names = list(dict.fromkeys(name for _, several in wrong for name in several))
             raise WeightSyncError(
-                f"rank {dist.get_rank()} received from rank {peer} other values than that rank sent, in "
-                f"{', '.join(names[:MAX_SHOWN])}",
+                f"{self._names[self._rank]} received from {self._names[wrong[0][0]]} other values than that rank sent, "
+                f"in {', '.join(names[:MAX_SHOWN])}",
                 tuple(names),
             )
-
-    def _peers(self) -> tuple[list[int], list[int]]:
-        return [peer for peer, _ in self._sent], [peer for peer, _, _ in self._received]
 
     def _pieces(self, tensor: int, number: int, way: int) -> tuple[list[OwnPiece], list[OwnPiece]]:
         return self._plan.pieces.get((self._plan.kind_of[tensor], number, way), ([], []))
@@ -268,7 +351,7 @@ class Exchange:
         ]
         _copy([place for _, place in places[0]], sources)
         self._sent += [(peer, begin_digest(part)) for peer, part in self._by_peer(messages[0], splits[0])]
-        dist.all_to_all_single(messages[1], messages[0], splits[1], splits[0])
+        self._travel_by(messages[1], messages[0], splits[1], splits[0])
         for peer, part in self._by_peer(messages[1], splits[1]):
             names = [self._slots[tensor].spec.name for (tensor, piece), _ in places[1] if piece.peer == peer]
             self._received.append((peer, begin_digest(part), list(dict.fromkeys(names))))
@@ -298,6 +381,14 @@ class Exchange:
 
     def _by_peer(self, message: Tensor, splits: list[int]) -> list[tuple[int, Tensor]]:
         return [(peer, part) for peer, part in enumerate(message.split(splits)) if part.numel()]
+
+
+def _by_rank(peers: Sequence[int], pending: Sequence[PendingDigest]) -> dict[int, list[int]]:
+    """Return digests by rank, each without its highest bit: an int64 then holds it."""
+    found: dict[int, list[int]] = {}
+    for peer, digest in zip(peers, read_digests(pending), strict=True):
+        found.setdefault(peer, []).append(int(digest.rpartition("-")[2], 16) & MASK)
+    return found
 
 
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
