@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from math import prod
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,19 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from splits import Engine, Fsdp, Megatron, Weight, cut, whole
 
+from rl_core import resharding
 from rl_core.resharding import (
     IN_PLACE,
     INTO_NODE,
-    WITHIN_NODE,
+    ONWARD,
+    TRAVELLING,
     ExchangePlan,
     PlannedTensor,
     Share,
     UnplannableError,
+    assign_buckets,
     plan_exchange,
 )
 from rl_core.testing.exhaustive import partly_exhaustive
-from rl_core.torch.transport.bucket import lay_out
-from rl_core.weights import Manifest, TensorSpec
 
 ITEM_BYTES = 2
 
@@ -50,7 +52,7 @@ def carried_out(
     results = [[[np.full_like(values[t][cut(b)], -1) for b in s.boxes(t)] for s in kept] for t in range(len(values))]
     entering, done = 0, [0] * len(values)
     for wave in plan.waves:
-        for way in (IN_PLACE, INTO_NODE, WITHIN_NODE):
+        for way in (IN_PLACE, *TRAVELLING):
             traffic = np.zeros((2, len(held)))
             writes = []
             for tensor, number in wave.tensors:
@@ -76,8 +78,8 @@ def carried_out(
                         traffic[0, source] += size
                         traffic[1, target] += size
                         assert source != target
-                    assert (nodes[source] != nodes[target]) == (way == INTO_NODE)
-                    entering += value.size * ITEM_BYTES if way == INTO_NODE else 0
+                    assert (nodes[source] != nodes[target]) == (way in (INTO_NODE, ONWARD))
+                    entering += value.size * ITEM_BYTES if nodes[source] != nodes[target] else 0
                     writes.append((tensor, target, target_part, box, value.copy()))
             assert traffic.max() <= wave_bytes
             assert traffic.any() <= (way in wave.ways)
@@ -123,25 +125,56 @@ def trainers(draw: st.DrawFn) -> Fsdp | Megatron:
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_every_value_arrives_once_and_enters_a_node_once(data: st.DataObject) -> None:
     trainer = data.draw(trainers())
     world = trainer.world
     tp = data.draw(st.sampled_from([size for size in (1, 2, 4) if world % size == 0]))
     pp = data.draw(st.sampled_from([size for size in (1, 2) if world % (size * tp) == 0]))
-    engine = Engine(tp, pp, data.draw(st.booleans()))
+    engine = Engine(tp, pp, data.draw(st.booleans()), data.draw(st.booleans()))
     weights = small_model(2 * trainer.pp, data.draw(st.sampled_from([0, 4])))
     per_node = data.draw(st.integers(1, world))
     nodes = [rank // per_node for rank in range(world)]
-    wave_bytes = data.draw(st.sampled_from([128, 512, 2**20]))
-    per_bucket = data.draw(st.integers(1, 9))
-    tensors = [PlannedTensor(each.shape, ITEM_BYTES, number // per_bucket) for number, each in enumerate(weights)]
+    bucket_bytes = data.draw(st.sampled_from([512, 2048, 2**20]))
+    kept = shares(engine, weights, world)
+    order, tensors = in_buckets(weights, kept, bucket_bytes)
+    weights = [weights[place] for place in order]
     held, kept = shares(trainer, weights, world), shares(engine, weights, world)
-    plan = plan_exchange(tensors, held, kept, nodes, wave_bytes=wave_bytes)
-    entered = carried_out(plan, held, kept, nodes, wave_bytes)
-    assert entered == least(tensors, held, kept, nodes)
-    again = plan_exchange(tensors, held, kept, nodes, wave_bytes=wave_bytes)
+    check_buckets(tensors, kept, bucket_bytes)
+    with mock.patch.object(resharding, "MIN_CUT_BYTES", data.draw(st.sampled_from([16, 2**16]))):
+        plan, again = (plan_exchange(tensors, held, kept, nodes, wave_bytes=bucket_bytes) for _ in range(2))
     assert again.fingerprint == plan.fingerprint
+    entered = carried_out(plan, held, kept, nodes, bucket_bytes)
+    assert entered == least(tensors, held, kept, nodes)
+
+
+def check_buckets(tensors: Sequence[PlannedTensor], kept: Sequence[Share], bucket_bytes: int) -> None:
+    """No rank keeps more of a bucket than it may, except of one tensor."""
+    for share in kept:
+        of_bucket: dict[int, list[int]] = {}
+        for place, tensor in enumerate(tensors):
+            size = sum(prod(stop - start for start, stop in box) for box in share.boxes(place)) * ITEM_BYTES
+            if size:
+                of_bucket.setdefault(tensor.bucket, []).append(size)
+        assert all(len(sizes) == 1 or sum(sizes) <= bucket_bytes for sizes in of_bucket.values())
+
+
+@pytest.mark.parametrize("per_node", [1, 2])
+def test_what_one_rank_holds_leaves_it_once_and_reaches_all_nodes_over_all_links(per_node: int) -> None:
+    """Eight nodes that keep all of it."""
+    shape = (1024, 512)
+    size, world = 1024 * 512 * ITEM_BYTES, 8 * per_node
+    tensors = [PlannedTensor(shape, ITEM_BYTES, 0)]
+    held = [Share.of([[whole(shape)] if rank == 0 else []]) for rank in range(world)]
+    kept = [Share.of([[whole(shape)]]) for _ in range(world)]
+    nodes = [rank // per_node for rank in range(world)]
+    plan = plan_exchange(tensors, held, kept, nodes, wave_bytes=size)
+    carried_out(plan, held, kept, nodes, size)
+    (pieces,) = plan.kinds
+    leaves, onward = pieces.at(pieces.way == INTO_NODE), pieces.at(pieces.way == ONWARD)
+    assert leaves.num_values.sum() * ITEM_BYTES == size
+    sent = np.bincount(onward.source, onward.num_values, minlength=world)[per_node:] * ITEM_BYTES
+    assert sent.max() <= size / per_node
 
 
 def test_parts_that_overlap_or_leave_gaps_are_refused() -> None:
@@ -162,6 +195,7 @@ def test_a_large_tensor_that_one_rank_holds_is_divided_among_those_of_a_node() -
     into = pieces.at(pieces.way == INTO_NODE)
     entered = np.bincount(into.target, into.num_values, minlength=8)
     assert entered[4:].tolist() == [4096 * 512 / 4] * 4
+    assert not (pieces.way == ONWARD).any()
 
 
 def llama_70b() -> list[Weight]:
@@ -228,20 +262,21 @@ def shares_by_kind(
     return [found[alike(rank)] for rank in range(WORLD)]
 
 
-def spread(weights: Sequence[Weight]) -> tuple[list[Weight], list[PlannedTensor]]:
-    """Weights in the order and the buckets of a transfer."""
-    specs = tuple(TensorSpec(str(place), each.shape, "bfloat16") for place, each in enumerate(weights))
-    slots = [
-        (bucket, slot)
-        for bucket in lay_out(Manifest(1, specs), BUCKET_BYTES, spreads=True).buckets
-        for slot in bucket.slots
-    ]
-    tensors = [PlannedTensor(slot.spec.shape, ITEM_BYTES, bucket.index) for bucket, slot in slots]
-    return [weights[int(slot.spec.name)] for _, slot in slots], tensors
+def in_buckets(
+    weights: Sequence[Weight], kept: Sequence[Share], bucket_bytes: int
+) -> tuple[list[int], list[PlannedTensor]]:
+    """The order of a transfer, and its tensors."""
+    tensors = [PlannedTensor(each.shape, ITEM_BYTES, 0) for each in weights]
+    buckets = assign_buckets(tensors, kept, bucket_bytes)
+    order = sorted(range(len(weights)), key=lambda place: buckets[place])
+    return order, [tensors[place]._replace(bucket=buckets[place]) for place in order]
 
 
-def seconds(plan: ExchangePlan) -> tuple[float, float, float]:
-    """By the rates of the links: of the plan, of links that are all busy until the end, and bytes that enter nodes."""
+def seconds(plan: ExchangePlan, world: int) -> tuple[float, float, float]:
+    """By the rates of the links: of the plan, of the links that are busy longest, and bytes that enter nodes.
+
+    All ranks wait for the slowest on each way of each wave.
+    """
     first = {int(kind): place for place, kind in reversed(list(enumerate(plan.kind_of)))}
     loads: dict[tuple[int, int], np.ndarray] = {}
     for kind, pieces in enumerate(plan.kinds):
@@ -250,18 +285,20 @@ def seconds(plan: ExchangePlan) -> tuple[float, float, float]:
             size = chosen.num_values * plan.tensors[first[kind]].item_bytes
             loads[kind, number] = np.stack(
                 [
-                    np.bincount(side, np.where(chosen.way == way, size, 0), minlength=WORLD)
-                    for way in (INTO_NODE, WITHIN_NODE)
+                    np.bincount(side, np.where(chosen.way == way, size, 0), minlength=world)
+                    for way in TRAVELLING
                     for side in (chosen.source, chosen.target)
                 ]
             )
-    total, took = np.zeros((4, WORLD)), 0.0
+    total, took = np.zeros((6, world)), 0.0
     for wave in plan.waves:
         load = sum(loads[int(plan.kind_of[tensor]), number] for tensor, number in wave.tensors)
-        took += load[:2].max() / NIC + load[2:].max() / LINK
+        took += sum(load[2 * i : 2 * i + 2].max() / rate for i, rate in enumerate((NIC, NIC, LINK)))
         total += load
-    entered = total[1].sum()
-    return took, entered / WORLD / NIC + total[3].sum() / WORLD / LINK, entered
+    entered = total[1] + total[3]
+    # Nodes share what enters them.
+    per_rank = entered.reshape(-1, NODE).mean(axis=1).repeat(NODE)
+    return took, (per_rank / NIC + total[5] / LINK).max(), entered.sum()
 
 
 CASES = {
@@ -272,20 +309,19 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", partly_exhaustive(list(CASES), always=["qwen3-30b-a3b"]))
-def test_a_real_model_on_512_ranks_is_planned_in_seconds(case: str) -> None:
+def test_a_real_model_on_512_ranks_takes_at_most_twice_the_time_of_the_busiest_link(case: str) -> None:
     model, trainer, engine = CASES[case]
-    weights, tensors = spread(model())
+    weights = model()
     held = shares_by_kind(trainer, weights, lambda rank: rank)
     kept = shares_by_kind(engine, weights, lambda rank: rank % (engine.tp * engine.pp))
     nodes = [rank // NODE for rank in range(WORLD)]
     began = time.process_time()
+    order, tensors = in_buckets(weights, kept, BUCKET_BYTES)
+    held, kept = ([Share(each.choices, each.chosen[order]) for each in shares] for shares in (held, kept))
     plan = plan_exchange(tensors, held, kept, nodes, wave_bytes=BUCKET_BYTES)
     assert time.process_time() - began < MAX_PLAN_S
-    took, floor, entered = seconds(plan)
+    took, floor, entered = seconds(plan, WORLD)
     # Every node takes in a model, less the values that its ranks hold and keep, and nothing twice.
     size = sum(prod(each.shape) for each in weights) * ITEM_BYTES * WORLD / NODE
-    if isinstance(trainer, Fsdp):
-        assert 0.98 * size < entered < size
-        assert took < 2 * floor
-    else:
-        assert entered < size
+    assert entered < size
+    assert took < 2 * floor
