@@ -48,16 +48,20 @@ class Workload:
     """The work of a rank between two steps of the optimizer.
 
     Args:
-        num_tokens: Number of tokens of each microbatch, which has one row.
+        num_tokens: Number of tokens of each microbatch.
         num_microbatches: Number of microbatches.
         reads: Reads of the head.
         chunk_size: Tokens whose logits exist at one time.
+        rows: Tokens of the rows of each microbatch; one row if empty.
+        shares_prefixes: True to compute tokens that rows begin with in common once.
     """
 
     num_tokens: int
     num_microbatches: int = 1
     reads: Sequence[Read] = (LOGPROBS,)
     chunk_size: int = 1024
+    rows: Sequence[Sequence[int]] = ()
+    shares_prefixes: bool = False
 
 
 class PassCosts(NamedTuple):
@@ -117,7 +121,9 @@ def pass_costs(
         model_name=hf_config.model_type,
         max_total_sequence_length=workload.num_tokens,
         logprob_chunk_size=workload.chunk_size,
-        sequence_packing=SequencePackingConfig(train_mb_tokens=workload.num_tokens),
+        sequence_packing=SequencePackingConfig(
+            train_mb_tokens=workload.num_tokens, shared_prefixes=workload.shares_prefixes
+        ),
     )
     with _fake_ranks(num_ranks, node_size or num_ranks, backend) as mesh, ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory()))
@@ -202,7 +208,7 @@ def with_layers(hf_config: PreTrainedConfig, count: int) -> PreTrainedConfig:
 
 
 def _run(workload: Workload, mesh: DTensorMesh, on_loss: Callable[[], None]) -> Pass:
-    tokens = Ragged.from_rows([np.zeros(workload.num_tokens, dtype=np.int32)])
+    tokens = Ragged.from_rows(workload.rows or [np.zeros(workload.num_tokens)], dtype=np.int32)
 
     def make() -> Microbatch:
         return Microbatch(to_rows(Batch({TOKENS: tokens}), mesh.device), is_own=True)

@@ -71,6 +71,11 @@ LINEAR = {"name": "torch.optim.lr_scheduler.LinearLR"}
     ("settings", "key", "mentions"),
     [
         ({"dynamic_batching": {"enabled": True}}, "dynamic_batching.enabled", ["sequence_packing.enabled=false"]),
+        (
+            {"sequence_packing": {"enabled": False, "shared_prefixes": True}},
+            "sequence_packing.shared_prefixes",
+            ["sequence_packing.enabled=true", "auto or false"],
+        ),
         ({"scheduler": [LINEAR, LINEAR]}, "scheduler", ["2 schedules", "0 milestones", "1 milestones"]),
         ({"scheduler": [LINEAR, {"milestones": [2]}]}, "scheduler", ["[[2]]", " 1"]),
         (

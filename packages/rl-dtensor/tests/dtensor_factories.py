@@ -1,15 +1,24 @@
 """Workers for the conformance suite, built in the processes of a rank pool."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from rl_core.data.batch import Batch
 from rl_core.devices import CpuDevice, DeviceMemory
-from rl_core.model import ModelSpec, Rendezvous
+from rl_core.model import ENTROPY, LOGPROBS, Loss, ModelSpec, Read, Rendezvous, topk
 from rl_core.model_config import ModelConfig
+from rl_core.selfcheck.losses import TokenLoss
 from rl_core.selfcheck.pooled_model import HELD
 from rl_core.selfcheck.rank_pool import Rank
+from rl_core.selfcheck.torch.losses import token_loss
 from rl_core.torch.heads.logprobs import LogitTransform
+from rl_core.torch.loss import LossSums, Rows
 from rl_core.torch.training import export
 from rl_core.torch.training.memory import COMMUNICATORS, GAPS
 from rl_dtensor.config import DTensorConfig
@@ -142,5 +151,39 @@ def num_layouts(rank: Rank) -> int:
 
 
 def shares_prefix(rank: Rank) -> bool:
-    """Return whether the model in this process computes the tokens that rows begin with once."""
-    return all(chunk.shares_prefix for chunk in rank.held[HELD]._model.sharded.chunks)
+    """Return whether the model in this process can compute the tokens that rows begin with once."""
+    return not any(chunk.unshared for chunk in rank.held[HELD]._model.sharded.chunks)
+
+
+@dataclass(frozen=True)
+class PlainLoss(TokenLoss):
+    """A `TokenLoss` without reads that depend on further columns."""
+
+    reads: ClassVar[tuple[Read, ...]] = (LOGPROBS, ENTROPY, topk(2))
+    sequence_weight: float = 0.0
+    implementation: ClassVar[str] = "dtensor_factories:plain_loss"
+
+
+def plain_loss(loss: PlainLoss, reads: Mapping[str, Tensor], rows: Rows) -> LossSums:
+    none = torch.zeros(rows.num_tokens, 1, dtype=reads["logprobs"].dtype)
+    return token_loss(loss, {**reads, "logprobs_at": none}, rows)
+
+
+def gradients(rank: Rank, batch: Batch, loss: Loss) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Return the whole gradient of a step of the held model, which is not made, and the metrics of this rank."""
+    worker = rank.held[HELD]
+    found: dict[str, Tensor] = {}
+
+    def keep() -> None:
+        for chunk in worker._model.sharded.chunks:
+            for name, parameter in chunk.hf.named_parameters():
+                if parameter.grad is not None:
+                    grad = parameter.grad
+                    found[name] = (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone()
+
+    worker._optimizer.step = keep
+    try:
+        metrics = worker.train_step(batch, loss)
+    finally:
+        del worker._optimizer.step
+    return found, {name: metric.result() for name, metric in metrics.items()}

@@ -242,6 +242,28 @@ def test_tokens_cross_to_another_node_once():
     assert costs.training.num_waits <= EXPERT_WAITS, costs.training.waits
 
 
+def agent_segments(num_turns, turn):
+    """Rows of an agent's turns, each of which continues the history; every third is left again."""
+    history, rows = [0] * turn, []
+    for number in range(1, num_turns + 1):
+        rows.append([*history, *[number] * turn])
+        history = history if number % 3 == 0 else rows[-1]
+    return rows
+
+
+@pytest.mark.parametrize("rows", [[[0] * 512 + [row] * 64 for row in range(8)], agent_segments(10, 100)])
+def test_products_of_rows_with_shared_prefixes_are_those_of_their_distinct_tokens(rows):
+    work = Workload(sum(map(len, rows)), rows=rows)
+    distinct = len({tuple(row[: end + 1]) for row in rows for end in range(len(row))}) / work.num_tokens
+    config, backend = config_of("Qwen3-8B", num_hidden_layers=1), DTensorConfig(recompute="none")
+    apart, together = (
+        pass_costs(config, backend, replace(work, shares_prefixes=shares), num_ranks=8).training
+        for shares in (False, True)
+    )
+    assert 0.8 * distinct <= together.flops / apart.flops <= 1.1 * distinct
+    assert together.num_waits == apart.num_waits == 0
+
+
 @pytest.mark.parametrize("settings", [{"pipeline_parallel_size": 2}, {"compile": True}])
 def test_what_is_not_counted_is_refused(settings):
     with pytest.raises(ValueError, match=f"dtensor_cfg.{next(iter(settings))} is "):

@@ -234,6 +234,15 @@ def test_rounding_that_contradicts_other_settings_is_refused(dtensor_cfg, policy
     assert advice in found[key].remedy
 
 
+def test_images_belong_to_one_row():
+    vision = {"enabled": True}
+    found = problems(sequence_packing={"shared_prefixes": True}, vision=vision)
+    assert found["sequence_packing.shared_prefixes"].remedy == "Set it to auto or false"
+    assert "sequence_packing.shared_prefixes" not in problems(
+        sequence_packing={"shared_prefixes": "auto"}, vision=vision
+    )
+
+
 def test_float8_is_a_precision_that_the_loss_must_correct_for_and_rounded_weights_are_not():
     float8 = DTensorConfig(float8={"enabled": True, "emulate": True})
     assert float8.reduced_precision == "dtensor_cfg.float8.enabled=true"

@@ -16,6 +16,7 @@ from rl_core.selfcheck.losses import TokenLoss
 from rl_core.selfcheck.pooled_model import PooledModel
 from rl_core.selfcheck.torch.oracle import Oracle
 from rl_core.testing.model_worker import make_batch
+from rl_megatron.checks import check_layout
 from rl_megatron.config import MegatronConfig
 from rl_megatron.plugin import PLUGIN
 from rl_megatron.preflight import check, kwargs_problems
@@ -166,6 +167,15 @@ def test_overlap_of_tensor_parallel_collectives_needs_microbatches_of_one_length
     found = problems(**given).get("tp_comm_overlap")
     assert (found is None) == (mention is None)
     assert mention is None or mention in f"{found.reason}. {found.remedy}"
+
+
+@pytest.mark.parametrize(("value", "is_refused"), [(True, True), ("auto", False), (False, False)])
+def test_rows_cannot_share_prefixes(value, is_refused):
+    config = ModelConfig(model_name="model", sequence_packing={"shared_prefixes": value})
+    section = SimpleNamespace(**dict(config), megatron_cfg=MegatronConfig())
+    found = {problem.key: problem for problem in check_layout(section, SimpleNamespace())}
+    assert ("sequence_packing.shared_prefixes" in found) == is_refused
+    assert not is_refused or "dtensor_cfg" in found["sequence_packing.shared_prefixes"].remedy
 
 
 def test_latent_attention_has_no_overlap(tmp_path):

@@ -17,7 +17,7 @@ OverUpdates = Literal["mean", "sum", "max", "min", "last"]
 CLOCKED = frozenset({"flops_per_second", "mfu"})
 """Metrics of a training step that depend on the clock: two runs of the same steps agree on all others."""
 
-OF_LAYOUT = frozenset({"packing_efficiency", "pipeline_bubble"})
+OF_LAYOUT = frozenset({"packing_efficiency", "pipeline_bubble", "shared_tokens"})
 """Metrics of a training step that depend on how rows are spread over ranks and microbatches, in addition to the metrics
 of the clock."""
 

@@ -212,6 +212,11 @@ class SequencePackingConfig(Config):
     logprob_mb_tokens: int | None = Field(default=None, gt=0)
     """Maximum number of tokens in a forward-only microbatch; `logprob_batch_size x max_total_sequence_length` if
     unset."""
+    shared_prefixes: Literal["auto"] | bool = False
+    """Compute tokens that rows begin with in common once for all rows of a microbatch, such as the prompt of a group or
+    the history of an agent's segments, where that is at least a tenth of a row. Losses and gradients are those of
+    separate rows, up to rounding. Rows with a common prefix go to the same microbatch, in which shared tokens count
+    once towards the budget. `auto` does so if the model can; true refuses a model that cannot. rl-dtensor only."""
 
 
 class DynamicBatchingConfig(Config):
@@ -378,8 +383,10 @@ class ModelConfig(Config):
         reason = "cannot be combined with sequence_packing.enabled=true"
         remedy = "Set sequence_packing.enabled=false in the same section to pad rows instead of packing them"
         is_both = self.sequence_packing.enabled and self.dynamic_batching.enabled
+        shares_padded = self.sequence_packing.shared_prefixes is True and not self.sequence_packing.enabled
         problems = (
             *((Problem("dynamic_batching.enabled", reason, remedy=remedy),) if is_both else ()),
+            *((_PADDED_PREFIXES,) if shares_padded else ()),
             *_adapter_problems(self.lora_cfg),
             *_vision_problems(self.vision, self.lora_cfg),
             *_schedule_problems(self.scheduler),
@@ -391,6 +398,13 @@ class ModelConfig(Config):
             raise ProblemError(*problems)
         return self
 
+
+_PADDED_PREFIXES = Problem(
+    "sequence_packing.shared_prefixes",
+    "needs packed rows, but sequence_packing.enabled is false",
+    got=True,
+    remedy="Set sequence_packing.enabled=true, or this key to auto or false",
+)
 
 _UNUSED_OVERRIDES = {
     **dict.fromkeys(

@@ -87,9 +87,11 @@ from rl_core.data.batch import RemoteColumn as RemoteColumn
 from rl_core.data.batch import RemoteRows as RemoteRows
 from rl_core.data.batch import image_column as image_column
 from rl_core.data.microbatch import PAIR as PAIR
+from rl_core.data.microbatch import PREFIX as PREFIX
 from rl_core.data.microbatch import PREFIX_GROUP as PREFIX_GROUP
 from rl_core.data.microbatch import Batching as Batching
 from rl_core.data.microbatch import Pipeline as Pipeline
+from rl_core.data.prefixes import SharedPrefixes as SharedPrefixes
 from rl_core.data.ragged import Ragged as Ragged
 from rl_core.devices import CPU as CPU
 from rl_core.devices import CUDA as CUDA
@@ -433,6 +435,7 @@ from rl_core.torch.heads.reads import split_language_reads as split_language_rea
 from rl_core.torch.heads.vocab_parallel import VocabShard as VocabShard
 from rl_core.torch.host_arrays import to_device as to_device
 from rl_core.torch.kernels.devices import runs_kernels as runs_kernels
+from rl_core.torch.heads.reads import reads_columns as reads_columns
 from rl_core.torch.kernels.devices import takes as takes
 from rl_core.torch.kernels.float8 import E4M3 as E4M3
 from rl_core.torch.kernels.float8 import E5M2 as E5M2
@@ -466,6 +469,7 @@ from rl_core.torch.optim.optimizer import is_norm_or_bias as is_norm_or_bias
 from rl_core.torch.optim.optimizer import norms_and_biases as norms_and_biases
 from rl_core.torch.optim.optimizer import with_fused_step as with_fused_step
 from rl_core.torch.process_group import join_process_group as join_process_group
+from rl_core.torch.loss import followers_of as followers_of
 from rl_core.torch.process_group import on_all_ranks as on_all_ranks
 from rl_core.torch.quantization.float8 import LARGEST as LARGEST
 from rl_core.torch.quantization.float8 import Float8Recipe as Float8Recipe
@@ -526,6 +530,7 @@ from rl_core.torch.transport.bucket import Parts as Parts
 from rl_core.torch.transport.bucket import Region as Region
 from rl_core.torch.transport.bucket import parts_to_send as parts_to_send
 from rl_core.torch.transport.digest import PendingDigest as PendingDigest
+from rl_core.torch.training.step import SHARED_TOKENS as SHARED_TOKENS
 from rl_core.torch.transport.digest import begin_digest as begin_digest
 from rl_core.torch.transport.digest import digest as digest
 from rl_core.torch.transport.digest import read_digests as read_digests

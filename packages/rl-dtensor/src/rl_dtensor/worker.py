@@ -70,4 +70,5 @@ def build_parts(
         DTensorResidency(model, inner, mesh.kind, resident_head),
         head_parts,
         None if model.memory is None else policy.plan_step,
+        model.shares_prefixes,
     )

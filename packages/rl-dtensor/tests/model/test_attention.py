@@ -15,10 +15,11 @@ from rl_core.data.batch import TOKENS
 from rl_core.install_command import install_command
 from rl_core.testing.exhaustive import exhaustive
 from rl_core.torch.loss import Rows
+from rl_core.torch.rows import zigzag_tokens
 from rl_dtensor.model import kernels
 from rl_dtensor.model.attention import ROWS, attention_for, row_attention, rows_problem
 from rl_dtensor.model.kernels import Softmax, kernel_of, varlen
-from rl_dtensor.model.layout import Alignment, Segment, Segments, lay_out
+from rl_dtensor.model.layout import Alignment, Context, Segment, Segments, lay_out
 from rl_dtensor.parallel.body import body_of
 from rl_dtensor.preflight import check
 
@@ -89,24 +90,59 @@ def test_flex_attention_sees_what_dense_attention_does(window):
     torch.testing.assert_close(attended(tensors, "flex", window), dense(*tensors, window=window))
 
 
-@pytest.mark.parametrize("backend", ["auto", "eager", "flex", "packed"])
-@pytest.mark.parametrize("window", [None, 2, 6])
-def test_rows_that_share_their_beginning_attend_as_each_alone(backend, window):
-    tokens = torch.tensor([1, 2, 3, 4, 5, 1, 2, 3, 1, 2, 3, 6, 7, 8, 9, 1, 2])
-    rows = Rows(torch.tensor([0, 5, 8, 15, 17]), {TOKENS: tokens})
-    shared = lay_out(rows, Alignment(), is_packed=True, shares_prefix=True)
-    assert shared.input_ids.shape[1] < len(tokens)
-    # Tokens that are equal up to their place have equal queries, keys and values.
-    query, key, value = random_tensors()
-    first = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 11, 6, 7, 8, 9, 0, 1])
-    alone = (part[:, :, first] for part in (query, key, value))
-    attend = varlen(varlen_attn) if backend == "packed" else kernel_of(backend)
-    softmax = Softmax(0.3, window=window)
+TREE = [
+    [1, 2, 3, 4, 5],
+    [1, 2, 3],  # the beginning of others
+    [8, 9],
+    [1, 2, 3, 6, 7, 8, 9],
+    [1, 2, 3, 6, 7, 5],  # a branch of a branch
+    [1, 2, 3, 4, 5],  # a row twice
+    [1, 2, 3, 6],
+]
+
+
+@pytest.mark.parametrize(
+    ("backend", "options"),
+    [
+        *((backend, window) for backend in ("auto", "packed", "flex") for window in ({}, {"window": 2}, {"window": 4})),
+        *((backend, {"size": 3}) for backend in ("auto", "flex")),
+        ("eager", {"softcap": 2.0, "has_sinks": True}),
+    ],
+)
+@pytest.mark.parametrize("context", [None, *(Context(None, rank, 2, "all_gather") for rank in (0, 1))])
+def test_rows_of_a_tree_attend_as_each_alone_and_so_do_gradients(backend, options, context):
+    lengths = [len(row) for row in TREE]
+    rows = Rows(torch.tensor([0, *lengths]).cumsum(0), {TOKENS: torch.tensor([each for row in TREE for each in row])})
+    alignment = Alignment() if context is None else Alignment(4, context)
+    tree = lay_out(rows, alignment, is_packed=True, shares_prefixes=True, reads_columns=True)
     whole = lay_out(rows, Alignment(), is_packed=True)
-    expected = kernel_of("eager")(*alone, whole.segments, softmax)
-    first = first[shared.places]
-    found = attend(*(part[:, :, first] for part in (query, key, value)), shared.segments, softmax)
-    torch.testing.assert_close(found[:, :, shared.held.positions], expected)
+    generator = torch.Generator().manual_seed(0)
+    # Tokens that are equal up to their place have equal queries, keys and values.
+    sequence = torch.from_numpy(tree.tree.sequence)
+    assert len(tree.tree.places) < len(sequence) / 2
+    heads = [torch.randn(1, n, len(tree.tree.places), 4, dtype=torch.float64, generator=generator) for n in (4, 2, 2)]
+    sinks = [torch.randn(4, dtype=torch.float64, generator=generator)] if options.get("has_sinks") else []
+    attend = varlen(varlen_attn) if backend == "packed" else kernel_of(backend)
+    eager, size = kernel_of("eager"), options.get("size")
+    chosen = torch.arange(len(tree.tree.places))
+    if context is not None:
+        chosen = zigzag_tokens(len(chosen), 2, context.rank)
+
+    def of_tree(query, key, value, *sinks):
+        segments = tree.segments if size is None else tree.segments.chunked(size)
+        softmax = Softmax(0.3, 0.0, options.get("window"), options.get("softcap"), *sinks)
+        return attend(query[:, :, chosen], key, value, segments, softmax)[:, :, tree.held.positions]
+
+    def of_rows(query, key, value, *sinks):
+        segments = whole.segments if size is None else whole.segments.chunked(size)
+        softmax = Softmax(0.3, 0.0, options.get("window"), options.get("softcap"), *sinks)
+        alone = (part[:, :, sequence] for part in (query, key, value))
+        return eager(*alone, segments, softmax)[:, :, tree.held.tokens]
+
+    if backend == "flex":  # It has no backward pass on CPU.
+        torch.testing.assert_close(of_tree(*heads), of_rows(*heads))
+    else:
+        torch.testing.assert_close(differentiated(of_tree, [*heads, *sinks]), differentiated(of_rows, [*heads, *sinks]))
 
 
 FLEX_KINDS = [

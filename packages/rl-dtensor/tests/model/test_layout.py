@@ -86,22 +86,42 @@ def test_a_layout_is_worked_out_once_per_microbatch(ranks, tmp_path, settings):
 def test_rows_share_the_tokens_that_they_begin_with():
     tokens = torch.tensor([1, 2, 3, 4, 1, 2, 3, 1, 2, 3, 5, 6])
     rows = Rows(torch.tensor([0, 4, 7, 12]), {TOKENS: tokens})
-    layout = lay_out(rows, Alignment(4), is_packed=True, shares_prefix=True)
+    layout = lay_out(rows, Alignment(4), is_packed=True, shares_prefixes=True)
     assert layout.input_ids.tolist() == [[1, 2, 3, 4, 5, 6, 0, 0]]
     assert layout.position_ids.tolist() == [[0, 1, 2, 3, 3, 4, 0, 1]]
-    assert layout.places.tolist() == [0, 1, 2, 3, 10, 11, -1, -1]
-    assert layout.bounds == ((0, 3), (3, 4), (4, 6), (6, 8))
-    assert layout.segments.keys.tolist() == [0, 1, 2, 0, 1, 2, 3, 0, 1, 2, 4, 5, 0, 1, 2, 6, 7]
-    # Each token of the rows is read where its equal is.
-    assert torch.equal(layout.input_ids[0, layout.held.positions], tokens[layout.held.tokens])
-    assert layout.held.tokens.tolist() == list(range(12))
-    first, last = layout.segments.seen_keys
-    assert (last - first).tolist() == [0, 1, 2, 3, 3, 4, 3, 4]
+    # The shortest row is first, and another row continues it.
+    assert layout.places.tolist() == [4, 5, 6, 3, 10, 11, -1, -1]
+    assert layout.bounds == ((0, 4), (4, 6), (6, 8))
+    assert layout.segments.keys.tolist() == [0, 1, 2, 3, 0, 1, 2, 4, 5, 6, 7]
+    # Each token is read once, and its results are those of all rows that have it.
+    held = layout.held
+    assert torch.equal(layout.input_ids[0, held.positions], tokens[held.tokens])
+    assert torch.equal(layout.input_ids[0, held.followed], tokens[held.followers - 1])
+    assert held.originals.tolist() == [4, 5, 6, 3, 4, 5, 6, 4, 5, 6, 10, 11]
+    assert sorted(held.followers.tolist()) == [3, 5, 6, 10, 11]
 
 
-@pytest.mark.parametrize("tokens", [[1, 2, 3, 4, 5, 6], [1, 2, 3, 1, 2, 3]])
-def test_a_beginning_is_shared_if_there_is_one(tokens):
-    rows = Rows(torch.tensor([0, 3, 6]), {TOKENS: torch.tensor(tokens)})
-    layout = lay_out(rows, Alignment(), is_packed=True, shares_prefix=True)
-    assert layout.input_ids.shape[1] == len(set(tokens))
-    assert layout.segments.shares is False
+def test_results_with_columns_of_their_own_are_read_of_each_row():
+    rows = Rows(torch.tensor([0, 3, 6]), {TOKENS: torch.tensor([1, 2, 3, 1, 2, 4])})
+    layout = lay_out(rows, Alignment(), is_packed=True, shares_prefixes=True, reads_columns=True)
+    assert layout.input_ids.tolist() == [[1, 2, 3, 4]]
+    assert layout.held.originals is None
+    assert layout.held.followed.tolist() == [0, 1, 0, 1]
+    assert layout.held.followers.tolist() == [1, 2, 4, 5]
+
+
+def test_tokens_are_shared_if_rows_agree_in_all_columns_that_they_are_computed_from():
+    experts = torch.tensor([[1], [2], [3], [1], [0], [3]])
+    rows = Rows(torch.tensor([0, 3, 6]), {TOKENS: torch.tensor([1, 2, 3, 1, 2, 3]), "experts": experts})
+    layout = lay_out(rows, Alignment(), is_packed=True, shares_prefixes=True, inputs=["experts"])
+    assert layout.input_ids.tolist() == [[1, 2, 3, 2, 3]]
+
+
+@pytest.mark.parametrize("second", [[4, 5, 6], [1, *range(30, 50)]])
+def test_rows_that_share_little_are_laid_out_one_after_another(second):
+    first = [1, *range(10, 30)]
+    rows = Rows(torch.tensor([0, 21, 21 + len(second)]), {TOKENS: torch.tensor([*first, *second])})
+    layout = lay_out(rows, Alignment(), is_packed=True, shares_prefixes=True)
+    assert layout.tree is None
+    assert layout.input_ids.tolist() == [[*first, *second]]
+    assert layout.segments.keys is None

@@ -41,6 +41,10 @@ def check_layout(section: Any, config: RunConfig) -> Iterable[Problem]:
         reason = "needs packed microbatches, but sequence_packing.enabled is false"
         remedy = "Set sequence_packing.enabled=true, or this key to auto"
         yield Problem(f"{KEY}.fixed_length_microbatches", reason, remedy=remedy)
+    if section.sequence_packing.shared_prefixes is True:
+        reason = "is not supported by rl-megatron, whose attention kernels take rows that are whole"
+        remedy = "Set it to auto or false, or train with dtensor_cfg instead of megatron_cfg"
+        yield Problem("sequence_packing.shared_prefixes", reason, got=True, remedy=remedy)
 
 
 def _expert_problems(backend: MegatronConfig) -> Iterable[Problem]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from rl_core.data.batch import TOKENS, Batch
+from rl_core.data.prefixes import SharedPrefixes
 from rl_core.model_config import ModelConfig
 
 PAIR = "pair"
@@ -21,6 +22,10 @@ PREFIX_GROUP = "prefix_group"
 """The column of a forward-only pass whose equal ids keep rows in one shard, in microbatches without rows of other ids.
 The results of such rows do not depend on the rest of the batch, and a backend may compute the tokens that all rows of a
 microbatch begin with once."""
+
+PREFIX = "prefix"
+"""Column of ids that rows have in common if they may share a prefix, such as the rollouts of a prompt. A model that
+computes shared prefixes once keeps such rows in one shard, as far as shards stay balanced."""
 
 BUBBLE = 0.2
 """Share of a pass for which a pipeline rank may wait, if there are rows for more microbatches."""
@@ -35,8 +40,14 @@ def shard_ids(batch: Batch) -> np.ndarray | None:
     return None if name is None else batch.array(name)
 
 
-class _Unit(NamedTuple):
-    """Rows that travel together."""
+class RowUnit(NamedTuple):
+    """Rows that stay in one microbatch.
+
+    Args:
+        rows: The rows.
+        tokens: Number of tokens that are computed for them.
+        longest: Number of tokens of the longest row.
+    """
 
     rows: tuple[int, ...]
     tokens: int
@@ -81,6 +92,28 @@ def shard(lengths: ArrayLike, num_shards: int, groups: ArrayLike | None = None) 
     return np.split(np.argsort(shard_of, kind="stable"), ends[:-1])
 
 
+def prefix_parts(lengths: np.ndarray, ids: np.ndarray, num_shards: int) -> np.ndarray:
+    """Return ids of rows to keep in one shard, `[rows]`: rows with the same id, in parts of at most the tokens of a
+    shard if all have the same number, so that few groups are spread over many ranks.
+
+    Args:
+        lengths: `[rows]`, tokens of each row.
+        ids: `[rows]`, ids as in `PREFIX`.
+        num_shards: Number of data-parallel ranks.
+    """
+    share = max(1, int(lengths.sum()) // num_shards)
+    order = np.argsort(ids, kind="stable")
+    parts, part, tokens = np.zeros(len(ids), dtype=np.int64), -1, 0
+    for place, row in enumerate(order.tolist()):
+        is_first = place == 0 or ids[row] != ids[order[place - 1]]
+        tokens = 0 if is_first else tokens
+        if is_first or tokens + lengths[row] > share:
+            part, tokens = part + 1, 0
+        parts[row] = part
+        tokens += int(lengths[row])
+    return parts
+
+
 def plan_microbatches(
     lengths: ArrayLike,
     *,
@@ -118,11 +151,8 @@ def plan_microbatches(
     elif max_tokens is not None and padded:
         plan = _alike(units, max_tokens)
     else:
-        plan = (_evenly(units, max_tokens or 0, min_count) if even else None) or _best_fit(units, max_tokens or 0)
-    return [
-        np.sort(np.asarray([row for unit in bin_ for row in unit.rows], dtype=np.int64))
-        for bin_ in _at_least(plan, min_count)
-    ]
+        return _packed(units, max_tokens or 0, min_count, even=even)
+    return _rows_of(_at_least(plan, min_count))
 
 
 @dataclass(frozen=True)
@@ -135,12 +165,15 @@ class Batching:
         max_rows: Row budget, if there is no token budget.
         row_multiple: Each packed row fills a multiple of this number, if microbatches are padded to `max_tokens`; None
             if they are not.
+        shares_prefixes: True if the model computes tokens that rows of a microbatch begin with once, so that they
+            count once towards `max_tokens`.
     """
 
     packed: bool
     max_tokens: int | None
     max_rows: int | None
     row_multiple: int | None = None
+    shares_prefixes: bool = False
 
     @classmethod
     def of(cls, config: ModelConfig, *, training: bool, row_multiple: int | None = None) -> Batching:
@@ -174,16 +207,53 @@ class Batching:
         """Return whether microbatches are padded to one length, so that fewer of them are less work."""
         return self.row_multiple is not None
 
-    def num_units(self, batch: Batch) -> int:
+    def units(self, batch: Batch, inputs: Iterable[str] = ()) -> Sequence[RowUnit] | None:
+        """Return the runs of rows that microbatches hold whole because they share prefixes; None if rows are planned
+        by their lengths, because they share too little or have ids.
+
+        Args:
+            batch: Local rows.
+            inputs: Columns that hidden states follow from, in addition to the tokens.
+        """
+        if not self.shares_prefixes or self.max_tokens is None or PREFIX_GROUP in batch or PAIR in batch:
+            return None
+        tokens = batch.ragged(TOKENS)
+        columns = [tokens.values, *(batch.ragged(name).values for name in inputs)]
+        found = SharedPrefixes.of(tokens.offsets, columns)
+        if not found.shared.any():
+            return None
+        cut = found.runs(tokens.lengths, self.max_tokens)
+        return [RowUnit(tuple(rows), count, int(tokens.lengths[rows].max())) for rows, count in cut]
+
+    def num_units(self, batch: Batch, units: Sequence[RowUnit] | None = None) -> int:
         """Return the number of rows, or groups of rows, that microbatches hold whole; 0 if microbatches may not be
-        split further."""
+        split further.
+
+        Args:
+            batch: The rows.
+            units: Result of `units`.
+        """
+        if units is not None:
+            return len(units)
         if PREFIX_GROUP in batch:
             return 0
         return len(np.unique(batch.array(PAIR))) if PAIR in batch else len(batch)
 
-    def plan(self, batch: Batch, min_count: int = 0, *, even: bool = False) -> list[np.ndarray]:
+    def plan(
+        self, batch: Batch, min_count: int = 0, *, even: bool = False, units: Sequence[RowUnit] | None = None
+    ) -> list[np.ndarray]:
         """Return row indices of each microbatch, as `plan_microbatches`; rows with the same `pair` id stay together,
-        and rows with another `prefix_group` id apart."""
+        and rows with another `prefix_group` id apart.
+
+        Args:
+            batch: The rows.
+            min_count: As in `plan_microbatches`.
+            even: As in `plan_microbatches`.
+            units: Result of `units`.
+        """
+        if units is not None:
+            assert self.max_tokens is not None
+            return _packed(units, self.max_tokens, min_count, even=even)
         multiple = self.row_multiple or 1
         lengths = -(-batch.ragged(TOKENS).lengths // multiple) * multiple
         if PREFIX_GROUP in batch:
@@ -261,13 +331,23 @@ class Pipeline:
         return -(-num_microbatches // self.multiple) * self.multiple
 
 
-def _units(sizes: np.ndarray, groups: np.ndarray | None) -> list[_Unit]:
+def _packed(units: Sequence[RowUnit], max_tokens: int, min_count: int, *, even: bool) -> list[np.ndarray]:
+    """Return the rows of each microbatch of packed units; see `plan_microbatches`."""
+    plan = (_evenly(units, max_tokens, min_count) if even else None) or _best_fit(units, max_tokens)
+    return _rows_of(_at_least(plan, min_count))
+
+
+def _rows_of(plan: Sequence[Sequence[RowUnit]]) -> list[np.ndarray]:
+    return [np.sort(np.asarray([row for unit in bin_ for row in unit.rows], dtype=np.int64)) for bin_ in plan]
+
+
+def _units(sizes: np.ndarray, groups: np.ndarray | None) -> list[RowUnit]:
     if groups is None:
-        return [_Unit((row,), int(size), int(size)) for row, size in enumerate(sizes)]
+        return [RowUnit((row,), int(size), int(size)) for row, size in enumerate(sizes)]
     members: dict[object, list[int]] = {}
     for row, id_ in enumerate(groups.tolist()):
         members.setdefault(id_, []).append(row)
-    return [_Unit(tuple(rows), int(sizes[rows].sum()), int(sizes[rows].max())) for rows in members.values()]
+    return [RowUnit(tuple(rows), int(sizes[rows].sum()), int(sizes[rows].max())) for rows in members.values()]
 
 
 def _sizes_and_ids(lengths: ArrayLike, groups: ArrayLike | None) -> tuple[np.ndarray, np.ndarray | None]:
@@ -278,12 +358,12 @@ def _sizes_and_ids(lengths: ArrayLike, groups: ArrayLike | None) -> tuple[np.nda
     return sizes, ids
 
 
-def _by_tokens(units: Sequence[_Unit]) -> list[_Unit]:
+def _by_tokens(units: Sequence[RowUnit]) -> list[RowUnit]:
     return sorted(units, key=lambda unit: (-unit.tokens, unit.rows[0]))
 
 
-def _consecutive(units: Sequence[_Unit], max_rows: int) -> list[list[_Unit]]:
-    plan: list[list[_Unit]] = []
+def _consecutive(units: Sequence[RowUnit], max_rows: int) -> list[list[RowUnit]]:
+    plan: list[list[RowUnit]] = []
     rows = 0
     for unit in units:
         if not plan or rows + len(unit.rows) > max_rows:
@@ -294,8 +374,8 @@ def _consecutive(units: Sequence[_Unit], max_rows: int) -> list[list[_Unit]]:
     return plan
 
 
-def _alike(units: Sequence[_Unit], max_tokens: int) -> list[list[_Unit]]:
-    plan: list[list[_Unit]] = []
+def _alike(units: Sequence[RowUnit], max_tokens: int) -> list[list[RowUnit]]:
+    plan: list[list[RowUnit]] = []
     rows = longest = 0
     for unit in sorted(units, key=lambda unit: (-unit.longest, unit.rows[0])):
         if not plan or (rows + len(unit.rows)) * longest > max_tokens:
@@ -306,8 +386,8 @@ def _alike(units: Sequence[_Unit], max_tokens: int) -> list[list[_Unit]]:
     return plan
 
 
-def _best_fit(units: Sequence[_Unit], max_tokens: int) -> list[list[_Unit]]:
-    plan: list[list[_Unit]] = []
+def _best_fit(units: Sequence[RowUnit], max_tokens: int) -> list[list[RowUnit]]:
+    plan: list[list[RowUnit]] = []
     free: list[tuple[int, int]] = []  # room of each microbatch and its place in the plan, rising
     for unit in _by_tokens(units):
         fitting = bisect_left(free, (unit.tokens, 0))
@@ -319,9 +399,9 @@ def _best_fit(units: Sequence[_Unit], max_tokens: int) -> list[list[_Unit]]:
     return plan
 
 
-def _evenly(units: Sequence[_Unit], max_tokens: int, count: int) -> list[list[_Unit]] | None:
+def _evenly(units: Sequence[RowUnit], max_tokens: int, count: int) -> list[list[RowUnit]] | None:
     """Assign the longest unit first, each to the microbatch of fewest tokens; None if one would exceed the budget."""
-    plan: list[list[_Unit]] = [[] for _ in range(count)]
+    plan: list[list[RowUnit]] = [[] for _ in range(count)]
     loads = [(0, place) for place in range(count)]  # a heap of tokens and place in the plan
     for unit in _by_tokens(units) if count else ():
         tokens, place = loads[0]
@@ -332,7 +412,7 @@ def _evenly(units: Sequence[_Unit], max_tokens: int, count: int) -> list[list[_U
     return plan
 
 
-def _at_least(plan: list[list[_Unit]], min_count: int) -> list[list[_Unit]]:
+def _at_least(plan: list[list[RowUnit]], min_count: int) -> list[list[RowUnit]]:
     """Halve the microbatch of most tokens until there are enough; the rest stay empty."""
     plan = list(plan)
     while len(plan) < min_count:

@@ -16,7 +16,6 @@ from rl_core.torch.heads.reads import new_head
 from rl_core.torch.heads.vocab_parallel import VocabShard
 from rl_core.torch.kernels.devices import runs_kernels
 from rl_core.torch.process_group import on_all_ranks
-from rl_core.torch.training.flops import CHUNKED, setting
 from rl_core.torch.training.lora import InitialFactors
 from rl_core.torch.training.recompute import max_tokens
 from rl_dtensor.config import DTensorConfig
@@ -29,7 +28,6 @@ from rl_dtensor.model.layers.fusion import fuse_layers
 from rl_dtensor.model.layers.lora import BASE, adapters_of, add_adapters, init_adapters
 from rl_dtensor.model.layers.low_precision import fit_to_ranks, formats_of, lower_precision, token_multiple
 from rl_dtensor.model.layers.recompute import CountedMemory, checkpoint_activations, fixed_plan
-from rl_dtensor.model.layers.recurrent import recurrent_mixers
 from rl_dtensor.model.layers.replay import RouterReplay
 from rl_dtensor.model.layout import Alignment, Context, lay_out
 from rl_dtensor.model.loading import check_logits, check_packing, probe_row, rebuild_buffers
@@ -179,6 +177,7 @@ class ModelBuilder:
         )
 
     def _on_meta(self) -> PreTrainedModel:
+            shares_prefixes=self._shares_prefixes(chunks[0].unshared),
         """Build the whole model in the compute dtype."""
         return model_on_meta(
             self.hf_config,
@@ -258,7 +257,7 @@ class ModelBuilder:
                 vocab = VocabShard(start, vocab_size, mesh.group("tp"))
         replay = RouterReplay(hf, self.token_part) if backend.moe_router_replay else None
         ends = ends_of(hf) if stages is None else (stages.embedding, stages.final_norm)
-        shares_prefix = self._shares_prefix(hf)
+        unshared = self._unshared(hf)
         if stages is not None:
             stages.cut(hf, stage)
         if sizes.tp > 1:
@@ -294,7 +293,7 @@ class ModelBuilder:
             tokens_are_split=backend.sequence_parallel,
             replay=replay,
             vision=vision_of(hf, self.config.vision, self.files.folder, self.compute, token_part=self.token_part),
-            shares_prefix=shares_prefix,
+            unshared=unshared,
         )
         self._shard(model, ends, experts, kept)
         if stages is not None:
@@ -302,15 +301,37 @@ class ModelBuilder:
             stages.check_cut(hf, model.rows_of(layout), len(layout.places), mesh.device)
         return model
 
-    def _shares_prefix(self, hf: PreTrainedModel) -> bool:
-        """Return whether rows can share the tokens that they begin with: if all that a token takes from those before it
-        are keys and values on this rank. States, chunks of attention and images belong to one row."""
-        text = hf.config.get_text_config()
-        if not self.is_packed or text._attn_implementation != ROWS:
-            return False
-        has_chunks = CHUNKED in (setting(text, "layer_types") or [])
-        is_apart = has_chunks or self.config.vision.enabled or self.mesh.sizes.cp > 1
-        return not is_apart and not recurrent_mixers(hf, decoder_layers(hf))
+    def _unshared(self, hf: PreTrainedModel) -> str:
+        """Return why rows cannot share the tokens that they begin with; empty if they can."""
+        if not self.is_packed:
+            return "rows are padded"
+        if hf.config.get_text_config()._attn_implementation != ROWS:
+            return f"attention of {hf.config.model_type} models does not know where rows begin"
+        return "images belong to one row" if self.config.vision.enabled else ""
+
+    def _shares_prefixes(self, unshared: str) -> bool:
+        """Return whether passes compute what rows begin with in common once.
+
+        Args:
+            unshared: Reason why they cannot; empty if they can.
+
+        Raises:
+            ValueError: If the config demands it and they cannot.
+        """
+        wanted = self.config.sequence_packing.shared_prefixes
+        if not unshared and self.trains:
+            fields = self.hf_config.get_text_config().to_dict()
+            drawn = [
+                f"hf_config_overrides.{name}"
+                for name, value in fields.items()
+                if value and (is_dropout(name) or name.endswith("jitter_noise"))
+            ]
+            drawn += ["lora_cfg.dropout"] if self.config.lora_cfg.enabled and self.config.lora_cfg.dropout else []
+            if drawn:
+                unshared = f"each row draws its own dropout or noise; set {' and '.join(drawn)} to 0"
+        if unshared and wanted is True:
+            raise ValueError(f"sequence_packing.shared_prefixes: {unshared}, or set this key to auto or false")
+        return bool(wanted) and not unshared
 
     def _shard(self, model: ReadingModel, ends: tuple[str, str] | None, experts: list[nn.Module], kept: Kept) -> None:
         mesh, offloads = self.mesh, self.backend.cpu_offload

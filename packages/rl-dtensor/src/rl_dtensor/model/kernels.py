@@ -19,7 +19,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from rl_core.install_command import install_command
 from rl_dtensor.config import AttentionBackend
-from rl_dtensor.model.layout import Segments
+from rl_dtensor.model.layout import Segments, taken
 from rl_dtensor.model.settings import MAX_FLASH_DIM, without_sinks, without_softcap
 
 WITH_DROPOUT = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -115,13 +115,21 @@ def _by_row(
 
     Tensors are split rather than sliced: the gradient of each slice would be as large as the whole.
     """
-    if segments.keys is not None:
-        key, value = key.index_select(2, segments.keys), value.index_select(2, segments.keys)
+    key, value = _keys_of(segments, key, value)
     num_queries, num_keys = segments.lengths
     parts = zip(query.split(num_queries, 2), key.split(num_keys, 2), value.split(num_keys, 2), strict=True)
     masks: Sequence[Tensor | None] = [None] * len(num_queries)
     masks = masks if segments.blocks is None else segments.block_masks(softmax.window)
     return torch.cat([attend_row(*part, softmax, mask) for part, mask in zip(parts, masks, strict=True)], dim=2)
+
+
+def _keys_of(segments: Segments, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return keys and values of all segments, one after another."""
+    if segments.keys is None:
+        return key, value
+    if segments.tree is None:
+        return key.index_select(2, segments.keys), value.index_select(2, segments.keys)
+    return taken(key, 2, segments.keys), taken(value, 2, segments.keys)
 
 
 def _sdpa_row(query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, seen: Tensor | None) -> Tensor:
@@ -192,8 +200,7 @@ def varlen(attend: Callable[..., Any] = varlen_attn) -> Attend:
 
     def attend_all(query: Tensor, key: Tensor, value: Tensor, segments: Segments, softmax: Softmax) -> Tensor:
         assert len(query) == 1
-        if segments.keys is not None:
-            key, value = key.index_select(2, segments.keys), value.index_select(2, segments.keys)
+        key, value = _keys_of(segments, key, value)
         flat = (part.squeeze(0).transpose(0, 1) for part in _of_one_size(query, key, value))
         out: Tensor = attend(
             *flat,
@@ -230,11 +237,11 @@ def _of_one_size(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Ten
 def _flex(query: Tensor, key: Tensor, value: Tensor, segments: Segments, softmax: Softmax) -> Tensor:
     """Attend by one kernel that skips the blocks between rows; a block mask is made once per microbatch and window.
 
+    Keys that rows share are read where they are, while other kernels take a copy of them for each row.
+
     A sink adds its share to the sum that the softmax divides by, whose logarithm the kernel returns and differentiates.
     """
     attend = compiled(flex_attention) if query.is_cuda else flex_attention
-    if segments.shares:
-        key, value = key.index_select(2, segments.keys), value.index_select(2, segments.keys)
     out, aux = attend(
         query,
         key,
@@ -274,6 +281,16 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @lru_cache(maxsize=8)
 def _block_mask(segments: Segments, window: int | None, num_keys: int, num_rows: int) -> Any:
+    make = compiled(create_block_mask) if segments.device.type == "cuda" else create_block_mask
+    if segments.tree is not None:
+        own, start, positions, ends = segments.tree_mask
+
+        def sees_branch(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            place = own[query]
+            seen = (key <= place) & (place < ends[key]) & (positions[key] >= start[query])
+            return seen if window is None else seen & (positions[key] > positions[place] - window)
+
+        return make(sees_branch, None, None, len(own), num_keys, segments.device)
     first, last = segments.seen_keys
     blocks = segments.blocks
 
@@ -288,7 +305,6 @@ def _block_mask(segments: Segments, window: int | None, num_keys: int, num_rows:
         return seen if window is None else seen & (key > last[query] - window)
 
     rule, rows = (sees, None) if blocks is None else (sees_images, num_rows)
-    make = compiled(create_block_mask) if first.is_cuda else create_block_mask
     return make(rule, rows, None, len(first), num_keys, segments.device)
 
 
@@ -325,8 +341,7 @@ def _flash(package: str, remedy: str, *, takes_dropout: bool = False) -> Attend:
     def attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, softmax: Softmax) -> Tensor:
         if len(query) > 1:
             return _by_row(query, key, value, segments, softmax, attend_row=attend_row)
-        if segments.keys is not None:
-            key, value = key.index_select(2, segments.keys), value.index_select(2, segments.keys)
+        key, value = _keys_of(segments, key, value)
         flat = (part.squeeze(0).transpose(0, 1) for part in _of_one_size(query, key, value))
         ends = (segments.query_ends, segments.key_ends)
         out = first(functions.flash_attn_varlen_func(*flat, *ends, *segments.longest, **options(query, softmax)))
@@ -336,12 +351,14 @@ def _flash(package: str, remedy: str, *, takes_dropout: bool = False) -> Attend:
 
 
 def _auto(query: Tensor, key: Tensor, value: Tensor, segments: Segments, softmax: Softmax) -> Tensor:
-    """Attend on GPUs by torch's flash attention, or by flex for other scores, if these can run; else row by row."""
+    """Attend on GPUs by torch's flash attention, or by flex for other scores and shared keys, if these can run; else
+    row by row."""
     on_gpu = query.is_cuda and softmax.dropout == 0.0
     is_plain = softmax.softcap is None and softmax.sinks is None
+    takes_flex = on_gpu and min(query.shape[-1], value.shape[-1]) >= MIN_FLEX_DIM
+    if takes_flex and (not is_plain or segments.blocks is not None or segments.tree is not None):
+        return _flex(query, key, value, segments, softmax)
     if not is_plain or segments.blocks is not None:
-        if on_gpu and min(query.shape[-1], value.shape[-1]) >= MIN_FLEX_DIM:
-            return _flex(query, key, value, segments, softmax)
         row = _sdpa_row if is_plain else _eager_row
         return _by_row(query, key, value, segments, softmax, attend_row=row)
     if on_gpu and query.dtype in HALF and len(query) == 1 and max(query.shape[-1], value.shape[-1]) <= MAX_FLASH_DIM:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,18 +13,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_core.data.batch import TOKENS
+from rl_core.data.prefixes import SharedPrefixes
 from rl_core.torch.heads.reads import HeldTokens
 from rl_core.torch.host_arrays import to_device
-from rl_core.torch.loss import Rows
+from rl_core.torch.loss import Rows, followers_of
 from rl_core.torch.rows import zigzag_order, zigzag_slices, zigzag_tokens
 
 IMAGE_BLOCKS = "image_blocks"
 """Column of the number of each token's image, int64 `[tokens]`; -1 for text. The tokens of an image see one another.
 Rows without such images lack the column."""
-
-MIN_SAVED = 0.1
-"""Minimum share of the tokens of some rows for which a common beginning is computed once: their keys and values are
-copied for each row, and kernels for equal numbers of queries and keys are faster."""
 
 
 class Context(NamedTuple):
@@ -59,13 +56,19 @@ class Segment(NamedTuple):
         query: Start and end among this rank's tokens.
         key: Start and end in the whole sequence.
         beyond: Number of those keys that come after the last query, because it belongs to an image that continues.
-        prefix: Number of tokens at the start of the sequence that are the first keys of the row, before these.
+        before: Start and end in the whole sequence of the first keys of the row, before these, if they are shared with
+            rows that come earlier.
     """
 
     query: tuple[int, int]
     key: tuple[int, int]
     beyond: int = 0
-    prefix: int = 0
+    before: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def keys(self) -> tuple[tuple[int, int], ...]:
+        """Start and end of all keys of the row, in order."""
+        return (*self.before, self.key)
 
     @property
     def ahead(self) -> int:
@@ -73,10 +76,54 @@ class Segment(NamedTuple):
         return self.key[1] - self.beyond - self.query[1]
 
 
+class RowTree(NamedTuple):
+    """Rows that share what they begin with, as one sequence in which each token is there once; on the host.
+
+    Each row adds a run of tokens to the sequence. Those before the run are in the runs of earlier rows.
+
+    Args:
+        before: Start and end in the sequence of the tokens before each run, in the order of their places.
+        positions: Int64 `[length]`, the place of each token of the sequence in its rows.
+        ends: Int64 `[length]`, the place in the sequence after the last token whose row has this one.
+        places: Int64 `[length]`, the index of each token of the sequence among the rows' tokens; -1 for padding.
+        sequence: Int64 `[tokens]`, the place in the sequence of each token of the rows.
+        lengths: Tokens of each row.
+    """
+
+    before: tuple[tuple[tuple[int, int], ...], ...]
+    positions: np.ndarray
+    ends: np.ndarray
+    places: np.ndarray
+    sequence: np.ndarray
+    lengths: tuple[int, ...]
+
+    @property
+    def num_shared(self) -> int:
+        """Number of tokens of the rows that are in the sequence for another row."""
+        return len(self.sequence) - int((self.places >= 0).sum())
+
+
+class TreeMask(NamedTuple):
+    """Keys that queries of a `RowTree` see: those that come no later in the sequence, in rows that the query is in.
+
+    Args:
+        own: Int64 `[queries]`, the place of each query's own key in the sequence.
+        first: Int64 `[queries]`, the place in its row of the first key that each query may see.
+        positions: Int64 `[length]`, as in `RowTree`.
+        ends: Int64 `[length]`, as in `RowTree`.
+    """
+
+    own: Tensor
+    first: Tensor
+    positions: Tensor
+    ends: Tensor
+
+
 class Segments:
     """Segments whose queries follow one another, and their bounds on the device.
 
-    Everything but `seen_keys` and `chunked` is computed when it is built, once per microbatch for all layers.
+    Everything but `seen_keys`, `tree_mask` and `chunked` is computed when it is built, once per microbatch for all
+    layers.
 
     Attributes:
         lengths: Queries and keys of each segment.
@@ -84,41 +131,54 @@ class Segments:
         query_ends: Int32 `[segments + 1]`, where queries start and end.
         key_ends: Int32 `[segments + 1]`, where keys start and end, for all segments one after another.
         keys: Int64 indices of those keys in the sequence; None if they are the sequence.
-        shares: True if several segments have the same keys at their beginning.
+        tree: Rows that share prefixes; None if no segments have keys in common.
         blocks: Int64 `[batch, length]`, the image of each token of the sequence, whose tokens see one another; -1 for
             text. None if no tokens see what follows them.
     """
 
-    def __init__(self, items: Sequence[Segment], device: torch.device, blocks: np.ndarray | None = None) -> None:
-        self.device = device
+    def __init__(
+        self,
+        items: Sequence[Segment],
+        device: torch.device,
+        blocks: np.ndarray | None = None,
+        tree: RowTree | None = None,
+    ) -> None:
+        self.device, self.tree = device, tree
         self._items = tuple(items)
         self._masks: dict[int | None, list[Tensor]] = {}
         self.blocks: Tensor | None = None if blocks is None else to_device([blocks], device)[0]
         self._chunked: dict[int, Segments] = {}
         queries = [item.query[1] - item.query[0] for item in items]
-        keys = [item.prefix + item.key[1] - item.key[0] for item in items]
+        keys = [sum(end - start for start, end in item.keys) for item in items]
         self.lengths = queries, keys
-        self.shares = any(item.prefix for item in items)
         self.longest = max(queries), max(keys)
         ends = [np.array([0, *accumulate(lengths)], dtype=np.int32) for lengths in self.lengths]
-        are_whole = not self.shares and all(item.query == item.key for item in items)
-        ranges = [part for item in items for part in (np.arange(item.prefix), np.arange(*item.key))]
-        seen = [] if are_whole else [np.concatenate(ranges)]
-        self._host_ends = ends
+        are_whole = tree is None and all(item.query == item.key for item in items)
+        seen = [] if are_whole else [np.concatenate([np.arange(*part) for item in items for part in item.keys])]
         self.query_ends, self.key_ends, *found = to_device([*ends, *seen], device)
         self.keys: Tensor | None = found[0] if found else None
 
     @cached_property
     def seen_keys(self) -> tuple[Tensor, Tensor]:
-        """Int64 `[queries]` each: the first and the last key in the sequence that a query may see; among `keys` if
-        segments share some."""
-        starts, distances = [item.key[0] for item in self._items], [item.ahead for item in self._items]
-        if self.shares:
-            query_ends, key_ends = self._host_ends
-            starts, distances = key_ends[:-1].tolist(), (key_ends[1:] - query_ends[1:]).tolist()
-        first, ahead = (np.repeat(values, self.lengths[0]) for values in (starts, distances))
+        """Int64 `[queries]` each: the first and the last key in the sequence that a query may see, if no rows share
+        keys."""
+        first, ahead = (
+            np.repeat(values, self.lengths[0])
+            for values in ([item.key[0] for item in self._items], [item.ahead for item in self._items])
+        )
         moved = to_device([first, np.arange(len(ahead)) + ahead], self.device)
         return moved[0], moved[1]
+
+    @cached_property
+    def tree_mask(self) -> TreeMask:
+        """The keys that queries see, if rows share some."""
+        assert self.tree is not None, "rows that share no keys"
+        positions = self.tree.positions
+        firsts = [
+            positions[item.key[1] - 1] + 1 - count for item, count in zip(self._items, self.lengths[1], strict=True)
+        ]
+        first, ahead = (np.repeat(values, self.lengths[0]) for values in (firsts, [item.ahead for item in self._items]))
+        return TreeMask(*to_device([np.arange(len(ahead)) + ahead, first, positions, self.tree.ends], self.device))
 
     def block_masks(self, window: int | None) -> list[Tensor]:
         """Return bool `[batch, 1, queries, keys]` of each segment: the keys that each query sees.
@@ -144,19 +204,18 @@ class Segments:
 
     def chunked(self, size: int) -> Segments:
         """Return the same queries, which see no key before their chunk: `size` consecutive tokens of their row."""
-        assert not self.shares, "rows of chunked attention share no tokens"
         if size not in self._chunked:
             parts = []
-            for item in self._items:
-                row, last = item.key
-                ahead = last - item.query[1]
-                start = item.query[0] + ahead
-                while start < last:
-                    first = start - (start - row) % size
-                    end = min(first + size, last)
-                    parts.append(Segment((start - ahead, end - ahead), (first, end)))
+            for item, num_keys in zip(self._items, self.lengths[1], strict=True):
+                # Places in the row, whose first key is the first of the segment.
+                start, ahead = num_keys - (item.query[1] - item.query[0]), num_keys - item.query[1]
+                while start < num_keys:
+                    first = start - start % size
+                    end = min(first + size, num_keys)
+                    *before, key = _cut(item.keys, first, end)
+                    parts.append(Segment((start - ahead, end - ahead), key, before=tuple(before)))
                     start = end
-            self._chunked[size] = Segments(parts, self.device)
+            self._chunked[size] = Segments(parts, self.device, tree=self.tree)
         return self._chunked[size]
 
 
@@ -174,12 +233,12 @@ class RowLayout:
         attention_mask: Int64 `[batch, seq]`, 1 on tokens; None if packed.
         held: Tokens of the positions; None if nothing is read of them.
         bounds: Start and end of each row in the whole sequence; the whole sequence if padded, as the end of a row
-            cannot be seen from within it. With a prefix, first of the prefix, then of what each row adds to it.
+            cannot be seen from within it. In a tree, of the run that each row adds.
         length: Length of the whole sequence.
         context: The ranks that share the tokens of each row; None if this rank holds whole rows.
         blocks: Int64 `[batch, length]` on the host, the image of each token of the whole sequence, as `IMAGE_BLOCKS`;
             None if no tokens see what follows them.
-        prefix: Number of tokens at the start of the sequence that all rows begin with.
+        tree: Rows that share what they begin with; None if each has all of its tokens.
 
     Attributes:
         segments: Keys that this rank's queries attend to; with the `ulysses` method, for its heads of all queries.
@@ -200,19 +259,29 @@ class RowLayout:
         length: int,
         context: Context | None,
         blocks: np.ndarray | None = None,
-        prefix: int = 0,
+        tree: RowTree | None = None,
     ) -> None:
         self.rows, self.input_ids, self.position_ids = rows, input_ids, position_ids
         self.places, self.attention_mask, self._held = places, attention_mask, held
-        self.bounds, self.context = bounds, context
+        self.bounds, self.context, self.tree = bounds, context, tree
         device = input_ids.device
         chunks: Sequence[tuple[int, int]] = ((0, length),)
         if context is not None and context.method == "all_gather":
             chunks = zigzag_slices(length, context.size, context.rank)
-        self.segments = Segments(_segments(chunks, bounds, blocks, prefix), device, blocks)
+        before = () if tree is None else tree.before
+        self.segments = Segments(_segments(chunks, bounds, blocks, before), device, blocks, tree)
         if context is not None:
             order = zigzag_order(length, context.size).numpy()
             self.rank_places, self.key_places = to_device([order, order.argsort()], device)
+
+    @cached_property
+    def whole_rows(self) -> tuple[Tensor, Tensor]:
+        """Int64 `[tokens]` and `[length]`: the place in a tree's sequence of each token of the rows, and the index
+        among these of each token of the sequence, any for padding."""
+        assert self.tree is not None, "rows that are whole"
+        places, sequence = self.tree.places, self.tree.sequence
+        moved = to_device([sequence, places.clip(min=0)], self.input_ids.device)
+        return moved[0], moved[1]
 
     @property
     def held(self) -> HeldTokens:
@@ -231,16 +300,16 @@ def _segments(
     chunks: Sequence[tuple[int, int]],
     bounds: Sequence[tuple[int, int]],
     blocks: np.ndarray | None = None,
-    prefix: int = 0,
+    before: Sequence[tuple[tuple[int, int], ...]] = (),
 ) -> list[Segment]:
     """Return the segments of the queries in these chunks of the sequence, chunk by chunk.
 
-    If a chunk ends inside an image, the rest of the image belongs to the keys. With a prefix, whose tokens are the
-    first of the sequence, all that follows sees it.
+    If a chunk ends inside an image, the rest of the image belongs to the keys. In a tree, a run also sees the tokens
+    before it in its row.
     """
     found, own = [], 0
     for start, end in chunks:
-        for first, last in bounds:
+        for (first, last), earlier in zip(bounds, before or ((),) * len(bounds), strict=True):
             begin, stop = max(start, first), min(end, last)
             if begin < stop:
                 beyond = 0
@@ -249,38 +318,91 @@ def _segments(
                     continues = ((blocks[:, stop:last] == image) & (image >= 0)).any(0)
                     beyond = len(continues) if continues.all() else int(continues.argmin())
                 queries = (own + begin - start, own + stop - start)
-                found.append(Segment(queries, (first, stop + beyond), beyond, prefix if first else 0))
+                found.append(Segment(queries, (first, stop + beyond), beyond, earlier))
         own += end - start
     return found
 
 
-def lay_out(rows: Rows, alignment: Alignment, *, is_packed: bool, shares_prefix: bool = False) -> RowLayout:
+def _cut(ranges: Sequence[tuple[int, int]], first: int, last: int) -> list[tuple[int, int]]:
+    """Return the part of ranges that starts at their `first` place and ends before their `last`."""
+    parts, passed = [], 0
+    for start, end in ranges:
+        begin, stop = max(start, start + first - passed), min(end, start + last - passed)
+        if begin < stop:
+            parts.append((begin, stop))
+        passed += end - start
+    return parts
+
+
+class _Taken(torch.autograd.Function):
+    """An `index_select` of entries that may be taken several times, whose gradients are summed in float32 at least, in
+    an order that does not change from run to run."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, dim: int, places: Tensor) -> Tensor:
+        ctx.dim, ctx.length = dim, values.shape[dim]
+        ctx.save_for_backward(places)
+        return values.index_select(dim, places)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (places,) = ctx.saved_tensors
+        each = grad.movedim(ctx.dim, 0).to(torch.promote_types(grad.dtype, torch.float32))
+        total = each.new_zeros((ctx.length, *each.shape[1:])).index_put_((places,), each, accumulate=True)
+        return total.movedim(0, ctx.dim).to(grad.dtype), None, None
+
+
+def taken(values: Tensor, dim: int, places: Tensor) -> Tensor:
+    """Return the entries at these places of a dimension, which may repeat.
+
+    Args:
+        values: Tensor of any shape.
+        dim: Dimension to select in.
+        places: Int64 `[n]`.
+    """
+    result: Tensor = _Taken.apply(values, dim, places)
+    return result
+
+
+def lay_out(
+    rows: Rows,
+    alignment: Alignment,
+    *,
+    is_packed: bool,
+    shares_prefixes: bool = False,
+    inputs: Sequence[str] = (),
+    reads_columns: bool = False,
+) -> RowLayout:
     """Return the layout of rows for this rank. Everything follows from their lengths, on the host.
 
     Args:
         rows: The rows.
         alignment: Constraints on the layout.
         is_packed: True to put rows end to end instead of padding them.
-        shares_prefix: True to compute the tokens that all rows begin with once, if that is worth it.
+        shares_prefixes: True to compute tokens that packed rows begin with in common once, if that is worth it.
+        inputs: Columns that hidden states follow from, in addition to the tokens; shared tokens agree in them.
+        reads_columns: True if results depend on further columns of the tokens, so that shared tokens are read for each
+            row.
     """
     offsets, context = rows.host_offsets, alignment.context
     lengths = np.diff(offsets)
-    prefix = _prefix(rows) if shares_prefix else 0
     own = np.arange(int(offsets[-1]))
     position = own - np.repeat(offsets[:-1], lengths)
-    # The place of each token of the rows in the sequence.
-    sequence = own
-    if is_packed:
-        # Rows are end to end, followed by one row of padding. What they share stays with the first of them.
-        is_kept = (position >= prefix) | (own < prefix)
-        ends = is_kept.cumsum()
-        sequence = np.where(is_kept, ends - 1, position)
-        total = int(ends[-1])
+    tree = None
+    if is_packed and shares_prefixes and len(lengths) > 1:
+        found = SharedPrefixes.of(offsets, [rows.host_column(name) for name in (TOKENS, *inputs)])
+        if found.shared.any():
+            tree, bounds = _tree(offsets, found, alignment.multiple)
+    if tree is not None:
+        position, places, length = tree.positions[None], tree.places[None], len(tree.places)
+    elif is_packed:
+        # Rows are end to end, followed by one row of padding.
+        total = int(offsets[-1])
         missing = -total % alignment.multiple
         extra = np.arange(missing)
-        position = np.concatenate([position[is_kept], extra])[None]
-        places = np.concatenate([own[is_kept], np.full_like(extra, -1)])[None]
-        bounds = tuple(pairwise(sorted({0, prefix, *ends[offsets[1:] - 1].tolist(), total + missing})))
+        position = np.concatenate([position, extra])[None]
+        places = np.concatenate([own, np.full_like(extra, -1)])[None]
+        bounds = tuple(pairwise(sorted({*offsets.tolist(), total + missing})))
         length = total + missing
     else:
         # Each row is a sequence, padded on the right.
@@ -292,15 +414,13 @@ def lay_out(rows: Rows, alignment: Alignment, *, is_packed: bool, shares_prefix:
     blocks = None
     if IMAGE_BLOCKS in rows:
         blocks = np.where(places < 0, -1, rows.host_column(IMAGE_BLOCKS)[places])
+    chosen = np.arange(length)
     if context is not None:
         chosen = zigzag_tokens(length, context.size, context.rank).numpy()
         places, position = places[:, chosen], position[:, chosen]
     flat = places.reshape(-1)
     device = rows.offsets.device
-    read = HeldTokens.arrays(flat, offsets)
-    if prefix:
-        positions, tokens, followed, followers = HeldTokens.arrays(own, offsets)
-        read = [sequence[positions], tokens, sequence[followed], followers]
+    read = HeldTokens.arrays(flat, offsets) if tree is None else _held(tree, offsets, chosen, reads_columns)
     position_ids, at, *held = to_device([position, flat, *read], device)
     is_token = at >= 0
     return RowLayout(
@@ -314,15 +434,62 @@ def lay_out(rows: Rows, alignment: Alignment, *, is_packed: bool, shares_prefix:
         length=length,
         context=context,
         blocks=blocks,
-        prefix=prefix,
+        tree=tree,
     )
 
 
-def _prefix(rows: Rows) -> int:
-    """Return the number of tokens that all rows begin with; 0 if computing them once is not worth it."""
-    tokens, offsets = rows.host_column(TOKENS), rows.host_offsets
-    shared = tokens[: np.diff(offsets).min()]
-    for start in offsets[1:-1]:
-        differs = tokens[start : start + len(shared)] != shared
-        shared = shared[: differs.argmax()] if differs.any() else shared
-    return len(shared) if len(shared) * (len(rows) - 1) >= MIN_SAVED * len(tokens) else 0
+def _tree(offsets: np.ndarray, found: SharedPrefixes, multiple: int) -> tuple[RowTree, tuple[tuple[int, int], ...]]:
+    """Return rows as a tree, and the start and end in the sequence of the runs that rows add, followed by padding.
+
+    Args:
+        offsets: Where rows start and end among their tokens.
+        found: SharedPrefixes of the rows.
+        multiple: The length of the sequence is a multiple of this.
+    """
+    total = int(np.diff(offsets).sum() - found.shared.sum())
+    length = total + -total % multiple
+    positions, places = np.arange(length) - total, np.full(length, -1)
+    ends, sequence = np.full(length, length), np.zeros(int(offsets[-1]), dtype=np.int64)
+    before: list[tuple[tuple[int, int], ...]] = []
+    bounds: list[tuple[int, int]] = []
+    # The tokens of the last row, in the sequence.
+    path: list[tuple[int, int]] = []
+    start = 0
+    for row, shared in zip(found.order.tolist(), found.shared.tolist(), strict=True):
+        first, last = int(offsets[row]), int(offsets[row + 1])
+        # No later row has the tokens that this one does not share with the last.
+        left_out, path = _cut(path, shared, total), _cut(path, 0, shared)
+        for part in left_out:
+            ends[slice(*part)] = start
+        end = start + last - first - shared
+        if bounds and shared and path[-1][1] == start:  # The row continues the last one, so both are one run.
+            bounds[-1], path[-1] = (bounds[-1][0], end), (path[-1][0], end)
+        elif end > start:
+            before.append(tuple(path))
+            bounds.append((start, end))
+            path.append((start, end))
+        positions[start:end], places[start:end] = np.arange(shared, last - first), np.arange(first + shared, last)
+        sequence[first:last] = np.concatenate([np.arange(*part) for part in path])
+        start = end
+    for part in path:
+        ends[slice(*part)] = total
+    if length > total:
+        before.append(())
+        bounds.append((total, length))
+    tree = RowTree(tuple(before), positions, ends, places, sequence, tuple(np.diff(offsets).tolist()))
+    return tree, tuple(bounds)
+
+
+def _held(tree: RowTree, offsets: np.ndarray, chosen: np.ndarray, reads_columns: bool) -> list[np.ndarray]:
+    """Return the fields of `HeldTokens` of a rank that has the `chosen` places of a tree's sequence."""
+    at = np.full(len(tree.places), -1)
+    at[chosen] = np.arange(len(chosen))
+    originals = tree.places[tree.sequence]
+    own = np.arange(len(originals))
+    is_read = np.full(len(own), reads_columns) | (originals == own)
+    tokens, followers = np.flatnonzero(is_read), followers_of(offsets)
+    followers = followers[is_read[followers]]
+    positions, followed = at[tree.sequence[tokens]], at[tree.sequence[followers - 1]]
+    here, there = positions >= 0, followed >= 0
+    fields = [positions[here], tokens[here], followed[there], followers[there]]
+    return fields if reads_columns else [*fields, originals]

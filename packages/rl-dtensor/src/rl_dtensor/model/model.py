@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 
 from rl_core.data.microbatch import PREFIX_GROUP
 from rl_core.model import HEADLESS_ROLES, Read, Role
+from rl_core.rollouts.group import ROUTED_EXPERTS
 from rl_core.torch.heads.logprobs import Head, logit_transform
-from rl_core.torch.heads.reads import join_tokens, scalar_reads, split_language_reads
+from rl_core.torch.heads.reads import reads_columns, scalar_reads, split_language_reads
 from rl_core.torch.heads.vocab_parallel import VocabShard
 from rl_core.torch.loss import Rows
 from rl_core.torch.training.flops import ModelShape
@@ -54,7 +55,7 @@ class ReadingModel(nn.Module):
             states is then summed when they are scattered.
         replay: Replay of the generator's routing; None if its routers choose.
         vision: Embeddings of the images of rows; None if the model does not see them.
-        shares_prefix: True if the tokens that rows of a `PREFIX_GROUP` begin with can be computed once.
+        unshared: Reason why rows cannot share the tokens that they begin with; empty if they can.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class ReadingModel(nn.Module):
         tokens_are_split: bool,
         replay: RouterReplay | None = None,
         vision: Vision | None = None,
-        shares_prefix: bool = False,
+        unshared: str = "",
     ) -> None:
         super().__init__()
         self.hf, self.role, self.attend = hf, role, attend
@@ -80,7 +81,7 @@ class ReadingModel(nn.Module):
         self.replay, self.vision = replay, vision
         self.transform = logit_transform(hf.config)
         self.sees_rows = hf.config.get_text_config()._attn_implementation == ROWS
-        self.shares_prefix = shares_prefix
+        self.unshared = unshared
         self.takes_positions = "position_ids" in inspect.signature(body_of(hf).forward).parameters
 
     def forward(
@@ -117,7 +118,7 @@ class ReadingModel(nn.Module):
         group = None if layout.context is None else layout.context.group
         if self.role in HEADLESS_ROLES:
             scores = self.hf.get_submodule("score")(hidden)[:, 0]
-            outputs = join_tokens(scores[layout.held.positions], layout.held.tokens, rows.num_tokens, group)
+            outputs = layout.held.join(scores[layout.held.positions], layout.held.tokens, rows.num_tokens, group)
             return scalar_reads(outputs, rows, reads)
         head = self._head()
         return split_language_reads(
@@ -188,6 +189,7 @@ class ShardedModel:
         is_adapted: True if the model has adapters, on this rank or another.
         asks_for_dropout: True if the user set the model's dropout, which is then active under every loss.
         memory: Memory of a training step; None for a model that does not train or a device without its own memory.
+        shares_prefixes: True to compute tokens that rows begin with in common once, in all passes.
 
     Attributes:
         hf: Hugging Face model of the last chunk, for its config.
@@ -207,8 +209,9 @@ class ShardedModel:
         is_adapted: bool = False,
         asks_for_dropout: bool = False,
         memory: CountedMemory | None = None,
+        shares_prefixes: bool = False,
     ) -> None:
-        self.asks_for_dropout, self.memory = asks_for_dropout, memory
+        self.asks_for_dropout, self.memory, self.shares_prefixes = asks_for_dropout, memory, shares_prefixes
         self.chunks = list(chunks)
         self.hf = self.chunks[-1].hf
         self.stages_here = list(stages_here)
@@ -277,11 +280,23 @@ class ShardedModel:
                 if isinstance(module, FSDPModule):
                     module.reshard()
 
-    def lay_out(self, rows: Rows) -> RowLayout:
-        """Return the layout of a microbatch for this rank."""
+    def lay_out(self, rows: Rows, reads: Sequence[Read] | None = None) -> RowLayout:
+        """Return the layout of a microbatch for this rank.
+
+        Args:
+            rows: The rows.
+            reads: Reads of the pass; None for one in which each row has all of its tokens.
+        """
         first = self.chunks[0]
-        shares = first.shares_prefix and PREFIX_GROUP in rows
-        return lay_out(rows, first.alignment, is_packed=first.is_packed, shares_prefix=shares)
+        is_alike = self.shares_prefixes or (PREFIX_GROUP in rows and not first.unshared)
+        return lay_out(
+            rows,
+            first.alignment,
+            is_packed=first.is_packed,
+            shares_prefixes=reads is not None and is_alike,
+            inputs=[ROUTED_EXPERTS] if first.replay is not None and ROUTED_EXPERTS in rows else [],
+            reads_columns=reads_columns(reads or (), rows),
+        )
 
     def hidden_shape(self, layout: RowLayout) -> tuple[int, int, int]:
         """Return the shape of the hidden states between stages."""

@@ -16,10 +16,22 @@ from rl_dtensor.parallel.accumulation import Accumulation
 from rl_dtensor.parallel.mesh import Direction, DTensorMesh
 
 
+class PipelineResults(NamedTuple):
+    """The results of passes.
+
+    Args:
+        of_reads: Results of `on_reads` in the order of the microbatches; none on ranks before the last.
+        num_shared: Number of tokens that were not computed because another row of their microbatch has them.
+    """
+
+    of_reads: list[Any]
+    num_shared: int
+
+
 def run_pipeline(
     model: ShardedModel, run: Pass, *, mesh: DTensorMesh, accumulations: Sequence[Accumulation] | None = None
-) -> list[Any]:
-    """Pass all microbatches through all pipeline ranks; on the last, return the results of `on_reads` in order.
+) -> PipelineResults:
+    """Pass all microbatches through all pipeline ranks.
 
     Args:
         model: This rank's chunks of the model.
@@ -36,7 +48,7 @@ def run_pipeline(
             work.backward(action.chunk, action.microbatch)
     for sending, _ in work.sent:
         sending.wait()
-    return [work.results[index] for index in sorted(work.results)]
+    return PipelineResults([work.results[index] for index in sorted(work.results)], work.num_shared)
 
 
 class _Run:
@@ -49,6 +61,7 @@ class _Run:
         # Hidden states that entered and left a chunk are kept until its backward pass.
         self._passed: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
         self.results: dict[int, Any] = {}
+        self.num_shared = 0
         self.sent: list[tuple[dist.Work, Tensor]] = []
 
     def forward(self, chunk: int, index: int) -> None:
@@ -93,7 +106,9 @@ class _Run:
         """Return a microbatch and its layout, kept until its last pass."""
         if index not in self._laid_out:
             microbatch = self._run.microbatches[index]()
-            self._laid_out[index] = microbatch, self._model.lay_out(microbatch.rows)
+            layout = self._model.lay_out(microbatch.rows, self._run.reads)
+            self._laid_out[index] = microbatch, layout
+            self.num_shared += 0 if layout.tree is None else layout.tree.num_shared
         return self._laid_out[index]
 
     def _send(self, direction: Direction, tensor: Tensor) -> None:

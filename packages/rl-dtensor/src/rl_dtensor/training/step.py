@@ -25,6 +25,7 @@ from rl_core.torch.optim.optimizer import build_optimizer, with_fused_step
 from rl_core.torch.rows import no_images
 from rl_core.torch.training.backend import Microbatch, Pass
 from rl_core.torch.training.memory import StepPlan
+from rl_core.torch.training.step import SHARED_TOKENS
 from rl_dtensor.model.layers.recompute import checkpoint_activations
 from rl_dtensor.model.model import ShardedModel
 from rl_dtensor.model.whole import decoder_layers
@@ -97,7 +98,7 @@ class DTensorModel:
         """Run forward passes through all stages."""
         self.sharded.train(False)
         with torch.no_grad():
-            results = run_pipeline(self.sharded, run, mesh=self._mesh)
+            results = run_pipeline(self.sharded, run, mesh=self._mesh).of_reads
         self.sharded.reshard_all()
         return results
 
@@ -110,7 +111,9 @@ class DTensorModel:
 
         self.sharded.train(True, compares=run.compares)
         try:
-            run_pipeline(self.sharded, replace(run, on_reads=share), mesh=self._mesh, accumulations=self._accumulations)
+            passed = run_pipeline(
+                self.sharded, replace(run, on_reads=share), mesh=self._mesh, accumulations=self._accumulations
+            )
         except BaseException:
             for accumulation in self._accumulations:
                 accumulation.abandon()
@@ -118,7 +121,9 @@ class DTensorModel:
         self.sharded.reshard_all()  # A stage without parameters that train has no backward pass, which would do it.
         average_replicated(self.sharded, self._mesh)
         sum_tied(self.sharded, self._mesh)
-        return {}
+        if not self.sharded.shares_prefixes:
+            return {}
+        return {SHARED_TOKENS: Metric(float(passed.num_shared), float(run.num_tokens))}
 
     def discard(self) -> None:
         """Do nothing: a backward pass changes only gradients."""

@@ -9,6 +9,7 @@ from functools import partial
 import ray
 
 from rl_core.config import Config
+from rl_core.data.microbatch import PREFIX
 from rl_core.errors import FailureOrigin
 from rl_core.model import ModelSpec, Rendezvous
 from rl_core.model_config import ModelConfig
@@ -85,7 +86,7 @@ class ModelGroup:
             spec: Head of the model, and whether it trains.
             columns: Columns that all its passes read in addition to `tokens`.
         """
-        self._columns = tuple(columns)
+        self._columns = (*columns, *([PREFIX] if config.sequence_packing.shared_prefixes else []))
         self._timeout_s = config.worker_timeout_s
         self._trains = spec.trains
         head, world_size = self.places[0], len(self._workers)

@@ -20,7 +20,7 @@ from rl_algos.rollouts.training.segments import (
     token_rows,
 )
 from rl_core.data.batch import TOKENS, Batch, Column, RemoteColumn, RemoteRows, image_column
-from rl_core.data.microbatch import PAIR
+from rl_core.data.microbatch import PAIR, PREFIX
 from rl_core.data.ragged import Ragged
 from rl_core.errors import ConfigError
 from rl_core.images import IMAGES
@@ -34,8 +34,8 @@ Advantages = np.ndarray | Ragged
 
 def build_batch(groups: Sequence[RolloutGroup], config: RolloutConfig) -> Batch:
     """Build a batch with one row per rollout, or per segment if the config splits rollouts, with the column `rollout`.
-    It has `tokens`, `loss_mask` and `generation_logprobs` by token. If plays have several rollouts, it has `play`, and
-    if steps learn demonstrations, `demonstration`.
+    It has `tokens`, `loss_mask` and `generation_logprobs` by token, and `prefix`, the number of each row's group. If
+    plays have several rollouts, it has `play`, and if steps learn demonstrations, `demonstration`.
 
     If rollouts have images, there is the column `images`, empty in rows without any; if grammars may constrain turns,
     the column `allowed_tokens`.
@@ -51,6 +51,7 @@ def build_batch(groups: Sequence[RolloutGroup], config: RolloutConfig) -> Batch:
     shared = set.intersection(*(set(part) for part in parts)) - {RECORD}
     names = [name for name in parts[0] if name in shared]
     batch = Batch.concat([part.only(names) for part in parts])
+    batch = batch.with_columns({PREFIX: np.repeat(np.arange(len(parts)), [len(part) for part in parts])})
     if config.splits:
         batch = batch.with_columns({ROLLOUT: rollout_numbers(groups)})
     elif any(group.rollouts.segments for group in groups):
@@ -136,7 +137,7 @@ def _joined(batch: Batch, rows: Batch) -> Batch:
     for name, column in batch.columns.items():
         if name in rows:
             filled[name] = rows[name]
-        elif name in (ROLLOUT, PLAY, PAIR):
+        elif name in (ROLLOUT, PLAY, PAIR, PREFIX):
             filled[name] = batch.array(name).max() + 1 + np.arange(len(rows))
         elif isinstance(column, np.ndarray):
             filled[name] = np.zeros(len(rows), column.dtype)

@@ -84,6 +84,11 @@ class PassOptions(TypedDict, total=False):
     sums_hidden_grad: bool
 
 
+def reads_columns(reads: Sequence[Read], rows: Rows) -> bool:
+    """Return whether results of a token depend on columns of its row, in addition to the tokens up to it."""
+    return ALLOWED_SET in rows or any(read.column or read.choice for read in reads)
+
+
 def language_reads(
     hidden: Tensor, rows: Rows, head: Head, reads: Sequence[Read], **options: Unpack[PassOptions]
 ) -> dict[str, Tensor]:
@@ -114,12 +119,23 @@ class HeldTokens(NamedTuple):
         tokens: Int64 `[n]`, the index among the rows' tokens of each.
         followed: Int64 `[m]`, the positions whose token is followed by another of its row.
         followers: Int64 `[m]`, the index among the rows' tokens of each that follows.
+        originals: Int64 `[tokens]`, the token that each of the rows' tokens has its results from, if rows share tokens
+            and `tokens` and `followers` have each of these once; None if they have all.
     """
 
     positions: Tensor
     tokens: Tensor
     followed: Tensor
     followers: Tensor
+    originals: Tensor | None = None
+
+    def join(self, values: Tensor, tokens: Tensor, num_tokens: int, group: dist.ProcessGroup | None) -> Tensor:
+        """Return `[num_tokens, *inner]`, as `join_tokens` does, with the results of shared tokens in all their rows.
+
+        The gradient of such a token is the sum of those of its rows.
+        """
+        joined = join_tokens(values, tokens, num_tokens, group)
+        return joined if self.originals is None else joined[self.originals]
 
     @staticmethod
     def arrays(places: np.ndarray, offsets: np.ndarray) -> list[np.ndarray]:
@@ -162,7 +178,7 @@ def split_language_reads(
         Columns of whole rows, the same on all ranks of both groups. The loss must be computed alike on each.
     """
     found = position_reads(hidden[held.followed], head, rows, held.followers, reads, **options)
-    return {name: join_tokens(column, held.followers, rows.num_tokens, group) for name, column in found.items()}
+    return {name: held.join(column, held.followers, rows.num_tokens, group) for name, column in found.items()}
 
 
 def join_tokens(values: Tensor, tokens: Tensor, num_tokens: int, group: dist.ProcessGroup | None) -> Tensor:

@@ -345,6 +345,7 @@ class TrainingParts(NamedTuple):
         draft_head: Draft head that trains with the model; None without one.
         plan_step: Function that plans the memory of training steps (`rl_core.torch.training.memory.planned_step`);
             None if the model does not train or its device has no memory of its own.
+        shares_prefixes: True if the model computes tokens that rows begin with in common once.
     """
 
     model: RankModel
@@ -354,3 +355,4 @@ class TrainingParts(NamedTuple):
     residency: Residency
     draft_head: HeadParts | None = None
     plan_step: Callable[[int], StepPlan] | None = None
+    shares_prefixes: bool = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -32,6 +32,9 @@ _log = logging.getLogger(__name__)
 
 NO_PIPELINE = Pipeline()
 
+SHARED_TOKENS = "shared_tokens"
+"""Metric of a model that computes shared prefixes once: the share of the rows' tokens that it did not compute."""
+
 _OF_OTHER_PASSES = frozenset({"prev_logprobs", "ref_logprobs", "generation_logprobs", "advantages"})
 """Columns of losses that compare the pass with logprobs of another one, of trainer, reference or generator."""
 
@@ -44,7 +47,7 @@ def run_reads(
     id_columns = read_columns(reads)
     batch.require(*id_columns)
     batch = batch.only([name for name in batch if name in (TOKENS, PAIR, PREFIX_GROUP, IMAGES, *id_columns)]).local()
-    plan = plan_together(batch, batching, mesh.control, pipeline=model.pipeline)
+    plan = plan_together(batch.with_columns(extra), batching, mesh.control, pipeline=model.pipeline, inputs=extra)
     inputs = batch.only([name for name in (TOKENS, PREFIX_GROUP, IMAGES, *id_columns) if name in batch])
 
     def collect(microbatch: Microbatch, columns: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
@@ -124,7 +127,9 @@ def run_train_step(
     metrics = {**loss_pass.metrics(), **own}
     num_microbatches = len(run.microbatches)
     if batching.packed and batching.max_tokens is not None:
-        metrics["packing_efficiency"] = Metric(float(run.num_tokens), num_microbatches * batching.max_tokens)
+        num_shared = own[SHARED_TOKENS].value if SHARED_TOKENS in own else 0.0
+        filled = run.num_tokens - num_shared
+        metrics["packing_efficiency"] = Metric(filled, num_microbatches * batching.max_tokens)
     if model.pipeline.size > 1:
         bubble = model.pipeline.bubble(num_microbatches)
         metrics["pipeline_bubble"] = Metric(bubble, reduction="max", over_updates="mean")
@@ -137,7 +142,12 @@ def run_train_step(
 
 
 def plan_together(
-    batch: Batch, batching: Batching, group: dist.ProcessGroup | None, *, pipeline: Pipeline = NO_PIPELINE
+    batch: Batch,
+    batching: Batching,
+    group: dist.ProcessGroup | None,
+    *,
+    pipeline: Pipeline = NO_PIPELINE,
+    inputs: Iterable[str] = (),
 ) -> list[np.ndarray]:
     """Plan the microbatches of this rank's shard, as many as on every other rank of the group (some may be empty).
 
@@ -149,13 +159,15 @@ def plan_together(
         batching: Layout of the rows, and the budget of a microbatch.
         group: On a backend that reduces CPU tensors.
         pipeline: The pipeline that they pass.
+        inputs: Columns that hidden states follow from, in addition to the tokens.
     """
-    wanted = 0 if batching.is_fixed else pipeline.wanted(batching.num_units(batch), _num_tokens(batch))
-    count = torch.tensor(max(len(batching.plan(batch)), wanted if len(batch) else 0))
+    units = batching.units(batch, inputs)
+    num_tokens = _num_tokens(batch) if units is None else sum(unit.tokens for unit in units)
+    wanted = 0 if batching.is_fixed else pipeline.wanted(batching.num_units(batch, units), num_tokens)
+    count = torch.tensor(max(len(batching.plan(batch, units=units)), wanted if len(batch) else 0))
     dist.all_reduce(count, op=dist.ReduceOp.MAX, group=group)
-    return batching.plan(
-        batch, min_count=pipeline.rounded(int(count)), even=pipeline.size > 1 and not batching.is_fixed
-    )
+    is_even = pipeline.size > 1 and not batching.is_fixed
+    return batching.plan(batch, min_count=pipeline.rounded(int(count)), even=is_even, units=units)
 
 
 def in_row_order(
@@ -199,8 +211,9 @@ def _pass(
     model: RankModel, loss_pass: LossPass, batch: Batch, on_reads: OnReads, *, batching: Batching, mesh: RankMesh
 ) -> Pass:
     """Return the pass of a loss, whose rows also have the columns that the model itself needs; collective."""
-    columns = loss_pass.columns.with_columns(model.extra_columns(batch, for_loss=True))
-    plan = plan_together(columns, batching, mesh.control, pipeline=model.pipeline)
+    extra = model.extra_columns(batch, for_loss=True)
+    columns = loss_pass.columns.with_columns(extra)
+    plan = plan_together(columns, batching, mesh.control, pipeline=model.pipeline, inputs=extra)
     loss = loss_pass.loss
     microbatches = _on_device(columns, plan, read_columns(loss.reads), model, mesh)
     compares = not _OF_OTHER_PASSES.isdisjoint(loss.columns)

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,9 @@ class TrainingWorker(_WorkerPart):
             self.draft_head = DraftHead(
                 config, parts.draft_head, mesh, parts.residency, batching=self._training, seed=spec.seed
             )
+        self._training, self._reading = (
+            replace(batching, shares_prefixes=parts.shares_prefixes) for batching in (self._training, self._reading)
+        )
 
     def infer(
         self, batch: Batch, reads: Sequence[Read], *, reference: bool = False, temperature: float = 1.0

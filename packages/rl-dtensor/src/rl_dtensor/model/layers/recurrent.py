@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from rl_core.torch.rows import mix_each_row
 from rl_core.torch.training.flops import RECURRENT_LAYERS
 from rl_dtensor.model.attention import RowsUnknown
-from rl_dtensor.model.layout import RowLayout
+from rl_dtensor.model.layout import RowLayout, taken
 from rl_dtensor.parallel.collectives import gather
 
 Mix = Callable[[Tensor], Tensor]
@@ -123,7 +123,12 @@ def mix_rows(mix: Mix, hidden: Tensor, layout: RowLayout) -> Tensor:
     """
     context, bounds = layout.context, layout.bounds
     whole = hidden if context is None else gather(hidden, 1, context.group).index_select(1, layout.key_places)
-    if len(bounds) == 1:
+    if layout.tree is not None:
+        # The state at the end of a shared prefix is the mixer's own, so each row is mixed from its beginning.
+        sequence, originals = layout.whole_rows
+        rows = taken(whole[0], 0, sequence)
+        mixed = mix_each_row(mix, rows, layout.tree.lengths).index_select(0, originals)[None]
+    elif len(bounds) == 1:
         mixed = mix(whole)
     else:
         mixed = mix_each_row(mix, whole[0], [end - start for start, end in bounds])[None]
