@@ -1,12 +1,15 @@
 import json
 import math
+import sys
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
 from rl_core.errors import ConfigError, RunDirectoryError
-from rl_launch.commands.replay import STAGES, compared, replay, tensor_digest
+from rl_core.rollouts.group import LOSS_MASK, RolloutGroup
+from rl_core.rollouts.rollout import Prompt, Rollout, Turn, WeightSpan
+from rl_launch.commands.replay import STAGES, Breakpoints, OneRow, compared, replay, tensor_digest
 from rl_launch.session.directory.run_folder import RunFolder
 
 METRICS = {
@@ -82,3 +85,113 @@ def test_a_step_that_cannot_be_made_again_is_refused(tmp_path):
         replay(f"{run.path}:7", ())
     with pytest.raises(RunDirectoryError, match="has no checkpoint before step 4"):
         replay(f"{run.path}:4", ())
+
+
+LOOP = """
+def loop(observer, step):
+    observer.begin_step(step)
+    groups = ["a group"]
+    observer.begin_phase("logprobs")
+    batch = "logprobs"
+    observer.end_phase("logprobs")
+    batch = "advantages"
+    observer.begin_phase("training")
+    updates = ["an update"]
+    observer.end_phase("training")
+"""
+"""Phases of a step, in a module of an algorithm."""
+
+SEEN = []
+
+
+def see(step, variables):
+    SEEN.append((step, {name: variables[name] for name in ("groups", "batch", "updates") if name in variables}))
+
+
+def fail(step, variables):
+    raise KeyError("nothing")
+
+
+@pytest.fixture
+def loop():
+    module = {"__name__": "rl_algos.made.loop"}
+    exec(LOOP, module)
+    return module["loop"]
+
+
+@pytest.mark.parametrize(
+    ("stage", "variables"),
+    [
+        ("rollouts", {"groups": ["a group"]}),
+        ("rewards", {"groups": ["a group"]}),
+        ("logprobs", {"groups": ["a group"], "batch": "logprobs"}),
+        ("advantages", {"groups": ["a group"], "batch": "advantages"}),
+        ("loss", {"groups": ["a group"], "batch": "advantages", "updates": ["an update"]}),
+    ],
+)
+def test_a_function_gets_the_variables_of_the_loop_at_its_stage(loop, stage, variables):
+    SEEN.clear()
+    observer = Breakpoints(4, {stage: f"{__file__}:see"})
+    sys.modules[observer._wanted[stage].__module__].SEEN = SEEN
+    for step in (3, 4, 5):
+        loop(observer, step)
+    assert [(4, variables)] == SEEN
+
+
+def test_the_debugger_shows_the_variables_of_the_loop_and_goes_on(loop, monkeypatch, capsys):
+    commands = iter(["p groups, batch", "c"])
+    monkeypatch.setattr("rl_launch.commands.replay._debugger", lambda: made)
+    from pdb import Pdb
+
+    made = Pdb(stdout=sys.stdout, nosigint=True)
+    made.use_rawinput = True
+    monkeypatch.setattr("builtins.input", lambda prompt: next(commands))
+    loop(Breakpoints(4, {"advantages": ""}), 4)
+    found = capsys.readouterr()
+    assert "(['a group'], 'advantages')" in found.out
+    assert "step 4, advantages: the variables of the loop are at hand" in found.err
+
+
+def test_stages_and_functions_that_do_not_exist_are_refused_and_failures_are_kept(loop):
+    with pytest.raises(ConfigError, match=r"--break lunch: there is no such stage\. The stages are rollouts, rewards"):
+        Breakpoints(4, {"lunch": ""})
+    with pytest.raises(ConfigError, match="--break loss="):
+        Breakpoints(4, {"loss": f"{__file__}:nothing_of_this_name"})
+    observer = Breakpoints(4, {"loss": f"{__file__}:fail"})
+    loop(observer, 4)
+    assert str(observer.failure) == "--break loss: the function raised KeyError: 'nothing'"
+
+
+def group_of(prompt):
+    def rollout(place):
+        return Rollout(
+            prompt_id=prompt.id,
+            tokens=np.array([1, 2, 3], np.int32),
+            loss_mask=np.array([0, 1, 1], np.uint8),
+            generation_logprobs=np.zeros(3, np.float32),
+            spans=(WeightSpan(1, 2),),
+            turns=(Turn("2 3", None, {"reward": float(place)}),),
+            rewards={"reward": float(place)},
+            stop_reason="stop",
+        )
+
+    return RolloutGroup.of(prompt, [rollout(place) for place in range(3)])
+
+
+def test_one_row_alone_keeps_all_rewards_and_masks_all_other_rollouts_of_its_step():
+    prompts = [Prompt(name, (), np.array([1], np.int32), "math") for name in ("a", "b", "c")]
+    records = [{"prompt_id": name, "index": index} for name in ("a", "b") for index in range(3)]
+    alone = OneRow(records, 4)
+    groups = [group_of(prompt) for prompt in prompts]
+    trained = [list(alone(group).columns.ragged(LOSS_MASK)) for group in groups]
+    nothing, all_of_it = [0, 0, 0], [0, 1, 1]
+    assert [[row.tolist() for row in rows] for rows in trained] == [
+        [nothing, nothing, nothing],
+        [nothing, all_of_it, nothing],
+        [all_of_it, all_of_it, all_of_it],
+    ]
+    assert [alone(group).rewards().tolist() for group in groups] == [group.rewards().tolist() for group in groups]
+    with pytest.raises(RunDirectoryError, match="--row 6: there is no such row; the step has the rollouts 0 to 5"):
+        OneRow(records, 6)
+    with pytest.raises(RunDirectoryError, match="the step has recorded no rollouts"):
+        OneRow(None, 0)

@@ -2,12 +2,13 @@ import json
 import math
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import counting_run as counting
 import pytest
 
 from rl_core.errors import ConfigError, RLError
-from rl_launch.commands.train import guarded, limited
+from rl_launch.commands.train import findings, guarded, limited
 from rl_launch.run_config.reading import changed_plan, read_plan
 from rl_launch.session import RunSession
 from rl_launch.session.config import GuardrailConfig
@@ -220,3 +221,36 @@ def test_changes_of_a_run_hold_when_it_is_resumed(tmp_path):
     (tmp_path / FILE).write_text(json.dumps([vars(event) for event in events]))
     assert guarded(plan, tmp_path).config.policy.optimizer.kwargs["lr"] == 0.05
     assert "lr: 0.05" in (tmp_path / "config.yaml").read_text()
+
+
+RECORDED = json.loads((Path(__file__).parent / "recorded_metrics.json").read_text())
+"""Metrics of the first 50 steps of tiny recipes that learn, and of a run with a learning rate that destroyed it."""
+
+DEFAULT_RULES = (
+    "reward/mean",
+    "policy/nll",
+    "policy/kl",
+    "mismatch/kl",
+    "train/skipped_steps",
+    "rollout/failed",
+    "val/loss",
+    "train/loss",
+)
+"""Metrics of findings that mean harm to a run, whatever it is for."""
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_rules_without_a_bound_act_on_a_run_that_collapsed_and_on_none_that_learned(tmp_path, name):
+    recorded = RECORDED[name]
+    config = {recorded["section"]: {"num_prompts_per_step": recorded["num_prompts_per_step"]}}
+    rules = {metric: GuardrailConfig(metric=metric, action="stop") for metric in DEFAULT_RULES}
+    guardrails = Guardrails(rules, tmp_path, lambda rows: findings(rows, config, of_changes=True))
+    guardrails.start([])
+    events = []
+    for step, values in enumerate(zip(*recorded["metrics"].values(), strict=True), start=1):
+        row = {key: value for key, value in zip(recorded["metrics"], values, strict=True) if value is not None}
+        if event := guardrails.after_step(step, row):
+            events.append(event)
+    assert ([events[0].rule] if events else []) == (["reward/mean"] if name == "collapsed" else [])
+    if events:
+        assert "the run collapsed: reward/mean was 0.688 at step 7" in events[0].reason

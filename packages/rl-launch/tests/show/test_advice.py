@@ -124,7 +124,11 @@ def test_advice_on_failed_rollouts_leads_to_the_log_of_what_played_them(agent, n
         ),
         (lambda step: {"reward/mean": 0.3}, "the reward is flat", "grpo.num_generations_per_prompt"),
         (lambda step: {"reward/mean": 0.9 - 0.04 * step}, "the reward falls", "policy.optimizer.kwargs.lr"),
-        (lambda step: {"policy/nll": 1.0 / step**2}, "the entropy collapsed", "loss_fn.surrogate.clip_high"),
+        (
+            lambda step: {"policy/nll": 1.0 / step**2, "reward/mean": 0.3 + 0.003 * step},
+            "the entropy collapsed",
+            "loss_fn.surrogate.clip_high",
+        ),
         (
             lambda step: {"policy/kl": 0.05 * step},
             "policy/kl grew from 0.23 to 1.4 (means of the first and the last 8 steps)",
@@ -290,3 +294,7 @@ def test_the_advice_on_a_collapse_has_a_lower_rate_than_the_config():
     config = {**CONFIG, "policy": {**CONFIG["policy"], "optimizer": {"kwargs": {"lr": 3e-5}}}}
     rows = [{**healthy(step), **collapsed(step, 16, 0.6)} for step in range(1, NUM_STEPS + 1)]
     assert advice(rows, HEALTHY_TIMES, config)[0].remedy.endswith("policy.optimizer.kwargs.lr=1e-05")
+
+
+def test_a_policy_that_becomes_certain_while_its_reward_rises_has_learned():
+    assert found(lambda step: {"policy/nll": 1.0 / step**2}) == []

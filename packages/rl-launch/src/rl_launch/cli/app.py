@@ -103,6 +103,7 @@ for command, own_name in (
     (run_commands.view, None),
     (run_commands.stacks, None),
     (run_commands.replay, None),
+    (run_commands.chaos, None),
     (training_commands.worker_envs, None),
     (training_commands.sweep, None),
     (model_commands.push, None),

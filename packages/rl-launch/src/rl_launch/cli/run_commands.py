@@ -1,4 +1,4 @@
-"""`rl runs`, `rl label`, `rl show`, `rl view` and `rl stacks`: commands about runs that exist."""
+"""Commands about runs that exist: `rl runs`, `label`, `show`, `view`, `stacks`, `replay` and `chaos`."""
 
 from __future__ import annotations
 
@@ -22,6 +22,19 @@ if TYPE_CHECKING:
 def replay(
     step: Annotated[str, argument("RUN:STEP", "Step of a run that was trained with logger.replay_enabled=true.")],
     overrides: Annotated[list[str] | None, keys("Config keys to change, for a what-if beside the real step.")] = None,
+    stops: Annotated[
+        list[str] | None,
+        option(
+            "--break",
+            "Stop after a stage, in a debugger with the variables of the loop, or call FILE.py:FUNCTION with the step "
+            "and the variables. May be repeated.",
+            "STAGE[=FUNCTION]",
+        ),
+    ] = None,
+    row: Annotated[
+        int | None, option("--row", "Train the step on this rollout alone, by its line in rollouts/step_N.jsonl.", "N")
+    ] = None,
+    is_profiled: Annotated[bool, option("--profile", "Profile the workers during the step.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Make a step of a run again, and show the first stage that differs: rollouts, rewards, advantages, logprobs, loss,
@@ -33,12 +46,14 @@ def replay(
     The exit code is 1 if something differs and no key was changed.
 
     With --json: {"schema": 1, "run", "step", "checkpoint", "folder", "missing", "changed", "stages": [{"name",
-    "step", "num_compared", "differences": [{"what", "recorded", "replayed"}, ...]}, ...], "first": such a stage|null}.
+    "step", "num_compared", "differences": [{"what", "recorded", "replayed"}, ...]}, ...], "first": such a stage|null,
+    "profiles": [FILE, ...]}.
     """
     with reported(shows_logs=True):
         from rl_launch.commands.replay import replay as make
 
-        report = make(step, overrides or ())
+        stages = dict(each.partition("=")[::2] for each in stops or ())
+        report = make(step, overrides or (), stops=stages, row=row, is_profiled=is_profiled)
         if as_json:
             write_json({"schema": 1, **asdict(report)})
         else:
@@ -52,7 +67,7 @@ def replay(
             if report.first is not None:
                 first = report.first
                 sys.stdout.write(f"first difference, in {first.name} of step {first.step}: {first.differences[0]}\n")
-            sys.stdout.write(f"{report.folder}\n")
+            sys.stdout.write("".join(f"{each}\n" for each in (report.folder, *report.profiles)))
         if report.first is not None and not report.changed:
             raise typer.Exit(1)
 
@@ -299,3 +314,52 @@ def stacks(
             write_json(found.as_json())
         else:
             sys.stdout.write(f"{found.as_text()}\n")
+
+
+def chaos(
+    path: Annotated[Path, argument("RUN", "Directory of a run in progress.")],
+    faults: Annotated[
+        str,
+        option(
+            "--faults",
+            "rank, rollout-worker, engine, environment, environment-process, node, raylet, gcs, keeper, driver, disk; "
+            "stop-rank etc. stop a process and continue it (default: those that the run survives).",
+            "NAME,...",
+        ),
+    ] = "",
+    every: Annotated[str, option("--every", "Mean time from a checkpoint to the next fault.", "TIME")] = "30s",
+    duration: Annotated[str, option("--for", "Time after which no further fault is done.", "TIME")] = "10m",
+    stopped: Annotated[str, option("--stop", "Time that a process is stopped, or the disk is full.", "TIME")] = "20s",
+    seed: Annotated[int, option("--seed", "Seed of the order, the moments and the processes.")] = 0,
+    resumes: Annotated[
+        bool, option("--resume", "Resume the run if a fault ended it, and begin with that if it is not in progress.")
+    ] = False,
+    is_agreed: Annotated[bool, option("--yes", "Do it to a run that is not a rehearsal.")] = False,
+) -> None:
+    """Kill and stop processes of a run on a schedule, as exercises, and prove that nothing was lost.
+
+    Only processes of the run itself are touched, by its own records. What was done when is in chaos.jsonl of the run
+    directory, with the run's own warnings. Each fault waits until the run has saved a checkpoint after the last one.
+    When the run has ended, the proof of rl doctor run is printed.
+
+    The exit code is 1 if the account of prompts or rows does not hold.
+    """
+    with reported(shows_logs=True):
+        from rl_launch.commands.chaos import Schedule, seconds_of
+        from rl_launch.commands.chaos import chaos as exercise
+        from rl_launch.session.directory.exactly_once import described, prove
+        from rl_launch.session.directory.lock import holder
+        from rl_launch.session.directory.run_folder import RunFolder
+
+        chosen = tuple(name.strip() for name in faults.split(",") if name.strip())
+        times = [seconds_of(each) for each in (every, duration, stopped)]
+        schedule = Schedule(chosen, times[0], times[1], seed, times[2])
+        number = exercise(path.expanduser(), schedule, resumes=resumes, is_agreed=is_agreed)
+        sys.stdout.write(f"{number} faults\n")
+        if holder(path.expanduser()) is not None:
+            sys.stderr.write(f"next, when the run has ended: rl doctor run {path}\n")
+            return
+        proof = prove(RunFolder(path.expanduser()))
+        sys.stdout.write("".join(f"{line}\n" for line in described(proof)))
+        if not proof.holds:
+            raise typer.Exit(1)

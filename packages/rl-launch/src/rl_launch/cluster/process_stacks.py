@@ -85,6 +85,15 @@ def is_here(process: Registered) -> bool:
     return False
 
 
+def signal_here(path: str, signal_number: int) -> bool:
+    """Send a signal to the process of a file, if it lives on this machine; returns whether it does."""
+    for process in registered(str(Path(path).parent), Path(path).suffix):
+        if process.path == path and is_here(process):
+            os.kill(process.pid, signal_number)
+            return True
+    return False
+
+
 def stacks_here(
     folder: str, suffix: str, signal_number: int, *, py_spy: str = "", is_native: bool = False
 ) -> list[ProcessStacks]:

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import pdb
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
+import numpy as np
+
 from rl_algos.rollouts.recorded import RecordedTurns, read_turns
-from rl_core.errors import ConfigError, RunDirectoryError
+from rl_core import resolve
+from rl_core.errors import ConfigError, RLError, RunDirectoryError
+from rl_core.rollouts.group import LOSS_MASK, RolloutGroup
 from rl_launch.commands.train import ReplayedSteps, train
 from rl_launch.run_config.reading import read_plan
 from rl_launch.session.checkpoints.checkpoints import saved_checkpoints
 from rl_launch.session.directory.branch import BranchPoint
 from rl_launch.session.directory.checkpoint_name import CheckpointName
 from rl_launch.session.directory.run_folder import RunFolder
+from rl_launch.session.observer import RunObserver
 from rl_launch.session.rollouts.rollout_store import open_step, steps_in
 
 TURNS = "turns"
@@ -37,6 +47,19 @@ STAGES = {
     "validation": ("val/", "eval/"),
 }
 """Stages of a step in their order, with the beginnings of the names of their metrics."""
+
+_COMPUTING = ("values", "logprobs", "teacher", "critic_training", "training")
+_BREAKS = {
+    "rollouts": ("begin", _COMPUTING),
+    "rewards": ("begin", _COMPUTING),
+    "advantages": ("begin", ("critic_training", "training")),
+    "logprobs": ("end", ("logprobs",)),
+    "loss": ("end", ("training",)),
+    "gradient": ("end", ("training",)),
+    "update": ("end", ("training",)),
+    "validation": ("end", ("validation",)),
+}
+"""For each stage, the edge and the phases of the loop; the first of them has all that the stage has made."""
 
 _SPEED = "_per_second"
 """End of the names of metrics that depend on the clock."""
@@ -93,7 +116,8 @@ class ReplayReport:
         first: The first stage that differs, of this step or of one between the checkpoint and it; None if all were made
             again as they were.
         missing: Number of groups whose completions were not recorded, so that they were sampled.
-        changed: Keys of the config that were changed.
+        changed: Keys of the config that were changed, and the row if the step was made of one alone.
+        profiles: Files of the profiler.
     """
 
     run: str
@@ -104,14 +128,125 @@ class ReplayReport:
     missing: int
     changed: tuple[str, ...]
     first: Stage | None
+    profiles: tuple[str, ...] = ()
 
 
-def replay(text: str, overrides: Sequence[str]) -> ReplayReport:
+class Breakpoints(RunObserver):
+    """Stops a step at stages: opens a debugger in the frame of the loop, or calls a function of the user's.
+
+    Args:
+        step: The step.
+        stages: Stages, each with `file.py:function` or `package.module:function`, which gets the step and the variables
+            of the loop by name; empty for the debugger.
+
+    Attributes:
+        failure: The error of a function of the user's; None if there is none.
+
+    Raises:
+        ConfigError: If there is no such stage or function.
+    """
+
+    def __init__(self, step: int, stages: Mapping[str, str]) -> None:
+        self._step, self._is_here = step, False
+        self._wanted: dict[str, Callable[..., Any] | None] = {}
+        self.failure: RLError | None = None
+        for stage, name in stages.items():
+            if stage not in _BREAKS:
+                raise ConfigError(f"--break {stage}: there is no such stage. The stages are {', '.join(_BREAKS)}")
+            try:
+                self._wanted[stage] = resolve(name) if name else None
+            except (ValueError, ImportError) as error:
+                raise ConfigError(f"--break {stage}={name}: {error}") from None
+
+    def begin_step(self, step: int) -> None:
+        self._is_here = step == self._step
+
+    def begin_phase(self, name: str) -> None:
+        self._reach("begin", name)
+
+    def end_phase(self, name: str) -> None:
+        self._reach("end", name)
+
+    def _reach(self, edge: str, phase: str) -> None:
+        for stage, call in list(self._wanted.items()):
+            if self._is_here and _BREAKS[stage][0] == edge and phase in _BREAKS[stage][1]:
+                del self._wanted[stage]
+                self._stop(stage, call, _frame_of_the_loop())
+
+    def _stop(self, stage: str, call: Callable[..., Any] | None, frame: FrameType) -> None:
+        if call is None:
+            sys.stderr.write(f"step {self._step}, {stage}: the variables of the loop are at hand; c continues\n")
+            debugger = _debugger()
+            debugger.reset()
+            debugger.interaction(frame, None)
+            if debugger.quitting:
+                raise KeyboardInterrupt
+            return
+        try:
+            call(self._step, dict(frame.f_locals))
+        except Exception as error:  # noqa: BLE001  # of the user's function
+            self.failure = RLError(f"--break {stage}: the function raised {type(error).__name__}: {error}")
+
+
+def _debugger() -> pdb.Pdb:
+    """Return the debugger of IPython if it is installed, else Python's."""
+    with contextlib.suppress(ImportError):
+        kind: type[pdb.Pdb] = import_module("IPython.terminal.debugger").TerminalPdb
+        return kind()
+    return pdb.Pdb()
+
+
+def _frame_of_the_loop() -> FrameType:
+    """Return the innermost frame of an algorithm."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not frame.f_globals.get("__name__", "").startswith("rl_algos."):
+        frame = frame.f_back
+    return frame or sys._getframe(1)
+
+
+class OneRow:
+    """Trains a step on one of its rollouts. All others keep their rewards, and so its advantage, but no token of theirs
+    is under the loss.
+
+    Args:
+        records: The rollouts of the step, as the run recorded them.
+        row: Place of the rollout among them.
+
+    Raises:
+        RunDirectoryError: If the step has no such rollout.
+    """
+
+    def __init__(self, records: Sequence[Mapping[str, Any]] | None, row: int) -> None:
+        if records is None or not 0 <= row < len(records):
+            count = f"has the rollouts 0 to {len(records) - 1}" if records else "has recorded no rollouts"
+            raise RunDirectoryError(f"--row {row}: there is no such row; the step {count}")
+        self._prompts = {record["prompt_id"] for record in records}
+        self._prompt, self._index = records[row]["prompt_id"], int(records[row]["index"])
+
+    def __call__(self, group: RolloutGroup) -> RolloutGroup:
+        if group.prompt.id not in self._prompts:
+            return group
+        lengths = [len(each) for each in group.rollouts.row_lengths]
+        others = np.array([group.prompt.id != self._prompt or index != self._index for index in range(len(lengths))])
+        return replace(group, columns=group.columns.with_zeros(LOSS_MASK, np.repeat(others, lengths)))
+
+
+def replay(
+    text: str,
+    overrides: Sequence[str],
+    *,
+    stops: Mapping[str, str] | None = None,
+    row: int | None = None,
+    is_profiled: bool = False,
+) -> ReplayReport:
     """Make a step of a run again, from the newest checkpoint before it and the completions that the run recorded.
 
     Args:
         text: `RUN:STEP`.
         overrides: Keys that are changed, as `key=value`.
+        stops: See `Breakpoints`.
+        row: The rollout that the step is trained on alone, by its place in the record; None for all.
+        is_profiled: Profile the workers during the step, as `profiling.steps` does.
 
     Raises:
         RunDirectoryError: If the run has no such step, no checkpoint before it, or no recorded completions.
@@ -139,16 +274,23 @@ def replay(text: str, overrides: Sequence[str]) -> ReplayReport:
         "logger.replay_enabled=false",
         "callbacks=[]",
     )
-    plan = read_plan(run.path, [*overrides, *fixed])
+    profiled = f"profiling.steps=[{step}, {step}]" if is_profiled else "profiling.steps=null"
+    plan = read_plan(run.path, [*overrides, *fixed, profiled])
+    breakpoints = Breakpoints(step, stops or {})
+    if row is not None and not plan.plugin.generates:
+        raise ConfigError(f"--row {row}: {run.path} makes no rollouts; only a rollout can be trained on alone")
+    alone = None if row is None else OneRow(_records(run, step), row)
     turns = read_turns(run.path / TURNS)
     if plan.plugin.generates and not turns:
         raise RunDirectoryError(
             f"{run.path} has not recorded its completions, without which a step cannot be made again. Train with "
             "logger.replay_enabled=true"
         )
-    replayed = ReplayedSteps(RecordedTurns(turns), step)
+    replayed = ReplayedSteps(RecordedTurns(turns), step, alone, breakpoints)
     point = BranchPoint.parse(f"{run.path}:{earlier[-1]}")
     train(plan, run_dir=folder, title=f"replay of step {step}", branch_point=point, replayed=replayed)
+    if breakpoints.failure is not None:
+        raise breakpoints.failure
     other = RunFolder(folder)
     made = [stage for number in range(earlier[-1] + 1, step + 1) for stage in compared(run, other, number)]
     return ReplayReport(
@@ -158,8 +300,9 @@ def replay(text: str, overrides: Sequence[str]) -> ReplayReport:
         str(folder),
         tuple(stage for stage in made if stage.step == step),
         len(replayed.turns.missing),
-        tuple(overrides),
+        (*overrides, *([] if row is None else [f"row {row} alone"])),
         next((stage for stage in made if stage.differences), None),
+        tuple(str(path) for path in sorted((folder / "profiles").rglob("*.*"))),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -58,16 +58,7 @@ def stacks_of(path: Path, *, is_native: bool = False) -> Stacks:
     Raises:
         RunDirectoryError: If the folder is not a run, the run is not in progress, or its driver is on another machine.
     """
-    run = RunFolder(path)
-    host = host_of_holder(run.path)
-    if host is None:
-        state = run.state()
-        raise RunDirectoryError(
-            f"{path} is not running: its status is {state.status}, at step {state.step}. rl stacks shows the processes "
-            "of a run in progress."
-        )
-    if host != socket.gethostname():
-        raise RunDirectoryError(f"{path} is in use by {holder(run.path)}. Run rl stacks on that machine.")
+    run = require_running(path, "rl stacks")
     folder = str(run.path / "logs" / FOLDER)
     py_spy = py_spy_program() or ""
     if is_native and not py_spy:
@@ -82,6 +73,29 @@ def stacks_of(path: Path, *, is_native: bool = False) -> Stacks:
     others, missing = _elsewhere(away, folder, is_native=is_native)
     ordered = sorted([*found, *others], key=lambda each: (each.name != "driver", each.name, each.pid))
     return Stacks(ordered, missing)
+
+
+def require_running(path: Path, command: str) -> RunFolder:
+    """Return a run whose driver is at work on this machine.
+
+    Args:
+        path: Run directory.
+        command: The command that needs it, for messages.
+
+    Raises:
+        RunDirectoryError: If the folder is not a run, the run is not in progress, or its driver is on another machine.
+    """
+    run = RunFolder(path)
+    host = host_of_holder(run.path)
+    if host is None:
+        state = run.state()
+        raise RunDirectoryError(
+            f"{path} is not running: its status is {state.status}, at step {state.step}. {command} needs a run in "
+            "progress."
+        )
+    if host != socket.gethostname():
+        raise RunDirectoryError(f"{path} is in use by {holder(run.path)}. Run {command} on that machine.")
+    return run
 
 
 def _elsewhere(away: Sequence[Registered], folder: str, *, is_native: bool) -> tuple[list[ProcessStacks], list[str]]:
@@ -110,13 +124,27 @@ def _elsewhere(away: Sequence[Registered], folder: str, *, is_native: bool) -> t
 
 
 def ask_nodes(nodes: Sequence[str], folder: str, *, is_native: bool = False) -> list[ProcessStacks]:
-    """Return the stacks on nodes of the connected cluster, by a task on each; a node that does not answer in time is
-    left out.
+    """Return the stacks on nodes of the connected cluster; a node that does not answer in time is left out.
 
     Args:
         nodes: Ray's ids of the nodes.
         folder: Folder of the files of the run, which the nodes share.
         is_native: See `stacks_of`.
+    """
+    answers = on_nodes(nodes, stacks_here, folder, SUFFIX, int(SIGNAL), py_spy="py-spy", is_native=is_native)
+    # the results are of a class that was pickled by value
+    return [ProcessStacks(**vars(each)) for found in answers for each in found]
+
+
+def on_nodes(nodes: Sequence[str], function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+    """Call a function of `process_stacks` on nodes of the connected cluster, by a task on each; returns the answers of
+    the nodes that answer in time.
+
+    Args:
+        nodes: Ray's ids of the nodes.
+        function: The function.
+        args: Its arguments.
+        kwargs: Its arguments by name.
     """
     import ray
     from ray import cloudpickle
@@ -125,19 +153,16 @@ def ask_nodes(nodes: Sequence[str], folder: str, *, is_native: bool = False) -> 
     # a node's own interpreter need not have this package
     cloudpickle.register_pickle_by_value(process_stacks)
     try:
-        task: Any = ray.remote(num_cpus=0, max_retries=0)(stacks_here)
+        task: Any = ray.remote(num_cpus=0, max_retries=0)(function)
         asked = [
-            task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
-                folder, SUFFIX, int(SIGNAL), py_spy="py-spy", is_native=is_native
-            )
+            task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(*args, **kwargs)
             for node in nodes
         ]
     finally:
         cloudpickle.unregister_pickle_by_value(process_stacks)
     done, _ = ray.wait(asked, num_returns=len(asked), timeout=ANSWER_S)
-    found: list[ProcessStacks] = []
+    found = []
     for ref in done:
         with suppress(ray.exceptions.RayError):
-            # the results are of a class that was pickled by value
-            found += [ProcessStacks(**vars(each)) for each in ray.get(ref)]
+            found.append(ray.get(ref))
     return found

@@ -20,6 +20,7 @@ from rl_algos.rollouts.recorded import RecordedTurns
 from rl_core.config import as_written, to_yaml
 from rl_core.errors import RLError
 from rl_core.plugins import export_suffixes
+from rl_core.rollouts.group import RolloutGroup
 from rl_launch.commands.preparation import DATA_CHECKS, FOLDER, START_CHECKS, Preparation
 from rl_launch.model_files.local_models import (
     TINY,
@@ -53,6 +54,7 @@ from rl_launch.session.guardrails import (
     read_events,
     write_changes,
 )
+from rl_launch.session.observer import RunObserver
 from rl_launch.show.advice import advice
 
 _log = logging.getLogger(__name__)
@@ -90,10 +92,14 @@ class ReplayedSteps:
     Args:
         turns: The completions.
         last: The last step that is made.
+        as_trained: Returns a finished group as it is trained on; None to train on all rollouts.
+        observer: Sees the phases of the steps; None for nobody.
     """
 
     turns: RecordedTurns
     last: int
+    as_trained: Callable[[RolloutGroup], RolloutGroup] | None = None
+    observer: RunObserver | None = None
 
 
 def train(
@@ -134,7 +140,7 @@ def train(
     restoration = Restoration(saves=config.checkpointing.enabled)
 
     def found(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-        return findings(rows, as_written(plan.root))
+        return findings(rows, as_written(plan.root), of_changes=True)
 
     # A step that is made again is not acted on again.
     guardrails = Guardrails({} if replayed else limited(config, folder), folder, found)
@@ -142,6 +148,8 @@ def train(
     if config.policy.draft_head is not None:
         exports[DRAFTER] = f"_{DRAFTER}"
     with RunMonitoring(config.logger, findings=findings, restarts=lambda: restoration.goes_on) as monitoring:
+        if replayed is not None and replayed.observer is not None:
+            monitoring.observer.observers.append(replayed.observer)
         sessions = partial(
             RunSession,
             run_dir,
@@ -221,6 +229,7 @@ def _run(
             components = replace(components, evaluation=run.evaluated)
             if replayed is not None and runtime.rollout_pool is not None:
                 runtime.rollout_pool.with_turns = replayed.turns
+                runtime.rollout_pool.as_trained = replayed.as_trained
             observe_steps(session, config.profiling, runtime.processes, runtime.profiled, held)
         if runtime.rollout_pool is not None:
             session.write_rollouts_by(runtime.rollout_pool.write_rollouts)
@@ -368,11 +377,18 @@ def _warmed_up_folder(name: str, plan: RunPlan) -> Path:
     return models_folder() / f"{name}-{version}"
 
 
-def findings(rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> list[tuple[str, str]]:
+def findings(
+    rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any], *, of_changes: bool = False
+) -> list[tuple[str, str]]:
     """Return the advice on the metrics of a run so far, except on its speed: its metric, and its text with the remedy.
 
     Args:
         rows: Metrics of every step.
         config: Config of the run, as nested plain values.
+        of_changes: Leave out advice on what has been so from the beginning of the run.
     """
-    return [(each.metrics[0], f"{each.found}: {each.remedy}") for each in advice(rows, {}, config) if each.metrics]
+    return [
+        (each.metrics[0], f"{each.found}: {each.remedy}")
+        for each in advice(rows, {}, config)
+        if each.metrics and not (of_changes and each.is_of_whole_run)
+    ]

@@ -86,6 +86,7 @@ class ReplicaPool:
     Attributes:
         on_group: Called with every group that has ended; None if nobody listens.
         with_turns: Returns a group with the turns that it takes at a weight version; None if groups keep theirs.
+        as_trained: Returns a finished group as it is trained on; None if groups stay as they are.
         is_asked_to_end: Returns True if a signal has requested the end of the run. The pool then does not wait for
             rollouts that agents elsewhere have not taken.
     """
@@ -111,6 +112,7 @@ class ReplicaPool:
         self._submitted_ns: dict[Ticket, int] = {}
         self.on_group: GroupListener | None = None
         self.with_turns: Callable[[RolloutTask, int], RolloutTask] | None = None
+        self.as_trained: Callable[[RolloutGroup], RolloutGroup] | None = None
         self._version = 0
         self.is_asked_to_end: Callable[[], bool] = lambda: False
 
@@ -148,7 +150,8 @@ class ReplicaPool:
                 calls = [(each.origin("rollouts"), each.call("num_untaken")) for each in busy]
                 if num_untaken := sum(_answers(calls, IDLE_TIMEOUT_S)):
                     raise StepAbandoned(f"{num_untaken} rollouts that no agent has taken")
-        return self._done.popleft()
+        ticket, group = self._done.popleft()
+        return ticket, group if self.as_trained is None else self.as_trained(group)
 
     def adopt(self, update: WeightUpdate, *, in_flight: bool = False) -> None:
         """Bring every replica to this version, verified, while groups are in progress: all replicas pause together, and

@@ -59,6 +59,10 @@ MISMATCH_KL = 0.01
 EFFECTIVE_SAMPLES = 0.5
 """Share of the sampled tokens that the importance weights leave in effect."""
 
+RISEN_REWARD = 0.5
+"""Increase of the mean reward since the first quarter, in its standard deviations, with which a loss of entropy is
+learning."""
+
 OVERFIT = 0.05
 """Rise of the validation loss above its least, as a share of that."""
 
@@ -88,12 +92,15 @@ class Advice:
         remedy: What to try, naming keys.
         metrics: Metrics that show it, the first one most directly.
         where: Conditions on the rollouts that show it, as `rl show --where` takes them; empty if none do.
+        is_of_whole_run: True if it holds from the beginning, so that no earlier checkpoint is better. Guardrails do not
+            act on it.
     """
 
     found: str
     remedy: str
     metrics: tuple[str, ...] = ()
     where: tuple[str, ...] = ()
+    is_of_whole_run: bool = False
 
 
 def advice(
@@ -265,6 +272,7 @@ def _nothing_earned(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
         f"no rollout of {steps} {earned}, so nothing is learned",
         f"read the responses in the samples. {remedy}",
         metrics=("reward/mean", "reward/std"),
+        is_of_whole_run=True,
     )
 
 
@@ -308,6 +316,7 @@ def _flat(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
             "see in the samples which responses are rewarded; then try another policy.optimizer.kwargs.lr, or more "
             f"rollouts per prompt ({_section(config)}.num_generations_per_prompt)",
             metrics=("reward/mean", "reward/std"),
+            is_of_whole_run=True,
         )
 
 
@@ -324,11 +333,22 @@ def _unmoved(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
             "take more steps (a smaller policy.train_global_batch_size, or more epochs), or raise "
             "policy.optimizer.kwargs.lr: from scratch and with adapters 1e-4 and more are usual, for fine-tuning 1e-5",
             metrics=("train/loss",),
+            is_of_whole_run=True,
         )
+
+
+def _rises(rows: Rows) -> bool:
+    """Return whether the reward has risen since the first quarter of a run, by a share of its spread."""
+    spread, first = _values("reward/std", rows), _first_quarter("reward/mean", rows)
+    last = _last_quarter("reward/mean", rows)
+    return bool(spread and first and last) and fmean(last) - fmean(first) > RISEN_REWARD * fmean(spread)
 
 
 def _entropy(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
     first, last = _first_quarter("policy/nll", rows), _last_quarter("policy/nll", rows)
+    # A policy that solves its task becomes certain.
+    if _rises(rows):
+        return
     if len(rows) >= MIN_STEPS and first and fmean(last) < COLLAPSED_ENTROPY * fmean(first):
         yield Advice(
             f"the entropy collapsed: policy/nll {fmean(first):.2g} at first, {fmean(last):.2g} now {_means(last)}",

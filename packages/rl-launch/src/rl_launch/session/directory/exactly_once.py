@@ -1,10 +1,11 @@
-"""Verify from a run directory that no prompt was lost or trained twice."""
+"""Verify from a run directory that no prompt or row was lost or trained twice."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from rl_algos.rollouts.driver.ledger import Ledger, digest
@@ -12,7 +13,8 @@ from rl_core.errors import RunDirectoryError
 from rl_launch.session.checkpoints.manifest import read_state
 from rl_launch.session.directory.run_folder import RunFolder, SavedCheckpoint
 
-_STATE, _ROLLOUTS = "state", "rollouts"
+_ROWS_UNIT = "rows"
+_STATE, _ROLLOUTS, _ROWS = "state", "rollouts", "data"
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Proof:
         contradictions: Sentences, each on something that should not be; none if every prompt was trained once, dropped
             for a reason, or is pending.
         gaps: Sentences on what could not be compared, as the run has not kept it.
+        unit: `prompts`, or `rows` of a run without rollouts.
     """
 
     step: int
@@ -39,6 +42,7 @@ class Proof:
     num_compared: int
     contradictions: tuple[str, ...] = field(default=())
     gaps: tuple[str, ...] = field(default=())
+    unit: str = "prompts"
 
     @property
     def holds(self) -> bool:
@@ -57,9 +61,15 @@ def prove(run: RunFolder) -> Proof:
     `metrics.jsonl` name that step, and `rollouts/step_<n>.jsonl` must hold the rollouts of the step's prompts, each as
     often as the ledger has it.
 
+    A run without rollouts draws rows in an order that follows from its seed, so the number of rows drawn by each step
+    is the account: see `_of_rows`.
+
     Raises:
-        RunDirectoryError: If no checkpoint has a ledger.
+        RunDirectoryError: If no checkpoint has a ledger or a number of rows.
     """
+    newest = run.checkpoints()[-1:]
+    if newest and (newest[0].path / _STATE / f"{_ROWS}.json").is_file():
+        return _of_rows(run, newest[0])
     checkpoint, ledger = _newest_ledger(run)
     steps = {row["weight_version"]: row["step"] for row in run.metrics() if row.get("weight_version") is not None}
     left = ledger.left()
@@ -113,17 +123,53 @@ def prove(run: RunFolder) -> Proof:
     )
 
 
+def _of_rows(run: RunFolder, checkpoint: SavedCheckpoint) -> Proof:
+    """Compare the position in the data of a checkpoint with the steps that the run has recorded.
+
+    Each step up to the checkpoint is in `metrics.jsonl` once, and has drawn as many rows as the others; only the last
+    one of a run may have drawn fewer. The rows of all steps add up to the position.
+    """
+    state = read_state(checkpoint.path / _STATE, _ROWS)
+    recorded = [row for row in run.metrics() if 0 < row["step"] <= checkpoint.step]
+    contradictions = []
+    for row, following in pairwise(recorded):
+        if following["step"] != row["step"] + 1:
+            contradictions.append(f"step {row['step']} is followed by step {following['step']} in metrics.jsonl")
+    if not recorded or recorded[-1]["step"] != checkpoint.step:
+        contradictions.append(f"step {checkpoint.step} is not in metrics.jsonl")
+    if "drawn" not in state or contradictions:
+        gaps = () if "drawn" in state else ("the position of a stream, which does not count rows",)
+        return Proof(checkpoint.step, 0, 0, {}, 0, len(recorded), tuple(contradictions), gaps, _ROWS_UNIT)
+    num_drawn, num_rows = int(sum(state["drawn"])), int(sum(state["sizes"]))
+    positions = [round(row["train/epoch"] * num_rows) for row in recorded]
+    if positions[-1] != num_drawn:
+        contradictions.append(
+            f"step {checkpoint.step} had drawn {positions[-1]} rows, but its checkpoint continues after {num_drawn}"
+        )
+    taken = [after - before for before, after in pairwise(positions)]
+    usual = max(taken, default=0)
+    for row, count in zip(recorded[1:], taken, strict=True):
+        if count <= 0 or (count != usual and row is not recorded[-1]):
+            contradictions.append(f"step {row['step']} drew {count} rows, and others {usual}")
+    num_trained = positions[-1]
+    return Proof(checkpoint.step, num_drawn, num_trained, {}, 0, len(recorded), tuple(contradictions), (), _ROWS_UNIT)
+
+
 def described(proof: Proof) -> Iterator[str]:
     """Yield the lines of a proof."""
-    yield f"Up to the checkpoint of step {proof.step}, {proof.num_drawn} prompts were drawn:"
+    yield f"Up to the checkpoint of step {proof.step}, {proof.num_drawn} {proof.unit} were drawn:"
     yield f"  {proof.num_trained} trained, each by one step"
     for reason, count in proof.dropped.items():
         yield f"  {count} dropped: {reason}"
     yield f"  {proof.num_pending} pending"
-    yield f"The written rollouts of {proof.num_compared} steps were compared with the ledger."
+    compared = "The rows" if proof.unit == _ROWS_UNIT else "The written rollouts"
+    against = "position in the data" if proof.unit == _ROWS_UNIT else "ledger"
+    yield f"{compared} of {proof.num_compared} steps were compared with the {against}."
     yield from (f"Not compared: {gap}." for gap in proof.gaps)
     yield from (f"Contradiction: {contradiction}." for contradiction in proof.contradictions)
-    yield "No prompt was lost or trained twice." if proof.holds else "The account does not hold."
+    yield (
+        f"No {proof.unit.removesuffix('s')} was lost or trained twice." if proof.holds else "The account does not hold."
+    )
 
 
 def _newest_ledger(run: RunFolder) -> tuple[SavedCheckpoint, Ledger]:
