@@ -1,5 +1,5 @@
-"""`rl doctor`: checks that this machine can run a recipe, that a model family trains correctly, and that a run lost no
-prompt.
+"""`rl doctor`: checks that this machine can run a recipe, that a model family trains correctly, that a run lost no
+prompt, and why policy and generator disagree.
 """
 
 from __future__ import annotations
@@ -140,4 +140,34 @@ def run(folder: Annotated[str, argument("DIR", "A run directory.")], as_json: As
             for line in described(proof):
                 console.print(line, highlight=False, soft_wrap=True, markup=False)
         if not proof.holds:
+            raise typer.Exit(1)
+
+
+@app.command()
+def mismatch(
+    source: Annotated[str, named("RUN|RECIPE|FILE.yaml", "A run directory, or a recipe whose first steps are made.")],
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Find out why policy and generator compute other logprobs: score rollouts with one change at a time, and rank the
+    causes by how much of the gap each closes. The exit code is 1 if there is a gap.
+
+    With --json: {"schema": 1, "run", "step", "weight_version", "num_rows", "num_tried", "is_large": bool, "side":
+    "generator"|"policy"|"either", "gap": {"mean", "largest", "rows", "num_tokens", "generator", "policy": NUMBER|null},
+    "findings": [{"cause", "title", "detail", "side", "closed", "remedy"}, ...], "first": such a finding|null,
+    "remarks": [SENTENCE, ...]}.
+    """
+    with reported(shows_logs=True):
+        from rich.console import Console
+
+        from rl_launch.commands.mismatch import described, examine_mismatch
+
+        report = examine_mismatch(source, overrides or ())
+        if as_json:
+            write_json(report.as_json())
+        else:
+            console = Console()
+            for line in described(report):
+                console.print(line, highlight=False, soft_wrap=True, markup=False)
+        if report.is_large:
             raise typer.Exit(1)

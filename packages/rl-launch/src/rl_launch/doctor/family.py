@@ -91,28 +91,49 @@ def cases(python: str, check: str, model: str, only: MeshCase | None = None) -> 
         ConfigError: If the check refuses the model.
         RLError: If the check does not finish.
     """
+    only_case = json.dumps(only and asdict(only))
+    for kind, answer in worker_answers(python, _CHECK, check, model, only_case, what=check):
+        if kind == "problem":
+            raise ConfigError(json.loads(answer))
+        if kind == "case":
+            fields = json.loads(answer)
+            yield FamilyCase(**{**fields, "names": tuple(fields["names"])})
+
+
+def worker_answers(
+    python: str, code: str, *arguments: str, what: str, on_gpus: bool = False
+) -> Iterator[tuple[str, str]]:
+    """Run code in a worker's environment, and yield the first word and the rest of each line that it writes.
+
+    Args:
+        python: Interpreter of that environment.
+        code: Python code.
+        arguments: Its arguments, from `sys.argv[1]` on.
+        what: Name of the code, for messages.
+        on_gpus: True if it sees the GPUs of this machine.
+
+    Raises:
+        RLError: If it does not finish.
+    """
+    # Processes that share the CPU have one thread each, also on a machine with GPUs.
+    hidden = {} if on_gpus else {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryFile("w+") as complaints:
         process = subprocess.Popen(
-            [python, "-c", _CHECK, check, model, json.dumps(only and asdict(only))],
+            [python, "-c", code, *arguments],
             stdout=subprocess.PIPE,
             stderr=complaints,
             text=True,
-            # The ranks of a check are processes that share the CPU, also on a machine with GPUs.
-            env={**worker_process_environment(python), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+            env={**worker_process_environment(python), **hidden},
         )
         assert process.stdout is not None
         try:
             for line in process.stdout:
                 kind, _, answer = line.partition(" ")
-                if kind == "problem":
-                    raise ConfigError(json.loads(answer))
-                if kind == "case":
-                    fields = json.loads(answer)
-                    yield FamilyCase(**{**fields, "names": tuple(fields["names"])})
+                yield kind, answer
             if process.wait():
                 complaints.seek(0)
                 output = complaints.read().strip()
-                raise RLError(f"{check} ended with exit code {process.returncode} in {python}:\n{output}")
+                raise RLError(f"{what} ended with exit code {process.returncode} in {python}:\n{output}")
         finally:
             process.terminate()
             process.stdout.close()

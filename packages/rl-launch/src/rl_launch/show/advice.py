@@ -9,6 +9,7 @@ from statistics import fmean, median
 from typing import Any
 
 from rl_algos.evaluation.summary import listed
+from rl_algos.rollouts.mismatch import CAUSES, CLOSED, MIN_CLOSED, MISMATCH_KL
 from rl_core.config.keys import value_at
 from rl_core.errors import RLError
 from rl_launch.session.guardrails import read_events
@@ -52,9 +53,6 @@ FAILED = 0.05
 
 CLIPPED = 0.3
 """Share of tokens whose ratio is clipped."""
-
-MISMATCH_KL = 0.01
-"""Mean KL divergence between generator and trainer, in nats per token."""
 
 EFFECTIVE_SAMPLES = 0.5
 """Share of the sampled tokens that the importance weights leave in effect."""
@@ -188,11 +186,15 @@ def _skipped(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
 def _mismatch(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
     values = _last_quarter("mismatch/kl", rows)
     if values and fmean(values) > MISMATCH_KL:
-        yield Advice(
-            f"generator and trainer disagree: mismatch/kl is {fmean(values):.2g}, above {MISMATCH_KL}",
-            "correct for it with loss_fn.importance.high=2, or reduce it with policy.precision=float32",
-            metrics=("mismatch/kl",),
-        )
+        examined = [{name: row[name] for name in row if name.startswith(CLOSED)} for row in rows]
+        closed = next((each for each in reversed(examined) if each), {"": 0.0})
+        name = max(closed, key=lambda each: closed[each] or 0.0)
+        found = f"generator and trainer disagree: mismatch/kl is {fmean(values):.2g}, above {MISMATCH_KL}"
+        remedy = "find its causes with rl doctor mismatch RUN; correct for it with loss_fn.importance.high=2"
+        if (closed[name] or 0.0) >= MIN_CLOSED:
+            title, remedy = CAUSES[name.removeprefix(CLOSED)]
+            found += f"; {closed[name]:.0%} of the difference is explained by {title}"
+        yield Advice(found, remedy, metrics=("mismatch/kl",))
 
 
 def _waits(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:

@@ -1,0 +1,384 @@
+"""The model that policy and generator should both compute, in `transformers`, with one change at a time.
+
+The change that brings its logprobs to those of the side that is off is the fault of that side.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from rl_algos.rollouts.mismatch import (
+    MIN_GAP,
+    MismatchCase,
+    MismatchGap,
+    MismatchRows,
+    TriedChange,
+    bounded,
+    mean_difference,
+)
+from rl_core.torch.files.language_part import KEY_MAPPING, read_language_config
+
+_log = logging.getLogger(__name__)
+
+MAX_PADDED = 16384
+"""Maximum number of tokens of a forward pass, padding included."""
+
+FEW_SAMPLED = 128
+"""Number of sampled tokens on which a number of the model is fitted, each value being a pass."""
+
+ATTENTION = "mismatch"
+"""Name of the attention function that changes can alter."""
+
+Logits = Callable[[Tensor, Tensor], Tensor]
+"""Returns logprobs `[sampled]` from logits `[sampled, vocab]`, float32, and the ids of the tokens that are there."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Rows as a change has them scored: other tokens than those that are recorded, perhaps.
+
+    Args:
+        tokens: Int64 `[tokens]`.
+        places: Int64 `[sampled]`, places of the sampled tokens.
+    """
+
+    tokens: Tensor
+    places: Tensor
+
+
+@dataclass
+class AttentionChange:
+    """The alteration of the attention function; nothing by default.
+
+    Args:
+        factor: Factor of its scale.
+        window: Number of tokens that a token attends to; None for the model's, 0 for all before it.
+        dtype: Dtype that queries, keys and values are rounded to; None for their own.
+        of_cache: True to round only keys and values.
+    """
+
+    factor: float = 1.0
+    window: int | None = None
+    dtype: torch.dtype | None = None
+    of_cache: bool = False
+
+
+_attention = AttentionChange()
+
+
+def _attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **others: Any) -> Any:
+    """Compute attention as `sdpa` does, with the present alteration."""
+    change = _attention
+    if change.dtype is not None:
+        own = query.dtype
+        key, value = key.to(change.dtype).to(own), value.to(change.dtype).to(own)
+        if not change.of_cache:
+            query = query.to(change.dtype).to(own)
+    if change.factor != 1:
+        others["scaling"] = change.factor * (others.get("scaling") or query.shape[-1] ** -0.5)
+    if change.window is not None:
+        places = torch.arange(key.shape[2], device=key.device)
+        distance = places[-query.shape[2] :, None] - places[None]
+        mask = (distance >= 0) & (distance < (change.window or len(places)))
+        mask = mask[None, None]
+    return sdpa_attention_forward(module, query, key, value, mask, **others)
+
+
+@contextmanager
+def attending(**change: Any) -> Iterator[None]:
+    """Alter attention by the fields of `AttentionChange`."""
+    # The function of the interface has no other state.
+    global _attention
+    _attention = AttentionChange(**change)
+    try:
+        yield
+    finally:
+        _attention = AttentionChange()
+
+
+class MismatchModel:
+    """The configured model in `transformers`, and the rows.
+
+    Args:
+        case: The mismatch.
+
+    Attributes:
+        case: The mismatch.
+        rows: Its rows.
+        module: The model, in the precision of the policy.
+        generation: Float64 `[sampled]`, logprobs of the generator.
+        policy: The same of the policy; None if they are not known.
+        base: The same of this model with the configured sampling.
+        head_dtype: Dtype of the head; None for the dtype of the model.
+    """
+
+    def __init__(self, case: MismatchCase) -> None:
+        AttentionInterface.register(ATTENTION, _attend)
+        AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+        self.case = case
+        self.rows = MismatchRows.read(case.rows)
+        self.device = torch.device(case.device)
+        self.dtype: torch.dtype = getattr(torch, case.precision)
+        self.module = self.load(case.model)
+        self.scored = [
+            Scored(torch.from_numpy(tokens.astype(np.int64)), torch.from_numpy(np.flatnonzero(mask)))
+            for tokens, mask in zip(self.rows.tokens, self.rows.mask, strict=True)
+        ]
+        is_sampled = self.rows.mask.values > 0
+        self.generation = self.rows.generation.values[is_sampled].astype(np.float64)
+        self.policy = None if self.rows.policy is None else self.rows.policy.values[is_sampled].astype(np.float64)
+        self.row_of = np.repeat(np.arange(len(self.scored)), [len(each.places) for each in self.scored])
+        self.head_dtype: torch.dtype | None = None
+        self._round_logits = False
+        self.base = self.logprobs()
+        if self.policy is not None and self.dtype != torch.float32:
+            # Trainers compute the head in the dtype of the model, or in float32.
+            with self.heading(torch.float32):
+                wide = self.logprobs()
+            if mean_difference(wide, self.policy) < mean_difference(self.base, self.policy):
+                self.head_dtype, self.base = torch.float32, wide
+
+    def load(self, folder: str, dtype: torch.dtype | None = None) -> PreTrainedModel:
+        """Load the language model of a folder in a dtype, by default the precision of the policy."""
+        config = read_language_config(folder, self.case.overrides)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype or self.dtype,
+            attn_implementation=ATTENTION if self._takes_attention(config) else "eager",
+            key_mapping=KEY_MAPPING,
+            trust_remote_code=False,
+        )
+        return cast("PreTrainedModel", loaded.to(self.device).eval().requires_grad_(False))
+
+    @staticmethod
+    def _takes_attention(config: Any) -> bool:
+        return not getattr(config, "attn_logit_softcapping", None)
+
+    def rebuilt(self, **fields: Any) -> PreTrainedModel:
+        """Return the model with other fields of its config and the same weights, which both share."""
+        config = copy.deepcopy(self.module.config)
+        for name, value in fields.items():
+            setattr(config, name, value)
+        family: Any = type(self.module)
+        with torch.device("meta"):
+            module = family(config)
+        own, held = dict(self.module.named_buffers()), self.module.state_dict()
+        module.load_state_dict(held, strict=False, assign=True)
+        module.config._attn_implementation = self.module.config._attn_implementation
+        for name, part in list(module.named_modules()):
+            if "Rotary" in type(part).__name__ and hasattr(part, "config"):
+                made = type(part)(part.config).to(self.device)
+                parent, _, last = name.rpartition(".")
+                setattr(module.get_submodule(parent), last, made)
+        for name, buffer in list(module.named_buffers()):
+            if buffer.is_meta:
+                parent, _, last = name.rpartition(".")
+                module.get_submodule(parent)._buffers[last] = own[name]
+        if any(each.is_meta for each in module.parameters()):
+            module.tie_weights()
+        if fields.get("tie_word_embeddings"):
+            module.get_output_embeddings().weight = module.get_input_embeddings().weight
+        if any(each.is_meta for each in module.parameters()):
+            raise ValueError("the changed model has other weights")
+        return cast("PreTrainedModel", module.eval().requires_grad_(False))
+
+    # Logprobs.
+
+    @torch.inference_mode()
+    def logprobs(
+        self, module: PreTrainedModel | None = None, logits: Logits | None = None, rows: Sequence[Scored] | None = None
+    ) -> np.ndarray:
+        """Return float64 `[sampled]`.
+
+        Args:
+            module: Model to compute with; the reference's own if not given.
+            logits: Function from logits to logprobs; the configured sampling if not given.
+            rows: Rows to score; the recorded ones if not given.
+        """
+        function = logits or self.sampling()
+        return np.concatenate([function(*found).double().cpu().numpy() for found in self.passes(module, rows)])
+
+    def passes(
+        self, module: PreTrainedModel | None = None, rows: Sequence[Scored] | None = None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield logits float32 `[sampled, vocab]` and ids `[sampled]` of several rows at a time."""
+        module, rows = module or self.module, self.scored if rows is None else rows
+        start = 0
+        while start < len(rows):
+            end, longest = start, 0
+            while end < len(rows) and (
+                end == start or max(longest, len(rows[end].tokens)) * (end + 1 - start) <= MAX_PADDED
+            ):
+                longest, end = max(longest, len(rows[end].tokens)), end + 1
+            part = rows[start:end]
+            # Tokens after the end of a row change nothing before it.
+            ids = nn.utils.rnn.pad_sequence([each.tokens for each in part], batch_first=True).to(self.device)
+            number = torch.cat([torch.full_like(each.places, n) for n, each in enumerate(part)]).to(self.device)
+            place = torch.cat([each.places for each in part]).to(self.device)
+            with self._only(module, lambda hidden, n=number, at=place: hidden[n, at - 1][None]):
+                found = module(input_ids=ids, use_cache=False).logits[0]
+            yield found.float(), ids[number, place]
+            start = end
+
+    @contextmanager
+    def _only(self, module: PreTrainedModel, select: Callable[[Tensor], Tensor]) -> Iterator[None]:
+        """Have the head read only selected hidden states, in its present dtype."""
+        head = cast("nn.Linear", module.get_output_embeddings())
+
+        def before(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            return (select(inputs[0]), *inputs[1:])
+
+        def after(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            dtype = self.head_dtype
+            if dtype is not None:
+                bias = None if head.bias is None else head.bias.to(dtype)
+                output = nn.functional.linear(inputs[0].to(dtype), head.weight.to(dtype), bias).float()
+            return output.bfloat16().float() if self._round_logits else output
+
+        handles = [head.register_forward_pre_hook(before), head.register_forward_hook(after)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
+    def heading(self, dtype: torch.dtype | None, *, round_logits: bool = False) -> Iterator[None]:
+        """Compute the head in another dtype, or round its logits to bfloat16."""
+        own = self.head_dtype
+        self.head_dtype, self._round_logits = dtype or own, round_logits
+        try:
+            yield
+        finally:
+            self.head_dtype, self._round_logits = own, False
+
+    def sampling(self, **changes: Any) -> Logits:
+        """Return the configured sampling with some other values; see `filtered_logprobs`."""
+        case = self.case
+        values = {"temperature": case.temperature, "top_k": case.top_k, "top_p": case.top_p, "min_p": case.min_p}
+        return lambda logits, ids: filtered_logprobs(logits, ids, **{**values, **changes})
+
+    @cached_property
+    def few(self) -> list[Scored]:
+        """The first rows, with `FEW_SAMPLED` sampled tokens or more."""
+        ends = np.cumsum([len(each.places) for each in self.scored])
+        return self.scored[: int(np.searchsorted(ends, FEW_SAMPLED)) + 1]
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer of the rows; None if it cannot be loaded."""
+        name = self.case.tokenizer.get("name") or self.case.tokenizer_of or self.case.model
+        try:
+            tokenizer: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+            tokenizer.chat_template = self.case.tokenizer.get("chat_template") or tokenizer.chat_template
+            return tokenizer
+        except (OSError, ValueError) as error:
+            _log.warning("%s has no tokenizer that can be loaded: %s", name, error)
+            return None
+
+    # The gap.
+
+    @cached_property
+    def gap(self) -> MismatchGap:
+        """The differences between the two sides, and of each from this model."""
+        policy = self.base if self.policy is None else self.policy
+        differences = np.abs(policy - self.generation)
+        counts = np.bincount(self.row_of, minlength=len(self.scored))
+        by_row = np.bincount(self.row_of, bounded(differences), len(self.scored)) / np.maximum(counts, 1)
+        return MismatchGap(
+            mean=float(bounded(differences).mean()),
+            largest=float(np.nan_to_num(differences, nan=np.inf).max()),
+            rows=float((by_row > MIN_GAP[self.case.precision]).mean()),
+            num_tokens=len(differences),
+            generator=mean_difference(self.generation, self.base),
+            policy=None if self.policy is None else mean_difference(self.policy, self.base),
+        )
+
+    @property
+    def target(self) -> np.ndarray:
+        """The logprobs of the side that is off."""
+        return self.policy if self.gap.side == "policy" and self.policy is not None else self.generation
+
+    def attempt(
+        self, cause: str, detail: str, found: np.ndarray, *, fitted: int = 0, by_row: bool = False
+    ) -> Iterator[TriedChange]:
+        """Yield what a change leaves of the gap, for each side that may be off.
+
+        Args:
+            cause: Name of the cause.
+            detail: The change, in words.
+            found: Float64 `[sampled]`, logprobs with the change.
+            fitted: Number of fitted values.
+            by_row: True if the change may be in some rows only, such as the rows of one replica.
+        """
+        effect = found - self.base
+        policy = self.base if self.policy is None else self.policy
+        sides = {"generator": self.generation - policy, "policy": policy - self.generation}
+        for side, off in sides.items():
+            if self.gap.side not in (side, "either"):
+                continue
+            left = bounded(np.abs(off - effect))
+            if by_row:
+                count = len(self.scored)
+                changed, own = (np.bincount(self.row_of, bounded(each), count) for each in (left, np.abs(off)))
+                mean = float(np.minimum(changed, own).sum() / len(left))
+            else:
+                mean = float(left.mean())
+            yield TriedChange(cause, detail, cast("Any", side), mean, fitted)
+
+
+def filtered_logprobs(
+    logits: Tensor,
+    ids: Tensor,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    filters_first: bool = False,
+) -> Tensor:
+    """Return float32 `[n]`, logprobs of tokens over those that a filter keeps, the token that is there included.
+
+    Args:
+        logits: `[n, vocab]`.
+        ids: `[n]`.
+        temperature: Divides the logits.
+        top_k: Number of most likely tokens that are kept; 0 keeps all.
+        top_p: Share of the mass that is kept.
+        min_p: Share of the largest probability that a token needs.
+        filters_first: Filter by the logits before the temperature divides them.
+    """
+    logprobs = (logits / temperature).log_softmax(-1)
+    own = logprobs.gather(1, ids[:, None])
+    if not top_k and top_p == 1 and not min_p:
+        return own[:, 0]
+    order = (logits if filters_first else logits / temperature).log_softmax(-1)
+    falling = order.sort(descending=True).values
+    probabilities = falling.exp()
+    is_kept = probabilities >= min_p * probabilities[:, :1]
+    if top_k:
+        is_kept[:, top_k:] = False
+    held = probabilities * is_kept
+    is_kept &= held.cumsum(1) - held < top_p * held.sum(1, keepdim=True)
+    lowest = falling.where(is_kept, torch.inf).amin(1, keepdim=True).minimum(order.gather(1, ids[:, None]))
+    return (own - logprobs.where(order >= lowest, -torch.inf).logsumexp(1, keepdim=True))[:, 0]

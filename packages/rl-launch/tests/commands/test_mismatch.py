@@ -1,0 +1,103 @@
+"""Rows of a run for `rl doctor mismatch`, and its report."""
+
+import dataclasses
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rl_algos.rollouts.mismatch import MismatchFinding, MismatchGap
+from rl_launch.commands.mismatch import MismatchReport, described, sampled_step
+from rl_launch.session.directory.run_folder import RunFolder
+
+LENGTH, PROMPT = 6, 2
+GAP = MismatchGap(mean=0.2, largest=0.9, rows=1.0, num_tokens=64, generator=0.2, policy=1e-6)
+FINDING = MismatchFinding(
+    "temperature", "temperature in one of the two", "0.8 instead of 1", "generator", 0.99, "Set it."
+)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run that has recorded two steps, without a checkpoint."""
+    (tmp_path / "rollouts").mkdir()
+    for step in (1, 2):
+        rows = [{"rollout": number, "segment": 0, "version": step} for number in range(3)]
+        # Older weights have sampled one of the rollouts.
+        rows[1]["version"] = 1
+        pq.write_table(
+            pa.Table.from_pylist([token for row in rows for token in tokens_of(**row)]), path(tmp_path, step)
+        )
+    return RunFolder(tmp_path)
+
+
+def path(folder, step):
+    return folder / "rollouts" / f"tokens_{step}.parquet"
+
+
+def tokens_of(rollout, segment, version):
+    for place in range(LENGTH):
+        is_sampled = place >= PROMPT
+        yield {
+            "rollout": rollout,
+            "segment": segment,
+            "token_id": 10 * rollout + place,
+            "loss_mask": is_sampled,
+            "weight_version": version if is_sampled else None,
+            "generation_logprob": -float(place) if is_sampled else None,
+            "logprob": -float(place) - 0.5 if place else None,
+        }
+
+
+def test_the_rows_are_those_that_known_weights_have_sampled(run):
+    found = sampled_step(run, "the first weights")
+    # No weights of version 2 are there, so that only one row of step 2 can be examined.
+    assert (found.step, found.version, found.model) == (2, 1, "the first weights")
+    assert [row.tolist() for row in found.rows.tokens] == [list(range(10, 10 + LENGTH))]
+    assert found.rows.mask[0].tolist() == [0] * PROMPT + [1] * (LENGTH - PROMPT)
+    assert found.rows.generation[0][PROMPT:].tolist() == [-2.0, -3.0, -4.0, -5.0]
+    assert found.rows.policy[0][PROMPT:].tolist() == [-2.5, -3.5, -4.5, -5.5]
+    assert found.older == ()
+
+
+def test_logprobs_that_were_not_recorded_are_not_known(run):
+    step = 1
+    table = pq.read_table(path(run.path, step))
+    nothing = pa.nulls(len(table), pa.float32())
+    pq.write_table(table.set_column(table.schema.get_field_index("logprob"), "logprob", nothing), path(run.path, step))
+    path(run.path, 2).unlink()
+    found = sampled_step(run, "the first weights")
+    assert found.rows.policy is None
+    assert len(found.rows.tokens) == 3
+
+
+def test_a_report_shows_the_gap_the_causes_and_the_remedy():
+    report = MismatchReport("runs/a", 3, 3, 8, GAP, True, (FINDING,), 100)
+    text = "\n".join(described(report))
+    assert "differ by 0.2 nats on average over 64 tokens, at most by 0.9, in 100% of 8 rows" in text
+    assert "  99%  temperature in one of the two: 0.8 instead of 1" in text
+    assert text.endswith("The generator computes with 0.8 instead of 1. Set it.")
+    assert report.as_json()["first"] == dataclasses.asdict(FINDING)
+
+
+def test_a_change_that_closes_little_is_not_called_the_cause():
+    little = dataclasses.replace(FINDING, closed=0.1)
+    report = MismatchReport("runs/a", 3, 3, 8, GAP, True, (little,), 100)
+    assert report.first is None
+    assert "No change closes" in list(described(report))[-1]
+
+
+def test_rounding_is_no_gap():
+    gap = dataclasses.replace(GAP, mean=1e-7, largest=1e-6)
+    report = MismatchReport("runs/a", 3, 3, 8, gap, False, (), 100)
+    assert list(described(report))[-1] == "This is rounding: they compute the same."
+    assert report.first is None
+
+
+def test_rows_are_read_as_they_were_written(run, tmp_path):
+    rows = sampled_step(run, "weights").rows
+    rows.write(tmp_path / "rows.npz")
+    again = type(rows).read(tmp_path / "rows.npz")
+    for name in ("tokens", "mask", "generation", "policy"):
+        np.testing.assert_array_equal(getattr(again, name).values, getattr(rows, name).values)
