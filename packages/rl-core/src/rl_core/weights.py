@@ -49,8 +49,8 @@ class Manifest:
             applies itself: `LAYER.lora_A.weight` `[dim, inputs]` and `LAYER.lora_B.weight` `[outputs, dim]`. If all
             are, the receiver keeps the weights that it has. 0 if adapters are merged into the weights.
         target: The generator's model that they are for.
-        is_held_in_parts: True if each tensor consists of parts that ranks of the policy hold. If every rank sends, they
-            exchange these parts instead of whole tensors.
+        is_held_in_parts: True if each tensor consists of parts that ranks of the policy hold. If every rank sends,
+            these parts travel instead of whole tensors.
     """
 
     version: int
@@ -96,15 +96,16 @@ class Transport:
         num_receivers: Receiving processes of one sender.
         bucket_bytes: Maximum number of bytes in flight at a time, a single larger tensor excepted.
         timeout_s: Bound of each phase; a timeout error has the rank and the phase.
-        every_rank_sends: True if each rank of the policy has receivers of its own (`ipc` on CUDA: those on its GPU);
-            otherwise rank 0 sends to all.
+        every_rank_sends: True if each rank of the policy sends: over `ipc` to its own receivers (on CUDA those on its
+            GPU), over `collective` the parts that it holds to all receivers; otherwise rank 0 sends to all.
         sends_changes: True if only the changes since the last transfer travel, where they are smaller; both ends then
-            keep the weights in host memory. Not for `ipc`, whose receivers read the sender's memory.
+            keep the weights in host memory. Over `ipc`, whose receivers read the sender's memory, between the nodes of
+            the senders.
         secret: Key that proves between senders and receivers that they belong to this transport, at least 16 bytes;
             random unless given. Only the processes of the run may know it.
 
     Raises:
-        ValueError: If `sends_changes` is set for `ipc`, or the secret is too short.
+        ValueError: If `sends_changes` is set for `ipc` with one sender, or the secret is too short.
     """
 
     kind: TransportKind
@@ -121,8 +122,8 @@ class Transport:
             raise ValueError(
                 f"the secret of a transport must have at least {MIN_SECRET_BYTES} bytes, got {len(self.secret)}"
             )
-        if self.sends_changes and self.kind == "ipc":
-            raise ValueError("only collective and disk can send changes; ipc shares memory and always sends all values")
+        if self.sends_changes and self.kind == "ipc" and not self.every_rank_sends:
+            raise ValueError("ipc sends changes only between ranks of a policy; one that sends alone shares its memory")
 
     @property
     def ends_meet(self) -> bool:

@@ -47,7 +47,7 @@ def make(*claims, num_nodes=1, ranks=8, device=CUDA, sync="auto", encoding="full
 def test_colocated_generation_has_the_policys_devices():
     topology = make(policy(), generation(), num_nodes=2)
     assert topology.devices("policy") == topology.devices("generation") == Devices(2, 8)
-    assert topology.replicas_per_node == 4
+    assert topology.engines_per_node == 4
     assert topology.takes_turns("policy")
     assert topology.takes_turns("generation")
     assert topology.transport_of("policy") == "ipc"
@@ -67,7 +67,7 @@ def test_on_several_nodes_separate_generation_takes_whole_nodes():
 
 def test_cores_are_not_divided_among_replicas():
     topology = make(policy(), generation(ranks=1), device=CPU, ranks=2)
-    assert topology.replicas_per_node == 1
+    assert topology.engines_per_node == 1
     assert not topology.takes_turns("policy")
     assert topology.transport_of("policy") == "ipc"
 
@@ -91,9 +91,9 @@ def test_a_rehearsal_has_the_topology_of_gpus():
         ((policy(), teacher(), generation(apart(nodes=1))), 4),
     ):
         rehearsed, real = (make(*claims, num_nodes=num_nodes, device=device) for device in (REHEARSAL, CUDA))
-        assert (rehearsed.transport_of("policy"), rehearsed.replicas_per_node) == (
+        assert (rehearsed.transport_of("policy"), rehearsed.engines_per_node) == (
             real.transport_of("policy"),
-            real.replicas_per_node,
+            real.engines_per_node,
         )
         for claim in claims:
             assert rehearsed.takes_turns(claim.name) == real.takes_turns(claim.name)
@@ -142,11 +142,18 @@ def test_an_algorithm_without_generation_uses_every_device():
         ),
         (make(policy(), generation(ranks=3)), "policy.generation", NOT_GIVEN, ["8 GPUs", "3 GPUs"]),
         (
-            make(policy(), generation(ranks=16), num_nodes=2),
+            make(policy(), Claim("generation", "policy.generation", 16, SHARED, spans_nodes=False), num_nodes=2),
             "policy.generation",
             NOT_GIVEN,
-            ["16 ranks", "8 GPUs", "cluster.gpus_per_node"],
+            ["16 ranks", "cannot span nodes with this backend", "cluster.gpus_per_node"],
         ),
+        (
+            make(policy(), generation(ranks=16), num_nodes=3),
+            "policy.generation",
+            NOT_GIVEN,
+            ["16 ranks", "3 nodes of generation with 8 GPUs", "product is 8 times a divisor of 3"],
+        ),
+        (make(policy(), generation(ranks=12), num_nodes=2), "policy.generation", NOT_GIVEN, ["12 ranks", "2 nodes"]),
     ],
 )
 def test_sizes_that_do_not_divide_are_refused(topology, key, got, shown):
@@ -155,11 +162,21 @@ def test_sizes_that_do_not_divide_are_refused(topology, key, got, shown):
     assert [each for each in shown if each not in f"{problem.reason} {problem.remedy}"] == []
 
 
-def test_a_replica_on_several_nodes_is_a_feature_that_is_not_offered():
-    (wide,) = topology_problems(make(policy(), generation(ranks=16), num_nodes=2))
-    (uneven,) = topology_problems(make(policy(), generation(ranks=3)))
-    assert "policy.generation.vllm_cfg" in wide.feature
-    assert uneven.feature == ""
+@pytest.mark.parametrize(
+    ("topology", "nodes", "replicas", "resources", "per_node"),
+    [
+        (make(policy(), generation(ranks=16), num_nodes=4), 2, 2, 8, 1),
+        (make(policy(), generation(apart(nodes=4), ranks=32), num_nodes=8), 4, 1, 8, 1),
+        (make(policy(), generation(apart(nodes=2, gpus=4), ranks=8), num_nodes=4), 2, 1, 4, 1),
+        (make(policy(), generation(ranks=2), num_nodes=2), 1, 8, 2, 4),
+        (make(policy(), generation(ranks=2), num_nodes=2, ranks=1, device=REHEARSAL), 2, 1, 1, 1),
+        (make(policy(), generation(ranks=2), num_nodes=2, ranks=1, device=CPU), 1, 2, 1, 1),
+    ],
+)
+def test_a_replica_larger_than_a_node_has_whole_nodes(topology, nodes, replicas, resources, per_node):
+    assert list(topology_problems(topology)) == []
+    assert (topology.replica_nodes, topology.num_replicas) == (nodes, replicas)
+    assert (topology.replica_resources, topology.engines_per_node) == (resources, per_node)
 
 
 @pytest.mark.parametrize(
@@ -177,11 +194,15 @@ def test_a_transport_that_cannot_work_is_refused(topology, got, allowed):
     assert (problem.got, problem.allowed) == (got, allowed)
 
 
-def test_the_encoding_parts_needs_shared_memory():
-    (problem,) = weight_sync_problems(make(policy(), generation(apart(gpus=2)), encoding="parts"))
+def test_the_encoding_parts_needs_ranks_that_send_to_one_another():
+    (problem,) = weight_sync_problems(make(policy(), generation(), sync="disk", encoding="parts"))
     assert problem.key == "policy.generation.weight_sync_encoding"
     assert problem.got == "parts"
-    assert not list(weight_sync_problems(make(policy(), generation(), encoding="parts")))
+    for topology in (
+        make(policy(), generation(), encoding="parts"),
+        make(policy(), generation(apart(gpus=2)), encoding="parts"),
+    ):
+        assert list(weight_sync_problems(topology)) == []
 
 
 def test_the_encoding_changes_needs_a_transport_over_the_network():
@@ -191,6 +212,7 @@ def test_the_encoding_changes_needs_a_transport_over_the_network():
     for topology in (
         make(policy(), generation(apart(gpus=2)), encoding="changes"),
         make(policy(), generation(), sync="disk", encoding="changes"),
+        make(policy(), generation(), num_nodes=2, encoding="changes"),
     ):
         assert list(weight_sync_problems(topology)) == []
 

@@ -26,6 +26,7 @@ class Claim:
         ranks: Number of ranks in one copy: a data-parallel shard of a model, or a replica.
         colocated: `enabled` if it shares devices with others; otherwise it has its own.
         sizes: Parallel sizes above 1 that result in these ranks, by dotted key.
+        spans_nodes: True if one copy can be on several nodes.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Claim:
     ranks: int
     colocated: ColocatedConfig
     sizes: Mapping[str, int] = field(default_factory=dict)
+    spans_nodes: bool = True
 
     @property
     def largest(self) -> tuple[str, Any]:
@@ -109,19 +111,25 @@ class Topology:
         return self.claims[GENERATION].ranks
 
     @property
-    def replicas_per_node(self) -> int:
-        """Number of replicas per node of generation. CPU cores are not divided: one replica uses all of them."""
-        return self.devices(GENERATION).ranks // self.replica_ranks if self.device.has_gpus else 1
+    def replica_nodes(self) -> int:
+        """Number of nodes of one replica."""
+        return max(1, self.replica_ranks // self.devices(GENERATION).ranks) if self.device.has_gpus else 1
+
+    @property
+    def engines_per_node(self) -> int:
+        """Number of replicas, or parts of replicas over nodes, on each node of generation. CPU cores are not divided:
+        one replica uses all of them."""
+        return self.devices(GENERATION).ranks // self.replica_resources
 
     @property
     def num_replicas(self) -> int:
         """Number of replicas at the start of a run."""
-        return self.devices(GENERATION).num_nodes * self.replicas_per_node
+        return self.devices(GENERATION).num_nodes // self.replica_nodes * self.engines_per_node
 
     @property
     def replica_resources(self) -> int:
-        """Number of devices that a replica with its own devices takes from its node."""
-        return self.replica_ranks if self.device.has_gpus else self.devices(GENERATION).ranks
+        """Number of devices that a replica takes from each of its nodes."""
+        return self.replica_ranks // self.replica_nodes if self.device.has_gpus else self.devices(GENERATION).ranks
 
     @property
     def fewest_replicas(self) -> int:
@@ -202,13 +210,14 @@ def weight_sync_problems(topology: Topology) -> Iterator[Problem]:
     if topology.weight_sync == "collective" and topology.takes_turns(GENERATION):
         reason = "needs one process per GPU, but the policy and the generators share GPUs"
         yield Problem(key, reason, got="collective", allowed="auto, ipc, disk")
-    if topology.weight_sync_encoding == "changes" and topology.transport_of("policy") == "ipc":
-        reason = "saves network traffic, but the policy and the generators share memory (weight_sync=ipc)"
+    is_on_one_node = not topology.device.has_gpus or topology.devices("policy").num_nodes == 1
+    if topology.weight_sync_encoding == "changes" and topology.transport_of("policy") == "ipc" and is_on_one_node:
+        reason = "saves network traffic, but the policy and the generators share the memory of a node (weight_sync=ipc)"
         remedy = f"Set it to full, or set {key} to disk"
         yield Problem(f"{key}_encoding", reason, got="changes", remedy=remedy)
-    if topology.weight_sync_encoding == "parts" and topology.transport_of("policy") != "ipc":
-        reason = "is for a policy and generators that share memory (weight_sync=ipc)"
-        remedy = "Set it to full; over collective, ranks of engines receive their parts anyway"
+    if topology.weight_sync_encoding == "parts" and topology.transport_of("policy") == "disk":
+        reason = "is for ranks that send to one another, and files are written by one (weight_sync=disk)"
+        remedy = f"Set it to full, or set {key} to auto"
         yield Problem(f"{key}_encoding", reason, got="parts", remedy=remedy)
 
 
@@ -270,11 +279,15 @@ def topology_problems(topology: Topology) -> Iterator[Problem]:
     claim, ranks = topology.claims[GENERATION], topology.devices(GENERATION).ranks
     key, got = claim.largest
     if claim.ranks > ranks:
-        has = f"a node has only {ranks} GPU{'s' * (ranks > 1)} for generation"
-        reason = f"a replica has {claim.ranks} ranks{claim.in_sizes} and cannot span nodes, but {has}"
-        remedy = f"Lower the parallel sizes of the generator, or increase {ranks_key}"
-        feature = "a replica of the generator on several nodes (policy.generation.vllm_cfg)"
-        yield Problem(key, reason, got=got, remedy=remedy, feature=feature)
+        num_nodes, has = topology.devices(GENERATION).num_nodes, f"a replica has {claim.ranks} ranks{claim.in_sizes}"
+        if not claim.spans_nodes:
+            reason = f"{has} and cannot span nodes with this backend, but a node has {ranks} for generation"
+            remedy = f"Lower the parallel sizes of the generator, or increase {ranks_key}"
+            yield Problem(key, reason, got=got, remedy=remedy)
+        elif claim.ranks % ranks or num_nodes % (claim.ranks // ranks):
+            reason = f"{has}, which the {num_nodes} nodes of generation with {ranks} GPUs each cannot be divided into"
+            remedy = f"Set parallel sizes whose product is {ranks} times a divisor of {num_nodes}, or add nodes"
+            yield Problem(key, reason, got=got, remedy=remedy)
     elif ranks % claim.ranks:
         reason = f"the {ranks} GPUs per node cannot be divided into replicas of {claim.ranks} GPUs{claim.in_sizes}"
         remedy = f"Set the parallel sizes of the generator so that their product divides {ranks}"

@@ -101,7 +101,9 @@ class WeightTransfer:
         if form not in self._manifests:
             self._manifests[form] = self.model.manifest(version, form)
         made = self._manifests[form]
-        by_parts = made.is_held_in_parts and self._encoding == "parts"
+        # In shared memory, the changes are those of the pieces that ranks on different nodes send to one another.
+        wants_parts = self._encoding == "parts" or (self._encoding == "changes" and self._kind == "ipc")
+        by_parts = made.is_held_in_parts and wants_parts
         return replace(made, version=version, target=self._target, is_held_in_parts=by_parts)
 
     def send(
@@ -125,7 +127,7 @@ class WeightTransfer:
         Raises:
             RLError: The cause of the failure, followed by the errors of the other side.
         """
-        transport = self._connected(replicas)
+        transport = self._connected(replicas, manifest)
         # The connection is kept only after a success.
         self._transport = None
         shared = ray.put(manifest)
@@ -186,25 +188,27 @@ class WeightTransfer:
             raise joined(failures)
         return answers
 
-    def _connected(self, replicas: Sequence[Replica]) -> Transport:
+    def _connected(self, replicas: Sequence[Replica], manifest: Manifest) -> Transport:
         """Return the transport of the last transfer if both ends are the same processes, otherwise a new transport.
 
         The memory of a GPU is accessible only from the same GPU, so with `ipc` every rank of the model sends to the
-        engine rank on its GPU.
+        engine rank on its GPU. Over `collective` every rank sends the parts that it holds, if the manifest has them.
         """
         receivers = started(replicas)
-        if self._transport is not None and receivers == self._receivers:
-            return self._transport
-        self._receivers = receivers
         per_gpu = self._kind == "ipc" and self._gives_way
+        every_rank_sends = per_gpu or (self._kind == "collective" and manifest.is_held_in_parts)
+        known = self._transport
+        if known is not None and receivers == self._receivers and known.every_rank_sends == every_rank_sends:
+            return known
+        self._receivers = receivers
         return Transport(
             self._kind,
             self._meet(),
             1 if per_gpu else sum(replica.num_ranks for replica in replicas),
             bucket_bytes=self.bucket_bytes,
-            every_rank_sends=per_gpu,
+            every_rank_sends=every_rank_sends,
             timeout_s=self._timeout_s,
-            sends_changes=self._encoding == "changes",
+            sends_changes=self._encoding == "changes" and (per_gpu or self._kind != "ipc"),
         )
 
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rl_core.torch.process_group import on_all_ranks
 from rl_core.torch.training.backend import RankMesh, RankWeights
 from rl_core.torch.transport import Sender, SendingEnd
 from rl_core.torch.transport.bucket import Layout, exchanges_parts
-from rl_core.torch.transport.exchange import Exchange, planned
+from rl_core.torch.transport.channel import asking
+from rl_core.torch.transport.exchange import Exchange, Holdings, planned
 from rl_core.weights import Manifest, Transport, WeightForm, num_bytes
 
 _log = logging.getLogger(__name__)
@@ -78,6 +81,14 @@ def send_weights(
         WeightSyncError: If this rank's receivers do not come, or time runs out.
         PeerFailed: If another rank's failed.
     """
+    if exchanges_parts(manifest, transport) and transport.kind == "collective":
+
+        def holdings() -> Holdings:
+            found = weights.holdings(dtype)
+            assert found is not None, "the manifest has it that ranks hold all tensors in parts"
+            return found
+
+        return end.exchange(manifest, transport, mesh.rank, mesh.world_size, holdings).sent_digests
     sends = transport.every_rank_sends or mesh.rank == 0
     digests: Sequence[str] = ()
     failure: BaseException | None = None
@@ -110,14 +121,15 @@ def send_weights(
             agree()
             for sender in senders:
                 digests = sender.finish()
-                if transport.sends_changes:
+                if transport.sends_changes and transport.kind != "ipc":
                     share = sender.num_bytes_sent / (manifest.num_bytes or 1)
                     _log.info("weight version %d: sent %.2f %% of its bytes", manifest.version, 100 * share)
 
         on_all_ranks(mesh.control, meet)
         if exchanges_parts(manifest, transport):
-            _exchange(end, senders[0], weights, transport, dtype, mesh)
+            failure = _exchange(end, senders[0], weights, transport, dtype, mesh)
             on_all_ranks(mesh.control, finish)
+            end.lanes.finish()
             return digests
         # Parts of about a bucket, as many on every rank, travel at one time. Ranks that do not send keep no tensors.
         sizes = {spec.name: num_bytes(spec) for spec in manifest.tensors}
@@ -140,40 +152,46 @@ def send_weights(
 
 def _exchange(
     end: SendingEnd, sender: Sender, weights: RankWeights, transport: Transport, dtype: str, mesh: RankMesh
-) -> None:
+) -> BaseException | None:
     """Bring together on every rank only the parts that its receiver keeps, and send them; collective.
 
-    A rank whose receiver has failed still takes part, for the others would wait for its pieces.
+    A rank whose receiver has failed still takes part, for the others would wait for its pieces. It leaves word in the
+    store of all ranks, so that no other waits longer for a receiver that works together with the failed one.
+
+    Returns:
+        The failure of this rank, which is to be raised together with those of others.
     """
     holdings = weights.holdings(dtype)
     assert holdings is not None, "the manifest has it that ranks hold all tensors in parts"
     layouts: list[Layout] = []
     failure: BaseException | None = None
-
-    def agree() -> None:
-        if failure is not None:
-            raise failure
-
     on_all_ranks(mesh.control, lambda: layouts.append(sender.begin()))
-    (layout,) = layouts
-    end.plan = planned(end.plan, layout, holdings, mesh.control, transport.bucket_bytes)
-    exchange = Exchange.among_senders(end.plan, layout, holdings, mesh.device)
-    agreed_at = 1
-    for number, bucket in enumerate(layout.buckets, start=1):
-        try:
-            agree()
-            buffer = sender.buffer(bucket)
-        except BaseException as error:  # noqa: BLE001 - raised by `agree`
-            failure = error
-            buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=mesh.device)
-        exchange.fill(bucket, buffer)
-        try:
-            agree()
-            sender.send(bucket)
-        except BaseException as error:  # noqa: BLE001 - raised by `agree`
-            failure = error
-        if number == agreed_at:
-            on_all_ranks(mesh.control, agree)
-            agreed_at *= 2
-    on_all_ranks(mesh.control, agree)
-    on_all_ranks(mesh.control, exchange.check)
+    end.plan = planned(end.plan, layouts[0], holdings, mesh.control, transport.bucket_bytes)
+    layout = sender.regroup(end.plan.buckets)
+    lanes = end.lanes if transport.sends_changes else None
+    exchange = Exchange.among_senders(end.plan, layout, holdings, mesh.device, lanes)
+    store, key = dist.distributed_c10d._get_default_store(), f"failed {transport.address} {layouts[0].manifest}"
+
+    def attempt(action: Callable[[], Tensor | None]) -> Tensor | None:
+        nonlocal failure
+        if failure is None:
+            try:
+                return action()
+            except BaseException as error:  # noqa: BLE001 - raised by the caller
+                failure = error
+                store.set(key, f"rank {mesh.rank} failed: {type(error).__name__}: {error}")
+        return None
+
+    with asking(lambda: store.get(key).decode() if store.check([key]) else ""):
+        for bucket in layout.buckets:
+            buffer = attempt(partial(sender.buffer, bucket))
+            if buffer is None:
+                buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=mesh.device)
+            exchange.fill(bucket, buffer)
+            attempt(partial(sender.send, bucket))
+        told = exchange.told_digests()
+        attempt(partial(exchange.compare, told))
+    if lanes is not None:
+        share = 100 * exchange.num_bytes_sent / (exchange.num_bytes_planned or 1)
+        _log.info("rank %d sent %.2f %% of the bytes of its messages to other ranks", mesh.rank, share)
+    return failure

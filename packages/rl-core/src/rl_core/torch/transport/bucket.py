@@ -8,8 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import chain, groupby, islice
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -24,10 +23,6 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BY
 
 CHANGES = "rl.changes"
 """Name of the tensor that holds the changes of a bucket."""
-
-NUM_SPREAD = 8
-"""Number of consecutive buckets whose tensors are spread over them. An engine keeps layers that have not arrived
-completely in memory, so that it is not all buckets."""
 
 ALIGNMENT = 64
 """Bytes; a tensor's place starts at a multiple, so that it can be viewed as any dtype."""
@@ -214,6 +209,46 @@ class Bucket:
                 buffer[end : -(-end // ALIGNMENT) * ALIGNMENT].zero_()
 
 
+class ArrivedBucket:
+    """Tensors that have arrived in the buffer of a bucket, whole or in parts.
+
+    Args:
+        bucket: The bucket.
+        buffer: uint8, its bytes.
+
+    Attributes:
+        slots: Places of the tensors that have arrived at least in part.
+    """
+
+    def __init__(self, bucket: Bucket, buffer: torch.Tensor) -> None:
+        self.slots = [slot for slot in bucket.slots if slot.parts is None or slot.num_bytes]
+        dtypes = {DTYPES[slot.spec.dtype] for slot in self.slots}
+        # These views do not know the buffer as their base.
+        self._typed = {dtype: buffer.view(dtype).data for dtype in dtypes}
+
+    def read(self, slot: Slot, region: Region) -> torch.Tensor:
+        """Return a part of a tensor, without a copy: of a whole tensor any, otherwise one that has arrived."""
+        typed = self._typed[DTYPES[slot.spec.dtype]]
+        start = typed.storage_offset() + slot.offset // typed.itemsize
+        if slot.parts is None:
+            return typed.as_strided(region.size, region.stride, start + region.offset)
+        wanted = region.once()
+        for part in slot.parts:
+            if part == wanted:
+                strides, stride = [], 1
+                for extent, original in zip(reversed(part.size), reversed(region.stride), strict=True):
+                    strides.append(stride if original else 0)
+                    stride *= extent
+                return typed.as_strided(region.size, strides[::-1], start)
+            start += part.num_values
+        raise KeyError(f"{slot.spec.name}: this part has not arrived")
+
+    def leave(self) -> None:
+        """Free the buffer, even if somebody still has this object."""
+        for typed in self._typed.values():
+            typed.set_()
+
+
 @dataclass(frozen=True)
 class Layout:
     """The buckets of one transfer.
@@ -221,11 +256,13 @@ class Layout:
     Args:
         buckets: Buckets in the order of the transfer.
         fingerprint: Tells two manifests apart in a handshake, their versions included, and the parts that travel.
+        manifest: Tells two manifests apart, whatever parts travel.
         parts: Parts of each tensor that travel.
     """
 
     buckets: tuple[Bucket, ...]
     fingerprint: str
+    manifest: str
     parts: Parts = field(default_factory=dict)
 
     @property
@@ -239,13 +276,23 @@ class Layout:
             return self
         buckets = [_bucket(each.index, [slot.spec for slot in each.slots], parts) for each in self.buckets]
         fingerprint = hashlib.sha256(f"{self.fingerprint} {digest_of(parts)}".encode()).hexdigest()[:16]
-        return Layout(tuple(buckets), fingerprint, parts)
+        return Layout(tuple(buckets), fingerprint, self.manifest, parts)
+
+    def grouped(self, buckets: Sequence[int]) -> Layout:
+        """Return the same tensors in other buckets.
+
+        Args:
+            buckets: Number of the bucket of each tensor, in order; none is empty.
+        """
+        groups: list[list[TensorSpec]] = [[] for _ in set(buckets)]
+        for spec, number in zip((slot.spec for each in self.buckets for slot in each.slots), buckets, strict=True):
+            groups[number].append(spec)
+        return replace(self, buckets=tuple(_bucket(index, specs, self.parts) for index, specs in enumerate(groups)))
 
 
 def layout_of(manifest: Manifest, transport: Transport) -> Layout:
     """Return the layout of a transfer; raises as `lay_out`."""
-    spreads = exchanges_parts(manifest, transport)
-    return lay_out(manifest, transport.bucket_bytes, spreads=spreads)
+    return lay_out(manifest, transport.bucket_bytes)
 
 
 def exchanges_parts(manifest: Manifest, transport: Transport) -> bool:
@@ -254,14 +301,12 @@ def exchanges_parts(manifest: Manifest, transport: Transport) -> bool:
     return manifest.is_held_in_parts and transport.every_rank_sends
 
 
-def lay_out(manifest: Manifest, bucket_bytes: int, *, spreads: bool = False) -> Layout:
+def lay_out(manifest: Manifest, bucket_bytes: int) -> Layout:
     """Lay a manifest out in buckets.
 
     Args:
         manifest: Tensors to lay out.
         bucket_bytes: Maximum number of bytes of a bucket, a single larger tensor excepted.
-        spreads: True to spread neighbouring tensors over some buckets. A rank often holds consecutive tensors, such as
-            experts, and would send alone what is in one bucket.
 
     Raises:
         WeightSyncError: If no transport carries the dtype of a tensor, with its name.
@@ -272,28 +317,8 @@ def lay_out(manifest: Manifest, bucket_bytes: int, *, spreads: bool = False) -> 
             raise WeightSyncError(f"{spec.name} has dtype {spec.dtype}; transports carry {allowed}", (spec.name,))
     tensors = [(spec.name, spec.shape, spec.dtype) for spec in manifest.tensors]
     fingerprint = hashlib.sha256(repr((manifest.version, tensors)).encode()).hexdigest()[:16]
-    found: Iterable[list[TensorSpec]] = buckets(manifest.tensors, bucket_bytes)
-    if spreads:
-        found = chain.from_iterable(_spread(found, bucket_bytes))
-    laid_out = [_bucket(index, specs, {}) for index, specs in enumerate(found)]
-    return Layout(tuple(laid_out), fingerprint)
-
-
-def _spread(found: Iterable[list[TensorSpec]], bucket_bytes: int) -> Iterator[list[list[TensorSpec]]]:
-    """Yield the buckets again, each run of some of them with the same tensors in another order."""
-    for is_large, run in groupby(found, lambda specs: len(specs) == 1 and num_bytes(specs[0]) > bucket_bytes):
-        while several := list(islice(run, 1 if is_large else NUM_SPREAD)):
-            count = len(several)
-            while True:
-                sizes, dealt = [0] * count, [list[TensorSpec]() for _ in range(count)]
-                for spec in chain.from_iterable(several):
-                    emptiest = sizes.index(min(sizes))
-                    sizes[emptiest] += num_bytes(spec)
-                    dealt[emptiest].append(spec)
-                if is_large or max(sizes) <= bucket_bytes:
-                    break
-                count += 1
-            yield [specs for specs in dealt if specs]
+    laid_out = [_bucket(index, specs, {}) for index, specs in enumerate(buckets(manifest.tensors, bucket_bytes))]
+    return Layout(tuple(laid_out), fingerprint, fingerprint)
 
 
 def _bucket(index: int, specs: Sequence[TensorSpec], parts: Parts) -> Bucket:

@@ -7,7 +7,7 @@ digest is taken. Another connection, which a receiver that is restarted or joins
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 
@@ -21,6 +21,8 @@ BLOCK = 2**16
 """Values whose positions are counted from one start, so that a position takes two bytes."""
 
 BASE_BYTES = 8
+MIN_LANE = 2
+"""Bytes of the smallest values that are compared one by one."""
 LANES = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers for the comparison of buckets, by their bytes: bits differ also if floating-point values are equal."""
 
@@ -32,12 +34,12 @@ class ChangesSenderLink:
         self._link = link
         self.abort, self.close = link.abort, link.close
         self._device = device
-        self._sent = KeptBuckets()
+        self._sent = KeptBytes()
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def begin(self, layout: Layout) -> Layout:
         layout = self._link.begin(layout)
-        self._sent.begin(layout)
+        self._sent.begin(layout.buckets, layout.fingerprint)
         self._buffer = torch.empty(layout.capacity, dtype=torch.uint8, device=self._device.torch_device)
         return layout
 
@@ -46,9 +48,9 @@ class ChangesSenderLink:
 
     def send(self, bucket: Bucket) -> int:
         whole = self._buffer[: bucket.num_bytes]
-        before = self._sent.get(bucket, whole.device)
+        before = self._sent.get(bucket.index, whole.device)
         changes = None if before is None else pack(whole, before, _lane(bucket), self._sent.base)
-        self._sent.keep(bucket, whole)
+        self._sent.keep(bucket.index, whole)
         travels = whole if changes is None else changes
         self._link.buffer(bucket)[: travels.numel()].copy_(travels)
         return self._link.send(bucket if changes is None else bucket.packed(changes.numel()))
@@ -66,61 +68,103 @@ class ChangesReceiverLink:
         self._link = link
         self.release, self.abort, self.close = link.release, link.abort, link.close
         self._rank = rank
-        self._received = KeptBuckets()
+        self._received = KeptBytes()
 
-    def begin(self, layout: Layout) -> None:
-        self._link.begin(layout)
-        self._received.begin(layout)
+    def begin(self, layout: Layout) -> Layout:
+        layout = self._link.begin(layout)
+        self._received.begin(layout.buckets, layout.fingerprint)
+        return layout
 
     def receive(self, bucket: Bucket) -> torch.Tensor:
         arrived = self._link.receive(bucket)
         if arrived.numel() == bucket.num_bytes:
-            self._received.keep(bucket, arrived)
+            self._received.keep(bucket.index, arrived)
             return arrived
-        whole = self._received.get(bucket, arrived.device)
+        whole = self._received.get(bucket.index, arrived.device)
         if whole is None or self._received.base != base_of(arrived):
             raise WeightSyncError(
                 f"receiver rank {self._rank} was sent the changes since a version that it does not hold", bucket.names
             )
         if not unpack(arrived, whole, _lane(bucket)):
             raise WeightSyncError(f"receiver rank {self._rank}: the changes of a bucket arrived broken", bucket.names)
-        self._received.keep(bucket, whole)
+        self._received.keep(bucket.index, whole)
         return whole
 
-    def finish(self, digests: Sequence[str]) -> None:
-        self._link.finish(digests)
+    def finish(self, digests: Sequence[str]) -> str:
+        digest = self._link.finish(digests)
+        self._received.finish()
+        return digest
+
+
+class ChangedLanes:
+    """Messages between ranks as they were last sent and received; only their changes travel, if those are smaller."""
+
+    def __init__(self) -> None:
+        self._sent, self._received = KeptBytes(), KeptBytes()
+
+    def begin(self, plan: object, version: str) -> None:
+        """Begin a transfer; messages of another plan are of no use to it."""
+        self._sent.begin(plan, version)
+        self._received.begin(plan, version)
+
+    def packed(self, lane: Hashable, whole: torch.Tensor) -> torch.Tensor:
+        """Return what is to travel of a message, uint8: its changes, or all of it."""
+        before = self._sent.get(lane, whole.device)
+        changes = None if before is None else pack(whole, before, MIN_LANE, self._sent.base)
+        self._sent.keep(lane, whole)
+        return whole if changes is None else changes
+
+    def put_into(self, whole: torch.Tensor, lane: Hashable, arrived: torch.Tensor) -> None:
+        """Fill a message with what has arrived of it. Broken changes leave it with other digests than the sender's."""
+        if arrived.numel() == whole.numel():
+            whole.copy_(arrived)
+        else:
+            before = self._received.get(lane, whole.device)
+            if before is None or self._received.base != base_of(arrived) or not unpack(arrived, before, MIN_LANE):
+                return
+            whole.copy_(before)
+        self._received.keep(lane, whole)
+
+    def finish(self) -> None:
+        """Mark all messages as belonging to this transfer's version."""
+        self._sent.finish()
         self._received.finish()
 
 
-class KeptBuckets:
-    """The buckets of the last transfer, in host memory."""
+class KeptBytes:
+    """Buckets or messages of the last transfer, in host memory, each by a key."""
 
     def __init__(self) -> None:
-        self._layout: Layout | None = None
-        self._buckets: dict[int, torch.Tensor] = {}
+        self._of: object = None
+        self._version = "0"
+        self._kept: dict[Hashable, torch.Tensor] = {}
         self.base = 0
 
-    def begin(self, layout: Layout) -> None:
-        """Begin a transfer; buckets of other tensors are of no use to it."""
-        if self._layout is None or layout.buckets != self._layout.buckets:
-            self._buckets.clear()
-        self._layout = layout
+    def begin(self, of: object, version: str) -> None:
+        """Begin a transfer; what was kept of other buckets or messages is of no use to it.
 
-    def get(self, bucket: Bucket, device: torch.device) -> torch.Tensor | None:
-        """Return the bucket as it was last sent, uint8 on this device; on the host the kept memory itself."""
-        kept = self._buckets.get(bucket.index)
+        Args:
+            of: All that will be kept.
+            version: Hexadecimal number that differs between transfers, the same at both ends.
+        """
+        if of != self._of:
+            self._kept.clear()
+        self._of, self._version = of, version
+
+    def get(self, key: Hashable, device: torch.device) -> torch.Tensor | None:
+        """Return the bytes as they were last sent, uint8 on this device; on the host the kept memory itself."""
+        kept = self._kept.get(key)
         return None if kept is None else kept.to(device)
 
-    def keep(self, bucket: Bucket, whole: torch.Tensor) -> None:
-        """Keep the bucket's bytes in place of those before."""
-        kept = self._buckets.setdefault(bucket.index, torch.empty(bucket.num_bytes, dtype=torch.uint8))
+    def keep(self, key: Hashable, whole: torch.Tensor) -> None:
+        """Keep these bytes in place of those before."""
+        kept = self._kept.setdefault(key, torch.empty(whole.numel(), dtype=torch.uint8))
         if kept.data_ptr() != whole.data_ptr():
             kept.copy_(whole)
 
     def finish(self) -> None:
-        """Mark all buckets as belonging to this transfer's version."""
-        assert self._layout is not None, "begin comes first"
-        self.base = int(self._layout.fingerprint, 16) - 2**63
+        """Mark everything as belonging to this transfer's version."""
+        self.base = int(self._version, 16) - 2**63
 
 
 def pack(whole: torch.Tensor, before: torch.Tensor, lane: int, base: int) -> torch.Tensor | None:
@@ -181,5 +225,5 @@ def _start(num_values: int) -> int:
 
 
 def _lane(bucket: Bucket) -> int:
-    """Return the bytes of the bucket's smallest values, at least 2."""
-    return max(2, min(ITEM_BYTES[slot.spec.dtype] for slot in bucket.slots))
+    """Return the bytes of the bucket's smallest values, at least `MIN_LANE`."""
+    return max(MIN_LANE, min(ITEM_BYTES[slot.spec.dtype] for slot in bucket.slots))

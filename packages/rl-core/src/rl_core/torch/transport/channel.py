@@ -8,7 +8,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -41,6 +41,18 @@ def interruptible(transport: Transport) -> Iterator[None]:
         _interruptions.pop(transport.address, None)
 
 
+@contextmanager
+def asking(reason: Callable[[], str]) -> Iterator[None]:
+    """Make the waits of this thread inside the context fail once `reason` returns one; it is called only by waits that
+    last longer than `SLICE_S`."""
+    before = getattr(_transfer, "reason", str)
+    _transfer.reason = reason
+    try:
+        yield
+    finally:
+        _transfer.reason = before
+
+
 class Deadline:
     """The point in time when a phase must be over.
 
@@ -68,6 +80,11 @@ class Deadline:
         """Return the seconds to wait before asking again; raises as `remaining`."""
         return min(self.remaining(), SLICE_S)
 
+    def ask(self) -> None:
+        """Raise `WeightSyncError` if there is a reason, as `asking` has it, to wait no longer."""
+        if reason := getattr(_transfer, "reason", str)():
+            raise WeightSyncError(f"interrupted during {self.phase}: {reason}")
+
     def expired(self) -> WeightSyncError:
         """Return the error that shows what took too long."""
         return WeightSyncError(f"weight transfer timed out after {self._seconds:g} s: {self.phase}")
@@ -87,13 +104,14 @@ class Channel:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connection
         self.close = connection.close
+        self.fileno = connection.fileno()
         self.peer = peer
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
 
     def send(self, message: dict[str, Any], phase: str) -> None:
         """Send a message; raises `WeightSyncError` if the peer is gone or does not read."""
         body = json.dumps(message).encode()
-        self._socket.settimeout(self._timeout_s)
+        self._socket.settimeout(self.timeout_s)
         try:
             self._socket.sendall(_LENGTH.pack(len(body)) + body)
         except TimeoutError:
@@ -169,6 +187,7 @@ class Channel:
             try:
                 part = self._socket.recv(count - len(data))
             except TimeoutError:
+                deadline.ask()
                 continue
             except OSError:
                 raise self._lost(phase) from None
@@ -187,7 +206,7 @@ class Channel:
             return error
 
     def _deadline(self, phase: str) -> Deadline:
-        return Deadline(self._timeout_s, f"{phase}, waiting for {self.peer}")
+        return Deadline(self.timeout_s, f"{phase}, waiting for {self.peer}")
 
     def _lost(self, phase: str) -> WeightSyncError:
         return WeightSyncError(f"lost {self.peer} during {phase}")
@@ -200,6 +219,29 @@ class Receivers(dict[int, Channel]):
         """Send a message to every receiver."""
         for channel in self.values():
             channel.send(message, phase)
+
+    def gather(self, phase: str) -> dict[int, dict[str, Any]]:
+        """Return the next message of every receiver, in whatever order they come; raises `WeightSyncError` as soon as
+        one of them is gone or gives up.
+        """
+        messages: dict[int, dict[str, Any]] = {}
+        waiting = select.poll()
+        ranks = {channel.fileno: rank for rank, channel in self.items()}
+        for descriptor in ranks:
+            waiting.register(descriptor, select.POLLIN)
+        deadline = Deadline(min((each.timeout_s for each in self.values()), default=0.0), phase)
+        while missing := [channel.peer for rank, channel in self.items() if rank not in messages]:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            deadline.phase = f"{phase}, waiting for {missing[0]}{more}"
+            for descriptor, _ in waiting.poll(1000 * deadline.slice()):
+                # A receiver that has answered sends nothing before it is answered, unless it gives up.
+                messages[ranks[descriptor]] = self[ranks[descriptor]].receive(phase)
+        return dict(sorted(messages.items()))
+
+    def check(self, phase: str) -> None:
+        """Raise `WeightSyncError` if a receiver is gone or gave up."""
+        for channel in self.values():
+            channel.check(phase)
 
     def abort(self, reason: str) -> None:
         """Tell every receiver why nothing more will come."""

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from rl_core.devices import Device
 from rl_core.errors import WeightSyncError
 from rl_core.torch.process_group import listen_at
 from rl_core.torch.transport.bucket import Bucket, Layout, Parts, digest_of
-from rl_core.torch.transport.channel import Deadline, Receivers
+from rl_core.torch.transport.channel import Channel, Deadline, Receivers
 from rl_core.torch.transport.link import confirm, verify
 from rl_core.torch.transport.rendezvous import MAX_PENDING, accept_receivers, await_ready, find_sender, say_ready
 from rl_core.weights import Transport
@@ -37,18 +38,71 @@ _LAST_WORDS_S = 20.0
 """Timeout in seconds for a peer to report why it left, or to be seen gone, after a failed collective."""
 
 
-class _Broadcasts:
-    """Broadcasts from rank 0 in its own group, each watched until it is over, the peers are gone or time is up."""
+class UnderWay(NamedTuple):
+    """Work of a group that has begun.
 
-    def __init__(self, group: Any, device: Device, *, timeout_s: float, who: str, check: Callable[[str], None]) -> None:
+    Args:
+        work: torch's handle of it.
+        deadline: When it must be over, and its phase.
+    """
+
+    work: Any
+    deadline: Deadline
+
+
+class HandmadeGroup:
+    """A process group apart from the default one, whose work is watched until it is over, the peers are gone or time
+    is up.
+
+    Args:
+        group: Group of torch.
+        check: Raises `WeightSyncError` in a phase if a peer is gone or has given up.
+    """
+
+    def __init__(self, group: Any, device: Device, *, timeout_s: float, check: Callable[[str], None]) -> None:
         self._group = group
-        self._num_buckets = 0
         self.device = device
         self._timeout_s = timeout_s
-        self._who = who
         self._check = check
-        self.unfinished: dict[int, Any] = {}
-        self._deadlines: dict[int, Deadline] = {}
+
+    def start(self, call: Callable[[Any], Any], phase: str) -> UnderWay:
+        """Begin the work that `call` begins in the group."""
+        with _naming_peers(phase, self._check, Deadline(self._timeout_s, phase)):
+            work = call(self._group)
+        return UnderWay(work, Deadline(self._timeout_s, phase))
+
+    def wait(self, begun: UnderWay) -> None:
+        """Wait until work is over here."""
+        work, deadline = begun
+        while not work.is_completed():
+            self._check(deadline.phase)
+            deadline.remaining()
+            time.sleep(_POLL_S)
+        with _naming_peers(deadline.phase, self._check, deadline):
+            work.wait()
+
+    def close(self) -> None:
+        """Leave the group, whatever is under way in it."""
+        if self.device.collectives == "nccl":
+            self._group.abort()
+        # gloo releases a group only when its unfinished calls have ended: when the peers have left, or time is up.
+        groups = [self._group]
+        del self._group
+        leaving = threading.Thread(target=groups.clear, name="leave", daemon=True)
+        leaving.start()
+        # A process that ends while the thread works ends with an abort.
+        leaving.join(_LEAVE_S)
+
+
+class _Broadcasts:
+    """Broadcasts from rank 0 in its own group."""
+
+    def __init__(self, group: HandmadeGroup, *, who: str) -> None:
+        self._group = group
+        self._num_buckets = 0
+        self.device = group.device
+        self._who = who
+        self.unfinished: dict[int, UnderWay] = {}
         self._buffers: list[torch.Tensor] = []
 
     def begin(self, layout: Layout) -> None:
@@ -75,36 +129,20 @@ class _Broadcasts:
         options.asyncOp = True
         place = self.buffer(bucket)[: max(1, bucket.num_bytes)]
         self.device.synchronize()
-        phase = self.phase(bucket.index)
-        with _naming_peers(phase, self._check, Deadline(self._timeout_s, phase)):
-            self.unfinished[bucket.index] = self._group.broadcast([place], options)
-        self._deadlines[bucket.index] = Deadline(self._timeout_s, phase)
+        self.unfinished[bucket.index] = self._group.start(
+            lambda group: group.broadcast([place], options), self.phase(bucket.index)
+        )
 
     def wait(self, index: int) -> None:
         """Wait until the broadcast of this bucket is over here."""
-        work, deadline = self.unfinished.pop(index), self._deadlines.pop(index)
-        phase = self.phase(index)
-        while not work.is_completed():
-            self._check(phase)
-            deadline.remaining()
-            time.sleep(_POLL_S)
-        with _naming_peers(phase, self._check, deadline):
-            work.wait()
+        self._group.wait(self.unfinished.pop(index))
         self.device.synchronize()
 
     def close(self) -> None:
         """Leave the group, whatever is under way in it."""
-        if self.device.collectives == "nccl":
-            self._group.abort()
+        self._group.close()
         self.unfinished.clear()
         self._buffers.clear()
-        # gloo releases a group only when its unfinished calls have ended: when the peers have left, or time is up.
-        groups = [self._group]
-        del self._group
-        leaving = threading.Thread(target=groups.clear, name="leave", daemon=True)
-        leaving.start()
-        # A process that ends while the thread works ends with an abort.
-        leaving.join(_LEAVE_S)
 
     def phase(self, index: int) -> str:
         """Return the transfer of a bucket, for messages."""
@@ -113,7 +151,7 @@ class _Broadcasts:
 
 def collective_sender_links(transport: Transport, device: Device) -> list[CollectiveSenderLink]:
     """Meet the receivers; a link for each group of those that keep the same parts."""
-    host, port = _host_and_port(transport.address)
+    host, port = host_and_port(transport.address)
     count = transport.num_receivers
     with socket.create_server((host, port), backlog=max(MAX_PENDING, count)) as listener:
         channels = accept_receivers(listener, transport)
@@ -147,14 +185,8 @@ class CollectiveSenderLink:
         self.abort = channels.abort
         self._announces = transport.sends_changes
         self._parts: Parts = {}
-        host, timeout_s = _host_and_port(transport.address)[0], transport.timeout_s
-        size = len(channels) + 1
-        store = listening_store(host, timeout_s)
-        for place, channel in enumerate(channels.values(), start=1):
-            channel.send({"store": store.port, "size": size, "rank": place}, _JOINING)
         phase = f"sender rank 0, joining the group with receiver ranks {', '.join(map(str, channels))}"
-        group = _joined(lambda: _group(store, 0, size, device, host, timeout_s), phase, self._check, timeout_s)
-        self._broadcasts = _Broadcasts(group, device, timeout_s=timeout_s, who="sender rank 0", check=self._check)
+        self._broadcasts = _Broadcasts(found_group(channels, transport, device, phase), who="sender rank 0")
 
     def begin(self, layout: Layout) -> Layout:
         self._layout = await_ready(self._channels, layout, self._parts)
@@ -183,10 +215,6 @@ class CollectiveSenderLink:
         self._channels.close()
         self._broadcasts.close()
 
-    def _check(self, phase: str) -> None:
-        for channel in self._channels.values():
-            channel.check(phase)
-
 
 class CollectiveReceiverLink:
     """A rank of a group from 1 on; receives the next bucket while the present one is read, if it knows the size.
@@ -197,27 +225,22 @@ class CollectiveReceiverLink:
     """
 
     def __init__(self, transport: Transport, rank: int, device: Device, parts: Parts) -> None:
-        address = _host_and_port(transport.address)
         self._rank = rank
         self._awaits_sizes = transport.sends_changes
         self._told: Parts = {}
-        self._phase = f"receiver rank {rank}, {{}}"
-        self._channel = find_sender(socket.AF_INET, address, transport, rank)
+        self._channel = find_sender(socket.AF_INET, host_and_port(transport.address), transport, rank)
         self.abort = self._channel.abort
+        phase = f"receiver rank {rank}, joining the sender's group"
         try:
-            group = self._join(address[0], device, transport.timeout_s, digest_of(parts))
+            self._channel.send({"keeps": digest_of(parts)}, phase)
+            group, place = join_offered(self._channel, transport, device, phase)
         except BaseException:
             self._channel.close()
             raise
-        self._broadcasts = _Broadcasts(
-            group,
-            device,
-            timeout_s=transport.timeout_s,
-            who=f"receiver rank {rank} from the sender",
-            check=self._channel.check,
-        )
+        self._is_first = place == 1
+        self._broadcasts = _Broadcasts(group, who=f"receiver rank {rank} from the sender")
 
-    def begin(self, layout: Layout) -> None:
+    def begin(self, layout: Layout) -> Layout:
         self._layout = layout
         is_news = self._is_first and layout.parts != self._told
         say_ready(self._channel, layout, with_parts=is_news)
@@ -226,20 +249,7 @@ class CollectiveReceiverLink:
         if not self._awaits_sizes:
             for bucket in layout.buckets[:NUM_BUFFERS]:
                 self._broadcasts.start(bucket)
-
-    def _join(self, host: str, device: Device, timeout_s: float, keeps: str) -> Any:
-        phase = self._phase.format("joining the sender's group")
-        self._channel.send({"keeps": keeps}, phase)
-        offer = self._channel.receive(phase)
-        self._is_first = offer["rank"] == 1
-
-        def join() -> Any:
-            store = dist.TCPStore(
-                host, offer["store"], is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
-            )
-            return _group(store, offer["rank"], offer["size"], device, self._channel.local_host, timeout_s)
-
-        return _joined(join, phase, self._channel.check, timeout_s)
+        return layout
 
     def receive(self, bucket: Bucket) -> torch.Tensor:
         size = bucket.num_bytes
@@ -254,13 +264,42 @@ class CollectiveReceiverLink:
         if not self._awaits_sizes and bucket.index + NUM_BUFFERS < len(self._layout.buckets):
             self._broadcasts.start(self._layout.buckets[bucket.index + NUM_BUFFERS])
 
-    def finish(self, digests: Sequence[str]) -> None:
+    def finish(self, digests: Sequence[str]) -> str:
         self._broadcasts.finish()
-        verify(self._channel, self._layout, digests, self._rank)
+        return verify(self._channel, self._layout, digests, self._rank)
 
     def close(self) -> None:
         self._channel.close()
         self._broadcasts.close()
+
+
+def found_group(channels: Receivers, transport: Transport, device: Device, phase: str) -> HandmadeGroup:
+    """Join a group as rank 0, with the receivers in the order of their ranks.
+
+    Args:
+        channels: Channels to the receivers.
+        transport: Transfer settings.
+        device: Device of this process.
+        phase: Phase, for errors.
+    """
+    host, size = host_and_port(transport.address)[0], len(channels) + 1
+    store = listening_store(host, transport.timeout_s)
+    for place, channel in enumerate(channels.values(), start=1):
+        channel.send({"store": store.port, "size": size, "rank": place}, _JOINING)
+    join = partial(_group, store, 0, size, device, host, transport.timeout_s)
+    return _joined(join, device, phase, channels.check, transport.timeout_s)
+
+
+def join_offered(channel: Channel, transport: Transport, device: Device, phase: str) -> tuple[HandmadeGroup, int]:
+    """Join a group that the process at the other end of a channel founds; returns this process's rank in it too."""
+    host, offer = host_and_port(transport.address)[0], channel.receive(phase)
+
+    def join() -> Any:
+        timeout = timedelta(seconds=transport.timeout_s)
+        store = dist.TCPStore(host, offer["store"], is_master=False, wait_for_workers=False, timeout=timeout)
+        return _group(store, offer["rank"], offer["size"], device, channel.local_host, transport.timeout_s)
+
+    return _joined(join, device, phase, channel.check, transport.timeout_s), offer["rank"]
 
 
 def _group(store: Any, rank: int, size: int, device: Device, host: str, timeout_s: float) -> Any:
@@ -296,8 +335,10 @@ def listening_store(host: str, timeout_s: float) -> dist.TCPStore:
     )
 
 
-def _joined(join: Callable[[], Any], phase: str, check: Callable[[str], None], timeout_s: float) -> Any:
-    """Return the result of `join`, which runs in a thread: torch would wait for a lost peer until its time-out."""
+def _joined(
+    join: Callable[[], Any], device: Device, phase: str, check: Callable[[str], None], timeout_s: float
+) -> HandmadeGroup:
+    """Return the group that `join` joins, in a thread: torch would wait for a lost peer until its time-out."""
     outcome: Future[Any] = Future()
 
     def run() -> None:
@@ -311,7 +352,7 @@ def _joined(join: Callable[[], Any], phase: str, check: Callable[[str], None], t
     while not wait([outcome], deadline.slice()).done:
         check(phase)
     with _naming_peers(phase, check, deadline):
-        return outcome.result()
+        return HandmadeGroup(outcome.result(), device, timeout_s=timeout_s, check=check)
 
 
 @contextmanager
@@ -331,7 +372,8 @@ def _naming_peers(phase: str, check: Callable[[str], None], deadline: Deadline) 
         raise WeightSyncError(f"{phase} failed: {error}") from error
 
 
-def _host_and_port(address: str) -> tuple[str, int]:
+def host_and_port(address: str) -> tuple[str, int]:
+    """Return the host and the port where a collective transport meets; `ValueError` if its address has neither."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise ValueError(f"a collective transport meets at host:port, got {address!r}")

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from rl_core.errors import WeightSyncError
 from rl_core.torch.transport.bucket import CHANGES, Bucket, Layout
 from rl_core.torch.transport.channel import Deadline
-from rl_core.torch.transport.link import compare
+from rl_core.torch.transport.link import compare, root_digest
 from rl_core.weights import Transport
 
 INDEX = "model.safetensors.index.json"
@@ -89,7 +89,7 @@ class DiskReceiverLink:
         self._timeout_s = transport.timeout_s
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
 
-    def begin(self, layout: Layout) -> None:
+    def begin(self, layout: Layout) -> Layout:
         self._layout = layout
         self._folder = self._root / layout.fingerprint
         deadline = Deadline(self._timeout_s, f"receiver rank {self._rank}, waiting for {self._folder}")
@@ -103,6 +103,7 @@ class DiskReceiverLink:
                 time.sleep(_POLL_S)
         if self._buffer.numel() < layout.capacity:
             self._buffer = torch.empty(layout.capacity, dtype=torch.uint8, device=self._device)
+        return layout
 
     def receive(self, bucket: Bucket) -> torch.Tensor:
         path = self._folder / _shard(bucket, self._layout)
@@ -118,8 +119,9 @@ class DiskReceiverLink:
     def release(self, bucket: Bucket) -> None:
         """Do nothing: the next copy into the buffer follows in the same stream."""
 
-    def finish(self, digests: Sequence[str]) -> None:
+    def finish(self, digests: Sequence[str]) -> str:
         compare(self._layout, self._index["digests"], digests, f"receiver rank {self._rank}")
+        return root_digest(digests, self._layout.parts)
 
     def abort(self, reason: str) -> None:
         del reason  # The sender does not wait.

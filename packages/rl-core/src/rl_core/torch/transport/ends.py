@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from typing import Any, TypeVar
 
 import torch
 
 from rl_core.devices import Device
 from rl_core.errors import WeightSyncError
-from rl_core.torch.transport.bucket import DTYPES, Bucket, Layout, Parts, exchanges_parts, in_boxes, layout_of
-from rl_core.torch.transport.changes import ChangesReceiverLink, ChangesSenderLink
+from rl_core.torch.transport.apart import ApartLink
+from rl_core.torch.transport.bucket import (
+    DTYPES,
+    ArrivedBucket,
+    Bucket,
+    Layout,
+    Parts,
+    exchanges_parts,
+    in_boxes,
+    layout_of,
+)
+from rl_core.torch.transport.changes import ChangedLanes, ChangesReceiverLink, ChangesSenderLink
 from rl_core.torch.transport.channel import interruptible
 from rl_core.torch.transport.collective import NUM_BUFFERS, CollectiveReceiverLink, collective_sender_links
 from rl_core.torch.transport.digest import PendingDigest, begin_digest, read_digests
 from rl_core.torch.transport.disk import DiskReceiverLink, DiskSenderLink
-from rl_core.torch.transport.exchange import KeptPlan
+from rl_core.torch.transport.exchange import Holdings, KeptPlan
 from rl_core.torch.transport.ipc import IpcReceiverLink, IpcSenderLink
 from rl_core.torch.transport.link import ReceiverLink, SenderLink, root_digest
 from rl_core.weights import Manifest, Transport, num_bytes
+
+Link = TypeVar("Link", bound="SenderLink | ApartLink")
 
 NAN_BYTE = 0xFF
 """A floating-point value of such bytes is not a number."""
@@ -75,9 +88,16 @@ class Sender:
 
     def begin(self) -> Layout:
         """Wait until the receivers are ready, and return the layout with the parts that they keep; for a sender of one
-        group, which `buffer` and `send` then serve instead of `put`."""
+        group, which `regroup`, `buffer` and `send` then serve instead of `put`."""
         self._begin()
         (stream,) = self._streams
+        return stream.layout
+
+    def regroup(self, buckets: Sequence[int]) -> Layout:
+        """Send the tensors in other buckets, as `Layout.grouped`; returns the layout."""
+        (stream,) = self._streams
+        assert isinstance(stream.link, IpcSenderLink), "only ranks that share memory with their receivers do so"
+        stream.layout = stream.link.regroup(buckets)
         return stream.layout
 
     def buffer(self, bucket: Bucket) -> torch.Tensor:
@@ -119,7 +139,7 @@ class _Stream:
     """
 
     def __init__(self, link: SenderLink, layout: Layout) -> None:
-        self._link = link
+        self.link = link
         self.layout = layout
         self._buffer: torch.Tensor | None = None
         self._pending: list[PendingDigest] = []
@@ -133,19 +153,19 @@ class _Stream:
 
     def open(self, bucket: Bucket) -> torch.Tensor:
         if self._buffer is None:
-            self._buffer = self._link.buffer(bucket)
+            self._buffer = self.link.buffer(bucket)
         return self._buffer
 
     def send(self, bucket: Bucket) -> None:
         buffer = self.open(bucket)
         bucket.clear_gaps(buffer)
         self._pending.append(begin_digest(buffer[: bucket.num_bytes]))
-        self.num_bytes_sent += self._link.send(bucket)
+        self.num_bytes_sent += self.link.send(bucket)
         self._buffer = None
 
     def finish(self) -> str:
         digests = read_digests(self._pending)
-        self._link.finish(digests)
+        self.link.finish(digests)
         return root_digest(digests, self.layout.parts)
 
 
@@ -159,13 +179,15 @@ class SendingEnd:
 
     Attributes:
         plan: Plan of the last exchange among senders; None before the first.
+        lanes: Messages of that exchange.
     """
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._transport: Transport | None = None
-        self._links: list[SenderLink] = []
+        self._links: Sequence[SenderLink | ApartLink] = []
         self.plan: KeptPlan | None = None
+        self.lanes = ChangedLanes()
 
     @contextmanager
     def transfer(self, manifest: Manifest, transport: Transport) -> Iterator[Sender]:
@@ -176,16 +198,47 @@ class SendingEnd:
             WeightSyncError: If receivers do not come within `transport.timeout_s`.
         """
         layout = layout_of(manifest, transport)
+        with self._connected(transport, lambda: _links(transport, self._device)) as links:
+            sender = Sender(manifest, layout, links)
+            yield sender
+            if not sender.finished:
+                raise WeightSyncError("the sender left before the last tensor")
+
+    def exchange(
+        self, manifest: Manifest, transport: Transport, rank: int, num_ranks: int, holdings: Callable[[], Holdings]
+    ) -> ApartLink:
+        """Send from all ranks of a policy to engines on other devices the parts that these keep; collective.
+
+        Args:
+            manifest: Tensors of the transfer.
+            transport: Transfer settings.
+            rank: Rank of this process in the policy.
+            num_ranks: Number of the policy's ranks.
+            holdings: Returns the parts that this rank holds; called when all ranks are connected.
+
+        Returns:
+            The connection, after a transfer over it.
+
+        Raises:
+            WeightSyncError: If another rank or a receiver fails, or does not come within `transport.timeout_s`.
+        """
+        layout = layout_of(manifest, transport).keeping({spec.name: () for spec in manifest.tensors})
+        with self._connected(transport, lambda: [ApartLink(transport, self._device, rank, num_ranks)]) as (link,):
+            for bucket in link.begin(layout, holdings()).buckets:
+                link.receive(bucket)
+            link.finish()
+        return link
+
+    @contextmanager
+    def _connected(self, transport: Transport, connect: Callable[[], Sequence[Link]]) -> Iterator[Sequence[Link]]:
+        """Connect, unless this end is connected over the same transport; a failure ends the connection."""
         with interruptible(transport):
             if self._transport != transport:
                 self.close()
-                self._links, self._transport = _links(transport, self._device), transport
-            links = self._links
+                self._links, self._transport = connect(), transport
+            links: Any = self._links
             try:
-                sender = Sender(manifest, layout, links)
-                yield sender
-                if not sender.finished:
-                    raise WeightSyncError("the sender left before the last tensor")
+                yield links
             except BaseException as error:
                 for link in links:
                     link.abort(f"{type(error).__name__}: {error}")
@@ -195,6 +248,7 @@ class SendingEnd:
     def close(self) -> None:
         """End the connection and free what it needed."""
         links, self._links, self._transport = self._links, [], None
+        self.lanes = ChangedLanes()
         for link in links:
             link.close()
 
@@ -210,7 +264,7 @@ def _links(transport: Transport, device: Device) -> list[SenderLink]:
     links: list[SenderLink]
     match transport.kind:
         case "ipc":
-            links = [IpcSenderLink(transport, device)]
+            return [IpcSenderLink(transport, device)]
         case "collective":
             links = [*collective_sender_links(transport, device)]
         case "disk":
@@ -245,10 +299,7 @@ class Receiver:
         Raises:
             WeightSyncError: On a time-out, if the sender is gone, or naming the tensors of buckets that arrived broken.
         """
-        pending: list[PendingDigest] = []
-        for bucket in self._layout.buckets:
-            buffer = self._link.receive(bucket)
-            pending.append(begin_digest(buffer[: bucket.num_bytes]))
+        for bucket, buffer in self._arriving():
             for slot in bucket.slots:
                 if slot.parts is None:
                     view = slot.view(buffer).data  # It does not know the buffer as its base.
@@ -263,11 +314,28 @@ class Receiver:
                 yield slot.spec.name, whole
                 # Only these parts were written, so the rest needs no filling.
                 slot.take_out(whole)
-            self._link.release(bucket)
             del buffer  # The link frees the memory when the transfer is finished.
-        digests = read_digests(pending)
-        self._link.finish(digests)
-        self.digest = root_digest(digests, self._layout.parts)
+
+    def by_bucket(self) -> Iterator[ArrivedBucket]:
+        """Yield the tensors of one bucket after the other, without putting parts together; each is valid until the
+        next. Raises as `__iter__`.
+        """
+        for bucket, buffer in self._arriving():
+            arrived = ArrivedBucket(bucket, buffer)
+            del buffer
+            yield arrived
+            arrived.leave()
+
+    def _arriving(self) -> Iterator[tuple[Bucket, torch.Tensor]]:
+        """Yield each bucket and its buffer, which is written again afterwards."""
+        pending: list[PendingDigest] = []
+        for bucket in self._layout.buckets:
+            buffer = self._link.receive(bucket)
+            pending.append(begin_digest(buffer[: bucket.num_bytes]))
+            yield bucket, buffer
+            del buffer
+            self._link.release(bucket)
+        self.digest = self._link.finish(read_digests(pending))
 
 
 def receiver_bytes(largest: int, bucket_bytes: int, *, has_parts: bool) -> int:
@@ -319,8 +387,7 @@ class ReceivingEnd:
             self._link, self._key = _link(transport, rank, self._device, parts), (transport, rank)
         link = self._link
         try:
-            link.begin(layout)
-            receiver = Receiver(layout, link)
+            receiver = Receiver(link.begin(layout), link)
             yield receiver
             if not receiver.digest:
                 raise WeightSyncError(f"receiver rank {rank} left before the last tensor")
@@ -346,9 +413,12 @@ def open_receiver(
 
 
 def _link(transport: Transport, rank: int, device: Device, parts: Parts) -> ReceiverLink:
+    link: ReceiverLink
     match transport.kind:
         case "ipc":
-            link: ReceiverLink = IpcReceiverLink(transport, rank, device)
+            return IpcReceiverLink(transport, rank, device)
+        case "collective" if transport.every_rank_sends:
+            return ApartLink(transport, device, rank)
         case "collective":
             link = CollectiveReceiverLink(transport, rank, device, parts)
         case "disk":

@@ -22,15 +22,18 @@ from rl_core.errors import WeightSyncError
 from rl_core.resharding import (
     ALIGNMENT,
     IN_PLACE,
+    WITHIN_NODE,
     Box,
     ExchangePlan,
     PlannedTensor,
     Share,
     UnplannableError,
     Wave,
+    assign_buckets,
     plan_exchange,
 )
 from rl_core.torch.transport.bucket import DTYPES, Bucket, Layout
+from rl_core.torch.transport.changes import ChangedLanes
 from rl_core.torch.transport.digest import PendingDigest, begin_digest, read_digests
 from rl_core.weights import ITEM_BYTES
 
@@ -105,6 +108,11 @@ class RankShare(NamedTuple):
         held = Share.of([part.box for part in holdings.get(slot.spec.name, ())] for slot in slots)
         return cls(held, Share.of(slot.boxes for slot in slots), node_name())
 
+    def at(self, order: Sequence[int]) -> RankShare:
+        """Return the share with the tensors in another order."""
+        held, kept = (each._replace(chosen=each.chosen[order]) for each in (self.held, self.kept))
+        return RankShare(held, kept, self.node)
+
     def key(self, layout: Layout, wave_bytes: int) -> str:
         """Return a digest that differs for another share, for other tensors, and for waves of another size."""
         names = repr([(slot.spec, bucket.index) for bucket in layout.buckets for slot in bucket.slots])
@@ -119,6 +127,7 @@ class KeptPlan(NamedTuple):
 
     Args:
         keys: Digest of the parts that each rank holds and keeps.
+        buckets: Bucket of each tensor of the layout that was given, if the plan is for other buckets.
         fingerprint: Digest of the whole plan.
         waves: Waves of all ranks.
         kind_of: Kind of each tensor.
@@ -127,6 +136,7 @@ class KeptPlan(NamedTuple):
     """
 
     keys: Sequence[str]
+    buckets: Sequence[int]
     fingerprint: str
     waves: Sequence[Wave]
     kind_of: Sequence[int]
@@ -138,12 +148,14 @@ def planned(
 ) -> KeptPlan:
     """Return the plan of an exchange, the last one if nothing has changed for any rank; collective.
 
+    It is for buckets that every rank keeps about as much of, `KeptPlan.buckets`.
+
     Args:
         kept: The last plan.
-        layout: Layout with the parts that this rank's receiver keeps; all ranks have the same tensors in each bucket.
+        layout: Layout with the parts that this rank's receiver keeps; all ranks have the same tensors in order.
         holdings: Parts that this rank holds.
         control: All ranks, on gloo.
-        wave_bytes: Maximum number of bytes that a rank sends, and that it receives, at one time.
+        wave_bytes: Maximum number of bytes that a rank sends, that it receives, and that it keeps, at one time.
 
     Raises:
         WeightSyncError: If the held parts do not make up the tensors, or the ranks made different plans.
@@ -152,11 +164,22 @@ def planned(
     keys = _from_all(own.key(layout, wave_bytes), control)
     if kept is not None and kept.keys == keys:
         return kept
-    made = plan_of(_from_all(own, control), layout, dist.get_rank(control), keys, wave_bytes=wave_bytes)
+    shares, grouped, buckets = balanced(_from_all(own, control), layout, wave_bytes)
+    made = plan_of(shares, grouped, dist.get_rank(control), keys, wave_bytes=wave_bytes)._replace(buckets=buckets)
     prints = _from_all(made.fingerprint, control)
     if len(set(prints)) > 1:
         raise WeightSyncError(f"the ranks made different plans of an exchange of weights: {', '.join(prints)}")
     return made
+
+
+def balanced(
+    shares: Sequence[RankShare], layout: Layout, bucket_bytes: int
+) -> tuple[list[RankShare], Layout, list[int]]:
+    """Return the shares of all ranks and the layout in buckets that every rank keeps about as much of, and the number
+    of the bucket of each tensor, in the order of the given layout."""
+    buckets = assign_buckets(_tensors(layout), [share.kept for share in shares], bucket_bytes)
+    order = sorted(range(len(buckets)), key=lambda place: buckets[place])
+    return [share.at(order) for share in shares], layout.grouped(buckets), buckets
 
 
 def plan_of(
@@ -171,11 +194,7 @@ def plan_of(
     nodes: dict[str, int] = {}
     try:
         plan = plan_exchange(
-            [
-                PlannedTensor(slot.spec.shape, ITEM_BYTES[slot.spec.dtype], bucket.index)
-                for bucket in layout.buckets
-                for slot in bucket.slots
-            ],
+            _tensors(layout),
             [share.held for share in shares],
             [share.kept for share in shares],
             [nodes.setdefault(share.node, len(nodes)) for share in shares],
@@ -186,7 +205,15 @@ def plan_of(
         raise WeightSyncError(f"{name} cannot be exchanged: {error}", (name,)) from error
     own = shares[rank]
     pieces = dict(_own_pieces(plan, rank, own.held, own.kept))
-    return KeptPlan(keys, plan.fingerprint, plan.waves, plan.kind_of.tolist(), pieces)
+    return KeptPlan(keys, (), plan.fingerprint, plan.waves, plan.kind_of.tolist(), pieces)
+
+
+def _tensors(layout: Layout) -> list[PlannedTensor]:
+    return [
+        PlannedTensor(slot.spec.shape, ITEM_BYTES[slot.spec.dtype], bucket.index)
+        for bucket in layout.buckets
+        for slot in bucket.slots
+    ]
 
 
 def _own_pieces(
@@ -242,6 +269,11 @@ class Exchange:
         travel: Sends the messages of a wave; collective.
         rank: This rank.
         names: Names of all ranks, for errors.
+        lanes: Messages of the last exchange, to send only their changes between nodes; None to send everything.
+
+    Attributes:
+        num_bytes_sent: Bytes that this rank has sent to others.
+        num_bytes_planned: Bytes that it would have sent if everything had changed.
     """
 
     def __init__(
@@ -254,8 +286,13 @@ class Exchange:
         travel: Travel,
         rank: int,
         names: Sequence[str],
+        lanes: ChangedLanes | None = None,
     ) -> None:
         self._plan = plan
+        self._lanes = lanes
+        if lanes is not None:
+            lanes.begin(plan.fingerprint, layout.manifest)
+        self.num_bytes_sent = self.num_bytes_planned = 0
         self._device = device
         self._slots = [slot for bucket in layout.buckets for slot in bucket.slots]
         self._held = [[part.values for part in holdings.get(slot.spec.name, ())] for slot in self._slots]
@@ -267,10 +304,13 @@ class Exchange:
         self._waves = {bucket: list(waves) for bucket, waves in groupby(plan.waves, lambda wave: wave.bucket)}
 
     @classmethod
-    def among_senders(cls, plan: KeptPlan, layout: Layout, holdings: Holdings, device: torch.device) -> Exchange:
+    def among_senders(
+        cls, plan: KeptPlan, layout: Layout, holdings: Holdings, device: torch.device, lanes: ChangedLanes | None = None
+    ) -> Exchange:
         """Return an exchange among the ranks of the default group."""
         names = [f"rank {rank}" for rank in range(dist.get_world_size())]
-        return cls(plan, layout, holdings, device, travel=dist.all_to_all_single, rank=dist.get_rank(), names=names)
+        travel, rank = dist.all_to_all_single, dist.get_rank()
+        return cls(plan, layout, holdings, device, travel=travel, rank=rank, names=names, lanes=lanes)
 
     @torch.no_grad()
     def fill(self, bucket: Bucket, buffer: Tensor) -> None:
@@ -289,19 +329,15 @@ class Exchange:
             for way in wave.ways:
                 self._travel(wave, way, kept)
 
-    def check(self) -> None:
-        """Compare the digests of what arrived with those of what was sent; collective over the default group.
-
-        Raises:
-            WeightSyncError: Naming the tensors of a message that arrived otherwise.
-        """
+    def told_digests(self) -> dict[int, list[int]]:
+        """Return the digests of the messages for this rank as `compare` takes them; collective."""
         sent = self.sent_digests()
         own = [digest for peer in sorted(sent) for digest in sent[peer]]
         received = [[peer for peer, _, _ in self._received].count(rank) for rank in range(self._size)]
         told = torch.empty(sum(received), dtype=torch.int64, device=self._device)
         message = torch.tensor(own, dtype=torch.int64, device=self._device)
-        dist.all_to_all_single(told, message, received, [len(sent.get(rank, ())) for rank in range(self._size)])
-        self.compare({peer: each.tolist() for peer, each in enumerate(told.split(received)) if len(each)})
+        self._travel_by(told, message, received, [len(sent.get(rank, ())) for rank in range(self._size)])
+        return {peer: each.tolist() for peer, each in enumerate(told.split(received)) if len(each)}
 
     def sent_digests(self) -> dict[int, list[int]]:
         """Return the digests of the messages that this rank sent, in their order, by the rank that they went to."""
@@ -351,12 +387,39 @@ class Exchange:
         ]
         _copy([place for _, place in places[0]], sources)
         self._sent += [(peer, begin_digest(part)) for peer, part in self._by_peer(messages[0], splits[0])]
-        self._travel_by(messages[1], messages[0], splits[1], splits[0])
+        self.num_bytes_planned += messages[0].numel()
+        if self._lanes is None or way == WITHIN_NODE:
+            self._travel_by(messages[1], messages[0], splits[1], splits[0])
+            self.num_bytes_sent += messages[0].numel()
+        else:
+            self._travel_changed(wave, way, self._lanes, messages, splits)
         for peer, part in self._by_peer(messages[1], splits[1]):
             names = [self._slots[tensor].spec.name for (tensor, piece), _ in places[1] if piece.peer == peer]
             self._received.append((peer, begin_digest(part), list(dict.fromkeys(names))))
         targets = [kept[tensor][piece.part][piece.within] for (tensor, piece), _ in places[1]]
         _copy(targets, [place for _, place in places[1]])
+
+    def _travel_changed(
+        self, wave: Wave, way: int, lanes: ChangedLanes, messages: Sequence[Tensor], splits: Sequence[list[int]]
+    ) -> None:
+        """Send what has changed of a message since the last exchange, and complete another."""
+        sizes = torch.zeros(self._size, dtype=torch.int64, device=self._device)
+        changed = []
+        # The first tensor of a wave and its number there occur in no other wave.
+        lane = wave.tensors[0], way
+        for peer, part in self._by_peer(messages[0], splits[0]):
+            changed.append(lanes.packed((lane, peer), part))
+            sizes[peer] = changed[-1].numel()
+        arriving = torch.empty_like(sizes)
+        ones = [1] * self._size
+        self._travel_by(arriving, sizes, ones, ones)
+        sent, received = sizes.tolist(), arriving.tolist()
+        arrived = torch.empty(sum(received), dtype=torch.uint8, device=self._device)
+        self._travel_by(arrived, torch.cat([*changed, messages[0][:0]]), received, sent)
+        self.num_bytes_sent += sum(sent)
+        found = dict(self._by_peer(arrived, received))
+        for peer, part in self._by_peer(messages[1], splits[1]):
+            lanes.put_into(part, (lane, peer), found[peer])
 
     def _lay_out(
         self, side: list[tuple[int, OwnPiece]]

@@ -43,6 +43,8 @@ class IpcSenderLink:
     def __init__(self, transport: Transport, device: Device) -> None:
         self._device = device
         self._parts: Parts = {}
+        self._grouping: Sequence[int] | None = None
+        self._told: Sequence[int] | None = None
         self._buffers: HostBuffers | DeviceBuffers | None = None
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.bind(_meeting_place(transport, device))
@@ -51,14 +53,36 @@ class IpcSenderLink:
         self.abort = self._channels.abort
 
     def begin(self, layout: Layout) -> Layout:
-        self._layout = layout = await_ready(self._channels, layout, self._parts)
-        self._parts = layout.parts
+        self._layout = await_ready(self._channels, layout, self._parts)
+        self._parts = self._layout.parts
         self._acknowledged = self._sent = 0
-        count, size = min(NUM_BUFFERS, len(layout.buckets)), layout.capacity
+        self._grouping, self._has_offered = None, False
+        return self._layout
+
+    def regroup(self, buckets: Sequence[int]) -> Layout:
+        """Send the tensors in other buckets, as `Layout.grouped`; after `begin` and before the first bucket."""
+        self._layout, self._grouping = self._layout.grouped(buckets), buckets
+        return self._layout
+
+    def buffer(self, bucket: Bucket) -> torch.Tensor:
+        self._offer()
+        self._await_acknowledgements(bucket.index - NUM_BUFFERS + 1)
+        assert self._buffers is not None, "memory is offered first"
+        return self._buffers.tensors[bucket.index % NUM_BUFFERS]
+
+    def _offer(self) -> None:
+        """Let the receivers map the memory of this transfer, once it is known how much it takes."""
+        if self._has_offered:
+            return
+        self._has_offered = True
+        if self._grouping != self._told:
+            self._told = self._grouping
+            self._channels.send({"buckets": self._grouping}, "the beginning of a transfer")
+        count, size = min(NUM_BUFFERS, len(self._layout.buckets)), self._layout.capacity
         held = self._buffers
         if held and len(held.tensors) >= count and all(tensor.numel() >= size for tensor in held.tensors):
             self._channels.send(KEPT, "sharing memory")
-            return layout
+            return
         self._free()
         has_memory = self._device.torch_device.index is not None
         self._buffers = (
@@ -66,12 +90,6 @@ class IpcSenderLink:
         )
         for channel in self._channels.values():
             self._buffers.offer(channel)
-        return layout
-
-    def buffer(self, bucket: Bucket) -> torch.Tensor:
-        self._await_acknowledgements(bucket.index - NUM_BUFFERS + 1)
-        assert self._buffers is not None, "begin comes first"
-        return self._buffers.tensors[bucket.index % NUM_BUFFERS]
 
     def send(self, bucket: Bucket) -> int:
         self._device.synchronize()
@@ -80,6 +98,7 @@ class IpcSenderLink:
         return bucket.num_bytes
 
     def finish(self, digests: Sequence[str]) -> None:
+        self._offer()
         self._await_acknowledgements(self._sent)
         # A receiver answers when it has released the buffers.
         confirm(self._channels, self._layout, digests)
@@ -116,20 +135,26 @@ class IpcReceiverLink:
         self._device = device
         self._rank = rank
         self._told: Parts = {}
+        self._grouping: Sequence[int] | None = None
         self._buffers: list[torch.Tensor] = []
         self._need_release = False
         self._channel = find_sender(socket.AF_UNIX, _meeting_place(transport, device), transport, rank)
         self.abort = self._channel.abort
 
-    def begin(self, layout: Layout) -> None:
-        self._layout = layout
-        self._phase = f"receiver rank {self._rank}, bucket {{}} of {len(layout.buckets)}"
+    def begin(self, layout: Layout) -> Layout:
         say_ready(self._channel, layout, with_parts=layout.parts != self._told)
         self._told = layout.parts
-        offer = self._channel.receive(f"receiver rank {self._rank}, sharing memory")
+        phase = f"receiver rank {self._rank}, sharing memory"
+        offer = self._channel.receive(phase)
+        if "buckets" in offer:
+            self._grouping = offer["buckets"]
+            offer = self._channel.receive(phase)
         if offer != KEPT:
             self._buffers = map_offered(offer, self._channel, self._device)
             self._need_release = (DeviceBuffers if "handles" in offer else HostBuffers).need_release
+        self._layout = layout if self._grouping is None else layout.grouped(self._grouping)
+        self._phase = f"receiver rank {self._rank}, bucket {{}} of {len(self._layout.buckets)}"
+        return self._layout
 
     def receive(self, bucket: Bucket) -> torch.Tensor:
         message = self._channel.receive(self._phase.format(bucket.index + 1))
@@ -140,10 +165,10 @@ class IpcReceiverLink:
         self._device.synchronize()
         self._channel.send({"taken": bucket.index}, self._phase.format(bucket.index + 1))
 
-    def finish(self, digests: Sequence[str]) -> None:
+    def finish(self, digests: Sequence[str]) -> str:
         if self._need_release:
             self._buffers.clear()
-        verify(self._channel, self._layout, digests, self._rank)
+        return verify(self._channel, self._layout, digests, self._rank)
 
     def close(self) -> None:
         self._buffers.clear()

@@ -51,8 +51,10 @@ class SenderLink(Protocol):
 class ReceiverLink(Protocol):
     """A receiving end of a connection. Every method raises `WeightSyncError` on a time-out or if the sender is gone."""
 
-    def begin(self, layout: Layout) -> None:
-        """Begin a transfer: tell the sender what this receiver is ready for, and the parts that it keeps."""
+    def begin(self, layout: Layout) -> Layout:
+        """Begin a transfer: tell the sender what this receiver is ready for, and the parts that it keeps; returns the
+        layout with the buckets that the sender fills.
+        """
 
     def receive(self, bucket: Bucket) -> torch.Tensor:
         """Return the bytes that have arrived of this bucket, uint8: all of them, or its changes."""
@@ -60,8 +62,9 @@ class ReceiverLink(Protocol):
     def release(self, bucket: Bucket) -> None:
         """Let the bucket's buffer be written again."""
 
-    def finish(self, digests: Sequence[str]) -> None:
-        """Compare the received buckets with the sent ones.
+    def finish(self, digests: Sequence[str]) -> str:
+        """Compare the received buckets with the sent ones; returns one digest of everything as it arrived, which the
+        sending side knows too.
 
         Raises:
             WeightSyncError: Naming the tensors of buckets that arrived otherwise.
@@ -99,8 +102,8 @@ def confirm(channels: Receivers, layout: Layout, digests: Sequence[str]) -> None
             compare(layout, digests, answer["received"], f"receiver rank {rank}")
 
 
-def verify(channel: Channel, layout: Layout, digests: Sequence[str], rank: int) -> None:
-    """Agree with the sender's root digest as a receiver, or find the buckets that differ.
+def verify(channel: Channel, layout: Layout, digests: Sequence[str], rank: int) -> str:
+    """Agree with the sender's root digest as a receiver, or find the buckets that differ; returns the digest.
 
     Raises:
         WeightSyncError: Naming the tensors of those buckets.
@@ -108,9 +111,10 @@ def verify(channel: Channel, layout: Layout, digests: Sequence[str], rank: int) 
     phase = f"receiver rank {rank}, {PHASE}"
     if channel.receive(phase)["root"] == root_digest(digests):
         channel.send({"agreed": True}, phase)
-        return
-    channel.send({"received": list(digests)}, phase)
-    compare(layout, channel.receive(phase)["sent"], digests, f"receiver rank {rank}")
+    else:
+        channel.send({"received": list(digests)}, phase)
+        compare(layout, channel.receive(phase)["sent"], digests, f"receiver rank {rank}")
+    return root_digest(digests, layout.parts)
 
 
 def compare(layout: Layout, sent: Sequence[str], received: Sequence[str], receiver: str) -> None:

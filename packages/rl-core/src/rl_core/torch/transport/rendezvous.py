@@ -21,7 +21,7 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from rl_core.errors import WeightSyncError
@@ -53,28 +53,39 @@ ANSWER_BYTES = _PROOF_BYTES
 """Length of the sender's second message."""
 
 
-def accept_receivers(listener: socket.socket, transport: Transport) -> Receivers:
+def accept_receivers(
+    listener: socket.socket,
+    transport: Transport,
+    count: int | None = None,
+    name: Callable[[int], str] = "receiver rank {}".format,
+) -> Receivers:
     """Wait for the receivers of a transport and return their channels by rank.
 
     A peer is a receiver once it has proven that it has the transport's secret, and on a Unix socket runs as this user.
     All others are dropped, and reported by one warning; none of them delays the receivers.
+
+    Args:
+        listener: Socket that they connect to.
+        transport: Transfer settings.
+        count: Number of peers to wait for; the number of receivers unless given.
+        name: Returns the name of a peer, by rank.
 
     Raises:
         WeightSyncError: If the receivers do not come in time, or two of them have the same rank.
     """
     deadline = Deadline(transport.timeout_s, "")
     channels = Receivers()
-    with _Reception(listener, transport) as reception:
+    count = transport.num_receivers if count is None else count
+    with _Reception(listener, transport, name) as reception:
         try:
-            while len(channels) < transport.num_receivers:
+            while len(channels) < count:
                 present = f"have ranks {sorted(channels)}" if channels else "have none"
                 deadline.phase = (
-                    f"sender rank 0 in rendezvous, waiting for {transport.num_receivers} receivers "
-                    f"({present}{reception.dropped()})"
+                    f"sender rank 0 in rendezvous, waiting for {count} receivers ({present}{reception.dropped()})"
                 )
                 for rank, channel in reception.poll(deadline.slice()):
                     if rank in channels:
-                        channel.abort(f"another receiver has rank {rank}")
+                        channel.abort(f"another peer is {channel.peer} too")
                         channel.close()
                         raise WeightSyncError(f"two receivers have rank {rank}")
                     channels[rank] = channel
@@ -99,9 +110,10 @@ class _Pending:
 class _Reception:
     """The handshakes with all who connect, side by side and without blocking."""
 
-    def __init__(self, listener: socket.socket, transport: Transport) -> None:
+    def __init__(self, listener: socket.socket, transport: Transport, name: Callable[[int], str]) -> None:
         self._listener = listener
         self._transport = transport
+        self._name = name
         # Connections by descriptor, the oldest first.
         self._pending: dict[int, _Pending] = {}
         self._selector = selectors.DefaultSelector()
@@ -185,7 +197,7 @@ class _Reception:
             return []
         self._forget(pending)
         pending.connection.setblocking(True)
-        return [(rank, Channel(pending.connection, f"receiver rank {rank}", self._transport.timeout_s))]
+        return [(rank, Channel(pending.connection, self._name(rank), self._transport.timeout_s))]
 
     def _forget(self, pending: _Pending) -> None:
         self._selector.unregister(pending.connection)
@@ -231,14 +243,21 @@ def say_ready(channel: Channel, layout: Layout, *, with_parts: bool = False) -> 
 
 
 def find_sender(
-    family: socket.AddressFamily, address: str | tuple[str, int], transport: Transport, rank: int
+    family: socket.AddressFamily, address: str | tuple[str, int], transport: Transport, rank: int, who: str = ""
 ) -> Channel:
     """Connect to the sender, waiting until it listens; both ends prove that they have the transport's secret.
+
+    Args:
+        family: Family of the sender's socket.
+        address: Its address.
+        transport: Transfer settings.
+        rank: Rank of this process among those that connect.
+        who: Its name in errors; that of a receiver unless given.
 
     Raises:
         WeightSyncError: If no sender answers in time, or what listens at the address is not the sender.
     """
-    who = f"receiver rank {rank}"
+    who = who or f"receiver rank {rank}"
     waiting = f"{who} in rendezvous, waiting for the sender at {address!r}"
     deadline = Deadline(transport.timeout_s, waiting)
     pause_s = _FIRST_RETRY_S
