@@ -1,6 +1,6 @@
 """Reward of a policy that remembers over a compaction, by who writes the summaries: the policy or fixed weights.
 
-    python benchmarks/compaction.py [--seeds 1 2 3] [--warm-up 100] [--steps 100] [--only NAME ...] [--folder FOLDER]
+    python benchmarks/compaction.py [--seeds 1 2 3] [--warm-up 30] [--steps 100] [--only NAME ...] [--folder FOLDER]
 
 The tiny model of `sft-arithmetic` is asked for a sum in the second turn of a conversation, and for its result again in
 the last one. In between, the conversation becomes longer than `compact_at`, so that the last answer can only come from
@@ -8,8 +8,9 @@ the summary. Only the last answer is rewarded, so the policy has to learn what t
 use it. With `frozen`, the model as it was at the start writes the summaries, and the policy can only learn to use them.
 A guess is right in half of the cases.
 
-All runs begin with one model that has learned to answer from the whole conversation, without compactions. Every run is
-`rl train grpo-arithmetic` on the CPU; a finished one in the folder is not made again.
+All runs begin with one model that has learned to answer from the whole conversation, without compactions. Its warm-up
+is short: a model that always gives one answer explores no summaries. Every run is `rl train grpo-arithmetic` on the CPU;
+a finished one in the folder is not made again.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ WINDOW = 5
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], metavar="N")
-    parser.add_argument("--warm-up", type=int, default=100, metavar="STEPS")
+    parser.add_argument("--warm-up", type=int, default=30, metavar="STEPS")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--only", nargs="+", choices=SUMMARISERS, default=list(SUMMARISERS), metavar="NAME")
     parser.add_argument("--folder", type=Path, default=Path("runs/compaction"))
