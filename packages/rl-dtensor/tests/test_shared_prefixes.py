@@ -11,6 +11,7 @@ from rl_core.data.ragged import Ragged
 from rl_core.errors import WorkerError
 from rl_core.model import ENTROPY, LOGPROBS, VALUES, ModelSpec, logprobs_at
 from rl_core.model_config import LoraConfig, ModelConfig, SequencePackingConfig
+from rl_core.rollouts.group import ROUTED_EXPERTS
 from rl_core.selfcheck.losses import ReturnsLoss, TokenLoss
 from rl_core.selfcheck.pooled_model import PooledModel
 from rl_core.testing.exhaustive import exhaustive
@@ -65,9 +66,21 @@ def batch_of(rows, rng, first):
     )
 
 
-def passes(ranks, folder, batch, *, shares, mesh="1", loss=None, role="policy", reads=(LOGPROBS, ENTROPY), **fields):
+def passes(
+    ranks,
+    folder,
+    batch,
+    *,
+    shares,
+    mesh="1",
+    loss=None,
+    role="policy",
+    backend=None,
+    reads=(LOGPROBS, ENTROPY),
+    **fields,
+):
     """Reads of a batch, the gradient of a step, and its metrics on each rank."""
-    num_ranks, settings = MESHES[mesh]
+    num_ranks, settings = MESHES[mesh][0], {**MESHES[mesh][1], **(backend or {})}
     size = int(batch.lengths.sum()) + 64
     packing = SequencePackingConfig(train_mb_tokens=size, logprob_mb_tokens=size, shared_prefixes=shares)
     config = ModelConfig(
@@ -135,6 +148,30 @@ def test_a_group_of_long_prompts_trains_as_separate_rows_do(ranks, tmp_path, mes
     config = AutoConfig.for_model("qwen3", max_position_embeddings=1024)
     folder, batch = write_tiny(config, tmp_path / "model"), grouped(512, 64, num_rows=8)
     assert assert_equal(ranks, folder, batch, mesh=mesh) == pytest.approx(7 * 512 / (8 * 576), abs=0.02)
+
+
+@exhaustive
+def test_compiled_layers_share_prefixes(ranks, tmp_path):
+    folder = write_tiny(AutoConfig.for_model("qwen3"), tmp_path / "model")
+    ranks.run("dtensor_factories:compile_by", [("eager",)])
+    try:
+        assert assert_equal(ranks, folder, agents(), backend={"compile": True}) > 0.3
+    finally:
+        ranks.run("dtensor_factories:count_compiled", [()])
+
+
+@exhaustive
+def test_tokens_that_went_to_other_experts_are_not_shared(ranks, tmp_path):
+    folder, batch = write_tiny(AutoConfig.for_model("qwen3_moe"), tmp_path / "model"), grouped(24, 9)
+    tokens = batch.ragged(TOKENS)
+    experts = np.stack([tokens.values % 4, (tokens.values + 1) % 4], -1)[:, None].repeat(2, 1).astype(np.int16)
+    replayed, shares = {"moe_router_replay": True}, []
+    for row in (None, 1):
+        if row is not None:
+            experts[tokens.offsets[row]] = [2, 0]
+        batch = batch.with_columns({ROUTED_EXPERTS: tokens.like(experts)})
+        shares.append(assert_equal(ranks, folder, batch, backend=replayed))
+    assert shares[0] > shares[1] > 0.3
 
 
 @pytest.mark.parametrize(

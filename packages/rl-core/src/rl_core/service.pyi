@@ -430,12 +430,12 @@ from rl_core.torch.heads.logprobs import logit_transform as logit_transform
 from rl_core.torch.heads.reads import HeldTokens as HeldTokens
 from rl_core.torch.heads.reads import join_tokens as join_tokens
 from rl_core.torch.heads.reads import new_head as new_head
+from rl_core.torch.heads.reads import reads_columns as reads_columns
 from rl_core.torch.heads.reads import scalar_reads as scalar_reads
 from rl_core.torch.heads.reads import split_language_reads as split_language_reads
 from rl_core.torch.heads.vocab_parallel import VocabShard as VocabShard
 from rl_core.torch.host_arrays import to_device as to_device
 from rl_core.torch.kernels.devices import runs_kernels as runs_kernels
-from rl_core.torch.heads.reads import reads_columns as reads_columns
 from rl_core.torch.kernels.devices import takes as takes
 from rl_core.torch.kernels.float8 import E4M3 as E4M3
 from rl_core.torch.kernels.float8 import E5M2 as E5M2
@@ -462,6 +462,7 @@ from rl_core.torch.kernels.swiglu import swiglu_of_halves as swiglu_of_halves
 from rl_core.torch.loss import LossSums as LossSums
 from rl_core.torch.loss import MetricSum as MetricSum
 from rl_core.torch.loss import Rows as Rows
+from rl_core.torch.loss import followers_of as followers_of
 from rl_core.torch.optim.optimizer import build_optimizer as build_optimizer
 from rl_core.torch.optim.optimizer import build_schedule as build_schedule
 from rl_core.torch.optim.optimizer import counts_on_device as counts_on_device
@@ -469,7 +470,6 @@ from rl_core.torch.optim.optimizer import is_norm_or_bias as is_norm_or_bias
 from rl_core.torch.optim.optimizer import norms_and_biases as norms_and_biases
 from rl_core.torch.optim.optimizer import with_fused_step as with_fused_step
 from rl_core.torch.process_group import join_process_group as join_process_group
-from rl_core.torch.loss import followers_of as followers_of
 from rl_core.torch.process_group import on_all_ranks as on_all_ranks
 from rl_core.torch.quantization.float8 import LARGEST as LARGEST
 from rl_core.torch.quantization.float8 import Float8Recipe as Float8Recipe
@@ -523,6 +523,7 @@ from rl_core.torch.training.recompute import max_tokens as max_tokens
 from rl_core.torch.training.recompute import passes_kept as passes_kept
 from rl_core.torch.training.replay import RoutingShape as RoutingShape
 from rl_core.torch.training.replay import chosen_experts as chosen_experts
+from rl_core.torch.training.step import SHARED_TOKENS as SHARED_TOKENS
 from rl_core.torch.training.step import run_reads as run_reads
 from rl_core.torch.training.worker import TrainingWorker as TrainingWorker
 from rl_core.torch.transport import ReceivingEnd as ReceivingEnd
@@ -530,7 +531,6 @@ from rl_core.torch.transport.bucket import Parts as Parts
 from rl_core.torch.transport.bucket import Region as Region
 from rl_core.torch.transport.bucket import parts_to_send as parts_to_send
 from rl_core.torch.transport.digest import PendingDigest as PendingDigest
-from rl_core.torch.training.step import SHARED_TOKENS as SHARED_TOKENS
 from rl_core.torch.transport.digest import begin_digest as begin_digest
 from rl_core.torch.transport.digest import digest as digest
 from rl_core.torch.transport.digest import read_digests as read_digests

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_core.data.batch import Batch
-from rl_core.data.microbatch import PAIR, Batching, prefix_parts, shard
+from rl_core.data.microbatch import PAIR, PREFIX, Batching, shard, shard_ids
 from rl_core.data.prefixes import MIN_SAVED, SharedPrefixes
 from rl_core.data.ragged import Ragged
 
@@ -92,9 +92,11 @@ def test_rows_that_must_stay_together_are_planned_by_their_ids():
 
 
 def test_groups_stay_in_one_shard_unless_they_are_larger_than_its_share():
-    lengths, ids = np.full(32, 10), np.arange(32) % 4
+    ids = np.arange(32) % 4
+    batch = batch_of([[0] * 10] * 32).with_columns({PREFIX: ids})
+    assert shard_ids(batch) is None
     for num_shards, per_group in ((2, 1), (4, 1), (8, 2), (32, 8)):
-        parts = prefix_parts(lengths, ids, num_shards)
+        parts = shard_ids(batch, num_shards, by_prefix=True)
         assert [len(set(parts[ids == group])) for group in range(4)] == [per_group] * 4
-        tokens = [int(lengths[rows].sum()) for rows in shard(lengths, num_shards, parts)]
+        tokens = [10 * len(rows) for rows in shard(batch.lengths, num_shards, parts)]
         assert tokens == [320 // num_shards] * num_shards

@@ -34,10 +34,29 @@ MIN_TOKENS = 512
 """Number of tokens below which microbatches are not made smaller: matrix products would become the slower part."""
 
 
-def shard_ids(batch: Batch) -> np.ndarray | None:
-    """Return the ids of rows that stay in one shard, `[rows]`; None if any row may be in any shard."""
+def shard_ids(batch: Batch, num_shards: int = 1, *, by_prefix: bool = False) -> np.ndarray | None:
+    """Return the ids of rows that stay in one shard, `[rows]`; None if any row may be in any shard.
+
+    Args:
+        batch: The rows.
+        num_shards: Number of data-parallel ranks.
+        by_prefix: True to keep rows of equal `PREFIX` ids together, in parts of at most the tokens of a shard if all
+            have the same number, so that few groups are spread over many ranks.
+    """
     name = next((name for name in (PAIR, PREFIX_GROUP) if name in batch), None)
-    return None if name is None else batch.array(name)
+    if name is not None:
+        return batch.array(name)
+    if not by_prefix or PREFIX not in batch:
+        return None
+    ids, lengths = batch.array(PREFIX), batch.lengths
+    share = max(1, int(lengths.sum()) // num_shards)
+    parts, part, tokens, last = np.zeros(len(ids), dtype=np.int64), -1, 0, None
+    for row in np.argsort(ids, kind="stable").tolist():
+        if ids[row] != last or tokens + lengths[row] > share:
+            part, tokens, last = part + 1, 0, ids[row]
+        parts[row] = part
+        tokens += int(lengths[row])
+    return parts
 
 
 class RowUnit(NamedTuple):
@@ -90,28 +109,6 @@ def shard(lengths: ArrayLike, num_shards: int, groups: ArrayLike | None = None) 
     shard_of = shard_of_unit[unit_of]
     ends = np.cumsum(np.bincount(shard_of, minlength=num_shards))
     return np.split(np.argsort(shard_of, kind="stable"), ends[:-1])
-
-
-def prefix_parts(lengths: np.ndarray, ids: np.ndarray, num_shards: int) -> np.ndarray:
-    """Return ids of rows to keep in one shard, `[rows]`: rows with the same id, in parts of at most the tokens of a
-    shard if all have the same number, so that few groups are spread over many ranks.
-
-    Args:
-        lengths: `[rows]`, tokens of each row.
-        ids: `[rows]`, ids as in `PREFIX`.
-        num_shards: Number of data-parallel ranks.
-    """
-    share = max(1, int(lengths.sum()) // num_shards)
-    order = np.argsort(ids, kind="stable")
-    parts, part, tokens = np.zeros(len(ids), dtype=np.int64), -1, 0
-    for place, row in enumerate(order.tolist()):
-        is_first = place == 0 or ids[row] != ids[order[place - 1]]
-        tokens = 0 if is_first else tokens
-        if is_first or tokens + lengths[row] > share:
-            part, tokens = part + 1, 0
-        parts[row] = part
-        tokens += int(lengths[row])
-    return parts
 
 
 def plan_microbatches(

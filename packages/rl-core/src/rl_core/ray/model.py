@@ -14,7 +14,7 @@ import ray
 from ray.actor import ActorHandle
 
 from rl_core.data.batch import Batch, RemoteColumn, RemoteRows
-from rl_core.data.microbatch import PAIR, PREFIX, PREFIX_GROUP, prefix_parts, shard, shard_ids
+from rl_core.data.microbatch import PAIR, PREFIX, PREFIX_GROUP, shard, shard_ids
 from rl_core.data.shuffle import Shard, plan_shuffle
 from rl_core.errors import FailureOrigin, RLError, WorkerDied, WorkerError, WorkerStalled
 from rl_core.images import IMAGES
@@ -290,9 +290,7 @@ class RemoteModel:
         return f"{self._part}.{name}" if self._part else name
 
     def _rows_per_shard(self, batch: Batch) -> list[np.ndarray]:
-        ids = shard_ids(batch)
-        if ids is None and PREFIX in self._columns and PREFIX in batch:
-            ids = prefix_parts(batch.lengths, batch.array(PREFIX), self.num_shards)
+        ids = shard_ids(batch, self.num_shards, by_prefix=PREFIX in self._columns)
         return shard(batch.lengths, self.num_shards, groups=ids)
 
     def _send(self, batch: Batch, rows: Sequence[np.ndarray]) -> list[_Sent]:

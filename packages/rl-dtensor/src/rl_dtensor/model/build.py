@@ -173,11 +173,11 @@ class ModelBuilder:
             is_adapted=config.lora_cfg.enabled,
             asks_for_dropout=any(map(is_dropout, config.hf_config_overrides)),
             memory=memory,
+            shares_prefixes=self._shares_prefixes(chunks[0].unshared),
             replicated=[each for chunk in chunks for each in self._replicated(chunk, kept)] if replicates else None,
         )
 
     def _on_meta(self) -> PreTrainedModel:
-            shares_prefixes=self._shares_prefixes(chunks[0].unshared),
         """Build the whole model in the compute dtype."""
         return model_on_meta(
             self.hf_config,
