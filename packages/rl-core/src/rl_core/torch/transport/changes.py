@@ -119,6 +119,7 @@ class ChangedLanes:
         if arrived.numel() == whole.numel():
             whole.copy_(arrived)
         else:
+            arrived = arrived.clone()  # Changes of any length precede it, and it begins with 8 bytes of a number.
             before = self._received.get(lane, whole.device)
             if before is None or self._received.base != base_of(arrived) or not unpack(arrived, before, MIN_LANE):
                 return
