@@ -265,7 +265,7 @@ def chaos(path: Path, schedule: Schedule, *, resumes: bool, is_agreed: bool) -> 
 
             connect(os.environ["RAY_ADDRESS"], is_own=False)
             undo.callback(ray.shutdown)
-        exercise.run(undo)
+        exercise.run()
     return exercise.num_faults
 
 
@@ -279,7 +279,7 @@ class _Exercise:
         self._over_at = 0.0
         self.num_faults = 0
 
-    def run(self, undo: ExitStack) -> None:
+    def run(self) -> None:
         if not (self._resumes and self._has_ended()):
             require_running(self._run.path, "rl chaos")
         self._mark_log()
@@ -299,7 +299,7 @@ class _Exercise:
                 if not self._has_ended() and time.monotonic() < self._over_at:
                     self._note_message()
                     saved, struck_since_start = self._newest(), True
-                    self._strike(next(faults), undo)
+                    self._strike(next(faults))
             time.sleep(_POLL_S)
         return self._end()
 
@@ -348,7 +348,7 @@ class _Exercise:
                 f"{', '.join(kinds)}"
             )
 
-    def _strike(self, fault: str, undo: ExitStack) -> None:
+    def _strike(self, fault: str) -> None:
         stopped_s = self._schedule.stopped_s
         if fault == "disk":
             self._say_fault(f"the disk is full for {stopped_s:g} s", fault, ())

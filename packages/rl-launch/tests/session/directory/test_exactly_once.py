@@ -245,6 +245,40 @@ def test_a_run_without_a_ledger_is_refused(tmp_path):
         prove(RunFolder(tmp_path))
 
 
+def supervised(folder, *, drawn=(30,), steps=(1, 2, 3), rows=(12, 24, 30)):
+    """Write the folder of a run without rollouts whose data have 20 rows."""
+    state = folder / "checkpoints/step_3/state"
+    state.mkdir(parents=True)
+    for name in ("run.json", "config.yaml"):
+        (folder / name).write_text("{}")
+    (state.parent / "manifest.json").write_text('{"step": 3, "files": {}, "metrics": {}}')
+    write_state(state, "data", {"drawn": np.array(drawn), "sizes": [20]})
+    lines = [{"step": step, "train/epoch": count / 20} for step, count in zip(steps, rows, strict=True)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return RunFolder(folder)
+
+
+def test_a_run_without_rollouts_accounts_for_its_rows(tmp_path):
+    proof = prove(supervised(tmp_path))
+    assert (proof.holds, proof.num_drawn, proof.num_trained, proof.num_compared) == (True, 30, 30, 3)
+    assert list(described(proof))[-1] == "No row was lost or trained twice."
+
+
+@pytest.mark.parametrize(
+    ("changed", "contradiction"),
+    [
+        ({"drawn": (42,)}, "step 3 had drawn 30 rows, but its checkpoint continues after 42"),
+        ({"steps": (1, 2, 2)}, "step 2 is followed by step 2 in metrics.jsonl"),
+        ({"steps": (1, 3), "rows": (12, 24)}, "step 1 is followed by step 3 in metrics.jsonl"),
+        ({"steps": (1, 2), "rows": (12, 24)}, "step 3 is not in metrics.jsonl"),
+        ({"rows": (12, 18, 30)}, "step 2 drew 6 rows, and others 12"),
+        ({"rows": (12, 12, 30), "drawn": (30,)}, "step 2 drew 0 rows, and others 18"),
+    ],
+)
+def test_rows_that_were_lost_or_trained_twice_are_found(tmp_path, changed, contradiction):
+    assert contradiction in prove(supervised(tmp_path, **changed)).contradictions
+
+
 def test_the_command_prints_the_proof_and_exits_with_1_if_it_does_not_hold(copy):
     good = CliRunner().invoke(app, ["doctor", "run", str(copy), "--json"])
     assert good.exit_code == 0
