@@ -24,7 +24,9 @@ from rl_algos.policy_gradient.objective import (
     with_logprobs,
 )
 from rl_algos.rollouts.training.batch import build_batch, with_advantages
+from rl_core.errors import LogprobsDiffer
 from rl_core.metrics import Metric
+from rl_core.model import LOGPROBS
 from rl_core.testing.fakes import FakeModel, FakeWeights
 from rl_core.token_filter import TokenFilter
 
@@ -177,6 +179,25 @@ def test_what_is_read_before_the_update_follows_from_the_parts_in_use():
     other = Reading()
     assert set(with_logprobs(batch, other, Objective(PolicyLoss(on_policy=True)))) == set(batch)
     assert other.reads == []
+
+
+def test_an_exact_objective_refuses_other_logprobs_than_the_generators():
+    exact = Objective(PolicyLoss(on_policy=True), exact=True)
+    policy, batch = FakeModel(), build_batch(GROUPS, GRPOConfig())
+    prev, mask = policy.infer(batch, [LOGPROBS]).ragged("logprobs"), batch.ragged("loss_mask")
+    equal = batch.with_columns({"generation_logprobs": mask.like(np.where(mask.values > 0, prev.values, 7.0))})
+    assert np.array_equal(with_logprobs(equal, policy, exact).ragged("prev_logprobs").values, prev.values)
+    row = len(mask) - 1
+    place = int(np.flatnonzero(mask.values)[-1])
+    for value in (np.nextafter(prev.values[place], np.float32(9)), np.float32("nan")):
+        values = equal.ragged("generation_logprobs").values.copy()
+        values[place] = value
+        changed = equal.with_columns({"generation_logprobs": mask.like(values)})
+        with pytest.raises(LogprobsDiffer) as error:
+            with_logprobs(changed, policy, exact)
+        where = f"row {row} of the step, position {place - mask.offsets[row]} "
+        for part in (where, repr(float(prev.values[place])), repr(float(value)), "1 of ", "rl doctor mismatch"):
+            assert part in str(error.value)
 
 
 def test_positive_examples_have_a_reward_above_zero():

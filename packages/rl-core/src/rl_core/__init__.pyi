@@ -25,6 +25,7 @@ from rl_core.errors import EnvironmentFailed as EnvironmentFailed
 from rl_core.errors import EnvironmentTimeout as EnvironmentTimeout
 from rl_core.errors import GeneratorError as GeneratorError
 from rl_core.errors import InfrastructureFailed as InfrastructureFailed
+from rl_core.errors import LogprobsDiffer as LogprobsDiffer
 from rl_core.errors import PeerFailed as PeerFailed
 from rl_core.errors import Problem as Problem
 from rl_core.errors import RequestRefused as RequestRefused

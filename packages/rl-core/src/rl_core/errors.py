@@ -188,6 +188,10 @@ class RolloutsFailed(RLError):
     """More rollouts failed than the run allows; its message counts the reasons."""
 
 
+class LogprobsDiffer(RLError):
+    """Trainer and generator computed other bits for the logprob of a sampled token in an exact run."""
+
+
 class CallbackFailed(RLError):
     """A callback that raised and ends the run; its message has the hook, the step, the file and the line."""
 

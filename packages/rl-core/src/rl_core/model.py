@@ -420,12 +420,14 @@ class ModelSpec:
         keeps_reference: True if it keeps its initial weights, off the device, for `infer(reference=True)`; they change
             only by `update_reference`.
         seed: Seed of dropout and of newly made heads.
+        exact: True if its logprobs have the bits of the generator (`GenerationConfig.exact`).
     """
 
     role: Role = "policy"
     trains: bool = True
     keeps_reference: bool = False
     seed: int = 0
+    exact: bool = False
 
 
 class ModelWorker(Resident, WeightSource, Protocol):

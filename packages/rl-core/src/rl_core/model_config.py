@@ -662,6 +662,10 @@ class GenerationConfig(Config):
     thinking_end: str | None = None
     """Text that ends thoughts with `thinking_budget_mode: close`; it contains the mark that ends them. If unset, the
     mark on a line of its own, such as `\\n</think>\\n\\n`."""
+    exact: Annotated[bool, WhenChanged.RESUME] = False
+    """Compute the logprobs of sampled tokens with the same bits in trainer and generator, and end the run at the first
+    one that differs. It takes several times as long. For the `dtensor` trainer with the `hf` generator on `cpu`, in
+    float32, with GRPO and PPO; models with experts, images, recurrent layers or adapters are refused."""
     val_temperature: Annotated[float, WhenChanged.RESUME] = Field(default=0.0, ge=0)
     """Temperature in validation; 0 is greedy."""
     val_top_p: Annotated[float, WhenChanged.RESUME] = Field(default=1.0, gt=0, le=1)

@@ -126,6 +126,7 @@ from rl_core.environments.trial import answer_forms as answer_forms
 from rl_core.environments.trial import attempts_on as attempts_on
 from rl_core.environments.trial import try_out as try_out
 from rl_core.errors import MISSING_FILE as MISSING_FILE
+from rl_core.errors import LogprobsDiffer as LogprobsDiffer
 from rl_core.errors import NOT_GIVEN as NOT_GIVEN
 from rl_core.errors import CallbackFailed as CallbackFailed
 from rl_core.errors import CheckpointDamaged as CheckpointDamaged
@@ -426,9 +427,11 @@ from rl_core.torch.generation.step_thread import StepThread as StepThread
 from rl_core.torch.heads import logprobs as logprobs
 from rl_core.torch.heads.logprobs import CHUNK_SIZE as CHUNK_SIZE
 from rl_core.torch.heads.logprobs import Head as Head
+from rl_core.torch.heads.head_pass import HeadPass as HeadPass
 from rl_core.torch.heads.logprobs import logit_transform as logit_transform
 from rl_core.torch.heads.reads import HeldTokens as HeldTokens
 from rl_core.torch.heads.reads import join_tokens as join_tokens
+from rl_core.torch.heads.logprobs import logprobs_of as logprobs_of
 from rl_core.torch.heads.reads import new_head as new_head
 from rl_core.torch.heads.reads import reads_columns as reads_columns
 from rl_core.torch.heads.reads import scalar_reads as scalar_reads
@@ -439,6 +442,8 @@ from rl_core.torch.kernels.devices import runs_kernels as runs_kernels
 from rl_core.torch.kernels.devices import takes as takes
 from rl_core.torch.kernels.float8 import E4M3 as E4M3
 from rl_core.torch.kernels.float8 import E5M2 as E5M2
+from rl_core.torch.kernels.exact import check_exact_rows as check_exact_rows
+from rl_core.torch.kernels.exact import exact_rows as exact_rows
 from rl_core.torch.kernels.float8 import Float8Matrix as Float8Matrix
 from rl_core.torch.kernels.float8 import largest_of as largest_of
 from rl_core.torch.kernels.float8 import product as product

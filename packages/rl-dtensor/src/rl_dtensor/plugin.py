@@ -18,6 +18,7 @@ from rl_dtensor.config import DTensorConfig
 from rl_dtensor.model.settings import (
     device_problems,
     draft_head_problems,
+    exact_training_problem,
     kernel_problems,
     low_precision_problems,
     vision_problems,
@@ -129,6 +130,7 @@ PLUGIN = BackendPlugin(
     memory=memory_of,
     replay_key="moe_router_replay",
     trains_draft_heads=True,
+    exact_problem=exact_training_problem,
     held_families=HELD_FAMILIES,
     family_table="rl_dtensor:families.json",
 )

@@ -318,6 +318,35 @@ def test_a_replay_of_routing_that_there_is_not_is_refused(recipe, overrides, mes
         read_plan(recipe, [*ON_CPU, *given])
 
 
+EXACT = "policy.generation.exact=true"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([], "vllm here: .*batch-invariant.*CPUs"),
+        ([HF, "policy.precision=bfloat16"], "dtensor here: .*policy.precision=float32"),
+        ([HF, "policy.lora_cfg.enabled=true"], "dtensor here: .*policy.lora_cfg.enabled=false"),
+        ([HF, "policy.dtensor_cfg.compile=true"], "dtensor here: .*dtensor_cfg.compile=true"),
+        ([HF, "policy.dtensor_cfg.attention_backend=sdpa"], "dtensor here: .*attention_backend=sdpa"),
+        ([HF, "policy.generation.hf_cfg.attn_implementation=eager"], "hf here: .*attn_implementation=eager"),
+        ([HF, {"num_experts": 8}], "dtensor here: .*experts"),
+        ([HF, "grpo.async_grpo.enabled=true"], "older"),
+        ([HF, "policy.megatron_cfg.enabled=true"], "megatron here: .*Use dtensor"),
+    ],
+)
+def test_exact_generation_is_refused_with_what_computes_other_bits(overrides, message, tmp_path):
+    given = [folder_with(tmp_path, **each) if isinstance(each, dict) else each for each in overrides]
+    with pytest.raises(ConfigError, match=rf"policy.generation.exact .*got true: .*{message}"):
+        read_plan("grpo-arithmetic", [*ON_CPU, EXACT, *given])
+
+
+def test_exact_generation_is_for_algorithms_that_read_logprobs_before_the_update():
+    read_plan("grpo-arithmetic", [*ON_CPU, EXACT, HF])
+    with pytest.raises(ConfigError, match=r"policy.generation.exact .*GRPO or PPO"):
+        read_plan("distill-tiny", [*ON_CPU, EXACT, HF])
+
+
 ADAPTERS = ["policy.lora_cfg.enabled=true", "policy.generation.lora_sync=adapter"]
 
 

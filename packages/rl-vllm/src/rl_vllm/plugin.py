@@ -239,6 +239,16 @@ PLUGIN = BackendPlugin(
     name="vllm",
     key="vllm_cfg",
     config=VllmConfig,
+def _exact_problem(config: VllmConfig, model: ModelConfig, device: Device) -> str:
+    """Return why vLLM does not compute the trainer's bits."""
+    if not device.runs_on_gpus:
+        return "vLLM has no batch-invariant kernels for CPUs. Set generation.backend=hf"
+    return (
+        "with batch-invariant kernels a token has the same bits in every batch of vLLM, but its norms, rotary embeddings "
+        "and attention are other kernels than the trainer's. Set generation.backend=hf and cluster.device=cpu"
+    )
+
+
     worker="rl_vllm.generator:VllmGenerator",
     requirement=Requirement("rl-vllm", {"cpu": ("cpu",), "cuda": ("cuda",)}, imports=("vllm",)),
     ranks=lambda config: config.num_ranks,
@@ -251,6 +261,7 @@ PLUGIN = BackendPlugin(
     image_problem=image_problem,
     draft_model=_draft_model,
     draft_head=_draft_head,
+    exact_problem=_exact_problem,
     preflight="rl_vllm.preflight:problems",
 )
 """The generator, found by the entry point `rl.generators:vllm`."""

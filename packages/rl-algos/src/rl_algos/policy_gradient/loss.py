@@ -94,12 +94,12 @@ def objective_of(
         read_before: Columns that its advantages read among the reads of the policy before the update.
         weights: Weights of the policy, whose version gives the age of rollouts; None if no step is taken with the loss.
     """
-    loss, settings = loss_of(config, algorithm), config.loss_fn
+    loss, settings, exact = loss_of(config, algorithm), config.loss_fn, config.policy.generation.exact
     statistics: dict[str, Statistic] = {}
     if algorithm.splits and PAIR in loss.columns:
         statistics[PAIR] = rollouts_of_rows
     if not isinstance(settings, LossConfig):
-        return Objective(loss, statistics=statistics, read_before=read_before)
+        return Objective(loss, statistics=statistics, read_before=read_before, exact=exact)
     assert isinstance(loss, PolicyLoss)
     if isinstance(loss.surrogate, ClipCov | KLCov):
         statistics["high_covariance"] = high_covariance(loss.surrogate, algorithm.seed)
@@ -124,6 +124,7 @@ def objective_of(
         reward_kl=kl if kl.is_in_reward else None,
         kl_weight=AdaptiveKL(kl, rollouts_per_step=algorithm.rollouts_per_step) if kl.target else None,
         entropy_weight=AdaptiveEntropy(bonus) if bonus.target else None,
+        exact=exact,
     )
 
 

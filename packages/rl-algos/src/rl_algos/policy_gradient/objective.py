@@ -15,9 +15,10 @@ from rl_algos.losses.policy import PolicyLoss
 from rl_algos.losses.surrogates import ClipCov, KLCov
 from rl_algos.losses.terms import EntropyBonus, KLPenalty
 from rl_algos.rollouts.training.segments import ROLLOUT, to_rows
-from rl_core.data.batch import Batch, Column
+from rl_core.data.batch import TOKENS, Batch, Column
 from rl_core.data.ragged import Ragged
 from rl_core.metrics import Metric
+from rl_core.errors import LogprobsDiffer
 from rl_core.model import COLLISION, ENTROPY, LOGPROBS, Loss, Model, Read
 from rl_core.rollouts.group import GENERATION_LOGPROBS, LOSS_MASK, RolloutGroup
 from rl_core.token_filter import TokenFilter
@@ -66,6 +67,10 @@ class Objective:
         kl_weight: The weight of the KL term, or of the penalty on rewards, if it adapts; then `loss` is a `PolicyLoss`.
         entropy_weight: The weight of the entropy bonus, if it adapts; likewise.
     """
+        exact: True if `with_logprobs` refuses logprobs of other bits than the generator's.
+
+    Attributes:
+        mismatch: Examines a large mismatch.
 
     def __init__(
         self,
@@ -78,7 +83,8 @@ class Objective:
         kl_weight: AdaptiveKL | None = None,
         entropy_weight: AdaptiveEntropy | None = None,
     ) -> None:
-        self._loss = loss
+        exact: bool = False,
+        self._loss, self.exact = loss, exact
         self._statistics = dict(statistics or {})
         self._read_before = frozenset(read_before)
         self._versions = weights
@@ -111,7 +117,9 @@ class Objective:
         """Columns that the loss, the penalty on rewards, statistics and the estimator read, except the columns that
         `prepared` adds."""
         of_rewards = () if self._reward_kl is None else ("prev_logprobs", "ref_logprobs")
-        return frozenset((*self._loss.columns, *of_rewards, *self._read_before)) - self._statistics.keys()
+        compared = ("prev_logprobs",) if self.exact else ()
+        columns = frozenset((*self._loss.columns, *of_rewards, *self._read_before, *compared))
+        return columns - self._statistics.keys()
 
     def penalties(self, batch: Batch) -> Ragged | None:
         """Return float64 `[tokens]`, the part of the reward that each sampled token takes away, None without a
@@ -168,6 +176,9 @@ def with_logprobs(batch: Batch, policy: Model, objective: Objective) -> Batch:
     temperature, columns = objective.loss.temperature, objective.columns
     token_filter = next((read.token_filter for read in objective.loss.reads), None)
     before = {
+
+    Raises:
+        LogprobsDiffer: If the run is exact and a sampled token has another logprob than in the generator.
         column: dataclasses.replace(read, token_filter=token_filter)
         for column, read in READ_BEFORE.items()
         if column in columns
@@ -180,6 +191,8 @@ def with_logprobs(batch: Batch, policy: Model, objective: Objective) -> Batch:
         read = dataclasses.replace(LOGPROBS, token_filter=allowed)
         found = policy.infer(batch, [read], reference=True, temperature=temperature)
         batch = batch.with_columns({"ref_logprobs": found.columns["logprobs"]})
+    if objective.exact:
+        _check_equal(batch)
     return batch
 
 
@@ -188,6 +201,25 @@ def _effective_sample_size(metrics: Mapping[str, Metric]) -> dict[str, float]:
     with the weights `w = exp(prev - generation)`. Empty if the loss does not measure the weights.
     """
     if "mismatch/weight" not in metrics:
+def _check_equal(batch: Batch) -> None:
+    """Raise `LogprobsDiffer` with the first sampled token whose logprob differs between policy and generator."""
+    mask = without_demonstrations(batch).ragged(LOSS_MASK)
+    prev, generated = (batch.ragged(name).values for name in ("prev_logprobs", GENERATION_LOGPROBS))
+    differs = (mask.values > 0) & ~(prev == generated)  # NaN differs from everything.
+    if not differs.any():
+        return
+    place = int(differs.argmax())
+    row = int(np.searchsorted(mask.offsets, place, side="right")) - 1
+    token = batch.ragged(TOKENS).values[place]
+    sizes = np.abs(prev[differs].astype(np.float64) - generated[differs])
+    raise LogprobsDiffer(
+        f"row {row} of the step, position {place - mask.offsets[row]} (token {token}): the logprob is "
+        f"{float(prev[place])!r} in the policy and {float(generated[place])!r} in the generator, but "
+        f"policy.generation.exact=true allows no difference. {differs.sum()} of {int((mask.values > 0).sum())} sampled "
+        f"tokens differ, by up to {sizes.max():.2g}. `rl doctor mismatch` with the folder of the run finds the cause"
+    )
+
+
         return {}
     mean, square = (metrics[name].result() for name in ("mismatch/weight", "mismatch/weight_squared"))
     return {"mismatch/effective_sample_size": mean**2 / square} if square else {}

@@ -48,7 +48,8 @@ def policy_need(config: ObjectiveRoot, algorithm: PolicyGradientConfig) -> Model
         algorithm: Config section of the algorithm.
     """
     keeps = algorithm.reads_reference or "ref_logprobs" in columns_of(config, algorithm)
-    return ModelNeed("policy", ModelSpec(keeps_reference=keeps, seed=algorithm.seed))
+    exact = config.policy.generation.exact
+    return ModelNeed("policy", ModelSpec(keeps_reference=keeps, seed=algorithm.seed, exact=exact))
 
 
 def loss_problems(config: ObjectiveRoot, algorithm: PolicyGradientConfig) -> Iterator[Problem]:
@@ -66,6 +67,7 @@ def loss_problems(config: ObjectiveRoot, algorithm: PolicyGradientConfig) -> Ite
         remedy = "Remove this key, or set reference_sync_period above 0"
         because = f"with {section}.reference_sync_period=0"
         yield Problem.unused(f"{section}.reference_mixup_alpha", because, remedy=remedy)
+    yield from _inexact(config, algorithm)
     yield from _uncorrected(config, algorithm)
     yield from _demonstrations(config, algorithm)
     yield from _surrogates(loss, algorithm)
@@ -139,6 +141,17 @@ def _demonstrations(config: ObjectiveRoot, algorithm: PolicyGradientConfig) -> I
         reason = "divides the policy term by the weights of sampled tokens, and demonstrations have none"
         remedy = "Remove this key, or set loss_fn.demonstrations=nll"
         yield Problem("loss_fn.importance.batch_normalize", reason, got=True, remedy=remedy)
+
+
+def _inexact(config: ObjectiveRoot, algorithm: PolicyGradientConfig) -> Iterator[Problem]:
+    """Yield the problem of exact logprobs in a run whose rollouts may come from other weights than those that read
+    them."""
+    if config.policy.generation.exact and algorithm.max_staleness:
+        is_async = algorithm.async_grpo.enabled
+        key = f"{algorithm.section}.{'async_grpo.enabled' if is_async else 'over_sampling_ratio'}"
+        reason = f"needs rollouts of the newest weights, but {key} allows rollouts that are older"
+        remedy = f"Set it to false, or {f'{key}=false' if is_async else f'remove {key}'}"
+        yield Problem("policy.generation.exact", reason, got=True, remedy=remedy)
 
 
 def _uncorrected(config: ObjectiveRoot, algorithm: PolicyGradientConfig) -> Iterator[Problem]:

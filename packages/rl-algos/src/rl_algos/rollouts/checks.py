@@ -55,6 +55,9 @@ def rollout_problems(config: RolloutRoot, settings: RolloutConfig) -> Iterator[P
     if generation.max_new_tokens >= policy.max_total_sequence_length:
         limit = f"policy.max_total_sequence_length ({policy.max_total_sequence_length}), which includes the prompt"
         yield Problem("policy.generation.max_new_tokens", f"must be less than {limit}", got=generation.max_new_tokens)
+    if generation.exact and not isinstance(settings, PolicyGradientConfig):
+        reason = f"is compared with logprobs before the update, which {settings.section} does not read"
+        yield Problem("policy.generation.exact", reason, got=True, remedy="Use GRPO or PPO, or remove this key")
     yield from _ahead(settings, generation)
     if isinstance(settings, PolicyGradientConfig):
         section, curriculum = f"{settings.section}.curriculum", settings.curriculum

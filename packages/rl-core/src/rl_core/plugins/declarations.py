@@ -87,6 +87,11 @@ def applies_no_adapters(config: object, model: ModelConfig, device: Device) -> s
     return "it does not apply adapters. Set lora_sync=merged, or choose generation.backend=vllm"
 
 
+def is_not_exact(config: object, model: ModelConfig, device: Device) -> str:
+    """For a backend whose results for a row depend on the other rows of its batch."""
+    return "its kernels add in an order that depends on the batch. Use dtensor with the hf generator on cpu"
+
+
 def drafts_with_no_model(config: object) -> str | None:
     """For a generator that never decodes speculatively with a draft model."""
     return None
@@ -177,6 +182,8 @@ class BackendPlugin:
             (`Placement.keeps_cache`).
         images: Further requirement of the environment if the model takes images (`policy.vision.enabled`); None for a
             backend that refuses such models.
+        exact_problem: Function from the backend's config, the model and the device to why its logprobs are not the bits
+            that every other exact backend computes (`GenerationConfig.exact`); empty if they are.
         image_problem: For a generator with `images`: function from its config, the model and the device to why it
             cannot serve this model with images; empty if it can.
         draft_model: For a generator: function from its config to the draft model that it decodes speculatively with and
@@ -211,6 +218,7 @@ class BackendPlugin:
     image_problem: Callable[[Any, ModelConfig, Device], str] = serves_images
     draft_model: Callable[[Any], str | None] = drafts_with_no_model
     draft_head: Callable[[Any], str | None] = drafts_with_no_model
+    exact_problem: Callable[[Any, ModelConfig, Device], str] = is_not_exact
     trains_draft_heads: bool = False
     held_families: frozenset[str] = frozenset()
     family_table: str = ""

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from rl_core.torch.generation.row import Row, draw_next
 from rl_dtensor.generation.cache import Kind, RowCache, has_states
 from rl_dtensor.generation.decoding_pass import DecodingPass
+from rl_dtensor.generation.exact_pass import ExactPass
 from rl_dtensor.generation.images import PromptImages
 from rl_dtensor.model.layers.replay import RoutingRecorder
 
@@ -29,6 +30,7 @@ class DecodingBatch:
         recorder: Recorder of the experts that tokens are sent to; None if they are not reported.
         images: Reader of the images of prompts; None for a language model.
         decoding_pass: Pass over one token of every row; None to run the model's own code.
+        exact: Pass that computes the trainer's bits, in place of the model's code; None for none.
     """
 
     def __init__(
@@ -39,9 +41,10 @@ class DecodingBatch:
         recorder: RoutingRecorder | None = None,
         images: PromptImages | None = None,
         decoding_pass: DecodingPass | None = None,
+        exact: ExactPass | None = None,
     ) -> None:
         self._model, self._recorder, self._images = model, recorder, images
-        self._pass = decoding_pass
+        self._pass, self._exact = decoding_pass, exact
         self._device = device
         self.rows: list[Row] = []
         self._kinds = kinds
@@ -142,6 +145,8 @@ class DecodingBatch:
             positions: Int64 `[rows, new]`, or `[3, rows, new]` in time, height and width.
             of_images: Arguments of the model for the images among these tokens.
         """
+        if self._exact is not None:
+            return self._exact(tokens.to(self._device), lengths, cache, positions.to(self._device))[:, -1]
         mask = padding_mask(lengths, cache.get_seq_length() + tokens.shape[1])
         output = self._model(
             input_ids=tokens.to(self._device),

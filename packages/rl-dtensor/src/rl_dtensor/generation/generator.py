@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -20,16 +21,18 @@ from rl_core.torch.files.model_files import model_folder
 from rl_core.torch.generation.decoder import refuse_tensors
 from rl_core.torch.generation.generator import LocalGenerator
 from rl_core.torch.generation.row import Row
-from rl_core.torch.heads.logprobs import CHUNK_SIZE
+from rl_core.torch.heads.logprobs import CHUNK_SIZE, logprobs_of
+from rl_core.torch.kernels.exact import exact_rows
 from rl_core.torch.residency import ModuleResidency
 from rl_core.torch.transport.digest import digest
 from rl_core.weights import Manifest
 from rl_dtensor.generation.batch import DecodingBatch, WholeRowBatch
 from rl_dtensor.generation.cache import Kind, RowCache, has_states
 from rl_dtensor.generation.decoding_pass import DecodingPass
+from rl_dtensor.generation.exact_pass import ExactPass
 from rl_dtensor.generation.images import PromptImages
 from rl_dtensor.generation.loading import cache_layers, decoding_pass, load_model
-from rl_dtensor.generation.plugin import HFConfig
+from rl_dtensor.generation.plugin import HFConfig, exact_problem
 from rl_dtensor.model.layers.replay import RoutingRecorder
 from rl_dtensor.model.weights import FileNames
 
@@ -44,6 +47,7 @@ class HFDecoder:
         recorder: Recorder of the experts that tokens are sent to; None if they are not reported.
         images: Reader of the images of prompts; None for a language model.
         decoding_pass: Pass over one token of every row; None to run the module.
+        exact: Pass that computes the trainer's bits, for a module with a cache; None for none.
     """
 
     def __init__(
@@ -57,8 +61,10 @@ class HFDecoder:
         recorder: RoutingRecorder | None,
         images: PromptImages | None = None,
         decoding_pass: DecodingPass | None = None,
+        exact: ExactPass | None = None,
     ) -> None:
         self.module = module
+        self._exact, self._arithmetic = exact, nullcontext if exact is None else exact_rows
         self._config = config
         self._device = device.torch_device
         self._chunk_size = chunk_size or CHUNK_SIZE
@@ -69,7 +75,7 @@ class HFDecoder:
         if kinds is None:
             self._batch = WholeRowBatch(module, self._device, recorder, max_tokens=config.max_prefill_tokens)
         else:
-            self._batch = DecodingBatch(module, kinds, self._device, recorder, images, decoding_pass)
+            self._batch = DecodingBatch(module, kinds, self._device, recorder, images, decoding_pass, exact)
         self._residency = ModuleResidency(module, device)
         self.drop_cancelled = self._batch.drop_cancelled
         self.clear: Callable[[], list[Row]] = self._batch.clear
@@ -102,7 +108,8 @@ class HFDecoder:
                 longest = max(longest, row.num_prompt_tokens)
             if joining:
                 num_joined += len(joining)
-                self._batch.join(joining, version)
+                with self._arithmetic():
+                    self._batch.join(joining, version)
         return num_joined
 
     def _accepts(self, row: Row) -> bool:
@@ -123,7 +130,8 @@ class HFDecoder:
     def step(self, version: int) -> int:
         """Sample one token for every row."""
         num_rows = len(self.rows)
-        self._batch.step(version)
+        with self._arithmetic():
+            self._batch.step(version)
         return num_rows
 
     @torch.inference_mode()
@@ -131,10 +139,10 @@ class HFDecoder:
         """Return float32 `[tokens]`, logprobs of given tokens at temperature 1; the first is 0."""
         tokens = torch.from_numpy(token_ids.astype(np.int64)).to(self._device)
         logprobs = torch.zeros(len(tokens), dtype=torch.float32, device=self._device)
-        for start, logits in self._chunks(tokens[:-1]):
-            following = tokens[start + 1 : start + 1 + len(logits), None]
-            chunk = logits.float().log_softmax(dim=-1).gather(1, following)[:, 0]
-            logprobs[start + 1 : start + 1 + len(logits)] = chunk
+        with self._arithmetic():
+            for start, logits in self._chunks(tokens[:-1]):
+                following = tokens[start + 1 : start + 1 + len(logits)]
+                logprobs[start + 1 : start + 1 + len(logits)] = logprobs_of(logits.float(), following)
         return logprobs.cpu().numpy()
 
     def _chunks(self, tokens: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -151,9 +159,12 @@ class HFDecoder:
         start, size = 0, self._chunk_size
         while start < len(tokens):
             part = tokens[start : start + size]
-            places = torch.arange(start, start + len(part), device=self._device)
-            output = self.module(input_ids=part[None], position_ids=places[None], past_key_values=cache, use_cache=True)
-            yield start, output.logits[0]
+            places = torch.arange(start, start + len(part), device=self._device)[None]
+            if self._exact is not None:
+                yield start, self._exact(part[None], [start + len(part)], cache, places, num_last=len(part))[0]
+            else:
+                output = self.module(input_ids=part[None], position_ids=places, past_key_values=cache, use_cache=True)
+                yield start, output.logits[0]
             start, size = start + len(part), following_size
 
     def adoption(self, manifest: Manifest) -> WeightAdoption:
@@ -245,13 +256,17 @@ class HFGenerator(LocalGenerator[HFDecoder]):
     """`rl_core.Generator` on a model of `transformers`, batched continuously."""
 
     def __init__(self, config: GenerationConfig, backend: HFConfig, model: ModelConfig, placement: Placement) -> None:
-        del config  # Every request carries its own sampling parameters.
-        device = placement.kind
+        # Every request carries its own sampling parameters.
+        device, is_exact = placement.kind, config.exact
+        if is_exact and (problem := exact_problem(backend, model, device)):
+            raise ConfigError(f"policy.generation.exact: {problem}")
 
         def load() -> HFDecoder:
             module = load_model(model, backend.attn_implementation, device.torch_device)
             kinds = cache_layers(module, model.model_name)
-            own_pass = decoding_pass(module, kinds, model.model_name) if kinds and not model.vision.enabled else None
+            exact = ExactPass(module, kinds, model.model_name) if is_exact else None
+            has_pass = kinds and not model.vision.enabled and exact is None
+            own_pass = decoding_pass(module, kinds, model.model_name) if has_pass else None
             recorder = RoutingRecorder(module) if placement.reports_routing else None
             images = None
             if model.vision.enabled:
@@ -268,6 +283,7 @@ class HFGenerator(LocalGenerator[HFDecoder]):
                 recorder=recorder,
                 images=images,
                 decoding_pass=own_pass,
+                exact=exact,
             )
 
         # Its `decode` returns a string for one sequence, which its type does not show.

@@ -10,7 +10,7 @@ from rl_core.config import Config, WhenChanged
 from rl_core.devices import Device
 from rl_core.model_config import ModelConfig, local_family
 from rl_core.plugins import BackendPlugin, Requirement, reports_routing
-from rl_dtensor.model.settings import FAMILIES
+from rl_dtensor.model.settings import FAMILIES, exactness_problem
 from rl_dtensor.plugin import VISION
 
 
@@ -42,6 +42,13 @@ def image_problem(config: HFConfig, model: ModelConfig, device: Device) -> str:
     return f"it reads the images of models of the types {', '.join(FAMILIES)}, and this one is a {family}"
 
 
+def exact_problem(config: HFConfig, model: ModelConfig, device: Device) -> str:
+    """Return why the generator cannot compute the trainer's bits; empty if it can."""
+    if config.attn_implementation != "auto":
+        return f"hf_cfg.attn_implementation={config.attn_implementation} is not the trainer's attention. Set it to auto"
+    return exactness_problem(model, device)
+
+
 PLUGIN = BackendPlugin(
     name="hf",
     key="hf_cfg",
@@ -56,4 +63,5 @@ PLUGIN = BackendPlugin(
     images=VISION,
     image_problem=image_problem,
     routing_problem=reports_routing,
+    exact_problem=exact_problem,
 )

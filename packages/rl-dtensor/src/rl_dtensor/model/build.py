@@ -15,12 +15,14 @@ from rl_core.torch.files.model_files import WeightFiles, read_hf_config, untie_a
 from rl_core.torch.heads.reads import new_head
 from rl_core.torch.heads.vocab_parallel import VocabShard
 from rl_core.torch.kernels.devices import runs_kernels
+from rl_core.torch.kernels.exact import exact_rows
 from rl_core.torch.process_group import on_all_ranks
 from rl_core.torch.training.lora import InitialFactors
 from rl_core.torch.training.recompute import max_tokens
 from rl_dtensor.config import DTensorConfig
 from rl_dtensor.model import settings
 from rl_dtensor.model.attention import ROWS
+from rl_dtensor.model.exact import check_exact, exact_attention, inexact_part
 from rl_dtensor.model.kernels import activate_flash_attention, kernel_of
 from rl_dtensor.model.layers.compilation import compile_layers
 from rl_dtensor.model.layers.experts import dispatch_experts, fuse_experts
@@ -72,6 +74,8 @@ def build_model(
     )
     for problem in problems:
         raise ValueError(f"{problem.key}: {problem.message}")
+    if spec.exact and (problem := settings.exact_training_problem(backend, config, mesh.kind)):
+        raise ValueError(f"generation.exact: {problem}")
     if backend.attention_backend == "auto" and mesh.kind.runs_on_gpus:
         activate_flash_attention(settings.largest_head(fields))
     initial = InitialFactors.of(config.lora_cfg, spec.seed, is_whole=config.vision.enabled)
@@ -123,7 +127,7 @@ class ModelBuilder:
         self.initial = InitialFactors.of(config.lora_cfg, spec.seed, is_whole=config.vision.enabled)
         self.hf_config, self.files, self.is_packed = hf_config, files, is_packed
         self.compute: torch.dtype = getattr(torch, config.precision)
-        self.trains_all = spec.trains and not config.lora_cfg.enabled
+        self.trains_all, self.is_exact = spec.trains and not config.lora_cfg.enabled, spec.exact
         self.fuses = backend.fused_kernels and runs_kernels(mesh.device)
         self.dispatch: Dispatch | None = None
         self.token_part = (mesh.on("tp"), mesh.sizes.tp) if backend.sequence_parallel else (0, 1)
@@ -255,6 +259,8 @@ class ModelBuilder:
                 vocab_size = hf.get_output_embeddings().weight.shape[0]
                 start, _ = part_of(vocab_size, sizes.tp, mesh.on("tp"))
                 vocab = VocabShard(start, vocab_size, mesh.group("tp"))
+        if self.is_exact and (problem := inexact_part(hf)):
+            raise ValueError(f"generation.exact: the model cannot be computed exactly: {problem}; set it to false")
         replay = RouterReplay(hf, self.token_part) if backend.moe_router_replay else None
         ends = ends_of(hf) if stages is None else (stages.embedding, stages.final_norm)
         unshared = self._unshared(hf)
@@ -270,6 +276,7 @@ class ModelBuilder:
                 final_norm=final_norm,
                 has_split_head=not self.is_headless,
                 apart=[] if mesh.experts is None else expert_modules(hf),
+                is_exact=self.is_exact,
             )
             fit_to_ranks(hf)
         experts: list[nn.Module] = []
@@ -284,7 +291,7 @@ class ModelBuilder:
         model = ReadingModel(
             hf,
             self.role,
-            attend=kernel_of(backend.attention_backend),
+            attend=exact_attention if self.is_exact else kernel_of(backend.attention_backend),
             chunk_size=self.config.logprob_chunk_size,
             alignment=self._alignment(),
             is_packed=self.is_packed,
@@ -295,6 +302,9 @@ class ModelBuilder:
             vision=vision_of(hf, self.config.vision, self.files.folder, self.compute, token_part=self.token_part),
             unshared=unshared,
         )
+        if self.is_exact:
+            on_all_ranks(mesh.control, lambda: check_exact(hf, self.compute))
+            model.forward = exact_rows()(model.forward)  # type: ignore[method-assign]
         self._shard(model, ends, experts, kept)
         if stages is not None:
             layout = lay_out(probe_row(hf.config, mesh.device), Alignment(), is_packed=self.is_packed)
@@ -305,6 +315,8 @@ class ModelBuilder:
         """Return why rows cannot share the tokens that they begin with; empty if they can."""
         if not self.is_packed:
             return "rows are padded"
+        if self.is_exact:
+            return "generation.exact computes each row by itself"
         if hf.config.get_text_config()._attn_implementation != ROWS:
             return f"attention of {hf.config.model_type} models does not know where rows begin"
         return "images belong to one row" if self.config.vision.enabled else ""

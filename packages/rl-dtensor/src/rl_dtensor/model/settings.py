@@ -7,8 +7,9 @@ from typing import Any
 
 from rl_core.config import Problem
 from rl_core.devices import Device
+from rl_core.facts.hf_config import num_experts_of
 from rl_core.model import HEADLESS_ROLES, Role
-from rl_core.model_config import LoraConfig, ModelConfig, VisionConfig
+from rl_core.model_config import LoraConfig, ModelConfig, VisionConfig, local_hf_config
 from rl_dtensor.config import AttentionBackend, DTensorConfig
 from rl_dtensor.parallel.sizes import SECTION, text_fields
 
@@ -178,6 +179,34 @@ def vision_problems(vision: VisionConfig, backend: DTensorConfig, fields: Mappin
     if kind in BOTH_WAYS and backend.attention_backend in _FLASH:
         reason = f"cannot let the tokens of an image see one another, as {kind} models do"
         yield Problem(ATTENTION, reason, got=backend.attention_backend, allowed="auto, sdpa, eager, flex")
+
+
+def exactness_problem(model: ModelConfig, device: Device) -> str:
+    """Return why neither trainer nor generator can compute a model's rows alike in every batch; empty if both can."""
+    if device.runs_on_gpus:
+        return f"it is exact on cpu only, and the device is {device.name}"
+    if model.precision != "float32":
+        return f"it is exact in float32 only. Set policy.precision=float32, got {model.precision}"
+    if model.lora_cfg.enabled:
+        return "adapters are merged into the weights of the generator, which rounds. Set policy.lora_cfg.enabled=false"
+    if model.vision.enabled:
+        return "towers of images are not exact. Set policy.vision.enabled=false"
+    if num_experts_of(local_hf_config(model)):
+        return f"the experts of {model.model_name} are not exact. Choose a model without experts"
+    return ""
+
+
+def exact_training_problem(backend: DTensorConfig, model: ModelConfig, device: Device) -> str:
+    """Return why the trainer cannot compute the generator's bits; empty if it can."""
+    for key, value, exact in (
+        ("attention_backend", backend.attention_backend, "auto"),
+        ("compile", backend.compile, "false"),
+        ("float8.enabled", backend.float8.enabled, "false"),
+        ("qat.enabled", backend.qat.enabled, "false"),
+    ):
+        if (shown := str(value).lower()) != exact:
+            return f"{SECTION}.{key}={shown} computes other bits. Set it to {exact}"
+    return exactness_problem(model, device)
 
 
 def draft_head_problems(section: ModelConfig, backend: DTensorConfig) -> Iterator[Problem]:

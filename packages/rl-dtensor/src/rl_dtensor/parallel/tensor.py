@@ -36,6 +36,7 @@ def split_tensors(
     final_norm: str | None,
     has_split_head: bool,
     apart: Sequence[nn.Module] = (),
+    is_exact: bool = False,
 ) -> None:
     """Split a model on `meta` over the ranks of a mesh of one axis.
 
@@ -48,8 +49,10 @@ def split_tensors(
         final_norm: Name of the module whose output is made whole for the head; None if another rank has the head.
         has_split_head: True if the head is split, so that ranks have different gradients by its input.
         apart: Modules that are split over other ranks too, and are not changed here.
+        is_exact: True to compute whole products of features and hidden states on some rank, in the order of one rank,
+            instead of adding up the products of each rank.
     """
-    splitter = _Splitter(hf, plan, mesh, layers, sequence_parallel)
+    splitter = _Splitter(hf, plan, mesh, layers, sequence_parallel, is_exact)
     splitter.split_parameters({id(module) for module in apart})
     if sequence_parallel and final_norm is not None:
         group = mesh.get_group()
@@ -68,8 +71,9 @@ class _Splitter:
         mesh: DeviceMesh,
         layers: Sequence[nn.Module],
         sequence_parallel: bool,
+        is_exact: bool,
     ) -> None:
-        self._hf = hf
+        self._hf, self._is_exact = hf, is_exact
         self._plan = plan
         self._mesh = mesh
         self._group = mesh.get_group()
@@ -104,15 +108,18 @@ class _Splitter:
         if is_adapter:
             owner = plain.partition(LORA_A if is_a else LORA_B)[0]
         style = self._plan.get(owner)
+        gathers = style == "colwise_gather_output" or (self._is_exact and style == "rowwise_split_input")
         if is_a and style == "colwise":
             self._place(module, Replicate(), Partial())
         elif is_b and style == "rowwise":
             self._place(module, Replicate(), self._between)
         elif style == "colwise" or (style == "head" and not is_adapter):
             self._place(module, Shard(0), Shard(0))
+        elif style == "rowwise" and self._is_exact:
+            self._gathered_column(plain, module, closes_block=True)
         elif style == "rowwise":
             self._row(plain, module, has_whole_inputs=False)
-        elif style == "colwise_gather_output" and not is_adapter:
+        elif gathers and not is_adapter:
             self._gathered_column(plain, module)
         elif style == "rowwise_split_input" and not is_adapter:
             self._row(plain, module, has_whole_inputs=True)
@@ -167,15 +174,22 @@ class _Splitter:
         cast("Any", module).forward = forward
         localize(module, {"weight": Shard(1), "bias": Replicate() if has_whole_inputs else self._between})
 
-    def _gathered_column(self, name: str, module: nn.Module) -> None:
-        """Multiply with the rows of each rank, and gather all products on every rank."""
+    def _gathered_column(self, name: str, module: nn.Module, *, closes_block: bool = False) -> None:
+        """Multiply with the rows of each rank, and gather all products on every rank.
+
+        Args:
+            name: Name of the module.
+            module: Linear layer.
+            closes_block: True if its inputs are split, and its results leave a block.
+        """
         assert isinstance(module, nn.Linear)
         self._check_even(name, module.out_features)
         self._distribute(module, dict.fromkeys(module._parameters, Shard(0)))
 
         def forward(x: Tensor) -> Tensor:
-            products = type(module).forward(module, enter(x, self._group))
-            return gather(products, -1, self._group, sums_grad=False)
+            whole = gather(x, -1, self._group) if closes_block else enter(x, self._group)
+            products = gather(type(module).forward(module, whole), -1, self._group, sums_grad=False)
+            return split(products, SEQUENCE, self._group) if closes_block and self._tokens_are_split else products
 
         cast("Any", module).forward = forward
         localize(module, {"weight": Shard(0), "bias": Shard(0)})

@@ -262,6 +262,19 @@ def _lora_sync_checks(plan: RunPlan) -> Iterator[Problem]:
         yield Problem(key, reason, got="adapter")
 
 
+def _exact_checks(plan: RunPlan) -> Iterator[Problem]:
+    """Yield the problems of exact logprobs with a trainer or generator that does not compute them."""
+    generation, policy = plan.backends.generation, plan.backends.models.get(POLICY)
+    device = device_here(plan.config.cluster)  # Without a device yet, the workers check when they start.
+    if generation is None or policy is None or device is None or not generation.config.exact:
+        return
+    for plugin, backend in ((policy.plugin, policy.backend), (generation.plugin, generation.backend)):
+        if problem := plugin.exact_problem(backend, generation.model, device):
+            reason = f"is not supported by {plugin.name} here: {problem}"
+            yield Problem(f"{POLICY}.generation.exact", reason, got=True, remedy="Otherwise set it to false")
+            return
+
+
 def _drafter_checks(plan: RunPlan) -> Iterator[Problem]:
     """Yield the problems of training a draft model that the generator does not draft with."""
     backends = plan.backends
@@ -431,6 +444,7 @@ MODEL_CHECKS: tuple[Check, ...] = (_model_fact_checks, _backend_checks, _replay_
 BACKEND_CHECKS: tuple[Check, ...] = (
     *MODEL_CHECKS,
     _unused_backend_checks,
+    _exact_checks,
     _lora_sync_checks,
     _drafter_checks,
     _draft_head_checks,

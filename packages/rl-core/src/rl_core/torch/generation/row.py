@@ -14,6 +14,8 @@ from rl_core.rollouts.grammar import TokenGrammar
 from rl_core.rollouts.rollout import Completion, StopReason, WeightSpan
 from rl_core.token_filter import TokenFilter
 from rl_core.tokenizer import Tokenizer
+from rl_core.torch.heads.logprobs import logprobs_of
+from rl_core.torch.kernels.exact import computes_exact_rows
 
 _CONTEXT_TOKENS = 5
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
@@ -146,7 +148,23 @@ def draw(logits: Tensor, sampling: Sequence[SamplingParams], uniform: Sequence[f
     if any(params.temperature == 0 for params in sampling):
         greedy = torch.tensor([[params.temperature == 0] for params in sampling], device=logits.device)
         tokens = torch.where(greedy, logits.argmax(dim=-1, keepdim=True), tokens)
-    return tokens[:, 0], logprobs.gather(1, tokens)[:, 0]
+    tokens = tokens[:, 0]
+    if computes_exact_rows():
+        return tokens, _trained_logprobs(logits, tokens, sampling)
+    return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
+
+
+def _trained_logprobs(logits: Tensor, tokens: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
+    """Return float32 `[rows]`, the logprobs of drawn tokens by the operations that the trainer reads them by."""
+    alike: dict[tuple[float, TokenFilter | None], list[int]] = {}
+    for index, params in enumerate(sampling):
+        kept = TokenFilter(params.top_k, params.top_p, params.min_p)
+        is_plain = kept.keeps_all or params.temperature == 0
+        alike.setdefault((params.temperature or 1.0, None if is_plain else kept), []).append(index)
+    found = logits.new_empty(len(logits), dtype=torch.float32)
+    for (temperature, token_filter), indices in alike.items():
+        found[indices] = logprobs_of(logits[indices].float(), tokens[indices], temperature, token_filter)
+    return found
 
 
 def processed_logprobs(logits: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:

@@ -188,7 +188,6 @@ class _HeadReads(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, ids: Tensor, options: HeadPass
     ) -> tuple[Tensor, ...]:
         found, log_sums, lowest = empty_reads(hidden, targets, ids, options)
-        logprobs, entropy, topk_logprobs, topk_ids, logprobs_at, collision = found
         for chunk in options.chunks(len(hidden)):
             if options.is_fused(hidden):
                 products = head_products(hidden[chunk], weight, bias)
@@ -197,28 +196,13 @@ class _HeadReads(torch.autograd.Function):
                 del products  # They are freed before the next chunk's are made.
                 continue
             logits = options.cooled_(options.logits(hidden[chunk], weight, bias))
-            if options.token_filter is not None:
-                lowest[chunk] = options.keep_(logits, chunk, HeadVocabulary(len(weight)), targets[chunk, None])
-            largest = logits.amax(1, keepdim=True)
-            shifted = logits.sub_(largest)
-            logprobs[chunk] = shifted.gather(1, targets[chunk, None])[:, 0]
-            if options.k:
-                topk_logprobs[chunk], topk_ids[chunk] = shifted[:, : options.below].topk(options.k)
-            logprobs_at[chunk] = shifted.gather(1, ids[chunk].clamp(min=0))
-            log_sum = _log_sum_(
-                shifted,
-                entropy=entropy[chunk] if options.entropy else None,
-                collision=collision[chunk] if options.collision else None,
-            )
-            logprobs[chunk] -= log_sum
-            topk_logprobs[chunk] -= log_sum[:, None]
-            logprobs_at[chunk] -= log_sum[:, None]
-            log_sums[chunk] = log_sum + largest[:, 0]
-            del logits, shifted  # They are freed before the next chunk's are made.
-        logprobs_at.masked_fill_(ids < 0, 0.0)
+            log_sums[chunk] = read_logits_(logits, chunk, targets, ids, options, found, lowest)
+            del logits  # They are freed before the next chunk's are made.
+        found.logprobs_at.masked_fill_(ids < 0, 0.0)
         ctx.options = options
-        ctx.save_for_backward(hidden, weight, bias, targets, ids, log_sums, entropy, topk_ids, collision, lowest)
-        ctx.mark_non_differentiable(topk_ids)
+        own = found.entropy, found.topk_ids, found.collision
+        ctx.save_for_backward(hidden, weight, bias, targets, ids, log_sums, *own, lowest)
+        ctx.mark_non_differentiable(found.topk_ids)
         return tuple(found)
 
     @staticmethod
@@ -270,6 +254,59 @@ def head_gradients(
         total.add_(chunk, grad)
         del grad  # They are freed before the next chunk's are made.
     return total
+
+
+def read_logits_(
+    logits: Tensor, chunk: slice, targets: Tensor, ids: Tensor, options: HeadPass, found: TokenReads, lowest: Tensor
+) -> Tensor:
+    """Write the results of a chunk from the logits of the whole vocabulary; return `[chunk]`, the logarithm of the sum
+    of their exponentials.
+
+    Args:
+        logits: `[chunk, vocab]`, over the temperature; used up.
+        chunk: Positions of the logits.
+        targets: Int64 `[n]`.
+        ids: Int64 `[n, m]`; results at -1 are left to the caller.
+        options: Reads of the pass.
+        found: Results of all positions, to be written to.
+        lowest: `[n, 1]`, lowest kept logits of all positions, to be written to; empty without a filter.
+    """
+    if options.token_filter is not None:
+        vocabulary = HeadVocabulary(logits.shape[1])
+        lowest[chunk] = options.keep_(logits, chunk, vocabulary, targets[chunk, None])
+    largest = logits.amax(1, keepdim=True)
+    shifted = logits.sub_(largest)
+    logprobs = shifted.gather(1, targets[chunk, None])[:, 0]
+    if options.k:
+        found.topk_logprobs[chunk], found.topk_ids[chunk] = shifted[:, : options.below].topk(options.k)
+    found.logprobs_at[chunk] = shifted.gather(1, ids[chunk].clamp(min=0))
+    log_sum = _log_sum_(
+        shifted,
+        entropy=found.entropy[chunk] if options.entropy else None,
+        collision=found.collision[chunk] if options.collision else None,
+    )
+    found.logprobs[chunk] = logprobs - log_sum
+    found.topk_logprobs[chunk] -= log_sum[:, None]
+    found.logprobs_at[chunk] -= log_sum[:, None]
+    return log_sum + largest[:, 0]
+
+
+def logprobs_of(
+    logits: Tensor, targets: Tensor, temperature: float = 1.0, token_filter: TokenFilter | None = None
+) -> Tensor:
+    """Return `[n]`, the logprobs of tokens given the logits of the whole vocabulary, by the operations of `head_reads`.
+
+    Args:
+        logits: Float32 `[n, vocab]`, before the temperature; kept unchanged.
+        targets: Int64 `[n]`.
+        temperature: Divides the logits.
+        token_filter: Limits the distribution to the tokens that it keeps and the target; None for all.
+    """
+    options = HeadPass(LogitTransform(), temperature, len(logits), token_filter=token_filter)
+    ids = targets.new_empty((len(targets), 0))
+    found, _, lowest = empty_reads(logits, targets, ids, options)
+    read_logits_(options.cooled_(logits.clone()), slice(0, len(logits)), targets, ids, options, found, lowest)
+    return found.logprobs
 
 
 def _read_products(products: Tensor, targets: Tensor, ids: Tensor, options: HeadPass, out: TokenReads) -> Tensor:

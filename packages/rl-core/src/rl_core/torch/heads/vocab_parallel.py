@@ -3,16 +3,26 @@ logits never meet."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Unpack
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
 
 from rl_core.torch.heads.head_pass import HeadPass, HeadVocabulary, wide_dtype
-from rl_core.torch.heads.logprobs import Head, HeadOptions, TokenReads, empty_reads, head_gradients, pass_over
+from rl_core.torch.heads.logprobs import (
+    Head,
+    HeadOptions,
+    TokenReads,
+    empty_reads,
+    head_gradients,
+    pass_over,
+    read_logits_,
+)
+from rl_core.torch.kernels.exact import computes_exact_rows
 from rl_core.torch.kernels.vocabulary import LogitForm, head_products, softmax_statistics
 
 
@@ -100,6 +110,11 @@ class _VocabParallelReads(torch.autograd.Function):
                 logits, convert = head_products(hidden[chunk], weight, bias), head.form
             else:
                 logits, convert = head.cooled_(head.logits(hidden[chunk], weight, bias)), None
+            if computes_exact_rows():
+                allowed = head.allowed and head.allowed._replace(start=0)
+                whole, every = _whole(logits, options.shard), replace(head, allowed=allowed)
+                log_sums[chunk] = read_logits_(whole, chunk, targets, ids, every, found, lowest)
+                continue
             if head.token_filter is not None:
                 own = options.own(targets[chunk, None], len(weight))
                 lowest[chunk] = head.keep_(logits, chunk, vocabulary, *own)
@@ -115,8 +130,10 @@ class _VocabParallelReads(torch.autograd.Function):
             if head.collision:
                 collision[chunk] = of_distribution[1]
             del logits, of_distribution  # They are freed before the next chunk's are made.
-        topk_logprobs -= log_sums[:, None]
-        logprobs_at.sub_(log_sums[:, None]).masked_fill_(ids < 0, 0.0)
+        if not computes_exact_rows():
+            topk_logprobs -= log_sums[:, None]
+            logprobs_at -= log_sums[:, None]
+        logprobs_at.masked_fill_(ids < 0, 0.0)
         ctx.options = options
         ctx.save_for_backward(hidden, weight, bias, targets, ids, log_sums, entropy, topk_ids, collision, lowest)
         ctx.mark_non_differentiable(topk_ids)
@@ -129,6 +146,18 @@ class _VocabParallelReads(torch.autograd.Function):
         if total.hidden is not None and ctx.options.sums_hidden_grad:
             dist.all_reduce(total.hidden, group=ctx.options.shard.group)
         return (*total.results(), None, None, None)
+
+
+def _whole(logits: Tensor, shard: VocabShard) -> Tensor:
+    """Return the logits `[n, vocab]` of the whole vocabulary, from those of each rank; collective.
+
+    Sums over parts of the vocabulary would be added in another order than the sum over all of it.
+    """
+    size = dist.get_world_size(shard.group)
+    width = -(-shard.vocab_size // size)
+    parts = logits.new_empty((size * len(logits), width))
+    dist.all_gather_single(parts, pad(logits, (0, width - logits.shape[1])), group=shard.group)
+    return parts.view(size, -1, width).transpose(0, 1).reshape(len(logits), -1)[:, : shard.vocab_size].contiguous()
 
 
 def _statistics_(logits: Tensor, targets: Tensor, options: _Pass, convert: LogitForm | None) -> tuple[Tensor, ...]:
