@@ -9,7 +9,7 @@ import pytest
 
 from rl_algos.rollouts.mismatch import MismatchFinding, MismatchGap
 from rl_launch.commands.mismatch import MismatchReport, described, sampled_step
-from rl_launch.session.directory.run_folder import RunFolder
+from rl_launch.session.directory.run_folder import CONFIG, DESCRIPTION, RunFolder
 
 LENGTH, PROMPT = 6, 2
 GAP = MismatchGap(mean=0.2, largest=0.9, rows=1.0, num_tokens=64, generator=0.2, policy=1e-6)
@@ -22,6 +22,8 @@ FINDING = MismatchFinding(
 def run(tmp_path):
     """A run that has recorded two steps, without a checkpoint."""
     (tmp_path / "rollouts").mkdir()
+    (tmp_path / DESCRIPTION).write_text("{}")
+    (tmp_path / CONFIG).write_text("{}")
     for step in (1, 2):
         rows = [{"rollout": number, "segment": 0, "version": step} for number in range(3)]
         # Older weights have sampled one of the rollouts.
