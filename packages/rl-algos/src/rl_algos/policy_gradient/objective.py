@@ -14,11 +14,12 @@ from rl_algos.losses.mask import without_demonstrations
 from rl_algos.losses.policy import PolicyLoss
 from rl_algos.losses.surrogates import ClipCov, KLCov
 from rl_algos.losses.terms import EntropyBonus, KLPenalty
+from rl_algos.policy_gradient.mismatch_watch import MismatchWatch
 from rl_algos.rollouts.training.segments import ROLLOUT, to_rows
 from rl_core.data.batch import TOKENS, Batch, Column
 from rl_core.data.ragged import Ragged
-from rl_core.metrics import Metric
 from rl_core.errors import LogprobsDiffer
+from rl_core.metrics import Metric
 from rl_core.model import COLLISION, ENTROPY, LOGPROBS, Loss, Model, Read
 from rl_core.rollouts.group import GENERATION_LOGPROBS, LOSS_MASK, RolloutGroup
 from rl_core.token_filter import TokenFilter
@@ -66,11 +67,11 @@ class Objective:
         reward_kl: The KL penalty on rewards, None for none.
         kl_weight: The weight of the KL term, or of the penalty on rewards, if it adapts; then `loss` is a `PolicyLoss`.
         entropy_weight: The weight of the entropy bonus, if it adapts; likewise.
-    """
         exact: True if `with_logprobs` refuses logprobs of other bits than the generator's.
 
     Attributes:
         mismatch: Examines a large mismatch.
+    """
 
     def __init__(
         self,
@@ -82,8 +83,8 @@ class Objective:
         reward_kl: KLPenalty | None = None,
         kl_weight: AdaptiveKL | None = None,
         entropy_weight: AdaptiveEntropy | None = None,
-    ) -> None:
         exact: bool = False,
+    ) -> None:
         self._loss, self.exact = loss, exact
         self._statistics = dict(statistics or {})
         self._read_before = frozenset(read_before)
@@ -92,6 +93,7 @@ class Objective:
         adaptive = {"kl_weight": kl_weight, "entropy_weight": entropy_weight}
         self._weights = {name: weight for name, weight in adaptive.items() if weight is not None}
         self._measured: dict[str, float] = {}
+        self.mismatch = MismatchWatch()
         self._step = 1
 
     @property
@@ -153,11 +155,12 @@ class Objective:
         for weight in self._weights.values():
             metric = metrics.get(weight.watches)
             weight.observe(self._measured[weight.watches] if metric is None else metric.result())
-        return reported
+        return {**reported, **self.mismatch.observe(metrics)}
 
     def state(self) -> Mapping[str, Any]:
-        """Return the weights that adapt."""
-        return {name: weight.state() for name, weight in self._weights.items()}
+        """Return the weights that adapt, and a mismatch that was noted."""
+        noted = self.mismatch.state()
+        return {name: weight.state() for name, weight in self._weights.items()} | ({"mismatch": noted} if noted else {})
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from saved weights; a weight that the state does not have, as after a change of the config, starts
@@ -165,6 +168,7 @@ class Objective:
         for name, weight in self._weights.items():
             if name in state:
                 weight.restore(state[name])
+        self.mismatch.restore(state.get("mismatch", {}))
 
 
 def with_logprobs(batch: Batch, policy: Model, objective: Objective) -> Batch:
@@ -172,13 +176,14 @@ def with_logprobs(batch: Batch, policy: Model, objective: Objective) -> Batch:
 
     Logprobs of the policy are normalised over the tokens that sampling keeps, as the loss reads them; logprobs of the
     reference over all tokens that a grammar allows.
-    """
-    temperature, columns = objective.loss.temperature, objective.columns
-    token_filter = next((read.token_filter for read in objective.loss.reads), None)
-    before = {
 
     Raises:
         LogprobsDiffer: If the run is exact and a sampled token has another logprob than in the generator.
+    """
+    objective.mismatch.examine(batch, policy, objective.loss)
+    temperature, columns = objective.loss.temperature, objective.columns
+    token_filter = next((read.token_filter for read in objective.loss.reads), None)
+    before = {
         column: dataclasses.replace(read, token_filter=token_filter)
         for column, read in READ_BEFORE.items()
         if column in columns
@@ -186,21 +191,16 @@ def with_logprobs(batch: Batch, policy: Model, objective: Objective) -> Batch:
     if before:
         found = policy.infer(batch, list(before.values()), temperature=temperature)
         batch = batch.with_columns({column: found.columns[read.name] for column, read in before.items()})
+    if objective.exact:
+        _check_equal(batch)
     if "ref_logprobs" in columns:
         allowed = TokenFilter(allowed=True) if token_filter is not None and token_filter.allowed else None
         read = dataclasses.replace(LOGPROBS, token_filter=allowed)
         found = policy.infer(batch, [read], reference=True, temperature=temperature)
         batch = batch.with_columns({"ref_logprobs": found.columns["logprobs"]})
-    if objective.exact:
-        _check_equal(batch)
     return batch
 
 
-def _effective_sample_size(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """Return the effective sample size of importance sampling as a share of the sampled tokens: `(mean w)^2 / mean w^2`
-    with the weights `w = exp(prev - generation)`. Empty if the loss does not measure the weights.
-    """
-    if "mismatch/weight" not in metrics:
 def _check_equal(batch: Batch) -> None:
     """Raise `LogprobsDiffer` with the first sampled token whose logprob differs between policy and generator."""
     mask = without_demonstrations(batch).ragged(LOSS_MASK)
@@ -220,6 +220,11 @@ def _check_equal(batch: Batch) -> None:
     )
 
 
+def _effective_sample_size(metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """Return the effective sample size of importance sampling as a share of the sampled tokens: `(mean w)^2 / mean w^2`
+    with the weights `w = exp(prev - generation)`. Empty if the loss does not measure the weights.
+    """
+    if "mismatch/weight" not in metrics:
         return {}
     mean, square = (metrics[name].result() for name in ("mismatch/weight", "mismatch/weight_squared"))
     return {"mismatch/effective_sample_size": mean**2 / square} if square else {}
