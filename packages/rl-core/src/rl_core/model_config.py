@@ -696,12 +696,12 @@ class GenerationConfig(Config):
     weight_sync_encoding: Annotated[WeightSyncEncoding, WhenChanged.RESUME] = "full"
     """Values that a weight update sends. `full`: all values. `changes`, over `collective` or `disk`: the values whose
     bits changed since the previous update, and all values to a replica that joins or was restarted. In bfloat16 a step
-    changes few of them, which helps on slow links. This costs host memory: a full copy of the weights on the first rank
-    of the policy and on every rank of the generators. Over `ipc`, if the policy has several nodes, its ranks exchange
-    parts as with `parts`, and send only changed values to other nodes; each keeps in host memory the bytes that it
-    sends and receives. `parts`, over `ipc` or `collective`: the ranks of the policy send only pieces of tensors, to one
-    another or to the engine ranks that keep them, and none puts together a whole tensor. It is not tested on GPUs
-    yet."""
+    changes few of them, which helps on slow links. Over `collective`, and over `ipc` if the policy has several nodes,
+    ranks send pieces as with `parts`, and only changed values of a piece to another node; each keeps in host memory the
+    bytes that it sends and receives. Over `disk`, and for weights that no ranks hold in parts, this costs a full copy
+    of the weights in host memory on the first rank of the policy and on every rank of the generators. `parts`, over
+    `ipc` or `collective`: the ranks of the policy send only pieces of tensors, to one another or to the engine ranks
+    that keep them, and none puts together a whole tensor. It is not tested on GPUs yet."""
     lora_sync: Annotated[Literal["merged", "adapter"], WhenChanged.RESUME] = "merged"
     """Form of weights with low-rank adapters (`policy.lora_cfg`) on their way to the generators. `merged`: all weights
     at every step, with the adapters merged into them. `adapter`: the weights once, and from then on only the adapters,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
-from rl_core.torch.transport.bucket import Region
+from rl_core.torch.transport.bucket import ArrivedBucket, Region, lay_out
 from rl_core.weights import Manifest, TensorSpec
 from rl_vllm.weights.load_plan import plan_load
 from rl_vllm.weights.planned_load import PlannedLoad
@@ -248,7 +249,7 @@ def test_a_float32_tensor_of_a_layer_in_bfloat16_is_checked_unrounded(
     probe = WeightProbe(model, plan_load(model, told), 1)
     with torch.no_grad():
         for name, tensor in sent.items():
-            probe.take(name, tensor)
+            probe.take(name, lambda region, sent=tensor: region.read(sent))
         model.bias.copy_(sent["bias"])
         # the engine on CPU widens a bias after it was rounded
         model.bias.data = model.bias.data.float()
@@ -334,6 +335,45 @@ def test_experts_load_by_plan_into_the_tensors_that_kernels_hold(
     assert model.experts.quant_method.moe_kernel is kernel
     assert torch.equal(model.experts._expert_map, torch.arange(3))
     assert len(processed) == (0 if order == ("gate", "up") else 2)
+
+
+def test_experts_load_straight_from_the_buckets_that_their_parts_arrive_in() -> None:
+    """A rank keeps three of six experts; buckets divide a layer."""
+    model = ExpertModel(UnquantizedMoeBackend.TRITON)
+    load = model.load_weights
+    model.load_weights = lambda weights: load(  # type: ignore[method-assign]
+        (name, tensor) for name, tensor in weights if int(name[0]) < 3
+    )
+    record_metadata_for_reloading(model)
+    specs = [replace(spec, name=f"{index}.{spec.name[2:]}") for index in range(6) for spec in EXPERTS.tensors[:3]]
+    told = Manifest(1, tuple(specs))
+    plan = replace(plan_load(model, told), unknown={})
+    receiver = WeightReceiver(
+        model, SimpleNamespace(dtype=torch.float32), told, plan, PlannedLoad.of(model, plan, torch.float32)
+    )
+    assert receiver.loads_parts
+    assert [name for name, parts in receiver.parts.items() if not parts] == [spec.name for spec in specs[9:]]
+    sent = {spec.name: torch.randn(spec.shape) for spec in specs}
+    layout = lay_out(told, bucket_bytes=128).keeping(receiver.parts)
+
+    def arriving() -> Iterator[ArrivedBucket]:
+        for bucket in layout.buckets:
+            buffer = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
+            for slot in bucket.slots:
+                slot.fill(buffer, sent[slot.spec.name])
+            arrived = ArrivedBucket(bucket, buffer)
+            yield arrived
+            arrived.leave()
+
+    with torch.no_grad():
+        receiver.load_parts(
+            ((slot.spec.name, partial(bucket.read, slot)) for slot in bucket.slots) for bucket in arriving()
+        )
+    assert receiver.stale() == []
+    for index in range(3):
+        fused = torch.cat([sent[f"{index}.gate"], sent[f"{index}.up"]])
+        assert torch.equal(model.experts.w13_weight[index], fused)
+        assert torch.equal(model.experts.w2_weight[index], sent[f"{index}.down"])
 
 
 def test_one_missing_expert_is_missing_and_nothing_is_planned() -> None:

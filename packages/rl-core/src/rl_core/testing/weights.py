@@ -46,8 +46,9 @@ class Bench:
         self.second = second
         self.references = {folder: ReferenceModel(folder) for folder in (first, second)}
         self.senders: dict[WeightTarget, SenderProcess] = {"policy": sender}
+        self.further: list[SenderProcess] = []
         self.version = 0
-        self._ways: dict[tuple[TransportKind, WeightTarget], Transport] = {}
+        self._ways: dict[tuple[TransportKind, WeightTarget, int], Transport] = {}
         self.runner.run(generator.start())
 
     @property
@@ -65,34 +66,56 @@ class Bench:
         shared: Path | None = None,
         mode: PauseMode = "finish",
         target: WeightTarget = "policy",
+        num_ranks: int = 1,
         before_commit: Callable[[], Awaitable[None]] | None = None,
     ) -> int:
-        """Bring the generator to a folder's weights, in rl-launch's order of calls; returns the version it then has."""
+        """Bring the generator to a folder's weights, in rl-launch's order of calls; returns the version it then has.
+
+        Args:
+            folder: Folder of the weights.
+            kind: Kind of transport.
+            manifest: Manifest of the weights, if it is not the folder's.
+            fault: Fault of the last sender.
+            shared: Folder for a transport through files.
+            mode: Treatment of requests under way.
+            target: Model of the generator that the weights are for.
+            num_ranks: Number of senders; if there are several, each holds parts of all tensors.
+            before_commit: Called when the weights have been received.
+        """
         self.version += 1
-        manifest = replace(manifest or manifest_of(folder, 0), version=self.version, target=target)
+        in_parts = num_ranks > 1
+        manifest = manifest or manifest_of(folder, 0)
+        manifest = replace(manifest, version=self.version, target=target, is_held_in_parts=in_parts)
         generator = self.generator
         address = str(shared) if kind == "disk" else _address()
-        fresh = Transport(kind, address, generator.num_ranks, 64 * 1024, SYNC_TIMEOUT_S)
-        transport = self._ways.pop((kind, target), fresh)
+        fresh = Transport(kind, address, generator.num_ranks, 64 * 1024, SYNC_TIMEOUT_S, every_rank_sends=in_parts)
+        transport = self._ways.pop((kind, target, num_ranks), fresh)
+        while len(self.further) < num_ranks - 1:
+            self.further.append(SenderProcess())
+        senders = [self.senders[target], *self.further[: num_ranks - 1]]
+        faults = [*[Fault()] * (num_ranks - 1), fault or Fault()]
         await generator.pause(mode)
         try:
             await generator.begin(manifest)
-            sending = self.senders[target].send(folder, manifest, transport, fault or Fault())
+            sending = [
+                sender.send(folder, manifest, transport, each, rank=rank, num_ranks=num_ranks)
+                for rank, (sender, each) in enumerate(zip(senders, faults, strict=True))
+            ]
             try:
                 received = await generator.receive(transport, 1)
             finally:
-                await asyncio.wait([asyncio.wrap_future(sending)], timeout=SYNC_TIMEOUT_S)
-            sent = sending.result(SYNC_TIMEOUT_S)
+                await asyncio.wait(list(map(asyncio.wrap_future, sending)), timeout=SYNC_TIMEOUT_S)
+            sent = [digest for each in sending for digest in each.result(SYNC_TIMEOUT_S)]
             assert set(received) == set(sent)
             if transport.sends_parts:
                 assert len(sent) == generator.num_ranks, "each rank is sent the parts that it keeps"
-            if len(sent) == 1:
+            if len(sent) == 1 and not in_parts:
                 assert sent == [digest_of(folder, manifest, transport.bucket_bytes)]
             if before_commit is not None:
                 await before_commit()
             await generator.commit(self.version)
             # the ends stay connected until a transfer fails
-            self._ways[kind, target] = transport
+            self._ways[kind, target, num_ranks] = transport
         finally:
             await generator.resume()
         return self.version
@@ -133,13 +156,24 @@ class WeightSinkSuite:
         finally:
             bench.runner.run(bench.generator.close())
             bench.runner.close()
-            sender.close()
+            for each in (sender, *bench.further):
+                each.close()
 
     def test_weights_arrive_over_every_transport(self, bench: Bench, tmp_path: Path) -> None:
         for kind in self.kinds:
             for folder in (bench.second, bench.first):
                 version = bench.runner.run(bench.sync(folder, kind=kind, shared=tmp_path))
                 self._check_serves(bench, folder, version)
+
+    def test_parts_arrive_from_all_ranks_of_a_policy(self, bench: Bench) -> None:
+        sync = partial(bench.sync, kind="collective", num_ranks=2)
+        for folder in (bench.second, bench.first, bench.second):
+            self._check_serves(bench, folder, bench.runner.run(sync(folder)))
+        with pytest.raises(WeightSyncError, match="lost sender rank 1"):
+            bench.runner.run(sync(bench.second, fault=Fault(die_at="the beginning")))
+        self._check_serves_nothing_until_mended(bench)
+        self._check_serves(bench, bench.second, bench.runner.run(sync(bench.second)))
+        bench.runner.run(bench.sync(bench.first))
 
     def test_a_prompt_seen_before_a_sync_is_read_anew(self, bench: Bench) -> None:
         async def completion() -> tuple[np.ndarray, np.ndarray]:

@@ -331,6 +331,34 @@ def test_a_policy_rank_that_fails_ends_the_transfer_of_all() -> None:
     sides.close()
 
 
+def test_only_changed_values_travel_to_another_node() -> None:
+    """A hundredth of the values changes between two versions, and bits equal those of a transfer of all values."""
+    sides, drawn = Sides("fsdp to tp2, two replicas"), values_of
+
+    def nearly(weights: Mapping[str, Weight], version: int) -> dict[str, torch.Tensor]:
+        values = drawn(weights, 0)
+        generator = torch.Generator().manual_seed(version)
+        for tensor in values.values():
+            tensor[torch.rand(tensor.shape, generator=generator) < version / 200] *= -1
+        return values
+
+    way = replace(transport(sides.num_receivers), sends_changes=True)
+    keeps = [sides.kept(rank) for rank in range(1, sides.num_receivers + 1)]
+    num_bytes = []
+    with on_nodes(), mock.patch.object(sys.modules[__name__], "values_of", nearly):
+        for version in VERSIONS:
+            sent, received = sides.transfer(way, version)
+            assert sent[0] == [digest for _, digest in received]
+            for (found, _), (expected, _) in zip(received, in_full(sides.weights, version, keeps), strict=True):
+                assert [name for name in expected if not same(found[name], expected[name])] == []
+            num_bytes.append(sum(end._links[0].num_bytes_sent for end in sides.senders))
+        assert max(num_bytes[1:]) < num_bytes[0] / 4
+        # A replica that was replaced comes over another connection, which begins with all values.
+        sent, _ = sides.transfer(replace(transport(sides.num_receivers), sends_changes=True), 4)
+        assert sum(end._links[0].num_bytes_sent for end in sides.senders) == num_bytes[0]
+    sides.close()
+
+
 PHASES = ("joining", "the beginning of a transfer", "planning the exchange", "bucket 3", "digests")
 
 

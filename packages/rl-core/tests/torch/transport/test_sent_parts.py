@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -16,7 +17,17 @@ from rl_core.devices import CPU
 from rl_core.errors import WeightSyncError
 from rl_core.testing.torch.weight_sender import Corrupting
 from rl_core.torch.transport import ReceivingEnd, SendingEnd
-from rl_core.torch.transport.bucket import Parts, Region, decoded, digest_of, encoded, in_boxes, lay_out, parts_to_send
+from rl_core.torch.transport.bucket import (
+    ArrivedBucket,
+    Parts,
+    Region,
+    decoded,
+    digest_of,
+    encoded,
+    in_boxes,
+    lay_out,
+    parts_to_send,
+)
 from rl_core.weights import Manifest, TensorSpec, Transport, TransportKind
 
 ROWS, COLUMNS = 300, 100
@@ -150,6 +161,43 @@ def test_parts_that_arrive_broken_are_named(name: str, tmp_path: Path) -> None:
     with pytest.raises(WeightSyncError, match=f"differs from what was sent, in the buckets of .*{name}"):
         ends.deliver(tensors, 1, of_keepers(tensors), broken=name)
     ends.close()
+
+
+def test_parts_are_read_in_the_buffer_that_they_arrive_in(tmp_path: Path) -> None:
+    """Without a whole tensor; also rows that a layer has several times, and the parts of a transposed one."""
+    way, tensors = transport("collective", tmp_path, timeout_s=60), make_tensors()
+    row = Region.of(torch.empty(ROWS, COLUMNS)[:1].expand(4, COLUMNS))
+    keep = {**half(tensors, 0), "large": (row.once(), Region.of(torch.empty(ROWS, COLUMNS)[5:, 50:]))}
+    read: dict[str, list[torch.Tensor]] = {}
+    left: list[ArrivedBucket] = []
+
+    def take() -> None:
+        with ReceivingEnd(CPU).transfer(manifest_of(tensors), way, 1, keep) as receiver:
+            for bucket in receiver.by_bucket():
+                left.append(bucket)
+                for slot in bucket.slots:
+                    wanted = slot.parts or [Region.of(tensors[slot.spec.name].contiguous())]
+                    wanted = [row if each == row.once() else each for each in wanted]
+                    read[slot.spec.name] = [bucket.read(slot, each).clone() for each in wanted]
+                    with suppress(KeyError):
+                        bucket.read(slot, Region((1, 1), (1, 1), 3))
+                        assert slot.parts is None, "this part has not arrived"
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    with SendingEnd(CPU).transfer(manifest_of(tensors), way) as sender:
+        for name, tensor in tensors.items():
+            sender.put(name, tensor)
+        sender.finish()
+    thread.join()
+    assert read.keys() == tensors.keys() - {"brain"}, "nothing is kept of it"
+    for name, found in read.items():
+        whole = tensors[name].contiguous()
+        wanted = [row, keep[name][1]] if name == "large" else keep.get(name, [Region.of(whole)])
+        assert [same(part, region.read(whole)) for part, region in zip(found, wanted, strict=True)] == [True] * len(
+            found
+        )
+    assert all(not typed.numel() for bucket in left for typed in bucket._typed.values()), "the buffers are free"
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "collective"])

@@ -101,8 +101,8 @@ class WeightTransfer:
         if form not in self._manifests:
             self._manifests[form] = self.model.manifest(version, form)
         made = self._manifests[form]
-        # In shared memory, the changes are those of the pieces that ranks on different nodes send to one another.
-        wants_parts = self._encoding == "parts" or (self._encoding == "changes" and self._kind == "ipc")
+        # Only files have changes of whole tensors, because one rank writes them for all.
+        wants_parts = self._encoding == "parts" or (self._encoding == "changes" and self._kind != "disk")
         by_parts = made.is_held_in_parts and wants_parts
         return replace(made, version=version, target=self._target, is_held_in_parts=by_parts)
 

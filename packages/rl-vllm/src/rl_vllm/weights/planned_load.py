@@ -9,7 +9,7 @@ checkpoint has them are filled in place.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -32,6 +32,7 @@ from vllm.model_executor.model_loader.reload.utils import (
 from vllm.model_executor.models.gemma3_mm import Gemma3MultiModalProjector
 from vllm.model_executor.models.interns1_vit import InternS1VisionEmbeddings
 
+from rl_core.torch.transport.bucket import Region
 from rl_vllm.patches.expert_layers import packs_experts
 from rl_vllm.weights.load_plan import Filling, LoadPiece, LoadPlan
 from rl_vllm.weights.quantised_layers import is_quantising
@@ -69,6 +70,8 @@ class PlannedLayer:
     fillings: Sequence[tuple[str, Filling]]
 
 
+Reader = Callable[[Region], Tensor]
+"""Returns a part of a tensor that has arrived."""
 Destination = tuple[PlannedLayer, str, LoadPiece]
 """Destination of one copy of a plan: a layer, the attribute of its parameter, and the copy."""
 
@@ -119,21 +122,27 @@ class PlannedLoad:
                 destinations.setdefault(piece.source, []).append((layer, name, piece))
         return cls(destinations, attention, dtype)
 
-    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Fill all layers with the tensors of one version, by the names they are sent under; a tensor need not last
-        beyond its turn. After a failure the layers are as the engine needs them, with some of the values.
+    def load(self, buckets: Iterable[Iterable[tuple[str, Reader]]]) -> None:
+        """Fill all layers with the tensors of one version. After a failure the layers are as the engine needs them,
+        with some of the values.
+
+        Args:
+            buckets: Buckets of tensors, by the names they are sent under, each with a function that returns a part of
+                it. The tensors of a bucket need not last beyond its turn.
         """
         open_layers: dict[PlannedLayer, _OpenLayer] = {}
         try:
-            for source, tensor in tensors:
-                for layer, name, piece in self._destinations.get(source, ()):
-                    if layer not in open_layers:
-                        open_layers[layer] = _OpenLayer(layer)
-                    opened = open_layers[layer]
-                    piece.write.read(opened.tensors[name]).copy_(piece.read.read(tensor))
-                    opened.num_left -= 1
-                    if not opened.num_left:
-                        open_layers.pop(layer).process()
+            for tensors in buckets:
+                for source, read in tensors:
+                    for layer, name, piece in self._destinations.get(source, ()):
+                        opened = open_layers.get(layer)
+                        if opened is None:
+                            opened = open_layers[layer] = _OpenLayer(layer)
+                        opened.put(name, piece.write, read(piece.read))
+                        if not opened.num_left:
+                            open_layers.pop(layer).process()
+                for opened in open_layers.values():
+                    opened.copy()
         finally:
             for opened in open_layers.values():
                 opened.put_back()
@@ -145,8 +154,7 @@ class _OpenLayer:
     """A layer while it is filled, in its checkpoint's format if a method converts it.
 
     Attributes:
-        num_left: Number of copies that have not been made.
-        tensors: Tensors to fill, by their names in the layer.
+        num_left: Number of copies that have not been put.
     """
 
     def __init__(self, layer: PlannedLayer) -> None:
@@ -159,12 +167,27 @@ class _OpenLayer:
             info = get_layerwise_info(module)
             restore_layer_on_meta(module, info)
             materialize_layer(module, info)
-        self.tensors = {name: tensor.detach() for name, tensor in get_layer_tensors(module).items()}
+        self._tensors = {name: tensor.detach() for name, tensor in get_layer_tensors(module).items()}
+        self._places: list[Tensor] = []
+        self._values: list[Tensor] = []
         for name, filling in layer.fillings:
-            filling.write.read(self.tensors[name]).fill_(filling.value)
+            filling.write.read(self._tensors[name]).fill_(filling.value)
+
+    def put(self, name: str, write: Region, values: Tensor) -> None:
+        """Fill a part of a tensor, not later than `copy`."""
+        self._places.append(write.read(self._tensors[name]))
+        self._values.append(values)
+        self.num_left -= 1
+
+    def copy(self) -> None:
+        """Make the copies that are due, in one call: a layer of experts has hundreds."""
+        if self._places:
+            torch._foreach_copy_(self._places, self._values)
+            self._places, self._values = [], []
 
     def process(self) -> None:
         """Make the layer compute with the copies."""
+        self.copy()
         if self._is_processed:
             try:
                 with packs_experts(self._module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 
 import torch
@@ -10,6 +11,7 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
+from rl_core.torch.transport.bucket import Region
 from rl_vllm.weights.load_plan import LoadPiece, LoadPlan
 from rl_vllm.weights.planned_load import is_plain
 
@@ -51,10 +53,15 @@ class WeightProbe:
             for piece in pieces:
                 self._targets.setdefault(piece.source, []).append((name, piece))
 
-    def take(self, source: str, tensor: Tensor) -> None:
-        """Keep samples of a tensor that arrived, contiguous, before it is handed to the loaders."""
+    def take(self, source: str, read: Callable[[Region], Tensor]) -> None:
+        """Keep samples of a tensor that arrived, before it is handed to the loaders.
+
+        Args:
+            source: Name that it was sent under.
+            read: Returns a part of it.
+        """
         for name, piece in self._targets.get(source, ()):
-            block = piece.read.read(tensor)
+            block = read(piece.read)
             self._filled.setdefault(name, set()).add(piece.name)
             if name not in self._widths:
                 length = max(p.write.offset + prod(p.write.size) for p in self._pieces[name])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +18,12 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from rl_core.errors import WeightSyncError
 from rl_core.torch.training.lora import LORA_A, LORA_B
+from rl_core.torch.transport.bucket import Region
 from rl_core.weights import Manifest
 from rl_vllm.patches.direct_copies import keeps_direct_copies
 from rl_vllm.patches.expert_layers import packs_experts
 from rl_vllm.weights.load_plan import LoadPlan, fed_names
-from rl_vllm.weights.planned_load import PlannedLoad
+from rl_vllm.weights.planned_load import PlannedLoad, Reader
 from rl_vllm.weights.probe import WeightProbe
 from rl_vllm.weights.quantised_layers import QuantisationCheck
 
@@ -62,27 +64,45 @@ class WeightReceiver:
         self._probe: WeightProbe | None = None
         self.quantisation = QuantisationCheck(model, manifest.version, uses_oracle=uses_oracle)
 
+    @property
+    def loads_parts(self) -> bool:
+        """Return whether parts of tensors are enough for `load_parts`; otherwise `load` needs tensors as a whole."""
+        return self._planned is not None
+
+    def load_parts(self, buckets: Iterable[Iterable[tuple[str, Reader]]]) -> None:
+        """Load the weights as they arrive, straight to their places; see `PlannedLoad.load`."""
+        assert self._planned is not None, "loads_parts shows it"
+        self._probe = probe = WeightProbe(self._model, self.plan, self._manifest.version)
+
+        def sampled(tensors: Iterable[tuple[str, Reader]]) -> Iterator[tuple[str, Reader]]:
+            for source, read in tensors:
+                probe.take(source, read)
+                yield source, read
+
+        with self.quantisation.watching():
+            self._planned.load(map(sampled, buckets))
+        self.repack_tied()
+
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Load the weights as they arrive, by the names that they are sent under; each lasts until its turn is over."""
+        if self._planned is not None:
+            self.load_parts([(source, partial(_read, tensor))] for source, tensor in tensors)
+            return
         self._probe = probe = WeightProbe(self._model, self.plan, self._manifest.version)
 
         def sampled() -> Iterator[tuple[str, Tensor]]:
             for source, tensor in tensors:
-                probe.take(source, tensor)
+                probe.take(source, partial(_read, tensor))
                 yield source, tensor
 
-        with self.quantisation.watching():
-            if self._planned is not None:
-                self._planned.load(sampled())
-            else:
-                with packs_experts(self._model):
-                    initialize_layerwise_reload(self._model)
-                    with keeps_direct_copies(self._model):
-                        try:
-                            self._model.load_weights(self._kept(sampled()))
-                        finally:
-                            # Also after a failure, the engine must be able to load the next version.
-                            finalize_layerwise_reload(self._model, self._model_config)
+        with self.quantisation.watching(), packs_experts(self._model):
+            initialize_layerwise_reload(self._model)
+            with keeps_direct_copies(self._model):
+                try:
+                    self._model.load_weights(self._kept(sampled()))
+                finally:
+                    # Also after a failure, the engine must be able to load the next version.
+                    finalize_layerwise_reload(self._model, self._model_config)
         self.repack_tied()
 
     def _kept(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -224,6 +244,10 @@ class AdapterReceiver:
         if module.tp_size > 1:
             parts = module.slice_lora_a(parts) if is_down else module.slice_lora_b(parts)
         return parts
+
+
+def _read(tensor: Tensor, region: Region) -> Tensor:
+    return region.read(tensor)
 
 
 def _holds(slot: Tensor, part: Tensor | None) -> bool:

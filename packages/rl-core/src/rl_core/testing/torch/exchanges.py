@@ -20,7 +20,7 @@ from rl_core.devices import CPU
 from rl_core.errors import WeightSyncError, WorkerError
 from rl_core.selfcheck.losses import TokenLoss
 from rl_core.selfcheck.pooled_model import PooledModel
-from rl_core.selfcheck.rank_pool import Rank, RankPool
+from rl_core.selfcheck.rank_pool import Rank, RankPool, free_port
 from rl_core.selfcheck.torch.received import Received, ranks_apart, receive, receiving_threads, sent_by_every_rank
 from rl_core.testing.model_worker import make_batch
 from rl_core.torch.transport import ReceivingEnd, exchange, open_receiver
@@ -89,6 +89,28 @@ class ExchangeSuite(ABC):
                     end.close()
                 model.train_step(make_batch(), TokenLoss())
 
+    def test_engines_apart_get_the_parts_that_they_keep(self, ranks: RankPool, tmp_path: Path) -> None:
+        """Two replicas of two ranks, each of them in one group with all ranks of the policy."""
+        with self.open(ranks, self.write(tmp_path)) as model:
+            manifest, address = model.manifest(1), f"127.0.0.1:{free_port()}"
+            keeps = [parts_of_engine_rank(manifest, rank % 2, 2) for rank in range(4)]
+            apart = Transport("collective", address, len(keeps), BUCKET_BYTES, 60, every_rank_sends=True)
+            ends = [ReceivingEnd(CPU) for _ in keeps]
+            for version in (1, 2, 3):
+                found = self._received_apart(model, replace(manifest, version=version), apart, ends, keeps)
+                if version == 1:
+                    continue  # The next transfer uses the connection and the plan again.
+                whole = replace(apart, address=f"127.0.0.1:{free_port()}", every_rank_sends=False)
+                broadcast = replace(manifest, version=version, is_held_in_parts=False)
+                wanted = self._received_apart(model, broadcast, whole, [ReceivingEnd(CPU) for _ in keeps], keeps)
+                for rank, (tensors, _) in found.items():
+                    for name, tensor in wanted[rank][0].items():
+                        bits = [each.reshape(-1).view(torch.uint8) for each in (tensors[name], tensor)]
+                        assert bits[0].equal(bits[1]), (version, rank, name)
+                model.train_step(make_batch(), TokenLoss())
+            for end in ends:
+                end.close()
+
     @pytest.mark.usefixtures("exchanging")
     def test_a_broken_message_and_a_lost_receiver_end_the_transfer_of_all(
         self, ranks: RankPool, tmp_path: Path
@@ -119,6 +141,27 @@ class ExchangeSuite(ABC):
                 assert ranks.generation == generation
             # The next transfer is as right as any.
             assert len(self._sent(model, manifest)) == self.num_ranks
+
+    def _received_apart(
+        self,
+        model: PooledModel,
+        manifest: Manifest,
+        transport: Transport,
+        ends: Sequence[ReceivingEnd],
+        keeps: Sequence[Parts],
+    ) -> dict[int, Received]:
+        """Send; return the tensors and the digest of each receiver."""
+
+        def take() -> Received:
+            rank = int(threading.current_thread().name)
+            with ends[rank].transfer(manifest, transport, rank + 1, keeps[rank]) as receiver:
+                tensors = {name: tensor.clone() for name, tensor in receiver}
+            return tensors, receiver.digest
+
+        with receiving_threads(len(keeps), take) as received:
+            digests = model.call("send", manifest, transport)
+        assert {digest for _, digest in received.values()} == {digest for sent in digests for digest in sent}
+        return received
 
     def _sent(
         self,

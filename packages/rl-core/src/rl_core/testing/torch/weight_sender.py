@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,6 +19,7 @@ from rl_core.errors import WeightSyncError
 from rl_core.torch.transport import SendingEnd
 from rl_core.torch.transport.bucket import Bucket, lay_out
 from rl_core.torch.transport.digest import digest
+from rl_core.torch.transport.exchange import HeldPart, Holdings
 from rl_core.torch.transport.link import SenderLink, root_digest
 from rl_core.weights import Manifest, TensorSpec, Transport
 
@@ -102,14 +104,25 @@ class SenderProcess:
         self._waiter = ThreadPoolExecutor(1)
         self._process: Any = None
 
-    def send(self, folder: Path, manifest: Manifest, transport: Transport, fault: Fault) -> Future[list[str]]:
-        """Send; the future holds what the sender's `finish` returned or raised."""
+    def send(
+        self, folder: Path, manifest: Manifest, transport: Transport, fault: Fault, *, rank: int = 0, num_ranks: int = 1
+    ) -> Future[list[str]]:
+        """Send; the future holds what the sender's `finish` returned or raised.
+
+        Args:
+            folder: Folder of the weights.
+            manifest: Manifest of the weights.
+            transport: Transfer settings.
+            fault: Fault of this sender.
+            rank: Rank of the policy that it is, if all ranks send the parts that they hold.
+            num_ranks: Number of these ranks; each holds some rows of every tensor.
+        """
         if self._process is None or not self._process.is_alive():
             self._pipe, theirs = self._context.Pipe()
             self._process = self._context.Process(target=_serve, args=(theirs, self._device, self._gpus), daemon=True)
             self._process.start()
             theirs.close()
-        self._pipe.send((folder, manifest, transport, fault))
+        self._pipe.send((folder, manifest, transport, fault, rank, num_ranks))
         return self._waiter.submit(self._answer)
 
     def _answer(self) -> list[str]:
@@ -137,18 +150,28 @@ def _serve(pipe: Connection, device: Device, gpus: tuple[str, ...]) -> None:
     end = SendingEnd(device)
     while True:
         try:
-            folder, manifest, transport, fault = pipe.recv()
+            order = pipe.recv()
         except EOFError:
             end.close()
             return
         try:
-            pipe.send(_send(end, folder, manifest, transport, fault))
+            pipe.send(_send(end, *order))
         except WeightSyncError as error:
             pipe.send(error)
 
 
-def _send(end: SendingEnd, folder: Path, manifest: Manifest, transport: Transport, fault: Fault) -> list[str]:
+def _send(
+    end: SendingEnd, folder: Path, manifest: Manifest, transport: Transport, fault: Fault, rank: int, num_ranks: int
+) -> list[str]:
     tensors = load_file(folder / "model.safetensors")
+    if manifest.is_held_in_parts:
+
+        def holdings() -> Holdings:
+            if fault.die_at:
+                os._exit(1)
+            return _held_rows(tensors, rank, num_ranks)
+
+        return end.exchange(manifest, transport, rank, num_ranks, holdings).sent_digests
     with end.transfer(manifest, transport) as sender:
         if fault.corrupt:
             sender.links = [Corrupting(link, fault.corrupt) for link in sender.links]
@@ -158,3 +181,14 @@ def _send(end: SendingEnd, folder: Path, manifest: Manifest, transport: Transpor
             if spec.name != fault.omit:
                 sender.put(spec.name, tensors[spec.name])
         return sender.finish()
+
+
+def _held_rows(tensors: Mapping[str, torch.Tensor], rank: int, num_ranks: int) -> Holdings:
+    """Return the rows of each tensor that a rank holds, as FSDP divides them."""
+    holdings: dict[str, list[HeldPart]] = {}
+    for name, tensor in tensors.items():
+        first = sum(map(len, tensor.tensor_split(num_ranks)[:rank]))
+        rows = tensor.tensor_split(num_ranks)[rank]
+        box = (first, first + len(rows)), *((0, extent) for extent in tensor.shape[1:])
+        holdings[name] = [HeldPart(box, rows)] if len(rows) else []
+    return holdings

@@ -88,7 +88,9 @@ def send_weights(
             assert found is not None, "the manifest has it that ranks hold all tensors in parts"
             return found
 
-        return end.exchange(manifest, transport, mesh.rank, mesh.world_size, holdings).sent_digests
+        link = end.exchange(manifest, transport, mesh.rank, mesh.world_size, holdings)
+        _log.info("weight version %d: this rank sent %.1f MB", manifest.version, link.num_bytes_sent / 1e6)
+        return link.sent_digests
     sends = transport.every_rank_sends or mesh.rank == 0
     digests: Sequence[str] = ()
     failure: BaseException | None = None

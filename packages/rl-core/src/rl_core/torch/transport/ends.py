@@ -344,9 +344,10 @@ def receiver_bytes(largest: int, bucket_bytes: int, *, has_parts: bool) -> int:
     Args:
         largest: Number of bytes of the largest tensor.
         bucket_bytes: Default size of a bucket; a larger tensor travels alone.
-        has_parts: True if only parts of tensors travel, which are put together in another buffer.
+        has_parts: True if only parts of tensors travel. They are put together in another buffer, or come in messages,
+            some of which the receiver passes on.
     """
-    return NUM_BUFFERS * max(bucket_bytes, largest) + (largest if has_parts else 0)
+    return (NUM_BUFFERS + has_parts) * max(bucket_bytes, largest)
 
 
 class ReceivingEnd:
