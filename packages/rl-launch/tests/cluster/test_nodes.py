@@ -153,28 +153,33 @@ def driver_alone(tmp_path, monkeypatch):
 
 
 @exhaustive
-def test_a_node_without_the_drivers_environment_builds_it_for_itself(machines, pair, driver_alone, tmp_path, caplog):
+def test_nodes_without_the_drivers_environment_build_it_once_and_copy_it(
+    machines, pair, driver_alone, tmp_path, caplog
+):
     caplog.set_level("INFO", logger="rl_launch")
     envs = DriverEnvs("isolated", {"env.math": MATH}, {"env.math": driver_alone})
-    _, node = pair
+    first, second = pair
     for how in ("built in", "cached"):
         caplog.clear()
         nodes = nodes_of(envs, folder=tmp_path)
-        nodes.prepare(on(node))
+        nodes.prepare(on(second))
+        assert ("building environment rl-envs there: " in caplog.text) == (how == "built in")
+        assert f"node {second.node_ip_address}: environment rl-envs: {how}" in caplog.text
+    caplog.clear()
+    nodes.prepare(on(first, second))
+    assert f"node {first.node_ip_address}: environment rl-envs: copied in" in caplog.text
+    assert "building environment" not in caplog.text
+    for node in pair:
         python = nodes[node.node_id].interpreters["env.math"]
         assert Path(python).is_relative_to(machines.home_of(node) / "envs")
         assert (
             f"node {node.node_ip_address}: building environment rl-envs there: {driver_alone} does not exist"
             in caplog.text
         )
-        assert f"node {node.node_ip_address}: environment rl-envs: {how}" in caplog.text
-    seen = subprocess.run(
-        [python, "-I", "-c", "import rl_envs; print(rl_envs.__file__)"], capture_output=True, text=True
-    )
-    # a copy of the driver's code
-    module = Path(seen.stdout.strip())
-    assert module.is_relative_to(machines.home_of(node))
-    assert module.read_bytes() == Path(rl_envs.__file__).read_bytes()
+        # It is a copy of the driver's code.
+        module = Path(seen.stdout.strip())
+        assert module.is_relative_to(machines.home_of(node))
+        assert module.read_bytes() == Path(rl_envs.__file__).read_bytes()
 
 
 def test_a_shared_environment_that_is_not_shared_is_refused_by_node(pair, driver_alone, tmp_path):

@@ -1,4 +1,5 @@
 import os
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -6,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from rl_launch.worker_envs.node_build import EnvBuildError, EnvIdentity, EnvPlan, build, report
+from rl_launch.worker_envs.node_build import EnvBuildError, EnvIdentity, EnvPlan, build, pack, report
 
 MINOR = "{}.{}".format(*sys.version_info[:2])
 PLAN = EnvPlan(
@@ -48,6 +49,29 @@ def test_two_that_want_the_same_build_it_once(tmp_path):
     with ThreadPoolExecutor(2) as pool:
         built = list(pool.map(lambda _: build(PLAN, str(tmp_path)), range(2)))
     assert sorted(each.cached for each in built) == [False, True]
+
+
+def test_one_of_another_node_is_unpacked_instead_of_built(tmp_path):
+    script = "import pathlib; pathlib.Path('{env}/bin/tool').write_text('#!{env_python}\\nprint(6 * 7)\\n')"
+    allow = "import os; os.chmod('{env}/bin/tool', 0o755)"
+    plan = replace(PLAN, commands=(*PLAN.commands, ("{env_python}", "-c", script), ("{env_python}", "-c", allow)))
+    first, second = tmp_path / "first", tmp_path / "second"
+    build(plan, str(first))
+    parts = list(pack(plan, str(first)))
+    shutil.rmtree(first)
+    built = build(plan, str(second), parts=parts)
+    assert not built.cached
+    run = subprocess.run([second / plan.folder / "bin" / "tool"], capture_output=True, text=True, check=True)
+    assert run.stdout == "42\n", "its scripts start with this node's interpreter"
+    assert build(plan, str(second), parts=iter(())).cached, "no part is read for one that is there"
+
+
+def test_parts_that_are_cut_short_leave_nothing(tmp_path):
+    build(PLAN, str(tmp_path / "first"))
+    origin, whole = pack(PLAN, str(tmp_path / "first"))
+    with pytest.raises((EnvBuildError, OSError)):
+        build(PLAN, str(tmp_path / "second"), parts=[origin, whole[: len(whole) // 3 // 512 * 512 + 100]])
+    assert [path.name for path in (tmp_path / "second").iterdir()] == [f"{PLAN.folder}.lock"]
 
 
 def test_a_failure_shows_the_last_lines_and_leaves_nothing(tmp_path):

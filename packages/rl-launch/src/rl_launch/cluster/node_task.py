@@ -10,13 +10,23 @@ import hashlib
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from rl_launch.worker_envs.node_build import BuiltEnv, EnvBuildError, EnvIdentity, EnvPlan, EnvReport, build, report
+from rl_launch.worker_envs.node_build import (
+    BuiltEnv,
+    EnvBuildError,
+    EnvIdentity,
+    EnvPlan,
+    EnvReport,
+    build,
+    find_built,
+    pack,
+    report,
+)
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Variables that choose the interface of gloo and NCCL."""
@@ -138,12 +148,31 @@ def all_differences(asked: Sequence[tuple[EnvIdentity, str, EnvReport]]) -> list
     return found
 
 
-def built(plan: EnvPlan) -> BuiltEnv | str:
-    """Return the environment of a plan on this node, built if it is missing; the reason as text if that fails."""
+def held(plans: Sequence[EnvPlan]) -> list[str | None]:
+    """Return the interpreters of the environments of plans on this node; None for an environment that is missing."""
+    return [find_built(plan) for plan in plans]
+
+
+def built(plan: EnvPlan, parts: Sequence[Any] | None = None) -> BuiltEnv | str:
+    """Return the environment of a plan on this node; the reason as text if that fails.
+
+    Args:
+        plan: The environment, built if it is missing.
+        parts: References to the objects of `packed`, which are unpacked instead.
+    """
+    import ray
+    from ray.exceptions import RayError
+
     try:
-        return build(plan)
-    except (EnvBuildError, OSError) as error:
+        # One part at a time is in memory.
+        return build(plan, parts=None if parts is None else (ray.get(part) for part in parts))
+    except (EnvBuildError, OSError, RayError) as error:
         return str(error)
+
+
+def packed(plan: EnvPlan) -> Iterator[bytes]:
+    """Yield the parts of an environment of this node, each an object of Ray that the other nodes copy."""
+    yield from pack(plan)
 
 
 def _text(path: Path) -> str | None:

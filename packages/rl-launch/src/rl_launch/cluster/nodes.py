@@ -11,7 +11,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -24,7 +24,17 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rl_core.errors import ConfigError, FailureOrigin, WorkerDied, WorkerEnvironmentError, WorkerError, WorkerStalled
 from rl_core.ray.calls import DECISION_S, translate
 from rl_launch.cluster import node_task
-from rl_launch.cluster.node_task import NodeFacts, Sight, all_differences, built, facts_of_this_node, listing, meet
+from rl_launch.cluster.node_task import (
+    NodeFacts,
+    Sight,
+    all_differences,
+    built,
+    facts_of_this_node,
+    held,
+    listing,
+    meet,
+    packed,
+)
 from rl_launch.worker_envs import node_build
 from rl_launch.worker_envs.driver import identity_of
 from rl_launch.worker_envs.node_build import BuiltEnv, report
@@ -233,13 +243,49 @@ class Nodes:
     def _build(
         self, unlike: Mapping[tuple[str, WorkerEnvSpec], str], addresses: Mapping[str, str]
     ) -> dict[tuple[str, WorkerEnvSpec], str]:
-        plans = {spec: ray.put(portable_plan(spec)) for _, spec in unlike}
-        refs = {}
+        """Find, build or copy environments on nodes that differ from the driver's.
+
+        An environment that no node has is built on one of them, which may compile for an hour, and copied to the others
+        through Ray's object store: every node that has a part passes it on.
+        """
+        written = {spec: portable_plan(spec) for spec in dict.fromkeys(spec for _, spec in unlike)}
+        plans = {spec: ray.put(plan) for spec, plan in written.items()}
+        found: dict[tuple[str, WorkerEnvSpec], BuiltEnv | str] = {}
+
+        def call(keys: Iterable[tuple[str, WorkerEnvSpec]], parts: Mapping[WorkerEnvSpec, Sequence[Any]]) -> None:
+            refs = {key: _pinned(built, key[0]).remote(plans[key[1]], parts.get(key[1])) for key in keys}
+            where = {key: f"{addresses[key[0]]} ({key[1].name})" for key in refs}
+            found.update(_collect(refs, where, "worker environments", self._build_timeout_s))
+
+        def holders() -> dict[WorkerEnvSpec, list[str]]:
+            wanted = [replace(plan, files={}) for plan in written.values()]
+            asked = {node: addresses[node] for node, _ in unlike} | {self._home: "the driver's node"}
+            pythons = self._on_each(asked, "the list of its environments", held, lambda _: (wanted,))
+            return {spec: [node for node in asked if pythons[node][place]] for place, spec in enumerate(plans)}
+
+        holding = holders()
+        builders = {spec: node for node, spec in reversed(list(unlike)) if not holding[spec]}
         for (node, spec), reason in unlike.items():
-            _log.info("node %s: building environment %s there: %s", addresses[node], spec.name, reason)
-            refs[node, spec] = _pinned(built, node).remote(plans[spec])
-        where = {key: f"{addresses[key[0]]} ({key[1].name})" for key in refs}
-        found = _collect(refs, where, "worker environments", self._build_timeout_s)
+            if builders.get(spec) == node:
+                _log.info("node %s: building environment %s there: %s", addresses[node], spec.name, reason)
+        if builders:
+            call([(node, spec) for spec, node in builders.items()], {})
+            # The folder of environments may be shared by the nodes.
+            holding = holders() if len(unlike) > len(builders) else holding
+        rest = [key for key in unlike if key not in found]
+        copied = [key for key in rest if holding[key[1]] and key[0] not in holding[key[1]]]
+        parts = {}
+        for spec in dict.fromkeys(spec for _, spec in copied):
+            _log.info("environment %s: copied from one node to the others", spec.name)
+            source = _pinned(packed, holding[spec][0]).options(num_returns="streaming")
+            parts[spec] = list(source.remote(plans[spec]))
+        call([key for key in rest if key not in copied], {})
+        call(copied, parts)
+        parts.clear()
+        uncopied = [key for key in copied if isinstance(found[key], str)]
+        for node, spec in uncopied:
+            _log.warning("node %s: environment %s is built there: %s", addresses[node], spec.name, found[node, spec])
+        call(uncopied, {})
         failed = {key: result for key, result in found.items() if isinstance(result, str)}
         if failed:
             lines = [
@@ -250,11 +296,14 @@ class Nodes:
                 "environments), or put the driver's environment on a file system that all nodes share and set "
                 "cluster.worker_envs=shared."
             )
-        environments: dict[tuple[str, WorkerEnvSpec], BuiltEnv] = dict(found)
-        for (node, spec), env in environments.items():
-            how = "cached" if env.cached else f"built in {env.seconds:.0f} s"
+        pythons = {}
+        for (node, spec), env in found.items():
+            assert not isinstance(env, str)
+            made = "copied" if (node, spec) in copied else "built"
+            how = "cached" if env.cached else f"{made} in {env.seconds:.0f} s"
             _log.info("node %s: environment %s: %s", addresses[node], spec.name, how)
-        return {key: env.python for key, env in environments.items()}
+            pythons[node, spec] = env.python
+        return pythons
 
     def _on_each(
         self,

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +28,10 @@ _FOREIGN = {
 }
 
 _MARKER = "complete.json"
+PART_BYTES = 64 << 20
+"""Size of the parts that an environment is sent in."""
+_OWN = ("pyvenv.cfg", "bin/python*", _MARKER)
+"""Files of an environment that depend on its node's interpreter, or are written last."""
 
 _PREFLIGHT = """
 import importlib, importlib.metadata, json, sys
@@ -90,7 +94,7 @@ class EnvPlan:
         name: Name for folders and logs.
         digest: Digest of everything that decides the contents of the environment.
         commands: Argument lists; `{uv}`, `{env}`, `{python}` (base interpreter), `{env_python}` and `{files}` are
-            filled in.
+            filled in. The first makes an environment without packages.
         files: Contents by relative path, written where `{files}` points to.
         variables: Environment variables of the commands; `{env}` is filled in.
         cwd: Working folder of the commands; if empty, a neutral folder, so that no project's settings leak in.
@@ -183,8 +187,13 @@ def default_root() -> Path:
     return Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")) / "rl" / "envs"
 
 
-def build(plan: EnvPlan, root: str | None = None) -> BuiltEnv:
+def build(plan: EnvPlan, root: str | None = None, *, parts: Iterable[bytes] | None = None) -> BuiltEnv:
     """Build the environment unless it is complete. A second process that needs the same one waits for the first.
+
+    Args:
+        plan: The environment.
+        root: Folder of environments; `default_root` if None.
+        parts: Parts of the same environment of another node (`pack`), which are unpacked instead of a build.
 
     Raises:
         EnvBuildError: If a command fails; contains its last lines.
@@ -203,7 +212,7 @@ def build(plan: EnvPlan, root: str | None = None) -> BuiltEnv:
         shutil.rmtree(env, ignore_errors=True)
         python = str(env / "bin" / "python")
         try:
-            _install(plan, env, base / f"{plan.folder}.files")
+            _install(plan, env, base / f"{plan.folder}.files", parts)
             preflight(plan, python)
             aside = env / f"{_MARKER}.part"
             facts = {"name": plan.name, "digest": plan.digest, "imports": list(plan.imports)}
@@ -221,6 +230,39 @@ def find_built(plan: EnvPlan, root: str | None = None) -> str | None:
     python = env / "bin" / "python"
     # the interpreter is a link to one outside, which may have been removed
     return str(python) if (env / _MARKER).is_file() and python.exists() else None
+
+
+def pack(plan: EnvPlan, root: str | None = None) -> Iterator[bytes]:
+    """Yield the path of a complete environment, then its files in parts, without those of its node's interpreter.
+
+    Raises:
+        EnvBuildError: If it cannot be read.
+    """
+    env = (Path(root) if root else default_root()) / plan.folder
+    yield str(env).encode()
+    command = ["tar", "-c", *(f"--exclude=./{name}" for name in _OWN), "-C", str(env), "."]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as packing:
+        assert packing.stdout is not None
+        while part := packing.stdout.read(PART_BYTES):
+            yield part
+    if packing.returncode:
+        raise EnvBuildError(f"tar ended with exit code {packing.returncode} in {env}")
+
+
+def _unpack(env: Path, parts: Iterable[bytes]) -> None:
+    """Add the files of another node's environment to an environment without packages."""
+    files = iter(parts)
+    origin = next(files)
+    with subprocess.Popen(["tar", "-x", "-C", str(env)], stdin=subprocess.PIPE) as unpacking:
+        assert unpacking.stdin is not None
+        for part in files:
+            unpacking.stdin.write(part)
+    if unpacking.returncode:
+        raise EnvBuildError(f"tar ended with exit code {unpacking.returncode} in {env}")
+    for path in (env / "bin").iterdir():
+        # Scripts start with the path of the interpreter.
+        if not path.is_symlink() and (content := path.read_bytes()).startswith(b"#!"):
+            path.write_bytes(content.replace(origin, str(env).encode()))
 
 
 def preflight(plan: EnvPlan, python: str) -> None:
@@ -295,7 +337,7 @@ def _answer(python: str, script: str, argument: str, mark: str) -> Any:
     return json.loads(answers[-1].removeprefix(mark))
 
 
-def _install(plan: EnvPlan, env: Path, files: Path) -> None:
+def _install(plan: EnvPlan, env: Path, files: Path, parts: Iterable[bytes] | None) -> None:
     shutil.rmtree(files, ignore_errors=True)
     files.mkdir(parents=True)
     try:
@@ -312,12 +354,14 @@ def _install(plan: EnvPlan, env: Path, files: Path) -> None:
         }
         variables = {key: value.format(**filled) for key, value in plan.variables.items()}
         options: Any = {"cwd": plan.cwd or str(files), "env": {**clean_environment(), **variables}}
-        for words in plan.commands:
+        for words in plan.commands if parts is None else plan.commands[:1]:
             command = [part.format(**filled) for part in words]
             done = subprocess.run(command, **options, capture_output=True, text=True, check=False)
             if done.returncode:
                 shown, text = " ".join(["uv", *command[1:3]]), _tail(done.stderr or done.stdout)
                 raise EnvBuildError(f"{shown} ended with exit code {done.returncode}:\n{text}")
+        if parts is not None:
+            _unpack(env, parts)
     finally:
         shutil.rmtree(files, ignore_errors=True)
 
