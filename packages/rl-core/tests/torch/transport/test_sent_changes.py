@@ -166,5 +166,5 @@ def test_a_restarted_receiver_is_sent_all(kind: TransportKind, tmp_path: Path) -
 
 
 def test_shared_memory_always_sends_all() -> None:
-    with pytest.raises(ValueError, match="collective and disk"):
+    with pytest.raises(ValueError, match="one that sends alone shares its memory"):
         Transport("ipc", "here:1", 1, sends_changes=True)
